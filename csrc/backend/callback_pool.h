@@ -1,0 +1,34 @@
+// Where code of the user's runs when an operation is done: callbacks of futures, completion hooks.
+//
+// Never the thread that completes the operation: that one may be the engine's only progress thread,
+// or a thread that works on the queue for a while inside its own wait(), and a callback may well wait
+// for further operations (DDP's PowerSGD hook does). A pool and not one thread, because such a
+// callback waits for a future that has to be completed by somebody else: there is always an idle
+// thread for the next task, started when needed and gone after a second without work.
+// [any thread]
+#pragma once
+
+#include <chrono>
+#include <functional>
+
+namespace mycoll {
+
+class CallbackPool {
+ public:
+  // The process's. Never destroyed.
+  static CallbackPool& get();
+
+  // Tasks start in the order posted, and must not throw.
+  void post(std::function<void()> task);
+
+  // Waits until everything posted has run, and for the threads to end; for the interpreter's exit.
+  // False when that took longer than the timeout.
+  bool drain(std::chrono::milliseconds timeout);
+
+ private:
+  CallbackPool() = default;
+  struct State;
+  static State& state();
+};
+
+}  // namespace mycoll

@@ -1,0 +1,146 @@
+// Many tensors in one call, and many calls in one Work.
+#include "backend/mycoll_backend.h"
+
+namespace mycoll {
+namespace {
+
+// An address that no other living thread has.
+const void* thisThread() {
+  static thread_local char token;
+  return &token;
+}
+
+// Small tensors travel together: one operation on a bucket costs little more than one on a tensor.
+// The rule looks at nothing but what all ranks know alike, so that all make the same buckets.
+constexpr size_t kSmallBytes = 64 << 10;
+constexpr size_t kBucketBytes = 1 << 20;
+
+}  // namespace
+
+bool MycollBackend::isCoalescing() const {
+  const void* owner = coalescingThread_.load(std::memory_order_relaxed);
+  return owner != nullptr && owner == thisThread();
+}
+
+void MycollBackend::startCoalescing() {
+  const CallSite site = enter("_coalescing_manager");
+  const void* owner = coalescingThread_.load(std::memory_order_acquire);
+  if (owner != nullptr && owner != thisThread()) {
+    refuse(site, "another thread is coalescing operations of this group");
+  }
+  // A list of this thread's own is left over from a block that an exception ended: torch does not
+  // tell. Its operations are under way like all others.
+  coalesced_.clear();
+  coalescingThread_.store(thisThread(), std::memory_order_release);
+}
+
+MycollBackend::WorkPtr MycollBackend::endCoalescing() {
+  const CallSite site = enter("_coalescing_manager");
+  if (!isCoalescing()) refuse(site, "nothing was started that could end here");
+  std::vector<WorkPtr> works = std::move(coalesced_);
+  coalesced_.clear();
+  coalescingThread_.store(nullptr, std::memory_order_release);
+  return c10::make_intrusive<CoalescedWork>(std::move(works));
+}
+
+MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  const CallSite site = enter("all_reduce_coalesced");
+  if (tensors.empty()) refuse(site, "tensors must hold at least one tensor, but it is empty");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Argument argument{"tensors", static_cast<int64_t>(i)};
+    checkOutput(site, argument, tensors[i]);
+    checkSameType(site, argument, tensors[i], Argument{"tensors", 0}, tensors[0]);
+  }
+  const ReduceOp reduceOp = checkReduceOp(site, opts.reduceOp, tensors[0]);
+  Request request(site, c10d::OpType::ALLREDUCE_COALESCED, "mycoll:all_reduce_coalesced",
+                  opts.timeout, opts.asyncOp);
+  for (size_t i = 0; i < tensors.size();) {
+    size_t end = i;
+    size_t bytes = 0;
+    while (end < tensors.size() && tensors[end].nbytes() <= kSmallBytes &&
+           bytes + tensors[end].nbytes() <= kBucketBytes) {
+      bytes += tensors[end].nbytes();
+      ++end;
+    }
+    if (end - i < 2) {
+      addAllReduce(request, tensors[i], opts.reduceOp);
+      ++i;
+      continue;
+    }
+    at::Tensor bucket = emptyElements(static_cast<int64_t>(bytes / tensors[i].itemsize()),
+                                      tensors[i].scalar_type());
+    const Span span = writable(bucket);
+    int64_t offset = 0;
+    for (; i < end; ++i) {
+      pack(request.premultiply(tensors[i], opts.reduceOp), span.begin() + offset);
+      request.copyBacks.push_back({bucket, tensors[i], offset});
+      offset += static_cast<int64_t>(tensors[i].nbytes());
+    }
+    Call& call = request.addCall(OpKind::kAllReduce, bucket);
+    call.reduceOp = reduceOp;
+    call.in.push_back(span);
+    call.out.push_back(span);
+    request.keep.push_back(std::move(bucket));
+  }
+  return run(request, tensors);
+}
+
+MycollBackend::WorkPtr MycollBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                          const c10d::AllgatherOptions& opts) {
+  const CallSite site = enter("all_gather_coalesced");
+  if (inputs.empty()) refuse(site, "input_tensor_list must hold a tensor, but it is empty");
+  // output_tensor_lists[rank][i] takes inputs[i] of that rank.
+  if (outputs.size() != static_cast<size_t>(size_)) {
+    refuse(site, c10::str("output_tensor_lists must hold one list for each of the ", size_,
+                          " ranks, but it holds ", outputs.size()));
+  }
+  for (size_t rank = 0; rank < outputs.size(); ++rank) {
+    if (outputs[rank].size() == inputs.size()) continue;
+    refuse(site, c10::str("output_tensor_lists[", rank, "] must hold one tensor for each of the ",
+                          inputs.size(), " inputs, but it holds ", outputs[rank].size()));
+  }
+  Request request(site, c10d::OpType::ALLGATHER_COALESCED, "mycoll:all_gather_coalesced",
+                  opts.timeout, opts.asyncOp);
+  Tensors results;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    checkTensor(site, Argument{"input_tensor_list", static_cast<int64_t>(i)}, inputs[i]);
+    Tensors column;
+    for (const Tensors& row : outputs) column.push_back(row[i]);
+    addAllGatherList(request, column, inputs[i]);
+    results.insert(results.end(), column.begin(), column.end());
+  }
+  return run(request, results);
+}
+
+MycollBackend::WorkPtr MycollBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  const CallSite site = enter("all_gather_into_tensor_coalesced");
+  if (inputs.empty() || outputs.size() != inputs.size()) {
+    refuse(site, c10::str("there must be one output for each input, but there are ", outputs.size(),
+                          " outputs and ", inputs.size(), " inputs"));
+  }
+  Request request(site, c10d::OpType::COALESCED, "mycoll:all_gather_into_tensor_coalesced",
+                  opts.timeout, opts.asyncOp);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    addAllGatherInto(request, outputs[i], inputs[i], static_cast<int64_t>(i));
+  }
+  return run(request, outputs);
+}
+
+MycollBackend::WorkPtr MycollBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+  const CallSite site = enter("reduce_scatter_tensor_coalesced");
+  if (inputs.empty() || outputs.size() != inputs.size()) {
+    refuse(site, c10::str("there must be one output for each input, but there are ", outputs.size(),
+                          " outputs and ", inputs.size(), " inputs"));
+  }
+  Request request(site, c10d::OpType::COALESCED, "mycoll:reduce_scatter_tensor_coalesced",
+                  opts.timeout, opts.asyncOp);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    addReduceScatterFrom(request, outputs[i], inputs[i], opts.reduceOp, static_cast<int64_t>(i));
+  }
+  return run(request, outputs);
+}
+
+}  // namespace mycoll

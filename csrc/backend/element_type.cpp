@@ -1,0 +1,69 @@
+#include "backend/element_type.h"
+
+namespace mycoll {
+namespace {
+
+DType toDType(at::ScalarType type) {
+  switch (type) {
+    case at::ScalarType::Float: return DType::kFloat32;
+    case at::ScalarType::Double: return DType::kFloat64;
+    case at::ScalarType::Half: return DType::kFloat16;
+    case at::ScalarType::BFloat16: return DType::kBFloat16;
+    case at::ScalarType::Float8_e4m3fn: return DType::kFloat8E4M3;
+    case at::ScalarType::Float8_e5m2: return DType::kFloat8E5M2;
+    case at::ScalarType::Char: return DType::kInt8;
+    case at::ScalarType::Byte: return DType::kUInt8;
+    case at::ScalarType::Short: return DType::kInt16;
+    case at::ScalarType::UInt16: return DType::kUInt16;
+    case at::ScalarType::Int: return DType::kInt32;
+    case at::ScalarType::UInt32: return DType::kUInt32;
+    case at::ScalarType::Long: return DType::kInt64;
+    case at::ScalarType::UInt64: return DType::kUInt64;
+    case at::ScalarType::Bool: return DType::kBool;
+    case at::ScalarType::ComplexFloat: return DType::kComplex64;
+    case at::ScalarType::ComplexDouble: return DType::kComplex128;
+    default: return DType::kOpaque;
+  }
+}
+
+}  // namespace
+
+ElementType elementType(const at::Tensor& tensor) {
+  const at::ScalarType type = tensor.scalar_type();
+  ElementType element;
+  element.dtype = toDType(type);
+  element.bytes = tensor.itemsize();
+  if (element.dtype == DType::kOpaque) element.opaqueType = static_cast<uint8_t>(type);
+  return element;
+}
+
+ReduceOp toReduceOp(c10d::ReduceOp::RedOpType op) {
+  switch (op) {
+    case c10d::ReduceOp::SUM: return ReduceOp::kSum;
+    case c10d::ReduceOp::AVG: return ReduceOp::kAvg;
+    case c10d::ReduceOp::PRODUCT: return ReduceOp::kProduct;
+    case c10d::ReduceOp::MIN: return ReduceOp::kMin;
+    case c10d::ReduceOp::MAX: return ReduceOp::kMax;
+    case c10d::ReduceOp::BAND: return ReduceOp::kBAnd;
+    case c10d::ReduceOp::BOR: return ReduceOp::kBOr;
+    case c10d::ReduceOp::BXOR: return ReduceOp::kBXor;
+    default: return ReduceOp::kCount;
+  }
+}
+
+const char* name(c10d::ReduceOp::RedOpType op) {
+  switch (op) {
+    case c10d::ReduceOp::SUM: return "SUM";
+    case c10d::ReduceOp::AVG: return "AVG";
+    case c10d::ReduceOp::PRODUCT: return "PRODUCT";
+    case c10d::ReduceOp::MIN: return "MIN";
+    case c10d::ReduceOp::MAX: return "MAX";
+    case c10d::ReduceOp::BAND: return "BAND";
+    case c10d::ReduceOp::BOR: return "BOR";
+    case c10d::ReduceOp::BXOR: return "BXOR";
+    case c10d::ReduceOp::PREMUL_SUM: return "PREMUL_SUM";
+    default: return "UNUSED";
+  }
+}
+
+}  // namespace mycoll

@@ -1,0 +1,53 @@
+#include "backend/errors.h"
+
+#include <c10/util/Exception.h>
+
+namespace mycoll {
+namespace {
+
+InterruptHook interruptHook;
+
+}  // namespace
+
+void setInterruptHook(InterruptHook hook) { interruptHook = hook; }
+
+bool isInterruptPending() {
+  return interruptHook.isPending != nullptr && interruptHook.isPending();
+}
+
+void throwStatus(const Status& status) {
+  const std::string& message = status.message();
+  switch (status.code()) {
+    case Code::kInvalidArgument:
+      C10_THROW_ERROR(ValueError, message);
+    case Code::kUnsupported:
+      C10_THROW_ERROR(NotImplementedError, message);
+    case Code::kNetwork:
+      C10_THROW_ERROR(DistNetworkError, message);
+    case Code::kStore:
+      C10_THROW_ERROR(DistStoreError, message);
+    case Code::kInterrupted:
+      if (interruptHook.raise != nullptr) interruptHook.raise();
+      break;
+    case Code::kOk:
+    case Code::kMismatch:
+    case Code::kTimeout:
+    case Code::kPeerLost:
+    case Code::kAborted:
+    case Code::kInternal:
+      break;
+  }
+  C10_THROW_ERROR(DistBackendError, message);
+}
+
+std::exception_ptr toException(const Status& status) {
+  if (status.ok()) return nullptr;
+  try {
+    throwStatus(status.code() == Code::kInterrupted ? Status(Code::kAborted, status.message())
+                                                    : status);
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+}  // namespace mycoll

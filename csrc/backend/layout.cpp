@@ -1,0 +1,218 @@
+#include "backend/layout.h"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+namespace mycoll {
+namespace {
+
+// One dimension of a copy; strides in bytes.
+struct Dimension {
+  int64_t size;
+  int64_t tensorStride;
+  int64_t plainStride;
+};
+using Dimensions = c10::SmallVector<Dimension, 8>;
+
+// Outermost first. Dimensions of size 1 are left out, and neighbours that both sides walk as one
+// are merged, so that what comes out is as short as it can be.
+Dimensions dimensionsOf(const at::Tensor& tensor) {
+  const int64_t bytes = static_cast<int64_t>(tensor.itemsize());
+  Dimensions dimensions;
+  int64_t plainStride = bytes;
+  for (int64_t i = tensor.dim() - 1; i >= 0; --i) {
+    const int64_t size = tensor.size(i);
+    if (size != 1) {
+      const Dimension outer{size, tensor.stride(i) * bytes, plainStride};
+      if (!dimensions.empty()) {
+        Dimension& inner = dimensions.back();
+        if (outer.tensorStride == inner.tensorStride * inner.size) {
+          inner.size *= size;
+          plainStride *= size;
+          continue;
+        }
+      }
+      dimensions.push_back(outer);
+    }
+    plainStride *= size;
+  }
+  std::reverse(dimensions.begin(), dimensions.end());
+  return dimensions;
+}
+
+template <size_t kBytes>
+void copyRow(char* to, int64_t toStride, const char* from, int64_t fromStride, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(to + i * toStride, from + i * fromStride, kBytes);
+  }
+}
+
+// Two dimensions in tiles: where one side is a transposition of the other, every cache line is then
+// used whole while it is in the cache.
+template <size_t kBytes>
+void copyPlane(char* to, const char* from, bool toTensor, const Dimension& outer,
+               const Dimension& inner) {
+  constexpr int64_t kTile = 32;
+  const int64_t toOuter = toTensor ? outer.tensorStride : outer.plainStride;
+  const int64_t toInner = toTensor ? inner.tensorStride : inner.plainStride;
+  const int64_t fromOuter = toTensor ? outer.plainStride : outer.tensorStride;
+  const int64_t fromInner = toTensor ? inner.plainStride : inner.tensorStride;
+  for (int64_t row = 0; row < outer.size; row += kTile) {
+    const int64_t rowEnd = std::min(row + kTile, outer.size);
+    for (int64_t column = 0; column < inner.size; column += kTile) {
+      const int64_t count = std::min(kTile, inner.size - column);
+      for (int64_t r = row; r < rowEnd; ++r) {
+        copyRow<kBytes>(to + r * toOuter + column * toInner, toInner,
+                        from + r * fromOuter + column * fromInner, fromInner, count);
+      }
+    }
+  }
+}
+
+template <size_t kBytes>
+void copyInner(char* to, const char* from, bool toTensor, const Dimensions& dimensions) {
+  const Dimension& inner = dimensions.back();
+  if (inner.tensorStride == static_cast<int64_t>(kBytes)) {  // whole rows
+    const int64_t rowBytes = inner.size * static_cast<int64_t>(kBytes);
+    if (dimensions.size() == 1) {
+      std::memcpy(to, from, static_cast<size_t>(rowBytes));
+      return;
+    }
+    const Dimension& outer = dimensions[dimensions.size() - 2];
+    const int64_t toStride = toTensor ? outer.tensorStride : outer.plainStride;
+    const int64_t fromStride = toTensor ? outer.plainStride : outer.tensorStride;
+    for (int64_t i = 0; i < outer.size; ++i) {
+      std::memcpy(to + i * toStride, from + i * fromStride, static_cast<size_t>(rowBytes));
+    }
+    return;
+  }
+  if (dimensions.size() == 1) {
+    copyPlane<kBytes>(to, from, toTensor, Dimension{1, 0, 0}, inner);
+  } else {
+    copyPlane<kBytes>(to, from, toTensor, dimensions[dimensions.size() - 2], inner);
+  }
+}
+
+using CopyInner = void (*)(char* to, const char* from, bool toTensor, const Dimensions&);
+
+CopyInner copyInnerFor(size_t elementBytes) {
+  switch (elementBytes) {
+    case 1: return copyInner<1>;
+    case 2: return copyInner<2>;
+    case 4: return copyInner<4>;
+    case 8: return copyInner<8>;
+    case 16: return copyInner<16>;
+    default: TORCH_CHECK(false, "mycoll: elements of ", elementBytes, " bytes are not supported");
+  }
+}
+
+void copyStrided(const at::Tensor& tensor, char* tensorData, char* plain, bool toTensor) {
+  Dimensions dimensions = dimensionsOf(tensor);
+  if (dimensions.empty()) dimensions.push_back({1, 0, 0});
+  // The second innermost loop walks where the tensor's memory is densest; with the innermost, which
+  // walks where the plain memory is, it makes the plane that is copied in tiles.
+  if (dimensions.size() > 2) {
+    auto densest = std::min_element(dimensions.begin(), dimensions.end() - 1,
+                                    [](const Dimension& a, const Dimension& b) {
+                                      return std::abs(a.tensorStride) < std::abs(b.tensorStride);
+                                    });
+    std::rotate(densest, densest + 1, dimensions.end() - 1);
+  }
+  const CopyInner copy = copyInnerFor(tensor.itemsize());
+  const size_t outerCount = dimensions.size() > 2 ? dimensions.size() - 2 : 0;
+  c10::SmallVector<int64_t, 8> index(outerCount, 0);
+  while (true) {
+    copy(toTensor ? tensorData : plain, toTensor ? plain : tensorData, toTensor, dimensions);
+    size_t i = outerCount;  // an odometer over the outer dimensions
+    while (i > 0) {
+      const Dimension& dimension = dimensions[--i];
+      tensorData += dimension.tensorStride;
+      plain += dimension.plainStride;
+      if (++index[i] < dimension.size) break;
+      tensorData -= dimension.tensorStride * dimension.size;
+      plain -= dimension.plainStride * dimension.size;
+      index[i] = 0;
+      if (i == 0) return;
+    }
+    if (outerCount == 0) return;
+  }
+}
+
+// Flips the sign of every `step`-th number, from `first` on.
+template <typename Bits>
+void flipSigns(void* data, int64_t count, int64_t first, int64_t step) {
+  constexpr Bits kSign = Bits{1} << (sizeof(Bits) * 8 - 1);
+  Bits* numbers = static_cast<Bits*>(data);
+  for (int64_t i = first; i < count; i += step) numbers[i] ^= kSign;
+}
+
+// What a lazy conjugation and a lazy negation do to plain elements. Both are their own inverse.
+void applyLazyBits(const at::Tensor& tensor, void* plain) {
+  if (!tensor.is_conj() && !tensor.is_neg()) return;
+  const at::ScalarType type = tensor.scalar_type();
+  const bool isComplex = c10::isComplexType(type);
+  const at::ScalarType part = isComplex ? c10::toRealValueType(type) : type;
+  const int64_t parts = tensor.numel() * (isComplex ? 2 : 1);
+  const auto flip = [&](int64_t first, int64_t step) {
+    switch (part) {
+      case at::ScalarType::Half:
+      case at::ScalarType::BFloat16: flipSigns<uint16_t>(plain, parts, first, step); break;
+      case at::ScalarType::Float: flipSigns<uint32_t>(plain, parts, first, step); break;
+      case at::ScalarType::Double: flipSigns<uint64_t>(plain, parts, first, step); break;
+      default:
+        TORCH_CHECK(false, "mycoll: a lazily negated tensor of ", c10::toString(type),
+                    " is not supported; call resolve_neg() on it");
+    }
+  };
+  if (tensor.is_neg()) flip(0, 1);
+  if (tensor.is_conj()) flip(1, 2);
+}
+
+}  // namespace
+
+at::Tensor emptyElements(int64_t count, at::ScalarType type) {
+  return at::Tensor(at::detail::empty_cpu({count}, type, /*pin_memory=*/false));
+}
+
+at::Tensor emptyLike(const at::Tensor& tensor) {
+  return at::Tensor(
+      at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type(), /*pin_memory=*/false));
+}
+
+void pack(const at::Tensor& tensor, void* plain) {
+  if (tensor.numel() == 0) return;
+  copyStrided(tensor, static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())),
+              static_cast<char*>(plain), /*toTensor=*/false);
+  applyLazyBits(tensor, plain);
+}
+
+void unpack(const void* plain, const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  // The plain memory is a buffer of ours that is not read again.
+  applyLazyBits(tensor, const_cast<void*>(plain));
+  copyStrided(tensor, static_cast<char*>(tensor.mutable_data_ptr()),
+              static_cast<char*>(const_cast<void*>(plain)), /*toTensor=*/true);
+}
+
+bool mayOverlapItself(const at::Tensor& tensor) {
+  if (tensor.numel() <= 1) return false;
+  std::vector<std::pair<int64_t, int64_t>> byStride;  // stride, size
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) > 1) byStride.emplace_back(std::abs(tensor.stride(i)), tensor.size(i));
+  }
+  std::sort(byStride.begin(), byStride.end());
+  int64_t reach = 0;  // of all smaller strides together
+  for (const auto& [stride, size] : byStride) {
+    if (stride <= reach) return true;
+    reach += stride * (size - 1);
+  }
+  return false;
+}
+
+}  // namespace mycoll

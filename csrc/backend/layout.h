@@ -1,0 +1,43 @@
+// Between tensors of any layout and the plain memory that the engine works on.
+//
+// None of this goes through torch's dispatcher: results are copied back on whatever thread completes
+// an operation, where the modes of that thread (autograd, functorch, inference, Python dispatch)
+// have nothing to do with the operation and its tensors.
+// [any thread], with or without the GIL.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "base/types.h"
+
+namespace mycoll {
+
+// True when the tensor's memory is its elements in order.
+inline bool isPlain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// A plain tensor of the same shape, not initialised.
+at::Tensor emptyLike(const at::Tensor& tensor);
+// A plain tensor of this many elements, not initialised.
+at::Tensor emptyElements(int64_t count, at::ScalarType type);
+
+// Copies a strided CPU tensor of any layout into plain memory for all of its elements, and back.
+void pack(const at::Tensor& tensor, void* plain);
+void unpack(const void* plain, const at::Tensor& tensor);
+
+// True when two elements of the tensor may be the same memory (expanded tensors): writing to it then
+// has no defined result.
+bool mayOverlapItself(const at::Tensor& tensor);
+
+// Memory of a plain tensor: for reading, and for writing (which un-shares copy-on-write memory).
+inline Span readable(const at::Tensor& plain) {
+  const size_t bytes = plain.nbytes();
+  return Span{bytes == 0 ? nullptr : const_cast<void*>(plain.const_data_ptr()), bytes};
+}
+inline Span writable(const at::Tensor& plain) {
+  const size_t bytes = plain.nbytes();
+  return Span{bytes == 0 ? nullptr : plain.mutable_data_ptr(), bytes};
+}
+
+}  // namespace mycoll

@@ -1,0 +1,284 @@
+#include "backend/mycoll_backend.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <unordered_set>
+#include <utility>
+
+#include "backend/callback_pool.h"
+#include "backend/errors.h"
+#include "backend/profiling.h"
+#include "backend/torch_store.h"
+#include "base/log.h"
+
+namespace mycoll {
+namespace {
+
+// How long destroy_process_group() waits for operations that are still pending.
+constexpr std::chrono::seconds kShutdownTimeout(10);
+// The same for a group that is dropped without it.
+constexpr std::chrono::seconds kDropTimeout(2);
+
+std::atomic<int> forkCount{0};
+[[maybe_unused]] const int kForkHandler = pthread_atfork(
+    nullptr, nullptr, [] { forkCount.fetch_add(1, std::memory_order_relaxed); });
+
+// Groups that live, for closeAll(). Never destroyed: a group may die during static destruction.
+struct Registry {
+  std::mutex mutex;
+  std::unordered_set<MycollBackend*> groups;
+};
+Registry& registry() {
+  static Registry* const kRegistry = new Registry;
+  return *kRegistry;
+}
+
+// The tensors behind the spans of a call; the engine holds this until the operation is done.
+struct Kept {
+  c10::SmallVector<at::Tensor, 2> tensors;
+};
+
+}  // namespace
+
+// Counts the works that have still to call the user's hook.
+struct MycollBackend::CompletionHook {
+  MycollWork::Hook call;
+  std::mutex mutex;
+  std::condition_variable changed;
+  size_t pending = 0;
+};
+
+c10::intrusive_ptr<MycollBackend> MycollBackend::create(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string groupName,
+    std::vector<int64_t> globalRanks, c10::intrusive_ptr<MycollOptions> options) {
+  const CallSite site{"mycoll", rank, size};
+  if (!store) refuse(site, "a group needs a store for its ranks to meet");
+  if (size < 1) refuse(site, c10::str("the group's size must be at least 1, but it is ", size));
+  checkRank(site, "rank", rank);
+  if (!globalRanks.empty() && globalRanks.size() != static_cast<size_t>(size)) {
+    refuse(site, c10::str("global_ranks must name the ", size, " members, but it names ",
+                          globalRanks.size()));
+  }
+  setLogRank(static_cast<int>(globalRanks.empty() ? rank : globalRanks[static_cast<size_t>(rank)]));
+
+  GroupOptions group;
+  group.name = groupName;
+  group.rank = rank;
+  group.ranks = size;
+  group.timeout = options->timeout;
+  group.storeHost = hostOf(store);
+  group.interrupted = isInterruptPending;
+  std::shared_ptr<Communicator> communicator;
+  throwIfFailed(
+      Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
+  return c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator),
+                                            std::move(groupName), std::move(globalRanks),
+                                            std::move(options));
+}
+
+MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
+                             std::string groupName, std::vector<int64_t> globalRanks,
+                             c10::intrusive_ptr<MycollOptions> options)
+    : c10d::Backend(rank, size),
+      communicator_(std::move(communicator)),
+      groupName_(std::move(groupName)),
+      globalRanks_(std::move(globalRanks)),
+      options_(std::move(options)),
+      forkCount_(forkCount.load(std::memory_order_relaxed)) {
+  init();
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().groups.insert(this);
+}
+
+MycollBackend::~MycollBackend() {
+  if (forkCount.load(std::memory_order_relaxed) != forkCount_) {
+    // The parent's connections must not hear from its child: nothing is closed, nothing is freed.
+    new std::shared_ptr<Communicator>(communicator_);
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    registry().groups.erase(this);
+  }
+  communicator_->close(Deadline::after(kDropTimeout));
+}
+
+void MycollBackend::closeAll(Milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  std::vector<std::shared_ptr<Communicator>> open;
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    const int forks = forkCount.load(std::memory_order_relaxed);
+    for (MycollBackend* group : registry().groups) {
+      if (group->forkCount_ == forks) open.push_back(group->communicator_);
+    }
+  }
+  for (const auto& communicator : open) communicator->close(deadline);
+  if (!CallbackPool::get().drain(deadline.remaining())) {
+    MYCOLL_LOG_WARN("a callback of a future has not returned in time for the process's exit");
+  }
+}
+
+void MycollBackend::setTimeout(Milliseconds timeout) {
+  const CallSite site = enter("set_timeout");
+  if (timeout <= Milliseconds(0)) {
+    refuse(site, c10::str("timeout must be positive, but it is ", timeout.count(), " ms"));
+  }
+  options_->timeout = timeout;
+  communicator_->setTimeout(timeout);
+}
+
+c10d::ErrorType MycollBackend::getError() {
+  switch (communicator_->error().code()) {
+    case Code::kOk: return c10d::ErrorType::SUCCESS;
+    case Code::kTimeout: return c10d::ErrorType::TIMEOUT;
+    case Code::kPeerLost: return c10d::ErrorType::REMOTE_ERROR;
+    default: return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void MycollBackend::abort() {
+  enter("abort");
+  communicator_->abort(c10::str("rank ", rank_, " called abort()"));
+}
+
+void MycollBackend::shutdown() {
+  enter("shutdown");
+  communicator_->close(Deadline::after(kShutdownTimeout));
+}
+
+c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  const CallSite site = enter("split_group");
+  std::vector<int64_t> globalRanks;
+  for (const int rank : ranks) {
+    checkRank(site, "split_ranks", rank);
+    globalRanks.push_back(globalRanks_.empty() ? rank : globalRanks_[static_cast<size_t>(rank)]);
+  }
+  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
+  if (self == ranks.end()) return nullptr;
+  const auto given = c10::dynamic_intrusive_pointer_cast<MycollOptions>(opts);
+  if (opts && !given) {
+    refuse(site, "pg_options must be a mycoll.Options, but they are of backend " + opts->backend);
+  }
+  const std::string name = opts ? opts->group_name : groupName_ + ":split";
+
+  std::lock_guard<std::mutex> lock(splitMutex_);
+  const bool isKnown = lastSplit_ && lastSplit_->groupName_ == name &&
+                       lastSplit_->communicator_->error().ok();
+  if (!isKnown) {
+    lastSplit_ = create(store, static_cast<int>(self - ranks.begin()),
+                        static_cast<int>(ranks.size()), name, std::move(globalRanks),
+                        c10::make_intrusive<MycollOptions>(given ? *given : *options_));
+  }
+  return lastSplit_;
+}
+
+void MycollBackend::registerOnCompletionHook(
+    std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  const CallSite site = enter("register_on_completion_hook");
+  if (hook_) refuse(site, "a hook is registered already");
+  // Never copied, as that may need the GIL: everybody shares this one.
+  hook_ = std::make_shared<CompletionHook>();
+  hook_->call = std::move(hook);
+  onCompletionHook_ = [state = hook_](std::shared_ptr<c10d::WorkInfo> info) {
+    state->call(std::move(info));
+  };
+}
+
+void MycollBackend::waitForPendingWorks() {
+  enter("wait_for_pending_works");
+  if (!hook_) return;
+  std::unique_lock<std::mutex> lock(hook_->mutex);
+  hook_->changed.wait(lock, [this] { return hook_->pending == 0; });
+}
+
+CallSite MycollBackend::enter(const char* function) const {
+  if (forkCount.load(std::memory_order_relaxed) != forkCount_) [[unlikely]] {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(function, ": this process was forked after its mycoll group '", groupName_,
+                 "' was made, and a group cannot be used on both sides of a fork; make the group in "
+                 "the child, or start processes with torch.multiprocessing's 'spawn'"));
+  }
+  return CallSite{function, rank_, size_};
+}
+
+MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList outputs) {
+  if (isProfiling()) [[unlikely]] {
+    return runProfiled(request, outputs);
+  }
+  return launch(request, outputs, /*isProfiled=*/false);
+}
+
+MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs,
+                                             bool isProfiled) {
+  const Milliseconds timeout =
+      request.timeout > Milliseconds(0) ? request.timeout : Milliseconds(-1);
+  auto kept = std::make_shared<Kept>();
+  kept->tensors = std::move(request.keep);
+  MycollWork::Ops ops;
+  if (request.composite) [[unlikely]] {
+    ops.push_back(communicator_->submitComposite(std::move(request.composite), kept, !request.async,
+                                                 timeout));
+  }
+  for (Call& call : request.calls) {
+    if (call.kind == OpKind::kSend) {
+      ops.push_back(communicator_->send(call.in.front(), request.peer, request.tag, call.dtype,
+                                        call.opaqueType, kept, !request.async, timeout));
+    } else if (call.kind == OpKind::kRecv) {
+      ops.push_back(communicator_->recv(call.out.front(), request.peer, request.tag, call.dtype,
+                                        call.opaqueType, kept, !request.async, timeout));
+    } else {
+      ops.push_back(communicator_->submit(std::move(call), kept, !request.async, timeout));
+    }
+  }
+  return finishLaunch(request, outputs, std::move(ops), isProfiled);
+}
+
+MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,
+                                                   MycollWork::Ops ops, bool isProfiled) {
+  if (request.async) return track(request, outputs, std::move(ops), isProfiled);
+  if (hook_) [[unlikely]] {
+    track(request, outputs, std::move(ops), isProfiled)->wait();
+    return nullptr;
+  }
+  for (const OpPtr& op : ops) throwIfFailed(communicator_->wait(op, Deadline::never()));
+  for (const CopyBack& copy : request.copyBacks) {
+    unpack(static_cast<const char*>(copy.packed.const_data_ptr()) + copy.offsetBytes, copy.target);
+  }
+  return nullptr;
+}
+
+MycollBackend::WorkPtr MycollBackend::track(Request& request, at::TensorList outputs,
+                                            MycollWork::Ops ops, bool isProfiled) {
+  MycollWork::Extras extras;
+  extras.copyBacks = std::move(request.copyBacks);
+  extras.isTimed = isTimed_;
+  extras.started = MycollWork::Clock::now();
+  extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
+  if (hook_) {
+    std::lock_guard<std::mutex> lock(hook_->mutex);
+    ++hook_->pending;
+    extras.hook = [state = hook_](std::shared_ptr<c10d::WorkInfo> info) {
+      state->call(std::move(info));
+      std::lock_guard<std::mutex> done(state->mutex);
+      --state->pending;
+      state->changed.notify_all();
+    };
+  }
+  if (isProfiled && request.async) {
+    extras.profilingTitle = request.title;
+    extras.profiledInputs = outputs.vec();
+  }
+  auto work = c10::make_intrusive<MycollWork>(communicator_, request.type, std::move(ops), outputs.vec(),
+                                              std::move(extras));
+  work->start();
+  if (request.async && isCoalescing()) coalesced_.push_back(work);
+  return work;
+}
+
+}  // namespace mycoll

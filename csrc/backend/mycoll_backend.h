@@ -1,0 +1,166 @@
+// MycollBackend: what torch.distributed calls for a group. It checks a call, translates it for the
+// engine, and either waits for it (the caller wants to) or returns a Work.
+//
+//   mycoll_backend.cpp  life of a group, running a Request
+//   reductions.cpp gathers.cpp scatters.cpp point_to_point.cpp sparse.cpp  the operations
+//   coalescing.cpp      many tensors in one call, many calls in one Work
+//
+// Thread contract: [any thread], never with the GIL held, except where a function says otherwise.
+// Between startCoalescing() and endCoalescing() the calls of that one thread belong together.
+// Lifetime: a process that forks cannot use its groups in the child: every call there is refused.
+// Works outlive the backend safely.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/options.h"
+#include "backend/request.h"
+#include "backend/work.h"
+#include "engine/communicator.h"
+
+namespace mycoll {
+
+class MycollBackend final : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+  using Milliseconds = std::chrono::milliseconds;
+
+  // Meets the other ranks; returns when all have come. groupName: the same on all ranks.
+  // globalRanks: the job's rank of each member; empty when the group is the whole job.
+  static c10::intrusive_ptr<MycollBackend> create(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  int rank, int size, std::string groupName,
+                                                  std::vector<int64_t> globalRanks,
+                                                  c10::intrusive_ptr<MycollOptions> options);
+  // For create(), and c10::make_intrusive.
+  MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
+                std::string groupName, std::vector<int64_t> globalRanks,
+                c10::intrusive_ptr<MycollOptions> options);
+  ~MycollBackend() override;
+
+  // Closes every group of the process, within the timeout altogether: for the interpreter's exit.
+  static void closeAll(Milliseconds timeout);
+
+  // "shm", "tcp", "shm+tcp" or "self".
+  std::string transport() const { return communicator_->transport(); }
+  const c10::intrusive_ptr<MycollOptions>& options() const { return options_; }
+
+  const std::string getBackendName() const override { return kBackendName; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& outputSplits,
+                        std::vector<int64_t>& inputSplits,
+                        const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) override;
+
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // The engine numbers collectives by itself, from 0 on every rank.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return communicator_->sequence(); }
+
+  void setTimeout(Milliseconds timeout) override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  void registerOnCompletionHook(
+      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override { isTimed_ = true; }
+
+  // A group of some of this group's ranks; null for the others. Torch asks once for each device that
+  // the group serves, and gets the same backend for the same name.
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  void eagerConnectSingleDevice(at::Device) override {}  // connections are made when first needed
+#if MYCOLL_TORCH_HAS_IS_INITIALIZED
+  bool isInitialized() override { return true; }
+#endif
+
+ private:
+  struct CompletionHook;
+
+  // Refuses in a forked child; then says which call this is, for error messages.
+  CallSite enter(const char* function) const;
+
+  // Submits the calls, and waits for them unless the request is asynchronous; torch takes a null
+  // Work for "done". outputs: what Work.result() and its future hold.
+  WorkPtr run(Request& request, at::TensorList outputs);
+  WorkPtr runProfiled(Request& request, at::TensorList outputs);
+  WorkPtr launch(Request& request, at::TensorList outputs, bool isProfiled);
+  WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops,
+                       bool isProfiled);
+  WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
+                  int source, int tag);
+  // Makes the Work of operations that were submitted.
+  WorkPtr track(Request& request, at::TensorList outputs, MycollWork::Ops ops, bool isProfiled);
+
+  void addAllReduce(Request& request, const at::Tensor& tensor, const c10d::ReduceOp& op);
+  void addAllGatherInto(Request& request, const at::Tensor& output, const at::Tensor& input,
+                        int64_t index);
+  void addAllGatherList(Request& request, const Tensors& outputs, const at::Tensor& input);
+  void addReduceScatterFrom(Request& request, const at::Tensor& output, const at::Tensor& input,
+                            const c10d::ReduceOp& op, int64_t index);
+
+  const std::shared_ptr<Communicator> communicator_;
+  const std::string groupName_;
+  const std::vector<int64_t> globalRanks_;
+  const c10::intrusive_ptr<MycollOptions> options_;
+  const int forkCount_;  // how often this process had been forked when the group was made
+
+  bool isTimed_ = false;
+  std::shared_ptr<CompletionHook> hook_;  // null until registered
+
+  bool isCoalescing() const;
+
+  // Which thread is between startCoalescing() and endCoalescing(); only that one touches the list.
+  std::atomic<const void*> coalescingThread_{nullptr};
+  std::vector<WorkPtr> coalesced_;
+
+  std::mutex splitMutex_;
+  // The last group split off, kept for torch's question for the next device. A weak pointer would
+  // not do: c10's keep the object from being destroyed.
+  c10::intrusive_ptr<MycollBackend> lastSplit_;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,30 @@
+// mycoll.Options: what a user may choose for one group (pg_options). Plain values.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <string>
+
+#include "backend/torch_version.h"
+
+namespace mycoll {
+
+inline constexpr const char* kBackendName = "mycoll";
+
+struct MycollOptions final : c10d::Backend::Options {
+  explicit MycollOptions(std::chrono::milliseconds groupTimeout = kBackendDefaultTimeout)
+      : c10d::Backend::Options(kBackendName, groupTimeout) {}
+  MycollOptions(const MycollOptions&) = default;
+
+#if MYCOLL_TORCH_HAS_OPTIONS_CLONE
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const override {
+    return c10::make_intrusive<MycollOptions>(*this);
+  }
+#endif
+
+  // Who serves CPU tensors: "engine", or "gloo" (torch's own, to compare or to rule mycoll out).
+  // Empty: as MYCOLL_CPU says.
+  std::string cpu;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,51 @@
+#include "backend/profiling.h"
+
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+
+#include <optional>
+#include <tuple>
+
+#include "backend/mycoll_backend.h"
+
+namespace mycoll {
+namespace {
+
+int64_t elementsOf(const Request& request, std::vector<Span> Call::* side) {
+  int64_t elements = 0;
+  for (const Call& call : request.calls) {
+    for (const Span& span : call.*side) {
+      elements += static_cast<int64_t>(span.bytes / call.elementBytes);
+    }
+  }
+  return elements;
+}
+
+}  // namespace
+
+MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorList results) {
+  const Tensors outputs = results.vec();
+  const Tensors inputs(request.keep.begin(), request.keep.end());
+  const bool isPointToPoint = c10d::isP2POp(request.type);
+  const std::vector<int64_t> noSplits;
+  int globalStart = globalRanks_.empty() ? 0 : static_cast<int>(globalRanks_.front());
+  int globalStride = 1;
+  if (globalRanks_.size() > 1) globalStride = static_cast<int>(globalRanks_[1] - globalRanks_[0]);
+  RECORD_PARAM_COMMS_DATA(
+      std::make_tuple(static_cast<int64_t>(communicator_->sequence()), isPointToPoint),
+      std::make_tuple(pg_uid_, pg_desc_), inputs, outputs, request.peer >= 0 ? request.peer : rank_,
+      request.site.function, elementsOf(request, &Call::in), elementsOf(request, &Call::out),
+      outputs.empty() ? at::kByte : outputs.front().scalar_type(), noSplits, noSplits, globalStart,
+      globalStride, size_);
+
+  std::optional<at::RecordFunction> span;  // async operations end theirs in MycollWork
+  if (!request.async) {
+    span.emplace(at::RecordScope::USER_SCOPE);
+    if (span->isActive()) {
+      const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+      span->before(request.title, c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+    }
+  }
+  return launch(request, outputs, /*isProfiled=*/true);
+}
+
+}  // namespace mycoll

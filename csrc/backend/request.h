@@ -1,0 +1,60 @@
+// A call of the user's, checked and translated: what the engine has to do, what must live until then,
+// and what is to be copied back at the end.
+// Lifetime: made on the stack of one call and consumed by MycollBackend::run().
+#pragma once
+
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <chrono>
+#include <utility>
+
+#include "backend/layout.h"
+#include "backend/validation.h"
+#include "base/call.h"
+#include "engine/communicator.h"
+
+namespace mycoll {
+
+// An output that the engine cannot write in place, and the plain memory that stands in for it.
+struct CopyBack {
+  at::Tensor packed;
+  at::Tensor target;
+  int64_t offsetBytes = 0;  // in packed, which several targets may share
+};
+
+struct Request {
+  Request(const CallSite& callSite, c10d::OpType opType, const char* profilingTitle,
+          std::chrono::milliseconds opTimeout, bool isAsync)
+      : site(callSite), type(opType), title(profilingTitle), timeout(opTimeout), async(isAsync) {}
+
+  CallSite site;
+  c10d::OpType type;
+  const char* title;  // "mycoll:all_reduce"; a literal
+  std::chrono::milliseconds timeout;  // as torch says it: not positive means the group's
+  bool async;
+  // Point to point only; the one call then has one span, `in` to send and `out` to receive.
+  int peer = -1;
+  uint64_t tag = 0;
+  c10::SmallVector<Call, 1> calls;        // run in this order
+  Composite composite;                    // instead of calls, where these depend on each other
+  c10::SmallVector<at::Tensor, 2> keep;   // the memory behind the spans of the calls
+  c10::SmallVector<CopyBack, 1> copyBacks;
+
+  Call& addCall(OpKind kind, const at::Tensor& tensor);
+
+  // Memory for a tensor that is read; a packed copy unless it is plain.
+  Span input(const at::Tensor& tensor);
+  // Memory for a tensor that is written, and that is not read by the operation.
+  Span output(const at::Tensor& tensor);
+  // Memory for a tensor that is read and then written.
+  Span inOut(const at::Tensor& tensor);
+  // The tensor times the factor of a PREMUL_SUM; the tensor itself for other operations.
+  at::Tensor premultiply(const at::Tensor& tensor, const c10d::ReduceOp& op);
+
+  // Copies those inputs that share memory with an output, except where a call of this kind allows
+  // it: an input that is the output for this very rank.
+  void separateInputs(Call& call);
+};
+
+}  // namespace mycoll

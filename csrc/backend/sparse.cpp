@@ -1,0 +1,168 @@
+// all_reduce of sparse COO tensors: every rank gathers what all ranks hold, and adds it up.
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/cat.h>
+#include <c10/util/StringUtil.h>
+
+#include <array>
+
+#include "backend/mycoll_backend.h"
+#include "backend/plain_dispatch.h"
+
+namespace mycoll {
+namespace {
+
+constexpr int64_t kMaxDimensions = 12;
+
+// What ranks tell each other first. Everything but the count must be the same on all of them.
+struct Header {
+  int64_t sparseDimensions = 0;
+  int64_t denseDimensions = 0;
+  int64_t type = 0;
+  int64_t count = 0;  // of specified elements
+  std::array<int64_t, kMaxDimensions> sizes{};
+
+  bool fits(const Header& other) const {
+    return sparseDimensions == other.sparseDimensions &&
+           denseDimensions == other.denseDimensions && type == other.type && sizes == other.sizes;
+  }
+  std::string describe() const {
+    const size_t dimensions = static_cast<size_t>(sparseDimensions + denseDimensions);
+    return c10::str("shape ", at::IntArrayRef(sizes.data(), dimensions), " with ", sparseDimensions,
+                    " sparse dimensions, ", c10::toString(static_cast<at::ScalarType>(type)));
+  }
+};
+
+struct SparseSum {
+  int rank;
+  at::Tensor target;
+  std::vector<Header> headers;  // one a rank
+  at::Tensor indices;           // mine: (sparse dimensions, count)
+  at::Tensor values;            // mine: (count, dense sizes...)
+  std::vector<at::Tensor> allIndices;
+  std::vector<at::Tensor> allValues;
+
+  // Room for what every rank sends.
+  Status allocate() {
+    const Header& own = headers[static_cast<size_t>(rank)];
+    for (size_t i = 0; i < headers.size(); ++i) {
+      const Header& other = headers[i];
+      if (!own.fits(other) || other.count < 0) {
+        return Status(Code::kInvalidArgument,
+                      c10::str("all_reduce: sparse tensors must be alike on all ranks, but rank ",
+                               rank, " has ", own.describe(), " and rank ", i, " has ",
+                               other.describe()));
+      }
+      std::vector<int64_t> valueSizes = values.sizes().vec();
+      valueSizes[0] = other.count;
+      int64_t valueCount = 1;
+      for (const int64_t size : valueSizes) valueCount *= size;
+      allIndices.push_back(emptyElements(own.sparseDimensions * other.count, at::kLong));
+      allValues.push_back(emptyElements(valueCount, values.scalar_type()));
+    }
+    return Status();
+  }
+
+  Call gatherCall(const at::Tensor& own, const std::vector<at::Tensor>& all) const {
+    const ElementType type = elementType(own);
+    Call call;
+    call.kind = OpKind::kAllGather;
+    call.dtype = type.dtype;
+    call.opaqueType = type.opaqueType;
+    call.elementBytes = type.bytes;
+    call.in.push_back(readable(own));
+    for (const at::Tensor& tensor : all) call.out.push_back(writable(tensor));
+    return call;
+  }
+
+  // All ranks add the same numbers in the same order, so that all get the same bits. Narrow types
+  // are added wide and rounded once.
+  Status addUp() {
+    try {
+      const PlainDispatch guard;
+      const at::ScalarType type = values.scalar_type();
+      const bool isNarrow = c10::isReducedFloatingType(type);
+      std::vector<at::Tensor> shapedIndices;
+      std::vector<at::Tensor> shapedValues;
+      for (size_t i = 0; i < headers.size(); ++i) {
+        std::vector<int64_t> valueSizes = values.sizes().vec();
+        valueSizes[0] = headers[i].count;
+        shapedIndices.push_back(
+            allIndices[i].view({headers[i].sparseDimensions, headers[i].count}));
+        const at::Tensor shaped = allValues[i].view(valueSizes);
+        shapedValues.push_back(isNarrow ? shaped.to(at::kFloat) : shaped);
+      }
+      const at::Tensor sum =
+          at::_sparse_coo_tensor_unsafe(
+              at::cat(shapedIndices, 1), at::cat(shapedValues, 0), target.sizes(),
+              target.options().dtype(isNarrow ? at::kFloat : type), /*is_coalesced=*/false)
+              .coalesce();
+      target.copy_(isNarrow ? sum.to(type) : sum);
+    } catch (const c10::Error& error) {
+      return Status(Code::kInternal, std::string("all_reduce: adding up sparse tensors failed: ") +
+                                         error.what_without_backtrace());
+    } catch (const std::exception& error) {
+      return Status(Code::kInternal,
+                    std::string("all_reduce: adding up sparse tensors failed: ") + error.what());
+    }
+    return Status();
+  }
+};
+
+Task gatherAndAdd(CollectiveRunner& runner, std::shared_ptr<SparseSum> sum) {
+  Call headers;
+  headers.kind = OpKind::kAllGather;
+  headers.dtype = DType::kInt64;
+  headers.elementBytes = sizeof(int64_t);
+  for (Header& header : sum->headers) headers.out.push_back(Span{&header, sizeof(Header)});
+  headers.in.push_back(headers.out[static_cast<size_t>(sum->rank)]);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(headers)));
+  MYCOLL_CO_RETURN_IF_ERROR(sum->allocate());
+  Call indices = sum->gatherCall(sum->indices, sum->allIndices);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(indices)));
+  Call values = sum->gatherCall(sum->values, sum->allValues);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(values)));
+  co_return sum->addUp();
+}
+
+}  // namespace
+
+MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
+                                                       const c10d::AllreduceOptions& opts) {
+  const CallSite site = enter("all_reduce");
+  const at::Tensor& tensor = single(site, "tensor", tensors);
+  if (!tensor.defined() || tensor.layout() != at::kSparse || !tensor.device().is_cpu()) {
+    refuse(site, "tensor must be a sparse COO tensor on the CPU");
+  }
+  if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) {
+    refuse(site, c10::str("sparse tensors can be reduced with SUM only, but op is ",
+                          name(opts.reduceOp.op_)));
+  }
+  checkReduceOp(site, opts.reduceOp, tensor);
+  if (tensor.dim() > kMaxDimensions) {
+    refuse(site, c10::str("a sparse tensor may have up to ", kMaxDimensions,
+                          " dimensions, but its shape is ", tensor.sizes()));
+  }
+  auto sum = std::make_shared<SparseSum>();
+  {
+    const PlainDispatch guard;
+    const at::Tensor coalesced = tensor.coalesce();
+    sum->indices = coalesced._indices().contiguous();
+    sum->values = coalesced._values().contiguous().resolve_conj().resolve_neg();
+  }
+  sum->rank = rank_;
+  sum->target = tensor;
+  sum->headers.resize(static_cast<size_t>(size_));
+  Header& own = sum->headers[static_cast<size_t>(rank_)];
+  own.sparseDimensions = tensor.sparse_dim();
+  own.denseDimensions = tensor.dense_dim();
+  own.type = static_cast<int64_t>(tensor.scalar_type());
+  own.count = sum->indices.size(1);
+  std::copy(tensor.sizes().begin(), tensor.sizes().end(), own.sizes.begin());
+
+  Request request(site, c10d::OpType::_ALLREDUCE_SPARSE, "mycoll:sparse_all_reduce", opts.timeout,
+                  opts.asyncOp);
+  request.composite = [sum](CollectiveRunner& runner) { return gatherAndAdd(runner, sum); };
+  return run(request, tensors);
+}
+
+}  // namespace mycoll

@@ -1,0 +1,63 @@
+#include "backend/torch_store.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+namespace mycoll {
+namespace {
+
+// A store that cannot be reached stays a network error, so that the user gets torch's own type.
+template <typename Action>
+Status guarded(const char* verb, const std::string& key, Action&& action) {
+  Code code = Code::kStore;
+  std::string cause;
+  try {
+    action();
+    return Status();
+  } catch (const c10::DistNetworkError& error) {
+    code = Code::kNetwork;
+    cause = error.what_without_backtrace();
+  } catch (const c10::Error& error) {
+    cause = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    cause = error.what();
+  }
+  return Status(code, std::string("the rendezvous store failed to ") + verb + " '" + key + "': " +
+                          cause);
+}
+
+}  // namespace
+
+Status TorchStore::set(const std::string& key, const std::string& value) {
+  return guarded("set", key, [&] { store_->set(key, value); });
+}
+
+Status TorchStore::tryGet(const std::string& key, bool* found, std::string* value) {
+  return guarded("get", key, [&] {
+    *found = store_->check({key});
+    if (!*found) return;
+    const std::vector<uint8_t> bytes = store_->get(key);
+    value->assign(bytes.begin(), bytes.end());
+  });
+}
+
+Status TorchStore::add(const std::string& key, int64_t amount, int64_t* sum) {
+  return guarded("add to", key, [&] { *sum = store_->add(key, amount); });
+}
+
+void TorchStore::remove(const std::string& key) {
+  // FileStore and others cannot delete; what stays behind is small and never read again.
+  (void)guarded("delete", key, [&] { store_->deleteKey(key); }).ok();
+}
+
+std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
+  c10::intrusive_ptr<c10d::Store> base = store;
+  if (const auto prefixed = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(store)) {
+    base = prefixed->getUnderlyingNonPrefixStore();
+  }
+  const auto tcp = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(base);
+  return tcp ? tcp->getHost() : std::string();
+}
+
+}  // namespace mycoll

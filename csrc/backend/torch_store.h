@@ -1,0 +1,29 @@
+// torch's rendezvous store, as the engine wants it.
+// Thread contract: that of mycoll::Store. The GIL must not be held: a store written in Python takes it.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <string>
+
+#include "engine/store.h"
+
+namespace mycoll {
+
+class TorchStore final : public Store {
+ public:
+  explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  Status set(const std::string& key, const std::string& value) override;
+  Status tryGet(const std::string& key, bool* found, std::string* value) override;
+  Status add(const std::string& key, int64_t amount, int64_t* sum) override;
+  void remove(const std::string& key) override;
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+};
+
+// The host at which a TCPStore listens; empty for other stores.
+std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store);
+
+}  // namespace mycoll

@@ -1,0 +1,139 @@
+#include "backend/validation.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include "backend/layout.h"
+#include "backend/torch_version.h"
+
+namespace mycoll {
+namespace {
+
+bool isPremultipliable(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
+}
+
+}  // namespace
+
+std::string Argument::text() const {
+  return index < 0 ? std::string(name) : c10::str(name, "[", index, "]");
+}
+
+void refuse(const CallSite& site, const std::string& what) {
+  C10_THROW_ERROR(ValueError, c10::str(site.function, ": ", what, " (rank ", site.rank, " of ",
+                                       site.ranks, ")"));
+}
+
+void refuseTensor(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
+  const std::string name = argument.text();
+  if (!tensor.defined()) refuse(site, name + " must be a tensor, but it is undefined");
+  if (!tensor.device().is_cpu()) {
+    refuse(site, c10::str(name, " must be a CPU tensor, but it is on ", tensor.device()));
+  }
+  if (tensor.is_nested()) {
+    refuse(site, name + " must be a dense tensor, but it is a nested one");
+  }
+  refuse(site, c10::str(name, " must be a dense tensor, but its layout is ", tensor.layout()));
+}
+
+void checkOutput(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
+  checkTensor(site, argument, tensor);
+  if (tensor.is_contiguous()) return;
+  if (mayOverlapItself(tensor)) {
+    refuse(site, c10::str(argument.text(),
+                          " is written to, so its elements must not share memory, but it has shape ",
+                          tensor.sizes(), " and strides ", tensor.strides(),
+                          "; pass a clone() of it"));
+  }
+}
+
+const at::Tensor& single(const CallSite& site, const char* name,
+                         const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() != 1) [[unlikely]] {
+    refuse(site, c10::str(name, " must be one tensor, but ", tensors.size(), " came"));
+  }
+  return tensors.front();
+}
+
+const std::vector<at::Tensor>& singleList(const CallSite& site, const char* name,
+                                          const std::vector<std::vector<at::Tensor>>& lists) {
+  if (lists.size() != 1) [[unlikely]] {
+    refuse(site, c10::str(name, " must be one list of tensors, but ", lists.size(), " came"));
+  }
+  return lists.front();
+}
+
+void checkSameType(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+                   const Argument& reference, const at::Tensor& expected) {
+  if (tensor.scalar_type() == expected.scalar_type()) [[likely]] {
+    return;
+  }
+  refuse(site, c10::str(argument.text(), " must be of the same dtype as ", reference.text(), ", ",
+                        c10::toString(expected.scalar_type()), ", but it is ",
+                        c10::toString(tensor.scalar_type())));
+}
+
+void checkSameShape(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+                    const Argument& reference, const at::Tensor& expected) {
+  if (tensor.sizes() == expected.sizes()) [[likely]] {
+    return;
+  }
+  refuse(site, c10::str(argument.text(), " must have the shape of ", reference.text(), ", ",
+                        expected.sizes(), ", but its shape is ", tensor.sizes()));
+}
+
+void checkPerRank(const CallSite& site, const char* name, const std::vector<at::Tensor>& tensors,
+                  const Argument& reference, const at::Tensor& expected, bool areOutputs) {
+  if (tensors.size() != static_cast<size_t>(site.ranks)) {
+    refuse(site, c10::str(name, " must hold one tensor for each of the ", site.ranks,
+                          " ranks, but it holds ", tensors.size()));
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Argument argument{name, static_cast<int64_t>(i)};
+    if (areOutputs) {
+      checkOutput(site, argument, tensors[i]);
+    } else {
+      checkTensor(site, argument, tensors[i]);
+    }
+    checkSameType(site, argument, tensors[i], reference, expected);
+  }
+}
+
+void checkRank(const CallSite& site, const char* argument, int64_t rank) {
+  if (rank >= 0 && rank < site.ranks) [[likely]] {
+    return;
+  }
+  refuse(site, c10::str(argument, " must be a rank of the group, 0 to ", site.ranks - 1,
+                        ", but it is ", rank));
+}
+
+ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor) {
+  const c10d::ReduceOp::RedOpType type = op;
+  if (type == c10d::ReduceOp::PREMUL_SUM) {
+    if (!isPremultipliable(tensor.scalar_type())) {
+      refuse(site, c10::str("op PREMUL_SUM is for Float, Double, Half and BFloat16, but the tensor is ",
+                            c10::toString(tensor.scalar_type())));
+    }
+    if (dynamic_cast<const PreMulSum*>(op.supplement_.get()) == nullptr) {
+      refuse(site, "op PREMUL_SUM came without its factor");
+    }
+    return ReduceOp::kSum;
+  }
+  const ReduceOp reduceOp = toReduceOp(type);
+  if (reduceOp != ReduceOp::kCount && isSupported(elementType(tensor).dtype, reduceOp)) [[likely]] {
+    return reduceOp;
+  }
+  refuse(site, c10::str("op ", name(type), " is not defined for tensors of ",
+                        c10::toString(tensor.scalar_type())));
+}
+
+void checkElements(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+                   int64_t expected, const char* why) {
+  if (tensor.numel() == expected) [[likely]] {
+    return;
+  }
+  refuse(site, c10::str(argument.text(), " must have ", expected, " elements (", why,
+                        "), but it has ", tensor.numel(), ", in shape ", tensor.sizes()));
+}
+
+}  // namespace mycoll

@@ -1,0 +1,76 @@
+// Everything that can be wrong with a call is found here, before anything is sent. A refusal is a
+// ValueError that names the function as Python's users know it, the argument, what was expected,
+// what came, and the rank. Nothing is formatted unless something is wrong.
+// [any thread]
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <string>
+#include <vector>
+
+#include "backend/element_type.h"
+#include "base/types.h"
+
+namespace mycoll {
+
+// Which call of whom.
+struct CallSite {
+  const char* function;  // "all_reduce"
+  int rank;
+  int ranks;
+};
+
+// "tensor", or "tensor_list[3]" when there is an index.
+struct Argument {
+  const char* name;
+  int64_t index = -1;
+  std::string text() const;
+};
+
+[[noreturn]] void refuse(const CallSite& site, const std::string& what);
+
+// A defined, strided tensor on the CPU.
+inline bool isUsable(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu() &&
+         !tensor.is_nested();
+}
+[[noreturn]] void refuseTensor(const CallSite& site, const Argument& argument,
+                               const at::Tensor& tensor);
+inline void checkTensor(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
+  if (!isUsable(tensor)) [[unlikely]] {
+    refuseTensor(site, argument, tensor);
+  }
+}
+
+// As checkTensor, for memory that will be written: no two elements may share memory.
+void checkOutput(const CallSite& site, const Argument& argument, const at::Tensor& tensor);
+
+// The one tensor of c10d's lists, which were made for several devices in a process.
+const at::Tensor& single(const CallSite& site, const char* name,
+                         const std::vector<at::Tensor>& tensors);
+// The same for lists of lists.
+const std::vector<at::Tensor>& singleList(const CallSite& site, const char* name,
+                                          const std::vector<std::vector<at::Tensor>>& lists);
+
+void checkSameType(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+                   const Argument& reference, const at::Tensor& expected);
+void checkSameShape(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+                    const Argument& reference, const at::Tensor& expected);
+
+// One usable tensor for each rank, all of the type of `reference`.
+void checkPerRank(const CallSite& site, const char* name, const std::vector<at::Tensor>& tensors,
+                  const Argument& reference, const at::Tensor& expected, bool areOutputs);
+
+// argument: "src" or "dst".
+void checkRank(const CallSite& site, const char* argument, int64_t rank);
+
+// The engine's reduce operation for a type; PREMUL_SUM is kSum here (see Request::premultiply).
+ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor);
+
+// numel must be `expected`, and is described as `why` ("2 x the elements of input").
+void checkElements(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+                   int64_t expected, const char* why);
+
+}  // namespace mycoll

@@ -1,0 +1,326 @@
+#include "backend/work.h"
+
+#include <ATen/Context.h>
+
+#include <utility>
+
+#include "backend/callback_pool.h"
+#include "backend/errors.h"
+
+namespace mycoll {
+namespace {
+
+using Future = c10::ivalue::Future;
+using FuturePtr = c10::intrusive_ptr<Future>;
+
+FuturePtr makeTensorsFuture() {
+  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+}
+
+FuturePtr makeResultFuture() { return c10::make_intrusive<Future>(c10::IntType::get()); }
+
+void completeTensors(const FuturePtr& future, const Status& status,
+                     const std::vector<at::Tensor>& outputs) {
+  if (status.ok()) {
+    future->markCompleted(c10::IValue(outputs));
+  } else {
+    future->setError(toException(status));
+  }
+}
+
+c10d::WorkResult toWorkResult(const Status& status) {
+  switch (status.code()) {
+    case Code::kOk: return c10d::WorkResult::SUCCESS;
+    case Code::kTimeout: return c10d::WorkResult::TIMEOUT;
+    default: return c10d::WorkResult::COMM_ERROR;
+  }
+}
+
+void completeResult(const FuturePtr& future, const Status& status) {
+  future->markCompleted(c10::IValue(static_cast<int64_t>(toWorkResult(status))));
+}
+
+Deadline toDeadline(std::chrono::milliseconds timeout) {
+  return timeout <= std::chrono::milliseconds(0) ? Deadline::never() : Deadline::after(timeout);
+}
+
+}  // namespace
+
+MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
+                       std::vector<at::Tensor> outputs, Extras extras)
+    : c10d::Work(communicator->rank(), type, extras.profilingTitle, extras.profiledInputs),
+      communicator_(std::move(communicator)),
+      ops_(std::move(ops)),
+      sequence_(ops_.empty() ? 0 : ops_.front()->sequence()),
+      outputs_(std::move(outputs)),
+      started_(extras.started),
+      timeout_(extras.timeout),
+      isTimed_(extras.isTimed),
+      unfinishedOps_(ops_.size()),
+      copyBacks_(std::move(extras.copyBacks)),
+      hook_(std::move(extras.hook)) {}
+
+void MycollWork::start() {
+  const bool hasMoreToDo =
+      !copyBacks_.empty() || hook_ || isTimed_ || recordFunctionEndCallback_ != nullptr;
+  if (hasMoreToDo) watch();
+}
+
+void MycollWork::watch() {
+  {
+    std::lock_guard<std::mutex> lock(lock_);
+    if (std::exchange(isWatched_, true)) return;
+  }
+  const auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
+  for (const OpPtr& op : ops_) {
+    op->onDone([self] {
+      if (self->unfinishedOps_.fetch_sub(1, std::memory_order_acq_rel) == 1) self->finish();
+    });
+  }
+}
+
+bool MycollWork::areOpsDone() const {
+  for (const OpPtr& op : ops_) {
+    if (!op->done()) return false;
+  }
+  return true;
+}
+
+void MycollWork::finish() {
+  // What holds tensors is dropped after the lock: freeing a tensor may need the GIL, and somebody
+  // who holds the GIL may be waiting for the lock.
+  c10::SmallVector<CopyBack, 1> copyBacks;
+  Hook hook;
+  std::function<void()> endProfiling;
+  FuturePtr future;
+  FuturePtr resultFuture;
+  {
+    std::lock_guard<std::mutex> lock(lock_);
+    if (isDone()) return;
+    for (const OpPtr& op : ops_) {
+      if (!op->status().ok()) {
+        status_ = op->status();
+        break;
+      }
+    }
+    copyBacks.swap(copyBacks_);
+    if (status_.ok()) {
+      for (const CopyBack& copy : copyBacks) {
+        unpack(static_cast<const char*>(copy.packed.const_data_ptr()) + copy.offsetBytes,
+               copy.target);
+      }
+    }
+    hook.swap(hook_);
+    endProfiling.swap(recordFunctionEndCallback_);
+    future = future_;
+    resultFuture = resultFuture_;
+    if (isTimed_ || hook) ended_ = Clock::now();
+    state_.store(State::kDone, std::memory_order_release);
+  }
+  if (endProfiling) endProfiling();
+  if (!future && !resultFuture && !hook) return;
+  CallbackPool::get().post([self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(
+                                this),
+                            future, resultFuture, hook = std::move(hook)] {
+    if (future) completeTensors(future, self->status_, self->outputs_);
+    if (resultFuture) completeResult(resultFuture, self->status_);
+    if (hook) {
+      hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->sequence_, self->started_,
+                                            self->ended_, self->ended_ - self->started_));
+    }
+  });
+}
+
+bool MycollWork::isCompleted() {
+  if (isDone()) return true;
+  if (!areOpsDone()) return false;
+  finish();
+  return true;
+}
+
+bool MycollWork::isSuccess() const { return !isDone() || status_.ok(); }
+
+std::exception_ptr MycollWork::exception() const {
+  return isDone() ? toException(status_) : nullptr;
+}
+
+int MycollWork::sourceRank() const {
+  TORCH_CHECK(ops_.size() == 1 && ops_.front()->kind() == OpKind::kRecv,
+              "source_rank() is for a receive");
+  TORCH_CHECK(ops_.front()->done(), "source_rank() is known when the receive has completed");
+  return ops_.front()->sourceRank();
+}
+
+std::vector<at::Tensor> MycollWork::result() {
+  TORCH_CHECK(isCompleted(),
+              "Work needs to be completed before calling result(); call wait() first");
+  return outputs_;
+}
+
+bool MycollWork::wait(std::chrono::milliseconds timeout) {
+  if (!isDone()) {
+    const Deadline deadline = toDeadline(timeout);
+    for (const OpPtr& op : ops_) {
+      if (op->done()) continue;
+      const Status status = communicator_->wait(op, deadline);
+      // The wait's time is up, or there is a signal to handle: the operation itself goes on.
+      if (!op->done()) throwStatus(status);
+    }
+    finish();
+  }
+  throwIfFailed(status_);
+  return true;
+}
+
+void MycollWork::blockCurrentStream() {
+  // Where there are no streams, what comes next is this thread's next statement.
+  if (at::hasCUDA()) {
+    c10d::Work::blockCurrentStream();
+  } else {
+    wait();
+  }
+}
+
+void MycollWork::abort() { communicator_->abort("Work.abort() was called"); }
+
+FuturePtr MycollWork::getFuture() {
+  bool isComplete = false;
+  {
+    std::lock_guard<std::mutex> lock(lock_);
+    if (future_) return future_;
+    future_ = makeTensorsFuture();
+    isComplete = isDone();
+  }
+  if (isComplete) {
+    completeTensors(future_, status_, outputs_);
+  } else {
+    watch();
+  }
+  return future_;
+}
+
+FuturePtr MycollWork::getFutureResult() {
+  bool isComplete = false;
+  {
+    std::lock_guard<std::mutex> lock(lock_);
+    if (resultFuture_) return resultFuture_;
+    resultFuture_ = makeResultFuture();
+    isComplete = isDone();
+  }
+  if (isComplete) {
+    completeResult(resultFuture_, status_);
+  } else {
+    watch();
+  }
+  return resultFuture_;
+}
+
+float MycollWork::getDuration() const {
+  TORCH_CHECK(isTimed_, "durations are measured only when enableCollectivesTiming() was called");
+  TORCH_CHECK(isDone(), "the duration is known when the operation has completed");
+  return std::chrono::duration<float, std::milli>(ended_ - started_).count();
+}
+
+uint64_t MycollWork::getSequencenumber() const { return sequence_; }
+
+bool CoalescedWork::isCompleted() {
+  for (const auto& work : works_) {
+    if (!work->isCompleted()) return false;
+  }
+  return true;
+}
+
+bool CoalescedWork::isSuccess() const {
+  for (const auto& work : works_) {
+    if (!work->isSuccess()) return false;
+  }
+  return true;
+}
+
+std::exception_ptr CoalescedWork::exception() const {
+  for (const auto& work : works_) {
+    if (std::exception_ptr cause = work->exception()) return cause;
+  }
+  return nullptr;
+}
+
+int CoalescedWork::sourceRank() const {
+  TORCH_CHECK(works_.size() == 1, "source_rank() is for one receive, and this stands for ",
+              works_.size(), " operations");
+  return works_.front()->sourceRank();
+}
+
+std::vector<at::Tensor> CoalescedWork::result() {
+  std::vector<at::Tensor> all;
+  for (const auto& work : works_) {
+    for (at::Tensor& tensor : work->result()) all.push_back(std::move(tensor));
+  }
+  return all;
+}
+
+bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
+  const Deadline deadline = toDeadline(timeout);
+  for (const auto& work : works_) {
+    // At least a millisecond: none would be no timeout at all.
+    work->wait(deadline.isNever() ? kNoTimeout
+                                  : std::max(deadline.remaining(), std::chrono::milliseconds(1)));
+  }
+  return true;
+}
+
+void CoalescedWork::blockCurrentStream() {
+  for (const auto& work : works_) work->blockCurrentStream();
+}
+
+void CoalescedWork::abort() {
+  for (const auto& work : works_) work->abort();
+}
+
+FuturePtr CoalescedWork::getFuture() {
+  struct Pending {
+    std::atomic<size_t> left;
+    std::vector<FuturePtr> parts;
+    FuturePtr whole;
+
+    void complete() {
+      std::vector<at::Tensor> all;
+      for (const FuturePtr& part : parts) {
+        if (part->hasError()) {
+          whole->setError(part->exception_ptr());
+          return;
+        }
+        for (at::Tensor& tensor : part->value().toTensorVector()) all.push_back(std::move(tensor));
+      }
+      whole->markCompleted(c10::IValue(std::move(all)));
+    }
+  };
+  auto pending = std::make_shared<Pending>();
+  const FuturePtr whole = makeTensorsFuture();
+  pending->whole = whole;
+  pending->left = works_.size() + 1;  // one for the loop below
+  for (const auto& work : works_) pending->parts.push_back(work->getFuture());
+  const auto countDown = [pending] {
+    if (pending->left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    pending->complete();
+    pending->parts.clear();  // their callbacks hold this
+  };
+  const std::vector<FuturePtr> parts = pending->parts;
+  for (const FuturePtr& part : parts) part->addCallback([countDown](Future&) { countDown(); });
+  countDown();
+  return whole;
+}
+
+FuturePtr CoalescedWork::getFutureResult() {
+  const FuturePtr result = makeResultFuture();
+  getFuture()->addCallback([result](Future& tensors) {
+    result->markCompleted(c10::IValue(static_cast<int64_t>(
+        tensors.hasError() ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS)));
+  });
+  return result;
+}
+
+uint64_t CoalescedWork::getSequencenumber() const {
+  return works_.empty() ? 0 : works_.front()->getSequencenumber();
+}
+
+}  // namespace mycoll

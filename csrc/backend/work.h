@@ -1,0 +1,121 @@
+// What torch gets back for an operation in flight.
+//
+// Thread contract: everything [any thread], with or without the GIL, except wait(), which must not
+// hold it. An operation is over for the user when finish() has run: results copied back, profiler
+// told, futures and hooks on their way. Whoever first sees that the engine is done runs it: a
+// waiter, somebody who polls, or (when there is something to copy, or somebody to tell) the thread
+// that completes the last operation.
+// Lifetime: may be dropped at any time. The tensors belong to the engine until it is done, and the
+// Work itself is held by the engine's callbacks where it has anything left to do.
+#pragma once
+
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "backend/request.h"
+#include "backend/torch_version.h"
+#include "engine/communicator.h"
+
+namespace mycoll {
+
+class MycollWork final : public c10d::Work {
+ public:
+  using Ops = c10::SmallVector<OpPtr, 1>;
+  using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+  using Clock = std::chrono::steady_clock;
+
+  struct Extras {
+    c10::SmallVector<CopyBack, 1> copyBacks;
+    Hook hook;                // called once, when done; may be empty
+    bool isTimed = false;     // remember when it ended
+    const char* profilingTitle = nullptr;
+    std::optional<std::vector<at::Tensor>> profiledInputs;
+    Clock::time_point started;
+    std::chrono::milliseconds timeout{0};
+  };
+
+  MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
+             std::vector<at::Tensor> outputs, Extras extras);
+
+  // Asks the engine to say when it is done, if finish() must not wait until somebody looks.
+  void start();
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override {}
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void blockCurrentStream() override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  float getDuration() const override;
+  uint64_t getSequencenumber() const override;
+#if MYCOLL_TORCH_HAS_WORK_TIMEOUT
+  std::chrono::milliseconds getTimeout() const override { return timeout_; }
+#endif
+
+ private:
+  enum class State { kRunning, kDone };
+
+  bool areOpsDone() const;
+  // Idempotent; waits for another thread that is at it. Only when the engine is done.
+  void finish();
+  void watch();
+  bool isDone() const { return state_.load(std::memory_order_acquire) == State::kDone; }
+
+  const std::shared_ptr<Communicator> communicator_;
+  const Ops ops_;
+  const uint64_t sequence_;
+  const std::vector<at::Tensor> outputs_;
+  const Clock::time_point started_;
+  const std::chrono::milliseconds timeout_;
+  const bool isTimed_;
+
+  std::atomic<State> state_{State::kRunning};
+  std::atomic<size_t> unfinishedOps_;  // counts down once watched
+  // Set before kDone, read after it.
+  Status status_;
+  Clock::time_point ended_;
+
+  // Guarded by lock_ until done. Not the base's mutex_: nothing here is the base's business.
+  mutable std::mutex lock_;
+  bool isWatched_ = false;
+  c10::SmallVector<CopyBack, 1> copyBacks_;
+  Hook hook_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;
+};
+
+// A work that stands for several: what endCoalescing() returns.
+class CoalescedWork final : public c10d::Work {
+ public:
+  explicit CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)
+      : c10d::Work(-1, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override {}
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void blockCurrentStream() override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  uint64_t getSequencenumber() const override;
+
+ private:
+  const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,79 @@
+#include "base/call.h"
+
+namespace mycoll {
+namespace {
+
+// FNV-1a over the sizes: any change of any of them changes it.
+uint64_t hashSizes(const std::vector<Span>& spans) {
+  uint64_t hash = 0xcbf29ce484222325ULL;
+  for (const Span& span : spans) {
+    for (int shift = 0; shift < 64; shift += 8) {
+      hash = (hash ^ ((span.bytes >> shift) & 0xff)) * 0x100000001b3ULL;
+    }
+  }
+  return hash;
+}
+
+uint64_t totalBytes(const std::vector<Span>& spans) {
+  uint64_t total = 0;
+  for (const Span& span : spans) total += span.bytes;
+  return total;
+}
+
+}  // namespace
+
+Signature Call::signature() const {
+  Signature result;
+  result.kind = kind;
+  result.dtype = dtype;
+  result.opaqueType = opaqueType;
+  result.root = root;
+  switch (kind) {
+    case OpKind::kAllReduce:
+    case OpKind::kReduce:
+      result.reduceOp = reduceOp;
+      result.bytes = in[0].bytes;
+      break;
+    case OpKind::kBroadcast:
+      result.bytes = out[0].bytes;
+      break;
+    case OpKind::kAllGather:
+      result.bytes = totalBytes(out);
+      result.layout = hashSizes(out);
+      break;
+    case OpKind::kReduceScatter:
+      result.reduceOp = reduceOp;
+      result.bytes = totalBytes(in);
+      result.layout = hashSizes(in);
+      break;
+    default:
+      break;  // sizes are between pairs of ranks
+  }
+  return result;
+}
+
+std::string Signature::describe() const {
+  std::string text = name(kind);
+  if (kind == OpKind::kBarrier || kind == OpKind::kMonitoredBarrier) return text;
+  if (reduceOp != ReduceOp::kCount) text += std::string(" ") + name(reduceOp);
+  size_t size = elementSize(dtype);
+  if (dtype < DType::kCount) {
+    text += std::string(" ") + name(dtype);
+  } else {
+    text += " dtype#" + std::to_string(opaqueType);
+  }
+  bool isPairwise = kind == OpKind::kAllToAll || kind == OpKind::kGather ||
+                    kind == OpKind::kScatter;
+  if (!isPairwise) {
+    text += size ? " numel=" + std::to_string(bytes / size) : " bytes=" + std::to_string(bytes);
+  }
+  if (layout) {
+    char sizes[32];
+    snprintf(sizes, sizeof(sizes), " sizes#%04x", static_cast<unsigned>(layout & 0xffff));
+    text += sizes;
+  }
+  if (root >= 0) text += " root=" + std::to_string(root);
+  return text;
+}
+
+}  // namespace mycoll

@@ -1,0 +1,19 @@
+// CRC-32C (Castagnoli): guards frames against bugs and bad memory, not against enemies.
+// [any thread]
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mycoll {
+
+// Continues from `crc`, so that crc32c(b, n, crc32c(a, m)) is that of a followed by b.
+uint32_t crc32c(const void* data, size_t bytes, uint32_t crc = 0);
+
+namespace detail {
+
+// Without the processor's instruction; for machines that lack it, and for tests.
+uint32_t crc32cTable(const void* data, size_t bytes, uint32_t crc);
+
+}  // namespace detail
+}  // namespace mycoll

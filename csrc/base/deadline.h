@@ -1,0 +1,59 @@
+// A point in time by which something has to be over. A plain value on the steady clock.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+namespace mycoll {
+
+class Deadline {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Milliseconds = std::chrono::milliseconds;
+
+  // Never, as never() says it.
+  Deadline() = default;
+
+  static Deadline never() { return Deadline(); }
+  static Deadline at(Clock::time_point when) { return Deadline(when); }
+
+  // Durations too long for the clock (torch passes milliseconds::max() for "no timeout") are never.
+  static Deadline after(Milliseconds timeout) {
+    const Clock::time_point now = Clock::now();
+    if (timeout >= std::chrono::duration_cast<Milliseconds>(Clock::time_point::max() - now)) {
+      return never();
+    }
+    return Deadline(now + std::max(timeout, Milliseconds(0)));
+  }
+
+  bool isNever() const { return when_ == Clock::time_point::max(); }
+  bool expired() const { return !isNever() && Clock::now() >= when_; }
+  Clock::time_point when() const { return when_; }
+
+  // Rounded up, so that whoever sleeps for it wakes after the deadline and not before; 0 when
+  // expired, Milliseconds::max() for never.
+  Milliseconds remaining() const {
+    if (isNever()) return Milliseconds::max();
+    const Clock::duration left = when_ - Clock::now();
+    if (left <= Clock::duration::zero()) return Milliseconds(0);
+    return std::chrono::ceil<Milliseconds>(left);
+  }
+
+  // For poll() and epoll_wait(): -1 for never.
+  int pollMilliseconds() const {
+    if (isNever()) return -1;
+    return static_cast<int>(std::min<Milliseconds::rep>(remaining().count(), 1 << 30));
+  }
+
+  friend bool operator<(Deadline a, Deadline b) { return a.when_ < b.when_; }
+  friend bool operator==(Deadline a, Deadline b) { return a.when_ == b.when_; }
+
+ private:
+  explicit Deadline(Clock::time_point when) : when_(when) {}
+
+  Clock::time_point when_ = Clock::time_point::max();
+};
+
+inline Deadline earlier(Deadline a, Deadline b) { return b < a ? b : a; }
+
+}  // namespace mycoll

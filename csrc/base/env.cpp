@@ -1,0 +1,282 @@
+#include "base/env.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <cstdlib>
+#include <optional>
+
+#ifndef MYCOLL_VERSION  // CMakeLists.txt has it from python/mycoll/_version.py
+#define MYCOLL_VERSION "unknown"
+#endif
+
+extern "C" char** environ;
+
+namespace mycoll {
+namespace {
+
+// A parser returns false when it does not accept the value; `accepted` then tells the user why.
+struct Variable {
+  const char* name;
+  const char* defaultValue;
+  const char* accepted;
+  const char* help;
+  bool (*parse)(std::string_view value, Env* env);
+};
+
+std::optional<int64_t> parseInteger(std::string_view text) {
+  int64_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end) return std::nullopt;
+  return value;
+}
+
+// "262144", "256K", "1M".
+bool parseBytes(std::string_view text, size_t least, size_t most, size_t* bytes) {
+  int shift = 0;
+  if (!text.empty()) {
+    switch (text.back()) {
+      case 'k': case 'K': shift = 10; break;
+      case 'm': case 'M': shift = 20; break;
+      case 'g': case 'G': shift = 30; break;
+      default: break;
+    }
+    if (shift != 0) text.remove_suffix(1);
+  }
+  const std::optional<int64_t> value = parseInteger(text);
+  if (!value || *value < 0 || *value > (INT64_MAX >> shift)) return false;
+  const size_t scaled = static_cast<size_t>(*value) << shift;
+  if (scaled < least || scaled > most) return false;
+  *bytes = scaled;
+  return true;
+}
+
+template <typename T>
+bool parseChoice(std::string_view text, std::initializer_list<std::pair<const char*, T>> choices,
+                 T* choice) {
+  for (const auto& [word, value] : choices) {
+    if (text == word) {
+      *choice = value;
+      return true;
+    }
+  }
+  return false;
+}
+
+bool parseInterfaces(std::string_view text, InterfaceFilter* filter) {
+  InterfaceFilter parsed;
+  if (text.empty()) {
+    *filter = parsed;
+    return true;
+  }
+  if (text.front() == '^') {
+    parsed.isExclusion = true;
+    text.remove_prefix(1);
+  }
+  if (!text.empty() && text.front() == '=') {
+    parsed.isExact = true;
+    text.remove_prefix(1);
+  }
+  while (true) {
+    const size_t comma = text.find(',');
+    const std::string_view word = text.substr(0, comma);
+    if (word.empty() || word.find_first_of(" \t^=/:") != word.npos) return false;
+    parsed.names.emplace_back(word);
+    if (comma == text.npos) break;
+    text.remove_prefix(comma + 1);
+  }
+  *filter = std::move(parsed);
+  return true;
+}
+
+bool isValidPattern(std::string_view text) {
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (text[i] != '%') continue;
+    ++i;
+    if (i == text.size() || std::string_view("hpr%").find(text[i]) == text.npos) return false;
+  }
+  return true;
+}
+
+constexpr size_t kGiB = size_t{1} << 30;
+
+const Variable kVariables[] = {
+    {"MYCOLL_TRANSPORT", "auto", "auto, shm or tcp",
+     "How ranks of one host reach each other. auto: shared memory inside a host, sockets between "
+     "hosts; shm: refuse groups that span hosts; tcp: sockets everywhere.",
+     [](std::string_view value, Env* env) {
+       return parseChoice<TransportChoice>(value,
+                                           {{"auto", TransportChoice::kAuto},
+                                            {"shm", TransportChoice::kShm},
+                                            {"tcp", TransportChoice::kTcp}},
+                                           &env->transport);
+     }},
+    {"MYCOLL_SOCKET_IFNAME", "",
+     "a comma-separated list of interface name prefixes, such as eth,ib; =eth0 for exact names; "
+     "^docker,lo to exclude; ^=eth3 to exclude exact names",
+     "Network interfaces that may be used, written as for NCCL_SOCKET_IFNAME. Unset: the interface "
+     "that leads to the other ranks.",
+     [](std::string_view value, Env* env) {
+       return parseInterfaces(value, &env->socketInterfaces);
+     }},
+    {"MYCOLL_CPU", "engine", "engine or gloo",
+     "Who serves CPU tensors: mycoll's own engine, or torch's gloo (to compare or to rule mycoll "
+     "out).",
+     [](std::string_view value, Env* env) {
+       return parseChoice<CpuBackend>(
+           value, {{"engine", CpuBackend::kEngine}, {"gloo", CpuBackend::kGloo}}, &env->cpu);
+     }},
+    {"MYCOLL_LOG", "off", "off, error, warn, info or debug", "What mycoll logs.",
+     [](std::string_view value, Env* env) {
+       return parseChoice<LogLevel>(value,
+                                    {{"off", LogLevel::kOff},
+                                     {"error", LogLevel::kError},
+                                     {"warn", LogLevel::kWarn},
+                                     {"info", LogLevel::kInfo},
+                                     {"debug", LogLevel::kDebug}},
+                                    &env->logLevel);
+     }},
+    {"MYCOLL_LOG_FILE", "",
+     "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
+     "for a percent sign",
+     "Where the log goes. Unset: stderr.",
+     [](std::string_view value, Env* env) {
+       if (!isValidPattern(value)) return false;
+       env->logFile = value;
+       return true;
+     }},
+    {"MYCOLL_SECRET_FILE", "", "a path",
+     "A file whose content is the secret by which ranks prove to each other that they belong to "
+     "the job. Unset: rank 0 makes one up and shares it through the rendezvous store.",
+     [](std::string_view value, Env* env) {
+       env->secretFile = value;
+       return true;
+     }},
+    {"MYCOLL_SPIN_US", "-1", "-1 or a number of microseconds up to 1000000",
+     "How long a waiting rank spins before it yields its core. -1: chosen by whether the host has "
+     "a core for each of its ranks.",
+     [](std::string_view value, Env* env) {
+       const std::optional<int64_t> micros = parseInteger(value);
+       if (!micros || *micros < -1 || *micros > 1000000) return false;
+       env->spinMicros = static_cast<int>(*micros);
+       return true;
+     }},
+    {"MYCOLL_CHUNK_BYTES", "262144", "4096 to 1G, a multiple of 4096; suffixes K, M and G",
+     "Large messages pass through shared memory in chunks of this size. All ranks need the same.",
+     [](std::string_view value, Env* env) {
+       size_t bytes = 0;
+       if (!parseBytes(value, 4096, kGiB, &bytes) || bytes % 4096 != 0) return false;
+       env->chunkBytes = bytes;
+       return true;
+     }},
+    {"MYCOLL_SMALL_BYTES", "32768", "0 to 1G; suffixes K, M and G",
+     "Messages up to this size take the algorithms of lowest latency. All ranks need the same.",
+     [](std::string_view value, Env* env) { return parseBytes(value, 0, kGiB, &env->smallBytes); }},
+    {"MYCOLL_EAGER_BYTES", "65536", "0 to 1G; suffixes K, M and G",
+     "A send up to this size completes without waiting for its receiver. All ranks need the same.",
+     [](std::string_view value, Env* env) { return parseBytes(value, 0, kGiB, &env->eagerBytes); }},
+};
+
+// An empty value counts as unset, as in NCCL: launchers often export empty variables.
+const char* valueOf(const Variable& variable) {
+  const char* value = std::getenv(variable.name);
+  return value != nullptr && value[0] != '\0' ? value : nullptr;
+}
+
+size_t editDistance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, replaced});
+    }
+  }
+  return row[b.size()];
+}
+
+constexpr std::string_view kPrefix = "MYCOLL_";
+
+}  // namespace
+
+const char* version() { return MYCOLL_VERSION; }
+
+bool InterfaceFilter::matches(std::string_view interfaceName) const {
+  if (names.empty()) return true;
+  const bool isListed = std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    return isExact ? interfaceName == name : interfaceName.starts_with(name);
+  });
+  return isListed != isExclusion;
+}
+
+Status Env::load(Env* env) {
+  *env = Env();
+  Status first;
+  for (const Variable& variable : kVariables) {
+    const char* value = valueOf(variable);
+    if (value != nullptr && variable.parse(value, env)) continue;
+    if (value != nullptr && first.ok()) {
+      first = Status(Code::kInvalidArgument, std::string(variable.name) + "=" + value +
+                                                 " is not valid: expected " + variable.accepted);
+    }
+    if (!variable.parse(variable.defaultValue, env)) {
+      return Status(Code::kInternal,
+                    std::string("the default of ") + variable.name + " is invalid");
+    }
+  }
+  return first;
+}
+
+const Env& Env::process() {
+  // Never destroyed: helper threads may log during static destruction.
+  static const Env* const kEnv = [] {
+    Env* env = new Env;
+    (void)Env::load(env).ok();
+    return env;
+  }();
+  return *kEnv;
+}
+
+std::vector<EnvEntry> describeEnv() {
+  std::vector<EnvEntry> entries;
+  for (const Variable& variable : kVariables) {
+    const char* value = valueOf(variable);
+    entries.push_back({variable.name, variable.defaultValue,
+                       std::string(variable.help) + " Accepts " + variable.accepted + ".",
+                       value != nullptr ? value : variable.defaultValue, value != nullptr});
+  }
+  return entries;
+}
+
+std::vector<UnknownVariable> unknownVariables() {
+  std::vector<UnknownVariable> unknown;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    const std::string_view text(*entry);
+    const std::string_view given = text.substr(0, text.find('='));
+    if (!given.starts_with(kPrefix)) continue;
+    if (std::any_of(std::begin(kVariables), std::end(kVariables),
+                    [&](const Variable& variable) { return given == variable.name; })) {
+      continue;
+    }
+    UnknownVariable found{std::string(given), ""};
+    // Beyond half of the letters after the prefix a likeness is chance.
+    size_t best = (given.size() - kPrefix.size()) / 2 + 1;
+    for (const Variable& variable : kVariables) {
+      const size_t distance = editDistance(given, variable.name);
+      if (distance < best) {
+        best = distance;
+        found.nearest = variable.name;
+      }
+    }
+    unknown.push_back(std::move(found));
+  }
+  std::sort(unknown.begin(), unknown.end(),
+            [](const auto& a, const auto& b) { return a.name < b.name; });
+  return unknown;
+}
+
+}  // namespace mycoll

@@ -1,0 +1,73 @@
+// Every MYCOLL_* variable, documented in one table (env.cpp). Nothing else reads the environment.
+// Thread contract: all [any thread], as long as nobody calls setenv() at the same time.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+
+namespace mycoll {
+
+// mycoll's own, "1.2.3".
+const char* version();
+
+enum class TransportChoice { kAuto, kShm, kTcp };
+enum class CpuBackend { kEngine, kGloo };
+enum class LogLevel { kOff, kError, kWarn, kInfo, kDebug };
+
+// Which network interfaces may be used, written as for NCCL_SOCKET_IFNAME:
+//   eth,ib      names that begin so        =eth0,eth1    exactly these
+//   ^docker,lo  all but those              ^=eth3,eth4   all but exactly these
+struct InterfaceFilter {
+  bool isExclusion = false;
+  bool isExact = false;
+  std::vector<std::string> names;  // empty: no preference
+
+  bool isSet() const { return !names.empty(); }
+  // True for any interface when nothing was set.
+  bool matches(std::string_view interfaceName) const;
+};
+
+struct Env {
+  TransportChoice transport = TransportChoice::kAuto;
+  InterfaceFilter socketInterfaces;
+  CpuBackend cpu = CpuBackend::kEngine;
+  LogLevel logLevel = LogLevel::kOff;
+  std::string logFile;     // empty: stderr. May hold %h %p %r %%
+  std::string secretFile;  // empty: the secret comes through the store
+  int spinMicros = -1;     // -1: chosen by base/wait
+  size_t chunkBytes = 0;
+  size_t smallBytes = 0;
+  size_t eagerBytes = 0;
+
+  // Reads the environment afresh. The first invalid value is an error that names the variable,
+  // the value and what is accepted; *env then holds defaults in place of every invalid value.
+  static Status load(Env* env);
+
+  // As it was at the first call, with defaults in place of invalid values: for those that cannot
+  // fail, such as the log. Whoever starts a group calls load() and reports.
+  static const Env& process();
+};
+
+struct EnvEntry {
+  std::string name;
+  std::string defaultValue;
+  std::string help;
+  std::string value;  // what is in force; as written in the environment when isSet
+  bool isSet = false;
+};
+
+std::vector<EnvEntry> describeEnv();
+
+// MYCOLL_* variables in the environment that mycoll does not know, most likely misspelt.
+struct UnknownVariable {
+  std::string name;
+  std::string nearest;  // a known name that resembles it; empty when none does
+};
+
+std::vector<UnknownVariable> unknownVariables();
+
+}  // namespace mycoll

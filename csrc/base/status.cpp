@@ -1,0 +1,33 @@
+#include "base/status.h"
+
+namespace mycoll {
+
+const char* name(Code code) {
+  switch (code) {
+    case Code::kOk: return "ok";
+    case Code::kInvalidArgument: return "invalid argument";
+    case Code::kMismatch: return "mismatch";
+    case Code::kTimeout: return "timeout";
+    case Code::kPeerLost: return "peer lost";
+    case Code::kNetwork: return "network";
+    case Code::kStore: return "store";
+    case Code::kAborted: return "aborted";
+    case Code::kInterrupted: return "interrupted";
+    case Code::kUnsupported: return "unsupported";
+    case Code::kInternal: return "internal";
+  }
+  return "unknown code";
+}
+
+const std::string& Status::message() const {
+  // Never destroyed: a Status may outlive static destruction in a helper thread.
+  static const std::string* const kEmpty = new std::string;
+  return rep_ ? rep_->message : *kEmpty;
+}
+
+std::string Status::toString() const {
+  if (ok()) return name(Code::kOk);
+  return std::string(name(rep_->code)) + ": " + rep_->message;
+}
+
+}  // namespace mycoll

@@ -1,0 +1,70 @@
+// The vocabulary that every layer shares: element types, operations, spans of bytes.
+// Plain values: no threads, no ownership.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mycoll {
+
+// Element types that mycoll can compute with. A type that is only moved (any other type that torch
+// has) travels as kOpaque + a caller's number, so that ranks that disagree are still told apart.
+enum class DType : uint8_t {
+  kFloat32,
+  kFloat64,
+  kFloat16,
+  kBFloat16,
+  kFloat8E4M3,  // e4m3fn: no infinities
+  kFloat8E5M2,
+  kInt8,
+  kUInt8,
+  kInt16,
+  kUInt16,
+  kInt32,
+  kUInt32,
+  kInt64,
+  kUInt64,
+  kBool,
+  kComplex64,
+  kComplex128,
+  kCount,
+  kOpaque = 64,
+};
+
+// 0 for opaque types, whose size only the caller knows.
+size_t elementSize(DType dtype);
+const char* name(DType dtype);
+
+enum class ReduceOp : uint8_t { kSum, kProduct, kMin, kMax, kAvg, kBAnd, kBOr, kBXor, kCount };
+
+const char* name(ReduceOp op);
+
+// False where the pair has no meaning (BAND on floats, MAX on complex, anything on opaque).
+bool isSupported(DType dtype, ReduceOp op);
+
+enum class OpKind : uint8_t {
+  kBarrier,
+  kBroadcast,
+  kAllReduce,
+  kReduce,
+  kAllGather,
+  kGather,
+  kScatter,
+  kReduceScatter,
+  kAllToAll,
+  kMonitoredBarrier,
+  kSend,
+  kRecv,
+  kCount,
+};
+
+const char* name(OpKind kind);
+
+// Memory of the caller. Whoever holds a Span keeps neither it nor its contents alive.
+struct Span {
+  void* data = nullptr;
+  size_t bytes = 0;
+  char* begin() const { return static_cast<char*>(data); }
+};
+
+}  // namespace mycoll

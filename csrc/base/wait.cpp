@@ -1,0 +1,124 @@
+#include "base/wait.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <sstream>
+#include <thread>
+
+#include "base/env.h"
+
+namespace mycoll {
+namespace {
+
+std::string contents(const std::string& path) {
+  std::ifstream file(path);
+  return std::string((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+}
+
+int affinityCores() {
+  // The kernel refuses masks smaller than its own, so grow until it is content.
+  for (int bits = 1024; bits <= 1 << 20; bits *= 2) {
+    const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(
+        CPU_ALLOC(bits), [](cpu_set_t* mask) { CPU_FREE(mask); });
+    if (set == nullptr) break;
+    const size_t bytes = CPU_ALLOC_SIZE(bits);
+    if (sched_getaffinity(0, bytes, set.get()) == 0) return CPU_COUNT_S(bytes, set.get());
+  }
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+// Whole cores that quota microseconds in every period allow; 0: no limit.
+int coresOf(int64_t quota, int64_t period) {
+  if (quota <= 0 || period <= 0) return 0;
+  return static_cast<int>(std::clamp<int64_t>(quota / period, 1, 1 << 20));
+}
+
+int quotaV2(const std::string& folder) {
+  std::istringstream text(contents(folder + "/cpu.max"));  // "max 100000" or "150000 100000"
+  std::string quota;
+  int64_t period = 0;
+  if (!(text >> quota >> period) || quota == "max") return 0;
+  return coresOf(std::strtoll(quota.c_str(), nullptr, 10), period);
+}
+
+int quotaV1(const std::string& folder) {
+  int64_t quota = 0;
+  int64_t period = 0;
+  if (!(std::istringstream(contents(folder + "/cpu.cfs_quota_us")) >> quota)) return 0;
+  if (!(std::istringstream(contents(folder + "/cpu.cfs_period_us")) >> period)) return 0;
+  return coresOf(quota, period);
+}
+
+int tighter(int a, int b) {
+  if (a == 0 || b == 0) return std::max(a, b);
+  return std::min(a, b);
+}
+
+// Any ancestor may hold the tightest quota. In a container the path in /proc may be the host's and
+// not exist below the mount; the walk then still ends at the mount itself, the container's own.
+int tightestQuota(const std::string& mount, std::string path, int (*quota)(const std::string&)) {
+  int cores = 0;
+  while (true) {
+    while (!path.empty() && path.back() == '/') path.pop_back();
+    cores = tighter(cores, quota(mount + path));
+    if (path.empty()) return cores;
+    const size_t slash = path.rfind('/');
+    path.resize(slash == path.npos ? 0 : slash);
+  }
+}
+
+}  // namespace
+
+int detail::cgroupCores(const std::string& procCgroup, const std::string& mountRoot) {
+  int cores = 0;
+  std::istringstream lines(procCgroup);
+  for (std::string line; std::getline(lines, line);) {  // "hierarchy:controllers:path"
+    const size_t first = line.find(':');
+    if (first == line.npos) continue;
+    const size_t second = line.find(':', first + 1);
+    if (second == line.npos) continue;
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const std::string path = line.substr(second + 1);
+    if (controllers.empty()) {
+      cores = tighter(cores, tightestQuota(mountRoot, path, quotaV2));
+      cores = tighter(cores, tightestQuota(mountRoot + "/unified", path, quotaV2));
+    } else if (("," + controllers + ",").find(",cpu,") != line.npos) {
+      cores = tighter(cores, tightestQuota(mountRoot + "/" + controllers, path, quotaV1));
+      if (controllers != "cpu") {
+        cores = tighter(cores, tightestQuota(mountRoot + "/cpu", path, quotaV1));
+      }
+    }
+  }
+  return cores;
+}
+
+int usableCores() {
+  static const int kCores = std::max(
+      1, tighter(affinityCores(),
+                 detail::cgroupCores(contents("/proc/self/cgroup"), "/sys/fs/cgroup")));
+  return kCores;
+}
+
+SpinPolicy detail::choosePolicy(int localRanks, int cores, int spinMicrosOverride) {
+  SpinPolicy policy = localRanks > cores
+                          ? SpinPolicy{.pauses = 20, .spinMicros = 0, .yieldMicros = 2000}
+                          : SpinPolicy{.pauses = 20, .spinMicros = 30, .yieldMicros = 1000};
+  if (spinMicrosOverride >= 0) policy.spinMicros = spinMicrosOverride;
+  return policy;
+}
+
+SpinPolicy choose(int localRanks) {
+  Env env;
+  // An invalid value is reported by whoever starts the group; here its default is right.
+  (void)Env::load(&env).ok();
+  return detail::choosePolicy(localRanks, usableCores(), env.spinMicros);
+}
+
+}  // namespace mycoll

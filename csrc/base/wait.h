@@ -1,0 +1,45 @@
+// How to wait for another core. All [any thread].
+#pragma once
+
+#include <string>
+
+namespace mycoll {
+
+// Tells the core that this is a spin loop: saves power, and leaves the pipeline to its sibling.
+inline void cpuRelax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");  // "yield" is a no-op on most cores; isb waits a little
+#else
+  asm volatile("" ::: "memory");
+#endif
+}
+
+// Cores that this process may keep busy: the affinity mask, cut by the cgroup's cpu quota (rounded
+// down, as a spinner that exceeds its quota is stopped for the rest of the period). At least 1.
+// Read once; a change of affinity later is not seen.
+int usableCores();
+
+// A waiter spins for `pauses` pauses, goes on spinning up to spinMicros in all, then calls
+// sched_yield() up to yieldMicros, and then sleeps in the kernel (futex, epoll).
+struct SpinPolicy {
+  int pauses = 0;
+  int spinMicros = 0;
+  int yieldMicros = 0;
+};
+
+// localRanks: those of one host, each with a thread that waits. When they outnumber the cores,
+// whoever spins keeps the one that it waits for from running. MYCOLL_SPIN_US overrides spinMicros.
+SpinPolicy choose(int localRanks);
+
+namespace detail {
+
+// For tests. The cgroup's quota in whole cores, 0 when there is none. procCgroup: the text of
+// /proc/self/cgroup; mountRoot: where the cgroup file systems are mounted.
+int cgroupCores(const std::string& procCgroup, const std::string& mountRoot);
+
+SpinPolicy choosePolicy(int localRanks, int cores, int spinMicrosOverride);
+
+}  // namespace detail
+}  // namespace mycoll

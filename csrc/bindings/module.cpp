@@ -1,0 +1,185 @@
+// mycoll._C: what Python sees. No logic: translation between Python and backend/.
+//
+// GIL: released while anything blocks. Groups are dropped without it, as their destructor talks to
+// other ranks.
+#include <Python.h>
+#include <pybind11/chrono.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <exception>
+
+#include "backend/errors.h"
+#include "backend/mycoll_backend.h"
+#include "backend/options.h"
+#include "base/env.h"
+#include "kernels/copy.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// An intrusive pointer whose last reference is dropped without the GIL.
+template <typename T>
+class NoGilPtr {
+ public:
+  NoGilPtr() = default;
+  NoGilPtr(c10::intrusive_ptr<T> pointer) : pointer_(std::move(pointer)) {}
+  // pybind11 hands over objects that it has just made.
+  explicit NoGilPtr(T* made) : pointer_(c10::intrusive_ptr<T>::unsafe_steal_from_new(made)) {}
+  NoGilPtr(const NoGilPtr&) = default;
+  NoGilPtr(NoGilPtr&&) noexcept = default;
+  NoGilPtr& operator=(const NoGilPtr&) = default;
+  NoGilPtr& operator=(NoGilPtr&&) noexcept = default;
+  ~NoGilPtr() {
+    if (!pointer_ || !PyGILState_Check()) return;
+    const py::gil_scoped_release release;
+    pointer_.reset();
+  }
+
+  T* get() const { return pointer_.get(); }
+  T* operator->() const { return pointer_.get(); }
+  T& operator*() const { return *pointer_; }
+
+ private:
+  c10::intrusive_ptr<T> pointer_;
+};
+
+}  // namespace
+
+PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
+PYBIND11_DECLARE_HOLDER_TYPE(T, NoGilPtr<T>, true)
+
+namespace {
+
+using mycoll::MycollBackend;
+using mycoll::MycollOptions;
+using Milliseconds = std::chrono::milliseconds;
+
+// The exception that a signal handler raised while this thread waited without the GIL.
+thread_local std::exception_ptr pendingInterrupt;
+
+// Python handles signals in its main thread only; all others wait on.
+bool isInterruptPending() {
+  if (syscall(SYS_gettid) != getpid() || !Py_IsInitialized()) return false;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return false;
+  pendingInterrupt = std::make_exception_ptr(py::error_already_set());
+  return true;
+}
+
+void raiseInterrupt() {
+  if (pendingInterrupt) std::rethrow_exception(std::exchange(pendingInterrupt, nullptr));
+}
+
+NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                      int size, Milliseconds timeout, std::string groupId,
+                                      std::vector<int64_t> globalRanks,
+                                      const MycollOptions* options) {
+  // A copy: the user may use one object for several groups, and every group changes its own.
+  auto own = options != nullptr ? c10::make_intrusive<MycollOptions>(*options)
+                                : c10::make_intrusive<MycollOptions>();
+  own->timeout = timeout;
+  own->group_name = groupId;
+  own->global_ranks_in_group.assign(globalRanks.begin(), globalRanks.end());
+  const py::gil_scoped_release release;
+  return MycollBackend::create(store, rank, size, std::move(groupId), std::move(globalRanks),
+                               std::move(own));
+}
+
+std::string describeOptions(const MycollOptions& options) {
+  const double seconds = std::chrono::duration<double>(options.timeout).count();
+  return py::str("mycoll.Options(timeout={:g} s, cpu={!r})").format(seconds, options.cpu);
+}
+
+void checkCpu(const std::string& cpu) {
+  if (cpu.empty() || cpu == "engine" || cpu == "gloo") return;
+  throw py::value_error("cpu must be 'engine', 'gloo' or '' (as MYCOLL_CPU says), not '" + cpu +
+                        "'");
+}
+
+py::list environment() {
+  py::list entries;
+  for (const mycoll::EnvEntry& entry : mycoll::describeEnv()) {
+    py::dict row;
+    row["name"] = entry.name;
+    row["default"] = entry.defaultValue;
+    row["value"] = entry.value;
+    row["help"] = entry.help;
+    row["is_set"] = entry.isSet;
+    entries.append(row);
+  }
+  return entries;
+}
+
+void copyStreaming(uintptr_t destination, uintptr_t source, size_t bytes) {
+  mycoll::copyStreaming(reinterpret_cast<void*>(destination),
+                        reinterpret_cast<const void*>(source), bytes);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  // The types that ours derive from must be known first.
+  py::module_::import("torch.distributed");
+
+  py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options>(
+      module, "Options", "What may be chosen for one group: pg_options= of init_process_group.")
+      .def(py::init([](Milliseconds timeout, std::string cpu) {
+             checkCpu(cpu);
+             auto options = c10::make_intrusive<MycollOptions>(timeout);
+             options->cpu = std::move(cpu);
+             return options;
+           }),
+           py::arg("timeout") = kBackendDefaultTimeout, py::arg("cpu") = "")
+      .def_property(
+          "cpu", [](const MycollOptions& self) { return self.cpu; },
+          [](MycollOptions& self, std::string cpu) {
+            checkCpu(cpu);
+            self.cpu = std::move(cpu);
+          },
+          "Who serves CPU tensors: 'engine', 'gloo', or '' for what MYCOLL_CPU says.")
+      .def_readwrite("timeout", &MycollOptions::timeout,
+                     "How long an operation may take; a timeout= given to torch wins over it.")
+      .def("__copy__",
+           [](const MycollOptions& self) { return c10::make_intrusive<MycollOptions>(self); })
+      .def(
+          "__deepcopy__",
+          [](const MycollOptions& self, const py::dict&) {
+            return c10::make_intrusive<MycollOptions>(self);
+          },
+          py::arg("memo"))
+      .def("__repr__", &describeOptions);
+
+  py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(
+      module, "MycollBackend", "One rank's end of a group; made by init_process_group and new_group.")
+      .def_property_readonly(
+          "options", [](const MycollBackend& self) { return self.options(); },
+          "The options in force.")
+      .def("transport", &MycollBackend::transport, py::call_guard<py::gil_scoped_release>(),
+           "How this rank reaches the others: 'shm', 'tcp', 'shm+tcp' or 'self'.")
+      .def("_set_default_timeout", &MycollBackend::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "perform_nocolor_split", [](MycollBackend&, const py::object&) {}, py::arg("device"),
+          "Nothing to do: a new group's members meet without those who are not in it.");
+
+  module.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
+             py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
+             py::arg("options").none(true) = nullptr);
+  module.def("environment", &environment, "Every MYCOLL_* variable.");
+  module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
+             py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
+             "The engine's copy that bypasses caches, between two addresses; for benchmarks.");
+  module.attr("torch_version") = TORCH_VERSION;
+
+  mycoll::setInterruptHook({&isInterruptPending, &raiseInterrupt});
+
+  // Groups that were never destroyed end with the interpreter, while there still is one.
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    const py::gil_scoped_release release;
+    MycollBackend::closeAll(std::chrono::seconds(2));
+  }));
+}

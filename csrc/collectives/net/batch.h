@@ -1,0 +1,65 @@
+// Messages of one collective that are under way together.
+// Thread contract: as Task; a Batch lives in the frame of one.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "base/task.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+// Add messages, co_await it, then look at status(). Ready when all are done, or one has failed.
+class Batch final : public Condition {
+ public:
+  Batch(Mailbox& mailbox, uint64_t sequence, const Signature& signature)
+      : mailbox_(mailbox),
+        messageClass_(MessageClass::kCollective),
+        base_(sequence << Mailbox::kStepBits),
+        signature_(signature) {}
+  // Messages of the group's own, beside all collectives.
+  Batch(Mailbox& mailbox, const Signature& signature)
+      : mailbox_(mailbox),
+        messageClass_(MessageClass::kControl),
+        base_(0),
+        signature_(signature) {}
+
+  // step: tells apart the messages that two ranks exchange in one collective.
+  void send(int rank, Span data, uint64_t step = 0) {
+    mailbox_.send(requests_.emplace_back(), rank, messageClass_, base_ + step,
+                  signature_, data);
+  }
+  void receive(int rank, Span data, uint64_t step = 0) {
+    mailbox_.receive(requests_.emplace_back(), rank, messageClass_, base_ + step,
+                     signature_, data);
+  }
+
+  bool ready() override {
+    while (next_ < requests_.size() && requests_[next_].ready()) {
+      if (!requests_[next_].status().ok()) return true;
+      ++next_;
+    }
+    return next_ == requests_.size();
+  }
+  Status status() const {
+    return next_ < requests_.size() ? requests_[next_].status() : Status();
+  }
+  std::vector<int> missing() const override {
+    std::vector<int> result;
+    for (const Transfer& request : requests_) {
+      if (!const_cast<Transfer&>(request).ready()) result.push_back(request.peer());
+    }
+    return result;
+  }
+
+ private:
+  Mailbox& mailbox_;
+  const MessageClass messageClass_;
+  const uint64_t base_;
+  const Signature& signature_;
+  std::deque<Transfer> requests_;  // does not move what is posted
+  size_t next_ = 0;
+};
+
+}  // namespace mycoll

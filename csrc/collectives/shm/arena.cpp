@@ -1,0 +1,188 @@
+#include "collectives/shm/arena.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace mycoll {
+namespace {
+
+constexpr size_t kLine = 128;
+constexpr size_t kPage = 4096;
+
+size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+struct Arena::Header {
+  alignas(kLine) std::atomic<uint32_t> sleepers;
+  enum : uint32_t { kAlive, kFailing, kFailed };
+  alignas(kLine) std::atomic<uint32_t> state;
+  uint32_t code;
+  uint32_t textBytes;
+  char text[3072];
+};
+
+struct Arena::Control {
+  Arrival arrivals[2];  // by the parity of the collective's number
+  struct alignas(kLine) Line {
+    std::atomic<uint64_t> value;
+  } counters[3];
+  alignas(kLine) std::atomic<uint32_t> asleep;
+  std::atomic<uint32_t> left;
+};
+
+size_t ArenaShape::rankBytes() const {
+  return roundUp(sizeof(Arena::Control), kPage) + 2 * roundUp(smallBytes, kPage) +
+         kBulkAreas * roundUp(chunkBytes, kPage);
+}
+
+size_t ArenaShape::totalBytes() const {
+  return kPage + static_cast<size_t>(ranks) * rankBytes();
+}
+
+Arena::Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank,
+             std::vector<Bell> bells)
+    : segment_(std::move(segment)),
+      shape_(shape),
+      rank_(rank),
+      rankBytes_(shape.rankBytes()),
+      bells_(std::move(bells)) {
+  static_assert(sizeof(Header) <= kPage);
+}
+
+Arena::Control& Arena::control(int rank) const {
+  return *reinterpret_cast<Control*>(segment_->data() + kPage +
+                                     static_cast<size_t>(rank) * rankBytes_);
+}
+
+const Arrival& Arena::arrival(int rank) const { return control(rank).arrivals[number_ & 1]; }
+
+char* Arena::beginBlob(size_t bytes) {
+  ++number_;
+  if (bytes <= Arrival::kInlineBytes) return control(rank_).arrivals[number_ & 1].inlined;
+  return reinterpret_cast<char*>(&control(rank_)) + roundUp(sizeof(Control), kPage) +
+         (number_ & 1) * roundUp(shape_.smallBytes, kPage);
+}
+
+void Arena::arrive(const Signature& signature, size_t blobBytes, uint64_t rounds) {
+  Arrival& mine = control(rank_).arrivals[number_ & 1];
+  mine.signature = signature;
+  mine.rounds = rounds;
+  mine.blobBytes = blobBytes;
+  mine.number.store(number_, std::memory_order_seq_cst);
+  wakeSleepers();
+}
+
+const char* Arena::blobOf(int rank) const {
+  const Arrival& theirs = arrival(rank);
+  if (theirs.blobBytes <= Arrival::kInlineBytes) return theirs.inlined;
+  if (theirs.blobBytes > shape_.smallBytes) return nullptr;
+  return reinterpret_cast<const char*>(&control(rank)) + roundUp(sizeof(Control), kPage) +
+         (number_ & 1) * roundUp(shape_.smallBytes, kPage);
+}
+
+char* Arena::bulk(int rank, uint64_t round) const {
+  return reinterpret_cast<char*>(&control(rank)) + roundUp(sizeof(Control), kPage) +
+         2 * roundUp(shape_.smallBytes, kPage) +
+         (round % kBulkAreas) * roundUp(shape_.chunkBytes, kPage);
+}
+
+void Arena::publish(Counter counter, uint64_t roundsCompleted) {
+  control(rank_).counters[static_cast<int>(counter)].value.store(base_ + roundsCompleted,
+                                                                std::memory_order_seq_cst);
+  wakeSleepers();
+}
+
+bool Arena::has(int rank, Counter counter, uint64_t roundsCompleted) const {
+  return control(rank).counters[static_cast<int>(counter)].value.load(
+             std::memory_order_acquire) >= base_ + roundsCompleted;
+}
+
+void Arena::endRounds(uint64_t rounds) {
+  // Nobody waits for these beyond what was published: the next collective starts from here.
+  for (auto& counter : control(rank_).counters) {
+    counter.value.store(base_ + rounds, std::memory_order_release);
+  }
+  base_ += rounds;
+}
+
+void Arena::setAsleep(bool asleep) {
+  Header& header = *reinterpret_cast<Header*>(segment_->data());
+  if (asleep) {
+    control(rank_).asleep.fetch_add(1, std::memory_order_seq_cst);
+    header.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  } else {
+    header.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    control(rank_).asleep.fetch_sub(1, std::memory_order_seq_cst);
+  }
+}
+
+void Arena::wakeSleepers() const {
+  const Header& header = *reinterpret_cast<const Header*>(segment_->data());
+  if (header.sleepers.load(std::memory_order_seq_cst) == 0) return;
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    if (rank != rank_ && control(rank).asleep.load(std::memory_order_seq_cst)) bells_[rank].ring();
+  }
+}
+
+void Arena::wakeAll() const {
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    if (rank != rank_) bells_[rank].ring();
+  }
+}
+
+void Arena::fail(const Status& cause) {
+  Header& header = *reinterpret_cast<Header*>(segment_->data());
+  uint32_t alive = Header::kAlive;
+  if (header.state.compare_exchange_strong(alive, Header::kFailing, std::memory_order_acq_rel)) {
+    header.code = static_cast<uint32_t>(cause.code());
+    header.textBytes = static_cast<uint32_t>(std::min(cause.message().size(), sizeof(header.text)));
+    std::memcpy(header.text, cause.message().data(), header.textBytes);
+    header.state.store(Header::kFailed, std::memory_order_seq_cst);
+  }
+  wakeAll();
+}
+
+bool Arena::hasFailed() const {
+  const Header& header = *reinterpret_cast<const Header*>(segment_->data());
+  return header.state.load(std::memory_order_relaxed) == Header::kFailed;
+}
+
+Status Arena::failure() const {
+  const Header& header = *reinterpret_cast<const Header*>(segment_->data());
+  if (header.state.load(std::memory_order_acquire) != Header::kFailed) return Status();
+  return Status(static_cast<Code>(header.code),
+                std::string(header.text, std::min<size_t>(header.textBytes, sizeof(header.text))));
+}
+
+void Arena::leave() { control(rank_).left.store(1, std::memory_order_seq_cst); }
+
+bool Arena::hasLeft(int rank) const {
+  return control(rank).left.load(std::memory_order_seq_cst) != 0;
+}
+
+bool AllArrived::ready() {
+  for (; next_ < arena_.ranks(); ++next_) {
+    if (next_ == arena_.rank()) continue;
+    const Arrival& theirs = arena_.arrival(next_);
+    if (theirs.number.load(std::memory_order_acquire) != arena_.number_) return false;
+    if (!(theirs.signature == signature_)) {
+      differing_ = next_;
+      return true;
+    }
+  }
+  return true;
+}
+
+std::vector<int> AllArrived::missing() const {
+  std::vector<int> result;
+  for (int rank = 0; rank < arena_.ranks(); ++rank) {
+    if (rank != arena_.rank() &&
+        arena_.arrival(rank).number.load(std::memory_order_acquire) != arena_.number_) {
+      result.push_back(rank);
+    }
+  }
+  return result;
+}
+
+}  // namespace mycoll

@@ -1,0 +1,164 @@
+// Arena: the shared memory in which the ranks of one host run a group's collectives.
+//
+//   header          who sleeps, how the group failed
+//   rank 0          control lines | small[2] | bulk[2]
+//   rank 1          ...
+//
+// Each rank writes only its own part; the others read it. That makes every flag single-writer.
+//
+// How a part may be reused without asking. Every collective begins with an arrival, and ends on no
+// rank before that rank has seen all arrivals. So whoever is in collective n knows that all have
+// finished n-2 (they arrived in n-1 after it), and whoever has seen all arrivals of n knows that all
+// have finished n-1. Hence:
+//   small   two areas, by the parity of the collective's number: free when a collective begins;
+//   bulk    written only after all arrivals were seen: free then.
+// Within one collective, bulk areas are used round by round, with counters that never go back.
+//
+// Thread contract: one thread at a time (the one that runs the group's queue), but for setAsleep,
+// failure and fail [any thread].
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/call.h"
+#include "base/status.h"
+#include "base/task.h"
+#include "transport/bell.h"
+#include "transport/shm/segment.h"
+
+namespace mycoll {
+
+// The same on all ranks of a group.
+struct ArenaShape {
+  int ranks = 1;
+  size_t smallBytes = 32 * 1024;
+  size_t chunkBytes = 256 * 1024;  // a bulk area
+
+  size_t rankBytes() const;
+  size_t totalBytes() const;
+};
+
+constexpr int kBulkAreas = 2;
+
+// What a rank says when it comes to a collective. Two lines of cache: a few bytes of payload come
+// with the flag, for free.
+struct alignas(128) Arrival {
+  std::atomic<uint64_t> number;  // of the collective, from 1; written last
+  Signature signature;
+  uint64_t rounds;     // for how many rounds this rank will fill its bulk areas
+  uint64_t blobBytes;  // published with the arrival: in `inlined`, or in the small area
+  static constexpr size_t kInlineBytes = 80;
+  char inlined[kInlineBytes];
+};
+static_assert(sizeof(Arrival) == 128);
+
+// Rounds completed since the group was made.
+enum class Counter { kFilled, kReduced, kDone };
+
+class Arena {
+ public:
+  // bells: by rank. The segment is zeroed when new.
+  Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank,
+        std::vector<Bell> bells);
+
+  int rank() const { return rank_; }
+  int ranks() const { return shape_.ranks; }
+  const ArenaShape& shape() const { return shape_; }
+
+  // ---- a collective
+  // Begins the next one: returns where to put up to smallBytes that arrive() will publish.
+  char* beginBlob(size_t bytes);
+  void arrive(const Signature& signature, size_t blobBytes, uint64_t rounds);
+  // After all arrivals: what that rank said. Its blob is null when it claims an impossible size.
+  uint64_t roundsOf(int rank) const { return arrival(rank).rounds; }
+  size_t blobBytesOf(int rank) const { return arrival(rank).blobBytes; }
+  const char* blobOf(int rank) const;
+
+  // ---- its rounds, numbered from 0 in each collective
+  char* bulk(int rank, uint64_t round) const;
+  void publish(Counter counter, uint64_t roundsCompleted);
+  bool has(int rank, Counter counter, uint64_t roundsCompleted) const;
+  // All ranks call it with the same number, when they have finished their part.
+  void endRounds(uint64_t rounds);
+
+  // ---- [any thread]
+  void setAsleep(bool asleep);
+  // First cause wins, on all ranks of the host.
+  void fail(const Status& cause);
+  bool hasFailed() const;
+  Status failure() const;
+  void leave();
+  bool hasLeft(int rank) const;
+  void wakeAll() const;
+
+ private:
+  friend class AllArrived;
+  friend struct ArenaShape;
+  struct Header;
+  struct Control;
+
+  Control& control(int rank) const;
+  const Arrival& arrival(int rank) const;
+  void wakeSleepers() const;
+
+  std::shared_ptr<Segment> segment_;
+  const ArenaShape shape_;
+  const int rank_;
+  const size_t rankBytes_;
+  std::vector<Bell> bells_;
+  uint64_t number_ = 0;  // of the current collective
+  uint64_t base_ = 0;    // rounds before the current collective
+};
+
+// All ranks have come to the current collective, and their calls agree with mine.
+class AllArrived final : public Condition {
+ public:
+  AllArrived(const Arena& arena, const Signature& signature)
+      : arena_(arena), signature_(signature) {}
+  bool ready() override;
+  // -1, or the first rank found to have been called differently, and what it was called for.
+  int differingRank() const { return differing_; }
+  Signature differingSignature() const { return arena_.arrival(differing_).signature; }
+  std::vector<int> missing() const override;
+
+ private:
+  const Arena& arena_;
+  const Signature& signature_;
+  int next_ = 0;
+  int differing_ = -1;
+};
+
+// Some rank, or all of them, have completed so many rounds.
+class RoundReached final : public Condition {
+ public:
+  RoundReached(const Arena& arena, int rank, Counter counter, uint64_t rounds)
+      : arena_(arena), counter_(counter), rounds_(rounds), next_(rank), end_(rank + 1) {}
+  RoundReached(const Arena& arena, Counter counter, uint64_t rounds)
+      : arena_(arena), counter_(counter), rounds_(rounds), next_(0), end_(arena.ranks()) {}
+  bool ready() override {
+    while (next_ < end_ && (next_ == arena_.rank() || arena_.has(next_, counter_, rounds_))) {
+      ++next_;
+    }
+    return next_ == end_;
+  }
+  std::vector<int> missing() const override {
+    std::vector<int> result;
+    for (int rank = next_; rank < end_; ++rank) {
+      if (rank != arena_.rank() && !arena_.has(rank, counter_, rounds_)) result.push_back(rank);
+    }
+    return result;
+  }
+
+ private:
+  const Arena& arena_;
+  const Counter counter_;
+  const uint64_t rounds_;
+  int next_;
+  const int end_;
+};
+
+}  // namespace mycoll

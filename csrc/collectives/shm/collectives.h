@@ -1,0 +1,45 @@
+// The collectives of a group whose ranks all share one host, on its arena.
+// Thread contract: as Task. The arena, the names, the call and its memory must outlive the task.
+#pragma once
+
+#include "base/call.h"
+#include "base/task.h"
+#include "collectives/shm/arena.h"
+
+namespace mycoll {
+
+class Mailbox;
+
+struct ShmGroup {
+  Arena& arena;
+  const Mailbox& names;  // of the group and its ranks, for messages
+  uint64_t sequence;     // of the collective, for messages
+};
+
+Task shmCollective(ShmGroup group, const Call& call);
+
+// ---- by kind of work; shmCollective chooses
+
+// Nothing but the meeting.
+Task shmBarrier(ShmGroup group, const Call& call);
+// Everybody publishes one piece of memory, and takes those of others that it has room for:
+// broadcast, all_gather, gather.
+Task shmPublish(ShmGroup group, const Call& call);
+// Everybody has a piece for each other rank: all_to_all, scatter.
+Task shmPairwise(ShmGroup group, const Call& call);
+// all_reduce, reduce: small ones are reduced by every rank that wants them, large ones by parts.
+Task shmReduceSmall(ShmGroup group, const Call& call);
+Task shmReduceLarge(ShmGroup group, const Call& call);
+Task shmReduceScatterSmall(ShmGroup group, const Call& call);
+Task shmReduceScatterLarge(ShmGroup group, const Call& call);
+
+// ---- shared by them
+
+// Outputs of this size and more are written past the caches.
+constexpr size_t kStreamingOutput = 1024 * 1024;
+
+Status shmMismatch(const ShmGroup& group, const Signature& mine, const AllArrived& arrived);
+Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected,
+                       const Signature& signature);
+
+}  // namespace mycoll

@@ -1,0 +1,293 @@
+// Collectives that only move data.
+//
+// A rank's data goes with its arrival when it is small, else through its two bulk areas in rounds.
+// While the others take round k out of one area, it fills round k+1 into the other:
+//
+//   writer   fill 0 | fill 1 |          fill 2 |          fill 3 ...
+//   readers           take 0 | take 1 |          take 2 | ...
+//   area        0        1                0                1         area of k-1 is free again when
+//                                                                    all have counted k-1 as done
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/shm/collectives.h"
+#include "kernels/copy.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+namespace {
+
+void take(char* to, const char* from, size_t bytes, bool isStreaming) {
+  if (isStreaming) {
+    copyStreaming(to, from, bytes);
+  } else {
+    copy(to, from, bytes);
+  }
+}
+
+uint64_t roundsFor(size_t bytes, size_t perRound) { return (bytes + perRound - 1) / perRound; }
+
+// The part of `whole` that belongs to a round.
+Span piece(Span whole, uint64_t round, size_t perRound) {
+  size_t begin = std::min<size_t>(round * perRound, whole.bytes);
+  return {whole.begin() + begin, std::min(perRound, whole.bytes - begin)};
+}
+
+uint64_t maxRounds(const Arena& arena) {
+  uint64_t rounds = 0;
+  for (int rank = 0; rank < arena.ranks(); ++rank) {
+    rounds = std::max(rounds, arena.roundsOf(rank));
+  }
+  return rounds;
+}
+
+// What this rank publishes to all, and where it wants what the others publish.
+struct Published {
+  Span mine;
+  const Span* theirs = nullptr;  // by rank; null: wants none
+  int only = -1;                 // >= 0: wants that rank's alone, in theirs[0]
+
+  Span from(int rank) const {
+    if (!theirs) return {};
+    if (only >= 0) return rank == only ? theirs[0] : Span{};
+    return theirs[rank];
+  }
+};
+
+Published published(const Call& call, int rank) {
+  Published result;
+  switch (call.kind) {
+    case OpKind::kBroadcast:
+      if (rank == call.root) {
+        result.mine = call.in.empty() ? call.out[0] : call.in[0];
+      } else {
+        result.theirs = call.out.data();
+        result.only = call.root;
+      }
+      break;
+    case OpKind::kGather:
+      result.mine = call.in[0];
+      if (rank == call.root) result.theirs = call.out.data();
+      break;
+    default:
+      result.mine = call.in[0];
+      result.theirs = call.out.data();
+  }
+  return result;
+}
+
+}  // namespace
+
+Status shmMismatch(const ShmGroup& group, const Signature& mine, const AllArrived& arrived) {
+  const Mailbox& names = group.names;
+  return Status(Code::kMismatch,
+                "mycoll group '" + names.group().name + "': MISMATCH at collective #" +
+                    std::to_string(group.sequence) + "\n  " + names.describeRank(names.rank()) +
+                    ": " + mine.describe() + "\n  " +
+                    names.describeRank(arrived.differingRank()) + ": " +
+                    arrived.differingSignature().describe() +
+                    "\n  All ranks must call the same operations in the same order, with the same "
+                    "dtype, size, reduce op and root.");
+}
+
+Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected,
+                       const Signature& signature) {
+  const Mailbox& names = group.names;
+  return Status(Code::kMismatch,
+                "mycoll group '" + names.group().name + "': MISMATCH of sizes at collective #" +
+                    std::to_string(group.sequence) + ", " + signature.describe() + "\n  " +
+                    names.describeRank(rank) + " sends " + std::to_string(theirs) +
+                    " bytes to this rank\n  " + names.describeRank(names.rank()) + " expects " +
+                    std::to_string(expected) +
+                    " bytes from it\n  Each pair of ranks must agree on the size of what one sends "
+                    "to the other.");
+}
+
+Task shmBarrier(ShmGroup group, const Call& call) {
+  Arena& arena = group.arena;
+  const Signature signature = call.signature();
+  arena.beginBlob(0);
+  arena.arrive(signature, 0, 0);
+  AllArrived arrived(arena, signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  co_return Status();
+}
+
+// The blob is the data itself when small, else its size.
+Task shmPublish(ShmGroup group, const Call& call) {
+  Arena& arena = group.arena;
+  const int self = arena.rank();
+  const size_t chunk = arena.shape().chunkBytes;
+  const Signature signature = call.signature();
+  const Published plan = published(call, self);
+  const bool isSmall = plan.mine.bytes <= arena.shape().smallBytes;
+  const uint64_t myRounds = isSmall ? 0 : roundsFor(plan.mine.bytes, chunk);
+  const uint64_t myBytes = plan.mine.bytes;
+
+  const size_t blobBytes = isSmall ? plan.mine.bytes : sizeof(uint64_t);
+  char* blob = arena.beginBlob(blobBytes);
+  if (blobBytes) std::memcpy(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
+  arena.arrive(signature, blobBytes, myRounds);
+  AllArrived arrived(arena, signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+
+  bool isStreaming = false;
+  for (int rank = 0; rank < arena.ranks(); ++rank) {
+    Span target = plan.from(rank);
+    if (!plan.theirs || (plan.only >= 0 && rank != plan.only)) continue;
+    isStreaming |= target.bytes >= kStreamingOutput;
+    if (rank == self) {
+      if (target.bytes && target.data != plan.mine.data) {
+        take(target.begin(), plan.mine.begin(), target.bytes, isStreaming);
+      }
+      continue;
+    }
+    const char* theirs = arena.blobOf(rank);
+    uint64_t bytes = arena.blobBytesOf(rank);
+    if (arena.roundsOf(rank) > 0) std::memcpy(&bytes, theirs, sizeof(bytes));
+    if (!theirs || bytes != target.bytes) {
+      co_return shmSizeMismatch(group, rank, bytes, target.bytes, signature);
+    }
+    if (arena.roundsOf(rank) == 0 && bytes) std::memcpy(target.data, theirs, bytes);
+  }
+
+  const uint64_t rounds = maxRounds(arena);
+  auto fill = [&](uint64_t round) {
+    Span part = piece(plan.mine, round, chunk);
+    copy(arena.bulk(self, round), part.data, part.bytes);
+    arena.publish(Counter::kFilled, round + 1);
+  };
+  if (myRounds > 0) fill(0);
+  for (uint64_t round = 0; round < rounds; ++round) {
+    if (round + 1 < myRounds) {
+      if (round >= 1) {
+        RoundReached isFree(arena, Counter::kDone, round);
+        co_await isFree;
+      }
+      fill(round + 1);
+    }
+    for (int step = 1; step < arena.ranks(); ++step) {
+      const int rank = (self + step) % arena.ranks();
+      Span part = piece(plan.from(rank), round, chunk);
+      if (part.bytes == 0 || arena.roundsOf(rank) == 0) continue;
+      RoundReached isFilled(arena, rank, Counter::kFilled, round + 1);
+      co_await isFilled;
+      take(part.begin(), arena.bulk(rank, round), part.bytes, isStreaming);
+    }
+    arena.publish(Counter::kDone, round + 1);
+  }
+  if (rounds) arena.endRounds(rounds);
+  co_return Status();
+}
+
+// The blob is a table of sizes by destination, followed by the data when that is small. In the
+// rounds a bulk area is divided evenly between the destinations.
+Task shmPairwise(ShmGroup group, const Call& call) {
+  Arena& arena = group.arena;
+  const int self = arena.rank();
+  const int ranks = arena.ranks();
+  const Signature signature = call.signature();
+  const bool isScatter = call.kind == OpKind::kScatter;
+  const bool sends = !isScatter || self == call.root;
+  auto incoming = [&](int rank) {
+    if (isScatter) return rank == call.root ? call.out[0] : Span{};
+    return call.out[rank];
+  };
+  // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
+  const size_t part = arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) &
+                      ~size_t{63};
+  auto offset = [&](int from, int to) { return static_cast<size_t>(to < from ? to : to - 1) * part; };
+
+  const size_t tableBytes = sends ? static_cast<size_t>(ranks) * sizeof(uint64_t) : 0;
+  size_t dataBytes = 0;
+  size_t largest = 0;
+  for (int rank = 0; sends && rank < ranks; ++rank) {
+    if (rank == self) continue;
+    dataBytes += call.in[rank].bytes;
+    largest = std::max(largest, call.in[rank].bytes);
+  }
+  const bool isSmall = tableBytes + dataBytes <= arena.shape().smallBytes;
+  const uint64_t myRounds = isSmall ? 0 : roundsFor(largest, part);
+  const size_t blobBytes = tableBytes + (isSmall ? dataBytes : 0);
+  char* blob = arena.beginBlob(blobBytes);
+  char* end = blob + tableBytes;
+  for (int rank = 0; sends && rank < ranks; ++rank) {
+    const uint64_t bytes = call.in[rank].bytes;
+    std::memcpy(blob + static_cast<size_t>(rank) * sizeof(bytes), &bytes, sizeof(bytes));
+    if (!isSmall || rank == self || !bytes) continue;
+    std::memcpy(end, call.in[rank].data, bytes);
+    end += bytes;
+  }
+  arena.arrive(signature, blobBytes, myRounds);
+  AllArrived arrived(arena, signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+
+  bool isStreaming = false;
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (isScatter && rank != call.root) continue;
+    Span target = incoming(rank);
+    isStreaming |= target.bytes >= kStreamingOutput / 2;
+    if (rank == self) {
+      if (target.bytes != call.in[self].bytes) {
+        co_return shmSizeMismatch(group, rank, call.in[self].bytes, target.bytes, signature);
+      }
+      if (target.bytes && target.data != call.in[self].data) {
+        take(target.begin(), call.in[self].begin(), target.bytes, isStreaming);
+      }
+      continue;
+    }
+    const char* theirs = arena.blobOf(rank);
+    if (!theirs || arena.blobBytesOf(rank) < static_cast<size_t>(ranks) * sizeof(uint64_t)) {
+      co_return Status(Code::kInternal, group.names.describeRank(rank) + " published no sizes");
+    }
+    uint64_t before = 0, bytes = 0;
+    for (int to = 0; to <= self; ++to) {
+      std::memcpy(&bytes, theirs + static_cast<size_t>(to) * sizeof(bytes), sizeof(bytes));
+      if (to < self && to != rank) before += bytes;
+    }
+    if (bytes != target.bytes) {
+      co_return shmSizeMismatch(group, rank, bytes, target.bytes, signature);
+    }
+    if (arena.roundsOf(rank) == 0 && bytes) {
+      std::memcpy(target.data, theirs + static_cast<size_t>(ranks) * sizeof(uint64_t) + before,
+                  bytes);
+    }
+  }
+
+  const uint64_t rounds = maxRounds(arena);
+  auto fill = [&](uint64_t round) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == self) continue;
+      Span slice = piece(call.in[rank], round, part);
+      if (slice.bytes) copy(arena.bulk(self, round) + offset(self, rank), slice.data, slice.bytes);
+    }
+    arena.publish(Counter::kFilled, round + 1);
+  };
+  if (myRounds > 0) fill(0);
+  for (uint64_t round = 0; round < rounds; ++round) {
+    if (round + 1 < myRounds) {
+      if (round >= 1) {
+        RoundReached isFree(arena, Counter::kDone, round);
+        co_await isFree;
+      }
+      fill(round + 1);
+    }
+    for (int step = 1; step < ranks; ++step) {
+      const int rank = (self + step) % ranks;
+      if (arena.roundsOf(rank) == 0) continue;
+      Span slice = piece(incoming(rank), round, part);
+      if (slice.bytes == 0) continue;
+      RoundReached isFilled(arena, rank, Counter::kFilled, round + 1);
+      co_await isFilled;
+      take(slice.begin(), arena.bulk(rank, round) + offset(rank, self), slice.bytes, isStreaming);
+    }
+    arena.publish(Counter::kDone, round + 1);
+  }
+  if (rounds) arena.endRounds(rounds);
+  co_return Status();
+}
+
+}  // namespace mycoll

@@ -1,0 +1,274 @@
+// Collectives that compute. Every element is reduced by one rank, over all ranks' inputs in rank
+// order and with one rounding: so all ranks hold the same bits, whatever the size or the road.
+//
+// Large ones go in rounds of one bulk area a rank. In each round every rank owns one slice:
+//
+//                   slice 0      slice 1      slice 2
+//   area of rank 0  result of 0  input of 0   input of 0     rank 0 reduces slice 0: its own input
+//   area of rank 1  input of 1   result of 1  input of 1     from the caller's memory, the others'
+//   area of rank 2  input of 2   input of 2   result of 2    from their areas
+//
+// An owner's own input never needs staging, so the result takes its place, where the others fetch it.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "collectives/shm/collectives.h"
+#include "kernels/copy.h"
+#include "kernels/reduce.h"
+
+namespace mycoll {
+namespace {
+
+// Beyond this, reducing everything everywhere costs more than dividing the work.
+constexpr size_t kMaxSymmetricWork = 256 * 1024;
+
+// Slices begin on lines of cache, which also keeps every element whole.
+constexpr size_t kSliceUnit = 64;
+
+size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+// How a tensor is cut into rounds and slices; the same on all ranks.
+struct Slices {
+  Slices(const Arena& arena, size_t totalBytes)
+      : ranks(static_cast<size_t>(arena.ranks())),
+        total(totalBytes),
+        stride(arena.shape().chunkBytes / ranks & ~(kSliceUnit - 1)),
+        rounds((total + ranks * stride - 1) / (ranks * stride)) {}
+
+  // In the tensor.
+  Span of(int rank, uint64_t round, void* tensor) const {
+    const size_t begin = round * ranks * stride;
+    const size_t bytes = std::min(total - begin, ranks * stride);
+    const size_t slice = roundUp((bytes + ranks - 1) / ranks, kSliceUnit);
+    const size_t from = std::min(bytes, static_cast<size_t>(rank) * slice);
+    return {static_cast<char*>(tensor) + begin + from, std::min(bytes - from, slice)};
+  }
+  // In a bulk area.
+  size_t offset(int rank) const { return static_cast<size_t>(rank) * stride; }
+
+  size_t ranks;
+  size_t total;
+  size_t stride;
+  uint64_t rounds;
+};
+
+}  // namespace
+
+Task shmCollective(ShmGroup group, const Call& call) {
+  const Arena& arena = group.arena;
+  switch (call.kind) {
+    case OpKind::kAllReduce:
+    case OpKind::kReduce: {
+      const size_t bytes = call.in[0].bytes;
+      bool isSmall = bytes <= arena.shape().smallBytes &&
+                     bytes * static_cast<size_t>(arena.ranks()) <= kMaxSymmetricWork;
+      return isSmall ? shmReduceSmall(group, call) : shmReduceLarge(group, call);
+    }
+    case OpKind::kReduceScatter: {
+      size_t bytes = 0;
+      for (const Span& span : call.in) bytes += span.bytes;
+      return bytes <= arena.shape().smallBytes ? shmReduceScatterSmall(group, call)
+                                               : shmReduceScatterLarge(group, call);
+    }
+    case OpKind::kAllToAll:
+    case OpKind::kScatter:
+      return shmPairwise(group, call);
+    case OpKind::kBroadcast:
+    case OpKind::kAllGather:
+    case OpKind::kGather:
+      return shmPublish(group, call);
+    default:
+      return shmBarrier(group, call);
+  }
+}
+
+Task shmReduceSmall(ShmGroup group, const Call& call) {
+  Arena& arena = group.arena;
+  const int self = arena.rank();
+  const Signature signature = call.signature();
+  const size_t bytes = call.in[0].bytes;
+  char* blob = arena.beginBlob(bytes);
+  if (bytes) std::memcpy(blob, call.in[0].data, bytes);
+  arena.arrive(signature, bytes, 0);
+  AllArrived arrived(arena, signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (bytes == 0 || (call.kind == OpKind::kReduce && self != call.root)) co_return Status();
+
+  constexpr int kFew = 8;
+  const void* few[kFew];
+  std::vector<const void*> many(arena.ranks() > kFew ? arena.ranks() : 0);
+  const void** inputs = many.empty() ? few : many.data();
+  for (int rank = 0; rank < arena.ranks(); ++rank) {
+    inputs[rank] = rank == self ? call.in[0].data : arena.blobOf(rank);
+  }
+  reduce(call.dtype, call.reduceOp, call.out[0].data, inputs, arena.ranks(),
+         bytes / call.elementBytes, arena.ranks(), false);
+  co_return Status();
+}
+
+Task shmReduceLarge(ShmGroup group, const Call& call) {
+  Arena& arena = group.arena;
+  const int self = arena.rank();
+  const int ranks = arena.ranks();
+  const Signature signature = call.signature();
+  const Slices slices(arena, call.in[0].bytes);
+  const bool wantsResult = call.kind == OpKind::kAllReduce || self == call.root;
+  const bool isStreaming = wantsResult && call.in[0].bytes >= kStreamingOutput;
+  char* const input = call.in[0].begin();
+  char* const output = wantsResult ? call.out[0].begin() : nullptr;
+
+  arena.beginBlob(0);
+  arena.arrive(signature, 0, slices.rounds);
+  AllArrived arrived(arena, signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+
+  std::vector<const void*> inputs(ranks);
+  auto fill = [&](uint64_t round) {
+    for (int step = 1; step < ranks; ++step) {
+      const int owner = (self + step) % ranks;
+      Span slice = slices.of(owner, round, input);
+      copy(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
+    }
+    arena.publish(Counter::kFilled, round + 1);
+  };
+  fill(0);
+  for (uint64_t round = 0; round < slices.rounds; ++round) {
+    if (round + 1 < slices.rounds) {
+      if (round >= 1) {
+        RoundReached isFree(arena, Counter::kDone, round);
+        co_await isFree;
+      }
+      fill(round + 1);
+    }
+    RoundReached isFilled(arena, Counter::kFilled, round + 1);
+    co_await isFilled;
+    Span mine = slices.of(self, round, input);
+    if (mine.bytes) {
+      for (int rank = 0; rank < ranks; ++rank) {
+        inputs[rank] = rank == self ? mine.data : arena.bulk(rank, round) + slices.offset(self);
+      }
+      void* shared = arena.bulk(self, round) + slices.offset(self);
+      const size_t count = mine.bytes / call.elementBytes;
+      if (call.kind == OpKind::kAllReduce) {
+        reduce2(call.dtype, call.reduceOp, slices.of(self, round, output).data, shared,
+                inputs.data(), ranks, count, ranks, isStreaming);
+      } else {
+        void* target = wantsResult ? slices.of(self, round, output).data : shared;
+        reduce(call.dtype, call.reduceOp, target, inputs.data(), ranks, count, ranks, isStreaming);
+      }
+    }
+    arena.publish(Counter::kReduced, round + 1);
+    for (int step = 1; wantsResult && step < ranks; ++step) {
+      const int owner = (self + step) % ranks;
+      Span slice = slices.of(owner, round, output);
+      if (slice.bytes == 0) continue;
+      RoundReached isReduced(arena, owner, Counter::kReduced, round + 1);
+      co_await isReduced;
+      const char* shared = arena.bulk(owner, round) + slices.offset(owner);
+      if (isStreaming) {
+        copyStreaming(slice.data, shared, slice.bytes);
+      } else {
+        copy(slice.data, shared, slice.bytes);
+      }
+    }
+    arena.publish(Counter::kDone, round + 1);
+  }
+  arena.endRounds(slices.rounds);
+  co_return Status();
+}
+
+Task shmReduceScatterSmall(ShmGroup group, const Call& call) {
+  Arena& arena = group.arena;
+  const int self = arena.rank();
+  const int ranks = arena.ranks();
+  const Signature signature = call.signature();
+  size_t bytes = 0, before = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (rank < self) before += call.in[rank].bytes;
+    bytes += call.in[rank].bytes;
+  }
+  char* end = arena.beginBlob(bytes);
+  for (const Span& span : call.in) {
+    if (span.bytes) std::memcpy(end, span.data, span.bytes);
+    end += span.bytes;
+  }
+  arena.arrive(signature, bytes, 0);
+  AllArrived arrived(arena, signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (call.out[0].bytes == 0) co_return Status();
+
+  std::vector<const void*> inputs(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    inputs[rank] = rank == self ? call.in[self].data : arena.blobOf(rank) + before;
+  }
+  reduce(call.dtype, call.reduceOp, call.out[0].data, inputs.data(), ranks,
+         call.out[0].bytes / call.elementBytes, ranks, false);
+  co_return Status();
+}
+
+// Every rank's list of sizes is the same, so all know how many rounds the longest part takes.
+Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
+  Arena& arena = group.arena;
+  const int self = arena.rank();
+  const int ranks = arena.ranks();
+  const Signature signature = call.signature();
+  const size_t stride = arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) &
+                        ~(kSliceUnit - 1);
+  auto offset = [&](int from, int to) {
+    return static_cast<size_t>(to < from ? to : to - 1) * stride;
+  };
+  auto slice = [&](Span whole, uint64_t round) {
+    const size_t begin = std::min<size_t>(round * stride, whole.bytes);
+    return Span{whole.begin() + begin, std::min(stride, whole.bytes - begin)};
+  };
+  size_t largest = 0;
+  for (const Span& span : call.in) largest = std::max(largest, span.bytes);
+  const uint64_t rounds = (largest + stride - 1) / stride;
+  const bool isStreaming = call.out[0].bytes >= kStreamingOutput;
+
+  arena.beginBlob(0);
+  arena.arrive(signature, 0, rounds);
+  AllArrived arrived(arena, signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+
+  std::vector<const void*> inputs(ranks);
+  auto fill = [&](uint64_t round) {
+    for (int step = 1; step < ranks; ++step) {
+      const int owner = (self + step) % ranks;
+      Span part = slice(call.in[owner], round);
+      if (part.bytes) copy(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
+    }
+    arena.publish(Counter::kFilled, round + 1);
+  };
+  fill(0);
+  for (uint64_t round = 0; round < rounds; ++round) {
+    if (round + 1 < rounds) {
+      if (round >= 1) {
+        RoundReached isFree(arena, Counter::kDone, round);
+        co_await isFree;
+      }
+      fill(round + 1);
+    }
+    Span mine = slice(call.in[self], round);
+    if (mine.bytes) {
+      RoundReached isFilled(arena, Counter::kFilled, round + 1);
+      co_await isFilled;
+      for (int rank = 0; rank < ranks; ++rank) {
+        inputs[rank] =
+            rank == self ? mine.data : arena.bulk(rank, round) + offset(rank, self);
+      }
+      reduce(call.dtype, call.reduceOp, slice(call.out[0], round).data, inputs.data(), ranks,
+             mine.bytes / call.elementBytes, ranks, isStreaming);
+    }
+    arena.publish(Counter::kDone, round + 1);
+  }
+  arena.endRounds(rounds);
+  co_return Status();
+}
+
+}  // namespace mycoll

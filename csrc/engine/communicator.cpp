@@ -1,0 +1,93 @@
+#include "engine/communicator.h"
+
+#include "base/log.h"
+#include "engine/bootstrap.h"
+#include "engine/group.h"
+
+namespace mycoll {
+namespace {
+
+// Asking for shared memory only, with a rank that has none in common, cannot work.
+Status checkTransport(const Endpoint& endpoint, const GroupAddress& address) {
+  if (endpoint.options().transport != TransportChoice::kShm) return Status();
+  for (size_t rank = 0; rank < address.peers.size(); ++rank) {
+    if (!endpoint.isLocal(address.peers[rank])) {
+      return Status(Code::kNetwork, "MYCOLL_TRANSPORT=shm, but rank " + std::to_string(rank) +
+                                        " (" + address.peers[rank].describe() +
+                                        ") is not on this host, or uses another transport");
+    }
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
+                            std::shared_ptr<Communicator>* result) {
+  std::shared_ptr<Engine> engine;
+  MYCOLL_RETURN_IF_ERROR(Engine::process(options.storeHost, &engine));
+  return create(std::move(options), std::move(store), std::move(engine), result);
+}
+
+Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
+                            std::shared_ptr<Engine> engine,
+                            std::shared_ptr<Communicator>* result) {
+  if (options.ranks < 1 || options.rank < 0 || options.rank >= options.ranks) {
+    return Status(Code::kInvalidArgument, "rank " + std::to_string(options.rank) +
+                                              " is out of range in a group of " +
+                                              std::to_string(options.ranks));
+  }
+  GroupAddress address;
+  MYCOLL_RETURN_IF_ERROR(meet(options, *store, engine->endpoint()->address(), &address));
+  MYCOLL_RETURN_IF_ERROR(checkTransport(*engine->endpoint(), address));
+  auto group = std::make_shared<Group>(std::move(options), engine, std::move(address));
+  engine->add(group);
+  *result = std::shared_ptr<Communicator>(new Communicator(std::move(group)));
+  return Status();
+}
+
+Communicator::Communicator(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+Communicator::~Communicator() { group_->close(Deadline::after(std::chrono::milliseconds(0))); }
+
+int Communicator::rank() const { return group_->rank(); }
+int Communicator::ranks() const { return group_->ranks(); }
+void Communicator::setTimeout(std::chrono::milliseconds timeout) { group_->setTimeout(timeout); }
+
+OpPtr Communicator::submit(Call call, std::shared_ptr<void> keepAlive, bool willWait,
+                           std::chrono::milliseconds timeout) {
+  return group_->submit(std::move(call), Composite(), std::move(keepAlive), willWait, timeout);
+}
+
+OpPtr Communicator::submitComposite(Composite composite, std::shared_ptr<void> keepAlive,
+                                    bool willWait, std::chrono::milliseconds timeout) {
+  Call call;
+  call.kind = OpKind::kAllReduce;
+  return group_->submit(std::move(call), std::move(composite), std::move(keepAlive), willWait,
+                        timeout);
+}
+
+OpPtr Communicator::send(Span data, int destination, uint64_t tag, DType dtype,
+                         uint8_t opaqueType, std::shared_ptr<void> keepAlive, bool willWait,
+                         std::chrono::milliseconds timeout) {
+  return group_->message(true, data, destination, tag, dtype, opaqueType, std::move(keepAlive),
+                         willWait, timeout);
+}
+
+OpPtr Communicator::recv(Span data, int source, uint64_t tag, DType dtype, uint8_t opaqueType,
+                         std::shared_ptr<void> keepAlive, bool willWait,
+                         std::chrono::milliseconds timeout) {
+  return group_->message(false, data, source, tag, dtype, opaqueType, std::move(keepAlive),
+                         willWait, timeout);
+}
+
+Status Communicator::wait(const OpPtr& op, Deadline deadline) {
+  return group_->wait(op, deadline);
+}
+
+uint64_t Communicator::sequence() const { return group_->sequence(); }
+Status Communicator::error() const { return group_->error(); }
+void Communicator::abort(const std::string& reason) { group_->abort(reason); }
+void Communicator::close(Deadline deadline) { group_->close(deadline); }
+std::string Communicator::transport() const { return group_->transport(); }
+
+}  // namespace mycoll

@@ -1,0 +1,139 @@
+// Communicator: one rank's end of a group. It takes calls, runs them in order, matches them with
+// the other ranks' calls, and tells the same story to everybody when one goes wrong.
+//
+// Thread contract: every public function may be called from any thread; calls that several threads
+// make on one group at the same time run in an order that is only theirs to know, so they should
+// not. No function holds a lock while it calls back.
+// Who works: a call is queued, and the queue is run by whoever waits for one of its operations
+// (wait() takes the queue over instead of sleeping) or, for operations that nobody waits for, by the
+// process's one progress thread. A call that nobody is ahead of therefore runs in its caller.
+// Lifetime: a Communicator may be dropped at any time; it closes itself (see close()). An Op outlives
+// its communicator safely. User memory named in a call must live until its Op is done: `keepAlive`
+// is held exactly as long.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/call.h"
+#include "base/deadline.h"
+#include "base/status.h"
+#include "base/task.h"
+#include "engine/store.h"
+
+namespace mycoll {
+
+class Op;
+using OpPtr = std::shared_ptr<Op>;
+class Group;
+class Engine;
+
+constexpr int kAnySource = -1;
+
+struct GroupOptions {
+  std::string name;  // the same on all ranks; appears in messages
+  int rank = 0;
+  int ranks = 1;
+  std::chrono::milliseconds timeout{1800'000};
+  // Where the rendezvous store is, if that is known: peers are reached on the interface that routes
+  // there. A name or an address.
+  std::string storeHost;
+  // Asked now and then while a user's thread waits (about every 50 ms); true ends the wait with
+  // kInterrupted and leaves the operation running. May be empty. Called without locks.
+  std::function<bool()> interrupted;
+};
+
+// One call, in flight or done.
+class Op {
+ public:
+  virtual ~Op() = default;
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // Only when done.
+  const Status& status() const { return status_; }
+  // Position among the collectives of the group, from 0; send and recv count by themselves.
+  uint64_t sequence() const { return sequence_; }
+  OpKind kind() const { return kind_; }
+  // recv: the rank whose message came. Only when done.
+  int sourceRank() const { return sourceRank_; }
+  // Runs fn once, when the op is done: at once if it is, else on the thread that completes it.
+  virtual void onDone(std::function<void()> fn) = 0;
+
+ protected:
+  std::atomic<bool> done_{false};
+  Status status_;
+  uint64_t sequence_ = 0;
+  OpKind kind_ = OpKind::kBarrier;
+  int sourceRank_ = -1;
+};
+
+// Runs collectives as parts of one composite operation (see Communicator::submitComposite).
+class CollectiveRunner {
+ public:
+  virtual ~CollectiveRunner() = default;
+  // The spans named in the call must live until the task ends.
+  virtual Task run(Call call) = 0;
+};
+using Composite = std::function<Task(CollectiveRunner&)>;
+
+class Communicator {
+ public:
+  // Meets the other ranks through the store; returns when all have come, or with the names of
+  // those who have not at the deadline (options.timeout). Connections are made when first needed.
+  static Status create(GroupOptions options, std::shared_ptr<Store> store,
+                       std::shared_ptr<Communicator>* result);
+  // As create(), on an engine of the caller's: tests give each rank-thread one of its own.
+  static Status create(GroupOptions options, std::shared_ptr<Store> store,
+                       std::shared_ptr<Engine> engine,
+                       std::shared_ptr<Communicator>* result);
+  ~Communicator();
+
+  int rank() const;
+  int ranks() const;
+  void setTimeout(std::chrono::milliseconds timeout);
+
+  // Queues a collective. Invalid calls come back as an op that is done and failed, without touching
+  // the group. timeout < 0: the group's. willWait: the caller waits at once, so that nobody else
+  // needs to be woken for it.
+  OpPtr submit(Call call, std::shared_ptr<void> keepAlive, bool willWait,
+               std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
+  // Queues a coroutine that may run any number of collectives, as one operation.
+  OpPtr submitComposite(Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
+                        std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
+
+  // Point to point; never queued behind collectives. Messages between two ranks with equal tags
+  // arrive in the order sent. tag is any non-negative number.
+  OpPtr send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,
+             std::shared_ptr<void> keepAlive, bool willWait,
+             std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
+  OpPtr recv(Span data, int source, uint64_t tag, DType dtype, uint8_t opaqueType,
+             std::shared_ptr<void> keepAlive, bool willWait,
+             std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
+
+  // Waits until the op is done and returns its status; or kTimeout at the deadline, or
+  // kInterrupted, with the op still running. Works on the queue instead of sleeping.
+  Status wait(const OpPtr& op, Deadline deadline);
+
+  // Number of collectives submitted so far.
+  uint64_t sequence() const;
+  // Not ok once the group is dead: the first cause.
+  Status error() const;
+  // Kills the group here and, by telling them, on the other ranks. Returns at once.
+  void abort(const std::string& reason);
+  // Leaves the group: waits up to the deadline for pending operations, then says goodbye. Later
+  // calls fail. Idempotent.
+  void close(Deadline deadline);
+  // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
+  std::string transport() const;
+
+ private:
+  explicit Communicator(std::shared_ptr<Group> group);
+  std::shared_ptr<Group> group_;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,185 @@
+#include "engine/engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <chrono>
+
+#include "base/wait.h"
+#include "engine/group.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// While the user's threads work themselves, this one looks again after this time.
+constexpr auto kLurkTime = std::chrono::milliseconds(5);
+// Asleep with work that waits for peers: how often deadlines are looked at.
+constexpr auto kTick = std::chrono::milliseconds(50);
+// Unfinished handshakes of strangers are looked at this often.
+constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
+
+struct ProcessEngine {
+  std::mutex mutex;
+  std::weak_ptr<Engine> engine;
+  pid_t pid = 0;
+};
+
+ProcessEngine& processEngine() {
+  static ProcessEngine* instance = new ProcessEngine;  // groups may outlive static objects
+  return *instance;
+}
+
+}  // namespace
+
+Status Engine::process(const std::string& storeHost, std::shared_ptr<Engine>* result) {
+  ProcessEngine& shared = processEngine();
+  std::lock_guard<std::mutex> lock(shared.mutex);
+  if (auto engine = shared.engine.lock(); engine && shared.pid == getpid()) {
+    *result = std::move(engine);
+    return Status();
+  }
+  EndpointOptions options;
+  MYCOLL_RETURN_IF_ERROR(EndpointOptions::fromEnv(&options));
+  options.storeHost = storeHost;
+  MYCOLL_RETURN_IF_ERROR(create(options, result));
+  shared.engine = *result;
+  shared.pid = getpid();
+  return Status();
+}
+
+Status Engine::create(const EndpointOptions& options, std::shared_ptr<Engine>* result) {
+  auto engine = std::shared_ptr<Engine>(new Engine);
+  MYCOLL_RETURN_IF_ERROR(Endpoint::create(options, &engine->state_->endpoint));
+  // Signals are for the user's threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  engine->thread_ = std::thread([state = engine->state_] { state->run(); });
+  pthread_setname_np(engine->thread_.native_handle(), "mycoll");
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  *result = std::move(engine);
+  return Status();
+}
+
+Engine::~Engine() {
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->isStopped = true;
+    ++state_->pokes;
+    state_->poked.notify_all();
+  }
+  state_->endpoint->sleeper().wakeAll();
+  if (std::this_thread::get_id() == thread_.get_id()) {
+    thread_.detach();  // it dropped the last group itself, and ends now
+  } else {
+    thread_.join();
+  }
+}
+
+void Engine::add(const std::shared_ptr<Group>& group) {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  std::erase_if(state_->groups, [](const auto& entry) { return entry.expired(); });
+  state_->groups.push_back(group);
+}
+
+void Engine::State::poke() {
+  // Against rest(): either it sees the work, or this sees that it sleeps.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (activity.load(std::memory_order_seq_cst) == kWorking) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    ++pokes;
+    poked.notify_all();
+  }
+  endpoint->sleeper().wakeAll();
+}
+
+bool Engine::State::stopped() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return isStopped;
+}
+
+// True if anything moved. *isNeeded: there is work that nobody else will do.
+bool Engine::State::workOnce(bool* isNeeded) {
+  std::vector<std::shared_ptr<Group>> alive;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto& entry : groups) {
+      if (auto group = entry.lock()) alive.push_back(std::move(group));
+    }
+  }
+  bool moved = endpoint->progress();
+  *isNeeded = endpoint->hasPending() && waiters.load(std::memory_order_relaxed) == 0;
+  for (auto& group : alive) {
+    if (!group->isUnattended()) continue;
+    *isNeeded = true;
+    moved |= group->run(0);
+  }
+  return moved;
+}
+
+void Engine::State::run() {
+  auto lastMove = Clock::now();
+  while (!stopped()) {
+    const uint64_t generation = endpoint->sleeper().generation();
+    bool isNeeded = false;
+    if (workOnce(&isNeeded)) {
+      lastMove = Clock::now();
+      continue;
+    }
+    if (!isNeeded) {
+      uint64_t seen;
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        seen = pokes;
+      }
+      activity.store(kSleeping, std::memory_order_seq_cst);
+      // Once more, now that whoever brings work would wake this thread.
+      if (!workOnce(&isNeeded) && !isNeeded) rest(generation, seen);
+      activity.store(kWorking, std::memory_order_seq_cst);
+      lastMove = Clock::now();
+      continue;
+    }
+    // Work that waits for peers. The cores belong to the user's computation: yield, then sleep.
+    if (Clock::now() - lastMove < std::chrono::microseconds(200)) {
+      sched_yield();
+      continue;
+    }
+    std::vector<std::shared_ptr<Group>> asleep;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      for (auto& entry : groups) {
+        if (auto group = entry.lock(); group && group->isUnattended()) {
+          asleep.push_back(std::move(group));
+        }
+      }
+    }
+    endpoint->setAsleep(true);
+    for (auto& group : asleep) group->setAsleep(true);
+    activity.store(kSleeping, std::memory_order_seq_cst);
+    if (!workOnce(&isNeeded)) {
+      endpoint->sleeper().sleep(generation, Deadline::after(kTick));
+      for (auto& group : asleep) group->checkHealth();
+    }
+    activity.store(kWorking, std::memory_order_seq_cst);
+    for (auto& group : asleep) group->setAsleep(false);
+    endpoint->setAsleep(false);
+    lastMove = Clock::now();
+  }
+}
+
+// Nothing to do. While the user's threads are busy waiting on sockets, this thread would be woken by
+// their events for nothing: so it stays away from the sockets until things are quiet.
+void Engine::State::rest(uint64_t generation, uint64_t seenPokes) {
+  std::unique_lock<std::mutex> lock(mutex);
+  while (!isStopped && pokes == seenPokes && waiters.load(std::memory_order_relaxed) > 0) {
+    poked.wait_for(lock, kLurkTime);
+  }
+  if (isStopped || pokes != seenPokes) return;
+  lock.unlock();
+  endpoint->sleeper().idle(generation, Deadline::after(kHousekeeping));
+}
+
+}  // namespace mycoll

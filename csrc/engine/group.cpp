@@ -1,0 +1,475 @@
+#include "engine/group.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// While waiting in the kernel: how often signals, deadlines and peers are looked at.
+constexpr auto kTick = std::chrono::milliseconds(50);
+// A collective that has waited for so long asks the others what they are at.
+constexpr auto kProbeAfter = std::chrono::milliseconds(1000);
+// A rank that has left cannot come any more; what it had sent before may still be on its way.
+constexpr auto kLeftGrace = std::chrono::milliseconds(2000);
+constexpr int kSpinBatch = 64;
+
+int localRanks(const Engine& engine, const GroupAddress& address) {
+  const Endpoint& endpoint = *engine.endpoint();
+  return static_cast<int>(
+      std::count_if(address.peers.begin(), address.peers.end(), [&](const PeerAddress& peer) {
+        return peer.hostName == endpoint.address().hostName;
+      }));
+}
+
+std::string describe(const CollectiveOp& op) {
+  return op.composite ? name(op.kind()) : op.call.signature().describe();
+}
+
+}  // namespace
+
+Group::Group(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address)
+    : options_(std::move(options)),
+      engine_(std::move(engine)),
+      mailbox_(engine_->endpoint(), address, this),
+      spinPolicy_(choose(localRanks(*engine_, address))),
+      timeout_(options_.timeout.count()),
+      left_(address.peers.size()) {}
+
+Group::~Group() {
+  close(Deadline::after(Milliseconds(0)));
+  mailbox_.detach();  // before anything that its listener needs is gone
+}
+
+// ---- submitting --------------------------------------------------------------------------------
+
+Deadline Group::deadlineFor(Milliseconds timeout) const {
+  return Deadline::after(timeout.count() > 0 ? timeout : Milliseconds(timeout_.load()));
+}
+
+OpPtr Group::failedOp(OpKind kind, Status status) const {
+  auto op = std::make_shared<CollectiveOp>(kind, 0);
+  op->finish(std::move(status));
+  return op;
+}
+
+std::string Group::checkCall(const Call& call) const {
+  const auto ranks = static_cast<size_t>(options_.ranks);
+  const bool isRoot = call.root == options_.rank;
+  size_t in = 1, out = 1;
+  bool isRooted = false, reduces = false;
+  switch (call.kind) {
+    case OpKind::kBarrier:
+    case OpKind::kMonitoredBarrier: in = out = 0; break;
+    case OpKind::kBroadcast: isRooted = true; in = call.in.size() <= 1 ? call.in.size() : 0; break;
+    case OpKind::kAllReduce: reduces = true; break;
+    case OpKind::kReduce: isRooted = reduces = true; out = isRoot ? 1 : call.out.size(); break;
+    case OpKind::kAllGather: out = ranks; break;
+    case OpKind::kGather: isRooted = true; out = isRoot ? ranks : 0; break;
+    case OpKind::kScatter: isRooted = true; in = isRoot ? ranks : 0; break;
+    case OpKind::kReduceScatter: reduces = true; in = ranks; break;
+    case OpKind::kAllToAll: in = out = ranks; break;
+    default: return "not a collective";
+  }
+  const std::string what = name(call.kind);
+  if (call.in.size() != in || call.out.size() != out) {
+    return what + " takes " + std::to_string(in) + " inputs and " + std::to_string(out) +
+           " outputs on this rank, not " + std::to_string(call.in.size()) + " and " +
+           std::to_string(call.out.size());
+  }
+  if (isRooted && (call.root < 0 || call.root >= options_.ranks)) {
+    return what + ": root " + std::to_string(call.root) + " is out of range in a group of " +
+           std::to_string(options_.ranks);
+  }
+  if (reduces && !isSupported(call.dtype, call.reduceOp)) {
+    return what + ": " + name(call.reduceOp) + " has no meaning for " + name(call.dtype);
+  }
+  auto isWhole = [&](const Span& span) { return span.bytes % call.elementBytes == 0; };
+  if (call.elementBytes == 0 || !std::all_of(call.in.begin(), call.in.end(), isWhole) ||
+      !std::all_of(call.out.begin(), call.out.end(), isWhole)) {
+    return what + ": memory is not a whole number of elements";
+  }
+  size_t expected = 0;
+  switch (call.kind) {
+    case OpKind::kReduce:
+      if (!isRoot) return "";
+      [[fallthrough]];
+    case OpKind::kAllReduce: expected = call.in[0].bytes; break;
+    case OpKind::kReduceScatter: expected = call.in[options_.rank].bytes; break;
+    case OpKind::kAllGather:
+      return call.out[options_.rank].bytes == call.in[0].bytes
+                 ? ""
+                 : what + ": this rank's output differs in size from its input";
+    default: return "";
+  }
+  return call.out[0].bytes == expected ? "" : what + ": output and input differ in size";
+}
+
+OpPtr Group::submit(Call call, Composite composite, std::shared_ptr<void> keepAlive,
+                    bool willWait, Milliseconds timeout) {
+  if (hasFailed()) return failedOp(call.kind, error());
+  if (!composite) {
+    std::string wrong = checkCall(call);
+    if (!wrong.empty()) return failedOp(call.kind, Status(Code::kInvalidArgument, wrong));
+  }
+  auto op = std::make_shared<CollectiveOp>(call.kind, 0);
+  op->call = std::move(call);
+  op->composite = std::move(composite);
+  op->keepAlive = std::move(keepAlive);
+  op->deadline = deadlineFor(timeout);
+  bool isFirst;
+  {
+    std::lock_guard<std::mutex> lock(queueLock_);
+    op->setSequence(submitted_.fetch_add(1, std::memory_order_relaxed));
+    isFirst = queue_.empty();
+    queue_.push_back(op);
+    queued_.fetch_add(1, std::memory_order_seq_cst);
+  }
+  if (!willWait) {
+    // As far as it goes at once: often that is the whole of this rank's part.
+    if (isFirst) run(0);
+    if (!op->done()) engine_->poke();
+  }
+  return op;
+}
+
+OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype,
+                     uint8_t opaqueType, std::shared_ptr<void> keepAlive, bool willWait,
+                     Milliseconds timeout) {
+  const OpKind kind = isSend ? OpKind::kSend : OpKind::kRecv;
+  if (hasFailed()) return failedOp(kind, error());
+  Signature signature;
+  signature.kind = kind;
+  signature.dtype = dtype;
+  signature.opaqueType = opaqueType;
+  signature.bytes = data.bytes;
+  auto op = std::make_shared<MessageOp>(kind, messages_.fetch_add(1, std::memory_order_relaxed));
+  op->keepAlive = std::move(keepAlive);
+  op->deadline = deadlineFor(timeout);
+  op->tag = tag;
+  op->rank = rank;
+  const bool isAnyone = !isSend && rank == kAnySource;
+  if (!isAnyone && (rank < 0 || rank >= options_.ranks || rank == options_.rank)) {
+    return failedOp(kind, Status(Code::kInvalidArgument,
+                                 std::string(name(kind)) + ": rank " + std::to_string(rank) +
+                                     (rank == options_.rank ? " is this rank itself"
+                                                            : " is out of range") +
+                                     " in a group of " + std::to_string(options_.ranks)));
+  }
+  op->self = op;
+  if (isSend) {
+    sending_->fetch_add(1, std::memory_order_relaxed);
+    op->onDone([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
+    mailbox_.send(*op, rank, MessageClass::kPointToPoint, tag, signature, data);
+  } else {
+    mailbox_.receive(*op, isAnyone ? kFromAnyone : rank, MessageClass::kPointToPoint, tag,
+                     signature, data);
+  }
+  engine_->endpoint()->progress();
+  if (!willWait && !op->done()) engine_->poke();
+  return op;
+}
+
+// ---- running -----------------------------------------------------------------------------------
+
+bool Group::run(int spins) {
+  bool moved = false;
+  for (;;) {
+    std::shared_ptr<CollectiveOp> op;
+    Status outcome;
+    bool isLast = false;
+    {
+      std::unique_lock<std::mutex> running(runLock_, std::try_to_lock);
+      if (!running.owns_lock()) return moved;
+      {
+        std::lock_guard<std::mutex> lock(queueLock_);
+        if (queue_.empty()) return moved;
+        op = queue_.front();
+      }
+      if (!op->task.valid()) {
+        if (!noticeFailure()) {
+          op->task = op->composite ? runComposite(op->composite) : start(op->call);
+          op->task.resume();
+          moved = true;
+        }
+      } else {
+        Condition* condition = op->task.waitingFor();
+        bool ready = condition->ready();
+        for (int spin = 0; spin < spins && !ready; ++spin) {
+          cpuRelax();
+          ready = condition->ready();
+        }
+        if (ready) {
+          op->task.resume();
+          moved = true;
+        } else if (noticeFailure()) {
+          op->task.reset();
+        } else {
+          return moved;
+        }
+      }
+      if (op->task.valid()) {
+        if (!op->task.finished()) continue;
+        outcome = op->task.result();
+        if (!outcome.ok()) fail(outcome);
+        op->task.reset();
+      } else {
+        outcome = error();
+      }
+      if (!outcome.ok()) outcome = inContext(error(), *op);
+      std::lock_guard<std::mutex> lock(queueLock_);
+      queue_.pop_front();
+      isLast = queue_.empty();
+      queued_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+    op->finish(std::move(outcome));
+    engine_->endpoint()->sleeper().wakeSleepers();
+    if (isLast) return true;
+    moved = true;
+  }
+}
+
+Status Group::wait(const OpPtr& op, Deadline deadline) {
+  if (op->done()) return op->status();
+  const bool isMessage = op->kind() == OpKind::kSend || op->kind() == OpKind::kRecv;
+  Endpoint& endpoint = *engine_->endpoint();
+  struct Waiting {
+    Group& group;
+    const bool counts;
+    Waiting(Group& owner, bool isCollective) : group(owner), counts(isCollective) {
+      group.engine_->addWaiter(1);
+      if (counts) group.waiters_.fetch_add(1, std::memory_order_seq_cst);
+    }
+    ~Waiting() {
+      if (counts) group.waiters_.fetch_sub(1, std::memory_order_seq_cst);
+      group.engine_->addWaiter(-1);
+    }
+  };
+  bool isInterrupted = false;
+  {
+    Waiting waiting(*this, !isMessage);
+    auto idleSince = Clock::time_point::min();
+    auto lastTick = Clock::now();
+    int spins = spinPolicy_.pauses;
+    while (!op->done()) {
+      bool moved = !isMessage && run(spins);
+      if (op->done()) break;
+      if (isMessage || !sharedArena_.load(std::memory_order_relaxed) || endpoint.hasPending()) {
+        moved |= endpoint.progress();
+      }
+      if (moved) {
+        idleSince = Clock::time_point::min();
+        continue;
+      }
+      const auto now = Clock::now();
+      if (idleSince == Clock::time_point::min()) idleSince = now;
+      const auto idle = now - idleSince;
+      if (idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
+        spins = kSpinBatch;
+        if (isMessage) cpuRelax();
+      } else if (idle < std::chrono::microseconds(spinPolicy_.yieldMicros)) {
+        spins = 0;
+        sched_yield();
+      } else {
+        spins = 0;
+        sleepFor(*op, isMessage, deadline);
+      }
+      if (now - lastTick < kTick) continue;
+      lastTick = now;
+      if (isMessage) {
+        checkMessage(*op);
+      } else {
+        checkHealth();
+      }
+      if (op->done()) break;
+      isInterrupted = options_.interrupted && options_.interrupted();
+      if (isInterrupted || deadline.expired()) break;
+    }
+  }
+  if (op->done()) return op->status();
+  engine_->poke();  // nobody waits for it any more
+  if (isInterrupted) return Status(Code::kInterrupted, "interrupted by a signal");
+  return Status(Code::kTimeout, "mycoll group '" + options_.name + "': wait() for " +
+                                    name(op->kind()) + " timed out; the operation is still running");
+}
+
+void Group::sleepFor(const Op& op, bool isMessage, Deadline deadline) {
+  Endpoint& endpoint = *engine_->endpoint();
+  const uint64_t generation = endpoint.sleeper().generation();
+  endpoint.setAsleep(true);
+  setAsleep(true);
+  // Once more, now that peers would ring.
+  bool moved = !isMessage && run(0);
+  moved |= endpoint.progress();
+  if (!moved && !op.done()) {
+    endpoint.sleeper().sleep(generation, earlier(deadline, Deadline::after(kTick)));
+  }
+  setAsleep(false);
+  endpoint.setAsleep(false);
+}
+
+void Group::setAsleep(bool asleep) {
+  if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->setAsleep(asleep);
+}
+
+// ---- failing -----------------------------------------------------------------------------------
+
+Status Group::error() const {
+  std::lock_guard<std::mutex> lock(failureLock_);
+  return failure_;
+}
+
+void Group::onFailure(const Status& cause) {
+  {
+    std::lock_guard<std::mutex> lock(failureLock_);
+    if (!failure_.ok()) return;
+    failure_ = cause;
+    failed_.store(true, std::memory_order_release);
+  }
+  // A group that is only being closed here lives on for the others.
+  if (isClosed_.load()) return;
+  if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->fail(cause);
+}
+
+void Group::onGoodbye(int rank) {
+  if (!left_[rank].exchange(true)) leftCount_.fetch_add(1);
+}
+
+bool Group::hasLeft(int rank) {
+  Arena* arena = sharedArena_.load(std::memory_order_acquire);
+  return left_[rank].load() || (arena && arena->hasLeft(rank));
+}
+
+void Group::fail(const Status& cause) { mailbox_.fail(cause, true); }
+
+bool Group::noticeFailure() {
+  if (hasFailed()) return true;
+  if (!arena_ || !arena_->hasFailed()) return false;
+  mailbox_.fail(arena_->failure(), false);
+  return true;
+}
+
+Status Group::inContext(const Status& cause, const CollectiveOp& op) const {
+  return Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(options_.rank) +
+                                  ", " + describe(op) + " (call #" +
+                                  std::to_string(op.sequence()) + ")");
+}
+
+std::string Group::listRanks(const std::vector<int>& ranks) const {
+  std::string text;
+  for (int rank : ranks) text += (text.empty() ? "" : ", ") + mailbox_.describeRank(rank);
+  return text;
+}
+
+Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const {
+  const auto waited =
+      std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
+  std::string text = "[Rank " + std::to_string(options_.rank) + "]: mycoll group '" +
+                     options_.name + "': " + describe(op) + " (call #" +
+                     std::to_string(op.sequence()) + ") TIMED OUT after " +
+                     std::to_string(waited) + " ms.";
+  if (op.kind() == OpKind::kMonitoredBarrier && !missing.empty()) {
+    // In the words that people search for.
+    std::string numbers;
+    for (int rank : missing) {
+      numbers += (numbers.empty() ? "" : ", ") + std::to_string(rank);
+      if (!op.call.waitAllRanks) break;
+    }
+    text += " Ranks " + numbers + " failed to pass monitoredBarrier in " + std::to_string(waited) +
+            " ms.";
+  }
+  if (!missing.empty()) text += " Waiting for " + listRanks(missing) + ".";
+  return Status(Code::kTimeout, text);
+}
+
+void Group::checkHealth() {
+  std::unique_lock<std::mutex> running(runLock_, std::try_to_lock);
+  if (!running.owns_lock() || noticeFailure()) return;
+  std::shared_ptr<CollectiveOp> op;
+  {
+    std::lock_guard<std::mutex> lock(queueLock_);
+    if (queue_.empty()) return;
+    op = queue_.front();
+  }
+  std::vector<int> missing;
+  if (op->task.valid() && op->task.waitingFor()) missing = op->task.waitingFor()->missing();
+  if (op->deadline.expired()) return fail(timeoutStatus(*op, missing));
+  const auto now = Clock::now();
+  if (!op->hasProbed && !arena_ && now - op->submitted > kProbeAfter) {
+    op->hasProbed = true;
+    mailbox_.probe();
+  }
+  std::vector<int> gone;
+  for (int rank : missing) {
+    if (hasLeft(rank)) gone.push_back(rank);
+  }
+  if (gone.empty()) {
+    leftSince_ = {};
+  } else if (leftSince_ == Clock::time_point{}) {
+    leftSince_ = now;
+  } else if (now - leftSince_ > kLeftGrace) {
+    fail(Status(Code::kPeerLost, "mycoll group '" + options_.name + "': " + listRanks(gone) +
+                                     " left the group (destroy_process_group or end of the "
+                                     "program) while others still wait for it in " +
+                                     describe(*op)));
+  }
+}
+
+void Group::checkMessage(const Op& waitedFor) {
+  const auto& op = static_cast<const MessageOp&>(waitedFor);
+  if (!op.deadline.expired() || op.done()) return;
+  const auto waited =
+      std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
+  const bool isSend = op.kind() == OpKind::kSend;
+  fail(Status(Code::kTimeout, "[Rank " + std::to_string(options_.rank) + "]: mycoll group '" +
+                                  options_.name + "': " +
+                                  (isSend ? "send to " : "recv from ") +
+                                  (op.rank == kAnySource ? "any rank"
+                                                         : mailbox_.describeRank(op.rank)) +
+                                  " with tag " + std::to_string(op.tag) + " TIMED OUT after " +
+                                  std::to_string(waited) + " ms: the other side never came."));
+}
+
+void Group::abort(const std::string& reason) {
+  fail(Status(Code::kAborted, "mycoll group '" + options_.name + "' was aborted on " +
+                                  mailbox_.describeRank(options_.rank) + ": " + reason));
+  run(0);
+}
+
+void Group::close(Deadline deadline) {
+  if (isClosed_.exchange(true)) return;
+  Endpoint& endpoint = *engine_->endpoint();
+  auto isBusy = [&] {
+    return queued_.load() > 0 || sending_->load() > 0 || !mailbox_.isFlushed();
+  };
+  engine_->addWaiter(1);
+  while (!hasFailed() && isBusy() && !deadline.expired()) {
+    bool moved = run(0);
+    moved |= endpoint.progress();
+    if (!moved) usleep(200);
+  }
+  if (!hasFailed() && isBusy()) {
+    MYCOLL_LOG_WARN("group '%s' is destroyed with operations that are not done; they are lost",
+                    options_.name.c_str());
+  }
+  if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->leave();
+  mailbox_.sayGoodbye();
+  while (!mailbox_.isFlushed() && !deadline.expired()) {
+    if (!endpoint.progress()) usleep(50);
+  }
+  engine_->addWaiter(-1);
+  mailbox_.fail(Status(Code::kAborted, "mycoll group '" + options_.name +
+                                           "' has been destroyed on this rank; nothing more can "
+                                           "be called on it"),
+                false);
+  run(0);
+  endpoint.progress();
+}
+
+}  // namespace mycoll

@@ -1,0 +1,131 @@
+// Group: what a Communicator stands for: the queue of collectives, who runs it, and how it ends.
+//
+//   submit -> queue -> run(): the head's task is resumed whenever its condition is ready
+//                      |  by a user's thread inside wait(), or by the engine's thread
+//                      v
+//                      finish: Op done, callbacks, next
+//
+// States: kRunning -> kFailed (first cause, for good) ; kRunning or kFailed -> kClosed.
+//
+// Thread contract: all [any thread]. Locks: runLock_ (who runs the queue) before queueLock_; none is
+// held while an op is finished or the listener's functions (I/O lock) run.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/wait.h"
+#include "collectives/shm/arena.h"
+#include "engine/communicator.h"
+#include "engine/engine.h"
+#include "engine/op.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+class Group final : public MailboxListener,
+                    public CollectiveRunner,
+                    public std::enable_shared_from_this<Group> {
+ public:
+  Group(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address);
+  ~Group();
+
+  int rank() const { return options_.rank; }
+  int ranks() const { return options_.ranks; }
+  const GroupOptions& options() const { return options_; }
+
+  OpPtr submit(Call call, Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
+               std::chrono::milliseconds timeout);
+  OpPtr message(bool isSend, Span data, int rank, uint64_t tag, DType dtype, uint8_t opaqueType,
+                std::shared_ptr<void> keepAlive, bool willWait, std::chrono::milliseconds timeout);
+  Status wait(const OpPtr& op, Deadline deadline);
+
+  // Advances the queue as far as it goes now. spins: how often to look again at a condition that is
+  // not ready. True if anything moved.
+  bool run(int spins);
+  // Collectives are queued and nobody waits for one of them.
+  bool isUnattended() const {
+    return queued_.load(std::memory_order_seq_cst) > 0 &&
+           waiters_.load(std::memory_order_seq_cst) == 0;
+  }
+  void setAsleep(bool asleep);
+  // Deadlines, ranks that have left, calls that hang: for whoever has waited a while.
+  void checkHealth();
+
+  uint64_t sequence() const { return submitted_.load(std::memory_order_relaxed); }
+  Status error() const;
+  void setTimeout(std::chrono::milliseconds timeout) { timeout_.store(timeout.count()); }
+  void abort(const std::string& reason);
+  void close(Deadline deadline);
+  std::string transport() const;
+
+  // CollectiveRunner: a collective as part of a task of this group's queue.
+  Task run(Call call) override;
+
+ private:
+  using Milliseconds = std::chrono::milliseconds;
+
+  // MailboxListener [I/O lock]
+  void onFailure(const Status& cause) override;
+  void onGoodbye(int rank) override;
+  bool hasLeft(int rank) override;
+
+  Task start(const Call& call);
+  Task startUnprepared(const Call& call);
+  Task runComposite(const Composite& composite);
+  Task prepare();
+  Task prepareAsLeader(bool* isShared);
+  Task prepareAsMember(bool* isShared);
+  Task runAlone(const Call& call);
+  bool mayShareMemory() const;
+  void adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape);
+
+  bool hasFailed() const { return failed_.load(std::memory_order_acquire); }
+  void fail(const Status& cause);
+  bool noticeFailure();
+  void sleepFor(const Op& op, bool isMessage, Deadline deadline);
+  void checkMessage(const Op& op);
+  Status inContext(const Status& cause, const CollectiveOp& op) const;
+  Status timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const;
+  std::string listRanks(const std::vector<int>& ranks) const;
+  OpPtr failedOp(OpKind kind, Status status) const;
+  Deadline deadlineFor(Milliseconds timeout) const;
+  std::string checkCall(const Call& call) const;
+
+  const GroupOptions options_;
+  const std::shared_ptr<Engine> engine_;
+  Mailbox mailbox_;
+  const SpinPolicy spinPolicy_;
+  std::atomic<int64_t> timeout_;
+
+  std::mutex runLock_;
+  // Under runLock_: how the group communicates, once known.
+  bool isPrepared_ = false;
+  uint64_t started_ = 0;  // collectives begun, as all ranks count them
+  Signature current_;
+  std::unique_ptr<Arena> arena_;
+  std::atomic<Arena*> sharedArena_{nullptr};  // the same, for everybody else
+
+  mutable std::mutex queueLock_;
+  std::deque<std::shared_ptr<CollectiveOp>> queue_;  // guarded by queueLock_
+  std::atomic<int> queued_{0};
+  std::atomic<int> waiters_{0};
+  std::atomic<uint64_t> submitted_{0};
+  std::atomic<uint64_t> messages_{0};
+  // Sends that are not done; shared with them, as they may outlive the group.
+  std::shared_ptr<std::atomic<int>> sending_ = std::make_shared<std::atomic<int>>(0);
+
+  mutable std::mutex failureLock_;
+  Status failure_;  // guarded by failureLock_
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> isClosed_{false};
+  std::atomic<int> leftCount_{0};
+  std::vector<std::atomic<bool>> left_;
+  std::chrono::steady_clock::time_point leftSince_;  // guarded by runLock_
+};
+
+}  // namespace mycoll

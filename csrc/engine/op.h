@@ -1,0 +1,95 @@
+// The two kinds of Op.
+//
+// Thread contract: finish() once, by whoever completes the op, without locks; the rest as Op.
+#pragma once
+
+#include <chrono>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "engine/communicator.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+class Group;
+
+class BasicOp : public Op {
+ public:
+  void onDone(std::function<void()> fn) final {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!done()) {
+        callbacks_.push_back(std::move(fn));
+        return;
+      }
+    }
+    fn();
+  }
+
+  // Publishes the outcome, lets go of the user's memory, tells those who asked.
+  void finish(Status status) {
+    std::vector<std::function<void()>> callbacks;
+    std::shared_ptr<void> kept = std::move(keepAlive);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      status_ = std::move(status);
+      callbacks.swap(callbacks_);
+      done_.store(true, std::memory_order_release);
+    }
+    for (auto& fn : callbacks) fn();
+  }
+
+  // Holds the user's memory; dropped when the op is done.
+  std::shared_ptr<void> keepAlive;
+  Deadline deadline;
+  std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::function<void()>> callbacks_;  // guarded by mutex_
+};
+
+// Queued in its group.
+class CollectiveOp final : public BasicOp {
+ public:
+  CollectiveOp(OpKind kind, uint64_t sequence) {
+    kind_ = kind;
+    sequence_ = sequence;
+  }
+  void setSequence(uint64_t sequence) { sequence_ = sequence; }
+
+  Call call;
+  Composite composite;  // empty: `call` is all
+  Task task;            // running, by whoever holds the group's run lock
+  bool hasProbed = false;
+};
+
+// On its way by itself.
+class MessageOp final : public BasicOp, public Transfer {
+ public:
+  MessageOp(OpKind kind, uint64_t sequence) : Transfer(true) {
+    kind_ = kind;
+    sequence_ = sequence;
+  }
+
+  using Op::done;
+  using Op::status;
+
+  // Holds itself while the mailbox knows it.
+  std::shared_ptr<MessageOp> self;
+  uint64_t tag = 0;
+  int rank = kAnySource;  // as asked for
+
+ private:
+  void deliver() override {
+    std::shared_ptr<MessageOp> last = std::move(self);
+    sourceRank_ = peer();
+    markDone();
+    finish(Transfer::status());
+  }
+};
+
+}  // namespace mycoll

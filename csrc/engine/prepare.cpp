@@ -1,0 +1,220 @@
+// The group's half that finds out how it communicates (once, with its first collective), and that
+// starts collectives accordingly.
+#include <cstring>
+
+#include "base/log.h"
+#include "base/sha256.h"
+#include "collectives/net/batch.h"
+#include "collectives/net/collectives.h"
+#include "collectives/shm/collectives.h"
+#include "engine/group.h"
+#include "kernels/copy.h"
+#include "kernels/reduce.h"
+#include "transport/shm/link.h"
+
+namespace mycoll {
+namespace {
+
+// The leader's offer of shared memory to the other ranks of the host.
+struct Offer {
+  uint64_t smallBytes = 0;
+  uint64_t chunkBytes = 0;
+  uint64_t isOffered = 0;
+  char cookie[kCookieBytes] = {};
+};
+
+enum Step : uint64_t { kOfferStep = 1, kSentStep, kAnswerStep, kVerdictStep };
+
+Signature groupSignature() { return Signature(); }
+
+template <typename T>
+Span spanOf(T& value) {
+  return {&value, sizeof(value)};
+}
+
+}  // namespace
+
+Task Group::start(const Call& call) {
+  if (!isPrepared_) return startUnprepared(call);
+  const uint64_t sequence = started_++;
+  if (options_.ranks == 1) return runAlone(call);
+  if (arena_) return shmCollective(ShmGroup{*arena_, mailbox_, sequence}, call);
+  mailbox_.beginCollective(sequence, call.signature());
+  return netCollective(NetGroup{mailbox_, sequence}, call);
+}
+
+Task Group::startUnprepared(const Call& call) {
+  MYCOLL_CO_RETURN_IF_ERROR(co_await prepare());
+  Status status = co_await start(call);
+  co_return status;
+}
+
+Task Group::run(Call call) {
+  Status status = co_await start(call);
+  co_return status;
+}
+
+Task Group::runComposite(const Composite& composite) {
+  Status status = co_await composite(*this);
+  co_return status;
+}
+
+Task Group::runAlone(const Call& call) {
+  if (call.kind == OpKind::kBarrier || call.kind == OpKind::kMonitoredBarrier) co_return Status();
+  if (call.in.empty() || call.out.empty() || call.out[0].bytes == 0) co_return Status();
+  const Span in = call.in[0], out = call.out[0];
+  const bool reduces = call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduce ||
+                       call.kind == OpKind::kReduceScatter;
+  if (in.bytes != out.bytes) {
+    co_return Status(Code::kMismatch, "this rank sends itself " + std::to_string(in.bytes) +
+                                          " bytes and expects " + std::to_string(out.bytes));
+  }
+  if (reduces) {
+    const void* inputs[1] = {in.data};
+    reduce(call.dtype, call.reduceOp, out.data, inputs, 1, in.bytes / call.elementBytes, 1, false);
+  } else if (in.data != out.data) {
+    copy(out.data, in.data, in.bytes);
+  }
+  co_return Status();
+}
+
+// ---- shared memory -----------------------------------------------------------------------------
+
+bool Group::mayShareMemory() const {
+  const Endpoint& endpoint = *engine_->endpoint();
+  for (const PeerAddress& peer : mailbox_.group().peers) {
+    if (!endpoint.isLocal(peer)) return false;
+  }
+  return endpoint.options().transport != TransportChoice::kTcp;
+}
+
+void Group::adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape) {
+  std::vector<Bell> bells;
+  for (const PeerAddress& peer : mailbox_.group().peers) {
+    bells.push_back(engine_->endpoint()->bellOf(peer));
+  }
+  segment->closeFd();
+  arena_ = std::make_unique<Arena>(std::move(segment), shape, options_.rank, std::move(bells));
+  sharedArena_.store(arena_.get(), std::memory_order_release);
+  mailbox_.setTellsOthers(false);
+}
+
+Task Group::prepare() {
+  bool isShared = false;
+  if (options_.ranks > 1 && mayShareMemory()) {
+    if (options_.rank == 0) {
+      MYCOLL_CO_RETURN_IF_ERROR(co_await prepareAsLeader(&isShared));
+    } else {
+      MYCOLL_CO_RETURN_IF_ERROR(co_await prepareAsMember(&isShared));
+    }
+    if (!isShared) {
+      MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory", options_.name.c_str());
+    }
+  }
+  isPrepared_ = true;
+  MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", options_.name.c_str(),
+                  options_.ranks, transport().c_str());
+  co_return Status();
+}
+
+Task Group::prepareAsLeader(bool* isShared) {
+  const Signature signature = groupSignature();
+  const int ranks = options_.ranks;
+  Env env;
+  MYCOLL_CO_RETURN_IF_ERROR(Env::load(&env));
+  ArenaShape shape;
+  shape.ranks = ranks;
+  shape.smallBytes = env.smallBytes;
+  shape.chunkBytes = env.chunkBytes;
+  std::shared_ptr<Segment> segment;
+  Status made = Segment::create(shape.totalBytes(), &segment);
+  if (!made.ok()) MYCOLL_LOG_WARN("%s", made.message().c_str());
+  Offer offer;
+  offer.smallBytes = shape.smallBytes;
+  offer.chunkBytes = shape.chunkBytes;
+  offer.isOffered = made.ok();
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(offer.cookie, sizeof(offer.cookie)));
+
+  Batch offers(mailbox_, signature);
+  for (int rank = 1; rank < ranks; ++rank) offers.send(rank, spanOf(offer), kOfferStep);
+  co_await offers;
+  MYCOLL_CO_RETURN_IF_ERROR(offers.status());
+  if (!offer.isOffered) co_return Status();
+
+  // The offers have left, so there is a connection to each.
+  std::vector<uint64_t> flags(ranks);
+  const std::string cookie(offer.cookie, sizeof(offer.cookie));
+  Batch sent(mailbox_, signature);
+  for (int rank = 1; rank < ranks; ++rank) {
+    flags[rank] = mailbox_.sendFd(rank, segment->fd(), cookie);
+    sent.send(rank, spanOf(flags[rank]), kSentStep);
+  }
+  co_await sent;
+  MYCOLL_CO_RETURN_IF_ERROR(sent.status());
+  Batch answers(mailbox_, signature);
+  for (int rank = 1; rank < ranks; ++rank) answers.receive(rank, spanOf(flags[rank]), kAnswerStep);
+  co_await answers;
+  MYCOLL_CO_RETURN_IF_ERROR(answers.status());
+  uint64_t verdict = 1;
+  for (int rank = 1; rank < ranks; ++rank) verdict &= flags[rank];
+  // Adopted before anybody hears of it: a failure is then seen by all on the same road.
+  if (verdict) adopt(std::move(segment), shape);
+  Batch verdicts(mailbox_, signature);
+  for (int rank = 1; rank < ranks; ++rank) verdicts.send(rank, spanOf(verdict), kVerdictStep);
+  co_await verdicts;
+  *isShared = verdict != 0;
+  co_return verdicts.status();
+}
+
+Task Group::prepareAsMember(bool* isShared) {
+  const Signature signature = groupSignature();
+  Offer offer;
+  Batch offers(mailbox_, signature);
+  offers.receive(0, spanOf(offer), kOfferStep);
+  co_await offers;
+  MYCOLL_CO_RETURN_IF_ERROR(offers.status());
+  if (!offer.isOffered) co_return Status();
+  uint64_t flag = 0;
+  Batch sent(mailbox_, signature);
+  sent.receive(0, spanOf(flag), kSentStep);
+  co_await sent;
+  MYCOLL_CO_RETURN_IF_ERROR(sent.status());
+
+  ArenaShape shape;
+  shape.ranks = options_.ranks;
+  shape.smallBytes = offer.smallBytes;
+  shape.chunkBytes = offer.chunkBytes;
+  std::shared_ptr<Segment> segment;
+  if (flag) {
+    Fd memory = mailbox_.takeFd(0, std::string(offer.cookie, sizeof(offer.cookie)));
+    Status adopted = memory.isOpen()
+                         ? Segment::adopt(std::move(memory), shape.totalBytes(), &segment)
+                         : Status(Code::kNetwork, "shared memory did not come");
+    if (!adopted.ok()) MYCOLL_LOG_WARN("%s", adopted.message().c_str());
+    flag = adopted.ok();
+  }
+  Batch answer(mailbox_, signature);
+  answer.send(0, spanOf(flag), kAnswerStep);
+  co_await answer;
+  MYCOLL_CO_RETURN_IF_ERROR(answer.status());
+  uint64_t verdict = 0;
+  Batch verdicts(mailbox_, signature);
+  verdicts.receive(0, spanOf(verdict), kVerdictStep);
+  co_await verdicts;
+  MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
+  if (verdict) adopt(std::move(segment), shape);
+  *isShared = verdict != 0;
+  co_return Status();
+}
+
+std::string Group::transport() const {
+  if (options_.ranks == 1) return "self";
+  if (sharedArena_.load(std::memory_order_acquire)) return "shm";
+  const Endpoint& endpoint = *engine_->endpoint();
+  int local = 0;
+  for (const PeerAddress& peer : mailbox_.group().peers) local += endpoint.isLocal(peer);
+  if (local == options_.ranks) return "shm";
+  return local > 1 ? "shm+tcp" : "tcp";
+}
+
+}  // namespace mycoll

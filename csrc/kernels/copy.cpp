@@ -1,0 +1,59 @@
+#include "kernels/copy.h"
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/fold.h"
+
+#define MYCOLL_KERNEL_FILE "kernels/fold_copy.inc"
+#include "kernels/foreach_isa.h"
+
+namespace mycoll {
+namespace {
+
+constexpr size_t kLineBytes = 64;
+constexpr size_t kStepBytes = 256;
+// Below, the partial lines at both ends cost more than is gained.
+constexpr size_t kLeastBytes = 2048;
+
+}  // namespace
+
+void copy(void* to, const void* from, size_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+void copyStreamingUnfenced(void* to, const void* from, size_t bytes) {
+#if defined(__x86_64__)
+  if (bytes >= kLeastBytes && to != from) {
+    char* target = static_cast<char*>(to);
+    const char* source = static_cast<const char*>(from);
+    const size_t head = -reinterpret_cast<uintptr_t>(target) % kLineBytes;
+    std::memcpy(target, source, head);
+    target += head;
+    source += head;
+    bytes -= head;
+    const size_t whole = bytes - bytes % kStepBytes;
+    MYCOLL_CALL_ISA(activeIsa(), copyLines, target, source, whole);
+    std::memcpy(target + whole, source + whole, bytes - whole);
+    return;
+  }
+#endif
+  copy(to, from, bytes);
+}
+
+void copyStreaming(void* to, const void* from, size_t bytes) {
+  copyStreamingUnfenced(to, from, bytes);
+  streamingFence();
+}
+
+void streamingFence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace mycoll

@@ -1,0 +1,20 @@
+// Copies. Source and destination do not overlap, unless they are the same. [any thread]
+#pragma once
+
+#include <cstddef>
+
+namespace mycoll {
+
+// What will be read again soon.
+void copy(void* to, const void* from, size_t bytes);
+
+// Past the caches: for large destinations that this core will not read soon. No line of the
+// destination is fetched first, and nothing is driven out of the cache for it. Any alignment.
+// The stores are fenced: a flag stored after the call is seen after them.
+void copyStreaming(void* to, const void* from, size_t bytes);
+
+// The same in pieces: call streamingFence() before anybody is told.
+void copyStreamingUnfenced(void* to, const void* from, size_t bytes);
+void streamingFence();
+
+}  // namespace mycoll

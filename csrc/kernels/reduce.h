@@ -1,0 +1,35 @@
+// Element-wise reduction of many arrays into one.
+// All [any thread]; nothing is kept after a call.
+#pragma once
+
+#include <cstddef>
+
+#include "base/types.h"
+
+namespace mycoll {
+
+// out[i] = fold over the inputs k = 0..n-1, in that order, of in[k][i], for i < count.
+//
+// fp16, bf16 and fp8 accumulate in float, all others in their own type (integers wrap), and are
+// rounded once, at the end. AVG divides the accumulator by `divisor` before that (integers: as C
+// does, towards zero; complex: both parts). MIN and MAX propagate NaN as torch.minimum does. bool
+// takes any byte other than 0 for true and yields 0 or 1: SUM and MAX are OR, PRODUCT and MIN are
+// AND. An element's bits do not depend on count, alignment or where a chunk ends.
+//
+// out may be the same pointer as any in[k], but must not overlap one otherwise. No alignment is
+// asked for; streaming wants `out` aligned to its elements and does without otherwise.
+// streaming: non-temporal stores, for a large out that nobody reads soon.
+// The pair must be one that isSupported() allows; n >= 1; divisor >= 1.
+void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
+            int divisor, bool streaming);
+
+// The same result in two places: `out` as above, `out2` with plain stores, as others will read it
+// from the caches. out and out2 do not overlap; either may be one of in, as above.
+void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const* in, int n,
+             size_t count, int divisor, bool streaming);
+
+// What becomes of numbers beyond 448 in float8_e4m3fn: the largest number (true, as torch since
+// 2.13), or NaN (torch before). Whoever knows the torch sets it once; all ranks alike.
+void setFloat8Saturates(bool saturates);
+
+}  // namespace mycoll

@@ -1,0 +1,19 @@
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/fold.h"
+
+#define MYCOLL_KERNEL_FILE "kernels/fold_float.inc"
+#include "kernels/foreach_isa.h"
+
+namespace mycoll {
+
+Fold foldForFloat(Isa isa, DType dtype, ReduceOp op) {
+  return MYCOLL_CALL_ISA(isa, foldForFloat, dtype, op);
+}
+
+}  // namespace mycoll

@@ -1,0 +1,19 @@
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/fold.h"
+
+#define MYCOLL_KERNEL_FILE "kernels/fold_float8.inc"
+#include "kernels/foreach_isa.h"
+
+namespace mycoll {
+
+Fold foldForFloat8(Isa isa, DType dtype, ReduceOp op, bool saturates) {
+  return MYCOLL_CALL_ISA(isa, foldForFloat8, dtype, op, saturates);
+}
+
+}  // namespace mycoll

@@ -1,0 +1,19 @@
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/fold.h"
+
+#define MYCOLL_KERNEL_FILE "kernels/fold_half.inc"
+#include "kernels/foreach_isa.h"
+
+namespace mycoll {
+
+Fold foldForHalf(Isa isa, DType dtype, ReduceOp op) {
+  return MYCOLL_CALL_ISA(isa, foldForHalf, dtype, op);
+}
+
+}  // namespace mycoll

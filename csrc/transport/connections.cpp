@@ -1,0 +1,261 @@
+// The endpoint's half that makes connections: both sides of the handshake (handshake.h).
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/log.h"
+#include "transport/endpoint.h"
+#include "transport/handshake.h"
+#include "transport/shm/link.h"
+#include "transport/tcp/address.h"
+#include "transport/tcp/link.h"
+
+namespace mycoll {
+namespace {
+
+constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
+// A stranger may hold a socket of ours for so long, and so many of them may.
+constexpr auto kStrangerTime = std::chrono::milliseconds(5'000);
+constexpr size_t kMaxStrangers = 64;
+
+// The group that a stranger names may be made on this side only in a moment: it saw our address
+// before we saw all of theirs.
+class GroupIsKnown final : public Condition {
+ public:
+  GroupIsKnown(std::map<std::pair<uint64_t, int>, Mailbox*>& mailboxes,
+               std::pair<uint64_t, int> key, Deadline deadline)
+      : mailboxes_(mailboxes), key_(key), deadline_(deadline) {}
+  bool ready() override { return mailboxes_.count(key_) > 0 || deadline_.expired(); }
+
+ private:
+  std::map<std::pair<uint64_t, int>, Mailbox*>& mailboxes_;
+  std::pair<uint64_t, int> key_;
+  Deadline deadline_;
+};
+
+}  // namespace
+
+// ---- connecting --------------------------------------------------------------------------------
+
+Task Endpoint::connectTask(OutLink* link, HandshakeGroup group) {
+  std::string reasons;
+  if (isLocal(link->peer)) {
+    Fd socket;
+    Status status = connectUnix(link->peer.uid, &socket);
+    if (status.ok()) {
+      status = co_await connectOver(link, group, std::move(socket), true);
+      if (status.ok()) co_return Status();
+    }
+    reasons = status.message();
+    MYCOLL_LOG_WARN("no shared memory with %s: %s", link->peer.describe().c_str(),
+                    reasons.c_str());
+  }
+  for (const TcpAddress& entry : link->peer.tcp) {
+    Fd socket;
+    Status status = startConnect(entry.address, entry.port, &socket);
+    if (status.ok()) {
+      (void)sleeper_.watch(socket.get());
+      Connected connected(socket.get(), Deadline::after(kConnectTime));
+      co_await connected;
+      if (connected.hasFailed()) {
+        status = Status(Code::kNetwork, "cannot connect to " + entry.address + " port " +
+                                            std::to_string(entry.port));
+      } else {
+        tuneSocket(socket.get());
+        status = co_await connectOver(link, group, std::move(socket), false);
+        if (status.ok()) co_return Status();
+      }
+    }
+    reasons += (reasons.empty() ? "" : "; ") + status.message();
+  }
+  co_return Status(Code::kNetwork, reasons.empty() ? "has no address in common" : reasons);
+}
+
+Task Endpoint::connectOver(OutLink* link, const HandshakeGroup& group, Fd socket, bool isShm) {
+  Deadline deadline = Deadline::after(kConnectTime);
+  const int fd = socket.get();
+  if (isShm) (void)sleeper_.watch(fd);
+  Hello hello;
+  hello.isShm = isShm;
+  hello.context = group.context;
+  hello.source = group.source;
+  hello.destination = group.destination;
+  std::memcpy(hello.sourceUid, address_.uid.data(), sizeof(hello.sourceUid));
+  std::memcpy(hello.destinationUid, link->peer.uid.data(), sizeof(hello.destinationUid));
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(hello.nonce, sizeof(hello.nonce)));
+  WriteExactly sendHello(fd, &hello, sizeof(hello), deadline);
+  co_await sendHello;
+  Challenge challenge;
+  ReadExactly readChallenge(fd, &challenge, sizeof(challenge), deadline);
+  co_await readChallenge;
+  if (sendHello.hasFailed() || readChallenge.hasFailed()) {
+    co_return Status(Code::kNetwork, "did not answer the handshake");
+  }
+  Digest expected = acceptorProof(group.secret, hello, challenge.nonce);
+  if (!constantTimeEqual(expected, challenge.mac)) {
+    co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
+  }
+  Proof proof;
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(proof.cookie, sizeof(proof.cookie)));
+  proof.mac = connectorProof(group.secret, hello, challenge.nonce, proof.cookie);
+  std::shared_ptr<Segment> segment;
+  if (isShm) {
+    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &segment));
+    auto* ring = reinterpret_cast<RingHeader*>(segment->data());
+    std::memcpy(ring->cookie, proof.cookie, sizeof(ring->cookie));
+    // A fresh socket has room for so few bytes: this never fails for want of it.
+    if (!sendDescriptor(fd, segment->fd(), reinterpret_cast<const char*>(&proof),
+                        sizeof(proof))) {
+      co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
+    }
+    segment->closeFd();
+  } else {
+    WriteExactly sendProof(fd, &proof, sizeof(proof), deadline);
+    co_await sendProof;
+  }
+  Verdict verdict;
+  ReadExactly readVerdict(fd, &verdict, sizeof(verdict), deadline);
+  co_await readVerdict;
+  if (readVerdict.hasFailed() || !verdict.isAccepted) {
+    co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
+  }
+  if (isShm) {
+    link->sender =
+        std::make_unique<ShmSender>(std::move(segment), std::move(socket), bellOf(link->peer));
+  } else {
+    link->sender = std::make_unique<TcpSender>(std::move(socket));
+    ++tcpLinks_;
+  }
+  link->isShm = isShm;
+  co_return Status();
+}
+
+// ---- accepting ---------------------------------------------------------------------------------
+
+void Endpoint::acceptFrom(int listener, bool isUnix) {
+  for (;;) {
+    Fd socket(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket.isOpen()) return;
+    size_t expected = 0;
+    for (auto& [key, mailbox] : mailboxes_) expected = std::max<size_t>(expected, mailbox->ranks());
+    if (accepting_.size() >= kMaxStrangers + expected || (isUnix && !isSameUser(socket.get()))) {
+      continue;  // closes it
+    }
+    if (!isUnix) tuneSocket(socket.get());
+    (void)sleeper_.watch(socket.get());
+    auto accepting = std::make_unique<Accepting>();
+    accepting->socket = std::move(socket);
+    accepting->isUnix = isUnix;
+    accepting->deadline = Deadline::after(kStrangerTime);
+    accepting->task = acceptTask(accepting.get());
+    accepting->task.resume();
+    accepting_.push_back(std::move(accepting));
+  }
+}
+
+Task Endpoint::acceptTask(Accepting* accepting) {
+  const int fd = accepting->socket.get();
+  const Deadline deadline = accepting->deadline;
+  const Status refused(Code::kNetwork, "refused");
+  Hello hello;
+  ReadExactly readHello(fd, &hello, sizeof(hello), deadline);
+  co_await readHello;
+  if (readHello.hasFailed() || hello.magic != kHandshakeMagic ||
+      hello.version != kHandshakeVersion || (hello.isShm != 0) != accepting->isUnix ||
+      std::memcmp(hello.destinationUid, address_.uid.data(), sizeof(hello.destinationUid)) != 0) {
+    co_return refused;
+  }
+  GroupIsKnown known(mailboxes_, {hello.context, hello.destination}, deadline);
+  co_await known;
+  Mailbox* mailbox = find(hello.context, hello.destination);
+  const std::string sourceUid(hello.sourceUid, sizeof(hello.sourceUid));
+  if (!mailbox || hello.source < 0 || hello.source >= mailbox->ranks() ||
+      mailbox->group().peers[hello.source].uid != sourceUid) {
+    co_return refused;
+  }
+  const std::string secret = mailbox->group().secret;
+  const PeerAddress peer = mailbox->group().peers[hello.source];
+  Challenge challenge;
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
+  challenge.mac = acceptorProof(secret, hello, challenge.nonce);
+  WriteExactly sendChallenge(fd, &challenge, sizeof(challenge), deadline);
+  co_await sendChallenge;
+  Proof proof;
+  Fd memory;
+  ReadExactly readProof(fd, &proof, sizeof(proof), deadline, hello.isShm ? &memory : nullptr);
+  co_await readProof;
+  if (sendChallenge.hasFailed() || readProof.hasFailed()) co_return refused;
+  Digest expected = connectorProof(secret, hello, challenge.nonce, proof.cookie);
+  if (!constantTimeEqual(expected, proof.mac)) {
+    MYCOLL_LOG_WARN("refused a connection that claims to be rank %d", hello.source);
+    co_return refused;
+  }
+  auto link = std::make_unique<InLink>();
+  link->peerUid = sourceUid;
+  link->isShm = hello.isShm != 0;
+  Verdict verdict;
+  verdict.isAccepted = 1;
+  std::shared_ptr<Segment> segment;
+  if (hello.isShm) {
+    verdict.isAccepted =
+        memory.isOpen() && Segment::adopt(std::move(memory), kRingSegmentBytes, &segment).ok() &&
+        std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie, proof.cookie,
+                    sizeof(proof.cookie)) == 0;
+    if (verdict.isAccepted) segment->closeFd();
+  }
+  WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
+  co_await sendVerdict;
+  if (sendVerdict.hasFailed() || !verdict.isAccepted) co_return refused;
+  if (hello.isShm) {
+    link->receiver = std::make_unique<ShmReceiver>(std::move(segment),
+                                                   std::move(accepting->socket), bellOf(peer));
+  } else {
+    link->receiver = std::make_unique<TcpReceiver>(std::move(accepting->socket));
+  }
+  accepting->link = std::move(link);
+  co_return Status();
+}
+
+// ---- both --------------------------------------------------------------------------------------
+
+void Endpoint::runHandshakes() {
+  for (auto& [uid, link] : outLinks_) {
+    if (!link->connecting.valid()) continue;
+    Condition* condition = link->connecting.waitingFor();
+    if (!link->connecting.finished() && condition && condition->ready()) link->connecting.resume();
+    if (link->connecting.finished()) finishConnecting(*link);
+  }
+  for (size_t i = 0; i < accepting_.size();) {
+    Accepting& accepting = *accepting_[i];
+    Condition* condition = accepting.task.waitingFor();
+    if (!accepting.task.finished() && condition && condition->ready()) accepting.task.resume();
+    if (!accepting.task.finished()) {
+      ++i;
+      continue;
+    }
+    if (accepting.link) {
+      if (asleep_ > 0) accepting.link->receiver->setAsleep(true);
+      if (!accepting.link->isShm) ++tcpLinks_;
+      inLinks_.push_back(std::move(accepting.link));
+    }
+    accepting_.erase(accepting_.begin() + static_cast<ptrdiff_t>(i));
+  }
+}
+
+void Endpoint::finishConnecting(OutLink& link) {
+  Status status = link.connecting.result();
+  link.connecting.reset();
+  --connecting_;
+  addPending(-1);
+  if (!status.ok()) {
+    link.problem = "cannot be reached: " + status.message();
+    return;
+  }
+  MYCOLL_LOG_DEBUG("connected to %s over %s", link.peer.describe().c_str(),
+                   link.isShm ? "shared memory" : "tcp");
+  if (asleep_ > 0) link.sender->setAsleep(true);
+  flush(link);
+}
+
+}  // namespace mycoll

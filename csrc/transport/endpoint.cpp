@@ -1,0 +1,332 @@
+#include "transport/endpoint.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+
+#include "base/log.h"
+#include "base/sha256.h"
+#include "base/topology.h"
+#include "transport/handshake.h"
+#include "transport/shm/link.h"
+#include "transport/tcp/address.h"
+
+namespace mycoll {
+
+Status EndpointOptions::fromEnv(EndpointOptions* result) {
+  Env env;
+  MYCOLL_RETURN_IF_ERROR(Env::load(&env));
+  result->transport = env.transport;
+  result->interfaces = env.socketInterfaces;
+  result->eagerBytes = env.eagerBytes;
+  return Status();
+}
+
+Endpoint::Endpoint(EndpointOptions options) : options_(std::move(options)) {}
+
+Status Endpoint::create(EndpointOptions options, std::shared_ptr<Endpoint>* result) {
+  auto endpoint = std::shared_ptr<Endpoint>(new Endpoint(std::move(options)));
+  MYCOLL_RETURN_IF_ERROR(endpoint->open());
+  *result = std::move(endpoint);
+  return Status();
+}
+
+Status Endpoint::open() {
+  unsigned char random[16];
+  MYCOLL_RETURN_IF_ERROR(randomBytes(random, sizeof(random)));
+  address_.uid = toHex(random, sizeof(random));
+  address_.hostName = hostName();
+  address_.pid = processId();
+  address_.startTicks = processStartTicks(address_.pid);
+  // Who may use no shared memory is on a host of its own, as far as peers are concerned.
+  address_.hostIdentity = options_.transport == TransportChoice::kTcp ? "tcp-only " + address_.uid
+                                                                      : hostIdentity();
+  MYCOLL_RETURN_IF_ERROR(
+      sleeper_.open([this](const epoll_event* events, int count) { handleEvents(events, count); }));
+  MYCOLL_RETURN_IF_ERROR(bell_.open(address_.uid));
+  MYCOLL_RETURN_IF_ERROR(sleeper_.watch(bell_.fd()));
+  if (options_.transport != TransportChoice::kTcp) {
+    MYCOLL_RETURN_IF_ERROR(listenUnix(address_.uid, &unixListener_));
+    MYCOLL_RETURN_IF_ERROR(sleeper_.watch(unixListener_.get()));
+  }
+  if (options_.transport != TransportChoice::kShm) {
+    std::vector<InterfaceAddress> chosen;
+    MYCOLL_RETURN_IF_ERROR(chooseInterface(options_.interfaces, options_.storeHost, &chosen));
+    Status failure;
+    for (const InterfaceAddress& entry : chosen) {
+      Fd listener;
+      int port = 0;
+      Status status = listenOn(entry, &listener, &port);
+      if (!status.ok()) {
+        failure = status;
+        continue;
+      }
+      MYCOLL_RETURN_IF_ERROR(sleeper_.watch(listener.get()));
+      tcpListeners_.push_back(std::move(listener));
+      address_.tcp.push_back({entry.address, port});
+      MYCOLL_LOG_INFO("listening on %s port %d (%s)", entry.address.c_str(), port,
+                      entry.interfaceName.c_str());
+    }
+    if (tcpListeners_.empty()) return failure;
+  }
+  return Status();
+}
+
+Endpoint::~Endpoint() = default;
+
+// ---- events ------------------------------------------------------------------------------------
+
+void Endpoint::handleEvents(const epoll_event* events, int count) {
+  bool moved;
+  std::vector<Transfer*> finished;
+  {
+    std::lock_guard<std::mutex> lock(io_);
+    for (int i = 0; i < count; ++i) onEvent(events[i].data.fd);
+    runHandshakes();
+    moved = moveBytes();
+    finished.swap(delivered_);
+  }
+  for (Transfer* request : finished) request->deliver();
+  if (moved || !finished.empty()) sleeper_.wakeSleepers();
+}
+
+void Endpoint::onEvent(int fd) {
+  if (fd == bell_.fd()) return bell_.drain();
+  if (fd == unixListener_.get()) return acceptFrom(fd, true);
+  for (Fd& listener : tcpListeners_) {
+    if (fd == listener.get()) return acceptFrom(fd, false);
+  }
+  for (auto& link : inLinks_) {
+    if (link->receiver->fd() == fd) return link->receiver->onEvent();
+  }
+  for (auto& [uid, link] : outLinks_) {
+    if (!link->sender || link->sender->fd() != fd) continue;
+    // Nothing is ever received here: readable means that the peer has gone.
+    char byte;
+    ssize_t got = recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    if (got >= 0 || (errno != EAGAIN && errno != EINTR)) link->problem = "closed its connection";
+    return;
+  }
+  for (auto& [uid, process] : processes_) {
+    if (process.get() != fd) continue;
+    pollfd state{fd, POLLIN, 0};
+    if (poll(&state, 1, 0) > 0) {
+      std::string gone = uid;
+      processes_.erase(gone);
+      peerLost(gone, "has ended (killed, crashed or left without destroy_process_group)");
+    }
+    return;
+  }
+}
+
+void Endpoint::pollEvents() {
+  epoll_event events[Sleeper::kMaxEvents];
+  int count = epoll_wait(sleeper_.epollFd(), events, Sleeper::kMaxEvents, 0);
+  for (int i = 0; i < count; ++i) onEvent(events[i].data.fd);
+}
+
+bool Endpoint::progress() {
+  bool moved;
+  std::vector<Transfer*> finished;
+  {
+    std::unique_lock<std::mutex> lock(io_, std::try_to_lock);
+    if (!lock.owns_lock()) return false;
+    // Sockets need asking; rings can be seen. Now and then also for news such as hang-ups.
+    if (tcpLinks_ > 0 || connecting_ > 0 || (++pollCount_ & 63) == 0) pollEvents();
+    if (connecting_ > 0 || !accepting_.empty()) runHandshakes();
+    moved = moveBytes();
+    finished.swap(delivered_);
+  }
+  for (Transfer* request : finished) request->deliver();
+  if (moved || !finished.empty()) sleeper_.wakeSleepers();
+  return moved;
+}
+
+void Endpoint::setAsleep(bool asleep) {
+  std::lock_guard<std::mutex> lock(io_);
+  asleep_ += asleep ? 1 : -1;
+  if (asleep_ != (asleep ? 1 : 0)) return;
+  for (auto& link : inLinks_) link->receiver->setAsleep(asleep);
+  for (auto& [uid, link] : outLinks_) {
+    if (link->sender) link->sender->setAsleep(asleep);
+  }
+}
+
+// ---- bytes -------------------------------------------------------------------------------------
+
+bool Endpoint::moveBytes() {
+  bool moved = false;
+  for (size_t i = 0; i < inLinks_.size(); ++i) {
+    InLink& link = *inLinks_[i];
+    if (link.receiver->maybeReadable()) moved |= drain(link);
+  }
+  for (auto& [uid, link] : outLinks_) {
+    if (!link->queue.empty()) moved |= flush(*link);
+  }
+  loseBroken();
+  return moved;
+}
+
+void Endpoint::loseBroken() {
+  // One at a time: a loss may add to or take from both lists.
+  for (;;) {
+    std::string uid, problem;
+    for (auto& link : inLinks_) {
+      if (!link->problem.empty()) uid = link->peerUid, problem = link->problem;
+    }
+    for (auto& [peer, link] : outLinks_) {
+      if (!link->problem.empty() && !link->isLost) uid = peer, problem = link->problem;
+    }
+    if (uid.empty()) return;
+    peerLost(uid, problem);
+  }
+}
+
+void Endpoint::peerLost(const std::string& uid, const std::string& how) {
+  // What it had sent before counts, also that it was leaving.
+  for (auto& link : inLinks_) {
+    if (link->peerUid == uid) drain(*link);
+  }
+  std::vector<Transfer*> unsent;
+  auto found = outLinks_.find(uid);
+  if (found != outLinks_.end()) {
+    OutLink& link = *found->second;
+    if (link.sender && !link.isShm) --tcpLinks_;
+    if (link.connecting.valid()) --connecting_, addPending(-1);
+    link.isLost = true;
+    link.problem = how;
+    link.sender.reset();
+    link.connecting.reset();
+    for (OutItem& item : link.queue) {
+      if (item.request) unsent.push_back(item.request);
+    }
+    link.queue.clear();
+  }
+  for (size_t i = 0; i < inLinks_.size();) {
+    if (inLinks_[i]->peerUid == uid) {
+      if (!inLinks_[i]->isShm) --tcpLinks_;
+      inLinks_.erase(inLinks_.begin() + static_cast<ptrdiff_t>(i));
+    } else {
+      ++i;
+    }
+  }
+  // Groups first, so that the requests below end with the group's story where it has failed.
+  std::vector<Mailbox*> mailboxes;
+  for (auto& [key, mailbox] : mailboxes_) mailboxes.push_back(mailbox);
+  for (Mailbox* mailbox : mailboxes) mailbox->onPeerLost(uid, how);
+  for (Transfer* request : unsent) {
+    if (request->isPosted_) {
+      request->mailbox_->abandon(*request, Status(Code::kPeerLost, "the receiving rank " + how));
+    }
+  }
+}
+
+OutLink& Endpoint::linkTo(const PeerAddress& peer, const GroupAddress& group, int destination) {
+  auto& link = outLinks_[peer.uid];
+  if (!link) {
+    link = std::make_unique<OutLink>();
+    link->peer = peer;
+    ++connecting_;
+    addPending(1);
+    HandshakeGroup membership{group.context, group.secret, group.rank, destination};
+    link->connecting = connectTask(link.get(), std::move(membership));
+    link->connecting.resume();
+    runHandshakes();
+  }
+  return *link;
+}
+
+void Endpoint::enqueue(OutLink& link, OutItem item) {
+  if (link.isLost) {
+    if (item.request) {
+      item.request->mailbox_->abandon(
+          *item.request, Status(Code::kPeerLost, "the receiving rank " + link.problem));
+    }
+    return;
+  }
+  bool wasEmpty = link.queue.empty();
+  link.queue.push_back(std::move(item));
+  if (wasEmpty && link.sender) flush(link);
+}
+
+// ---- groups ------------------------------------------------------------------------------------
+
+Mailbox* Endpoint::find(uint64_t context, int rank) {
+  auto found = mailboxes_.find({context, rank});
+  return found == mailboxes_.end() ? nullptr : found->second;
+}
+
+void Endpoint::addMailbox(Mailbox* mailbox) {
+  const GroupAddress& group = mailbox->group();
+  mailboxes_[{group.context, group.rank}] = mailbox;
+  for (const PeerAddress& peer : group.peers) watchProcess(peer);
+  std::vector<Orphan> waiting;
+  waiting.swap(orphans_);
+  for (Orphan& orphan : waiting) {
+    if (orphan.header.context != group.context || orphan.header.destination != group.rank) {
+      orphans_.push_back(std::move(orphan));
+      continue;
+    }
+    deliverWhole(*mailbox, orphan.header, orphan.payload);
+  }
+}
+
+void Endpoint::removeMailbox(Mailbox* mailbox) {
+  std::pair<uint64_t, int> key{mailbox->group().context, mailbox->group().rank};
+  mailboxes_.erase(key);
+  closed_.insert(key);
+  for (auto& link : inLinks_) {
+    if (link->mailbox == mailbox) {
+      link->mailbox = nullptr;
+      link->target = {};
+    }
+  }
+  std::erase_if(orphans_, [&](const Orphan& orphan) {
+    return orphan.header.context == key.first && orphan.header.destination == key.second;
+  });
+}
+
+void Endpoint::watchProcess(const PeerAddress& peer) {
+  if (!isLocal(peer) || peer.uid == address_.uid || processes_.count(peer.uid)) return;
+  if (processStartTicks(peer.pid) != peer.startTicks) return;  // of another pid namespace
+#ifdef SYS_pidfd_open
+  Fd process(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+  if (process.isOpen() && processStartTicks(peer.pid) == peer.startTicks) {
+    (void)sleeper_.watch(process.get());
+    processes_[peer.uid] = std::move(process);
+  }
+#endif
+}
+
+bool Endpoint::hasQueued(uint64_t context, int rank) const {
+  for (auto& [uid, link] : outLinks_) {
+    for (const OutItem& item : link->queue) {
+      if (item.header.context == context && item.header.source == rank) return true;
+    }
+  }
+  return false;
+}
+
+bool Endpoint::sendFd(const std::string& uid, int fd, const std::string& cookie) {
+  auto found = outLinks_.find(uid);
+  if (found == outLinks_.end() || !found->second->sender || !found->second->isShm) return false;
+  return static_cast<ShmSender&>(*found->second->sender).sendFd(fd, cookie);
+}
+
+Fd Endpoint::takeFd(const std::string& uid, const std::string& cookie) {
+  for (auto& link : inLinks_) {
+    if (link->peerUid != uid || !link->isShm) continue;
+    Fd fd = static_cast<ShmReceiver&>(*link->receiver).takeFd(cookie);
+    if (fd.isOpen()) return fd;
+  }
+  return Fd();
+}
+
+}  // namespace mycoll

@@ -1,0 +1,177 @@
+// Endpoint: a process's end of all its connections. All groups of the process share it, so that
+// descriptors grow with the number of peer processes and not with the number of groups.
+//
+// Thread contract: all public functions [any thread] unless marked. One lock, ioMutex(), guards the
+// links and all mailboxes' matching; it is never held while anything blocks or calls back.
+// Lock order: a group's queue, then the I/O lock, then the sleeper's.
+// Lifetime: groups hold the endpoint by shared_ptr; the last one closes it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/env.h"
+#include "base/fd.h"
+#include "base/status.h"
+#include "base/task.h"
+#include "transport/bell.h"
+#include "transport/handshake.h"
+#include "transport/link.h"
+#include "transport/mailbox.h"
+#include "transport/peer.h"
+#include "transport/sleeper.h"
+
+namespace mycoll {
+
+// A message that its receiver must be ready to buffer is never larger.
+constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
+
+// Something on its way out on a link.
+struct OutItem {
+  FrameHeader header;
+  const char* payload = nullptr;
+  std::string owned;           // payload of control frames
+  size_t sent = 0;             // of header and payload together
+  Transfer* request = nullptr;  // told when the payload has left; null: nobody
+  // kData: the whole message; the item sends piece after piece, others in between.
+  Span message;
+  size_t messageSent = 0;
+};
+
+struct OutLink {
+  PeerAddress peer;
+  std::unique_ptr<LinkSender> sender;  // null until connected
+  Task connecting;
+  std::deque<OutItem> queue;
+  bool isLost = false;
+  bool isShm = false;
+  std::string problem;  // why the connection failed; the link is given up at the next opportunity
+};
+
+struct InLink {
+  std::string peerUid;
+  std::unique_ptr<LinkReceiver> receiver;
+  bool isShm = false;
+  FrameHeader header;
+  size_t headerGot = 0;
+  size_t payloadGot = 0;
+  Mailbox* mailbox = nullptr;  // of the frame being read; null: its payload is thrown away
+  Mailbox::Target target;
+  std::string control;  // payload of a control frame, or of one for a group not made yet
+  std::string problem;
+};
+
+// A connection that has not proved anything yet.
+struct Accepting {
+  Fd socket;
+  bool isUnix = false;
+  Deadline deadline;
+  Task task;
+  std::unique_ptr<InLink> link;  // what the handshake ends with; null when it failed
+};
+
+struct EndpointOptions {
+  TransportChoice transport = TransportChoice::kAuto;
+  InterfaceFilter interfaces;
+  std::string storeHost;  // empty: unknown
+  size_t eagerBytes = 64 * 1024;
+
+  static Status fromEnv(EndpointOptions* result);
+};
+
+class Endpoint : public std::enable_shared_from_this<Endpoint> {
+ public:
+  static Status create(EndpointOptions options, std::shared_ptr<Endpoint>* result);
+  ~Endpoint();
+
+  const PeerAddress& address() const { return address_; }
+  const EndpointOptions& options() const { return options_; }
+  Sleeper& sleeper() { return sleeper_; }
+  Bell bellOf(const PeerAddress& peer) const { return bell_.bellOf(peer.uid); }
+  // Whether shared memory is to be tried with this peer: both sides judge alike.
+  bool isLocal(const PeerAddress& peer) const {
+    return peer.hostIdentity == address_.hostIdentity;
+  }
+
+  // Moves what can be moved, without blocking. True if anything did.
+  bool progress();
+  // True while something is queued, posted or being connected.
+  bool hasPending() const { return pending_.load(std::memory_order_relaxed) > 0; }
+  // Bracket sleep(): while asleep, peers ring.
+  void setAsleep(bool asleep);
+
+  // For Mailbox. [I/O lock] from here on, but for ioMutex().
+  std::mutex& ioMutex() { return io_; }
+  void addMailbox(Mailbox* mailbox);
+  void removeMailbox(Mailbox* mailbox);
+  OutLink& linkTo(const PeerAddress& peer, const GroupAddress& group, int destination);
+  void enqueue(OutLink& link, OutItem item);
+  void forget(Transfer* request);  // out of all queues
+  void addPending(int delta) { pending_.fetch_add(delta, std::memory_order_relaxed); }
+  void finishDelivered(Transfer* request) { delivered_.push_back(request); }
+  bool hasLinkTo(const PeerAddress& peer) const { return outLinks_.count(peer.uid) > 0; }
+  bool hasQueued(uint64_t context, int rank) const;
+  bool sendFd(const std::string& uid, int fd, const std::string& cookie);
+  Fd takeFd(const std::string& uid, const std::string& cookie);
+  // Looks at the process that a pid names, and reports when it ends.
+  void watchProcess(const PeerAddress& peer);
+
+ private:
+  explicit Endpoint(EndpointOptions options);
+  Status open();
+  void handleEvents(const epoll_event* events, int count);
+  void onEvent(int fd);
+  void pollEvents();
+  bool moveBytes();
+  void loseBroken();
+  bool flush(OutLink& link);
+  bool drain(InLink& link);
+  bool beginFrame(InLink& link);
+  void endFrame(InLink& link);
+  void deliverWhole(Mailbox& mailbox, const FrameHeader& header, const std::string& payload);
+  void acceptFrom(int listener, bool isUnix);
+  void runHandshakes();
+  Mailbox* find(uint64_t context, int rank);
+  void peerLost(const std::string& uid, const std::string& how);
+
+  Task connectTask(OutLink* link, HandshakeGroup group);
+  Task connectOver(OutLink* link, const HandshakeGroup& group, Fd socket, bool isShm);
+  Task acceptTask(Accepting* accepting);
+  void finishConnecting(OutLink& link);
+
+  const EndpointOptions options_;
+  PeerAddress address_;
+  Sleeper sleeper_;
+  BellSocket bell_;
+  Fd unixListener_;
+  std::vector<Fd> tcpListeners_;
+
+  std::mutex io_;
+  std::map<std::pair<uint64_t, int>, Mailbox*> mailboxes_;  // by context and rank
+  std::unordered_map<std::string, std::unique_ptr<OutLink>> outLinks_;
+  std::vector<std::unique_ptr<InLink>> inLinks_;
+  std::vector<std::unique_ptr<Accepting>> accepting_;
+  std::map<std::string, Fd> processes_;  // by uid: a pidfd
+  std::vector<Transfer*> delivered_;
+  // Frames that came before their group was made here, whole.
+  struct Orphan {
+    FrameHeader header;
+    std::string payload;
+  };
+  std::vector<Orphan> orphans_;
+  std::set<std::pair<uint64_t, int>> closed_;  // groups that this process has left
+  int tcpLinks_ = 0;
+  int connecting_ = 0;
+  int asleep_ = 0;
+  uint32_t pollCount_ = 0;
+  std::atomic<int> pending_{0};
+};
+
+}  // namespace mycoll

@@ -1,0 +1,53 @@
+// What travels on a link: frames, each a header and `payloadBytes` of payload.
+//
+//   kEager           a whole message that is small enough to be buffered by the receiver
+//   kRequestToSend   a larger message is ready; its payload waits at the sender
+//   kClearToSend     the receiver has posted memory for it (answers on the link in the other direction)
+//   kData            a piece of that payload
+//   kAbort           the group has failed; the payload is the first cause
+//   kGoodbye         the sender has left the group in good order
+//   kProbe           the sender has waited long in the collective whose number and signature it tells
+#pragma once
+
+#include <cstdint>
+
+#include "base/call.h"
+
+namespace mycoll {
+
+enum class FrameKind : uint8_t {
+  kEager = 1,
+  kRequestToSend,
+  kClearToSend,
+  kData,
+  kAbort,
+  kGoodbye,
+  kProbe,
+};
+
+// Messages of different classes never match each other.
+enum class MessageClass : uint8_t { kCollective, kPointToPoint, kControl };
+
+struct FrameHeader {
+  static constexpr uint32_t kMagic = 0x4c59434d;  // "MCYL"
+
+  uint32_t magic = kMagic;
+  FrameKind kind = FrameKind::kEager;
+  MessageClass messageClass = MessageClass::kCollective;
+  uint16_t reserved = 0;
+  int32_t source = 0;  // ranks in the group
+  int32_t destination = 0;
+  uint64_t context = 0;  // the group, see Mailbox
+  uint64_t tag = 0;
+  Signature signature;
+  uint64_t messageBytes = 0;
+  uint64_t payloadBytes = 0;  // that follow this header
+  uint64_t senderRequest = 0;
+  uint64_t receiverRequest = 0;
+};
+static_assert(sizeof(FrameHeader) == 88);
+
+// Larger announcements are nonsense; smaller ones are still checked against what was posted.
+constexpr uint64_t kMaxControlBytes = 16 * 1024;
+
+}  // namespace mycoll

@@ -1,0 +1,208 @@
+// The endpoint's half that reads and writes frames on links.
+#include <algorithm>
+#include <cstring>
+
+#include "base/log.h"
+#include "transport/endpoint.h"
+
+namespace mycoll {
+namespace {
+
+// Large messages leave in pieces, so that others get their turn on the link.
+constexpr size_t kPieceBytes = 256 * 1024;
+// Frames for groups that are not made yet on this side.
+constexpr size_t kMaxOrphans = 4096;
+
+// Stands in for memory that was taken back while a frame was on its way.
+alignas(64) const char kZeros[kPieceBytes] = {};
+
+// Frames of the group itself; their payload is short and handed over whole.
+bool isControlFrame(FrameKind kind) {
+  return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe;
+}
+
+void beginPiece(OutItem& item) {
+  size_t bytes = std::min(kPieceBytes, item.message.bytes - item.messageSent);
+  item.payload = item.message.begin() + item.messageSent;
+  item.header.payloadBytes = bytes;
+  item.sent = 0;
+}
+
+}  // namespace
+
+bool Endpoint::flush(OutLink& link) {
+  bool moved = false;
+  while (link.sender && link.problem.empty() && !link.queue.empty()) {
+    OutItem& item = link.queue.front();
+    bool isPieced = item.header.kind == FrameKind::kData;
+    if (isPieced && !item.payload) beginPiece(item);
+    size_t total = sizeof(FrameHeader) + item.header.payloadBytes;
+    const char* payload = item.owned.empty() ? item.payload : item.owned.data();
+    Span parts[2];
+    int count = 0;
+    if (item.sent < sizeof(FrameHeader)) {
+      char* start = reinterpret_cast<char*>(&item.header) + item.sent;
+      parts[count++] = {start, sizeof(FrameHeader) - item.sent};
+    }
+    size_t payloadSent = item.sent < sizeof(FrameHeader) ? 0 : item.sent - sizeof(FrameHeader);
+    if (payloadSent < item.header.payloadBytes) {
+      parts[count++] = {const_cast<char*>(payload) + payloadSent,
+                        item.header.payloadBytes - payloadSent};
+    }
+    ssize_t wrote = link.sender->write(parts, count);
+    if (wrote < 0) {
+      link.problem = "closed its connection";
+      return moved;
+    }
+    if (wrote == 0) return moved;
+    moved = true;
+    item.sent += static_cast<size_t>(wrote);
+    if (item.sent < total) continue;
+    if (isPieced && item.request) {
+      item.messageSent += item.header.payloadBytes;
+      if (item.messageSent < item.message.bytes) {
+        item.payload = nullptr;
+        if (link.queue.size() > 1) {
+          link.queue.push_back(std::move(item));
+          link.queue.pop_front();
+        }
+        continue;
+      }
+    }
+    Transfer* request = item.request;
+    link.queue.pop_front();
+    if (request) request->mailbox_->finish(*request, Status());
+  }
+  return moved;
+}
+
+void Endpoint::forget(Transfer* request) {
+  for (auto& [uid, link] : outLinks_) {
+    for (auto item = link->queue.begin(); item != link->queue.end();) {
+      if (item->request != request) {
+        ++item;
+      } else if (item->sent == 0 || !item->payload) {
+        item = link->queue.erase(item);
+      } else {
+        // Half of the frame has left: the rest of it must follow, whatever it holds.
+        item->request = nullptr;
+        item->payload = kZeros;
+        ++item;
+      }
+    }
+  }
+  for (auto& link : inLinks_) {
+    if (link->target.request == request) link->target = {};
+  }
+}
+
+bool Endpoint::drain(InLink& link) {
+  bool moved = false;
+  char discarded[4096];
+  while (link.problem.empty()) {
+    if (link.headerGot < sizeof(FrameHeader)) {
+      ssize_t got = link.receiver->read(reinterpret_cast<char*>(&link.header) + link.headerGot,
+                                        sizeof(FrameHeader) - link.headerGot, false);
+      if (got < 0) link.problem = "closed its connection";
+      if (got <= 0) return moved;
+      moved = true;
+      link.headerGot += static_cast<size_t>(got);
+      if (link.headerGot < sizeof(FrameHeader)) continue;
+      link.payloadGot = 0;
+      if (!beginFrame(link)) return moved;
+    }
+    size_t left = link.header.payloadBytes - link.payloadGot;
+    if (left > 0) {
+      bool isKept = link.target.data || !link.control.empty();
+      char* into = link.target.data         ? link.target.data + link.payloadGot
+                   : !link.control.empty() ? link.control.data() + link.payloadGot
+                                            : discarded;
+      ssize_t got = link.receiver->read(into, isKept ? left : std::min(left, sizeof(discarded)),
+                                        link.target.isStreaming);
+      if (got < 0) link.problem = "closed its connection in the middle of a message";
+      if (got <= 0) return moved;
+      moved = true;
+      link.payloadGot += static_cast<size_t>(got);
+      if (link.payloadGot < link.header.payloadBytes) continue;
+    }
+    link.headerGot = 0;
+    endFrame(link);
+  }
+  return moved;
+}
+
+// Decides where the payload goes. False: the frame makes no sense, and the link is given up.
+bool Endpoint::beginFrame(InLink& link) {
+  const FrameHeader& header = link.header;
+  link.mailbox = nullptr;
+  link.target = {};
+  link.control.clear();
+  const bool isControl = isControlFrame(header.kind);
+  uint64_t limit = isControl                           ? kMaxControlBytes
+                   : header.kind == FrameKind::kEager ? kMaxEagerBytes
+                   : header.kind == FrameKind::kData  ? ~uint64_t{0}
+                                                      : 0;
+  if (header.magic != FrameHeader::kMagic || header.payloadBytes > limit ||
+      (header.kind == FrameKind::kEager && header.messageBytes != header.payloadBytes)) {
+    link.problem = "sent something that is not a mycoll frame";
+    return false;
+  }
+  Mailbox* mailbox = find(header.context, header.destination);
+  if (!mailbox) {
+    if (closed_.count({header.context, header.destination}) || orphans_.size() >= kMaxOrphans) {
+      return true;  // read and thrown away
+    }
+    link.control.resize(header.payloadBytes);
+    return true;
+  }
+  if (header.source < 0 || header.source >= mailbox->ranks() ||
+      mailbox->group().peers[header.source].uid != link.peerUid) {
+    link.problem = "sent a message in the name of another rank";
+    return false;
+  }
+  link.mailbox = mailbox;
+  if (isControl) {
+    link.control.resize(header.payloadBytes);
+  } else if (header.kind != FrameKind::kClearToSend) {
+    link.target = mailbox->onFrame(header);
+  }
+  return true;
+}
+
+void Endpoint::endFrame(InLink& link) {
+  const FrameHeader& header = link.header;
+  Mailbox* mailbox = link.mailbox;
+  if (!mailbox) {
+    if (!find(header.context, header.destination) &&
+        !closed_.count({header.context, header.destination}) &&
+        link.control.size() == header.payloadBytes) {
+      orphans_.push_back({header, std::move(link.control)});
+    } else if (Mailbox* late = find(header.context, header.destination)) {
+      // Its group was made while the payload was arriving.
+      if (link.control.size() == header.payloadBytes) deliverWhole(*late, header, link.control);
+    }
+  } else if (header.kind == FrameKind::kClearToSend) {
+    mailbox->onClearToSend(header);
+  } else if (isControlFrame(header.kind)) {
+    mailbox->onControl(header, link.control);
+  } else {
+    mailbox->onPayload(header, link.target);
+  }
+  link.mailbox = nullptr;
+  link.target = {};
+  link.control.clear();
+}
+
+void Endpoint::deliverWhole(Mailbox& mailbox, const FrameHeader& header,
+                            const std::string& payload) {
+  if (header.source < 0 || header.source >= mailbox.ranks()) return;
+  if (isControlFrame(header.kind)) {
+    return mailbox.onControl(header, payload);
+  }
+  if (header.kind != FrameKind::kEager && header.kind != FrameKind::kRequestToSend) return;
+  Mailbox::Target target = mailbox.onFrame(header);
+  if (target.data && !payload.empty()) std::memcpy(target.data, payload.data(), payload.size());
+  if (header.kind == FrameKind::kEager) mailbox.onPayload(header, target);
+}
+
+}  // namespace mycoll

@@ -1,0 +1,118 @@
+#include "transport/handshake.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+
+#include "transport/shm/link.h"
+
+namespace mycoll {
+namespace {
+
+std::string transcript(const char* role, const Hello& hello, const uint8_t nonce[32]) {
+  std::string text = role;
+  text.append(reinterpret_cast<const char*>(&hello), sizeof(hello));
+  text.append(reinterpret_cast<const char*>(nonce), 32);
+  return text;
+}
+
+socklen_t unixAddress(const std::string& uid, sockaddr_un* address) {
+  std::string name = "mycoll-" + uid;
+  std::memset(address, 0, sizeof(*address));
+  address->sun_family = AF_UNIX;
+  std::memcpy(address->sun_path + 1, name.data(), name.size());  // abstract: no file
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+}
+
+}  // namespace
+
+Digest acceptorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32]) {
+  return hmacSha256(secret, transcript("mycoll accept", hello, nonce));
+}
+
+Digest connectorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32],
+                      const char cookie[32]) {
+  return hmacSha256(secret, transcript("mycoll connect", hello, nonce) + std::string(cookie, 32));
+}
+
+Status listenUnix(const std::string& uid, Fd* listener) {
+  Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  sockaddr_un address;
+  socklen_t length = unixAddress(uid, &address);
+  if (!socket.isOpen() ||
+      bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      listen(socket.get(), 1024) != 0) {
+    return Status(Code::kNetwork,
+                  std::string("cannot listen on a unix socket: ") + strerror(errno));
+  }
+  *listener = std::move(socket);
+  return Status();
+}
+
+Status connectUnix(const std::string& uid, Fd* result) {
+  Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  sockaddr_un address;
+  socklen_t length = unixAddress(uid, &address);
+  if (!socket.isOpen() ||
+      connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+    return Status(Code::kNetwork,
+                  std::string("cannot connect to a unix socket: ") + strerror(errno));
+  }
+  *result = std::move(socket);
+  return Status();
+}
+
+bool isSameUser(int socket) {
+  ucred peer{};
+  socklen_t length = sizeof(peer);
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) != 0) return false;
+  return peer.uid == geteuid() || peer.uid == 0 || geteuid() == 0;
+}
+
+bool ReadExactly::ready() {
+  while (bytes_ > 0 && !failed_) {
+    ssize_t got = descriptor_ ? receiveDescriptor(socket_, descriptor_, data_, bytes_)
+                              : recv(socket_, data_, bytes_, MSG_DONTWAIT);
+    if (got > 0) {
+      data_ += got;
+      bytes_ -= static_cast<size_t>(got);
+    } else if (got < 0 && errno == EAGAIN) {
+      return late();
+    } else if (got == 0 || errno != EINTR) {
+      return fail();
+    }
+  }
+  return true;
+}
+
+bool WriteExactly::ready() {
+  while (bytes_ > 0 && !failed_) {
+    ssize_t sent = ::send(socket_, data_, bytes_, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent > 0) {
+      data_ += sent;
+      bytes_ -= static_cast<size_t>(sent);
+    } else if (sent < 0 && errno == EAGAIN) {
+      return late();
+    } else if (errno != EINTR) {
+      return fail();
+    }
+  }
+  return true;
+}
+
+bool Connected::ready() {
+  pollfd state{socket_, POLLOUT, 0};
+  if (poll(&state, 1, 0) <= 0) return late();
+  int error = 0;
+  socklen_t length = sizeof(error);
+  getsockopt(socket_, SOL_SOCKET, SO_ERROR, &error, &length);
+  if (error != 0) fail();
+  return true;
+}
+
+}  // namespace mycoll

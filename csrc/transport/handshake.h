@@ -1,0 +1,123 @@
+// How two processes come to believe each other before a byte of either is acted on. Both prove that
+// they know the secret of a group that both are in; the proofs cover what both have said, so that
+// neither can be replayed or reflected.
+//
+//   connector                                 acceptor
+//   Hello: group, ranks, uids, nonce    ->
+//                                       <-    Challenge: nonce, HMAC(secret, "accept" Hello nonce)
+//   Proof: HMAC(secret, "connect" Hello nonce cookie)
+//          [shm: with the ring's memory] ->
+//                                       <-    Verdict
+//
+// All sizes are fixed: nothing is allocated for a stranger but a socket and a coroutine, whose
+// number and time are bounded (endpoint).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+#include "base/sha256.h"
+#include "base/status.h"
+#include "base/task.h"
+
+namespace mycoll {
+
+constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
+constexpr uint32_t kHandshakeVersion = 1;
+
+// Which group vouches for a connection.
+struct HandshakeGroup {
+  uint64_t context = 0;
+  std::string secret;
+  int source = 0;
+  int destination = 0;
+};
+
+struct Hello {
+  uint64_t magic = kHandshakeMagic;
+  uint32_t version = kHandshakeVersion;
+  uint32_t isShm = 0;
+  uint64_t context = 0;
+  int32_t source = 0;
+  int32_t destination = 0;
+  char sourceUid[32];
+  char destinationUid[32];
+  uint8_t nonce[32];
+};
+struct Challenge {
+  uint8_t nonce[32];
+  Digest mac;
+};
+struct Proof {
+  char cookie[32];  // also stands in the ring's memory, if there is one
+  Digest mac;
+};
+struct Verdict {
+  uint32_t isAccepted = 0;
+  uint32_t reserved = 0;
+};
+
+Digest acceptorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32]);
+Digest connectorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32],
+                      const char cookie[32]);
+
+Status listenUnix(const std::string& uid, Fd* listener);
+Status connectUnix(const std::string& uid, Fd* socket);
+// The connected process runs as this user, or as root.
+bool isSameUser(int socket);
+
+// ---- conditions: moving bytes over a socket without blocking ------------------------------------
+
+class SocketCondition : public Condition {
+ public:
+  bool hasFailed() const { return failed_; }
+
+ protected:
+  SocketCondition(int socket, Deadline deadline) : socket_(socket), deadline_(deadline) {}
+  // True ends the wait.
+  bool fail() { return failed_ = true; }
+  bool late() { return deadline_.expired() ? fail() : false; }
+
+  const int socket_;
+  const Deadline deadline_;
+  bool failed_ = false;
+};
+
+// Exactly so many bytes, and at most one descriptor with them.
+class ReadExactly final : public SocketCondition {
+ public:
+  ReadExactly(int socket, void* data, size_t bytes, Deadline deadline, Fd* descriptor = nullptr)
+      : SocketCondition(socket, deadline),
+        data_(static_cast<char*>(data)),
+        bytes_(bytes),
+        descriptor_(descriptor) {}
+  bool ready() override;
+
+ private:
+  char* data_;
+  size_t bytes_;
+  Fd* descriptor_;
+};
+
+class WriteExactly final : public SocketCondition {
+ public:
+  WriteExactly(int socket, const void* data, size_t bytes, Deadline deadline)
+      : SocketCondition(socket, deadline), data_(static_cast<const char*>(data)), bytes_(bytes) {}
+  bool ready() override;
+
+ private:
+  const char* data_;
+  size_t bytes_;
+};
+
+// A connection that was started is there, or has failed.
+class Connected final : public SocketCondition {
+ public:
+  Connected(int socket, Deadline deadline) : SocketCondition(socket, deadline) {}
+  bool ready() override;
+};
+
+}  // namespace mycoll

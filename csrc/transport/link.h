@@ -1,0 +1,44 @@
+// A link carries bytes in one direction from one process to another, reliably and in order.
+// Two implementations: shm/link.h inside a host, tcp/link.h between hosts. A pair of processes that
+// talk both ways has two links, each made by its sender when it first has something to send: so two
+// processes that connect to each other at the same moment need no arbitration.
+//
+// Thread contract: all calls under the endpoint's I/O lock, except where marked.
+// Nothing here blocks. Data is accepted or delivered as far as there is room.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+
+#include "base/types.h"
+
+namespace mycoll {
+
+class LinkSender {
+ public:
+  virtual ~LinkSender() = default;
+  // Takes bytes from the parts in order. Returns how many (0: no room now), or -1 when the peer is
+  // gone.
+  virtual ssize_t write(const Span* parts, int count) = 0;
+  // About to sleep (true), or awake again: while asleep and short of room, the peer must ring.
+  virtual void setAsleep(bool asleep) = 0;
+  // Readable or hung up when the peer has gone; owned by the link.
+  virtual int fd() const = 0;
+};
+
+class LinkReceiver {
+ public:
+  virtual ~LinkReceiver() = default;
+  // Up to `bytes` into `data`. Returns how many (0: nothing there now), or -1 when the peer has gone
+  // and all it had sent was read. streaming: the destination will not be read soon by this process.
+  virtual ssize_t read(void* data, size_t bytes, bool streaming) = 0;
+  // False only if read() would surely return 0. Cheap: no system call.
+  virtual bool maybeReadable() const = 0;
+  // The descriptor became readable or hung up.
+  virtual void onEvent() = 0;
+  virtual void setAsleep(bool asleep) = 0;
+  virtual int fd() const = 0;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,216 @@
+// Mailbox: the messages of one rank of one group. Matches what arrives with what was posted, by
+// class, source and tag, in order; compares signatures before any payload is used.
+//
+// Small messages are sent at once and buffered by the receiver when nothing is posted; larger ones
+// wait at the sender until the receiver has posted memory for them, so nothing is ever read that has
+// no place to go.
+//
+// Thread contract: functions may be called from any thread unless marked [I/O lock]; they take the
+// endpoint's I/O lock themselves.
+// Lifetime: a mailbox registers itself at the endpoint for as long as it lives; requests must not
+// outlive it. The memory of a posted request must live until it is done or destroyed.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fd.h"
+#include "base/status.h"
+#include "base/task.h"
+#include "transport/frame.h"
+#include "transport/peer.h"
+
+namespace mycoll {
+
+class Endpoint;
+class Mailbox;
+
+constexpr int kFromAnyone = -1;
+
+// One message to send or receive. A coroutine keeps it in its frame and awaits it; who needs to be
+// told instead overrides deliver().
+class Transfer : public Condition {
+ public:
+  Transfer() = default;
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+  virtual ~Transfer();  // takes an unfinished request back
+
+  bool ready() final { return done_.load(std::memory_order_acquire); }
+  // Only when ready.
+  const Status& status() const { return status_; }
+  // The rank that the message came from (receive) or goes to. Receive: only when ready.
+  int peer() const { return peer_; }
+
+ protected:
+  explicit Transfer(bool isDelivered) : isDelivered_(isDelivered) {}
+  // For requests that are delivered: called once without locks instead of becoming ready under the
+  // I/O lock. The implementation calls markDone(), and may drop its last reference in here.
+  virtual void deliver() {}
+  void markDone() { done_.store(true, std::memory_order_release); }
+
+ private:
+  friend class Mailbox;
+  friend class Endpoint;
+
+  const bool isDelivered_ = false;
+  bool isPosted_ = false;  // known to the mailbox: queued, matched or waiting
+  bool isReceive_ = false;
+  int peer_ = -1;
+  MessageClass messageClass_ = MessageClass::kCollective;
+  uint64_t tag_ = 0;
+  Signature signature_;
+  Span data_;
+  size_t transferred_ = 0;
+  uint64_t id_ = 0;
+  Mailbox* mailbox_ = nullptr;
+  Transfer* previous_ = nullptr;  // in the mailbox's list of open requests
+  Transfer* next_ = nullptr;
+  Status status_;
+  std::atomic<bool> done_{false};
+};
+
+// Told about what befalls the group. [I/O lock]: must not block and not call back in.
+class MailboxListener {
+ public:
+  virtual void onFailure(const Status& cause) = 0;
+  virtual void onGoodbye(int rank) = 0;
+  // A process has ended: did this rank of it leave the group before, by another road?
+  virtual bool hasLeft(int rank) = 0;
+
+ protected:
+  ~MailboxListener() = default;
+};
+
+struct GroupAddress {
+  uint64_t context = 0;  // the same number on all ranks, and no other group's
+  std::string name;
+  std::string secret;  // 32 bytes that only members know
+  int rank = 0;
+  std::vector<PeerAddress> peers;  // by rank
+};
+
+class Mailbox {
+ public:
+  Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group, MailboxListener* listener);
+  ~Mailbox();
+  // Takes it off the endpoint: its listener is not called any more. For a listener that goes first.
+  void detach();
+
+  int rank() const { return group_.rank; }
+  int ranks() const { return static_cast<int>(group_.peers.size()); }
+  const GroupAddress& group() const { return group_; }
+  Endpoint& endpoint() const { return *endpoint_; }
+
+  // Both post and return; the request is ready when the memory may be reused (send) or holds the
+  // message (receive). Sends to oneself are refused.
+  void send(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
+            const Signature& signature, Span data);
+  void receive(Transfer& request, int source, MessageClass messageClass, uint64_t tag,
+               const Signature& signature, Span data);
+  // Takes it back, unless it is ready.
+  void cancel(Transfer& request);
+
+  // The collective that runs now: arriving messages of the same number but another signature are a
+  // mismatch, whatever their tag. The number is the tag's upper part.
+  static constexpr int kStepBits = 20;
+  void beginCollective(uint64_t sequence, const Signature& signature);
+
+  // This rank has waited long in the current collective: asks the others to compare. Those that are
+  // in the same one, or were, or come to it, and were called differently, then say so.
+  void probe();
+
+  // Kills the group on this rank, first cause wins, and tells the others if `tell`.
+  void fail(const Status& cause, bool tell);
+  // All members see a failure by another road: fail() need not tell.
+  void setTellsOthers(bool tells);
+  // Tells the ranks that know this one by a connection that it has left.
+  void sayGoodbye();
+  // True when all that was queued has been handed to the links.
+  bool isFlushed();
+
+  // Hands a descriptor to a rank of this host, beside the messages. False where the connection to
+  // it is not by shared memory. Only after a message to it was sent.
+  bool sendFd(int destination, int fd, const std::string& cookie);
+  // What sendFd() at `source` sent with this cookie; closed when there is none.
+  Fd takeFd(int source, const std::string& cookie);
+
+  // "0 and 3 (node1:4712)": for messages.
+  std::string describeRank(int rank) const;
+
+  // [I/O lock] From here on.
+  void finish(Transfer& request, Status status);
+  // As finish(), for a request that may still be known elsewhere.
+  void abandon(Transfer& request, Status status);
+  void failLocked(const Status& cause, bool tell);
+  void onPeerLost(const std::string& uid, const std::string& how);
+  // Where the payload of this frame goes; null with skip: nowhere. May queue answers.
+  struct Unexpected;
+  struct Target {
+    char* data = nullptr;
+    Transfer* request = nullptr;
+    Unexpected* unexpected = nullptr;
+    bool isStreaming = false;
+  };
+  Target onFrame(const FrameHeader& header);
+  void onPayload(const FrameHeader& header, const Target& target);
+  void onClearToSend(const FrameHeader& header);
+  void onControl(const FrameHeader& header, const std::string& payload);
+
+ private:
+  bool checkRank(Transfer& request, int rank, const char* what);
+  void post(Transfer& request, MessageClass messageClass, uint64_t tag, const Signature& signature,
+            Span data);
+  Transfer* matchPosted(const FrameHeader& header);
+  bool signaturesAgree(const Signature& mine, const FrameHeader& header);
+  bool agrees(const Transfer& request, const FrameHeader& header);
+  void checkAgainstCollectives(int source, uint64_t sequence, const Signature& theirs);
+  void reportMismatch(const Signature& mine, int source, const Signature& theirs,
+                      const std::string& where);
+  void acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message);
+  void clearToSend(Transfer& request, const FrameHeader& header);
+  void queueControl(int destination, FrameKind kind, const std::string& payload);
+  FrameHeader header(FrameKind kind, int destination) const;
+
+  std::shared_ptr<Endpoint> endpoint_;
+  GroupAddress group_;
+  MailboxListener* listener_;
+  Status failure_;  // of the group; first cause
+  std::vector<bool> left_;
+  bool tellsOthers_ = true;
+  bool isDetached_ = false;
+
+  Transfer* open_ = nullptr;  // every request that is not finished, whatever it waits for
+  // In the order posted, and in the order of arrival. Short: linear search is the fastest.
+  std::vector<Transfer*> posted_;
+  std::list<Unexpected> unexpected_;
+  std::unordered_map<uint64_t, Transfer*> inFlight_;  // matched, or waiting for clear-to-send, by id
+  uint64_t nextId_ = 1;
+
+  // Signatures of the latest collectives, to judge what arrives late or early.
+  static constexpr uint64_t kRemembered = 256;
+  uint64_t currentSequence_ = 0;
+  bool hasBegun_ = false;
+  std::vector<Signature> remembered_;
+  struct Probe {
+    int rank;
+    uint64_t sequence;
+    Signature signature;
+  };
+  std::vector<Probe> probes_;  // for collectives that this rank has not come to yet
+};
+
+// A message that came before its receive was posted.
+struct Mailbox::Unexpected {
+  FrameHeader header;
+  std::unique_ptr<char[]> payload;
+  bool isComplete = false;
+  Transfer* claimedBy = nullptr;  // matched while its payload was still arriving
+};
+
+}  // namespace mycoll

@@ -1,0 +1,183 @@
+#include "transport/shm/link.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "kernels/copy.h"
+
+namespace mycoll {
+namespace {
+
+// Bytes are published in pieces, so that the receiver reads one while the sender writes the next.
+constexpr size_t kPieceBytes = 64 * 1024;
+constexpr uint64_t kMask = kRingBytes - 1;
+
+}  // namespace
+
+bool sendDescriptor(int socket, int fd, const char* data, size_t bytes) {
+  iovec part{const_cast<char*>(data), bytes};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  cmsghdr* rights = CMSG_FIRSTHDR(&message);
+  rights->cmsg_level = SOL_SOCKET;
+  rights->cmsg_type = SCM_RIGHTS;
+  rights->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(rights), &fd, sizeof(int));
+  return sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+}
+
+ssize_t receiveDescriptor(int socket, Fd* fd, char* data, size_t bytes) {
+  iovec part{data, bytes};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  ssize_t got = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (got < 0) return got;
+  for (cmsghdr* entry = CMSG_FIRSTHDR(&message); entry; entry = CMSG_NXTHDR(&message, entry)) {
+    if (entry->cmsg_level != SOL_SOCKET || entry->cmsg_type != SCM_RIGHTS) continue;
+    size_t count = (entry->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < count; ++i) {
+      int received;
+      std::memcpy(&received, CMSG_DATA(entry) + i * sizeof(int), sizeof(int));
+      fd->reset(received);  // only one is ever expected; others are closed
+    }
+  }
+  return got;
+}
+
+ShmSender::ShmSender(std::shared_ptr<Segment> segment, Fd socket, Bell bell)
+    : segment_(std::move(segment)),
+      ring_(reinterpret_cast<RingHeader*>(segment_->data())),
+      data_(segment_->data() + sizeof(RingHeader)),
+      socket_(std::move(socket)),
+      bell_(bell) {}
+
+ssize_t ShmSender::write(const Span* parts, int count) {
+  ssize_t total = 0;
+  size_t unpublished = 0;
+  for (int i = 0; i < count; ++i) {
+    const char* source = parts[i].begin();
+    size_t left = parts[i].bytes;
+    while (left > 0) {
+      size_t room = kRingBytes - (head_ - tailSeen_);
+      if (room == 0) {
+        tailSeen_ = ring_->tail.load(std::memory_order_acquire);
+        room = kRingBytes - (head_ - tailSeen_);
+        if (room == 0) {
+          if (unpublished) publish(head_);
+          return total;
+        }
+      }
+      size_t offset = head_ & kMask;
+      size_t piece = std::min({left, room, kRingBytes - offset, kPieceBytes - unpublished});
+      std::memcpy(data_ + offset, source, piece);
+      head_ += piece;
+      source += piece;
+      left -= piece;
+      total += static_cast<ssize_t>(piece);
+      unpublished += piece;
+      if (unpublished == kPieceBytes) {
+        publish(head_);
+        unpublished = 0;
+      }
+    }
+  }
+  if (unpublished) publish(head_);
+  return total;
+}
+
+void ShmSender::publish(uint64_t head) {
+  // Sequentially consistent against the receiver's "I am asleep, is there anything?": one of the
+  // two sees the other.
+  ring_->head.store(head, std::memory_order_seq_cst);
+  if (ring_->receiverAsleep.load(std::memory_order_seq_cst)) bell_.ring();
+}
+
+bool ShmSender::sendFd(int fd, const std::string& cookie) {
+  return sendDescriptor(socket_.get(), fd, cookie.data(), cookie.size());
+}
+
+void ShmSender::setAsleep(bool asleep) {
+  ring_->senderAsleep.store(asleep, std::memory_order_seq_cst);
+  if (asleep) tailSeen_ = ring_->tail.load(std::memory_order_seq_cst);
+}
+
+ShmReceiver::ShmReceiver(std::shared_ptr<Segment> segment, Fd socket, Bell bell)
+    : segment_(std::move(segment)),
+      ring_(reinterpret_cast<RingHeader*>(segment_->data())),
+      data_(segment_->data() + sizeof(RingHeader)),
+      socket_(std::move(socket)),
+      bell_(bell) {}
+
+bool ShmReceiver::maybeReadable() const {
+  return hungUp_ || ring_->head.load(std::memory_order_relaxed) != tail_;
+}
+
+ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
+  auto* target = static_cast<char*>(data);
+  ssize_t total = 0;
+  // A peer that can write to the ring can write nonsense to its header: never trust more than fits.
+  size_t available =
+      std::min<uint64_t>(ring_->head.load(std::memory_order_seq_cst) - tail_, kRingBytes);
+  while (bytes > 0 && available > 0) {
+    size_t offset = tail_ & kMask;
+    size_t piece = std::min({bytes, available, kRingBytes - offset, kPieceBytes});
+    if (streaming) {
+      copyStreaming(target, data_ + offset, piece);
+    } else {
+      std::memcpy(target, data_ + offset, piece);
+    }
+    tail_ += piece;
+    target += piece;
+    bytes -= piece;
+    available -= piece;
+    total += static_cast<ssize_t>(piece);
+    ring_->tail.store(tail_, std::memory_order_seq_cst);
+    if (ring_->senderAsleep.load(std::memory_order_seq_cst)) bell_.ring();
+  }
+  if (total == 0 && hungUp_ && bytes > 0) return -1;
+  return total;
+}
+
+// The socket carries descriptors and, at the end, the news that the peer has gone.
+void ShmReceiver::onEvent() {
+  for (;;) {
+    Fd fd;
+    char cookie[kCookieBytes];
+    ssize_t got = receiveDescriptor(socket_.get(), &fd, cookie, sizeof(cookie));
+    if (got == static_cast<ssize_t>(sizeof(cookie)) && fd.isOpen()) {
+      // An authenticated peer sends one for each group; more than this is a peer gone mad.
+      if (received_.size() < 4096) received_[std::string(cookie, sizeof(cookie))] = std::move(fd);
+    } else if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+      return;
+    } else {
+      hungUp_ = true;
+      return;
+    }
+  }
+}
+
+Fd ShmReceiver::takeFd(const std::string& cookie) {
+  onEvent();
+  auto found = received_.find(cookie);
+  if (found == received_.end()) return Fd();
+  Fd fd = std::move(found->second);
+  received_.erase(found);
+  return fd;
+}
+
+void ShmReceiver::setAsleep(bool asleep) {
+  ring_->receiverAsleep.store(asleep, std::memory_order_seq_cst);
+}
+
+}  // namespace mycoll

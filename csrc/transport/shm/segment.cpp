@@ -1,0 +1,89 @@
+#include "transport/shm/segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+namespace mycoll {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+// The segments of this process by inode; see the header for why.
+struct Registry {
+  std::mutex mutex;
+  std::map<unsigned long, std::weak_ptr<Segment>> segments;
+};
+
+Registry& registry() {
+  static Registry* instance = new Registry;  // never destroyed: segments may outlive static objects
+  return *instance;
+}
+
+Status failed(const char* what) {
+  return Status(Code::kNetwork, std::string("shared memory: ") + what + ": " + strerror(errno));
+}
+
+}  // namespace
+
+Status Segment::create(size_t bytes, std::shared_ptr<Segment>* result) {
+  Fd fd(memfd_create("mycoll", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd.isOpen()) return failed("memfd_create");
+  if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return failed("ftruncate");
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) return failed("sealing");
+  return map(std::move(fd), bytes, result);
+}
+
+Status Segment::adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
+  struct stat info;
+  if (fstat(fd.get(), &info) != 0) return failed("fstat");
+  int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || static_cast<size_t>(info.st_size) != bytes) {
+    return Status(Code::kNetwork, "shared memory: what the peer sent is not a sealed segment of " +
+                                      std::to_string(bytes) + " bytes");
+  }
+  return map(std::move(fd), bytes, result);
+}
+
+Status Segment::map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
+  struct stat info;
+  if (fstat(fd.get(), &info) != 0) return failed("fstat");
+  Registry& known = registry();
+  std::lock_guard<std::mutex> lock(known.mutex);
+  auto found = known.segments.find(info.st_ino);
+  if (found != known.segments.end()) {
+    if (auto segment = found->second.lock()) {
+      *result = std::move(segment);
+      return Status();
+    }
+  }
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (data == MAP_FAILED) return failed("mmap");
+  // A child of fork() must not write into a group that belongs to its parent.
+  (void)madvise(data, bytes, MADV_DONTFORK);
+  auto segment = std::shared_ptr<Segment>(new Segment);
+  segment->fd_ = std::move(fd);
+  segment->data_ = static_cast<char*>(data);
+  segment->bytes_ = bytes;
+  segment->inode_ = info.st_ino;
+  known.segments[info.st_ino] = segment;
+  *result = std::move(segment);
+  return Status();
+}
+
+Segment::~Segment() {
+  Registry& known = registry();
+  std::lock_guard<std::mutex> lock(known.mutex);
+  auto found = known.segments.find(inode_);
+  if (found != known.segments.end() && found->second.expired()) known.segments.erase(found);
+  if (data_) munmap(data_, bytes_);
+}
+
+}  // namespace mycoll

@@ -1,0 +1,42 @@
+// A piece of memory shared between processes: a memfd, without a name, sealed against shrinking, so
+// that nothing is left behind by a crash, /dev/shm's limit does not apply, and no peer can cause
+// SIGBUS by truncating it.
+//
+// Thread contract: create and adopt from any thread; the object itself is immutable.
+// Inside one process a segment is mapped once, however often it is adopted: ranks that are threads
+// then share addresses, which is what lets ThreadSanitizer see their accesses as one.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "base/fd.h"
+#include "base/status.h"
+
+namespace mycoll {
+
+class Segment {
+ public:
+  // Zeroed memory.
+  static Status create(size_t bytes, std::shared_ptr<Segment>* result);
+  // Maps what a peer has sent. Refuses a descriptor that is not a sealed memfd of this size.
+  static Status adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);
+  ~Segment();
+
+  char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  int fd() const { return fd_.get(); }
+  // The mapping needs no descriptor: closed once every peer has been handed it.
+  void closeFd() { fd_.reset(); }
+
+ private:
+  Segment() = default;
+  static Status map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);
+
+  Fd fd_;
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+  unsigned long inode_ = 0;
+};
+
+}  // namespace mycoll

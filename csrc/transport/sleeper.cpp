@@ -1,0 +1,97 @@
+#include "transport/sleeper.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+namespace mycoll {
+
+Status Sleeper::open(HandleEvents handleEvents) {
+  handleEvents_ = std::move(handleEvents);
+  epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
+  event_.reset(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!epoll_.isOpen() || !event_.isOpen()) {
+    return Status(Code::kInternal, std::string("cannot open an epoll descriptor: ") +
+                                       strerror(errno));
+  }
+  // The only level-triggered one: it is read by the leader alone, after it has the lead again.
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.fd = event_.get();
+  epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, event_.get(), &event);
+  return Status();
+}
+
+Status Sleeper::watch(int fd) {
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
+  event.data.fd = fd;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    return Status(Code::kInternal, std::string("epoll_ctl: ") + strerror(errno));
+  }
+  return Status();
+}
+
+void Sleeper::sleep(uint64_t generation, Deadline deadline) {
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (generation_.load(std::memory_order_relaxed) == generation) {
+      if (!hasLeader_) {
+        lead(lock, deadline);
+      } else {
+        if (leaderIsIdle_) kick();
+        ++followers_;
+        auto over = [&] {
+          return generation_.load(std::memory_order_relaxed) != generation || !hasLeader_;
+        };
+        if (deadline.isNever()) {
+          changed_.wait(lock, over);
+        } else {
+          changed_.wait_until(lock, deadline.when(), over);
+        }
+        --followers_;
+      }
+    }
+  }
+  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Sleeper::idle(uint64_t generation, Deadline deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (generation_.load(std::memory_order_relaxed) != generation || hasLeader_) return;
+  leaderIsIdle_ = true;
+  lead(lock, deadline);
+}
+
+void Sleeper::lead(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  hasLeader_ = true;
+  lock.unlock();
+  epoll_event events[kMaxEvents];
+  int count = epoll_wait(epoll_.get(), events, kMaxEvents, deadline.pollMilliseconds());
+  uint64_t ignored;
+  (void)!read(event_.get(), &ignored, sizeof(ignored));
+  if (count > 0) handleEvents_(events, count);
+  lock.lock();
+  hasLeader_ = false;
+  leaderIsIdle_ = false;
+  generation_.fetch_add(1, std::memory_order_seq_cst);
+  if (followers_ > 0) changed_.notify_all();
+}
+
+void Sleeper::wakeAll() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  generation_.fetch_add(1, std::memory_order_seq_cst);
+  if (hasLeader_) kick();
+  if (followers_ > 0) changed_.notify_all();
+}
+
+void Sleeper::kick() {
+  uint64_t one = 1;
+  (void)!write(event_.get(), &one, sizeof(one));
+}
+
+}  // namespace mycoll

@@ -1,0 +1,70 @@
+// How the threads of a process sleep until something may have happened. One thread, the leader, is
+// in epoll_wait; the others wait for it. Nobody wakes for somebody else's event without passing it
+// on, so no wake-up is lost:
+//
+//   generation = sleeper.generation();
+//   <ask peers to ring: setAsleep>          <- before the last look
+//   if (<what I wait for is there>) ...
+//   sleeper.sleep(generation, deadline);
+//
+// The progress thread leads when nobody else wants to (idle): it then wakes for sockets but is not
+// counted as asleep, so peers do not ring for it. Whoever really waits takes the lead from it.
+//
+// Thread contract: all [any thread].
+#pragma once
+
+#include <sys/epoll.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+#include "base/status.h"
+
+namespace mycoll {
+
+class Sleeper {
+ public:
+  static constexpr int kMaxEvents = 64;
+  // Called by the leader with what epoll_wait returned, before anybody else is woken.
+  using HandleEvents = std::function<void(const epoll_event* events, int count)>;
+
+  Status open(HandleEvents handleEvents);
+  // Edge triggered: in, out and hang-up.
+  Status watch(int fd);
+  int epollFd() const { return epoll_.get(); }
+
+  uint64_t generation() const { return generation_.load(std::memory_order_seq_cst); }
+  // Returns when the generation has moved on, at the deadline, or earlier for no reason.
+  void sleep(uint64_t generation, Deadline deadline);
+  // As sleep(), for the progress thread when it waits for nothing in particular.
+  void idle(uint64_t generation, Deadline deadline);
+  // Something that another thread may be waiting for has happened.
+  void wakeAll();
+  // As wakeAll(), but free when nobody sleeps.
+  void wakeSleepers() {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_relaxed) > 0) wakeAll();
+  }
+
+ private:
+  void lead(std::unique_lock<std::mutex>& lock, Deadline deadline);
+  void kick();
+
+  HandleEvents handleEvents_;
+  Fd epoll_;
+  Fd event_;  // eventfd: takes the leader out of epoll_wait
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool hasLeader_ = false;
+  bool leaderIsIdle_ = false;
+  int followers_ = 0;
+  std::atomic<uint64_t> generation_{1};
+  std::atomic<int> sleepers_{0};  // threads in sleep()
+};
+
+}  // namespace mycoll

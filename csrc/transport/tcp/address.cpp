@@ -1,0 +1,197 @@
+#include "transport/tcp/address.h"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+namespace mycoll {
+namespace {
+
+std::string numericHost(const sockaddr* address, socklen_t length) {
+  char host[NI_MAXHOST];
+  if (getnameinfo(address, length, host, sizeof(host), nullptr, 0, NI_NUMERICHOST) != 0) return "";
+  return host;
+}
+
+// The local address that packets to `host` would leave from; "" when that cannot be told. No packet
+// is sent: connecting a datagram socket only looks up the route.
+std::string routeSource(const std::string& host) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  if (host.empty() || getaddrinfo(host.c_str(), "9", &hints, &found) != 0) return "";
+  std::unique_ptr<addrinfo, void (*)(addrinfo*)> guard(found, freeaddrinfo);
+  for (addrinfo* entry = found; entry; entry = entry->ai_next) {
+    Fd socket(::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (!socket.isOpen() || connect(socket.get(), entry->ai_addr, entry->ai_addrlen) != 0) continue;
+    sockaddr_storage local{};
+    socklen_t length = sizeof(local);
+    if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&local), &length) != 0) continue;
+    return numericHost(reinterpret_cast<sockaddr*>(&local), length);
+  }
+  return "";
+}
+
+bool isContainerBridge(const std::string& name) {
+  for (const char* prefix : {"docker", "veth", "br-", "virbr", "cni", "flannel", "cali"}) {
+    if (name.rfind(prefix, 0) == 0) return true;
+  }
+  return false;
+}
+
+// Link-local IPv6 needs a scope that means nothing on another host.
+bool isUsable(const InterfaceAddress& entry) {
+  return !(entry.isIpv6 && entry.address.rfind("fe80", 0) == 0);
+}
+
+}  // namespace
+
+std::vector<InterfaceAddress> interfaceAddresses() {
+  std::vector<InterfaceAddress> result;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return result;
+  std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> guard(list, freeifaddrs);
+  for (ifaddrs* entry = list; entry; entry = entry->ifa_next) {
+    if (!entry->ifa_addr || !(entry->ifa_flags & IFF_UP)) continue;
+    int family = entry->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) continue;
+    InterfaceAddress found;
+    found.interfaceName = entry->ifa_name;
+    found.isIpv6 = family == AF_INET6;
+    found.isLoopback = entry->ifa_flags & IFF_LOOPBACK;
+    found.address = numericHost(
+        entry->ifa_addr, found.isIpv6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
+    if (!found.address.empty() && isUsable(found)) result.push_back(found);
+  }
+  // IPv4 first: where both work, it is the one that is set up right more often.
+  std::stable_sort(result.begin(), result.end(),
+                   [](const auto& a, const auto& b) { return a.isIpv6 < b.isIpv6; });
+  return result;
+}
+
+Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHost,
+                       std::vector<InterfaceAddress>* chosen) {
+  std::vector<InterfaceAddress> all = interfaceAddresses();
+  std::string name;
+  if (filter.isSet()) {
+    // A name that was asked for by inclusion may be a loopback; an exclusion rarely means to.
+    for (const auto& entry : all) {
+      bool admitted = filter.matches(entry.interfaceName) &&
+                      !(filter.isExclusion && (entry.isLoopback ||
+                                               isContainerBridge(entry.interfaceName)));
+      if (name.empty() && admitted) name = entry.interfaceName;
+    }
+    if (name.empty()) {
+      std::string there;
+      for (const auto& entry : all) {
+        if (there.find(entry.interfaceName) == std::string::npos) {
+          there += (there.empty() ? "" : ", ") + entry.interfaceName;
+        }
+      }
+      return Status(Code::kNetwork,
+                    "MYCOLL_SOCKET_IFNAME admits none of this host's interfaces (" + there + ")");
+    }
+  }
+  std::string source = name.empty() ? routeSource(storeHost) : "";
+  for (const auto& entry : all) {
+    if (name.empty() && !source.empty() && entry.address == source) name = entry.interfaceName;
+  }
+  for (const auto& entry : all) {
+    if (name.empty() && !entry.isLoopback && !isContainerBridge(entry.interfaceName)) {
+      name = entry.interfaceName;
+    }
+  }
+  for (const auto& entry : all) {
+    if (name.empty() && entry.isLoopback) name = entry.interfaceName;
+  }
+  chosen->clear();
+  for (const auto& entry : all) {
+    if (entry.interfaceName == name) chosen->push_back(entry);
+  }
+  if (chosen->empty()) {
+    return Status(Code::kNetwork, "this host has no network interface that is up, not even lo");
+  }
+  return Status();
+}
+
+namespace {
+
+Status resolveNumeric(const std::string& address, int port, sockaddr_storage* result,
+                      socklen_t* length) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  int error = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found);
+  if (error != 0) {
+    return Status(Code::kNetwork, "not an address: '" + address + "': " + gai_strerror(error));
+  }
+  std::memcpy(result, found->ai_addr, found->ai_addrlen);
+  *length = found->ai_addrlen;
+  freeaddrinfo(found);
+  return Status();
+}
+
+Status failed(const std::string& what) {
+  return Status(Code::kNetwork, what + ": " + strerror(errno));
+}
+
+}  // namespace
+
+Status listenOn(const InterfaceAddress& address, Fd* listener, int* port) {
+  sockaddr_storage where{};
+  socklen_t length = 0;
+  MYCOLL_RETURN_IF_ERROR(resolveNumeric(address.address, 0, &where, &length));
+  Fd socket(::socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  std::string what = "cannot listen on " + address.address + " (" + address.interfaceName + ")";
+  if (!socket.isOpen()) return failed(what);
+  if (bind(socket.get(), reinterpret_cast<sockaddr*>(&where), length) != 0) return failed(what);
+  if (listen(socket.get(), 1024) != 0) return failed(what);
+  if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&where), &length) != 0) {
+    return failed(what);
+  }
+  *port = ntohs(where.ss_family == AF_INET6
+                    ? reinterpret_cast<sockaddr_in6*>(&where)->sin6_port
+                    : reinterpret_cast<sockaddr_in*>(&where)->sin_port);
+  *listener = std::move(socket);
+  return Status();
+}
+
+Status startConnect(const std::string& address, int port, Fd* result) {
+  sockaddr_storage where{};
+  socklen_t length = 0;
+  MYCOLL_RETURN_IF_ERROR(resolveNumeric(address, port, &where, &length));
+  Fd socket(::socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  std::string what = "cannot connect to " + address + " port " + std::to_string(port);
+  if (!socket.isOpen()) return failed(what);
+  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&where), length) != 0 &&
+      errno != EINPROGRESS) {
+    return failed(what);
+  }
+  *result = std::move(socket);
+  return Status();
+}
+
+void tuneSocket(int fd) {
+  int one = 1;
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
+  (void)setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof(one));
+  int idleSeconds = 5, intervalSeconds = 2, probes = 3;
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idleSeconds, sizeof(idleSeconds));
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &intervalSeconds, sizeof(intervalSeconds));
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes));
+  unsigned unackedMilliseconds = 10'000;
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unackedMilliseconds,
+                   sizeof(unackedMilliseconds));
+}
+
+}  // namespace mycoll

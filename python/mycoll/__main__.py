@@ -1,0 +1,84 @@
+"""The command line: `mycoll VERB`, or `python -m mycoll VERB`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+
+from mycoll._registration import native
+from mycoll._version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # These two have options of their own; argparse would want to know them.
+    if words[:1] == ["demo"]:
+        from mycoll import demo
+
+        return demo.main(words[1:])
+    if words[:1] == ["bench"]:
+        from mycoll.bench import main as bench_main
+
+        return int(bench_main(words[1:]) or 0)
+
+    parser = argparse.ArgumentParser(prog="mycoll", description="A torch.distributed backend.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs.add_parser("demo", help="train on two ranks, then time mycoll beside gloo")
+    verbs.add_parser("bench", help="time collectives; `mycoll bench --help` tells more")
+    verbs.add_parser("version", help="versions of mycoll, torch and Python")
+    env = verbs.add_parser("env", help="every MYCOLL_* variable: value, default, meaning")
+    env.add_argument("--markdown", action="store_true", help="as docs/environment.md")
+    env.add_argument("--json", action="store_true", help="for programs")
+    parsed = parser.parse_args(words)
+    if parsed.verb == "version":
+        return show_version()
+    return show_environment(parsed.markdown, parsed.json)
+
+
+def show_version() -> int:
+    import torch
+
+    print(f"mycoll {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+    try:
+        native()
+    except ImportError as error:
+        print(f"not usable: {error}")
+        return 1
+    return 0
+
+
+def show_environment(markdown: bool, as_json: bool) -> int:
+    entries = native().environment()
+    if as_json:
+        print(json.dumps(entries, indent=2))
+    elif markdown:
+        print(environment_page())
+    else:
+        for entry in entries:
+            origin = "set" if entry["is_set"] else "default"
+            print(f"{entry['name']}={entry['value']}  ({origin})\n    {entry['help']}")
+    return 0
+
+
+def environment_page() -> str:
+    """docs/environment.md; a test holds the file against this."""
+    lines = [
+        "# Environment variables",
+        "",
+        "Read once, when a group is made. `mycoll env` shows the values in force. Written by",
+        "`mycoll env --markdown` from the table in `csrc/base/env.cpp`.",
+        "",
+        "| Variable | Default | Meaning |",
+        "|---|---|---|",
+    ]
+    for entry in native().environment():
+        default = f"`{entry['default']}`" if entry["default"] else ""
+        lines.append(f"| `{entry['name']}` | {default} | {' '.join(entry['help'].split())} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

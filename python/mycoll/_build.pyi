@@ -1,0 +1,3 @@
+"""Written by the build, beside _C."""
+
+TORCH_VERSION: str

@@ -1,0 +1,131 @@
+"""Documented torch functions that ask for a backend's name, made to work for mycoll's groups.
+
+torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to whatever is not called gloo,
+ignores `_set_pg_timeout` for whatever is not gloo or NCCL, and refuses `dist.split_group` where no
+accelerator is bound to the job. They are wrapped when the first mycoll group is made, not before; a
+group that has no mycoll in it reaches torch's own function with the same arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+_lock = threading.Lock()
+_installed = False
+
+
+def install() -> None:
+    """Wraps the functions; does nothing from the second call on."""
+    global _installed
+    with _lock:
+        if not _installed:
+            _replace("monitored_barrier", _wrap_monitored_barrier)
+            if not hasattr(distributed_c10d, "set_timeout"):  # which serves every backend
+                _replace("_set_pg_timeout", _wrap_set_pg_timeout)
+            _replace("split_group", _wrap_split_group)
+            _installed = True
+
+
+def _replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(distributed_c10d, name, None)
+    if original is None:
+        return
+    wrapped = functools.wraps(original)(wrap(original))
+    for module in (distributed_c10d, dist):
+        if getattr(module, name, None) is original:
+            setattr(module, name, wrapped)
+
+
+def _backend_names(group: ProcessGroup | None) -> dict[str, str]:
+    """{"cpu": "mycoll", "cuda": "nccl"}; empty when this process is not in the group."""
+    if distributed_c10d._rank_not_in_group(group):
+        return {}
+    config = dist.get_backend_config(group)
+    return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+
+
+def _wrap_monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    def monitored_barrier(
+        group: ProcessGroup | None = None,
+        timeout: timedelta | float | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        if _backend_names(group).get("cpu") != "mycoll":
+            original(group, timeout, wait_all_ranks)
+            return
+        if timeout is None:
+            timeout = distributed_c10d._get_default_timeout(distributed_c10d.Backend("mycoll"))
+        elif isinstance(timeout, (int, float)):
+            timeout = timedelta(seconds=timeout)  # as torch, which warns and takes seconds
+        distributed_c10d._check_valid_timeout(timeout)
+        members = distributed_c10d._get_default_group() if group is None else group
+        members.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
+
+    return monitored_barrier
+
+
+def _wrap_set_pg_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_pg_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
+        names = _backend_names(group)
+        ours = [device for device, name in names.items() if name == "mycoll"]
+        if len(ours) < len(names) or not ours:
+            original(timeout, group)
+        members = distributed_c10d._get_default_group() if group is None else group
+        for device in ours:
+            backend = members._get_backend(torch.device(device))
+            # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
+            getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+
+    return set_pg_timeout
+
+
+def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    def split_group(
+        parent_pg: ProcessGroup | None = None,
+        split_ranks: list[list[int]] | None = None,
+        timeout: timedelta | None = None,
+        pg_options: Any | None = None,
+        group_desc: str | None = None,
+        **more: Any,
+    ) -> ProcessGroup | None:
+        default = distributed_c10d._get_default_group()
+        parent = default if parent_pg is None else parent_pg
+        on_cpu = _backend_names(parent).get("cpu") == "mycoll" and default.bound_device_id is None
+        if not on_cpu or not split_ranks or more.get("backend") is not None:
+            return original(  # type: ignore[no-any-return]
+                parent_pg, split_ranks, timeout, pg_options, group_desc, **more
+            )
+        mine = _part_of(parent.rank(), parent.size(), split_ranks)
+        if mine is None:
+            return None
+        # A split is a group that only its members make.
+        return dist.new_group(  # type: ignore[no-any-return]
+            [dist.get_global_rank(parent, rank) for rank in mine],
+            timeout=timeout,
+            backend=dist.get_backend(parent),
+            pg_options=pg_options,
+            use_local_synchronization=True,
+            group_desc=group_desc,
+        )
+
+    return split_group
+
+
+def _part_of(rank: int, size: int, split_ranks: list[list[int]]) -> list[int] | None:
+    """The part that holds `rank`, checked and sorted as in torch."""
+    for part in split_ranks:
+        if not part or len(set(part)) != len(part):
+            raise ValueError(f"split_ranks: {part} is empty or names a rank twice")
+        if min(part) < 0 or max(part) >= size:
+            raise ValueError(
+                f"split_ranks: {part} names a rank outside the parent's 0 to {size - 1}"
+            )
+    return next((sorted(part) for part in split_ranks if rank in part), None)

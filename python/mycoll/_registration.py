@@ -1,0 +1,116 @@
+"""How torch finds mycoll, and how mycoll finds its compiled half.
+
+torch calls `autoload` while it is being imported (entry point torch.backends), so nothing here may
+import torch outside a function, take long, start a thread, or raise. What goes wrong is remembered
+and raised when somebody uses the backend.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
+
+NAME = "mycoll"
+
+_failure: Exception | None = None
+
+
+def autoload() -> None:
+    """Registers the backend; never raises."""
+    global _failure
+    try:
+        register()
+    except Exception as error:
+        _failure = error
+
+
+def register() -> None:
+    """Registers the backend with torch.distributed, once."""
+    import torch.distributed as dist
+
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        # A list: torch up to 2.13 reads the string "cpu" as the devices c, p and u.
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def native() -> ModuleType:
+    """mycoll._C, loaded on first use; an ImportError says what to do.
+
+    The version is compared before the load: the virtual functions of torch's C++ classes differ
+    between minors, and a module built for another one imports happily and then crashes.
+    """
+    if _failure is not None:
+        raise ImportError(f"mycoll could not register itself: {_failure!r}") from _failure
+    import torch
+
+    try:
+        from mycoll import _build
+    except ImportError as error:
+        raise ImportError(
+            "mycoll's compiled module is missing: run "
+            "`pip install --no-build-isolation .` in its source folder"
+        ) from error
+    if _minor(_build.TORCH_VERSION) != _minor(torch.__version__):
+        raise ImportError(
+            f"this mycoll was compiled for torch {_minor(_build.TORCH_VERSION)} and cannot work "
+            f"with torch {torch.__version__}: run `pip install --no-build-isolation .` again in "
+            f"its source folder, or install torch {_minor(_build.TORCH_VERSION)}"
+        )
+    try:
+        from mycoll import _C
+    except ImportError as error:
+        raise ImportError(
+            f"mycoll's compiled module does not load ({error}): run "
+            "`pip install --no-build-isolation .` again in its source folder"
+        ) from error
+    return _C
+
+
+def create(group: _DistributedBackendOptions, options: Any) -> Backend:
+    """What torch calls to make a group: `options` is the user's pg_options, or None."""
+    from torch._C._distributed_c10d import Backend
+
+    module = native()
+    if options is not None and not isinstance(options, module.Options):
+        if not isinstance(options, Backend.Options):
+            raise TypeError(
+                f"pg_options of a mycoll group is a mycoll.Options, not {type(options).__name__}"
+            )
+        options = None  # in "cpu:mycoll,cuda:nccl" they are the other backend's
+
+    from mycoll import _compat
+
+    _compat.install()
+    return module.create_backend(  # type: ignore[no-any-return]
+        _store_of_this_attempt(group.store),
+        group.group_rank,
+        group.group_size,
+        group.timeout,
+        group.group_id,
+        # Empty: the world.
+        list(group.global_ranks_in_group) or list(range(group.group_size)),
+        options,
+    )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _store_of_this_attempt(store: Store) -> Store:
+    """Hides what earlier attempts of a torchrun job wrote: its store outlives a restart.
+
+    Only with one agent. With several, each counts the failures of its own workers, so the numbers
+    differ; there the engine tells living ranks from dead ones.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return store
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"attempt{attempt}", store)

@@ -1,0 +1,128 @@
+"""`mycoll bench`: from the command line to the rows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from mycoll.bench.compare import compare_main
+from mycoll.bench.contenders import Contender, gather_contenders
+from mycoll.bench.launch import INTERRUPTED, run_ranks, under_launcher
+from mycoll.bench.machine import header
+from mycoll.bench.options import Options, parse_options
+from mycoll.bench.peers import gather_peers
+from mycoll.bench.progress import Progress
+from mycoll.bench.report import Recorder, table_header, table_line
+from mycoll.bench.rounds import Measurement, cases
+from mycoll.bench.startup import measure_startup
+from mycoll.bench.world import World, join, leave
+
+_FAILED = 1
+_BAD_USE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["compare"]:
+        return compare_main(arguments[1:])
+    options = parse_options(arguments)
+    if not under_launcher():
+        if not options.nproc:
+            print("mycoll bench: run it under torchrun, or with --nproc N", file=sys.stderr)
+            return _BAD_USE
+        return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
+    try:
+        return _run_rank(options, arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run_rank(options: Options, arguments: list[str]) -> int:
+    world = join(options)
+    if options.root >= world.size:
+        if world.rank == 0:
+            print(f"mycoll bench: no root {options.root} among {world.size} ranks", file=sys.stderr)
+        leave()
+        return _BAD_USE
+    contenders, absent = gather_contenders(options, world)
+    missing = set(options.backends) - {contender.name for contender in contenders}
+    peers, absent_peers, limits = gather_peers(options, world)
+    contenders += peers
+    record = header(options, arguments, world.size, world.hosts)
+    recorder = Recorder(
+        record,
+        options.json if world.rank == 0 else "",
+        options.csv if world.rank == 0 else "",
+    )
+    for limit in limits:
+        recorder.write(limit)
+    if world.rank == 0:
+        _introduce(record, [*absent, *absent_peers], limits)
+    try:
+        _measure(options, world, contenders, recorder)
+    finally:
+        for contender in contenders:
+            contender.close()
+        recorder.close()
+    if world.rank == 0 and options.plot:
+        from mycoll.bench.plot import draw
+
+        print(draw(options.plot, record, recorder.rows))
+    wrong = sum(row.wrong or 0 for row in recorder.rows)
+    empty = world.share(not recorder.rows)
+    code = _FAILED if world.share(wrong) or empty or missing else 0
+    if world.rank == 0:
+        print("# nothing was measured" if empty else f"# wrong elements: {wrong}")
+        sys.stdout.flush()
+    leave()
+    return code
+
+
+def _introduce(
+    record: dict[str, object], absent: list[str], limits: list[dict[str, object]]
+) -> None:
+    machine, versions = record["machine"], record["versions"]
+    assert isinstance(machine, dict) and isinstance(versions, dict)
+    print(f"# mycoll bench {record['date']}  {machine['cpu']}, {machine['usable_cores']} cores")
+    print("# " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    for line in absent:
+        print(f"# left out: {line}")
+    for limit in limits:
+        print(f"# {limit['name']}: {limit['gigabytes_per_second']:.2f} GB/s ({limit['what']})")
+
+
+def _measure(
+    options: Options, world: World, contenders: Sequence[Contender], recorder: Recorder
+) -> None:
+    work = [(op, case) for op in options.operations if op != "init" for case in cases(options, op)]
+    shown = ""
+    with Progress(len(work), world.rank == 0 and "NO_COLOR" not in os.environ) as progress:
+        for op, case in work:
+            progress.begin(case.title)
+            measurement = Measurement(case, contenders, world, options)
+            rows = measurement.run()
+            progress.hide()
+            if world.rank == 0:
+                if op != shown:
+                    print(table_header(op, world.size))
+                shown = op
+                for row in rows:
+                    recorder.add(row)
+                    print(table_line(row), flush=True)
+                for note in measurement.notes:
+                    print(f"# {case.title}: {note}", flush=True)
+    if "init" in options.operations:
+        _measure_startup(options, world, recorder)
+
+
+def _measure_startup(options: Options, world: World, recorder: Recorder) -> None:
+    if world.rank == 0:
+        print(table_header("init", world.size).replace("(B)", "(r)").replace("size", "rnks"))
+        rows, notes = measure_startup(options, world.size)
+        for row in rows:
+            recorder.add(row)
+            print(table_line(row), flush=True)
+        for note in notes:
+            print(f"# init: {note}", flush=True)
+    world.barrier()

@@ -1,0 +1,134 @@
+"""`mycoll bench compare A.jsonl B.jsonl`: what became faster or slower beyond the noise."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mycoll.bench.report import duration, read_results
+from mycoll.bench.result import Row
+from mycoll.bench.stats import Interval, unpaired_ratio
+
+_Key = tuple[str, int, str, str, int, str, int, bool]
+_SLOWER = 1
+_BAD_USE = 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """ratio is new time over old: 2 means twice as slow."""
+
+    before: Row
+    after: Row
+    ratio: Interval
+    verdict: str
+
+
+def _key(row: Row) -> _Key:
+    return (
+        row.op,
+        row.size,
+        row.type,
+        row.redop,
+        row.root,
+        row.contender,
+        row.ranks,
+        row.in_place,
+    )
+
+
+def _relative(rows: Sequence[Row], reference: str) -> dict[_Key, tuple[Row, list[float]]]:
+    """Round times; with a reference, in units of the reference's time in the same round.
+
+    That takes out a machine that was busier in one of the two runs.
+    """
+    by_key = {_key(row): row for row in rows}
+    found: dict[_Key, tuple[Row, list[float]]] = {}
+    for key, row in by_key.items():
+        times = row.rounds_us
+        if reference:
+            other = by_key.get((*key[:5], reference, *key[6:]))
+            if other is None or other is row:
+                continue
+            times = [a / b for a, b in zip(times, other.rounds_us, strict=True)]
+        found[key] = (row, times)
+    return found
+
+
+def compare(
+    before: Sequence[Row], after: Sequence[Row], threshold_percent: float, reference: str = ""
+) -> list[Change]:
+    """A change counts if the whole confidence interval lies beyond the threshold."""
+    slower, faster = 1 + threshold_percent / 100, 1 / (1 + threshold_percent / 100)
+    old = _relative(before, reference)
+    changes: list[Change] = []
+    for key, (row, times) in _relative(after, reference).items():
+        if key not in old:
+            continue
+        old_row, old_times = old[key]
+        ratio = unpaired_ratio(times, old_times)
+        verdict = "slower" if ratio.low > slower else "faster" if ratio.high < faster else "same"
+        changes.append(Change(old_row, row, ratio, verdict))
+    return changes
+
+
+def compare_main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="mycoll bench compare", description="What became faster or slower beyond the noise."
+    )
+    parser.add_argument("before", metavar="A.jsonl")
+    parser.add_argument("after", metavar="B.jsonl")
+    parser.add_argument("--threshold", type=float, default=5.0, help="percent (default 5)")
+    parser.add_argument(
+        "--relative-to",
+        default="",
+        metavar="BACKEND",
+        help="compare times in units of a backend that is in both runs: "
+        "two runs on a busy machine differ by more than two backends in one run",
+    )
+    parser.add_argument("--all", action="store_true", help="also show what stayed the same")
+    parser.add_argument("--fail", action="store_true", help="exit with 1 if anything is slower")
+    found = parser.parse_args(list(argv))
+    try:
+        (old_header, old_rows) = read_results(found.before)
+        (new_header, new_rows) = read_results(found.after)
+    except (OSError, ValueError) as cause:
+        print(f"mycoll bench compare: {cause}", file=sys.stderr)
+        return _BAD_USE
+    for name in ("machine", "versions", "device", "hot", "blocking", "threads"):
+        _warn_of_difference(name, old_header.get(name), new_header.get(name))
+    changes = compare(old_rows, new_rows, found.threshold, found.relative_to)
+    for change in changes:
+        if change.verdict != "same" or found.all:
+            print(_line(change))
+    count = {verdict: sum(c.verdict == verdict for c in changes) for verdict in _VERDICTS}
+    unmatched = len(old_rows) + len(new_rows) - 2 * len(changes)
+    print(
+        f"# {count['faster']} faster, {count['slower']} slower, {count['same']} the same within "
+        f"{found.threshold:g} % and the noise; {unmatched} rows not in both"
+        + (f" or {found.relative_to} itself" if found.relative_to else "")
+    )
+    return _SLOWER if found.fail and count["slower"] else 0
+
+
+_VERDICTS = ("faster", "slower", "same")
+_VOLATILE = ("load_average_at_start",)
+
+
+def _warn_of_difference(name: str, old: object, new: object) -> None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new} - {*_VOLATILE}):
+            _warn_of_difference(f"{name}.{key}", old.get(key), new.get(key))
+    elif old != new:
+        print(f"# the runs differ in {name}: {old} and {new}")
+
+
+def _line(change: Change) -> str:
+    row, ratio = change.after, change.ratio
+    percent = 100 * (ratio.value - 1)
+    low, high = 100 * (ratio.low - 1), 100 * (ratio.high - 1)
+    what = f"{row.op} {row.size} B {row.type} {row.redop} {row.contender}"
+    times = f"{duration(change.before.time_us)} -> {duration(row.time_us)} us"
+    return f"{change.verdict:6}  {what:50}  {times:24}  {percent:+.1f} % [{low:+.1f} {high:+.1f}]"

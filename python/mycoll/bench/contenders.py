@@ -1,0 +1,188 @@
+"""Whoever is measured: torch backends, torch's floor, the memory's limit, and (in peers) MPIs.
+
+All take part in the same rounds, so that each can be compared with each in pairs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle, islice
+
+import torch
+import torch.distributed as dist
+
+from mycoll.bench.arena import Arena, aligned
+from mycoll.bench.clock import time_calls
+from mycoll.bench.machine import native_module
+from mycoll.bench.options import Options
+from mycoll.bench.workload import Call, Group, Unsupported, Workload
+from mycoll.bench.world import World
+
+# Below this, calling the copy takes longer than copying.
+_SMALLEST_COPY = 64 << 10
+FLOOR = "fake"
+
+
+class Contender(ABC):
+    """kind: backend, floor, limit or peer."""
+
+    def __init__(self, name: str, kind: str, world: World) -> None:
+        self.name = name
+        self.kind = kind
+        self.world = world
+
+    @abstractmethod
+    def prepare(self, workload: Workload) -> None:
+        """Raises Unsupported if it cannot run this."""
+
+    def verify(self, seed: int, plant_error: bool) -> int | None:
+        """Wrong elements on this rank; None if there is no result to verify."""
+        return None
+
+    @abstractmethod
+    def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+        """One round. Nanoseconds of each call, for each rank whose times this rank knows."""
+
+    def extra(self) -> dict[str, float]:
+        return {}
+
+    def release(self) -> None:
+        """Lets go of the case's memory."""
+
+    def close(self) -> None:
+        """Lets go of everything."""
+
+
+class TorchContender(Contender):
+    """Calls torch's public functions, as a user does."""
+
+    def __init__(self, name: str, kind: str, world: World, group: Group) -> None:
+        super().__init__(name, kind, world)
+        self._group = group
+        self._workload: Workload | None = None
+        self._calls: Sequence[Call] = []
+
+    def prepare(self, workload: Workload) -> None:
+        if self.kind == "floor" and workload.case.op == "ddp":
+            raise Unsupported("")  # DDP looks at results
+        self._workload = workload
+        self._calls = workload.calls(self._group)
+
+    def verify(self, seed: int, plant_error: bool) -> int | None:
+        assert self._workload is not None
+        if self.kind == "floor":
+            self._calls[0]() if self._calls else None
+            return None
+        return self._workload.verify(self._group, seed, plant_error)
+
+    def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+        assert self._workload is not None
+        self._workload.refill()
+        for call in self._calls:
+            # The Python objects of the call are warm in a real program; the data need not be.
+            for argument in call.args if isinstance(call, partial) else ():
+                if isinstance(argument, torch.Tensor):
+                    argument.data_ptr()
+        align = partial(dist.barrier, group=self._group)
+        self.world.barrier()
+        align()
+        if not self._calls:
+            return [[]]
+        schedule = list(islice(cycle(self._calls), warmups + iterations))
+        for call in schedule[:warmups]:
+            call()
+        together = blocking and not self._workload.pairwise
+        return [time_calls(schedule[warmups:], self.world.device, align if together else None)]
+
+    def extra(self) -> dict[str, float]:
+        assert self._workload is not None
+        return self._workload.extra(self._group) if self.kind == "backend" else {}
+
+    def release(self) -> None:
+        self._workload = None
+        self._calls = []
+
+
+class CopyContender(Contender):
+    """Every rank copies, at once, what the operation must at least move: the memory's limit."""
+
+    def __init__(
+        self, name: str, world: World, options: Options, copy: Callable[..., object] | None
+    ) -> None:
+        super().__init__(name, "limit", world)
+        self._hot = options.hot
+        self._copy = copy
+        self._arena: Arena | None = None
+        self._calls: list[Call] = []
+
+    def prepare(self, workload: Workload) -> None:
+        count = int(workload.copied_bytes)
+        if count < _SMALLEST_COPY:
+            raise Unsupported("")
+        self._arena = arena = Arena(2 * aligned(count), self.world, self._hot)
+        for index in range(arena.windows):
+            source = arena.window(index, 0, count, torch.uint8)
+            target = arena.window(index, aligned(count), count, torch.uint8)
+            self._calls.append(self._bind(target, source))
+
+    def _bind(self, target: torch.Tensor, source: torch.Tensor) -> Call:
+        if self._copy is None:
+            return partial(target.copy_, source)
+        return partial(self._copy, target.data_ptr(), source.data_ptr(), source.numel())
+
+    def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+        assert self._arena is not None
+        self._arena.refill(torch.uint8)
+        schedule = list(islice(cycle(self._calls), warmups + iterations))
+        self.world.barrier()
+        for call in schedule[:warmups]:
+            call()
+        return [time_calls(schedule[warmups:], self.world.device, None)]
+
+    def release(self) -> None:
+        self._arena = None
+        self._calls = []
+
+
+def _new_group(name: str, options: Options) -> Group:
+    if name == FLOOR:
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    patience = datetime.timedelta(seconds=options.timeout_seconds)
+    group = dist.new_group(backend=name.split("#")[0], timeout=patience)
+    assert isinstance(group, Group)
+    return group
+
+
+def gather_contenders(options: Options, world: World) -> tuple[list[Contender], list[str]]:
+    """Who can be measured here, and one line for each who cannot."""
+    found: list[Contender] = []
+    absent: list[str] = []
+    kinds = [(name, "backend") for name in options.backends]
+    kinds += [(FLOOR, "floor")] if options.floor and FLOOR not in options.backends else []
+    for name, kind in kinds:
+        error = ""
+        try:
+            found.append(TorchContender(name, kind, world, _new_group(name, options)))
+        except Exception as cause:  # whatever a backend raises: the others can still be measured
+            error = one_line(cause)
+        errors = [text for text in world.gather_all(error) if text]
+        if errors:
+            found = [contender for contender in found if contender.name != name]
+            absent.append(f"{name}: {errors[0]}")
+    if options.limit and world.device.type == "cpu":
+        found.append(CopyContender("copy", world, options, None))
+        streaming = getattr(native_module(), "copy_streaming", None)
+        if all(world.gather_all(streaming is not None)):
+            found.append(CopyContender("copy-nt", world, options, streaming))
+        else:
+            absent.append("copy-nt: needs mycoll's compiled half, which has the streaming copy")
+    return found, absent
+
+
+def one_line(cause: BaseException) -> str:
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[0][:200]}" if lines else type(cause).__name__

@@ -1,0 +1,84 @@
+"""Starts ranks on this host, as torchrun would, and ends them together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from torch.distributed import TCPStore
+
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 5.0
+INTERRUPTED = 130
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, or we ourselves, started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_ranks(command: Sequence[str], ranks: int) -> int:
+    """Runs the command on every rank; the first exit code that is not 0, or 0.
+
+    The store lives here, in the parent: its port is chosen by the kernel and free for sure, and it
+    outlives every rank.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [_start(command, rank, ranks, store.port) for rank in range(ranks)]
+    try:
+        return _wait(processes)
+    except KeyboardInterrupt:
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        return INTERRUPTED
+    finally:
+        _end(processes)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Being terminated ends the ranks too, as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def _start(command: Sequence[str], rank: int, ranks: int, port: int) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    return subprocess.Popen([sys.executable, *command], env=environment)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended, or one has failed."""
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed:
+            return abs(failed[0])
+        if None not in codes:
+            return 0
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Gives those that are left a moment: ranks that agree to fail exit within milliseconds."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()

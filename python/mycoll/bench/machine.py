@@ -1,0 +1,122 @@
+"""What was measured on: the header row of every result."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import platform
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from mycoll.bench.options import Options
+
+_ASSUMED_CACHE_BYTES = 32 << 20
+_ENVIRONMENT_PREFIXES = ("MYCOLL_", "GLOO_", "NCCL_", "OMP_", "OMPI_", "MPIR_", "TORCH_", "UCX_")
+_SECRETS = ("SECRET", "TOKEN", "KEY", "PASSWORD")
+
+
+def native_module() -> ModuleType | None:
+    """mycoll's compiled half; None where it is not built, which the harness can do without."""
+    try:
+        return importlib.import_module("mycoll._C")
+    except ImportError:
+        return None
+
+
+def usable_cpus() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def last_level_cache_bytes() -> int:
+    """All last-level caches together that the usable cores can fill."""
+    caches: dict[tuple[int, str], int] = {}
+    for cpu in usable_cpus():
+        for index in Path(f"/sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
+            try:
+                level = int((index / "level").read_text())
+                shared = (index / "shared_cpu_list").read_text().strip()
+                size = (index / "size").read_text().strip()
+            except (OSError, ValueError):
+                continue
+            caches[level, shared] = int(size.rstrip("K")) << 10 if size.endswith("K") else int(size)
+    if not caches:
+        return _ASSUMED_CACHE_BYTES
+    last = max(level for level, _ in caches)
+    return sum(size for (level, _), size in caches.items() if level == last)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor())
+
+
+def _cpu_quota() -> float | None:
+    """Cores a cgroup grants, where it grants less than the affinity shows."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _mycoll_version() -> str:
+    package = importlib.import_module("mycoll")
+    version = str(getattr(package, "__version__", "unknown"))
+    return version if native_module() is not None else f"{version} (not built)"
+
+
+def _load_average() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def header(options: Options, argv: list[str], ranks: int, hosts: int) -> dict[str, object]:
+    """Secrets are left out: results are published."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine: dict[str, object] = {
+        "cpu": _cpu_model(),
+        "architecture": platform.machine(),
+        "usable_cores": len(usable_cpus()),
+        "cpu_quota": _cpu_quota(),
+        "last_level_cache_bytes": last_level_cache_bytes(),
+        "memory_bytes": memory,
+        "kernel": platform.release(),
+        "load_average_at_start": _load_average(),
+    }
+    if options.device == "cuda":
+        machine["gpus"] = [
+            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+        ]
+    environment = {
+        name: "(set)" if any(secret in name for secret in _SECRETS) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_ENVIRONMENT_PREFIXES)
+    }
+    return {
+        "kind": "header",
+        "schema": 1,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine,
+        "versions": {
+            "mycoll": _mycoll_version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "environment": environment,
+        "arguments": argv,
+        "ranks": ranks,
+        "hosts": hosts,
+        "device": options.device,
+        "hot": options.hot,
+        "blocking": options.blocking,
+        "threads": options.threads,
+    }

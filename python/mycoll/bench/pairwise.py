@@ -1,0 +1,130 @@
+"""Between two ranks: latency by ping-pong, rate by windows of messages, as OSU measures them.
+
+Ranks 0 and 1 talk; the others, if any, wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from mycoll.bench.arena import Arena, aligned
+from mycoll.bench.patterns import Pattern, poison, spoil
+from mycoll.bench.workload import Call, Case, Group, Unsupported, Workload
+from mycoll.bench.world import World
+
+_WINDOW = 16
+_TALKING = (0, 1)
+
+
+class _Pairwise(Workload):
+    pairwise = True
+
+    def __init__(self, case: Case, world: World, hot: bool) -> None:
+        super().__init__(case, world)
+        if world.size < 2:
+            raise Unsupported(f"{case.op} needs two ranks")
+        self.count = max(1, case.size // case.dtype.itemsize)
+        self.size = self.count * case.dtype.itemsize
+        self.talks = world.rank in _TALKING
+        self.peer = 1 - world.rank
+        self._offset = aligned(self.size)
+        self.touched_bytes = 2 * self._offset
+        self.arena = Arena(self.touched_bytes, world, hot)
+
+    def refill(self) -> None:
+        self.arena.refill(self.case.dtype)
+
+    def outgoing(self, index: int) -> torch.Tensor:
+        return self.arena.window(index % self.arena.windows, 0, self.count, self.case.dtype)
+
+    def incoming(self, index: int) -> torch.Tensor:
+        window = index % self.arena.windows
+        return self.arena.window(window, self._offset, self.count, self.case.dtype)
+
+    def calls(self, group: Group) -> Sequence[Call]:
+        if not self.talks:
+            return []
+        return [self.call(index, group) for index in range(self.arena.windows)]
+
+    def call(self, index: int, group: Group) -> Call:
+        raise NotImplementedError
+
+    def received(self) -> bool:
+        """Whether this rank gets a message in a call, to be verified."""
+        return True
+
+    def verify(self, group: Group, seed: int, plant_error: bool) -> int:
+        if not self.talks:
+            return 0
+        pattern = Pattern(self.case.dtype, "none", self.world.size, seed)
+        pattern.fill(self.outgoing(seed), self.world.rank)
+        poison([self.incoming(seed)])
+        self.call(seed, group)()
+        if self.world.device.type != "cpu":
+            torch.cuda.synchronize()
+        if plant_error:
+            spoil(self.incoming(seed))
+        return pattern.wrong_copy(self.incoming(seed), self.peer) if self.received() else 0
+
+
+class PingPongWorkload(_Pairwise):
+    """The time is one way: half of there and back."""
+
+    messages = 2
+
+    def __init__(self, case: Case, world: World, hot: bool) -> None:
+        super().__init__(case, world, hot)
+        self.copied_bytes = self.size / world.size
+
+    def call(self, index: int, group: Group) -> Call:
+        outgoing, incoming, peer = self.outgoing(index), self.incoming(index), self.peer
+
+        def ping() -> None:
+            dist.send(outgoing, peer, group=group)
+            dist.recv(incoming, peer, group=group)
+
+        def pong() -> None:
+            dist.recv(incoming, peer, group=group)
+            dist.send(outgoing, peer, group=group)
+
+        return ping if self.world.rank == 0 else pong
+
+
+class BandwidthWorkload(_Pairwise):
+    """A window of messages under way at once, then an answer; the time is one message's."""
+
+    messages = _WINDOW
+
+    def __init__(self, case: Case, world: World, hot: bool) -> None:
+        super().__init__(case, world, hot)
+        self._both = case.op == "bandwidth_bidir"
+        directions = 2 if self._both else 1
+        self.bus_factor = float(directions)
+        self.copied_bytes = self.size * directions / world.size
+        self._acknowledgement = torch.zeros(1, dtype=torch.uint8, device=world.device)
+
+    def received(self) -> bool:
+        return self._both or self.world.rank == 1
+
+    def call(self, index: int, group: Group) -> Call:
+        peer, acknowledgement = self.peer, self._acknowledgement
+        first = self.world.rank == 0
+        window = range(index, index + _WINDOW)
+        outgoing = [self.outgoing(at) for at in window] if first or self._both else []
+        incoming = [self.incoming(at) for at in window] if not first or self._both else []
+
+        def exchange() -> None:
+            under_way = [dist.irecv(tensor, peer, group=group) for tensor in incoming]
+            under_way += [dist.isend(tensor, peer, group=group) for tensor in outgoing]
+            for work in under_way:
+                assert work is not None
+                work.wait()
+            if first:
+                dist.recv(acknowledgement, peer, group=group)
+            else:
+                dist.send(acknowledgement, peer, group=group)
+
+        return exchange

@@ -1,0 +1,158 @@
+"""Inputs that make errors visible, and the result that must come out of them.
+
+An element depends on its rank, its index and the round. The period over the index is a prime, so
+that data moved by any power of two is seen; a new seed each round shows stale results. Values are
+small integers that all partial sums represent exactly, so that a sum has one right answer in any
+order; only where a dtype is too coarse for that many ranks is a distance allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+_PRIMES = (3, 5, 7, 11, 13, 17, 31, 61, 127, 251)
+_BLOCK = 1 << 20
+_MANTISSA_BITS = {
+    torch.float64: 53,
+    torch.float32: 24,
+    torch.float16: 11,
+    torch.bfloat16: 8,
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 3,
+    torch.complex64: 24,
+    torch.complex128: 53,
+}
+_POISON = 0x5A
+
+
+@dataclass(frozen=True)
+class Pattern:
+    dtype: torch.dtype
+    redop: str
+    ranks: int
+    seed: int
+
+    @property
+    def _exact_integers(self) -> int:
+        """Integers up to this one have no rounding in the dtype."""
+        if self.dtype == torch.bool:
+            return 2
+        if self.dtype in _MANTISSA_BITS:
+            return 1 << _MANTISSA_BITS[self.dtype]
+        return int(torch.iinfo(self.dtype).max)
+
+    @property
+    def _period(self) -> int:
+        """Of the index: one period of a result says everything about it."""
+        if self.dtype == torch.bool:
+            return 7
+        if self.redop == "prod":
+            return 5
+        summands = self.ranks if self.redop in ("sum", "avg") else 1
+        fitting = [prime for prime in _PRIMES if prime * summands <= self._exact_integers]
+        return fitting[-1] if fitting else _PRIMES[0]
+
+    def values(self, rank: int, begin: int) -> torch.Tensor:
+        """One period of a rank's input, from element begin on, as int64."""
+        index = torch.arange(begin, begin + self._period, dtype=torch.int64)
+        # Neither factor is a multiple of a period: every rank and every round differs.
+        mixed = (index + 19 * rank + 23 * self.seed) % self._period
+        if self.dtype == torch.bool:
+            return ((mixed == 1) | (mixed == 2) | (mixed == 4)).to(torch.int64)
+        if self.redop == "prod":
+            # Powers of two from few ranks, signs from the others: the product stays exact.
+            return 1 + (mixed == 0).to(torch.int64) * (1 if rank < 6 else -2)
+        return mixed
+
+    def reduced(self, begin: int) -> torch.Tensor:
+        """One period of what reducing all inputs gives, before rounding (int64 or float64)."""
+        result = self.values(0, begin)
+        for rank in range(1, self.ranks):
+            other = self.values(rank, begin)
+            if self.redop in ("sum", "avg"):
+                result += other
+            elif self.redop == "prod":
+                result *= other
+            elif self.redop == "min":
+                result = torch.minimum(result, other)
+            else:
+                result = torch.maximum(result, other)
+        if self.redop != "avg":
+            return result
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return result.to(torch.float64) / self.ranks
+        return torch.div(result, self.ranks, rounding_mode="trunc")
+
+    def fill(self, tensor: torch.Tensor, rank: int) -> None:
+        for begin, block in _blocks(tensor):
+            block.copy_(_tiled(self.values(rank, begin).to(self.dtype), block.numel()))
+
+    def wrong_reduced(self, tensor: torch.Tensor, offset: int) -> int:
+        """Elements that differ from the reduction of elements [offset, offset + numel)."""
+        return sum(
+            self._differing(block.cpu(), self.reduced(offset + begin))
+            for begin, block in _blocks(tensor)
+        )
+
+    def wrong_copy(self, tensor: torch.Tensor, rank: int, offset: int = 0) -> int:
+        """Elements that differ from a rank's input starting at an offset."""
+        return sum(
+            _different_bits(block.cpu(), self.values(rank, offset + begin).to(self.dtype))
+            for begin, block in _blocks(tensor)
+        )
+
+    def _differing(self, found: torch.Tensor, period: torch.Tensor) -> int:
+        if self._distance() == 0:
+            return _different_bits(found, period.to(self.dtype))
+        wide = torch.complex128 if self.dtype.is_complex else torch.float64
+        expected = _tiled(period, found.numel()).to(torch.float64)
+        distance = (found.to(wide) - expected).abs()
+        return int((~(distance <= self._distance() * expected.abs())).sum())
+
+    def _distance(self) -> float:
+        """Relative distance allowed: none where every partial result is exact."""
+        if self.dtype not in _MANTISSA_BITS:
+            return 0.0
+        step = 2.0 ** (1 - _MANTISSA_BITS[self.dtype])
+        if self.redop == "avg":
+            return step * self.ranks if self._rounds_sums() else 2 * step
+        return step * self.ranks if self.redop == "sum" and self._rounds_sums() else 0.0
+
+    def _rounds_sums(self) -> bool:
+        return self._period * self.ranks > self._exact_integers
+
+
+def poison(tensors: Sequence[torch.Tensor]) -> None:
+    """Marks outputs, so that an element nobody wrote is wrong."""
+    for tensor in tensors:
+        tensor.view(torch.uint8).fill_(1 if tensor.dtype == torch.bool else _POISON)
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Changes one element: the error that the harness must find."""
+    if tensor.numel():
+        raw = tensor.view(-1).view(torch.uint8)
+        raw[raw.numel() // 2] ^= 1
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Pieces with the index of their first element: references need not be as large as results."""
+    flat = tensor.view(-1)
+    for begin in range(0, flat.numel(), _BLOCK):
+        yield begin, flat[begin : begin + _BLOCK]
+
+
+def _tiled(period: torch.Tensor, count: int) -> torch.Tensor:
+    return period.repeat(-(-count // period.numel()))[:count]
+
+
+def _different_bits(found: torch.Tensor, period: torch.Tensor) -> int:
+    """Elements whose bytes differ: distinguishes NaNs and signed zeros."""
+    expected = _tiled(period, found.numel())
+    different = found.contiguous().view(torch.uint8) != expected.view(torch.uint8)
+    if not bool(different.any()):
+        return 0
+    return int(different.view(found.numel(), -1).any(-1).sum())

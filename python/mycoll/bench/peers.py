@@ -1,0 +1,160 @@
+"""MPIs as contenders: a C program without torch, whose ranks take their turn in the same rounds.
+
+Rank 0 of the harness starts mpiexec once; the MPI ranks connect to its unix socket and wait in
+read() until a line tells them what to do. The other ranks of the harness sleep in a barrier
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, TextIO
+
+from mycoll.bench.arena import plan
+from mycoll.bench.contenders import Contender, one_line
+from mycoll.bench.iperf import measure_tcp
+from mycoll.bench.options import Options
+from mycoll.bench.peer_build import PeerAbsent, build, environment, launch_command
+from mycoll.bench.workload import Unsupported, Workload
+from mycoll.bench.world import World
+
+_START_SECONDS = 30.0
+_QUIT_SECONDS = 5.0
+
+
+class MpiContender(Contender):
+    """On every rank but 0 an empty shell: only rank 0 talks to the MPI."""
+
+    def __init__(self, name: str, world: World, options: Options) -> None:
+        super().__init__(name, "peer", world)
+        self._options = options
+        self._channels: list[TextIO] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._died = ""
+        self.library = ""
+
+    def start(self, folder: Path) -> None:
+        """Rank 0 only. Raises PeerAbsent with the reason."""
+        binary = build(self.name, folder)
+        address = str(folder / f"{self.name}.socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(self.world.size)
+            listener.settimeout(_START_SECONDS)
+            with (folder / f"{self.name}.log").open("wb") as log:
+                self._process = subprocess.Popen(
+                    [*launch_command(self.name, self.world.size), str(binary), address],
+                    env=environment(self.name),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            by_rank: dict[int, TextIO] = {}
+            try:
+                for _ in range(self.world.size):
+                    connection, _ = listener.accept()
+                    connection.settimeout(self._options.timeout_seconds)
+                    channel = connection.makefile("rw")
+                    hello = json.loads(channel.readline())
+                    by_rank[hello["rank"]] = channel
+                    self.library = hello["library"]
+            except (OSError, ValueError) as cause:
+                self.close()
+                said = (folder / f"{self.name}.log").read_text(errors="replace").split("\n")
+                reason = next((line for line in said if line.strip(" -")), str(cause))
+                raise PeerAbsent(f"its ranks did not start: {reason}") from cause
+        self._channels = [by_rank[rank] for rank in sorted(by_rank)]
+
+    def prepare(self, workload: Workload) -> None:
+        if self._died:
+            raise Unsupported(self._died)
+        if not self._channels:
+            return
+        case = workload.case
+        if case.in_place and case.op in ("all_gather", "reduce_scatter", "gather", "scatter"):
+            raise Unsupported("mpi_bench has no in-place variant")
+        windows, evict_bytes = plan(workload.touched_bytes, self.world, self._options.hot)
+        self._ask(
+            f"prepare {case.op} {case.dtype_name} {case.redop} {workload.size} {case.root} "
+            f"{windows} {evict_bytes}"
+        )
+
+    def verify(self, seed: int, plant_error: bool) -> int | None:
+        if not self._channels:
+            return None
+        return sum(int(answer["wrong"]) for answer in self._ask(f"verify {seed}"))
+
+    def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+        self.world.barrier()
+        if not self._channels:
+            return []
+        return [answer["ns"] for answer in self._ask(f"run {warmups} {iterations} {int(blocking)}")]
+
+    def _ask(self, line: str) -> list[dict[str, Any]]:
+        """Tells all ranks, then hears all."""
+        try:
+            for channel in self._channels:
+                channel.write(line + "\n")
+                channel.flush()
+            answers = [json.loads(channel.readline()) for channel in self._channels]
+        except (OSError, ValueError) as cause:
+            self.close()
+            self._died = f"its ranks died or hung in '{line}': {one_line(cause)}"
+            raise Unsupported(self._died) from cause
+        for answer in answers:
+            if "unsupported" in answer:
+                raise Unsupported(answer["unsupported"])
+        return answers
+
+    def close(self) -> None:
+        for channel in self._channels:
+            try:
+                channel.write("quit\n")
+                channel.close()
+            except OSError:
+                pass
+        self._channels = []
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.wait(_QUIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def gather_peers(
+    options: Options, world: World
+) -> tuple[list[Contender], list[str], list[dict[str, object]]]:
+    """The peers that run here, a line for each that does not, and what iperf3 measured."""
+    found: list[Contender] = []
+    absent: list[str] = []
+    limits: list[dict[str, object]] = []
+    for name in options.peers:
+        reason = ""
+        contender = MpiContender(name, world, options)
+        try:
+            if world.hosts > 1:
+                raise PeerAbsent("peers are measured on one host only")
+            if name == "iperf3":
+                limits += measure_tcp() if world.rank == 0 else []
+            elif world.rank == 0:
+                with tempfile.TemporaryDirectory(prefix="mycoll-bench-") as folder:
+                    contender.start(Path(folder))
+        except PeerAbsent as cause:
+            reason = str(cause)
+        reason = world.share(reason)
+        if reason:
+            absent.append(f"{name}: {reason}")
+        elif name != "iperf3":
+            contender.name = name
+            found.append(contender)
+    return found, absent, limits

@@ -1,0 +1,117 @@
+"""Latency and bandwidth against size, a line for each contender, limits dashed; by matplotlib."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mycoll.bench.result import Row
+
+_SHOWN_WIDTH, _ROW_HEIGHT, _DPI = 12.0, 4.2, 130
+# Colours that colour-blind people can tell apart (Okabe and Ito); the subject comes first.
+_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_DASHED = "#777777"
+_DASHES = {"fake": (1, 2), "copy": (6, 2), "copy-nt": (3, 2)}
+_LABELS = {
+    "fake": "torch's own cost of a call",
+    "copy": "memory copy, all ranks at once",
+    "copy-nt": "the same, non-temporal",
+}
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def size_label(size: float) -> str:
+    for unit, name in _UNITS:
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size:.0f} B"
+
+
+def draw(path: str, header: Mapping[str, object], rows: Sequence[Row]) -> str:
+    """Writes the picture; says in one line what happened."""
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+        matplotlib.use("Agg")
+        pyplot = importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        return f"# no plot: {path} needs matplotlib (pip install matplotlib)"
+    panels = _panels(rows)
+    if not panels:
+        return "# no plot: it needs an operation measured at two sizes at least"
+    height = _ROW_HEIGHT * len(panels) + 0.6
+    figure, axes = pyplot.subplots(len(panels), 2, figsize=(_SHOWN_WIDTH, height), squeeze=False)
+    for (title, chosen), (latency, bandwidth) in zip(panels.items(), axes, strict=True):
+        _draw_lines(latency, chosen, "time_us")
+        latency.set(title=f"{title}: time", ylabel="microseconds", yscale="log")
+        _draw_lines(bandwidth, chosen, "busbw")
+        bandwidth.set(title=f"{title}: bus bandwidth", ylabel="GB/s", ylim=(0, None))
+        latency.legend(frameon=False, fontsize=8)
+    figure.suptitle(_subtitle(header), fontsize=9, color="#555555", x=0.01, ha="left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=_DPI)
+    pyplot.close(figure)
+    return f"# plot: {path}"
+
+
+def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by what stands above a pair of axes, if there is a line to draw."""
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.op not in ("ddp", "init", "barrier"):
+            kind = row.type if row.redop == "none" else f"{row.type} {row.redop}"
+            panels.setdefault(f"{row.op}, {kind}, {row.ranks} ranks", []).append(row)
+    return {
+        title: chosen for title, chosen in panels.items() if len({row.size for row in chosen}) > 1
+    }
+
+
+def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
+    contenders = list(dict.fromkeys((row.contender, row.contender_kind) for row in rows))
+    colours = iter(_COLOURS * len(contenders))
+    highest = max(
+        getattr(row, figure) for row in rows if row.contender_kind in ("backend", "peer", "limit")
+    )
+    for name, kind in contenders:
+        line = [row for row in rows if row.contender == name]
+        if kind == "floor" and figure == "busbw":
+            continue  # it moves nothing: its bandwidth would be a fable
+        sizes, values = [row.size for row in line], [getattr(row, figure) for row in line]
+        if kind in ("floor", "limit"):
+            dashes = {"color": _DASHED, "linewidth": 1.2, "dashes": _DASHES.get(name, (4, 2))}
+            axes.plot(sizes, values, label=_LABELS.get(name, name), zorder=1, **dashes)
+            continue
+        first = name == contenders[0][0]
+        axes.plot(
+            sizes,
+            values,
+            label=name + (" (C, without torch)" if kind == "peer" else ""),
+            color=next(colours),
+            marker="o",
+            markersize=4 if first else 3,
+            linewidth=2.4 if first else 1.4,
+            zorder=3 if first else 2,
+        )
+        if figure == "time_us" and kind == "backend":
+            low, high = [row.min_us for row in line], [row.max_us for row in line]
+            axes.fill_between(sizes, low, high, color=axes.lines[-1].get_color(), alpha=0.15, lw=0)
+    if figure == "busbw":
+        axes.set_ylim(top=1.08 * highest)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda size, _: size_label(size))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlabel("size")
+    axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _subtitle(header: Mapping[str, object]) -> str:
+    machine, versions = header.get("machine"), header.get("versions")
+    if not (isinstance(machine, dict) and isinstance(versions, dict)):
+        return ""
+    about = f"{machine.get('cpu')}, {machine.get('usable_cores')} cores"
+    return f"{about}   torch {versions.get('torch')}, mycoll {versions.get('mycoll')}   " + str(
+        header.get("date", "")
+    )

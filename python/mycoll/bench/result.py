@@ -1,0 +1,109 @@
+"""One measured row: the schema of the JSON lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from mycoll.bench.stats import Interval, paired_ratio, percentile
+from mycoll.bench.workload import Case, Workload
+
+# rounds[r][k][i]: ns of call i in round r on rank k. A rank that takes no part has no calls.
+Rounds = Sequence[Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender's figures for a case. Times are microseconds of one message, rates GB/s (10^9).
+
+    time is the median over rounds of the mean over ranks and calls; p50, p95 and p99 are over all
+    calls of all ranks; min and max are the fastest and the slowest rank's mean (median over
+    rounds). ratio compares with the first backend of the run, round by round: 2 means that this
+    contender took twice its time.
+    """
+
+    op: str
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: int
+    contender: str
+    contender_kind: str
+    ranks: int
+    in_place: bool
+    time_us: float
+    algbw: float
+    busbw: float
+    wrong: int | None
+    p50_us: float
+    p95_us: float
+    p99_us: float
+    min_us: float
+    max_us: float
+    iterations: int
+    rounds_us: list[float]
+    ratio_to: str = ""
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        return {"kind": "result", **dataclasses.asdict(self)}
+
+    def compared_to(self, subject: Row) -> Row:
+        """With the ratio to the contender whose rounds lay next to these."""
+        ratio: Interval = paired_ratio(self.rounds_us, subject.rounds_us)
+        return dataclasses.replace(
+            self,
+            ratio_to=subject.contender,
+            ratio=ratio.value,
+            ratio_low=ratio.low,
+            ratio_high=ratio.high,
+        )
+
+
+def make_row(
+    case: Case,
+    workload: Workload,
+    contender: str,
+    kind: str,
+    wrong: int | None,
+    rounds: Rounds,
+    extra: dict[str, float],
+) -> Row:
+    messages = 1 if kind == "limit" or (kind == "floor" and case.op == "pingpong") else 0
+    unit = 1e3 * (messages or workload.messages)
+    taking_part = [[calls for calls in ranks if calls] for ranks in rounds]
+    means = [[fmean(calls) / unit for calls in ranks] for ranks in taking_part]
+    per_rank = [median(column) for column in zip(*means, strict=True)]
+    every = sorted(time / unit for ranks in taking_part for calls in ranks for time in calls)
+    time = median(fmean(round_) for round_ in means)
+    algbw = workload.size / time / 1e3
+    return Row(
+        op=case.op,
+        size=workload.size,
+        count=workload.count,
+        type=case.dtype_name,
+        redop=case.redop,
+        root=case.root,
+        contender=contender,
+        contender_kind=kind,
+        ranks=workload.world.size,
+        in_place=case.in_place,
+        time_us=time,
+        algbw=algbw,
+        busbw=algbw * workload.bus_factor,
+        wrong=wrong,
+        p50_us=percentile(every, 50),
+        p95_us=percentile(every, 95),
+        p99_us=percentile(every, 99),
+        min_us=min(per_rank),
+        max_us=max(per_rank),
+        iterations=len(taking_part[0][0]),
+        rounds_us=[fmean(round_) for round_ in means],
+        extra=extra,
+    )

@@ -1,0 +1,145 @@
+"""The measuring loop: verify everybody, then rounds in the order A B, B A, A B, ..."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from statistics import median
+
+from mycoll.bench.collectives import COLLECTIVES, BarrierWorkload, CollectiveWorkload
+from mycoll.bench.contenders import Contender, one_line
+from mycoll.bench.options import REDUCING, ROOTED, Options
+from mycoll.bench.pairwise import BandwidthWorkload, PingPongWorkload
+from mycoll.bench.result import Row, make_row
+from mycoll.bench.training import DdpWorkload, OverlapWorkload, models
+from mycoll.bench.workload import Case, Unsupported, Workload
+from mycoll.bench.world import World
+
+# A round has at most as many calls as there are buffers, and enough for a mean.
+_MOST_CALLS = 1000
+_FEWEST_CALLS = 3
+_MOST_WARMUPS = 5
+_PROBE_CALLS = 20
+
+
+def cases(options: Options, op: str) -> Iterator[Case]:
+    """What the options ask of an operation. DDP's size is that of its models."""
+    root = options.root if op in ROOTED else -1
+    if op in ("barrier", "ddp"):
+        sizes: Sequence[int] = (0,) if op == "barrier" else range(len(models()))
+        for size in sizes:
+            yield Case(op, size, "float32", "none", root, False)
+        return
+    for dtype in options.dtypes:
+        reducing = op in REDUCING or op == "overlap"
+        for redop in options.redops if reducing else ("none",):
+            for size in options.sizes:
+                yield Case(op, size, dtype, redop, root, options.in_place)
+
+
+def _workload(case: Case, world: World, hot: bool) -> Workload:
+    if case.op in COLLECTIVES:
+        return CollectiveWorkload(case, world, hot)
+    if case.op == "barrier":
+        return BarrierWorkload(case, world)
+    if case.op == "pingpong":
+        return PingPongWorkload(case, world, hot)
+    if case.op == "overlap":
+        return OverlapWorkload(case, world, hot)
+    if case.op == "ddp":
+        return DdpWorkload(case, world, list(models())[case.size])
+    return BandwidthWorkload(case, world, hot)
+
+
+class Measurement:
+    """One case with everybody who can run it. `notes` says on rank 0 who could not, and why."""
+
+    def __init__(
+        self, case: Case, contenders: Sequence[Contender], world: World, options: Options
+    ) -> None:
+        self._case = case
+        self._world = world
+        self._options = options
+        self._everybody = contenders
+        self._wrong: dict[str, int | None] = {}
+        self.notes: list[str] = []
+
+    def run(self) -> list[Row]:
+        """The rows, on rank 0; in the order of the contenders."""
+        try:
+            workload = _workload(self._case, self._world, self._options.hot)
+        except Unsupported as reason:
+            self.notes.append(str(reason))
+            return []
+        try:
+            return self._measure(workload)
+        finally:
+            for contender in self._everybody:
+                contender.release()
+            gc.collect()
+
+    def _measure(self, workload: Workload) -> list[Row]:
+        able = [contender for contender in self._everybody if self._admit(contender, workload)]
+        calls = {contender.name: self._calls_per_round(contender) for contender in able}
+        rounds: dict[str, list[list[list[int]]]] = {contender.name: [] for contender in able}
+        for number in range(self._options.rounds):
+            for contender in able if number % 2 == 0 else reversed(able):
+                warmups, iterations = calls[contender.name]
+                # Nobody prepares the next contender's round while somebody is still in this one's.
+                self._world.barrier()
+                times = contender.run(warmups, iterations, self._options.blocking)
+                rounds[contender.name].append(times)
+        rows: list[Row] = []
+        for contender in able:
+            per_rank = self._world.gather(rounds[contender.name])
+            extra = contender.extra()
+            if self._world.rank == 0:
+                merged = [list(chain.from_iterable(parts)) for parts in zip(*per_rank, strict=True)]
+                wrong = self._wrong[contender.name]
+                row = make_row(
+                    self._case, workload, contender.name, contender.kind, wrong, merged, extra
+                )
+                rows.append(row.compared_to(rows[0]) if rows else row)
+        return rows
+
+    def _admit(self, contender: Contender, workload: Workload) -> bool:
+        """Prepares and verifies; all ranks agree on whether this contender takes part."""
+        error = ""
+        wrong: int | None = None
+        planted = self._world.rank == self._options.plant_error
+        try:
+            contender.prepare(workload)
+            for seed in range(1, self._options.checks + 1):
+                found = contender.verify(seed, planted)
+                if found is not None:
+                    wrong = found + (wrong or 0)
+        except Unsupported as reason:
+            error = str(reason) or "-"
+        except Exception as cause:  # a backend may raise anything for what it cannot do
+            error = one_line(cause)
+        answers = self._world.gather_all((error, wrong))
+        errors = [text for text, _ in answers if text]
+        counts = [count for _, count in answers if count is not None]
+        self._wrong[contender.name] = sum(counts) if counts else None
+        if errors and errors[0] != "-":
+            self.notes.append(f"{contender.name}: {errors[0]}")
+        return not errors
+
+    def _calls_per_round(self, contender: Contender) -> tuple[int, int]:
+        """Warm-ups and calls, the same on all ranks."""
+        iterations = self._options.iterations or self._calls_by_time(contender)
+        warmups = self._options.warmups
+        if warmups < 0:
+            warmups = max(1, min(_MOST_WARMUPS, iterations // 4))
+        return self._world.share((warmups, iterations))
+
+    def _calls_by_time(self, contender: Contender) -> int:
+        """Probes twice: the first is short, since a call may take a second, and cold."""
+        calls = 1
+        for _ in range(2):
+            times = contender.run(1, calls, False)
+            slowest = max((median(per_call) for per_call in times if per_call), default=1.0)
+            fitting = int(self._options.round_milliseconds * 1e6 / max(1.0, slowest))
+            calls = self._world.share(max(_FEWEST_CALLS, min(_PROBE_CALLS, fitting)))
+        return max(_FEWEST_CALLS, min(_MOST_CALLS, fitting))

@@ -1,0 +1,55 @@
+"""Percentiles, and confidence intervals by bootstrap: no distribution is assumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+_RESAMPLES = 2000
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the bounds of its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the neighbours in an ascending sequence."""
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def _interval(value: float, draw: Callable[[], float]) -> Interval:
+    draws = sorted(draw() for _ in range(_RESAMPLES))
+    tail = (1 - _CONFIDENCE) / 2 * 100
+    return Interval(value, percentile(draws, tail), percentile(draws, 100 - tail))
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """Median of the ratios of rounds measured next to each other.
+
+    Pairing takes out what disturbs both alike: a neighbour on the machine, the clock frequency.
+    """
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    generator = random.Random(0)
+    return _interval(median(ratios), lambda: median(generator.choices(ratios, k=len(ratios))))
+
+
+def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """Ratio of the medians of two runs that were not measured together."""
+    generator = random.Random(0)
+
+    def draw() -> float:
+        above = median(generator.choices(numerators, k=len(numerators)))
+        return above / median(generator.choices(denominators, k=len(denominators)))
+
+    return _interval(median(numerators) / median(denominators), draw)

@@ -1,0 +1,131 @@
+"""Options, the shared worlds, and their parametrisation. How a world works: worlds/__init__.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+if importlib.util.find_spec("mycoll") is None:  # not installed: its Python half is enough for some
+    sys.path.append(str(TESTS.parent / "python"))
+sys.path.insert(0, str(TESTS))  # for `worlds`, here and (by way of PYTHONPATH) in the workers
+
+from worlds import gloo_gaps  # noqa: E402
+from worlds.pool import Options, Pool, World  # noqa: E402
+
+BUILD_HINT = (
+    "mycoll is not built for this Python and torch: run `pip install --no-build-isolation -e .` in "
+    "the repository (or check the tests themselves with --backend gloo)"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mycoll")
+    group.addoption(
+        "--backend", default="mycoll", choices=["mycoll", "gloo"], help="which backend is tested"
+    )
+    group.addoption("--large", action="store_true", help="also tests that need 24 GiB of memory")
+    group.addoption(
+        "--deadline", type=float, default=60, help="seconds after which a job counts as hung"
+    )
+    group.addoption("--seed", type=int, default=None, help="of the random walks: only this one")
+    group.addoption(
+        "--native-stacks", action="store_true", help="gdb's view of hung workers, in the report"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "large: needs 24 GiB of memory; run with --large")
+    config.addinivalue_line(
+        "markers", "worlds(*sizes, transports=None): the worlds that a test runs in"
+    )
+    paths = [
+        str(TESTS),
+        *(p for p in sys.path[-1:] if p.endswith("python")),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+
+
+def transports_of(config: pytest.Config) -> tuple[str, ...]:
+    return ("",) if config.getoption("--backend") == "gloo" else ("shm", "tcp")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`world`: a shared world of each size (default 3) and transport. `transport`: just that."""
+    transports = transports_of(metafunc.config)
+    marker = metafunc.definition.get_closest_marker("worlds")
+    if marker and marker.kwargs.get("transports"):
+        wanted = marker.kwargs["transports"]
+        transports = tuple(t for t in transports if t in ("", *wanted))
+    if "world" in metafunc.fixturenames:
+        sizes = marker.args if marker and marker.args else (3,)
+        params = [(size, transport) for size in sizes for transport in transports]
+        ids = [f"{size}x{transport or 'gloo'}" for size, transport in params]
+        metafunc.parametrize("world", params, ids=ids, indirect=True)
+    elif "transport" in metafunc.fixturenames:
+        metafunc.parametrize("transport", transports, ids=[t or "gloo" for t in transports])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    large = config.getoption("--large")
+    gloo = config.getoption("--backend") == "gloo"
+    for item in items:
+        if not large and item.get_closest_marker("large"):
+            item.add_marker(pytest.mark.skip(reason="needs --large"))
+        name = getattr(item, "originalname", item.name)
+        reason = gloo_gaps.reason(f"{item.path.name}::{name}") if gloo else None
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=f"gloo: {reason}"))
+
+
+@pytest.fixture(scope="session")
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name for init_process_group, known to be there."""
+    name = request.config.getoption("--backend")
+    if name == "mycoll":
+        try:
+            import mycoll
+
+            _ = mycoll.Options  # loads the compiled module
+        except (ImportError, OSError) as error:
+            pytest.fail(f"{BUILD_HINT}. ({error})", pytrace=False)
+    return name
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest, backend: str) -> Iterator[Pool]:
+    options = Options(
+        backend=backend,
+        deadline=request.config.getoption("--deadline"),
+        native_stacks=request.config.getoption("--native-stacks"),
+    )
+    pool = Pool(options)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, pool: Pool) -> World:
+    """A shared world; see pytest_generate_tests."""
+    size, transport = request.param
+    return pool.get(pool.spec(size, transport))
+
+
+@pytest.fixture
+def fresh(pool: Pool) -> Iterator:
+    """Makes worlds that are thrown away after the test: fresh(size, transport, **of Spec)."""
+    made: list[World] = []
+
+    def make(size: int, transport: str = "", **changes) -> World:
+        made.append(pool.fresh(pool.spec(size, transport, **changes)))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.kill()

@@ -1,0 +1,358 @@
+// base/: status, types, env, log, fd, deadline, wait, topology, crc32c.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/crc32c.h"
+#include "base/deadline.h"
+#include "base/env.h"
+#include "base/fd.h"
+#include "base/log.h"
+#include "base/status.h"
+#include "base/topology.h"
+#include "base/types.h"
+#include "base/wait.h"
+#include "test.h"
+
+using namespace mycoll;
+
+namespace {
+
+// Sets a variable for a scope.
+class ScopedEnv {
+ public:
+  ScopedEnv(const char* name, const char* value) : name_(name) {
+    const char* old = std::getenv(name);
+    hadValue_ = old != nullptr;
+    if (hadValue_) old_ = old;
+    ::setenv(name, value, 1);
+  }
+  ~ScopedEnv() {
+    if (hadValue_) {
+      ::setenv(name_.c_str(), old_.c_str(), 1);
+    } else {
+      ::unsetenv(name_.c_str());
+    }
+  }
+
+ private:
+  std::string name_;
+  std::string old_;
+  bool hadValue_;
+};
+
+// An empty folder for a scope.
+class ScopedFolder {
+ public:
+  ScopedFolder() {
+    char pattern[] = "/tmp/mycoll-test-XXXXXX";
+    path_ = ::mkdtemp(pattern);
+  }
+  ~ScopedFolder() { std::filesystem::remove_all(path_); }
+  const std::string& path() const { return path_; }
+  void write(const std::string& file, const std::string& text) const {
+    std::filesystem::create_directories(std::filesystem::path(path_ + "/" + file).parent_path());
+    std::ofstream(path_ + "/" + file) << text;
+  }
+
+ private:
+  std::string path_;
+};
+
+std::string contents(const std::string& path) {
+  std::ifstream file(path);
+  return std::string((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != text.npos;
+}
+
+Status failsInside() {
+  MYCOLL_RETURN_IF_ERROR(Status());
+  MYCOLL_RETURN_IF_ERROR(Status(Code::kTimeout, "too late"));
+  return Status();
+}
+
+}  // namespace
+
+TEST(Base, statusTellsItsStory) {
+  EXPECT(Status().ok());
+  EXPECT_EQ(Status().toString(), "ok");
+  EXPECT_EQ(Status().message(), "");
+  const Status status = failsInside();
+  EXPECT(!status.ok());
+  EXPECT(status.code() == Code::kTimeout);
+  EXPECT_EQ(status.toString(), "timeout: too late");
+  const Status copy = status;
+  EXPECT_EQ(copy.message(), "too late");
+}
+
+TEST(Base, typesHaveNamesAndSizes) {
+  std::set<std::string> names;
+  for (int d = 0; d < static_cast<int>(DType::kCount); ++d) {
+    const DType dtype = static_cast<DType>(d);
+    EXPECT(elementSize(dtype) >= 1 && elementSize(dtype) <= 16);
+    names.insert(name(dtype));
+    EXPECT(isSupported(dtype, ReduceOp::kSum));
+    EXPECT(!isSupported(dtype, ReduceOp::kCount));
+  }
+  EXPECT_EQ(names.size(), static_cast<size_t>(DType::kCount));
+  EXPECT_EQ(elementSize(static_cast<DType>(70)), size_t{0});
+  EXPECT(!isSupported(DType::kOpaque, ReduceOp::kSum));
+  EXPECT(!isSupported(static_cast<DType>(70), ReduceOp::kSum));
+  EXPECT(!isSupported(DType::kBool, ReduceOp::kAvg));
+  EXPECT(!isSupported(DType::kComplex64, ReduceOp::kMax));
+  EXPECT(!isSupported(DType::kFloat32, ReduceOp::kBAnd));
+  EXPECT(isSupported(DType::kInt8, ReduceOp::kAvg));
+  EXPECT(isSupported(DType::kUInt64, ReduceOp::kBXor));
+}
+
+TEST(Base, envDefaults) {
+  Env env;
+  EXPECT(Env::load(&env).ok());
+  EXPECT(env.transport == TransportChoice::kAuto);
+  EXPECT(env.cpu == CpuBackend::kEngine);
+  EXPECT_EQ(env.spinMicros, -1);
+  EXPECT_EQ(env.chunkBytes, size_t{262144});
+  EXPECT_EQ(env.smallBytes, size_t{32768});
+  EXPECT_EQ(env.eagerBytes, size_t{65536});
+  EXPECT(env.socketInterfaces.matches("anything"));
+}
+
+TEST(Base, envReadsAfresh) {
+  ScopedEnv transport("MYCOLL_TRANSPORT", "tcp");
+  ScopedEnv chunk("MYCOLL_CHUNK_BYTES", "1M");
+  ScopedEnv spin("MYCOLL_SPIN_US", "0");
+  ScopedEnv empty("MYCOLL_SMALL_BYTES", "");
+  Env env;
+  EXPECT(Env::load(&env).ok());
+  EXPECT(env.transport == TransportChoice::kTcp);
+  EXPECT_EQ(env.chunkBytes, size_t{1} << 20);
+  EXPECT_EQ(env.spinMicros, 0);
+  EXPECT_EQ(env.smallBytes, size_t{32768});
+  for (const EnvEntry& entry : describeEnv()) {
+    EXPECT(!entry.help.empty());
+    EXPECT_EQ(entry.isSet, entry.name == "MYCOLL_TRANSPORT" || entry.name == "MYCOLL_CHUNK_BYTES" ||
+                              entry.name == "MYCOLL_SPIN_US");
+    if (entry.name == "MYCOLL_CHUNK_BYTES") EXPECT_EQ(entry.value, "1M");
+  }
+}
+
+TEST(Base, envRefusesInvalidValues) {
+  const char* const cases[][2] = {
+      {"MYCOLL_TRANSPORT", "rdma"},      {"MYCOLL_TRANSPORT", "TCP"},
+      {"MYCOLL_CPU", "nccl"},            {"MYCOLL_LOG", "loud"},
+      {"MYCOLL_LOG_FILE", "/tmp/%q"},    {"MYCOLL_LOG_FILE", "/tmp/%"},
+      {"MYCOLL_SPIN_US", "-2"},          {"MYCOLL_SPIN_US", "1s"},
+      {"MYCOLL_SPIN_US", "1000001"},     {"MYCOLL_CHUNK_BYTES", "0"},
+      {"MYCOLL_CHUNK_BYTES", "4097"},    {"MYCOLL_CHUNK_BYTES", "K"},
+      {"MYCOLL_CHUNK_BYTES", "9999999999999999999"}, {"MYCOLL_SMALL_BYTES", "-1"},
+      {"MYCOLL_EAGER_BYTES", "64 K"},    {"MYCOLL_EAGER_BYTES", "9000000000G"},
+      {"MYCOLL_SOCKET_IFNAME", "eth0,"}, {"MYCOLL_SOCKET_IFNAME", "^"},
+      {"MYCOLL_SOCKET_IFNAME", "="},     {"MYCOLL_SOCKET_IFNAME", "eth0,=eth1"},
+  };
+  for (const auto& [variable, value] : cases) {
+    ScopedEnv scoped(variable, value);
+    Env env;
+    const Status status = Env::load(&env);
+    EXPECT(status.code() == Code::kInvalidArgument);
+    EXPECT(contains(status.message(), std::string(variable) + "=" + value));
+    EXPECT(contains(status.message(), "expected "));
+    EXPECT_EQ(env.chunkBytes, size_t{262144});
+    EXPECT_EQ(env.spinMicros, -1);
+  }
+}
+
+TEST(Base, envInterfaceFilter) {
+  const auto matches = [](const char* value, const char* interfaceName) {
+    ScopedEnv scoped("MYCOLL_SOCKET_IFNAME", value);
+    Env env;
+    EXPECT(Env::load(&env).ok());
+    return env.socketInterfaces.matches(interfaceName);
+  };
+  EXPECT(matches("eth", "eth0"));
+  EXPECT(matches("ib,eth", "eth0"));
+  EXPECT(!matches("ib", "eth0"));
+  EXPECT(matches("=eth1", "eth1"));
+  EXPECT(!matches("=eth1", "eth11"));
+  EXPECT(!matches("^docker,lo", "lo"));
+  EXPECT(!matches("^docker,lo", "docker0"));
+  EXPECT(matches("^docker,lo", "eth0"));
+  EXPECT(matches("^=eth1", "eth11"));
+  EXPECT(!matches("^=eth1", "eth1"));
+}
+
+TEST(Base, envUnknownVariables) {
+  EXPECT(unknownVariables().empty());
+  ScopedEnv misspelt("MYCOLL_TRANSPROT", "tcp");
+  ScopedEnv alien("MYCOLL_ZZZZZZZZZZZZZZZ", "1");
+  const std::vector<UnknownVariable> unknown = unknownVariables();
+  EXPECT_EQ(unknown.size(), size_t{2});
+  if (unknown.size() != 2) return;
+  EXPECT_EQ(unknown[0].name, "MYCOLL_TRANSPROT");
+  EXPECT_EQ(unknown[0].nearest, "MYCOLL_TRANSPORT");
+  EXPECT_EQ(unknown[1].nearest, "");
+}
+
+TEST(Base, logWritesToItsFile) {
+  const ScopedFolder folder;
+  setLogFile((folder.path() + "/%h.%p.%r.log").c_str());
+  setLogLevel(LogLevel::kInfo);
+  setLogRank(3);
+  int evaluated = 0;
+  errno = ENOENT;
+  MYCOLL_LOG_INFO("hello %s %d", "world", ++evaluated);
+  EXPECT_EQ(errno, ENOENT);
+  MYCOLL_LOG_DEBUG("silent %d", ++evaluated);
+  MYCOLL_LOG_ERROR("long %s", std::string(5000, 'x').c_str());
+  EXPECT_EQ(evaluated, 1);
+  const auto fileOf = [&](pid_t pid, int rank) {
+    return folder.path() + "/" + hostName() + "." + std::to_string(pid) + "." +
+           std::to_string(rank) + ".log";
+  };
+  const std::string text = contents(fileOf(getpid(), 3));
+  EXPECT(text.starts_with("[mycoll "));
+  EXPECT(contains(text, " rank 3 pid " + std::to_string(getpid()) + "] hello world 1\n"));
+  EXPECT(contains(text, std::string(5000, 'x') + "\n"));
+  EXPECT(!contains(text, "silent"));
+
+  setLogRank(4);
+  MYCOLL_LOG_WARN("elsewhere");
+  EXPECT(contains(contents(fileOf(getpid(), 4)), "elsewhere"));
+
+  const pid_t child = ::fork();
+  if (child == 0) {
+    MYCOLL_LOG_INFO("child");
+    ::_exit(0);
+  }
+  ::waitpid(child, nullptr, 0);
+  EXPECT(contains(contents(fileOf(child, 4)), "child"));
+
+  setLogLevel(LogLevel::kOff);
+  setLogFile("");
+  setLogRank(-1);
+}
+
+TEST(Base, fdOwns) {
+  int ends[2];
+  EXPECT_EQ(::pipe(ends), 0);
+  const auto isOpen = [](int fd) { return ::fcntl(fd, F_GETFD) >= 0; };
+  {
+    Fd reader(ends[0]);
+    Fd moved(std::move(reader));
+    EXPECT(!reader.isOpen());
+    EXPECT_EQ(moved.get(), ends[0]);
+    moved = Fd(ends[1]);
+    EXPECT(!isOpen(ends[0]));
+    EXPECT(isOpen(ends[1]));
+    const int released = moved.release();
+    EXPECT(!moved);
+    moved.reset(released);
+    moved.reset(released);
+    EXPECT(isOpen(released));
+  }
+  EXPECT(!isOpen(ends[1]));
+}
+
+TEST(Base, deadlines) {
+  using std::chrono::milliseconds;
+  EXPECT(Deadline().isNever());
+  EXPECT(!Deadline::never().expired());
+  EXPECT(Deadline::never().remaining() == milliseconds::max());
+  EXPECT_EQ(Deadline::never().pollMilliseconds(), -1);
+  EXPECT(Deadline::after(milliseconds::max()).isNever());
+  EXPECT(Deadline::after(milliseconds::max() - milliseconds(1)).isNever());
+  EXPECT(Deadline::after(milliseconds(0)).expired());
+  EXPECT(Deadline::after(milliseconds(-5)).expired());
+  EXPECT(Deadline::after(milliseconds::min()).expired());
+  EXPECT(Deadline::after(milliseconds(-5)).remaining() == milliseconds(0));
+  const Deadline soon = Deadline::after(milliseconds(100000));
+  EXPECT(!soon.expired());
+  EXPECT(soon.remaining() > milliseconds(50000));
+  EXPECT(soon.remaining() <= milliseconds(100000));
+  EXPECT(soon < Deadline::never());
+  EXPECT(earlier(Deadline::never(), soon) == soon);
+}
+
+TEST(Base, waitCountsCores) {
+  EXPECT(usableCores() >= 1);
+  const ScopedFolder v2;
+  v2.write("cpu.max", "max 100000\n");
+  v2.write("job/cpu.max", "350000 100000\n");
+  v2.write("job/step/cpu.max", "max 100000\n");
+  EXPECT_EQ(detail::cgroupCores("0::/job/step\n", v2.path()), 3);
+  EXPECT_EQ(detail::cgroupCores("0::/\n", v2.path()), 0);
+  EXPECT_EQ(detail::cgroupCores("0::/unseen/from/here\n", v2.path()), 0);
+  v2.write("job/step/cpu.max", "50000 100000\n");
+  EXPECT_EQ(detail::cgroupCores("0::/job/step\n", v2.path()), 1);
+
+  const ScopedFolder v1;
+  v1.write("cpu,cpuacct/cpu.cfs_quota_us", "200000\n");
+  v1.write("cpu,cpuacct/cpu.cfs_period_us", "100000\n");
+  v1.write("cpu,cpuacct/job/cpu.cfs_quota_us", "-1\n");
+  v1.write("cpu,cpuacct/job/cpu.cfs_period_us", "100000\n");
+  EXPECT_EQ(detail::cgroupCores("5:cpuset:/x\n4:cpu,cpuacct:/job\n0::/\n", v1.path()), 2);
+  EXPECT_EQ(detail::cgroupCores("garbage\n", v1.path()), 0);
+}
+
+TEST(Base, waitChoosesByCores) {
+  const SpinPolicy crowded = detail::choosePolicy(5, 4, -1);
+  EXPECT_EQ(crowded.pauses, 20);
+  EXPECT_EQ(crowded.spinMicros, 0);
+  EXPECT_EQ(crowded.yieldMicros, 2000);
+  const SpinPolicy roomy = detail::choosePolicy(4, 4, -1);
+  EXPECT_EQ(roomy.spinMicros, 30);
+  EXPECT_EQ(roomy.yieldMicros, 1000);
+  EXPECT_EQ(detail::choosePolicy(4, 4, 0).spinMicros, 0);
+  EXPECT_EQ(detail::choosePolicy(9, 4, 77).spinMicros, 77);
+  ScopedEnv spin("MYCOLL_SPIN_US", "123");
+  EXPECT_EQ(choose(1).spinMicros, 123);
+  cpuRelax();
+}
+
+TEST(Base, topologyIsStable) {
+  EXPECT_EQ(hostIdentity(), hostIdentity());
+  EXPECT(contains(hostIdentity(), "/net:"));
+  EXPECT(!hostName().empty());
+  EXPECT_EQ(processId(), ::getpid());
+  const uint64_t started = processStartTicks(::getpid());
+  EXPECT(started > 0);
+  EXPECT_EQ(processStartTicks(::getpid()), started);
+  EXPECT_EQ(processStartTicks(0x7ffffff0), uint64_t{0});
+}
+
+TEST(Base, crc32cKnownAnswers) {
+  EXPECT_EQ(crc32c("", 0), 0u);
+  EXPECT_EQ(crc32c("123456789", 9), 0xe3069283u);  // the check value of every catalogue
+  // RFC 3720 B.4
+  std::string bytes(32, '\0');
+  EXPECT_EQ(crc32c(bytes.data(), 32), 0x8a9136aau);
+  std::fill(bytes.begin(), bytes.end(), '\xff');
+  EXPECT_EQ(crc32c(bytes.data(), 32), 0x62a8ab43u);
+  for (int i = 0; i < 32; ++i) bytes[i] = static_cast<char>(i);
+  EXPECT_EQ(crc32c(bytes.data(), 32), 0x46dd794eu);
+}
+
+TEST(Base, crc32cTableAgrees) {
+  std::vector<uint8_t> bytes(300);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(i * i * 31 + i);
+  for (size_t length = 0; length <= bytes.size(); ++length) {
+    const uint32_t whole = crc32c(bytes.data(), length);
+    EXPECT_EQ(detail::crc32cTable(bytes.data(), length, 0), whole);
+    const size_t half = length / 2;
+    EXPECT_EQ(crc32c(bytes.data() + half, length - half, crc32c(bytes.data(), half)), whole);
+  }
+}

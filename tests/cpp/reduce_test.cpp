@@ -1,0 +1,231 @@
+// kernels/: every type and operation, under every instruction set of this machine, against a
+// reference that works one element at a time and knows nothing of the kernels' tricks.
+#include "kernels/reduce.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/types.h"
+#include "kernels/copy.h"
+#include "kernels/isa.h"
+#include "reduce_reference.h"
+#include "test.h"
+
+using namespace mycoll;
+using namespace mycoll::reference;
+
+namespace {
+
+constexpr size_t kMostElements = 4097;
+constexpr int kMostInputs = 9;
+
+std::vector<Isa> isas() {
+  std::vector<Isa> all;
+  for (int isa = 0; isa <= static_cast<int>(detectIsa()); ++isa) {
+    all.push_back(static_cast<Isa>(isa));
+  }
+  return all;
+}
+
+class ScopedIsa {
+ public:
+  explicit ScopedIsa(Isa isa) { setActiveIsa(isa); }
+  ~ScopedIsa() { setActiveIsa(detectIsa()); }
+};
+
+// Random bits for half of the elements: NaNs, infinities and subnormals abound. The other half are
+// moderate numbers, so that sums mean something and halfway cases occur.
+std::vector<char> randomArray(DType dtype, std::mt19937_64& random) {
+  const size_t size = elementSize(dtype);
+  std::vector<char> data(kMostElements * size);
+  for (char& byte : data) byte = static_cast<char>(random());
+  const bool isComplex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
+  const size_t lanes = kMostElements * (isComplex ? 2 : 1);
+  for (size_t lane = 0; lane < lanes; ++lane) {
+    if (random() % 2 == 0) continue;
+    const float value = std::ldexp(static_cast<float>(static_cast<int>(random() % 513) - 256),
+                                   static_cast<int>(random() % 12) - 9);
+    if (dtype == DType::kFloat32 || dtype == DType::kComplex64) {
+      put(data.data(), lane, value);
+    } else if (dtype == DType::kFloat64 || dtype == DType::kComplex128) {
+      put(data.data(), lane, static_cast<double>(value));
+    } else if (dtype == DType::kBool) {
+      data[lane] = static_cast<char>(random() % 2);
+    } else if (isFormat(dtype) && size == 2) {
+      put(data.data(), lane, static_cast<uint16_t>(formatOf(dtype).encode(value)));
+    } else if (isFormat(dtype)) {
+      put(data.data(), lane, static_cast<uint8_t>(formatOf(dtype).encode(value)));
+    }
+  }
+  return data;
+}
+
+// An array at a chosen distance from a 64-byte boundary, with guards that must stay as they are.
+class Placed {
+ public:
+  Placed(size_t bytes, size_t misalignment) : storage_(bytes + 64 + 2 * kGuard + misalignment) {
+    const uintptr_t start = reinterpret_cast<uintptr_t>(storage_.data()) + kGuard;
+    begin_ = reinterpret_cast<char*>((start + 63) / 64 * 64 + misalignment);
+    bytes_ = bytes;
+    std::memset(storage_.data(), 0x5a, storage_.size());
+  }
+  char* data() { return begin_; }
+  bool guardsHold() const {
+    const auto isGuard = [](char byte) { return byte == 0x5a; };
+    return std::all_of(storage_.data(), static_cast<const char*>(begin_), isGuard) &&
+           std::all_of(static_cast<const char*>(begin_) + bytes_,
+                       storage_.data() + storage_.size(), isGuard);
+  }
+
+ private:
+  static constexpr size_t kGuard = 64;
+  std::vector<char> storage_;
+  char* begin_;
+  size_t bytes_;
+};
+
+std::string describe(DType dtype, ReduceOp op, int n, size_t count, Isa isa) {
+  return std::string(name(dtype)) + " " + name(op) + " of " + std::to_string(n) + " x " +
+         std::to_string(count) + " with " + name(isa);
+}
+
+void testType(DType dtype) {
+  std::mt19937_64 random(static_cast<uint64_t>(dtype) + 1);
+  std::vector<std::vector<char>> arrays;
+  for (int k = 0; k < kMostInputs; ++k) arrays.push_back(randomArray(dtype, random));
+  const size_t size = elementSize(dtype);
+
+  for (int o = 0; o < static_cast<int>(ReduceOp::kCount); ++o) {
+    const ReduceOp op = static_cast<ReduceOp>(o);
+    if (!isSupported(dtype, op)) continue;
+    for (int n = 1; n <= kMostInputs; ++n) {
+      const int divisor = n;
+      Inputs inputs;
+      for (int k = 0; k < n; ++k) inputs.push_back(arrays[k].data());
+      std::vector<char> wanted(kMostElements * size);
+      for (size_t i = 0; i < kMostElements; ++i) {
+        reduceElement(dtype, op, inputs, i, divisor, wanted.data());
+      }
+      for (const Isa isa : isas()) {
+        const ScopedIsa scoped(isa);
+        for (const size_t count : {size_t{0}, size_t{1}, size_t{7}, size_t{64}, size_t{1000},
+                                   kMostElements}) {
+          // variant: what is misaligned by how much, what aliases what, which stores
+          for (int variant = 0; variant < 6; ++variant) {
+            const bool streaming = variant % 2 == 1;
+            const size_t skew = variant / 2 == 0 ? 0 : variant / 2 == 1 ? size : 1;
+            std::vector<Placed> placed;
+            std::vector<const void*> in;
+            placed.reserve(static_cast<size_t>(n));
+            for (int k = 0; k < n; ++k) {
+              placed.emplace_back(count * size, (skew * static_cast<size_t>(k + 1)) % 64);
+              if (count > 0) std::memcpy(placed.back().data(), inputs[k], count * size);
+              in.push_back(placed.back().data());
+            }
+            Placed out(count * size, skew);
+            // Aliased with a different input in every variant, or with none.
+            const int alias = variant < n ? variant : -1;
+            char* const to = alias >= 0 ? placed[alias].data() : out.data();
+            reduce(dtype, op, to, in.data(), n, count, divisor, streaming);
+            const bool isRight = same(dtype, to, wanted.data(), count);
+            bool guardsHold = out.guardsHold();
+            for (const Placed& one : placed) guardsHold = guardsHold && one.guardsHold();
+            if (!isRight || !guardsHold) {
+              test::fail(__FILE__, __LINE__, describe(dtype, op, n, count, isa) + ", variant " +
+                                                 std::to_string(variant) +
+                                                 (guardsHold ? "" : ": out of bounds"));
+              return;
+            }
+            if (alias >= 0) std::memcpy(to, inputs[alias], count * size);
+            Placed out2(count * size, skew);
+            reduce2(dtype, op, to, out2.data(), in.data(), n, count, divisor, streaming);
+            if (!same(dtype, to, wanted.data(), count) ||
+                !same(dtype, out2.data(), wanted.data(), count) || !out2.guardsHold()) {
+              test::fail(__FILE__, __LINE__, "reduce2: " + describe(dtype, op, n, count, isa) +
+                                                 ", variant " + std::to_string(variant));
+              return;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+TEST(Reduce, float32) { testType(DType::kFloat32); }
+TEST(Reduce, float64) { testType(DType::kFloat64); }
+TEST(Reduce, float16) { testType(DType::kFloat16); }
+TEST(Reduce, bfloat16) { testType(DType::kBFloat16); }
+TEST(Reduce, float8e4m3) { testType(DType::kFloat8E4M3); }
+TEST(Reduce, float8e5m2) { testType(DType::kFloat8E5M2); }
+TEST(Reduce, int8) { testType(DType::kInt8); }
+TEST(Reduce, uint8) { testType(DType::kUInt8); }
+TEST(Reduce, int16) { testType(DType::kInt16); }
+TEST(Reduce, uint16) { testType(DType::kUInt16); }
+TEST(Reduce, int32) { testType(DType::kInt32); }
+TEST(Reduce, uint32) { testType(DType::kUInt32); }
+TEST(Reduce, int64) { testType(DType::kInt64); }
+TEST(Reduce, uint64) { testType(DType::kUInt64); }
+TEST(Reduce, boolean) { testType(DType::kBool); }
+TEST(Reduce, complex64) { testType(DType::kComplex64); }
+TEST(Reduce, complex128) { testType(DType::kComplex128); }
+
+TEST(Reduce, float8OverflowAsBeforeTorch213) {
+  const uint8_t big[64] = {0x7e, 0xfe};  // 448, -448, then zeros
+  const void* in[] = {big, big};
+  for (const Isa isa : isas()) {
+    const ScopedIsa scoped(isa);
+    uint8_t out[64];
+    reduce(DType::kFloat8E4M3, ReduceOp::kSum, out, in, 2, 64, 1, false);
+    EXPECT_EQ(int{out[0]}, 0x7e);
+    EXPECT_EQ(int{out[1]}, 0xfe);
+    setFloat8Saturates(false);
+    reduce(DType::kFloat8E4M3, ReduceOp::kSum, out, in, 2, 64, 1, false);
+    setFloat8Saturates(true);
+    EXPECT_EQ(int{out[0]}, 0x7f);
+    EXPECT_EQ(int{out[1]}, 0xff);
+    EXPECT_EQ(int{out[2]}, 0);
+  }
+}
+
+TEST(Reduce, manyInputs) {
+  constexpr int kInputs = 100;
+  std::vector<std::vector<int32_t>> arrays(kInputs, std::vector<int32_t>(300));
+  std::vector<const void*> in;
+  for (int k = 0; k < kInputs; ++k) {
+    for (int i = 0; i < 300; ++i) arrays[k][i] = k * i - 5000;
+    in.push_back(arrays[k].data());
+  }
+  std::vector<int32_t> out(300);
+  reduce(DType::kInt32, ReduceOp::kAvg, out.data(), in.data(), kInputs, 300, kInputs, false);
+  for (int i = 0; i < 300; ++i) EXPECT_EQ(out[i], (4950 * i - 500000) / kInputs);
+}
+
+TEST(Copy, anySizeAnyAlignment) {
+  std::mt19937_64 random(7);
+  std::vector<char> source(20000);
+  for (char& byte : source) byte = static_cast<char>(random());
+  for (const Isa isa : isas()) {
+    const ScopedIsa scoped(isa);
+    for (const size_t bytes : {size_t{0}, size_t{1}, size_t{2047}, size_t{2048}, size_t{2049},
+                               size_t{4096}, size_t{9999}, size_t{16384}}) {
+      for (const size_t skew : {size_t{0}, size_t{1}, size_t{31}, size_t{63}}) {
+        Placed to(bytes, skew);
+        copyStreaming(to.data(), source.data() + 64 - skew, bytes);
+        EXPECT(bytes == 0 || std::memcmp(to.data(), source.data() + 64 - skew, bytes) == 0);
+        EXPECT(to.guardsHold());
+        Placed again(bytes, skew);
+        copy(again.data(), source.data() + skew, bytes);
+        EXPECT(bytes == 0 || std::memcmp(again.data(), source.data() + skew, bytes) == 0);
+        EXPECT(again.guardsHold());
+      }
+    }
+  }
+}

@@ -1,0 +1,127 @@
+// A small test harness: the engine's tests must build anywhere that mycoll builds.
+//
+//   TEST(Status, keepsItsMessage) {
+//     Status status(Code::kTimeout, "late");
+//     EXPECT_EQ(status.message(), "late");     // failed: recorded, the test goes on
+//     ASSERT(!status.ok());                    // failed: the test ends here
+//   }
+//
+// EXPECT, EXPECT_EQ and ASSERT may be used from any thread that the test joins before it ends.
+// ASSERT throws; on another thread than the test's own, run the body through test::Threads.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <ostream>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace test {
+
+struct Case {
+  std::string name;  // "Suite.name"
+  void (*body)();
+};
+
+// Thrown by ASSERT and SKIP; never leaves the harness.
+struct Stop {};
+
+std::vector<Case>& registry();
+bool add(const char* suite, const char* name, void (*body)());
+// [any thread]
+void fail(const char* file, int line, const std::string& message);
+void skip(const std::string& reason);
+
+template <typename T>
+std::string show(const T& value) {
+  if constexpr (std::is_enum_v<T>) {
+    return std::to_string(static_cast<long long>(value));
+  } else if constexpr (requires(std::ostream& out) { out << value; }) {
+    std::ostringstream out;
+    out << value;
+    return out.str();
+  } else if constexpr (requires { value.toString(); }) {
+    return value.toString();
+  } else {
+    return "(a value)";
+  }
+}
+
+template <typename A, typename B>
+bool equal(const A& a, const B& b) {
+  if constexpr (std::is_integral_v<A> && std::is_integral_v<B> && !std::is_same_v<A, bool> &&
+                !std::is_same_v<B, bool>) {
+    return std::cmp_equal(a, b);  // size_t against int, without a warning
+  } else {
+    return a == b;
+  }
+}
+
+// Ranks as threads. An ASSERT or an exception in one is a failure of the test, not an abort.
+class Threads {
+ public:
+  Threads(int count, const std::function<void(int rank)>& body);
+};
+
+}  // namespace test
+
+#define TEST(suite, name)                                         \
+  static void test_##suite##_##name();                            \
+  [[maybe_unused]] static const bool testAdded_##suite##_##name = \
+      ::test::add(#suite, #name, &test_##suite##_##name);         \
+  static void test_##suite##_##name()
+
+#define EXPECT(condition)                                           \
+  do {                                                              \
+    if (!(condition)) ::test::fail(__FILE__, __LINE__, #condition); \
+  } while (false)
+
+#define EXPECT_EQ(left, right)                                                                    \
+  do {                                                                                            \
+    const auto& testLeft = (left);                                                                \
+    const auto& testRight = (right);                                                              \
+    if (!::test::equal(testLeft, testRight)) {                                                    \
+      ::test::fail(__FILE__, __LINE__,                                                            \
+                   std::string(#left " == " #right ": ") + ::test::show(testLeft) + " against " + \
+                       ::test::show(testRight));                                                  \
+    }                                                                                             \
+  } while (false)
+
+// For anything with ok() and toString(): Status.
+#define EXPECT_OK(expression)                                                                  \
+  do {                                                                                         \
+    const auto& testStatus = (expression);                                                     \
+    if (!testStatus.ok()) {                                                                    \
+      ::test::fail(__FILE__, __LINE__, std::string(#expression ": ") + testStatus.toString()); \
+    }                                                                                          \
+  } while (false)
+
+#define ASSERT(condition)                           \
+  do {                                              \
+    if (!(condition)) {                             \
+      ::test::fail(__FILE__, __LINE__, #condition); \
+      throw ::test::Stop{};                         \
+    }                                               \
+  } while (false)
+
+#define ASSERT_OK(expression)                                                                  \
+  do {                                                                                         \
+    const auto& testStatus = (expression);                                                     \
+    if (!testStatus.ok()) {                                                                    \
+      ::test::fail(__FILE__, __LINE__, std::string(#expression ": ") + testStatus.toString()); \
+      throw ::test::Stop{};                                                                    \
+    }                                                                                          \
+  } while (false)
+
+// Ends the test without a verdict: the machine cannot run it. On the test's own thread only.
+#define SKIP(reason)      \
+  do {                    \
+    ::test::skip(reason); \
+    throw ::test::Stop{}; \
+  } while (false)

@@ -1,0 +1,308 @@
+"""The harness itself: options, columns, verification, comparison. No timing is asserted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mycoll
+import pytest
+import torch
+from mycoll.bench import main
+from mycoll.bench.compare import compare
+from mycoll.bench.options import DTYPES, REDOPS, parse_options, parse_size, sweep
+from mycoll.bench.patterns import Pattern, spoil
+from mycoll.bench.peer_build import PeerAbsent, build
+from mycoll.bench.plot import draw
+from mycoll.bench.report import Recorder, read_results, table_header, table_line
+from mycoll.bench.result import Row
+from mycoll.bench.stats import paired_ratio, percentile
+
+_QUICK = ["-n", "2", "-w", "1", "--rounds", "2"]
+_TIMEOUT_SECONDS = 120
+
+
+def run_bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(mycoll.__file__).parents[1])}
+    program = [sys.executable, *(launcher or ("-m", "mycoll.bench")), *arguments]
+    return subprocess.run(
+        program, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=environment
+    )
+
+
+def example_row(**changes: object) -> Row:
+    row = Row(
+        op="all_reduce",
+        size=1024,
+        count=256,
+        type="float32",
+        redop="sum",
+        root=-1,
+        contender="gloo",
+        contender_kind="backend",
+        ranks=2,
+        in_place=False,
+        time_us=100.0,
+        algbw=0.01,
+        busbw=0.01,
+        wrong=0,
+        p50_us=100.0,
+        p95_us=101.0,
+        p99_us=102.0,
+        min_us=99.0,
+        max_us=101.0,
+        iterations=10,
+        rounds_us=[98.0, 99.0, 100.0, 100.0, 101.0, 102.0],
+    )
+    return replace(row, **changes)  # type: ignore[arg-type]
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("text", "size"),
+        [("8", 8), ("64K", 65536), ("1.5M", 3 << 19), ("1G", 1 << 30), ("4kib", 4096)],
+    )
+    def test_sizes(self, text: str, size: int) -> None:
+        assert parse_size(text) == size
+
+    def test_sweep_by_factor_and_by_step(self) -> None:
+        assert sweep(8, 600, 8, 0) == (8, 64, 512)
+        assert sweep(8, 32, 8, 10) == (8, 18, 28)
+
+    def test_names_known_from_nccl_tests(self) -> None:
+        line = "all_reduce,barrier -b 8 -e 1K -f 2 -n 5 -w 1 -d float,bf16 -o sum,max -z 1 -r 1"
+        options = parse_options([*line.split(), "--backend", "mycoll,gloo,gloo"])
+        assert options.operations == ("all_reduce", "barrier")
+        assert options.backends == ("mycoll", "gloo", "gloo#2")
+        assert options.sizes == (8, 16, 32, 64, 128, 256, 512, 1024)
+        assert (options.iterations, options.warmups, options.root) == (5, 1, 1)
+        assert options.dtypes == ("float32", "bfloat16")
+        assert options.redops == ("sum", "max")
+        assert options.blocking
+
+    @pytest.mark.parametrize(
+        "line", ["no_such_op", "all_reduce -b 9 -e 8", "all_reduce -d float3", "all_reduce -c 0"]
+    )
+    def test_nonsense_is_refused(self, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            parse_options(line.split())
+        assert stopped.value.code == 2
+        assert "error" in capsys.readouterr().err
+
+    def test_without_a_launcher(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.delenv("RANK", raising=False)
+        assert main(["all_reduce"]) == 2
+        assert "--nproc" in capsys.readouterr().err
+
+
+class TestPatterns:
+    @pytest.mark.parametrize("name", DTYPES)
+    def test_copies(self, name: str) -> None:
+        pattern = Pattern(getattr(torch, name), "none", ranks=4, seed=1)
+        tensor = torch.empty(1000, dtype=pattern.dtype)
+        pattern.fill(tensor, rank=2)
+        assert pattern.wrong_copy(tensor, rank=2) == 0
+        assert pattern.wrong_copy(tensor[256:], rank=2, offset=256) == 0
+        # A neighbour's data, the same rank's data moved, and the last round's.
+        assert pattern.wrong_copy(tensor, rank=1) > 0
+        assert pattern.wrong_copy(tensor[256:], rank=2) > 0
+        assert replace(pattern, seed=2).wrong_copy(tensor, rank=2) > 0
+        spoil(tensor)
+        assert pattern.wrong_copy(tensor, rank=2) == 1
+
+    @pytest.mark.parametrize("redop", REDOPS)
+    @pytest.mark.parametrize("name", DTYPES)
+    def test_reductions(self, name: str, redop: str) -> None:
+        dtype = getattr(torch, name)
+        pattern = Pattern(dtype, redop, ranks=3, seed=1)
+        period = pattern.reduced(0).to(dtype)
+        result = period.repeat(1000 // period.numel() + 1)[:1000]
+        assert pattern.wrong_reduced(result, 0) == 0
+        assert pattern.wrong_reduced(result[128:], 128) == 0
+        result[500] = result[500] == 0  # another value in every dtype
+        assert pattern.wrong_reduced(result, 0) == 1
+
+    def test_a_contribution_that_is_missing(self) -> None:
+        pattern = Pattern(torch.float32, "sum", ranks=3, seed=1)
+        partial_sum = pattern.values(0, 0) + pattern.values(1, 0)
+        assert pattern.wrong_reduced(partial_sum.to(torch.float32), 0) == partial_sum.numel() - 1
+
+
+class TestRuns:
+    def test_columns_and_files(self, tmp_path: Path) -> None:
+        json_path, csv_path = tmp_path / "out.jsonl", tmp_path / "out.csv"
+        operations = ("all_reduce", "all_gather", "reduce", "sendrecv", "bandwidth", "barrier")
+        done = run_bench(
+            ",".join(operations),
+            *("--nproc", "2", "--backend", "gloo,gloo", "--floor", "--limit"),
+            *("-b", "8", "-e", "64K", "-f", "8192"),
+            *(*_QUICK, "--json", str(json_path), "--csv", str(csv_path)),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        heading = next(line for line in done.stdout.splitlines() if "algbw" in line)
+        names = "# size count type redop root time algbw busbw #wrong p50 p95 p99 min max"
+        assert heading.split("contender")[0].split() == names.split()
+        header, rows = read_results(str(json_path))
+        assert {"machine", "versions", "environment", "arguments", "date"} <= header.keys()
+        kinds = {row.contender: row.contender_kind for row in rows}
+        assert kinds["gloo"] == kinds["gloo#2"] == "backend"
+        assert kinds["fake"] == "floor" and kinds["copy"] == "limit"
+        assert {row.op for row in rows} == set(operations)
+        for row in rows:
+            assert row.wrong == 0 if row.contender_kind == "backend" else row.wrong is None
+            assert len(row.rounds_us) == 2 and row.iterations == 2
+            assert 0 < row.min_us <= row.max_us
+            assert row.p50_us <= row.p95_us <= row.p99_us
+            if row.contender != "gloo":
+                assert row.ratio_to == "gloo" and row.ratio is not None
+                assert row.ratio_low is not None and row.ratio_high is not None
+                assert row.ratio_low <= row.ratio <= row.ratio_high
+        with csv_path.open() as file:
+            assert len(list(csv.DictReader(file))) == len(rows)
+
+    def test_every_other_operation_finds_a_planted_error(self, tmp_path: Path) -> None:
+        path = tmp_path / "out.jsonl"
+        names = "all_reduce broadcast reduce_scatter all_to_all gather scatter barrier pingpong ddp"
+        done = run_bench(
+            names.replace(" ", ","),
+            *("--nproc", "2", "--backend", "gloo", "-b", "1K", "-e", "1K", *_QUICK),
+            *("--plant-error", "1", "--root", "1", "--json", str(path)),
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+        _, rows = read_results(str(path))
+        assert {row.op for row in rows} == set(names.split())
+        assert [row.op for row in rows if not row.wrong] == []
+
+    def test_a_backend_that_is_not_there(self) -> None:
+        done = run_bench("barrier", "--nproc", "1", "--backend", "gloo,no_such_backend", *_QUICK)
+        assert done.returncode == 1
+        assert "left out: no_such_backend" in done.stdout
+        assert "wrong elements: 0" in done.stdout
+
+    def test_a_peer_takes_its_turn(self, tmp_path: Path) -> None:
+        try:
+            build("openmpi", tmp_path)
+        except PeerAbsent as reason:
+            pytest.skip(f"openmpi: {reason}")
+        path = tmp_path / "out.jsonl"
+        done = run_bench(
+            *("all_reduce,pingpong", "--nproc", "2", "--backend", "gloo", "--peers", "openmpi"),
+            *("-b", "1K", "-e", "1K", *_QUICK, "--json", str(path)),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        _, rows = read_results(str(path))
+        assert [(row.contender, row.wrong) for row in rows] == [("gloo", 0), ("openmpi", 0)] * 2
+        assert "no torch dispatch" in done.stdout
+
+    def test_under_torchrun_in_place(self, tmp_path: Path) -> None:
+        path = tmp_path / "out.jsonl"
+        done = run_bench(
+            *("all_gather,overlap,init", "--backend", "gloo", "--in-place", "--hot"),
+            *("-b", "1K", "-e", "1K", "-z", "1", *_QUICK, "--rounds", "1", "--json", str(path)),
+            launcher=("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "mycoll.bench"),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        _, rows = read_results(str(path))
+        assert [(row.op, row.in_place) for row in rows] == [
+            ("all_gather", True),
+            ("overlap", True),
+            ("init", False),
+        ]
+        assert 0 <= rows[1].extra["hidden_percent"] <= 100
+
+
+class TestCompare:
+    def write(self, path: Path, rows: list[Row]) -> str:
+        recorder = Recorder({"kind": "header", "machine": {"cpu": "x"}}, str(path), "")
+        for row in rows:
+            recorder.add(row)
+        recorder.close()
+        return str(path)
+
+    def slowed(self, row: Row, factor: float) -> Row:
+        times = [time * factor for time in row.rounds_us]
+        return replace(row, time_us=row.time_us * factor, rounds_us=times)
+
+    def test_finds_a_planted_slow_down(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = [example_row(), example_row(size=4096), example_row(op="broadcast")]
+        before = self.write(tmp_path / "a.jsonl", rows)
+        changed = [rows[0], self.slowed(rows[1], 1.3), self.slowed(rows[2], 0.5)]
+        after = self.write(tmp_path / "b.jsonl", changed)
+        assert main(["compare", before, after]) == 0
+        assert main(["compare", before, after, "--fail"]) == 1
+        said = capsys.readouterr().out
+        assert "slower  all_reduce 4096 B" in said
+        assert "faster  broadcast 1024 B" in said
+        assert "1 faster, 1 slower, 1 the same" in said
+        assert main(["compare", before, before, "--fail"]) == 0
+
+    def test_noise_is_no_change(self) -> None:
+        noisy = example_row(rounds_us=[50.0, 70.0, 100.0, 130.0, 180.0, 240.0])
+        (change,) = compare([example_row()], [noisy], 5.0)
+        assert change.verdict == "same"
+
+    def test_relative_to_another_backend(self) -> None:
+        gloo, mycoll_row = example_row(), example_row(contender="mycoll")
+        busier = [self.slowed(gloo, 3.0), self.slowed(mycoll_row, 3.0)]
+        assert [c.verdict for c in compare([gloo, mycoll_row], busier, 5.0)] == ["slower"] * 2
+        (change,) = compare([gloo, mycoll_row], busier, 5.0, "gloo")
+        assert change.after.contender == "mycoll" and change.verdict == "same"
+
+    def test_a_file_that_is_something_else(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        other = tmp_path / "other"
+        other.write_text("{}\n")
+        assert main(["compare", str(other), str(other)]) == 2
+        assert "is not a row" in capsys.readouterr().err
+
+
+class TestReport:
+    def test_heading_stands_above_its_column(self) -> None:
+        names = table_header("all_reduce", 2).splitlines()[2]
+        line = table_line(example_row(wrong=7))
+        assert line[: names.index("#wrong") + len("#wrong")].endswith(" 7")
+
+    def test_schema(self) -> None:
+        record = json.loads(json.dumps(example_row().as_json()))
+        assert record.pop("kind") == "result"
+        assert Row(**record) == example_row()
+
+    def test_percentiles(self) -> None:
+        assert percentile([1.0], 99) == 1
+        assert percentile([0.0, 10.0], 25) == 2.5
+
+    def test_pairs_take_out_what_disturbs_both(self) -> None:
+        load = [1.0, 5.0, 2.0, 9.0]
+        ratio = paired_ratio([2 * value for value in load], load)
+        assert (ratio.low, ratio.value, ratio.high) == (2, 2, 2)
+
+
+class TestPlot:
+    rows = (example_row(), example_row(size=4096), example_row(contender="fake"))
+
+    def test_picture(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        picture = tmp_path / "out.png"
+        header = {"machine": {"cpu": "x", "usable_cores": 2}, "versions": {"torch": "2"}}
+        assert str(picture) in draw(str(picture), header, self.rows)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert "needs matplotlib" in draw("out.png", {}, self.rows)
+
+
+def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PeerAbsent, match="apt install mpich"):
+        build("mpich", tmp_path)

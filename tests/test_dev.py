@@ -1,0 +1,87 @@
+"""What ./dev says when something is missing: one sentence, with the command that installs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("dev", "requirements-dev.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def dev(checkout: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [checkout / "dev", *words],
+        cwd="/",
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def stand_in(checkout: Path, name: str, script: str) -> str:
+    """A PATH on which `name` is the given shell script."""
+    folder = checkout / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_verbs(checkout: Path) -> None:
+    listed = dev(checkout)
+    assert listed.returncode == 0
+    for verb in ("demo", "test", "lint", "sanitize", "bench", "build", "clean"):
+        assert f"\n  {verb} " in listed.stdout
+    unknown = dev(checkout, "tset")
+    assert unknown.returncode == 1 and "there is no verb 'tset'" in unknown.stderr
+
+
+def test_no_compiler(checkout: Path) -> None:
+    done = dev(checkout, "build", "--python", sys.executable, CXX="no-such-compiler")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "mycoll: a C++ compiler is missing: sudo apt-get install g++"
+    )
+
+
+def test_old_compiler(checkout: Path) -> None:
+    path = stand_in(checkout, "old-c++", "exit 1")
+    done = dev(checkout, "build", "--python", sys.executable, PATH=path, CXX="old-c++")
+    assert done.returncode == 1
+    assert "old-c++ does not know C++20" in done.stderr.splitlines()[-1]
+
+
+def test_no_venv_module(checkout: Path) -> None:
+    real = shutil.which("python3") or sys.executable
+    path = stand_in(checkout, "python3", f'case "$*" in *venv*) exit 1 ;; esac\nexec {real} "$@"')
+    done = dev(checkout, "test", PATH=path)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "mycoll: Python's venv module is missing: sudo apt-get install python3-venv\n"
+    )
+
+
+def test_python_without_torch(checkout: Path) -> None:
+    path = stand_in(checkout, "bare-python", f'exec {sys.executable} -S -I "$@"')
+    done = dev(checkout, "test", "--python", "bare-python", PATH=path)
+    assert done.returncode == 1
+    assert "needs torch and pytest; --python installs nothing" in done.stderr
+    assert not (checkout / "build").exists() and not (checkout / ".venv").exists()
+
+
+def test_contradiction(checkout: Path) -> None:
+    done = dev(checkout, "test", "--torch", "2.13.0", "--python", sys.executable)
+    assert done.returncode == 1 and "exclude each other" in done.stderr

@@ -1,0 +1,194 @@
+"""Groups made in every way that torch offers."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from worlds import arith
+from worlds.worker import Ctx
+
+
+def check(ctx: Ctx, group: dist.ProcessGroup, members: list[int]) -> None:
+    """A few operations in a group, for its members."""
+    x = torch.full((1000,), float(ctx.rank))
+    dist.all_reduce(x, group=group)
+    ctx.equal(float(x[7]), float(sum(members)), f"all_reduce of {members}")
+    y = torch.full((3,), float(ctx.rank))
+    dist.broadcast(y, members[-1], group=group)
+    ctx.equal(float(y[0]), float(members[-1]), "broadcast")
+    outs = [torch.zeros(1) for _ in members]
+    dist.all_gather(outs, torch.tensor([float(ctx.rank)]), group=group)
+    ctx.equal([int(o) for o in outs], members, "all_gather")
+    dist.barrier(group=group)
+
+
+def subsets(ctx: Ctx) -> None:
+    ranks = list(range(ctx.size))
+    for members in (ranks, ranks[:1], ranks[1:], ranks[::2], ranks[-2:]):
+        group = dist.new_group(members)
+        if ctx.rank in members:
+            with ctx.case(f"{members}"):
+                check(ctx, group, members)
+                dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(2, 3, 5)
+def test_new_group(world):
+    world.run(subsets)
+
+
+def overlapping(ctx: Ctx) -> None:
+    """Groups in use at the same time, sync work on one between async work on others."""
+    ranks = list(range(ctx.size))
+    lists = [[r for r in ranks if r != out] for out in ranks] + [ranks, ranks]
+    groups = [(members, dist.new_group(members)) for members in lists]
+    for _ in range(3):
+        works = []
+        for i, (members, group) in enumerate(groups):
+            if ctx.rank in members:
+                x = torch.full((100 + i,), 1.0)
+                works.append((x, len(members), dist.all_reduce(x, group=group, async_op=True)))
+        for members, group in groups:
+            if ctx.rank in members:
+                check(ctx, group, members)
+        for x, n, work in works:
+            work.wait()
+            ctx.equal(float(x[-1]), float(n))
+    for members, group in groups:
+        if ctx.rank in members:
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(3, 4)
+def test_overlapping_groups(world):
+    world.run(overlapping)
+
+
+def local_synchronization(ctx: Ctx) -> None:
+    members = [0, 2] if ctx.rank != 1 else [1]
+    group = dist.new_group(members, use_local_synchronization=True)
+    check(ctx, group, members)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(3)
+def test_new_group_with_local_synchronization(world):
+    world.run(local_synchronization)
+
+
+def options_of_new_group(ctx: Ctx) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=33), group_desc="mine")
+    ctx.equal(group.group_desc, "mine")
+    check(ctx, group, list(range(ctx.size)))
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(2)
+def test_options_of_new_group(world):
+    world.run(options_of_new_group)
+
+
+def subgroups(ctx: Ctx) -> None:
+    mine, groups = dist.new_subgroups(2)
+    first = ctx.rank // 2 * 2
+    check(ctx, mine, [first, first + 1])
+    by_list, more = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    check(ctx, by_list, [0, 3] if ctx.rank in (0, 3) else [1, 2])
+    ctx.equal(len(groups) + len(more), 4)
+
+
+def test_new_subgroups(fresh, transport):
+    fresh(4, transport).run(subgroups)
+
+
+def meshes(ctx: Ctx) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    row, column = divmod(ctx.rank, 2)
+    check(ctx, mesh["columns"].get_group(), [2 * row, 2 * row + 1])
+    check(ctx, mesh["rows"].get_group(), [column, column + 2])
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    whole = arith.values(torch.float32, (8, 6), 3)
+    sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+    ctx.same(sharded.full_tensor(), whole)
+    again = sharded.redistribute(mesh, [Replicate(), Shard(0)])
+    ctx.same(again.full_tensor(), whole)
+    local = DTensor.from_local(torch.ones(2), mesh["rows"], [Replicate()])
+    ctx.same(local.full_tensor(), torch.ones(2))
+
+
+def test_device_mesh(fresh, transport):
+    fresh(4, transport).run(meshes)
+
+
+def split(ctx: Ctx) -> bool:
+    parent = dist.group.WORLD
+    members = [0, 1] if ctx.rank < 2 else [2, 3]
+    if not parent._get_backend(torch.device("cpu")).supports_splitting:
+        return False
+    child = parent.split_group(members, group_name=f"split{members}")
+    x = torch.full((3,), float(ctx.rank))
+    child.allreduce([x]).wait()
+    ctx.equal(float(x[0]), float(sum(members)))
+    return True
+
+
+def test_split_group(fresh, transport):
+    """dist.split_group itself refuses machines without an accelerator."""
+    if not hasattr(dist.ProcessGroup, "split_group"):
+        pytest.skip("this torch has no ProcessGroup.split_group")
+    assert all(fresh(4, transport).run(split)), "the backend does not support splitting"
+
+
+def destroyed_in_any_order(ctx: Ctx) -> None:
+    groups = [dist.new_group() for _ in range(6)]
+    for group in groups:
+        dist.all_reduce(torch.ones(3), group=group)
+    order = [4, 0, 5, 2, 1, 3]
+    for at, i in enumerate(order if ctx.rank % 2 else reversed(order)):
+        dist.destroy_process_group(groups[i])
+        if at == 2:
+            check(ctx, dist.group.WORLD, list(range(ctx.size)))
+    check(ctx, dist.group.WORLD, list(range(ctx.size)))
+
+
+@pytest.mark.worlds(2, 3)
+def test_destroyed_in_any_order(world):
+    world.run(destroyed_in_any_order)
+
+
+def alone(ctx: Ctx) -> None:
+    """A world of one: everything is a copy or nothing."""
+    check(ctx, dist.group.WORLD, [0])
+    x = arith.values(torch.float32, 100, 1)
+    y = torch.zeros(100)
+    for name, call in {
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(y, x),
+        "all_to_all_single": lambda: dist.all_to_all_single(y, x),
+        "gather": lambda: dist.gather(x, [y], dst=0),
+        "scatter": lambda: dist.scatter(y, [x], src=0),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(y, x),
+    }.items():
+        with ctx.case(name):
+            y.zero_()
+            call()
+            ctx.same(y, x)
+    dist.reduce(y, 0)
+    ctx.same(y, x)
+    dist.monitored_barrier()
+
+
+@pytest.mark.worlds(1)
+def test_world_of_one(world):
+    world.run(alone)
+
+
+def test_exit_codes(fresh, transport):
+    """Processes that destroy their group and return end with status 0."""
+    world = fresh(3, transport)
+    world.run(subsets)
+    assert world.close() == [0, 0, 0]

@@ -1,0 +1,237 @@
+"""Ways to start a process group: rendezvous, backend strings, options, debug level."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.smoke import smoke
+from worlds.worker import Ctx
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def check_and_leave(ctx: Ctx) -> None:
+    smoke(ctx.rank, ctx.size)
+    dist.destroy_process_group()
+
+
+def by_env(ctx: Ctx, port: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(ctx.rank), WORLD_SIZE=str(ctx.size)
+    )
+    dist.init_process_group(ctx.backend)
+    check_and_leave(ctx)
+
+
+def test_env(fresh, transport):
+    fresh(2, transport, init=False).run(by_env, free_port())
+
+
+def by_url(ctx: Ctx, url: str) -> None:
+    dist.init_process_group(
+        ctx.backend,
+        init_method=url,
+        rank=ctx.rank,
+        world_size=ctx.size,
+        timeout=timedelta(seconds=30),
+    )
+    check_and_leave(ctx)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_init_method(fresh, transport, kind, tmp_path):
+    url = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path}/rendezvous"
+    fresh(3, transport, init=False).run(by_url, url)
+
+
+def by_store(ctx: Ctx, kind: str, where: Any) -> None:
+    store: dist.Store
+    if kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", where, ctx.size, ctx.rank == 0)
+    elif kind == "file":
+        store = dist.FileStore(where, ctx.size)
+    else:
+        store = dist.PrefixStore("a", dist.PrefixStore("b", dist.FileStore(where, ctx.size)))
+    dist.init_process_group(ctx.backend, store=store, rank=ctx.rank, world_size=ctx.size)
+    check_and_leave(ctx)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file", "prefix"])
+def test_explicit_store(fresh, transport, kind, tmp_path):
+    where = free_port() if kind == "tcp" else str(tmp_path / "store")
+    fresh(2, transport, init=False).run(by_store, kind, where)
+
+
+def backend_object(name: str, store: dist.Store, rank: int, size: int) -> Any:
+    """A backend by itself, without torch's global state: what a thread can be a rank of."""
+    timeout = timedelta(seconds=30)
+    if name == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    plugin = dist.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options = dist.distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout, options.group_id = timeout, "threads"
+    options.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(options, None)
+
+
+def threads_as_ranks(ctx: Ctx) -> None:
+    store, size = dist.HashStore(), 3
+    results: dict[int, Any] = {}
+
+    def rank_main(rank: int) -> None:
+        try:
+            backend = backend_object(ctx.backend, dist.PrefixStore("t", store), rank, size)
+            x = torch.full((1000,), float(rank))
+            backend.allreduce([x]).wait()
+            backend.barrier().wait()
+            results[rank] = float(x[5])
+        except Exception as error:
+            results[rank] = repr(error)
+
+    threads = [threading.Thread(target=rank_main, args=(r,)) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ctx.equal(results, dict.fromkeys(range(size), 3.0))
+
+
+def test_hash_store_with_threads_as_ranks(fresh, transport):
+    fresh(1, transport, init=False).run(threads_as_ranks)
+
+
+def with_backend(ctx: Ctx, backend: str | None, kwargs: dict[str, Any]) -> None:
+    ctx.init("first", backend=backend, **kwargs)
+    smoke(ctx.rank, ctx.size)
+    group = dist.new_group()
+    smoke(ctx.rank, ctx.size, group)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("form", ["cpu:{}", "cpu:{},cuda:nccl", "cpu:{},cuda:{}"])
+def test_backend_strings(fresh, transport, backend, form):
+    if "nccl" in form and not dist.is_nccl_available():
+        pytest.skip("this torch is built without NCCL")
+    fresh(2, transport, init=False).run(with_backend, form.format(backend, backend), {})
+
+
+def test_timeout(fresh, transport, backend):
+    kwargs = {"timeout": timedelta(seconds=17)}
+    fresh(2, transport, init=False).run(with_backend, backend, kwargs)
+
+
+def gloo_for_cpu(ctx: Ctx) -> None:
+    ctx.init("first", backend="cpu:gloo,cuda:mycoll")
+    smoke(ctx.rank, ctx.size)
+    dist.destroy_process_group()
+
+
+def test_only_for_cuda(fresh, transport):
+    """CPU tensors over gloo, and mycoll beside it for tensors that are not there."""
+    fresh(2, transport, init=False).run(gloo_for_cpu)
+
+
+def mixed_world(ctx: Ctx, outer: str, inner: str) -> None:
+    ctx.init("first", backend=outer)
+    group = dist.new_group(backend=inner)
+    smoke(ctx.rank, ctx.size, group)
+    smoke(ctx.rank, ctx.size)
+    if ctx.rank == 0:
+        part = dist.new_group([0], backend=inner)
+        smoke(0, 1, part)
+    else:
+        dist.new_group([0], backend=inner)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("outer", ["gloo", "mycoll"])
+def test_groups_of_two_backends(fresh, transport, outer):
+    inner = "mycoll" if outer == "gloo" else "gloo"
+    fresh(2, transport, init=False).run(mixed_world, outer, inner)
+
+
+def with_options(ctx: Ctx) -> None:
+    import mycoll
+
+    ctx.init("first", pg_options=mycoll.Options())
+    smoke(ctx.rank, ctx.size)
+    group = dist.new_group(pg_options=mycoll.Options())
+    smoke(ctx.rank, ctx.size, group)
+    dist.destroy_process_group()
+
+
+def test_options(fresh, transport):
+    fresh(2, transport, init=False).run(with_options)
+
+
+def with_device_id(ctx: Ctx) -> None:
+    try:
+        ctx.init("first", device_id=torch.device("cpu"))
+    except (ValueError, RuntimeError) as error:
+        if not ctx.gloo and "device_id" not in str(error):
+            raise
+        ctx.init("second")  # torch itself has refused: it wants an accelerator with an index
+    smoke(ctx.rank, ctx.size)
+    dist.destroy_process_group()
+
+
+def test_device_id(fresh, transport):
+    fresh(2, transport, init=False).run(with_device_id)
+
+
+def detail(ctx: Ctx) -> None:
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    smoke(ctx.rank, ctx.size)
+    group = dist.new_group([0, 1])
+    if ctx.rank < 2:
+        smoke(ctx.rank, 2, group)
+    x = torch.ones(4)
+    dist.all_reduce_coalesced([x])
+    dist.monitored_barrier()
+
+
+def test_detail_debug_level(fresh, transport):
+    fresh(3, transport, env=(("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)).run(detail)
+
+
+def detail_mismatch(ctx: Ctx) -> None:
+    with ctx.raises(RuntimeError):
+        if ctx.rank == 0:
+            dist.all_reduce(torch.ones(4))
+        else:
+            dist.broadcast(torch.ones(4), 0)
+
+
+def test_detail_debug_level_finds_mismatches(fresh, transport):
+    fresh(2, transport, env=(("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)).run(detail_mismatch)
+
+
+def store_keys(ctx: Ctx) -> int:
+    """Keys in the store after a group's birth and after its use."""
+    store = dist.HashStore() if ctx.size == 1 else ctx.store("counted")
+    dist.init_process_group(ctx.backend, store=store, rank=ctx.rank, world_size=ctx.size)
+    before = store.num_keys()
+    for i in range(50):
+        dist.all_reduce(torch.ones(10 * i))
+    after = store.num_keys()
+    dist.destroy_process_group()
+    return after - before
+
+
+def test_operations_add_few_store_keys(fresh, transport):
+    """Connections may leave keys when they are first made; operations do not."""
+    assert max(fresh(3, transport, init=False).run(store_keys)) <= 12

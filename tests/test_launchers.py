@@ -1,0 +1,89 @@
+"""Programs started the way users start them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMOKE = str(Path(__file__).parent / "worlds" / "smoke.py")
+DEADLINE = 120
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(*command: str, transport: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if transport:
+        env["MYCOLL_TRANSPORT"] = transport
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(*processes: subprocess.Popen[str]) -> list[str]:
+    """Their output; a failure or a hang fails the test with all of it."""
+    outputs = []
+    for process in processes:
+        try:
+            outputs.append(process.communicate(timeout=DEADLINE)[0])
+        except subprocess.TimeoutExpired:
+            for p in processes:
+                if p.poll() is None:
+                    os.killpg(p.pid, signal.SIGKILL)
+            pytest.fail(f"no end after {DEADLINE} s: {process.args}\n{process.communicate()[0]}")
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, f"{process.args}: {process.returncode}\n{output}"
+    return outputs
+
+
+def oks(outputs: list[str]) -> set[str]:
+    found = set()
+    for line in "\n".join(outputs).splitlines():
+        if "smoke: ok" in line:
+            found.add(line.split("smoke: ok ")[1].split(" in ")[0])
+    return found
+
+
+def test_torchrun(backend, transport):
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    outputs = finish(start(*command, SMOKE, backend, transport=transport))
+    assert oks(outputs) == {"0 of 2", "1 of 2"}, outputs
+
+
+def test_torchrun_with_two_agents(backend, transport):
+    endpoint = f"127.0.0.1:{free_port()}"
+    command = (
+        "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
+        "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", endpoint,
+    )  # fmt: skip
+    agents = [start(*command, SMOKE, backend, transport=transport) for _ in range(2)]
+    outputs = finish(*agents)
+    assert oks(outputs) == {f"{r} of 4" for r in range(4)}, outputs
+
+
+def test_launch_module(backend, transport):
+    command = ("-m", "torch.distributed.launch", "--nproc-per-node", "2", "--use-env")
+    port = ("--master-port", str(free_port()))
+    outputs = finish(start(*command, *port, SMOKE, backend, transport=transport))
+    assert oks(outputs) == {"0 of 2", "1 of 2"}, outputs
+
+
+def test_multiprocessing_spawn(backend, transport):
+    url = f"tcp://127.0.0.1:{free_port()}"
+    outputs = finish(start(SMOKE, "spawn", backend, url, transport=transport))
+    assert oks(outputs) == {"spawn"}, outputs

@@ -1,0 +1,115 @@
+"""What groups cost: threads, descriptors, memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.worker import Ctx
+
+GROUPS = 200
+FEW = 5
+OUR_THREADS = 2  # a progress thread and a monitor, for the whole process
+EXTRA_FDS = 64  # that may come with groups, however many there are
+
+
+def threads() -> int:
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def fds() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def use(ctx: Ctx, group: dist.ProcessGroup | None = None) -> None:
+    x = torch.ones(1000)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x, group=group, async_op=True).wait()
+    ctx.equal(float(x[0]), float(ctx.size**2))
+    right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    work = dist.isend(x, right, group=group)
+    dist.recv(torch.empty(1000), left, group=group)
+    work.wait()
+
+
+def many_groups(ctx: Ctx) -> dict[str, int]:
+    before = threads()
+    ctx.init()
+    use(ctx)
+    groups = []
+    for i in range(GROUPS):
+        groups.append(dist.new_group())
+        use(ctx, groups[-1])
+        if i == FEW:
+            few = fds()
+    for group in groups[::7]:
+        use(ctx, group)
+    result = {"threads": threads() - before, "fds": fds() - few}
+    for group in groups:
+        dist.destroy_process_group(group)
+    dist.destroy_process_group()
+    return result
+
+
+def test_200_groups(fresh, transport):
+    for cost in fresh(4, transport, init=False).run(many_groups, deadline=150):
+        assert cost["threads"] <= OUR_THREADS, cost
+        assert cost["fds"] <= EXTRA_FDS, cost
+
+
+def again_and_again(ctx: Ctx) -> dict[str, list[float]]:
+    seen: dict[str, list[float]] = {"threads": [], "fds": [], "MiB": []}
+    for i in range(50):
+        ctx.init(f"again{i}")
+        use(ctx)
+        group = dist.new_group()
+        use(ctx, group)
+        dist.all_reduce(torch.ones(300_000))
+        dist.destroy_process_group()
+        del group
+        if i in (9, 49):
+            gc.collect()
+            end = time.monotonic() + 5  # threads may take a moment to end
+            while seen["threads"] and threads() > seen["threads"][0] and time.monotonic() < end:
+                time.sleep(0.05)
+            seen["threads"].append(threads())
+            seen["fds"].append(fds())
+            seen["MiB"].append(resident_mib())
+    return seen
+
+
+def test_50_times_in_one_process(fresh, transport):
+    for seen in fresh(3, transport, init=False).run(again_and_again, deadline=150):
+        assert seen["threads"][1] <= seen["threads"][0], seen
+        assert seen["fds"][1] <= seen["fds"][0] + 2, seen
+        assert seen["MiB"][1] <= seen["MiB"][0] + 25, seen
+
+
+def many_operations(ctx: Ctx) -> float:
+    def some(count: int) -> None:
+        for i in range(count):
+            x = torch.ones(5000)
+            dist.all_reduce(x, async_op=i % 2 == 0)
+            dist.all_gather_into_tensor(torch.empty(100 * ctx.size), x[:100])
+            dist.barrier()
+
+    some(200)
+    before = resident_mib()
+    some(1500)
+    return resident_mib() - before
+
+
+@pytest.mark.worlds(2)
+def test_operations_leave_no_memory_behind(world):
+    for grown in world.run(many_operations):
+        assert grown < 20, f"{grown:.0f} MiB"

@@ -1,0 +1,174 @@
+"""Ranks that disagree about what they are doing: all of them get to know, soon, with both calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.worker import Ctx
+
+SOON = 20.0  # seconds; far below the timeout of the group
+Call = Callable[[], object]
+
+
+class Mismatch(NamedTuple):
+    one: Callable[[int], object]  # what rank 0 does, given the world's size
+    others: Callable[[int], object]
+    texts: tuple[str, ...]  # all of these have to be in the message
+
+
+def f32(numel: int) -> torch.Tensor:
+    return torch.ones(numel)
+
+
+RED = dist.ReduceOp
+
+MISMATCHES: dict[str, Mismatch] = {
+    "operation": Mismatch(
+        lambda n: dist.all_reduce(f32(8)),
+        lambda n: dist.broadcast(f32(8), 0),
+        ("all_reduce", "broadcast"),
+    ),
+    "operation, large": Mismatch(
+        lambda n: dist.all_reduce(f32(1_000_000)),
+        lambda n: dist.broadcast(f32(1_000_000), 0),
+        ("all_reduce", "broadcast"),
+    ),
+    "barrier against all_reduce": Mismatch(
+        lambda n: dist.barrier(), lambda n: dist.all_reduce(f32(8)), ("barrier", "all_reduce")
+    ),
+    "gather against reduce": Mismatch(
+        lambda n: dist.gather(f32(8), [f32(8) for _ in range(n)], dst=0),
+        lambda n: dist.reduce(f32(8), 0),
+        ("gather", "reduce"),
+    ),
+    "dtype": Mismatch(
+        lambda n: dist.all_reduce(f32(8)), lambda n: dist.all_reduce(f32(8).int()), ("float", "int")
+    ),
+    "dtype of a broadcast": Mismatch(
+        lambda n: dist.broadcast(f32(8), 1),
+        lambda n: dist.broadcast(f32(8).double(), 1),
+        ("float", "double"),
+    ),
+    "size": Mismatch(
+        lambda n: dist.all_reduce(f32(1000)), lambda n: dist.all_reduce(f32(500)), ("1000", "500")
+    ),
+    "size, large": Mismatch(
+        lambda n: dist.all_reduce(f32(1_000_000)),
+        lambda n: dist.all_reduce(f32(7)),
+        ("1000000", "7"),
+    ),
+    "size of an all_gather": Mismatch(
+        lambda n: dist.all_gather_into_tensor(f32(100 * n), f32(100)),
+        lambda n: dist.all_gather_into_tensor(f32(50 * n), f32(50)),
+        ("all_gather",),
+    ),
+    "size of a reduce_scatter": Mismatch(
+        lambda n: dist.reduce_scatter_tensor(f32(100), f32(100 * n)),
+        lambda n: dist.reduce_scatter_tensor(f32(50), f32(50 * n)),
+        ("reduce_scatter",),
+    ),
+    "reduce op": Mismatch(
+        lambda n: dist.all_reduce(f32(8), op=RED.SUM),
+        lambda n: dist.all_reduce(f32(8), op=RED.MAX),
+        ("SUM", "MAX"),
+    ),
+    "root": Mismatch(
+        lambda n: dist.broadcast(f32(8), 0), lambda n: dist.broadcast(f32(8), 1), ("root",)
+    ),
+    "root of a reduce": Mismatch(
+        lambda n: dist.reduce(f32(8), 0), lambda n: dist.reduce(f32(8), 1), ("root",)
+    ),
+    "async": Mismatch(
+        lambda n: dist.all_reduce(f32(8), async_op=True).wait(),
+        lambda n: dist.all_gather_into_tensor(f32(8 * n), f32(8), async_op=True).wait(),
+        ("all_reduce", "all_gather"),
+    ),
+}
+
+
+def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
+    """The text of the exception of this rank, and after how long it came."""
+    x = torch.ones(4)
+    dist.all_reduce(x)  # something that works first
+    mismatch = MISMATCHES[name]
+    call = mismatch.one if ctx.rank == 0 else mismatch.others
+    started = time.monotonic()
+    text = ""
+    try:
+        call(ctx.size)
+        dist.barrier()  # e.g. a broadcast may be over here before the root knows
+    except dist.DistBackendError as error:
+        text = str(error)
+    return text, time.monotonic() - started
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_mismatch(fresh, transport, name, size):
+    for rank, (text, seconds) in enumerate(fresh(size, transport).run(disagree, name)):
+        assert text, f"rank {rank}: no DistBackendError"
+        assert seconds < SOON, f"rank {rank} took {seconds:.1f} s"
+        for wanted in MISMATCHES[name].texts:
+            assert wanted.lower() in text.lower(), f"rank {rank}: no {wanted!r} in: {text}"
+
+
+def message_sizes(ctx: Ctx, sent: int, expected: int) -> tuple[str, float]:
+    started = time.monotonic()
+    text = ""
+    try:
+        if ctx.rank == 0:
+            dist.send(f32(sent), 1)
+        elif ctx.rank == 1:
+            dist.recv(f32(expected), 0)
+        dist.barrier()
+    except dist.DistBackendError as error:
+        text = str(error)
+    return text, time.monotonic() - started
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (500_000, 8), (8, 500_000)])
+def test_sizes_of_send_and_recv(fresh, transport, sizes):
+    results = fresh(2, transport).run(message_sizes, *sizes)
+    text, seconds = results[1]
+    assert text, "the receiver got no DistBackendError"
+    assert seconds < SOON
+    for numel in sizes:
+        assert str(numel) in text or str(4 * numel) in text, text
+
+
+def dtypes_of_messages(ctx: Ctx) -> str:
+    try:
+        if ctx.rank == 0:
+            dist.send(f32(8), 1)
+        else:
+            dist.recv(f32(8).int(), 0)
+        dist.barrier()
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+def test_dtypes_of_send_and_recv(fresh, transport):
+    text = fresh(2, transport).run(dtypes_of_messages)[1].lower()
+    assert "float" in text and "int" in text, text
+
+
+def again(ctx: Ctx) -> None:
+    """After a mismatch the group is dead, the process is not."""
+    disagree(ctx, "size")
+    with ctx.raises(dist.DistBackendError):
+        dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    ctx.init("second")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    ctx.equal(float(x), float(ctx.size))
+
+
+def test_a_new_group_after_a_mismatch(fresh, transport):
+    fresh(2, transport).run(again)

@@ -1,0 +1,284 @@
+"""Registration, the loading of _C, and what setup.py says and makes.
+
+Most tests run a fresh interpreter on a copy of the package with a stand-in for _C, so that they
+need no build: what is tested is how mycoll behaves when the compiled half is good, bad or missing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "python/mycoll"
+MINOR = ".".join(torch.__version__.split(".")[:2])
+
+# A `_C` that makes gloo groups, and says so.
+STAND_IN = """
+from torch.distributed import ProcessGroupGloo
+from torch._C._distributed_c10d import Backend
+
+class Options(Backend.Options):
+    def __init__(self):
+        super().__init__("mycoll")
+
+calls = []
+
+def create_backend(store, rank, size, timeout, group_id, global_ranks, options):
+    calls.append((store, rank, size, timeout, group_id, global_ranks, options))
+    return ProcessGroupGloo(store, rank, size, timeout=timeout)
+"""
+INIT = """
+import torch.distributed as dist
+dist.init_process_group({backend!r}, store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+class Site:
+    """A folder with a copy of the package as pip would install it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.package = path / "mycoll"
+        self.package.mkdir(parents=True)
+        for source in PACKAGE.glob("*.py"):
+            if source.name != "_build.py":
+                (self.package / source.name).write_text(source.read_text())
+        # Entry points as pyproject.toml has them, in the notation of an installed package.
+        sections = re.findall(
+            r'^\[project\.entry-points\."(.+?)"\]\n((?:\w.*\n)+)',
+            (ROOT / "pyproject.toml").read_text(),
+            re.MULTILINE,
+        )
+        info = path / "mycoll-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mycoll\nVersion: 0\n")
+        text = "".join(f"[{group}]\n{lines}\n" for group, lines in sections)
+        (info / "entry_points.txt").write_text(text.replace('"', ""))
+
+    def built(self, code: str = STAND_IN, torch_version: str = torch.__version__) -> Site:
+        (self.package / "_C.py").write_text(code)
+        (self.package / "_build.py").write_text(f"TORCH_VERSION = {torch_version!r}\n")
+        return self
+
+    def run(self, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith(("TORCH", "MYCOLL", "PYTHON"))
+        }
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env={**kept, "PYTHONPATH": str(self.path), **environment},
+            cwd=self.path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def passes(self, code: str, **environment: str) -> str:
+        done = self.run(code, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def fails(self, code: str, **environment: str) -> str:
+        """The last line of the traceback."""
+        done = self.run(code, **environment)
+        assert done.returncode != 0, done.stdout
+        return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path / "site")
+
+
+def test_autoload_registers(site: Site) -> None:
+    site.passes("""if True:
+        import os, sys, torch, torch.distributed as dist
+        assert "mycoll" in dist.Backend.backend_list
+        assert dist.Backend.backend_capability["mycoll"] == ["cpu", "cuda"]
+        # Others keep their devices, and nothing of ours is loaded or running yet.
+        assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+        assert not {"mycoll._C", "mycoll._build", "mycoll._compat"} & set(sys.modules)
+        """)
+
+
+def test_import_first_and_again(site: Site) -> None:
+    site.built().passes(
+        "import mycoll, torch, importlib\n"
+        "from mycoll import _registration\n"
+        "for _ in range(3): _registration.register(); _registration.autoload()\n"
+        "importlib.reload(mycoll)\n"
+        "import torch.distributed as dist\n"
+        "assert dist.Backend.backend_list.count('mycoll') == 1\n" + INIT.format(backend="mycoll")
+    )
+
+
+def test_autoload_off(site: Site) -> None:
+    code = "import {}\n" + INIT.format(backend="mycoll")
+    site.built().passes(code.format("mycoll"), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    site.passes(code.format("torch, mycoll"), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    if tuple(map(int, MINOR.split("."))) >= (2, 14):  # torch asks for a name it does not know
+        site.passes(code.format("torch"), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+def test_arguments_of_the_creator(site: Site) -> None:
+    site.built().passes("""if True:
+        import datetime, mycoll, torch.distributed as dist
+        options = mycoll.Options()
+        dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1,
+                                timeout=datetime.timedelta(seconds=77), pg_options=options)
+        from mycoll import _C
+        [(store, rank, size, timeout, group_id, ranks, given)] = _C.calls
+        assert (rank, size, group_id, ranks) == (0, 1, "0", [0]), _C.calls
+        assert timeout.total_seconds() == 77 and given is options
+        """)
+
+
+def test_foreign_options(site: Site) -> None:
+    """Of another backend of the group: not for us. Of no backend: a mistake."""
+    site.built().passes("""if True:
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import Backend
+        dist.init_process_group("cpu:mycoll", store=dist.HashStore(), rank=0, world_size=1,
+                                pg_options=Backend.Options("other"))
+        from mycoll import _C
+        assert _C.calls[0][-1] is None
+        """)
+    code = INIT.format(backend="mycoll").replace("world_size=1", "world_size=1, pg_options={}")
+    assert "pg_options of a mycoll group is a mycoll.Options, not dict" in site.fails(code)
+
+
+def test_restarts_do_not_see_old_keys(site: Site) -> None:
+    code = INIT.format(backend="mycoll") + (
+        "from mycoll import _C\nprint(type(_C.calls[0][0].underlying_store).__name__)"
+    )
+    first = site.built().passes(code, TORCHELASTIC_RESTART_COUNT="0", GROUP_WORLD_SIZE="1")
+    again = site.passes(code, TORCHELASTIC_RESTART_COUNT="1", GROUP_WORLD_SIZE="1")
+    agents = site.passes(code, TORCHELASTIC_RESTART_COUNT="1", GROUP_WORLD_SIZE="2")
+    # torch's own prefix for the group is there in each case; with one agent ours is added.
+    assert first == agents
+    assert again == "PrefixStore\n"
+
+
+def test_missing_module(site: Site) -> None:
+    site.passes("import torch, mycoll; torch.ones(1)")
+    message = site.fails(INIT.format(backend="mycoll"))
+    assert "compiled module is missing" in message and "--no-build-isolation" in message
+
+
+def test_broken_module(site: Site) -> None:
+    site.built("raise ImportError('undefined symbol: _ZN3c10')")
+    site.passes("import torch, mycoll; torch.ones(1)")
+    for code in (INIT.format(backend="mycoll"), "import mycoll; mycoll.Options"):
+        message = site.fails(code)
+        assert "undefined symbol: _ZN3c10" in message and "--no-build-isolation" in message
+
+
+def test_other_minor_is_refused(site: Site) -> None:
+    site.built(torch_version="2.9.1+cu128")
+    site.passes("import torch, mycoll; torch.ones(1)")
+    message = site.fails(INIT.format(backend="mycoll"))
+    assert f"compiled for torch 2.9 and cannot work with torch {torch.__version__}" in message
+    assert "--no-build-isolation" in message and "or install torch 2.9" in message
+    # A patch release and another local version are the same minor.
+    site.built(torch_version=f"{MINOR}.99+other").passes(INIT.format(backend="mycoll"))
+
+
+def test_failed_registration_does_not_break_torch(site: Site) -> None:
+    registration = site.package / "_registration.py"
+    registration.write_text(
+        registration.read_text().replace(
+            "import torch.distributed as dist\n", "raise OSError(5)\n", 1
+        )
+    )
+    site.passes("import torch; torch.ones(1)")
+    message = site.fails("import torch, mycoll; mycoll.Options")
+    assert message == "ImportError: mycoll could not register itself: OSError(5)"
+
+
+def test_functions_that_torch_refuses_by_name(site: Site) -> None:
+    site.built().passes("""if True:
+        import warnings, torch, torch.distributed as dist
+        from datetime import timedelta
+        from torch.distributed import distributed_c10d as c10d
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", FutureWarning)  # 2.15: _set_pg_timeout has a successor
+        before = dist.monitored_barrier, c10d._set_pg_timeout
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.monitored_barrier()
+        assert before == (dist.monitored_barrier, c10d._set_pg_timeout)  # no mycoll group yet
+        ours = dist.new_group(backend="mycoll")
+        mixed = dist.new_group(backend="cpu:mycoll,cuda:gloo")
+        gloo = dist.new_group(backend="gloo")
+        assert dist.monitored_barrier is c10d.monitored_barrier
+        for group in (None, ours, mixed, gloo):
+            dist.monitored_barrier(group)
+            dist.monitored_barrier(group=group, timeout=timedelta(seconds=5), wait_all_ranks=True)
+            c10d._set_pg_timeout(timedelta(seconds=5), group)
+        part = dist.split_group(ours, [[0]], group_desc="a part")
+        assert dist.get_backend(part) == "mycoll" and part.group_desc == "a part"
+        dist.all_reduce(torch.ones(3), group=part)
+        part = dist.split_group(mixed, [[0]])
+        assert dist.get_backend_config(part) == "cpu:mycoll,cuda:gloo"
+        for wrong in ([[0, 0]], [[1]], [[]]):
+            try: dist.split_group(ours, wrong)
+            except ValueError: pass
+            else: raise AssertionError(wrong)
+        """)
+    # Others are refused as before, whether the wrapper is there or not.
+    fake = "import torch.testing._internal.distributed.fake_pg\n" + INIT.format(backend="fake")
+    for code in ("", "dist.new_group(backend='mycoll')\n"):
+        done = site.run(fake + code + "dist.monitored_barrier()")
+        if tuple(map(int, MINOR.split("."))) < (2, 15):
+            assert "only implemented for GLOO backend" in done.stderr
+
+
+# --- setup.py -------------------------------------------------------------------------------------
+
+
+def test_no_torch_is_two_readable_lines() -> None:
+    """What an isolated build meets."""
+    code = (
+        "import importlib.metadata as m, runpy, sys\n"
+        "def version(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = version; sys.argv = ['setup.py', 'egg_info']\n"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    pytest.importorskip("setuptools")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and len(lines) == 2, done.stderr
+    assert "compiled against your torch" in lines[0]
+    assert "pip install --no-build-isolation ." in lines[1]
+
+
+def test_wheel(tmp_path: Path) -> None:
+    """The wheel that users get: made, unpacked elsewhere, and used."""
+    pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
+    for needed in ("pip", "setuptools", "wheel"):
+        pytest.importorskip(needed)
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-q"]
+    done = subprocess.run(
+        [*pip, "-w", tmp_path, ROOT], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = tmp_path.glob("mycoll-*.whl")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{tag}-{tag}-linux_" in wheel.name
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    metadata = next(site.glob("*.dist-info/METADATA")).read_text()
+    assert f"Requires-Dist: torch=={MINOR}.*" in metadata
+    assert (site / "mycoll/py.typed").exists() and (site / "mycoll/_C.pyi").exists()
+    code = INIT.format(backend="mycoll") + "import torch\ndist.all_reduce(torch.ones(3))"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environment["PYTHONPATH"] = str(site)
+    subprocess.run([sys.executable, "-c", code], cwd=site, env=environment, check=True, timeout=120)

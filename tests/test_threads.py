@@ -1,0 +1,184 @@
+"""Several Python threads, several groups, crossed orders."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.worker import Ctx
+
+
+def in_threads(ctx: Ctx, count: int, body: Callable[[int], None]) -> None:
+    """Runs body(0) .. body(count - 1) at once; their exceptions become failures."""
+
+    def guarded(i: int) -> None:
+        try:
+            body(i)
+        except Exception as error:
+            ctx.fail(f"thread {i}: {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def thread_a_group(ctx: Ctx) -> None:
+    groups = [dist.new_group() for _ in range(4)]
+
+    def body(i: int) -> None:
+        for step in range(40):
+            numel = (1, 1000, 60_001)[step % 3]
+            x = torch.full((numel,), float(ctx.rank + i))
+            work = dist.all_reduce(x, group=groups[i], async_op=step % 2 == 0)
+            if work is not None:
+                work.wait()
+            want = float(sum(r + i for r in range(ctx.size)))
+            if not bool((x == want).all()):
+                ctx.fail(f"thread {i} step {step}: {x[0]} instead of {want}")
+            if step % 10 == i:
+                dist.barrier(group=groups[i])
+
+    in_threads(ctx, len(groups), body)
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(2, 3)
+def test_a_thread_for_each_group(world):
+    world.run(thread_a_group)
+
+
+def p2p_in_threads(ctx: Ctx) -> None:
+    """One thread sends, one receives, one does collectives, on the same group."""
+    right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+
+    def body(i: int) -> None:
+        for step in range(50):
+            numel = (1, 3000, 50_000)[step % 3]
+            if i == 0:
+                dist.send(torch.full((numel,), float(step)), right)
+            elif i == 1:
+                out = torch.zeros(numel)
+                dist.recv(out, left)
+                if not bool((out == step).all()):
+                    ctx.fail(f"message {step} is wrong")
+            else:
+                x = torch.ones(numel)
+                dist.all_reduce(x)
+                if not bool((x == ctx.size).all()):
+                    ctx.fail(f"all_reduce {step} is wrong")
+
+    in_threads(ctx, 3, body)
+
+
+@pytest.mark.worlds(2, 3)
+def test_p2p_and_collectives_in_threads(world):
+    world.run(p2p_in_threads)
+
+
+def crossed_order(ctx: Ctx) -> None:
+    """Even ranks start on group a then b, odd ones b then a: legal for async work."""
+    a, b = dist.new_group(), dist.new_group()
+    for numel in (10, 200_000):
+        for _ in range(10):
+            x, y = torch.ones(numel), torch.full((numel,), 2.0)
+            pairs = [(x, a), (y, b)]
+            if ctx.rank % 2:
+                pairs.reverse()
+            works = [dist.all_reduce(t, group=g, async_op=True) for t, g in pairs]
+            for work in works:
+                work.wait()
+            ctx.equal((float(x[0]), float(y[-1])), (float(ctx.size), 2.0 * ctx.size))
+    dist.destroy_process_group(a)
+    dist.destroy_process_group(b)
+
+
+@pytest.mark.worlds(2, 3, 4)
+def test_crossed_order_over_two_groups(world):
+    world.run(crossed_order)
+
+
+def waits_crossed(ctx: Ctx) -> None:
+    """Sync on one group while async work of another is unfinished elsewhere."""
+    a, b = dist.new_group(), dist.new_group()
+    for _ in range(10):
+        x, y = torch.ones(100_000), torch.ones(10)
+        work = dist.all_reduce(x, group=a, async_op=True)
+        if ctx.rank == 0:
+            work.wait()
+            dist.all_reduce(y, group=b)
+        else:
+            dist.all_reduce(y, group=b)
+            work.wait()
+        ctx.equal((float(x[0]), float(y[0])), (float(ctx.size), float(ctx.size)))
+    dist.destroy_process_group(a)
+    dist.destroy_process_group(b)
+
+
+@pytest.mark.worlds(2, 3)
+def test_sync_beside_async_of_another_group(world):
+    if world.options.backend == "gloo":
+        pytest.skip("gloo: correct programs only by luck: rank 0 needs the progress of others")
+    world.run(waits_crossed)
+
+
+def other_thread_runs(ctx: Ctx, name: str) -> None:
+    """While a rank waits inside an operation, its other Python threads run: no GIL held."""
+    x = torch.ones(10)
+    wait = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "async": lambda: dist.all_reduce(x, async_op=True).wait(),
+        "barrier": dist.barrier,
+        "recv": lambda: dist.recv(x, 1),
+    }[name]
+    store = ctx.store(f"gil/{name}")
+    if ctx.rank == 0:
+        ticks = 0
+
+        def count() -> None:
+            nonlocal ticks
+            while ticks < 200:  # only when they have run is the other rank told to come
+                time.sleep(0.001)
+                ticks += 1
+            store.set("ran", "")
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        wait()
+        ctx.equal(ticks, 200)
+        thread.join()
+    else:
+        store.wait(["ran"])
+        if name == "recv":
+            dist.send(x, 0)
+        elif name == "barrier":
+            dist.barrier()
+        else:
+            dist.all_reduce(x)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "async", "barrier", "recv"])
+@pytest.mark.worlds(2)
+def test_no_gil_held_while_waiting(world, name):
+    world.run(other_thread_runs, name)
+
+
+def many_async(ctx: Ctx) -> None:
+    """Hundreds in flight, issued much faster than they are done."""
+    tensors = [torch.full((17 + i % 5,), float(i)) for i in range(600)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    for work in works:
+        work.wait()
+    for i, t in enumerate(tensors):
+        ctx.same(t, torch.full_like(t, float(i * ctx.size)))
+
+
+@pytest.mark.worlds(2, 4)
+def test_many_in_flight(world):
+    world.run(many_async)

@@ -1,0 +1,145 @@
+"""Two hosts for real: two network namespaces joined by a veth pair, two ranks in each."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.smoke import smoke
+from worlds.worker import Ctx
+
+CLONE_NEWNET = 0x40000000
+PORT = 29_731  # nobody else is in these namespaces
+ADDRESSES = {"ipv4": ("10.213.0.1", "10.213.0.2"), "ipv6": ("fd21:3::1", "fd21:3::2")}
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[str, str]]:
+    names = (f"mycoll-a-{os.getpid()}", f"mycoll-b-{os.getpid()}")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0",
+           "netns", names[1])  # fmt: skip
+        for i, name in enumerate(names):
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"{ADDRESSES['ipv4'][i]}/24", "dev", "veth0")
+            ip("-n", name, "addr", "add", f"{ADDRESSES['ipv6'][i]}/64", "dev", "veth0", "nodad")
+            ip("-n", name, "link", "set", "veth0", "up")
+        yield names
+    except (OSError, subprocess.CalledProcessError) as error:
+        text = getattr(error, "stderr", "") or str(error)
+        pytest.skip(f"network namespaces cannot be made here: {text.strip()}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def enter(namespace: str) -> None:
+    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(fd)
+
+
+def sockets_inside_a_host(address: str) -> int:
+    """Established TCP connections of an address to itself, without those to the store."""
+    found = 0
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/thread-self/net/{name}").read_text().splitlines()[1:]:
+            local, remote, state = line.split()[1:4]
+            (host, port), (peer, peer_port) = local.split(":"), remote.split(":")
+            established = state == "01"
+            store = PORT in (int(port, 16), int(peer_port, 16))
+            found += established and host == peer and not store
+    return found
+
+
+def on_two_hosts(ctx: Ctx, names: tuple[str, str], family: str, interface: str) -> int:
+    host = ctx.rank // 2
+    enter(names[host])
+    if interface:
+        os.environ["MYCOLL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = interface
+    elif ctx.gloo:
+        os.environ["GLOO_SOCKET_IFNAME"] = "veth0"
+    master = ADDRESSES[family][0]
+    url = f"tcp://[{master}]:{PORT}" if ":" in master else f"tcp://{master}:{PORT}"
+    dist.init_process_group(
+        ctx.backend,
+        init_method=url,
+        rank=ctx.rank,
+        world_size=ctx.size,
+        timeout=timedelta(seconds=40),
+    )
+    smoke(ctx.rank, ctx.size)
+    one_host = [dist.new_group([0, 1]), dist.new_group([2, 3])][host]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][ctx.rank % 2]
+    for group, members in (
+        (one_host, [2 * host, 2 * host + 1]),
+        (across, [ctx.rank % 2, ctx.rank % 2 + 2]),
+    ):
+        for numel in (10, 500_000):
+            x = torch.full((numel,), float(ctx.rank))
+            dist.all_reduce(x, group=group)
+            ctx.equal(float(x[-1]), float(sum(members)))
+    inputs = ctx.inputs(torch.float32, 70_001)
+    x = inputs[ctx.rank].clone()
+    dist.all_reduce(x)
+    want = inputs[0] + inputs[1]
+    ctx.same(x, want + inputs[2] + inputs[3], "the bits of a mixed group")
+    inside = sockets_inside_a_host(ADDRESSES[family][host])
+    dist.destroy_process_group()
+    return inside
+
+
+@pytest.mark.parametrize("interface", ["", "veth0", "^lo"])
+@pytest.mark.parametrize("family", ["ipv4", "ipv6"])
+def test_two_hosts(fresh, backend, hosts, family, interface):
+    if backend == "gloo" and interface.startswith("^"):
+        pytest.skip("gloo: no exclusions in GLOO_SOCKET_IFNAME")
+    inside = fresh(4, init=False).run(on_two_hosts, hosts, family, interface)
+    if backend == "mycoll":
+        assert max(inside) == 0, "ranks of one host talk over TCP, not over shared memory"
+
+
+@pytest.mark.parametrize("transport_between", ["tcp"])
+def test_two_hosts_forced_to_tcp(fresh, backend, hosts, transport_between):
+    if backend == "gloo":
+        pytest.skip("gloo: has no other transport")
+    fresh(4, transport_between, init=False).run(on_two_hosts, hosts, "ipv4", "")
+
+
+def no_shared_memory(ctx: Ctx, names: tuple[str, str]) -> str:
+    enter(names[ctx.rank])
+    try:
+        dist.init_process_group(
+            ctx.backend,
+            init_method=f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}",
+            rank=ctx.rank,
+            world_size=ctx.size,
+            timeout=timedelta(seconds=10),
+        )
+        dist.all_reduce(torch.ones(5))
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_shm_between_hosts_is_refused(fresh, backend, hosts):
+    """MYCOLL_TRANSPORT=shm where there is no shared memory: an error, not a hang or tcp."""
+    if backend == "gloo":
+        pytest.skip("gloo: has no such choice")
+    for text in fresh(2, "shm", init=False).run(no_shared_memory, hosts):
+        assert "shm" in text or "shared memory" in text, text

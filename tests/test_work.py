@@ -1,0 +1,303 @@
+"""What torch.distributed promises of Work: waiting, asking, chaining, dropping."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import arith
+from worlds.worker import Ctx
+
+NUMEL = 100_003
+
+
+def operations(ctx: Ctx) -> dict[str, tuple]:
+    """name -> (start it, check its result), one of each kind of collective."""
+    parts = ctx.inputs(torch.float32, NUMEL)
+    total = arith.reduced("SUM", parts)
+    x, y, z = (parts[ctx.rank].clone() for _ in range(3))
+    outs = [torch.zeros(NUMEL) for _ in parts]
+    flat = torch.zeros(NUMEL * ctx.size)
+    rows = torch.cat([parts[ctx.rank]] * ctx.size)
+    piece = torch.zeros(NUMEL)
+
+    def each(got, want) -> None:
+        for g, w in zip(got, want, strict=True):
+            ctx.same(g, w)
+
+    found = {
+        "all_reduce": (lambda: dist.all_reduce(x, async_op=True), lambda: ctx.same(x, total)),
+        "broadcast": (
+            lambda: dist.broadcast(y, 0, async_op=True),
+            lambda: ctx.same(y, parts[0]),
+        ),
+        "all_gather": (
+            lambda: dist.all_gather(outs, z, async_op=True),
+            lambda: each(outs, parts),
+        ),
+        "all_gather_into_tensor": (
+            lambda: dist.all_gather_into_tensor(flat, z, async_op=True),
+            lambda: ctx.same(flat, torch.cat(parts)),
+        ),
+        "reduce_scatter_tensor": (
+            lambda: dist.reduce_scatter_tensor(piece, rows, async_op=True),
+            lambda: ctx.same(piece, total),
+        ),
+        "barrier": (lambda: dist.barrier(async_op=True), lambda: None),
+    }
+    return {name: pair for name, pair in found.items() if not ctx.skips(f"work/{name}")}
+
+
+def states(ctx: Ctx) -> None:
+    for name, (start, check) in operations(ctx).items():
+        with ctx.case(name):
+            work = start()
+            ctx.equal(work.wait(), True, "wait()")
+            ctx.equal(work.is_completed(), True, "is_completed()")
+            ctx.equal(work.is_success(), True, "is_success()")
+            ctx.equal(work.exception(), None, "exception()")
+            work.synchronize()
+            check()
+            ctx.equal(work.wait(), True, "a second wait()")
+
+
+@pytest.mark.worlds(1, 2, 3)
+def test_states_of_finished_work(world):
+    world.run(states)
+
+
+def polled(ctx: Ctx) -> None:
+    """Work finishes without anyone waiting for it."""
+    for name, (start, check) in operations(ctx).items():
+        with ctx.case(name):
+            work = start()
+            end = time.monotonic() + 30
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    raise TimeoutError("is_completed() never became true")
+                time.sleep(0.001)
+            check()
+
+
+@pytest.mark.worlds(1, 2, 3)
+def test_work_finishes_unwaited(world):
+    world.run(polled)
+
+
+def futures(ctx: Ctx) -> None:
+    for name, (start, check) in operations(ctx).items():
+        with ctx.case(name):
+            called = threading.Event()
+            future = start().get_future()
+            chained = future.then(lambda f, called=called: (f.value(), called.set(), 5)[-1])
+            ctx.equal(chained.wait(), 5)
+            ctx.equal(called.is_set(), True)
+            check()
+    with ctx.case("value"):
+        x = torch.full((3,), float(ctx.rank))
+        value = dist.all_reduce(x, async_op=True).get_future().wait()
+        ctx.equal(isinstance(value, list), True, "a list of tensors:")
+        ctx.same(value[0], x)
+        ctx.equal(float(x[0]), float(sum(range(ctx.size))))
+    with ctx.case("then on top of then"):
+        x = torch.ones(10)
+        future = dist.all_reduce(x, async_op=True).get_future()
+        half = future.then(lambda f: f.value()[0] / 2).then(lambda f: f.value() * 4)
+        ctx.same(half.wait(), torch.full((10,), 2.0 * ctx.size))
+
+
+@pytest.mark.worlds(1, 2, 3)
+def test_futures(world):
+    world.run(futures)
+
+
+def results(ctx: Ctx) -> None:
+    x = torch.full((5,), float(ctx.rank))
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    ctx.same(work.result()[0], x)
+    y = torch.full((5,), float(ctx.rank))
+    work = dist.broadcast(y, 1, async_op=True)
+    work.wait()
+    ctx.same(work.result()[0], torch.ones(5))
+
+
+@pytest.mark.worlds(2)
+def test_result(world):
+    world.run(results)
+
+
+def source_ranks(ctx: Ctx) -> None:
+    x = torch.zeros(4)
+    if ctx.rank == 0:
+        work = dist.distributed_c10d._get_default_group().recv_anysource([x], 3)
+        work.wait()
+        ctx.equal(work._source_rank(), 1)
+    elif ctx.rank == 1:
+        dist.send(torch.ones(4), 0, tag=3)
+
+
+@pytest.mark.worlds(2)
+def test_source_rank(world):
+    world.run(source_ranks)
+
+
+def timeouts(ctx: Ctx) -> float:
+    """A wait that runs out says so, soon."""
+    if ctx.rank == 0:
+        started = time.monotonic()
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        with ctx.raises((RuntimeError, dist.DistBackendError)):
+            work.wait(timedelta(seconds=1))
+        took = time.monotonic() - started
+        ctx.store("timeouts").set("done", "")
+        return took
+    ctx.store("timeouts").wait(["done"], timedelta(seconds=30))
+    return 1.0
+
+
+def test_wait_with_a_timeout(fresh, transport):
+    took = fresh(2, transport).run(timeouts)[0]
+    assert 0.9 < took < 15
+
+
+def group_timeouts(ctx: Ctx, name: str) -> str:
+    x = torch.ones(10)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "barrier": dist.barrier,
+        "recv": lambda: dist.recv(x, 1),
+        "broadcast": lambda: dist.broadcast(x, 1),
+    }
+    text = ""
+    if ctx.rank == 0:
+        try:
+            calls[name]()
+        except RuntimeError as error:
+            text = str(error)
+        ctx.store("timeouts").set("done", "")
+    else:
+        ctx.store("timeouts").wait(["done"], timedelta(seconds=30))
+    return text
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "barrier", "recv", "broadcast"])
+def test_timeout_of_the_group(fresh, transport, name):
+    text = fresh(2, transport, timeout=2.0).run(group_timeouts, name)[0]
+    assert text, "no exception"
+    assert "tim" in text.lower(), text
+
+
+def wait_with_enough_time(ctx: Ctx) -> None:
+    for _ in range(20):
+        x = torch.ones(1000)
+        work = dist.all_reduce(x, async_op=True)
+        ctx.equal(work.wait(timedelta(seconds=30)), True)
+        ctx.equal(float(x[0]), float(ctx.size))
+
+
+@pytest.mark.worlds(2)
+def test_wait_with_enough_time(world):
+    world.run(wait_with_enough_time)
+
+
+def other_orders(ctx: Ctx) -> None:
+    """Works are waited for backwards, from other threads, by several threads, or never."""
+    tensors = [torch.full((1000 * (i + 1),), float(i)) for i in range(12)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    threads = [threading.Thread(target=w.wait) for w in works[:4] for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for work in reversed(works[4:]):
+        work.wait()
+    for thread in threads:
+        thread.join()
+    for i, t in enumerate(tensors):
+        ctx.same(t, torch.full_like(t, float(i * ctx.size)))
+
+
+@pytest.mark.worlds(2, 3)
+def test_waited_in_other_orders_and_threads(world):
+    world.run(other_orders)
+
+
+def dropped(ctx: Ctx) -> None:
+    """Neither the Work nor the tensors have to be kept."""
+    right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    for i in range(30):
+        dist.all_reduce(torch.full((50_000,), float(i)), async_op=True)
+        dist.all_gather(
+            [torch.zeros(7000) for _ in range(ctx.size)], torch.ones(7000), async_op=True
+        )
+        dist.isend(torch.full((3000,), float(i)), right)
+        garbage = [torch.full((50_000,), -1.0) for _ in range(3)]  # reuses freed memory
+        del garbage
+        gc.collect(0)
+    for i in range(30):
+        out = torch.zeros(3000)
+        dist.recv(out, left)
+        ctx.same(out, torch.full((3000,), float(i)), f"message {i}")
+    x = torch.ones(5)
+    dist.all_reduce(x)
+    ctx.same(x, torch.full((5,), float(ctx.size)))
+
+
+@pytest.mark.worlds(2, 3)
+def test_work_and_tensors_dropped(world):
+    world.run(dropped)
+
+
+def freed_at_once(ctx: Ctx) -> None:
+    """The results of work whose inputs were freed right after the call are right."""
+    works = []
+    for i in range(40):
+        out = torch.zeros(20_000 * ctx.size)
+        source = torch.full((20_000,), float(i + ctx.rank))
+        works.append((i, out, dist.all_gather_into_tensor(out, source, async_op=True)))
+        del source
+        torch.full((20_000,), -7.0)
+    for i, out, work in works:
+        work.wait()
+        want = torch.cat([torch.full((20_000,), float(i + r)) for r in range(ctx.size)])
+        ctx.same(out, want, f"call {i}")
+
+
+@pytest.mark.worlds(2, 3)
+def test_inputs_freed_after_the_call(world):
+    world.run(freed_at_once)
+
+
+def sequence_numbers(ctx: Ctx) -> list[int]:
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    before = backend._get_sequence_number_for_group()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    after = backend._get_sequence_number_for_group()
+    ctx.equal(after - before, 3, "sequence numbers used")
+    return [after]
+
+
+@pytest.mark.worlds(2, 3)
+def test_sequence_numbers(world):
+    assert len({str(numbers) for numbers in world.run(sequence_numbers)}) == 1
+
+
+def overlap(ctx: Ctx) -> None:
+    """An async collective goes on while Python computes and nobody waits."""
+    x = torch.ones(2_000_000)
+    work = dist.all_reduce(x, async_op=True)
+    end = time.monotonic() + 30
+    while not work.is_completed() and time.monotonic() < end:
+        sum(range(1000))  # holds the GIL nearly all the time
+    ctx.equal(work.is_completed(), True)
+    ctx.equal(float(x[-1]), float(ctx.size))
+
+
+@pytest.mark.worlds(2)
+def test_overlap_with_computing(world):
+    world.run(overlap)

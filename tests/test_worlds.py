@@ -1,0 +1,89 @@
+"""The harness itself: what a test sees when ranks fail, crash or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import arith
+from worlds.pool import WorldFailure
+from worlds.worker import Ctx
+
+
+def one_raises(ctx: Ctx) -> None:
+    if ctx.rank == 1:
+        raise ValueError("told to")
+    dist.barrier()
+
+
+def one_dies(ctx: Ctx) -> None:
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_hangs(ctx: Ctx) -> None:
+    if ctx.rank == 1:
+        with ctx.case("the stuck one"):
+            time.sleep(1000)
+
+
+def cases_fail(ctx: Ctx) -> None:
+    for i in range(3):
+        with ctx.case(f"case {i}"):
+            ctx.same(torch.tensor([1.0, i]), torch.tensor([1.0, 1.0]))
+
+
+def works(ctx: Ctx) -> int:
+    return ctx.rank
+
+
+@pytest.mark.parametrize(
+    ("job", "texts"),
+    [
+        (one_raises, ("rank 1: ", "ValueError: told to", "one_raises")),
+        (one_dies, ("rank 1: ", "SIGKILL")),
+        (one_hangs, ("rank 1: no answer", "in case: the stuck one", "one_hangs")),
+        (cases_fail, ("rank 0,1: 2 cases failed", "case 0: 1 of 2", "first at 1: 0.0, want 1.0")),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_failures_are_reported(pool, transport, job, texts):
+    spec = pool.spec(2, transport)
+    world = pool.get(spec)
+    with pytest.raises(WorldFailure) as caught:
+        world.run(job, deadline=5)
+    for text in texts:
+        assert text in str(caught.value)
+    assert pool.get(spec).run(works) == [0, 1], "the world is there again"
+
+
+def test_reference_against_python():
+    """The reference arithmetic itself, on numbers that Python can compute."""
+    for dtype in arith.INTEGERS:
+        bits = torch.iinfo(dtype).bits
+        signed = dtype in arith.SIGNED
+        parts = [arith.values(dtype, 50, seed) for seed in range(3)]
+        columns = list(zip(*(p.tolist() for p in parts), strict=True))
+
+        def wrapped(value: int, bits: int = bits, signed: bool = signed) -> int:
+            value &= (1 << bits) - 1
+            return value - (1 << bits) if signed and value >> (bits - 1) else value
+
+        def average(column: tuple[int, ...], wrapped=wrapped) -> int:
+            total = wrapped(sum(column))
+            return abs(total) // 3 * (1 if total >= 0 else -1)
+
+        for op, want in {
+            "SUM": lambda c: wrapped(sum(c)),
+            "PRODUCT": lambda c: wrapped(c[0] * c[1] * c[2]),
+            "MIN": min,
+            "MAX": max,
+            "AVG": average,
+            "BXOR": lambda c: wrapped(c[0] ^ c[1] ^ c[2]),
+        }.items():
+            got = arith.reduced(op, parts).tolist()
+            assert got == [want(c) for c in columns], (dtype, op)

@@ -1,0 +1,15 @@
+"""Worlds: sets of worker processes that run collective jobs for the tests.
+
+A test asks for the `world` fixture and hands it a function of its own module:
+
+    def job(ctx, numel):            # runs on every rank at once
+        x = torch.full((numel,), ctx.rank)
+        dist.all_reduce(x)
+        ctx.same(x, torch.full((numel,), sum(range(ctx.size))))
+
+    def test_it(world):
+        world.run(job, 17)
+
+Modules: `pool` (parent side), `worker` (child side, `Ctx`), `arith` (inputs and reference
+arithmetic), `gloo_gaps` (what gloo cannot do), `scripts` (programs started the way users start them).
+"""

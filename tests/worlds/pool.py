@@ -1,0 +1,270 @@
+"""Parent side: starts worlds, gives them jobs, and survives whatever they do.
+
+Workers are forked from one server process that has torch imported, so that a world costs a fraction
+of a second. A world that fails in any way is killed and built again for the next test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing as mp
+import multiprocessing.connection as mpc
+import os
+import pickle
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from worlds import worker
+
+RANK_PREFIX = re.compile(r"\[rank\d+\]:\[\w+ [\d:.]+ ")  # of torch's log lines
+PRELOAD = ["torch", "torch.distributed", "torch.testing", "pytest", "worlds.worker", "worlds.arith"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What kind of world: equal specs may share one."""
+
+    size: int
+    transport: str = ""  # "shm", "tcp", or "" where the backend has one way only
+    backend: str = "mycoll"  # the string given to init_process_group
+    init: bool = True  # False: workers start without a process group
+    env: tuple[tuple[str, str], ...] = ()
+    timeout: float = 45.0  # of the process group; below the deadline, so that its text is seen
+
+    @property
+    def label(self) -> str:
+        return f"{self.size}x{self.transport or self.backend}"
+
+
+@dataclass
+class Options:
+    """Of the whole test run."""
+
+    backend: str = "mycoll"
+    deadline: float = 60.0
+    native_stacks: bool = False
+
+
+class WorldFailure(AssertionError):
+    """A job failed on at least one rank; the text says which, how, and where the others were."""
+
+
+@dataclass
+class Member:
+    rank: int
+    process: Any
+    conn: mpc.Connection
+    log: Path
+    log_start: int = 0
+    outcome: tuple[str, Any] | None = None  # ("ok", value) | ("error", text) | ("gone", text)
+
+    def case(self) -> str:
+        path = Path(f"{self.log}.case")
+        return path.read_text(errors="replace").strip() if path.exists() else ""
+
+    def log_tail(self, limit: int = 6000) -> str:
+        data = self.log.read_bytes()[self.log_start :]
+        return data[-limit:].decode(errors="replace").strip()
+
+
+class World:
+    """Ranks of one process group, waiting for jobs."""
+
+    _ids = itertools.count()
+
+    def __init__(self, spec: Spec, options: Options, store_port: int) -> None:
+        self.spec = spec
+        self.size = spec.size
+        self.transport = spec.transport
+        self.backend = spec.backend
+        self.options = options
+        self.broken = False
+        self._dir = tempfile.TemporaryDirectory(prefix="world-")
+        name = f"{os.getpid()}-{next(self._ids)}"
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.members: list[Member] = []
+        for rank in range(spec.size):
+            ours, theirs = context.Pipe()
+            log = Path(self._dir.name) / f"rank{rank}.log"
+            log.touch()
+            setup = worker.Setup(
+                rank=rank,
+                size=spec.size,
+                transport=spec.transport,
+                backend=spec.backend,
+                family=options.backend,
+                init=spec.init,
+                env=dict(spec.env),
+                timeout=spec.timeout,
+                store_port=store_port,
+                world_name=name,
+                log=str(log),
+            )
+            process = context.Process(target=worker.main, args=(theirs, setup), daemon=True)
+            process.start()
+            theirs.close()
+            self.members.append(Member(rank, process, ours, log))
+        self._collect("start of the world", options.deadline)
+
+    @property
+    def pids(self) -> list[int]:
+        return [m.process.pid for m in self.members]
+
+    def run(self, job: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
+        """Runs job(ctx, *args) on every rank; returns the results by rank."""
+        __tracebackhide__ = True
+        self.start(job, *args)
+        return self.finish(deadline)
+
+    def start(self, job: Callable[..., Any], *args: Any) -> None:
+        """The first half of run(): for tests that do something to the ranks meanwhile."""
+        assert not self.broken, "this world has failed before"
+        self._what = f"{job.__module__}.{job.__qualname__}{args!r:.200}"
+        message = pickle.dumps((job.__module__, job.__qualname__, args))
+        for m in self.members:
+            m.outcome = None
+            m.log_start = m.log.stat().st_size
+            with contextlib.suppress(OSError):
+                m.conn.send_bytes(message)
+
+    def finish(self, deadline: float | None = None, *, allow_gone: bool = False) -> list[Any]:
+        __tracebackhide__ = True
+        return self._collect(self._what, deadline or self.options.deadline, allow_gone)
+
+    def close(self) -> list[int | None]:
+        """Ends the workers the polite way; returns their exit codes."""
+        for m in self.members:
+            m.conn.close()
+        end = time.monotonic() + 10
+        for m in self.members:
+            m.process.join(max(0.0, end - time.monotonic()))
+        codes = [m.process.exitcode for m in self.members]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        self.broken = True
+        for m in self.members:
+            if m.process.is_alive():
+                m.process.kill()
+            m.process.join(5)
+            m.conn.close()
+        with contextlib.suppress(OSError):
+            self._dir.cleanup()
+
+    def _collect(self, what: str, deadline: float, allow_gone: bool = False) -> list[Any]:
+        __tracebackhide__ = True
+        started = time.monotonic()
+        end = started + deadline
+        while waiting := [m for m in self.members if m.outcome is None]:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            ready = mpc.wait(
+                [m.conn for m in waiting] + [m.process.sentinel for m in waiting], left
+            )
+            for m in waiting:
+                if m.conn in ready or m.process.sentinel in ready:
+                    m.outcome = self._receive(m)
+                    if m.outcome[0] != "ok" and not (allow_gone and m.outcome[0] == "gone"):
+                        # The others are probably stuck without it: no reason to wait for long.
+                        end = min(end, time.monotonic() + 5)
+        if all(
+            m.outcome and (m.outcome[0] == "ok" or (allow_gone and m.outcome[0] == "gone"))
+            for m in self.members
+        ):
+            return [m.outcome[1] if m.outcome[0] == "ok" else None for m in self.members]
+        text = self._report(what, time.monotonic() - started)
+        self.kill()
+        raise WorldFailure(text)
+
+    def _receive(self, m: Member) -> tuple[str, Any]:
+        try:
+            return pickle.loads(m.conn.recv_bytes())
+        except (EOFError, OSError):
+            m.process.join(5)
+            code = m.process.exitcode
+            name = signal.Signals(-code).name if code is not None and code < 0 else f"code {code}"
+            return "gone", f"the process ended with {name}"
+
+    def _report(self, what: str, seconds: float) -> str:
+        silent = [m for m in self.members if m.outcome is None]
+        for m in silent:
+            with contextlib.suppress(OSError):
+                os.kill(m.process.pid, signal.SIGUSR1)  # faulthandler writes all stacks to the log
+        if silent:
+            time.sleep(0.5)
+        texts: dict[str, list[int]] = {}
+        for m in self.members:
+            kind, value = m.outcome or ("silent", "no answer; its stacks are below")
+            text = "finished" if kind == "ok" else str(value)
+            if kind in ("gone", "silent"):
+                text += f"\n--- in case: {m.case()}\n--- its output\n{m.log_tail()}"
+            text = RANK_PREFIX.sub("", text)
+            if kind == "silent" and self.options.native_stacks:
+                text += f"\n--- native stacks\n{native_stacks(m.process.pid)}"
+            texts.setdefault(text, []).append(m.rank)
+        parts = [f"world {self.spec.label}: {what} failed after {seconds:.1f} s"]
+        parts += [f"=== rank {','.join(map(str, ranks))}: {text}" for text, ranks in texts.items()]
+        return "\n".join(parts)
+
+
+def native_stacks(pid: int) -> str:
+    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all bt 30"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout[-8000:]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"gdb: {error}"
+
+
+@dataclass
+class Pool:
+    """All worlds of a test run."""
+
+    options: Options
+    worlds: dict[Spec, World] = field(default_factory=dict)
+    _store: Any = None
+
+    def spec(self, size: int, transport: str = "", **changes: Any) -> Spec:
+        spec = Spec(size=size, transport=transport, backend=self.options.backend)
+        return replace(spec, **changes)
+
+    def get(self, spec: Spec) -> World:
+        """A shared world, built when it is first asked for or when it broke."""
+        world = self.worlds.get(spec)
+        if world is None or world.broken:
+            world = self.worlds[spec] = self.fresh(spec)
+        return world
+
+    def fresh(self, spec: Spec) -> World:
+        """A world of one's own; the caller closes or kills it."""
+        return World(spec, self.options, self.store_port)
+
+    @property
+    def store_port(self) -> int:
+        """The store is in this process: it outlives every worker."""
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def close(self) -> None:
+        for world in self.worlds.values():
+            if not world.broken:
+                for m in world.members:  # let all of them leave at the same time
+                    m.conn.close()
+        end = time.monotonic() + 5
+        for world in self.worlds.values():
+            for m in world.members:
+                m.process.join(max(0.0, end - time.monotonic()))
+            world.kill()

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-if importlib.util.find_spec("mycoll") is None:  # not installed: its Python half is enough for some
-    sys.path.append(str(TESTS.parent / "python"))
-sys.path.insert(0, str(TESTS))  # for `worlds`, here and (by way of PYTHONPATH) in the workers
+PATHS = [str(TESTS)]  # for `worlds`, here and (by way of PYTHONPATH) in the workers
+if importlib.util.find_spec("mycoll") is None:
+    PATHS.append(str(TESTS.parent / "python"))  # not installed: perhaps built in place
+sys.path[:0] = PATHS
 
 from worlds import gloo_gaps  # noqa: E402
 from worlds.pool import Options, Pool, World  # noqa: E402
@@ -44,12 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "worlds(*sizes, transports=None): the worlds that a test runs in"
     )
-    paths = [
-        str(TESTS),
-        *(p for p in sys.path[-1:] if p.endswith("python")),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(PATHS + ([inherited] if inherited else []))
 
 
 def transports_of(config: pytest.Config) -> tuple[str, ...]:
@@ -78,9 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not large and item.get_closest_marker("large"):
             item.add_marker(pytest.mark.skip(reason="needs --large"))
-        name = getattr(item, "originalname", item.name)
-        reason = gloo_gaps.reason(f"{item.path.name}::{name}") if gloo else None
-        if reason:
+        names = {item.name, getattr(item, "originalname", item.name)} if gloo else set()
+        reasons = [gloo_gaps.reason(f"{item.path.name}::{name}") for name in names]
+        if reason := next(filter(None, reasons), None):
             item.add_marker(pytest.mark.skip(reason=f"gloo: {reason}"))
 
 

@@ -129,6 +129,12 @@ class TestPatterns:
         result[500] = result[500] == 0  # another value in every dtype
         assert pattern.wrong_reduced(result, 0) == 1
 
+    def test_any_byte_but_0_is_true(self) -> None:
+        pattern = Pattern(torch.bool, "sum", ranks=2, seed=1)
+        added = (pattern.values(0, 0) + pattern.values(1, 0)).to(torch.uint8)
+        assert added.max() == 2
+        assert pattern.wrong_reduced(added.view(torch.bool), 0) == 0
+
     def test_a_contribution_that_is_missing(self) -> None:
         pattern = Pattern(torch.float32, "sum", ranks=3, seed=1)
         partial_sum = pattern.values(0, 0) + pattern.values(1, 0)

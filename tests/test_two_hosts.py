@@ -107,8 +107,6 @@ def on_two_hosts(ctx: Ctx, names: tuple[str, str], family: str, interface: str) 
 @pytest.mark.parametrize("interface", ["", "veth0", "^lo"])
 @pytest.mark.parametrize("family", ["ipv4", "ipv6"])
 def test_two_hosts(fresh, backend, hosts, family, interface):
-    if backend == "gloo" and interface.startswith("^"):
-        pytest.skip("gloo: no exclusions in GLOO_SOCKET_IFNAME")
     inside = fresh(4, init=False).run(on_two_hosts, hosts, family, interface)
     if backend == "mycoll":
         assert max(inside) == 0, "ranks of one host talk over TCP, not over shared memory"
@@ -116,8 +114,6 @@ def test_two_hosts(fresh, backend, hosts, family, interface):
 
 @pytest.mark.parametrize("transport_between", ["tcp"])
 def test_two_hosts_forced_to_tcp(fresh, backend, hosts, transport_between):
-    if backend == "gloo":
-        pytest.skip("gloo: has no other transport")
     fresh(4, transport_between, init=False).run(on_two_hosts, hosts, "ipv4", "")
 
 
@@ -139,7 +135,5 @@ def no_shared_memory(ctx: Ctx, names: tuple[str, str]) -> str:
 
 def test_shm_between_hosts_is_refused(fresh, backend, hosts):
     """MYCOLL_TRANSPORT=shm where there is no shared memory: an error, not a hang or tcp."""
-    if backend == "gloo":
-        pytest.skip("gloo: has no such choice")
     for text in fresh(2, "shm", init=False).run(no_shared_memory, hosts):
         assert "shm" in text or "shared memory" in text, text

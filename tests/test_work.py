@@ -231,9 +231,9 @@ def dropped(ctx: Ctx) -> None:
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     for i in range(30):
         dist.all_reduce(torch.full((50_000,), float(i)), async_op=True)
-        dist.all_gather(
-            [torch.zeros(7000) for _ in range(ctx.size)], torch.ones(7000), async_op=True
-        )
+        outs = [torch.zeros(7000) for _ in range(ctx.size)]
+        dist.all_gather(outs, torch.ones(7000), async_op=True)
+        del outs
         dist.isend(torch.full((3000,), float(i)), right)
         garbage = [torch.full((50_000,), -1.0) for _ in range(3)]  # reuses freed memory
         del garbage
@@ -273,12 +273,14 @@ def test_inputs_freed_after_the_call(world):
 
 
 def sequence_numbers(ctx: Ctx) -> list[int]:
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    group = dist.new_group()
+    backend = group._get_backend(torch.device("cpu"))
     before = backend._get_sequence_number_for_group()
     for _ in range(3):
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), group=group)
     after = backend._get_sequence_number_for_group()
     ctx.equal(after - before, 3, "sequence numbers used")
+    dist.destroy_process_group(group)
     return [after]
 
 

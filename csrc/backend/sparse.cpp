@@ -47,7 +47,7 @@ struct SparseSum {
     for (size_t i = 0; i < headers.size(); ++i) {
       const Header& other = headers[i];
       if (!own.fits(other) || other.count < 0) {
-        return Status(Code::kInvalidArgument,
+        return Status(Code::kMismatch,
                       c10::str("all_reduce: sparse tensors must be alike on all ranks, but rank ",
                                rank, " has ", own.describe(), " and rank ", i, " has ",
                                other.describe()));
@@ -97,6 +97,8 @@ struct SparseSum {
               target.options().dtype(isNarrow ? at::kFloat : type), /*is_coalesced=*/false)
               .coalesce();
       target.copy_(isNarrow ? sum.to(type) : sum);
+      allIndices.clear();  // the operation itself may live on in a Work
+      allValues.clear();
     } catch (const c10::Error& error) {
       return Status(Code::kInternal, std::string("all_reduce: adding up sparse tensors failed: ") +
                                          error.what_without_backtrace());

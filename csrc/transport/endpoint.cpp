@@ -107,12 +107,7 @@ void Endpoint::onEvent(int fd) {
     if (link->receiver->fd() == fd) return link->receiver->onEvent();
   }
   for (auto& [uid, link] : outLinks_) {
-    if (!link->sender || link->sender->fd() != fd) continue;
-    // Nothing is ever received here: readable means that the peer has gone.
-    char byte;
-    ssize_t got = recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    if (got >= 0 || (errno != EAGAIN && errno != EINTR)) link->problem = "closed its connection";
-    return;
+    if (link->sender && link->sender->fd() == fd) return onSenderEvent(*link);
   }
   for (auto& [uid, process] : processes_) {
     if (process.get() != fd) continue;
@@ -122,6 +117,37 @@ void Endpoint::onEvent(int fd) {
       processes_.erase(gone);
       peerLost(gone, "has ended (killed, crashed or left without destroy_process_group)");
     }
+    return;
+  }
+}
+
+void Endpoint::onSenderEvent(OutLink& link) {
+  for (;;) {
+    char* into = reinterpret_cast<char*>(&link.farewell) + link.farewellGot;
+    ssize_t got =
+        recv(link.sender->fd(), into, sizeof(Farewell) - link.farewellGot, MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (got <= 0) {
+      link.problem = "closed its connection";
+      return;
+    }
+    link.farewellGot += static_cast<size_t>(got);
+    if (link.farewellGot < sizeof(Farewell)) continue;
+    link.farewellGot = 0;
+    const Farewell& farewell = link.farewell;
+    Mailbox* mailbox = find(farewell.context, farewell.destination);
+    if (mailbox && farewell.source >= 0 && farewell.source < mailbox->ranks() &&
+        mailbox->group().peers[farewell.source].uid == link.peer.uid) {
+      mailbox->onLeft(farewell.source);
+    }
+  }
+}
+
+void Endpoint::sendFarewell(const PeerAddress& peer, const Farewell& farewell) {
+  for (auto& link : inLinks_) {
+    if (link->peerUid != peer.uid) continue;
+    // Fits in any socket's buffer; and if it does not, the peer hears of a lost rank instead.
+    (void)send(link->receiver->fd(), &farewell, sizeof(farewell), MSG_DONTWAIT | MSG_NOSIGNAL);
     return;
   }
 }

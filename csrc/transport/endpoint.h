@@ -45,6 +45,14 @@ struct OutItem {
   size_t messageSent = 0;
 };
 
+// The only thing that travels against a link's direction: its receiver leaves a group, and has no
+// link to the sender to say so.
+struct Farewell {
+  uint64_t context = 0;
+  int32_t source = 0;  // who leaves
+  int32_t destination = 0;
+};
+
 struct OutLink {
   PeerAddress peer;
   std::unique_ptr<LinkSender> sender;  // null until connected
@@ -53,6 +61,9 @@ struct OutLink {
   bool isLost = false;
   bool isShm = false;
   std::string problem;  // why the connection failed; the link is given up at the next opportunity
+  // What the receiver sends back on the socket, as far as it has come.
+  Farewell farewell;
+  size_t farewellGot = 0;
 };
 
 struct InLink {
@@ -117,6 +128,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void addPending(int delta) { pending_.fetch_add(delta, std::memory_order_relaxed); }
   void finishDelivered(Transfer* request) { delivered_.push_back(request); }
   bool hasLinkTo(const PeerAddress& peer) const { return outLinks_.count(peer.uid) > 0; }
+  void sendFarewell(const PeerAddress& peer, const Farewell& farewell);
   bool hasQueued(uint64_t context, int rank) const;
   bool sendFd(const std::string& uid, int fd, const std::string& cookie);
   Fd takeFd(const std::string& uid, const std::string& cookie);
@@ -128,6 +140,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   Status open();
   void handleEvents(const epoll_event* events, int count);
   void onEvent(int fd);
+  void onSenderEvent(OutLink& link);
   void pollEvents();
   bool moveBytes();
   void loseBroken();

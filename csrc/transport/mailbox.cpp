@@ -390,20 +390,7 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
 // The payload of kAbort: the code as one letter, then the text.
 void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   if (came.kind == FrameKind::kGoodbye) {
-    left_[came.source] = true;
-    listener_->onGoodbye(came.source);
-    // What it had sent has arrived before this: nothing more will.
-    for (Transfer* request = open_; request;) {
-      Transfer* next = request->next_;
-      bool waitsForIt = request->peer_ == came.source &&
-                        (!request->isReceive_ || std::find(posted_.begin(), posted_.end(),
-                                                           request) != posted_.end());
-      if (waitsForIt && request->messageClass_ == MessageClass::kPointToPoint) {
-        abandon(*request, Status(Code::kPeerLost, describeRank(came.source) +
-                                                      " has left group '" + group_.name + "'"));
-      }
-      request = next;
-    }
+    onLeft(came.source);
   } else if (came.kind == FrameKind::kProbe) {
     Probe probe{came.source, 0, {}};
     if (payload.size() != sizeof(probe.sequence) + sizeof(Signature)) return;
@@ -416,6 +403,24 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
     }
   } else if (came.kind == FrameKind::kAbort && !payload.empty()) {
     failLocked(Status(static_cast<Code>(payload[0] - 'a'), payload.substr(1)), false);
+  }
+}
+
+void Mailbox::onLeft(int rank) {
+  left_[rank] = true;
+  listener_->onGoodbye(rank);
+  // Receives that nothing has come for never will be served.
+  for (Transfer* request = open_; request;) {
+    Transfer* next = request->next_;
+    const bool waitsForIt =
+        request->peer_ == rank && request->messageClass_ == MessageClass::kPointToPoint &&
+        (!request->isReceive_ ||
+         std::find(posted_.begin(), posted_.end(), request) != posted_.end());
+    if (waitsForIt) {
+      abandon(*request, Status(Code::kPeerLost,
+                               describeRank(rank) + " has left group '" + group_.name + "'"));
+    }
+    request = next;
   }
 }
 
@@ -462,8 +467,11 @@ void Mailbox::sayGoodbye() {
   {
     std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
     for (int rank = 0; rank < ranks(); ++rank) {
-      if (rank != group_.rank && endpoint_->hasLinkTo(group_.peers[rank])) {
+      if (rank == group_.rank) continue;
+      if (endpoint_->hasLinkTo(group_.peers[rank])) {
         queueControl(rank, FrameKind::kGoodbye, "");
+      } else {
+        endpoint_->sendFarewell(group_.peers[rank], {group_.context, group_.rank, rank});
       }
     }
   }

@@ -161,6 +161,7 @@ class Mailbox {
   void onPayload(const FrameHeader& header, const Target& target);
   void onClearToSend(const FrameHeader& header);
   void onControl(const FrameHeader& header, const std::string& payload);
+  void onLeft(int rank);
 
  private:
   bool checkRank(Transfer& request, int rank, const char* what);

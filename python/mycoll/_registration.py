@@ -75,6 +75,14 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     """What torch calls to make a group: `options` is the user's pg_options, or None."""
     from torch._C._distributed_c10d import Backend
 
+    from mycoll import _gloo
+
+    if _gloo.is_wanted(options):
+        from mycoll import _compat
+
+        _compat.install()
+        return _gloo.create(group)
+
     module = native()
     if options is not None and not isinstance(options, module.Options):
         if not isinstance(options, Backend.Options):

@@ -11,5 +11,6 @@ A test asks for the `world` fixture and hands it a function of its own module:
         world.run(job, 17)
 
 Modules: `pool` (parent side), `worker` (child side, `Ctx`), `arith` (inputs and reference
-arithmetic), `gloo_gaps` (what gloo cannot do), `scripts` (programs started the way users start them).
+arithmetic), `gloo_gaps` (what gloo cannot do), `smoke` (a small job over every kind of
+operation, also a program for the launchers).
 """

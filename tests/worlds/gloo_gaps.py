@@ -1,6 +1,6 @@
 """What torch's gloo backend cannot do or does wrong: the one table of `pytest --backend gloo`.
 
-A pattern is matched against test ids without the parameters of the world (`test_work.py::test_x`)
+A pattern is matched against test ids, with and without parameters (`test_work.py::test_x[2xgloo]`),
 and against names of cases inside a job (`all_reduce/AVG/int8`). A test that matches is skipped
 (some of these crash or hang), a case is left out.
 """
@@ -40,6 +40,7 @@ GAPS: tuple[Gap, ...] = (
     ),
     *(Gap(f"every dtype/{t}/*", NO_DTYPE) for t in ("complex*", "uint32", "uint64")),
     Gap("gather/complex*", NO_DTYPE),
+    Gap("test_moves.py::test_moves*all_gather_uneven]", "takes one shape for that of all"),
     Gap("all_to_all/uneven", "takes the shape of the first tensor for that of all"),
     Gap("all_gather_into_tensor/stacked", "concatenated form only"),
     Gap("all_gather_into_tensor/scalars", "refuses them"),
@@ -62,6 +63,9 @@ GAPS: tuple[Gap, ...] = (
     Gap("test_init.py::test_options", "is about mycoll"),
     Gap("test_init.py::test_only_for_cuda", "is about mycoll"),
     Gap("test_init.py::test_groups_of_two_backends", "is about mycoll"),
+    Gap("test_two_hosts.py::*^lo]", "no exclusions in GLOO_SOCKET_IFNAME"),
+    Gap("test_two_hosts.py::test_two_hosts_forced_to_tcp", "has no other transport"),
+    Gap("test_two_hosts.py::test_shm_between_hosts_is_refused", "has no other transport"),
     # --- groups
     Gap("test_leaks.py::test_200_groups", "two threads and several descriptors a group"),
     Gap("test_groups.py::test_split_group", "children split off at once share store keys: hangs"),

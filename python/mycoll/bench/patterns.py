@@ -150,8 +150,13 @@ def _tiled(period: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _different_bits(found: torch.Tensor, period: torch.Tensor) -> int:
-    """Elements whose bytes differ: distinguishes NaNs and signed zeros."""
+    """Elements whose bytes differ: distinguishes NaNs and signed zeros.
+
+    A bool is true if its byte is not 0, as for torch: gloo adds the bytes of bools.
+    """
     expected = _tiled(period, found.numel())
+    if found.dtype == torch.bool:
+        return int(((found.view(torch.uint8) != 0) != expected).sum())
     different = found.contiguous().view(torch.uint8) != expected.view(torch.uint8)
     if not bool(different.any()):
         return 0

@@ -1,0 +1,346 @@
+// Every collective and point to point, on every road, against plain arithmetic.
+#include <deque>
+#include <random>
+#include <vector>
+
+#include "test.h"
+#include "world.h"
+
+using namespace mycoll;
+using test::Road;
+using test::runWorld;
+
+namespace {
+
+constexpr Road kRoads[] = {Road::kShm, Road::kTcp, Road::kMixed};
+const size_t kCounts[] = {0, 1, 5, 1000, 9000, 70'001, 300'007};
+
+int32_t element(int rank, size_t index) {
+  return static_cast<int32_t>((static_cast<size_t>(rank) + 1) * 1000003 + index * 7);
+}
+
+std::vector<int32_t> input(int rank, size_t count, size_t from = 0) {
+  std::vector<int32_t> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = element(rank, from + i);
+  return values;
+}
+
+int32_t summed(int ranks, size_t index) {
+  uint32_t total = 0;
+  for (int rank = 0; rank < ranks; ++rank) total += static_cast<uint32_t>(element(rank, index));
+  return static_cast<int32_t>(total);
+}
+
+Span span(std::vector<int32_t>& values) { return {values.data(), values.size() * 4}; }
+Span span(std::vector<int32_t>& values, size_t from, size_t count) {
+  return {values.data() + from, count * 4};
+}
+
+Call call(OpKind kind) {
+  Call result;
+  result.kind = kind;
+  result.dtype = DType::kInt32;
+  result.elementBytes = 4;
+  result.reduceOp = ReduceOp::kSum;
+  return result;
+}
+
+Status run(Communicator& group, Call call, bool isAsync = false) {
+  OpPtr op = group.submit(std::move(call), nullptr, !isAsync);
+  return group.wait(op, Deadline::never());
+}
+
+void expectSums(const std::vector<int32_t>& values, int ranks, size_t from = 0) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (values[i] != summed(ranks, from + i)) {
+      EXPECT_EQ(values[i], summed(ranks, from + i));
+      return;
+    }
+  }
+}
+
+void expectInput(const std::vector<int32_t>& values, int rank, size_t from = 0) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (values[i] != element(rank, from + i)) {
+      EXPECT_EQ(values[i], element(rank, from + i));
+      return;
+    }
+  }
+}
+
+void forAllWorlds(const std::function<void(Communicator&, size_t count, bool isAsync)>& body) {
+  for (Road road : kRoads) {
+    for (int ranks = 1; ranks <= 4; ++ranks) {
+      runWorld(ranks, road, [&](Communicator& group) {
+        for (size_t count : kCounts) {
+          body(group, count, false);
+          body(group, count, true);
+        }
+      });
+    }
+  }
+}
+
+}  // namespace
+
+TEST(Engine, allReduce) {
+  forAllWorlds([](Communicator& group, size_t count, bool isAsync) {
+    std::vector<int32_t> in = input(group.rank(), count), out(count);
+    Call c = call(OpKind::kAllReduce);
+    c.in = {span(in)};
+    c.out = {isAsync ? span(in) : span(out)};  // in place, too
+    EXPECT(run(group, c, isAsync).ok());
+    expectSums(isAsync ? in : out, group.ranks());
+  });
+}
+
+TEST(Engine, reduceAndBroadcast) {
+  forAllWorlds([](Communicator& group, size_t count, bool isAsync) {
+    for (int root = 0; root < group.ranks(); ++root) {
+      std::vector<int32_t> in = input(group.rank(), count), out(count);
+      Call c = call(OpKind::kReduce);
+      c.root = root;
+      c.in = {span(in)};
+      if (root == group.rank()) c.out = {span(out)};
+      EXPECT(run(group, c, isAsync).ok());
+      if (root == group.rank()) expectSums(out, group.ranks());
+      expectInput(in, group.rank());
+
+      Call b = call(OpKind::kBroadcast);
+      b.root = root;
+      b.out = {span(in)};
+      EXPECT(run(group, b, isAsync).ok());
+      expectInput(in, root);
+    }
+  });
+}
+
+// Sizes that differ by rank: rank r has count + r elements.
+TEST(Engine, gathers) {
+  forAllWorlds([](Communicator& group, size_t count, bool isAsync) {
+    const int self = group.rank(), ranks = group.ranks();
+    const int root = ranks - 1;
+    std::vector<int32_t> in = input(self, count + self);
+    std::vector<std::vector<int32_t>> out(ranks), gathered(ranks);
+    Call c = call(OpKind::kAllGather), g = call(OpKind::kGather);
+    g.root = root;
+    c.in = g.in = {span(in)};
+    for (int rank = 0; rank < ranks; ++rank) {
+      out[rank].resize(count + rank);
+      gathered[rank].resize(count + rank);
+      c.out.push_back(span(out[rank]));
+      if (self == root) g.out.push_back(span(gathered[rank]));
+    }
+    EXPECT(run(group, c, isAsync).ok());
+    EXPECT(run(group, g, isAsync).ok());
+    for (int rank = 0; rank < ranks; ++rank) {
+      expectInput(out[rank], rank);
+      if (self == root) expectInput(gathered[rank], rank);
+    }
+  });
+}
+
+TEST(Engine, scatterAndAllToAll) {
+  forAllWorlds([](Communicator& group, size_t count, bool isAsync) {
+    const int self = group.rank(), ranks = group.ranks();
+    std::vector<std::vector<int32_t>> in(ranks), out(ranks);
+    Call s = call(OpKind::kScatter), a = call(OpKind::kAllToAll);
+    s.root = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      in[rank] = input(self, count + rank, 10 * rank);
+      out[rank].resize(count + self);
+      a.in.push_back(span(in[rank]));
+      a.out.push_back(span(out[rank]));
+      if (self == 0) s.in.push_back(span(in[rank]));
+    }
+    std::vector<int32_t> mine(count + self);
+    s.out = {span(mine)};
+    EXPECT(run(group, s, isAsync).ok());
+    expectInput(mine, 0, 10 * self);
+    EXPECT(run(group, a, isAsync).ok());
+    for (int rank = 0; rank < ranks; ++rank) expectInput(out[rank], rank, 10 * self);
+  });
+}
+
+TEST(Engine, reduceScatter) {
+  forAllWorlds([](Communicator& group, size_t count, bool isAsync) {
+    const int self = group.rank(), ranks = group.ranks();
+    size_t total = 0, before = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank < self) before += count + rank;
+      total += count + rank;
+    }
+    std::vector<int32_t> in = input(self, total), out(count + self);
+    Call c = call(OpKind::kReduceScatter);
+    size_t from = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      c.in.push_back(span(in, from, count + rank));
+      from += count + rank;
+    }
+    c.out = {span(out)};
+    EXPECT(run(group, c, isAsync).ok());
+    expectSums(out, ranks, before);
+  });
+}
+
+TEST(Engine, barrier) {
+  forAllWorlds([](Communicator& group, size_t, bool isAsync) {
+    EXPECT_OK(run(group, call(OpKind::kBarrier), isAsync));
+  });
+}
+
+TEST(Engine, pointToPoint) {
+  forAllWorlds([](Communicator& group, size_t count, bool isAsync) {
+    const int self = group.rank(), ranks = group.ranks();
+    if (ranks == 1) return;
+    const int next = (self + 1) % ranks, previous = (self + ranks - 1) % ranks;
+    std::vector<int32_t> out = input(self, count), other = input(self, count, 5);
+    std::vector<int32_t> in(count), second(count);
+    // Two tags, received in the other order.
+    OpPtr a = group.send(span(out), next, 1, DType::kInt32, 0, nullptr, false);
+    OpPtr b = group.send(span(other), next, 2, DType::kInt32, 0, nullptr, false);
+    OpPtr d = group.recv(span(second), previous, 2, DType::kInt32, 0, nullptr, !isAsync);
+    EXPECT(group.wait(d, Deadline::never()).ok());
+    OpPtr c = group.recv(span(in), kAnySource, 1, DType::kInt32, 0, nullptr, !isAsync);
+    for (const OpPtr& op : {a, b, c}) EXPECT(group.wait(op, Deadline::never()).ok());
+    EXPECT_EQ(c->sourceRank(), previous);
+    expectInput(in, previous);
+    expectInput(second, previous, 5);
+  });
+}
+
+// Many at once, waited for in another order, in two groups' worth of threads.
+TEST(Engine, manyAsync) {
+  for (Road road : kRoads) {
+    runWorld(3, road, [&](Communicator& group) {
+      constexpr int kOps = 200;
+      std::mt19937 random(17);
+      std::vector<std::vector<int32_t>> data(kOps);
+      std::vector<OpPtr> ops;
+      for (int i = 0; i < kOps; ++i) {
+        data[i] = input(group.rank(), random() % 20000, i);
+        Call c = call(OpKind::kAllReduce);
+        c.in = c.out = {span(data[i])};
+        ops.push_back(group.submit(c, nullptr, false));
+      }
+      for (int i = kOps - 1; i >= 0; --i) {
+        EXPECT(group.wait(ops[i], Deadline::never()).ok());
+        expectSums(data[i], group.ranks(), i);
+      }
+    });
+  }
+}
+
+TEST(Engine, mismatchIsSeenByAll) {
+  for (Road road : kRoads) {
+    for (int kind = 0; kind < 5; ++kind) {
+      runWorld(3, road, [&](Communicator& group) {
+        const Status met = run(group, call(OpKind::kBarrier));
+        const bool isOdd = group.rank() == 1;
+        std::vector<int32_t> in(1000), out(1000);
+        Call c = call(OpKind::kAllReduce);
+        if (isOdd && kind == 0) in.resize(500), out.resize(500);
+        c.in = {span(in)};
+        c.out = {span(out)};
+        if (isOdd && kind == 1) c.dtype = DType::kUInt32;
+        if (isOdd && kind == 2) c.reduceOp = ReduceOp::kMax;
+        if (kind == 3) {
+          c = call(OpKind::kGather);
+          c.root = isOdd ? 1 : 0;
+          c.in = {span(in, 0, 10)};
+          for (int i = 0; i < 3 && group.rank() == c.root; ++i) c.out.push_back(span(out, 0, 10));
+        }
+        if (isOdd && kind == 4) c = call(OpKind::kBarrier);
+        // The others' failure may come while this rank is still in the barrier.
+        Status status = met.ok() ? run(group, c) : met;
+        // Whose part was over before the others came hears of it at the next call.
+        if (status.ok()) status = run(group, call(OpKind::kBarrier));
+        EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kMismatch));
+        EXPECT(status.message().find("rank 1") != std::string::npos);
+      });
+    }
+  }
+}
+
+TEST(Engine, timeoutNamesWhoIsMissing) {
+  for (Road road : kRoads) {
+    runWorld(
+        3, road,
+        [&](Communicator& group) {
+          EXPECT(run(group, call(OpKind::kBarrier)).ok());
+          if (group.rank() == 2) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(900));
+            return;
+          }
+          Status status = run(group, call(OpKind::kBarrier));
+          EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
+        },
+        400);
+  }
+}
+
+TEST(Engine, abortEndsEverybody) {
+  for (Road road : kRoads) {
+    runWorld(3, road, [&](Communicator& group) {
+      Status status = run(group, call(OpKind::kBarrier));
+      if (group.rank() == 2) {
+        group.abort("enough");
+        return;
+      }
+      // It may have come while this rank was still in the first one.
+      if (status.ok()) status = run(group, call(OpKind::kBarrier));
+      EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kAborted));
+      EXPECT(status.message().find("enough") != std::string::npos);
+    });
+  }
+}
+
+// Whatever is sync or async, whatever the sizes: every result is right, in order. The seed is told.
+TEST(Engine, randomWalk) {
+  const unsigned seed = std::random_device()();
+  for (Road road : kRoads) {
+    for (int ranks = 2; ranks <= 4; ++ranks) {
+      runWorld(ranks, road, [&](Communicator& group) {
+        struct Step {
+          OpPtr op;
+          std::vector<int32_t> data;
+          int root;  // -1: all_reduce
+          int index;
+        };
+        std::mt19937 random(seed);
+        std::deque<Step> open;
+        auto settle = [&](Step& step) {
+          Status status = group.wait(step.op, Deadline::never());
+          if (!status.ok()) {
+            EXPECT_EQ("seed " + std::to_string(seed) + ": " + status.message(), "");
+          } else if (step.root >= 0) {
+            expectInput(step.data, step.root, step.index);
+          } else {
+            expectSums(step.data, ranks, step.index);
+          }
+        };
+        for (int index = 0; index < 300; ++index) {
+          const size_t count = random() % 3 == 0 ? random() % 200'000 : random() % 64;
+          const bool isAsync = random() % 2;
+          const int root = random() % 2 ? static_cast<int>(random() % ranks) : -1;
+          Step& step = open.emplace_back(Step{nullptr, input(group.rank(), count, index), root,
+                                              index});
+          Call c = call(root >= 0 ? OpKind::kBroadcast : OpKind::kAllReduce);
+          c.root = root;
+          if (root < 0) c.in = {span(step.data)};
+          c.out = {span(step.data)};
+          step.op = group.submit(c, nullptr, !isAsync);
+          if (!isAsync) {
+            settle(step);
+            open.pop_back();
+          }
+          while (open.size() > 20) {
+            settle(open.front());
+            open.pop_front();
+          }
+        }
+        for (Step& step : open) settle(step);
+      });
+    }
+  }
+}

@@ -1,0 +1,78 @@
+// Ranks as threads of one process, each with an engine of its own, for tests of the engine without
+// torch or Python. They map shared segments once, so that TSan sees one memory.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/communicator.h"
+#include "engine/engine.h"
+#include "test.h"
+
+namespace test {
+
+class MemoryStore final : public mycoll::Store {
+ public:
+  mycoll::Status set(const std::string& key, const std::string& value) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    values_[key] = value;
+    return mycoll::Status();
+  }
+  mycoll::Status tryGet(const std::string& key, bool* found, std::string* value) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto entry = values_.find(key);
+    *found = entry != values_.end();
+    if (*found) *value = entry->second;
+    return mycoll::Status();
+  }
+  mycoll::Status add(const std::string& key, int64_t amount, int64_t* sum) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    *sum = counters_[key] += amount;
+    return mycoll::Status();
+  }
+  void remove(const std::string& key) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    values_.erase(key);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::string> values_;
+  std::map<std::string, int64_t> counters_;
+};
+
+enum class Road { kShm, kTcp, kMixed };  // mixed: even ranks share memory, odd ones use tcp
+
+inline const char* name(Road road) {
+  return road == Road::kShm ? "shm" : road == Road::kTcp ? "tcp" : "mixed";
+}
+
+using RankBody = std::function<void(mycoll::Communicator& group)>;
+
+// Runs the body on every rank, with a group of its own each time.
+inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs = 60'000) {
+  auto store = std::make_shared<MemoryStore>();
+  Threads(ranks, [&](int rank) {
+    const bool isTcp = road == Road::kTcp || (road == Road::kMixed && rank % 2 == 1);
+    mycoll::EndpointOptions endpoint;
+    endpoint.transport = isTcp ? mycoll::TransportChoice::kTcp : mycoll::TransportChoice::kAuto;
+    endpoint.storeHost = "127.0.0.1";
+    std::shared_ptr<mycoll::Engine> engine;
+    ASSERT_OK(mycoll::Engine::create(endpoint, &engine));
+    mycoll::GroupOptions options;
+    options.name = "test";
+    options.rank = rank;
+    options.ranks = ranks;
+    options.timeout = std::chrono::milliseconds(timeoutMs);
+    std::shared_ptr<mycoll::Communicator> group;
+    ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
+    body(*group);
+    group->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
+  });
+}
+
+}  // namespace test

@@ -1,9 +1,8 @@
 #include "engine/bootstrap.h"
 
-#include <signal.h>
-
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -19,53 +18,62 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// A card of a process that cannot be looked at (on another host) counts as that of a living one when
+// it has stood for so long.
+constexpr auto kSettled = std::chrono::milliseconds(1000);
+constexpr auto kLongestPause = std::chrono::microseconds(10'000);
+
 // What a rank leaves in the store.
 struct Card {
+  std::string nonce;  // fresh for every meeting; rank 0's is also the group's secret
   int ranks = 0;
-  std::string secret;  // hexadecimal
   PeerAddress address;
 
   std::string encode() const {
-    return "mycoll1\n" + std::to_string(ranks) + "\n" + secret + "\n" + address.encode();
+    return nonce + "\n" + std::to_string(ranks) + "\n" + address.encode();
   }
   static Status decode(const std::string& text, Card* card) {
-    size_t line[3] = {std::string::npos, 0, 0};
-    for (size_t i = 0, from = 0; i < 3; ++i, from = line[i - 1] + 1) {
-      line[i] = text.find('\n', from);
-      if (line[i] == std::string::npos) {
-        return Status(Code::kStore, "the store holds something that mycoll did not write");
-      }
+    const size_t first = text.find('\n');
+    const size_t second = first == std::string::npos ? first : text.find('\n', first + 1);
+    if (second == std::string::npos) {
+      return Status(Code::kStore, "the store holds something that mycoll did not write");
     }
-    card->ranks = atoi(text.substr(line[0] + 1, line[1] - line[0] - 1).c_str());
-    card->secret = text.substr(line[1] + 1, line[2] - line[1] - 1);
-    return PeerAddress::decode(text.substr(line[2] + 1), &card->address);
+    card->nonce = text.substr(0, first);
+    card->ranks = std::atoi(text.c_str() + first + 1);
+    return PeerAddress::decode(text.substr(second + 1), &card->address);
   }
 };
 
-// A second process with our rank, or what an earlier job has left behind.
-Status checkEarlier(const GroupOptions& options, Store& store, const PeerAddress& self,
-                    int64_t generation) {
-  bool found = false;
-  std::string text;
-  MYCOLL_RETURN_IF_ERROR(store.tryGet(
-      std::to_string(generation - 1) + "/" + std::to_string(options.rank), &found, &text));
-  if (!found) return Status();
-  Card card;
-  MYCOLL_RETURN_IF_ERROR(Card::decode(text, &card));
-  const PeerAddress& other = card.address;
-  if (other.hostName == self.hostName && other.pid == self.pid &&
-      other.startTicks == self.startTicks) {
-    return Status();  // this process, making the group anew
+bool isSameProcess(const PeerAddress& a, const PeerAddress& b) {
+  return a.hostName == b.hostName && a.pid == b.pid && a.startTicks == b.startTicks;
+}
+
+bool isAliveHere(const PeerAddress& other, const PeerAddress& self) {
+  return other.hostName == self.hostName && processStartTicks(other.pid) == other.startTicks;
+}
+
+// The roster: its number, then each card with its length.
+std::string encodeRoster(const std::string& number, const std::vector<std::string>& cards) {
+  std::string text = number + "\n";
+  for (const std::string& card : cards) text += std::to_string(card.size()) + "\n" + card;
+  return text;
+}
+
+bool decodeRoster(const std::string& text, size_t ranks, std::string* number,
+                  std::vector<std::string>* cards) {
+  size_t at = text.find('\n');
+  if (at == std::string::npos) return false;
+  *number = text.substr(0, at++);
+  cards->clear();
+  while (at < text.size()) {
+    const size_t end = text.find('\n', at);
+    if (end == std::string::npos) return false;
+    const size_t bytes = std::strtoull(text.c_str() + at, nullptr, 10);
+    if (bytes > text.size() - end - 1) return false;
+    cards->push_back(text.substr(end + 1, bytes));
+    at = end + 1 + bytes;
   }
-  const std::string who = "rank " + std::to_string(options.rank) + " of group '" + options.name +
-                          "' was joined before by " + other.describe();
-  if (other.hostName == self.hostName && processStartTicks(other.pid) != other.startTicks) {
-    return Status(Code::kStore,
-                  who + ", a process that is gone: the store is left over from an earlier job. "
-                        "Use a new file or port, or remove the file.");
-  }
-  return Status(Code::kStore, who + ". Two processes were started with one rank, or the store is "
-                                    "left over from an earlier job.");
+  return cards->size() == ranks;
 }
 
 Status readSecretFile(std::string* secret) {
@@ -82,93 +90,259 @@ Status readSecretFile(std::string* secret) {
   return Status();
 }
 
-std::string listNumbers(const std::vector<int>& numbers) {
-  std::string text;
-  for (int number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
-  return text;
+Status freshNonce(std::string* nonce) {
+  unsigned char random[32];
+  MYCOLL_RETURN_IF_ERROR(randomBytes(random, sizeof(random)));
+  *nonce = toHex(random, sizeof(random));
+  return Status();
 }
+
+class Meeting {
+ public:
+  Meeting(const GroupOptions& options, Store& store, const PeerAddress& self)
+      : options_(options), store_(store), deadline_(Deadline::after(options.timeout)) {
+    mine_.ranks = options.ranks;
+    mine_.address = self;
+    cards_.resize(options.ranks);
+    changed_.resize(options.ranks);
+  }
+
+  Status run() {
+    MYCOLL_RETURN_IF_ERROR(checkEarlierSelf());
+    if (isLeader()) MYCOLL_RETURN_IF_ERROR(waitForEarlierMeeting());
+    MYCOLL_RETURN_IF_ERROR(freshNonce(&mine_.nonce));
+    cardText_ = mine_.encode();
+    MYCOLL_RETURN_IF_ERROR(store_.set(key("card", options_.rank), cardText_));
+    bool isOver = false;
+    auto pause = std::chrono::microseconds(100);
+    while (!isOver) {
+      bool moved = false;
+      if (isLeader()) MYCOLL_RETURN_IF_ERROR(lead(&moved));
+      MYCOLL_RETURN_IF_ERROR(follow(&moved, &isOver));
+      if (isOver) break;
+      MYCOLL_RETURN_IF_ERROR(lookAround());
+      pause = moved ? std::chrono::microseconds(100) : std::min(pause * 2, kLongestPause);
+      std::this_thread::sleep_for(pause);
+    }
+    return store_.set(key("done", options_.rank), number_);
+  }
+
+  Status result(GroupAddress* address) const {
+    std::vector<Card> cards(cards_.size());
+    for (size_t rank = 0; rank < cards.size(); ++rank) {
+      MYCOLL_RETURN_IF_ERROR(Card::decode(roster_[rank], &cards[rank]));
+    }
+    std::string fileSecret;
+    MYCOLL_RETURN_IF_ERROR(readSecretFile(&fileSecret));
+    const std::string shared = cards[0].nonce + number_;
+    Digest digest = fileSecret.empty() ? sha256(shared) : hmacSha256(fileSecret, shared);
+    address->secret.assign(reinterpret_cast<const char*>(digest.data()), digest.size());
+    // Everybody may know the group's number; it does not give the secret away.
+    digest = hmacSha256(address->secret, "mycoll context " + options_.name);
+    std::memcpy(&address->context, digest.data(), sizeof(address->context));
+    address->name = options_.name;
+    address->rank = options_.rank;
+    for (Card& card : cards) address->peers.push_back(std::move(card.address));
+    return Status();
+  }
+
+ private:
+  bool isLeader() const { return options_.rank == 0; }
+  static std::string key(const char* what, int rank) {
+    return std::string(what) + "/" + std::to_string(rank);
+  }
+  Status get(const std::string& name, std::string* value) {
+    bool found = false;
+    MYCOLL_RETURN_IF_ERROR(store_.tryGet(name, &found, value));
+    if (!found) value->clear();
+    return Status();
+  }
+
+  // Another living process has our rank.
+  Status checkEarlierSelf() {
+    std::string text;
+    MYCOLL_RETURN_IF_ERROR(get(key("card", options_.rank), &text));
+    if (text.empty()) return Status();
+    Card card;
+    MYCOLL_RETURN_IF_ERROR(Card::decode(text, &card));
+    if (isSameProcess(card.address, mine_.address) || !isAliveHere(card.address, mine_.address)) {
+      return Status();
+    }
+    return takenBy(card.address);
+  }
+
+  Status takenBy(const PeerAddress& other) const {
+    return Status(Code::kStore, "group '" + options_.name + "': rank " +
+                                    std::to_string(options_.rank) + " is taken by " +
+                                    other.describe() + ", and this is " +
+                                    mine_.address.describe() +
+                                    ". Two processes were started with one rank.");
+  }
+
+  // Made the group before in this very process: whoever was slow then must have seen it.
+  Status waitForEarlierMeeting() {
+    std::string commit, text;
+    MYCOLL_RETURN_IF_ERROR(get("commit", &commit));
+    MYCOLL_RETURN_IF_ERROR(get(key("card", 0), &text));
+    Card card;
+    if (commit.empty() || text.empty() || !Card::decode(text, &card).ok() ||
+        !isSameProcess(card.address, mine_.address)) {
+      return Status();
+    }
+    const Deadline soon = earlier(deadline_, Deadline::after(std::chrono::milliseconds(2000)));
+    for (int rank = 1; rank < options_.ranks; ++rank) {
+      std::string done;
+      do {
+        MYCOLL_RETURN_IF_ERROR(get(key("done", rank), &done));
+        if (done != commit) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      } while (done != commit && !soon.expired());
+    }
+    return Status();
+  }
+
+  // Rank 0: cards -> roster, confirmations -> commit.
+  Status lead(bool* moved) {
+    bool isComplete = true, isNew = false;
+    for (int rank = 0; rank < options_.ranks; ++rank) {
+      std::string text = cardText_;
+      if (rank != 0) MYCOLL_RETURN_IF_ERROR(get(key("card", rank), &text));
+      if (text != cards_[rank]) {
+        cards_[rank] = text;
+        changed_[rank] = Clock::now();
+        isNew = true;
+      }
+      isComplete &= !text.empty();
+      if (!text.empty()) MYCOLL_RETURN_IF_ERROR(checkWorld(rank));
+    }
+    if (isComplete && isNew) {
+      std::string nonce;
+      MYCOLL_RETURN_IF_ERROR(freshNonce(&nonce));
+      standing_ = nonce.substr(0, 16);
+      MYCOLL_RETURN_IF_ERROR(store_.set("roster", encodeRoster(standing_, cards_)));
+      *moved = true;
+    }
+    if (standing_.empty() || !isComplete || isCommitted_) return Status();
+    for (int rank = 1; rank < options_.ranks; ++rank) {
+      std::string ack;
+      MYCOLL_RETURN_IF_ERROR(get(key("ack", rank), &ack));
+      if (ack != standing_) return Status();
+    }
+    isCommitted_ = true;
+    *moved = true;
+    return store_.set("commit", standing_);
+  }
+
+  // Everybody: confirm the roster that holds the own card; over when it is committed.
+  Status follow(bool* moved, bool* isOver) {
+    std::string text;
+    MYCOLL_RETURN_IF_ERROR(get("roster", &text));
+    std::string number;
+    std::vector<std::string> roster;
+    if (!decodeRoster(text, cards_.size(), &number, &roster) ||
+        roster[options_.rank] != cardText_) {
+      return Status();
+    }
+    if (number != number_) {
+      number_ = number;
+      roster_ = roster;
+      *moved = true;
+      MYCOLL_RETURN_IF_ERROR(store_.set(key("ack", options_.rank), number_));
+    }
+    std::string commit;
+    MYCOLL_RETURN_IF_ERROR(get("commit", &commit));
+    *isOver = commit == number_;
+    return Status();
+  }
+
+  bool isCurrent(const Card& card, Clock::time_point since) const {
+    return isAliveHere(card.address, mine_.address) ||
+           (card.address.hostName != mine_.address.hostName && Clock::now() - since > kSettled);
+  }
+
+  // Rank 0, about another's card.
+  Status checkWorld(int rank) const {
+    Card card;
+    MYCOLL_RETURN_IF_ERROR(Card::decode(cards_[rank], &card));
+    if (card.ranks == options_.ranks || !isCurrent(card, changed_[rank])) return Status();
+    return differentWorlds(rank, card);
+  }
+
+  Status differentWorlds(int rank, const Card& other) const {
+    return Status(Code::kStore, "group '" + options_.name + "': rank " +
+                                    std::to_string(options_.rank) + " was started with " +
+                                    std::to_string(options_.ranks) + " ranks, rank " +
+                                    std::to_string(rank) + " (" + other.address.describe() +
+                                    ") with " + std::to_string(other.ranks) +
+                                    ": the world sizes must be equal");
+  }
+
+  // Now and then: signals, the deadline, and what makes waiting pointless.
+  Status lookAround() {
+    if (deadline_.expired()) return tooLate();
+    const auto now = Clock::now();
+    if (now - lastLook_ < std::chrono::milliseconds(50)) return Status();
+    lastLook_ = now;
+    if (options_.interrupted && options_.interrupted()) {
+      return Status(Code::kInterrupted, "interrupted by a signal");
+    }
+    std::string text;
+    MYCOLL_RETURN_IF_ERROR(get(key("card", options_.rank), &text));
+    Card card;
+    if (text != cardText_ && Card::decode(text, &card).ok()) return takenBy(card.address);
+    if (isLeader()) return Status();
+    MYCOLL_RETURN_IF_ERROR(get(key("card", 0), &text));
+    if (text != leaderCard_) leaderCard_ = text, leaderSince_ = now;
+    if (Card::decode(text, &card).ok() && card.ranks != options_.ranks &&
+        isCurrent(card, leaderSince_)) {
+      return differentWorlds(0, card);
+    }
+    return Status();
+  }
+
+  Status tooLate() {
+    std::string missing;
+    for (int rank = 0; rank < options_.ranks; ++rank) {
+      if (rank == options_.rank) continue;
+      std::string card, ack;
+      MYCOLL_RETURN_IF_ERROR(get(key("card", rank), &card));
+      MYCOLL_RETURN_IF_ERROR(get(key("ack", rank), &ack));
+      // Without a roster nobody could confirm anything.
+      if (!card.empty() && (number_.empty() || ack == number_)) continue;
+      missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+    }
+    return Status(Code::kTimeout,
+                  "group '" + options_.name + "': rank " + std::to_string(options_.rank) +
+                      " waited " + std::to_string(options_.timeout.count()) +
+                      " ms for the other ranks of " + std::to_string(options_.ranks) +
+                      (missing.empty() ? "" : "; missing: " + missing) +
+                      ". Were they all started, with the same world size and the same store?");
+  }
+
+  const GroupOptions& options_;
+  Store& store_;
+  const Deadline deadline_;
+  Card mine_;
+  std::string cardText_;
+  // Rank 0
+  std::vector<std::string> cards_;
+  std::vector<Clock::time_point> changed_;
+  std::string standing_;  // number of the roster in the store
+  bool isCommitted_ = false;
+  // Everybody
+  std::string number_;  // of the roster that was confirmed last
+  std::vector<std::string> roster_;
+  std::string leaderCard_;
+  Clock::time_point leaderSince_ = Clock::now();
+  Clock::time_point lastLook_ = Clock::now();
+};
 
 }  // namespace
 
 Status meet(const GroupOptions& options, Store& store, const PeerAddress& self,
             GroupAddress* result) {
-  const Deadline deadline = Deadline::after(options.timeout);
-  const std::string rankText = std::to_string(options.rank);
-  int64_t generation = 0;
-  MYCOLL_RETURN_IF_ERROR(store.add("join/" + rankText, 1, &generation));
-  if (generation > 1) MYCOLL_RETURN_IF_ERROR(checkEarlier(options, store, self, generation));
-
-  Card mine;
-  mine.ranks = options.ranks;
-  mine.address = self;
-  unsigned char random[32];
-  MYCOLL_RETURN_IF_ERROR(randomBytes(random, sizeof(random)));
-  mine.secret = toHex(random, sizeof(random));
-  const std::string prefix = std::to_string(generation) + "/";
-  MYCOLL_RETURN_IF_ERROR(store.set(prefix + rankText, mine.encode()));
-  if (generation > 2) store.remove(std::to_string(generation - 2) + "/" + rankText);
-
-  std::vector<Card> cards(options.ranks);
-  std::vector<int> missing;
-  for (int rank = 0; rank < options.ranks; ++rank) {
-    if (rank != options.rank) missing.push_back(rank);
-  }
-  cards[options.rank] = mine;
-  auto pause = std::chrono::microseconds(200);
-  auto lastCheck = Clock::now();
-  while (!missing.empty()) {
-    std::vector<int> still;
-    for (int rank : missing) {
-      bool found = false;
-      std::string text;
-      MYCOLL_RETURN_IF_ERROR(store.tryGet(prefix + std::to_string(rank), &found, &text));
-      if (!found) {
-        still.push_back(rank);
-        continue;
-      }
-      MYCOLL_RETURN_IF_ERROR(Card::decode(text, &cards[rank]));
-      if (cards[rank].ranks != options.ranks) {
-        return Status(Code::kStore,
-                      "group '" + options.name + "': rank " + rankText + " was started with " +
-                          std::to_string(options.ranks) + " ranks, rank " + std::to_string(rank) +
-                          " (" + cards[rank].address.describe() + ") with " +
-                          std::to_string(cards[rank].ranks) + ": the world sizes must be equal");
-      }
-    }
-    const bool progressed = still.size() < missing.size();
-    missing.swap(still);
-    if (missing.empty()) break;
-    if (deadline.expired()) {
-      return Status(Code::kTimeout,
-                    "group '" + options.name + "': rank " + rankText + " waited " +
-                        std::to_string(options.timeout.count()) + " ms for ranks " +
-                        listNumbers(missing) + " of " + std::to_string(options.ranks) +
-                        ", which have not come. Were they started, with the same world size and "
-                        "the same store?");
-    }
-    if (options.interrupted && Clock::now() - lastCheck > std::chrono::milliseconds(50)) {
-      lastCheck = Clock::now();
-      if (options.interrupted()) return Status(Code::kInterrupted, "interrupted by a signal");
-    }
-    // Asking costs the store something: ask less often when nobody comes.
-    pause = progressed ? std::chrono::microseconds(200)
-                       : std::min(pause * 2, std::chrono::microseconds(20'000));
-    std::this_thread::sleep_for(pause);
-  }
-
-  std::string secret = cards[0].secret;
-  std::string fileSecret;
-  MYCOLL_RETURN_IF_ERROR(readSecretFile(&fileSecret));
-  Digest digest = fileSecret.empty() ? sha256(secret) : hmacSha256(fileSecret, secret);
-  result->secret.assign(reinterpret_cast<const char*>(digest.data()), digest.size());
-  // Everybody may know the group's number; it does not give the secret away.
-  digest = hmacSha256(result->secret, "mycoll context " + options.name);
-  std::memcpy(&result->context, digest.data(), sizeof(result->context));
-  result->name = options.name;
-  result->rank = options.rank;
-  result->peers.clear();
-  for (Card& card : cards) result->peers.push_back(std::move(card.address));
-  return Status();
+  Meeting meeting(options, store, self);
+  MYCOLL_RETURN_IF_ERROR(meeting.run());
+  return meeting.result(result);
 }
 
 }  // namespace mycoll

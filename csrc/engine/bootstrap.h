@@ -1,10 +1,16 @@
-// How the ranks of a group find each other: each leaves its address in the rendezvous store, and
-// waits for those of the others.
+// How the ranks of a group find each other, through the rendezvous store.
 //
-// Keys, all under the group's own prefix of the store, two for each rank:
-//   join/<rank>        how often this rank of this group was joined: the generation
-//   <generation>/<rank>  world size, secret (rank 0's counts), address
-// Generations keep groups of the same name apart that are made and destroyed in one job.
+// The store may hold what earlier groups of the same name have left, of this job or of processes
+// that are dead, and nothing in it says so. So nothing is believed until everybody has confirmed it:
+//
+//   every rank    card/<rank> = a fresh number, world size, address
+//   rank 0        reads the cards; roster = all of them; again whenever a card changes
+//   every rank    whose own fresh card is in the roster: ack/<rank> = the roster's number
+//   rank 0        when all have confirmed the roster that stands: commit = its number
+//   every rank    done/<rank> = its number; the next meeting under this name waits for these
+//
+// A card of the dead never confirms, and is replaced when its rank comes. Whoever is not rank 0 reads
+// a constant number of keys.
 //
 // Thread contract: blocks the calling thread until the deadline; keeps nothing.
 #pragma once

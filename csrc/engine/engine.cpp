@@ -86,8 +86,7 @@ void Engine::add(const std::shared_ptr<Group>& group) {
 
 void Engine::State::poke() {
   // Against rest(): either it sees the work, or this sees that it sleeps.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (activity.load(std::memory_order_seq_cst) == kWorking) return;
+  if (activity.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
   {
     std::lock_guard<std::mutex> lock(mutex);
     ++pokes;
@@ -135,10 +134,10 @@ void Engine::State::run() {
         std::lock_guard<std::mutex> lock(mutex);
         seen = pokes;
       }
-      activity.store(kSleeping, std::memory_order_seq_cst);
+      activity.exchange(kSleeping, std::memory_order_seq_cst);
       // Once more, now that whoever brings work would wake this thread.
       if (!workOnce(&isNeeded) && !isNeeded) rest(generation, seen);
-      activity.store(kWorking, std::memory_order_seq_cst);
+      activity.exchange(kWorking, std::memory_order_seq_cst);
       lastMove = Clock::now();
       continue;
     }
@@ -158,12 +157,12 @@ void Engine::State::run() {
     }
     endpoint->setAsleep(true);
     for (auto& group : asleep) group->setAsleep(true);
-    activity.store(kSleeping, std::memory_order_seq_cst);
+    activity.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded)) {
       endpoint->sleeper().sleep(generation, Deadline::after(kTick));
       for (auto& group : asleep) group->checkHealth();
     }
-    activity.store(kWorking, std::memory_order_seq_cst);
+    activity.exchange(kWorking, std::memory_order_seq_cst);
     for (auto& group : asleep) group->setAsleep(false);
     endpoint->setAsleep(false);
     lastMove = Clock::now();

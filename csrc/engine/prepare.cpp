@@ -93,7 +93,6 @@ void Group::adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape) {
   for (const PeerAddress& peer : mailbox_.group().peers) {
     bells.push_back(engine_->endpoint()->bellOf(peer));
   }
-  segment->closeFd();
   arena_ = std::make_unique<Arena>(std::move(segment), shape, options_.rank, std::move(bells));
   sharedArena_.store(arena_.get(), std::memory_order_release);
   mailbox_.setTellsOthers(false);
@@ -155,6 +154,7 @@ Task Group::prepareAsLeader(bool* isShared) {
   for (int rank = 1; rank < ranks; ++rank) answers.receive(rank, spanOf(flags[rank]), kAnswerStep);
   co_await answers;
   MYCOLL_CO_RETURN_IF_ERROR(answers.status());
+  segment->closeFd();
   uint64_t verdict = 1;
   for (int rank = 1; rank < ranks; ++rank) verdict &= flags[rank];
   // Adopted before anybody hears of it: a failure is then seen by all on the same road.

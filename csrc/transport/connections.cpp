@@ -202,7 +202,6 @@ Task Endpoint::acceptTask(Accepting* accepting) {
         memory.isOpen() && Segment::adopt(std::move(memory), kRingSegmentBytes, &segment).ok() &&
         std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie, proof.cookie,
                     sizeof(proof.cookie)) == 0;
-    if (verdict.isAccepted) segment->closeFd();
   }
   WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
   co_await sendVerdict;

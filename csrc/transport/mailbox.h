@@ -41,7 +41,8 @@ class Transfer : public Condition {
   Transfer& operator=(const Transfer&) = delete;
   virtual ~Transfer();  // takes an unfinished request back
 
-  bool ready() final { return done_.load(std::memory_order_acquire); }
+  bool ready() final { return isDone(); }
+  bool isDone() const { return done_.load(std::memory_order_acquire); }
   // Only when ready.
   const Status& status() const { return status_; }
   // The rank that the message came from (receive) or goes to. Receive: only when ready.

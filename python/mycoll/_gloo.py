@@ -17,7 +17,7 @@ VARIABLE = "MYCOLL_CPU"
 
 
 def is_wanted(options: Any) -> bool:
-    """Whether a group with these pg_options is for gloo; what they say wins over the environment."""
+    """Whether a group with these pg_options is for gloo; they win over the environment."""
     chosen: str = getattr(options, "cpu", "")
     if chosen:
         return chosen == "gloo"

@@ -75,11 +75,10 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     """What torch calls to make a group: `options` is the user's pg_options, or None."""
     from torch._C._distributed_c10d import Backend
 
-    from mycoll import _gloo
+    from mycoll import _compat, _gloo
 
+    group.store = _store_of_this_attempt(group.store)
     if _gloo.is_wanted(options):
-        from mycoll import _compat
-
         _compat.install()
         return _gloo.create(group)
 
@@ -91,11 +90,9 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
             )
         options = None  # in "cpu:mycoll,cuda:nccl" they are the other backend's
 
-    from mycoll import _compat
-
     _compat.install()
     return module.create_backend(  # type: ignore[no-any-return]
-        _store_of_this_attempt(group.store),
+        group.store,
         group.group_rank,
         group.group_size,
         group.timeout,
@@ -113,8 +110,7 @@ def _minor(version: str) -> str:
 def _store_of_this_attempt(store: Store) -> Store:
     """Hides what earlier attempts of a torchrun job wrote: its store outlives a restart.
 
-    Only with one agent. With several, each counts the failures of its own workers, so the numbers
-    differ; there the engine tells living ranks from dead ones.
+    Only with one agent: several count the failures of their own workers each, and do not agree.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":

@@ -27,38 +27,44 @@ class Batch final : public Condition {
 
   // step: tells apart the messages that two ranks exchange in one collective.
   void send(int rank, Span data, uint64_t step = 0) {
-    mailbox_.send(requests_.emplace_back(), rank, messageClass_, base_ + step,
+    mailbox_.send(entries_.emplace_back(rank).transfer, rank, messageClass_, base_ + step,
                   signature_, data);
   }
   void receive(int rank, Span data, uint64_t step = 0) {
-    mailbox_.receive(requests_.emplace_back(), rank, messageClass_, base_ + step,
+    mailbox_.receive(entries_.emplace_back(rank).transfer, rank, messageClass_, base_ + step,
                      signature_, data);
   }
 
   bool ready() override {
-    while (next_ < requests_.size() && requests_[next_].ready()) {
-      if (!requests_[next_].status().ok()) return true;
+    while (next_ < entries_.size() && entries_[next_].transfer.ready()) {
+      if (!entries_[next_].transfer.status().ok()) return true;
       ++next_;
     }
-    return next_ == requests_.size();
+    return next_ == entries_.size();
   }
   Status status() const {
-    return next_ < requests_.size() ? requests_[next_].status() : Status();
+    return next_ < entries_.size() ? entries_[next_].transfer.status() : Status();
   }
   std::vector<int> missing() const override {
     std::vector<int> result;
-    for (const Transfer& request : requests_) {
-      if (!const_cast<Transfer&>(request).ready()) result.push_back(request.peer());
+    for (const Entry& entry : entries_) {
+      if (!entry.transfer.isDone()) result.push_back(entry.rank);
     }
     return result;
   }
 
  private:
+  struct Entry {
+    explicit Entry(int peer) : rank(peer) {}
+    const int rank;
+    Transfer transfer;
+  };
+
   Mailbox& mailbox_;
   const MessageClass messageClass_;
   const uint64_t base_;
   const Signature& signature_;
-  std::deque<Transfer> requests_;  // does not move what is posted
+  std::deque<Entry> entries_;  // does not move what is posted
   size_t next_ = 0;
 };
 

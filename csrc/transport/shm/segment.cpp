@@ -38,7 +38,9 @@ Status Segment::create(size_t bytes, std::shared_ptr<Segment>* result) {
   if (!fd.isOpen()) return failed("memfd_create");
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return failed("ftruncate");
   if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) return failed("sealing");
-  return map(std::move(fd), bytes, result);
+  MYCOLL_RETURN_IF_ERROR(map(fd.get(), bytes, result));
+  (*result)->fd_ = std::move(fd);
+  return Status();
 }
 
 Status Segment::adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
@@ -49,12 +51,12 @@ Status Segment::adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
     return Status(Code::kNetwork, "shared memory: what the peer sent is not a sealed segment of " +
                                       std::to_string(bytes) + " bytes");
   }
-  return map(std::move(fd), bytes, result);
+  return map(fd.get(), bytes, result);
 }
 
-Status Segment::map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
+Status Segment::map(int fd, size_t bytes, std::shared_ptr<Segment>* result) {
   struct stat info;
-  if (fstat(fd.get(), &info) != 0) return failed("fstat");
+  if (fstat(fd, &info) != 0) return failed("fstat");
   Registry& known = registry();
   std::lock_guard<std::mutex> lock(known.mutex);
   auto found = known.segments.find(info.st_ino);
@@ -64,12 +66,11 @@ Status Segment::map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
       return Status();
     }
   }
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) return failed("mmap");
   // A child of fork() must not write into a group that belongs to its parent.
   (void)madvise(data, bytes, MADV_DONTFORK);
   auto segment = std::shared_ptr<Segment>(new Segment);
-  segment->fd_ = std::move(fd);
   segment->data_ = static_cast<char*>(data);
   segment->bytes_ = bytes;
   segment->inode_ = info.st_ino;

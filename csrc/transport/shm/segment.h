@@ -2,7 +2,8 @@
 // that nothing is left behind by a crash, /dev/shm's limit does not apply, and no peer can cause
 // SIGBUS by truncating it.
 //
-// Thread contract: create and adopt from any thread; the object itself is immutable.
+// Thread contract: create and adopt from any thread; the object is immutable, but for its creator's
+// descriptor.
 // Inside one process a segment is mapped once, however often it is adopted: ranks that are threads
 // then share addresses, which is what lets ThreadSanitizer see their accesses as one.
 #pragma once
@@ -19,19 +20,20 @@ class Segment {
  public:
   // Zeroed memory.
   static Status create(size_t bytes, std::shared_ptr<Segment>* result);
-  // Maps what a peer has sent. Refuses a descriptor that is not a sealed memfd of this size.
+  // Maps what a peer has sent, and keeps no descriptor. Refuses a descriptor that is not a sealed memfd of this size.
   static Status adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);
   ~Segment();
 
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
+  // To hand to peers. Only of a segment that was created here, and until closeFd(): the mapping needs
+  // none. Both by its creator.
   int fd() const { return fd_.get(); }
-  // The mapping needs no descriptor: closed once every peer has been handed it.
   void closeFd() { fd_.reset(); }
 
  private:
   Segment() = default;
-  static Status map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);
+  static Status map(int fd, size_t bytes, std::shared_ptr<Segment>* result);
 
   Fd fd_;
   char* data_ = nullptr;

@@ -174,7 +174,8 @@ def narrow_cases(ctx: Ctx) -> None:
             ctx.same(x, arith.reduced("SUM", parts))
             y = top.clone()
             dist.all_reduce(y, op=dist.ReduceOp.AVG)
-            ctx.same(y, top, "AVG of the largest number")
+            # bfloat16 reaches as far as the float that it is added in: there the sum is infinite.
+            ctx.same(y, arith.reduced("AVG", parts), "AVG of the largest number")
 
 
 @pytest.mark.worlds(4, 5)

@@ -49,6 +49,7 @@ void MycollBackend::addAllGatherInto(Request& request, const at::Tensor& output,
   checkTensor(request.site, inputArgument, input);
   checkOutput(request.site, outputArgument, output);
   checkSameType(request.site, outputArgument, output, inputArgument, input);
+  checkDivisible(request.site, outputArgument, output);
   // Any shape of the right number of elements: concatenated, stacked, or (1, n) of SyncBatchNorm.
   checkElements(request.site, outputArgument, output, input.numel() * size_,
                 "the input's times the number of ranks");

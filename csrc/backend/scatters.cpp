@@ -145,6 +145,7 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
   checkTensor(site, Argument{"input"}, input);
   checkOutput(site, Argument{"output"}, output);
   checkSameType(site, Argument{"output"}, output, Argument{"input"}, input);
+  checkDivisible(site, Argument{"input"}, input);
   const std::vector<size_t> inBytes =
       partBytes(site, "input", "input_split_sizes", input, inputSplits);
   const std::vector<size_t> outBytes =

@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
-#include "backend/layout.h"
 #include "backend/torch_version.h"
 
 namespace mycoll {
@@ -32,6 +31,10 @@ void refuseTensor(const CallSite& site, const Argument& argument, const at::Tens
   }
   if (tensor.is_nested()) {
     refuse(site, name + " must be a dense tensor, but it is a nested one");
+  }
+  if (tensor.layout() == at::kStrided) {
+    refuse(site, c10::str(name, " of ", c10::toString(tensor.scalar_type()),
+                          ", whose elements share bytes, must be contiguous and begin its storage"));
   }
   refuse(site, c10::str(name, " must be a dense tensor, but its layout is ", tensor.layout()));
 }
@@ -125,6 +128,14 @@ ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at:
   }
   refuse(site, c10::str("op ", name(type), " is not defined for tensors of ",
                         c10::toString(tensor.scalar_type())));
+}
+
+void checkDivisible(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
+  if (!isSubByte(tensor.scalar_type())) [[likely]] {
+    return;
+  }
+  refuse(site, c10::str(argument.text(), " of ", c10::toString(tensor.scalar_type()),
+                        ", whose elements share bytes, cannot be cut; use lists of tensors"));
 }
 
 void checkElements(const CallSite& site, const Argument& argument, const at::Tensor& tensor,

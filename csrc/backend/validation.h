@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/element_type.h"
+#include "backend/layout.h"
 #include "base/types.h"
 
 namespace mycoll {
@@ -34,7 +35,9 @@ struct Argument {
 // A defined, strided tensor on the CPU.
 inline bool isUsable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu() &&
-         !tensor.is_nested();
+         !tensor.is_nested() &&
+         (!isSubByte(tensor.scalar_type()) ||
+          (tensor.is_contiguous() && tensor.storage_offset() == 0));
 }
 [[noreturn]] void refuseTensor(const CallSite& site, const Argument& argument,
                                const at::Tensor& tensor);
@@ -68,6 +71,9 @@ void checkRank(const CallSite& site, const char* argument, int64_t rank);
 
 // The engine's reduce operation for a type; PREMUL_SUM is kSum here (see Request::premultiply).
 ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor);
+
+// For tensors that are cut into parts.
+void checkDivisible(const CallSite& site, const Argument& argument, const at::Tensor& tensor);
 
 // numel must be `expected`, and is described as `why` ("2 x the elements of input").
 void checkElements(const CallSite& site, const Argument& argument, const at::Tensor& tensor,

@@ -14,6 +14,7 @@
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/options.h"
+#include "backend/quantized.h"
 #include "base/env.h"
 #include "kernels/copy.h"
 
@@ -175,6 +176,7 @@ PYBIND11_MODULE(_C, module) {
              "The engine's copy that bypasses caches, between two addresses; for benchmarks.");
   module.attr("torch_version") = TORCH_VERSION;
 
+  mycoll::registerQuantizedMoves();
   mycoll::setInterruptHook({&isInterruptPending, &raiseInterrupt});
 
   // Groups that were never destroyed end with the interpreter, while there still is one.

@@ -18,6 +18,8 @@ constexpr auto kTick = std::chrono::milliseconds(50);
 constexpr auto kProbeAfter = std::chrono::milliseconds(1000);
 // A rank that has left cannot come any more; what it had sent before may still be on its way.
 constexpr auto kLeftGrace = std::chrono::milliseconds(2000);
+// By how much the root of a monitored barrier is let go first with its verdict.
+constexpr auto kRootGrace = std::chrono::milliseconds(1000);
 constexpr int kSpinBatch = 64;
 
 int localRanks(const Engine& engine, const GroupAddress& address) {
@@ -370,10 +372,9 @@ std::string Group::listRanks(const std::vector<int>& ranks) const {
 Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const {
   const auto waited =
       std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
-  std::string text = "[Rank " + std::to_string(options_.rank) + "]: mycoll group '" +
-                     options_.name + "': " + describe(op) + " (call #" +
-                     std::to_string(op.sequence()) + ") TIMED OUT after " +
-                     std::to_string(waited) + " ms.";
+  const std::string here = "[Rank " + std::to_string(options_.rank) + "]: ";
+  const std::string call = "(call #" + std::to_string(op.sequence()) + ")";
+  std::string text;
   if (op.kind() == OpKind::kMonitoredBarrier && !missing.empty()) {
     // In the words that people search for.
     std::string numbers;
@@ -381,11 +382,21 @@ Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& miss
       numbers += (numbers.empty() ? "" : ", ") + std::to_string(rank);
       if (!op.call.waitAllRanks) break;
     }
-    text += " Ranks " + numbers + " failed to pass monitoredBarrier in " + std::to_string(waited) +
-            " ms.";
+    text = here + "Ranks " + numbers + " failed to pass monitoredBarrier in " +
+           std::to_string(waited) + " ms, in mycoll group '" + options_.name + "' " + call + ".";
+  } else {
+    text = here + "mycoll group '" + options_.name + "': " + describe(op) + " " + call +
+           " TIMED OUT after " + std::to_string(waited) + " ms.";
   }
   if (!missing.empty()) text += " Waiting for " + listRanks(missing) + ".";
   return Status(Code::kTimeout, text);
+}
+
+// Of a monitored barrier over messages rank 0 knows most: it is to be heard first.
+bool Group::isLate(const CollectiveOp& op) const {
+  const bool yields = op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0 && !arena_;
+  return op.deadline.expired() &&
+         (!yields || Clock::now() - op.deadline.when() > kRootGrace);
 }
 
 void Group::checkHealth() {
@@ -399,7 +410,7 @@ void Group::checkHealth() {
   }
   std::vector<int> missing;
   if (op->task.valid() && op->task.waitingFor()) missing = op->task.waitingFor()->missing();
-  if (op->deadline.expired()) return fail(timeoutStatus(*op, missing));
+  if (isLate(*op)) return fail(timeoutStatus(*op, missing));
   const auto now = Clock::now();
   if (!op->hasProbed && !arena_ && now - op->submitted > kProbeAfter) {
     op->hasProbed = true;

@@ -91,6 +91,7 @@ class Group final : public MailboxListener,
   void checkMessage(const Op& op);
   Status inContext(const Status& cause, const CollectiveOp& op) const;
   Status timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const;
+  bool isLate(const CollectiveOp& op) const;
   std::string listRanks(const std::vector<int>& ranks) const;
   OpPtr failedOp(OpKind kind, Status status) const;
   Deadline deadlineFor(Milliseconds timeout) const;

@@ -436,7 +436,8 @@ void Mailbox::fail(const Status& cause, bool tell) {
 void Mailbox::failLocked(const Status& cause, bool tell) {
   if (!failure_.ok()) return;
   failure_ = cause;
-  MYCOLL_LOG_ERROR("%s", cause.message().c_str());
+  // The moment it is known; closing a group in good order is no news.
+  if (tell || cause.code() != Code::kAborted) MYCOLL_LOG_ERROR("%s", cause.message().c_str());
   listener_->onFailure(cause);
   while (open_) {
     Transfer* request = open_;

@@ -22,6 +22,8 @@ struct NetGroup {
 Task netCollective(NetGroup group, const Call& call);
 
 Task netBarrier(NetGroup group, const Call& call);
+// Through rank 0, which so knows who has not come.
+Task netMonitoredBarrier(NetGroup group, const Call& call);
 Task netBroadcast(NetGroup group, const Call& call);
 Task netAllGather(NetGroup group, const Call& call);
 Task netGather(NetGroup group, const Call& call);

@@ -35,6 +35,8 @@ Task netCollective(NetGroup group, const Call& call) {
       return netReduceScatter(group, call);
     case OpKind::kAllToAll:
       return netAllToAll(group, call);
+    case OpKind::kMonitoredBarrier:
+      return netMonitoredBarrier(group, call);
     default:
       return netBarrier(group, call);
   }
@@ -54,6 +56,22 @@ Task netBarrier(NetGroup group, const Call& call) {
     MYCOLL_CO_RETURN_IF_ERROR(batch.status());
   }
   co_return Status();
+}
+
+Task netMonitoredBarrier(NetGroup group, const Call& call) {
+  Mailbox& mailbox = group.mailbox;
+  const Signature signature = call.signature();
+  const bool isRoot = mailbox.rank() == 0;
+  Batch arrivals(mailbox, group.sequence, signature);
+  Batch releases(mailbox, group.sequence, signature);
+  for (int rank = 1; rank < mailbox.ranks() && isRoot; ++rank) arrivals.receive(rank, {});
+  if (!isRoot) arrivals.send(0, {});
+  co_await arrivals;
+  MYCOLL_CO_RETURN_IF_ERROR(arrivals.status());
+  for (int rank = 1; rank < mailbox.ranks() && isRoot; ++rank) releases.send(rank, {}, 1);
+  if (!isRoot) releases.receive(0, {}, 1);
+  co_await releases;
+  co_return releases.status();
 }
 
 // Small: a binomial tree. Large: the root deals out slices, and everybody passes its own on.

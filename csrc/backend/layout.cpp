@@ -53,20 +53,23 @@ void copyRow(char* to, int64_t toStride, const char* from, int64_t fromStride, i
   }
 }
 
-// Two dimensions in tiles: where one side is a transposition of the other, every cache line is then
-// used whole while it is in the cache.
+// Two dimensions. Where one side is a transposition of the other, in tiles: 8 columns, so that lines
+// a power of two apart still fit the ways of one cache set, and 64 rows, so that each of those lines
+// is used whole.
 template <size_t kBytes>
 void copyPlane(char* to, const char* from, bool toTensor, const Dimension& outer,
                const Dimension& inner) {
-  constexpr int64_t kTile = 32;
   const int64_t toOuter = toTensor ? outer.tensorStride : outer.plainStride;
   const int64_t toInner = toTensor ? inner.tensorStride : inner.plainStride;
   const int64_t fromOuter = toTensor ? outer.plainStride : outer.tensorStride;
   const int64_t fromInner = toTensor ? inner.plainStride : inner.tensorStride;
-  for (int64_t row = 0; row < outer.size; row += kTile) {
-    const int64_t rowEnd = std::min(row + kTile, outer.size);
-    for (int64_t column = 0; column < inner.size; column += kTile) {
-      const int64_t count = std::min(kTile, inner.size - column);
+  const bool isTransposed = std::abs(outer.tensorStride) < std::abs(inner.tensorStride);
+  const int64_t rows = isTransposed ? 64 : outer.size;
+  const int64_t columns = isTransposed ? 8 : inner.size;
+  for (int64_t row = 0; row < outer.size; row += rows) {
+    const int64_t rowEnd = std::min(row + rows, outer.size);
+    for (int64_t column = 0; column < inner.size; column += columns) {
+      const int64_t count = std::min(columns, inner.size - column);
       for (int64_t r = row; r < rowEnd; ++r) {
         copyRow<kBytes>(to + r * toOuter + column * toInner, toInner,
                         from + r * fromOuter + column * fromInner, fromInner, count);

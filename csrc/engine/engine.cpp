@@ -64,6 +64,7 @@ Status Engine::create(const EndpointOptions& options, std::shared_ptr<Engine>* r
 }
 
 Engine::~Engine() {
+  if (!thread_.joinable()) return;  // create() failed before there was an endpoint
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     state_->isStopped = true;

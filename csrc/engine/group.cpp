@@ -251,6 +251,11 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
     ~Waiting() {
       if (counts) group.waiters_.fetch_sub(1, std::memory_order_seq_cst);
       group.engine_->addWaiter(-1);
+      // What this thread worked on beside its own operation goes on without it.
+      if (group.queued_.load(std::memory_order_seq_cst) > 0 ||
+          group.engine_->endpoint()->hasPending()) {
+        group.engine_->poke();
+      }
     }
   };
   bool isInterrupted = false;
@@ -295,7 +300,6 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
     }
   }
   if (op->done()) return op->status();
-  engine_->poke();  // nobody waits for it any more
   if (isInterrupted) return Status(Code::kInterrupted, "interrupted by a signal");
   return Status(Code::kTimeout, "mycoll group '" + options_.name + "': wait() for " +
                                     name(op->kind()) + " timed out; the operation is still running");

@@ -83,12 +83,16 @@ Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHo
   std::vector<InterfaceAddress> all = interfaceAddresses();
   std::string name;
   if (filter.isSet()) {
-    // A name that was asked for by inclusion may be a loopback; an exclusion rarely means to.
-    for (const auto& entry : all) {
-      bool admitted = filter.matches(entry.interfaceName) &&
-                      !(filter.isExclusion && (entry.isLoopback ||
-                                               isContainerBridge(entry.interfaceName)));
-      if (name.empty() && admitted) name = entry.interfaceName;
+    // A name that was asked for by inclusion may be a loopback; an exclusion never means one, and
+    // means a container's bridge only where there is nothing else.
+    for (const bool areBridgesAdmitted : {false, true}) {
+      for (const auto& entry : all) {
+        bool admitted = filter.matches(entry.interfaceName) &&
+                        !(filter.isExclusion && entry.isLoopback) &&
+                        (areBridgesAdmitted || !filter.isExclusion ||
+                         !isContainerBridge(entry.interfaceName));
+        if (name.empty() && admitted) name = entry.interfaceName;
+      }
     }
     if (name.empty()) {
       std::string there;

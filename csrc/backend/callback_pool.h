@@ -1,8 +1,8 @@
 // Where code of the user's runs when an operation is done: callbacks of futures, completion hooks.
 //
 // Never the thread that completes the operation: that one may be the engine's only progress thread,
-// or a thread that works on the queue for a while inside its own wait(), and a callback may well wait
-// for further operations (DDP's PowerSGD hook does). A pool and not one thread, because such a
+// or a thread that works on the queue for a while inside its own wait(), and a callback may well
+// wait for further operations (DDP's PowerSGD hook does). A pool and not one thread, because such a
 // callback waits for a future that has to be completed by somebody else: there is always an idle
 // thread for the next task, started when needed and gone after a second without work.
 // [any thread]

@@ -9,12 +9,12 @@
 namespace mycoll {
 
 // What a Status is in Python:
-//   kInvalidArgument                              ValueError
-//   kUnsupported                                  NotImplementedError
-//   kNetwork                                      DistNetworkError
-//   kStore                                        DistStoreError
-//   kMismatch kTimeout kPeerLost kAborted kInternal  DistBackendError
-//   kInterrupted                                  what the signal handler raised (KeyboardInterrupt)
+//   kInvalidArgument   ValueError
+//   kUnsupported       NotImplementedError
+//   kNetwork           DistNetworkError
+//   kStore             DistStoreError
+//   kInterrupted       what the signal handler raised (KeyboardInterrupt)
+//   all others         DistBackendError
 // The status must not be ok.
 [[noreturn]] void throwStatus(const Status& status);
 
@@ -27,7 +27,7 @@ inline void throwIfFailed(const Status& status) {
 // The same, to be thrown elsewhere; null when ok. Ignores interrupts: they belong to one wait().
 std::exception_ptr toException(const Status& status);
 
-// How backend/, which knows no Python, sees signals. Set once, by bindings/, before the first group.
+// How backend/, which knows no Python, sees signals. Set once by bindings/, before the first group.
 struct InterruptHook {
   // True when this thread's wait should end; the reason is then kept for this thread until raise().
   bool (*isPending)() = nullptr;

@@ -53,9 +53,9 @@ void copyRow(char* to, int64_t toStride, const char* from, int64_t fromStride, i
   }
 }
 
-// Two dimensions. Where one side is a transposition of the other, in tiles: 8 columns, so that lines
-// a power of two apart still fit the ways of one cache set, and 64 rows, so that each of those lines
-// is used whole.
+// Two dimensions. Where one side is a transposition of the other, in tiles: 8 columns, so that
+// lines a power of two apart still fit the ways of one cache set, and 64 rows, so that each of
+// those lines is used whole.
 template <size_t kBytes>
 void copyPlane(char* to, const char* from, bool toTensor, const Dimension& outer,
                const Dimension& inner) {

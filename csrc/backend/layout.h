@@ -1,8 +1,8 @@
 // Between tensors of any layout and the plain memory that the engine works on.
 //
-// None of this goes through torch's dispatcher: results are copied back on whatever thread completes
-// an operation, where the modes of that thread (autograd, functorch, inference, Python dispatch)
-// have nothing to do with the operation and its tensors.
+// None of this goes through torch's dispatcher: results are copied back on whatever thread
+// completes an operation, where the modes of that thread (autograd, functorch, inference, Python
+// dispatch) have nothing to do with the operation and its tensors.
 // [any thread], with or without the GIL.
 #pragma once
 
@@ -26,12 +26,12 @@ at::Tensor emptyElements(int64_t count, at::ScalarType type);
 void pack(const at::Tensor& tensor, void* plain);
 void unpack(const void* plain, const at::Tensor& tensor);
 
-// True when two elements of the tensor may be the same memory (expanded tensors): writing to it then
-// has no defined result.
+// True when two elements of the tensor may be the same memory (expanded tensors): writing to it
+// then has no defined result.
 bool mayOverlapItself(const at::Tensor& tensor);
 
-// Several elements of these types share a byte (quantized, without arithmetic): such a tensor can be
-// moved as a whole, but not packed or cut.
+// Several elements of these types share a byte (quantized, without arithmetic): such a tensor can
+// be moved as a whole, but not packed or cut.
 inline bool isSubByte(at::ScalarType type) {
   return type == at::ScalarType::QUInt4x2 || type == at::ScalarType::QUInt2x4;
 }

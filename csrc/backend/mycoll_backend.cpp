@@ -201,8 +201,8 @@ CallSite MycollBackend::enter(const char* function) const {
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(function, ": this process was forked after its mycoll group '", groupName_,
-                 "' was made, and a group cannot be used on both sides of a fork; make the group in "
-                 "the child, or start processes with torch.multiprocessing's 'spawn'"));
+                 "' was made, and a group cannot be used on both sides of a fork; make the group "
+                 "in the child, or start processes with torch.multiprocessing's 'spawn'"));
   }
   return CallSite{function, rank_, size_};
 }
@@ -274,8 +274,8 @@ MycollBackend::WorkPtr MycollBackend::track(Request& request, at::TensorList out
     extras.profilingTitle = request.title;
     extras.profiledInputs = outputs.vec();
   }
-  auto work = c10::make_intrusive<MycollWork>(communicator_, request.type, std::move(ops), outputs.vec(),
-                                              std::move(extras));
+  auto work = c10::make_intrusive<MycollWork>(communicator_, request.type, std::move(ops),
+                                              outputs.vec(), std::move(extras));
   work->start();
   if (request.async && isCoalescing()) coalesced_.push_back(work);
   return work;

@@ -106,8 +106,8 @@ class MycollBackend final : public c10d::Backend {
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override { isTimed_ = true; }
 
-  // A group of some of this group's ranks; null for the others. Torch asks once for each device that
-  // the group serves, and gets the same backend for the same name.
+  // A group of some of this group's ranks; null for the others. Torch asks once for each device
+  // that the group serves, and gets the same backend for the same name.
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,

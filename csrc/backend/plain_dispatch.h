@@ -1,5 +1,5 @@
-// Calls to torch's operators from threads, and under modes, that have nothing to do with the tensors:
-// no autograd, no version counters, no functorch, no autocast, no Python dispatch.
+// Calls to torch's operators from threads, and under modes, that have nothing to do with the
+// tensors: no autograd, no version counters, no functorch, no autocast, no Python dispatch.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>

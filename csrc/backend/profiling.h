@@ -1,5 +1,5 @@
-// What torch.profiler sees of an operation: a record_param_comms event around its submission, and an
-// event "mycoll:<function>" from its start to its end.
+// What torch.profiler sees of an operation: a record_param_comms event around its submission, and
+// an event "mycoll:<function>" from its start to its end.
 #pragma once
 
 #include <ATen/record_function.h>

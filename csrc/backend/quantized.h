@@ -1,5 +1,5 @@
-// Quantized CPU tensors in torch.distributed. Torch has no c10d operators for them, for any backend,
-// though moving one is moving its bytes.
+// Quantized CPU tensors in torch.distributed. Torch has no c10d operators for them, for any
+// backend, though moving one is moving its bytes.
 #pragma once
 
 namespace mycoll {

@@ -1,5 +1,5 @@
-// A call of the user's, checked and translated: what the engine has to do, what must live until then,
-// and what is to be copied back at the end.
+// A call of the user's, checked and translated: what the engine has to do, what must live until
+// then, and what is to be copied back at the end.
 // Lifetime: made on the stack of one call and consumed by MycollBackend::run().
 #pragma once
 

@@ -1,5 +1,5 @@
 // torch's rendezvous store, as the engine wants it.
-// Thread contract: that of mycoll::Store. The GIL must not be held: a store written in Python takes it.
+// Thread contract: that of mycoll::Store, without the GIL: a store written in Python takes it.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>

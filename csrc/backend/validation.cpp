@@ -34,7 +34,8 @@ void refuseTensor(const CallSite& site, const Argument& argument, const at::Tens
   }
   if (tensor.layout() == at::kStrided) {
     refuse(site, c10::str(name, " of ", c10::toString(tensor.scalar_type()),
-                          ", whose elements share bytes, must be contiguous and begin its storage"));
+                          ", whose elements share bytes, must be contiguous and at the start of "
+                          "its storage"));
   }
   refuse(site, c10::str(name, " must be a dense tensor, but its layout is ", tensor.layout()));
 }
@@ -44,7 +45,8 @@ void checkOutput(const CallSite& site, const Argument& argument, const at::Tenso
   if (tensor.is_contiguous()) return;
   if (mayOverlapItself(tensor)) {
     refuse(site, c10::str(argument.text(),
-                          " is written to, so its elements must not share memory, but it has shape ",
+                          " is written to, so its elements must not share memory, but it has "
+                          "shape ",
                           tensor.sizes(), " and strides ", tensor.strides(),
                           "; pass a clone() of it"));
   }
@@ -114,7 +116,8 @@ ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at:
   const c10d::ReduceOp::RedOpType type = op;
   if (type == c10d::ReduceOp::PREMUL_SUM) {
     if (!isPremultipliable(tensor.scalar_type())) {
-      refuse(site, c10::str("op PREMUL_SUM is for Float, Double, Half and BFloat16, but the tensor is ",
+      refuse(site, c10::str("op PREMUL_SUM is for Float, Double, Half and BFloat16, but the tensor "
+                            "is ",
                             c10::toString(tensor.scalar_type())));
     }
     if (dynamic_cast<const PreMulSum*>(op.supplement_.get()) == nullptr) {

@@ -155,7 +155,8 @@ PYBIND11_MODULE(_C, module) {
       .def("__repr__", &describeOptions);
 
   py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(
-      module, "MycollBackend", "One rank's end of a group; made by init_process_group and new_group.")
+      module, "MycollBackend",
+      "One rank's end of a group; made by init_process_group and new_group.")
       .def_property_readonly(
           "options", [](const MycollBackend& self) { return self.options(); },
           "The options in force.")

@@ -112,24 +112,29 @@ void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, s
 }
 
 void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const* in, int n,
-             size_t count, int divisor, bool streaming) {
+             size_t count, int divisor, bool streaming, bool streaming2) {
   if (count == 0) return;
   const Reducer reducer(dtype, op, in, n, divisor);
-  // A block is reduced into out2, and goes to out while it is in the first-level cache.
+  // A block is reduced into out2, or beside it when that is not to be cached, and goes on from there
+  // while it is in the first-level cache.
   const size_t block = reducer.blockCount();
+  alignas(64) char scratch[kBlockBytes];
   for (size_t first = 0; first < count; first += block) {
     const size_t offset = first * reducer.elementBytes();
     const size_t length = std::min(block, count - first);
-    char* const staged = static_cast<char*>(out2) + offset;
-    reducer.run(staged, first, length, false);
+    const size_t bytes = length * reducer.elementBytes();
+    char* const to = static_cast<char*>(out) + offset;
+    char* const to2 = static_cast<char*>(out2) + offset;
+    char* const result = streaming2 ? scratch : to2;
+    reducer.run(result, first, length, false);
+    if (streaming2) copyStreamingUnfenced(to2, result, bytes);
     if (streaming) {
-      copyStreamingUnfenced(static_cast<char*>(out) + offset, staged,
-                            length * reducer.elementBytes());
+      copyStreamingUnfenced(to, result, bytes);
     } else {
-      copy(static_cast<char*>(out) + offset, staged, length * reducer.elementBytes());
+      copy(to, result, bytes);
     }
   }
-  if (streaming) streamingFence();
+  if (streaming || streaming2) streamingFence();
 }
 
 void setFloat8Saturates(bool saturates) {

@@ -23,10 +23,10 @@ namespace mycoll {
 void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
             int divisor, bool streaming);
 
-// The same result in two places: `out` as above, `out2` with plain stores, as others will read it
-// from the caches. out and out2 do not overlap; either may be one of in, as above.
+// The same result in two places, each with its own way to be stored. out and out2 do not overlap;
+// either may be one of in, as above.
 void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const* in, int n,
-             size_t count, int divisor, bool streaming);
+             size_t count, int divisor, bool streaming, bool streaming2);
 
 // What becomes of numbers beyond 448 in float8_e4m3fn: the largest number (true, as torch since
 // 2.13), or NaN (torch before). Whoever knows the torch sets it once; all ranks alike.

@@ -17,8 +17,9 @@ from mycoll._version import __version__
 
 if TYPE_CHECKING:
     from mycoll._C import Options
+    from mycoll.launch import SpawnError, spawn
 
-__all__ = ["Options", "__version__"]
+__all__ = ["Options", "SpawnError", "__version__", "spawn"]
 
 autoload()
 
@@ -26,6 +27,10 @@ autoload()
 def __getattr__(name: str) -> Any:
     if name == "Options":
         return native().Options
+    if name in ("spawn", "SpawnError"):
+        from mycoll import launch
+
+        return getattr(launch, name)
     raise AttributeError(f"module 'mycoll' has no attribute '{name}'")
 
 

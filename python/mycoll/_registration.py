@@ -7,7 +7,10 @@ and raised when somebody uses the backend.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +39,20 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         # A list: torch up to 2.13 reads the string "cpu" as the devices c, p and u.
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+        register_mpi_scheme()
+
+
+def register_mpi_scheme() -> None:
+    """init_method="mpi://", unless somebody else serves it already."""
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    def meet(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
+        from mycoll.rendezvous import rendezvous
+
+        return rendezvous(url, timeout, **more)
+
+    with contextlib.suppress(RuntimeError):
+        register_rendezvous_handler("mpi", meet)
 
 
 def native() -> ModuleType:

@@ -82,7 +82,7 @@ int main(int argc, char** argv) {
       const double moved = 1e-9 * static_cast<double>(bytes) * (n + 1);
       const double both = secondsOf(bytes * n, [&] {
         reduce2(DType::kFloat32, ReduceOp::kSum, buffers[8].data, buffers[9].data, in.data(), n,
-                bytes / 4, 1, streaming);
+                bytes / 4, 1, streaming, false);
       });
       std::printf("  %-14s %-8s %7.1f GB/s  %5.2f\n", "float32", "SUM", moved / base, 1.0);
       std::printf("  %-14s %-8s %7.1f GB/s  %5.2f\n", "float32", "SUM to 2",

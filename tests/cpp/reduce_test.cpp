@@ -143,7 +143,7 @@ void testType(DType dtype) {
             }
             if (alias >= 0) std::memcpy(to, inputs[alias], count * size);
             Placed out2(count * size, skew);
-            reduce2(dtype, op, to, out2.data(), in.data(), n, count, divisor, streaming);
+            reduce2(dtype, op, to, out2.data(), in.data(), n, count, divisor, streaming, !streaming);
             if (!same(dtype, to, wanted.data(), count) ||
                 !same(dtype, out2.data(), wanted.data(), count) || !out2.guardsHold()) {
               test::fail(__FILE__, __LINE__, "reduce2: " + describe(dtype, op, n, count, isa) +

@@ -12,6 +12,11 @@
 // have finished n-1. Hence:
 //   small   two areas, by the parity of the collective's number: free when a collective begins;
 //   bulk    written only after all arrivals were seen: free then.
+// Bulk areas are written past the caches. A line that another core has read, and that this one writes
+// the ordinary way, is fetched from there first, and fetched back by the reader one by one: between
+// cores that share no cache that is slower than memory by a factor of 4 to 8, and still slower by
+// 1.5 between cores that do (benchmarks/README.md).
+//
 // Within one collective, bulk areas are used round by round, with counters that never go back.
 //
 // Thread contract: one thread at a time (the one that runs the group's queue), but for setAsleep,

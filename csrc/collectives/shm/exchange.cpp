@@ -156,7 +156,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
   const uint64_t rounds = maxRounds(arena);
   auto fill = [&](uint64_t round) {
     Span part = piece(plan.mine, round, chunk);
-    copy(arena.bulk(self, round), part.data, part.bytes);
+    copyStreaming(arena.bulk(self, round), part.data, part.bytes);
     arena.publish(Counter::kFilled, round + 1);
   };
   if (myRounds > 0) fill(0);
@@ -262,7 +262,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == self) continue;
       Span slice = piece(call.in[rank], round, part);
-      if (slice.bytes) copy(arena.bulk(self, round) + offset(self, rank), slice.data, slice.bytes);
+      copyStreaming(arena.bulk(self, round) + offset(self, rank), slice.data, slice.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };

@@ -130,7 +130,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
       Span slice = slices.of(owner, round, input);
-      copy(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
+      copyStreaming(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };
@@ -154,7 +154,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
       const size_t count = mine.bytes / call.elementBytes;
       if (call.kind == OpKind::kAllReduce) {
         reduce2(call.dtype, call.reduceOp, slices.of(self, round, output).data, shared,
-                inputs.data(), ranks, count, ranks, isStreaming);
+                inputs.data(), ranks, count, ranks, isStreaming, true);
       } else {
         void* target = wantsResult ? slices.of(self, round, output).data : shared;
         reduce(call.dtype, call.reduceOp, target, inputs.data(), ranks, count, ranks, isStreaming);
@@ -241,7 +241,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
       Span part = slice(call.in[owner], round);
-      if (part.bytes) copy(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
+      copyStreaming(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };

@@ -1,0 +1,282 @@
+"""mycoll.spawn: a function on several ranks of this machine, from a script or a notebook cell.
+
+Each rank is a process of its own (start method "spawn": safe with threads, and for CUDA). The
+parent holds the rendezvous store, collects what the ranks return, and stops them all when one
+fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+# How long others may take to report after the first failure: it may be the consequence of theirs.
+GRACE_SECONDS = 1.0
+
+
+class SpawnError(RuntimeError):
+    """A rank of spawn() failed. The message holds its traceback; `rank` is its number."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def spawn(
+    fn: Callable[..., Any],
+    nprocs: int = 2,
+    args: Sequence[Any] = (),
+    *,
+    backend: str = "mycoll",
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Runs fn(*args) on `nprocs` ranks of one group, and returns their results by rank.
+
+    The group is there when fn starts: fn calls torch.distributed.get_rank() and the collectives.
+    When a rank fails, the others are stopped, and SpawnError is raised with the traceback of the
+    rank that failed first. `env` is added to the ranks' environment; `timeout` (in seconds) is for
+    all together. In a notebook, functions of its cells need the package cloudpickle. In a script,
+    the call belongs under `if __name__ == "__main__":`.
+    """
+    if nprocs < 1:
+        raise ValueError(f"nprocs must be at least 1, not {nprocs}")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "mycoll.spawn was called while a rank imports your script again; "
+            'put the call under `if __name__ == "__main__":`'
+        )
+    import torch.distributed as dist
+
+    payload = _pack((fn, tuple(args)), fn)
+    # Held by the parent: rank 0 may fail early, and the others must still hear of it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(nprocs):
+            receiver, sender = context.Pipe(duplex=False)
+            job = _Job(rank, nprocs, store.port, backend, dict(env or {}), payload)
+            process = context.Process(target=_run, args=(job, sender), name=f"mycoll rank {rank}")
+            with _without_phantom_script():
+                process.start()
+            sender.close()  # now only the child holds it: its death is an end of file
+            ranks.append(_Rank(rank, process, receiver))
+        _collect(ranks, timeout)
+        failed = [each for each in ranks if each.failure is not None]
+        if failed:
+            raise _error(failed, nprocs)
+        return [pickle.loads(each.result) for each in ranks]
+    finally:
+        _stop(ranks)
+
+
+# --- in the parent --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Failure:
+    text: str
+    when: float  # on the clock that all processes of the machine share
+    is_consequence: bool  # it reports that another rank is in trouble
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: SpawnProcess
+    receiver: Connection
+    result: bytes = b""
+    failure: _Failure | None = None
+    is_done: bool = False
+
+    def hear(self) -> None:
+        """Takes the report that came, or the death without one."""
+        self.is_done = True
+        try:
+            kind, content = self.receiver.recv()
+        except (EOFError, OSError):
+            self.process.join(10)
+            self.failure = _Failure(_last_words(self.process.exitcode), time.monotonic(), False)
+            return
+        if kind == "result":
+            self.result = content
+        else:
+            self.failure = _Failure(*content)
+
+
+def _collect(ranks: list[_Rank], timeout: float | None) -> None:
+    """Until all are done, or one has failed and the others have had their grace."""
+    end = time.monotonic() + timeout if timeout is not None else None
+    is_grace = False
+    while waiting := [each for each in ranks if not each.is_done]:
+        left = None if end is None else max(0.0, end - time.monotonic())
+        heard = wait([each.receiver for each in waiting], left)
+        for each in waiting:
+            if each.receiver in heard:
+                each.hear()
+        if not is_grace and any(each.failure for each in ranks):
+            is_grace, end = True, time.monotonic() + GRACE_SECONDS
+        elif not heard:
+            if not is_grace:
+                numbers = ", ".join(str(each.number) for each in waiting)
+                raise TimeoutError(f"no result after {timeout:g} s from rank {numbers}; stopped")
+            return
+
+
+def _error(failed: list[_Rank], nprocs: int) -> SpawnError:
+    def order(each: _Rank) -> tuple[bool, float]:
+        assert each.failure is not None
+        return each.failure.is_consequence, each.failure.when
+
+    first, *others = sorted(failed, key=order)
+    assert first.failure is not None
+    message = f"rank {first.number} of {nprocs} failed:\n\n{first.failure.text.rstrip()}"
+    if others:
+        numbers = ", ".join(str(number) for number in sorted(each.number for each in others))
+        message += f"\n\nAfter it failed: rank {numbers}."
+    return SpawnError(message, first.number)
+
+
+def _last_words(code: int | None) -> str:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        hint = " (killed: perhaps the machine ran out of memory)" if name == "SIGKILL" else ""
+        return f"The process was ended by {name}{hint}."
+    return f"The process ended with exit code {code} and without a result; see its output."
+
+
+def _stop(ranks: list[_Rank]) -> None:
+    for each in ranks:
+        if not each.is_done or each.failure is not None:
+            each.process.kill()
+    for each in ranks:
+        each.process.join(10)
+        if each.process.is_alive():  # returned a result, but does not end
+            each.process.kill()
+            each.process.join()
+        each.receiver.close()
+
+
+def _has_script() -> bool:
+    """Whether a rank can import what `__main__` is here."""
+    main = sys.modules["__main__"]
+    return (
+        getattr(main, "__spec__", None) is not None
+        or Path(getattr(main, "__file__", None) or "<none>").exists()
+    )
+
+
+@contextlib.contextmanager
+def _without_phantom_script() -> Iterator[None]:
+    """`python -` says that __main__ is the file <stdin>; multiprocessing would try to run that."""
+    names = vars(sys.modules["__main__"])
+    phantom = names.pop("__file__", None) if not _has_script() else None
+    try:
+        yield
+    finally:
+        if phantom is not None:
+            names["__file__"] = phantom
+
+
+def _pack(content: Any, fn: Callable[..., Any]) -> bytes:
+    problem = "it is defined in a notebook cell or at a prompt, where ranks cannot import it from"
+    if _has_script() or getattr(fn, "__module__", "") != "__main__":
+        try:
+            return pickle.dumps(content)
+        except Exception as error:
+            problem = f"it cannot be pickled ({error})"
+    try:
+        cloudpickle = importlib.import_module("cloudpickle")
+    except ImportError:
+        raise RuntimeError(
+            f"spawn cannot send {getattr(fn, '__qualname__', fn)!r} to the ranks: {problem}. "
+            "Do: pip install cloudpickle, or move the function into a file and import it"
+        ) from None
+    return bytes(cloudpickle.dumps(content))
+
+
+# --- in a rank ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Job:
+    rank: int
+    nprocs: int
+    port: int
+    backend: str
+    env: dict[str, str]
+    payload: bytes
+
+
+def _run(job: _Job, sender: Connection) -> None:
+    try:
+        result = _call(job)
+    except BaseException as error:
+        when = time.monotonic()
+        error.__traceback__ = _below_this_file(error.__traceback__)
+        text = "".join(traceback.format_exception(error))
+        sender.send(("failure", (text, when, _is_consequence(error))))
+        sender.close()
+        # Without goodbye, so that ranks that wait for this one fail rather than wait on.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sender.send(("result", result))
+    sender.close()
+
+
+def _call(job: _Job) -> bytes:
+    os.environ.update(
+        job.env,
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.nprocs),
+        LOCAL_WORLD_SIZE=str(job.nprocs),
+    )
+    import torch
+    import torch.distributed as dist
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+    _prctl_pr_set_pdeathsig(signal.SIGTERM)  # no rank outlives its parent
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.nprocs))
+    fn, args = pickle.loads(job.payload)
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+    dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.nprocs)
+    result = _pack(fn(*args), fn)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+def _below_this_file(trace: Any) -> Any:
+    """The part of a traceback that begins in the user's function."""
+    step = trace
+    while step is not None and step.tb_frame.f_code.co_filename == __file__:
+        step = step.tb_next
+    return step or trace
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether a failed collective stands behind it: then another rank is likely to know more."""
+    from torch.distributed import DistError
+
+    while error is not None:
+        if isinstance(error, DistError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

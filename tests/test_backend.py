@@ -1,0 +1,329 @@
+"""Between torch and the engine: callbacks, hooks, profiler, fork, the end of a process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.worker import Ctx
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _only_for_mycoll(backend):
+    if backend != "mycoll":
+        pytest.skip("is about mycoll")
+
+
+def our_threads() -> list[str]:
+    names = [p.read_text().strip() for p in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name.startswith("mycoll")]
+
+
+# --- futures
+
+
+def callbacks_that_wait(ctx: Ctx) -> None:
+    """A callback may start operations and wait for them, also through further futures."""
+
+    def nested(done: torch.futures.Future) -> torch.Tensor:
+        first = done.value()[0]
+        second = dist.all_reduce(torch.ones(100), async_op=True).get_future()
+        third = second.then(lambda f: f.value()[0] + first)
+        return third.wait()
+
+    for round_ in range(3):
+        future = dist.all_reduce(torch.full((100,), float(round_)), async_op=True).get_future()
+        ctx.equal(float(future.then(nested).wait()[0]), float(ctx.size * (round_ + 1)))
+    # Nothing of it stays when it is not needed any more.
+    deadline = time.monotonic() + 10
+    while "mycoll-callback" in our_threads() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ctx.equal([name for name in our_threads() if name == "mycoll-callback"], [])
+
+
+@pytest.mark.worlds(2, 3)
+def test_callbacks_may_wait_for_operations(world):
+    world.run(callbacks_that_wait)
+
+
+def power_sgd(ctx: Ctx) -> float:
+    """One bucket: with several, its callbacks start operations in another order on each rank."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    net = DistributedDataParallel(torch.nn.Linear(60, 70))
+    state = power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    net.register_comm_hook(state, power.powerSGD_hook)
+    torch.manual_seed(ctx.rank)
+    for _ in range(5):
+        net(torch.randn(8, 60)).pow(2).mean().backward()
+    return float(net.module.weight.grad.norm())
+
+
+@pytest.mark.worlds(2)
+def test_power_sgd(world):
+    assert len(set(world.run(power_sgd))) == 1
+
+
+# --- hooks, timing, profiler
+
+
+def completion_hooks(ctx: Ctx) -> None:
+    group = dist.new_group()
+    seen: list[tuple[str, int]] = []
+    group._register_on_completion_hook(lambda info: seen.append((info.op_type.name, info.seq)))
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x, group=group, async_op=True)
+    dist.barrier(group=group)
+    group._wait_for_pending_works()
+    ctx.equal(
+        sorted(seen, key=lambda s: s[1]), [("ALLREDUCE", 0), ("ALLREDUCE", 1), ("BARRIER", 2)]
+    )
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(2)
+def test_completion_hooks(world):
+    world.run(completion_hooks)
+
+
+def timed(ctx: Ctx) -> None:
+    group = dist.new_group()
+    group._enable_collectives_timing()
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    work.wait()
+    milliseconds = work._get_duration()
+    if not 0 < milliseconds < 60_000:
+        ctx.fail(f"a duration of {milliseconds} ms")
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(2)
+def test_durations(world):
+    world.run(timed)
+
+
+def profiled(ctx: Ctx) -> None:
+    x = torch.ones(4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.all_gather_into_tensor(torch.empty(4 * ctx.size), x)
+        request = dist.isend(x, (ctx.rank + 1) % ctx.size)
+        dist.recv(torch.empty(4), (ctx.rank - 1) % ctx.size)
+        request.wait()
+    names = [event.name for event in profile.events()]
+    for name, count in (
+        ("mycoll:all_reduce", 2),
+        ("mycoll:all_gather_into_tensor", 1),
+        ("mycoll:send", 1),
+        ("mycoll:recv", 1),
+        ("record_param_comms", 5),
+    ):
+        ctx.equal((name, names.count(name)), (name, count))
+
+
+@pytest.mark.worlds(2)
+def test_profiler_events(world):
+    world.run(profiled)
+
+
+# --- modes of torch
+
+
+def under_modes(ctx: Ctx) -> None:
+    with torch.inference_mode():
+        frozen = torch.ones(3, 4)
+    with ctx.case("inference tensors, outside of inference mode"):
+        dist.all_reduce(frozen.t())
+        ctx.equal(float(frozen[0, 0]), float(ctx.size))
+    with ctx.case("a leaf that requires grad"):
+        leaf = torch.nn.Parameter(torch.ones(4, 5))
+        dist.all_reduce(leaf, async_op=True).wait()
+        ctx.equal((float(leaf[0, 0]), leaf.is_leaf), (float(ctx.size), True))
+    with ctx.case("CommDebugMode"):
+        from torch.distributed.tensor.debug import CommDebugMode
+
+        with CommDebugMode() as mode:
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(2, 3).t(), async_op=True).wait()
+        ctx.equal(mode.get_total_counts(), 2)
+
+
+@pytest.mark.worlds(2)
+def test_modes(world):
+    world.run(under_modes)
+
+
+# --- coalescing that ends badly
+
+
+def broken_batch(ctx: Ctx) -> None:
+    backend = dist.group.WORLD._get_backend(CPU)
+    for _ in range(3):
+        try:
+            with dist._coalescing_manager(device=CPU, async_ops=True):
+                dist.all_reduce(torch.ones(2), async_op=True)
+                raise KeyError("in the middle")
+        except KeyError:
+            dist.distributed_c10d._world.pg_coalesce_state.clear()
+        x = torch.ones(1000)
+        dist.all_reduce(x)  # is waited for, although torch never ended the batch
+        ctx.equal(float(x[-1]), float(ctx.size))
+    with ctx.raises((ValueError, RuntimeError)):
+        backend._end_coalescing()
+        backend._end_coalescing()
+
+
+@pytest.mark.worlds(2)
+def test_an_exception_in_a_batch(world):
+    world.run(broken_batch)
+
+
+# --- layouts
+
+
+def random_view(choose: random.Random, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(choose.randint(0, 3)):
+        kind = choose.choice(("permute", "slice", "unsqueeze"))
+        if kind == "permute" and x.dim():
+            x = x.permute(choose.sample(range(x.dim()), x.dim()))
+        elif kind == "slice" and x.dim():
+            part = slice(choose.randint(0, 1), None, choose.randint(1, 3))
+            x = x[(slice(None),) * choose.randrange(x.dim()) + (part,)]
+        elif kind == "unsqueeze":
+            x = x.unsqueeze(choose.randint(0, x.dim()))
+    return x
+
+
+def any_layout(ctx: Ctx) -> None:
+    """Alone, all_gather copies its input to its output, whatever their strides."""
+    choose = random.Random(1)
+    torch.manual_seed(1)
+    backend = dist.group.WORLD._get_backend(CPU)
+    dtypes = (torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex64)
+    for case in range(1500):
+        dtype = choose.choice(dtypes)
+        shape = [choose.choice((1, 2, 3, 9, 70)) for _ in range(choose.randint(0, 3))]
+        x = random_view(choose, (torch.randn(shape) * 50).to(dtype))
+        if choose.random() < 0.2:
+            x = x.expand(4, *x.shape)
+        if dtype.is_complex and choose.random() < 0.5:
+            x = x.conj()
+        order = choose.sample(range(x.dim()), x.dim())
+        back = [order.index(i) for i in range(x.dim())]
+        whole = torch.zeros([2 * x.shape[i] + 1 for i in order], dtype=dtype).permute(back)
+        step = choose.choice((1, 2))
+        out = whole[tuple(slice(0, step * size, step) for size in x.shape)]
+        backend.allgather([[out]], [x]).wait()
+        if not torch.equal(out, x) or torch.count_nonzero(whole) != torch.count_nonzero(x):
+            ctx.fail(f"case {case}: {dtype} {tuple(x.shape)} {x.stride()} into {out.stride()}")
+
+
+@pytest.mark.worlds(1)
+def test_any_layout(world):
+    world.run(any_layout)
+
+
+# --- options
+
+
+def test_options(backend):
+    import mycoll
+
+    options = mycoll.Options(timeout=timedelta(seconds=5), cpu="engine")
+    for twin in (copy.copy(options), copy.deepcopy(options)):
+        assert twin is not options
+        assert (twin.cpu, twin.timeout) == ("engine", timedelta(seconds=5))
+    assert "5 s" in repr(options) and "engine" in repr(options)
+    with pytest.raises(ValueError, match="cpu"):
+        mycoll.Options(cpu="abacus")
+
+
+# --- fork and the end of a process
+
+
+def forked(ctx: Ctx) -> None:
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dist.all_reduce(x)
+            text = "no error"
+        except RuntimeError as error:
+            text = str(error)
+        os.write(write, text.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    text = os.read(read, 4096).decode()
+    if "forked" not in text or "all_reduce" not in text:
+        ctx.fail(f"in the child: {text}")
+    dist.all_reduce(x)  # nothing has happened to the parent
+    ctx.equal(float(x[0]), float(ctx.size**2))
+
+
+def test_a_forked_child_is_refused(fresh, transport):
+    fresh(2, transport).run(forked)
+
+
+BEGIN = """
+import sys, time, torch, torch.distributed as dist, mycoll
+rank = int(sys.argv[1])
+meeting = f"file://{sys.argv[2]}"
+dist.init_process_group("mycoll", init_method=meeting, rank=rank, world_size=2)
+x = torch.ones(3)
+dist.all_reduce(x)
+"""
+ENDS = {
+    "without destroy": "",
+    "with work in flight": "keep = dist.irecv(x, 1 - rank, tag=9)",
+    "with a future in flight": """
+        keep = dist.irecv(x, 1 - rank, tag=9).get_future().then(lambda f: None)
+    """,
+    "in the middle of a callback": """
+        keep = dist.all_reduce(x, async_op=True).get_future().then(lambda f: time.sleep(60))
+        time.sleep(0.3)
+    """,
+    "by an exception": "raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_process_ends(backend, tmp_path, transport, name):
+    """Soon, and with status 0, whatever was left undone."""
+    code = BEGIN + textwrap.dedent(ENDS[name])
+    started = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path / "meeting")],
+            env=os.environ | {"MYCOLL_TRANSPORT": transport},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        timer = threading.Timer(45, process.kill)
+        timer.start()
+        output, _ = process.communicate()
+        timer.cancel()
+        assert process.returncode == 0, output
+    assert time.monotonic() - started < 40

@@ -1,0 +1,133 @@
+"""mycoll.spawn: results by rank, and the failure that came first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mycoll
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch, backend):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def add_ranks(start):
+    total = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item(), os.environ["LOCAL_RANK"], dist.get_backend()
+
+
+def rank_one_raises():
+    if dist.get_rank() == 1:
+        raise ValueError("the loss is nan")
+    dist.barrier()
+
+
+def rank_one_dies():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def rank_one_hides():
+    """Rank 0 reports first, and what it reports is not the cause."""
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        time.sleep(0.4)
+        raise ValueError("the cause")
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    try:
+        work.wait()
+    except dist.DistBackendError as error:
+        raise RuntimeError("cannot go on") from error
+
+
+def sleep_long():
+    time.sleep(600 if dist.get_rank() else 0)
+
+
+def test_results_by_rank(backend):
+    results = mycoll.spawn(add_ranks, 2, (10,), backend=backend)
+    assert results == [(0, 21, "0", backend), (1, 21, "1", backend)]
+
+
+def test_traceback_of_the_first(backend):
+    with pytest.raises(mycoll.SpawnError, match="rank 1 of 2 failed") as caught:
+        mycoll.spawn(rank_one_raises, backend=backend)
+    text = str(caught.value)
+    assert caught.value.rank == 1
+    assert "in rank_one_raises" in text and "ValueError: the loss is nan" in text
+    assert "launch.py" not in text
+
+
+def test_death_without_a_word(backend):
+    with pytest.raises(mycoll.SpawnError, match="rank 1 of 2 failed") as caught:
+        mycoll.spawn(rank_one_dies, backend=backend)
+    assert "SIGKILL" in str(caught.value)
+
+
+def test_consequence_that_comes_first(backend):
+    with pytest.raises(mycoll.SpawnError, match="ValueError: the cause"):
+        mycoll.spawn(rank_one_hides, backend=backend)
+
+
+def test_timeout_stops_all(backend):
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="from rank 1; stopped"):
+        mycoll.spawn(sleep_long, backend=backend, timeout=15)
+    assert time.monotonic() - start < 60
+
+
+def test_bad_count():
+    with pytest.raises(ValueError, match="nprocs"):
+        mycoll.spawn(add_ranks, 0)
+
+
+CELL = """
+import torch, torch.distributed as dist, mycoll
+def cell():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+print(mycoll.spawn(cell))
+"""
+
+
+def run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], input=stdin, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_cell_with_cloudpickle():
+    pytest.importorskip("cloudpickle")
+    done = run("-", stdin=CELL)
+    assert done.stdout.strip() == "[2.0, 2.0]", done.stderr
+
+
+def test_cell_without_cloudpickle():
+    hidden = "import sys; sys.modules['cloudpickle'] = None\n"
+    done = run("-", stdin=hidden + CELL)
+    assert done.returncode == 1
+    assert "pip install cloudpickle" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("guard", ["if __name__ == '__main__':", "if True:"])
+def test_script(tmp_path: Path, guard: str):
+    script = tmp_path / "script.py"
+    script.write_text(CELL.replace("print(", f"{guard}\n    print("))
+    done = run(str(script))
+    if "main" in guard:
+        assert done.stdout.strip() == "[2.0, 2.0]", done.stderr
+    else:
+        assert done.returncode == 1
+        assert "if __name__ ==" in done.stderr, done.stderr

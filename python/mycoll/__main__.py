@@ -29,12 +29,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs.add_parser("demo", help="train on two ranks, then time mycoll beside gloo")
     verbs.add_parser("bench", help="time collectives; `mycoll bench --help` tells more")
     verbs.add_parser("version", help="versions of mycoll, torch and Python")
+    doctor = verbs.add_parser("doctor", help="check this machine, and run a self-test")
+    doctor.add_argument("--json", action="store_true", help="for programs")
     env = verbs.add_parser("env", help="every MYCOLL_* variable: value, default, meaning")
     env.add_argument("--markdown", action="store_true", help="as docs/environment.md")
     env.add_argument("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(words)
     if parsed.verb == "version":
         return show_version()
+    if parsed.verb == "doctor":
+        from mycoll import doctor as surgery
+
+        return surgery.main(parsed.json)
     return show_environment(parsed.markdown, parsed.json)
 
 

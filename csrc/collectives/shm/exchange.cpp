@@ -127,7 +127,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
 
   const size_t blobBytes = isSmall ? plan.mine.bytes : sizeof(uint64_t);
   char* blob = arena.beginBlob(blobBytes);
-  if (blobBytes) std::memcpy(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
+  if (blobBytes) copyStreaming(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
   arena.arrive(signature, blobBytes, myRounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
@@ -217,7 +217,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     const uint64_t bytes = call.in[rank].bytes;
     std::memcpy(blob + static_cast<size_t>(rank) * sizeof(bytes), &bytes, sizeof(bytes));
     if (!isSmall || rank == self || !bytes) continue;
-    std::memcpy(end, call.in[rank].data, bytes);
+    copyStreaming(end, call.in[rank].data, bytes);
     end += bytes;
   }
   arena.arrive(signature, blobBytes, myRounds);

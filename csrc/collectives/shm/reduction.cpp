@@ -89,7 +89,7 @@ Task shmReduceSmall(ShmGroup group, const Call& call) {
   const Signature signature = call.signature();
   const size_t bytes = call.in[0].bytes;
   char* blob = arena.beginBlob(bytes);
-  if (bytes) std::memcpy(blob, call.in[0].data, bytes);
+  copyStreaming(blob, call.in[0].data, bytes);
   arena.arrive(signature, bytes, 0);
   AllArrived arrived(arena, signature);
   co_await arrived;
@@ -192,7 +192,7 @@ Task shmReduceScatterSmall(ShmGroup group, const Call& call) {
   }
   char* end = arena.beginBlob(bytes);
   for (const Span& span : call.in) {
-    if (span.bytes) std::memcpy(end, span.data, span.bytes);
+    copyStreaming(end, span.data, span.bytes);
     end += span.bytes;
   }
   arena.arrive(signature, bytes, 0);

@@ -80,7 +80,7 @@ ssize_t ShmSender::write(const Span* parts, int count) {
       }
       size_t offset = head_ & kMask;
       size_t piece = std::min({left, room, kRingBytes - offset, kPieceBytes - unpublished});
-      std::memcpy(data_ + offset, source, piece);
+      copyStreaming(data_ + offset, source, piece);
       head_ += piece;
       source += piece;
       left -= piece;

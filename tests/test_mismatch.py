@@ -52,7 +52,7 @@ MISMATCHES: dict[str, Mismatch] = {
     "dtype of a broadcast": Mismatch(
         lambda n: dist.broadcast(f32(8), 1),
         lambda n: dist.broadcast(f32(8).double(), 1),
-        ("float", "double"),
+        ("float32", "float64"),
     ),
     "size": Mismatch(
         lambda n: dist.all_reduce(f32(1000)), lambda n: dist.all_reduce(f32(500)), ("1000", "500")
@@ -93,13 +93,13 @@ MISMATCHES: dict[str, Mismatch] = {
 
 def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
     """The text of the exception of this rank, and after how long it came."""
-    x = torch.ones(4)
-    dist.all_reduce(x)  # something that works first
     mismatch = MISMATCHES[name]
     call = mismatch.one if ctx.rank == 0 else mismatch.others
     started = time.monotonic()
     text = ""
     try:
+        # Something that works first. On a slow rank it may still be under way when the others fail.
+        dist.all_reduce(torch.ones(4))
         call(ctx.size)
         dist.barrier()  # e.g. a broadcast may be over here before the root knows
     except dist.DistBackendError as error:

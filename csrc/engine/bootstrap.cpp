@@ -109,7 +109,6 @@ class Meeting {
 
   Status run() {
     MYCOLL_RETURN_IF_ERROR(checkEarlierSelf());
-    if (isLeader()) MYCOLL_RETURN_IF_ERROR(waitForEarlierMeeting());
     MYCOLL_RETURN_IF_ERROR(freshNonce(&mine_.nonce));
     cardText_ = mine_.encode();
     MYCOLL_RETURN_IF_ERROR(store_.set(key("card", options_.rank), cardText_));
@@ -124,7 +123,8 @@ class Meeting {
       pause = moved ? std::chrono::microseconds(100) : std::min(pause * 2, kLongestPause);
       std::this_thread::sleep_for(pause);
     }
-    return store_.set(key("done", options_.rank), number_);
+    MYCOLL_RETURN_IF_ERROR(store_.set(key("done", options_.rank), number_));
+    return isLeader() ? waitForTheOthers() : Status();
   }
 
   Status result(GroupAddress* address) const {
@@ -179,27 +179,6 @@ class Meeting {
                                     ". Two processes were started with one rank.");
   }
 
-  // Made the group before in this very process: whoever was slow then must have seen it.
-  Status waitForEarlierMeeting() {
-    std::string commit, text;
-    MYCOLL_RETURN_IF_ERROR(get("commit", &commit));
-    MYCOLL_RETURN_IF_ERROR(get(key("card", 0), &text));
-    Card card;
-    if (commit.empty() || text.empty() || !Card::decode(text, &card).ok() ||
-        !isSameProcess(card.address, mine_.address)) {
-      return Status();
-    }
-    const Deadline soon = earlier(deadline_, Deadline::after(std::chrono::milliseconds(2000)));
-    for (int rank = 1; rank < options_.ranks; ++rank) {
-      std::string done;
-      do {
-        MYCOLL_RETURN_IF_ERROR(get(key("done", rank), &done));
-        if (done != commit) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      } while (done != commit && !soon.expired());
-    }
-    return Status();
-  }
-
   // Rank 0: cards -> roster, confirmations -> commit.
   Status lead(bool* moved) {
     bool isComplete = true, isNew = false;
@@ -251,6 +230,19 @@ class Meeting {
     std::string commit;
     MYCOLL_RETURN_IF_ERROR(get("commit", &commit));
     *isOver = commit == number_;
+    return Status();
+  }
+
+  Status waitForTheOthers() {
+    for (int rank = 1; rank < options_.ranks; ++rank) {
+      for (;;) {
+        std::string done;
+        MYCOLL_RETURN_IF_ERROR(get(key("done", rank), &done));
+        if (done == number_) break;
+        MYCOLL_RETURN_IF_ERROR(lookAround());
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
+    }
     return Status();
   }
 

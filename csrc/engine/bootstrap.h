@@ -7,7 +7,9 @@
 //   rank 0        reads the cards; roster = all of them; again whenever a card changes
 //   every rank    whose own fresh card is in the roster: ack/<rank> = the roster's number
 //   rank 0        when all have confirmed the roster that stands: commit = its number
-//   every rank    done/<rank> = its number; the next meeting under this name waits for these
+//   every rank    done/<rank> = its number
+//   rank 0        returns last, when all are done: whatever it does next (make the group anew, or end
+//                 and take the store with it), nobody still needs what is there
 //
 // A card of the dead never confirms, and is replaced when its rank comes. Whoever is not rank 0 reads
 // a constant number of keys.

@@ -267,7 +267,7 @@ def check_container() -> Iterator[Finding]:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         kind = "Kubernetes"
     if kind:
-        text = f"{kind}; ranks of one host share memory only within one network namespace"
+        text = f"{kind}\nranks share memory only within one network namespace"
         yield Finding("container", text)
     else:
         yield Finding("container", "none seen")

@@ -1,0 +1,83 @@
+"""Data-parallel training by hand: every rank its part of the data, gradients averaged by a ring.
+
+The ring is written here from messages, to show how an all-reduce can work; beside it, the same with
+dist.all_reduce, which is what to use.
+
+torchrun --nproc-per-node 2 examples/sgd_by_hand.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def ring_all_reduce(tensor: torch.Tensor) -> None:
+    """Sums in place. Each rank sends 2 (n - 1) / n of the tensor, however many ranks there are."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    # One chunk for each rank; tensor_split allows unequal ones. They are views of the tensor.
+    chunks = list(tensor.view(-1).tensor_split(size))
+
+    def pass_on(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        sending = dist.isend(outgoing, right)
+        dist.recv(incoming, left)
+        sending.wait()
+
+    # First round trip: a chunk grows by each rank that it passes, and is whole at its last stop.
+    for step in range(size - 1):
+        mine, theirs = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        arrived = torch.empty_like(theirs)
+        pass_on(mine, arrived)
+        theirs += arrived
+    # Second round trip: the whole chunks go around.
+    for step in range(size - 1):
+        pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size])
+
+
+def average_gradients(model: nn.Module, by_ring: bool) -> None:
+    for parameter in model.parameters():
+        if by_ring:
+            ring_all_reduce(parameter.grad)
+        else:
+            dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def train(by_ring: bool, steps: int = 100) -> float:
+    torch.manual_seed(1234)  # the same weights everywhere
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    data = torch.randn(512, 8)
+    target = data.pow(2).sum(dim=1, keepdim=True) / 8
+    # Each rank's part; with unequal parts the average would need weights.
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    loss = torch.zeros(())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(data[mine]), target[mine])
+        loss.backward()
+        average_gradients(model, by_ring)
+        optimizer.step()
+    mean = loss.detach()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+def main() -> None:
+    dist.init_process_group("mycoll")
+    torch.set_num_threads(1)
+    values = torch.arange(1003.0) * (dist.get_rank() + 1)
+    expected = values.clone()
+    ring_all_reduce(values)
+    dist.all_reduce(expected)
+    assert torch.equal(values, expected)
+
+    losses = {name: train(name == "ring") for name in ("ring", "all_reduce")}
+    if dist.get_rank() == 0:
+        print(f"loss after training: {losses}")
+    assert abs(losses["ring"] - losses["all_reduce"]) < 1e-3
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

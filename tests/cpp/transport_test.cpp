@@ -1,0 +1,276 @@
+// Endpoints and mailboxes, two in one thread, on each kind of link: what every link must do, and what
+// strangers must not be able to.
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "base/deadline.h"
+#include "test.h"
+#include "transport/endpoint.h"
+#include "transport/handshake.h"
+#include "transport/mailbox.h"
+
+using namespace mycoll;
+
+namespace {
+
+struct Listener final : MailboxListener {
+  void onFailure(const Status& cause) override { failure = cause; }
+  void onGoodbye(int rank) override { gone = rank; }
+  bool hasLeft(int) override { return false; }
+  Status failure;
+  int gone = -1;
+};
+
+// Two ranks.
+struct Pair {
+  explicit Pair(TransportChoice transport, const std::string& secondSecret = std::string(32, 's')) {
+    EndpointOptions options;
+    options.transport = transport;
+    options.storeHost = "127.0.0.1";
+    ASSERT_OK(Endpoint::create(options, &endpoints[0]));
+    ASSERT_OK(Endpoint::create(options, &endpoints[1]));
+    for (int rank = 0; rank < 2; ++rank) {
+      GroupAddress group;
+      group.context = 42;
+      group.name = "pair";
+      group.secret = rank == 0 ? std::string(32, 's') : secondSecret;
+      group.rank = rank;
+      group.peers = {endpoints[0]->address(), endpoints[1]->address()};
+      mailboxes[rank] = std::make_unique<Mailbox>(endpoints[rank], group, &listeners[rank]);
+    }
+  }
+
+  bool pump(const std::function<bool()>& until, int milliseconds = 10'000) {
+    const Deadline deadline = Deadline::after(std::chrono::milliseconds(milliseconds));
+    while (!until()) {
+      for (auto& endpoint : endpoints) {
+        if (endpoint) endpoint->progress();
+      }
+      if (deadline.expired()) return false;
+    }
+    return true;
+  }
+
+  std::shared_ptr<Endpoint> endpoints[2];
+  Listener listeners[2];
+  std::unique_ptr<Mailbox> mailboxes[2];
+};
+
+Signature message(size_t bytes) {
+  Signature result;
+  result.kind = OpKind::kSend;
+  result.bytes = bytes;
+  return result;
+}
+
+constexpr auto kMessages = MessageClass::kPointToPoint;
+
+void forBothLinks(const std::function<void(TransportChoice)>& body) {
+  body(TransportChoice::kAuto);
+  body(TransportChoice::kTcp);
+}
+
+std::vector<char> pattern(size_t bytes, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<char> data(bytes);
+  for (char& byte : data) byte = static_cast<char>(random());
+  return data;
+}
+
+Span span(std::vector<char>& data) { return {data.data(), data.size()}; }
+
+int openDescriptors() {
+  int count = 0;
+  DIR* directory = opendir("/proc/self/fd");
+  while (readdir(directory)) ++count;
+  closedir(directory);
+  return count;
+}
+
+Fd connectTo(const TcpAddress& address) {
+  Fd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in where{};
+  where.sin_family = AF_INET;
+  where.sin_port = htons(static_cast<uint16_t>(address.port));
+  inet_pton(AF_INET, address.address.c_str(), &where.sin_addr);
+  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&where), sizeof(where)) != 0) socket.reset();
+  return socket;
+}
+
+}  // namespace
+
+TEST(Transport, carriesMessagesOfAllSizes) {
+  forBothLinks([](TransportChoice transport) {
+    Pair pair(transport);
+    for (size_t bytes : {size_t{0}, size_t{1}, size_t{1000}, size_t{64 * 1024}, size_t{64 * 1024 + 1},
+                         size_t{700'001}, size_t{5'000'000}}) {
+      for (bool isPostedFirst : {true, false}) {
+        std::vector<char> out = pattern(bytes, static_cast<unsigned>(bytes)), in(bytes);
+        Transfer sending, receiving;
+        auto post = [&] {
+          pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(bytes), span(in));
+        };
+        if (isPostedFirst) post();
+        pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(bytes), span(out));
+        if (!isPostedFirst) {
+          for (int i = 0; i < 50; ++i) pair.endpoints[1]->progress();
+          post();
+        }
+        ASSERT(pair.pump([&] { return sending.isDone() && receiving.isDone(); }));
+        EXPECT_OK(sending.status());
+        EXPECT_OK(receiving.status());
+        EXPECT(in == out);
+      }
+    }
+    EXPECT(!pair.endpoints[0]->hasPending());
+    EXPECT(!pair.endpoints[1]->hasPending());
+  });
+}
+
+TEST(Transport, matchesByTagAndInOrder) {
+  forBothLinks([](TransportChoice transport) {
+    Pair pair(transport);
+    int values[4] = {1, 2, 3, 4}, got[4] = {};
+    const uint64_t tags[4] = {5, 6, 5, 6};
+    Transfer sending[4], receiving[4];
+    for (int i = 0; i < 4; ++i) {
+      pair.mailboxes[0]->send(sending[i], 1, kMessages, tags[i], message(4), {&values[i], 4});
+    }
+    // The sixes first, then the fives from whoever sends one.
+    const int order[4] = {1, 3, 0, 2};
+    for (int i : order) {
+      pair.mailboxes[1]->receive(receiving[i], tags[i] == 5 ? kFromAnyone : 0, kMessages, tags[i],
+                                 message(4), {&got[i], 4});
+    }
+    ASSERT(pair.pump([&] { return receiving[0].isDone() && receiving[1].isDone() &&
+                                  receiving[2].isDone() && receiving[3].isDone(); }));
+    for (int i = 0; i < 4; ++i) EXPECT_EQ(got[i], values[i]);
+    EXPECT_EQ(receiving[0].peer(), 0);
+  });
+}
+
+TEST(Transport, refusesAnotherSize) {
+  forBothLinks([](TransportChoice transport) {
+    for (size_t bytes : {size_t{100}, size_t{100'000}}) {
+      Pair pair(transport);
+      std::vector<char> out(bytes), in(bytes / 2);
+      Transfer sending, receiving;
+      pair.mailboxes[1]->receive(receiving, 0, kMessages, 0, message(in.size()), span(in));
+      pair.mailboxes[0]->send(sending, 1, kMessages, 0, message(bytes), span(out));
+      ASSERT(pair.pump([&] {
+        return !pair.listeners[0].failure.ok() && !pair.listeners[1].failure.ok();
+      }));
+      EXPECT_EQ(receiving.status().code(), Code::kMismatch);
+    }
+  });
+}
+
+TEST(Transport, cancelsWhatIsUnderWay) {
+  forBothLinks([](TransportChoice transport) {
+    Pair pair(transport);
+    std::vector<char> out(3'000'000), in(3'000'000);
+    {
+      Transfer sending, receiving;
+      pair.mailboxes[1]->receive(receiving, 0, kMessages, 0, message(in.size()), span(in));
+      pair.mailboxes[0]->send(sending, 1, kMessages, 0, message(out.size()), span(out));
+      for (int i = 0; i < 20; ++i) {
+        pair.endpoints[0]->progress();
+        pair.endpoints[1]->progress();
+      }
+    }
+    // The link is still in step.
+    int value = 9, got = 0;
+    Transfer sending, receiving;
+    pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
+    pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
+    ASSERT(pair.pump([&] { return receiving.isDone(); }));
+    EXPECT_EQ(got, value);
+  });
+}
+
+TEST(Transport, noticesThatAPeerHasGone) {
+  forBothLinks([](TransportChoice transport) {
+    Pair pair(transport);
+    int value = 9, got = 0;
+    Transfer sending, receiving, never;
+    pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
+    pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
+    ASSERT(pair.pump([&] { return receiving.isDone(); }));
+    pair.mailboxes[1]->receive(never, 0, kMessages, 1, message(4), {&got, 4});
+    pair.mailboxes[0].reset();
+    pair.endpoints[0].reset();
+    ASSERT(pair.pump([&] { return never.isDone(); }));
+    EXPECT_EQ(never.status().code(), Code::kPeerLost);
+    EXPECT_EQ(pair.listeners[1].failure.code(), Code::kPeerLost);
+  });
+}
+
+TEST(Transport, aGoodbyeIsNoLoss) {
+  forBothLinks([](TransportChoice transport) {
+    Pair pair(transport);
+    int value = 9, got = 0;
+    Transfer sending, receiving;
+    pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
+    pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
+    ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
+    // Against the direction of the only link.
+    pair.mailboxes[1]->sayGoodbye();
+    pair.mailboxes[1].reset();
+    pair.endpoints[1].reset();
+    ASSERT(pair.pump([&] { return pair.listeners[0].gone == 1; }));
+    for (int i = 0; i < 200; ++i) pair.endpoints[0]->progress();
+    EXPECT_OK(pair.listeners[0].failure);
+  });
+}
+
+TEST(Transport, refusesWhoDoesNotKnowTheSecret) {
+  forBothLinks([](TransportChoice transport) {
+    Pair pair(transport, std::string(32, 'x'));
+    int value = 9, got = 0;
+    Transfer sending, receiving;
+    pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
+    pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
+    ASSERT(pair.pump([&] { return sending.isDone(); }));
+    EXPECT(!sending.status().ok());
+    EXPECT(!receiving.isDone() || !receiving.status().ok());
+    EXPECT_EQ(got, 0);
+  });
+}
+
+// Garbage, truncated handshakes, and connections that say nothing.
+TEST(Transport, strangersChangeNothing) {
+  Pair pair(TransportChoice::kTcp);
+  const TcpAddress target = pair.endpoints[1]->address().tcp.front();
+  const int before = openDescriptors();
+  std::mt19937 random(3);
+  for (int i = 0; i < 300; ++i) {
+    Fd socket = connectTo(target);
+    ASSERT(socket.isOpen());
+    Hello hello;
+    std::memset(hello.sourceUid, 'a', sizeof(hello.sourceUid));
+    std::memcpy(hello.destinationUid, pair.endpoints[1]->address().uid.data(), 32);
+    hello.context = 42;
+    hello.destination = 1;
+    std::vector<char> bytes = pattern(sizeof(hello), random());
+    if (i % 3 == 0) std::memcpy(bytes.data(), &hello, sizeof(hello));
+    if (i % 5 == 0) bytes.resize(random() % bytes.size());
+    (void)!send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    pair.endpoints[1]->progress();
+  }
+  int value = 9, got = 0;
+  Transfer sending, receiving;
+  pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
+  pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
+  ASSERT(pair.pump([&] { return receiving.isDone(); }));
+  EXPECT_EQ(got, value);
+  pair.pump([&] { return openDescriptors() <= before + 4; });
+  EXPECT(openDescriptors() <= before + 4);
+}

@@ -1,0 +1,93 @@
+"""The programs of examples/, run as their first lines say, only without torchrun's own start-up."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+DEADLINE = 120
+
+
+@pytest.fixture(autouse=True)
+def only_mycoll(request, backend):
+    if backend != "mycoll":
+        pytest.skip("the examples name mycoll")
+
+
+def two_ranks(name: str) -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(EXAMPLES / name)],
+            env=dict(os.environ, RANK=str(rank), OMP_NUM_THREADS="1", **world),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=DEADLINE)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return "".join(outputs)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("point_to_point.py", "neighbours: rank 1 heard from 0"),
+        ("collectives.py", "objects: [{'rank': 0, 'lr': 0.1}, {'rank': 1, 'lr': 0.1}]"),
+        ("sgd_by_hand.py", "loss after training"),
+        ("sharded.py", "tensor parallel"),
+    ],
+)
+def test_example(name, words):
+    assert words in two_ranks(name)
+
+
+def test_notebook():
+    command = [sys.executable, str(EXAMPLES / "notebook.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.stdout.strip() == "[3.142122, 3.142122]", done.stdout + done.stderr
+
+
+def test_ddp_restart(tmp_path: Path):
+    """As torchrun runs it; then the outcome is that of a job that never crashed."""
+    program = [str(EXAMPLES / "ddp_restart.py"), "--folder"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc-per-node", "2", "--max-restarts", "1"]
+    outcomes = []
+    for folder, crash in (("crash", ["--crash-at", "25"]), ("calm", [])):
+        (tmp_path / folder).mkdir()
+        done = subprocess.run(
+            [*launch, *program, str(tmp_path / folder), *crash],
+            env=dict(os.environ, OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        if crash:
+            assert "attempt 1 begins with step 20" in done.stdout, done.stdout
+        outcomes.append(re.search(r"done: .*", done.stdout))
+    assert outcomes[0] and outcomes[1] and outcomes[0][0] == outcomes[1][0]
+
+
+def test_all_are_listed():
+    page = (EXAMPLES / "README.md").read_text()
+    assert set(re.findall(r"^\| `(\w+\.py)`", page, re.MULTILINE)) == {
+        path.name for path in EXAMPLES.glob("*.py")
+    }

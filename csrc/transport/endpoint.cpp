@@ -88,7 +88,7 @@ void Endpoint::handleEvents(const epoll_event* events, int count) {
   std::vector<Transfer*> finished;
   {
     std::lock_guard<std::mutex> lock(io_);
-    for (int i = 0; i < count; ++i) onEvent(events[i].data.fd);
+    for (int i = 0; i < count; ++i) onEvent(events[i]);
     runHandshakes();
     moved = moveBytes();
     finished.swap(delivered_);
@@ -97,14 +97,17 @@ void Endpoint::handleEvents(const epoll_event* events, int count) {
   if (moved || !finished.empty()) sleeper_.wakeSleepers();
 }
 
-void Endpoint::onEvent(int fd) {
+void Endpoint::onEvent(const epoll_event& event) {
+  const int fd = event.data.fd;
   if (fd == bell_.fd()) return bell_.drain();
   if (fd == unixListener_.get()) return acceptFrom(fd, true);
   for (Fd& listener : tcpListeners_) {
     if (fd == listener.get()) return acceptFrom(fd, false);
   }
   for (auto& link : inLinks_) {
-    if (link->receiver->fd() == fd) return link->receiver->onEvent();
+    if (link->receiver->fd() == fd) {
+      return link->receiver->onEvent(event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR));
+    }
   }
   for (auto& [uid, link] : outLinks_) {
     if (link->sender && link->sender->fd() == fd) return onSenderEvent(*link);
@@ -155,7 +158,7 @@ void Endpoint::sendFarewell(const PeerAddress& peer, const Farewell& farewell) {
 void Endpoint::pollEvents() {
   epoll_event events[Sleeper::kMaxEvents];
   int count = epoll_wait(sleeper_.epollFd(), events, Sleeper::kMaxEvents, 0);
-  for (int i = 0; i < count; ++i) onEvent(events[i].data.fd);
+  for (int i = 0; i < count; ++i) onEvent(events[i]);
 }
 
 bool Endpoint::progress() {

@@ -139,7 +139,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   explicit Endpoint(EndpointOptions options);
   Status open();
   void handleEvents(const epoll_event* events, int count);
-  void onEvent(int fd);
+  void onEvent(const epoll_event& event);
   void onSenderEvent(OutLink& link);
   void pollEvents();
   bool moveBytes();

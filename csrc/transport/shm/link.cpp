@@ -150,7 +150,7 @@ ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
 }
 
 // The socket carries descriptors and, at the end, the news that the peer has gone.
-void ShmReceiver::onEvent() {
+void ShmReceiver::onEvent(bool) {
   for (;;) {
     Fd fd;
     char cookie[kCookieBytes];
@@ -168,7 +168,7 @@ void ShmReceiver::onEvent() {
 }
 
 Fd ShmReceiver::takeFd(const std::string& cookie) {
-  onEvent();
+  onEvent(false);
   auto found = received_.find(cookie);
   if (found == received_.end()) return Fd();
   Fd fd = std::move(found->second);

@@ -63,7 +63,7 @@ class ShmReceiver final : public LinkReceiver {
   ShmReceiver(std::shared_ptr<Segment> segment, Fd socket, Bell bell);
   ssize_t read(void* data, size_t bytes, bool streaming) override;
   bool maybeReadable() const override;
-  void onEvent() override;
+  void onEvent(bool isClosed) override;
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_.get(); }
   // What sendFd() sent with this cookie; closed when it has not come.

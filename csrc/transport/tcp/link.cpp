@@ -3,7 +3,9 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 namespace mycoll {
 
@@ -24,17 +26,35 @@ ssize_t TcpSender::write(const Span* parts, int count) {
   }
 }
 
-ssize_t TcpReceiver::read(void* data, size_t bytes, bool) {
-  if (bytes == 0) return 0;
+ssize_t TcpReceiver::receive(void* data, size_t bytes) {
   for (;;) {
     ssize_t got = recv(socket_.get(), data, bytes, MSG_DONTWAIT);
-    if (got > 0) return got;
-    if (got == 0) return -1;
-    if (errno == EINTR) continue;
-    if (errno != EAGAIN) return -1;
+    if (got > 0) {
+      // Less than there was room for: the next byte raises a new event.
+      if (static_cast<size_t>(got) < bytes && !closed_) readable_ = false;
+      return got;
+    }
+    if (got < 0 && errno == EINTR) continue;
+    if (got == 0 || errno != EAGAIN) return -1;
     readable_ = false;
     return 0;
   }
+}
+
+ssize_t TcpReceiver::read(void* data, size_t bytes, bool) {
+  if (bytes == 0) return 0;
+  if (begin_ == end_) {
+    if (!readable_) return 0;
+    if (bytes >= kBufferBytes) return receive(data, bytes);
+    begin_ = end_ = 0;
+    ssize_t got = receive(buffer_.get(), kBufferBytes);
+    if (got <= 0) return got;
+    end_ = static_cast<size_t>(got);
+  }
+  const size_t taken = std::min(bytes, end_ - begin_);
+  std::memcpy(data, buffer_.get() + begin_, taken);
+  begin_ += taken;
+  return static_cast<ssize_t>(taken);
 }
 
 }  // namespace mycoll

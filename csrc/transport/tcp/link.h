@@ -1,6 +1,8 @@
 // A link between hosts: one TCP connection, used in one direction.
 #pragma once
 
+#include <memory>
+
 #include "base/fd.h"
 #include "transport/link.h"
 
@@ -21,15 +23,26 @@ class TcpReceiver final : public LinkReceiver {
  public:
   explicit TcpReceiver(Fd socket) : socket_(std::move(socket)) {}
   ssize_t read(void* data, size_t bytes, bool streaming) override;
-  bool maybeReadable() const override { return readable_; }
-  void onEvent() override { readable_ = true; }
+  bool maybeReadable() const override { return readable_ || begin_ != end_; }
+  void onEvent(bool isClosed) override {
+    readable_ = true;
+    closed_ |= isClosed;
+  }
   void setAsleep(bool) override {}
   int fd() const override { return socket_.get(); }
 
  private:
+  ssize_t receive(void* data, size_t bytes);
+
   Fd socket_;
-  // Set by the edge-triggered poll, cleared by a read that found nothing.
+  // Set by the edge-triggered poll, cleared by a read that left nothing behind.
   bool readable_ = true;
+  bool closed_ = false;  // what is left to read ends with the end
+  // Headers and short payloads come through here: one system call for several of them.
+  static constexpr size_t kBufferBytes = 16 * 1024;
+  std::unique_ptr<char[]> buffer_{new char[kBufferBytes]};
+  size_t begin_ = 0;
+  size_t end_ = 0;
 };
 
 }  // namespace mycoll

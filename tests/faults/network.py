@@ -1,0 +1,175 @@
+"""Two hosts (network namespaces) with two ranks each, and a router between them that can be cut.
+
+The router drops packets silently when it stops forwarding: no carrier loss, no ICMP error reaches
+the hosts, as with a failed switch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from test_two_hosts import enter, ip
+from worlds.worker import Ctx
+
+from faults.deaths import all_reduce_forever
+from faults.harness import Outcome, Seen, Skip, Stage, answers, attempt, attempt_and_leave
+
+PORT = 29_733
+NUMEL = 20_000
+
+
+class Router:
+    def __init__(self) -> None:
+        self.name = f"mycoll-r-{os.getpid()}"
+        self.hosts = [f"mycoll-h{i}-{os.getpid()}" for i in (0, 1)]
+
+    def make(self) -> None:
+        for name in (self.name, *self.hosts):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        for i, host in enumerate(self.hosts):
+            ip("link", "add", "veth0", "netns", host, "type", "veth", "peer", "name", f"port{i}",
+               "netns", self.name)  # fmt: skip
+            ip("-n", host, "addr", "add", f"10.214.{i}.1/24", "dev", "veth0")
+            ip("-n", self.name, "addr", "add", f"10.214.{i}.254/24", "dev", f"port{i}")
+            ip("-n", self.name, "link", "set", f"port{i}", "up")
+            ip("-n", host, "link", "set", "veth0", "up")
+            ip("-n", host, "route", "add", "default", "via", f"10.214.{i}.254")
+        self.forward(True)
+
+    def inside(self, *words: str) -> None:
+        subprocess.run(
+            ["ip", "netns", "exec", self.name, *words], check=True, capture_output=True, text=True
+        )
+
+    def forward(self, is_open: bool) -> None:
+        self.inside("sh", "-c", f"echo {int(is_open)} > /proc/sys/net/ipv4/ip_forward")
+
+    def slow(self) -> None:
+        for port in ("port0", "port1"):
+            self.inside("tc", "qdisc", "replace", "dev", port, "root", "tbf", "rate", "100mbit",
+                        "burst", "64kb", "latency", "50ms")  # fmt: skip
+
+    def lossy(self) -> bool:
+        """False where the kernel has no netem."""
+        try:
+            for port in ("port0", "port1"):
+                self.inside("tc", "qdisc", "replace", "dev", port, "root", "netem", "loss", "1%",
+                            "rate", "100mbit")  # fmt: skip
+        except subprocess.CalledProcessError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        for name in (self.name, *self.hosts):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@contextlib.contextmanager
+def router(stage: Stage) -> Iterator[Router]:
+    if stage.transport == "shm":
+        raise Skip("shared memory does not reach another host")
+    made = Router()
+    try:
+        try:
+            made.make()
+        except (OSError, subprocess.CalledProcessError) as error:
+            text = getattr(error, "stderr", "") or str(error)
+            raise Skip(f"network namespaces cannot be made here: {text.strip()}") from error
+        yield made
+    finally:
+        made.remove()
+
+
+def join(ctx: Ctx, hosts: list[str], timeout: float) -> None:
+    enter(hosts[ctx.rank // 2])
+    os.environ["GLOO_SOCKET_IFNAME"] = "veth0"
+    os.environ.pop("MYCOLL_TRANSPORT", None)  # as users have it: shared memory inside a host
+    dist.init_process_group(
+        ctx.backend,
+        init_method=f"tcp://10.214.0.1:{PORT}",
+        rank=ctx.rank,
+        world_size=ctx.size,
+        timeout=timedelta(seconds=timeout),
+    )
+    dist.all_reduce(torch.ones(NUMEL))
+
+
+def loop(ctx: Ctx, hosts: list[str], timeout: float) -> Seen:
+    join(ctx, hosts, timeout)
+    return attempt_and_leave(lambda: all_reduce_forever(0.01))
+
+
+def rounds(ctx: Ctx, hosts: list[str], seconds: float) -> Seen:
+    """All ranks do the same number of rounds; returns how many gave wrong bits."""
+    join(ctx, hosts, 60.0)
+    inputs = [ctx.inputs(torch.float32, NUMEL, seed) for seed in range(4)]
+    wants = [a + b + c + d for a, b, c, d in inputs]
+
+    def action() -> tuple[int, int]:
+        wrong, done, end = 0, 0, time.monotonic() + seconds
+        go_on = torch.ones(1)
+        while go_on.item():
+            x = inputs[done % 4][ctx.rank].clone()
+            dist.all_reduce(x)
+            exact = torch.equal(x, wants[done % 4])
+            wrong += not (torch.allclose(x, wants[done % 4]) if ctx.gloo else exact)
+            done += 1
+            time.sleep(0.01)
+            go_on.fill_(time.monotonic() < end)
+            dist.broadcast(go_on, 0)
+        return wrong, done
+
+    return attempt(action)
+
+
+def blackhole(stage: Stage) -> Outcome:
+    """The network between two hosts swallows everything, timeout 20 s."""
+    judge = stage.judge()
+    with router(stage) as net, stage.world(4, init=False) as world:
+        world.start(loop, net.hosts, 20.0)
+        time.sleep(3.0)
+        net.forward(False)
+        cut = time.monotonic()
+        judge.raised(answers(world), cut, 12.0, r"rank \d")
+    return judge.outcome()
+
+
+def partition(stage: Stage) -> Outcome:
+    """The network is cut for 3 s and heals."""
+    judge = stage.judge()
+    with router(stage) as net, stage.world(4, init=False) as world:
+        world.start(rounds, net.hosts, 6.0)
+        time.sleep(3.0)
+        net.forward(False)
+        time.sleep(3.0)
+        net.forward(True)
+        _finish(judge, answers(world))
+    return judge.outcome()
+
+
+def slow_and_lossy(stage: Stage) -> Outcome:
+    """100 Mbit/s and 1 % loss for 10 s."""
+    judge = stage.judge()
+    with router(stage) as net, stage.world(4, init=False) as world:
+        if not net.lossy():
+            net.slow()
+            judge.notes.append("100 Mbit/s only: this kernel has no netem for the loss")
+        world.start(rounds, net.hosts, 10.0)
+        _finish(judge, answers(world, limit=60))
+    return judge.outcome()
+
+
+def _finish(judge, found: dict) -> None:
+    judge.fine(found)
+    values = [s.value for s in found.values() if isinstance(s, Seen) and s.value]
+    wrong = sum(value[0] for value in values)
+    judge.expect(wrong == 0, f"{wrong} wrong results")
+    judge.notes.append(f"{max((value[1] for value in values), default=0)} rounds")

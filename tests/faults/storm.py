@@ -1,0 +1,33 @@
+"""Run by torchrun: in each life but the last, one rank kills itself in the middle of a loop."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    last = int(os.environ["FAULTS_RESTARTS"])
+    dist.init_process_group(os.environ["FAULTS_BACKEND"], timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    chance = random.Random(life)
+    victim, when = chance.randrange(dist.get_world_size()), chance.randrange(1, 50)
+    x = torch.ones(10_000)
+    for step in range(60):
+        if life < last and rank == victim and step == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(x.fill_(1.0))
+        time.sleep(0.002)
+    dist.destroy_process_group()
+    print("the end", flush=True)
+
+
+if __name__ == "__main__":
+    main()

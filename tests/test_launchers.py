@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -52,11 +53,8 @@ def finish(*processes: subprocess.Popen[str]) -> list[str]:
 
 
 def oks(outputs: list[str]) -> set[str]:
-    found = set()
-    for line in "\n".join(outputs).splitlines():
-        if "smoke: ok" in line:
-            found.add(line.split("smoke: ok ")[1].split(" in ")[0])
-    return found
+    # Two ranks may write on one line.
+    return set(re.findall(r"smoke: ok (\w+(?: of \d+)?)", "\n".join(outputs)))
 
 
 def test_torchrun(backend, transport):

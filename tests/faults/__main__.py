@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from worlds.pool import Options, Pool
@@ -43,11 +45,29 @@ SCENARIOS: dict[str, Scenario] = {
     "19c": lifecycle.exit_with_send,
     "20": strangers.junk,
 }
-DOC = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOC = ROOT / "docs" / "reliability.md"
+RESULTS = ROOT / "build" / "faults.json"  # a run replaces what it ran again
+Results = dict[str, dict[str, list[Outcome]]]  # by scenario, then by column
 
 
 def title(scenario: Scenario) -> str:
     return (scenario.__doc__ or "").splitlines()[0].rstrip(".")
+
+
+def load(path: Path) -> Results:
+    if not path.exists():
+        return {}
+    data = json.loads(path.read_text())
+    return {
+        number: {column: [Outcome(**each) for each in runs] for column, runs in columns.items()}
+        for number, columns in data.items()
+    }
+
+
+def save(path: Path, results: Results) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(results, default=asdict))
 
 
 def play(scenario: Scenario, stage: Stage) -> Outcome:
@@ -77,11 +97,13 @@ def main() -> int:
     parser.add_argument("--transport", default="shm,tcp")
     parser.add_argument("--only", default="", help="numbers of scenarios: 1,3,19a")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="default: docs/reliability.md, if all are run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept")
+    parser.add_argument("--write", action="store_true", help="write the page with --only, too")
     args = parser.parse_args()
     chosen = args.only.split(",") if args.only else list(SCENARIOS)
     kinds = columns(args)
     rows = [Row(number, title(SCENARIOS[number])) for number in chosen]
+    kept = load(args.results)
     pools = {kind: Pool(Options(backend=kind[0])) for kind in kinds}
     failures = 0
     width = shutil.get_terminal_size((160, 40)).columns
@@ -102,11 +124,14 @@ def main() -> int:
                     print(f"          {note}"[:width])
                 if outcome.sample:
                     print(f"          > {outcome.sample}"[: 4 * width], flush=True)
-    text = markdown(rows, [" ".join(kind).strip() for kind in kinds], args.repeats)
-    out = args.out or (None if args.only else DOC)
-    if out:
-        out.write_text(text)
-        print(f"written to {out}", file=sys.stderr)
+            kept.setdefault(row.number, {})[column] = row.outcomes[column]
+        save(args.results, kept)
+    if args.write or not args.only:
+        whole = [
+            Row(number, title(SCENARIOS[number]), kept.get(number, {})) for number in SCENARIOS
+        ]
+        DOC.write_text(markdown(whole))
+        print(f"written to {DOC}", file=sys.stderr)
     for pool in pools.values():
         pool.close()
     return 1 if failures else 0

@@ -25,7 +25,7 @@ from faults.harness import (
 
 VICTIM = 2
 GIB = 1 << 30
-INIT_POINTS = 20
+INIT_POINTS = 6
 
 
 def all_reduce_forever(pause: float = 0.002) -> None:

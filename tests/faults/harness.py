@@ -110,7 +110,9 @@ class Judge:
             if not seen.kind:
                 continue
             self.took(f"rank {rank}", seen.ended - start, limit)
-            self.expect(seen.kind == kind, f"{seen.kind} instead of {kind}")
+            self.expect(
+                re.fullmatch(kind, seen.kind) is not None, f"raised {seen.kind}, not {kind}"
+            )
             for word in words:
                 found = re.search(word, seen.text, re.IGNORECASE)
                 self.expect(found is not None, f"rank {rank}'s text lacks “{word}”")

@@ -21,8 +21,9 @@ from faults.harness import Outcome, Seen, Skip, Stage, answers, attempt
 
 CLONE_NEWNS = 0x00020000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
+SHM = Path("/dev/shm")
 STORM = Path(__file__).with_name("storm.py")
-RESTARTS = 4
+RESTARTS = 2
 
 
 def tiny_shm(ctx: Ctx) -> Seen:
@@ -62,7 +63,7 @@ def small_shm(stage: Stage) -> Outcome:
 def kill_storm(stage: Stage) -> Outcome:
     """Kill and restart under torchrun."""
     judge = stage.judge()
-    shm = set(os.listdir("/dev/shm"))
+    shm = set(SHM.iterdir())
     env = dict(os.environ, OMP_NUM_THREADS="1", FAULTS_BACKEND=stage.family)
     env["FAULTS_RESTARTS"] = str(RESTARTS)
     if stage.transport:
@@ -74,15 +75,15 @@ def kill_storm(stage: Stage) -> Outcome:
     judge.notes.append(f"{RESTARTS} restarts in {time.monotonic() - began:.0f} s")
     judge.expect(run.returncode == 0, f"torchrun ended with {run.returncode}")
     judge.expect(run.stdout.count("the end") == 4, "not all ranks of the last life finished")
-    judge.expect(set(os.listdir("/dev/shm")) <= shm, "files are left in /dev/shm")
-    left = [pid for pid in map(str, filter(str.isdigit, os.listdir("/proc"))) if _is_storm(pid)]
+    judge.expect(set(SHM.iterdir()) <= shm, "files are left in /dev/shm")
+    left = [p for p in Path("/proc").iterdir() if p.name.isdigit() and _is_storm(p)]
     judge.expect(not left, f"{len(left)} processes are left")
     return judge.outcome()
 
 
-def _is_storm(pid: str) -> bool:
+def _is_storm(process: Path) -> bool:
     try:
-        return str(STORM).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return str(STORM).encode() in (process / "cmdline").read_bytes()
     except OSError:
         return False
 
@@ -199,16 +200,14 @@ def _programs(stage: Stage, send: bool, numel: int = 1000) -> list[tuple[int, fl
     env = dict(os.environ, OMP_NUM_THREADS="1")
     if stage.transport:
         env["MYCOLL_TRANSPORT"] = stage.transport
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", text, str(rank)],
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        for rank in (0, 1)
-    ]
+    ranks = []
+    for rank in (0, 1):
+        command = [sys.executable, "-c", text, str(rank)]
+        ranks.append(
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
     ends: list[float] = [0.0, 0.0]
     limit = time.monotonic() + 60
     while not all(ends) and time.monotonic() < limit:

@@ -135,11 +135,17 @@ def worlds(stage: Stage) -> Outcome:
     """A rank twice; world sizes that differ; a file:// store left over from another job."""
     total = stage.judge()
 
-    def part(name: str, size: int, job: Callable[..., Seen], *args: object, words: str) -> None:
+    def part(name: str, size: int, job: Callable[..., Seen], *args: object, words: str,
+             may_work: bool = False) -> None:  # fmt: skip
         judge = Judge(stage.patience)
         with stage.world(size, init=False) as world:
             world.start(job, *args)
-            judge.raised(answers(world, limit=15), None, 2.0, words)
+            found = answers(world, limit=15)
+        works = all(isinstance(seen, Seen) and not seen.kind for seen in found.values())
+        if works and may_work:
+            total.notes.append(f"{name}: works")
+            return
+        judge.raised(found, None, 2.0, words, kind="Dist(Backend|Store|Network)Error")
         total.slowest = max(total.slowest or 0.0, judge.slowest or 0.0)
         total.sample = total.sample or judge.sample
         for text in judge.unmet:
@@ -154,5 +160,5 @@ def worlds(stage: Stage) -> Outcome:
             time.sleep(1.0)
             for pid in world.pids:
                 os.kill(pid, 9)
-        part("stale file store", 2, stale, path, 6.0, words="stale|file")
+        part("stale file store", 2, stale, path, 6.0, words="stale|file", may_work=True)
     return total.outcome()

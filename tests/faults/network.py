@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from test_two_hosts import enter, ip
 from worlds.worker import Ctx
 
 from faults.deaths import all_reduce_forever
-from faults.harness import Outcome, Seen, Skip, Stage, answers, attempt, attempt_and_leave
+from faults.harness import Judge, Outcome, Seen, Skip, Stage, answers, attempt, attempt_and_leave
 
 PORT = 29_733
 NUMEL = 20_000
@@ -167,7 +168,7 @@ def slow_and_lossy(stage: Stage) -> Outcome:
     return judge.outcome()
 
 
-def _finish(judge, found: dict) -> None:
+def _finish(judge: Judge, found: dict[int, Any]) -> None:
     judge.fine(found)
     values = [s.value for s in found.values() if isinstance(s, Seen) and s.value]
     wrong = sum(value[0] for value in values)

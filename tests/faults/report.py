@@ -36,7 +36,7 @@ def cell(outcomes: list[Outcome]) -> str:
     if not outcomes:
         return ""
     if outcomes[0].verdict == "skip":
-        return "–"
+        return "not run"
     good = sum(o.verdict == "pass" for o in outcomes)
     times = [o.seconds for o in outcomes if o.seconds is not None]
     text = "pass" if good == len(outcomes) else "**FAIL**"
@@ -53,18 +53,23 @@ def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def markdown(rows: list[Row], columns: list[str], repeats: int) -> str:
+def markdown(rows: list[Row]) -> str:
+    columns = list(dict.fromkeys(column for row in rows for column in row.outcomes))
+    columns.sort(key=lambda column: (column == "gloo", column))
+    runs = [len(each) for row in rows for each in row.outcomes.values()]
     today = datetime.date.today().isoformat()
     cores = len(os.sched_getaffinity(0))
     lines = [HEAD]
-    lines.append(f"Measured on a {cores}-core VM, {today}, {repeats} run(s) of each. The time is that "
-                 "of the slowest rank, from the fault (or its own call) to the exception.\n")  # fmt: skip
+    lines.append(
+        f"Measured on a {cores}-core VM, {today}, {min(runs, default=0)} run(s) of each. The time "
+        "is that of the slowest rank, from the fault (or its own call) to the exception.\n"
+    )
     lines.append("| | fault | " + " | ".join(columns) + " |")
     lines.append("|---|---|" + "---|" * len(columns))
     for row in rows:
         cells = [cell(row.outcomes.get(column, [])) for column in columns]
         lines.append(f"| {row.number} | {escaped(row.title)} | " + " | ".join(cells) + " |")
-    lines.append("\n–: not run here, for the reason in the notes.\n\n## Notes\n")
+    lines.append("\nnot run: the reason is in the notes.\n\n## Notes\n")
     for row in rows:
         for column in columns:
             for note in notes(row.outcomes.get(column, [])):

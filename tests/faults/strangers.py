@@ -45,7 +45,7 @@ def listeners(pid: int) -> list[tuple[str, int]]:
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            target = os.readlink(fd)
+            target = str(fd.readlink())
         except OSError:
             continue
         if target.startswith("socket:["):

@@ -127,7 +127,7 @@ def devices(n: int) -> dict[str, Mistake]:
     def mixed() -> list[torch.Tensor]:
         return [f32(3) for _ in range(n - 1)] + [meta(3)]
 
-    # A call whose tensors are all on one foreign device is torch's to dispatch, and never comes here.
+    # A call whose tensors are all on one foreign device is dispatched by torch, and not seen here.
     return {
         "all_gather": (lambda: dist.all_gather(mixed(), x), ()),
         "gather": (lambda: dist.gather(x, mixed(), dst=0), ()),

@@ -51,6 +51,10 @@ def rank_one_hides():
         raise RuntimeError("cannot go on") from error
 
 
+def return_generator():
+    return (number for number in range(3))
+
+
 def sleep_long():
     time.sleep(600 if dist.get_rank() else 0)
 
@@ -78,6 +82,11 @@ def test_death_without_a_word(backend):
 def test_consequence_that_comes_first(backend):
     with pytest.raises(mycoll.SpawnError, match="ValueError: the cause"):
         mycoll.spawn(rank_one_hides, backend=backend)
+
+
+def test_result_that_cannot_travel(backend):
+    with pytest.raises(mycoll.SpawnError, match="cannot pickle 'generator' object"):
+        mycoll.spawn(return_generator, backend=backend)
 
 
 def test_timeout_stops_all(backend):

@@ -18,14 +18,10 @@ bool isInterruptPending() {
 void throwStatus(const Status& status) {
   const std::string& message = status.message();
   switch (status.code()) {
-    case Code::kInvalidArgument:
-      C10_THROW_ERROR(ValueError, message);
-    case Code::kUnsupported:
-      C10_THROW_ERROR(NotImplementedError, message);
-    case Code::kNetwork:
-      C10_THROW_ERROR(DistNetworkError, message);
-    case Code::kStore:
-      C10_THROW_ERROR(DistStoreError, message);
+    case Code::kInvalidArgument: C10_THROW_ERROR(ValueError, message);
+    case Code::kUnsupported: C10_THROW_ERROR(NotImplementedError, message);
+    case Code::kNetwork: C10_THROW_ERROR(DistNetworkError, message);
+    case Code::kStore: C10_THROW_ERROR(DistStoreError, message);
     case Code::kInterrupted:
       if (interruptHook.raise != nullptr) interruptHook.raise();
       break;
@@ -34,8 +30,7 @@ void throwStatus(const Status& status) {
     case Code::kTimeout:
     case Code::kPeerLost:
     case Code::kAborted:
-    case Code::kInternal:
-      break;
+    case Code::kInternal: break;
   }
   C10_THROW_ERROR(DistBackendError, message);
 }

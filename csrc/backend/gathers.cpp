@@ -59,9 +59,8 @@ void MycollBackend::addAllGatherInto(Request& request, const at::Tensor& output,
   call.in.push_back(in);
   call.out.reserve(static_cast<size_t>(size_));
   for (int i = 0; i < size_; ++i) {
-    call.out.push_back(
-        Span{in.bytes == 0 ? nullptr : whole.begin() + static_cast<size_t>(i) * in.bytes,
-             in.bytes});
+    call.out.push_back(Span{
+        in.bytes == 0 ? nullptr : whole.begin() + static_cast<size_t>(i) * in.bytes, in.bytes});
   }
   request.separateInputs(call);
 }

@@ -22,8 +22,8 @@ constexpr std::chrono::seconds kShutdownTimeout(10);
 constexpr std::chrono::seconds kDropTimeout(2);
 
 std::atomic<int> forkCount{0};
-[[maybe_unused]] const int kForkHandler = pthread_atfork(
-    nullptr, nullptr, [] { forkCount.fetch_add(1, std::memory_order_relaxed); });
+[[maybe_unused]] const int kForkHandler =
+    pthread_atfork(nullptr, nullptr, [] { forkCount.fetch_add(1, std::memory_order_relaxed); });
 
 // Groups that live, for closeAll(). Never destroyed: a group may die during static destruction.
 struct Registry {
@@ -167,8 +167,8 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
   const std::string name = opts ? opts->group_name : groupName_ + ":split";
 
   std::lock_guard<std::mutex> lock(splitMutex_);
-  const bool isKnown = lastSplit_ && lastSplit_->groupName_ == name &&
-                       lastSplit_->communicator_->error().ok();
+  const bool isKnown =
+      lastSplit_ && lastSplit_->groupName_ == name && lastSplit_->communicator_->error().ok();
   if (!isKnown) {
     lastSplit_ = create(store, static_cast<int>(self - ranks.begin()),
                         static_cast<int>(ranks.size()), name, std::move(globalRanks),

@@ -1,9 +1,8 @@
 // mycoll.Options: what a user may choose for one group (pg_options). Plain values.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "backend/torch_version.h"
 

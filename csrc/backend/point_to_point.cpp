@@ -13,8 +13,9 @@ void checkPeer(const CallSite& site, const char* argument, int peer) {
   if (peer != site.rank) [[likely]] {
     return;
   }
-  refuse(site, c10::str(argument, " must be another rank, but it is this one: a rank cannot send "
-                                  "to itself"));
+  refuse(site, c10::str(argument,
+                        " must be another rank, but it is this one: a rank cannot send "
+                        "to itself"));
 }
 
 void checkTag(const CallSite& site, int tag) {

@@ -1,8 +1,7 @@
 #include "backend/profiling.h"
 
-#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
-
 #include <optional>
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <tuple>
 
 #include "backend/mycoll_backend.h"

@@ -67,8 +67,8 @@ MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::Reduc
   const ReduceOp reduceOp = checkReduceOp(site, opts.reduceOp, tensor);
   Request request(site, c10d::OpType::REDUCE, "mycoll:reduce", opts.timeout, opts.asyncOp);
   const bool isInPlace = isRoot && opts.reduceOp.op_ != c10d::ReduceOp::PREMUL_SUM;
-  const Span in = isInPlace ? request.inOut(tensor)
-                            : request.input(request.premultiply(tensor, opts.reduceOp));
+  const Span in =
+      isInPlace ? request.inOut(tensor) : request.input(request.premultiply(tensor, opts.reduceOp));
   Call& call = request.addCall(OpKind::kReduce, tensor);
   call.reduceOp = reduceOp;
   call.root = static_cast<int>(opts.rootRank);

@@ -4,9 +4,9 @@
 #pragma once
 
 #include <c10/util/SmallVector.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "backend/layout.h"
@@ -30,15 +30,15 @@ struct Request {
 
   CallSite site;
   c10d::OpType type;
-  const char* title;  // "mycoll:all_reduce"; a literal
+  const char* title;                  // "mycoll:all_reduce"; a literal
   std::chrono::milliseconds timeout;  // as torch says it: not positive means the group's
   bool async;
   // Point to point only; the one call then has one span, `in` to send and `out` to receive.
   int peer = -1;
   uint64_t tag = 0;
-  c10::SmallVector<Call, 1> calls;        // run in this order
-  Composite composite;                    // instead of calls, where these depend on each other
-  c10::SmallVector<at::Tensor, 2> keep;   // the memory behind the spans of the calls
+  c10::SmallVector<Call, 1> calls;       // run in this order
+  Composite composite;                   // instead of calls, where these depend on each other
+  c10::SmallVector<at::Tensor, 2> keep;  // the memory behind the spans of the calls
   c10::SmallVector<CopyBack, 1> copyBacks;
 
   Call& addCall(OpKind kind, const at::Tensor& tensor);

@@ -15,8 +15,8 @@ std::vector<size_t> partBytes(const CallSite& site, const char* tensorName, cons
   if (splits.empty()) {
     if (tensor.numel() != 0 && (tensor.dim() == 0 || rows % site.ranks != 0)) {
       refuse(site, c10::str("without ", splitsName, ", the first dimension of ", tensorName,
-                            " must be a multiple of the ", site.ranks,
-                            " ranks, but its shape is ", tensor.sizes()));
+                            " must be a multiple of the ", site.ranks, " ranks, but its shape is ",
+                            tensor.sizes()));
     }
     bytes.assign(ranks, tensor.nbytes() / ranks);
     return bytes;
@@ -108,8 +108,8 @@ MycollBackend::WorkPtr MycollBackend::reduce_scatter(Tensors& outputs, TensorLis
   return run(request, outputs);
 }
 
-MycollBackend::WorkPtr MycollBackend::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
+MycollBackend::WorkPtr MycollBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                           const c10d::ReduceScatterOptions& opts) {
   const CallSite site = enter("reduce_scatter_tensor");
   Request request(site, c10d::OpType::_REDUCE_SCATTER_BASE, "mycoll:reduce_scatter_tensor",
                   opts.timeout, opts.asyncOp);

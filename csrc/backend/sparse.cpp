@@ -22,8 +22,8 @@ struct Header {
   std::array<int64_t, kMaxDimensions> sizes{};
 
   bool fits(const Header& other) const {
-    return sparseDimensions == other.sparseDimensions &&
-           denseDimensions == other.denseDimensions && type == other.type && sizes == other.sizes;
+    return sparseDimensions == other.sparseDimensions && denseDimensions == other.denseDimensions &&
+           type == other.type && sizes == other.sizes;
   }
   std::string describe() const {
     const size_t dimensions = static_cast<size_t>(sparseDimensions + denseDimensions);
@@ -47,10 +47,10 @@ struct SparseSum {
     for (size_t i = 0; i < headers.size(); ++i) {
       const Header& other = headers[i];
       if (!own.fits(other) || other.count < 0) {
-        return Status(Code::kMismatch,
-                      c10::str("all_reduce: sparse tensors must be alike on all ranks, but rank ",
-                               rank, " has ", own.describe(), " and rank ", i, " has ",
-                               other.describe()));
+        return Status(
+            Code::kMismatch,
+            c10::str("all_reduce: sparse tensors must be alike on all ranks, but rank ", rank,
+                     " has ", own.describe(), " and rank ", i, " has ", other.describe()));
       }
       std::vector<int64_t> valueSizes = values.sizes().vec();
       valueSizes[0] = other.count;

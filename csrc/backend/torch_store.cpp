@@ -1,6 +1,7 @@
 #include "backend/torch_store.h"
 
 #include <c10/util/Exception.h>
+
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -23,8 +24,8 @@ Status guarded(const char* verb, const std::string& key, Action&& action) {
   } catch (const std::exception& error) {
     cause = error.what();
   }
-  return Status(code, std::string("the rendezvous store failed to ") + verb + " '" + key + "': " +
-                          cause);
+  return Status(code,
+                std::string("the rendezvous store failed to ") + verb + " '" + key + "': " + cause);
 }
 
 }  // namespace

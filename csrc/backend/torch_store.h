@@ -2,9 +2,8 @@
 // Thread contract: that of mycoll::Store, without the GIL: a store written in Python takes it.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "engine/store.h"
 

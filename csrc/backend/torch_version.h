@@ -2,8 +2,9 @@
 // written against all of them. One build is for one minor (virtual functions move between minors).
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/version.h>
+
+#include <torch/csrc/distributed/c10d/Types.hpp>
 
 static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 11,
               "mycoll needs torch 2.11 or newer");

@@ -44,11 +44,11 @@ void checkOutput(const CallSite& site, const Argument& argument, const at::Tenso
   checkTensor(site, argument, tensor);
   if (tensor.is_contiguous()) return;
   if (mayOverlapItself(tensor)) {
-    refuse(site, c10::str(argument.text(),
-                          " is written to, so its elements must not share memory, but it has "
-                          "shape ",
-                          tensor.sizes(), " and strides ", tensor.strides(),
-                          "; pass a clone() of it"));
+    refuse(site,
+           c10::str(argument.text(),
+                    " is written to, so its elements must not share memory, but it has "
+                    "shape ",
+                    tensor.sizes(), " and strides ", tensor.strides(), "; pass a clone() of it"));
   }
 }
 

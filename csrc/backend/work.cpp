@@ -119,16 +119,16 @@ void MycollWork::finish() {
   }
   if (endProfiling) endProfiling();
   if (!future && !resultFuture && !hook) return;
-  CallbackPool::get().post([self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(
-                                this),
-                            future, resultFuture, hook = std::move(hook)] {
-    if (future) completeTensors(future, self->status_, self->outputs_);
-    if (resultFuture) completeResult(resultFuture, self->status_);
-    if (hook) {
-      hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->sequence_, self->started_,
-                                            self->ended_, self->ended_ - self->started_));
-    }
-  });
+  CallbackPool::get().post(
+      [self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this), future,
+       resultFuture, hook = std::move(hook)] {
+        if (future) completeTensors(future, self->status_, self->outputs_);
+        if (resultFuture) completeResult(resultFuture, self->status_);
+        if (hook) {
+          hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->sequence_, self->started_,
+                                                self->ended_, self->ended_ - self->started_));
+        }
+      });
 }
 
 bool MycollWork::isCompleted() {

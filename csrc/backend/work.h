@@ -10,12 +10,12 @@
 #pragma once
 
 #include <c10/util/SmallVector.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "backend/request.h"
@@ -32,8 +32,8 @@ class MycollWork final : public c10d::Work {
 
   struct Extras {
     c10::SmallVector<CopyBack, 1> copyBacks;
-    Hook hook;                // called once, when done; may be empty
-    bool isTimed = false;     // remember when it ended
+    Hook hook;             // called once, when done; may be empty
+    bool isTimed = false;  // remember when it ended
     const char* profilingTitle = nullptr;
     std::optional<std::vector<at::Tensor>> profiledInputs;
     Clock::time_point started;

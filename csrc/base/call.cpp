@@ -34,9 +34,7 @@ Signature Call::signature() const {
       result.reduceOp = reduceOp;
       result.bytes = in[0].bytes;
       break;
-    case OpKind::kBroadcast:
-      result.bytes = out[0].bytes;
-      break;
+    case OpKind::kBroadcast: result.bytes = out[0].bytes; break;
     case OpKind::kAllGather:
       result.bytes = totalBytes(out);
       result.layout = hashSizes(out);
@@ -46,8 +44,7 @@ Signature Call::signature() const {
       result.bytes = totalBytes(in);
       result.layout = hashSizes(in);
       break;
-    default:
-      break;  // sizes are between pairs of ranks
+    default: break;  // sizes are between pairs of ranks
   }
   return result;
 }
@@ -62,8 +59,8 @@ std::string Signature::describe() const {
   } else {
     text += " dtype#" + std::to_string(opaqueType);
   }
-  bool isPairwise = kind == OpKind::kAllToAll || kind == OpKind::kGather ||
-                    kind == OpKind::kScatter;
+  bool isPairwise =
+      kind == OpKind::kAllToAll || kind == OpKind::kGather || kind == OpKind::kScatter;
   if (!isPairwise) {
     text += size ? " numel=" + std::to_string(bytes / size) : " bytes=" + std::to_string(bytes);
   }

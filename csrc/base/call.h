@@ -16,7 +16,7 @@ namespace mycoll {
 struct Signature {
   OpKind kind = OpKind::kBarrier;
   DType dtype = DType::kOpaque;
-  uint8_t opaqueType = 0;               // tells apart the types that are only moved
+  uint8_t opaqueType = 0;                // tells apart the types that are only moved
   ReduceOp reduceOp = ReduceOp::kCount;  // kCount: none
   int32_t root = -1;
   uint64_t bytes = 0;   // of the part that all ranks know alike; 0 where sizes differ by rank

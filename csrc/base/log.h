@@ -36,9 +36,9 @@ void setLogRank(int rank);
 
 }  // namespace mycoll
 
-#define MYCOLL_LOG_AT(level, ...)                                                    \
-  do {                                                                               \
-    if (::mycoll::isLogged(level)) ::mycoll::detail::logLine(level, __VA_ARGS__);    \
+#define MYCOLL_LOG_AT(level, ...)                                                 \
+  do {                                                                            \
+    if (::mycoll::isLogged(level)) ::mycoll::detail::logLine(level, __VA_ARGS__); \
   } while (false)
 #define MYCOLL_LOG_ERROR(...) MYCOLL_LOG_AT(::mycoll::LogLevel::kError, __VA_ARGS__)
 #define MYCOLL_LOG_WARN(...) MYCOLL_LOG_AT(::mycoll::LogLevel::kWarn, __VA_ARGS__)

@@ -137,8 +137,7 @@ Status randomBytes(void* data, size_t bytes) {
     const ssize_t n = ::getrandom(next, bytes, 0);
     if (n < 0) {
       if (errno == EINTR) continue;
-      return Status(Code::kInternal,
-                    std::string("getrandom() failed: ") + std::strerror(errno));
+      return Status(Code::kInternal, std::string("getrandom() failed: ") + std::strerror(errno));
     }
     next += n;
     bytes -= static_cast<size_t>(n);

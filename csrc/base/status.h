@@ -13,13 +13,13 @@ enum class Code {
   kInvalidArgument,  // the caller's mistake, found before anything was sent
   kMismatch,         // ranks called different operations
   kTimeout,
-  kPeerLost,         // a rank died, left or became unreachable
-  kNetwork,          // no connection could be made
-  kStore,            // the rendezvous store failed or told something impossible
-  kAborted,          // the group was aborted or destroyed
-  kInterrupted,      // a signal is waiting for the caller (Ctrl-C)
+  kPeerLost,     // a rank died, left or became unreachable
+  kNetwork,      // no connection could be made
+  kStore,        // the rendezvous store failed or told something impossible
+  kAborted,      // the group was aborted or destroyed
+  kInterrupted,  // a signal is waiting for the caller (Ctrl-C)
   kUnsupported,
-  kInternal,         // a bug in mycoll
+  kInternal,  // a bug in mycoll
 };
 
 const char* name(Code code);
@@ -48,8 +48,8 @@ class [[nodiscard]] Status {
 }  // namespace mycoll
 
 // Returns from the calling function when the expression is not ok.
-#define MYCOLL_RETURN_IF_ERROR(expression)               \
-  do {                                                   \
-    ::mycoll::Status mycollStatus_ = (expression);       \
-    if (!mycollStatus_.ok()) return mycollStatus_;       \
+#define MYCOLL_RETURN_IF_ERROR(expression)         \
+  do {                                             \
+    ::mycoll::Status mycollStatus_ = (expression); \
+    if (!mycollStatus_.ok()) return mycollStatus_; \
   } while (false)

@@ -83,9 +83,9 @@ class [[nodiscard]] Task {
 struct Task::promise_type {
   // The outermost task's promise keeps what its whole chain is suspended on.
   promise_type* root = this;
-  std::coroutine_handle<> leaf;       // root only: the coroutine to resume
-  Condition* condition = nullptr;     // root only
-  std::coroutine_handle<> awaiting;   // who continues when this one ends
+  std::coroutine_handle<> leaf;      // root only: the coroutine to resume
+  Condition* condition = nullptr;    // root only
+  std::coroutine_handle<> awaiting;  // who continues when this one ends
   Status status;
 
   Task get_return_object() {
@@ -155,8 +155,8 @@ inline void Task::resume() { handle_.promise().leaf.resume(); }
 }  // namespace mycoll
 
 // Inside a Task: awaits another and returns from this one when it failed.
-#define MYCOLL_CO_RETURN_IF_ERROR(expression)               \
-  do {                                                      \
-    ::mycoll::Status mycollStatus_ = (expression);          \
-    if (!mycollStatus_.ok()) co_return mycollStatus_;       \
+#define MYCOLL_CO_RETURN_IF_ERROR(expression)         \
+  do {                                                \
+    ::mycoll::Status mycollStatus_ = (expression);    \
+    if (!mycollStatus_.ok()) co_return mycollStatus_; \
   } while (false)

@@ -70,8 +70,7 @@ const char* name(ReduceOp op) {
 
 bool isSupported(DType dtype, ReduceOp op) {
   if (dtype >= DType::kCount || op >= ReduceOp::kCount) return false;
-  const bool isBitwise =
-      op == ReduceOp::kBAnd || op == ReduceOp::kBOr || op == ReduceOp::kBXor;
+  const bool isBitwise = op == ReduceOp::kBAnd || op == ReduceOp::kBOr || op == ReduceOp::kBXor;
   switch (dtype) {
     case DType::kFloat32:
     case DType::kFloat64:

@@ -100,9 +100,9 @@ int detail::cgroupCores(const std::string& procCgroup, const std::string& mountR
 }
 
 int usableCores() {
-  static const int kCores = std::max(
-      1, tighter(affinityCores(),
-                 detail::cgroupCores(contents("/proc/self/cgroup"), "/sys/fs/cgroup")));
+  static const int kCores =
+      std::max(1, tighter(affinityCores(),
+                          detail::cgroupCores(contents("/proc/self/cgroup"), "/sys/fs/cgroup")));
   return kCores;
 }
 

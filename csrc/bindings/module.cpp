@@ -116,8 +116,8 @@ py::list environment() {
 }
 
 void copyStreaming(uintptr_t destination, uintptr_t source, size_t bytes) {
-  mycoll::copyStreaming(reinterpret_cast<void*>(destination),
-                        reinterpret_cast<const void*>(source), bytes);
+  mycoll::copyStreaming(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),
+                        bytes);
 }
 
 }  // namespace

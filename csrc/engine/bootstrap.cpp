@@ -18,8 +18,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A card of a process that cannot be looked at (on another host) counts as that of a living one when
-// it has stood for so long.
+// A card of a process that cannot be looked at (on another host) counts as that of a living one
+// when it has stood for so long.
 constexpr auto kSettled = std::chrono::milliseconds(1000);
 constexpr auto kLongestPause = std::chrono::microseconds(10'000);
 
@@ -174,8 +174,7 @@ class Meeting {
   Status takenBy(const PeerAddress& other) const {
     return Status(Code::kStore, "group '" + options_.name + "': rank " +
                                     std::to_string(options_.rank) + " is taken by " +
-                                    other.describe() + ", and this is " +
-                                    mine_.address.describe() +
+                                    other.describe() + ", and this is " + mine_.address.describe() +
                                     ". Two processes were started with one rank.");
   }
 
@@ -260,12 +259,11 @@ class Meeting {
   }
 
   Status differentWorlds(int rank, const Card& other) const {
-    return Status(Code::kStore, "group '" + options_.name + "': rank " +
-                                    std::to_string(options_.rank) + " was started with " +
-                                    std::to_string(options_.ranks) + " ranks, rank " +
-                                    std::to_string(rank) + " (" + other.address.describe() +
-                                    ") with " + std::to_string(other.ranks) +
-                                    ": the world sizes must be equal");
+    return Status(Code::kStore,
+                  "group '" + options_.name + "': rank " + std::to_string(options_.rank) +
+                      " was started with " + std::to_string(options_.ranks) + " ranks, rank " +
+                      std::to_string(rank) + " (" + other.address.describe() + ") with " +
+                      std::to_string(other.ranks) + ": the world sizes must be equal");
   }
 
   // Now and then: signals, the deadline, and what makes waiting pointless.

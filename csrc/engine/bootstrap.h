@@ -1,18 +1,20 @@
 // How the ranks of a group find each other, through the rendezvous store.
 //
 // The store may hold what earlier groups of the same name have left, of this job or of processes
-// that are dead, and nothing in it says so. So nothing is believed until everybody has confirmed it:
+// that are dead, and nothing in it says so. So nothing is believed until everybody has confirmed
+// it:
 //
 //   every rank    card/<rank> = a fresh number, world size, address
 //   rank 0        reads the cards; roster = all of them; again whenever a card changes
 //   every rank    whose own fresh card is in the roster: ack/<rank> = the roster's number
 //   rank 0        when all have confirmed the roster that stands: commit = its number
 //   every rank    done/<rank> = its number
-//   rank 0        returns last, when all are done: whatever it does next (make the group anew, or end
+//   rank 0        returns last, when all are done: whatever it does next (make the group anew, or
+//   end
 //                 and take the store with it), nobody still needs what is there
 //
-// A card of the dead never confirms, and is replaced when its rank comes. Whoever is not rank 0 reads
-// a constant number of keys.
+// A card of the dead never confirms, and is replaced when its rank comes. Whoever is not rank 0
+// reads a constant number of keys.
 //
 // Thread contract: blocks the calling thread until the deadline; keeps nothing.
 #pragma once

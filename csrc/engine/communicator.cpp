@@ -30,8 +30,7 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
 }
 
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
-                            std::shared_ptr<Engine> engine,
-                            std::shared_ptr<Communicator>* result) {
+                            std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result) {
   if (options.ranks < 1 || options.rank < 0 || options.rank >= options.ranks) {
     return Status(Code::kInvalidArgument, "rank " + std::to_string(options.rank) +
                                               " is out of range in a group of " +
@@ -66,8 +65,8 @@ OpPtr Communicator::submitComposite(Composite composite, std::shared_ptr<void> k
                         timeout);
 }
 
-OpPtr Communicator::send(Span data, int destination, uint64_t tag, DType dtype,
-                         uint8_t opaqueType, std::shared_ptr<void> keepAlive, bool willWait,
+OpPtr Communicator::send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,
+                         std::shared_ptr<void> keepAlive, bool willWait,
                          std::chrono::milliseconds timeout) {
   return group_->message(true, data, destination, tag, dtype, opaqueType, std::move(keepAlive),
                          willWait, timeout);
@@ -80,9 +79,7 @@ OpPtr Communicator::recv(Span data, int source, uint64_t tag, DType dtype, uint8
                          willWait, timeout);
 }
 
-Status Communicator::wait(const OpPtr& op, Deadline deadline) {
-  return group_->wait(op, deadline);
-}
+Status Communicator::wait(const OpPtr& op, Deadline deadline) { return group_->wait(op, deadline); }
 
 uint64_t Communicator::sequence() const { return group_->sequence(); }
 Status Communicator::error() const { return group_->error(); }

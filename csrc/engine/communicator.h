@@ -5,11 +5,11 @@
 // make on one group at the same time run in an order that is only theirs to know, so they should
 // not. No function holds a lock while it calls back.
 // Who works: a call is queued, and the queue is run by whoever waits for one of its operations
-// (wait() takes the queue over instead of sleeping) or, for operations that nobody waits for, by the
-// process's one progress thread. A call that nobody is ahead of therefore runs in its caller.
-// Lifetime: a Communicator may be dropped at any time; it closes itself (see close()). An Op outlives
-// its communicator safely. User memory named in a call must live until its Op is done: `keepAlive`
-// is held exactly as long.
+// (wait() takes the queue over instead of sleeping) or, for operations that nobody waits for, by
+// the process's one progress thread. A call that nobody is ahead of therefore runs in its caller.
+// Lifetime: a Communicator may be dropped at any time; it closes itself (see close()). An Op
+// outlives its communicator safely. User memory named in a call must live until its Op is done:
+// `keepAlive` is held exactly as long.
 #pragma once
 
 #include <atomic>
@@ -89,8 +89,7 @@ class Communicator {
                        std::shared_ptr<Communicator>* result);
   // As create(), on an engine of the caller's: tests give each rank-thread one of its own.
   static Status create(GroupOptions options, std::shared_ptr<Store> store,
-                       std::shared_ptr<Engine> engine,
-                       std::shared_ptr<Communicator>* result);
+                       std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result);
   ~Communicator();
 
   int rank() const;

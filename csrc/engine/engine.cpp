@@ -170,8 +170,8 @@ void Engine::State::run() {
   }
 }
 
-// Nothing to do. While the user's threads are busy waiting on sockets, this thread would be woken by
-// their events for nothing: so it stays away from the sockets until things are quiet.
+// Nothing to do. While the user's threads are busy waiting on sockets, this thread would be woken
+// by their events for nothing: so it stays away from the sockets until things are quiet.
 void Engine::State::rest(uint64_t generation, uint64_t seenPokes) {
   std::unique_lock<std::mutex> lock(mutex);
   while (!isStopped && pokes == seenPokes && waiters.load(std::memory_order_relaxed) > 0) {

@@ -24,10 +24,9 @@ constexpr int kSpinBatch = 64;
 
 int localRanks(const Engine& engine, const GroupAddress& address) {
   const Endpoint& endpoint = *engine.endpoint();
-  return static_cast<int>(
-      std::count_if(address.peers.begin(), address.peers.end(), [&](const PeerAddress& peer) {
-        return peer.hostName == endpoint.address().hostName;
-      }));
+  return static_cast<int>(std::count_if(
+      address.peers.begin(), address.peers.end(),
+      [&](const PeerAddress& peer) { return peer.hostName == endpoint.address().hostName; }));
 }
 
 std::string describe(const CollectiveOp& op) {
@@ -69,13 +68,28 @@ std::string Group::checkCall(const Call& call) const {
   switch (call.kind) {
     case OpKind::kBarrier:
     case OpKind::kMonitoredBarrier: in = out = 0; break;
-    case OpKind::kBroadcast: isRooted = true; in = call.in.size() <= 1 ? call.in.size() : 0; break;
+    case OpKind::kBroadcast:
+      isRooted = true;
+      in = call.in.size() <= 1 ? call.in.size() : 0;
+      break;
     case OpKind::kAllReduce: reduces = true; break;
-    case OpKind::kReduce: isRooted = reduces = true; out = isRoot ? 1 : call.out.size(); break;
+    case OpKind::kReduce:
+      isRooted = reduces = true;
+      out = isRoot ? 1 : call.out.size();
+      break;
     case OpKind::kAllGather: out = ranks; break;
-    case OpKind::kGather: isRooted = true; out = isRoot ? ranks : 0; break;
-    case OpKind::kScatter: isRooted = true; in = isRoot ? ranks : 0; break;
-    case OpKind::kReduceScatter: reduces = true; in = ranks; break;
+    case OpKind::kGather:
+      isRooted = true;
+      out = isRoot ? ranks : 0;
+      break;
+    case OpKind::kScatter:
+      isRooted = true;
+      in = isRoot ? ranks : 0;
+      break;
+    case OpKind::kReduceScatter:
+      reduces = true;
+      in = ranks;
+      break;
     case OpKind::kAllToAll: in = out = ranks; break;
     default: return "not a collective";
   }
@@ -113,8 +127,8 @@ std::string Group::checkCall(const Call& call) const {
   return call.out[0].bytes == expected ? "" : what + ": output and input differ in size";
 }
 
-OpPtr Group::submit(Call call, Composite composite, std::shared_ptr<void> keepAlive,
-                    bool willWait, Milliseconds timeout) {
+OpPtr Group::submit(Call call, Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
+                    Milliseconds timeout) {
   if (hasFailed()) return failedOp(call.kind, error());
   if (!composite) {
     std::string wrong = checkCall(call);
@@ -158,11 +172,11 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
   op->rank = rank;
   const bool isAnyone = !isSend && rank == kAnySource;
   if (!isAnyone && (rank < 0 || rank >= options_.ranks || rank == options_.rank)) {
-    return failedOp(kind, Status(Code::kInvalidArgument,
-                                 std::string(name(kind)) + ": rank " + std::to_string(rank) +
-                                     (rank == options_.rank ? " is this rank itself"
-                                                            : " is out of range") +
-                                     " in a group of " + std::to_string(options_.ranks)));
+    return failedOp(
+        kind, Status(Code::kInvalidArgument,
+                     std::string(name(kind)) + ": rank " + std::to_string(rank) +
+                         (rank == options_.rank ? " is this rank itself" : " is out of range") +
+                         " in a group of " + std::to_string(options_.ranks)));
   }
   op->self = op;
   if (isSend) {
@@ -302,7 +316,8 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
   if (op->done()) return op->status();
   if (isInterrupted) return Status(Code::kInterrupted, "interrupted by a signal");
   return Status(Code::kTimeout, "mycoll group '" + options_.name + "': wait() for " +
-                                    name(op->kind()) + " timed out; the operation is still running");
+                                    name(op->kind()) +
+                                    " timed out; the operation is still running");
 }
 
 void Group::sleepFor(const Op& op, bool isMessage, Deadline deadline) {
@@ -363,8 +378,8 @@ bool Group::noticeFailure() {
 
 Status Group::inContext(const Status& cause, const CollectiveOp& op) const {
   return Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(options_.rank) +
-                                  ", " + describe(op) + " (call #" +
-                                  std::to_string(op.sequence()) + ")");
+                                  ", " + describe(op) + " (call #" + std::to_string(op.sequence()) +
+                                  ")");
 }
 
 std::string Group::listRanks(const std::vector<int>& ranks) const {
@@ -374,8 +389,7 @@ std::string Group::listRanks(const std::vector<int>& ranks) const {
 }
 
 Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const {
-  const auto waited =
-      std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
+  const auto waited = std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
   const std::string here = "[Rank " + std::to_string(options_.rank) + "]: ";
   const std::string call = "(call #" + std::to_string(op.sequence()) + ")";
   std::string text;
@@ -399,8 +413,7 @@ Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& miss
 // Of a monitored barrier over messages rank 0 knows most: it is to be heard first.
 bool Group::isLate(const CollectiveOp& op) const {
   const bool yields = op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0 && !arena_;
-  return op.deadline.expired() &&
-         (!yields || Clock::now() - op.deadline.when() > kRootGrace);
+  return op.deadline.expired() && (!yields || Clock::now() - op.deadline.when() > kRootGrace);
 }
 
 void Group::checkHealth() {
@@ -439,16 +452,14 @@ void Group::checkHealth() {
 void Group::checkMessage(const Op& waitedFor) {
   const auto& op = static_cast<const MessageOp&>(waitedFor);
   if (!op.deadline.expired() || op.done()) return;
-  const auto waited =
-      std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
+  const auto waited = std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
   const bool isSend = op.kind() == OpKind::kSend;
-  fail(Status(Code::kTimeout, "[Rank " + std::to_string(options_.rank) + "]: mycoll group '" +
-                                  options_.name + "': " +
-                                  (isSend ? "send to " : "recv from ") +
-                                  (op.rank == kAnySource ? "any rank"
-                                                         : mailbox_.describeRank(op.rank)) +
-                                  " with tag " + std::to_string(op.tag) + " TIMED OUT after " +
-                                  std::to_string(waited) + " ms: the other side never came."));
+  fail(Status(Code::kTimeout,
+              "[Rank " + std::to_string(options_.rank) + "]: mycoll group '" + options_.name +
+                  "': " + (isSend ? "send to " : "recv from ") +
+                  (op.rank == kAnySource ? "any rank" : mailbox_.describeRank(op.rank)) +
+                  " with tag " + std::to_string(op.tag) + " TIMED OUT after " +
+                  std::to_string(waited) + " ms: the other side never came."));
 }
 
 void Group::abort(const std::string& reason) {
@@ -460,9 +471,7 @@ void Group::abort(const std::string& reason) {
 void Group::close(Deadline deadline) {
   if (isClosed_.exchange(true)) return;
   Endpoint& endpoint = *engine_->endpoint();
-  auto isBusy = [&] {
-    return queued_.load() > 0 || sending_->load() > 0 || !mailbox_.isFlushed();
-  };
+  auto isBusy = [&] { return queued_.load() > 0 || sending_->load() > 0 || !mailbox_.isFlushed(); };
   engine_->addWaiter(1);
   while (!hasFailed() && isBusy() && !deadline.expired()) {
     bool moved = run(0);

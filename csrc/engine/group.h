@@ -7,8 +7,8 @@
 //
 // States: kRunning -> kFailed (first cause, for good) ; kRunning or kFailed -> kClosed.
 //
-// Thread contract: all [any thread]. Locks: runLock_ (who runs the queue) before queueLock_; none is
-// held while an op is finished or the listener's functions (I/O lock) run.
+// Thread contract: all [any thread]. Locks: runLock_ (who runs the queue) before queueLock_; none
+// is held while an op is finished or the listener's functions (I/O lock) run.
 #pragma once
 
 #include <atomic>

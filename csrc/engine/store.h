@@ -1,6 +1,6 @@
-// The rendezvous store as the engine needs it: a few small values that all ranks of a group can see.
-// Implemented over torch's Store in backend/ and in memory in the engine's tests.
-// Thread contract: called only while a group is made or destroyed, by the thread that does it.
+// The rendezvous store as the engine needs it: a few small values that all ranks of a group can
+// see. Implemented over torch's Store in backend/ and in memory in the engine's tests. Thread
+// contract: called only while a group is made or destroyed, by the thread that does it.
 #pragma once
 
 #include <cstdint>

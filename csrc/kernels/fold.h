@@ -28,8 +28,8 @@ struct Fold {
 };
 
 // nullptr inside where the pair is not one of the family's.
-Fold foldForFloat(Isa isa, DType dtype, ReduceOp op);    // float32, float64; sums of complex
-Fold foldForHalf(Isa isa, DType dtype, ReduceOp op);     // float16, bfloat16
+Fold foldForFloat(Isa isa, DType dtype, ReduceOp op);  // float32, float64; sums of complex
+Fold foldForHalf(Isa isa, DType dtype, ReduceOp op);   // float16, bfloat16
 Fold foldForFloat8(Isa isa, DType dtype, ReduceOp op, bool saturates);
 Fold foldForInteger(Isa isa, DType dtype, ReduceOp op);  // AVG: the sum, without its division
 Fold foldForBool(Isa isa, DType dtype, ReduceOp op);

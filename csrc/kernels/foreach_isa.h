@@ -40,10 +40,10 @@ namespace mycoll::avx512 {
 
 #undef MYCOLL_HAS_F16C
 
-#define MYCOLL_CALL_ISA(isa, function, ...)                              \
-  ((isa) == ::mycoll::Isa::kAvx512  ? ::mycoll::avx512::function(__VA_ARGS__) \
-   : (isa) == ::mycoll::Isa::kAvx2  ? ::mycoll::avx2::function(__VA_ARGS__)   \
-                                    : ::mycoll::baseline::function(__VA_ARGS__))
+#define MYCOLL_CALL_ISA(isa, function, ...)                                  \
+  ((isa) == ::mycoll::Isa::kAvx512 ? ::mycoll::avx512::function(__VA_ARGS__) \
+   : (isa) == ::mycoll::Isa::kAvx2 ? ::mycoll::avx2::function(__VA_ARGS__)   \
+                                   : ::mycoll::baseline::function(__VA_ARGS__))
 
 #else
 

@@ -115,8 +115,8 @@ void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const*
              size_t count, int divisor, bool streaming, bool streaming2) {
   if (count == 0) return;
   const Reducer reducer(dtype, op, in, n, divisor);
-  // A block is reduced into out2, or beside it when that is not to be cached, and goes on from there
-  // while it is in the first-level cache.
+  // A block is reduced into out2, or beside it when that is not to be cached, and goes on from
+  // there while it is in the first-level cache.
   const size_t block = reducer.blockCount();
   alignas(64) char scratch[kBlockBytes];
   for (size_t first = 0; first < count; first += block) {

@@ -48,8 +48,7 @@ Task Endpoint::connectTask(OutLink* link, HandshakeGroup group) {
       if (status.ok()) co_return Status();
     }
     reasons = status.message();
-    MYCOLL_LOG_WARN("no shared memory with %s: %s", link->peer.describe().c_str(),
-                    reasons.c_str());
+    MYCOLL_LOG_WARN("no shared memory with %s: %s", link->peer.describe().c_str(), reasons.c_str());
   }
   for (const TcpAddress& entry : link->peer.tcp) {
     Fd socket;
@@ -105,8 +104,7 @@ Task Endpoint::connectOver(OutLink* link, const HandshakeGroup& group, Fd socket
     auto* ring = reinterpret_cast<RingHeader*>(segment->data());
     std::memcpy(ring->cookie, proof.cookie, sizeof(ring->cookie));
     // A fresh socket has room for so few bytes: this never fails for want of it.
-    if (!sendDescriptor(fd, segment->fd(), reinterpret_cast<const char*>(&proof),
-                        sizeof(proof))) {
+    if (!sendDescriptor(fd, segment->fd(), reinterpret_cast<const char*>(&proof), sizeof(proof))) {
       co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
     }
     segment->closeFd();
@@ -198,17 +196,17 @@ Task Endpoint::acceptTask(Accepting* accepting) {
   verdict.isAccepted = 1;
   std::shared_ptr<Segment> segment;
   if (hello.isShm) {
-    verdict.isAccepted =
-        memory.isOpen() && Segment::adopt(std::move(memory), kRingSegmentBytes, &segment).ok() &&
-        std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie, proof.cookie,
-                    sizeof(proof.cookie)) == 0;
+    verdict.isAccepted = memory.isOpen() &&
+                         Segment::adopt(std::move(memory), kRingSegmentBytes, &segment).ok() &&
+                         std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie,
+                                     proof.cookie, sizeof(proof.cookie)) == 0;
   }
   WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
   co_await sendVerdict;
   if (sendVerdict.hasFailed() || !verdict.isAccepted) co_return refused;
   if (hello.isShm) {
-    link->receiver = std::make_unique<ShmReceiver>(std::move(segment),
-                                                   std::move(accepting->socket), bellOf(peer));
+    link->receiver = std::make_unique<ShmReceiver>(std::move(segment), std::move(accepting->socket),
+                                                   bellOf(peer));
   } else {
     link->receiver = std::make_unique<TcpReceiver>(std::move(accepting->socket));
   }

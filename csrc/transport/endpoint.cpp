@@ -46,8 +46,8 @@ Status Endpoint::open() {
   address_.pid = processId();
   address_.startTicks = processStartTicks(address_.pid);
   // Who may use no shared memory is on a host of its own, as far as peers are concerned.
-  address_.hostIdentity = options_.transport == TransportChoice::kTcp ? "tcp-only " + address_.uid
-                                                                      : hostIdentity();
+  address_.hostIdentity =
+      options_.transport == TransportChoice::kTcp ? "tcp-only " + address_.uid : hostIdentity();
   MYCOLL_RETURN_IF_ERROR(
       sleeper_.open([this](const epoll_event* events, int count) { handleEvents(events, count); }));
   MYCOLL_RETURN_IF_ERROR(bell_.open(address_.uid));
@@ -127,8 +127,7 @@ void Endpoint::onEvent(const epoll_event& event) {
 void Endpoint::onSenderEvent(OutLink& link) {
   for (;;) {
     char* into = reinterpret_cast<char*>(&link.farewell) + link.farewellGot;
-    ssize_t got =
-        recv(link.sender->fd(), into, sizeof(Farewell) - link.farewellGot, MSG_DONTWAIT);
+    ssize_t got = recv(link.sender->fd(), into, sizeof(Farewell) - link.farewellGot, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (got <= 0) {
       link.problem = "closed its connection";

@@ -37,8 +37,8 @@ constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
 struct OutItem {
   FrameHeader header;
   const char* payload = nullptr;
-  std::string owned;           // payload of control frames
-  size_t sent = 0;             // of header and payload together
+  std::string owned;            // payload of control frames
+  size_t sent = 0;              // of header and payload together
   Transfer* request = nullptr;  // told when the payload has left; null: nobody
   // kData: the whole message; the item sends piece after piece, others in between.
   Span message;
@@ -107,9 +107,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   Sleeper& sleeper() { return sleeper_; }
   Bell bellOf(const PeerAddress& peer) const { return bell_.bellOf(peer.uid); }
   // Whether shared memory is to be tried with this peer: both sides judge alike.
-  bool isLocal(const PeerAddress& peer) const {
-    return peer.hostIdentity == address_.hostIdentity;
-  }
+  bool isLocal(const PeerAddress& peer) const { return peer.hostIdentity == address_.hostIdentity; }
 
   // Moves what can be moved, without blocking. True if anything did.
   bool progress();

@@ -2,11 +2,10 @@
 //
 //   kEager           a whole message that is small enough to be buffered by the receiver
 //   kRequestToSend   a larger message is ready; its payload waits at the sender
-//   kClearToSend     the receiver has posted memory for it (answers on the link in the other direction)
-//   kData            a piece of that payload
-//   kAbort           the group has failed; the payload is the first cause
-//   kGoodbye         the sender has left the group in good order
-//   kProbe           the sender has waited long in the collective whose number and signature it tells
+//   kClearToSend     the receiver has posted memory for it (answers on the link in the other
+//   direction) kData            a piece of that payload kAbort           the group has failed; the
+//   payload is the first cause kGoodbye         the sender has left the group in good order kProbe
+//   the sender has waited long in the collective whose number and signature it tells
 #pragma once
 
 #include <cstdint>

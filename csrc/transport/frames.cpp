@@ -114,9 +114,9 @@ bool Endpoint::drain(InLink& link) {
     size_t left = link.header.payloadBytes - link.payloadGot;
     if (left > 0) {
       bool isKept = link.target.data || !link.control.empty();
-      char* into = link.target.data         ? link.target.data + link.payloadGot
+      char* into = link.target.data        ? link.target.data + link.payloadGot
                    : !link.control.empty() ? link.control.data() + link.payloadGot
-                                            : discarded;
+                                           : discarded;
       ssize_t got = link.receiver->read(into, isKept ? left : std::min(left, sizeof(discarded)),
                                         link.target.isStreaming);
       if (got < 0) link.problem = "closed its connection in the middle of a message";
@@ -138,7 +138,7 @@ bool Endpoint::beginFrame(InLink& link) {
   link.target = {};
   link.control.clear();
   const bool isControl = isControlFrame(header.kind);
-  uint64_t limit = isControl                           ? kMaxControlBytes
+  uint64_t limit = isControl                          ? kMaxControlBytes
                    : header.kind == FrameKind::kEager ? kMaxEagerBytes
                    : header.kind == FrameKind::kData  ? ~uint64_t{0}
                                                       : 0;

@@ -44,8 +44,7 @@ Status listenUnix(const std::string& uid, Fd* listener) {
   Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   sockaddr_un address;
   socklen_t length = unixAddress(uid, &address);
-  if (!socket.isOpen() ||
-      bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+  if (!socket.isOpen() || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
       listen(socket.get(), 1024) != 0) {
     return Status(Code::kNetwork,
                   std::string("cannot listen on a unix socket: ") + strerror(errno));

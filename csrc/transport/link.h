@@ -30,8 +30,9 @@ class LinkSender {
 class LinkReceiver {
  public:
   virtual ~LinkReceiver() = default;
-  // Up to `bytes` into `data`. Returns how many (0: nothing there now), or -1 when the peer has gone
-  // and all it had sent was read. streaming: the destination will not be read soon by this process.
+  // Up to `bytes` into `data`. Returns how many (0: nothing there now), or -1 when the peer has
+  // gone and all it had sent was read. streaming: the destination will not be read soon by this
+  // process.
   virtual ssize_t read(void* data, size_t bytes, bool streaming) = 0;
   // False only if read() would surely return 0. Cheap: no system call.
   virtual bool maybeReadable() const = 0;

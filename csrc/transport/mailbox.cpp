@@ -23,8 +23,7 @@ Transfer::~Transfer() {
   if (isPosted_) mailbox_->cancel(*this);
 }
 
-Mailbox::Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group,
-                 MailboxListener* listener)
+Mailbox::Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group, MailboxListener* listener)
     : endpoint_(std::move(endpoint)),
       group_(std::move(group)),
       listener_(listener),
@@ -107,8 +106,8 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   request.peer_ = destination;
   if (!failure_.ok()) return finish(request, failure_);
   if (left_[destination]) {
-    return finish(request, Status(Code::kPeerLost, describeRank(destination) +
-                                                       " has left group '" + group_.name + "'"));
+    return finish(request, Status(Code::kPeerLost, describeRank(destination) + " has left group '" +
+                                                       group_.name + "'"));
   }
   OutLink& link = endpoint_->linkTo(group_.peers[destination], group_, destination);
   OutItem item;
@@ -146,8 +145,8 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
     }
   }
   if (source != kFromAnyone && left_[source]) {
-    return finish(request, Status(Code::kPeerLost, describeRank(source) + " has left group '" +
-                                                       group_.name + "'"));
+    return finish(request, Status(Code::kPeerLost,
+                                  describeRank(source) + " has left group '" + group_.name + "'"));
   }
   posted_.push_back(&request);
 }
@@ -237,16 +236,16 @@ void Mailbox::reportMismatch(const Signature& mine, int source, const Signature&
 bool Mailbox::agrees(const Transfer& request, const FrameHeader& came) {
   if (!signaturesAgree(request.signature_, came)) return false;
   if (came.messageBytes == request.data_.bytes) return true;
-  failLocked(Status(Code::kMismatch,
-                    "mycoll group '" + group_.name + "': MISMATCH of sizes\n  " +
-                        describeRank(group_.rank) + ": expects " +
-                        std::to_string(request.data_.bytes) + " bytes from the other in " +
-                        request.signature_.describe() + "\n  " + describeRank(came.source) +
-                        ": sends " + std::to_string(came.messageBytes) + " bytes in " +
-                        came.signature.describe() +
-                        "\n  Each pair of ranks must agree on the size of what one sends to the "
-                        "other."),
-             true);
+  failLocked(
+      Status(Code::kMismatch,
+             "mycoll group '" + group_.name + "': MISMATCH of sizes\n  " +
+                 describeRank(group_.rank) + ": expects " + std::to_string(request.data_.bytes) +
+                 " bytes from the other in " + request.signature_.describe() + "\n  " +
+                 describeRank(came.source) + ": sends " + std::to_string(came.messageBytes) +
+                 " bytes in " + came.signature.describe() +
+                 "\n  Each pair of ranks must agree on the size of what one sends to the "
+                 "other."),
+      true);
   return false;
 }
 
@@ -412,10 +411,10 @@ void Mailbox::onLeft(int rank) {
   // Receives that nothing has come for never will be served.
   for (Transfer* request = open_; request;) {
     Transfer* next = request->next_;
-    const bool waitsForIt =
-        request->peer_ == rank && request->messageClass_ == MessageClass::kPointToPoint &&
-        (!request->isReceive_ ||
-         std::find(posted_.begin(), posted_.end(), request) != posted_.end());
+    const bool waitsForIt = request->peer_ == rank &&
+                            request->messageClass_ == MessageClass::kPointToPoint &&
+                            (!request->isReceive_ ||
+                             std::find(posted_.begin(), posted_.end(), request) != posted_.end());
     if (waitsForIt) {
       abandon(*request, Status(Code::kPeerLost,
                                describeRank(rank) + " has left group '" + group_.name + "'"));
@@ -490,12 +489,13 @@ void Mailbox::onPeerLost(const std::string& uid, const std::string& how) {
         listener_->hasLeft(rank)) {
       continue;
     }
-    failLocked(Status(Code::kPeerLost,
-                      "mycoll group '" + group_.name + "': " + describeRank(rank) + " " + how +
-                          " (seen by rank " + std::to_string(group_.rank) +
-                          "). The group is dead; see that rank's log. To go on: destroy the "
-                          "group and make a new one, or restart the job (torchrun --max-restarts)."),
-               true);
+    failLocked(
+        Status(Code::kPeerLost,
+               "mycoll group '" + group_.name + "': " + describeRank(rank) + " " + how +
+                   " (seen by rank " + std::to_string(group_.rank) +
+                   "). The group is dead; see that rank's log. To go on: destroy the "
+                   "group and make a new one, or restart the job (torchrun --max-restarts)."),
+        true);
     return;
   }
 }

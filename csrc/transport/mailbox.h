@@ -2,8 +2,8 @@
 // class, source and tag, in order; compares signatures before any payload is used.
 //
 // Small messages are sent at once and buffered by the receiver when nothing is posted; larger ones
-// wait at the sender until the receiver has posted memory for them, so nothing is ever read that has
-// no place to go.
+// wait at the sender until the receiver has posted memory for them, so nothing is ever read that
+// has no place to go.
 //
 // Thread contract: functions may be called from any thread unless marked [I/O lock]; they take the
 // endpoint's I/O lock themselves.
@@ -191,7 +191,8 @@ class Mailbox {
   // In the order posted, and in the order of arrival. Short: linear search is the fastest.
   std::vector<Transfer*> posted_;
   std::list<Unexpected> unexpected_;
-  std::unordered_map<uint64_t, Transfer*> inFlight_;  // matched, or waiting for clear-to-send, by id
+  std::unordered_map<uint64_t, Transfer*>
+      inFlight_;  // matched, or waiting for clear-to-send, by id
   uint64_t nextId_ = 1;
 
   // Signatures of the latest collectives, to judge what arrives late or early.

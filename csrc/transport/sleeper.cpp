@@ -14,8 +14,8 @@ Status Sleeper::open(HandleEvents handleEvents) {
   epoll_.reset(epoll_create1(EPOLL_CLOEXEC));
   event_.reset(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!epoll_.isOpen() || !event_.isOpen()) {
-    return Status(Code::kInternal, std::string("cannot open an epoll descriptor: ") +
-                                       strerror(errno));
+    return Status(Code::kInternal,
+                  std::string("cannot open an epoll descriptor: ") + strerror(errno));
   }
   // The only level-triggered one: it is read by the leader alone, after it has the lead again.
   epoll_event event{};

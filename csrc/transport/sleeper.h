@@ -47,7 +47,8 @@ class Sleeper {
   void wakeAll();
   // As wakeAll(), but free when nobody sleeps.
   void wakeSleepers() {
-    // A read that is ordered after what the caller has just published: who comes to sleep later sees it.
+    // A read that is ordered after what the caller has just published: who comes to sleep later
+    // sees it.
     if (sleepers_.fetch_add(0, std::memory_order_seq_cst) > 0) wakeAll();
   }
 

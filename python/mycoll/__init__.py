@@ -5,7 +5,8 @@
     dist.init_process_group("mycoll")
 
 `import torch` registers the backend by itself; `import mycoll` does the same where torch's autoload
-is switched off. The compiled module is loaded when a group is first made, or an attribute is used.
+is switched off. `mycoll.spawn` runs a function on several ranks of this machine. The compiled
+module is loaded when a group is first made, or an attribute is used.
 """
 
 from __future__ import annotations

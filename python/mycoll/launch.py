@@ -192,7 +192,7 @@ def _without_phantom_script() -> Iterator[None]:
             names["__file__"] = phantom
 
 
-def _pack(content: Any, fn: Callable[..., Any]) -> bytes:
+def _pack(content: Any, fn: Callable[..., Any], what: str = "") -> bytes:
     problem = "it is defined in a notebook cell or at a prompt, where ranks cannot import it from"
     if _has_script() or getattr(fn, "__module__", "") != "__main__":
         try:
@@ -203,7 +203,7 @@ def _pack(content: Any, fn: Callable[..., Any]) -> bytes:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
         raise RuntimeError(
-            f"spawn cannot send {getattr(fn, '__qualname__', fn)!r} to the ranks: {problem}. "
+            f"spawn cannot send {what}{getattr(fn, '__qualname__', fn)}: {problem}. "
             "Do: pip install cloudpickle, or move the function into a file and import it"
         ) from None
     return bytes(cloudpickle.dumps(content))
@@ -257,7 +257,7 @@ def _call(job: _Job) -> bytes:
     fn, args = pickle.loads(job.payload)
     store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
     dist.init_process_group(job.backend, store=store, rank=job.rank, world_size=job.nprocs)
-    result = _pack(fn(*args), fn)
+    result = _pack(fn(*args), fn, "the result of ")
     if dist.is_initialized():
         dist.destroy_process_group()
     return result

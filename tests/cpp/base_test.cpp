@@ -146,23 +146,33 @@ TEST(Base, envReadsAfresh) {
   for (const EnvEntry& entry : describeEnv()) {
     EXPECT(!entry.help.empty());
     EXPECT_EQ(entry.isSet, entry.name == "MYCOLL_TRANSPORT" || entry.name == "MYCOLL_CHUNK_BYTES" ||
-                              entry.name == "MYCOLL_SPIN_US");
+                               entry.name == "MYCOLL_SPIN_US");
     if (entry.name == "MYCOLL_CHUNK_BYTES") EXPECT_EQ(entry.value, "1M");
   }
 }
 
 TEST(Base, envRefusesInvalidValues) {
   const char* const cases[][2] = {
-      {"MYCOLL_TRANSPORT", "rdma"},      {"MYCOLL_TRANSPORT", "TCP"},
-      {"MYCOLL_CPU", "nccl"},            {"MYCOLL_LOG", "loud"},
-      {"MYCOLL_LOG_FILE", "/tmp/%q"},    {"MYCOLL_LOG_FILE", "/tmp/%"},
-      {"MYCOLL_SPIN_US", "-2"},          {"MYCOLL_SPIN_US", "1s"},
-      {"MYCOLL_SPIN_US", "1000001"},     {"MYCOLL_CHUNK_BYTES", "0"},
-      {"MYCOLL_CHUNK_BYTES", "4097"},    {"MYCOLL_CHUNK_BYTES", "K"},
-      {"MYCOLL_CHUNK_BYTES", "9999999999999999999"}, {"MYCOLL_SMALL_BYTES", "-1"},
-      {"MYCOLL_EAGER_BYTES", "64 K"},    {"MYCOLL_EAGER_BYTES", "9000000000G"},
-      {"MYCOLL_SOCKET_IFNAME", "eth0,"}, {"MYCOLL_SOCKET_IFNAME", "^"},
-      {"MYCOLL_SOCKET_IFNAME", "="},     {"MYCOLL_SOCKET_IFNAME", "eth0,=eth1"},
+      {"MYCOLL_TRANSPORT", "rdma"},
+      {"MYCOLL_TRANSPORT", "TCP"},
+      {"MYCOLL_CPU", "nccl"},
+      {"MYCOLL_LOG", "loud"},
+      {"MYCOLL_LOG_FILE", "/tmp/%q"},
+      {"MYCOLL_LOG_FILE", "/tmp/%"},
+      {"MYCOLL_SPIN_US", "-2"},
+      {"MYCOLL_SPIN_US", "1s"},
+      {"MYCOLL_SPIN_US", "1000001"},
+      {"MYCOLL_CHUNK_BYTES", "0"},
+      {"MYCOLL_CHUNK_BYTES", "4097"},
+      {"MYCOLL_CHUNK_BYTES", "K"},
+      {"MYCOLL_CHUNK_BYTES", "9999999999999999999"},
+      {"MYCOLL_SMALL_BYTES", "-1"},
+      {"MYCOLL_EAGER_BYTES", "64 K"},
+      {"MYCOLL_EAGER_BYTES", "9000000000G"},
+      {"MYCOLL_SOCKET_IFNAME", "eth0,"},
+      {"MYCOLL_SOCKET_IFNAME", "^"},
+      {"MYCOLL_SOCKET_IFNAME", "="},
+      {"MYCOLL_SOCKET_IFNAME", "eth0,=eth1"},
   };
   for (const auto& [variable, value] : cases) {
     ScopedEnv scoped(variable, value);

@@ -323,8 +323,8 @@ TEST(Engine, randomWalk) {
           const size_t count = random() % 3 == 0 ? random() % 200'000 : random() % 64;
           const bool isAsync = random() % 2;
           const int root = random() % 2 ? static_cast<int>(random() % ranks) : -1;
-          Step& step = open.emplace_back(Step{nullptr, input(group.rank(), count, index), root,
-                                              index});
+          Step& step =
+              open.emplace_back(Step{nullptr, input(group.rank(), count, index), root, index});
           Call c = call(root >= 0 ? OpKind::kBroadcast : OpKind::kAllReduce);
           c.root = root;
           if (root < 0) c.in = {span(step.data)};

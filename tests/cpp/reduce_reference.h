@@ -27,8 +27,8 @@ class Format {
       const int exponent = static_cast<int>(code >> mantissaBits);
       const int mantissa = static_cast<int>(code & ((1u << mantissaBits) - 1));
       const int implicit = exponent == 0 ? 0 : 1 << mantissaBits;
-      magnitudes_.push_back(std::ldexp(mantissa + implicit,
-                                       std::max(exponent, 1) - bias - mantissaBits));
+      magnitudes_.push_back(
+          std::ldexp(mantissa + implicit, std::max(exponent, 1) - bias - mantissaBits));
     }
   }
 
@@ -166,8 +166,8 @@ inline uint32_t codeAt(DType dtype, const char* data, size_t i) {
   return elementSize(dtype) == 2 ? at<uint16_t>(data, i) : at<uint8_t>(data, i);
 }
 
-inline void referenceFormat(DType dtype, ReduceOp op, const Inputs& in, size_t i,
-                            int divisor, char* out) {
+inline void referenceFormat(DType dtype, ReduceOp op, const Inputs& in, size_t i, int divisor,
+                            char* out) {
   const Format& format = formatOf(dtype);
   float value = format.decode(codeAt(dtype, in[0], i));
   for (size_t k = 1; k < in.size(); ++k) {
@@ -198,8 +198,8 @@ inline void referenceBool(ReduceOp op, const Inputs& in, size_t i, char* out) {
 }
 
 // Element i of the result, into out.
-inline void reduceElement(DType dtype, ReduceOp op, const Inputs& in, size_t i,
-                          int divisor, char* out) {
+inline void reduceElement(DType dtype, ReduceOp op, const Inputs& in, size_t i, int divisor,
+                          char* out) {
   switch (dtype) {
     case DType::kFloat32: return referenceElement<float>(op, in, i, divisor, out);
     case DType::kFloat64: return referenceElement<double>(op, in, i, divisor, out);

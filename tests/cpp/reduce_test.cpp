@@ -78,8 +78,8 @@ class Placed {
   bool guardsHold() const {
     const auto isGuard = [](char byte) { return byte == 0x5a; };
     return std::all_of(storage_.data(), static_cast<const char*>(begin_), isGuard) &&
-           std::all_of(static_cast<const char*>(begin_) + bytes_,
-                       storage_.data() + storage_.size(), isGuard);
+           std::all_of(static_cast<const char*>(begin_) + bytes_, storage_.data() + storage_.size(),
+                       isGuard);
   }
 
  private:
@@ -113,8 +113,8 @@ void testType(DType dtype) {
       }
       for (const Isa isa : isas()) {
         const ScopedIsa scoped(isa);
-        for (const size_t count : {size_t{0}, size_t{1}, size_t{7}, size_t{64}, size_t{1000},
-                                   kMostElements}) {
+        for (const size_t count :
+             {size_t{0}, size_t{1}, size_t{7}, size_t{64}, size_t{1000}, kMostElements}) {
           // variant: what is misaligned by how much, what aliases what, which stores
           for (int variant = 0; variant < 6; ++variant) {
             const bool streaming = variant % 2 == 1;
@@ -136,18 +136,20 @@ void testType(DType dtype) {
             bool guardsHold = out.guardsHold();
             for (const Placed& one : placed) guardsHold = guardsHold && one.guardsHold();
             if (!isRight || !guardsHold) {
-              test::fail(__FILE__, __LINE__, describe(dtype, op, n, count, isa) + ", variant " +
-                                                 std::to_string(variant) +
-                                                 (guardsHold ? "" : ": out of bounds"));
+              test::fail(__FILE__, __LINE__,
+                         describe(dtype, op, n, count, isa) + ", variant " +
+                             std::to_string(variant) + (guardsHold ? "" : ": out of bounds"));
               return;
             }
             if (alias >= 0) std::memcpy(to, inputs[alias], count * size);
             Placed out2(count * size, skew);
-            reduce2(dtype, op, to, out2.data(), in.data(), n, count, divisor, streaming, !streaming);
+            reduce2(dtype, op, to, out2.data(), in.data(), n, count, divisor, streaming,
+                    !streaming);
             if (!same(dtype, to, wanted.data(), count) ||
                 !same(dtype, out2.data(), wanted.data(), count) || !out2.guardsHold()) {
-              test::fail(__FILE__, __LINE__, "reduce2: " + describe(dtype, op, n, count, isa) +
-                                                 ", variant " + std::to_string(variant));
+              test::fail(__FILE__, __LINE__,
+                         "reduce2: " + describe(dtype, op, n, count, isa) + ", variant " +
+                             std::to_string(variant));
               return;
             }
           }

@@ -12,14 +12,14 @@ using namespace mycoll;
 TEST(Sha256Test, sha256KnownAnswers) {
   EXPECT_EQ(toHex(sha256("")), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
   EXPECT_EQ(toHex(sha256("abc")),
-           "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
   EXPECT_EQ(toHex(sha256("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq")),
-           "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
+            "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
   EXPECT_EQ(toHex(sha256("abcdefghbcdefghicdefghijdefghijkefghijklfghijklmghijklmn"
-                        "hijklmnoijklmnopjklmnopqklmnopqrlmnopqrsmnopqrstnopqrstu")),
-           "cf5b16a778af8380036ce59e7b0492370b249b11e8f07a51afac45037afee9d1");
+                         "hijklmnoijklmnopjklmnopqklmnopqrlmnopqrsmnopqrstnopqrstu")),
+            "cf5b16a778af8380036ce59e7b0492370b249b11e8f07a51afac45037afee9d1");
   EXPECT_EQ(toHex(sha256(std::string(1000000, 'a'))),
-           "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
+            "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
 TEST(Sha256Test, sha256InAnyPieces) {
@@ -63,7 +63,7 @@ TEST(Sha256Test, hmacKnownAnswers) {
   for (const Case& c : cases) EXPECT_EQ(toHex(hmacSha256(c.key, c.message)), c.digest);
   // RFC 4231 case 5 gives only the first 128 bits.
   EXPECT_EQ(toHex(hmacSha256(std::string(20, '\x0c'), "Test With Truncation").data(), 16),
-           "a3b6167473100ee06e0c796c2955552b");
+            "a3b6167473100ee06e0c796c2955552b");
 }
 
 TEST(Sha256Test, constantTimeEqualSeesEveryBit) {

@@ -1,5 +1,5 @@
-// Endpoints and mailboxes, two in one thread, on each kind of link: what every link must do, and what
-// strangers must not be able to.
+// Endpoints and mailboxes, two in one thread, on each kind of link: what every link must do, and
+// what strangers must not be able to.
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <netinet/in.h>
@@ -101,7 +101,8 @@ Fd connectTo(const TcpAddress& address) {
   where.sin_family = AF_INET;
   where.sin_port = htons(static_cast<uint16_t>(address.port));
   inet_pton(AF_INET, address.address.c_str(), &where.sin_addr);
-  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&where), sizeof(where)) != 0) socket.reset();
+  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&where), sizeof(where)) != 0)
+    socket.reset();
   return socket;
 }
 
@@ -110,8 +111,8 @@ Fd connectTo(const TcpAddress& address) {
 TEST(Transport, carriesMessagesOfAllSizes) {
   forBothLinks([](TransportChoice transport) {
     Pair pair(transport);
-    for (size_t bytes : {size_t{0}, size_t{1}, size_t{1000}, size_t{64 * 1024}, size_t{64 * 1024 + 1},
-                         size_t{700'001}, size_t{5'000'000}}) {
+    for (size_t bytes : {size_t{0}, size_t{1}, size_t{1000}, size_t{64 * 1024},
+                         size_t{64 * 1024 + 1}, size_t{700'001}, size_t{5'000'000}}) {
       for (bool isPostedFirst : {true, false}) {
         std::vector<char> out = pattern(bytes, static_cast<unsigned>(bytes)), in(bytes);
         Transfer sending, receiving;
@@ -150,8 +151,10 @@ TEST(Transport, matchesByTagAndInOrder) {
       pair.mailboxes[1]->receive(receiving[i], tags[i] == 5 ? kFromAnyone : 0, kMessages, tags[i],
                                  message(4), {&got[i], 4});
     }
-    ASSERT(pair.pump([&] { return receiving[0].isDone() && receiving[1].isDone() &&
-                                  receiving[2].isDone() && receiving[3].isDone(); }));
+    ASSERT(pair.pump([&] {
+      return receiving[0].isDone() && receiving[1].isDone() && receiving[2].isDone() &&
+             receiving[3].isDone();
+    }));
     for (int i = 0; i < 4; ++i) EXPECT_EQ(got[i], values[i]);
     EXPECT_EQ(receiving[0].peer(), 0);
   });
@@ -165,9 +168,8 @@ TEST(Transport, refusesAnotherSize) {
       Transfer sending, receiving;
       pair.mailboxes[1]->receive(receiving, 0, kMessages, 0, message(in.size()), span(in));
       pair.mailboxes[0]->send(sending, 1, kMessages, 0, message(bytes), span(out));
-      ASSERT(pair.pump([&] {
-        return !pair.listeners[0].failure.ok() && !pair.listeners[1].failure.ok();
-      }));
+      ASSERT(pair.pump(
+          [&] { return !pair.listeners[0].failure.ok() && !pair.listeners[1].failure.ok(); }));
       EXPECT_EQ(receiving.status().code(), Code::kMismatch);
     }
   });

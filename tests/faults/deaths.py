@@ -26,6 +26,8 @@ from faults.harness import (
 VICTIM = 2
 GIB = 1 << 30
 INIT_POINTS = 6
+INIT_SECONDS = 0.15  # about as long as the init of four ranks takes on two cores
+BEGUN = "init has begun"
 
 
 def all_reduce_forever(pause: float = 0.002) -> None:
@@ -105,6 +107,7 @@ def while_idle(stage: Stage) -> Outcome:
 
 def init(ctx: Ctx, name: str) -> Seen:
     def action() -> None:
+        print(BEGUN, flush=True)
         ctx.init(name)
         all_reduce_forever()
 
@@ -120,7 +123,9 @@ def in_init(stage: Stage, points: int = INIT_POINTS) -> Outcome:
     for point in range(points):
         with stage.world(4, timeout, init=False) as world:
             world.start(init, f"init{point}")
-            time.sleep(chance.uniform(0, 0.05))
+            while BEGUN not in world.members[VICTIM].log_tail():
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0, INIT_SECONDS))
             killed = kill(world.pids[VICTIM])
             found = answers(world, (VICTIM,))
             ends = [s.ended - killed for s in found.values() if isinstance(s, Seen)]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from test_two_hosts import enter, ip
+from worlds.pool import World
 from worlds.worker import Ctx
 
 from faults.deaths import all_reduce_forever
@@ -24,6 +25,7 @@ from faults.harness import Judge, Outcome, Seen, Skip, Stage, answers, attempt, 
 
 PORT = 29_733
 NUMEL = 20_000
+JOINED = "all have joined"
 
 
 class Router:
@@ -101,6 +103,17 @@ def join(ctx: Ctx, hosts: list[str], timeout: float) -> None:
         timeout=timedelta(seconds=timeout),
     )
     dist.all_reduce(torch.ones(NUMEL))
+    print(JOINED, flush=True)
+
+
+def wait_until_joined(world: World) -> None:
+    end = time.monotonic() + 40
+    while time.monotonic() < end:
+        if all(JOINED in member.log_tail() for member in world.members):
+            time.sleep(0.5)
+            return
+        time.sleep(0.1)
+    raise Skip("the ranks could not meet over the router")
 
 
 def loop(ctx: Ctx, hosts: list[str], timeout: float) -> Seen:
@@ -136,7 +149,7 @@ def blackhole(stage: Stage) -> Outcome:
     judge = stage.judge()
     with router(stage) as net, stage.world(4, init=False) as world:
         world.start(loop, net.hosts, 20.0)
-        time.sleep(3.0)
+        wait_until_joined(world)
         net.forward(False)
         cut = time.monotonic()
         judge.raised(answers(world), cut, 12.0, r"rank \d")
@@ -148,7 +161,7 @@ def partition(stage: Stage) -> Outcome:
     judge = stage.judge()
     with router(stage) as net, stage.world(4, init=False) as world:
         world.start(rounds, net.hosts, 6.0)
-        time.sleep(3.0)
+        wait_until_joined(world)
         net.forward(False)
         time.sleep(3.0)
         net.forward(True)

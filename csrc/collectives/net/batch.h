@@ -20,10 +20,7 @@ class Batch final : public Condition {
         signature_(signature) {}
   // Messages of the group's own, beside all collectives.
   Batch(Mailbox& mailbox, const Signature& signature)
-      : mailbox_(mailbox),
-        messageClass_(MessageClass::kControl),
-        base_(0),
-        signature_(signature) {}
+      : mailbox_(mailbox), messageClass_(MessageClass::kControl), base_(0), signature_(signature) {}
 
   // step: tells apart the messages that two ranks exchange in one collective.
   void send(int rank, Span data, uint64_t step = 0) {

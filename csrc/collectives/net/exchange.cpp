@@ -20,29 +20,21 @@ void copySelf(Span to, Span from) {
 
 Task netCollective(NetGroup group, const Call& call) {
   switch (call.kind) {
-    case OpKind::kBroadcast:
-      return netBroadcast(group, call);
+    case OpKind::kBroadcast: return netBroadcast(group, call);
     case OpKind::kAllReduce:
-    case OpKind::kReduce:
-      return netReduce(group, call);
-    case OpKind::kAllGather:
-      return netAllGather(group, call);
-    case OpKind::kGather:
-      return netGather(group, call);
-    case OpKind::kScatter:
-      return netScatter(group, call);
-    case OpKind::kReduceScatter:
-      return netReduceScatter(group, call);
-    case OpKind::kAllToAll:
-      return netAllToAll(group, call);
-    case OpKind::kMonitoredBarrier:
-      return netMonitoredBarrier(group, call);
-    default:
-      return netBarrier(group, call);
+    case OpKind::kReduce: return netReduce(group, call);
+    case OpKind::kAllGather: return netAllGather(group, call);
+    case OpKind::kGather: return netGather(group, call);
+    case OpKind::kScatter: return netScatter(group, call);
+    case OpKind::kReduceScatter: return netReduceScatter(group, call);
+    case OpKind::kAllToAll: return netAllToAll(group, call);
+    case OpKind::kMonitoredBarrier: return netMonitoredBarrier(group, call);
+    default: return netBarrier(group, call);
   }
 }
 
-// Dissemination: in round k every rank hears from the one 2^k before it, and so, in the end, of all.
+// Dissemination: in round k every rank hears from the one 2^k before it, and so, in the end, of
+// all.
 Task netBarrier(NetGroup group, const Call& call) {
   Mailbox& mailbox = group.mailbox;
   const int ranks = mailbox.ranks();

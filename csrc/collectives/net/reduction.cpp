@@ -43,8 +43,8 @@ Span part(Span whole, uint64_t index) {
 // pieceFor(rank): what this rank has to send to that owner. All pieces for one owner have one size.
 // maxBytes: of the largest piece in the group, the same on all ranks.
 template <typename PieceFor>
-Task reduceToOwner(NetGroup group, const Call& call, const Signature& signature,
-                   PieceFor pieceFor, Span out, size_t maxBytes) {
+Task reduceToOwner(NetGroup group, const Call& call, const Signature& signature, PieceFor pieceFor,
+                   Span out, size_t maxBytes) {
   Mailbox& mailbox = group.mailbox;
   const int ranks = mailbox.ranks();
   const int self = mailbox.rank();
@@ -129,8 +129,8 @@ Task netReduce(NetGroup group, const Call& call) {
   // Who gets no result still reduces its slice, into memory of its own.
   const Span whole = wantsResult ? call.out[0] : Span{};
   std::unique_ptr<char[]> own(wantsResult ? nullptr : new char[slice]);
-  const Span result = wantsResult ? sliceOf(whole, self)
-                                  : Span{own.get(), sliceOf(input, self).bytes};
+  const Span result =
+      wantsResult ? sliceOf(whole, self) : Span{own.get(), sliceOf(input, self).bytes};
   auto pieceFor = [&](int owner) { return sliceOf(input, owner); };
   Status reduced = co_await reduceToOwner(group, call, signature, pieceFor, result, slice);
   MYCOLL_CO_RETURN_IF_ERROR(reduced);
@@ -154,8 +154,7 @@ Task netReduceScatter(NetGroup group, const Call& call) {
   size_t largest = 0;
   for (const Span& span : call.in) largest = std::max(largest, span.bytes);
   auto pieceFor = [&](int owner) { return call.in[owner]; };
-  Status status =
-      co_await reduceToOwner(group, call, signature, pieceFor, call.out[0], largest);
+  Status status = co_await reduceToOwner(group, call, signature, pieceFor, call.out[0], largest);
   co_return status;
 }
 

@@ -36,9 +36,7 @@ size_t ArenaShape::rankBytes() const {
          kBulkAreas * roundUp(chunkBytes, kPage);
 }
 
-size_t ArenaShape::totalBytes() const {
-  return kPage + static_cast<size_t>(ranks) * rankBytes();
-}
+size_t ArenaShape::totalBytes() const { return kPage + static_cast<size_t>(ranks) * rankBytes(); }
 
 Arena::Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank,
              std::vector<Bell> bells)
@@ -89,13 +87,13 @@ char* Arena::bulk(int rank, uint64_t round) const {
 
 void Arena::publish(Counter counter, uint64_t roundsCompleted) {
   control(rank_).counters[static_cast<int>(counter)].value.store(base_ + roundsCompleted,
-                                                                std::memory_order_seq_cst);
+                                                                 std::memory_order_seq_cst);
   wakeSleepers();
 }
 
 bool Arena::has(int rank, Counter counter, uint64_t roundsCompleted) const {
-  return control(rank).counters[static_cast<int>(counter)].value.load(
-             std::memory_order_acquire) >= base_ + roundsCompleted;
+  return control(rank).counters[static_cast<int>(counter)].value.load(std::memory_order_acquire) >=
+         base_ + roundsCompleted;
 }
 
 void Arena::endRounds(uint64_t rounds) {

@@ -8,14 +8,14 @@
 //
 // How a part may be reused without asking. Every collective begins with an arrival, and ends on no
 // rank before that rank has seen all arrivals. So whoever is in collective n knows that all have
-// finished n-2 (they arrived in n-1 after it), and whoever has seen all arrivals of n knows that all
-// have finished n-1. Hence:
+// finished n-2 (they arrived in n-1 after it), and whoever has seen all arrivals of n knows that
+// all have finished n-1. Hence:
 //   small   two areas, by the parity of the collective's number: free when a collective begins;
 //   bulk    written only after all arrivals were seen: free then.
-// Bulk areas are written past the caches. A line that another core has read, and that this one writes
-// the ordinary way, is fetched from there first, and fetched back by the reader one by one: between
-// cores that share no cache that is slower than memory by a factor of 4 to 8, and still slower by
-// 1.5 between cores that do (benchmarks/README.md).
+// Bulk areas are written past the caches. A line that another core has read, and that this one
+// writes the ordinary way, is fetched from there first, and fetched back by the reader one by one:
+// between cores that share no cache that is slower than memory by a factor of 4 to 8, and still
+// slower by 1.5 between cores that do (benchmarks/README.md).
 //
 // Within one collective, bulk areas are used round by round, with counters that never go back.
 //

@@ -69,9 +69,7 @@ Published published(const Call& call, int rank) {
       result.mine = call.in[0];
       if (rank == call.root) result.theirs = call.out.data();
       break;
-    default:
-      result.mine = call.in[0];
-      result.theirs = call.out.data();
+    default: result.mine = call.in[0]; result.theirs = call.out.data();
   }
   return result;
 }
@@ -83,9 +81,8 @@ Status shmMismatch(const ShmGroup& group, const Signature& mine, const AllArrive
   return Status(Code::kMismatch,
                 "mycoll group '" + names.group().name + "': MISMATCH at collective #" +
                     std::to_string(group.sequence) + "\n  " + names.describeRank(names.rank()) +
-                    ": " + mine.describe() + "\n  " +
-                    names.describeRank(arrived.differingRank()) + ": " +
-                    arrived.differingSignature().describe() +
+                    ": " + mine.describe() + "\n  " + names.describeRank(arrived.differingRank()) +
+                    ": " + arrived.differingSignature().describe() +
                     "\n  All ranks must call the same operations in the same order, with the same "
                     "dtype, size, reduce op and root.");
 }
@@ -196,9 +193,11 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     return call.out[rank];
   };
   // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
-  const size_t part = arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) &
-                      ~size_t{63};
-  auto offset = [&](int from, int to) { return static_cast<size_t>(to < from ? to : to - 1) * part; };
+  const size_t part =
+      arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~size_t{63};
+  auto offset = [&](int from, int to) {
+    return static_cast<size_t>(to < from ? to : to - 1) * part;
+  };
 
   const size_t tableBytes = sends ? static_cast<size_t>(ranks) * sizeof(uint64_t) : 0;
   size_t dataBytes = 0;

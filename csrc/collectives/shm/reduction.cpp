@@ -8,7 +8,8 @@
 //   area of rank 1  input of 1   result of 1  input of 1     from the caller's memory, the others'
 //   area of rank 2  input of 2   input of 2   result of 2    from their areas
 //
-// An owner's own input never needs staging, so the result takes its place, where the others fetch it.
+// An owner's own input never needs staging, so the result takes its place, where the others fetch
+// it.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -72,14 +73,11 @@ Task shmCollective(ShmGroup group, const Call& call) {
                                                : shmReduceScatterLarge(group, call);
     }
     case OpKind::kAllToAll:
-    case OpKind::kScatter:
-      return shmPairwise(group, call);
+    case OpKind::kScatter: return shmPairwise(group, call);
     case OpKind::kBroadcast:
     case OpKind::kAllGather:
-    case OpKind::kGather:
-      return shmPublish(group, call);
-    default:
-      return shmBarrier(group, call);
+    case OpKind::kGather: return shmPublish(group, call);
+    default: return shmBarrier(group, call);
   }
 }
 
@@ -216,8 +214,8 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   const int self = arena.rank();
   const int ranks = arena.ranks();
   const Signature signature = call.signature();
-  const size_t stride = arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) &
-                        ~(kSliceUnit - 1);
+  const size_t stride =
+      arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
   auto offset = [&](int from, int to) {
     return static_cast<size_t>(to < from ? to : to - 1) * stride;
   };
@@ -259,8 +257,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
       RoundReached isFilled(arena, Counter::kFilled, round + 1);
       co_await isFilled;
       for (int rank = 0; rank < ranks; ++rank) {
-        inputs[rank] =
-            rank == self ? mine.data : arena.bulk(rank, round) + offset(rank, self);
+        inputs[rank] = rank == self ? mine.data : arena.bulk(rank, round) + offset(rank, self);
       }
       reduce(call.dtype, call.reduceOp, slice(call.out[0], round).data, inputs.data(), ranks,
              mine.bytes / call.elementBytes, ranks, isStreaming);

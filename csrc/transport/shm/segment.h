@@ -20,14 +20,15 @@ class Segment {
  public:
   // Zeroed memory.
   static Status create(size_t bytes, std::shared_ptr<Segment>* result);
-  // Maps what a peer has sent, and keeps no descriptor. Refuses a descriptor that is not a sealed memfd of this size.
+  // Maps what a peer has sent, and keeps no descriptor. Refuses a descriptor that is not a sealed
+  // memfd of this size.
   static Status adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);
   ~Segment();
 
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  // To hand to peers. Only of a segment that was created here, and until closeFd(): the mapping needs
-  // none. Both by its creator.
+  // To hand to peers. Only of a segment that was created here, and until closeFd(): the mapping
+  // needs none. Both by its creator.
   int fd() const { return fd_.get(); }
   void closeFd() { fd_.reset(); }
 

@@ -68,8 +68,8 @@ std::vector<InterfaceAddress> interfaceAddresses() {
     found.interfaceName = entry->ifa_name;
     found.isIpv6 = family == AF_INET6;
     found.isLoopback = entry->ifa_flags & IFF_LOOPBACK;
-    found.address = numericHost(
-        entry->ifa_addr, found.isIpv6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
+    found.address =
+        numericHost(entry->ifa_addr, found.isIpv6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
     if (!found.address.empty() && isUsable(found)) result.push_back(found);
   }
   // IPv4 first: where both work, it is the one that is set up right more often.
@@ -87,10 +87,9 @@ Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHo
     // means a container's bridge only where there is nothing else.
     for (const bool areBridgesAdmitted : {false, true}) {
       for (const auto& entry : all) {
-        bool admitted = filter.matches(entry.interfaceName) &&
-                        !(filter.isExclusion && entry.isLoopback) &&
-                        (areBridgesAdmitted || !filter.isExclusion ||
-                         !isContainerBridge(entry.interfaceName));
+        bool admitted =
+            filter.matches(entry.interfaceName) && !(filter.isExclusion && entry.isLoopback) &&
+            (areBridgesAdmitted || !filter.isExclusion || !isContainerBridge(entry.interfaceName));
         if (name.empty() && admitted) name = entry.interfaceName;
       }
     }
@@ -163,9 +162,8 @@ Status listenOn(const InterfaceAddress& address, Fd* listener, int* port) {
   if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&where), &length) != 0) {
     return failed(what);
   }
-  *port = ntohs(where.ss_family == AF_INET6
-                    ? reinterpret_cast<sockaddr_in6*>(&where)->sin6_port
-                    : reinterpret_cast<sockaddr_in*>(&where)->sin_port);
+  *port = ntohs(where.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&where)->sin6_port
+                                            : reinterpret_cast<sockaddr_in*>(&where)->sin_port);
   *listener = std::move(socket);
   return Status();
 }

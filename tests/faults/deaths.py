@@ -41,7 +41,7 @@ def loop(ctx: Ctx, resident: int = 0) -> Seen:
     held = None
     if resident and ctx.rank == VICTIM:
         held = torch.ones(resident, dtype=torch.uint8)
-    seen = attempt_and_leave(all_reduce_forever)
+    seen = attempt(all_reduce_forever)  # and keeps the group: destroying it would tell the others
     del held
     return seen
 

@@ -115,7 +115,8 @@ class Judge:
             )
             for word in words:
                 found = re.search(word, seen.text, re.IGNORECASE)
-                self.expect(found is not None, f"rank {rank}'s text lacks “{word}”")
+                plain = word.replace(r"\b", "").replace(".*", "...").replace("|", " or ")
+                self.expect(found is not None, f"the text lacks “{plain}”")
             self.expect(seen.left <= 1.0 * self.patience, f"destroy took {show(seen.left)}")
             self.sample = self.sample or f"{seen.kind}: {seen.text}"
 

@@ -33,9 +33,7 @@ class Row:
 
 
 def cell(outcomes: list[Outcome]) -> str:
-    if not outcomes:
-        return ""
-    if outcomes[0].verdict == "skip":
+    if not outcomes or outcomes[0].verdict == "skip":
         return "not run"
     good = sum(o.verdict == "pass" for o in outcomes)
     times = [o.seconds for o in outcomes if o.seconds is not None]
@@ -69,7 +67,10 @@ def markdown(rows: list[Row]) -> str:
     for row in rows:
         cells = [cell(row.outcomes.get(column, [])) for column in columns]
         lines.append(f"| {row.number} | {escaped(row.title)} | " + " | ".join(cells) + " |")
-    lines.append("\nnot run: the reason is in the notes.\n\n## Notes\n")
+    lines.append(
+        "\nnot run: for the reason in the notes; without one, it is still to be run\n"
+        "(`./dev faults --only N --write` puts a row's results on this page).\n\n## Notes\n"
+    )
     for row in rows:
         for column in columns:
             for note in notes(row.outcomes.get(column, [])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -141,5 +142,6 @@ def test_mpirun(tmp_path, backend):
         command += ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
     done = run(tmp_path, backend, command)
     assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.split("\n"))
-    assert [line for line in lines if line] == [f"sum 3 of 2 local {r}" for r in (0, 1)]
+    # mpirun may cut a rank's line in two and put the other's between: count the pieces.
+    assert done.stdout.count("sum 3 of 2") == 2, done.stdout
+    assert sorted(re.findall(r"local (\d)", done.stdout)) == ["0", "1"], done.stdout

@@ -37,22 +37,35 @@ std::string hostName() {
 
 pid_t processId() { return ::getpid(); }
 
-uint64_t processStartTicks(pid_t pid) {
+namespace {
+
+// A field of /proc/<pid>/stat by its number, from 3 on; empty when there is no such process.
+std::string statField(pid_t pid, int wanted) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
   // "pid (name) state ppid ...": the name may hold spaces and parentheses, so count from its end.
-  // starttime is field 22, state is field 3.
   size_t position = text.rfind(')');
-  if (position == text.npos) return 0;
+  if (position == text.npos) return "";
   ++position;
-  for (int field = 3; field <= 22; ++field) {
+  for (int field = 3;; ++field) {
     position = text.find_first_not_of(' ', position);
-    if (position == text.npos) return 0;
-    if (field == 22) return std::strtoull(text.c_str() + position, nullptr, 10);
-    position = text.find(' ', position);
-    if (position == text.npos) return 0;
+    if (position == text.npos) return "";
+    const size_t end = text.find(' ', position);
+    if (field == wanted) return text.substr(position, end - position);
+    if (end == text.npos) return "";
+    position = end;
   }
-  return 0;
+}
+
+}  // namespace
+
+uint64_t processStartTicks(pid_t pid) {
+  return std::strtoull(statField(pid, 22).c_str(), nullptr, 10);
+}
+
+char processState(pid_t pid) {
+  const std::string state = statField(pid, 3);
+  return state.empty() ? 0 : state[0];
 }
 
 }  // namespace mycoll

@@ -21,4 +21,7 @@ pid_t processId();
 // it names a process for good, where a pid alone may be reused.
 uint64_t processStartTicks(pid_t pid);
 
+// As ps shows it: 'R', 'S', 'T' for stopped, 'Z' for a zombie...; 0 when there is no such process.
+char processState(pid_t pid);
+
 }  // namespace mycoll

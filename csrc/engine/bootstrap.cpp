@@ -6,6 +6,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <thread>
 #include <vector>
 
@@ -279,14 +280,39 @@ class Meeting {
     MYCOLL_RETURN_IF_ERROR(get(key("card", options_.rank), &text));
     Card card;
     if (text != cardText_ && Card::decode(text, &card).ok()) return takenBy(card.address);
+    // Rank 0 sees all cards as they stand now; the others those of the roster.
+    const std::vector<std::string>& seen = isLeader() ? cards_ : roster_;
+    for (size_t rank = 0; rank < seen.size(); ++rank) {
+      MYCOLL_RETURN_IF_ERROR(checkAlive(static_cast<int>(rank), seen[rank]));
+    }
     if (isLeader()) return Status();
     MYCOLL_RETURN_IF_ERROR(get(key("card", 0), &text));
+    MYCOLL_RETURN_IF_ERROR(checkAlive(0, text));
     if (text != leaderCard_) leaderCard_ = text, leaderSince_ = now;
     if (Card::decode(text, &card).ok() && card.ranks != options_.ranks &&
         isCurrent(card, leaderSince_)) {
       return differentWorlds(0, card);
     }
     return Status();
+  }
+
+  // A rank that was seen alive, and has died before the group was made. (What was never seen alive is
+  // left over from earlier, and will be replaced.)
+  Status checkAlive(int rank, const std::string& text) {
+    Card card;
+    if (rank == options_.rank || text.empty() || !Card::decode(text, &card).ok()) return Status();
+    if (card.address.hostName != mine_.address.hostName) return Status();
+    Life& life = lives_[rank];
+    if (life.nonce != card.nonce) life = Life{card.nonce, false, {}};
+    if (isAliveHere(card.address, mine_.address)) {
+      life.wasAlive = true;
+      life.lastAlive = Clock::now();
+      return Status();
+    }
+    if (!life.wasAlive || Clock::now() - life.lastAlive < kSettled) return Status();
+    return Status(Code::kPeerLost, "group '" + options_.name + "': rank " + std::to_string(rank) +
+                                       " (" + card.address.describe() +
+                                       ") has ended before the group was made; see its log");
   }
 
   Status tooLate() {
@@ -321,6 +347,12 @@ class Meeting {
   // Everybody
   std::string number_;  // of the roster that was confirmed last
   std::vector<std::string> roster_;
+  struct Life {
+    std::string nonce;
+    bool wasAlive = false;
+    Clock::time_point lastAlive;
+  };
+  std::map<int, Life> lives_;
   std::string leaderCard_;
   Clock::time_point leaderSince_ = Clock::now();
   Clock::time_point lastLook_ = Clock::now();

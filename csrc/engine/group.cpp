@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "base/topology.h"
 
 namespace mycoll {
 namespace {
@@ -15,7 +16,9 @@ using Clock = std::chrono::steady_clock;
 // While waiting in the kernel: how often signals, deadlines and peers are looked at.
 constexpr auto kTick = std::chrono::milliseconds(50);
 // A collective that has waited for so long asks the others what they are at.
-constexpr auto kProbeAfter = std::chrono::milliseconds(1000);
+constexpr auto kProbeAfter = std::chrono::milliseconds(500);
+// One that has waited for so long says so in the log.
+constexpr auto kWarnAfter = std::chrono::milliseconds(1000);
 // A rank that has left cannot come any more; what it had sent before may still be on its way.
 constexpr auto kLeftGrace = std::chrono::milliseconds(2000);
 // By how much the root of a monitored barrier is let go first with its verdict.
@@ -129,7 +132,7 @@ std::string Group::checkCall(const Call& call) const {
 
 OpPtr Group::submit(Call call, Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
                     Milliseconds timeout) {
-  if (hasFailed()) return failedOp(call.kind, error());
+  if (hasFailed()) return failedOp(call.kind, calledLate(call.kind));
   if (!composite) {
     std::string wrong = checkCall(call);
     if (!wrong.empty()) return failedOp(call.kind, Status(Code::kInvalidArgument, wrong));
@@ -159,7 +162,7 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
                      uint8_t opaqueType, std::shared_ptr<void> keepAlive, bool willWait,
                      Milliseconds timeout) {
   const OpKind kind = isSend ? OpKind::kSend : OpKind::kRecv;
-  if (hasFailed()) return failedOp(kind, error());
+  if (hasFailed()) return failedOp(kind, calledLate(kind));
   Signature signature;
   signature.kind = kind;
   signature.dtype = dtype;
@@ -168,6 +171,7 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
   auto op = std::make_shared<MessageOp>(kind, messages_.fetch_add(1, std::memory_order_relaxed));
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineFor(timeout);
+  op->ownRank = options_.rank;
   op->tag = tag;
   op->rank = rank;
   const bool isAnyone = !isSend && rank == kAnySource;
@@ -376,16 +380,46 @@ bool Group::noticeFailure() {
   return true;
 }
 
+Status Group::calledLate(OpKind kind) const {
+  const Status cause = error();
+  return Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(options_.rank) +
+                                  ", " + name(kind) + ", called after that");
+}
+
 Status Group::inContext(const Status& cause, const CollectiveOp& op) const {
   return Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(options_.rank) +
                                   ", " + describe(op) + " (call #" + std::to_string(op.sequence()) +
                                   ")");
 }
 
+// "rank 2 (node1:4712), which is stopped": what can be seen of it from here.
 std::string Group::listRanks(const std::vector<int>& ranks) const {
   std::string text;
-  for (int rank : ranks) text += (text.empty() ? "" : ", ") + mailbox_.describeRank(rank);
+  for (int rank : ranks) {
+    text += (text.empty() ? "" : ", ") + mailbox_.describeRank(rank);
+    const PeerAddress& peer = mailbox_.group().peers[rank];
+    if (!engine_->endpoint()->isLocal(peer)) continue;
+    if (processStartTicks(peer.pid) != peer.startTicks) {
+      text += ", which has ended";
+    } else if (const char state = processState(peer.pid); state == 'T' || state == 't') {
+      text += ", which is stopped (SIGSTOP or a debugger)";
+    } else {
+      text += state == 'R' ? ", which is busy" : ", which is alive";
+    }
+  }
   return text;
+}
+
+// All but this rank and those that are missing.
+std::string Group::listArrived(const std::vector<int>& missing) const {
+  std::string text;
+  for (int rank = 0; rank < options_.ranks; ++rank) {
+    if (rank == options_.rank || std::find(missing.begin(), missing.end(), rank) != missing.end()) {
+      continue;
+    }
+    text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return text.empty() ? "nobody else" : text;
 }
 
 Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const {
@@ -406,7 +440,9 @@ Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& miss
     text = here + "mycoll group '" + options_.name + "': " + describe(op) + " " + call +
            " TIMED OUT after " + std::to_string(waited) + " ms.";
   }
-  if (!missing.empty()) text += " Waiting for " + listRanks(missing) + ".";
+  if (!missing.empty()) {
+    text += " Arrived: " + listArrived(missing) + ". Waiting for " + listRanks(missing) + ".";
+  }
   return Status(Code::kTimeout, text);
 }
 
@@ -432,6 +468,14 @@ void Group::checkHealth() {
   if (!op->hasProbed && !arena_ && now - op->submitted > kProbeAfter) {
     op->hasProbed = true;
     mailbox_.probe();
+  }
+  if (!op->hasWarned && !missing.empty() && now - op->submitted > kWarnAfter) {
+    op->hasWarned = true;
+    MYCOLL_LOG_WARN("group '%s': %s (call #%llu) has waited %lld ms for %s", options_.name.c_str(),
+                    describe(*op).c_str(), static_cast<unsigned long long>(op->sequence()),
+                    static_cast<long long>(
+                        std::chrono::duration_cast<Milliseconds>(now - op->submitted).count()),
+                    listRanks(missing).c_str());
   }
   std::vector<int> gone;
   for (int rank : missing) {

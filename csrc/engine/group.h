@@ -93,6 +93,8 @@ class Group final : public MailboxListener,
   Status timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const;
   bool isLate(const CollectiveOp& op) const;
   std::string listRanks(const std::vector<int>& ranks) const;
+  std::string listArrived(const std::vector<int>& missing) const;
+  Status calledLate(OpKind kind) const;
   OpPtr failedOp(OpKind kind, Status status) const;
   Deadline deadlineFor(Milliseconds timeout) const;
   std::string checkCall(const Call& call) const;

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -65,6 +66,7 @@ class CollectiveOp final : public BasicOp {
   Composite composite;  // empty: `call` is all
   Task task;            // running, by whoever holds the group's run lock
   bool hasProbed = false;
+  bool hasWarned = false;
 };
 
 // On its way by itself.
@@ -80,6 +82,15 @@ class MessageOp final : public BasicOp, public Transfer {
 
   // Holds itself while the mailbox knows it.
   std::shared_ptr<MessageOp> self;
+  // "rank 3, recv from rank 1 with tag 0"
+  std::string what() const {
+    return "rank " + std::to_string(ownRank) + ", " + name(kind_) +
+           (kind_ == OpKind::kSend ? " to " : " from ") +
+           (rank == kAnySource ? "any rank" : "rank " + std::to_string(rank)) + " with tag " +
+           std::to_string(tag);
+  }
+
+  int ownRank = 0;
   uint64_t tag = 0;
   int rank = kAnySource;  // as asked for
 
@@ -88,7 +99,9 @@ class MessageOp final : public BasicOp, public Transfer {
     std::shared_ptr<MessageOp> last = std::move(self);
     sourceRank_ = peer();
     markDone();
-    finish(Transfer::status());
+    Status outcome = Transfer::status();
+    if (!outcome.ok()) outcome = Status(outcome.code(), outcome.message() + "\n  Here: " + what());
+    finish(std::move(outcome));
   }
 };
 

@@ -133,8 +133,12 @@ def rounds(ctx: Ctx, hosts: list[str], seconds: float) -> Seen:
         while go_on.item():
             x = inputs[done % 4][ctx.rank].clone()
             dist.all_reduce(x)
-            exact = torch.equal(x, wants[done % 4])
-            wrong += not (torch.allclose(x, wants[done % 4]) if ctx.gloo else exact)
+            want = wants[done % 4]
+            if ctx.gloo:  # adds in another order
+                right = float((x - want).abs().max()) <= 1e-5 * float(want.abs().max())
+            else:
+                right = torch.equal(x, want)
+            wrong += not right
             done += 1
             time.sleep(0.01)
             go_on.fill_(time.monotonic() < end)
@@ -170,7 +174,7 @@ def partition(stage: Stage) -> Outcome:
 
 
 def slow_and_lossy(stage: Stage) -> Outcome:
-    """100 Mbit/s and 1 % loss for 10 s."""
+    """100 Mbit/s, and 1 % loss where the kernel has netem, for 10 s."""
     judge = stage.judge()
     with router(stage) as net, stage.world(4, init=False) as world:
         if not net.lossy():

@@ -296,8 +296,8 @@ class Meeting {
     return Status();
   }
 
-  // A rank that was seen alive, and has died before the group was made. (What was never seen alive is
-  // left over from earlier, and will be replaced.)
+  // A rank that was seen alive, and has died before the group was made. (What was never seen alive
+  // is left over from earlier, and will be replaced.)
   Status checkAlive(int rank, const std::string& text) {
     Card card;
     if (rank == options_.rank || text.empty() || !Card::decode(text, &card).ok()) return Status();

@@ -1,0 +1,196 @@
+// The group's half that notices and tells what goes wrong: failures, timeouts, ranks that are
+// missing or gone, and the texts about them.
+#include <algorithm>
+
+#include "base/log.h"
+#include "base/topology.h"
+#include "engine/group.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A collective that has waited for so long asks the others what they are at.
+constexpr auto kProbeAfter = std::chrono::milliseconds(500);
+// One that has waited for so long says so in the log.
+constexpr auto kWarnAfter = std::chrono::milliseconds(1000);
+// A rank that has left cannot come any more; what it had sent before may still be on its way.
+constexpr auto kLeftGrace = std::chrono::milliseconds(2000);
+// By how much the root of a monitored barrier is let go first with its verdict.
+constexpr auto kRootGrace = std::chrono::milliseconds(1000);
+
+std::string describe(const CollectiveOp& op) {
+  return op.composite ? name(op.kind()) : op.call.signature().describe();
+}
+
+}  // namespace
+
+Status Group::error() const {
+  std::lock_guard<std::mutex> lock(failureLock_);
+  return failure_;
+}
+
+void Group::onFailure(const Status& cause) {
+  {
+    std::lock_guard<std::mutex> lock(failureLock_);
+    if (!failure_.ok()) return;
+    failure_ = cause;
+    failed_.store(true, std::memory_order_release);
+  }
+  // A group that is only being closed here lives on for the others.
+  if (isClosed_.load()) return;
+  if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->fail(cause);
+}
+
+void Group::onGoodbye(int rank) {
+  if (!left_[rank].exchange(true)) leftCount_.fetch_add(1);
+}
+
+bool Group::hasLeft(int rank) {
+  Arena* arena = sharedArena_.load(std::memory_order_acquire);
+  return left_[rank].load() || (arena && arena->hasLeft(rank));
+}
+
+void Group::fail(const Status& cause) { mailbox_.fail(cause, true); }
+
+bool Group::noticeFailure() {
+  if (hasFailed()) return true;
+  if (!arena_ || !arena_->hasFailed()) return false;
+  mailbox_.fail(arena_->failure(), false);
+  return true;
+}
+
+Status Group::calledLate(OpKind kind) const {
+  const Status cause = error();
+  return Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(options_.rank) +
+                                  ", " + name(kind) + ", called after that");
+}
+
+Status Group::inContext(const Status& cause, const CollectiveOp& op) const {
+  return Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(options_.rank) +
+                                  ", " + describe(op) + " (call #" + std::to_string(op.sequence()) +
+                                  ")");
+}
+
+// "rank 2 (node1:4712), which is stopped": what can be seen of it from here.
+std::string Group::listRanks(const std::vector<int>& ranks) const {
+  std::string text;
+  for (int rank : ranks) {
+    text += (text.empty() ? "" : ", ") + mailbox_.describeRank(rank);
+    const PeerAddress& peer = mailbox_.group().peers[rank];
+    if (!engine_->endpoint()->isLocal(peer)) continue;
+    if (processStartTicks(peer.pid) != peer.startTicks) {
+      text += ", which has ended";
+    } else if (const char state = processState(peer.pid); state == 'T' || state == 't') {
+      text += ", which is stopped (SIGSTOP or a debugger)";
+    } else {
+      text += state == 'R' ? ", which is busy" : ", which is alive";
+    }
+  }
+  return text;
+}
+
+// All but this rank and those that are missing.
+std::string Group::listArrived(const std::vector<int>& missing) const {
+  std::string text;
+  for (int rank = 0; rank < options_.ranks; ++rank) {
+    if (rank == options_.rank || std::find(missing.begin(), missing.end(), rank) != missing.end()) {
+      continue;
+    }
+    text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return text.empty() ? "nobody else" : text;
+}
+
+Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const {
+  const auto waited = std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
+  const std::string here = "[Rank " + std::to_string(options_.rank) + "]: ";
+  const std::string call = "(call #" + std::to_string(op.sequence()) + ")";
+  std::string text;
+  if (op.kind() == OpKind::kMonitoredBarrier && !missing.empty()) {
+    // In the words that people search for.
+    std::string numbers;
+    for (int rank : missing) {
+      numbers += (numbers.empty() ? "" : ", ") + std::to_string(rank);
+      if (!op.call.waitAllRanks) break;
+    }
+    text = here + "Ranks " + numbers + " failed to pass monitoredBarrier in " +
+           std::to_string(waited) + " ms, in mycoll group '" + options_.name + "' " + call + ".";
+  } else {
+    text = here + "mycoll group '" + options_.name + "': " + describe(op) + " " + call +
+           " TIMED OUT after " + std::to_string(waited) + " ms.";
+  }
+  if (!missing.empty()) {
+    text += " Arrived: " + listArrived(missing) + ". Waiting for " + listRanks(missing) + ".";
+  }
+  return Status(Code::kTimeout, text);
+}
+
+// Of a monitored barrier over messages rank 0 knows most: it is to be heard first.
+bool Group::isLate(const CollectiveOp& op) const {
+  const bool yields = op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0 && !arena_;
+  return op.deadline.expired() && (!yields || Clock::now() - op.deadline.when() > kRootGrace);
+}
+
+void Group::checkHealth() {
+  std::unique_lock<std::mutex> running(runLock_, std::try_to_lock);
+  if (!running.owns_lock() || noticeFailure()) return;
+  std::shared_ptr<CollectiveOp> op;
+  {
+    std::lock_guard<std::mutex> lock(queueLock_);
+    if (queue_.empty()) return;
+    op = queue_.front();
+  }
+  std::vector<int> missing;
+  if (op->task.valid() && op->task.waitingFor()) missing = op->task.waitingFor()->missing();
+  if (isLate(*op)) return fail(timeoutStatus(*op, missing));
+  const auto now = Clock::now();
+  if (!op->hasProbed && !arena_ && now - op->submitted > kProbeAfter) {
+    op->hasProbed = true;
+    mailbox_.probe();
+  }
+  if (!op->hasWarned && !missing.empty() && now - op->submitted > kWarnAfter) {
+    op->hasWarned = true;
+    MYCOLL_LOG_WARN("group '%s': %s (call #%llu) has waited %lld ms for %s", options_.name.c_str(),
+                    describe(*op).c_str(), static_cast<unsigned long long>(op->sequence()),
+                    static_cast<long long>(
+                        std::chrono::duration_cast<Milliseconds>(now - op->submitted).count()),
+                    listRanks(missing).c_str());
+  }
+  std::vector<int> gone;
+  for (int rank : missing) {
+    if (hasLeft(rank)) gone.push_back(rank);
+  }
+  if (gone.empty()) {
+    leftSince_ = {};
+  } else if (leftSince_ == Clock::time_point{}) {
+    leftSince_ = now;
+  } else if (now - leftSince_ > kLeftGrace) {
+    fail(Status(Code::kPeerLost, "mycoll group '" + options_.name + "': " + listRanks(gone) +
+                                     " left the group (destroy_process_group or end of the "
+                                     "program) while others still wait for it in " +
+                                     describe(*op)));
+  }
+}
+
+void Group::checkMessage(const Op& waitedFor) {
+  const auto& op = static_cast<const MessageOp&>(waitedFor);
+  if (!op.deadline.expired() || op.done()) return;
+  const auto waited = std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
+  const bool isSend = op.kind() == OpKind::kSend;
+  fail(Status(Code::kTimeout,
+              "[Rank " + std::to_string(options_.rank) + "]: mycoll group '" + options_.name +
+                  "': " + (isSend ? "send to " : "recv from ") +
+                  (op.rank == kAnySource ? "any rank" : mailbox_.describeRank(op.rank)) +
+                  " with tag " + std::to_string(op.tag) + " TIMED OUT after " +
+                  std::to_string(waited) + " ms: the other side never came."));
+}
+
+void Group::abort(const std::string& reason) {
+  fail(Status(Code::kAborted, "mycoll group '" + options_.name + "' was aborted on " +
+                                  mailbox_.describeRank(options_.rank) + ": " + reason));
+  run(0);
+}
+
+}  // namespace mycoll

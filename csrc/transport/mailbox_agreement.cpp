@@ -1,0 +1,106 @@
+// The mailbox's half that holds ranks to the same calls: signatures, sizes, and probes by those who
+// have waited long.
+#include <cstring>
+#include <utility>
+
+#include "transport/endpoint.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+namespace {
+
+bool pointToPointAgrees(const Signature& a, const Signature& b) {
+  return a.dtype == b.dtype && a.opaqueType == b.opaqueType && a.bytes == b.bytes;
+}
+
+}  // namespace
+
+bool Mailbox::signaturesAgree(const Signature& mine, const FrameHeader& came) {
+  bool agree = came.messageClass == MessageClass::kPointToPoint
+                   ? pointToPointAgrees(mine, came.signature)
+                   : mine == came.signature;
+  if (agree) return true;
+  std::string where = came.messageClass == MessageClass::kCollective
+                          ? "collective #" + std::to_string(came.tag >> kStepBits)
+                          : "tag " + std::to_string(came.tag);
+  reportMismatch(mine, came.source, came.signature, where);
+  return false;
+}
+
+void Mailbox::reportMismatch(const Signature& mine, int source, const Signature& theirs,
+                             const std::string& where) {
+  failLocked(Status(Code::kMismatch,
+                    "mycoll group '" + group_.name + "': MISMATCH at " + where + "\n  " +
+                        describeRank(group_.rank) + ": " + mine.describe() + "\n  " +
+                        describeRank(source) + ": " + theirs.describe() +
+                        "\n  All ranks must call the same operations in the same order, with the "
+                        "same dtype, size, reduce op and root."),
+             true);
+}
+
+// The signature, and the size where it leaves that open (all_to_all with splits, and the like).
+bool Mailbox::agrees(const Transfer& request, const FrameHeader& came) {
+  if (!signaturesAgree(request.signature_, came)) return false;
+  if (came.messageBytes == request.data_.bytes) return true;
+  failLocked(
+      Status(Code::kMismatch,
+             "mycoll group '" + group_.name + "': MISMATCH of sizes\n  " +
+                 describeRank(group_.rank) + ": expects " + std::to_string(request.data_.bytes) +
+                 " bytes from the other in " + request.signature_.describe() + "\n  " +
+                 describeRank(came.source) + ": sends " + std::to_string(came.messageBytes) +
+                 " bytes in " + came.signature.describe() +
+                 "\n  Each pair of ranks must agree on the size of what one sends to the "
+                 "other."),
+      true);
+  return false;
+}
+
+void Mailbox::beginCollective(uint64_t sequence, const Signature& signature) {
+  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  currentSequence_ = sequence;
+  hasBegun_ = true;
+  remembered_[sequence % kRemembered] = signature;
+  for (const Unexpected& message : unexpected_) {
+    if (message.header.messageClass == MessageClass::kCollective &&
+        message.header.tag >> kStepBits == sequence &&
+        !signaturesAgree(signature, message.header)) {
+      return;
+    }
+  }
+  if (probes_.empty()) return;
+  std::vector<Probe> probes;
+  probes.swap(probes_);
+  for (Probe& probe : probes) {
+    if (probe.sequence > sequence) {
+      probes_.push_back(probe);
+    } else {
+      checkAgainstCollectives(probe.rank, probe.sequence, probe.signature);
+    }
+  }
+}
+
+void Mailbox::checkAgainstCollectives(int source, uint64_t sequence, const Signature& theirs) {
+  if (!hasBegun_ || sequence > currentSequence_ || currentSequence_ - sequence >= kRemembered) {
+    return;
+  }
+  const Signature& mine = remembered_[sequence % kRemembered];
+  if (!(mine == theirs)) {
+    reportMismatch(mine, source, theirs, "collective #" + std::to_string(sequence));
+  }
+}
+
+void Mailbox::probe() {
+  {
+    std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+    if (!hasBegun_ || !failure_.ok()) return;
+    std::string payload(reinterpret_cast<const char*>(&currentSequence_), sizeof(uint64_t));
+    payload.append(reinterpret_cast<const char*>(&remembered_[currentSequence_ % kRemembered]),
+                   sizeof(Signature));
+    for (int rank = 0; rank < ranks(); ++rank) {
+      if (rank != group_.rank && !left_[rank]) queueControl(rank, FrameKind::kProbe, payload);
+    }
+  }
+  endpoint_->progress();
+}
+
+}  // namespace mycoll

@@ -1,0 +1,131 @@
+// The mailbox's half that ends things: failures and how the others hear of them, goodbyes, deaths.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/log.h"
+#include "transport/endpoint.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+// The payload of kAbort: the code as one letter, then the text.
+void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
+  if (came.kind == FrameKind::kGoodbye) {
+    onLeft(came.source);
+  } else if (came.kind == FrameKind::kProbe) {
+    Probe probe{came.source, 0, {}};
+    if (payload.size() != sizeof(probe.sequence) + sizeof(Signature)) return;
+    std::memcpy(&probe.sequence, payload.data(), sizeof(probe.sequence));
+    std::memcpy(&probe.signature, payload.data() + sizeof(probe.sequence), sizeof(Signature));
+    if (hasBegun_ && probe.sequence <= currentSequence_) {
+      checkAgainstCollectives(probe.rank, probe.sequence, probe.signature);
+    } else if (probes_.size() < kRemembered) {
+      probes_.push_back(probe);
+    }
+  } else if (came.kind == FrameKind::kAbort && !payload.empty()) {
+    failLocked(Status(static_cast<Code>(payload[0] - 'a'), payload.substr(1)), false);
+  }
+}
+
+void Mailbox::onLeft(int rank) {
+  left_[rank] = true;
+  listener_->onGoodbye(rank);
+  // Receives that nothing has come for never will be served.
+  for (Transfer* request = open_; request;) {
+    Transfer* next = request->next_;
+    const bool waitsForIt = request->peer_ == rank &&
+                            request->messageClass_ == MessageClass::kPointToPoint &&
+                            (!request->isReceive_ ||
+                             std::find(posted_.begin(), posted_.end(), request) != posted_.end());
+    if (waitsForIt) {
+      abandon(*request, Status(Code::kPeerLost,
+                               describeRank(rank) + " has left group '" + group_.name + "'"));
+    }
+    request = next;
+  }
+}
+
+void Mailbox::fail(const Status& cause, bool tell) {
+  {
+    std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+    failLocked(cause, tell);
+  }
+  endpoint_->progress();
+  endpoint_->sleeper().wakeAll();
+}
+
+void Mailbox::failLocked(const Status& cause, bool tell) {
+  if (!failure_.ok()) return;
+  failure_ = cause;
+  // The moment it is known; closing a group in good order is no news.
+  if (tell || cause.code() != Code::kAborted) MYCOLL_LOG_ERROR("%s", cause.message().c_str());
+  listener_->onFailure(cause);
+  while (open_) {
+    Transfer* request = open_;
+    endpoint_->forget(request);
+    finish(*request, cause);
+  }
+  posted_.clear();
+  inFlight_.clear();
+  for (Unexpected& message : unexpected_) message.claimedBy = nullptr;
+  if (!tell || !tellsOthers_) return;
+  std::string payload = std::string(1, static_cast<char>('a' + static_cast<int>(cause.code()))) +
+                        cause.message().substr(0, kMaxControlBytes - 1);
+  for (int rank = 0; rank < ranks(); ++rank) {
+    if (rank != group_.rank && !left_[rank]) queueControl(rank, FrameKind::kAbort, payload);
+  }
+}
+
+void Mailbox::queueControl(int destination, FrameKind kind, const std::string& payload) {
+  OutLink& link = endpoint_->linkTo(group_.peers[destination], group_, destination);
+  OutItem item;
+  item.header = header(kind, destination);
+  item.header.payloadBytes = payload.size();
+  item.owned = payload;
+  endpoint_->enqueue(link, std::move(item));
+}
+
+void Mailbox::sayGoodbye() {
+  {
+    std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+    for (int rank = 0; rank < ranks(); ++rank) {
+      if (rank == group_.rank) continue;
+      if (endpoint_->hasLinkTo(group_.peers[rank])) {
+        queueControl(rank, FrameKind::kGoodbye, "");
+      } else {
+        endpoint_->sendFarewell(group_.peers[rank], {group_.context, group_.rank, rank});
+      }
+    }
+  }
+  endpoint_->progress();
+}
+
+bool Mailbox::isFlushed() {
+  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  return !endpoint_->hasQueued(group_.context, group_.rank);
+}
+
+void Mailbox::onPeerLost(const std::string& uid, const std::string& how) {
+  for (int rank = 0; rank < ranks(); ++rank) {
+    if (group_.peers[rank].uid != uid || rank == group_.rank || left_[rank] ||
+        listener_->hasLeft(rank)) {
+      continue;
+    }
+    failLocked(
+        Status(Code::kPeerLost,
+               "mycoll group '" + group_.name + "': " + describeRank(rank) + " " + how +
+                   " (seen by rank " + std::to_string(group_.rank) +
+                   "). The group is dead; see that rank's log. To go on: destroy the "
+                   "group and make a new one, or restart the job (torchrun --max-restarts)."),
+        true);
+    return;
+  }
+}
+
+void Mailbox::setTellsOthers(bool tells) {
+  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  tellsOthers_ = tells;
+}
+
+}  // namespace mycoll

@@ -60,7 +60,9 @@ def states(ctx: Ctx) -> None:
             ctx.equal(work.wait(), True, "wait()")
             ctx.equal(work.is_completed(), True, "is_completed()")
             ctx.equal(work.is_success(), True, "is_success()")
-            ctx.equal(work.exception(), None, "exception()")
+            # Before 2.12 torch's own binding of exception() fails for every backend.
+            if torch.__version__ >= "2.12":
+                ctx.equal(work.exception(), None, "exception()")
             work.synchronize()
             check()
             ctx.equal(work.wait(), True, "a second wait()")

@@ -1,8 +1,10 @@
 #include "backend/mycoll_backend.h"
 
+#include <c10/util/Float8_e4m3fn.h>
 #include <pthread.h>
 
 #include <algorithm>
+#include <cmath>
 #include <condition_variable>
 #include <unordered_set>
 #include <utility>
@@ -12,6 +14,7 @@
 #include "backend/profiling.h"
 #include "backend/torch_store.h"
 #include "base/log.h"
+#include "kernels/reduce.h"
 
 namespace mycoll {
 namespace {
@@ -88,6 +91,10 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
       options_(std::move(options)),
       forkCount_(forkCount.load(std::memory_order_relaxed)) {
   init();
+  // torch has changed what becomes of numbers that are too large: the sums follow the torch at
+  // hand.
+  static const bool saturates = !std::isnan(static_cast<float>(c10::Float8_e4m3fn(1000.0f)));
+  setFloat8Saturates(saturates);
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().groups.insert(this);
 }

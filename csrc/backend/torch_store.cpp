@@ -43,15 +43,6 @@ Status TorchStore::tryGet(const std::string& key, bool* found, std::string* valu
   });
 }
 
-Status TorchStore::add(const std::string& key, int64_t amount, int64_t* sum) {
-  return guarded("add to", key, [&] { *sum = store_->add(key, amount); });
-}
-
-void TorchStore::remove(const std::string& key) {
-  // FileStore and others cannot delete; what stays behind is small and never read again.
-  (void)guarded("delete", key, [&] { store_->deleteKey(key); }).ok();
-}
-
 std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
   c10::intrusive_ptr<c10d::Store> base = store;
   if (const auto prefixed = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(store)) {

@@ -15,8 +15,6 @@ class TorchStore final : public Store {
 
   Status set(const std::string& key, const std::string& value) override;
   Status tryGet(const std::string& key, bool* found, std::string* value) override;
-  Status add(const std::string& key, int64_t amount, int64_t* sum) override;
-  void remove(const std::string& key) override;
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;

@@ -126,7 +126,6 @@ class Group final : public MailboxListener,
   Status failure_;  // guarded by failureLock_
   std::atomic<bool> failed_{false};
   std::atomic<bool> isClosed_{false};
-  std::atomic<int> leftCount_{0};
   std::vector<std::atomic<bool>> left_;
   std::chrono::steady_clock::time_point leftSince_;  // guarded by runLock_
 };

@@ -43,9 +43,7 @@ void Group::onFailure(const Status& cause) {
   if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->fail(cause);
 }
 
-void Group::onGoodbye(int rank) {
-  if (!left_[rank].exchange(true)) leftCount_.fetch_add(1);
-}
+void Group::onGoodbye(int rank) { left_[rank].store(true); }
 
 bool Group::hasLeft(int rank) {
   Arena* arena = sharedArena_.load(std::memory_order_acquire);

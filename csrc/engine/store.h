@@ -3,10 +3,8 @@
 // contract: called only while a group is made or destroyed, by the thread that does it.
 #pragma once
 
-#include <cstdint>
 #include <string>
 
-#include "base/deadline.h"
 #include "base/status.h"
 
 namespace mycoll {
@@ -18,10 +16,6 @@ class Store {
   virtual Status set(const std::string& key, const std::string& value) = 0;
   // Does not wait: *found tells whether the key is there.
   virtual Status tryGet(const std::string& key, bool* found, std::string* value) = 0;
-  // Adds atomically; *sum is the value afterwards.
-  virtual Status add(const std::string& key, int64_t amount, int64_t* sum) = 0;
-  // Best effort.
-  virtual void remove(const std::string& key) = 0;
 };
 
 }  // namespace mycoll

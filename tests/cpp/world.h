@@ -29,20 +29,10 @@ class MemoryStore final : public mycoll::Store {
     if (*found) *value = entry->second;
     return mycoll::Status();
   }
-  mycoll::Status add(const std::string& key, int64_t amount, int64_t* sum) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    *sum = counters_[key] += amount;
-    return mycoll::Status();
-  }
-  void remove(const std::string& key) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    values_.erase(key);
-  }
 
  private:
   std::mutex mutex_;
   std::map<std::string, std::string> values_;
-  std::map<std::string, int64_t> counters_;
 };
 
 enum class Road { kShm, kTcp, kMixed };  // mixed: even ranks share memory, odd ones use tcp

@@ -65,6 +65,13 @@ OpPtr Communicator::submitComposite(Composite composite, std::shared_ptr<void> k
                         timeout);
 }
 
+OpPtr Communicator::submitExternal(const Signature& signature, std::shared_ptr<External> external,
+                                   std::chrono::milliseconds timeout) {
+  return group_->submitExternal(signature, std::move(external), timeout);
+}
+
+void Communicator::watchExternal() { group_->watchExternal(); }
+
 OpPtr Communicator::send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,
                          std::shared_ptr<void> keepAlive, bool willWait,
                          std::chrono::milliseconds timeout) {
@@ -83,8 +90,10 @@ Status Communicator::wait(const OpPtr& op, Deadline deadline) { return group_->w
 
 uint64_t Communicator::sequence() const { return group_->sequence(); }
 Status Communicator::error() const { return group_->error(); }
+void Communicator::fail(const Status& cause) { group_->fail(cause); }
 void Communicator::abort(const std::string& reason) { group_->abort(reason); }
 void Communicator::close(Deadline deadline) { group_->close(deadline); }
 std::string Communicator::transport() const { return group_->transport(); }
+std::string Communicator::describeRank(int rank) const { return group_->describeRank(rank); }
 
 }  // namespace mycoll

@@ -43,6 +43,8 @@ struct GroupOptions {
   // Where the rendezvous store is, if that is known: peers are reached on the interface that routes
   // there. A name or an address.
   std::string storeHost;
+  // Its operations run elsewhere (see External); nothing else may be submitted.
+  bool isExternal = false;
   // Asked now and then while a user's thread waits (about every 50 ms); true ends the wait with
   // kInterrupted and leaves the operation running. May be empty. Called without locks.
   std::function<bool()> interrupted;
@@ -81,6 +83,26 @@ class CollectiveRunner {
 };
 using Composite = std::function<Task(CollectiveRunner&)>;
 
+// A collective that runs elsewhere, on a device: the group keeps its place in the order, holds the
+// ranks to the same calls, watches its deadline and the other ranks' lives, and does not carry it
+// out. Whoever sees its end calls finish(), then Communicator::watchExternal().
+class External {
+ public:
+  virtual ~External() = default;
+  // [any thread], once.
+  void finish(Status status) {
+    status_ = std::move(status);
+    isOver_.store(true, std::memory_order_release);
+  }
+  bool isOver() const { return isOver_.load(std::memory_order_acquire); }
+  // Only when over.
+  const Status& status() const { return status_; }
+
+ private:
+  Status status_;
+  std::atomic<bool> isOver_{false};
+};
+
 class Communicator {
  public:
   // Meets the other ranks through the store; returns when all have come, or with the names of
@@ -105,6 +127,15 @@ class Communicator {
   OpPtr submitComposite(Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
                         std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
 
+  // Queues a collective that runs elsewhere. Wakes nobody: who submits these calls watchExternal().
+  // The op ends with it, or before it when the group dies.
+  OpPtr submitExternal(const Signature& signature, std::shared_ptr<External> external,
+                       std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
+  // Ends what is over; compares notes with another rank about what has begun since; looks at
+  // deadlines and for ranks that are missing. To be called when an external operation is over, and
+  // every 50 ms or so while there are any.
+  void watchExternal();
+
   // Point to point; never queued behind collectives. Messages between two ranks with equal tags
   // arrive in the order sent. tag is any non-negative number.
   OpPtr send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,
@@ -122,13 +153,18 @@ class Communicator {
   uint64_t sequence() const;
   // Not ok once the group is dead: the first cause.
   Status error() const;
-  // Kills the group here and, by telling them, on the other ranks. Returns at once.
+  // Kills the group here and, by telling them, on the other ranks; the first cause stays. Returns
+  // at once.
+  void fail(const Status& cause);
+  // The same, for a reason of the user's.
   void abort(const std::string& reason);
   // Leaves the group: waits up to the deadline for pending operations, then says goodbye. Later
   // calls fail. Idempotent.
   void close(Deadline deadline);
   // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
   std::string transport() const;
+  // "rank 0 (node1:4712)": for messages.
+  std::string describeRank(int rank) const;
 
  private:
   explicit Communicator(std::shared_ptr<Group> group);

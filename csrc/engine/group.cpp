@@ -129,19 +129,31 @@ OpPtr Group::submit(Call call, Composite composite, std::shared_ptr<void> keepAl
   op->composite = std::move(composite);
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineFor(timeout);
-  bool isFirst;
-  {
-    std::lock_guard<std::mutex> lock(queueLock_);
-    op->setSequence(submitted_.fetch_add(1, std::memory_order_relaxed));
-    isFirst = queue_.empty();
-    queue_.push_back(op);
-    queued_.fetch_add(1, std::memory_order_seq_cst);
-  }
+  const bool isFirst = enqueue(op);
   if (!willWait) {
     // As far as it goes at once: often that is the whole of this rank's part.
     if (isFirst) run(0);
     if (!op->done()) engine_->poke();
   }
+  return op;
+}
+
+bool Group::enqueue(std::shared_ptr<CollectiveOp> op) {
+  std::lock_guard<std::mutex> lock(queueLock_);
+  op->setSequence(submitted_.fetch_add(1, std::memory_order_relaxed));
+  queue_.push_back(std::move(op));
+  queued_.fetch_add(1, std::memory_order_seq_cst);
+  return queue_.size() == 1;
+}
+
+OpPtr Group::submitExternal(const Signature& signature, std::shared_ptr<External> external,
+                            Milliseconds timeout) {
+  if (hasFailed()) return failedOp(signature.kind, calledLate(signature.kind));
+  auto op = std::make_shared<CollectiveOp>(signature.kind, 0);
+  op->signature = signature;
+  op->external = std::move(external);
+  op->deadline = deadlineFor(timeout);
+  if (enqueue(op)) run(0);
   return op;
 }
 
@@ -201,7 +213,9 @@ bool Group::run(int spins) {
       }
       if (!op->task.valid()) {
         if (!noticeFailure()) {
-          op->task = op->composite ? runComposite(op->composite) : start(op->call);
+          op->task = op->external    ? runExternal(*op)
+                     : op->composite ? runComposite(op->composite)
+                                     : start(op->call);
           op->task.resume();
           moved = true;
         }
@@ -347,6 +361,7 @@ void Group::close(Deadline deadline) {
                     options_.name.c_str());
   }
   if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->leave();
+  if (options_.isExternal) watchExternal();
   mailbox_.sayGoodbye();
   while (!mailbox_.isFlushed() && !deadline.expired()) {
     if (!endpoint.progress()) usleep(50);

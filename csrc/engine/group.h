@@ -40,6 +40,9 @@ class Group final : public MailboxListener,
 
   OpPtr submit(Call call, Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
                std::chrono::milliseconds timeout);
+  OpPtr submitExternal(const Signature& signature, std::shared_ptr<External> external,
+                       std::chrono::milliseconds timeout);
+  void watchExternal();
   OpPtr message(bool isSend, Span data, int rank, uint64_t tag, DType dtype, uint8_t opaqueType,
                 std::shared_ptr<void> keepAlive, bool willWait, std::chrono::milliseconds timeout);
   Status wait(const OpPtr& op, Deadline deadline);
@@ -49,7 +52,7 @@ class Group final : public MailboxListener,
   bool run(int spins);
   // Collectives are queued and nobody waits for one of them.
   bool isUnattended() const {
-    return queued_.load(std::memory_order_seq_cst) > 0 &&
+    return !options_.isExternal && queued_.load(std::memory_order_seq_cst) > 0 &&
            waiters_.load(std::memory_order_seq_cst) == 0;
   }
   void setAsleep(bool asleep);
@@ -59,9 +62,11 @@ class Group final : public MailboxListener,
   uint64_t sequence() const { return submitted_.load(std::memory_order_relaxed); }
   Status error() const;
   void setTimeout(std::chrono::milliseconds timeout) { timeout_.store(timeout.count()); }
+  void fail(const Status& cause);
   void abort(const std::string& reason);
   void close(Deadline deadline);
   std::string transport() const;
+  std::string describeRank(int rank) const { return mailbox_.describeRank(rank); }
 
   // CollectiveRunner: a collective as part of a task of this group's queue.
   Task run(Call call) override;
@@ -77,6 +82,7 @@ class Group final : public MailboxListener,
   Task start(const Call& call);
   Task startUnprepared(const Call& call);
   Task runComposite(const Composite& composite);
+  Task runExternal(CollectiveOp& op);
   Task prepare();
   Task prepareAsLeader(bool* isShared);
   Task prepareAsMember(bool* isShared);
@@ -85,7 +91,6 @@ class Group final : public MailboxListener,
   void adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape);
 
   bool hasFailed() const { return failed_.load(std::memory_order_acquire); }
-  void fail(const Status& cause);
   bool noticeFailure();
   void sleepFor(const Op& op, bool isMessage, Deadline deadline);
   void checkMessage(const Op& op);
@@ -98,6 +103,8 @@ class Group final : public MailboxListener,
   OpPtr failedOp(OpKind kind, Status status) const;
   Deadline deadlineFor(Milliseconds timeout) const;
   std::string checkCall(const Call& call) const;
+  // True if nothing is ahead of it.
+  bool enqueue(std::shared_ptr<CollectiveOp> op);
 
   const GroupOptions options_;
   const std::shared_ptr<Engine> engine_;
@@ -128,6 +135,9 @@ class Group final : public MailboxListener,
   std::atomic<bool> isClosed_{false};
   std::vector<std::atomic<bool>> left_;
   std::chrono::steady_clock::time_point leftSince_;  // guarded by runLock_
+  // External groups only, guarded by runLock_: what has been compared with the next rank.
+  uint64_t compared_ = 0;
+  std::chrono::steady_clock::time_point comparedAt_;
 };
 
 }  // namespace mycoll

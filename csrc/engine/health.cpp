@@ -21,7 +21,8 @@ constexpr auto kLeftGrace = std::chrono::milliseconds(2000);
 constexpr auto kRootGrace = std::chrono::milliseconds(1000);
 
 std::string describe(const CollectiveOp& op) {
-  return op.composite ? name(op.kind()) : op.call.signature().describe();
+  if (op.composite) return name(op.kind());
+  return (op.external ? op.signature : op.call.signature()).describe();
 }
 
 }  // namespace
@@ -144,17 +145,23 @@ void Group::checkHealth() {
   if (op->task.valid() && op->task.waitingFor()) missing = op->task.waitingFor()->missing();
   if (isLate(*op)) return fail(timeoutStatus(*op, missing));
   const auto now = Clock::now();
-  if (!op->hasProbed && !arena_ && now - op->submitted > kProbeAfter) {
-    op->hasProbed = true;
+  // An external one is asked about again and again: nothing else tells who is behind.
+  const auto asked = op->probed != Clock::time_point{} ? op->probed
+                     : op->external                    ? op->begun
+                                                       : op->submitted;
+  const bool mayProbe = op->external || op->probed == Clock::time_point{};
+  if (mayProbe && !arena_ && now - asked > kProbeAfter) {
+    op->probed = now;
     mailbox_.probe();
   }
-  if (!op->hasWarned && !missing.empty() && now - op->submitted > kWarnAfter) {
+  const auto waitsSince = op->external ? op->begun : op->submitted;
+  if (!op->hasWarned && !missing.empty() && now - waitsSince > kWarnAfter) {
     op->hasWarned = true;
-    MYCOLL_LOG_WARN("group '%s': %s (call #%llu) has waited %lld ms for %s", options_.name.c_str(),
-                    describe(*op).c_str(), static_cast<unsigned long long>(op->sequence()),
-                    static_cast<long long>(
-                        std::chrono::duration_cast<Milliseconds>(now - op->submitted).count()),
-                    listRanks(missing).c_str());
+    MYCOLL_LOG_WARN(
+        "group '%s': %s (call #%llu) has waited %lld ms for %s", options_.name.c_str(),
+        describe(*op).c_str(), static_cast<unsigned long long>(op->sequence()),
+        static_cast<long long>(std::chrono::duration_cast<Milliseconds>(now - waitsSince).count()),
+        listRanks(missing).c_str());
   }
   std::vector<int> gone;
   for (int rank : missing) {

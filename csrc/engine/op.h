@@ -64,8 +64,12 @@ class CollectiveOp final : public BasicOp {
 
   Call call;
   Composite composite;  // empty: `call` is all
-  Task task;            // running, by whoever holds the group's run lock
-  bool hasProbed = false;
+  // Instead of both: something that runs elsewhere, with the signature of its call.
+  std::shared_ptr<External> external;
+  Signature signature;
+  std::chrono::steady_clock::time_point begun;   // external only: when it came to the queue's head
+  Task task;                                     // running, by whoever holds the group's run lock
+  std::chrono::steady_clock::time_point probed;  // when the others were last asked
   bool hasWarned = false;
 };
 

@@ -1,11 +1,14 @@
 // What travels on a link: frames, each a header and `payloadBytes` of payload.
 //
-//   kEager           a whole message that is small enough to be buffered by the receiver
-//   kRequestToSend   a larger message is ready; its payload waits at the sender
-//   kClearToSend     the receiver has posted memory for it (answers on the link in the other
-//   direction) kData            a piece of that payload kAbort           the group has failed; the
-//   payload is the first cause kGoodbye         the sender has left the group in good order kProbe
-//   the sender has waited long in the collective whose number and signature it tells
+//   kEager          a whole message that is small enough to be buffered by the receiver
+//   kRequestToSend  a larger message is ready; its payload waits at the sender
+//   kClearToSend    the receiver has posted memory for it (on the link in the other direction)
+//   kData           a piece of that payload
+//   kAbort          the group has failed; the payload is the first cause
+//   kGoodbye        the sender has left the group in good order
+//   kProbe          the sender tells the numbers and signatures of collectives it has begun, the
+//                   latest last, to be compared
+//   kPosition       the answer of a rank that has not come that far: how many it has begun
 #pragma once
 
 #include <cstdint>
@@ -22,6 +25,7 @@ enum class FrameKind : uint8_t {
   kAbort,
   kGoodbye,
   kProbe,
+  kPosition,
 };
 
 // Messages of different classes never match each other.

@@ -18,7 +18,8 @@ alignas(64) const char kZeros[kPieceBytes] = {};
 
 // Frames of the group itself; their payload is short and handed over whole.
 bool isControlFrame(FrameKind kind) {
-  return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe;
+  return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
+         kind == FrameKind::kPosition;
 }
 
 void beginPiece(OutItem& item) {

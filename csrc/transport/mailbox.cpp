@@ -24,7 +24,8 @@ Mailbox::Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group, Mailbox
       group_(std::move(group)),
       listener_(listener),
       left_(group_.peers.size()),
-      remembered_(kRemembered) {
+      remembered_(kRemembered),
+      reached_(group_.peers.size()) {
   std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
   endpoint_->addMailbox(this);
 }

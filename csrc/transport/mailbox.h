@@ -125,6 +125,10 @@ class Mailbox {
   // This rank has waited long in the current collective: asks the others to compare. Those that are
   // in the same one, or were, or come to it, and were called differently, then say so.
   void probe();
+  // Tells one rank what has begun here since the last time (as far as it is remembered).
+  void compareWith(int rank);
+  // The ranks that have not begun this collective, as far as they have been heard of.
+  std::vector<int> behind(uint64_t sequence);
 
   // Kills the group on this rank, first cause wins, and tells the others if `tell`.
   void fail(const Status& cause, bool tell);
@@ -172,6 +176,8 @@ class Mailbox {
   bool signaturesAgree(const Signature& mine, const FrameHeader& header);
   bool agrees(const Transfer& request, const FrameHeader& header);
   void checkAgainstCollectives(int source, uint64_t sequence, const Signature& theirs);
+  void onProbe(int source, const std::string& payload);
+  std::string notesSince(uint64_t first) const;
   void reportMismatch(const Signature& mine, int source, const Signature& theirs,
                       const std::string& where);
   void acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message);
@@ -205,7 +211,9 @@ class Mailbox {
     uint64_t sequence;
     Signature signature;
   };
-  std::vector<Probe> probes_;  // for collectives that this rank has not come to yet
+  std::vector<Probe> probes_;      // for collectives that this rank has not come to yet
+  uint64_t told_ = 0;              // compareWith() has told of all before this one
+  std::vector<uint64_t> reached_;  // by rank: how many collectives it is known to have begun
 };
 
 // A message that came before its receive was posted.

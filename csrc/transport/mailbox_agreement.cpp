@@ -1,5 +1,6 @@
 // The mailbox's half that holds ranks to the same calls: signatures, sizes, and probes by those who
 // have waited long.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -8,6 +9,13 @@
 
 namespace mycoll {
 namespace {
+
+// What a kProbe frame's payload is made of.
+struct Note {
+  uint64_t sequence = 0;
+  Signature signature;
+};
+static_assert(256 * sizeof(Note) <= kMaxControlBytes);  // all that is remembered, at once
 
 bool pointToPointAgrees(const Signature& a, const Signature& b) {
   return a.dtype == b.dtype && a.opaqueType == b.opaqueType && a.bytes == b.bytes;
@@ -89,18 +97,67 @@ void Mailbox::checkAgainstCollectives(int source, uint64_t sequence, const Signa
   }
 }
 
+std::string Mailbox::notesSince(uint64_t first) const {
+  std::string notes;
+  for (uint64_t sequence = first; sequence <= currentSequence_; ++sequence) {
+    const Note note{sequence, remembered_[sequence % kRemembered]};
+    notes.append(reinterpret_cast<const char*>(&note), sizeof(note));
+  }
+  return notes;
+}
+
+void Mailbox::onProbe(int source, const std::string& payload) {
+  if (payload.empty() || payload.size() % sizeof(Note) != 0) return;
+  Note note;
+  bool isAhead = false;
+  for (size_t at = 0; at < payload.size(); at += sizeof(Note)) {
+    std::memcpy(&note, payload.data() + at, sizeof(note));
+    if (hasBegun_ && note.sequence <= currentSequence_) {
+      checkAgainstCollectives(source, note.sequence, note.signature);
+    } else {
+      isAhead = true;
+      if (probes_.size() < kRemembered) probes_.push_back({source, note.sequence, note.signature});
+    }
+  }
+  reached_[source] = std::max(reached_[source], note.sequence + 1);
+  if (!isAhead || !failure_.ok() || left_[source]) return;
+  const uint64_t begun = hasBegun_ ? currentSequence_ + 1 : 0;
+  queueControl(source, FrameKind::kPosition,
+               std::string(reinterpret_cast<const char*>(&begun), sizeof(begun)));
+}
+
 void Mailbox::probe() {
   {
     std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
     if (!hasBegun_ || !failure_.ok()) return;
-    std::string payload(reinterpret_cast<const char*>(&currentSequence_), sizeof(uint64_t));
-    payload.append(reinterpret_cast<const char*>(&remembered_[currentSequence_ % kRemembered]),
-                   sizeof(Signature));
+    const std::string note = notesSince(currentSequence_);
     for (int rank = 0; rank < ranks(); ++rank) {
-      if (rank != group_.rank && !left_[rank]) queueControl(rank, FrameKind::kProbe, payload);
+      if (rank != group_.rank && !left_[rank]) queueControl(rank, FrameKind::kProbe, note);
     }
   }
   endpoint_->progress();
+}
+
+void Mailbox::compareWith(int rank) {
+  {
+    std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+    if (!hasBegun_ || !failure_.ok() || left_[rank]) return;
+    const uint64_t oldest = currentSequence_ < kRemembered ? 0 : currentSequence_ - kRemembered + 1;
+    const std::string notes = notesSince(std::max(told_, oldest));
+    if (notes.empty()) return;
+    told_ = currentSequence_ + 1;
+    queueControl(rank, FrameKind::kProbe, notes);
+  }
+  endpoint_->progress();
+}
+
+std::vector<int> Mailbox::behind(uint64_t sequence) {
+  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  std::vector<int> ranks;
+  for (int rank = 0; rank < this->ranks(); ++rank) {
+    if (rank != group_.rank && reached_[rank] <= sequence) ranks.push_back(rank);
+  }
+  return ranks;
 }
 
 }  // namespace mycoll

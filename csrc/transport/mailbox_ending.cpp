@@ -14,15 +14,12 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   if (came.kind == FrameKind::kGoodbye) {
     onLeft(came.source);
   } else if (came.kind == FrameKind::kProbe) {
-    Probe probe{came.source, 0, {}};
-    if (payload.size() != sizeof(probe.sequence) + sizeof(Signature)) return;
-    std::memcpy(&probe.sequence, payload.data(), sizeof(probe.sequence));
-    std::memcpy(&probe.signature, payload.data() + sizeof(probe.sequence), sizeof(Signature));
-    if (hasBegun_ && probe.sequence <= currentSequence_) {
-      checkAgainstCollectives(probe.rank, probe.sequence, probe.signature);
-    } else if (probes_.size() < kRemembered) {
-      probes_.push_back(probe);
-    }
+    onProbe(came.source, payload);
+  } else if (came.kind == FrameKind::kPosition) {
+    uint64_t begun = 0;
+    if (payload.size() != sizeof(begun)) return;
+    std::memcpy(&begun, payload.data(), sizeof(begun));
+    reached_[came.source] = std::max(reached_[came.source], begun);
   } else if (came.kind == FrameKind::kAbort && !payload.empty()) {
     failLocked(Status(static_cast<Code>(payload[0] - 'a'), payload.substr(1)), false);
   }

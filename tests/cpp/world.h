@@ -44,7 +44,8 @@ inline const char* name(Road road) {
 using RankBody = std::function<void(mycoll::Communicator& group)>;
 
 // Runs the body on every rank, with a group of its own each time.
-inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs = 60'000) {
+inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs = 60'000,
+                     bool isExternal = false) {
   auto store = std::make_shared<MemoryStore>();
   Threads(ranks, [&](int rank) {
     const bool isTcp = road == Road::kTcp || (road == Road::kMixed && rank % 2 == 1);
@@ -58,6 +59,7 @@ inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs =
     options.rank = rank;
     options.ranks = ranks;
     options.timeout = std::chrono::milliseconds(timeoutMs);
+    options.isExternal = isExternal;
     std::shared_ptr<mycoll::Communicator> group;
     ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
     body(*group);

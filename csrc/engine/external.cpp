@@ -1,0 +1,59 @@
+// The group's half for collectives that run elsewhere: their turn in the queue, and the comparing
+// of notes that finds ranks which were called differently.
+#include "engine/group.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Ranks that differ must be found before anybody uses the numbers for long; a message to one rank
+// now and then costs nothing beside a device's work.
+constexpr auto kCompareEvery = std::chrono::milliseconds(100);
+
+// The end of an external collective, as its task awaits it.
+class ExternalEnd final : public Condition {
+ public:
+  ExternalEnd(const External& external, Mailbox& mailbox, uint64_t sequence)
+      : external_(external), mailbox_(mailbox), sequence_(sequence) {}
+  bool ready() override { return external_.isOver(); }
+  std::vector<int> missing() const override { return mailbox_.behind(sequence_); }
+
+ private:
+  const External& external_;
+  Mailbox& mailbox_;
+  const uint64_t sequence_;
+};
+
+}  // namespace
+
+Task Group::runExternal(CollectiveOp& op) {
+  const uint64_t sequence = started_++;
+  op.begun = Clock::now();
+  mailbox_.beginCollective(sequence, op.signature);
+  ExternalEnd end(*op.external, mailbox_, sequence);
+  co_await end;
+  co_return op.external->status();
+}
+
+void Group::watchExternal() {
+  run(0);
+  {
+    std::unique_lock<std::mutex> running(runLock_, std::try_to_lock);
+    const auto now = Clock::now();
+    const bool isDue = running.owns_lock() && compared_ < started_ &&
+                       (isClosed_.load() || now - comparedAt_ > kCompareEvery);
+    if (isDue && options_.ranks > 1) {
+      compared_ = started_;
+      comparedAt_ = now;
+      running.unlock();
+      // Every rank to the next: who differs is found by one of its neighbours.
+      mailbox_.compareWith((options_.rank + 1) % options_.ranks);
+    }
+  }
+  checkHealth();
+  // A failure ends the operations here and now, not with the next call.
+  if (hasFailed()) run(0);
+}
+
+}  // namespace mycoll

@@ -1,0 +1,138 @@
+// Collectives that run elsewhere: their order, their deadlines, and how ranks that were called
+// differently are found, although nothing of theirs travels over the group.
+#include <chrono>
+#include <thread>
+
+#include "world.h"
+
+namespace {
+
+using namespace mycoll;
+using namespace std::chrono_literals;
+using test::Road;
+using Clock = std::chrono::steady_clock;
+
+constexpr Road kRoads[] = {Road::kShm, Road::kTcp};
+
+Signature allReduce(uint64_t bytes) {
+  Signature signature;
+  signature.kind = OpKind::kAllReduce;
+  signature.dtype = DType::kFloat32;
+  signature.reduceOp = ReduceOp::kSum;
+  signature.bytes = bytes;
+  return signature;
+}
+
+// What a watchdog does, until the op is done.
+Status watch(Communicator& group, const OpPtr& op) {
+  while (!op->done()) {
+    group.watchExternal();
+    std::this_thread::sleep_for(5ms);
+  }
+  return op->status();
+}
+
+void runExternalWorld(int ranks, Road road, const test::RankBody& body, int timeoutMs = 60'000) {
+  test::runWorld(ranks, road, body, timeoutMs, /*isExternal=*/true);
+}
+
+TEST(External, endsInOrder) {
+  for (Road road : kRoads) {
+    runExternalWorld(3, road, [](Communicator& group) {
+      std::vector<std::shared_ptr<External>> works;
+      std::vector<OpPtr> ops;
+      for (uint64_t i = 0; i < 600; ++i) {  // more than are remembered
+        works.push_back(std::make_shared<External>());
+        ops.push_back(group.submitExternal(allReduce(4 * i), works.back()));
+        EXPECT_EQ(ops.back()->sequence(), i);
+      }
+      works[1]->finish(Status());
+      group.watchExternal();
+      EXPECT(!ops[0]->done() && !ops[1]->done());
+      works[0]->finish(Status());
+      group.watchExternal();
+      EXPECT(ops[0]->done() && ops[1]->done() && !ops[2]->done());
+      for (size_t i = 2; i < works.size(); ++i) {
+        works[i]->finish(Status());
+        if (i % 50 == 0) group.watchExternal();
+      }
+      EXPECT(watch(group, ops.back()).ok());
+      EXPECT(group.error().ok());
+    });
+  }
+}
+
+// A device that did not hang: the ranks' numbers are wrong, and nobody waits for anybody.
+TEST(External, differentCallsAreFoundAfterTheFact) {
+  for (Road road : kRoads) {
+    runExternalWorld(4, road, [](Communicator& group) {
+      for (uint64_t i = 0; i < 20; ++i) {
+        auto work = std::make_shared<External>();
+        const bool differs = group.rank() == 2 && i == 7;
+        group.submitExternal(allReduce(differs ? 8 : 4), work);
+        work->finish(Status());
+        group.watchExternal();
+      }
+      const auto until = Clock::now() + 10s;
+      while (group.error().ok() && Clock::now() < until) {
+        group.watchExternal();
+        std::this_thread::sleep_for(5ms);
+      }
+      EXPECT_EQ(static_cast<int>(group.error().code()), static_cast<int>(Code::kMismatch));
+      EXPECT(group.error().message().find("collective #7") != std::string::npos);
+      EXPECT(group.error().message().find("2 (") != std::string::npos);
+      auto late = group.submitExternal(allReduce(4), std::make_shared<External>());
+      EXPECT(late->done() && !late->status().ok());
+    });
+  }
+}
+
+TEST(External, differentCallsAreFoundWhileTheDeviceHangs) {
+  runExternalWorld(3, Road::kTcp, [](Communicator& group) {
+    const auto began = Clock::now();
+    auto op =
+        group.submitExternal(allReduce(group.rank() == 1 ? 400 : 4), std::make_shared<External>());
+    EXPECT_EQ(static_cast<int>(watch(group, op).code()), static_cast<int>(Code::kMismatch));
+    EXPECT(Clock::now() - began < 5s);
+  });
+}
+
+TEST(External, timeoutNamesWhoIsBehind) {
+  for (Road road : kRoads) {
+    runExternalWorld(
+        3, road,
+        [](Communicator& group) {
+          auto first = std::make_shared<External>();
+          auto op = group.submitExternal(allReduce(4), first);
+          first->finish(Status());
+          EXPECT(watch(group, op).ok());
+          if (group.rank() == 2) {  // never comes to the second
+            const auto until = Clock::now() + 10s;
+            while (group.error().ok() && Clock::now() < until) {
+              std::this_thread::sleep_for(20ms);
+            }
+            return;
+          }
+          op = group.submitExternal(allReduce(4), std::make_shared<External>());
+          const Status status = watch(group, op);
+          EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
+          const std::string other = group.rank() == 0 ? "1" : "0";
+          EXPECT(status.message().find("Arrived: " + other + ". Waiting for rank 2 (") !=
+                 std::string::npos);
+        },
+        1500);
+  }
+}
+
+TEST(External, theFirstCauseEndsAll) {
+  runExternalWorld(3, Road::kShm, [](Communicator& group) {
+    auto work = std::make_shared<External>();
+    auto op = group.submitExternal(allReduce(4), work);
+    if (group.rank() == 1) work->finish(Status(Code::kInternal, "the device fell off the bus"));
+    const Status status = watch(group, op);
+    EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kInternal));
+    EXPECT(status.message().find("fell off the bus") != std::string::npos);
+  });
+}
+
+}  // namespace

@@ -102,6 +102,23 @@ bool isValidPattern(std::string_view text) {
   return true;
 }
 
+// Unset stays unset.
+bool parseOptional(std::string_view text, int64_t least, int64_t most, std::optional<int>* number) {
+  number->reset();
+  if (text.empty()) return true;
+  const std::optional<int64_t> value = parseInteger(text);
+  if (!value || *value < least || *value > most) return false;
+  *number = static_cast<int>(*value);
+  return true;
+}
+
+bool parseOptional(std::string_view text, std::optional<bool>* flag) {
+  std::optional<int> number;
+  if (!parseOptional(text, 0, 1, &number)) return false;
+  *flag = number ? std::optional<bool>(*number != 0) : std::nullopt;
+  return true;
+}
+
 constexpr size_t kGiB = size_t{1} << 30;
 
 const Variable kVariables[] = {
@@ -129,6 +146,15 @@ const Variable kVariables[] = {
      [](std::string_view value, Env* env) {
        return parseChoice<CpuBackend>(
            value, {{"engine", CpuBackend::kEngine}, {"gloo", CpuBackend::kGloo}}, &env->cpu);
+     }},
+    {"MYCOLL_CUDA", "auto", "auto, nccl or host",
+     "Who serves CUDA tensors. auto: NCCL, and where it cannot (no library, two ranks on one GPU) "
+     "the engine, through pinned host memory; nccl: NCCL or an error; host: always through host "
+     "memory.",
+     [](std::string_view value, Env* env) {
+       return parseChoice<CudaPath>(
+           value, {{"auto", CudaPath::kAuto}, {"nccl", CudaPath::kNccl}, {"host", CudaPath::kHost}},
+           &env->cuda);
      }},
     {"MYCOLL_LOG", "off", "off, error, warn, info or debug", "What mycoll logs.",
      [](std::string_view value, Env* env) {
@@ -179,6 +205,60 @@ const Variable kVariables[] = {
     {"MYCOLL_EAGER_BYTES", "65536", "0 to 1G; suffixes K, M and G",
      "A send up to this size completes without waiting for its receiver. All ranks need the same.",
      [](std::string_view value, Env* env) { return parseBytes(value, 0, kGiB, &env->eagerBytes); }},
+    {"MYCOLL_NCCL_LIBRARY", "", "a path",
+     "The NCCL to load. Unset: the one that torch has loaded, that of the nvidia-nccl wheel, or "
+     "libnccl.so.2 where the system finds it. A second copy beside torch's is refused.",
+     [](std::string_view value, Env* env) {
+       env->ncclLibrary = value;
+       return true;
+     }},
+    {"MYCOLL_NCCL_BLOCKING", "", "0 or 1",
+     "1: calls into NCCL return when their work is enqueued; 0: they may return earlier, and "
+     "mycoll "
+     "waits for them where it can be interrupted. Unset: 0.",
+     [](std::string_view value, Env* env) { return parseOptional(value, &env->nccl.isBlocking); }},
+    {"MYCOLL_NCCL_MIN_CTAS", "", "1 to 64",
+     "The least number of thread blocks that NCCL uses for a collective. Unset: NCCL's own choice.",
+     [](std::string_view value, Env* env) {
+       return parseOptional(value, 1, 64, &env->nccl.minCtas);
+     }},
+    {"MYCOLL_NCCL_MAX_CTAS", "", "1 to 64",
+     "The largest number of thread blocks that NCCL uses for a collective: fewer leave more of the "
+     "GPU to computations beside it. Unset: NCCL's own choice.",
+     [](std::string_view value, Env* env) {
+       return parseOptional(value, 1, 64, &env->nccl.maxCtas);
+     }},
+    {"MYCOLL_NCCL_CGA_CLUSTER_SIZE", "", "0 to 8",
+     "Thread blocks in a cluster of NCCL's kernels. Unset: NCCL's own choice.",
+     [](std::string_view value, Env* env) {
+       return parseOptional(value, 0, 8, &env->nccl.cgaClusterSize);
+     }},
+    {"MYCOLL_NCCL_NVLS_CTAS", "", "1 to 64",
+     "Thread blocks for NVLink SHARP (NCCL 2.28). Unset: NCCL's own choice.",
+     [](std::string_view value, Env* env) {
+       return parseOptional(value, 1, 64, &env->nccl.nvlsCtas);
+     }},
+    {"MYCOLL_NCCL_CTA_POLICY", "", "0, 1 or 2",
+     "What NCCL (2.27) optimises for. 0: speed; 1: few thread blocks; 2: none where copy engines "
+     "can serve. Unset: NCCL's own choice.",
+     [](std::string_view value, Env* env) {
+       return parseOptional(value, 0, 2, &env->nccl.ctaPolicy);
+     }},
+    {"MYCOLL_NCCL_TRAFFIC_CLASS", "", "0 to 255",
+     "The network's traffic class (quality of service). Unset: NCCL's own choice.",
+     [](std::string_view value, Env* env) {
+       return parseOptional(value, 0, 255, &env->nccl.trafficClass);
+     }},
+    {"MYCOLL_NCCL_NET_NAME", "", "the name of a network module of NCCL, such as Socket or IB",
+     "The network module that NCCL uses. Unset: NCCL's own choice.",
+     [](std::string_view value, Env* env) {
+       env->nccl.netName = value;
+       return true;
+     }},
+    {"MYCOLL_NCCL_SPLIT_SHARE", "", "0 or 1",
+     "1: a subgroup made by splitting shares buffers and channels with its parent, which saves "
+     "memory; their operations must then not overlap. Unset: 0.",
+     [](std::string_view value, Env* env) { return parseOptional(value, &env->nccl.splitShare); }},
 };
 
 // An empty value counts as unset, as in NCCL: launchers often export empty variables.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,6 +17,7 @@ const char* version();
 
 enum class TransportChoice { kAuto, kShm, kTcp };
 enum class CpuBackend { kEngine, kGloo };
+enum class CudaPath { kAuto, kNccl, kHost };
 enum class LogLevel { kOff, kError, kWarn, kInfo, kDebug };
 
 // Which network interfaces may be used, written as for NCCL_SOCKET_IFNAME:
@@ -31,6 +33,19 @@ struct InterfaceFilter {
   bool matches(std::string_view interfaceName) const;
 };
 
+// For ncclConfig_t; what is not set is left to NCCL.
+struct NcclEnv {
+  std::optional<bool> isBlocking;
+  std::optional<bool> splitShare;
+  std::optional<int> minCtas;
+  std::optional<int> maxCtas;
+  std::optional<int> cgaClusterSize;
+  std::optional<int> nvlsCtas;
+  std::optional<int> ctaPolicy;
+  std::optional<int> trafficClass;
+  std::string netName;
+};
+
 struct Env {
   TransportChoice transport = TransportChoice::kAuto;
   InterfaceFilter socketInterfaces;
@@ -42,6 +57,9 @@ struct Env {
   size_t chunkBytes = 0;
   size_t smallBytes = 0;
   size_t eagerBytes = 0;
+  CudaPath cuda = CudaPath::kAuto;
+  std::string ncclLibrary;  // empty: found by itself
+  NcclEnv nccl;
 
   // Reads the environment afresh. The first invalid value is an error that names the variable,
   // the value and what is accepted; *env then holds defaults in place of every invalid value.

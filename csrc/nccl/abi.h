@@ -1,0 +1,161 @@
+// What mycoll uses of NCCL's binary interface, in declarations of our own: neither nccl.h nor CUDA
+// is needed to build. tests/test_nccl_abi.py holds every line against the real nccl.h. Plain
+// declarations: no threads, no ownership.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+
+namespace mycoll::nccl {
+
+struct Comm;               // behind ncclComm_t
+struct Window;             // behind ncclWindow_t
+using CudaStream = void*;  // cudaStream_t
+
+struct UniqueId {
+  char bytes[128];
+};
+
+enum class Result : int {
+  kSuccess = 0,
+  kUnhandledCudaError = 1,
+  kSystemError = 2,
+  kInternalError = 3,
+  kInvalidArgument = 4,
+  kInvalidUsage = 5,
+  kRemoteError = 6,
+  kInProgress = 7,
+  kTimeout = 8,  // from 2.32
+};
+
+enum class DataType : int {
+  kInt8 = 0,
+  kUInt8 = 1,
+  kInt32 = 2,
+  kUInt32 = 3,
+  kInt64 = 4,
+  kUInt64 = 5,
+  kFloat16 = 6,
+  kFloat32 = 7,
+  kFloat64 = 8,
+  kBFloat16 = 9,
+  kFloat8E4M3 = 10,  // from 2.24
+  kFloat8E5M2 = 11,
+};
+
+// Values from 5 up are made by redOpCreatePreMulSum.
+enum class RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
+
+// Where a factor lies: in memory that the device reads while the collective runs, or in host memory
+// that is read before redOpCreatePreMulSum returns.
+enum class ScalarResidence : int { kDevice = 0, kHostImmediate = 1 };
+
+inline constexpr int kUndefined = INT_MIN;  // of a Config: NCCL's own choice
+inline constexpr int kSplitNoColor = -1;
+inline constexpr int kShrinkDefault = 0, kShrinkAbort = 1;
+inline constexpr int kWindowDefault = 0, kWindowSymmetric = 1;
+inline constexpr size_t kWindowAlignment = 4096;
+inline constexpr int kCtaPolicyDefault = 0, kCtaPolicyEfficiency = 1, kCtaPolicyZero = 2;
+inline constexpr unsigned kConfigMagic = 0xcafebeef;
+
+constexpr int versionCode(int major, int minor, int patch) {
+  return major * 10000 + minor * 100 + patch;  // as from 2.9 on
+}
+
+// As of 2.28. NCCL reads as many bytes as it knows and `size` tells; an older one overlooks the
+// last fields, a newer one takes its own choice for those that it has added.
+struct Config {
+  size_t size = sizeof(Config);
+  unsigned magic = kConfigMagic;
+  unsigned version = versionCode(2, 28, 0);
+  int blocking = kUndefined;
+  int cgaClusterSize = kUndefined;
+  int minCtas = kUndefined;
+  int maxCtas = kUndefined;
+  const char* netName = nullptr;
+  int splitShare = kUndefined;
+  int trafficClass = kUndefined;
+  const char* commName = nullptr;
+  int collnetEnable = kUndefined;
+  int ctaPolicy = kUndefined;
+  int shrinkShare = kUndefined;
+  int nvlsCtas = kUndefined;
+  int nChannelsPerNetPeer = kUndefined;
+  int nvlinkCentricSched = kUndefined;
+};
+
+}  // namespace mycoll::nccl
+
+// Every function that mycoll calls: X(member, symbol, return type, parameters).
+// Required: in every NCCL from the oldest that is accepted.
+#define MYCOLL_NCCL_REQUIRED(X)                                                                    \
+  X(getVersion, ncclGetVersion, Result, (int* version))                                            \
+  X(getUniqueId, ncclGetUniqueId, Result, (UniqueId * id))                                         \
+  X(getErrorString, ncclGetErrorString, const char*, (Result result))                              \
+  X(getLastError, ncclGetLastError, const char*, (Comm * comm))                                    \
+  X(commInitRankConfig, ncclCommInitRankConfig, Result,                                            \
+    (Comm * *comm, int ranks, UniqueId id, int rank, Config* config))                              \
+  X(commFinalize, ncclCommFinalize, Result, (Comm * comm))                                         \
+  X(commDestroy, ncclCommDestroy, Result, (Comm * comm))                                           \
+  X(commAbort, ncclCommAbort, Result, (Comm * comm))                                               \
+  X(commGetAsyncError, ncclCommGetAsyncError, Result, (Comm * comm, Result * error))               \
+  X(groupStart, ncclGroupStart, Result, ())                                                        \
+  X(groupEnd, ncclGroupEnd, Result, ())                                                            \
+  X(allReduce, ncclAllReduce, Result,                                                              \
+    (const void* send, void* receive, size_t count, DataType type, RedOp op, Comm* comm,           \
+     CudaStream stream))                                                                           \
+  X(broadcast, ncclBroadcast, Result,                                                              \
+    (const void* send, void* receive, size_t count, DataType type, int root, Comm* comm,           \
+     CudaStream stream))                                                                           \
+  X(reduce, ncclReduce, Result,                                                                    \
+    (const void* send, void* receive, size_t count, DataType type, RedOp op, int root, Comm* comm, \
+     CudaStream stream))                                                                           \
+  X(allGather, ncclAllGather, Result,                                                              \
+    (const void* send, void* receive, size_t sendCount, DataType type, Comm* comm,                 \
+     CudaStream stream))                                                                           \
+  X(reduceScatter, ncclReduceScatter, Result,                                                      \
+    (const void* send, void* receive, size_t receiveCount, DataType type, RedOp op, Comm* comm,    \
+     CudaStream stream))                                                                           \
+  X(send, ncclSend, Result,                                                                        \
+    (const void* buffer, size_t count, DataType type, int peer, Comm* comm, CudaStream stream))    \
+  X(recv, ncclRecv, Result,                                                                        \
+    (void* buffer, size_t count, DataType type, int peer, Comm* comm, CudaStream stream))
+
+// Null where the library at hand does not have them: see Capability.
+#define MYCOLL_NCCL_OPTIONAL(X)                                                                    \
+  X(redOpCreatePreMulSum, ncclRedOpCreatePreMulSum, Result,                                        \
+    (RedOp * op, void* scalar, DataType type, ScalarResidence residence, Comm* comm))              \
+  X(redOpDestroy, ncclRedOpDestroy, Result, (RedOp op, Comm * comm))                               \
+  X(commSplit, ncclCommSplit, Result,                                                              \
+    (Comm * comm, int color, int key, Comm** child, Config* config))                               \
+  X(memAlloc, ncclMemAlloc, Result, (void** memory, size_t bytes))                                 \
+  X(memFree, ncclMemFree, Result, (void* memory))                                                  \
+  X(commRegister, ncclCommRegister, Result,                                                        \
+    (const Comm* comm, void* buffer, size_t bytes, void** handle))                                 \
+  X(commDeregister, ncclCommDeregister, Result, (const Comm* comm, void* handle))                  \
+  X(commWindowRegister, ncclCommWindowRegister, Result,                                            \
+    (Comm * comm, void* buffer, size_t bytes, Window** window, int flags))                         \
+  X(commWindowDeregister, ncclCommWindowDeregister, Result, (Comm * comm, Window * window))        \
+  X(commShrink, ncclCommShrink, Result,                                                            \
+    (Comm * comm, int* excluded, int excludedCount, Comm** child, Config* config, int flags))      \
+  X(commRevoke, ncclCommRevoke, Result, (Comm * comm, int flags))                                  \
+  X(alltoAll, ncclAlltoAll, Result,                                                                \
+    (const void* send, void* receive, size_t count, DataType type, Comm* comm, CudaStream stream)) \
+  X(gather, ncclGather, Result,                                                                    \
+    (const void* send, void* receive, size_t count, DataType type, int root, Comm* comm,           \
+     CudaStream stream))                                                                           \
+  X(scatter, ncclScatter, Result,                                                                  \
+    (const void* send, void* receive, size_t count, DataType type, int root, Comm* comm,           \
+     CudaStream stream))
+
+namespace mycoll::nccl {
+
+// The functions of one copy of NCCL.
+struct Functions {
+#define MYCOLL_NCCL_MEMBER(member, symbol, result, parameters) result(*member) parameters = nullptr;
+  MYCOLL_NCCL_REQUIRED(MYCOLL_NCCL_MEMBER)
+  MYCOLL_NCCL_OPTIONAL(MYCOLL_NCCL_MEMBER)
+#undef MYCOLL_NCCL_MEMBER
+};
+
+}  // namespace mycoll::nccl

@@ -1,0 +1,77 @@
+// The process's copy of NCCL, found at run time.
+//
+// Thread contract: [any thread]. A Library never changes once made; using it takes no lock.
+// Lifetimes: a Library lives as long as the process, and so does the shared object behind it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/status.h"
+#include "nccl/abi.h"
+
+namespace mycoll::nccl {
+
+// What an NCCL may lack. Bits, so that a set of them is a number.
+enum class Capability : uint32_t {
+  kSplit = 1u << 0,                // ncclCommSplit, 2.18
+  kPreMulSum = 1u << 1,            // ncclRedOpCreatePreMulSum, 2.11
+  kMemAlloc = 1u << 2,             // ncclMemAlloc, 2.19
+  kRegister = 1u << 3,             // ncclCommRegister, 2.19
+  kFloat8 = 1u << 4,               // reductions of float8, 2.24
+  kWindows = 1u << 5,              // ncclCommWindowRegister, 2.27
+  kShrink = 1u << 6,               // ncclCommShrink, 2.27
+  kRevoke = 1u << 7,               // ncclCommRevoke, 2.28.7
+  kAllToAll = 1u << 8,             // ncclAlltoAll, 2.28
+  kGatherScatter = 1u << 9,        // ncclGather and ncclScatter, 2.28
+  kSeveralRanksPerGpu = 1u << 10,  // NCCL_MULTI_RANK_GPU_ENABLE, 2.30.3
+};
+
+class Library {
+ public:
+  // The oldest that is accepted: the first in which ncclConfig_t has all that subgroups and
+  // non-blocking initialisation need (2.14 brought the latter, 2.17 CTAs, 2.18 split).
+  static constexpr int kOldestVersion = versionCode(2, 18, 1);
+
+  // The one of this process. Looks, in this order, for
+  //   MYCOLL_NCCL_LIBRARY    (a file)
+  //   what is loaded already, by torch or LD_PRELOAD: its symbols, then libnccl.so.2
+  //   wheelFile              (libnccl.so.2 of the nvidia-nccl wheel beside torch; empty: none)
+  //   libnccl.so.2           (wherever the dynamic linker finds it)
+  // and refuses a file that would be a second copy beside a loaded one: two copies share neither
+  // memory nor settings, and a communicator of one is garbage to the other.
+  // The first success is kept for good; after a failure the next call looks again.
+  static Status get(const std::string& wheelFile, const Library** library);
+  // What get() found; null before its first success.
+  static const Library* loaded();
+
+  // Exactly this file, whoever else is loaded; every call makes another Library. For tests.
+  static Status open(const std::string& file, const Library** library);
+
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+
+  const Functions& functions() const { return functions_; }
+  bool has(Capability capability) const {
+    return (capabilities_ & static_cast<uint32_t>(capability)) != 0;
+  }
+  int version() const { return version_; }                         // 22809
+  const std::string& versionText() const { return versionText_; }  // "2.28.9"
+  const std::string& path() const { return path_; }
+  // "NCCL 2.28.9 (/path/libnccl.so.2)"
+  std::string describe() const { return "NCCL " + versionText_ + " (" + path_ + ")"; }
+  // For logs: "split pre_mul_sum ..."
+  std::string describeCapabilities() const;
+
+ private:
+  Library() = default;
+  static Status load(void* handle, const std::string& where, const Library** library);
+
+  Functions functions_;
+  uint32_t capabilities_ = 0;
+  int version_ = 0;
+  std::string versionText_;
+  std::string path_;
+};
+
+}  // namespace mycoll::nccl

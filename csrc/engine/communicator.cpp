@@ -41,6 +41,7 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
   MYCOLL_RETURN_IF_ERROR(checkTransport(*engine->endpoint(), address));
   auto group = std::make_shared<Group>(std::move(options), engine, std::move(address));
   engine->add(group);
+  if (group->options().isExternal) MYCOLL_RETURN_IF_ERROR(group->meetNeighbours());
   *result = std::shared_ptr<Communicator>(new Communicator(std::move(group)));
   return Status();
 }

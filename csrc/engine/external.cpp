@@ -27,6 +27,22 @@ class ExternalEnd final : public Condition {
 
 }  // namespace
 
+// Nothing of an external collective travels over the group, so connections must be made for their
+// own sake: over them a rank hears of its neighbour's death at once, and of its leaving in time.
+Status Group::meetNeighbours() {
+  if (options_.ranks < 2) return Status();
+  char sent = 0, got = 0;
+  const int next = (options_.rank + 1) % options_.ranks;
+  const int previous = (options_.rank + options_.ranks - 1) % options_.ranks;
+  const Milliseconds groupsTimeout(-1);
+  const OpPtr sending =
+      message(true, {&sent, 1}, next, 0, DType::kUInt8, 0, nullptr, true, groupsTimeout);
+  const OpPtr receiving =
+      message(false, {&got, 1}, previous, 0, DType::kUInt8, 0, nullptr, true, groupsTimeout);
+  MYCOLL_RETURN_IF_ERROR(wait(receiving, Deadline::never()));
+  return wait(sending, Deadline::never());
+}
+
 Task Group::runExternal(CollectiveOp& op) {
   const uint64_t sequence = started_++;
   op.begun = Clock::now();

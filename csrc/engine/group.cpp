@@ -28,10 +28,10 @@ int localRanks(const Engine& engine, const GroupAddress& address) {
 Group::Group(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address)
     : options_(std::move(options)),
       engine_(std::move(engine)),
-      mailbox_(engine_->endpoint(), address, this),
       spinPolicy_(choose(localRanks(*engine_, address))),
       timeout_(options_.timeout.count()),
-      left_(address.peers.size()) {}
+      left_(address.peers.size()),
+      mailbox_(engine_->endpoint(), address, this) {}
 
 Group::~Group() {
   close(Deadline::after(Milliseconds(0)));

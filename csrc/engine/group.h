@@ -43,6 +43,7 @@ class Group final : public MailboxListener,
   OpPtr submitExternal(const Signature& signature, std::shared_ptr<External> external,
                        std::chrono::milliseconds timeout);
   void watchExternal();
+  Status meetNeighbours();
   OpPtr message(bool isSend, Span data, int rank, uint64_t tag, DType dtype, uint8_t opaqueType,
                 std::shared_ptr<void> keepAlive, bool willWait, std::chrono::milliseconds timeout);
   Status wait(const OpPtr& op, Deadline deadline);
@@ -108,7 +109,6 @@ class Group final : public MailboxListener,
 
   const GroupOptions options_;
   const std::shared_ptr<Engine> engine_;
-  Mailbox mailbox_;
   const SpinPolicy spinPolicy_;
   std::atomic<int64_t> timeout_;
 
@@ -138,6 +138,8 @@ class Group final : public MailboxListener,
   // External groups only, guarded by runLock_: what has been compared with the next rank.
   uint64_t compared_ = 0;
   std::chrono::steady_clock::time_point comparedAt_;
+  // Last: from its first moment on it may tell of failures, and all of the above must be there.
+  Mailbox mailbox_;
 };
 
 }  // namespace mycoll

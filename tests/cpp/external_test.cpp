@@ -56,8 +56,7 @@ TEST(External, endsInOrder) {
         works[i]->finish(Status());
         if (i % 50 == 0) group.watchExternal();
       }
-      EXPECT(watch(group, ops.back()).ok());
-      EXPECT(group.error().ok());
+      EXPECT_EQ(watch(group, ops.back()).message(), "");
     });
   }
 }
@@ -116,9 +115,10 @@ TEST(External, timeoutNamesWhoIsBehind) {
           op = group.submitExternal(allReduce(4), std::make_shared<External>());
           const Status status = watch(group, op);
           EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
-          const std::string other = group.rank() == 0 ? "1" : "0";
-          EXPECT(status.message().find("Arrived: " + other + ". Waiting for rank 2 (") !=
-                 std::string::npos);
+          // Whoever was first to see it tells the story for both.
+          const std::string& text = status.message();
+          EXPECT(text.find("Arrived: 0. Waiting for rank 2 (") != std::string::npos ||
+                 text.find("Arrived: 1. Waiting for rank 2 (") != std::string::npos);
         },
         1500);
   }
@@ -128,7 +128,10 @@ TEST(External, theFirstCauseEndsAll) {
   runExternalWorld(3, Road::kShm, [](Communicator& group) {
     auto work = std::make_shared<External>();
     auto op = group.submitExternal(allReduce(4), work);
-    if (group.rank() == 1) work->finish(Status(Code::kInternal, "the device fell off the bus"));
+    if (group.rank() == 1) {
+      std::this_thread::sleep_for(300ms);  // all others have met
+      work->finish(Status(Code::kInternal, "the device fell off the bus"));
+    }
     const Status status = watch(group, op);
     EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kInternal));
     EXPECT(status.message().find("fell off the bus") != std::string::npos);

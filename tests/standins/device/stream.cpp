@@ -1,0 +1,290 @@
+#include "stream.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "memory.h"
+
+namespace standin {
+namespace {
+
+std::mutex captureMutex;  // every capture and its graph, until it has ended
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<Stream*> streams;
+};
+
+// Streams outlive static destruction: their threads may still be at work while the process exits.
+Registry& registry() {
+  static Registry& all = *new Registry;
+  return all;
+}
+
+std::atomic<int64_t>& delay() {
+  static std::atomic<int64_t> microseconds = [] {
+    const char* text = std::getenv("STANDIN_DELAY_US");
+    return text != nullptr ? std::atoll(text) : 0LL;
+  }();
+  return microseconds;
+}
+
+void dawdle() {
+  const int64_t most = delay().load(std::memory_order_relaxed);
+  if (most <= 0) return;
+  thread_local std::minstd_rand random(std::random_device{}());
+  const int64_t time = std::uniform_int_distribution<int64_t>(0, most)(random);
+  std::this_thread::sleep_for(std::chrono::microseconds(time));
+}
+
+void mergeInto(std::map<Stream*, size_t>& target, const std::map<Stream*, size_t>& source) {
+  for (const auto& [stream, count] : source) {
+    size_t& known = target[stream];
+    known = std::max(known, count);
+  }
+}
+
+constexpr const char* kCapturing =
+    "the stream is being captured: nothing runs that one could wait for";
+
+}  // namespace
+
+[[noreturn]] void die(const std::string& sentence) {
+  std::fprintf(stderr, "stand-in device: %s\n", sentence.c_str());
+  std::fflush(stderr);
+  std::abort();
+}
+
+Refusal refuse(std::string sentence) {
+  thread_local std::string last;
+  last = "stand-in device: " + std::move(sentence);
+  return last.c_str();
+}
+
+Counts& counts() {
+  static Counts& all = *new Counts;
+  return all;
+}
+
+void setDelay(int64_t microseconds) { delay() = microseconds; }
+
+// --- moments
+
+void Moment::pass() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  isPassed_ = true;
+  time_ = Clock::now();
+  changed_.notify_all();
+}
+
+bool Moment::isPassed() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return isPassed_;
+}
+
+void Moment::await() const {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return isPassed_; });
+}
+
+Clock::time_point Moment::time() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return time_;
+}
+
+// --- graphs
+
+Graph::~Graph() {
+  for (void* address : memory_) Memory::get().retire(address);
+}
+
+void Graph::keep(void* address) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  memory_.push_back(address);
+}
+
+// --- streams
+
+Stream::Stream(int device, int priority) : device(device), priority(priority) {
+  ++counts().streams;
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    registry().streams.push_back(this);
+  }
+  std::thread([this] { run(); }).detach();
+}
+
+std::vector<Stream*> streamsOf(int device) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  std::vector<Stream*> found;
+  for (Stream* stream : registry().streams) {
+    if (stream->device == device) found.push_back(stream);
+  }
+  return found;
+}
+
+void Stream::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return !queue_.empty(); });
+    Task task = std::move(queue_.front());
+    queue_.pop_front();
+    isBusy_ = true;
+    lock.unlock();
+    dawdle();
+    (*task)();
+    ++counts().tasks;
+    task.reset();  // what it owned may enqueue when it goes
+    lock.lock();
+    isBusy_ = false;
+    changed_.notify_all();
+  }
+}
+
+void Stream::push(Task task) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  queue_.push_back(std::move(task));
+  changed_.notify_all();
+}
+
+void Stream::enqueue(std::function<void()> work) {
+  Task task = std::make_shared<const std::function<void()>>(std::move(work));
+  {
+    std::lock_guard<std::mutex> lock(captureMutex);
+    if (capture_) {
+      capture_->tasks.push_back(std::move(task));
+      ++capture_->recorded[this];
+      return;
+    }
+  }
+  push(std::move(task));
+}
+
+void Stream::enqueueNow(std::function<void()> work) {
+  push(std::make_shared<const std::function<void()>>(std::move(work)));
+}
+
+std::shared_ptr<Moment> Stream::mark() {
+  auto moment = std::make_shared<Moment>();
+  enqueueNow([moment] { moment->pass(); });
+  return moment;
+}
+
+Refusal Stream::synchronize() {
+  if (capture()) return refuse(kCapturing);
+  mark()->await();
+  return nullptr;
+}
+
+Refusal Stream::query(bool* isDone) {
+  if (capture()) return refuse(kCapturing);
+  std::lock_guard<std::mutex> lock(mutex_);
+  *isDone = queue_.empty() && !isBusy_;
+  return nullptr;
+}
+
+// --- events
+
+Refusal Stream::record(Event* event) {
+  auto moment = std::make_shared<Moment>();
+  {
+    std::lock_guard<std::mutex> lock(captureMutex);
+    if (capture_) {
+      moment->isCaptured = true;
+      moment->graph = capture_;
+      moment->before = capture_->reached[this];
+      moment->before[this] = capture_->recorded[this];
+    }
+  }
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    event->last = moment;
+  }
+  if (!moment->isCaptured) enqueueNow([moment] { moment->pass(); });
+  return nullptr;
+}
+
+Refusal Stream::block(Event* event) {
+  std::shared_ptr<Moment> moment;
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    moment = event->last;
+  }
+  if (!moment) return nullptr;
+  ++counts().eventWaits;
+  {
+    std::lock_guard<std::mutex> lock(captureMutex);
+    if (moment->isCaptured) {
+      const std::shared_ptr<Graph> graph = moment->graph.lock();
+      if (!graph || graph->hasEnded) {
+        return refuse("the event was recorded under a capture that has ended");
+      }
+      if (capture_ && capture_ != graph) return refuse("the event belongs to another capture");
+      capture_ = graph;
+      graph->recorded.try_emplace(this, 0);
+      mergeInto(graph->reached[this], moment->before);
+      return nullptr;
+    }
+    if (capture_) {
+      return refuse("a stream that is being captured cannot wait for work outside the capture");
+    }
+  }
+  enqueueNow([moment] { moment->await(); });
+  return nullptr;
+}
+
+// --- capture
+
+std::shared_ptr<Graph> Stream::capture() const {
+  std::lock_guard<std::mutex> lock(captureMutex);
+  return capture_;
+}
+
+Refusal Stream::beginCapture() {
+  std::lock_guard<std::mutex> lock(captureMutex);
+  if (capture_) return refuse("the stream is being captured already");
+  capture_ = std::make_shared<Graph>();
+  capture_->origin = this;
+  capture_->recorded[this] = 0;
+  capture_->reached[this];
+  return nullptr;
+}
+
+Refusal Stream::endCapture(std::shared_ptr<Graph>* graph) {
+  std::vector<Stream*> members;
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    members = registry().streams;
+  }
+  std::lock_guard<std::mutex> lock(captureMutex);
+  if (!capture_ || capture_->origin != this) return refuse("no capture began on this stream");
+  const std::shared_ptr<Graph> ended = capture_;
+  for (Stream* stream : members) {
+    if (stream->capture_ == ended) stream->capture_.reset();
+  }
+  ended->hasEnded = true;
+  std::map<Stream*, size_t> joined = ended->reached[this];
+  joined[this] = ended->recorded[this];
+  for (const auto& [stream, count] : ended->recorded) {
+    if (joined[stream] < count) {
+      return refuse("a stream that joined the capture has work that was not joined back");
+    }
+  }
+  *graph = ended;
+  return nullptr;
+}
+
+void Stream::launch(const std::shared_ptr<Graph>& graph) {
+  ++counts().graphLaunches;
+  // A task of its own for each, so that delays fall between them. Each keeps the graph: its memory.
+  for (const Task& task : graph->tasks) {
+    enqueue([graph, &task] { (*task)(); });
+  }
+}
+
+}  // namespace standin

@@ -1,0 +1,118 @@
+// Streams, events and graphs.
+//
+// Thread contract: [any thread]. One lock guards every capture (captureMutex, in stream.cpp); a
+// stream's own lock is taken after it, and a moment's lock after that. Tasks run with none of them.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace standin {
+
+class Stream;
+class Graph;
+
+using Clock = std::chrono::steady_clock;
+// Shared: a graph runs it again and again.
+using Task = std::shared_ptr<const std::function<void()>>;
+using Refusal = const char*;  // null: done
+
+[[noreturn]] void die(const std::string& sentence);
+Refusal refuse(std::string sentence);
+
+// A point in the order of a stream, passed once. What an event holds of its last recording.
+class Moment {
+ public:
+  void pass();
+  bool isPassed() const;
+  void await() const;
+  Clock::time_point time() const;  // only when passed
+
+  // Set where it was recorded under capture: the graph, and how much of each stream's recorded work
+  // comes before it.
+  std::weak_ptr<Graph> graph;
+  std::map<Stream*, size_t> before;
+  bool isCaptured = false;
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool isPassed_ = false;
+  Clock::time_point time_;
+};
+
+struct Event {
+  std::mutex mutex;
+  std::shared_ptr<Moment> last;  // null until recorded
+};
+
+class Graph {
+ public:
+  ~Graph();
+  // The memory is freed with the graph.
+  void keep(void* address);
+
+  // The rest is guarded by captureMutex until the capture has ended, and constant afterwards.
+  std::vector<Task> tasks;
+  Stream* origin = nullptr;
+  bool hasEnded = false;
+  std::map<Stream*, size_t> recorded;  // tasks of each stream that takes part
+  std::map<Stream*, std::map<Stream*, size_t>>
+      reached;  // of which each stream has waited for these
+
+ private:
+  std::mutex mutex_;
+  std::vector<void*> memory_;
+};
+
+class Stream {
+ public:
+  Stream(int device, int priority);
+
+  void enqueue(std::function<void()> work);
+  // Runs although the stream is being captured.
+  void enqueueNow(std::function<void()> work);
+  std::shared_ptr<Moment> mark();  // passed when everything enqueued so far has run
+  Refusal synchronize();
+  Refusal query(bool* isDone);
+
+  Refusal record(Event* event);
+  Refusal block(Event* event);
+
+  Refusal beginCapture();
+  Refusal endCapture(std::shared_ptr<Graph>* graph);
+  std::shared_ptr<Graph> capture() const;  // null: not being captured
+  void launch(const std::shared_ptr<Graph>& graph);
+
+  const int device;
+  const int priority;
+
+ private:
+  void run();
+  void push(Task task);
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> queue_;
+  bool isBusy_ = false;
+  std::shared_ptr<Graph> capture_;  // guarded by captureMutex
+};
+
+std::vector<Stream*> streamsOf(int device);
+void setDelay(int64_t microseconds);
+
+struct Counts {
+  std::atomic<int64_t> streams{0}, tasks{0}, eventWaits{0}, eventQueries{0}, graphLaunches{0};
+};
+Counts& counts();
+
+}  // namespace standin

@@ -30,7 +30,7 @@ Status check(const Library& library, const Call& call, const Form& form = {});
 
 // Enqueues the call on the stream; of a failure, see Issue::take(). The lists of `call` are as
 // base/call.h has them, and:
-//   kBarrier   out[0] is 4 bytes of device memory whose content does not matter: it is summed up
+//   kBarrier   out[0] is 4 bytes of device memory whose content does not matter (an all_reduce)
 // Elements are moved as bytes whatever their type. Parts of no length are left out on both sides.
 Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& form = {});
 Status enqueue(Communicator& communicator, const Call& call, CudaStream stream,

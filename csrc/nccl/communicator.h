@@ -8,7 +8,8 @@
 // States (moveTo() in communicator.cpp makes every transition):
 //
 //   kNew -> kConnecting -> kReady -> kClosing -> kClosed
-//     \________\_____________\___________\___> kFailed -> kAborted     (kFailed may be skipped)
+//    |           |            |          |
+//    +-----------+------------+----------+---> (kFailed) -> kAborted
 //
 // kFailed: NCCL reported an error; nothing more is issued, abort() frees what is left. The first
 // cause is kept, and is what every later call returns.
@@ -86,8 +87,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status connect(const UniqueId& id, Deadline deadline, const Check& check);
 
   // Called on all ranks of this communicator. Ranks with one color get a child, ordered by key;
-  // `child` was constructed for it and is connected by this. color kSplitNoColor: child is null.
-  // Needs Capability::kSplit. Nothing may be enqueued meanwhile by other threads of this rank.
+  // `child` was constructed for it, with its own rank and size, and is connected by this. color
+  // kSplitNoColor: child is null. Needs Capability::kSplit. Other threads' enqueues wait meanwhile.
+  // After a failure this communicator has failed, too: its ranks no longer agree.
   Status split(int color, int key, Communicator* child, Deadline deadline, const Check& check);
 
   // As split(), called on the ranks that stay; NCCL keeps their order. abortParent: what still runs
@@ -149,21 +151,30 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  private:
   friend class Issue;
   struct Aside;
+  using Call = std::function<Result()>;
+  using Slot = std::shared_ptr<Comm*>;  // where NCCL writes a new handle, perhaps late
 
+  // communicator.cpp: states and watching
   bool moveTo(State next, Status cause = {});
+  bool moveToLocked(State next, Status cause);
   Status fail(Status cause);
-  Config config(int blocking) const;
-  Status becomeReady(Status made, const std::shared_ptr<Comm*>& slot, Deadline deadline,
-                     const Check& check);
-  Status makeChild(const char* function, const std::function<Result(Comm**)>& call,
-                   Communicator* child, Deadline deadline, const Check& check);
-  // Runs `call` on a thread of its own; *isLeft: the deadline or the check came first.
-  Status aside(const char* function, std::function<Result()> call, Deadline deadline,
-               const Check& check, bool* isLeft);
+  Status unusable() const;
   Status settle(const char* function, Comm* comm, Deadline deadline, const Check& check);
-  Status managed(const char* function, Capability capability,
-                 const std::function<Result(Comm*)>& call);
-  void finishAbort(Deadline grace);
+  Status aside(const char* function, Call call, Deadline deadline, const Check& check,
+               std::function<void()> whenLate = {});
+  Status late(const char* function, Deadline::Clock::time_point since) const;
+
+  // setup.cpp: making and memory
+  Config config() const;
+  Status becomeReady(const Slot& slot, const char* function, Deadline deadline, const Check& check);
+  Status makeChild(const char* function, const std::function<Result(Comm*, Comm**, Config*)>& call,
+                   Communicator* child, bool mayHaveFailed, Deadline deadline, const Check& check);
+  Status managed(const char* function, bool isThere, const std::function<Result(Comm*)>& call);
+
+  // ending.cpp
+  void startAbort(Status why);
+  void runAbort();
+  Status destroy(Deadline deadline);
 
   const Library& library_;
   const int rank_;
@@ -171,18 +182,19 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const std::string name_;
   const CommunicatorOptions options_;
 
-  std::timed_mutex issue_;  // around enqueues, and around what must not meet one
-  std::timed_mutex
-      inspect_;  // around ncclCommGetAsyncError, so that abort() does not free under it
+  // In this order, where both are held. abort() goes on without them after a moment.
+  std::mutex issue_;    // around enqueues, and around what must not meet one
+  std::mutex inspect_;  // around ncclCommGetAsyncError, so that nobody frees the handle under it
 
   std::atomic<State> state_{State::kNew};
-  std::atomic<Comm*> comm_{nullptr};
+  std::atomic<Comm*> comm_{nullptr};  // set and cleared under stateMutex_
+  std::atomic<bool> isRevoked_{false};
 
-  mutable std::mutex stateMutex_;  // guards cause_, isAbortDone_ and transitions
+  mutable std::mutex stateMutex_;  // guards transitions and what follows; never held in NCCL
   std::condition_variable abortDone_;
   Status cause_;
-  bool isAbortStarted_ = false;
   bool isAbortDone_ = false;
+  std::vector<Slot> unfinished_;  // NCCL may still write to these
 };
 
 const char* name(Communicator::State state);
@@ -219,7 +231,7 @@ class Issue {
 
  private:
   Communicator& communicator_;
-  std::unique_lock<std::timed_mutex> lock_;
+  std::unique_lock<std::mutex> lock_;
   Comm* comm_ = nullptr;
   Status status_;
   bool isGrouped_ = false;

@@ -1,0 +1,328 @@
+#include "nccl/collectives.h"
+
+#include <algorithm>
+
+namespace mycoll::nccl {
+namespace {
+
+// A reduction in NCCL's terms.
+struct Reduction {
+  DataType type = DataType::kInt8;
+  RedOp op = RedOp::kSum;
+  size_t unitBytes = 1;  // NCCL's element: a part of ours for complex numbers
+};
+
+bool isReduction(OpKind kind) {
+  return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
+}
+
+Status refuse(const Call& call, const std::string& why) {
+  return Status(Code::kUnsupported,
+                std::string(name(call.kind)) + " " + name(call.reduceOp) + " of " +
+                    name(call.dtype) + " is beyond NCCL: " + why +
+                    ". With MYCOLL_CUDA=host such tensors travel through the CPU engine");
+}
+
+bool findType(DType dtype, Reduction* reduction) {
+  auto is = [reduction](DataType type, size_t unitBytes) {
+    reduction->type = type;
+    reduction->unitBytes = unitBytes;
+    return true;
+  };
+  switch (dtype) {
+    case DType::kFloat32: return is(DataType::kFloat32, 4);
+    case DType::kFloat64: return is(DataType::kFloat64, 8);
+    case DType::kFloat16: return is(DataType::kFloat16, 2);
+    case DType::kBFloat16: return is(DataType::kBFloat16, 2);
+    case DType::kFloat8E4M3: return is(DataType::kFloat8E4M3, 1);
+    case DType::kFloat8E5M2: return is(DataType::kFloat8E5M2, 1);
+    case DType::kInt8: return is(DataType::kInt8, 1);
+    case DType::kUInt8: return is(DataType::kUInt8, 1);
+    case DType::kInt32: return is(DataType::kInt32, 4);
+    case DType::kUInt32: return is(DataType::kUInt32, 4);
+    case DType::kInt64: return is(DataType::kInt64, 8);
+    case DType::kUInt64: return is(DataType::kUInt64, 8);
+    case DType::kBool: return is(DataType::kUInt8, 1);
+    case DType::kComplex64: return is(DataType::kFloat32, 4);
+    case DType::kComplex128: return is(DataType::kFloat64, 8);
+    default: return false;
+  }
+}
+
+bool findOp(DType dtype, ReduceOp op, RedOp* found) {
+  auto is = [found](RedOp value) {
+    *found = value;
+    return true;
+  };
+  if (dtype == DType::kBool) {  // bytes of 0 and 1
+    switch (op) {
+      case ReduceOp::kSum:
+      case ReduceOp::kMax:
+      case ReduceOp::kBOr: return is(RedOp::kMax);
+      case ReduceOp::kProduct:
+      case ReduceOp::kMin:
+      case ReduceOp::kBAnd: return is(RedOp::kMin);
+      default: return false;
+    }
+  }
+  const bool isComplex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
+  switch (op) {
+    case ReduceOp::kSum: return is(RedOp::kSum);
+    case ReduceOp::kAvg: return is(RedOp::kAvg);
+    case ReduceOp::kProduct: return !isComplex && is(RedOp::kProd);
+    case ReduceOp::kMin: return !isComplex && is(RedOp::kMin);
+    case ReduceOp::kMax: return !isComplex && is(RedOp::kMax);
+    default: return false;
+  }
+}
+
+Status findReduction(const Library& library, const Call& call, const Form& form,
+                     Reduction* reduction) {
+  if (!findType(call.dtype, reduction)) return refuse(call, "it has no such element type");
+  if (!findOp(call.dtype, call.reduceOp, &reduction->op)) {
+    return refuse(call, "it has no such reduction for this element type");
+  }
+  const bool isFloat8 = call.dtype == DType::kFloat8E4M3 || call.dtype == DType::kFloat8E5M2;
+  if (isFloat8 && !library.has(Capability::kFloat8)) {
+    return refuse(call, "that takes version 2.24, and this is " + library.describe());
+  }
+  if (form.preMulSum == nullptr) return {};
+  if (call.reduceOp != ReduceOp::kSum || isFloat8 ||
+      !(call.dtype == DType::kFloat32 || call.dtype == DType::kFloat64 ||
+        call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16)) {
+    return refuse(call, "PREMUL_SUM is for sums of float16, bfloat16, float32 and float64");
+  }
+  if (!library.has(Capability::kPreMulSum)) {
+    return refuse(call, "PREMUL_SUM is not in " + library.describe());
+  }
+  return {};
+}
+
+// Equal parts, one after the other: what Form::isFlat promises.
+bool isFlat(const std::vector<Span>& parts) {
+  for (size_t i = 1; i < parts.size(); ++i) {
+    if (parts[i].bytes != parts[0].bytes ||
+        parts[i].begin() != parts[i - 1].begin() + parts[0].bytes)
+      return false;
+  }
+  return true;
+}
+
+// One call on one stream: the functions below read as the operations that they are.
+class Enqueuer {
+ public:
+  Enqueuer(Issue& issue, CudaStream stream)
+      : issue_(issue), functions_(issue.functions()), stream_(stream) {}
+
+  int rank() const { return issue_.communicator().rank(); }
+  int ranks() const { return issue_.communicator().ranks(); }
+  const Library& library() const { return issue_.communicator().library(); }
+
+  Status group() { return issue_.group(); }
+
+  Status send(Span data, int peer) {
+    if (data.bytes == 0) return {};
+    return issue_.take(functions_.send(data.data, data.bytes, kBytes, peer, issue_.comm(), stream_),
+                       "ncclSend");
+  }
+
+  Status receive(Span data, int peer) {
+    if (data.bytes == 0) return {};
+    return issue_.take(functions_.recv(data.data, data.bytes, kBytes, peer, issue_.comm(), stream_),
+                       "ncclRecv");
+  }
+
+  Status broadcast(const void* from, Span to, int root) {
+    if (to.bytes == 0) return {};
+    return issue_.take(
+        functions_.broadcast(from, to.data, to.bytes, kBytes, root, issue_.comm(), stream_),
+        "ncclBroadcast");
+  }
+
+  Status allReduce(Span from, Span to, const Reduction& how) {
+    if (from.bytes == 0) return {};
+    return issue_.take(functions_.allReduce(from.data, to.data, from.bytes / how.unitBytes,
+                                            how.type, how.op, issue_.comm(), stream_),
+                       "ncclAllReduce");
+  }
+
+  Status reduce(Span from, void* to, const Reduction& how, int root) {
+    if (from.bytes == 0) return {};
+    return issue_.take(functions_.reduce(from.data, to, from.bytes / how.unitBytes, how.type,
+                                         how.op, root, issue_.comm(), stream_),
+                       "ncclReduce");
+  }
+
+  Status reduceScatter(const std::vector<Span>& in, Span out, const Reduction& how, bool isFlat) {
+    if (isFlat) {
+      if (out.bytes == 0) return {};
+      return issue_.take(functions_.reduceScatter(in[0].data, out.data, out.bytes / how.unitBytes,
+                                                  how.type, how.op, issue_.comm(), stream_),
+                         "ncclReduceScatter");
+    }
+    MYCOLL_RETURN_IF_ERROR(group());
+    for (int root = 0; root < ranks(); ++root) {
+      MYCOLL_RETURN_IF_ERROR(reduce(in[root], root == rank() ? out.data : nullptr, how, root));
+    }
+    return {};
+  }
+
+  Status allGather(Span in, const std::vector<Span>& out, bool isFlat) {
+    if (isFlat) {
+      if (in.bytes == 0) return {};
+      return issue_.take(
+          functions_.allGather(in.data, out[0].data, in.bytes, kBytes, issue_.comm(), stream_),
+          "ncclAllGather");
+    }
+    MYCOLL_RETURN_IF_ERROR(group());
+    for (int root = 0; root < ranks(); ++root) {
+      const Span part = out[root];
+      MYCOLL_RETURN_IF_ERROR(broadcast(root == rank() ? in.data : part.data, part, root));
+    }
+    return {};
+  }
+
+  Status gather(Span in, const std::vector<Span>& out, int root, bool isFlat) {
+    if (isFlat && library().has(Capability::kGatherScatter)) {
+      if (in.bytes == 0) return {};
+      void* const to = rank() == root ? out[0].data : nullptr;
+      return issue_.take(
+          functions_.gather(in.data, to, in.bytes, kBytes, root, issue_.comm(), stream_),
+          "ncclGather");
+    }
+    if (rank() != root) return send(in, root);
+    MYCOLL_RETURN_IF_ERROR(group());
+    for (int peer = 0; peer < ranks(); ++peer) {
+      if (peer == rank() && out[peer].data == in.data) continue;  // there already
+      if (peer == rank()) MYCOLL_RETURN_IF_ERROR(send(in, peer));
+      MYCOLL_RETURN_IF_ERROR(receive(out[peer], peer));
+    }
+    return {};
+  }
+
+  Status scatter(const std::vector<Span>& in, Span out, int root, bool isFlat) {
+    if (isFlat && library().has(Capability::kGatherScatter)) {
+      if (out.bytes == 0) return {};
+      const void* const from = rank() == root ? in[0].data : nullptr;
+      return issue_.take(
+          functions_.scatter(from, out.data, out.bytes, kBytes, root, issue_.comm(), stream_),
+          "ncclScatter");
+    }
+    if (rank() != root) return receive(out, root);
+    MYCOLL_RETURN_IF_ERROR(group());
+    for (int peer = 0; peer < ranks(); ++peer) {
+      if (peer == rank() && in[peer].data == out.data) continue;  // there already
+      MYCOLL_RETURN_IF_ERROR(send(in[peer], peer));
+      if (peer == rank()) MYCOLL_RETURN_IF_ERROR(receive(out, peer));
+    }
+    return {};
+  }
+
+  Status allToAll(const std::vector<Span>& in, const std::vector<Span>& out, bool isFlat) {
+    if (isFlat && library().has(Capability::kAllToAll)) {
+      if (in[0].bytes == 0) return {};
+      return issue_.take(
+          functions_.alltoAll(in[0].data, out[0].data, in[0].bytes, kBytes, issue_.comm(), stream_),
+          "ncclAlltoAll");
+    }
+    MYCOLL_RETURN_IF_ERROR(group());
+    // Beginning with the next rank, so that not all send to rank 0 first.
+    for (int step = 0; step < ranks(); ++step) {
+      const int to = (rank() + step) % ranks(), from = (rank() - step + ranks()) % ranks();
+      MYCOLL_RETURN_IF_ERROR(send(in[to], to));
+      MYCOLL_RETURN_IF_ERROR(receive(out[from], from));
+    }
+    return {};
+  }
+
+ private:
+  static constexpr DataType kBytes = DataType::kInt8;
+
+  Issue& issue_;
+  const Functions& functions_;
+  CudaStream stream_;
+};
+
+Status enqueueReduction(Issue& issue, Enqueuer& nccl, const Call& call, const Reduction& how,
+                        bool isFlat) {
+  switch (call.kind) {
+    case OpKind::kAllReduce: return nccl.allReduce(call.in[0], call.out[0], how);
+    case OpKind::kReduce:
+      return nccl.reduce(call.in[0],
+                         issue.communicator().rank() == call.root ? call.out[0].data : nullptr, how,
+                         call.root);
+    default: return nccl.reduceScatter(call.in, call.out[0], how, isFlat);
+  }
+}
+
+}  // namespace
+
+Status check(const Library& library, const Call& call, const Form& form) {
+  if (form.isFlat && !(isFlat(call.in) && isFlat(call.out))) {
+    return Status(Code::kInternal,
+                  std::string(name(call.kind)) + " was promised flat lists, and got others");
+  }
+  if (isReduction(call.kind)) {
+    Reduction reduction;
+    return findReduction(library, call, form, &reduction);
+  }
+  if (call.kind == OpKind::kMonitoredBarrier) {
+    return Status(Code::kUnsupported,
+                  "monitored_barrier is no operation of NCCL: it runs on the CPU engine");
+  }
+  if (call.kind == OpKind::kSend || call.kind == OpKind::kRecv) {
+    return Status(Code::kInternal, "send and recv are no collectives");
+  }
+  return {};
+}
+
+Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& form) {
+  MYCOLL_RETURN_IF_ERROR(check(issue.communicator().library(), call, form));
+  MYCOLL_RETURN_IF_ERROR(issue.status());
+  Enqueuer nccl(issue, stream);
+  switch (call.kind) {
+    case OpKind::kBarrier:
+      return nccl.allReduce(call.out[0], call.out[0], {DataType::kInt32, RedOp::kMax, 4});
+    case OpKind::kBroadcast: return nccl.broadcast(call.out[0].data, call.out[0], call.root);
+    case OpKind::kAllGather: return nccl.allGather(call.in[0], call.out, form.isFlat);
+    case OpKind::kGather: return nccl.gather(call.in[0], call.out, call.root, form.isFlat);
+    case OpKind::kScatter: return nccl.scatter(call.in, call.out[0], call.root, form.isFlat);
+    case OpKind::kAllToAll: return nccl.allToAll(call.in, call.out, form.isFlat);
+    default: break;
+  }
+
+  Reduction how;
+  MYCOLL_RETURN_IF_ERROR(findReduction(issue.communicator().library(), call, form, &how));
+  if (form.preMulSum == nullptr) return enqueueReduction(issue, nccl, call, how, form.isFlat);
+  // NCCL copies what it needs of the operator with each call, so it can go at once.
+  const Functions& functions = issue.functions();
+  MYCOLL_RETURN_IF_ERROR(issue.take(
+      functions.redOpCreatePreMulSum(
+          &how.op, const_cast<void*>(form.preMulSum->factor), how.type,
+          form.preMulSum->isOnDevice ? ScalarResidence::kDevice : ScalarResidence::kHostImmediate,
+          issue.comm()),
+      "ncclRedOpCreatePreMulSum"));
+  const Status enqueued = enqueueReduction(issue, nccl, call, how, form.isFlat);
+  if (!enqueued.ok()) return enqueued;  // the communicator has failed, and takes the operator along
+  return issue.take(functions.redOpDestroy(how.op, issue.comm()), "ncclRedOpDestroy");
+}
+
+Status enqueue(Communicator& communicator, const Call& call, CudaStream stream, const Form& form) {
+  // Refused before the mutex: what cannot be done harms nobody.
+  MYCOLL_RETURN_IF_ERROR(check(communicator.library(), call, form));
+  Issue issue(communicator);
+  (void)enqueue(issue, call, stream, form).ok();  // its failure is end()'s, too
+  return issue.end();
+}
+
+Status send(Issue& issue, Span data, int peer, CudaStream stream) {
+  MYCOLL_RETURN_IF_ERROR(issue.status());
+  return Enqueuer(issue, stream).send(data, peer);
+}
+
+Status receive(Issue& issue, Span data, int peer, CudaStream stream) {
+  MYCOLL_RETURN_IF_ERROR(issue.status());
+  return Enqueuer(issue, stream).receive(data, peer);
+}
+
+}  // namespace mycoll::nccl

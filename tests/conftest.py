@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ if importlib.util.find_spec("mycoll") is None:
     PATHS.append(str(TESTS.parent / "python"))  # not installed: perhaps built in place
 sys.path[:0] = PATHS
 
+from worlds import device as devices  # noqa: E402
 from worlds import gloo_gaps  # noqa: E402
 from worlds.pool import Options, Pool, World  # noqa: E402
 
@@ -29,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mycoll")
     group.addoption(
         "--backend", default="mycoll", choices=["mycoll", "gloo"], help="which backend is tested"
+    )
+    group.addoption(
+        "--device",
+        default="standin",
+        choices=["standin", "cuda"],
+        help="whose tensors the tests of device tensors use (cuda: `./dev gpu`)",
     )
     group.addoption("--large", action="store_true", help="also tests that need 24 GiB of memory")
     group.addoption(
@@ -65,8 +72,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         params = [(size, transport) for size in sizes for transport in transports]
         ids = [f"{size}x{transport or 'gloo'}" for size, transport in params]
         metafunc.parametrize("world", params, ids=ids, indirect=True)
+    elif "device_world" in metafunc.fixturenames:
+        sizes = marker.args if marker and marker.args else (2,)
+        roads = marker.kwargs.get("roads", ("nccl", "host")) if marker else ("nccl", "host")
+        params = device_params(metafunc.config, sizes, roads)
+        metafunc.parametrize("device_world", params, indirect=True)
     elif "transport" in metafunc.fixturenames:
         metafunc.parametrize("transport", transports, ids=[t or "gloo" for t in transports])
+
+
+def device_params(config: pytest.Config, sizes: Sequence[int], roads: Sequence[str]) -> list:
+    """(size, road) of each world for a test of device tensors; what cannot be is skipped."""
+    device = config.getoption("--device")
+    params = []
+    for size in sizes:
+        for road in devices.roads(device, size, roads):
+            reason = devices.missing(device, road)
+            if config.getoption("--backend") == "gloo":
+                reason = "gloo: is about mycoll"
+            marks = [pytest.mark.skip(reason=reason)] if reason else []
+            params.append(pytest.param((size, road), id=f"{size}x{road}", marks=marks))
+    return params
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -112,6 +138,30 @@ def world(request: pytest.FixtureRequest, pool: Pool) -> World:
     """A shared world; see pytest_generate_tests."""
     size, transport = request.param
     return pool.get(pool.spec(size, transport))
+
+
+@pytest.fixture
+def device_world(request: pytest.FixtureRequest, pool: Pool) -> World:
+    """A shared world whose ranks have a device each; its param says by which road tensors go."""
+    size, road = request.param
+    return pool.get(pool.spec(size, device=request.config.getoption("--device"), road=road))
+
+
+@pytest.fixture
+def fresh_device_world(request: pytest.FixtureRequest, pool: Pool) -> Iterator:
+    """For tests that break it: fresh_device_world(size, road, **of Spec)."""
+    made: list[World] = []
+
+    def make(size: int, road: str, **changes) -> World:
+        device = request.config.getoption("--device")
+        if reason := devices.missing(device, road):
+            pytest.skip(reason)
+        made.append(pool.fresh(pool.spec(size, device=device, road=road, **changes)))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.kill()
 
 
 @pytest.fixture

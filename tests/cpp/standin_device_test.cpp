@@ -320,6 +320,33 @@ TEST(StandinGraph, refusesWhatCudaRefuses) {
   mycoll_standin_event_destroy(event);
 }
 
+TEST(StandinGraph, isSpoiledByThreadsThatDoNotTakeCare) {
+  void* stream = newStream();
+  void* event = mycoll_standin_event_create();
+  void* graph = nullptr;
+  mycoll_standin_set_strict_capture(1);
+  for (int mode = 0; mode <= 2; ++mode) {  // global, thread-local, relaxed
+    EXPECT(mycoll_standin_capture_begin(stream) == nullptr);
+    static int released;
+    released = 0;
+    uint64_t id = 0;
+    void* capture = nullptr;
+    EXPECT(mycoll_standin_capture_info(stream, &id, &capture) != 0);
+    mycoll_standin_capture_retain(capture, &released, [](void* n) { ++*static_cast<int*>(n); });
+    std::thread([&] {
+      EXPECT_EQ(mycoll_standin_exchange_capture_mode(mode), 0);
+      int done = 0;
+      EXPECT_EQ(mycoll_standin_event_query(event, &done) == nullptr, mode != 0);
+    }).join();
+    EXPECT_EQ(mycoll_standin_capture_end(stream, &graph) == nullptr, mode != 0);
+    EXPECT_EQ(released, mode == 0 ? 1 : 0);
+    if (mode != 0) mycoll_standin_graph_destroy(graph);
+    EXPECT_EQ(released, 1);
+  }
+  mycoll_standin_set_strict_capture(0);
+  mycoll_standin_event_destroy(event);
+}
+
 TEST(StandinStream, delaysAreAddedAndTakenAway) {
   void* stream = newStream();
   mycoll_standin_set_delay(3000);

@@ -11,6 +11,7 @@ A test asks for the `world` fixture and hands it a function of its own module:
         world.run(job, 17)
 
 Modules: `pool` (parent side), `worker` (child side, `Ctx`), `arith` (inputs and reference
-arithmetic), `gloo_gaps` (what gloo cannot do), `smoke` (a small job over every kind of
-operation, also a program for the launchers).
+arithmetic), `gloo_gaps` and `nccl_gaps` (what those cannot do), `device` (worlds whose tensors are
+on a device: the fixture `device_world`), `smoke` (a small job over every kind of operation, also a
+program for the launchers).
 """

@@ -25,7 +25,15 @@ from typing import Any
 from worlds import worker
 
 RANK_PREFIX = re.compile(r"\[rank\d+\]:\[\w+ [\d:.]+ ")  # of torch's log lines
-PRELOAD = ["torch", "torch.distributed", "torch.testing", "pytest", "worlds.worker", "worlds.arith"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.testing",
+    "pytest",
+    "worlds.worker",
+    "worlds.arith",
+    "worlds.device",
+]
 
 
 @dataclass(frozen=True)
@@ -37,11 +45,14 @@ class Spec:
     backend: str = "mycoll"  # the string given to init_process_group
     init: bool = True  # False: workers start without a process group
     env: tuple[tuple[str, str], ...] = ()
+    device: str = ""  # and by which road: see worlds.device
+    road: str = ""
     timeout: float = 45.0  # of the process group; below the deadline, so that its text is seen
 
     @property
     def label(self) -> str:
-        return f"{self.size}x{self.transport or self.backend}"
+        where = f"{self.device}-{self.road}" if self.device else self.transport
+        return f"{self.size}x{where or self.backend}"
 
 
 @dataclass
@@ -108,6 +119,8 @@ class World:
                 store_port=store_port,
                 world_name=name,
                 log=str(log),
+                device=spec.device,
+                road=spec.road,
             )
             process = context.Process(target=worker.main, args=(theirs, setup), daemon=True)
             process.start()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from worlds import arith, gloo_gaps
+from worlds import arith, gloo_gaps, nccl_gaps
 
 PR_SET_PDEATHSIG = 1
 MAX_SHOWN = 12
@@ -46,6 +46,8 @@ class Setup:
     store_port: int
     world_name: str
     log: str
+    device: str = ""  # "standin", "cuda"; empty: CPU tensors only
+    road: str = ""  # of the device's tensors, see worlds.device
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Ctx:
 
     setup: Setup
     case_fd: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     failures: list[str] = field(default_factory=list)
     _case: str = ""
     _digest: Any = field(default_factory=hashlib.sha256)
@@ -106,6 +109,8 @@ class Ctx:
 
     def skips(self, name: str) -> bool:
         """True where the case is one that the implementation under test is known not to do."""
+        if self.setup.road.startswith("nccl"):
+            return nccl_gaps.skips(name)
         return self.gloo and gloo_gaps.reason(name) is not None
 
     @contextlib.contextmanager
@@ -136,8 +141,11 @@ class Ctx:
             raise RuntimeError("200 failures: giving up")
 
     def same(self, got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
-        """Equal shape, dtype and bits (any NaN equals any NaN). gloo adds in its own order."""
-        exact = not (self.gloo and (want.is_floating_point() or want.is_complex()))
+        """Equal shape, dtype and bits (any NaN equals any NaN). Others add in their own order."""
+        foreign = self.gloo or self.setup.road.startswith("nccl")
+        exact = not (foreign and (want.is_floating_point() or want.is_complex()))
+        if got.device.type != "cpu":
+            got = got.cpu()  # by way of the current stream
         difference = arith.difference(got, want, exact)
         if difference:
             self.fail(f"{what} {difference}".strip())
@@ -203,6 +211,10 @@ def main(conn: Connection, setup: Setup) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(setup.env)
+    if setup.device:
+        from worlds import device
+
+        os.environ.update(device.environment(setup.device, setup.road, setup.rank))
     dist.set_debug_level_from_env()  # torch has read the server's environment
     if setup.family == "mycoll" and setup.transport:
         os.environ["MYCOLL_TRANSPORT"] = setup.transport
@@ -213,6 +225,10 @@ def main(conn: Connection, setup: Setup) -> None:
     def start() -> None:
         if setup.family == "mycoll":
             importlib.import_module("mycoll")
+        if setup.device:
+            from worlds import device
+
+            ctx.device = device.start(setup.device, setup.rank)
         if setup.init:
             ctx.init()
 

@@ -65,6 +65,7 @@ int mycoll_standin_device_count(void) {
 
 const char* mycoll_standin_device_synchronize(int device) {
   const std::vector<Stream*> streams = standin::streamsOf(device);
+  if (const char* refusal = standin::refuseDuringCapture("a device was waited for")) return refusal;
   for (Stream* each : streams) {
     if (each->capture()) return standin::refuse("a stream of the device is being captured");
   }
@@ -131,6 +132,8 @@ const char* mycoll_standin_event_block(void* handle, void* onStream) {
 
 const char* mycoll_standin_event_query(void* handle, int* isDone) {
   ++standin::counts().eventQueries;
+  *isDone = 0;
+  if (const char* refusal = standin::refuseDuringCapture("an event was queried")) return refusal;
   std::shared_ptr<Moment> moment;
   const char* refusal = lastOf(event(handle), &moment);
   *isDone = refusal == nullptr && (!moment || moment->isPassed()) ? 1 : 0;
@@ -138,6 +141,7 @@ const char* mycoll_standin_event_query(void* handle, int* isDone) {
 }
 
 const char* mycoll_standin_event_synchronize(void* handle) {
+  if (const char* refusal = standin::refuseDuringCapture("an event was waited for")) return refusal;
   std::shared_ptr<Moment> moment;
   if (const char* refusal = lastOf(event(handle), &moment)) return refusal;
   if (moment) moment->await();
@@ -210,6 +214,21 @@ const char* mycoll_standin_capture_end(void* handle, void** graph) {
   *graph = new std::shared_ptr<Graph>(std::move(ended));
   return nullptr;
 }
+
+int mycoll_standin_capture_info(void* handle, uint64_t* id, void** capture) {
+  const std::shared_ptr<Graph> graph = stream(handle)->capture();
+  if (!graph) return 0;
+  *id = graph->id;
+  *capture = graph.get();
+  return 1;
+}
+
+void mycoll_standin_capture_retain(void* capture, void* object, void (*destroy)(void*)) {
+  static_cast<Graph*>(capture)->retain(std::make_shared<Owned>(object, destroy));
+}
+
+void mycoll_standin_set_strict_capture(int isStrict) { standin::setStrictCapture(isStrict != 0); }
+int mycoll_standin_exchange_capture_mode(int mode) { return standin::exchangeCaptureMode(mode); }
 
 void mycoll_standin_graph_launch(void* graph, void* onStream) {
   stream(onStream)->launch(*static_cast<std::shared_ptr<Graph>*>(graph));

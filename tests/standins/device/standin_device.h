@@ -106,6 +106,16 @@ STANDIN_API void mycoll_standin_graph_launch(void* graph, void* stream);
 // Memory that was allocated under capture and freed meanwhile goes with the graph.
 STANDIN_API void mycoll_standin_graph_destroy(void* graph);
 
+// The capture that a stream takes part in: 0 when there is none. id: another one for each capture.
+STANDIN_API int mycoll_standin_capture_info(void* stream, uint64_t* id, void** capture);
+// destroy(object) is called when the graph that comes of the capture is gone.
+STANDIN_API void mycoll_standin_capture_retain(void* capture, void* object, void (*destroy)(void*));
+// CUDA's rule, off by default: while anybody captures, events and streams may be asked or waited
+// for only by threads whose mode is relaxed (2), or thread-local (1) on another thread than the
+// capture's. Other calls are refused, and the capture fails at its end.
+STANDIN_API void mycoll_standin_set_strict_capture(int isStrict);
+STANDIN_API int mycoll_standin_exchange_capture_mode(int mode);  // of this thread; returns the old
+
 // --- what happened so far, for tests
 
 struct mycoll_standin_counts {

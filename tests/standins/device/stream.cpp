@@ -13,7 +13,15 @@
 namespace standin {
 namespace {
 
-std::mutex captureMutex;  // every capture and its graph, until it has ended
+std::mutex captureMutex;  // every capture and its graph, until it has ended, and the next two
+bool isCaptureStrict = false;
+std::vector<Graph*>& captures =
+    *new std::vector<Graph*>;  // that go on; kept alive by their streams
+
+// As cudaStreamCaptureMode, of which 0 is "global".
+constexpr int kThreadLocal = 1;
+constexpr int kRelaxed = 2;
+thread_local int captureMode = 0;
 
 struct Registry {
   std::mutex mutex;
@@ -99,6 +107,12 @@ Clock::time_point Moment::time() const {
 
 // --- graphs
 
+Graph::Graph()
+    : id([] {
+        static std::atomic<uint64_t> last{0};
+        return ++last;
+      }()) {}
+
 Graph::~Graph() {
   for (void* address : memory_) Memory::get().retire(address);
 }
@@ -106,6 +120,31 @@ Graph::~Graph() {
 void Graph::keep(void* address) {
   std::lock_guard<std::mutex> lock(mutex_);
   memory_.push_back(address);
+}
+
+void Graph::retain(std::shared_ptr<const void> object) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  objects_.push_back(std::move(object));
+}
+
+void setStrictCapture(bool isStrict) {
+  std::lock_guard<std::mutex> lock(captureMutex);
+  isCaptureStrict = isStrict;
+}
+
+int exchangeCaptureMode(int mode) { return std::exchange(captureMode, mode); }
+
+Refusal refuseDuringCapture(const char* what) {
+  std::lock_guard<std::mutex> lock(captureMutex);
+  if (!isCaptureStrict || captureMode == kRelaxed) return nullptr;
+  bool isRefused = false;
+  for (Graph* graph : captures) {
+    if (captureMode == kThreadLocal && graph->thread != std::this_thread::get_id()) continue;
+    graph->spoiledBy = what;
+    isRefused = true;
+  }
+  return isRefused ? refuse(std::string(what) + " while a capture goes on, which spoils it")
+                   : nullptr;
 }
 
 // --- streams
@@ -176,12 +215,14 @@ std::shared_ptr<Moment> Stream::mark() {
 }
 
 Refusal Stream::synchronize() {
+  if (Refusal refusal = refuseDuringCapture("a stream was waited for")) return refusal;
   if (capture()) return refuse(kCapturing);
   mark()->await();
   return nullptr;
 }
 
 Refusal Stream::query(bool* isDone) {
+  if (Refusal refusal = refuseDuringCapture("a stream was queried")) return refusal;
   if (capture()) return refuse(kCapturing);
   std::lock_guard<std::mutex> lock(mutex_);
   *isDone = queue_.empty() && !isBusy_;
@@ -250,6 +291,8 @@ Refusal Stream::beginCapture() {
   if (capture_) return refuse("the stream is being captured already");
   capture_ = std::make_shared<Graph>();
   capture_->origin = this;
+  capture_->thread = std::this_thread::get_id();
+  captures.push_back(capture_.get());
   capture_->recorded[this] = 0;
   capture_->reached[this];
   return nullptr;
@@ -268,6 +311,10 @@ Refusal Stream::endCapture(std::shared_ptr<Graph>* graph) {
     if (stream->capture_ == ended) stream->capture_.reset();
   }
   ended->hasEnded = true;
+  std::erase(captures, ended.get());
+  if (!ended->spoiledBy.empty()) {
+    return refuse("the capture was spoiled: " + ended->spoiledBy + " meanwhile");
+  }
   std::map<Stream*, size_t> joined = ended->reached[this];
   joined[this] = ended->recorded[this];
   for (const auto& [stream, count] : ended->recorded) {

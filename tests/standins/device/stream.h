@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace standin {
@@ -58,12 +59,17 @@ struct Event {
 class Graph {
  public:
   ~Graph();
-  // The memory is freed with the graph.
+  Graph();
+  // The memory is freed with the graph, and the object let go of.
   void keep(void* address);
+  void retain(std::shared_ptr<const void> object);
 
+  const uint64_t id;
   // The rest is guarded by captureMutex until the capture has ended, and constant afterwards.
   std::vector<Task> tasks;
   Stream* origin = nullptr;
+  std::thread::id thread;
+  std::string spoiledBy;  // empty: nothing
   bool hasEnded = false;
   std::map<Stream*, size_t> recorded;  // tasks of each stream that takes part
   std::map<Stream*, std::map<Stream*, size_t>>
@@ -72,6 +78,7 @@ class Graph {
  private:
   std::mutex mutex_;
   std::vector<void*> memory_;
+  std::vector<std::shared_ptr<const void>> objects_;
 };
 
 class Stream {
@@ -109,6 +116,11 @@ class Stream {
 
 std::vector<Stream*> streamsOf(int device);
 void setDelay(int64_t microseconds);
+
+void setStrictCapture(bool isStrict);
+int exchangeCaptureMode(int mode);
+// Null where this thread may wait and ask now.
+Refusal refuseDuringCapture(const char* what);
 
 struct Counts {
   std::atomic<int64_t> streams{0}, tasks{0}, eventWaits{0}, eventQueries{0}, graphLaunches{0};

@@ -1,0 +1,1 @@
+"""Stand-ins for hardware and libraries: README.md beside this."""

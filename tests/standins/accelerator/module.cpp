@@ -1,0 +1,81 @@
+// What Python needs beyond torch's device-generic functions: see standin.py beside this.
+#include <pybind11/functional.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include "accelerator.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// A stream by the numbers that a torch.Stream has.
+void* handle(int64_t id, int64_t device) {
+  return standin::handleOf(c10::Stream(
+      c10::Stream::UNSAFE, c10::Device(standin::kDevice, static_cast<int8_t>(device)), id));
+}
+
+py::dict counts() {
+  mycoll_standin_counts all;
+  mycoll_standin_count(&all);
+  py::dict found;
+  found["streams"] = all.streams;
+  found["tasks"] = all.tasks;
+  found["event_waits"] = all.eventWaits;
+  found["event_queries"] = all.eventQueries;
+  found["recorded_uses"] = all.recordedUses;
+  found["graph_launches"] = all.graphLaunches;
+  found["live_allocations"] = all.liveAllocations;
+  found["live_bytes"] = all.liveBytes;
+  found["pinned_bytes"] = all.pinnedBytes;
+  return found;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  const py::call_guard<py::gil_scoped_release> noGil;
+  m.def("sleep", [](int64_t id, int64_t device, int64_t us) {
+    mycoll_standin_stream_sleep(handle(id, device), us);
+  });
+  m.def("gate_close", [](int64_t id, int64_t device) {
+    return reinterpret_cast<uintptr_t>(mycoll_standin_gate_close(handle(id, device)));
+  });
+  m.def("gate_open",
+        [](uintptr_t gate) { mycoll_standin_gate_open(reinterpret_cast<void*>(gate)); });
+  m.def("set_delay", &mycoll_standin_set_delay);
+  m.def("priority", [](int64_t id, int64_t device) {
+    return mycoll_standin_stream_priority(handle(id, device));
+  });
+  m.def("capture_begin", [](int64_t id, int64_t device) {
+    standin::check(mycoll_standin_capture_begin(handle(id, device)));
+  });
+  m.def(
+      "capture_end",
+      [](int64_t id, int64_t device) {
+        void* graph = nullptr;
+        standin::check(mycoll_standin_capture_end(handle(id, device), &graph));
+        return reinterpret_cast<uintptr_t>(graph);
+      },
+      noGil);
+  m.def("is_capturing", [](int64_t id, int64_t device) {
+    return mycoll_standin_is_capturing(handle(id, device)) != 0;
+  });
+  m.def("graph_launch", [](uintptr_t graph, int64_t id, int64_t device) {
+    mycoll_standin_graph_launch(reinterpret_cast<void*>(graph), handle(id, device));
+  });
+  m.def(
+      "graph_destroy",
+      [](uintptr_t graph) { mycoll_standin_graph_destroy(reinterpret_cast<void*>(graph)); }, noGil);
+  m.def(
+      "synchronize", [](int device) { standin::check(mycoll_standin_device_synchronize(device)); },
+      noGil);
+  m.def("device_count", &mycoll_standin_device_count);
+  m.def("current_device", [] { return static_cast<int>(standin::currentDevice()); });
+  m.def("default_generator", [](int device) {
+    return at::globalContext().defaultGenerator(
+        c10::Device(standin::kDevice, static_cast<int8_t>(device)));
+  });
+  m.def("verify", &mycoll_standin_verify, noGil);
+  m.def("counts", &counts);
+}

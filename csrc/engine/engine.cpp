@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <chrono>
+#include <utility>
 
 #include "base/wait.h"
 #include "engine/group.h"
@@ -86,7 +87,7 @@ void Engine::add(const std::shared_ptr<Group>& group) {
 }
 
 void Engine::State::poke() {
-  // Against rest(): either it sees the work, or this sees that it sleeps.
+  // Against run(): either it sees the work, or this sees that it sleeps.
   if (activity.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
   {
     std::lock_guard<std::mutex> lock(mutex);
@@ -94,6 +95,10 @@ void Engine::State::poke() {
     poked.notify_all();
   }
   endpoint->sleeper().wakeAll();
+}
+
+void Engine::State::nudge() {
+  if (activity.fetch_add(0, std::memory_order_seq_cst) == kSleeping) poke();
 }
 
 bool Engine::State::stopped() {
@@ -111,7 +116,7 @@ bool Engine::State::workOnce(bool* isNeeded) {
     }
   }
   bool moved = endpoint->progress();
-  *isNeeded = endpoint->hasPending() && waiters.load(std::memory_order_relaxed) == 0;
+  *isNeeded = endpoint->hasPending() && !someoneWaits();
   for (auto& group : alive) {
     if (!group->isUnattended()) continue;
     *isNeeded = true;
@@ -122,6 +127,7 @@ bool Engine::State::workOnce(bool* isNeeded) {
 
 void Engine::State::run() {
   auto lastMove = Clock::now();
+  uint64_t lastWaits = 0;
   while (!stopped()) {
     const uint64_t generation = endpoint->sleeper().generation();
     bool isNeeded = false;
@@ -135,9 +141,17 @@ void Engine::State::run() {
         std::lock_guard<std::mutex> lock(mutex);
         seen = pokes;
       }
-      activity.exchange(kSleeping, std::memory_order_seq_cst);
+      const uint64_t waitsNow = waits.load(std::memory_order_relaxed);
+      const bool areOthersAtIt = someoneWaits() || waitsNow != std::exchange(lastWaits, waitsNow);
+      activity.exchange(areOthersAtIt ? kLurking : kSleeping, std::memory_order_seq_cst);
       // Once more, now that whoever brings work would wake this thread.
-      if (!workOnce(&isNeeded) && !isNeeded) rest(generation, seen);
+      if (!workOnce(&isNeeded) && !isNeeded) {
+        if (areOthersAtIt) {
+          lurk(seen);
+        } else {
+          endpoint->sleeper().idle(generation, Deadline::after(kHousekeeping));
+        }
+      }
       activity.exchange(kWorking, std::memory_order_seq_cst);
       lastMove = Clock::now();
       continue;
@@ -170,16 +184,11 @@ void Engine::State::run() {
   }
 }
 
-// Nothing to do. While the user's threads are busy waiting on sockets, this thread would be woken
-// by their events for nothing: so it stays away from the sockets until things are quiet.
-void Engine::State::rest(uint64_t generation, uint64_t seenPokes) {
+// Nothing to do, and the user's threads wait for their operations themselves: this thread would be
+// woken by their sockets' events for nothing, so it stays away from these until things are quiet.
+void Engine::State::lurk(uint64_t seenPokes) {
   std::unique_lock<std::mutex> lock(mutex);
-  while (!isStopped && pokes == seenPokes && waiters.load(std::memory_order_relaxed) > 0) {
-    poked.wait_for(lock, kLurkTime);
-  }
-  if (isStopped || pokes != seenPokes) return;
-  lock.unlock();
-  endpoint->sleeper().idle(generation, Deadline::after(kHousekeeping));
+  poked.wait_for(lock, kLurkTime, [&] { return isStopped || pokes != seenPokes; });
 }
 
 }  // namespace mycoll

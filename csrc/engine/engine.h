@@ -33,8 +33,12 @@ class Engine {
   void add(const std::shared_ptr<Group>& group);
   // There is work that nobody waits for.
   void poke() { state_->poke(); }
-  // Brackets a user's thread that waits, and therefore works.
-  void addWaiter(int delta) { state_->waiters.fetch_add(delta, std::memory_order_seq_cst); }
+  // As poke(), for a message: its caller most often waits for it next. A thread that has just seen
+  // others wait is not woken for it, and looks by itself a little later.
+  void nudge() { state_->nudge(); }
+  // Bracket a user's thread that waits, and therefore works.
+  void beginWait() { state_->waits.fetch_add(State::kOneWait + 1, std::memory_order_seq_cst); }
+  void endWait() { state_->waits.fetch_sub(1, std::memory_order_seq_cst); }
 
  private:
   // Outlives the engine where the thread itself drops the last group.
@@ -44,15 +48,19 @@ class Engine {
     std::condition_variable poked;
     std::vector<std::weak_ptr<Group>> groups;  // guarded by mutex
     bool isStopped = false;                    // guarded by mutex
-    std::atomic<int> waiters{0};
+    // Below kOneWait: threads that wait now. Above: how many waits there ever were.
+    static constexpr uint64_t kOneWait = uint64_t{1} << 32;
+    std::atomic<uint64_t> waits{0};
+    bool someoneWaits() const { return waits.load(std::memory_order_relaxed) % kOneWait > 0; }
     // What the thread is at: who brings it work must wake it from all but the first.
-    enum Activity { kWorking, kSleeping };
+    enum Activity { kWorking, kLurking, kSleeping };
     std::atomic<int> activity{kWorking};
     uint64_t pokes = 0;  // guarded by mutex
 
     void poke();
+    void nudge();
     void run();
-    void rest(uint64_t generation, uint64_t seenPokes);
+    void lurk(uint64_t seenPokes);
     bool workOnce(bool* isNeeded);
     bool stopped();
   };

@@ -191,7 +191,7 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
                      signature, data);
   }
   engine_->endpoint()->progress();
-  if (!willWait && !op->done()) engine_->poke();
+  if (!willWait && !op->done()) engine_->nudge();
   return op;
 }
 
@@ -264,12 +264,12 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
     Group& group;
     const bool counts;
     Waiting(Group& owner, bool isCollective) : group(owner), counts(isCollective) {
-      group.engine_->addWaiter(1);
+      group.engine_->beginWait();
       if (counts) group.waiters_.fetch_add(1, std::memory_order_seq_cst);
     }
     ~Waiting() {
       if (counts) group.waiters_.fetch_sub(1, std::memory_order_seq_cst);
-      group.engine_->addWaiter(-1);
+      group.engine_->endWait();
       // What this thread worked on beside its own operation goes on without it.
       if (group.queued_.load(std::memory_order_seq_cst) > 0 ||
           group.engine_->endpoint()->hasPending()) {
@@ -350,7 +350,7 @@ void Group::close(Deadline deadline) {
   if (isClosed_.exchange(true)) return;
   Endpoint& endpoint = *engine_->endpoint();
   auto isBusy = [&] { return queued_.load() > 0 || sending_->load() > 0 || !mailbox_.isFlushed(); };
-  engine_->addWaiter(1);
+  engine_->beginWait();
   while (!hasFailed() && isBusy() && !deadline.expired()) {
     bool moved = run(0);
     moved |= endpoint.progress();
@@ -366,7 +366,7 @@ void Group::close(Deadline deadline) {
   while (!mailbox_.isFlushed() && !deadline.expired()) {
     if (!endpoint.progress()) usleep(50);
   }
-  engine_->addWaiter(-1);
+  engine_->endWait();
   mailbox_.fail(Status(Code::kAborted, "mycoll group '" + options_.name +
                                            "' has been destroyed on this rank; nothing more can "
                                            "be called on it"),

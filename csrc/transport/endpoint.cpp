@@ -167,7 +167,7 @@ bool Endpoint::progress() {
     std::unique_lock<std::mutex> lock(io_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
     // Sockets need asking; rings can be seen. Now and then also for news such as hang-ups.
-    if (tcpLinks_ > 0 || connecting_ > 0 || (++pollCount_ & 63) == 0) pollEvents();
+    if (tcpLinks_ > 0 || connecting_ > 0 || (++pollCount_ & 1023) == 0) pollEvents();
     if (connecting_ > 0 || !accepting_.empty()) runHandshakes();
     moved = moveBytes();
     finished.swap(delivered_);

@@ -191,7 +191,13 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
                      signature, data);
   }
   engine_->endpoint()->progress();
-  if (!willWait && !op->done()) engine_->nudge();
+  if (!willWait && !op->done()) {
+    if (data.bytes <= engine_->endpoint()->options().eagerBytes) {
+      engine_->nudge();
+    } else {
+      engine_->poke();
+    }
+  }
   return op;
 }
 
@@ -297,7 +303,8 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
       if (idleSince == Clock::time_point::min()) idleSince = now;
       const auto idle = now - idleSince;
       if (idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
-        spins = kSpinBatch;
+        // Over messages nothing changes unless the endpoint makes progress.
+        spins = sharedArena_.load(std::memory_order_relaxed) ? kSpinBatch : 0;
         if (isMessage) cpuRelax();
       } else if (idle < std::chrono::microseconds(spinPolicy_.yieldMicros)) {
         spins = 0;

@@ -252,7 +252,7 @@ void Endpoint::finishConnecting(OutLink& link) {
   MYCOLL_LOG_DEBUG("connected to %s over %s", link.peer.describe().c_str(),
                    link.isShm ? "shared memory" : "tcp");
   if (asleep_ > 0) link.sender->setAsleep(true);
-  flush(link);
+  flush(link, kTurnBytes);
 }
 
 }  // namespace mycoll

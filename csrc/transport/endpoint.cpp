@@ -19,6 +19,12 @@
 #include "transport/tcp/address.h"
 
 namespace mycoll {
+namespace {
+
+constexpr int kFewSockets = 8;
+constexpr size_t kToTheEnd = ~size_t{0};
+
+}  // namespace
 
 Status EndpointOptions::fromEnv(EndpointOptions* result) {
   Env env;
@@ -166,8 +172,14 @@ bool Endpoint::progress() {
   {
     std::unique_lock<std::mutex> lock(io_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
-    // Sockets need asking; rings can be seen. Now and then also for news such as hang-ups.
-    if (tcpLinks_ > 0 || connecting_ > 0 || (++pollCount_ & 1023) == 0) pollEvents();
+    // Rings can be seen. A few sockets are asked one by one, which is one system call less for what
+    // arrives; many by way of epoll, which now and then is also asked for news such as hang-ups.
+    const bool asksEach = tcpLinks_ > 0 && tcpLinks_ <= kFewSockets;
+    if (asksEach) {
+      for (auto& link : inLinks_) link->receiver->lookAgain();
+    }
+    const uint32_t rarity = asksEach ? 32 : tcpLinks_ > 0 ? 1 : 1024;
+    if (connecting_ > 0 || ++pollCount_ % rarity == 0) pollEvents();
     if (connecting_ > 0 || !accepting_.empty()) runHandshakes();
     moved = moveBytes();
     finished.swap(delivered_);
@@ -193,10 +205,10 @@ bool Endpoint::moveBytes() {
   bool moved = false;
   for (size_t i = 0; i < inLinks_.size(); ++i) {
     InLink& link = *inLinks_[i];
-    if (link.receiver->maybeReadable()) moved |= drain(link);
+    if (link.receiver->maybeReadable()) moved |= drain(link, kTurnBytes);
   }
   for (auto& [uid, link] : outLinks_) {
-    if (!link->queue.empty()) moved |= flush(*link);
+    if (!link->queue.empty()) moved |= flush(*link, kTurnBytes);
   }
   loseBroken();
   return moved;
@@ -220,7 +232,7 @@ void Endpoint::loseBroken() {
 void Endpoint::peerLost(const std::string& uid, const std::string& how) {
   // What it had sent before counts, also that it was leaving.
   for (auto& link : inLinks_) {
-    if (link->peerUid == uid) drain(*link);
+    if (link->peerUid == uid) drain(*link, kToTheEnd);
   }
   std::vector<Transfer*> unsent;
   auto found = outLinks_.find(uid);
@@ -281,7 +293,7 @@ void Endpoint::enqueue(OutLink& link, OutItem item) {
   }
   bool wasEmpty = link.queue.empty();
   link.queue.push_back(std::move(item));
-  if (wasEmpty && link.sender) flush(link);
+  if (wasEmpty && link.sender) flush(link, kTurnBytes);
 }
 
 // ---- groups ------------------------------------------------------------------------------------

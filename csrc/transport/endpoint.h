@@ -142,8 +142,11 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void pollEvents();
   bool moveBytes();
   void loseBroken();
-  bool flush(OutLink& link);
-  bool drain(InLink& link);
+  // After so many bytes in one direction the others get their turn: what is under way between two
+  // processes then stays within the caches, and both directions flow at once.
+  static constexpr size_t kTurnBytes = 512 * 1024;
+  bool flush(OutLink& link, size_t turnBytes);
+  bool drain(InLink& link, size_t turnBytes);
   bool beginFrame(InLink& link);
   void endFrame(InLink& link);
   void deliverWhole(Mailbox& mailbox, const FrameHeader& header, const std::string& payload);

@@ -9,12 +9,12 @@ namespace mycoll {
 namespace {
 
 // Large messages leave in pieces, so that others get their turn on the link.
-constexpr size_t kPieceBytes = 256 * 1024;
+constexpr size_t kPieceBytes = 1024 * 1024;
 // Frames for groups that are not made yet on this side.
 constexpr size_t kMaxOrphans = 4096;
 
 // Stands in for memory that was taken back while a frame was on its way.
-alignas(64) const char kZeros[kPieceBytes] = {};
+char zeros[kPieceBytes];  // never written; not const, so that it takes no room in the binary
 
 // Frames of the group itself; their payload is short and handed over whole.
 bool isControlFrame(FrameKind kind) {
@@ -31,9 +31,10 @@ void beginPiece(OutItem& item) {
 
 }  // namespace
 
-bool Endpoint::flush(OutLink& link) {
+bool Endpoint::flush(OutLink& link, size_t turnBytes) {
   bool moved = false;
-  while (link.sender && link.problem.empty() && !link.queue.empty()) {
+  size_t movedBytes = 0;
+  while (link.sender && link.problem.empty() && !link.queue.empty() && movedBytes < turnBytes) {
     OutItem& item = link.queue.front();
     bool isPieced = item.header.kind == FrameKind::kData;
     if (isPieced && !item.payload) beginPiece(item);
@@ -58,6 +59,7 @@ bool Endpoint::flush(OutLink& link) {
     if (wrote == 0) return moved;
     moved = true;
     item.sent += static_cast<size_t>(wrote);
+    movedBytes += static_cast<size_t>(wrote);
     if (item.sent < total) continue;
     if (isPieced && item.request) {
       item.messageSent += item.header.payloadBytes;
@@ -87,7 +89,7 @@ void Endpoint::forget(Transfer* request) {
       } else {
         // Half of the frame has left: the rest of it must follow, whatever it holds.
         item->request = nullptr;
-        item->payload = kZeros;
+        item->payload = zeros;
         ++item;
       }
     }
@@ -97,10 +99,11 @@ void Endpoint::forget(Transfer* request) {
   }
 }
 
-bool Endpoint::drain(InLink& link) {
+bool Endpoint::drain(InLink& link, size_t turnBytes) {
   bool moved = false;
+  size_t movedBytes = 0;
   char discarded[4096];
-  while (link.problem.empty()) {
+  while (link.problem.empty() && movedBytes < turnBytes) {
     if (link.headerGot < sizeof(FrameHeader)) {
       ssize_t got = link.receiver->read(reinterpret_cast<char*>(&link.header) + link.headerGot,
                                         sizeof(FrameHeader) - link.headerGot, false);
@@ -124,6 +127,7 @@ bool Endpoint::drain(InLink& link) {
       if (got <= 0) return moved;
       moved = true;
       link.payloadGot += static_cast<size_t>(got);
+      movedBytes += static_cast<size_t>(got);
       if (link.payloadGot < link.header.payloadBytes) continue;
     }
     link.headerGot = 0;

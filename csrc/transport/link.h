@@ -36,6 +36,8 @@ class LinkReceiver {
   virtual ssize_t read(void* data, size_t bytes, bool streaming) = 0;
   // False only if read() would surely return 0. Cheap: no system call.
   virtual bool maybeReadable() const = 0;
+  // The next read() asks the kernel, without waiting to be told that there is something.
+  virtual void lookAgain() {}
   // The descriptor became readable, or its other end was closed.
   virtual void onEvent(bool isClosed) = 0;
   virtual void setAsleep(bool asleep) = 0;

@@ -12,81 +12,115 @@ namespace {
 
 // Up to here everybody sends everything to everybody: one exchange instead of two.
 constexpr size_t kSymmetricBytes = 8 * 1024;
-// Slices are exchanged in parts of at most this size, two under way at a time, so that memory for
-// the others' inputs stays small and reducing one part overlaps with receiving the next.
-constexpr size_t kPartBytes = 1024 * 1024;
+// Slices are exchanged in parts, some under way at a time: reducing one overlaps with receiving the
+// next, and the memory for the others' inputs stays small, in cache.
+constexpr int kWindow = 4;
+constexpr size_t kInboxBytes = 2 * 1024 * 1024;
+constexpr size_t kLeastPart = 64 * 1024;
+constexpr size_t kLargestPart = 512 * 1024;
 constexpr size_t kSliceUnit = 64;
 
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
-// Memory for one part from each rank, with the pointers as the kernels want them.
+// The same on all ranks.
+size_t partBytesFor(int ranks) {
+  const size_t share = kInboxBytes / kWindow / static_cast<size_t>(std::max(1, ranks - 1));
+  return std::clamp(share & ~(kSliceUnit - 1), kLeastPart, kLargestPart);
+}
+
+// Memory for one part from each other rank, with the pointers as the kernels want them.
 struct Inbox {
-  Inbox(int ranks, size_t bytesEach)
-      : stride(roundUp(bytesEach, kSliceUnit)),
-        memory(new char[static_cast<size_t>(ranks) * stride]),
+  Inbox(int ranks, int self, size_t bytesEach)
+      : ownRank(self),
+        stride(roundUp(bytesEach, kSliceUnit)),
+        memory(new char[static_cast<size_t>(ranks - 1) * stride]),
         inputs(ranks) {}
   Span from(int rank, size_t bytes) {
-    return {memory.get() + static_cast<size_t>(rank) * stride, bytes};
+    return {memory.get() + static_cast<size_t>(rank < ownRank ? rank : rank - 1) * stride, bytes};
+  }
+  const void* const* all(Span own) {
+    for (int rank = 0; rank < static_cast<int>(inputs.size()); ++rank) {
+      inputs[rank] = rank == ownRank ? own.data : from(rank, 0).data;
+    }
+    return inputs.data();
   }
 
+  int ownRank;
   size_t stride;
   std::unique_ptr<char[]> memory;  // not zeroed
   std::vector<const void*> inputs;
 };
 
-Span part(Span whole, uint64_t index) {
-  const size_t begin = std::min<size_t>(index * kPartBytes, whole.bytes);
-  return {whole.begin() + begin, std::min(kPartBytes, whole.bytes - begin)};
+// A part under way: its messages, and where they go.
+struct Part {
+  std::unique_ptr<Inbox> inbox;
+  std::unique_ptr<Batch> batch;
+};
+
+Span part(Span whole, uint64_t index, size_t partBytes) {
+  const size_t begin = std::min<size_t>(index * partBytes, whole.bytes);
+  return {whole.begin() + begin, std::min(partBytes, whole.bytes - begin)};
 }
+
+uint64_t partsOf(size_t bytes, size_t partBytes) { return (bytes + partBytes - 1) / partBytes; }
 
 // Reduces what is this rank's: its own input `mine`, the others' by messages, into `out`.
 // pieceFor(rank): what this rank has to send to that owner. All pieces for one owner have one size.
 // maxBytes: of the largest piece in the group, the same on all ranks.
-template <typename PieceFor>
+// onReduced(part of `out`, its index): it holds the result.
+template <typename PieceFor, typename OnReduced>
 Task reduceToOwner(NetGroup group, const Call& call, const Signature& signature, PieceFor pieceFor,
-                   Span out, size_t maxBytes) {
+                   Span out, size_t maxBytes, OnReduced onReduced) {
   Mailbox& mailbox = group.mailbox;
   const int ranks = mailbox.ranks();
   const int self = mailbox.rank();
-  const uint64_t parts = (maxBytes + kPartBytes - 1) / kPartBytes;
+  const size_t partBytes = partBytesFor(ranks);
+  const uint64_t parts = partsOf(maxBytes, partBytes);
   const Span mine = pieceFor(self);
-  Inbox inboxes[2] = {Inbox(ranks, std::min(mine.bytes, kPartBytes)),
-                      Inbox(ranks, parts > 1 ? std::min(mine.bytes, kPartBytes) : 0)};
-  std::unique_ptr<Batch> batches[2];
+  Part window[kWindow];
   auto begin = [&](uint64_t index) {
-    batches[index % 2] = std::make_unique<Batch>(mailbox, group.sequence, signature);
-    Batch& batch = *batches[index % 2];
-    const Span expected = part(mine, index);
+    Part& slot = window[index % kWindow];
+    const Span expected = part(mine, index, partBytes);
+    if (!slot.inbox) slot.inbox = std::make_unique<Inbox>(ranks, self, expected.bytes);
+    slot.batch = std::make_unique<Batch>(mailbox, group.sequence, signature);
     for (int step = 1; step < ranks && expected.bytes; ++step) {
       const int from = (self - step + ranks) % ranks;
-      batch.receive(from, inboxes[index % 2].from(from, expected.bytes), index);
+      slot.batch->receive(from, slot.inbox->from(from, expected.bytes), index);
     }
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
-      const Span piece = part(pieceFor(owner), index);
-      if (piece.bytes) batch.send(owner, piece, index);
+      const Span piece = part(pieceFor(owner), index, partBytes);
+      if (piece.bytes) slot.batch->send(owner, piece, index);
     }
   };
-  if (parts > 0) begin(0);
+  for (uint64_t index = 0; index < std::min<uint64_t>(parts, kWindow); ++index) begin(index);
   for (uint64_t index = 0; index < parts; ++index) {
-    if (index + 1 < parts) begin(index + 1);
-    Batch& batch = *batches[index % 2];
-    co_await batch;
-    MYCOLL_CO_RETURN_IF_ERROR(batch.status());
-    const Span own = part(mine, index);
-    if (own.bytes == 0) continue;
-    Inbox& inbox = inboxes[index % 2];
-    for (int rank = 0; rank < ranks; ++rank) {
-      inbox.inputs[rank] = rank == self ? own.data : inbox.from(rank, own.bytes).data;
+    Part& slot = window[index % kWindow];
+    co_await *slot.batch;
+    MYCOLL_CO_RETURN_IF_ERROR(slot.batch->status());
+    const Span own = part(mine, index, partBytes);
+    const Span result = part(out, index, partBytes);
+    if (own.bytes) {
+      reduce(call.dtype, call.reduceOp, result.data, slot.inbox->all(own), ranks,
+             own.bytes / call.elementBytes, ranks, false);
+      onReduced(result, index);
     }
-    reduce(call.dtype, call.reduceOp, part(out, index).data, inbox.inputs.data(), ranks,
-           own.bytes / call.elementBytes, ranks, false);
+    if (index + kWindow < parts) begin(index + kWindow);
   }
   co_return Status();
 }
 
-// Parts of a reduction travel with the steps from 0, whole results with these.
+// Parts of a reduction travel with the steps from 0, results with these.
 constexpr uint64_t kResultStep = uint64_t{1} << (Mailbox::kStepBits - 1);
+
+// Everybody reduces everything.
+Task reduceEverywhere(NetGroup group, const Call& call, const Signature& signature) {
+  const Span input = call.in[0];
+  Status status = co_await reduceToOwner(
+      group, call, signature, [&](int) { return input; }, call.out[0], input.bytes,
+      [](Span, uint64_t) {});
+  co_return status;
+}
 
 }  // namespace
 
@@ -99,26 +133,23 @@ Task netReduce(NetGroup group, const Call& call) {
   const bool isAll = call.kind == OpKind::kAllReduce;
   const bool wantsResult = isAll || self == call.root;
 
+  if (input.bytes == 0) {
+    // Nothing to compute, but all are held to the same call.
+    Status status = co_await netBarrier(group, call);
+    co_return status;
+  }
+  // Between two ranks this also moves no byte more than slices would, in one exchange, not two.
+  if (isAll && (input.bytes <= kSymmetricBytes || ranks == 2)) {
+    Status status = co_await reduceEverywhere(group, call, signature);
+    co_return status;
+  }
   if (input.bytes <= kSymmetricBytes) {
-    Inbox inbox(ranks, wantsResult ? input.bytes : 0);
-    Batch batch(mailbox, group.sequence, signature);
-    for (int step = 1; step < ranks; ++step) {
-      const int from = (self - step + ranks) % ranks;
-      if (wantsResult) batch.receive(from, inbox.from(from, input.bytes));
-    }
-    for (int step = 1; step < ranks; ++step) {
-      const int to = (self + step) % ranks;
-      if (isAll || to == call.root) batch.send(to, input);
-    }
-    co_await batch;
-    MYCOLL_CO_RETURN_IF_ERROR(batch.status());
-    if (!wantsResult || input.bytes == 0) co_return Status();
-    for (int rank = 0; rank < ranks; ++rank) {
-      inbox.inputs[rank] = rank == self ? input.data : inbox.from(rank, input.bytes).data;
-    }
-    reduce(call.dtype, call.reduceOp, call.out[0].data, inbox.inputs.data(), ranks,
-           input.bytes / call.elementBytes, ranks, false);
-    co_return Status();
+    // To the root alone.
+    auto pieceFor = [&](int owner) { return owner == call.root ? input : Span{}; };
+    Status status = co_await reduceToOwner(group, call, signature, pieceFor,
+                                           wantsResult ? call.out[0] : Span{}, input.bytes,
+                                           [](Span, uint64_t) {});
+    co_return status;
   }
 
   const size_t slice = roundUp((input.bytes + ranks - 1) / ranks, kSliceUnit);
@@ -131,22 +162,28 @@ Task netReduce(NetGroup group, const Call& call) {
   std::unique_ptr<char[]> own(wantsResult ? nullptr : new char[slice]);
   const Span result =
       wantsResult ? sliceOf(whole, self) : Span{own.get(), sliceOf(input, self).bytes};
-  auto pieceFor = [&](int owner) { return sliceOf(input, owner); };
-  Status reduced = co_await reduceToOwner(group, call, signature, pieceFor, result, slice);
-  MYCOLL_CO_RETURN_IF_ERROR(reduced);
 
-  Batch batch(mailbox, group.sequence, signature);
-  for (int step = 1; step < ranks && wantsResult; ++step) {
-    const int owner = (self - step + ranks) % ranks;
-    const Span theirs = sliceOf(whole, owner);
-    if (theirs.bytes) batch.receive(owner, theirs, kResultStep);
+  const size_t partBytes = partBytesFor(ranks);
+  Batch results(mailbox, group.sequence, signature);
+  for (uint64_t index = 0; index < partsOf(slice, partBytes) && wantsResult; ++index) {
+    for (int step = 1; step < ranks; ++step) {
+      const int owner = (self - step + ranks) % ranks;
+      const Span theirs = part(sliceOf(whole, owner), index, partBytes);
+      if (theirs.bytes) results.receive(owner, theirs, kResultStep + index);
+    }
   }
-  for (int step = 1; step < ranks && result.bytes; ++step) {
-    const int to = (self + step) % ranks;
-    if (isAll || to == call.root) batch.send(to, result, kResultStep);
-  }
-  co_await batch;
-  co_return batch.status();
+  auto pieceFor = [&](int owner) { return sliceOf(input, owner); };
+  auto sendResult = [&](Span reduced, uint64_t index) {
+    for (int step = 1; step < ranks; ++step) {
+      const int to = (self + step) % ranks;
+      if (isAll || to == call.root) results.send(to, reduced, kResultStep + index);
+    }
+  };
+  Status reduced =
+      co_await reduceToOwner(group, call, signature, pieceFor, result, slice, sendResult);
+  MYCOLL_CO_RETURN_IF_ERROR(reduced);
+  co_await results;
+  co_return results.status();
 }
 
 Task netReduceScatter(NetGroup group, const Call& call) {
@@ -154,7 +191,8 @@ Task netReduceScatter(NetGroup group, const Call& call) {
   size_t largest = 0;
   for (const Span& span : call.in) largest = std::max(largest, span.bytes);
   auto pieceFor = [&](int owner) { return call.in[owner]; };
-  Status status = co_await reduceToOwner(group, call, signature, pieceFor, call.out[0], largest);
+  Status status = co_await reduceToOwner(group, call, signature, pieceFor, call.out[0], largest,
+                                         [](Span, uint64_t) {});
   co_return status;
 }
 

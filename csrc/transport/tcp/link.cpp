@@ -27,11 +27,17 @@ ssize_t TcpSender::write(const Span* parts, int count) {
 }
 
 ssize_t TcpReceiver::receive(void* data, size_t bytes) {
+  iovec vectors[2] = {{data, bytes}, {buffer_.get(), kBufferBytes}};
+  msghdr message{};
+  message.msg_iov = bytes > 0 ? vectors : vectors + 1;
+  message.msg_iovlen = bytes > 0 ? 2 : 1;
   for (;;) {
-    ssize_t got = recv(socket_.get(), data, bytes, MSG_DONTWAIT);
+    ssize_t got = recvmsg(socket_.get(), &message, MSG_DONTWAIT);
     if (got > 0) {
       // Less than there was room for: the next byte raises a new event.
-      if (static_cast<size_t>(got) < bytes && !closed_) readable_ = false;
+      if (static_cast<size_t>(got) < bytes + kBufferBytes && !closed_) readable_ = false;
+      begin_ = 0;
+      end_ = static_cast<size_t>(got) - std::min(bytes, static_cast<size_t>(got));
       return got;
     }
     if (got < 0 && errno == EINTR) continue;
@@ -45,11 +51,10 @@ ssize_t TcpReceiver::read(void* data, size_t bytes, bool) {
   if (bytes == 0) return 0;
   if (begin_ == end_) {
     if (!readable_) return 0;
-    if (bytes >= kBufferBytes) return receive(data, bytes);
-    begin_ = end_ = 0;
-    ssize_t got = receive(buffer_.get(), kBufferBytes);
+    const size_t direct = bytes >= kBufferBytes ? bytes : 0;
+    const ssize_t got = receive(data, direct);
     if (got <= 0) return got;
-    end_ = static_cast<size_t>(got);
+    if (direct > 0) return std::min(got, static_cast<ssize_t>(direct));
   }
   const size_t taken = std::min(bytes, end_ - begin_);
   std::memcpy(data, buffer_.get() + begin_, taken);

@@ -132,6 +132,8 @@ Task netReduce(NetGroup group, const Call& call) {
   const Span input = call.in[0];
   const bool isAll = call.kind == OpKind::kAllReduce;
   const bool wantsResult = isAll || self == call.root;
+  Span whole;
+  if (wantsResult) whole = call.out[0];
 
   if (input.bytes == 0) {
     // Nothing to compute, but all are held to the same call.
@@ -146,8 +148,7 @@ Task netReduce(NetGroup group, const Call& call) {
   if (input.bytes <= kSymmetricBytes) {
     // To the root alone.
     auto pieceFor = [&](int owner) { return owner == call.root ? input : Span{}; };
-    Status status = co_await reduceToOwner(group, call, signature, pieceFor,
-                                           wantsResult ? call.out[0] : Span{}, input.bytes,
+    Status status = co_await reduceToOwner(group, call, signature, pieceFor, whole, input.bytes,
                                            [](Span, uint64_t) {});
     co_return status;
   }
@@ -158,7 +159,6 @@ Task netReduce(NetGroup group, const Call& call) {
     return Span{whole.begin() + begin, std::min(slice, whole.bytes - begin)};
   };
   // Who gets no result still reduces its slice, into memory of its own.
-  const Span whole = wantsResult ? call.out[0] : Span{};
   std::unique_ptr<char[]> own(wantsResult ? nullptr : new char[slice]);
   const Span result =
       wantsResult ? sliceOf(whole, self) : Span{own.get(), sliceOf(input, self).bytes};

@@ -156,10 +156,13 @@ const Variable kVariables[] = {
            value, {{"auto", CudaPath::kAuto}, {"nccl", CudaPath::kNccl}, {"host", CudaPath::kHost}},
            &env->cuda);
      }},
-    {"MYCOLL_LOG", "off", "off, error, warn, info or debug", "What mycoll logs.",
+    {"MYCOLL_LOG", "failure", "off, failure, error, warn, info or debug",
+     "What mycoll logs. failure: only the first failure of a group in each process, the moment it "
+     "is known (a launcher may end the process before its exception is seen).",
      [](std::string_view value, Env* env) {
        return parseChoice<LogLevel>(value,
                                     {{"off", LogLevel::kOff},
+                                     {"failure", LogLevel::kFailure},
                                      {"error", LogLevel::kError},
                                      {"warn", LogLevel::kWarn},
                                      {"info", LogLevel::kInfo},

@@ -18,7 +18,8 @@ const char* version();
 enum class TransportChoice { kAuto, kShm, kTcp };
 enum class CpuBackend { kEngine, kGloo };
 enum class CudaPath { kAuto, kNccl, kHost };
-enum class LogLevel { kOff, kError, kWarn, kInfo, kDebug };
+// kFailure: the first failure of a group, once in a process.
+enum class LogLevel { kOff, kFailure, kError, kWarn, kInfo, kDebug };
 
 // Which network interfaces may be used, written as for NCCL_SOCKET_IFNAME:
 //   eth,ib      names that begin so        =eth0,eth1    exactly these
@@ -50,7 +51,7 @@ struct Env {
   TransportChoice transport = TransportChoice::kAuto;
   InterfaceFilter socketInterfaces;
   CpuBackend cpu = CpuBackend::kEngine;
-  LogLevel logLevel = LogLevel::kOff;
+  LogLevel logLevel = LogLevel::kFailure;
   std::string logFile;     // empty: stderr. May hold %h %p %r %%
   std::string secretFile;  // empty: the secret comes through the store
   int spinMicros = -1;     // -1: chosen by base/wait

@@ -1,4 +1,5 @@
-// The log: off unless MYCOLL_LOG says otherwise. All [any thread].
+// The log: unless MYCOLL_LOG says otherwise it tells of the process's first failure and of nothing
+// else. All [any thread].
 //
 //   MYCOLL_LOG_INFO("connected to rank %d in %d ms", rank, elapsed);
 //   [mycoll 12:34:56.789 rank 3 pid 4711] connected to rank 5 in 12 ms
@@ -7,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <string>
 
 #include "base/env.h"
 
@@ -24,6 +26,9 @@ void logLine(LogLevel level, const char* format, ...) __attribute__((format(prin
 inline bool isLogged(LogLevel level) {
   return static_cast<int>(level) <= detail::logLevel.load(std::memory_order_relaxed);
 }
+
+// A group has failed. In one line, whatever the text has; at the level kFailure only the first one.
+void logFailure(const std::string& text);
 
 // Overrides MYCOLL_LOG from here on.
 void setLogLevel(LogLevel level);

@@ -1,11 +1,15 @@
 #include "base/topology.h"
 
+#include <fcntl.h>
 #include <limits.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
-#include <iterator>
+
+#include "base/fd.h"
 
 namespace mycoll {
 namespace {
@@ -39,33 +43,51 @@ pid_t processId() { return ::getpid(); }
 
 namespace {
 
-// A field of /proc/<pid>/stat by its number, from 3 on; empty when there is no such process.
-std::string statField(pid_t pid, int wanted) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+constexpr unsigned long kExiting = 0x4;  // PF_EXITING of the kernel
+
+struct ProcessStat {
+  char state = 0;  // as ps shows it; 0: no such process
+  unsigned long flags = 0;
+  uint64_t startTicks = 0;
+};
+
+ProcessStat readStat(pid_t pid) {
+  ProcessStat result;
+  char path[32], text[1024];
+  std::snprintf(path, sizeof(path), "/proc/%d/stat", static_cast<int>(pid));
+  const Fd file(::open(path, O_RDONLY | O_CLOEXEC));
+  if (!file.isOpen()) return result;
+  const ssize_t length = ::read(file.get(), text, sizeof(text) - 1);
+  if (length <= 0) return result;
+  text[length] = '\0';
   // "pid (name) state ppid ...": the name may hold spaces and parentheses, so count from its end.
-  size_t position = text.rfind(')');
-  if (position == text.npos) return "";
-  ++position;
-  for (int field = 3;; ++field) {
-    position = text.find_first_not_of(' ', position);
-    if (position == text.npos) return "";
-    const size_t end = text.find(' ', position);
-    if (field == wanted) return text.substr(position, end - position);
-    if (end == text.npos) return "";
-    position = end;
-  }
+  const char* end = std::strrchr(text, ')');
+  if (end == nullptr) return result;
+  unsigned long long start = 0;
+  // Fields 3 (state), 9 (flags) and 22 (starttime).
+  std::sscanf(end + 1,
+              " %c %*d %*d %*d %*d %*d %lu %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
+              &result.state, &result.flags, &start);
+  result.startTicks = start;
+  return result;
 }
 
 }  // namespace
 
-uint64_t processStartTicks(pid_t pid) {
-  return std::strtoull(statField(pid, 22).c_str(), nullptr, 10);
-}
+uint64_t processStartTicks(pid_t pid) { return readStat(pid).startTicks; }
 
-char processState(pid_t pid) {
-  const std::string state = statField(pid, 3);
-  return state.empty() ? 0 : state[0];
+ProcessLife lookAtProcess(pid_t pid, uint64_t startTicks) {
+  const ProcessStat stat = readStat(pid);
+  if (stat.state == 0 || stat.startTicks != startTicks) return ProcessLife::kGone;
+  if ((stat.flags & kExiting) != 0) return ProcessLife::kEnding;
+  switch (stat.state) {
+    case 'Z':
+    case 'X': return ProcessLife::kEnding;
+    case 'T':
+    case 't': return ProcessLife::kStopped;
+    case 'R': return ProcessLife::kBusy;
+    default: return ProcessLife::kAlive;
+  }
 }
 
 }  // namespace mycoll

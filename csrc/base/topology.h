@@ -21,7 +21,16 @@ pid_t processId();
 // it names a process for good, where a pid alone may be reused.
 uint64_t processStartTicks(pid_t pid);
 
-// As ps shows it: 'R', 'S', 'T' for stopped, 'Z' for a zombie...; 0 when there is no such process.
-char processState(pid_t pid);
+// What can be seen of a process of this host.
+//   kEnding  it was killed or has left, and the kernel is still taking it apart: for 40 ms for
+//   every
+//            GB of its memory its sockets are open and its pidfd is silent
+//   kGone    there is no such process (any more); also where it lives in another pid namespace
+enum class ProcessLife { kAlive, kBusy, kStopped, kEnding, kGone };
+
+// Of the process that this pid named when it started at startTicks. About 10 us.
+ProcessLife lookAtProcess(pid_t pid, uint64_t startTicks);
+
+inline bool isLiving(ProcessLife life) { return life < ProcessLife::kEnding; }
 
 }  // namespace mycoll

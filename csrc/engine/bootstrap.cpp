@@ -1,6 +1,7 @@
 #include "engine/bootstrap.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -50,7 +51,7 @@ bool isSameProcess(const PeerAddress& a, const PeerAddress& b) {
 }
 
 bool isAliveHere(const PeerAddress& other, const PeerAddress& self) {
-  return other.hostName == self.hostName && processStartTicks(other.pid) == other.startTicks;
+  return other.hostName == self.hostName && isLiving(lookAtProcess(other.pid, other.startTicks));
 }
 
 // The roster: its number, then each card with its length.
@@ -98,6 +99,11 @@ Status freshNonce(std::string* nonce) {
   return Status();
 }
 
+bool isFirstMeeting() {
+  static std::atomic<bool> wasThereOne{false};
+  return !wasThereOne.exchange(true, std::memory_order_relaxed);
+}
+
 class Meeting {
  public:
   Meeting(const GroupOptions& options, Store& store, const PeerAddress& self)
@@ -109,6 +115,13 @@ class Meeting {
   }
 
   Status run() {
+    const Status status = meetOthers();
+    if (!status.ok()) tellOthers(status);
+    return status;
+  }
+
+  Status meetOthers() {
+    MYCOLL_RETURN_IF_ERROR(readSecretFile(&fileSecret_));
     MYCOLL_RETURN_IF_ERROR(checkEarlierSelf());
     MYCOLL_RETURN_IF_ERROR(freshNonce(&mine_.nonce));
     cardText_ = mine_.encode();
@@ -133,10 +146,8 @@ class Meeting {
     for (size_t rank = 0; rank < cards.size(); ++rank) {
       MYCOLL_RETURN_IF_ERROR(Card::decode(roster_[rank], &cards[rank]));
     }
-    std::string fileSecret;
-    MYCOLL_RETURN_IF_ERROR(readSecretFile(&fileSecret));
     const std::string shared = cards[0].nonce + number_;
-    Digest digest = fileSecret.empty() ? sha256(shared) : hmacSha256(fileSecret, shared);
+    Digest digest = fileSecret_.empty() ? sha256(shared) : hmacSha256(fileSecret_, shared);
     address->secret.assign(reinterpret_cast<const char*>(digest.data()), digest.size());
     // Everybody may know the group's number; it does not give the secret away.
     digest = hmacSha256(address->secret, "mycoll context " + options_.name);
@@ -169,14 +180,47 @@ class Meeting {
     if (isSameProcess(card.address, mine_.address) || !isAliveHere(card.address, mine_.address)) {
       return Status();
     }
-    return takenBy(card.address);
+    return takenBy(card);
   }
 
-  Status takenBy(const PeerAddress& other) const {
-    return Status(Code::kStore, "group '" + options_.name + "': rank " +
-                                    std::to_string(options_.rank) + " is taken by " +
-                                    other.describe() + ", and this is " + mine_.address.describe() +
-                                    ". Two processes were started with one rank.");
+  Status takenBy(const Card& other) {
+    concerned_.push_back(other.nonce);
+    return Status(Code::kStore,
+                  "group '" + options_.name + "': rank " + std::to_string(options_.rank) +
+                      " is taken by " + other.address.describe() + ", and this is " +
+                      mine_.address.describe() + ". Two processes were started with one rank.");
+  }
+
+  // This meeting cannot succeed: whoever takes part in it should hear why, and not wait. Told under
+  // the numbers of their cards, which no other meeting has: rank 0 tells all, the others tell rank
+  // 0 (unless they heard it from there), and a rank that is there twice tells its double.
+  void tellOthers(const Status& status) {
+    if (status.code() != Code::kStore && status.code() != Code::kPeerLost) return;
+    if (!isToldByLeader_) {
+      std::vector<std::string> leader(1);
+      if (!isLeader() && !get(key("card", 0), &leader[0]).ok()) return;
+      for (const std::string& text : isLeader() ? cards_ : leader) {
+        Card card;
+        if (!text.empty() && Card::decode(text, &card).ok()) concerned_.push_back(card.nonce);
+      }
+    }
+    const std::string text = std::string(isLeader() ? "l" : "-") +
+                             static_cast<char>('a' + static_cast<int>(status.code())) +
+                             status.message();
+    for (const std::string& nonce : concerned_) {
+      // The store may be what has failed: then they find out by themselves.
+      if (nonce != mine_.nonce && !store_.set("refused/" + nonce, text).ok()) return;
+    }
+  }
+
+  Status checkRefusal() {
+    std::string text;
+    MYCOLL_RETURN_IF_ERROR(get("refused/" + mine_.nonce, &text));
+    if (text.size() < 3) return Status();
+    isToldByLeader_ = text[0] == 'l';
+    return Status(
+        text[1] - 'a' == static_cast<int>(Code::kPeerLost) ? Code::kPeerLost : Code::kStore,
+        text.substr(2));
   }
 
   // Rank 0: cards -> roster, confirmations -> commit.
@@ -276,10 +320,11 @@ class Meeting {
     if (options_.interrupted && options_.interrupted()) {
       return Status(Code::kInterrupted, "interrupted by a signal");
     }
+    MYCOLL_RETURN_IF_ERROR(checkRefusal());
     std::string text;
     MYCOLL_RETURN_IF_ERROR(get(key("card", options_.rank), &text));
     Card card;
-    if (text != cardText_ && Card::decode(text, &card).ok()) return takenBy(card.address);
+    if (text != cardText_ && Card::decode(text, &card).ok()) return takenBy(card);
     // Rank 0 sees all cards as they stand now; the others those of the roster.
     const std::vector<std::string>& seen = isLeader() ? cards_ : roster_;
     for (size_t rank = 0; rank < seen.size(); ++rank) {
@@ -287,8 +332,8 @@ class Meeting {
     }
     if (isLeader()) return Status();
     MYCOLL_RETURN_IF_ERROR(get(key("card", 0), &text));
-    MYCOLL_RETURN_IF_ERROR(checkAlive(0, text));
     if (text != leaderCard_) leaderCard_ = text, leaderSince_ = now;
+    MYCOLL_RETURN_IF_ERROR(checkAlive(0, text));
     if (Card::decode(text, &card).ok() && card.ranks != options_.ranks &&
         isCurrent(card, leaderSince_)) {
       return differentWorlds(0, card);
@@ -296,14 +341,24 @@ class Meeting {
     return Status();
   }
 
-  // A rank that was seen alive, and has died before the group was made. (What was never seen alive
-  // is left over from earlier, and will be replaced.)
+  // A rank that was alive in this meeting, and has died before the group was made. (Else its card
+  // is left over from earlier, and will be replaced.) It was, if it has been seen; if its card came
+  // after this meeting had begun; and, in this process's first meeting, if it is younger than this
+  // process.
   Status checkAlive(int rank, const std::string& text) {
     Card card;
-    if (rank == options_.rank || text.empty() || !Card::decode(text, &card).ok()) return Status();
-    if (card.address.hostName != mine_.address.hostName) return Status();
+    if (rank == options_.rank) return Status();
     Life& life = lives_[rank];
-    if (life.nonce != card.nonce) life = Life{card.nonce, false, {}};
+    if (text.empty() || !Card::decode(text, &card).ok()) {
+      life.wasEmpty = true;
+      return Status();
+    }
+    if (card.address.hostName != mine_.address.hostName) return Status();
+    if (life.nonce != card.nonce) {
+      const bool isNew = life.wasEmpty || !life.nonce.empty() ||
+                         (isFirst_ && card.address.startTicks >= mine_.address.startTicks);
+      life = Life{card.nonce, true, isNew, Clock::now()};
+    }
     if (isAliveHere(card.address, mine_.address)) {
       life.wasAlive = true;
       life.lastAlive = Clock::now();
@@ -322,8 +377,12 @@ class Meeting {
       std::string card, ack;
       MYCOLL_RETURN_IF_ERROR(get(key("card", rank), &card));
       MYCOLL_RETURN_IF_ERROR(get(key("ack", rank), &ack));
+      Card known;
+      const bool isDead = !card.empty() && Card::decode(card, &known).ok() &&
+                          known.address.hostName == mine_.address.hostName &&
+                          !isAliveHere(known.address, mine_.address);
       // Without a roster nobody could confirm anything.
-      if (!card.empty() && (number_.empty() || ack == number_)) continue;
+      if (!card.empty() && !isDead && (number_.empty() || ack == number_)) continue;
       missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
     }
     return Status(Code::kTimeout,
@@ -337,6 +396,7 @@ class Meeting {
   const GroupOptions& options_;
   Store& store_;
   const Deadline deadline_;
+  std::string fileSecret_;
   Card mine_;
   std::string cardText_;
   // Rank 0
@@ -349,10 +409,14 @@ class Meeting {
   std::vector<std::string> roster_;
   struct Life {
     std::string nonce;
+    bool wasEmpty = false;  // there was no card at first
     bool wasAlive = false;
     Clock::time_point lastAlive;
   };
   std::map<int, Life> lives_;
+  std::vector<std::string> concerned_;  // numbers of cards whose owners should hear of a failure
+  bool isToldByLeader_ = false;
+  const bool isFirst_ = isFirstMeeting();
   std::string leaderCard_;
   Clock::time_point leaderSince_ = Clock::now();
   Clock::time_point lastLook_ = Clock::now();

@@ -13,6 +13,8 @@
 //   end
 //                 and take the store with it), nobody still needs what is there
 //
+//   who fails      refused/<number of a card> = why, for those whom it concerns
+//
 // A card of the dead never confirms, and is replaced when its rank comes. Whoever is not rank 0
 // reads a constant number of keys.
 //

@@ -18,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kLurkTime = std::chrono::milliseconds(5);
 // Asleep with work that waits for peers: how often deadlines are looked at.
 constexpr auto kTick = std::chrono::milliseconds(50);
-// Unfinished handshakes of strangers are looked at this often.
+// Unfinished handshakes of strangers, and the peers' processes, are looked at this often.
 constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
 
 struct ProcessEngine {
@@ -150,6 +150,7 @@ void Engine::State::run() {
           lurk(seen);
         } else {
           endpoint->sleeper().idle(generation, Deadline::after(kHousekeeping));
+          endpoint->checkProcesses();
         }
       }
       activity.exchange(kWorking, std::memory_order_seq_cst);
@@ -175,6 +176,7 @@ void Engine::State::run() {
     activity.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded)) {
       endpoint->sleeper().sleep(generation, Deadline::after(kTick));
+      endpoint->checkProcesses();
       for (auto& group : asleep) group->checkHealth();
     }
     activity.exchange(kWorking, std::memory_order_seq_cst);

@@ -44,7 +44,7 @@ Status Group::meetNeighbours() {
 }
 
 Task Group::runExternal(CollectiveOp& op) {
-  const uint64_t sequence = started_++;
+  const uint64_t sequence = beginNumber();
   op.begun = Clock::now();
   mailbox_.beginCollective(sequence, op.signature);
   ExternalEnd end(*op.external, mailbox_, sequence);
@@ -67,6 +67,7 @@ void Group::watchExternal() {
       mailbox_.compareWith((options_.rank + 1) % options_.ranks);
     }
   }
+  engine_->endpoint()->checkProcesses();
   checkHealth();
   // A failure ends the operations here and now, not with the next call.
   if (hasFailed()) run(0);

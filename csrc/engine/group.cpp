@@ -119,7 +119,9 @@ std::string Group::checkCall(const Call& call) const {
 
 OpPtr Group::submit(Call call, Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
                     Milliseconds timeout) {
-  if (hasFailed()) return failedOp(call.kind, calledLate(call.kind));
+  if (isOver(started_.load(std::memory_order_relaxed))) {
+    return failedOp(call.kind, calledLate(call.kind));
+  }
   if (!composite) {
     std::string wrong = checkCall(call);
     if (!wrong.empty()) return failedOp(call.kind, Status(Code::kInvalidArgument, wrong));
@@ -218,7 +220,7 @@ bool Group::run(int spins) {
         op = queue_.front();
       }
       if (!op->task.valid()) {
-        if (!noticeFailure()) {
+        if (!noticeFailure(started_.load(std::memory_order_relaxed))) {
           op->task = op->external    ? runExternal(*op)
                      : op->composite ? runComposite(op->composite)
                                      : start(op->call);
@@ -235,7 +237,7 @@ bool Group::run(int spins) {
         if (ready) {
           op->task.resume();
           moved = true;
-        } else if (noticeFailure()) {
+        } else if (noticeFailure(currentNumber())) {
           op->task.reset();
         } else {
           return moved;
@@ -315,6 +317,7 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
       }
       if (now - lastTick < kTick) continue;
       lastTick = now;
+      endpoint.checkProcesses();
       if (isMessage) {
         checkMessage(*op);
       } else {

@@ -76,7 +76,7 @@ class Group final : public MailboxListener,
   using Milliseconds = std::chrono::milliseconds;
 
   // MailboxListener [I/O lock]
-  void onFailure(const Status& cause) override;
+  void onFailure(const Status& cause, uint64_t from) override;
   void onGoodbye(int rank) override;
   bool hasLeft(int rank) override;
 
@@ -92,7 +92,21 @@ class Group final : public MailboxListener,
   void adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape);
 
   bool hasFailed() const { return failed_.load(std::memory_order_acquire); }
-  bool noticeFailure();
+  // The failure ends the collective of this number, or the next one.
+  bool isOver(uint64_t number) const;
+  // Under runLock_: one more collective begins.
+  uint64_t beginNumber() {
+    const uint64_t number = started_.load(std::memory_order_relaxed);
+    started_.store(number + 1, std::memory_order_relaxed);
+    return number;
+  }
+  // Under runLock_: of the collective that runs.
+  uint64_t currentNumber() const {
+    const uint64_t started = started_.load(std::memory_order_relaxed);
+    return started > 0 ? started - 1 : 0;
+  }
+  // The same for the one that runs; also looks for a failure in the arena.
+  bool noticeFailure(uint64_t number);
   void sleepFor(const Op& op, bool isMessage, Deadline deadline);
   void checkMessage(const Op& op);
   Status inContext(const Status& cause, const CollectiveOp& op) const;
@@ -115,7 +129,7 @@ class Group final : public MailboxListener,
   std::mutex runLock_;
   // Under runLock_: how the group communicates, once known.
   bool isPrepared_ = false;
-  uint64_t started_ = 0;  // collectives begun, as all ranks count them
+  std::atomic<uint64_t> started_{0};  // collectives begun, as all ranks count them; read by all
   Signature current_;
   std::unique_ptr<Arena> arena_;
   std::atomic<Arena*> sharedArena_{nullptr};  // the same, for everybody else
@@ -132,6 +146,8 @@ class Group final : public MailboxListener,
   mutable std::mutex failureLock_;
   Status failure_;  // guarded by failureLock_
   std::atomic<bool> failed_{false};
+  std::atomic<uint64_t> failedFrom_{0};  // the first collective that it ends
+  std::atomic<int64_t> failedAt_{0};     // ticks of the steady clock
   std::atomic<bool> isClosed_{false};
   std::vector<std::atomic<bool>> left_;
   std::chrono::steady_clock::time_point leftSince_;  // guarded by runLock_

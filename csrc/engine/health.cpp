@@ -12,17 +12,28 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // A collective that has waited for so long asks the others what they are at.
-constexpr auto kProbeAfter = std::chrono::milliseconds(500);
+constexpr auto kProbeAfter = std::chrono::milliseconds(250);
 // One that has waited for so long says so in the log.
 constexpr auto kWarnAfter = std::chrono::milliseconds(1000);
 // A rank that has left cannot come any more; what it had sent before may still be on its way.
 constexpr auto kLeftGrace = std::chrono::milliseconds(2000);
+// Collectives before the one that failed may take so long to end well.
+constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
 // By how much the root of a monitored barrier is let go first with its verdict.
 constexpr auto kRootGrace = std::chrono::milliseconds(1000);
 
 std::string describe(const CollectiveOp& op) {
   if (op.composite) return name(op.kind());
   return (op.external ? op.signature : op.call.signature()).describe();
+}
+
+const char* describe(ProcessLife life) {
+  switch (life) {
+    case ProcessLife::kAlive: return ", which is alive";
+    case ProcessLife::kBusy: return ", which is busy";
+    case ProcessLife::kStopped: return ", which is stopped (SIGSTOP or a debugger)";
+    default: return ", which has ended";
+  }
 }
 
 }  // namespace
@@ -32,11 +43,14 @@ Status Group::error() const {
   return failure_;
 }
 
-void Group::onFailure(const Status& cause) {
+void Group::onFailure(const Status& cause, uint64_t from) {
   {
     std::lock_guard<std::mutex> lock(failureLock_);
+    // What runs elsewhere does not hear of a failure by itself.
+    failedFrom_.store(options_.isExternal ? 0 : from, std::memory_order_relaxed);
     if (!failure_.ok()) return;
     failure_ = cause;
+    failedAt_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
     failed_.store(true, std::memory_order_release);
   }
   // A group that is only being closed here lives on for the others.
@@ -53,8 +67,15 @@ bool Group::hasLeft(int rank) {
 
 void Group::fail(const Status& cause) { mailbox_.fail(cause, true); }
 
-bool Group::noticeFailure() {
-  if (hasFailed()) return true;
+bool Group::isOver(uint64_t number) const {
+  if (!hasFailed()) return false;
+  if (number >= failedFrom_.load(std::memory_order_relaxed)) return true;
+  const Clock::time_point since{Clock::duration(failedAt_.load(std::memory_order_relaxed))};
+  return Clock::now() - since > kCompletionGrace;
+}
+
+bool Group::noticeFailure(uint64_t number) {
+  if (hasFailed()) return isOver(number);
   if (!arena_ || !arena_->hasFailed()) return false;
   mailbox_.fail(arena_->failure(), false);
   return true;
@@ -78,14 +99,8 @@ std::string Group::listRanks(const std::vector<int>& ranks) const {
   for (int rank : ranks) {
     text += (text.empty() ? "" : ", ") + mailbox_.describeRank(rank);
     const PeerAddress& peer = mailbox_.group().peers[rank];
-    if (!engine_->endpoint()->isLocal(peer)) continue;
-    if (processStartTicks(peer.pid) != peer.startTicks) {
-      text += ", which has ended";
-    } else if (const char state = processState(peer.pid); state == 'T' || state == 't') {
-      text += ", which is stopped (SIGSTOP or a debugger)";
-    } else {
-      text += state == 'R' ? ", which is busy" : ", which is alive";
-    }
+    Endpoint& endpoint = *engine_->endpoint();
+    if (endpoint.isVisible(peer)) text += describe(endpoint.lookAt(peer));
   }
   return text;
 }
@@ -134,7 +149,7 @@ bool Group::isLate(const CollectiveOp& op) const {
 
 void Group::checkHealth() {
   std::unique_lock<std::mutex> running(runLock_, std::try_to_lock);
-  if (!running.owns_lock() || noticeFailure()) return;
+  if (!running.owns_lock() || noticeFailure(currentNumber())) return;
   std::shared_ptr<CollectiveOp> op;
   {
     std::lock_guard<std::mutex> lock(queueLock_);

@@ -36,7 +36,7 @@ Span spanOf(T& value) {
 
 Task Group::start(const Call& call) {
   if (!isPrepared_) return startUnprepared(call);
-  const uint64_t sequence = started_++;
+  const uint64_t sequence = beginNumber();
   if (options_.ranks == 1) return runAlone(call);
   if (arena_) return shmCollective(ShmGroup{*arena_, mailbox_, sequence}, call);
   mailbox_.beginCollective(sequence, call.signature());

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -119,13 +118,9 @@ void Endpoint::onEvent(const epoll_event& event) {
     if (link->sender && link->sender->fd() == fd) return onSenderEvent(*link);
   }
   for (auto& [uid, process] : processes_) {
-    if (process.get() != fd) continue;
+    if (process.fd.get() != fd) continue;
     pollfd state{fd, POLLIN, 0};
-    if (poll(&state, 1, 0) > 0) {
-      std::string gone = uid;
-      processes_.erase(gone);
-      peerLost(gone, "has ended (killed, crashed or left without destroy_process_group)");
-    }
+    if (poll(&state, 1, 0) > 0) loseIfEnding(uid, process);
     return;
   }
 }
@@ -225,7 +220,8 @@ void Endpoint::loseBroken() {
       if (!link->problem.empty() && !link->isLost) uid = peer, problem = link->problem;
     }
     if (uid.empty()) return;
-    peerLost(uid, problem);
+    // A killed process closes its connections, too: say what it was.
+    peerLost(uid, isEnding(uid) ? kHasEnded : problem);
   }
 }
 
@@ -236,6 +232,7 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
   }
   std::vector<Transfer*> unsent;
   auto found = outLinks_.find(uid);
+  if (found != outLinks_.end() && found->second->sender) onSenderEvent(*found->second);
   if (found != outLinks_.end()) {
     OutLink& link = *found->second;
     if (link.sender && !link.isShm) --tcpLinks_;
@@ -331,18 +328,6 @@ void Endpoint::removeMailbox(Mailbox* mailbox) {
   std::erase_if(orphans_, [&](const Orphan& orphan) {
     return orphan.header.context == key.first && orphan.header.destination == key.second;
   });
-}
-
-void Endpoint::watchProcess(const PeerAddress& peer) {
-  if (!isLocal(peer) || peer.uid == address_.uid || processes_.count(peer.uid)) return;
-  if (processStartTicks(peer.pid) != peer.startTicks) return;  // of another pid namespace
-#ifdef SYS_pidfd_open
-  Fd process(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
-  if (process.isOpen() && processStartTicks(peer.pid) == peer.startTicks) {
-    (void)sleeper_.watch(process.get());
-    processes_[peer.uid] = std::move(process);
-  }
-#endif
 }
 
 bool Endpoint::hasQueued(uint64_t context, int rank) const {

@@ -21,6 +21,7 @@
 #include "base/fd.h"
 #include "base/status.h"
 #include "base/task.h"
+#include "base/topology.h"
 #include "transport/bell.h"
 #include "transport/handshake.h"
 #include "transport/link.h"
@@ -29,6 +30,10 @@
 #include "transport/sleeper.h"
 
 namespace mycoll {
+
+// How a process that is no more is told of.
+inline constexpr char kHasEnded[] =
+    "has ended (killed, crashed or left without destroy_process_group)";
 
 // A message that its receiver must be ready to buffer is never larger.
 constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
@@ -116,6 +121,15 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Bracket sleep(): while asleep, peers ring.
   void setAsleep(bool asleep);
 
+  // Processes of this host (watch.cpp). What can be seen of a peer's; kGone too when it never could
+  // be seen: it is on another host, or in another pid namespace.
+  ProcessLife lookAt(const PeerAddress& peer);
+  // Whether it can be seen at all.
+  bool isVisible(const PeerAddress& peer);
+  // Looks at all of them, at most every 50 ms: the kernel tells of a death only when it has taken
+  // the process apart, which takes seconds where there is much memory. For whoever waits.
+  void checkProcesses();
+
   // For Mailbox. [I/O lock] from here on, but for ioMutex().
   std::mutex& ioMutex() { return io_; }
   void addMailbox(Mailbox* mailbox);
@@ -130,10 +144,19 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool hasQueued(uint64_t context, int rank) const;
   bool sendFd(const std::string& uid, int fd, const std::string& cookie);
   Fd takeFd(const std::string& uid, const std::string& cookie);
-  // Looks at the process that a pid names, and reports when it ends.
+  // Reports when this process ends, if it can be seen.
   void watchProcess(const PeerAddress& peer);
 
  private:
+  struct Process {
+    pid_t pid = 0;
+    uint64_t startTicks = 0;
+    bool isLocal = false;
+    Fd fd;  // becomes readable at the end; closed where the kernel has none
+    int64_t endingSince = 0;
+    bool isLost = false;
+  };
+
   explicit Endpoint(EndpointOptions options);
   Status open();
   void handleEvents(const epoll_event* events, int count);
@@ -154,6 +177,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void runHandshakes();
   Mailbox* find(uint64_t context, int rank);
   void peerLost(const std::string& uid, const std::string& how);
+  bool isEnding(const std::string& uid) const;
+  bool loseIfEnding(const std::string& uid, Process& process);
 
   Task connectTask(OutLink* link, HandshakeGroup group);
   Task connectOver(OutLink* link, const HandshakeGroup& group, Fd socket, bool isShm);
@@ -172,7 +197,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::unordered_map<std::string, std::unique_ptr<OutLink>> outLinks_;
   std::vector<std::unique_ptr<InLink>> inLinks_;
   std::vector<std::unique_ptr<Accepting>> accepting_;
-  std::map<std::string, Fd> processes_;  // by uid: a pidfd
+  std::map<std::string, Process> processes_;  // by uid: those that can be seen from here
+  std::atomic<int64_t> processesChecked_{0};  // when, in ms of the steady clock
   std::vector<Transfer*> delivered_;
   // Frames that came before their group was made here, whole.
   struct Orphan {

@@ -101,7 +101,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   post(request, messageClass, tag, signature, data);
   request.isReceive_ = false;
   request.peer_ = destination;
-  if (!failure_.ok()) return finish(request, failure_);
+  if (isOver(messageClass, tag)) return finish(request, failure_);
   if (left_[destination]) {
     return finish(request, Status(Code::kPeerLost, describeRank(destination) + " has left group '" +
                                                        group_.name + "'"));
@@ -133,7 +133,7 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
   post(request, messageClass, tag, signature, data);
   request.isReceive_ = true;
   request.peer_ = source;
-  if (!failure_.ok()) return finish(request, failure_);
+  if (isOver(messageClass, tag)) return finish(request, failure_);
   for (auto message = unexpected_.begin(); message != unexpected_.end(); ++message) {
     const FrameHeader& came = message->header;
     if (!message->claimedBy && came.messageClass == messageClass && came.tag == tag &&
@@ -208,7 +208,6 @@ Transfer* Mailbox::matchPosted(const FrameHeader& came) {
 
 Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   Target target;
-  if (!failure_.ok()) return target;
   if (came.kind == FrameKind::kData) {
     auto found = inFlight_.find(came.receiverRequest);
     if (found == inFlight_.end()) return target;
@@ -224,6 +223,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
     target.isStreaming = request->data_.bytes >= kStreamingBytes;
     return target;
   }
+  if (isOver(came.messageClass, came.tag)) return target;
   Transfer* request = matchPosted(came);
   if (request) {
     if (!agrees(*request, came)) return target;
@@ -237,7 +237,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   }
   if (came.messageClass == MessageClass::kCollective) {
     checkAgainstCollectives(came.source, came.tag >> kStepBits, came.signature);
-    if (!failure_.ok()) return target;
+    if (isOver(came.messageClass, came.tag)) return target;
   }
   Unexpected& message = unexpected_.emplace_back();
   message.header = came;

@@ -79,7 +79,9 @@ class Transfer : public Condition {
 // Told about what befalls the group. [I/O lock]: must not block and not call back in.
 class MailboxListener {
  public:
-  virtual void onFailure(const Status& cause) = 0;
+  // Collectives before this number may still end well: all ranks were called for them alike, and
+  // what this rank needs for them may be on its way. Told again when the number falls.
+  virtual void onFailure(const Status& cause, uint64_t from) = 0;
   virtual void onGoodbye(int rank) = 0;
   // A process has ended: did this rank of it leave the group before, by another road?
   virtual bool hasLeft(int rank) = 0;
@@ -152,7 +154,7 @@ class Mailbox {
   void finish(Transfer& request, Status status);
   // As finish(), for a request that may still be known elsewhere.
   void abandon(Transfer& request, Status status);
-  void failLocked(const Status& cause, bool tell);
+  void failLocked(const Status& cause, bool tell, uint64_t from = 0);
   void onPeerLost(const std::string& uid, const std::string& how);
   // Where the payload of this frame goes; null with skip: nowhere. May queue answers.
   struct Unexpected;
@@ -179,7 +181,9 @@ class Mailbox {
   void onProbe(int source, const std::string& payload);
   std::string notesSince(uint64_t first) const;
   void reportMismatch(const Signature& mine, int source, const Signature& theirs,
-                      const std::string& where);
+                      const std::string& where, uint64_t from);
+  bool isOver(MessageClass messageClass, uint64_t tag) const;
+  void endOpen();
   void acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message);
   void clearToSend(Transfer& request, const FrameHeader& header);
   void queueControl(int destination, FrameKind kind, const std::string& payload);
@@ -188,7 +192,8 @@ class Mailbox {
   std::shared_ptr<Endpoint> endpoint_;
   GroupAddress group_;
   MailboxListener* listener_;
-  Status failure_;  // of the group; first cause
+  Status failure_;            // of the group; first cause
+  uint64_t failedFrom_ = ~0;  // the first collective that it ends
   std::vector<bool> left_;
   bool tellsOthers_ = true;
   bool isDetached_ = false;

@@ -31,19 +31,21 @@ bool Mailbox::signaturesAgree(const Signature& mine, const FrameHeader& came) {
   std::string where = came.messageClass == MessageClass::kCollective
                           ? "collective #" + std::to_string(came.tag >> kStepBits)
                           : "tag " + std::to_string(came.tag);
-  reportMismatch(mine, came.source, came.signature, where);
+  const bool isCollective = came.messageClass == MessageClass::kCollective;
+  reportMismatch(mine, came.source, came.signature, where,
+                 isCollective ? came.tag >> kStepBits : 0);
   return false;
 }
 
 void Mailbox::reportMismatch(const Signature& mine, int source, const Signature& theirs,
-                             const std::string& where) {
+                             const std::string& where, uint64_t from) {
   failLocked(Status(Code::kMismatch,
                     "mycoll group '" + group_.name + "': MISMATCH at " + where + "\n  " +
                         describeRank(group_.rank) + ": " + mine.describe() + "\n  " +
                         describeRank(source) + ": " + theirs.describe() +
                         "\n  All ranks must call the same operations in the same order, with the "
                         "same dtype, size, reduce op and root."),
-             true);
+             true, from);
 }
 
 // The signature, and the size where it leaves that open (all_to_all with splits, and the like).
@@ -59,7 +61,7 @@ bool Mailbox::agrees(const Transfer& request, const FrameHeader& came) {
                  " bytes in " + came.signature.describe() +
                  "\n  Each pair of ranks must agree on the size of what one sends to the "
                  "other."),
-      true);
+      true, came.messageClass == MessageClass::kCollective ? came.tag >> kStepBits : 0);
   return false;
 }
 
@@ -93,7 +95,7 @@ void Mailbox::checkAgainstCollectives(int source, uint64_t sequence, const Signa
   }
   const Signature& mine = remembered_[sequence % kRemembered];
   if (!(mine == theirs)) {
-    reportMismatch(mine, source, theirs, "collective #" + std::to_string(sequence));
+    reportMismatch(mine, source, theirs, "collective #" + std::to_string(sequence), sequence);
   }
 }
 

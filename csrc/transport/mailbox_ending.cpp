@@ -9,7 +9,7 @@
 
 namespace mycoll {
 
-// The payload of kAbort: the code as one letter, then the text.
+// The payload of kAbort: the code as one letter, the first collective that fails, then the text.
 void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   if (came.kind == FrameKind::kGoodbye) {
     onLeft(came.source);
@@ -20,8 +20,11 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
     if (payload.size() != sizeof(begun)) return;
     std::memcpy(&begun, payload.data(), sizeof(begun));
     reached_[came.source] = std::max(reached_[came.source], begun);
-  } else if (came.kind == FrameKind::kAbort && !payload.empty()) {
-    failLocked(Status(static_cast<Code>(payload[0] - 'a'), payload.substr(1)), false);
+  } else if (came.kind == FrameKind::kAbort && payload.size() > 1 + sizeof(uint64_t)) {
+    uint64_t from = 0;
+    std::memcpy(&from, payload.data() + 1, sizeof(from));
+    failLocked(Status(static_cast<Code>(payload[0] - 'a'), payload.substr(1 + sizeof(from))), false,
+               from);
   }
 }
 
@@ -52,23 +55,43 @@ void Mailbox::fail(const Status& cause, bool tell) {
   endpoint_->sleeper().wakeAll();
 }
 
-void Mailbox::failLocked(const Status& cause, bool tell) {
-  if (!failure_.ok()) return;
-  failure_ = cause;
-  // The moment it is known; closing a group in good order is no news.
-  if (tell || cause.code() != Code::kAborted) MYCOLL_LOG_ERROR("%s", cause.message().c_str());
-  listener_->onFailure(cause);
-  while (open_) {
-    Transfer* request = open_;
-    endpoint_->forget(request);
-    finish(*request, cause);
+// With this failure: collectives from failedFrom_ on, and all messages.
+bool Mailbox::isOver(MessageClass messageClass, uint64_t tag) const {
+  if (failure_.ok()) return false;
+  return messageClass == MessageClass::kCollective     ? tag >> kStepBits >= failedFrom_
+         : messageClass == MessageClass::kPointToPoint ? true
+                                                       : failedFrom_ == 0;
+}
+
+void Mailbox::endOpen() {
+  for (Transfer* request = open_; request;) {
+    Transfer* next = request->next_;
+    if (isOver(request->messageClass_, request->tag_)) abandon(*request, failure_);
+    request = next;
   }
-  posted_.clear();
-  inFlight_.clear();
-  for (Unexpected& message : unexpected_) message.claimedBy = nullptr;
+}
+
+void Mailbox::failLocked(const Status& cause, bool tell, uint64_t from) {
+  if (!failure_.ok()) {
+    if (from >= failedFrom_) return;
+    failedFrom_ = from;
+    listener_->onFailure(failure_, from);
+    return endOpen();
+  }
+  failure_ = cause;
+  failedFrom_ = from;
+  // The moment it is known; closing a group in good order is no news.
+  if (cause.code() != Code::kAborted) {
+    logFailure(cause.message());
+  } else if (tell) {
+    MYCOLL_LOG_ERROR("%s", cause.message().c_str());
+  }
+  listener_->onFailure(cause, from);
+  endOpen();
   if (!tell || !tellsOthers_) return;
-  std::string payload = std::string(1, static_cast<char>('a' + static_cast<int>(cause.code()))) +
-                        cause.message().substr(0, kMaxControlBytes - 1);
+  std::string payload(1, static_cast<char>('a' + static_cast<int>(cause.code())));
+  payload.append(reinterpret_cast<const char*>(&from), sizeof(from));
+  payload += cause.message().substr(0, kMaxControlBytes - payload.size());
   for (int rank = 0; rank < ranks(); ++rank) {
     if (rank != group_.rank && !left_[rank]) queueControl(rank, FrameKind::kAbort, payload);
   }

@@ -1,5 +1,6 @@
 // base/: status, types, env, log, fd, deadline, wait, topology, crc32c.
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -342,6 +343,31 @@ TEST(Base, topologyIsStable) {
   EXPECT(started > 0);
   EXPECT_EQ(processStartTicks(::getpid()), started);
   EXPECT_EQ(processStartTicks(0x7ffffff0), uint64_t{0});
+}
+
+// Of a child with much memory: between its death and the end of its taking apart, and before.
+TEST(Base, aProcessIsSeenToEnd) {
+  EXPECT(isLiving(lookAtProcess(::getpid(), processStartTicks(::getpid()))));
+  EXPECT_EQ(lookAtProcess(::getpid(), 1), ProcessLife::kGone);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (;;) ::pause();
+  }
+  const uint64_t started = processStartTicks(child);
+  auto becomes = [&](ProcessLife wanted) {
+    for (int i = 0; i < 2000; ++i) {
+      if (lookAtProcess(child, started) == wanted) return true;
+      ::usleep(1000);
+    }
+    return false;
+  };
+  EXPECT(becomes(ProcessLife::kAlive));
+  ::kill(child, SIGSTOP);
+  EXPECT(becomes(ProcessLife::kStopped));
+  ::kill(child, SIGKILL);
+  EXPECT(becomes(ProcessLife::kEnding));  // nobody has waited for it
+  ::waitpid(child, nullptr, 0);
+  EXPECT_EQ(lookAtProcess(child, started), ProcessLife::kGone);
 }
 
 TEST(Base, crc32cKnownAnswers) {

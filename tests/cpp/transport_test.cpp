@@ -22,7 +22,7 @@ using namespace mycoll;
 namespace {
 
 struct Listener final : MailboxListener {
-  void onFailure(const Status& cause) override { failure = cause; }
+  void onFailure(const Status& cause, uint64_t) override { failure = cause; }
   void onGoodbye(int rank) override { gone = rank; }
   bool hasLeft(int) override { return false; }
   Status failure;

@@ -15,6 +15,7 @@ from faults.deaths import VICTIM, loop
 from faults.harness import Outcome, Seen, Stage, answers, attempt, attempt_and_leave
 
 ROUNDS = 100
+WARNINGS = (("MYCOLL_LOG", "warn"),)
 
 
 def counted(ctx: Ctx) -> Seen:
@@ -52,7 +53,7 @@ def stop_and_go(stage: Stage) -> Outcome:
 def stop(stage: Stage) -> Outcome:
     """SIGSTOP for good, timeout 6 s."""
     judge = stage.judge()
-    with stage.world(4, 6.0) as world:
+    with stage.world(4, 6.0, env=WARNINGS) as world:
         world.start(loop)
         time.sleep(0.5)
         os.kill(world.pids[VICTIM], signal.SIGSTOP)
@@ -88,7 +89,7 @@ def skip_one(ctx: Ctx, seconds: float) -> Seen:
 def absent(stage: Stage) -> Outcome:
     """One rank leaves a call out and sleeps, timeout 4 s."""
     judge = stage.judge()
-    with stage.world(4, 4.0) as world:
+    with stage.world(4, 4.0, env=WARNINGS) as world:
         world.start(skip_one, 7.0)
         found = answers(world)
         found.pop(VICTIM)

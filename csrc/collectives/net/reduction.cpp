@@ -190,6 +190,8 @@ Task netReduceScatter(NetGroup group, const Call& call) {
   const Signature signature = call.signature();
   size_t largest = 0;
   for (const Span& span : call.in) largest = std::max(largest, span.bytes);
+  // Nothing to exchange but the proof that all were called for the same.
+  if (largest == 0) co_return co_await netBarrier(group, call);
   auto pieceFor = [&](int owner) { return call.in[owner]; };
   Status status = co_await reduceToOwner(group, call, signature, pieceFor, call.out[0], largest,
                                          [](Span, uint64_t) {});

@@ -1,0 +1,52 @@
+"""What the ranks are told when something fails: the cause and not its echo, on all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.harness import Seen, Stage, answers, attempt
+from faults.misuse import twice
+from worlds.worker import Ctx
+
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def stage(pool, backend, transport) -> Stage:
+    if backend != "mycoll":
+        pytest.skip("gloo does not promise this")
+    return Stage(pool, transport, PATIENCE)
+
+
+def dies(ctx: Ctx) -> Seen:
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt(lambda: dist.all_reduce(x))
+
+
+def test_a_death_is_called_a_death(stage):
+    """Not "closed its connection"; and told in one line, too, though nothing else is logged."""
+    with stage.world(3) as world:
+        world.start(dies)
+        for rank, seen in answers(world, (1,)).items():
+            assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
+            assert "rank 1 (" in seen.text and "has ended (killed" in seen.text, seen.text
+            lines = [x for x in world.members[rank].log_tail().splitlines() if "[mycoll " in x]
+            assert len(lines) == 1 and "has ended (killed" in lines[0], lines
+
+
+def test_a_rank_twice_is_told_to_all(stage):
+    with stage.world(3, init=False) as world:
+        world.start(twice, 60.0)
+        began = time.monotonic()
+        for seen in answers(world).values():
+            assert isinstance(seen, Seen) and seen.kind == "DistStoreError", seen
+            assert "rank 1 is taken by" in seen.text, seen.text
+        assert time.monotonic() - began < 30

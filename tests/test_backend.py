@@ -298,7 +298,9 @@ ENDS = {
         keep = dist.irecv(x, 1 - rank, tag=9).get_future().then(lambda f: None)
     """,
     "in the middle of a callback": """
-        keep = dist.all_reduce(x, async_op=True).get_future().then(lambda f: time.sleep(60))
+        keep = dist.irecv(x, 1 - rank, tag=9).get_future().then(lambda f: time.sleep(60))
+        dist.barrier()  # only now: a callback of what is done already would run in this thread
+        dist.isend(torch.ones(3), 1 - rank, tag=9)
         time.sleep(0.3)
     """,
     "by an exception": "raise SystemExit(0)",

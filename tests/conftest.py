@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "worlds(*sizes, transports=None): the worlds that a test runs in"
     )
+    os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests fail groups by the dozen
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(PATHS + ([inherited] if inherited else []))
 

@@ -15,10 +15,20 @@ ALLOWED = {
     "kernels": {"base"},
     "transport": {"base", "kernels"},
     "collectives": {"base", "kernels", "transport"},
-    "engine": {"base", "kernels", "transport", "collectives"},
+    "observe": {"base"},
+    "engine": {"base", "kernels", "transport", "collectives", "observe"},
     "nccl": {"base"},
-    "backend": {"base", "kernels", "transport", "collectives", "engine", "nccl"},
-    "bindings": {"base", "kernels", "transport", "collectives", "engine", "nccl", "backend"},
+    "backend": {"base", "kernels", "transport", "collectives", "observe", "engine", "nccl"},
+    "bindings": {
+        "base",
+        "kernels",
+        "transport",
+        "collectives",
+        "observe",
+        "engine",
+        "nccl",
+        "backend",
+    },
 }
 KNOW_TORCH = {"backend", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h|torch\.h")

@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "backend/call_site.h"
 #include "backend/callback_pool.h"
 #include "backend/errors.h"
 #include "backend/profiling.h"
@@ -72,7 +73,9 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   group.ranks = size;
   group.timeout = options->timeout;
   group.storeHost = hostOf(store);
+  group.globalRanks = globalRanks;
   group.interrupted = isInterruptPending;
+  group.callSite = callSiteOfWaiter;
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
@@ -242,6 +245,9 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
     } else {
       ops.push_back(communicator_->submit(std::move(call), kept, !request.async, timeout));
     }
+  }
+  if (const uint32_t site = callSiteOfCall()) [[unlikely]] {
+    for (const OpPtr& op : ops) op->record().setSite(site);
   }
   return finishLaunch(request, outputs, std::move(ops), isProfiled);
 }

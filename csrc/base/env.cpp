@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <optional>
 
+#include "base/topology.h"
+
 #ifndef MYCOLL_VERSION  // CMakeLists.txt has it from python/mycoll/_version.py
 #define MYCOLL_VERSION "unknown"
 #endif
@@ -22,6 +24,8 @@ struct Variable {
   const char* accepted;
   const char* help;
   bool (*parse)(std::string_view value, Env* env);
+  // torch's variables for the same, in force where this one is not set.
+  const char* elsewhere[2] = {};
 };
 
 std::optional<int64_t> parseInteger(std::string_view text) {
@@ -178,6 +182,62 @@ const Variable kVariables[] = {
        env->logFile = value;
        return true;
      }},
+    {"MYCOLL_TRACE_ENTRIES",
+     "512",
+     "0 to 65536",
+     "How many operations of each group are remembered, for mycoll status and for the file that "
+     "is "
+     "written at the first failure; rounded up to a power of two. 0: none. Where it is not set, "
+     "TORCH_FR_BUFFER_SIZE counts.",
+     [](std::string_view value, Env* env) {
+       const std::optional<int64_t> entries = parseInteger(value);
+       if (!entries || *entries < 0 || *entries > 65536) return false;
+       env->traceEntries = static_cast<size_t>(*entries);
+       return true;
+     },
+     {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}},
+    {"MYCOLL_TRACE_FILE", "",
+     "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
+     "for a percent sign; or off",
+     "Where a process writes what it did last, once, at its first failure, for torchfrtrace and "
+     "mycoll trace; JSON when the name ends with .json. Unset: TORCH_FR_DUMP_TEMP_FILE followed "
+     "by "
+     "the rank where that is set, else /tmp/mycoll-UID/JOB/rank_%r, of which the latest 10 jobs "
+     "are "
+     "kept.",
+     [](std::string_view value, Env* env) {
+       if (!isValidPattern(value)) return false;
+       env->traceFile = value;
+       return true;
+     }},
+    {"MYCOLL_CALL_SITES", "waiting", "never, waiting or always",
+     "Whose place in the program is remembered. waiting: of operations that have waited a while; "
+     "always: of all, at the price of about a microsecond for each.",
+     [](std::string_view value, Env* env) {
+       return parseChoice<CallSites>(value,
+                                     {{"never", CallSites::kNever},
+                                      {"waiting", CallSites::kWaiting},
+                                      {"always", CallSites::kAlways}},
+                                     &env->callSites);
+     }},
+    {"MYCOLL_METRICS_FILE", "",
+     "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
+     "for a percent sign",
+     "Where a process writes its counters now and then, in Prometheus' text format (for the "
+     "textfile "
+     "collector of node_exporter: a name that ends with .prom). Unset: nowhere.",
+     [](std::string_view value, Env* env) {
+       if (!isValidPattern(value)) return false;
+       env->metricsFile = value;
+       return true;
+     }},
+    {"MYCOLL_METRICS_SECONDS", "15", "1 to 86400", "How often MYCOLL_METRICS_FILE is written.",
+     [](std::string_view value, Env* env) {
+       const std::optional<int64_t> seconds = parseInteger(value);
+       if (!seconds || *seconds < 1 || *seconds > 86400) return false;
+       env->metricsSeconds = static_cast<int>(*seconds);
+       return true;
+     }},
     {"MYCOLL_SECRET_FILE", "", "a path",
      "A file whose content is the secret by which ranks prove to each other that they belong to "
      "the job. Unset: rank 0 makes one up and shares it through the rendezvous store.",
@@ -265,9 +325,25 @@ const Variable kVariables[] = {
 };
 
 // An empty value counts as unset, as in NCCL: launchers often export empty variables.
-const char* valueOf(const Variable& variable) {
-  const char* value = std::getenv(variable.name);
+const char* valueOf(const char* name) {
+  const char* value = std::getenv(name);
   return value != nullptr && value[0] != '\0' ? value : nullptr;
+}
+
+// source: the variable that it comes from.
+const char* valueOf(const Variable& variable, const char** source = nullptr) {
+  const char* unused;
+  if (!source) source = &unused;
+  *source = variable.name;
+  if (const char* value = valueOf(variable.name)) return value;
+  for (const char* other : variable.elsewhere) {
+    const char* value = other ? valueOf(other) : nullptr;
+    if (value) {
+      *source = other;
+      return value;
+    }
+  }
+  return nullptr;
 }
 
 size_t editDistance(std::string_view a, std::string_view b) {
@@ -303,15 +379,28 @@ Status Env::load(Env* env) {
   *env = Env();
   Status first;
   for (const Variable& variable : kVariables) {
-    const char* value = valueOf(variable);
+    const char* source;
+    const char* value = valueOf(variable, &source);
     if (value != nullptr && variable.parse(value, env)) continue;
-    if (value != nullptr && first.ok()) {
+    // What torch accepts elsewhere is torch's business.
+    if (value != nullptr && source == variable.name && first.ok()) {
       first = Status(Code::kInvalidArgument, std::string(variable.name) + "=" + value +
                                                  " is not valid: expected " + variable.accepted);
     }
     if (!variable.parse(variable.defaultValue, env)) {
       return Status(Code::kInternal,
                     std::string("the default of ") + variable.name + " is invalid");
+    }
+  }
+  if (env->traceFile.empty()) {
+    for (const char* name : {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}) {
+      const char* prefix = valueOf(name);
+      if (!prefix) continue;
+      for (const char* letter = prefix; *letter; ++letter) {
+        env->traceFile += *letter == '%' ? "%%" : std::string(1, *letter);
+      }
+      env->traceFile += "%r";
+      break;
     }
   }
   return first;
@@ -330,12 +419,32 @@ const Env& Env::process() {
 std::vector<EnvEntry> describeEnv() {
   std::vector<EnvEntry> entries;
   for (const Variable& variable : kVariables) {
-    const char* value = valueOf(variable);
+    const char* source;
+    const char* value = valueOf(variable, &source);
     entries.push_back({variable.name, variable.defaultValue,
                        std::string(variable.help) + " Accepts " + variable.accepted + ".",
-                       value != nullptr ? value : variable.defaultValue, value != nullptr});
+                       value != nullptr ? value : variable.defaultValue,
+                       value != nullptr && source == variable.name,
+                       value != nullptr ? source : "default"});
   }
   return entries;
+}
+
+std::string expandPattern(std::string_view pattern, int rank) {
+  std::string path;
+  for (size_t i = 0; i < pattern.size(); ++i) {
+    if (pattern[i] != '%' || i + 1 == pattern.size()) {
+      path += pattern[i];
+      continue;
+    }
+    switch (pattern[++i]) {
+      case 'h': path += hostName(); break;
+      case 'p': path += std::to_string(processId()); break;
+      case 'r': path += rank < 0 ? "unknown" : std::to_string(rank); break;
+      default: path += pattern[i];
+    }
+  }
+  return path;
 }
 
 std::vector<UnknownVariable> unknownVariables() {

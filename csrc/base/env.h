@@ -18,6 +18,7 @@ const char* version();
 enum class TransportChoice { kAuto, kShm, kTcp };
 enum class CpuBackend { kEngine, kGloo };
 enum class CudaPath { kAuto, kNccl, kHost };
+enum class CallSites { kNever, kWaiting, kAlways };
 // kFailure: the first failure of a group, once in a process.
 enum class LogLevel { kOff, kFailure, kError, kWarn, kInfo, kDebug };
 
@@ -52,9 +53,14 @@ struct Env {
   InterfaceFilter socketInterfaces;
   CpuBackend cpu = CpuBackend::kEngine;
   LogLevel logLevel = LogLevel::kFailure;
-  std::string logFile;     // empty: stderr. May hold %h %p %r %%
-  std::string secretFile;  // empty: the secret comes through the store
-  int spinMicros = -1;     // -1: chosen by base/wait
+  std::string logFile;      // empty: stderr. May hold %h %p %r %%
+  std::string secretFile;   // empty: the secret comes through the store
+  size_t traceEntries = 0;  // operations remembered of each group; 0: none
+  std::string traceFile;    // as logFile; empty: chosen by observe/trace_file; "off": none
+  CallSites callSites = CallSites::kWaiting;
+  std::string metricsFile;  // as logFile; empty: none
+  int metricsSeconds = 15;
+  int spinMicros = -1;  // -1: chosen by base/wait
   size_t chunkBytes = 0;
   size_t smallBytes = 0;
   size_t eagerBytes = 0;
@@ -77,9 +83,13 @@ struct EnvEntry {
   std::string help;
   std::string value;  // what is in force; as written in the environment when isSet
   bool isSet = false;
+  std::string source;  // "default", or the variable that says so: its own, or torch's for the same
 };
 
 std::vector<EnvEntry> describeEnv();
+
+// A path with %h, %p, %r and %% filled in; rank below 0: not known.
+std::string expandPattern(std::string_view pattern, int rank);
 
 // MYCOLL_* variables in the environment that mycoll does not know, most likely misspelt.
 struct UnknownVariable {

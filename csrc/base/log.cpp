@@ -72,29 +72,12 @@ class Sink {
     isResolved_ = true;
     file_.reset();
     if (pattern_.empty()) return;
-    const std::string path = expand();
+    const std::string path = expandPattern(pattern_, rank_);
     file_.reset(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
     if (!file_.isOpen()) {
       std::fprintf(stderr, "[mycoll] cannot open the log file %s: %m; logging to stderr\n",
                    path.c_str());
     }
-  }
-
-  std::string expand() const {
-    std::string path;
-    for (size_t i = 0; i < pattern_.size(); ++i) {
-      if (pattern_[i] != '%' || i + 1 == pattern_.size()) {
-        path += pattern_[i];
-        continue;
-      }
-      switch (pattern_[++i]) {
-        case 'h': path += hostName(); break;
-        case 'p': path += std::to_string(pid_); break;
-        case 'r': path += rank_ < 0 ? "unknown" : std::to_string(rank_); break;
-        default: path += pattern_[i];
-      }
-    }
-    return path;
   }
 
   std::mutex mutex_;

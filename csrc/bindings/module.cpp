@@ -11,12 +11,15 @@
 
 #include <exception>
 
+#include "backend/call_site.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/options.h"
 #include "backend/quantized.h"
 #include "base/env.h"
+#include "bindings/call_site.h"
 #include "kernels/copy.h"
+#include "observe/trace_file.h"
 
 namespace py = pybind11;
 
@@ -110,9 +113,16 @@ py::list environment() {
     row["value"] = entry.value;
     row["help"] = entry.help;
     row["is_set"] = entry.isSet;
+    row["source"] = entry.source;
     entries.append(row);
   }
   return entries;
+}
+
+std::string dumpTrace(const std::string& path) {
+  std::string written;
+  mycoll::throwIfFailed(mycoll::TraceFile::write(path, &written));
+  return written;
 }
 
 void copyStreaming(uintptr_t destination, uintptr_t source, size_t bytes) {
@@ -172,6 +182,8 @@ PYBIND11_MODULE(_C, module) {
              py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
              py::arg("options").none(true) = nullptr);
   module.def("environment", &environment, "Every MYCOLL_* variable.");
+  module.def("dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
+             "Writes what this process did last; returns the path. Empty: where failures go.");
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
              py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
              "The engine's copy that bypasses caches, between two addresses; for benchmarks.");
@@ -179,6 +191,7 @@ PYBIND11_MODULE(_C, module) {
 
   mycoll::registerQuantizedMoves();
   mycoll::setInterruptHook({&isInterruptPending, &raiseInterrupt});
+  mycoll::setCallSiteHook(&mycoll::findCallSite);
 
   // Groups that were never destroyed end with the interpreter, while there still is one.
   py::module_::import("atexit").attr("register")(py::cpp_function([] {

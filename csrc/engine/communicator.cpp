@@ -95,6 +95,7 @@ void Communicator::fail(const Status& cause) { group_->fail(cause); }
 void Communicator::abort(const std::string& reason) { group_->abort(reason); }
 void Communicator::close(Deadline deadline) { group_->close(deadline); }
 std::string Communicator::transport() const { return group_->transport(); }
+GroupRecord& Communicator::record() const { return group_->record(); }
 std::string Communicator::describeRank(int rank) const { return group_->describeRank(rank); }
 
 }  // namespace mycoll

@@ -25,6 +25,7 @@
 #include "base/status.h"
 #include "base/task.h"
 #include "engine/store.h"
+#include "observe/recorder.h"
 
 namespace mycoll {
 
@@ -45,9 +46,15 @@ struct GroupOptions {
   std::string storeHost;
   // Its operations run elsewhere (see External); nothing else may be submitted.
   bool isExternal = false;
+  // The job's rank of each member; empty: the ranks themselves. For records and messages only.
+  std::vector<int64_t> globalRanks;
   // Asked now and then while a user's thread waits (about every 50 ms); true ends the wait with
   // kInterrupted and leaves the operation running. May be empty. Called without locks.
   std::function<bool()> interrupted;
+  // Where the program called what this thread waits for, as BlackBox::intern() numbers it; 0: not
+  // known. Asked of a user's thread that has waited a while, or whose operation has failed. May be
+  // empty. Called without locks.
+  std::function<uint32_t()> callSite;
 };
 
 // One call, in flight or done.
@@ -63,6 +70,8 @@ class Op {
   OpKind kind() const { return kind_; }
   // recv: the rank whose message came. Only when done.
   int sourceRank() const { return sourceRank_; }
+  // What is remembered of it.
+  const OpRecord& record() const { return record_; }
   // Runs fn once, when the op is done: at once if it is, else on the thread that completes it.
   virtual void onDone(std::function<void()> fn) = 0;
 
@@ -71,6 +80,7 @@ class Op {
   Status status_;
   uint64_t sequence_ = 0;
   OpKind kind_ = OpKind::kBarrier;
+  OpRecord record_;
   int sourceRank_ = -1;
 };
 
@@ -165,6 +175,9 @@ class Communicator {
   std::string transport() const;
   // "rank 0 (node1:4712)": for messages.
   std::string describeRank(int rank) const;
+  // What the group has done and is at. The engine records what is submitted here; others may add
+  // what they run beside it.
+  GroupRecord& record() const;
 
  private:
   explicit Communicator(std::shared_ptr<Group> group);

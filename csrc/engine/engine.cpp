@@ -8,6 +8,7 @@
 
 #include "base/wait.h"
 #include "engine/group.h"
+#include "observe/trace_file.h"
 
 namespace mycoll {
 namespace {
@@ -18,6 +19,8 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kLurkTime = std::chrono::milliseconds(5);
 // Asleep with work that waits for peers: how often deadlines are looked at.
 constexpr auto kTick = std::chrono::milliseconds(50);
+// Failures that nobody is there to see, and records of them.
+constexpr auto kChores = std::chrono::milliseconds(250);
 // Unfinished handshakes of strangers, and the peers' processes, are looked at this often.
 constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
 
@@ -131,6 +134,7 @@ void Engine::State::run() {
   while (!stopped()) {
     const uint64_t generation = endpoint->sleeper().generation();
     bool isNeeded = false;
+    doChores();
     if (workOnce(&isNeeded)) {
       lastMove = Clock::now();
       continue;
@@ -184,6 +188,23 @@ void Engine::State::run() {
     endpoint->setAsleep(false);
     lastMove = Clock::now();
   }
+}
+
+// What has to be done in the background now and then, and whose time has not come most of the time.
+void Engine::State::doChores() {
+  const auto now = Clock::now();
+  if (now < nextChores) return;
+  nextChores = now + kChores;
+  std::vector<std::shared_ptr<Group>> alive;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto& entry : groups) {
+      if (auto group = entry.lock()) alive.push_back(std::move(group));
+    }
+  }
+  bool isUnseen = false;
+  for (auto& group : alive) isUnseen |= group->lookForFailure();
+  if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeWanted();
 }
 
 // Nothing to do, and the user's threads wait for their operations themselves: this thread would be

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -55,13 +56,15 @@ class Engine {
     // What the thread is at: who brings it work must wake it from all but the first.
     enum Activity { kWorking, kLurking, kSleeping };
     std::atomic<int> activity{kWorking};
-    uint64_t pokes = 0;  // guarded by mutex
+    uint64_t pokes = 0;                                // guarded by mutex
+    std::chrono::steady_clock::time_point nextChores;  // the thread's own
 
     void poke();
     void nudge();
     void run();
     void lurk(uint64_t seenPokes);
     bool workOnce(bool* isNeeded);
+    void doChores();
     bool stopped();
   };
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "observe/trace_file.h"
 
 namespace mycoll {
 namespace {
@@ -23,11 +24,18 @@ int localRanks(const Engine& engine, const GroupAddress& address) {
       [&](const PeerAddress& peer) { return peer.hostName == endpoint.address().hostName; }));
 }
 
+Operation toOperation(const CollectiveOp& op) {
+  if (!op.external) return Operation::of(op.call, op.sequence(), op.composite ? kIsComposite : 0);
+  return Operation::of(op.signature, op.sequence(), kIsOnDevice);
+}
+
 }  // namespace
 
 Group::Group(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address)
     : options_(std::move(options)),
       engine_(std::move(engine)),
+      record_({options_.name + (options_.isExternal ? ":device" : ""), address.context,
+               options_.rank, options_.ranks, options_.globalRanks}),
       spinPolicy_(choose(localRanks(*engine_, address))),
       timeout_(options_.timeout.count()),
       left_(address.peers.size()),
@@ -48,6 +56,15 @@ OpPtr Group::failedOp(OpKind kind, Status status) const {
   auto op = std::make_shared<CollectiveOp>(kind, 0);
   op->finish(std::move(status));
   return op;
+}
+
+// That this rank has come, too, is worth remembering.
+void Group::recordLate(const Operation& operation) {
+  const int64_t now = steadyNanos();
+  OpRecord record = record_.enqueue(operation, now, true);
+  if (options_.callSite) record.setSite(options_.callSite());
+  record.finish(false, now);
+  TraceFile::writeWanted();
 }
 
 std::string Group::checkCall(const Call& call) const {
@@ -120,6 +137,7 @@ std::string Group::checkCall(const Call& call) const {
 OpPtr Group::submit(Call call, Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
                     Milliseconds timeout) {
   if (isOver(started_.load(std::memory_order_relaxed))) {
+    recordLate(Operation::of(call, sequence(), composite ? kIsComposite : 0));
     return failedOp(call.kind, calledLate(call.kind));
   }
   if (!composite) {
@@ -143,6 +161,9 @@ OpPtr Group::submit(Call call, Composite composite, std::shared_ptr<void> keepAl
 bool Group::enqueue(std::shared_ptr<CollectiveOp> op) {
   std::lock_guard<std::mutex> lock(queueLock_);
   op->setSequence(submitted_.fetch_add(1, std::memory_order_relaxed));
+  op->setRecord(record_.enqueue(toOperation(*op), op->submitted.time_since_epoch().count(),
+                                /*isStarted=*/queue_.empty()));
+  record_.setSubmitted(op->sequence() + 1);
   queue_.push_back(std::move(op));
   queued_.fetch_add(1, std::memory_order_seq_cst);
   return queue_.size() == 1;
@@ -183,6 +204,16 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
                          (rank == options_.rank ? " is this rank itself" : " is out of range") +
                          " in a group of " + std::to_string(options_.ranks)));
   }
+  Operation operation;
+  operation.kind = kind;
+  operation.dtype = dtype;
+  operation.opaqueType = opaqueType;
+  operation.peer = rank;
+  operation.elementBytes = static_cast<uint32_t>(elementSize(dtype));
+  operation.sequence = op->sequence();
+  operation.tag = tag;
+  (isSend ? operation.inBytes : operation.outBytes) = data.bytes;
+  op->setRecord(record_.enqueue(operation, op->submitted.time_since_epoch().count(), true));
   op->self = op;
   if (isSend) {
     sending_->fetch_add(1, std::memory_order_relaxed);
@@ -221,6 +252,7 @@ bool Group::run(int spins) {
       }
       if (!op->task.valid()) {
         if (!noticeFailure(started_.load(std::memory_order_relaxed))) {
+          if (!op->record().isStarted()) op->record().start(steadyNanos());
           op->task = op->external    ? runExternal(*op)
                      : op->composite ? runComposite(op->composite)
                                      : start(op->call);
@@ -265,7 +297,7 @@ bool Group::run(int spins) {
 }
 
 Status Group::wait(const OpPtr& op, Deadline deadline) {
-  if (op->done()) return op->status();
+  if (op->done()) return outcomeOf(*op);
   const bool isMessage = op->kind() == OpKind::kSend || op->kind() == OpKind::kRecv;
   Endpoint& endpoint = *engine_->endpoint();
   struct Waiting {
@@ -325,14 +357,27 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
       }
       if (op->done()) break;
       isInterrupted = options_.interrupted && options_.interrupted();
+      noteCallSite(*op);
       if (isInterrupted || deadline.expired()) break;
     }
   }
-  if (op->done()) return op->status();
+  if (op->done()) return outcomeOf(*op);
   if (isInterrupted) return Status(Code::kInterrupted, "interrupted by a signal");
   return Status(Code::kTimeout, "mycoll group '" + options_.name + "': wait() for " +
                                     name(op->kind()) +
                                     " timed out; the operation is still running");
+}
+
+Status Group::outcomeOf(const Op& op) {
+  if (!op.status().ok()) {
+    noteCallSite(op);
+    TraceFile::writeWanted();
+  }
+  return op.status();
+}
+
+void Group::noteCallSite(const Op& op) {
+  if (options_.callSite && !op.record().hasSite()) op.record().setSite(options_.callSite());
 }
 
 void Group::sleepFor(const Op& op, bool isMessage, Deadline deadline) {
@@ -370,6 +415,8 @@ void Group::close(Deadline deadline) {
     MYCOLL_LOG_WARN("group '%s' is destroyed with operations that are not done; they are lost",
                     options_.name.c_str());
   }
+  TraceFile::writeWanted();
+  record_.close();
   if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->leave();
   if (options_.isExternal) watchExternal();
   mailbox_.sayGoodbye();

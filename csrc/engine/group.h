@@ -23,6 +23,7 @@
 #include "engine/communicator.h"
 #include "engine/engine.h"
 #include "engine/op.h"
+#include "observe/recorder.h"
 #include "transport/mailbox.h"
 
 namespace mycoll {
@@ -57,6 +58,9 @@ class Group final : public MailboxListener,
            waiters_.load(std::memory_order_seq_cst) == 0;
   }
   void setAsleep(bool asleep);
+  // For a group that nobody is in a call of: has it failed on another rank of the host? True when
+  // that is news.
+  bool lookForFailure();
   // Deadlines, ranks that have left, calls that hang: for whoever has waited a while.
   void checkHealth();
 
@@ -67,6 +71,7 @@ class Group final : public MailboxListener,
   void abort(const std::string& reason);
   void close(Deadline deadline);
   std::string transport() const;
+  GroupRecord& record() { return record_; }
   std::string describeRank(int rank) const { return mailbox_.describeRank(rank); }
 
   // CollectiveRunner: a collective as part of a task of this group's queue.
@@ -107,6 +112,8 @@ class Group final : public MailboxListener,
   }
   // The same for the one that runs; also looks for a failure in the arena.
   bool noticeFailure(uint64_t number);
+  Status outcomeOf(const Op& op);
+  void noteCallSite(const Op& op);
   void sleepFor(const Op& op, bool isMessage, Deadline deadline);
   void checkMessage(const Op& op);
   Status inContext(const Status& cause, const CollectiveOp& op) const;
@@ -115,6 +122,7 @@ class Group final : public MailboxListener,
   std::string listRanks(const std::vector<int>& ranks) const;
   std::string listArrived(const std::vector<int>& missing) const;
   Status calledLate(OpKind kind) const;
+  void recordLate(const Operation& operation);
   OpPtr failedOp(OpKind kind, Status status) const;
   Deadline deadlineFor(Milliseconds timeout) const;
   std::string checkCall(const Call& call) const;
@@ -123,6 +131,7 @@ class Group final : public MailboxListener,
 
   const GroupOptions options_;
   const std::shared_ptr<Engine> engine_;
+  GroupRecord record_;
   const SpinPolicy spinPolicy_;
   std::atomic<int64_t> timeout_;
 

@@ -5,6 +5,7 @@
 #include "base/log.h"
 #include "base/topology.h"
 #include "engine/group.h"
+#include "observe/trace_file.h"
 
 namespace mycoll {
 namespace {
@@ -21,6 +22,11 @@ constexpr auto kLeftGrace = std::chrono::milliseconds(2000);
 constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
 // By how much the root of a monitored barrier is let go first with its verdict.
 constexpr auto kRootGrace = std::chrono::milliseconds(1000);
+
+std::string traceHint() {
+  const std::string path = TraceFile::wantedPath();
+  return path.empty() ? "" : "\n  Trace: " + path + " (mycoll trace compares those of all ranks)";
+}
 
 std::string describe(const CollectiveOp& op) {
   if (op.composite) return name(op.kind());
@@ -53,6 +59,7 @@ void Group::onFailure(const Status& cause, uint64_t from) {
     failedAt_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
     failed_.store(true, std::memory_order_release);
   }
+  record_.fail(cause);
   // A group that is only being closed here lives on for the others.
   if (isClosed_.load()) return;
   if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->fail(cause);
@@ -81,16 +88,24 @@ bool Group::noticeFailure(uint64_t number) {
   return true;
 }
 
+bool Group::lookForFailure() {
+  if (waiters_.load() > 0 || hasFailed()) return false;
+  const Arena* arena = sharedArena_.load(std::memory_order_acquire);
+  if (!arena || !arena->hasFailed()) return false;
+  mailbox_.fail(arena->failure(), false);
+  return true;
+}
+
 Status Group::calledLate(OpKind kind) const {
   const Status cause = error();
   return Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(options_.rank) +
-                                  ", " + name(kind) + ", called after that");
+                                  ", " + name(kind) + ", called after that" + traceHint());
 }
 
 Status Group::inContext(const Status& cause, const CollectiveOp& op) const {
-  return Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(options_.rank) +
-                                  ", " + describe(op) + " (call #" + std::to_string(op.sequence()) +
-                                  ")");
+  std::string text = cause.message() + "\n  Here: rank " + std::to_string(options_.rank) + ", " +
+                     describe(op) + " (call #" + std::to_string(op.sequence()) + ")";
+  return Status(cause.code(), text + traceHint());
 }
 
 // "rank 2 (node1:4712), which is stopped": what can be seen of it from here.
@@ -158,8 +173,9 @@ void Group::checkHealth() {
   }
   std::vector<int> missing;
   if (op->task.valid() && op->task.waitingFor()) missing = op->task.waitingFor()->missing();
-  if (isLate(*op)) return fail(timeoutStatus(*op, missing));
   const auto now = Clock::now();
+  record_.waitsFor(op->sequence(), missing, now.time_since_epoch().count());
+  if (isLate(*op)) return fail(timeoutStatus(*op, missing));
   // An external one is asked about again and again: nothing else tells who is behind.
   const auto asked = op->probed != Clock::time_point{} ? op->probed
                      : op->external                    ? op->begun

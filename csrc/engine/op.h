@@ -11,6 +11,7 @@
 
 #include "base/deadline.h"
 #include "engine/communicator.h"
+#include "observe/recorder.h"
 #include "transport/mailbox.h"
 
 namespace mycoll {
@@ -32,6 +33,7 @@ class BasicOp : public Op {
 
   // Publishes the outcome, lets go of the user's memory, tells those who asked.
   void finish(Status status) {
+    record_.finish(status.ok(), steadyNanos());
     std::vector<std::function<void()>> callbacks;
     std::shared_ptr<void> kept = std::move(keepAlive);
     {
@@ -42,6 +44,8 @@ class BasicOp : public Op {
     }
     for (auto& fn : callbacks) fn();
   }
+
+  void setRecord(const OpRecord& record) { record_ = record; }
 
   // Holds the user's memory; dropped when the op is done.
   std::shared_ptr<void> keepAlive;
@@ -102,6 +106,7 @@ class MessageOp final : public BasicOp, public Transfer {
   void deliver() override {
     std::shared_ptr<MessageOp> last = std::move(self);
     sourceRank_ = peer();
+    if (rank == kAnySource) record_.setPeer(sourceRank_);
     markDone();
     Status outcome = Transfer::status();
     if (!outcome.ok()) outcome = Status(outcome.code(), outcome.message() + "\n  Here: " + what());

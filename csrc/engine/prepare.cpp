@@ -111,6 +111,7 @@ Task Group::prepare() {
     }
   }
   isPrepared_ = true;
+  record_.setTransport(transport());
   MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", options_.name.c_str(),
                   options_.ranks, transport().c_str());
   co_return Status();

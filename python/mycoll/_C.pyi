@@ -17,6 +17,8 @@ class EnvEntry(TypedDict):
     value: str
     help: str
     is_set: bool
+    # "default", or the variable that the value comes from.
+    source: str
 
 class Options(Backend.Options):
     """What may be chosen for one group: pg_options= of init_process_group and new_group."""
@@ -48,4 +50,5 @@ def create_backend(
     options: Options | None = ...,
 ) -> MycollBackend: ...
 def environment() -> list[EnvEntry]: ...
+def dump_trace(path: str) -> str: ...
 def copy_streaming(destination: int, source: int, bytes: int) -> None: ...

@@ -11,6 +11,7 @@ module is loaded when a group is first made, or an attribute is used.
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from mycoll._registration import autoload, native
@@ -20,9 +21,19 @@ if TYPE_CHECKING:
     from mycoll._C import Options
     from mycoll.launch import SpawnError, spawn
 
-__all__ = ["Options", "SpawnError", "__version__", "spawn"]
+__all__ = ["Options", "SpawnError", "__version__", "dump_trace", "spawn"]
 
 autoload()
+
+
+def dump_trace(path: str | PathLike[str] | None = None) -> str:
+    """Writes what this process did last, for `mycoll trace` and torchfrtrace; returns the path.
+
+    The file is JSON when its name ends with .json, else a pickle. Without a path it goes where it
+    would go after a failure (MYCOLL_TRACE_FILE). Nothing is disturbed: any thread may call it at
+    any time.
+    """
+    return str(native().dump_trace("" if path is None else fspath(path)))
 
 
 def __getattr__(name: str) -> Any:

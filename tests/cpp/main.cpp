@@ -4,6 +4,7 @@
 //   x_test --list
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "test.h"
@@ -75,6 +76,7 @@ Threads::Threads(int count, const std::function<void(int rank)>& body) {
 
 int main(int argc, char** argv) {
   using Clock = std::chrono::steady_clock;
+  setenv("MYCOLL_TRACE_FILE", "off", 0);  // tests fail groups by the dozen
   if (argc == 2 && std::strcmp(argv[1], "--list") == 0) {
     for (const test::Case& each : test::registry()) std::puts(each.name.c_str());
     return 0;

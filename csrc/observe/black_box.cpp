@@ -1,0 +1,309 @@
+#include "observe/black_box.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "base/env.h"
+#include "base/topology.h"
+
+namespace mycoll {
+namespace {
+
+constexpr char kName[] = "mycoll.black_box";  // what readers look for
+constexpr char kMagic[8] = {'m', 'y', 'c', 'o', 'l', 'l', 'B', 'B'};
+constexpr uint32_t kVersion = 1;
+constexpr size_t kPage = 4096;
+constexpr size_t kDescriptionRoom = 2 * kPage;
+constexpr size_t kSiteBytes = 256;
+constexpr uint32_t kSites = 512;
+constexpr size_t kBoxAt = kDescriptionRoom;
+constexpr size_t kSitesAt = kBoxAt + kPage;
+constexpr size_t kGroupsAt = kSitesAt + kSites * kSiteBytes;
+
+size_t wholePages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+// How Python's struct module calls the type of a field.
+template <typename T>
+struct Format;
+template <>
+struct Format<uint8_t> {
+  static constexpr char kLetter = 'B';
+};
+template <>
+struct Format<uint32_t> {
+  static constexpr char kLetter = 'I';
+};
+template <>
+struct Format<int32_t> {
+  static constexpr char kLetter = 'i';
+};
+template <>
+struct Format<uint64_t> {
+  static constexpr char kLetter = 'Q';
+};
+template <>
+struct Format<int64_t> {
+  static constexpr char kLetter = 'q';
+};
+template <typename T>
+struct Format<std::atomic<T>> : Format<T> {};
+template <>
+struct Format<char> {
+  static constexpr char kLetter = 's';
+};
+
+template <typename Field>
+std::string format() {
+  if constexpr (std::is_array_v<Field>) {
+    return std::to_string(std::extent_v<Field>) + format<std::remove_extent_t<Field>>();
+  } else {
+    return std::string(1, Format<Field>::kLetter);
+  }
+}
+
+std::string field(const char* name, size_t offset, const std::string& format) {
+  return std::string("\"") + name + "\":[" + std::to_string(offset) + ",\"" + format + "\"]";
+}
+
+#define MYCOLL_FIELD(type, name) field(#name, offsetof(type, name), format<decltype(type::name)>())
+
+std::string joined(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ",") + part;
+  return text;
+}
+
+template <typename Enum>
+std::string names(int count) {
+  std::vector<std::string> parts;
+  for (int i = 0; i < count; ++i) {
+    std::string quoted = "\"";
+    quoted += name(static_cast<Enum>(i));
+    parts.push_back(quoted += '"');
+  }
+  std::string text = "[";
+  text += joined(parts);
+  return text += ']';
+}
+
+}  // namespace
+
+struct BlackBox::Box {
+  int32_t pid;
+  std::atomic<int32_t> rank;
+  uint64_t startTicks;
+  int64_t realtimeOffset;
+  std::atomic<uint32_t> groups;
+  std::atomic<uint32_t> sites;
+  std::atomic<uint64_t> job;
+  char host[128];
+  char version[32];
+};
+
+namespace {
+
+std::atomic<BlackBox*> processBox{nullptr};
+std::mutex* const makingMutex = new std::mutex;  // never destroyed: groups may outlive statics
+
+}  // namespace
+
+BlackBox& BlackBox::process() {
+  BlackBox* box = processBox.load(std::memory_order_acquire);
+  if (box) return *box;
+  std::lock_guard<std::mutex> lock(*makingMutex);
+  if (!processBox.load()) {
+    static const int forked [[maybe_unused]] = pthread_atfork(nullptr, nullptr, [] {
+      // The parent's, whose mapping the child does not have. Its groups are of no use here either.
+      processBox.store(nullptr);
+    });
+    processBox.store(new BlackBox, std::memory_order_release);
+  }
+  return *processBox.load();
+}
+
+BlackBox::BlackBox() {
+  const size_t wanted = Env::process().traceEntries;
+  capacity_ = wanted == 0 ? 0 : std::bit_ceil(static_cast<uint32_t>(wanted));
+  stateBytes_ = wholePages(sizeof(GroupState));
+  areaBytes_ = stateBytes_ + wholePages(capacity_ * sizeof(Entry));
+  timespec realtime;
+  clock_gettime(CLOCK_REALTIME, &realtime);
+  realtimeOffset_ = realtime.tv_sec * int64_t{1'000'000'000} + realtime.tv_nsec - steadyNanos();
+  open();
+}
+
+void BlackBox::open() {
+  if (isOn()) fd_.reset(memfd_create(kName, MFD_CLOEXEC));
+  // Room that is promised: a write never meets a full machine with SIGBUS.
+  if (fd_.isOpen() &&
+      (fchmod(fd_.get(), 0600) != 0 || fallocate(fd_.get(), 0, 0, kGroupsAt) != 0)) {
+    fd_.reset();
+  }
+  void* memory = MAP_FAILED;
+  if (fd_.isOpen()) {
+    memory = mmap(nullptr, kGroupsAt, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  }
+  if (memory == MAP_FAILED) {
+    fd_.reset();
+    memory = std::calloc(1, kGroupsAt);
+    if (!memory) throw std::bad_alloc();
+  } else {
+    (void)madvise(memory, kGroupsAt, MADV_DONTFORK);
+  }
+  head_ = static_cast<char*>(memory);
+  box_ = new (head_ + kBoxAt) Box{};
+  box_->pid = processId();
+  box_->rank.store(-1);
+  box_->startTicks = processStartTicks(box_->pid);
+  box_->realtimeOffset = realtimeOffset_;
+  std::strncpy(box_->host, hostName().c_str(), sizeof(box_->host) - 1);
+  std::strncpy(box_->version, version(), sizeof(box_->version) - 1);
+  describe();
+}
+
+void BlackBox::describe() {
+  const std::string entry = joined(
+      {MYCOLL_FIELD(Entry, id), MYCOLL_FIELD(Entry, sequence), MYCOLL_FIELD(Entry, enqueued),
+       MYCOLL_FIELD(Entry, started), MYCOLL_FIELD(Entry, ended), MYCOLL_FIELD(Entry, inBytes),
+       MYCOLL_FIELD(Entry, outBytes), MYCOLL_FIELD(Entry, tag), MYCOLL_FIELD(Entry, peer),
+       MYCOLL_FIELD(Entry, elementBytes), MYCOLL_FIELD(Entry, site), MYCOLL_FIELD(Entry, kind),
+       MYCOLL_FIELD(Entry, dtype), MYCOLL_FIELD(Entry, opaqueType), MYCOLL_FIELD(Entry, reduceOp),
+       MYCOLL_FIELD(Entry, state), MYCOLL_FIELD(Entry, flags)});
+  const std::string group =
+      joined({MYCOLL_FIELD(GroupState, phase),       MYCOLL_FIELD(GroupState, life),
+              MYCOLL_FIELD(GroupState, capacity),    MYCOLL_FIELD(GroupState, rank),
+              MYCOLL_FIELD(GroupState, ranks),       MYCOLL_FIELD(GroupState, context),
+              MYCOLL_FIELD(GroupState, created),     MYCOLL_FIELD(GroupState, written),
+              MYCOLL_FIELD(GroupState, submitted),   MYCOLL_FIELD(GroupState, finished),
+              MYCOLL_FIELD(GroupState, waitVersion), MYCOLL_FIELD(GroupState, waitCount),
+              MYCOLL_FIELD(GroupState, waitLooked),  MYCOLL_FIELD(GroupState, waitSequence),
+              MYCOLL_FIELD(GroupState, waitRanks),   MYCOLL_FIELD(GroupState, globalRanks),
+              MYCOLL_FIELD(GroupState, name),        MYCOLL_FIELD(GroupState, transport),
+              MYCOLL_FIELD(GroupState, description), MYCOLL_FIELD(GroupState, failure),
+              MYCOLL_FIELD(GroupState, isDescribed)});
+  const std::string box = joined(
+      {MYCOLL_FIELD(Box, pid), MYCOLL_FIELD(Box, rank), MYCOLL_FIELD(Box, startTicks),
+       MYCOLL_FIELD(Box, realtimeOffset), MYCOLL_FIELD(Box, groups), MYCOLL_FIELD(Box, sites),
+       MYCOLL_FIELD(Box, job), MYCOLL_FIELD(Box, host), MYCOLL_FIELD(Box, version)});
+  auto number = [](size_t value) { return std::to_string(value); };
+  const std::string text =
+      "{\"box\":{\"at\":" + number(kBoxAt) + ",\"fields\":{" + box + "}}" +
+      ",\"sites\":{\"at\":" + number(kSitesAt) + ",\"bytes\":" + number(kSiteBytes) + "}" +
+      ",\"groups\":{\"at\":" + number(kGroupsAt) + ",\"bytes\":" + number(areaBytes_) +
+      ",\"fields\":{" + group + "}}" + ",\"entries\":{\"at\":" + number(stateBytes_) +
+      ",\"bytes\":" + number(sizeof(Entry)) + ",\"fields\":{" + entry + "}}" +
+      ",\"operations\":" + names<OpKind>(kOpKinds) +
+      ",\"dtypes\":" + names<DType>(static_cast<int>(DType::kCount)) +
+      ",\"reduce_ops\":" + names<ReduceOp>(static_cast<int>(ReduceOp::kCount)) +
+      ",\"states\":[\"queued\",\"started\",\"done\",\"failed\"]"
+      ",\"phases\":[\"unused\",\"open\",\"failed\",\"closed\"]"
+      ",\"flags\":[\"composite\",\"device\",\"async\"]}";
+  struct Preface {
+    char magic[8];
+    uint32_t version;
+    uint32_t bytes;
+  } preface{{}, kVersion, static_cast<uint32_t>(text.size())};
+  if (sizeof(preface) + text.size() > kDescriptionRoom) std::abort();  // seen by any test
+  std::memcpy(head_ + sizeof(preface), text.data(), text.size());
+  std::memcpy(head_ + sizeof(preface.magic), reinterpret_cast<char*>(&preface) + sizeof(kMagic),
+              sizeof(preface) - sizeof(kMagic));
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  std::memcpy(head_, kMagic, sizeof(kMagic));  // last: now it can be read
+}
+
+GroupState* BlackBox::take() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!returned_.empty()) {
+    GroupState* area = returned_.front();
+    returned_.pop_front();
+    const uint32_t life = get(area->life);
+    put(area->phase, static_cast<uint32_t>(GroupPhase::kUnused));
+    Entry* entries = entriesOf(area);
+    for (uint32_t i = 0; i < capacity_; ++i) put(entries[i].id, uint64_t{0});
+    new (area) GroupState{};
+    put(area->life, life + 1);
+    put(area->capacity, capacity_);
+    return area;
+  }
+  const off_t offset = static_cast<off_t>(kGroupsAt + areas_.size() * areaBytes_);
+  void* memory = MAP_FAILED;
+  if (fd_.isOpen() && fallocate(fd_.get(), 0, offset, static_cast<off_t>(areaBytes_)) == 0) {
+    memory = mmap(nullptr, areaBytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), offset);
+  }
+  if (memory == MAP_FAILED) {
+    // Readers count on areas that stand in a row.
+    fd_.reset();
+    memory = std::aligned_alloc(kPage, areaBytes_);
+    if (!memory) throw std::bad_alloc();
+    std::memset(memory, 0, areaBytes_);
+  } else {
+    (void)madvise(memory, areaBytes_, MADV_DONTFORK);
+  }
+  auto* area = new (memory) GroupState{};
+  areas_.push_back(area);
+  put(area->capacity, capacity_);
+  box_->groups.store(static_cast<uint32_t>(areas_.size()), std::memory_order_release);
+  return area;
+}
+
+void BlackBox::giveBack(GroupState* area) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  returned_.push_back(area);
+}
+
+Entry* BlackBox::entriesOf(GroupState* area) const {
+  return reinterpret_cast<Entry*>(reinterpret_cast<char*>(area) + stateBytes_);
+}
+
+uint32_t BlackBox::intern(std::string_view site) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = sites_.find(site);
+  if (found != sites_.end()) return found->second;
+  const uint32_t number = box_->sites.load(std::memory_order_relaxed) + 1;
+  if (number >= kSites) return 0;
+  // The end of a long path says more than its beginning; readers split at line ends.
+  std::memcpy(head_ + kSitesAt + number * kSiteBytes, site.data(),
+              std::min(site.size(), kSiteBytes - 1));
+  box_->sites.store(number, std::memory_order_release);
+  sites_.emplace(site, number);
+  return number;
+}
+
+std::string BlackBox::siteText(uint32_t site) const {
+  if (site == 0 || site > box_->sites.load(std::memory_order_acquire)) return "";
+  return head_ + kSitesAt + site * kSiteBytes;
+}
+
+void BlackBox::setRank(int rank) { put(box_->rank, static_cast<int32_t>(rank)); }
+int BlackBox::rank() const { return get(box_->rank); }
+
+void BlackBox::setJob(uint64_t context) {
+  uint64_t none = 0;
+  box_->job.compare_exchange_strong(none, context);
+}
+
+std::string BlackBox::job() const { return toContext(get(box_->job)); }
+
+std::string toContext(uint64_t context) {
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(context));
+  return text;
+}
+
+std::vector<GroupState*> BlackBox::areas() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return areas_;
+}
+
+}  // namespace mycoll

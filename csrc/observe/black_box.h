@@ -1,0 +1,180 @@
+// BlackBox: what this process has been doing, in memory that others of the same user can read while
+// it runs, hangs or is stopped: `mycoll status` opens it through /proc/PID/fd, which the kernel
+// allows to whoever may trace the process. Nothing has to answer there.
+//
+//   0      magic, version, a description of everything below (JSON), so that a reader of another
+//          version finds its way
+//   box    the process: pid, rank, clock
+//   sites  texts: where in the program operations were called
+//   groups one area for each group: its state, then the ring of its last operations
+//
+// Where no shared memory can be had, the areas are ordinary memory: recording goes on, and only
+// readers from outside see nothing.
+//
+// Thread contract: all [any thread]. Every field that changes is an atomic of its own; what belongs
+// together is guarded by a number that readers look at before and after.
+// Lifetime: one for each process, made with the first group and never unmapped, so that a pointer
+// into it is valid for good. A forked child does not have it (reading it there would show the
+// parent), and makes one of its own.
+#pragma once
+
+#include <time.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/fd.h"
+#include "base/types.h"
+
+namespace mycoll {
+
+constexpr int kOpKinds = static_cast<int>(OpKind::kCount);
+
+template <typename T>
+void put(std::atomic<T>& field, T value) {
+  // Release, as each has to come after the number that says "being written"; free on x86.
+  field.store(value, std::memory_order_release);
+}
+template <typename T>
+T get(const std::atomic<T>& field) {
+  return field.load(std::memory_order_acquire);
+}
+
+enum class OpState : uint8_t { kQueued, kStarted, kDone, kFailed };
+
+// One operation. Two cache lines.
+struct alignas(64) Entry {
+  std::atomic<uint64_t> id;  // unique in the process, from 1; 0: empty, or being written
+  std::atomic<uint64_t> sequence;
+  std::atomic<int64_t> enqueued;  // steady clock, ns
+  std::atomic<int64_t> started;   // 0: not yet
+  std::atomic<int64_t> ended;
+  std::atomic<uint64_t> inBytes;
+  std::atomic<uint64_t> outBytes;
+  std::atomic<uint64_t> tag;
+  std::atomic<int32_t> peer;  // root; of a message the other rank; -1: none, or any
+  std::atomic<uint32_t> elementBytes;
+  std::atomic<uint32_t> site;  // 0: not known
+  std::atomic<uint8_t> kind;
+  std::atomic<uint8_t> dtype;
+  std::atomic<uint8_t> opaqueType;
+  std::atomic<uint8_t> reduceOp;
+  std::atomic<uint8_t> state;
+  std::atomic<uint8_t> flags;  // kIs...
+};
+static_assert(sizeof(Entry) == 128);
+
+constexpr uint8_t kIsComposite = 1;  // sizes are not known in advance
+constexpr uint8_t kIsOnDevice = 2;
+constexpr uint8_t kIsAsync = 4;
+
+// What a group has done of one kind since it was made.
+struct Tally {
+  std::atomic<uint64_t> done;
+  std::atomic<uint64_t> failed;
+  std::atomic<uint64_t> bytes;
+  std::atomic<uint64_t> nanos;  // from call to end
+};
+
+enum class GroupPhase : uint32_t { kUnused, kOpen, kFailed, kClosed };
+
+struct GroupState {
+  static constexpr int kShownRanks = 512;
+  static constexpr int kShownWaits = 32;
+  static constexpr size_t kNameBytes = 128;
+  static constexpr size_t kFailureBytes = 1024;
+
+  std::atomic<uint32_t> phase;
+  std::atomic<uint32_t> life;  // counts up with each group that has this area
+  std::atomic<uint32_t> capacity;
+  std::atomic<int32_t> rank;
+  std::atomic<int32_t> ranks;
+  std::atomic<uint64_t> context;  // the same on all ranks, and no other group's
+  std::atomic<int64_t> created;
+  std::atomic<uint64_t> written;    // entries, ever
+  std::atomic<uint64_t> submitted;  // collectives
+  std::atomic<uint64_t> finished;
+  // Who the current collective waits for, as last looked at.
+  std::atomic<uint32_t> waitVersion;  // odd: being written
+  std::atomic<int32_t> waitCount;
+  std::atomic<int64_t> waitLooked;
+  std::atomic<uint64_t> waitSequence;
+  std::atomic<int32_t> waitRanks[kShownWaits];
+  std::atomic<int32_t> globalRanks[kShownRanks];  // -1: none; a prefix where there are more
+  Tally tallies[kOpKinds];
+  // Written once, before the phase (or the flag) that tells of them.
+  char name[kNameBytes];
+  char transport[16];
+  char description[kNameBytes];
+  char failure[kFailureBytes];
+  std::atomic<uint32_t> isDescribed;
+};
+
+class BlackBox {
+ public:
+  static BlackBox& process();
+
+  // An area of zeroed state and entries, free of a former group's.
+  GroupState* take();
+  // The group is gone. Its area stays readable until another group needs one.
+  void giveBack(GroupState* area);
+  Entry* entriesOf(GroupState* area) const;
+  uint32_t capacity() const { return capacity_; }
+  // Zero: nothing is recorded.
+  bool isOn() const { return capacity_ > 0; }
+
+  uint64_t nextId() { return nextId_.fetch_add(1, std::memory_order_relaxed) + 1; }
+
+  // A number for "name\nfile\nline"; 0 when there is no room for more.
+  uint32_t intern(std::string_view site);
+  std::string siteText(uint32_t site) const;
+
+  // The process's in its job; -1: not known yet.
+  void setRank(int rank);
+  int rank() const;
+  // The first group that this process was in, which is the same for all ranks of a job: its
+  // context as 16 hexadecimal digits.
+  void setJob(uint64_t context);
+  std::string job() const;
+  // All areas, also of groups that are gone.
+  std::vector<GroupState*> areas() const;
+  // What to add to the steady clock for the time of day, ns.
+  int64_t realtimeOffset() const { return realtimeOffset_; }
+
+ private:
+  BlackBox();
+  void open();
+  void describe();
+
+  struct Box;
+  uint32_t capacity_ = 0;
+  size_t stateBytes_ = 0;
+  size_t areaBytes_ = 0;
+  int64_t realtimeOffset_ = 0;
+  Fd fd_;                 // closed: ordinary memory
+  char* head_ = nullptr;  // everything before the groups
+  Box* box_ = nullptr;
+  std::atomic<uint64_t> nextId_{0};
+
+  mutable std::mutex mutex_;
+  std::vector<GroupState*> areas_;                      // guarded by mutex_
+  std::deque<GroupState*> returned_;                    // guarded by mutex_
+  std::map<std::string, uint32_t, std::less<>> sites_;  // guarded by mutex_
+};
+
+std::string toContext(uint64_t context);
+
+inline int64_t steadyNanos() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+}
+
+}  // namespace mycoll

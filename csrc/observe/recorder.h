@@ -1,0 +1,102 @@
+// GroupRecord: the last operations of one group, and how it fares; always on. Whoever runs an
+// operation notes three moments of it:
+//
+//   OpRecord record = group->enqueue(operation, now);   // the call
+//   record.start(now);                                   // its turn has come
+//   record.finish(ok, now);                              // the end
+//
+// Used by the engine for what it runs itself, and by backend/ for what others run (a device).
+//
+// Thread contract: all [any thread], without locks; enqueue() by one thread at a time for the
+// collectives of a group, so that they stand in the order of their numbers.
+// Lifetime: records point into the black box, which lives for good: they may outlive the group, and
+// do nothing once their entry has been written over.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/call.h"
+#include "base/status.h"
+#include "observe/black_box.h"
+
+namespace mycoll {
+
+// What is to be remembered of a call.
+struct Operation {
+  OpKind kind = OpKind::kBarrier;
+  DType dtype = DType::kOpaque;
+  uint8_t opaqueType = 0;
+  ReduceOp reduceOp = ReduceOp::kCount;
+  uint8_t flags = 0;  // kIs...
+  int peer = -1;      // root; of a message the other rank, -1: any
+  uint32_t elementBytes = 1;
+  uint32_t site = 0;  // see BlackBox::intern
+  uint64_t sequence = 0;
+  uint64_t tag = 0;
+  uint64_t inBytes = 0;
+  uint64_t outBytes = 0;
+
+  static Operation of(const Call& call, uint64_t sequence, uint8_t flags);
+  static Operation of(const Signature& signature, uint64_t sequence, uint8_t flags);
+};
+
+class OpRecord {
+ public:
+  OpRecord() = default;  // records nothing
+
+  // Once; later calls change nothing.
+  void start(int64_t now) const;
+  bool isStarted() const { return entry_ && get(entry_->started) != 0; }
+  void finish(bool isOk, int64_t now) const;
+  // recv from any rank: whose message it was.
+  void setPeer(int rank) const;
+  // Where the program called it; as often as more becomes known.
+  void setSite(uint32_t site) const;
+  bool hasSite() const { return !isCurrent() || get(entry_->site) != 0; }
+
+ private:
+  friend class GroupRecord;
+  OpRecord(GroupState* group, Entry* entry, uint64_t id) : group_(group), entry_(entry), id_(id) {}
+  bool isCurrent() const { return entry_ && get(entry_->id) == id_; }
+
+  GroupState* group_ = nullptr;
+  Entry* entry_ = nullptr;
+  uint64_t id_ = 0;
+};
+
+struct GroupIdentity {
+  std::string name;
+  uint64_t context = 0;
+  int rank = 0;
+  int ranks = 1;
+  std::vector<int64_t> globalRanks;  // empty: the ranks themselves
+};
+
+class GroupRecord {
+ public:
+  explicit GroupRecord(const GroupIdentity& identity);
+  ~GroupRecord();  // as close()
+
+  // isStarted: nothing is ahead of it.
+  OpRecord enqueue(const Operation& operation, int64_t now, bool isStarted = false);
+  // Collectives this rank has been asked for.
+  void setSubmitted(uint64_t count) { put(state_->submitted, count); }
+  // The collective of this number waits for these ranks.
+  void waitsFor(uint64_t sequence, const std::vector<int>& ranks, int64_t now);
+  void setTransport(const std::string& name);
+  // What the group is for, in its maker's words.
+  void describe(const std::string& text);
+  // First cause; wants a dump of everything unless the group was only ended.
+  void fail(const Status& cause);
+  void close();
+
+ private:
+  BlackBox& box_;
+  GroupState* const state_;
+  std::mutex mutex_;  // guards what is written once: texts
+  std::atomic<bool> isClosed_{false};
+};
+
+}  // namespace mycoll

@@ -1,0 +1,218 @@
+"""What a process did last: always remembered, written after a failure, read by torch's tools."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.worker import Ctx
+
+SHORT = 3.0  # seconds; a group's timeout
+
+
+def everything(ctx: Ctx) -> None:
+    """One of each collective, and messages around."""
+    x, n = torch.ones(6), ctx.size
+    dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    dist.reduce(x, n - 1)
+    dist.all_gather([torch.empty(6) for _ in range(n)], x)
+    dist.all_gather_into_tensor(torch.empty(6 * n), x)
+    dist.all_gather([torch.empty(i + 1) for i in range(n)], torch.ones(ctx.rank + 1))
+    dist.reduce_scatter_tensor(torch.empty(6), torch.ones(6 * n))
+    dist.gather(x, [torch.empty(6) for _ in range(n)] if ctx.rank == 0 else None, dst=0)
+    dist.scatter(torch.empty(6), [x] * n if ctx.rank == 0 else None, src=0)
+    dist.all_to_all_single(torch.empty(2 * n), torch.ones(2 * n))
+    work = dist.isend(x, (ctx.rank + 1) % n)
+    dist.recv(torch.empty(6), (ctx.rank - 1) % n)
+    work.wait()
+    dist.barrier()
+    dist.all_reduce(x, async_op=True).wait()
+
+
+def failing(ctx: Ctx, how: str) -> None:
+    ctx.init()
+    everything(ctx)
+    time.sleep(0.3)  # a failure may overtake the end of what came before
+    try:
+        if how == "mismatch":
+            dist.all_reduce(torch.ones(500 if ctx.rank == 1 else 1000))
+        elif how == "missing" and ctx.rank == 1:
+            time.sleep(SHORT + 1.5)
+        elif how == "dead" and ctx.rank == 1:
+            os._exit(3)
+        else:
+            dist.all_reduce(torch.ones(1000))
+    except dist.DistBackendError as error:
+        assert "Trace: " in str(error), error
+
+
+def load(path: Path) -> dict[str, Any]:
+    class Plain(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            raise AssertionError(f"the dump names {module}.{name}")
+
+    return Plain(io.BytesIO(path.read_bytes())).load()
+
+
+def fail(fresh, transport: str, how: str, tmp_path: Path) -> Path:
+    env = {"MYCOLL_TRACE_FILE": f"{tmp_path}/trace_%r"}
+    world = fresh(3, transport, init=False, env=env, timeout=SHORT)
+    if how == "dead":
+        with pytest.raises(AssertionError, match="code 3"):
+            world.run(failing, how)
+    else:
+        world.run(failing, how)
+    return tmp_path
+
+
+def analyse(folder: Path, capsys: pytest.CaptureFixture[str], partial: bool = False) -> Any:
+    """torch's analyser: its database, as torchfrtrace makes it."""
+    loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
+    from torch.distributed.flight_recorder.components.builder import build_db
+    from torch.distributed.flight_recorder.components.config_manager import JobConfig
+
+    words = [str(folder), "-p", "trace_", *(["--allow-incomplete-ranks"] if partial else [])]
+    args: Namespace = JobConfig().parse_args(words)
+    details, version = loader.read_dir(args)
+    return build_db(details, args, version)
+
+
+def healthy(ctx: Ctx, folder: str) -> list[str]:
+    import mycoll
+
+    everything(ctx)
+    dist.barrier()
+    return [
+        mycoll.dump_trace(f"{folder}/trace_{ctx.rank}"),
+        mycoll.dump_trace(Path(folder) / f"json_{ctx.rank}.json"),
+    ]
+
+
+def test_dump_on_request(fresh, transport, tmp_path, capsys) -> None:
+    for pickled, as_json in fresh(3, transport).run(healthy, str(tmp_path)):
+        dump = load(Path(pickled))
+        assert dump["version"] == "2.10"
+        assert dump["pg_config"]["0"]["ranks"] == "[0, 1, 2]"
+        names = [entry["mycoll"]["operation"] for entry in dump["entries"]]
+        assert names.count("all_gather") == 3
+        assert names[-1] == "barrier"
+        assert names[-2] == "all_reduce"
+        assert [e["collective_seq_id"] for e in dump["entries"]] == list(range(len(names)))
+        for entry in dump["entries"] + dump["mycoll_messages"]:
+            assert entry["state"] == "completed"
+            moments = ("created", "discovered_started", "discovered_completed")
+            created, started, ended = (entry[f"time_{moment}_ns"] for moment in moments)
+            assert created <= started <= ended <= time.time_ns()
+            assert ended > time.time_ns() - 600 * 10**9
+        assert len(dump["mycoll_messages"]) == 2
+        assert [e["process_group"][0] for e in dump["entries"]] == ["0"] * len(names)
+        assert json.loads(Path(as_json).read_text())["entries"][:-1] == dump["entries"][:-1]
+    for file in tmp_path.glob("json_*"):
+        file.unlink()
+    database = analyse(tmp_path, capsys)
+    assert all(each.pass_check for each in database.collectives)
+    assert len(database.collectives) == len(names)
+
+
+def test_torch_finds_who_differs(fresh, transport, tmp_path, capsys) -> None:
+    fail(fresh, transport, "mismatch", tmp_path)
+    wrong = [c for c in analyse(tmp_path, capsys).collectives if not c.pass_check]
+    assert len(wrong) == 1
+    assert wrong[0].collective_name == "gloo:all_reduce"
+    assert wrong[0].collective_state == "started"
+    assert list(wrong[0].mismatch_collectives) == [1]
+    assert wrong[0].collective_frames[0]["filename"].endswith("test_recorder.py")
+
+
+def test_torch_finds_who_did_not_come(fresh, transport, tmp_path, capsys) -> None:
+    fail(fresh, transport, "missing", tmp_path)
+    last = analyse(tmp_path, capsys).collectives[-1]
+    assert last.missing_ranks == {1}
+
+
+def test_survivors_of_a_death(fresh, transport, tmp_path, capsys) -> None:
+    fail(fresh, transport, "dead", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_0", "trace_2"]
+    for rank in (0, 2):
+        dump = load(tmp_path / f"trace_{rank}")
+        (group,) = dump["mycoll"]["groups"]
+        assert "rank 1" in group["failure"]
+        assert dump["entries"][-1]["state"] == "started"
+        assert dump["entries"][-1]["mycoll"]["failed"]
+    analyse(tmp_path, capsys, partial=True)
+
+
+def test_ranks_are_compared_where_all_remember(fresh, tmp_path, capsys) -> None:
+    """A ring that has come round does not look like ranks that were missing."""
+    env = {"MYCOLL_TRACE_ENTRIES": "32"}
+    fresh(3, "shm", env=env).run(busy_and_uneven, str(tmp_path))
+    database = analyse(tmp_path, capsys)
+    assert all(each.pass_check for each in database.collectives)
+    assert 25 <= len(database.collectives) <= 32
+
+
+def busy_and_uneven(ctx: Ctx, folder: str) -> None:
+    import mycoll
+
+    pair = dist.new_group([0, 1])
+    if ctx.rank < 2:
+        dist.all_reduce(torch.ones(3), group=pair)  # early, and still remembered
+    for _ in range(60):
+        dist.all_reduce(torch.ones(2))
+    if ctx.rank == 2:
+        time.sleep(0.5)
+    mycoll.dump_trace(f"{folder}/trace_{ctx.rank}")
+    dist.all_reduce(torch.ones(2))
+
+
+def sites(ctx: Ctx, folder: str) -> None:
+    import mycoll
+
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+    mycoll.dump_trace(f"{folder}/trace_{ctx.rank}")
+
+
+@pytest.mark.parametrize("wanted", ["never", "waiting", "always"])
+def test_call_sites(fresh, tmp_path, wanted) -> None:
+    fresh(2, "shm", env={"MYCOLL_CALL_SITES": wanted}).run(sites, str(tmp_path))
+    for entry in load(tmp_path / "trace_0")["entries"][-2:]:
+        if wanted == "always":
+            (frame,) = entry["frames"]
+            assert frame["name"] == "sites"
+            assert Path(frame["filename"]).name == "test_recorder.py"
+            line = Path(__file__).read_text().splitlines()[frame["line"] - 1]
+            assert "dist.all_reduce(torch.ones(2)" in line
+        else:
+            assert entry["frames"] == []
+
+
+def quiet(ctx: Ctx) -> bool:
+    ctx.init()
+    with ctx.raises(dist.DistBackendError):
+        dist.all_reduce(torch.ones(2 + ctx.rank))
+    return True
+
+
+def test_where_it_goes(fresh, tmp_path) -> None:
+    """torch's variables count where mycoll's is not set; off means that nothing is written."""
+    env = {"MYCOLL_TRACE_FILE": "", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/torch_"}
+    fresh(2, "shm", init=False, env=env).run(quiet)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["torch_0", "torch_1"]
+    for path in tmp_path.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
+        path.unlink()
+    for off in ({"MYCOLL_TRACE_FILE": "off"}, {"MYCOLL_TRACE_ENTRIES": "0"}):
+        file = {"MYCOLL_TRACE_FILE": f"{tmp_path}/x%r"}
+        fresh(2, "shm", init=False, env={**file, **off}).run(quiet)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,167 @@
+// The loader, which looks once for the whole process: each case runs in a process of its own.
+#include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <functional>
+#include <string>
+
+#include "nccl/cudart.h"
+#include "nccl/library.h"
+#include "test.h"
+
+namespace mycoll::nccl {
+namespace {
+
+const std::string kFull = STANDINS "/libnccl.so.2";
+const std::string kRequired = STANDINS "/required/libnccl.so.2";
+
+// `body` returns what is wrong; empty: nothing.
+void inChild(const std::function<std::string()>& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    const std::string wrong = body();
+    if (!wrong.empty()) std::fprintf(stderr, "in the child: %s\n", wrong.c_str());
+    _exit(wrong.empty() ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT(waitpid(child, &status, 0) == child);
+  EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+std::string refused(const std::string& wheel, Code code, const std::string& words) {
+  const Library* library = nullptr;
+  const Status status = Library::get(wheel, &library);
+  if (status.code() != code) return "not refused so: " + status.toString();
+  if (status.message().find(words) == std::string::npos) return status.toString();
+  return Library::loaded() == nullptr ? "" : "there is a library nevertheless";
+}
+
+std::string found(const std::string& wheel, const std::string& path) {
+  const Library* library = nullptr;
+  const Status status = Library::get(wheel, &library);
+  if (!status.ok()) return status.toString();
+  if (library->path() != path) return library->path() + " instead of " + path;
+  const Library* again = nullptr;
+  if (!Library::get("/nowhere", &again).ok() || again != library) return "not the same again";
+  return Library::loaded() == library ? "" : "loaded() does not know it";
+}
+
+void ask(const std::string& file) { setenv("MYCOLL_NCCL_LIBRARY", file.c_str(), 1); }
+
+TEST(NcclLibrary, isTheOneThatWasAskedFor) {
+  inChild([] {
+    ask(kRequired);
+    return found(kFull, kRequired);
+  });
+}
+
+TEST(NcclLibrary, comesFromTheWheelOrTheSystem) {
+  inChild([] { return found(kRequired, kRequired); });
+  // The program's RUNPATH is "where the system finds it".
+  inChild([] { return found("", kFull); });
+  inChild([] { return found("/nowhere/libnccl.so.2", kFull); });
+}
+
+TEST(NcclLibrary, isTheOneThatIsLoadedAlready) {
+  for (int visibility : {RTLD_GLOBAL, RTLD_LOCAL}) {
+    inChild([visibility] {
+      if (dlopen(kRequired.c_str(), RTLD_NOW | visibility) == nullptr)
+        return std::string(dlerror());
+      return found(kFull, kRequired);
+    });
+  }
+}
+
+TEST(NcclLibrary, isNeverASecondCopy) {
+  for (int visibility : {RTLD_GLOBAL, RTLD_LOCAL}) {
+    inChild([visibility] {
+      if (dlopen(kRequired.c_str(), RTLD_NOW | visibility) == nullptr)
+        return std::string(dlerror());
+      ask(kFull);
+      const std::string wrong = refused("", Code::kInvalidArgument, "second copy of NCCL");
+      if (!wrong.empty()) return wrong;
+      return refused("", Code::kInvalidArgument, kRequired);  // names both
+    });
+    // The same file by another name is no second copy.
+    inChild([visibility] {
+      if (dlopen(kRequired.c_str(), RTLD_NOW | visibility) == nullptr)
+        return std::string(dlerror());
+      ask(STANDINS "/../standins/required/libnccl.so.2");
+      return found("", kRequired);
+    });
+  }
+}
+
+TEST(NcclLibrary, canBeMissingAndBeFoundLater) {
+  inChild([] {
+    ask("/nowhere/libnccl.so.2");
+    const std::string wrong = refused("", Code::kUnsupported, "cannot be loaded");
+    if (!wrong.empty()) return wrong;
+    ask(kFull);
+    return found("", kFull);
+  });
+}
+
+TEST(NcclLibrary, refusesWhatItCannotUse) {
+  inChild([] {
+    ask(STANDINS "/libmycoll_standin_device.so");
+    return refused("", Code::kUnsupported, "is not NCCL");
+  });
+  inChild([] {
+    ask(STANDINS "/incomplete/libnccl.so.2");
+    return refused("", Code::kUnsupported, "is incomplete: it has no ncclGetUniqueId");
+  });
+  for (const auto& [code, text] :
+       {std::pair("21703", "NCCL 2.17.3 ("), std::pair("2708", "NCCL 2.7.8 (")}) {
+    inChild([code = code, text = text] {
+      setenv("STANDIN_NCCL", (std::string("version=") + code).c_str(), 1);
+      ask(kFull);
+      const std::string wrong = refused("", Code::kUnsupported, text);
+      return wrong.empty() ? refused("", Code::kUnsupported, "is too old: mycoll needs 2.18.1")
+                           : wrong;
+    });
+  }
+  inChild([] {
+    setenv("MYCOLL_NCCL_MAX_CTAS", "many", 1);
+    return refused("", Code::kInvalidArgument, "MYCOLL_NCCL_MAX_CTAS=many is not valid");
+  });
+}
+
+TEST(NcclLibrary, knowsWhatItLacks) {
+  inChild([] {
+    setenv("STANDIN_NCCL", "version=21801", 1);
+    const Library* library = nullptr;
+    if (!Library::open(kRequired, &library).ok()) return std::string("not opened");
+    const std::string text = library->describeCapabilities();
+    return text.empty() ? text : "it claims " + text;
+  });
+  inChild([] {
+    setenv("STANDIN_NCCL", "version=23004", 1);
+    const Library* library = nullptr;
+    if (!Library::open(kFull, &library).ok()) return std::string("not opened");
+    if (library->versionText() != "2.30.4") return library->versionText();
+    const std::string text = library->describeCapabilities();
+    const std::string all =
+        "split pre_mul_sum mem_alloc register float8 windows shrink revoke all_to_all "
+        "gather_scatter several_ranks_per_gpu";
+    return text == all ? "" : text;
+  });
+}
+
+TEST(Cudart, isNotHere) {
+  const Cudart& cudart = Cudart::get();
+  EXPECT(!cudart.isThere());
+  CaptureInfo info;
+  info.isCapturing = true;
+  EXPECT(!cudart.capture(nullptr, &info));
+  EXPECT(!info.isCapturing);
+  int destroyed = 0;
+  EXPECT(!cudart.retain(nullptr, &destroyed, [](void* count) { ++*static_cast<int*>(count); }));
+  EXPECT_EQ(destroyed, 1);
+  RelaxedCapture relaxed;
+}
+
+}  // namespace
+}  // namespace mycoll::nccl

@@ -1,0 +1,172 @@
+// Ranks of an NCCL communicator as threads, over the stand-ins for NCCL and for a device.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "nccl/collectives.h"
+#include "nccl/communicator.h"
+#include "standin_device.h"
+#include "test.h"
+
+namespace mycoll::nccl::world {
+
+// A variant of the stand-in: "" has everything, "required/" only what mycoll cannot do without.
+class StandIn {
+ public:
+  explicit StandIn(const std::string& variant) {
+    const std::string file = std::string(STANDINS "/") + variant + "libnccl.so.2";
+    const Status opened = Library::open(file, &library_);
+    if (!opened.ok()) test::fail(__FILE__, __LINE__, opened.toString());
+    handle_ = dlopen(file.c_str(), RTLD_NOLOAD | RTLD_NOW);
+    script_ = reinterpret_cast<void (*)(const char*)>(dlsym(handle_, "mycoll_standin_nccl_script"));
+    count_ =
+        reinterpret_cast<int64_t (*)(const char*)>(dlsym(handle_, "mycoll_standin_nccl_count"));
+  }
+  static StandIn& full() {
+    static StandIn& one = *new StandIn("");
+    return one;
+  }
+  static StandIn& required() {
+    static StandIn& one = *new StandIn("required/");
+    return one;
+  }
+
+  const Library& library() const { return *library_; }
+  int64_t count(const char* what) const { return count_(what); }
+  void* symbol(const char* name) const { return dlsym(handle_, name); }
+
+  // For as long as it lives.
+  class Scripted {
+   public:
+    Scripted(const StandIn& standIn, const char* script) : standIn_(standIn) {
+      standIn_.script_(script);
+    }
+    ~Scripted() { standIn_.script_(nullptr); }
+
+   private:
+    const StandIn& standIn_;
+  };
+  Scripted scripted(const char* script) const { return Scripted(*this, script); }
+
+ private:
+  const Library* library_ = nullptr;
+  void* handle_ = nullptr;
+  void (*script_)(const char*) = nullptr;
+  int64_t (*count_)(const char*) = nullptr;
+};
+
+inline Deadline in(int milliseconds) {
+  return Deadline::after(std::chrono::milliseconds(milliseconds));
+}
+// Long enough for a machine that runs the sanitizers beside other things.
+inline Deadline patient() { return in(60000); }
+
+// Device memory, filled by the host and read by it.
+class Buffer {
+ public:
+  Buffer(size_t bytes, void* stream) : bytes_(bytes), stream_(stream) {
+    data_ = mycoll_standin_malloc(bytes + 1, stream);  // also for none: an address of its own
+  }
+  Buffer(const std::vector<char>& content, void* stream) : Buffer(content.size(), stream) {
+    if (bytes_ != 0) (void)mycoll_standin_copy(data_, content.data(), bytes_, stream_);
+  }
+  ~Buffer() { mycoll_standin_free(data_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  Span span() const { return {data_, bytes_}; }
+  Span part(size_t offset, size_t bytes) const {
+    return {static_cast<char*>(data_) + offset, bytes};
+  }
+  // After what is on the stream.
+  std::vector<char> read() const {
+    std::vector<char> content(bytes_);
+    if (bytes_ != 0) (void)mycoll_standin_copy(content.data(), data_, bytes_, stream_);
+    return content;
+  }
+
+ private:
+  const size_t bytes_;
+  void* const stream_;
+  void* data_ = nullptr;
+};
+
+struct Rank {
+  std::shared_ptr<Communicator> comm;
+  void* stream = nullptr;
+};
+
+// All ranks connect, run `body` and close. Streams are reused: each is a thread for good.
+class World {
+ public:
+  World(StandIn& standIn, int ranks, CommunicatorOptions options = {}) : standIn_(standIn) {
+    UniqueId id;
+    const Status made = Communicator::createId(standIn.library(), &id);
+    if (!made.ok()) test::fail(__FILE__, __LINE__, made.toString());
+    for (int rank = 0; rank < ranks; ++rank) {
+      ranks_.push_back(
+          {std::make_shared<Communicator>(standIn.library(), rank, ranks, "world", options),
+           streamOf(rank)});
+    }
+    test::Threads(ranks, [&](int rank) {
+      const Status connected = ranks_[rank].comm->connect(id, patient(), nullptr);
+      EXPECT_OK(connected);
+    });
+  }
+  ~World() {
+    test::Threads(static_cast<int>(ranks_.size()), [&](int rank) {
+      const Communicator::State state = ranks_[rank].comm->state();
+      const Status closed = ranks_[rank].comm->close(patient());
+      if (state == Communicator::State::kReady) EXPECT_OK(closed);
+    });
+  }
+
+  Rank& operator[](int rank) { return ranks_[rank]; }
+  void run(const std::function<void(Rank& rank)>& body) {
+    test::Threads(static_cast<int>(ranks_.size()), [&](int rank) { body(ranks_[rank]); });
+  }
+  StandIn& standIn() { return standIn_; }
+
+  static void* streamOf(int rank) {
+    static std::vector<void*>& streams = *[] {
+      auto* made = new std::vector<void*>;
+      for (int i = 0; i < 8; ++i) made->push_back(mycoll_standin_stream_create(i % 4, 0));
+      return made;
+    }();
+    return streams[rank];
+  }
+
+ private:
+  StandIn& standIn_;
+  std::vector<Rank> ranks_;
+};
+
+// Bytes that tell rank, part and place.
+inline std::vector<char> pattern(size_t bytes, int rank, int part = 0) {
+  std::vector<char> content(bytes);
+  for (size_t i = 0; i < bytes; ++i) {
+    content[i] = static_cast<char>((i * 7 + rank * 31 + part * 101 + i / 256) & 0xff);
+  }
+  return content;
+}
+
+inline Call callOf(OpKind kind, DType dtype, std::vector<Span> in, std::vector<Span> out,
+                   int root = -1, ReduceOp op = ReduceOp::kSum) {
+  Call call;
+  call.kind = kind;
+  call.dtype = dtype;
+  call.elementBytes = elementSize(dtype) != 0 ? elementSize(dtype) : 1;
+  call.reduceOp = op;
+  call.root = root;
+  call.in = std::move(in);
+  call.out = std::move(out);
+  return call;
+}
+
+}  // namespace mycoll::nccl::world

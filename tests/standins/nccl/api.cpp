@@ -1,0 +1,478 @@
+// The functions of NCCL, as mycoll declares them (nccl/abi.h): arguments, groups, counting.
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <mutex>
+#include <utility>
+
+#include "comm.h"
+#include "device.h"
+#include "standin_nccl.h"
+
+namespace standin::nccl {
+namespace {
+
+using mycoll::nccl::ScalarResidence;
+using mycoll::nccl::Window;
+
+// Operations since ncclGroupStart, of this thread.
+struct Group {
+  struct Pending {
+    std::shared_ptr<Comm> comm;
+    void* stream;
+    std::vector<Operation> operations;
+  };
+  int depth = 0;
+  Result error = Result::kSuccess;
+  std::vector<Pending> pending;
+};
+
+thread_local Group group;
+
+std::mutex lastConfigMutex;
+Config lastConfig;
+
+std::mutex allocationsMutex;
+std::map<void*, void*> allocations;  // ncclMemAlloc's: what was handed out, and its block
+
+Result invalid(std::string sentence) {
+  return complain(Result::kInvalidArgument, std::move(sentence));
+}
+
+bool isUndefinedOr(int value, int least, int most) {
+  return value == mycoll::nccl::kUndefined || (value >= least && value <= most);
+}
+
+// As NCCL does it: as many bytes as both know.
+Result readConfig(const Config* given, Config* config) {
+  *config = Config();
+  if (given == nullptr) return Result::kSuccess;
+  if (given->size < offsetof(Config, cgaClusterSize) ||
+      given->magic != mycoll::nccl::kConfigMagic) {
+    return invalid("ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
+  }
+  std::memcpy(static_cast<void*>(config), given, std::min(given->size, sizeof(Config)));
+  if (!isUndefinedOr(config->blocking, 0, 1)) return invalid("Invalid config blocking attribute");
+  if (!isUndefinedOr(config->cgaClusterSize, 0, 8)) return invalid("Invalid cgaClusterSize");
+  if (!isUndefinedOr(config->minCtas, 1, 64) || !isUndefinedOr(config->maxCtas, 1, 64) ||
+      (config->minCtas != mycoll::nccl::kUndefined && config->maxCtas != mycoll::nccl::kUndefined &&
+       config->minCtas > config->maxCtas)) {
+    return invalid("Invalid config min/max channels attribute value");
+  }
+  if (!isUndefinedOr(config->splitShare, 0, 1)) return invalid("Invalid config splitShare");
+  std::lock_guard<std::mutex> lock(lastConfigMutex);
+  lastConfig = *config;
+  lastConfig.netName = lastConfig.commName = nullptr;  // the caller's
+  return Result::kSuccess;
+}
+
+Result startGroup() {
+  ++group.depth;
+  return Result::kSuccess;
+}
+
+Result endGroup() {
+  if (group.depth == 0) {
+    return complain(Result::kInvalidUsage, "ncclGroupEnd: not in a group call");
+  }
+  if (--group.depth > 0) return Result::kSuccess;
+  const Group ended = std::exchange(group, Group());
+  for (const auto& pending : ended.pending) Entry::leaveGroup(*pending.comm);
+  if (ended.error != Result::kSuccess) return ended.error;
+  Result result = Result::kSuccess;
+  for (const auto& pending : ended.pending) {
+    if (pending.comm->isBlocking != ended.pending.front().comm->isBlocking) {
+      return invalid("Blocking and nonblocking communicators are not allowed in the same group");
+    }
+    const Entry entry(*pending.comm, "ncclGroupEnd", false);
+    const Result issued = pending.comm->issue(pending.operations, pending.stream);
+    if (issued != Result::kSuccess) result = issued;
+  }
+  return result;
+}
+
+// What an operation reads and writes, in parts of `count` elements.
+struct Reach {
+  bool reads = true, writes = true;
+};
+
+bool isDevicePointer(const void* address) { return Device::get().pointerDevice(address) >= 0; }
+
+Result checkArguments(const Comm& comm, const Operation& op, Reach reach) {
+  const std::string name = op.name;
+  const int type = static_cast<int>(op.type);
+  if (type < 0 || type > static_cast<int>(DataType::kFloat8E5M2)) {
+    return invalid(name + ": invalid type " + std::to_string(type));
+  }
+  if (type >= static_cast<int>(DataType::kFloat8E4M3) && script().version < 22400) {
+    return invalid(name + ": float8 comes with 2.24");
+  }
+  if (op.root < -1 || op.root >= comm.ranks) {
+    return invalid(name + ": invalid root or peer " + std::to_string(op.root));
+  }
+  if (op.count == 0) return Result::kSuccess;
+  if ((reach.reads && !isDevicePointer(op.send)) ||
+      (reach.writes && !isDevicePointer(op.receive))) {
+    return invalid(name + ": a buffer is not device memory");
+  }
+  return Result::kSuccess;
+}
+
+Result add(Handle handle, Operation op, void* stream, Reach reach) {
+  count(op.name);
+  const std::shared_ptr<Comm> comm = find(handle, op.name);
+  const Entry entry(*comm, op.name, group.depth > 0);
+  Result result = comm->readiness();
+  if (result == Result::kSuccess) {
+    hangWhile("enqueue", comm->rank, [&] { return comm->isAborted(); });
+    if (comm->isAborted() || script().fails("enqueue", comm->rank)) {
+      result = complain(Result::kInternalError, "aborted, or told to fail");
+    }
+  }
+  if (result == Result::kSuccess) result = checkArguments(*comm, op, reach);
+  if (result == Result::kSuccess && static_cast<int>(op.op) >= 5) {
+    op.factor = comm->factorOf(op.op);
+    if (!op.factor || op.factor->type != op.type) {
+      result = invalid(std::string(op.name) + ": no such operator for this type");
+    }
+    op.op = static_cast<RedOp>(5);  // its number differs between ranks
+  }
+  if (stream == nullptr) die(std::string(op.name) + " on a null stream");
+  if (group.depth > 0) {
+    if (result != Result::kSuccess) {
+      group.error = result;
+      return result;
+    }
+    for (auto& pending : group.pending) {
+      if (pending.comm != comm) continue;
+      if (pending.stream != stream) die("several streams in one group are more than I can do");
+      pending.operations.push_back(std::move(op));
+      return Result::kSuccess;
+    }
+    group.pending.push_back({comm, stream, {std::move(op)}});
+    return Result::kSuccess;
+  }
+  if (result != Result::kSuccess) return result;
+  // NCCL, too, starts nothing for collectives of no elements.
+  if (op.count == 0 && op.kind != Kind::kSend && op.kind != Kind::kReceive) return result;
+  return comm->issue({std::move(op)}, stream);
+}
+
+Operation operation(Kind kind, const char* name, const void* send, void* receive, size_t count,
+                    DataType type, RedOp op, int root) {
+  Operation made;
+  made.kind = kind;
+  made.name = name;
+  made.send = send;
+  made.receive = receive;
+  made.count = count;
+  made.type = type;
+  made.op = op;
+  made.root = root;
+  return made;
+}
+
+// For calls that are no operations: those may not meet others either.
+template <typename Function>
+Result with(Handle handle, const char* name, Function function) {
+  count(name);
+  const std::shared_ptr<Comm> comm = find(handle, name);
+  const Entry entry(*comm, name, false);
+  const Result ready = comm->readiness();
+  return ready != Result::kSuccess ? ready : function(*comm);
+}
+
+Result connect(Handle* made, int ranks, const UniqueId& id, int rank, const Config* given) {
+  count("ncclCommInitRankConfig");
+  *made = nullptr;
+  Config config;
+  const Result valid = readConfig(given, &config);
+  if (valid != Result::kSuccess) return valid;
+  if (ranks < 1 || rank < 0 || rank >= ranks) return invalid("invalid rank or number of ranks");
+  if (group.depth > 0) {
+    return complain(Result::kInvalidUsage, "communicators in groups are more than I can do");
+  }
+  hangWhile("connect", rank, [] { return false; });
+  auto comm = std::make_shared<Comm>(rank, ranks, config);
+  *made = publish(comm);
+  return comm->connect(id);
+}
+
+// A child takes over what its configuration leaves open.
+Result childConfig(const Comm& parent, const Config* given, Config* config) {
+  const Result valid = readConfig(given, config);
+  if (given == nullptr) *config = parent.config;
+  if (config->blocking == mycoll::nccl::kUndefined) config->blocking = parent.config.blocking;
+  return valid;
+}
+
+}  // namespace
+}  // namespace standin::nccl
+
+using namespace standin::nccl;
+using mycoll::nccl::CudaStream;
+using mycoll::nccl::ScalarResidence;
+using mycoll::nccl::Window;
+
+#define NCCL_API extern "C" __attribute__((visibility("default")))
+
+NCCL_API Result ncclGetVersion(int* version) {
+  count("ncclGetVersion");
+  *version = script().version;
+  return Result::kSuccess;
+}
+
+NCCL_API const char* ncclGetErrorString(Result result) {
+  switch (result) {
+    case Result::kSuccess: return "no error";
+    case Result::kUnhandledCudaError: return "unhandled cuda error";
+    case Result::kSystemError: return "unhandled system error";
+    case Result::kInternalError: return "internal error";
+    case Result::kInvalidArgument: return "invalid argument";
+    case Result::kInvalidUsage: return "invalid usage";
+    case Result::kRemoteError: return "remote process exited or there was a network error";
+    case Result::kInProgress: return "NCCL operation in progress";
+    case Result::kTimeout: return "timeout";
+  }
+  return "unknown result code";
+}
+
+NCCL_API const char* ncclGetLastError(Handle) { return lastComplaint(); }
+
+NCCL_API Result ncclGetUniqueId(UniqueId* id) {
+  count("ncclGetUniqueId");
+  if (id == nullptr) return invalid("no room for the id");
+  return Segment::create(id) ? Result::kSuccess : Result::kSystemError;
+}
+
+NCCL_API Result ncclCommInitRankConfig(Handle* comm, int ranks, UniqueId id, int rank,
+                                       Config* config) {
+  return connect(comm, ranks, id, rank, config);
+}
+
+NCCL_API Result ncclCommInitRank(Handle* comm, int ranks, UniqueId id, int rank) {
+  return connect(comm, ranks, id, rank, nullptr);
+}
+
+NCCL_API Result ncclCommSplit(Handle handle, int color, int key, Handle* child, Config* given) {
+  return with(handle, "ncclCommSplit", [&](Comm& comm) {
+    Config config;
+    const Result valid = childConfig(comm, given, &config);
+    if (valid != Result::kSuccess) return valid;
+    if (color < -1) return invalid("color must be >= -1");
+    *child = nullptr;
+    return comm.split(color, key, child, config);
+  });
+}
+
+NCCL_API Result ncclCommShrink(Handle handle, int* excluded, int excludedCount, Handle* child,
+                               Config* given, int flags) {
+  count("ncclCommShrink");
+  const std::shared_ptr<Comm> comm = find(handle, "ncclCommShrink");
+  const Entry entry(*comm, "ncclCommShrink", false);
+  const bool aborts = flags == mycoll::nccl::kShrinkAbort;
+  const Result ready = comm->readiness();
+  if (!aborts && !comm->isStopped() && ready != Result::kSuccess) return ready;
+  Config config;
+  const Result valid = childConfig(*comm, given, &config);
+  if (valid != Result::kSuccess) return valid;
+  const std::vector<int> list(excluded, excluded + excludedCount);
+  for (int rank : list) {
+    if (rank < 0 || rank >= comm->ranks || rank == comm->rank) return invalid("excludeRanksList");
+  }
+  *child = nullptr;
+  return comm->shrink(list, aborts, child, config);
+}
+
+NCCL_API Result ncclCommFinalize(Handle handle) {
+  return with(handle, "ncclCommFinalize", [](Comm& comm) { return comm.finalize(); });
+}
+
+NCCL_API Result ncclCommDestroy(Handle handle) {
+  count("ncclCommDestroy");
+  return find(handle, "ncclCommDestroy")->destroy();
+}
+
+NCCL_API Result ncclCommAbort(Handle handle) {
+  count("ncclCommAbort");
+  return find(handle, "ncclCommAbort")->abort();
+}
+
+NCCL_API Result ncclCommRevoke(Handle handle, int flags) {
+  count("ncclCommRevoke");
+  if (flags != 0) return invalid("revokeFlags must be 0");
+  return find(handle, "ncclCommRevoke")->revoke();
+}
+
+NCCL_API Result ncclCommGetAsyncError(Handle handle, Result* error) {
+  *error = find(handle, "ncclCommGetAsyncError")->asyncError();
+  return Result::kSuccess;
+}
+
+NCCL_API Result ncclCommCount(const Handle handle, int* count) {
+  *count = find(handle, "ncclCommCount")->ranks;
+  return Result::kSuccess;
+}
+
+NCCL_API Result ncclCommUserRank(const Handle handle, int* rank) {
+  *rank = find(handle, "ncclCommUserRank")->rank;
+  return Result::kSuccess;
+}
+
+NCCL_API Result ncclMemAlloc(void** memory, size_t bytes) {
+  count("ncclMemAlloc");
+  static void* const stream = Device::get().streamCreate(0, 0);
+  // In whole pages that begin on one: windows want that.
+  constexpr size_t kPage = mycoll::nccl::kWindowAlignment;
+  auto* const block =
+      static_cast<char*>(Device::get().allocate((bytes + 2 * kPage - 1) / kPage * kPage, stream));
+  if (block == nullptr) return complain(Result::kUnhandledCudaError, "out of memory");
+  const size_t past = reinterpret_cast<uintptr_t>(block) % kPage;
+  *memory = past == 0 ? block : block + kPage - past;
+  std::lock_guard<std::mutex> lock(allocationsMutex);
+  allocations.emplace(*memory, block);
+  return Result::kSuccess;
+}
+
+NCCL_API Result ncclMemFree(void* memory) {
+  count("ncclMemFree");
+  void* block = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(allocationsMutex);
+    const auto found = allocations.find(memory);
+    if (found == allocations.end()) return invalid("not allocated by ncclMemAlloc");
+    block = found->second;
+    allocations.erase(found);
+  }
+  Device::get().release(block);
+  return Result::kSuccess;
+}
+
+NCCL_API Result ncclCommRegister(const Handle handle, void* buffer, size_t bytes, void** made) {
+  return with(handle, "ncclCommRegister", [&](Comm& comm) {
+    if (bytes == 0 || !isDevicePointer(buffer)) return invalid("not device memory");
+    return comm.registerBuffer(made);
+  });
+}
+
+NCCL_API Result ncclCommDeregister(const Handle handle, void* made) {
+  return with(handle, "ncclCommDeregister",
+              [&](Comm& comm) { return comm.deregisterBuffer(made); });
+}
+
+NCCL_API Result ncclCommWindowRegister(Handle handle, void* buffer, size_t bytes, Window** window,
+                                       int flags) {
+  return with(handle, "ncclCommWindowRegister", [&](Comm& comm) {
+    if (bytes == 0 || !isDevicePointer(buffer)) return invalid("not device memory");
+    if (reinterpret_cast<uintptr_t>(buffer) % mycoll::nccl::kWindowAlignment != 0) {
+      return invalid("window address must be aligned to NCCL_WIN_REQUIRED_ALIGNMENT");
+    }
+    if (flags < 0 || flags > 1) return invalid("window flags");
+    return comm.registerBuffer(reinterpret_cast<void**>(window));
+  });
+}
+
+NCCL_API Result ncclCommWindowDeregister(Handle handle, Window* window) {
+  return with(handle, "ncclCommWindowDeregister",
+              [&](Comm& comm) { return comm.deregisterBuffer(window); });
+}
+
+NCCL_API Result ncclRedOpCreatePreMulSum(RedOp* op, void* scalar, DataType type,
+                                         ScalarResidence residence, Handle handle) {
+  return with(handle, "ncclRedOpCreatePreMulSum", [&](Comm& comm) {
+    Factor factor;
+    factor.type = type;
+    if (residence == ScalarResidence::kDevice) {
+      factor.device = scalar;
+    } else {
+      const char* const bytes = static_cast<const char*>(scalar);
+      factor.value.assign(bytes, bytes + sizeOf(type));
+    }
+    return comm.createOp(std::move(factor), op);
+  });
+}
+
+// Also while the call that used it is in progress: NCCL has its copy.
+NCCL_API Result ncclRedOpDestroy(RedOp op, Handle handle) {
+  count("ncclRedOpDestroy");
+  return find(handle, "ncclRedOpDestroy")->destroyOp(op);
+}
+
+NCCL_API Result ncclGroupStart() { return startGroup(); }
+
+NCCL_API Result ncclGroupEnd() {
+  count("ncclGroupEnd");
+  return endGroup();
+}
+
+NCCL_API Result ncclAllReduce(const void* send, void* receive, size_t count, DataType type,
+                              RedOp op, Handle comm, CudaStream stream) {
+  return add(comm, operation(Kind::kAllReduce, "ncclAllReduce", send, receive, count, type, op, -1),
+             stream, {});
+}
+
+NCCL_API Result ncclBroadcast(const void* send, void* receive, size_t count, DataType type,
+                              int root, Handle comm, CudaStream stream) {
+  const bool isRoot = find(comm, "ncclBroadcast")->rank == root;
+  return add(comm,
+             operation(Kind::kBroadcast, "ncclBroadcast", send, receive, count, type, {}, root),
+             stream, {isRoot, true});
+}
+
+NCCL_API Result ncclReduce(const void* send, void* receive, size_t count, DataType type, RedOp op,
+                           int root, Handle comm, CudaStream stream) {
+  const bool isRoot = find(comm, "ncclReduce")->rank == root;
+  return add(comm, operation(Kind::kReduce, "ncclReduce", send, receive, count, type, op, root),
+             stream, {true, isRoot});
+}
+
+NCCL_API Result ncclAllGather(const void* send, void* receive, size_t count, DataType type,
+                              Handle comm, CudaStream stream) {
+  return add(comm, operation(Kind::kAllGather, "ncclAllGather", send, receive, count, type, {}, -1),
+             stream, {});
+}
+
+NCCL_API Result ncclReduceScatter(const void* send, void* receive, size_t count, DataType type,
+                                  RedOp op, Handle comm, CudaStream stream) {
+  return add(
+      comm,
+      operation(Kind::kReduceScatter, "ncclReduceScatter", send, receive, count, type, op, -1),
+      stream, {});
+}
+
+NCCL_API Result ncclAlltoAll(const void* send, void* receive, size_t count, DataType type,
+                             Handle comm, CudaStream stream) {
+  return add(comm, operation(Kind::kAllToAll, "ncclAlltoAll", send, receive, count, type, {}, -1),
+             stream, {});
+}
+
+NCCL_API Result ncclGather(const void* send, void* receive, size_t count, DataType type, int root,
+                           Handle comm, CudaStream stream) {
+  const bool isRoot = find(comm, "ncclGather")->rank == root;
+  return add(comm, operation(Kind::kGather, "ncclGather", send, receive, count, type, {}, root),
+             stream, {true, isRoot});
+}
+
+NCCL_API Result ncclScatter(const void* send, void* receive, size_t count, DataType type, int root,
+                            Handle comm, CudaStream stream) {
+  const bool isRoot = find(comm, "ncclScatter")->rank == root;
+  return add(comm, operation(Kind::kScatter, "ncclScatter", send, receive, count, type, {}, root),
+             stream, {isRoot, true});
+}
+
+NCCL_API Result ncclSend(const void* buffer, size_t count, DataType type, int peer, Handle comm,
+                         CudaStream stream) {
+  return add(comm, operation(Kind::kSend, "ncclSend", buffer, nullptr, count, type, {}, peer),
+             stream, {true, false});
+}
+
+NCCL_API Result ncclRecv(void* buffer, size_t count, DataType type, int peer, Handle comm,
+                         CudaStream stream) {
+  return add(comm, operation(Kind::kReceive, "ncclRecv", nullptr, buffer, count, type, {}, peer),
+             stream, {false, true});
+}
+
+extern "C" void mycoll_standin_nccl_last_config(void* config, uint64_t bytes) {
+  std::lock_guard<std::mutex> lock(lastConfigMutex);
+  std::memcpy(config, &lastConfig, std::min<uint64_t>(bytes, sizeof(lastConfig)));
+}

@@ -1,0 +1,162 @@
+// A communicator of the stand-in: who is in it, what NCCL would say of its state, and the launches
+// that move its data, one after the other in the order in which they were issued.
+//
+// Thread contract: [any thread]; that enqueues do not meet is checked by Entry.
+// Lifetimes: found by its handle until destroyed or aborted; launches hold one until they have run.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "nccl/abi.h"
+#include "script.h"
+#include "segment.h"
+
+namespace standin::nccl {
+
+using mycoll::nccl::Config;
+using mycoll::nccl::DataType;
+using mycoll::nccl::RedOp;
+using mycoll::nccl::Result;
+using mycoll::nccl::UniqueId;
+using Handle = mycoll::nccl::Comm*;
+
+enum class Kind : uint32_t {
+  kAllReduce,
+  kBroadcast,
+  kReduce,
+  kAllGather,
+  kReduceScatter,
+  kAllToAll,
+  kGather,
+  kScatter,
+  kSend,
+  kReceive,
+};
+
+// Of a PREMUL_SUM.
+struct Factor {
+  DataType type{};
+  std::vector<char> value;       // taken at creation...
+  const void* device = nullptr;  // ... or read when the operation runs
+};
+
+struct Operation {
+  Kind kind{};
+  const char* name = "";
+  const void* send = nullptr;
+  void* receive = nullptr;
+  size_t count = 0;
+  DataType type{};
+  RedOp op{};
+  int root = -1;                   // or the peer of kSend and kReceive
+  std::shared_ptr<Factor> factor;  // null: none
+};
+
+size_t sizeOf(DataType type);
+
+class Comm : public std::enable_shared_from_this<Comm> {
+ public:
+  Comm(int rank, int ranks, const Config& config);
+
+  const int rank, ranks;
+  const Config config;
+  const bool isBlocking;
+
+  // --- what ncclX of a handle does
+  Result connect(const UniqueId& id);
+  Result split(int color, int key, Handle* child, const Config& config);
+  Result shrink(const std::vector<int>& excluded, bool abortsParent, Handle* child,
+                const Config& config);
+  Result issue(std::vector<Operation> operations, void* stream);
+  Result finalize();
+  Result destroy();
+  Result abort();
+  Result revoke();
+  Result asyncError();
+  // Not ready: what a call with this communicator returns.
+  Result readiness();
+
+  Result createOp(Factor factor, RedOp* op);
+  Result destroyOp(RedOp op);
+  std::shared_ptr<Factor> factorOf(RedOp op);  // null: no such operator
+
+  Result registerBuffer(void** handle);
+  Result deregisterBuffer(void* handle);
+
+  // --- for launches
+  const Segment& segment() const { return *segment_; }
+  bool isAborted() const { return isAborted_; }
+  bool isStopped() const { return isAborted_ || isRevoked_; }
+  void setError(Result error);
+  uint64_t nextCollective() { return collectives_++; }
+
+ private:
+  friend class Entry;
+  struct Launch;
+
+  Result background(std::function<Result()> job);
+  Result meet();
+  Result makeChild(const std::vector<int>& members, int color, int key, Handle* child,
+                   const Config& config);
+  void run(const Launch& launch);
+  template <typename Predicate>
+  Result await(Predicate isTrue);
+
+  std::unique_ptr<Segment> segment_;
+  UniqueId id_{};
+  std::atomic<bool> isAborted_{false}, isRevoked_{false};
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  Result state_ = Result::kSuccess;
+  int jobs_ = 0;  // in the background
+  bool isFinalizing_ = false;
+  bool isRunning_ = false;
+  uint64_t issued_ = 0, passed_ = 0;  // launches; those of graphs are not among them
+  int64_t operations_ = 0;
+  std::map<int, std::shared_ptr<Factor>> factors_;
+  int nextOp_ = 5;
+  std::map<void*, int> buffers_;
+
+  uint64_t collectives_ = 0;  // of the running launch
+  uint64_t rounds_ = 0;       // children, of one thread at a time
+
+  std::atomic<bool> isEntered_{false};
+  std::atomic<std::thread::id> groupOwner_{};
+};
+
+// --- handles: never used twice, so that one that outlives its communicator is always noticed
+
+Handle publish(std::shared_ptr<Comm> comm);
+void withdraw(const Comm* comm);
+// Ends the process when it is none, or was one.
+std::shared_ptr<Comm> find(Handle handle, const char* function);
+
+// Two threads inside one communicator end the process.
+class Entry {
+ public:
+  Entry(Comm& comm, const char* function, bool isGrouped);
+  ~Entry() { comm_.isEntered_ = false; }
+  // The thread's group is over.
+  static void leaveGroup(Comm& comm) { comm.groupOwner_ = std::thread::id(); }
+
+ private:
+  Comm& comm_;
+};
+
+// ncclGetLastError, of this thread.
+Result complain(Result result, std::string sentence);
+const char* lastComplaint();
+
+// False: it was stopped by an abort, or never will end (mover.cpp).
+bool move(Comm& comm, const std::vector<Operation>& operations);
+
+}  // namespace standin::nccl

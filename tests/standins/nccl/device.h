@@ -1,0 +1,22 @@
+// The functions of ../device that this stand-in needs, found in the process at first use: both are
+// loaded by whoever uses them, in any order. Ends the process when the device is not there.
+// Thread contract: [any thread].
+#pragma once
+
+#include <cstddef>
+
+namespace standin::nccl {
+
+struct Device {
+  void (*enqueueOwned)(void* stream, void (*fn)(void*), void* argument, void (*destroy)(void*));
+  void* (*touch)(const void* address, size_t bytes, const char* what);
+  int (*pointerDevice)(const void* address);
+  int (*isCapturing)(void* stream);
+  void* (*streamCreate)(int device, int priority);
+  void* (*allocate)(size_t bytes, void* stream);
+  void (*release)(void* address);
+
+  static const Device& get();
+};
+
+}  // namespace standin::nccl

@@ -1,0 +1,47 @@
+// What the stand-in was told to do (standin_nccl.h has the keys), and what it counts.
+// Thread contract: [any thread].
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "nccl/abi.h"
+
+namespace standin::nccl {
+
+struct Script {
+  int version = 22809;
+  int progressMilliseconds = 0;
+  int rank = -1;
+  std::string hang;  // "op+abort"
+  std::string fail;
+  int64_t errorAfter = -1;
+  mycoll::nccl::Result error = mycoll::nccl::Result::kUnhandledCudaError;
+  bool mismatchIsError = false;
+  bool duplicateGpu = false;
+  bool peerDeathIsError = true;
+
+  bool concerns(int ofRank) const { return rank < 0 || rank == ofRank; }
+  bool hangs(const char* what, int ofRank) const;
+  bool fails(const char* what, int ofRank) const;
+};
+
+Script script();
+
+// Stays here while the script says so, and isEnough() (an abort, most often) does not.
+template <typename Predicate>
+void hangWhile(const char* what, int rank, Predicate isEnough);
+void nap();
+
+void count(const std::string& what, int64_t change = 1);
+int64_t counted(const std::string& what);
+
+// Misuse that NCCL would not survive: ends the process.
+[[noreturn]] void die(const std::string& sentence);
+
+template <typename Predicate>
+void hangWhile(const char* what, int rank, Predicate isEnough) {
+  while (script().hangs(what, rank) && !isEnough()) nap();
+}
+
+}  // namespace standin::nccl

@@ -1,4 +1,5 @@
 // Many tensors in one call, and many calls in one Work.
+#include "backend/device/device_group.h"
 #include "backend/mycoll_backend.h"
 
 namespace mycoll {
@@ -31,6 +32,7 @@ void MycollBackend::startCoalescing() {
   // A list of this thread's own is left over from a block that an exception ended: torch does not
   // tell. Its operations are under way like all others.
   coalesced_.clear();
+  if (device_) device_->dropBatch();
   coalescingThread_.store(thisThread(), std::memory_order_release);
 }
 
@@ -40,6 +42,12 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
   std::vector<WorkPtr> works = std::move(coalesced_);
   coalesced_.clear();
   coalescingThread_.store(nullptr, std::memory_order_release);
+  if (device_) {
+    if (WorkPtr onDevice = device_->endBatch({isTimed_, {}})) {
+      if (works.empty()) return onDevice;
+      works.push_back(std::move(onDevice));
+    }
+  }
   return c10::make_intrusive<CoalescedWork>(std::move(works));
 }
 
@@ -58,8 +66,9 @@ MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
   for (size_t i = 0; i < tensors.size();) {
     size_t end = i;
     size_t bytes = 0;
-    while (end < tensors.size() && tensors[end].nbytes() <= kSmallBytes &&
-           bytes + tensors[end].nbytes() <= kBucketBytes) {
+    // On devices, all of them are one launch anyway.
+    while (tensors[i].device().is_cpu() && end < tensors.size() &&
+           tensors[end].nbytes() <= kSmallBytes && bytes + tensors[end].nbytes() <= kBucketBytes) {
       bytes += tensors[end].nbytes();
       ++end;
     }

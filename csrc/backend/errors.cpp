@@ -45,4 +45,12 @@ std::exception_ptr toException(const Status& status) {
   }
 }
 
+c10d::WorkResult toWorkResult(const Status& status) {
+  switch (status.code()) {
+    case Code::kOk: return c10d::WorkResult::SUCCESS;
+    case Code::kTimeout: return c10d::WorkResult::TIMEOUT;
+    default: return c10d::WorkResult::COMM_ERROR;
+  }
+}
+
 }  // namespace mycoll

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <exception>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "base/status.h"
 
@@ -23,6 +24,8 @@ inline void throwIfFailed(const Status& status) {
     throwStatus(status);
   }
 }
+
+c10d::WorkResult toWorkResult(const Status& status);
 
 // The same, to be thrown elsewhere; null when ok. Ignores interrupts: they belong to one wait().
 std::exception_ptr toException(const Status& status);

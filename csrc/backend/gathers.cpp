@@ -23,9 +23,7 @@ void MycollBackend::addAllGatherList(Request& request, const Tensors& outputs,
   checkPerRank(request.site, "tensor_list", outputs, inputArgument, input, /*areOutputs=*/true);
   checkSameShape(request.site, Argument{"tensor_list", rank_}, outputs[static_cast<size_t>(rank_)],
                  inputArgument, input);
-  std::vector<Span> out;
-  out.reserve(outputs.size());
-  for (const at::Tensor& output : outputs) out.push_back(request.output(output));
+  std::vector<Span> out = request.outputs(outputs);
   const Span in = request.input(input);
   Call& call = request.addCall(OpKind::kAllGather, input);
   call.in.push_back(in);
@@ -55,6 +53,7 @@ void MycollBackend::addAllGatherInto(Request& request, const at::Tensor& output,
                 "the input's times the number of ranks");
   const Span whole = request.output(output);
   const Span in = request.input(input);
+  request.isFlat = true;
   Call& call = request.addCall(OpKind::kAllGather, input);
   call.in.push_back(in);
   call.out.reserve(static_cast<size_t>(size_));

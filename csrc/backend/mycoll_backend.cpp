@@ -1,5 +1,6 @@
 #include "backend/mycoll_backend.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <c10/util/Float8_e4m3fn.h>
 #include <pthread.h>
 
@@ -11,6 +12,7 @@
 
 #include "backend/call_site.h"
 #include "backend/callback_pool.h"
+#include "backend/device/device_group.h"
 #include "backend/errors.h"
 #include "backend/profiling.h"
 #include "backend/torch_store.h"
@@ -79,19 +81,25 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
+  std::shared_ptr<DeviceGroup> device;
+  if (at::getAccelerator(/*checked=*/false)) {
+    device = DeviceGroup::create(groupName, communicator, options);
+  }
   return c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator),
                                             std::move(groupName), std::move(globalRanks),
-                                            std::move(options));
+                                            std::move(options), std::move(device));
 }
 
 MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
                              std::string groupName, std::vector<int64_t> globalRanks,
-                             c10::intrusive_ptr<MycollOptions> options)
+                             c10::intrusive_ptr<MycollOptions> options,
+                             std::shared_ptr<DeviceGroup> device)
     : c10d::Backend(rank, size),
       communicator_(std::move(communicator)),
       groupName_(std::move(groupName)),
       globalRanks_(std::move(globalRanks)),
       options_(std::move(options)),
+      device_(std::move(device)),
       forkCount_(forkCount.load(std::memory_order_relaxed)) {
   init();
   // torch has changed what becomes of numbers that are too large: the sums follow the torch at
@@ -106,25 +114,32 @@ MycollBackend::~MycollBackend() {
   if (forkCount.load(std::memory_order_relaxed) != forkCount_) {
     // The parent's connections must not hear from its child: nothing is closed, nothing is freed.
     new std::shared_ptr<Communicator>(communicator_);
+    new std::shared_ptr<DeviceGroup>(device_);
     return;
   }
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     registry().groups.erase(this);
   }
-  communicator_->close(Deadline::after(kDropTimeout));
+  const Deadline deadline = Deadline::after(kDropTimeout);
+  if (device_) device_->close(deadline);
+  communicator_->close(deadline);
 }
 
 void MycollBackend::closeAll(Milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   std::vector<std::shared_ptr<Communicator>> open;
+  std::vector<std::shared_ptr<DeviceGroup>> devices;
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     const int forks = forkCount.load(std::memory_order_relaxed);
     for (MycollBackend* group : registry().groups) {
-      if (group->forkCount_ == forks) open.push_back(group->communicator_);
+      if (group->forkCount_ != forks) continue;
+      open.push_back(group->communicator_);
+      if (group->device_) devices.push_back(group->device_);
     }
   }
+  for (const auto& device : devices) device->close(deadline);
   for (const auto& communicator : open) communicator->close(deadline);
   if (!CallbackPool::get().drain(deadline.remaining())) {
     MYCOLL_LOG_WARN("a callback of a future has not returned in time for the process's exit");
@@ -138,10 +153,22 @@ void MycollBackend::setTimeout(Milliseconds timeout) {
   }
   options_->timeout = timeout;
   communicator_->setTimeout(timeout);
+  if (device_) device_->setTimeout(timeout);
 }
 
+void MycollBackend::eagerConnectSingleDevice(at::Device device) {
+  enter("init_process_group");
+  if (device_ && !device.is_cpu()) device_->connect(device);
+}
+
+uint64_t MycollBackend::getSequenceNumberForGroup() {
+  return communicator_->sequence() + (device_ ? device_->sequence() : 0);
+}
+
+std::string MycollBackend::deviceTransport() const { return device_ ? device_->road() : ""; }
+
 c10d::ErrorType MycollBackend::getError() {
-  switch (communicator_->error().code()) {
+  switch ((device_ ? device_->error() : communicator_->error()).code()) {
     case Code::kOk: return c10d::ErrorType::SUCCESS;
     case Code::kTimeout: return c10d::ErrorType::TIMEOUT;
     case Code::kPeerLost: return c10d::ErrorType::REMOTE_ERROR;
@@ -151,12 +178,19 @@ c10d::ErrorType MycollBackend::getError() {
 
 void MycollBackend::abort() {
   enter("abort");
-  communicator_->abort(c10::str("rank ", rank_, " called abort()"));
+  const std::string reason = c10::str("rank ", rank_, " called abort()");
+  if (device_) {
+    device_->abort(reason);
+  } else {
+    communicator_->abort(reason);
+  }
 }
 
 void MycollBackend::shutdown() {
   enter("shutdown");
-  communicator_->close(Deadline::after(kShutdownTimeout));
+  const Deadline deadline = Deadline::after(kShutdownTimeout);
+  if (device_) device_->close(deadline);
+  communicator_->close(deadline);
 }
 
 c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
@@ -226,14 +260,15 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList outpu
 
 MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs,
                                              bool isProfiled) {
+  if (!request.device.is_cpu()) return launchOnDevice(request, outputs);
   const Milliseconds timeout =
       request.timeout > Milliseconds(0) ? request.timeout : Milliseconds(-1);
   auto kept = std::make_shared<Kept>();
   kept->tensors = std::move(request.keep);
   MycollWork::Ops ops;
   if (request.composite) [[unlikely]] {
-    ops.push_back(communicator_->submitComposite(std::move(request.composite), kept, !request.async,
-                                                 timeout));
+    ops.push_back(communicator_->submitComposite(
+        request.compositeKind, std::move(request.composite), kept, !request.async, timeout));
   }
   for (Call& call : request.calls) {
     if (call.kind == OpKind::kSend) {
@@ -250,6 +285,34 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
     for (const OpPtr& op : ops) op->record().setSite(site);
   }
   return finishLaunch(request, outputs, std::move(ops), isProfiled);
+}
+
+MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
+  if (!device_) {
+    refuse(request.site, c10::str("there are tensors on ", request.device,
+                                  ", but this process had no accelerator when the group was made"));
+  }
+  if (isCoalescing()) {
+    device_->addToBatch(std::move(request), outputs);
+    return nullptr;
+  }
+  DeviceGroup::Extras extras{isTimed_, {}};
+  if (hook_) {
+    {
+      std::lock_guard<std::mutex> lock(hook_->mutex);
+      ++hook_->pending;
+    }
+    extras.whenOver = [state = hook_, type = request.type,
+                       sequence = getSequenceNumberForGroup()](std::chrono::nanoseconds took) {
+      const auto ended = MycollWork::Clock::now();
+      state->call(std::make_shared<c10d::WorkInfo>(type, sequence, ended - took, ended,
+                                                   std::chrono::duration<float, std::nano>(took)));
+      std::lock_guard<std::mutex> done(state->mutex);
+      --state->pending;
+      state->changed.notify_all();
+    };
+  }
+  return device_->launch(request, outputs, std::move(extras));
 }
 
 MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,

@@ -25,6 +25,8 @@
 
 namespace mycoll {
 
+class DeviceGroup;
+
 class MycollBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -41,7 +43,7 @@ class MycollBackend final : public c10d::Backend {
   // For create(), and c10::make_intrusive.
   MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
                 std::string groupName, std::vector<int64_t> globalRanks,
-                c10::intrusive_ptr<MycollOptions> options);
+                c10::intrusive_ptr<MycollOptions> options, std::shared_ptr<DeviceGroup> device);
   ~MycollBackend() override;
 
   // Closes every group of the process, within the timeout altogether: for the interpreter's exit.
@@ -49,6 +51,8 @@ class MycollBackend final : public c10d::Backend {
 
   // "shm", "tcp", "shm+tcp" or "self".
   std::string transport() const { return communicator_->transport(); }
+  // How tensors on devices travel: "nccl" or "host"; "" while that is not decided.
+  std::string deviceTransport() const;
   const c10::intrusive_ptr<MycollOptions>& options() const { return options_; }
 
   const std::string getBackendName() const override { return kBackendName; }
@@ -93,7 +97,7 @@ class MycollBackend final : public c10d::Backend {
 
   // The engine numbers collectives by itself, from 0 on every rank.
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return communicator_->sequence(); }
+  uint64_t getSequenceNumberForGroup() override;
 
   void setTimeout(Milliseconds timeout) override;
   c10d::ErrorType getError() override;
@@ -111,7 +115,8 @@ class MycollBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
-  void eagerConnectSingleDevice(at::Device) override {}  // connections are made when first needed
+  // For torch's device_id: the other connections are made when first needed.
+  void eagerConnectSingleDevice(at::Device device) override;
 #if MYCOLL_TORCH_HAS_IS_INITIALIZED
   bool isInitialized() override { return true; }
 #endif
@@ -127,6 +132,7 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr run(Request& request, at::TensorList outputs);
   WorkPtr runProfiled(Request& request, at::TensorList outputs);
   WorkPtr launch(Request& request, at::TensorList outputs, bool isProfiled);
+  WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
   WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops,
                        bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
@@ -145,6 +151,7 @@ class MycollBackend final : public c10d::Backend {
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;
   const c10::intrusive_ptr<MycollOptions> options_;
+  const std::shared_ptr<DeviceGroup> device_;  // null where there is no accelerator
   const int forkCount_;  // how often this process had been forked when the group was made
 
   bool isTimed_ = false;

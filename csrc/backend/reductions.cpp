@@ -1,8 +1,23 @@
 // broadcast, all_reduce, reduce, and the barriers.
+#include "backend/device/device_group.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 
 namespace mycoll {
+namespace {
+
+Task fencedBarrier(std::vector<EventPtr> fence, CollectiveRunner& runner) {
+  for (const EventPtr& event : fence) {
+    EventPassed passed(event);
+    co_await passed;
+  }
+  Call barrier;
+  barrier.kind = OpKind::kBarrier;
+  Status status = co_await runner.run(std::move(barrier));
+  co_return status;
+}
+
+}  // namespace
 
 MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
                                                 const c10d::BroadcastOptions& opts) {
@@ -81,6 +96,14 @@ MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) 
   // device_ids tell NCCL which devices to use; ranks that meet on the CPU need none.
   const CallSite site = enter("barrier");
   Request request(site, c10d::OpType::BARRIER, "mycoll:barrier", opts.timeout, opts.asyncOp);
+  // What was enqueued before it on devices is over behind it, as with NCCL's.
+  const std::vector<EventPtr> fence = device_ ? device_->fence() : std::vector<EventPtr>();
+  if (!fence.empty() && opts.asyncOp) {
+    request.compositeKind = OpKind::kBarrier;
+    request.composite = [fence](CollectiveRunner& runner) { return fencedBarrier(fence, runner); };
+    return run(request, at::TensorList());
+  }
+  if (!fence.empty()) throwIfFailed(device_->waitFor(fence));
   request.calls.emplace_back().kind = OpKind::kBarrier;
   return run(request, at::TensorList());
 }

@@ -1,10 +1,13 @@
 #include "backend/request.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "backend/device/copies.h"
 #include "backend/plain_dispatch.h"
 #include "backend/torch_version.h"
 
@@ -28,6 +31,25 @@ Span envelope(const std::vector<Span>& spans) {
   return Span{begin, static_cast<size_t>(end - begin)};
 }
 
+bool areEqual(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.nbytes() != tensors.front().nbytes()) return false;
+  }
+  return true;
+}
+
+// Plain, and one behind the other, as the chunks of one tensor are.
+bool areAdjacent(const std::vector<at::Tensor>& tensors) {
+  const char* next = nullptr;
+  for (const at::Tensor& tensor : tensors) {
+    if (!isPlain(tensor)) return false;
+    const char* begin = readable(tensor).begin();
+    if (next != nullptr && begin != next) return false;
+    next = begin + tensor.nbytes();
+  }
+  return true;
+}
+
 }  // namespace
 
 Call& Request::addCall(OpKind kind, const at::Tensor& tensor) {
@@ -40,34 +62,121 @@ Call& Request::addCall(OpKind kind, const at::Tensor& tensor) {
   return call;
 }
 
-Span Request::input(const at::Tensor& tensor) {
-  if (isPlain(tensor)) [[likely]] {
-    keep.push_back(tensor);
-    return readable(tensor);
+void Request::admit(const at::Tensor& tensor) {
+  if (!keep.empty()) {
+    refuse(site, c10::str("all tensors of a call must be on one device, but there are ", device,
+                          " and ", tensor.device()));
   }
-  at::Tensor packed = emptyLike(tensor);
-  const Span span = writable(packed);
-  pack(tensor, span.data);
-  keep.push_back(std::move(packed));
-  return span;
+  if (isSubByte(tensor.scalar_type())) {
+    refuse(site,
+           c10::str("tensors of ", c10::toString(tensor.scalar_type()),
+                    ", whose elements share bytes, must be on the CPU, not on ", tensor.device()));
+  }
+  device = tensor.device();
+}
+
+at::Tensor Request::emptyPacked(const at::Tensor& tensor) const {
+  if (!isOnDevice()) return emptyLike(tensor);
+  const PlainDispatch guard;
+  return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).device(device));
+}
+
+at::Tensor Request::pack(const at::Tensor& tensor) const {
+  at::Tensor packed = emptyPacked(tensor);
+  if (isOnDevice()) {
+    const PlainDispatch guard;
+    packed.copy_(tensor, /*non_blocking=*/true);
+  } else {
+    mycoll::pack(tensor, packed.mutable_data_ptr());
+  }
+  return packed;
+}
+
+Span Request::input(const at::Tensor& tensor) {
+  if (tensor.device() != device) [[unlikely]] {
+    admit(tensor);
+  }
+  keep.push_back(isPlain(tensor) ? tensor : pack(tensor));
+  return readable(keep.back());
 }
 
 Span Request::output(const at::Tensor& tensor) {
+  if (tensor.device() != device) [[unlikely]] {
+    admit(tensor);
+  }
   if (isPlain(tensor)) [[likely]] {
     keep.push_back(tensor);
     return writable(tensor);
   }
-  at::Tensor packed = emptyLike(tensor);
-  const Span span = writable(packed);
-  keep.push_back(packed);
-  copyBacks.push_back({std::move(packed), tensor});
-  return span;
+  keep.push_back(emptyPacked(tensor));
+  copyBacks.push_back({keep.back(), tensor});
+  return writable(keep.back());
 }
 
 Span Request::inOut(const at::Tensor& tensor) {
-  const Span span = output(tensor);
-  if (!isPlain(tensor)) pack(tensor, span.data);
-  return span;
+  if (isPlain(tensor)) [[likely]] {
+    return output(tensor);
+  }
+  if (tensor.device() != device) admit(tensor);
+  keep.push_back(pack(tensor));
+  copyBacks.push_back({keep.back(), tensor});
+  return writable(keep.back());
+}
+
+std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
+  std::vector<Span> spans;
+  spans.reserve(tensors.size());
+  const bool isEqual = areEqual(tensors);
+  if (tensors.front().device() != device) admit(tensors.front());
+  if (!isOnDevice() || !isEqual) {
+    for (const at::Tensor& tensor : tensors) spans.push_back(input(tensor));
+    return spans;
+  }
+  isFlat = true;
+  if (areAdjacent(tensors)) {
+    for (const at::Tensor& tensor : tensors) spans.push_back(input(tensor));
+    return spans;
+  }
+  const PlainDispatch guard;
+  const int64_t count = tensors.front().numel();
+  const at::Tensor flat = at::empty({count * static_cast<int64_t>(tensors.size())},
+                                    tensors.front().options().requires_grad(false));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].device() != device) admit(tensors[i]);
+    const at::Tensor part = flat.narrow(0, static_cast<int64_t>(i) * count, count);
+    part.view(tensors[i].sizes()).copy_(tensors[i], /*non_blocking=*/true);
+    spans.push_back(readable(part));
+  }
+  keep.push_back(flat);
+  return spans;
+}
+
+std::vector<Span> Request::outputs(const std::vector<at::Tensor>& tensors) {
+  std::vector<Span> spans;
+  spans.reserve(tensors.size());
+  const bool isEqual = areEqual(tensors);
+  if (tensors.front().device() != device) admit(tensors.front());
+  if (!isOnDevice() || !isEqual) {
+    for (const at::Tensor& tensor : tensors) spans.push_back(output(tensor));
+    return spans;
+  }
+  isFlat = true;
+  if (areAdjacent(tensors)) {
+    for (const at::Tensor& tensor : tensors) spans.push_back(output(tensor));
+    return spans;
+  }
+  const PlainDispatch guard;
+  const int64_t count = tensors.front().numel();
+  const at::Tensor flat = at::empty({count * static_cast<int64_t>(tensors.size())},
+                                    tensors.front().options().requires_grad(false));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].device() != device) admit(tensors[i]);
+    const int64_t first = static_cast<int64_t>(i) * count;
+    spans.push_back(writable(flat.narrow(0, first, count)));
+    copyBacks.push_back({flat, tensors[i], first * static_cast<int64_t>(flat.itemsize())});
+  }
+  keep.push_back(flat);
+  return spans;
 }
 
 at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& op) {
@@ -80,7 +189,7 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   // In the accumulator's type, with one rounding at the end.
   const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor factor = supplement.tensor_factor.defined()
-                                ? supplement.tensor_factor.to(at::kCPU, wide).reshape({})
+                                ? supplement.tensor_factor.to(tensor.device(), wide).reshape({})
                                 : at::scalar_tensor(supplement.double_factor, wide);
   return at::mul(tensor.to(wide), factor).to(type).contiguous();
 }
@@ -103,8 +212,14 @@ void Request::separateInputs(Call& call) {
       mustCopy = !isOwn;
     }
     if (!mustCopy) continue;
-    at::Tensor copy = emptyElements(static_cast<int64_t>(in.bytes), at::kByte);
-    std::memcpy(copy.mutable_data_ptr(), in.data, in.bytes);
+    at::Tensor copy;
+    if (isOnDevice()) {
+      const PlainDispatch guard;
+      copy = bytesOnDevice(in, device).clone();
+    } else {
+      copy = emptyElements(static_cast<int64_t>(in.bytes), at::kByte);
+      std::memcpy(copy.mutable_data_ptr(), in.data, in.bytes);
+    }
     in.data = copy.mutable_data_ptr();
     keep.push_back(std::move(copy));
   }

@@ -29,6 +29,7 @@ struct Request {
       : site(callSite), type(opType), title(profilingTitle), timeout(opTimeout), async(isAsync) {}
 
   CallSite site;
+  c10::Device device = c10::kCPU;  // of all its tensors
   c10d::OpType type;
   const char* title;                  // "mycoll:all_reduce"; a literal
   std::chrono::milliseconds timeout;  // as torch says it: not positive means the group's
@@ -36,7 +37,11 @@ struct Request {
   // Point to point only; the one call then has one span, `in` to send and `out` to receive.
   int peer = -1;
   uint64_t tag = 0;
-  c10::SmallVector<Call, 1> calls;       // run in this order
+  c10::SmallVector<Call, 1> calls;  // run in this order
+  // A promise that holds on all ranks or on none, for devices: the parts of each call's lists are
+  // equal in size and lie one after the other.
+  bool isFlat = false;
+  OpKind compositeKind = OpKind::kAllReduce;
   Composite composite;                   // instead of calls, where these depend on each other
   c10::SmallVector<at::Tensor, 2> keep;  // the memory behind the spans of the calls
   c10::SmallVector<CopyBack, 1> copyBacks;
@@ -49,12 +54,23 @@ struct Request {
   Span output(const at::Tensor& tensor);
   // Memory for a tensor that is read and then written.
   Span inOut(const at::Tensor& tensor);
+  // The same for lists with a tensor for each rank, where all ranks know all sizes. On a device,
+  // parts of equal size become one piece of memory: there is one function for that.
+  std::vector<Span> inputs(const std::vector<at::Tensor>& tensors);
+  std::vector<Span> outputs(const std::vector<at::Tensor>& tensors);
   // The tensor times the factor of a PREMUL_SUM; the tensor itself for other operations.
   at::Tensor premultiply(const at::Tensor& tensor, const c10d::ReduceOp& op);
 
   // Copies those inputs that share memory with an output, except where a call of this kind allows
   // it: an input that is the output for this very rank.
   void separateInputs(Call& call);
+
+ private:
+  // Of another device than the CPU: all tensors must be.
+  void admit(const at::Tensor& tensor);
+  bool isOnDevice() const { return !device.is_cpu(); }
+  at::Tensor pack(const at::Tensor& tensor) const;
+  at::Tensor emptyPacked(const at::Tensor& tensor) const;
 };
 
 }  // namespace mycoll

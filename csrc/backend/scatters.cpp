@@ -95,11 +95,12 @@ MycollBackend::WorkPtr MycollBackend::reduce_scatter(Tensors& outputs, TensorLis
   Request request(site, c10d::OpType::REDUCE_SCATTER, "mycoll:reduce_scatter", opts.timeout,
                   opts.asyncOp);
   const Span out = request.output(output);
-  std::vector<Span> in;
-  in.reserve(list.size());
+  Tensors factored;
+  factored.reserve(list.size());
   for (const at::Tensor& input : list) {
-    in.push_back(request.input(request.premultiply(input, opts.reduceOp)));
+    factored.push_back(request.premultiply(input, opts.reduceOp));
   }
+  std::vector<Span> in = request.inputs(factored);
   Call& call = request.addCall(OpKind::kReduceScatter, output);
   call.reduceOp = reduceOp;
   call.in = std::move(in);
@@ -130,6 +131,7 @@ void MycollBackend::addReduceScatterFrom(Request& request, const at::Tensor& out
   const ReduceOp reduceOp = checkReduceOp(request.site, op, output);
   const Span out = request.output(output);
   const Span whole = request.input(request.premultiply(input, op));
+  request.isFlat = true;
   Call& call = request.addCall(OpKind::kReduceScatter, output);
   call.reduceOp = reduceOp;
   call.in = cut(whole, std::vector<size_t>(static_cast<size_t>(size_), out.bytes));
@@ -161,6 +163,7 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
                   opts.asyncOp);
   const Span out = request.output(output);
   const Span in = request.input(input);
+  request.isFlat = outputSplits.empty() && inputSplits.empty();
   Call& call = request.addCall(OpKind::kAllToAll, input);
   call.in = cut(in, inBytes);
   call.out = cut(out, outBytes);

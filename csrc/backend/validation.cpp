@@ -26,8 +26,8 @@ void refuse(const CallSite& site, const std::string& what) {
 void refuseTensor(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
   const std::string name = argument.text();
   if (!tensor.defined()) refuse(site, name + " must be a tensor, but it is undefined");
-  if (!tensor.device().is_cpu()) {
-    refuse(site, c10::str(name, " must be a CPU tensor, but it is on ", tensor.device()));
+  if (tensor.is_meta()) {
+    refuse(site, name + " must have memory, but it is on the meta device");
   }
   if (tensor.is_nested()) {
     refuse(site, name + " must be a dense tensor, but it is a nested one");

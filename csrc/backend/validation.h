@@ -32,9 +32,9 @@ struct Argument {
 
 [[noreturn]] void refuse(const CallSite& site, const std::string& what);
 
-// A defined, strided tensor on the CPU.
+// A defined, strided tensor with memory of its own, on the CPU or a device.
 inline bool isUsable(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu() &&
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
          !tensor.is_nested() &&
          (!isSubByte(tensor.scalar_type()) ||
           (tensor.is_contiguous() && tensor.storage_offset() == 0));

@@ -28,14 +28,6 @@ void completeTensors(const FuturePtr& future, const Status& status,
   }
 }
 
-c10d::WorkResult toWorkResult(const Status& status) {
-  switch (status.code()) {
-    case Code::kOk: return c10d::WorkResult::SUCCESS;
-    case Code::kTimeout: return c10d::WorkResult::TIMEOUT;
-    default: return c10d::WorkResult::COMM_ERROR;
-  }
-}
-
 void completeResult(const FuturePtr& future, const Status& status) {
   future->markCompleted(c10::IValue(static_cast<int64_t>(toWorkResult(status))));
 }

@@ -160,6 +160,15 @@ const Variable kVariables[] = {
            value, {{"auto", CudaPath::kAuto}, {"nccl", CudaPath::kNccl}, {"host", CudaPath::kHost}},
            &env->cuda);
      }},
+    {"MYCOLL_CUDA_BLOCKING_WAIT", "0", "0 or 1",
+     "1: wait() of an operation on a CUDA tensor, and a synchronous operation, return when it is "
+     "over, and raise when it failed; 0: they return when the current stream waits for it, as with "
+     "NCCL.",
+     [](std::string_view value, Env* env) {
+       if (value != "0" && value != "1") return false;
+       env->cudaBlockingWait = value == "1";
+       return true;
+     }},
     {"MYCOLL_LOG", "failure", "off, failure, error, warn, info or debug",
      "What mycoll logs. failure: only the first failure of a group in each process, the moment it "
      "is known (a launcher may end the process before its exception is seen).",

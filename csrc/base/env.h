@@ -65,6 +65,7 @@ struct Env {
   size_t smallBytes = 0;
   size_t eagerBytes = 0;
   CudaPath cuda = CudaPath::kAuto;
+  bool cudaBlockingWait = false;
   std::string ncclLibrary;  // empty: found by itself
   NcclEnv nccl;
 

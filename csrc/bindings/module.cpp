@@ -12,6 +12,7 @@
 #include <exception>
 
 #include "backend/call_site.h"
+#include "backend/device/nccl_road.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/options.h"
@@ -136,6 +137,23 @@ PYBIND11_MODULE(_C, module) {
   // The types that ours derive from must be known first.
   py::module_::import("torch.distributed");
 
+  using mycoll::NcclEnv;
+  py::class_<NcclEnv>(module, "NcclOptions",
+                      "What NCCL's communicators of a group are made with. None, or '' for a name: "
+                      "as MYCOLL_NCCL_* say, and then NCCL's own choice.")
+      .def_readwrite("is_blocking", &NcclEnv::isBlocking,
+                     "Whether calls into NCCL return only when their work is enqueued.")
+      .def_readwrite("min_ctas", &NcclEnv::minCtas, "The least number of thread blocks.")
+      .def_readwrite("max_ctas", &NcclEnv::maxCtas, "The largest number of thread blocks.")
+      .def_readwrite("cga_cluster_size", &NcclEnv::cgaClusterSize, "Thread blocks in a cluster.")
+      .def_readwrite("nvls_ctas", &NcclEnv::nvlsCtas, "Thread blocks for NVLink SHARP.")
+      .def_readwrite("cta_policy", &NcclEnv::ctaPolicy,
+                     "0: speed; 1: few thread blocks; 2: none where copy engines can serve.")
+      .def_readwrite("traffic_class", &NcclEnv::trafficClass, "The network's quality of service.")
+      .def_readwrite("split_share", &NcclEnv::splitShare,
+                     "Whether a subgroup made by splitting shares buffers with its parent.")
+      .def_readwrite("net_name", &NcclEnv::netName, "The network module, such as Socket or IB.");
+
   py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options>(
       module, "Options", "What may be chosen for one group: pg_options= of init_process_group.")
       .def(py::init([](Milliseconds timeout, std::string cpu) {
@@ -154,6 +172,10 @@ PYBIND11_MODULE(_C, module) {
           "Who serves CPU tensors: 'engine', 'gloo', or '' for what MYCOLL_CPU says.")
       .def_readwrite("timeout", &MycollOptions::timeout,
                      "How long an operation may take; a timeout= given to torch wins over it.")
+      .def_property_readonly(
+          "nccl", [](MycollOptions& self) -> mycoll::NcclEnv& { return self.nccl; },
+          py::return_value_policy::reference_internal,
+          "How NCCL's communicators of this group are made.")
       .def("__copy__",
            [](const MycollOptions& self) { return c10::make_intrusive<MycollOptions>(self); })
       .def(
@@ -172,6 +194,9 @@ PYBIND11_MODULE(_C, module) {
           "The options in force.")
       .def("transport", &MycollBackend::transport, py::call_guard<py::gil_scoped_release>(),
            "How this rank reaches the others: 'shm', 'tcp', 'shm+tcp' or 'self'.")
+      .def("device_transport", &MycollBackend::deviceTransport,
+           py::call_guard<py::gil_scoped_release>(),
+           "How tensors on devices travel: 'nccl' or 'host'; '' while that is not decided.")
       .def("_set_default_timeout", &MycollBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def(
@@ -181,6 +206,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
              py::arg("options").none(true) = nullptr);
+  module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"),
+             "Where the nvidia-nccl wheel has its library; before the first group.");
   module.def("environment", &environment, "Every MYCOLL_* variable.");
   module.def("dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
              "Writes what this process did last; returns the path. Empty: where failures go.");

@@ -149,10 +149,8 @@ class Meeting {
     const std::string shared = cards[0].nonce + number_;
     Digest digest = fileSecret_.empty() ? sha256(shared) : hmacSha256(fileSecret_, shared);
     address->secret.assign(reinterpret_cast<const char*>(digest.data()), digest.size());
-    // Everybody may know the group's number; it does not give the secret away.
-    digest = hmacSha256(address->secret, "mycoll context " + options_.name);
-    std::memcpy(&address->context, digest.data(), sizeof(address->context));
     address->name = options_.name;
+    setContext(address);
     address->rank = options_.rank;
     for (Card& card : cards) address->peers.push_back(std::move(card.address));
     return Status();
@@ -429,6 +427,11 @@ Status meet(const GroupOptions& options, Store& store, const PeerAddress& self,
   Meeting meeting(options, store, self);
   MYCOLL_RETURN_IF_ERROR(meeting.run());
   return meeting.result(result);
+}
+
+void setContext(GroupAddress* address) {
+  const Digest digest = hmacSha256(address->secret, "mycoll context " + address->name);
+  std::memcpy(&address->context, digest.data(), sizeof(address->context));
 }
 
 }  // namespace mycoll

@@ -30,4 +30,8 @@ namespace mycoll {
 Status meet(const GroupOptions& options, Store& store, const PeerAddress& self,
             GroupAddress* result);
 
+// The group's number, from its secret and its name. Everybody may know it: it does not give the
+// secret away.
+void setContext(GroupAddress* address);
+
 }  // namespace mycoll

@@ -41,8 +41,23 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
   MYCOLL_RETURN_IF_ERROR(checkTransport(*engine->endpoint(), address));
   auto group = std::make_shared<Group>(std::move(options), engine, std::move(address));
   engine->add(group);
-  if (group->options().isExternal) MYCOLL_RETURN_IF_ERROR(group->meetNeighbours());
   *result = std::shared_ptr<Communicator>(new Communicator(std::move(group)));
+  return Status();
+}
+
+Status Communicator::derive(const Communicator& parent, const std::string& suffix, bool isExternal,
+                            std::shared_ptr<Communicator>* result) {
+  const Group& group = *parent.group_;
+  GroupOptions options = group.options();
+  options.name += suffix;
+  options.isExternal = isExternal;
+  options.timeout = group.timeout();
+  GroupAddress address = group.address();
+  address.name = options.name;
+  setContext(&address);
+  auto derived = std::make_shared<Group>(std::move(options), group.engine(), std::move(address));
+  group.engine()->add(derived);
+  *result = std::shared_ptr<Communicator>(new Communicator(std::move(derived)));
   return Status();
 }
 
@@ -58,19 +73,23 @@ OpPtr Communicator::submit(Call call, std::shared_ptr<void> keepAlive, bool will
   return group_->submit(std::move(call), Composite(), std::move(keepAlive), willWait, timeout);
 }
 
-OpPtr Communicator::submitComposite(Composite composite, std::shared_ptr<void> keepAlive,
-                                    bool willWait, std::chrono::milliseconds timeout) {
+OpPtr Communicator::submitComposite(OpKind kind, Composite composite,
+                                    std::shared_ptr<void> keepAlive, bool willWait,
+                                    std::chrono::milliseconds timeout) {
   Call call;
-  call.kind = OpKind::kAllReduce;
+  call.kind = kind;
   return group_->submit(std::move(call), std::move(composite), std::move(keepAlive), willWait,
                         timeout);
 }
+
+Status Communicator::meetNeighbours() { return group_->meetNeighbours(); }
 
 OpPtr Communicator::submitExternal(const Signature& signature, std::shared_ptr<External> external,
                                    std::chrono::milliseconds timeout) {
   return group_->submitExternal(signature, std::move(external), timeout);
 }
 
+void Communicator::advance() { group_->run(0); }
 void Communicator::watchExternal() { group_->watchExternal(); }
 
 OpPtr Communicator::send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,

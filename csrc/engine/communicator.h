@@ -44,7 +44,8 @@ struct GroupOptions {
   // Where the rendezvous store is, if that is known: peers are reached on the interface that routes
   // there. A name or an address.
   std::string storeHost;
-  // Its operations run elsewhere (see External); nothing else may be submitted.
+  // Its operations run elsewhere (see External), except a few for which somebody waits at once: no
+  // memory is shared for them, and the engine's thread never works on them.
   bool isExternal = false;
   // The job's rank of each member; empty: the ranks themselves. For records and messages only.
   std::vector<int64_t> globalRanks;
@@ -122,6 +123,10 @@ class Communicator {
   // As create(), on an engine of the caller's: tests give each rank-thread one of its own.
   static Status create(GroupOptions options, std::shared_ptr<Store> store,
                        std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result);
+  // A second group of the same ranks, which needs no rendezvous: for all ranks to make before they
+  // use it, with nothing exchanged. suffix: appended to the name, the same on all ranks.
+  static Status derive(const Communicator& parent, const std::string& suffix, bool isExternal,
+                       std::shared_ptr<Communicator>* result);
   ~Communicator();
 
   int rank() const;
@@ -133,10 +138,16 @@ class Communicator {
   // needs to be woken for it.
   OpPtr submit(Call call, std::shared_ptr<void> keepAlive, bool willWait,
                std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
-  // Queues a coroutine that may run any number of collectives, as one operation.
-  OpPtr submitComposite(Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
+  // Queues a coroutine that may run any number of collectives, as one operation; it is told about
+  // as a call of this kind.
+  OpPtr submitComposite(OpKind kind, Composite composite, std::shared_ptr<void> keepAlive,
+                        bool willWait,
                         std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
 
+  // External groups, once, on all ranks and before the first external operation: meets the others,
+  // and connects the neighbours, so that a death or a leaving is heard of although nothing of these
+  // operations travels over the group.
+  Status meetNeighbours();
   // Queues a collective that runs elsewhere. Wakes nobody: who submits these calls watchExternal().
   // The op ends with it, or before it when the group dies.
   OpPtr submitExternal(const Signature& signature, std::shared_ptr<External> external,
@@ -145,6 +156,10 @@ class Communicator {
   // deadlines and for ranks that are missing. To be called when an external operation is over, and
   // every 50 ms or so while there are any.
   void watchExternal();
+
+  // Runs the queue as far as it goes now: for who knows that a condition of a composite's own,
+  // which nobody else can see, has become true.
+  void advance();
 
   // Point to point; never queued behind collectives. Messages between two ranks with equal tags
   // arrive in the order sent. tag is any non-negative number.

@@ -27,14 +27,18 @@ class ExternalEnd final : public Condition {
 
 }  // namespace
 
-// Nothing of an external collective travels over the group, so connections must be made for their
-// own sake: over them a rank hears of its neighbour's death at once, and of its leaving in time.
+// The barrier finds who is absent, and says so to all.
 Status Group::meetNeighbours() {
+  Call barrier;
+  barrier.kind = OpKind::kMonitoredBarrier;
+  barrier.waitAllRanks = true;
+  const Milliseconds groupsTimeout(-1);
+  MYCOLL_RETURN_IF_ERROR(
+      wait(submit(std::move(barrier), {}, nullptr, true, groupsTimeout), Deadline::never()));
   if (options_.ranks < 2) return Status();
   char sent = 0, got = 0;
   const int next = (options_.rank + 1) % options_.ranks;
   const int previous = (options_.rank + options_.ranks - 1) % options_.ranks;
-  const Milliseconds groupsTimeout(-1);
   const OpPtr sending =
       message(true, {&sent, 1}, next, 0, DType::kUInt8, 0, nullptr, true, groupsTimeout);
   const OpPtr receiving =

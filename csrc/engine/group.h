@@ -32,12 +32,17 @@ class Group final : public MailboxListener,
                     public CollectiveRunner,
                     public std::enable_shared_from_this<Group> {
  public:
+  using Milliseconds = std::chrono::milliseconds;
+
   Group(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address);
   ~Group();
 
   int rank() const { return options_.rank; }
   int ranks() const { return options_.ranks; }
   const GroupOptions& options() const { return options_; }
+  const GroupAddress& address() const { return mailbox_.group(); }
+  const std::shared_ptr<Engine>& engine() const { return engine_; }
+  Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
 
   OpPtr submit(Call call, Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
                std::chrono::milliseconds timeout);
@@ -78,8 +83,6 @@ class Group final : public MailboxListener,
   Task run(Call call) override;
 
  private:
-  using Milliseconds = std::chrono::milliseconds;
-
   // MailboxListener [I/O lock]
   void onFailure(const Status& cause, uint64_t from) override;
   void onGoodbye(int rank) override;

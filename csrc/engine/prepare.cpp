@@ -81,6 +81,7 @@ Task Group::runAlone(const Call& call) {
 // ---- shared memory -----------------------------------------------------------------------------
 
 bool Group::mayShareMemory() const {
+  if (options_.isExternal) return false;
   const Endpoint& endpoint = *engine_->endpoint();
   for (const PeerAddress& peer : mailbox_.group().peers) {
     if (!endpoint.isLocal(peer)) return false;

@@ -71,6 +71,15 @@ bool Cudart::succeeded(int error) const {
   return false;
 }
 
+bool Cudart::busId(int device, std::string* id) {
+  auto* const getBusId =
+      reinterpret_cast<int (*)(char*, int, int)>(dlsym(handleOfRuntime(), "cudaDeviceGetPCIBusId"));
+  char text[32] = {};
+  if (getBusId == nullptr || getBusId(text, sizeof(text), device) != 0) return false;
+  *id = text;
+  return true;
+}
+
 bool Cudart::capture(void* stream, CaptureInfo* info) const {
   *info = CaptureInfo();
   if (!isThere()) return false;

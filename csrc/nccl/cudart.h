@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace mycoll::nccl {
 
@@ -26,6 +27,10 @@ class Cudart {
   // False: no CUDA runtime in this process, and all below return false.
   bool isThere() const { return streamIsCapturing_ != nullptr; }
   int version() const { return version_; }  // 13000; 0 when not there
+
+  // "0000:3b:00.0": the GPU behind a device's number, by which NCCL tells whether two ranks share
+  // one. False where that is not known.
+  static bool busId(int device, std::string* id);
 
   // False when the question could not be answered; *info then says "not capturing".
   bool capture(void* stream, CaptureInfo* info) const;

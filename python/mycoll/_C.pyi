@@ -20,6 +20,29 @@ class EnvEntry(TypedDict):
     # "default", or the variable that the value comes from.
     source: str
 
+class NcclOptions:
+    """What NCCL's communicators of a group are made with.
+
+    None, or "" for a name: as MYCOLL_NCCL_* say, and then NCCL's own choice.
+    """
+
+    # Whether calls into NCCL return only when their work is enqueued.
+    is_blocking: bool | None
+    # Thread blocks of NCCL's kernels: the least number, the largest, and how many form a cluster.
+    min_ctas: int | None
+    max_ctas: int | None
+    cga_cluster_size: int | None
+    # Thread blocks for NVLink SHARP.
+    nvls_ctas: int | None
+    # 0: speed; 1: few thread blocks; 2: none where copy engines can serve.
+    cta_policy: int | None
+    # The network's quality of service.
+    traffic_class: int | None
+    # Whether a subgroup made by splitting shares buffers with its parent.
+    split_share: bool | None
+    # The network module, such as Socket or IB.
+    net_name: str
+
 class Options(Backend.Options):
     """What may be chosen for one group: pg_options= of init_process_group and new_group."""
 
@@ -28,6 +51,8 @@ class Options(Backend.Options):
     # Who serves CPU tensors: "engine", "gloo", or "" for what MYCOLL_CPU says.
     cpu: str
     def __init__(self, timeout: timedelta = ..., cpu: str = ...) -> None: ...
+    @property
+    def nccl(self) -> NcclOptions: ...
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[int, object]) -> Options: ...
 
@@ -37,6 +62,7 @@ class MycollBackend(Backend):
     @property
     def options(self) -> Options: ...
     def transport(self) -> str: ...
+    def device_transport(self) -> str: ...
     def perform_nocolor_split(self, device: torch.device) -> None: ...
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
 
@@ -49,6 +75,7 @@ def create_backend(
     global_ranks: list[int],
     options: Options | None = ...,
 ) -> MycollBackend: ...
+def set_nccl_wheel(path: str) -> None: ...
 def environment() -> list[EnvEntry]: ...
 def dump_trace(path: str) -> str: ...
 def copy_streaming(destination: int, source: int, bytes: int) -> None: ...

@@ -8,9 +8,11 @@ and raised when somebody uses the backend.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -108,6 +110,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         options = None  # in "cpu:mycoll,cuda:nccl" they are the other backend's
 
     _compat.install()
+    module.set_nccl_wheel(_nccl_wheel())
     return module.create_backend(  # type: ignore[no-any-return]
         group.store,
         group.group_rank,
@@ -118,6 +121,21 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         list(group.global_ranks_in_group) or list(range(group.group_size)),
         options,
     )
+
+
+def _nccl_wheel() -> str:
+    """The library of the nvidia-nccl wheel that torch's CUDA builds depend on; '' without one."""
+    import torch
+
+    if torch.version.cuda is None:
+        return ""
+    with contextlib.suppress(ImportError):
+        spec = importlib.util.find_spec("nvidia.nccl")
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            library = Path(folder) / "lib" / "libnccl.so.2"
+            if library.exists():
+                return str(library)
+    return ""
 
 
 def _minor(version: str) -> str:

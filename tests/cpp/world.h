@@ -59,10 +59,17 @@ inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs =
     options.rank = rank;
     options.ranks = ranks;
     options.timeout = std::chrono::milliseconds(timeoutMs);
-    options.isExternal = isExternal;
     std::shared_ptr<mycoll::Communicator> group;
     ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
-    body(*group);
+    if (isExternal) {
+      std::shared_ptr<mycoll::Communicator> derived;
+      ASSERT_OK(mycoll::Communicator::derive(*group, " elsewhere", true, &derived));
+      ASSERT_OK(derived->meetNeighbours());
+      body(*derived);
+      derived->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
+    } else {
+      body(*group);
+    }
     group->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
   });
 }

@@ -1,0 +1,36 @@
+#include "backend/device/copies.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+namespace mycoll {
+
+at::Tensor emptyPinned(size_t bytes) {
+  const auto count = static_cast<int64_t>(bytes);
+  try {
+    return at::empty({count}, at::TensorOptions(at::kByte).pinned_memory(true));
+  } catch (const std::exception&) {
+    return at::empty({count}, at::TensorOptions(at::kByte));
+  }
+}
+
+at::Tensor bytesOnDevice(const Span& span, c10::Device device) {
+  return at::from_blob(
+      span.data, {static_cast<int64_t>(span.bytes)}, [](void*) {},
+      at::TensorOptions(at::kByte).device(device), device);
+}
+
+void copyBackOnDevice(c10::ArrayRef<CopyBack> copies) {
+  const PlainDispatch plain;
+  for (const CopyBack& copy : copies) {
+    const at::Tensor& target = copy.target;
+    const int64_t first = copy.offsetBytes / static_cast<int64_t>(target.itemsize());
+    const at::Tensor source =
+        copy.packed.sizes() == target.sizes()
+            ? copy.packed
+            : copy.packed.view({-1}).narrow(0, first, target.numel()).view(target.sizes());
+    target.copy_(source, /*non_blocking=*/true);
+  }
+}
+
+}  // namespace mycoll

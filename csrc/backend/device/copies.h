@@ -1,0 +1,38 @@
+// Copies on devices, through torch's operators, on the current stream.
+// Thread contract: [any thread], with or without the GIL, under whatever modes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <exception>
+#include <string>
+
+#include "backend/plain_dispatch.h"
+#include "backend/request.h"
+#include "base/status.h"
+
+namespace mycoll {
+
+// Pinned, as far as the device has such memory.
+at::Tensor emptyPinned(size_t bytes);
+// Bytes of device memory as a tensor that owns nothing.
+at::Tensor bytesOnDevice(const Span& span, c10::Device device);
+
+// From plain memory of ours to the user's tensors.
+void copyBackOnDevice(c10::ArrayRef<CopyBack> copies);
+
+// Runs `copies` where torch's exceptions must not get out.
+template <typename Copies>
+Status copying(const Copies& copies) {
+  try {
+    const PlainDispatch plain;
+    copies();
+    return Status();
+  } catch (const std::exception& error) {
+    return Status(Code::kInternal,
+                  std::string("a copy between device and host failed: ") + error.what());
+  }
+}
+
+}  // namespace mycoll

@@ -1,0 +1,431 @@
+#include "backend/device/device_group.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "backend/callback_pool.h"
+#include "backend/device/device_work.h"
+#include "backend/device/host_road.h"
+#include "backend/device/nccl_road.h"
+#include "backend/device/watchdog.h"
+#include "backend/errors.h"
+#include "base/env.h"
+#include "base/log.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// NCCL often sees that a rank is gone before anybody knows why; the engine is given this time to
+// find the cause.
+constexpr auto kCauseGrace = std::chrono::milliseconds(1000);
+// The engine's group and NCCL are asked about failures this often.
+constexpr auto kAskEvery = std::chrono::milliseconds(20);
+// For NCCL to stop, on the watchdog; what takes longer goes on elsewhere.
+constexpr auto kAbortTime = std::chrono::milliseconds(1000);
+
+// Marks the notes of two ranks that agree on a road, beside any tag of a user's.
+constexpr uint64_t kRoadTag = uint64_t{1} << 48;
+
+bool isPointToPoint(const Request& request) {
+  return request.calls.size() == 1 && (request.calls.front().kind == OpKind::kSend ||
+                                       request.calls.front().kind == OpKind::kRecv);
+}
+
+}  // namespace
+
+std::shared_ptr<DeviceGroup> DeviceGroup::create(std::string name,
+                                                 std::shared_ptr<Communicator> communicator,
+                                                 c10::intrusive_ptr<MycollOptions> options) {
+  DevicePlace place;
+  place.name = std::move(name);
+  place.rank = communicator->rank();
+  place.ranks = communicator->ranks();
+  throwIfFailed(
+      Communicator::derive(*communicator, " on devices", /*isExternal=*/true, &place.control));
+  throwIfFailed(Communicator::derive(*communicator, " on devices through host memory",
+                                     /*isExternal=*/false, &place.host));
+  place.cpu = std::move(communicator);
+  place.options = std::move(options);
+  place.waitsOnHost = Env::process().cudaBlockingWait;
+  return std::make_shared<DeviceGroup>(std::move(place));
+}
+
+DeviceGroup::DeviceGroup(DevicePlace place)
+    : place_(std::move(place)),
+      nccl_(std::make_unique<NcclRoad>(place_)),
+      host_(std::make_unique<HostRoad>(place_)) {}
+
+DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
+
+// ---- choosing a road ---------------------------------------------------------------------------
+
+std::string DeviceGroup::road() const {
+  switch (road_.load(std::memory_order_acquire)) {
+    case Road::kNccl: return "nccl";
+    case Road::kHost: return "host";
+    default: return "";
+  }
+}
+
+void DeviceGroup::chooseRoad(c10::Device device) {
+  if (road_.load(std::memory_order_acquire) != Road::kUnknown) return;
+  std::lock_guard<std::mutex> lock(chooseMutex_);
+  if (road_.load(std::memory_order_acquire) != Road::kUnknown) return;
+  throwIfFailed(place_.control->meetNeighbours());
+  const auto ranks = static_cast<size_t>(place_.ranks);
+  std::vector<NcclRoad::Report> reports(ranks);
+  reports[static_cast<size_t>(place_.rank)] = NcclRoad::report(device);
+  Call exchange;
+  exchange.kind = OpKind::kAllGather;
+  exchange.dtype = DType::kUInt8;
+  exchange.in = {{&reports[static_cast<size_t>(place_.rank)], sizeof(NcclRoad::Report)}};
+  for (auto& entry : reports) exchange.out.push_back({&entry, sizeof(entry)});
+  throwIfFailed(place_.control->wait(
+      place_.control->submit(std::move(exchange), nullptr, /*willWait=*/true), Deadline::never()));
+  std::vector<int> everybody;
+  for (int rank = 0; rank < place_.ranks; ++rank) everybody.push_back(rank);
+  const Status judgement = NcclRoad::judge(reports, everybody);
+  if (judgement.ok()) {
+    road_.store(Road::kNccl, std::memory_order_release);
+    return;
+  }
+  if (judgement.code() != Code::kUnsupported) {
+    place_.control->fail(judgement);
+    throwStatus(judgement);
+  }
+  if (place_.rank == 0 && !judgement.message().empty()) {
+    TORCH_WARN("mycoll group '", place_.name,
+               "' carries device tensors through host memory: ", judgement.message(),
+               ". MYCOLL_CUDA=nccl makes this an error.");
+  }
+  road_.store(Road::kHost, std::memory_order_release);
+}
+
+bool DeviceGroup::isPairOnNccl(c10::Device device, int peer) {
+  std::lock_guard<std::mutex> lock(chooseMutex_);
+  if (const Road road = road_.load(std::memory_order_acquire); road != Road::kUnknown) {
+    return road == Road::kNccl;
+  }
+  // From any rank: only the host road can, and there is nobody to ask.
+  if (peer == kAnySource) return Env::process().cuda != CudaPath::kHost;
+  if (auto known = pairs_.find(peer); known != pairs_.end()) return known->second;
+  NcclRoad::Report mine = NcclRoad::report(device), theirs;
+  Communicator& control = *place_.control;
+  const OpPtr sent = control.send({&mine, sizeof(mine)}, peer, kRoadTag, DType::kUInt8, 0, nullptr,
+                                  /*willWait=*/true);
+  const OpPtr came = control.recv({&theirs, sizeof(theirs)}, peer, kRoadTag, DType::kUInt8, 0,
+                                  nullptr, /*willWait=*/true);
+  throwIfFailed(control.wait(came, Deadline::never()));
+  throwIfFailed(control.wait(sent, Deadline::never()));
+  const bool isFirst = place_.rank < peer;
+  const Status judgement = isFirst ? NcclRoad::judge({mine, theirs}, {place_.rank, peer})
+                                   : NcclRoad::judge({theirs, mine}, {peer, place_.rank});
+  if (!judgement.ok() && judgement.code() != Code::kUnsupported) {
+    control.fail(judgement);
+    throwStatus(judgement);
+  }
+  return pairs_[peer] = judgement.ok();
+}
+
+// ---- carrying ----------------------------------------------------------------------------------
+
+void DeviceGroup::connect(c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  chooseRoad(device);
+  if (road_.load(std::memory_order_acquire) == Road::kNccl) nccl_->connect(device);
+}
+
+Status DeviceGroup::error() const {
+  for (const auto& group : {place_.control, place_.host, place_.cpu}) {
+    Status status = group->error();
+    if (!status.ok()) return status;
+  }
+  return Status();
+}
+
+void DeviceGroup::throwIfDead() const {
+  const Status cause = error();
+  if (cause.ok()) [[likely]] {
+    return;
+  }
+  throwStatus(Status(cause.code(), cause.message() + "\n  Here: rank " +
+                                       std::to_string(place_.rank) + ", called after that"));
+}
+
+DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
+  return carry({&request}, outputs, std::move(extras));
+}
+
+DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
+                                        at::TensorList outputs, Extras extras) {
+  clearReleased();
+  throwIfDead();
+  const Request& first = *requests.front();
+  const c10::Device device = first.device;
+  const c10::DeviceGuard guard(device);
+  const c10::Stream caller = currentStream(device);
+  bool isOnNccl;
+  if (isPointToPoint(first) && requests.size() == 1) {
+    isOnNccl = isPairOnNccl(device, first.peer);
+  } else {
+    chooseRoad(device);
+    isOnNccl = road_.load(std::memory_order_acquire) == Road::kNccl;
+  }
+  const bool isAsync = first.async;
+  const bool isTimed = extras.isTimed || extras.whenOver;
+  const DeviceOperationPtr operation =
+      isOnNccl ? nccl_->carry(*this, requests, isTimed) : host_->carry(*this, requests, isTimed);
+  if (extras.whenOver) {
+    onOver(operation, [operation, whenOver = std::move(extras.whenOver)](const Status&) {
+      const std::chrono::duration<double, std::milli> took(operation->milliseconds());
+      CallbackPool::get().post([whenOver, took] {
+        whenOver(std::chrono::duration_cast<std::chrono::nanoseconds>(took));
+      });
+    });
+  }
+  if (!isAsync) {
+    // NCCL's ran on the caller's stream; the host road's end is waited for by it.
+    throwIfFailed(operation->waitEnqueued(Deadline::never()));
+    if (!isOnNccl) operation->block(caller);
+    operation->release();
+    if (!place_.waitsOnHost) return nullptr;
+    throwIfFailed(operation->waitOver(Deadline::never()));
+    return nullptr;
+  }
+  return c10::make_intrusive<DeviceWork>(shared_from_this(), first.type, sequence(),
+                                         place_.timeoutOf(first), operation, outputs.vec(),
+                                         place_.waitsOnHost);
+}
+
+void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {
+  batch_.push_back({std::move(request), outputs.vec()});
+}
+
+void DeviceGroup::dropBatch() { batch_.clear(); }
+
+DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
+  if (batch_.empty()) return nullptr;
+  std::vector<Batched> batch = std::exchange(batch_, {});
+  std::vector<Request*> requests;
+  std::vector<at::Tensor> outputs;
+  for (Batched& entry : batch) {
+    entry.request.async = true;
+    requests.push_back(&entry.request);
+    outputs.insert(outputs.end(), entry.outputs.begin(), entry.outputs.end());
+    if (entry.request.device != batch.front().request.device) {
+      refuse(entry.request.site,
+             c10::str("operations that are coalesced must be on one device, but "
+                      "there are ",
+                      batch.front().request.device, " and ", entry.request.device));
+    }
+  }
+  return carry(requests, outputs, std::move(extras));
+}
+
+std::vector<EventPtr> DeviceGroup::fence() {
+  std::vector<c10::Stream> streams;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const c10::Device device : devices_) streams.push_back(currentStream(device));
+  }
+  nccl_->addStreams(&streams);
+  std::vector<EventPtr> events;
+  for (const c10::Stream& stream : streams) {
+    const c10::DeviceGuard guard(stream.device());
+    if (!isCapturing(stream)) events.push_back(recordEvent(stream));
+  }
+  return events;
+}
+
+Status DeviceGroup::waitFor(const std::vector<EventPtr>& fence) const {
+  auto pause = std::chrono::microseconds(10);
+  for (const EventPtr& event : fence) {
+    while (!hasPassed(*event)) {
+      MYCOLL_RETURN_IF_ERROR(error());
+      if (isInterruptPending()) return Status(Code::kInterrupted, "interrupted by a signal");
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::microseconds(500));
+    }
+  }
+  return Status();
+}
+
+// ---- following ---------------------------------------------------------------------------------
+
+void DeviceGroup::follow(Followed followed) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const c10::Device device = followed.operation->device();
+    if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
+      devices_.push_back(device);
+    }
+    const bool wasBusy = !followed_.empty();
+    followed_.push_back(std::move(followed));
+    if (wasBusy) return;
+  }
+  Watchdog::get().add(shared_from_this());
+}
+
+bool DeviceGroup::isBusy() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !followed_.empty() || !awaited_.empty();
+}
+
+void DeviceGroup::onOver(const DeviceOperationPtr& operation,
+                         std::function<void(const Status&)> fn) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    awaited_.push_back({operation, std::move(fn)});
+  }
+  Watchdog::get().add(shared_from_this());
+}
+
+DeviceGroup::Watched DeviceGroup::watch() {
+  Watched seen;
+  hearOfFailures();
+  std::vector<Followed> ended, late;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<Followed> left;
+    bool isBehind = false;  // a collective is not over, so those behind it are not
+    for (Followed& entry : followed_) {
+      const bool isCollective = entry.external != nullptr;
+      if (!(isCollective && isBehind) && entry.operation->isOver()) {
+        ended.push_back(std::move(entry));
+        continue;
+      }
+      isBehind |= isCollective;
+      if (entry.ownsDeadline && entry.deadline.expired()) late.push_back(entry);
+      left.push_back(std::move(entry));
+    }
+    followed_ = std::move(left);
+  }
+  endFollowed(ended);
+  if (!late.empty() && error().ok()) {
+    fail(Status(Code::kTimeout, "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" +
+                                    place_.name + "': " + late.front().description +
+                                    " TIMED OUT: the other side never came, or the device is busy "
+                                    "with something else."));
+  }
+  place_.control->watchExternal();
+  seen.wantsSoon = host_->advance();
+  tellAwaited();
+  seen.hasMoved = !ended.empty();
+  seen.isBusy = isBusy() || seen.wantsSoon;
+  return seen;
+}
+
+void DeviceGroup::hearOfFailures() {
+  const auto now = Clock::now();
+  if (now - askedAt_ < kAskEvery) return;
+  askedAt_ = now;
+  Status cause = error();
+  if (cause.ok()) {
+    const Status ofNccl = nccl_->check();
+    if (ofNccl.ok()) {
+      ncclErrorSince_ = {};
+    } else if (ncclErrorSince_ == Clock::time_point{}) {
+      ncclErrorSince_ = now;
+    } else if (now - ncclErrorSince_ > kCauseGrace) {
+      cause = Status(ofNccl.code(), "mycoll group '" + place_.name + "': rank " +
+                                        std::to_string(place_.rank) + ": " + ofNccl.message());
+    }
+    if (cause.ok()) return;
+  }
+  fail(cause);
+  if (!isSpread_) {
+    isSpread_ = true;
+    nccl_->abort(Deadline::after(kAbortTime), cause);
+  }
+  place_.control->watchExternal();  // gives every operation its own text
+  std::vector<Followed> followed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    followed = followed_;
+  }
+  for (const Followed& entry : followed) {
+    const bool hasText = entry.op && entry.op->done() && !entry.op->status().ok();
+    entry.operation->fail(hasText ? entry.op->status() : cause);
+  }
+}
+
+void DeviceGroup::endFollowed(const std::vector<Followed>& ended) {
+  std::vector<at::Tensor> released;
+  for (const Followed& entry : ended) {
+    if (entry.external) entry.external->finish(entry.operation->status());
+    for (at::Tensor& tensor : entry.operation->release()) released.push_back(std::move(tensor));
+  }
+  if (released.empty()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (at::Tensor& tensor : released) released_.push_back(std::move(tensor));
+  hasReleased_.store(true, std::memory_order_release);
+}
+
+void DeviceGroup::tellAwaited() {
+  std::vector<Awaited> over;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto isOver = [](const Awaited& entry) { return entry.operation->isOver(); };
+    for (Awaited& entry : awaited_) {
+      if (isOver(entry)) over.push_back(entry);
+    }
+    std::erase_if(awaited_, isOver);
+  }
+  for (Awaited& entry : over) entry.fn(entry.operation->status());
+}
+
+void DeviceGroup::clearReleased() {
+  if (!hasReleased_.load(std::memory_order_acquire)) return;
+  std::vector<at::Tensor> released;
+  std::lock_guard<std::mutex> lock(mutex_);
+  released.swap(released_);
+  hasReleased_.store(false, std::memory_order_relaxed);
+}
+
+// ---- ending ------------------------------------------------------------------------------------
+
+void DeviceGroup::setTimeout(std::chrono::milliseconds timeout) {
+  place_.control->setTimeout(timeout);
+  place_.host->setTimeout(timeout);
+}
+
+void DeviceGroup::fail(const Status& cause) {
+  place_.control->fail(cause);
+  place_.host->fail(cause);
+  place_.cpu->fail(cause);
+}
+
+void DeviceGroup::abort(const std::string& reason) {
+  place_.cpu->abort(reason);
+  fail(place_.cpu->error());
+  Watchdog::get().add(shared_from_this());
+}
+
+void DeviceGroup::close(Deadline deadline) {
+  if (isClosed_.exchange(true)) return;
+  while (isBusy() && error().ok() && !deadline.expired()) {
+    Watchdog::get().wake();
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  if (error().ok() && !isBusy()) {
+    nccl_->close(deadline);
+  } else {
+    const Status cause = error().ok() ? Status(Code::kAborted, "mycoll group '" + place_.name +
+                                                                   "' was destroyed with "
+                                                                   "operations that were not done")
+                                      : error();
+    nccl_->abort(earlier(Deadline::after(kAbortTime), deadline), cause);
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Followed& entry : followed_) entry.operation->fail(cause);
+  }
+  place_.control->close(deadline);
+  place_.host->close(deadline);
+  clearReleased();
+}
+
+}  // namespace mycoll

@@ -1,0 +1,177 @@
+// DeviceGroup: a group's half for tensors on devices. Requests arrive checked and translated, as
+// for the engine, with spans of device memory; they leave on one of two roads:
+//
+//   NCCL   (nccl_road.h)  where every rank has it
+//   host   (host_road.h)  through pinned memory and the CPU engine, where one has not
+//
+// Which one is agreed on by all ranks at the first collective; two ranks that only send to each
+// other agree between themselves.
+//
+// Order, agreement, deadlines and deaths are the engine's: NCCL's operations are external ones of a
+// group of their own, `control`; the host road has another, so that neither shares an order with
+// the group's CPU tensors. What kills one of the three kills all.
+//
+// Thread contract: [any thread], without the GIL. Between beginBatch() and endBatch() the calls are
+// of one thread, as in MycollBackend.
+// Lifetimes: held by the backend, by works and, while it is busy, by the watchdog.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/device/operation.h"
+#include "backend/options.h"
+#include "backend/request.h"
+#include "engine/communicator.h"
+
+namespace mycoll {
+
+class HostRoad;
+class NcclRoad;
+
+// What the parts of a DeviceGroup share.
+struct DevicePlace {
+  std::string name;
+  int rank = 0;
+  int ranks = 1;
+  std::shared_ptr<Communicator> cpu;      // the group itself
+  std::shared_ptr<Communicator> control;  // external operations, and notes between the roads
+  std::shared_ptr<Communicator> host;     // the host road's
+  c10::intrusive_ptr<MycollOptions> options;
+  bool waitsOnHost = false;  // MYCOLL_CUDA_BLOCKING_WAIT
+
+  std::chrono::milliseconds timeoutOf(const Request& request) const {
+    return request.timeout > std::chrono::milliseconds(0) ? request.timeout : options->timeout;
+  }
+};
+
+// An operation that the watchdog follows to its end.
+struct Followed {
+  DeviceOperationPtr operation;
+  // A collective of NCCL's: its place in the control group. Null: point to point, or host road.
+  std::shared_ptr<External> external;
+  OpPtr op;
+  // Point to point on NCCL, which no group watches over.
+  Deadline deadline;
+  std::string description;
+  bool ownsDeadline = false;
+};
+
+class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // With nothing exchanged, on all ranks that have an accelerator.
+  static std::shared_ptr<DeviceGroup> create(std::string name,
+                                             std::shared_ptr<Communicator> communicator,
+                                             c10::intrusive_ptr<MycollOptions> options);
+  explicit DeviceGroup(DevicePlace place);
+  ~DeviceGroup();
+
+  int rank() const { return place_.rank; }
+
+  // All ranks: makes the connections that the first collective would make.
+  void connect(c10::Device device);
+
+  // Called once on the callback pool, with how long it took, when an operation is over.
+  using WhenOver = std::function<void(std::chrono::nanoseconds took)>;
+  struct Extras {
+    bool isTimed = false;
+    WhenOver whenOver;  // may be empty; timed then
+  };
+
+  // Carries the request out: a Work, or null when there is nothing left to wait for on the caller's
+  // stream.
+  WorkPtr launch(Request& request, at::TensorList outputs, Extras extras);
+
+  // The requests of a batch leave together with endBatch(), as one launch of NCCL's. Null: none.
+  void addToBatch(Request request, at::TensorList outputs);
+  WorkPtr endBatch(Extras extras);
+  void dropBatch();
+
+  // For a barrier: what has been enqueued on this thread's current streams, and by this group.
+  std::vector<EventPtr> fence();
+  // Waits on the host for all of it, or for the group's end.
+  Status waitFor(const std::vector<EventPtr>& fence) const;
+
+  // Runs fn once on the watchdog (it must not block) when the operation is over.
+  void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
+  // Drops the memory of operations that are over; for the user's threads, now and then.
+  void clearReleased();
+
+  // How many collectives went to devices so far.
+  uint64_t sequence() const { return place_.control->sequence() + place_.host->sequence(); }
+  void setTimeout(std::chrono::milliseconds timeout);
+  Status error() const;
+  void fail(const Status& cause);
+  void abort(const std::string& reason);
+  // Waits for what is pending, up to the deadline, and leaves. Idempotent.
+  void close(Deadline deadline);
+  // "nccl", "host", or "" while it is not known; for logs and tests.
+  std::string road() const;
+  const NcclRoad* nccl() const { return nccl_.get(); }
+
+  // --- for the roads
+
+  // The watchdog takes it from here.
+  void follow(Followed followed);
+
+  // --- for the watchdog
+  struct Watched {
+    bool isBusy = false;     // there is more to come
+    bool hasMoved = false;   // something ended
+    bool wantsSoon = false;  // the CPU waits for a device
+  };
+  Watched watch();
+  bool isBusy() const;
+
+ private:
+  struct Batched {
+    Request request;
+    std::vector<at::Tensor> outputs;
+  };
+  struct Awaited {
+    DeviceOperationPtr operation;
+    std::function<void(const Status&)> fn;
+  };
+
+  void throwIfDead() const;
+  void chooseRoad(c10::Device device);
+  // The road to one rank, before the group has one.
+  bool isPairOnNccl(c10::Device device, int peer);
+  WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras);
+  void hearOfFailures();
+  void endFollowed(const std::vector<Followed>& ended);
+  void tellAwaited();
+
+  const DevicePlace place_;
+
+  std::mutex chooseMutex_;
+  enum class Road { kUnknown, kNccl, kHost };
+  std::atomic<Road> road_{Road::kUnknown};
+  std::map<int, bool> pairs_;  // guarded by chooseMutex_; by peer: true for NCCL
+  const std::unique_ptr<NcclRoad> nccl_;
+  const std::unique_ptr<HostRoad> host_;
+
+  std::vector<Batched> batch_;  // of the thread that is coalescing
+
+  mutable std::mutex mutex_;
+  std::vector<Followed> followed_;    // guarded by mutex_; oldest first
+  std::vector<Awaited> awaited_;      // guarded by mutex_
+  std::vector<at::Tensor> released_;  // guarded by mutex_: memory of operations that are over
+  std::vector<c10::Device> devices_;  // guarded by mutex_: that were used
+  std::atomic<bool> hasReleased_{false};
+  std::atomic<bool> isClosed_{false};
+  // The watchdog's own.
+  bool isSpread_ = false;
+  std::chrono::steady_clock::time_point ncclErrorSince_;
+  std::chrono::steady_clock::time_point askedAt_;
+};
+
+}  // namespace mycoll

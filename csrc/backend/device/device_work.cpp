@@ -1,0 +1,98 @@
+#include "backend/device/device_work.h"
+
+#include <c10/core/StreamGuard.h>
+
+#include "backend/callback_pool.h"
+#include "backend/device/device_group.h"
+#include "backend/errors.h"
+
+namespace mycoll {
+namespace {
+
+using Future = c10::ivalue::Future;
+
+// The future's own events are recorded on the current stream: on that of the operation, what waits
+// for the future waits for the operation.
+void complete(Future& future, const DeviceOperation& operation,
+              const std::vector<at::Tensor>& outputs) {
+  const Status status = operation.status();
+  if (!status.ok()) return future.setError(toException(status));
+  const c10::StreamGuard guard(operation.stream());
+  future.markCompleted(c10::IValue(outputs));
+}
+
+}  // namespace
+
+DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
+                       std::chrono::milliseconds timeout, DeviceOperationPtr operation,
+                       std::vector<at::Tensor> outputs, bool waitsOnHost)
+    : c10d::Work(group->rank(), type),
+      group_(std::move(group)),
+      sequence_(sequence),
+      timeout_(timeout),
+      operation_(std::move(operation)),
+      outputs_(std::move(outputs)),
+      waitsOnHost_(waitsOnHost) {}
+
+DeviceWork::~DeviceWork() {
+  // Before its end the watchdog hands the memory on (see DeviceGroup::clearReleased()).
+  if (operation_->isOver()) operation_->release();
+}
+
+std::exception_ptr DeviceWork::exception() const { return toException(operation_->status()); }
+
+bool DeviceWork::wait(std::chrono::milliseconds timeout) {
+  group_->clearReleased();
+  const bool isTimed = timeout > std::chrono::milliseconds(0);
+  const Deadline deadline = isTimed ? Deadline::after(timeout) : Deadline::never();
+  throwIfFailed(operation_->waitEnqueued(deadline));
+  const c10::Stream current = currentStream(operation_->device());
+  operation_->block(current);
+  if (isTimed || waitsOnHost_) throwIfFailed(operation_->waitOver(deadline));
+  // What comes next on the stream that the memory is from comes after the operation: the allocator
+  // may hand it out again. On another stream this would be too early.
+  if (current == operation_->caller()) operation_->release();
+  return true;
+}
+
+void DeviceWork::synchronize() { wait(kNoTimeout); }
+
+void DeviceWork::abort() { group_->abort("Work.abort() was called"); }
+
+c10::intrusive_ptr<Future> DeviceWork::getFuture() {
+  std::unique_lock<std::mutex> lock(futureMutex_);
+  if (future_) return future_;
+  auto future = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
+                                            std::vector<c10::Device>{operation_->device()});
+  future_ = future;
+  lock.unlock();
+  // On NCCL's road it is enqueued by now, and the future complete at once: what is chained to it is
+  // then enqueued behind it, in the same order on all ranks.
+  if (operation_->isEnqueued()) {
+    complete(*future, *operation_, outputs_);
+  } else {
+    operation_->onEnqueued([future, operation = operation_, outputs = outputs_] {
+      CallbackPool::get().post([=] { complete(*future, *operation, outputs); });
+    });
+  }
+  return future;
+}
+
+c10::intrusive_ptr<Future> DeviceWork::getFutureResult() {
+  std::unique_lock<std::mutex> lock(futureMutex_);
+  if (resultFuture_) return resultFuture_;
+  auto future = c10::make_intrusive<Future>(c10::IntType::get());
+  resultFuture_ = future;
+  lock.unlock();
+  group_->onOver(operation_, [future](const Status& status) {
+    future->markCompleted(c10::IValue(static_cast<int64_t>(toWorkResult(status))));
+  });
+  return future;
+}
+
+float DeviceWork::getDuration() const {
+  TORCH_CHECK(operation_->isOver(), "the duration is known when the operation has completed");
+  return operation_->milliseconds();
+}
+
+}  // namespace mycoll

@@ -1,0 +1,59 @@
+// What torch gets back for an operation on a device: wait() makes the current stream wait, not the
+// host.
+//
+// Thread contract: everything [any thread]; wait() and its kin must not hold the GIL.
+// Lifetime: may be dropped at any time; the operation goes on without it.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "backend/device/operation.h"
+#include "backend/torch_version.h"
+
+namespace mycoll {
+
+class DeviceGroup;
+
+class DeviceWork final : public c10d::Work {
+ public:
+  // waitsOnHost: wait() returns when the operation is over, as MYCOLL_CUDA_BLOCKING_WAIT asks for.
+  DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
+             std::chrono::milliseconds timeout, DeviceOperationPtr operation,
+             std::vector<at::Tensor> outputs, bool waitsOnHost);
+  ~DeviceWork() override;
+
+  bool isCompleted() override { return operation_->isOver(); }
+  bool isSuccess() const override { return operation_->status().ok(); }
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  int sourceRank() const override { return operation_->source(); }
+  // A timeout that is given asks for the end itself, and is waited for on the host.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override;
+  void blockCurrentStream() override { synchronize(); }
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  float getDuration() const override;
+  uint64_t getSequencenumber() const override { return sequence_; }
+#if MYCOLL_TORCH_HAS_WORK_TIMEOUT
+  std::chrono::milliseconds getTimeout() const override { return timeout_; }
+#endif
+
+ private:
+  const std::shared_ptr<DeviceGroup> group_;
+  const uint64_t sequence_;
+  [[maybe_unused]] const std::chrono::milliseconds timeout_;
+  const DeviceOperationPtr operation_;
+  const std::vector<at::Tensor> outputs_;
+  const bool waitsOnHost_;
+
+  std::mutex futureMutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;        // guarded by futureMutex_
+  c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;  // guarded by futureMutex_
+};
+
+}  // namespace mycoll

@@ -1,0 +1,196 @@
+#include "backend/device/host_collective.h"
+
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backend/device/copies.h"
+
+namespace mycoll {
+namespace {
+
+// All the parts of a chunk together: large enough for a copy to be fast, small enough for the first
+// one to be there soon.
+constexpr size_t kChunkBytes = 4 << 20;
+constexpr size_t kChunkAlignment = 4096;
+
+// Only pairs of ranks know these sizes, so not even their largest is known to all.
+bool sizesDifferByPair(OpKind kind) {
+  return kind == OpKind::kAllToAll || kind == OpKind::kGather || kind == OpKind::kScatter;
+}
+
+uint64_t longestOf(const Call& call) {
+  uint64_t longest = 0;
+  for (const Span& span : call.in) longest = std::max<uint64_t>(longest, span.bytes);
+  for (const Span& span : call.out) longest = std::max<uint64_t>(longest, span.bytes);
+  return longest;
+}
+
+// The part of a span that a chunk covers.
+Span partOf(const Span& span, size_t chunkBytes, uint64_t chunk) {
+  const size_t from = std::min<size_t>(span.bytes, chunk * chunkBytes);
+  return {span.begin() + from, std::min(chunkBytes, span.bytes - from)};
+}
+
+void grow(at::Tensor& buffer, size_t bytes) {
+  if (!buffer.defined() || buffer.nbytes() < bytes) buffer = emptyPinned(bytes);
+}
+
+at::Tensor slice(const at::Tensor& buffer, size_t offset, size_t bytes) {
+  return buffer.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(bytes));
+}
+
+}  // namespace
+
+HostCollective::HostCollective(std::shared_ptr<HostStaging> staging, DeviceOperationPtr operation,
+                               EventPtr ready, int rank, int ranks, std::vector<Call> calls,
+                               std::vector<CopyBack> copyBacks)
+    : staging_(std::move(staging)),
+      operation_(std::move(operation)),
+      ready_(std::move(ready)),
+      rank_(rank),
+      ranks_(ranks),
+      calls_(std::move(calls)),
+      copyBacks_(std::move(copyBacks)),
+      inward_(sideStream(operation_->device())),
+      outward_(sideStream(operation_->device())) {}
+
+Task HostCollective::run(std::shared_ptr<HostCollective> self, CollectiveRunner& runner) {
+  MYCOLL_CO_RETURN_IF_ERROR(self->begin());
+  for (const Call& call : self->calls_) {
+    MYCOLL_CO_RETURN_IF_ERROR(co_await self->carry(call, runner));
+  }
+  co_return self->end();
+}
+
+Task HostCollective::carry(const Call& call, CollectiveRunner& runner) {
+  uint64_t longest = longestOf(call);
+  if (sizesDifferByPair(call.kind)) {
+    uint64_t mine = longest;
+    Call agree;
+    agree.kind = OpKind::kAllReduce;
+    agree.dtype = DType::kUInt64;
+    agree.elementBytes = sizeof(uint64_t);
+    agree.reduceOp = ReduceOp::kMax;
+    agree.in = {{&mine, sizeof(mine)}};
+    agree.out = {{&longest, sizeof(longest)}};
+    MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(agree)));
+  }
+  const Sides sides = sidesOf(call);
+  const size_t chunkBytes = chunkBytesOf(call);
+  const uint64_t chunks = std::max<uint64_t>(1, (longest + chunkBytes - 1) / chunkBytes);
+  MYCOLL_CO_RETURN_IF_ERROR(copyIn(sides, chunkBytes, 0));
+  for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
+    if (chunk + 1 < chunks) MYCOLL_CO_RETURN_IF_ERROR(copyIn(sides, chunkBytes, chunk + 1));
+    EventPassed isIn(half(chunk).copiedIn);
+    co_await isIn;
+    EventPassed isFree(half(chunk).copiedOut);
+    co_await isFree;
+    Call chunked;
+    MYCOLL_CO_RETURN_IF_ERROR(chunkOf(call, sides, chunkBytes, chunk, &chunked));
+    MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(chunked)));
+    MYCOLL_CO_RETURN_IF_ERROR(copyOut(sides, chunkBytes, chunk));
+  }
+  co_return Status();
+}
+
+// A broadcast has one span, which the root reads and the others write.
+HostCollective::Sides HostCollective::sidesOf(const Call& call) const {
+  if (call.kind != OpKind::kBroadcast) return {call.in, call.out};
+  return call.root == rank_ ? Sides{call.out, {}} : Sides{{}, call.out};
+}
+
+// The same on all ranks, whatever each of them reads and writes.
+size_t HostCollective::chunkBytesOf(const Call& call) const {
+  size_t parts = 1;
+  switch (call.kind) {
+    case OpKind::kAllGather:
+    case OpKind::kGather:
+    case OpKind::kScatter:
+    case OpKind::kReduceScatter:
+    case OpKind::kAllToAll: parts = static_cast<size_t>(ranks_); break;
+    default: break;
+  }
+  return std::max(kChunkBytes / parts / kChunkAlignment, size_t{1}) * kChunkAlignment;
+}
+
+Status HostCollective::begin() {
+  return copying([&] {
+    ready_->block(inward_);
+    ready_->block(outward_);
+  });
+}
+
+Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
+  return copying([&] {
+    HostStaging::Half& to = half(chunk);
+    const c10::StreamGuard guard(inward_);
+    grow(to.in, sides.reads.size() * chunkBytes);
+    for (size_t i = 0; i < sides.reads.size(); ++i) {
+      const Span part = partOf(sides.reads[i], chunkBytes, chunk);
+      if (part.bytes == 0) continue;
+      slice(to.in, i * chunkBytes, part.bytes)
+          .copy_(bytesOnDevice(part, operation_->device()), /*non_blocking=*/true);
+    }
+    to.copiedIn = recordEvent(inward_);
+  });
+}
+
+Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
+  return copying([&] {
+    HostStaging::Half& from = half(chunk);
+    const c10::StreamGuard guard(outward_);
+    for (size_t i = 0; i < sides.writes.size(); ++i) {
+      const Span part = partOf(sides.writes[i], chunkBytes, chunk);
+      if (part.bytes == 0) continue;
+      bytesOnDevice(part, operation_->device())
+          .copy_(slice(from.out, i * chunkBytes, part.bytes), /*non_blocking=*/true);
+    }
+    from.copiedOut = recordEvent(outward_);
+  });
+}
+
+Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chunkBytes,
+                               uint64_t chunk, Call* chunked) {
+  return copying([&] {
+    HostStaging::Half& at = half(chunk);
+    grow(at.out, sides.writes.size() * chunkBytes);  // nothing is copied from it any more
+    const auto place = [&](const std::vector<Span>& spans, const at::Tensor& buffer) {
+      std::vector<Span> placed;
+      for (size_t i = 0; i < spans.size(); ++i) {
+        const size_t bytes = partOf(spans[i], chunkBytes, chunk).bytes;
+        char* memory =
+            bytes == 0 ? nullptr : static_cast<char*>(buffer.mutable_data_ptr()) + i * chunkBytes;
+        placed.push_back({memory, bytes});
+      }
+      return placed;
+    };
+    chunked->kind = call.kind;
+    chunked->dtype = call.dtype;
+    chunked->opaqueType = call.opaqueType;
+    chunked->elementBytes = call.elementBytes;
+    chunked->reduceOp = call.reduceOp;
+    chunked->root = call.root;
+    if (call.kind == OpKind::kBroadcast) {
+      chunked->out = sides.reads.empty() ? place(sides.writes, at.out) : place(sides.reads, at.in);
+    } else {
+      chunked->in = place(call.in, at.in);
+      chunked->out = place(call.out, at.out);
+    }
+  });
+}
+
+Status HostCollective::end() {
+  return copying([&] {
+    const c10::StreamGuard guard(outward_);
+    // Before the caller may write to what was read.
+    for (const HostStaging::Half& half : staging_->halves) {
+      if (half.copiedIn) half.copiedIn->block(outward_);
+    }
+    copyBackOnDevice(copyBacks_);
+    operation_->setEnqueued(outward_, recordEvent(outward_, operation_->isTimed()));
+  });
+}
+
+}  // namespace mycoll

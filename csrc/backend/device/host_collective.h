@@ -1,0 +1,77 @@
+// One collective of device tensors on its way through host memory: a task of the `host` group.
+//
+//   device -> host    | 0 | 1 | 2 | 3 |
+//   between ranks         | 0 | 1 | 2 | 3 |
+//   host -> device            | 0 | 1 | 2 | 3 |
+//
+// While one chunk travels between the ranks, the next is copied from the device, and the one before
+// to it. All ranks cut into as many chunks: each is an operation of the engine's, matched as such.
+//
+// Thread contract: one thread at a time, whoever runs the group's queue; no GIL.
+// Lifetimes: held by its task. The staging belongs to the road and is used by one task at a time:
+// that at the queue's head.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "backend/device/operation.h"
+#include "backend/request.h"
+#include "engine/communicator.h"
+
+namespace mycoll {
+
+// Two halves of pinned memory, so that one is filled while the other travels.
+struct HostStaging {
+  struct Half {
+    at::Tensor in;
+    at::Tensor out;
+    EventPtr copiedIn;   // the last copy into `in` is behind this
+    EventPtr copiedOut;  // the last copy out of `out` is behind this
+  };
+  Half halves[2];
+};
+
+class HostCollective {
+ public:
+  // ready: behind it, the caller's inputs are there and its outputs free. copyBacks: from the
+  // spans' memory to tensors that are not plain, at the end.
+  HostCollective(std::shared_ptr<HostStaging> staging, DeviceOperationPtr operation, EventPtr ready,
+                 int rank, int ranks, std::vector<Call> calls, std::vector<CopyBack> copyBacks);
+
+  // self: keeps the collective alive in the task's frame.
+  static Task run(std::shared_ptr<HostCollective> self, CollectiveRunner& runner);
+
+ private:
+  // What a call reads from the device, and writes to it.
+  struct Sides {
+    std::vector<Span> reads;
+    std::vector<Span> writes;
+  };
+
+  Task carry(const Call& call, CollectiveRunner& runner);
+  Sides sidesOf(const Call& call) const;
+  size_t chunkBytesOf(const Call& call) const;
+  HostStaging::Half& half(uint64_t chunk) const { return staging_->halves[chunk % 2]; }
+
+  Status begin();
+  Status copyIn(const Sides& sides, size_t chunkBytes, uint64_t chunk);
+  Status copyOut(const Sides& sides, size_t chunkBytes, uint64_t chunk);
+  Status chunkOf(const Call& call, const Sides& sides, size_t chunkBytes, uint64_t chunk,
+                 Call* chunked);
+  Status end();
+
+  const std::shared_ptr<HostStaging> staging_;
+  const DeviceOperationPtr operation_;
+  const EventPtr ready_;
+  const int rank_;
+  const int ranks_;
+  const std::vector<Call> calls_;
+  const std::vector<CopyBack> copyBacks_;
+  const c10::Stream inward_;
+  const c10::Stream outward_;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,85 @@
+// NcclRoad: a group's requests as calls of NCCL's, on the caller's stream (synchronous ones) or on
+// a side stream.
+//
+// Communicators: one for each device that the group is used with, for collectives and batches; one
+// for each pair of ranks that send to each other outside of a batch, so that a send meets its
+// receive whatever collectives either side has enqueued before it.
+//
+// Thread contract: as DeviceGroup.
+// Lifetimes: a part of its DeviceGroup.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend/device/device_group.h"
+#include "nccl/collectives.h"
+#include "nccl/communicator.h"
+
+namespace mycoll {
+
+// Where the nvidia-nccl wheel beside torch has its library; empty: there is none. Once, before the
+// first group.
+void setNcclWheelFile(std::string path);
+
+class NcclRoad {
+ public:
+  explicit NcclRoad(const DevicePlace& place) : place_(place) {}
+
+  // What this rank can bring to the choice of a road.
+  struct Report {
+    int32_t version = 0;  // of NCCL; 0: none, and `reason` says why
+    uint8_t choice = 0;   // CudaPath
+    char gpu[48] = {};    // which GPU of which host, if that can be known
+    char reason[200] = {};
+  };
+  static Report report(c10::Device device);
+  // Not ok: why these ranks cannot use NCCL together (kUnsupported: the host road can serve), or
+  // should not (they were told different things).
+  static Status judge(const std::vector<Report>& reports, const std::vector<int>& ranks);
+
+  // All ranks: makes the communicator that the first collective would make.
+  void connect(c10::Device device) { (void)lineFor(device); }
+
+  // All of the same device. requests: one, or those of a batch, which become one launch.
+  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed);
+
+  // Ok while NCCL has no error to report. [watchdog]
+  Status check();
+  // Stops all there is, by the deadline.
+  void abort(Deadline deadline, const Status& why);
+  // Waits for what runs and frees it, by the deadline.
+  void close(Deadline deadline);
+  // For a barrier: the streams that this group has enqueued on.
+  void addStreams(std::vector<c10::Stream>* streams) const;
+  // NCCL's communicator for a device; null when there is none yet.
+  std::shared_ptr<nccl::Communicator> find(c10::Device device) const;
+
+ private:
+  struct Line {  // a communicator, and the stream of its asynchronous operations
+    std::shared_ptr<nccl::Communicator> communicator;
+    c10::Stream stream;
+  };
+  using LinePtr = std::shared_ptr<Line>;
+
+  LinePtr lineFor(c10::Device device);
+  LinePtr pairFor(c10::Device device, int peer);
+  LinePtr join(c10::Device device, int rank, int ranks, const std::string& name,
+               const nccl::UniqueId& id);
+  LinePtr keepUnlessEnded(LinePtr line);
+  void enqueue(nccl::Issue& issue, const Request& request, void* stream);
+
+  const DevicePlace& place_;
+
+  std::mutex connectMutex_;  // one connects at a time; before mutex_
+  mutable std::mutex mutex_;
+  std::map<c10::DeviceIndex, LinePtr> lines_;                  // guarded by mutex_
+  std::map<std::pair<c10::DeviceIndex, int>, LinePtr> pairs_;  // guarded by mutex_; by peer
+  bool isEnded_ = false;                                       // guarded by mutex_
+};
+
+}  // namespace mycoll

@@ -1,0 +1,142 @@
+#include "backend/device/operation.h"
+
+#include <thread>
+#include <utility>
+
+#include "backend/errors.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How often a thread that waits looks at signals.
+constexpr auto kTick = std::chrono::milliseconds(50);
+
+Status interrupted() { return Status(Code::kInterrupted, "interrupted by a signal"); }
+
+Status waitEnded(const char* what) {
+  return Status(Code::kTimeout,
+                std::string("wait() for ") + what + " timed out; the operation is still running");
+}
+
+}  // namespace
+
+void DeviceOperation::keep(std::vector<at::Tensor> tensors) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  kept_ = std::move(tensors);
+}
+
+void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
+  std::vector<std::function<void()>> callbacks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state_ != State::kQueued) return;
+    state_ = State::kEnqueued;
+    stream_ = stream;
+    ended_ = std::move(ended);
+    callbacks.swap(callbacks_);
+  }
+  changed_.notify_all();
+  for (auto& fn : callbacks) fn();
+}
+
+void DeviceOperation::fail(const Status& cause) {
+  std::vector<std::function<void()>> callbacks;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state_ == State::kFailed || (state_ == State::kEnqueued && hasPassed(*ended_))) return;
+    state_ = State::kFailed;
+    status_ = cause;
+    callbacks.swap(callbacks_);
+  }
+  changed_.notify_all();
+  for (auto& fn : callbacks) fn();
+}
+
+void DeviceOperation::setEngineOp(std::shared_ptr<Communicator> communicator, OpPtr op) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  communicator_ = std::move(communicator);
+  engineOp_ = std::move(op);
+}
+
+Status DeviceOperation::waitEnqueued(Deadline deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (state_ == State::kQueued) {
+    if (engineOp_ && !engineOp_->done()) {
+      const OpPtr op = engineOp_;
+      const std::shared_ptr<Communicator> communicator = communicator_;
+      lock.unlock();
+      const Status status = communicator->wait(op, deadline);
+      if (!op->done()) return status;
+      lock.lock();
+      continue;
+    }
+    const auto until = earlier(deadline, Deadline::after(kTick)).when();
+    if (changed_.wait_until(lock, until) == std::cv_status::no_timeout) continue;
+    if (deadline.expired()) return waitEnded(what_);
+    lock.unlock();
+    if (isInterruptPending()) return interrupted();
+    lock.lock();
+  }
+  return status_;
+}
+
+Status DeviceOperation::waitOver(Deadline deadline) {
+  MYCOLL_RETURN_IF_ERROR(waitEnqueued(deadline));
+  auto pause = std::chrono::microseconds(10);
+  auto lastTick = Clock::now();
+  while (!isOver()) {
+    if (deadline.expired()) return waitEnded(what_);
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::microseconds(500));
+    if (Clock::now() - lastTick < kTick) continue;
+    lastTick = Clock::now();
+    if (isInterruptPending()) return interrupted();
+  }
+  return status();
+}
+
+bool DeviceOperation::isEnqueued() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return state_ != State::kQueued;
+}
+
+bool DeviceOperation::isOver() const {
+  EventPtr ended;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state_ != State::kEnqueued) return state_ == State::kFailed;
+    ended = ended_;
+  }
+  return hasPassed(*ended);
+}
+
+Status DeviceOperation::status() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return status_;
+}
+
+void DeviceOperation::onEnqueued(std::function<void()> fn) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state_ == State::kQueued) {
+      callbacks_.push_back(std::move(fn));
+      return;
+    }
+  }
+  fn();
+}
+
+void DeviceOperation::block(const c10::Stream& stream) const { ended_->block(stream); }
+
+float DeviceOperation::milliseconds() const {
+  return started_ && ended_ ? static_cast<float>(started_->elapsedTime(*ended_)) : 0.0f;
+}
+
+std::vector<at::Tensor> DeviceOperation::release() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(kept_, {});
+}
+
+}  // namespace mycoll

@@ -1,0 +1,105 @@
+// One operation on a device, from its call to its end: what its Work, the road that carries it and
+// the watchdog know of it.
+//
+//   kQueued -> kEnqueued -> (the device passes `ended`) over
+//      \__________\________> kFailed
+//
+// kQueued: a part of it still has to happen on the CPU before its last work is on a stream; only
+// the host road knows this state for longer than a call.
+//
+// Thread contract: [any thread], with or without the GIL.
+// Lifetimes: held by shared_ptr. The tensors that it keeps are dropped by whoever calls release():
+// never by the watchdog, since dropping a tensor may need the GIL and calls the allocator.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend/device/streams.h"
+#include "base/deadline.h"
+#include "base/status.h"
+#include "engine/communicator.h"
+
+namespace mycoll {
+
+class DeviceOperation {
+ public:
+  // caller: the stream that was current when the operation was called; the kept memory is from it.
+  DeviceOperation(const char* what, const c10::Stream& caller) : what_(what), caller_(caller) {}
+
+  const char* what() const { return what_; }  // "all_reduce"
+  c10::Device device() const { return caller_.device(); }
+  const c10::Stream& caller() const { return caller_; }
+
+  // --- for whoever carries it out
+
+  void keep(std::vector<at::Tensor> tensors);
+  // Somebody wants to know its duration: events are timed.
+  void setTimed(bool isTimed) { isTimed_ = isTimed; }
+  bool isTimed() const { return isTimed_; }
+  // Its first work is behind this event, if it is timed.
+  void setStarted(EventPtr started) { started_ = std::move(started); }
+  // Its last work is on `stream`, and `ended` behind it.
+  void setEnqueued(const c10::Stream& stream, EventPtr ended);
+  // The first cause stays.
+  void fail(const Status& cause);
+  // What waitEnqueued() works on while the operation is queued; null: others do all of it.
+  void setEngineOp(std::shared_ptr<Communicator> communicator, OpPtr op);
+
+  // --- for everybody
+
+  // Waits until it is enqueued; its failure, or why the wait ended before.
+  Status waitEnqueued(Deadline deadline);
+  // Waits until the device has passed it.
+  Status waitOver(Deadline deadline);
+  bool isEnqueued() const;  // or over
+  bool isOver() const;      // passed, or failed
+  Status status() const;
+  // Runs fn once, without locks: when it is enqueued or has failed, or at once.
+  void onEnqueued(std::function<void()> fn);
+
+  // The rank that a message came from; -1 where it is not known.
+  int source() const { return source_.load(std::memory_order_acquire); }
+  void setSource(int rank) { source_.store(rank, std::memory_order_release); }
+
+  // Only when enqueued: makes the stream wait for it.
+  void block(const c10::Stream& stream) const;
+  const c10::Stream& stream() const { return *stream_; }
+  float milliseconds() const;  // between started and ended, both timed; only when over
+
+  // What it kept, for the caller to drop.
+  std::vector<at::Tensor> release();
+
+ private:
+  enum class State { kQueued, kEnqueued, kFailed };
+
+  const char* const what_;
+  const c10::Stream caller_;
+  std::atomic<int> source_{-1};
+  bool isTimed_ = false;
+  EventPtr started_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_; what is behind kEnqueued does not change any more.
+  State state_ = State::kQueued;
+  Status status_;
+  std::optional<c10::Stream> stream_;
+  EventPtr ended_;
+  std::vector<at::Tensor> kept_;
+  std::vector<std::function<void()>> callbacks_;
+  std::shared_ptr<Communicator> communicator_;
+  OpPtr engineOp_;
+};
+
+using DeviceOperationPtr = std::shared_ptr<DeviceOperation>;
+
+}  // namespace mycoll

@@ -1,0 +1,49 @@
+// Streams and events of whatever device a tensor is on, through c10's device-generic interface: no
+// CUDA is needed to build, and a pretended device can stand in for one.
+//
+// Thread contract: [any thread], with or without the GIL.
+// Lifetimes: an event returns to its pool with its last EventPtr; pools are never destroyed.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <utility>
+
+#include "base/task.h"
+
+namespace mycoll {
+
+using EventPtr = std::shared_ptr<c10::Event>;
+
+c10::Stream currentStream(c10::Device device);
+// One of the device's pool, of high priority: what travels on it starts before what computes.
+c10::Stream sideStream(c10::Device device);
+
+bool isCapturing(const c10::Stream& stream);
+
+// An event for this device that was not recorded yet, or is not needed by anybody any more.
+// isTimed: it can be asked for elapsed times. isCaptured: it will belong to a graph, and is not
+// used again for anything else.
+EventPtr takeEvent(c10::Device device, bool isTimed = false, bool isCaptured = false);
+
+// Records on the stream, with a fresh event.
+EventPtr recordEvent(const c10::Stream& stream, bool isTimed = false, bool isCaptured = false);
+
+// True when the device has passed it. An error of the device counts as passed: whoever asks goes
+// on, and the device tells its users itself.
+bool hasPassed(const c10::Event& event);
+
+// The same, for a task. null: nothing was recorded.
+class EventPassed final : public Condition {
+ public:
+  explicit EventPassed(EventPtr event) : event_(std::move(event)) {}
+  bool ready() override { return !event_ || hasPassed(*event_); }
+
+ private:
+  const EventPtr event_;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,113 @@
+#include "backend/device/watchdog.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "backend/device/device_group.h"
+
+namespace mycoll {
+namespace {
+
+// Between two looks at what devices do: soon where the CPU has to go on with it, else from the
+// least on ever longer while nothing ends.
+constexpr auto kSoon = std::chrono::microseconds(100);
+constexpr auto kLeast = std::chrono::microseconds(1'000);
+constexpr auto kMost = std::chrono::microseconds(20'000);
+
+}  // namespace
+
+struct Watchdog::State {
+  std::mutex mutex;
+  std::condition_variable woken;
+  std::vector<std::shared_ptr<DeviceGroup>> groups;  // busy ones
+  bool isWoken = false;
+  bool isRunning = false;
+
+  void run();
+};
+
+Watchdog& Watchdog::get() {
+  static Watchdog watchdog;
+  return watchdog;
+}
+
+Watchdog::State& Watchdog::state() {
+  // Never destroyed: the thread outlives static destruction.
+  static State* const kState = [] {
+    pthread_atfork(nullptr, nullptr, [] { new (&Watchdog::state()) State; });
+    return new State;
+  }();
+  return *kState;
+}
+
+void Watchdog::add(std::shared_ptr<DeviceGroup> group) {
+  State& all = state();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  if (std::find(all.groups.begin(), all.groups.end(), group) == all.groups.end()) {
+    all.groups.push_back(std::move(group));
+  }
+  all.isWoken = true;
+  all.woken.notify_one();
+  if (std::exchange(all.isRunning, true)) return;
+  // Signals are for the user's threads.
+  sigset_t every, before;
+  sigfillset(&every);
+  pthread_sigmask(SIG_SETMASK, &every, &before);
+  std::thread([&all] {
+    pthread_setname_np(pthread_self(), "mycoll-watchdog");
+    all.run();
+  }).detach();
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Watchdog::wake() {
+  State& all = state();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.isWoken = true;
+  all.woken.notify_one();
+}
+
+void Watchdog::State::run() {
+  auto pause = kLeast;
+  std::unique_lock<std::mutex> lock(mutex);
+  for (;;) {
+    if (groups.empty()) {
+      woken.wait(lock, [this] { return isWoken; });
+      pause = kLeast;
+    }
+    isWoken = false;
+    std::vector<std::shared_ptr<DeviceGroup>> round = groups;
+    lock.unlock();
+    DeviceGroup::Watched all;
+    std::vector<DeviceGroup*> idle;
+    for (const auto& group : round) {
+      const DeviceGroup::Watched seen = group->watch();
+      all.hasMoved |= seen.hasMoved;
+      all.wantsSoon |= seen.wantsSoon;
+      if (!seen.isBusy) idle.push_back(group.get());
+    }
+    lock.lock();
+    for (DeviceGroup* group : idle) {
+      // What came since its round counts: follow() and this are ordered by the mutex.
+      if (!group->isBusy()) {
+        std::erase_if(groups, [&](const auto& entry) { return entry.get() == group; });
+      }
+    }
+    lock.unlock();
+    round.clear();  // perhaps the last references
+    lock.lock();
+    pause = all.hasMoved ? kLeast : std::min(pause * 2, kMost);
+    if (groups.empty()) continue;
+    woken.wait_for(lock, all.wantsSoon ? kSoon : pause, [this] { return isWoken; });
+  }
+}
+
+}  // namespace mycoll

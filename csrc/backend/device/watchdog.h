@@ -1,0 +1,30 @@
+// The process's one thread that follows operations on devices: it sees their ends, deadlines and
+// errors, and moves the host road on. It never touches users' tensors and takes no GIL.
+//
+// Thread contract: [any thread].
+// Lifetimes: never destroyed; the thread starts with the first group that is busy, and sleeps while
+// none is. A process that was forked starts its own.
+#pragma once
+
+#include <memory>
+
+namespace mycoll {
+
+class DeviceGroup;
+
+class Watchdog {
+ public:
+  static Watchdog& get();
+
+  // The group has something to follow from now on.
+  void add(std::shared_ptr<DeviceGroup> group);
+  // There is something to look at now.
+  void wake();
+
+ private:
+  Watchdog() = default;
+  struct State;
+  static State& state();
+};
+
+}  // namespace mycoll

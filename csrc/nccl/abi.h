@@ -131,8 +131,8 @@ struct Config {
   X(memAlloc, ncclMemAlloc, Result, (void** memory, size_t bytes))                                 \
   X(memFree, ncclMemFree, Result, (void* memory))                                                  \
   X(commRegister, ncclCommRegister, Result,                                                        \
-    (const Comm* comm, void* buffer, size_t bytes, void** handle))                                 \
-  X(commDeregister, ncclCommDeregister, Result, (const Comm* comm, void* handle))                  \
+    (Comm * comm, void* buffer, size_t bytes, void** handle))                                      \
+  X(commDeregister, ncclCommDeregister, Result, (Comm * comm, void* handle))                       \
   X(commWindowRegister, ncclCommWindowRegister, Result,                                            \
     (Comm * comm, void* buffer, size_t bytes, Window** window, int flags))                         \
   X(commWindowDeregister, ncclCommWindowDeregister, Result, (Comm * comm, Window * window))        \

@@ -150,6 +150,19 @@ TEST(NcclLibrary, knowsWhatItLacks) {
   });
 }
 
+// For tests/test_nccl_abi.py, which knows where one is and what it should be.
+TEST(NcclLibrary, opensARealOne) {
+  const char* const file = std::getenv("NCCL_TEST_LIBRARY");
+  if (file == nullptr) SKIP("NCCL_TEST_LIBRARY names no library");
+  const Library* library = nullptr;
+  ASSERT_OK(Library::open(file, &library));
+  std::printf("%s: %s\n", library->describe().c_str(), library->describeCapabilities().c_str());
+  UniqueId id;
+  const Result made = library->functions().getUniqueId(&id);
+  EXPECT(library->functions().getErrorString(made) != nullptr);
+  EXPECT(library->functions().groupEnd() == Result::kInvalidUsage);  // no group was started
+}
+
 TEST(Cudart, isNotHere) {
   const Cudart& cudart = Cudart::get();
   EXPECT(!cudart.isThere());

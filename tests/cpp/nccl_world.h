@@ -4,9 +4,12 @@
 #include <dlfcn.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "nccl/collectives.h"
@@ -167,6 +170,70 @@ inline Call callOf(OpKind kind, DType dtype, std::vector<Span> in, std::vector<S
   call.in = std::move(in);
   call.out = std::move(out);
   return call;
+}
+
+inline constexpr size_t kSizes[] = {0, 1, 7, 1000,
+                                    40000};  // the last is longer than the stand-in's rings
+
+// Part r of a list has this many elements where parts are uneven; some have none.
+inline size_t uneven(int part) { return part % 3 == 1 ? 0 : 100 * part + 5; }
+
+// --- waiting and looking
+
+using Clock = std::chrono::steady_clock;
+
+inline double secondsSince(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Far above what is waited for, far below what would be a hang.
+constexpr double kSoon = 20;
+
+inline bool eventually(const std::function<bool()>& isTrue) {
+  for (int i = 0; i < 20000; ++i) {
+    if (isTrue()) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return false;
+}
+
+inline bool contains(const Status& status, const std::string& words) {
+  if (status.message().find(words) != std::string::npos) return true;
+  std::fprintf(stderr, "no '%s' in '%s'\n", words.c_str(), status.toString().c_str());
+  return false;
+}
+
+inline std::shared_ptr<Communicator> lone(StandIn& standIn, int rank = 0, int ranks = 2,
+                                          CommunicatorOptions options = {}) {
+  return std::make_shared<Communicator>(standIn.library(), rank, ranks, "lone", options);
+}
+
+inline UniqueId newId(StandIn& standIn) {
+  UniqueId id;
+  EXPECT_OK(Communicator::createId(standIn.library(), &id));
+  return id;
+}
+
+inline Status sum(Rank& rank, const Buffer& data) {
+  return enqueue(*rank.comm,
+                 callOf(OpKind::kAllReduce, DType::kInt32, {data.span()}, {data.span()}),
+                 rank.stream);
+}
+
+inline bool isSumOf(const Buffer& data, int expected) {
+  const std::vector<char> content = data.read();
+  for (size_t i = 0; i + 4 <= content.size(); i += 4) {
+    int value = 0;
+    std::memcpy(&value, content.data() + i, 4);
+    if (value != expected) return false;
+  }
+  return true;
+}
+
+inline std::vector<char> filled(int value, size_t count = 1000) {
+  std::vector<char> content(4 * count);
+  for (size_t i = 0; i < count; ++i) std::memcpy(content.data() + 4 * i, &value, 4);
+  return content;
 }
 
 }  // namespace mycoll::nccl::world

@@ -18,16 +18,30 @@ Handles& handles() {
   return all;
 }
 
-thread_local std::string complaint;
+struct Complaint {
+  std::mutex mutex;
+  std::string text;
+};
+
+Complaint& complaint() {
+  static Complaint& last = *new Complaint;
+  return last;
+}
 
 }  // namespace
 
 Result complain(Result result, std::string sentence) {
-  complaint = "stand-in: " + std::move(sentence);
+  std::lock_guard<std::mutex> lock(complaint().mutex);
+  complaint().text = "stand-in: " + std::move(sentence);
   return result;
 }
 
-const char* lastComplaint() { return complaint.c_str(); }
+const char* lastComplaint() {
+  thread_local std::string copy;
+  std::lock_guard<std::mutex> lock(complaint().mutex);
+  copy = complaint().text;
+  return copy.c_str();
+}
 
 Handle publish(std::shared_ptr<Comm> comm) {
   std::lock_guard<std::mutex> lock(handles().mutex);

@@ -13,11 +13,14 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "nccl/abi.h"
 #include "script.h"
 #include "segment.h"
+
+#define NCCL_API extern "C" __attribute__((visibility("default")))
 
 namespace standin::nccl {
 
@@ -152,9 +155,15 @@ class Entry {
   Comm& comm_;
 };
 
-// ncclGetLastError, of this thread.
+// ncclGetLastError: of the process, and stale ones too, as in NCCL.
 Result complain(Result result, std::string sentence);
 const char* lastComplaint();
+inline Result invalid(std::string sentence) {
+  return complain(Result::kInvalidArgument, std::move(sentence));
+}
+
+// Whether this thread is between ncclGroupStart and ncclGroupEnd (operations.cpp).
+bool isGrouping();
 
 // False: it was stopped by an abort, or never will end (mover.cpp).
 bool move(Comm& comm, const std::vector<Operation>& operations);

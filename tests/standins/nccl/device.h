@@ -19,4 +19,8 @@ struct Device {
   static const Device& get();
 };
 
+inline bool isDevicePointer(const void* address) {
+  return Device::get().pointerDevice(address) >= 0;
+}
+
 }  // namespace standin::nccl

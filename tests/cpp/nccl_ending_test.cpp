@@ -1,0 +1,339 @@
+// How communicators end, whatever NCCL and their peers do; and what they leave: children, memory.
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+
+#include "nccl/communicator.h"
+#include "nccl_world.h"
+
+extern char** environ;
+
+namespace mycoll::nccl::world {
+namespace {
+
+using State = Communicator::State;
+
+// --- abort, whatever hangs
+
+TEST(NcclAbort, freesAStreamThatWaits) {
+  StandIn& standIn = StandIn::full();
+  World world(standIn, 2);
+  Rank& rank = world[0];
+  Buffer data(filled(1), rank.stream);
+  ASSERT_OK(sum(rank, data));  // rank 1 never comes
+  const Clock::time_point start = Clock::now();
+  test::Threads(3, [&](int) {  // several at once: one does it, all wait for it
+    EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "enough")));
+  });
+  EXPECT(mycoll_standin_stream_synchronize(rank.stream) == nullptr);
+  EXPECT(secondsSince(start) < kSoon);
+  EXPECT_EQ(rank.comm->state(), State::kAborted);
+  EXPECT_EQ(sum(rank, data).message(), "enough");
+}
+
+TEST(NcclAbort, endsAnEnqueueThatHangs) {
+  StandIn& standIn = StandIn::full();
+  for (bool isBlocking : {true, false}) {
+    CommunicatorOptions options;
+    options.isBlocking = isBlocking;
+    World world(standIn, 1, options);
+    Rank& rank = world[0];
+    Buffer data(filled(1), rank.stream);
+    const auto script = standIn.scripted(isBlocking ? "hang=enqueue" : "progress_ms=1000000");
+    const int64_t before = standIn.count("ncclAllReduce");
+    Status first, second;
+    std::thread hanging([&] { first = sum(rank, data); });
+    EXPECT(eventually([&] { return standIn.count("ncclAllReduce") > before; }));
+    std::thread behind([&] { second = sum(rank, data); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_OK(rank.comm->check());  // does not queue behind it
+    EXPECT_OK(rank.comm->abort(patient(), Status(Code::kTimeout, "rank 7 never called it")));
+    hanging.join();
+    behind.join();
+    EXPECT_EQ(first.message(), "rank 7 never called it");
+    EXPECT_EQ(second.message(), "rank 7 never called it");
+  }
+}
+
+TEST(NcclAbort, returnsByItsDeadlineWhenNcclDoesNot) {
+  StandIn& standIn = StandIn::full();
+  const int64_t comms = standIn.count("comms");
+  World world(standIn, 2);
+  {
+    const auto script = standIn.scripted("hang=abort,rank=0");
+    const Clock::time_point start = Clock::now();
+    const Status status = world[0].comm->abort(in(300), Status(Code::kAborted, "enough"));
+    EXPECT_EQ(status.code(), Code::kTimeout);
+    EXPECT(contains(status, "ncclCommAbort TIMED OUT"));
+    EXPECT(secondsSince(start) < kSoon);
+    EXPECT_EQ(world[0].comm->abort(in(10), Status(Code::kAborted, "again")).code(), Code::kTimeout);
+    EXPECT_OK(world[1].comm->abort(patient(), Status(Code::kAborted, "enough")));
+    World another(standIn, 2);  // the process is not dead
+    another.run([](Rank& rank) {
+      Buffer data(filled(2), rank.stream);
+      ASSERT_OK(sum(rank, data));
+      EXPECT(isSumOf(data, 4));
+      // Its close() is under the same script, but does not abort.
+    });
+  }
+  EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
+}
+
+TEST(NcclAbort, anEnqueueEndsByItsTimeout) {
+  StandIn& standIn = StandIn::full();
+  CommunicatorOptions options;
+  options.issueTimeout = std::chrono::milliseconds(100);
+  World world(standIn, 1, options);
+  const auto script = standIn.scripted("progress_ms=1000000");
+  Buffer data(filled(1), world[0].stream);
+  const Status status = sum(world[0], data);
+  EXPECT_EQ(status.code(), Code::kTimeout);
+  EXPECT(contains(status, "ncclAllReduce TIMED OUT"));
+  EXPECT_EQ(world[0].comm->state(), State::kFailed);
+}
+
+// --- close
+
+TEST(NcclClose, waitsForWhatRuns) {
+  StandIn& standIn = StandIn::full();
+  for (bool isBlocking : {true, false}) {
+    CommunicatorOptions options;
+    options.isBlocking = isBlocking;
+    World world(standIn, 2, options);
+    world.run([](Rank& rank) {
+      Buffer data(filled(1), rank.stream);
+      void* const gate = mycoll_standin_gate_close(rank.stream);
+      ASSERT_OK(sum(rank, data));
+      std::thread opening([gate] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        mycoll_standin_gate_open(gate);
+      });
+      EXPECT_OK(rank.comm->close(patient()));
+      opening.join();
+      EXPECT(isSumOf(data, 2));
+      EXPECT_EQ(rank.comm->handle(), static_cast<Comm*>(nullptr));
+    });
+  }
+}
+
+TEST(NcclClose, endsByItsDeadline) {
+  StandIn& standIn = StandIn::full();
+  for (const char* what : {"finalize", "destroy", "pending"}) {
+    const int64_t comms = standIn.count("comms");
+    {
+      World world(standIn, 2);
+      Buffer data(filled(1), world[0].stream);
+      if (std::string(what) == "pending") EXPECT_OK(sum(world[0], data));  // rank 1 never comes
+      const auto script = standIn.scripted((std::string("rank=0,hang=") + what).c_str());
+      const Clock::time_point start = Clock::now();
+      const Status status = world[0].comm->close(in(200));
+      EXPECT_EQ(status.code(), Code::kTimeout);
+      EXPECT(secondsSince(start) < kSoon);
+      EXPECT_EQ(world[0].comm->close(in(0)).message(), status.message());
+    }
+    EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
+  }
+}
+
+// --- children
+
+TEST(NcclSplit, byColorAndKey) {
+  StandIn& standIn = StandIn::full();
+  for (bool isBlocking : {true, false}) {
+    CommunicatorOptions options;
+    options.isBlocking = isBlocking;
+    World world(standIn, 4, options);
+    for (int round = 0; round < 3; ++round) {
+      world.run([&](Rank& rank) {
+        const int me = rank.comm->rank();
+        // Ranks 3, 1, 0 in this order; rank 2 has no part in it.
+        const int place = me == 3 ? 0 : me == 1 ? 1 : 2;
+        const bool isMember = me != 2;
+        const auto child =
+            std::make_shared<Communicator>(standIn.library(), place, 3, "child", options);
+        ASSERT_OK(rank.comm->split(isMember ? 5 : kSplitNoColor, place,
+                                   isMember ? child.get() : nullptr, patient(), nullptr));
+        if (!isMember) {
+          EXPECT_OK(child->close(patient()));
+          return;
+        }
+        Rank inChild{child, rank.stream};
+        Buffer data(pattern(100, me), rank.stream);
+        ASSERT_OK(enqueue(*child, callOf(OpKind::kBroadcast, DType::kOpaque, {}, {data.span()}, 0),
+                          rank.stream));
+        EXPECT(data.read() == pattern(100, 3));
+        EXPECT_OK(child->close(patient()));
+      });
+    }
+    world.run([](Rank& rank) {  // the parent lives on
+      Buffer data(filled(1), rank.stream);
+      ASSERT_OK(sum(rank, data));
+      EXPECT(isSumOf(data, 4));
+    });
+  }
+}
+
+TEST(NcclSplit, endsWhenOthersDoNotCome) {
+  StandIn& standIn = StandIn::full();
+  World world(standIn, 2);
+  const auto child = lone(standIn, 0, 2);
+  const Status status = world[0].comm->split(0, 0, child.get(), in(100), nullptr);
+  EXPECT_EQ(status.code(), Code::kTimeout);
+  EXPECT_EQ(child->state(), State::kAborted);
+  EXPECT_EQ(world[0].comm->state(), State::kFailed);
+  EXPECT_OK(world[0].comm->abort(patient(), status));
+  const auto checked = lone(standIn, 0, 2);
+  EXPECT_EQ(world[1]
+                .comm
+                ->split(0, 0, checked.get(), patient(),
+                        [] { return Status(Code::kPeerLost, "rank 0 has left"); })
+                .message(),
+            "rank 0 has left");
+}
+
+TEST(NcclShrink, withoutTheLost) {
+  StandIn& standIn = StandIn::full();
+  World world(standIn, 3);
+  world.run([&](Rank& rank) {
+    const int me = rank.comm->rank();
+    if (me == 1) return;  // lost
+    Buffer data(filled(1), rank.stream);
+    ASSERT_OK(sum(rank, data));  // cannot end
+    const auto child =
+        std::make_shared<Communicator>(standIn.library(), me == 0 ? 0 : 1, 2, "rest");
+    ASSERT_OK(rank.comm->shrink({1}, true, child.get(), patient(), nullptr));
+    Rank inChild{child, rank.stream};
+    Buffer rest(filled(me + 1), rank.stream);
+    ASSERT_OK(sum(inChild, rest));
+    EXPECT(isSumOf(rest, 4));
+    EXPECT_OK(child->close(patient()));
+    EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "shrunk")));
+  });
+  EXPECT_OK(world[1].comm->abort(patient(), Status(Code::kAborted, "lost")));
+}
+
+TEST(NcclRevoke, stopsAndKeepsTheCommunicator) {
+  StandIn& standIn = StandIn::full();
+  World world(standIn, 3);
+  world.run([&](Rank& rank) {
+    const int me = rank.comm->rank();
+    if (me == 2) return;
+    Buffer data(filled(1), rank.stream);
+    ASSERT_OK(sum(rank, data));
+    ASSERT_OK(rank.comm->revoke(patient()));
+    EXPECT(mycoll_standin_stream_synchronize(rank.stream) == nullptr);
+    EXPECT(contains(sum(rank, data), "was revoked"));
+    const auto child = std::make_shared<Communicator>(standIn.library(), me, 2, "rest");
+    ASSERT_OK(rank.comm->shrink({2}, false, child.get(), patient(), nullptr));
+    EXPECT_OK(child->close(patient()));
+  });
+}
+
+TEST(NcclLacks, saysWhichFunction) {
+  StandIn& standIn = StandIn::required();
+  World world(standIn, 1);
+  Communicator& comm = *world[0].comm;
+  void* memory = nullptr;
+  Window* window = nullptr;
+  for (const auto& [status, function] :
+       {std::pair(comm.split(0, 0, nullptr, patient(), nullptr), "ncclCommSplit"),
+        {comm.shrink({}, false, nullptr, patient(), nullptr), "ncclCommShrink"},
+        {comm.revoke(patient()), "ncclCommRevoke"},
+        {comm.registerBuffer(nullptr, 1, &memory), "ncclCommRegister"},
+        {comm.deregisterBuffer(nullptr), "ncclCommDeregister"},
+        {comm.registerWindow(nullptr, 1, 0, &window), "ncclCommWindowRegister"},
+        {comm.deregisterWindow(nullptr), "ncclCommWindowDeregister"},
+        {Communicator::allocate(standIn.library(), 1, &memory), "ncclMemAlloc"},
+        {Communicator::free(standIn.library(), nullptr), "ncclMemFree"}}) {
+    EXPECT_EQ(status.code(), Code::kUnsupported);
+    EXPECT(contains(status, std::string("has no ") + function));
+  }
+  EXPECT_OK(comm.check());  // none of it does harm
+}
+
+TEST(NcclMemory, isRegisteredAndLetGo) {
+  StandIn& standIn = StandIn::full();
+  World world(standIn, 2);
+  world.run([&](Rank& rank) {
+    void* memory = nullptr;
+    ASSERT_OK(Communicator::allocate(standIn.library(), 10000, &memory));
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % kWindowAlignment, 0);
+    void* handle = nullptr;
+    ASSERT_OK(rank.comm->registerBuffer(memory, 10000, &handle));
+    Window* window = nullptr;
+    ASSERT_OK(rank.comm->registerWindow(memory, 10000, kWindowSymmetric, &window));
+    EXPECT(handle != nullptr && window != nullptr);
+    EXPECT_OK(rank.comm->deregisterWindow(window));
+    EXPECT_OK(rank.comm->deregisterBuffer(handle));
+    EXPECT(contains(rank.comm->deregisterBuffer(handle), "ncclCommDeregister failed on rank"));
+    EXPECT_OK(Communicator::free(standIn.library(), memory));
+    EXPECT(contains(Communicator::free(standIn.library(), memory), "ncclMemFree failed"));
+    int onHost = 0;
+    EXPECT(!rank.comm->registerBuffer(&onHost, 4, &handle).ok());
+    EXPECT_EQ(rank.comm->state(), State::kReady);
+  });
+}
+
+// --- processes
+
+std::string hex(const UniqueId& id) {
+  std::string text;
+  for (char byte : id.bytes) {
+    char two[3];
+    std::snprintf(two, sizeof(two), "%02x", static_cast<unsigned char>(byte));
+    text += two;
+  }
+  return text;
+}
+
+// Rank 1 of the next test, in a process of its own: sums until it is killed.
+TEST(NcclProcess, peer) {
+  const char* const text = std::getenv("NCCL_TEST_PEER_ID");
+  if (text == nullptr) SKIP("is started by the next test");
+  UniqueId id;
+  for (size_t i = 0; i < sizeof(id.bytes); ++i) {
+    id.bytes[i] = static_cast<char>(std::stoi(std::string(text + 2 * i, 2), nullptr, 16));
+  }
+  Rank rank{lone(StandIn::full(), 1, 2), World::streamOf(1)};
+  ASSERT_OK(rank.comm->connect(id, patient(), nullptr));
+  for (int round = 0;; ++round) {
+    Buffer data(filled(2), rank.stream);
+    ASSERT_OK(sum(rank, data));
+    EXPECT(isSumOf(data, 3));
+  }
+}
+
+TEST(NcclProcess, isMissedWhenKilled) {
+  StandIn& standIn = StandIn::full();
+  const UniqueId id = newId(standIn);
+  setenv("NCCL_TEST_PEER_ID", hex(id).c_str(), 1);
+  std::string self = "/proc/self/exe", filter = "NcclProcess.peer";
+  char* arguments[] = {self.data(), filter.data(), nullptr};
+  pid_t peer = -1;
+  ASSERT(posix_spawn(&peer, self.c_str(), nullptr, nullptr, arguments, environ) == 0);
+  unsetenv("NCCL_TEST_PEER_ID");
+
+  Rank rank{lone(standIn), World::streamOf(0)};
+  EXPECT_OK(rank.comm->connect(id, patient(), nullptr));
+  for (int round = 0; round < 10; ++round) {
+    Buffer data(filled(1), rank.stream);
+    EXPECT_OK(sum(rank, data));
+    EXPECT(isSumOf(data, 3));
+  }
+  kill(peer, SIGKILL);
+  waitpid(peer, nullptr, 0);
+  Buffer data(filled(1), rank.stream);
+  void* const gate = mycoll_standin_gate_close(rank.stream);
+  for (int round = 0; round < 3; ++round) EXPECT_OK(sum(rank, data));  // it may have sent for one
+  mycoll_standin_gate_open(gate);
+  EXPECT(eventually([&] { return !rank.comm->check().ok(); }));
+  EXPECT_EQ(rank.comm->check().code(), Code::kPeerLost);
+  EXPECT(contains(rank.comm->check(), "remote process exited"));
+  EXPECT_OK(rank.comm->abort(patient(), rank.comm->cause()));
+}
+
+}  // namespace
+}  // namespace mycoll::nccl::world

@@ -1,0 +1,211 @@
+// NCCL's functions that enqueue: their arguments, and groups of them.
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm.h"
+#include "device.h"
+
+namespace standin::nccl {
+namespace {
+
+// Operations since ncclGroupStart, of this thread.
+struct Group {
+  struct Pending {
+    std::shared_ptr<Comm> comm;
+    void* stream;
+    std::vector<Operation> operations;
+  };
+  int depth = 0;
+  Result error = Result::kSuccess;
+  std::vector<Pending> pending;
+};
+
+thread_local Group group;
+
+Result startGroup() {
+  ++group.depth;
+  return Result::kSuccess;
+}
+
+Result endGroup() {
+  if (group.depth == 0) {
+    return complain(Result::kInvalidUsage, "ncclGroupEnd: not in a group call");
+  }
+  if (--group.depth > 0) return Result::kSuccess;
+  const Group ended = std::exchange(group, Group());
+  for (const auto& pending : ended.pending) Entry::leaveGroup(*pending.comm);
+  if (ended.error != Result::kSuccess) return ended.error;
+  Result result = Result::kSuccess;
+  for (const auto& pending : ended.pending) {
+    if (pending.comm->isBlocking != ended.pending.front().comm->isBlocking) {
+      return invalid("Blocking and nonblocking communicators are not allowed in the same group");
+    }
+    const Entry entry(*pending.comm, "ncclGroupEnd", false);
+    const Result issued = pending.comm->issue(pending.operations, pending.stream);
+    if (issued != Result::kSuccess) result = issued;
+  }
+  return result;
+}
+
+// What an operation reads and writes, in parts of `count` elements.
+struct Reach {
+  bool reads = true, writes = true;
+};
+
+Result checkArguments(const Comm& comm, const Operation& op, Reach reach) {
+  const std::string name = op.name;
+  const int type = static_cast<int>(op.type);
+  if (type < 0 || type > static_cast<int>(DataType::kFloat8E5M2)) {
+    return invalid(name + ": invalid type " + std::to_string(type));
+  }
+  if (type >= static_cast<int>(DataType::kFloat8E4M3) && script().version < 22400) {
+    return invalid(name + ": float8 comes with 2.24");
+  }
+  if (op.root < -1 || op.root >= comm.ranks) {
+    return invalid(name + ": invalid root or peer " + std::to_string(op.root));
+  }
+  if (op.count == 0) return Result::kSuccess;
+  if ((reach.reads && !isDevicePointer(op.send)) ||
+      (reach.writes && !isDevicePointer(op.receive))) {
+    return invalid(name + ": a buffer is not device memory");
+  }
+  return Result::kSuccess;
+}
+
+Result add(Handle handle, Operation op, void* stream, Reach reach) {
+  count(op.name);
+  const std::shared_ptr<Comm> comm = find(handle, op.name);
+  const Entry entry(*comm, op.name, group.depth > 0);
+  Result result = comm->readiness();
+  if (result == Result::kSuccess) {
+    hangWhile("enqueue", comm->rank, [&] { return comm->isAborted(); });
+    if (comm->isAborted() || script().fails("enqueue", comm->rank)) {
+      result = complain(Result::kInternalError, "aborted, or told to fail");
+    }
+  }
+  if (result == Result::kSuccess) result = checkArguments(*comm, op, reach);
+  if (result == Result::kSuccess && static_cast<int>(op.op) >= 5) {
+    op.factor = comm->factorOf(op.op);
+    if (!op.factor || op.factor->type != op.type) {
+      result = invalid(std::string(op.name) + ": no such operator for this type");
+    }
+    op.op = static_cast<RedOp>(5);  // its number differs between ranks
+  }
+  if (stream == nullptr) die(std::string(op.name) + " on a null stream");
+  if (group.depth > 0) {
+    if (result != Result::kSuccess) {
+      group.error = result;
+      return result;
+    }
+    for (auto& pending : group.pending) {
+      if (pending.comm != comm) continue;
+      if (pending.stream != stream) die("several streams in one group are more than I can do");
+      pending.operations.push_back(std::move(op));
+      return Result::kSuccess;
+    }
+    group.pending.push_back({comm, stream, {std::move(op)}});
+    return Result::kSuccess;
+  }
+  if (result != Result::kSuccess) return result;
+  // NCCL, too, starts nothing for collectives of no elements.
+  if (op.count == 0 && op.kind != Kind::kSend && op.kind != Kind::kReceive) return result;
+  return comm->issue({std::move(op)}, stream);
+}
+
+Operation operation(Kind kind, const char* name, const void* send, void* receive, size_t count,
+                    DataType type, RedOp op, int root) {
+  Operation made;
+  made.kind = kind;
+  made.name = name;
+  made.send = send;
+  made.receive = receive;
+  made.count = count;
+  made.type = type;
+  made.op = op;
+  made.root = root;
+  return made;
+}
+
+}  // namespace
+
+bool isGrouping() { return group.depth > 0; }
+
+}  // namespace standin::nccl
+
+using namespace standin::nccl;
+using mycoll::nccl::CudaStream;
+
+NCCL_API Result ncclGroupStart() { return startGroup(); }
+
+NCCL_API Result ncclGroupEnd() {
+  count("ncclGroupEnd");
+  return endGroup();
+}
+
+NCCL_API Result ncclAllReduce(const void* send, void* receive, size_t count, DataType type,
+                              RedOp op, Handle comm, CudaStream stream) {
+  return add(comm, operation(Kind::kAllReduce, "ncclAllReduce", send, receive, count, type, op, -1),
+             stream, {});
+}
+
+NCCL_API Result ncclBroadcast(const void* send, void* receive, size_t count, DataType type,
+                              int root, Handle comm, CudaStream stream) {
+  const bool isRoot = find(comm, "ncclBroadcast")->rank == root;
+  return add(comm,
+             operation(Kind::kBroadcast, "ncclBroadcast", send, receive, count, type, {}, root),
+             stream, {isRoot, true});
+}
+
+NCCL_API Result ncclReduce(const void* send, void* receive, size_t count, DataType type, RedOp op,
+                           int root, Handle comm, CudaStream stream) {
+  const bool isRoot = find(comm, "ncclReduce")->rank == root;
+  return add(comm, operation(Kind::kReduce, "ncclReduce", send, receive, count, type, op, root),
+             stream, {true, isRoot});
+}
+
+NCCL_API Result ncclAllGather(const void* send, void* receive, size_t count, DataType type,
+                              Handle comm, CudaStream stream) {
+  return add(comm, operation(Kind::kAllGather, "ncclAllGather", send, receive, count, type, {}, -1),
+             stream, {});
+}
+
+NCCL_API Result ncclReduceScatter(const void* send, void* receive, size_t count, DataType type,
+                                  RedOp op, Handle comm, CudaStream stream) {
+  return add(
+      comm,
+      operation(Kind::kReduceScatter, "ncclReduceScatter", send, receive, count, type, op, -1),
+      stream, {});
+}
+
+NCCL_API Result ncclAlltoAll(const void* send, void* receive, size_t count, DataType type,
+                             Handle comm, CudaStream stream) {
+  return add(comm, operation(Kind::kAllToAll, "ncclAlltoAll", send, receive, count, type, {}, -1),
+             stream, {});
+}
+
+NCCL_API Result ncclGather(const void* send, void* receive, size_t count, DataType type, int root,
+                           Handle comm, CudaStream stream) {
+  const bool isRoot = find(comm, "ncclGather")->rank == root;
+  return add(comm, operation(Kind::kGather, "ncclGather", send, receive, count, type, {}, root),
+             stream, {true, isRoot});
+}
+
+NCCL_API Result ncclScatter(const void* send, void* receive, size_t count, DataType type, int root,
+                            Handle comm, CudaStream stream) {
+  const bool isRoot = find(comm, "ncclScatter")->rank == root;
+  return add(comm, operation(Kind::kScatter, "ncclScatter", send, receive, count, type, {}, root),
+             stream, {isRoot, true});
+}
+
+NCCL_API Result ncclSend(const void* buffer, size_t count, DataType type, int peer, Handle comm,
+                         CudaStream stream) {
+  return add(comm, operation(Kind::kSend, "ncclSend", buffer, nullptr, count, type, {}, peer),
+             stream, {true, false});
+}
+
+NCCL_API Result ncclRecv(void* buffer, size_t count, DataType type, int peer, Handle comm,
+                         CudaStream stream) {
+  return add(comm, operation(Kind::kReceive, "ncclRecv", nullptr, buffer, count, type, {}, peer),
+             stream, {false, true});
+}

@@ -5,15 +5,17 @@
 namespace mycoll {
 namespace {
 
-InterruptHook interruptHook;
+PythonHooks python;
 
 }  // namespace
 
-void setInterruptHook(InterruptHook hook) { interruptHook = hook; }
+void setPythonHooks(PythonHooks hooks) { python = hooks; }
 
 bool isInterruptPending() {
-  return interruptHook.isPending != nullptr && interruptHook.isPending();
+  return python.isInterruptPending != nullptr && python.isInterruptPending();
 }
+
+bool isCalledByPython() { return python.holdsGil != nullptr && python.holdsGil(); }
 
 void throwStatus(const Status& status) {
   const std::string& message = status.message();
@@ -23,7 +25,7 @@ void throwStatus(const Status& status) {
     case Code::kNetwork: C10_THROW_ERROR(DistNetworkError, message);
     case Code::kStore: C10_THROW_ERROR(DistStoreError, message);
     case Code::kInterrupted:
-      if (interruptHook.raise != nullptr) interruptHook.raise();
+      if (python.raiseInterrupt != nullptr) python.raiseInterrupt();
       break;
     case Code::kOk:
     case Code::kMismatch:

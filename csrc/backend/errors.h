@@ -30,14 +30,20 @@ c10d::WorkResult toWorkResult(const Status& status);
 // The same, to be thrown elsewhere; null when ok. Ignores interrupts: they belong to one wait().
 std::exception_ptr toException(const Status& status);
 
-// How backend/, which knows no Python, sees signals. Set once by bindings/, before the first group.
-struct InterruptHook {
-  // True when this thread's wait should end; the reason is then kept for this thread until raise().
-  bool (*isPending)() = nullptr;
-  // Throws what isPending() kept; returns when there is nothing.
-  void (*raise)() = nullptr;
+// What backend/, which knows no Python, has to ask it. Set once by bindings/, before the first
+// group.
+struct PythonHooks {
+  // True when this thread's wait should end for a signal; the reason is then kept for this thread
+  // until raiseInterrupt().
+  bool (*isInterruptPending)() = nullptr;
+  // Throws what isInterruptPending() kept; returns when there is nothing.
+  void (*raiseInterrupt)() = nullptr;
+  // Whether this thread holds the GIL.
+  bool (*holdsGil)() = nullptr;
 };
-void setInterruptHook(InterruptHook hook);
+void setPythonHooks(PythonHooks hooks);
 bool isInterruptPending();
+// Whether Python made the call that this thread is in; false for calls by torch's own C++.
+bool isCalledByPython();
 
 }  // namespace mycoll

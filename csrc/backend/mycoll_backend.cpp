@@ -41,6 +41,12 @@ Registry& registry() {
   return *kRegistry;
 }
 
+// Messages are matched by rank and tag, not by their order among the collectives.
+bool isMessage(c10d::OpType type) {
+  return type == c10d::OpType::SEND || type == c10d::OpType::RECV ||
+         type == c10d::OpType::RECVANYSOURCE;
+}
+
 // The tensors behind the spans of a call; the engine holds this until the operation is done.
 struct Kept {
   c10::SmallVector<at::Tensor, 2> tensors;
@@ -258,11 +264,31 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList outpu
   return launch(request, outputs, /*isProfiled=*/false);
 }
 
+void MycollBackend::awaitCallbacks(const Request& request) const {
+  if (isMessage(request.type)) return;
+  const Milliseconds timeout =
+      request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
+  switch (callbacks_->here()->wait(Deadline::after(timeout), isInterruptPending)) {
+    case CallbackOrder::Outcome::kIdle: return;
+    case CallbackOrder::Outcome::kInterrupted:
+      throwStatus(Status(Code::kInterrupted, "interrupted by a signal"));
+    case CallbackOrder::Outcome::kTimeout:
+      throwStatus(Status(Code::kTimeout,
+                         c10::str(request.site.function, " in mycoll group '", groupName_,
+                                  "': a callback of an earlier operation's future has not returned "
+                                  "within ",
+                                  timeout.count(), " ms, and operations wait for those")));
+  }
+}
+
 MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs,
                                              bool isProfiled) {
   if (!request.device.is_cpu()) return launchOnDevice(request, outputs);
   const Milliseconds timeout =
       request.timeout > Milliseconds(0) ? request.timeout : Milliseconds(-1);
+  if (!callbacks_->isIdle()) [[unlikely]] {
+    awaitCallbacks(request);
+  }
   auto kept = std::make_shared<Kept>();
   kept->tensors = std::move(request.keep);
   MycollWork::Ops ops;
@@ -336,6 +362,7 @@ MycollBackend::WorkPtr MycollBackend::track(Request& request, at::TensorList out
   extras.isTimed = isTimed_;
   extras.started = MycollWork::Clock::now();
   extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
+  if (!isMessage(request.type)) extras.order = callbacks_;
   if (hook_) {
     std::lock_guard<std::mutex> lock(hook_->mutex);
     ++hook_->pending;

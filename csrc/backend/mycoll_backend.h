@@ -127,6 +127,8 @@ class MycollBackend final : public c10d::Backend {
   // Refuses in a forked child; then says which call this is, for error messages.
   CallSite enter(const char* function) const;
 
+  // Until the callbacks of earlier futures have run: see CallbackOrder.
+  void awaitCallbacks(const Request& request) const;
   // Submits the calls, and waits for them unless the request is asynchronous; torch takes a null
   // Work for "done". outputs: what Work.result() and its future hold.
   WorkPtr run(Request& request, at::TensorList outputs);
@@ -152,6 +154,7 @@ class MycollBackend final : public c10d::Backend {
   const std::vector<int64_t> globalRanks_;
   const c10::intrusive_ptr<MycollOptions> options_;
   const std::shared_ptr<DeviceGroup> device_;  // null where there is no accelerator
+  const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
   const int forkCount_;  // how often this process had been forked when the group was made
 
   bool isTimed_ = false;

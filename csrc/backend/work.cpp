@@ -48,6 +48,7 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType 
       started_(extras.started),
       timeout_(extras.timeout),
       isTimed_(extras.isTimed),
+      order_(std::move(extras.order)),
       unfinishedOps_(ops_.size()),
       copyBacks_(std::move(extras.copyBacks)),
       hook_(std::move(extras.hook)) {}
@@ -85,6 +86,7 @@ void MycollWork::finish() {
   Hook hook;
   std::function<void()> endProfiling;
   FuturePtr future;
+  CallbackOrder::TurnPtr turn;
   FuturePtr resultFuture;
   {
     std::lock_guard<std::mutex> lock(lock_);
@@ -105,22 +107,27 @@ void MycollWork::finish() {
     hook.swap(hook_);
     endProfiling.swap(recordFunctionEndCallback_);
     future = future_;
+    turn.swap(turn_);
     resultFuture = resultFuture_;
     if (isTimed_ || hook) ended_ = Clock::now();
     state_.store(State::kDone, std::memory_order_release);
   }
   if (endProfiling) endProfiling();
+  auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
+  if (turn) {
+    CallbackOrder::ready(
+        turn, [self, future] { completeTensors(future, self->status_, self->outputs_); });
+    future.reset();
+  }
   if (!future && !resultFuture && !hook) return;
-  CallbackPool::get().post(
-      [self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this), future,
-       resultFuture, hook = std::move(hook)] {
-        if (future) completeTensors(future, self->status_, self->outputs_);
-        if (resultFuture) completeResult(resultFuture, self->status_);
-        if (hook) {
-          hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->sequence_, self->started_,
-                                                self->ended_, self->ended_ - self->started_));
-        }
-      });
+  CallbackPool::get().post([self = std::move(self), future, resultFuture, hook = std::move(hook)] {
+    if (future) completeTensors(future, self->status_, self->outputs_);
+    if (resultFuture) completeResult(resultFuture, self->status_);
+    if (hook) {
+      hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->sequence_, self->started_,
+                                            self->ended_, self->ended_ - self->started_));
+    }
+  });
 }
 
 bool MycollWork::isCompleted() {
@@ -182,6 +189,7 @@ FuturePtr MycollWork::getFuture() {
     if (future_) return future_;
     future_ = makeTensorsFuture();
     isComplete = isDone();
+    if (!isComplete && order_ && isCalledByPython()) turn_ = order_->here()->add();
   }
   if (isComplete) {
     completeTensors(future_, status_, outputs_);

@@ -18,6 +18,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "backend/callback_order.h"
 #include "backend/request.h"
 #include "backend/torch_version.h"
 #include "engine/communicator.h"
@@ -38,6 +39,7 @@ class MycollWork final : public c10d::Work {
     std::optional<std::vector<at::Tensor>> profiledInputs;
     Clock::time_point started;
     std::chrono::milliseconds timeout{0};
+    std::shared_ptr<CallbackOrder> order;  // null: callbacks of the future run when they can
   };
 
   MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
@@ -79,6 +81,7 @@ class MycollWork final : public c10d::Work {
   const Clock::time_point started_;
   const std::chrono::milliseconds timeout_;
   const bool isTimed_;
+  const std::shared_ptr<CallbackOrder> order_;
 
   std::atomic<State> state_{State::kRunning};
   std::atomic<size_t> unfinishedOps_;  // counts down once watched
@@ -92,6 +95,7 @@ class MycollWork final : public c10d::Work {
   c10::SmallVector<CopyBack, 1> copyBacks_;
   Hook hook_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  CallbackOrder::TurnPtr turn_;  // of future_, when Python asked for it before it was done
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;
 };
 

@@ -79,6 +79,8 @@ void raiseInterrupt() {
   if (pendingInterrupt) std::rethrow_exception(std::exchange(pendingInterrupt, nullptr));
 }
 
+bool holdsGil() { return PyGILState_Check() != 0; }
+
 NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                       int size, Milliseconds timeout, std::string groupId,
                                       std::vector<int64_t> globalRanks,
@@ -217,7 +219,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("torch_version") = TORCH_VERSION;
 
   mycoll::registerQuantizedMoves();
-  mycoll::setInterruptHook({&isInterruptPending, &raiseInterrupt});
+  mycoll::setPythonHooks({&isInterruptPending, &raiseInterrupt, &holdsGil});
   mycoll::setCallSiteHook(&mycoll::findCallSite);
 
   // Groups that were never destroyed end with the interpreter, while there still is one.

@@ -1,0 +1,243 @@
+"""DDP's communication hooks, optimizers that share their state, averaging of models."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from worlds.training import (
+    STEPS,
+    batch,
+    beside_gloo,
+    compare,
+    gloo_group,
+    model,
+    reference,
+    sgd,
+    train,
+)
+from worlds.worker import Ctx
+
+
+def bf16_by_another_name(group, bucket):
+    """DDP keeps the name bf16_compress_hook for NCCL, and looks no further than the name."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+def hooks(ctx: Ctx) -> str:
+    wanted = reference(ctx)
+    for hook, tolerance in (
+        (default_hooks.allreduce_hook, 1e-5),
+        (default_hooks.fp16_compress_hook, 3e-2),
+        (bf16_by_another_name, 1e-1),
+        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 3e-2),
+    ):
+        with ctx.case(hook.__name__):
+            net = model()
+            wrapped = DistributedDataParallel(net, bucket_cap_mb=0.01)
+            wrapped.register_comm_hook(None, hook)
+            train(wrapped, [ctx.rank])
+            compare(ctx, net, wanted, tolerance)
+    for built_in in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        with ctx.case(f"{built_in}"):
+            net = model()
+            wrapped = DistributedDataParallel(net)
+            wrapped._register_builtin_comm_hook(built_in)
+            train(wrapped, [ctx.rank])
+            compare(ctx, net, wanted, 3e-2)
+    return ctx.digests()
+
+
+@pytest.mark.worlds(2, 3)
+def test_compressing_hooks(world):
+    assert len(set(world.run(hooks))) == 1
+
+
+def quantizing(ctx: Ctx, name: str) -> None:
+    """They index the future's value as NCCL's, one tensor with a row for each rank; gloo's and
+    mycoll's is a list of the tensors. docs/compatibility.md says so."""
+    with gloo_group() as gloo:
+        for group in (dist.group.WORLD, gloo):
+            net = DistributedDataParallel(model(), process_group=group)
+            net.register_comm_hook(group, getattr(quantization_hooks, name))
+            with ctx.raises(RuntimeError, "ind"):
+                train(net, [ctx.rank], steps=range(1))
+
+
+@pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
+def test_quantizing_hooks_are_for_nccl(fresh, name):
+    fresh(2).run(quantizing, name)
+
+
+def deep_model() -> nn.Sequential:
+    torch.manual_seed(7)
+    layers: list[nn.Module] = [nn.Linear(20, 64)]
+    for _ in range(5):
+        layers += [nn.Tanh(), nn.Linear(64, 64)]
+    return nn.Sequential(*layers, nn.Linear(64, 1))
+
+
+def power_sgd(ctx: Ctx) -> str:
+    """Its callbacks begin operations and wait for them, while the backward pass begins others: the
+    ranks have to make of that one order, whatever their speeds. There are many buckets."""
+    chance = ctx.random(ctx.rank)
+
+    def dawdle(*_) -> None:
+        time.sleep(chance.choice((0, 0, 0.0005, 0.003)))
+
+    def job(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        net = deep_model()
+        for layer in net:
+            layer.register_full_backward_hook(dawdle)
+        wrapped = DistributedDataParallel(net, bucket_cap_mb=0.02, process_group=group)
+        state = powerSGD_hook.PowerSGDState(
+            process_group=group, matrix_approximation_rank=2, start_powerSGD_iter=2
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        train(wrapped, [ctx.rank], steps=range(12))
+        return list(net.parameters())
+
+    group = dist.new_group()
+    for parameter in job(group):
+        ctx.equal(bool(parameter.isfinite().all()), True)
+        ctx.digest(parameter.detach())
+    dist.destroy_process_group(group)
+    return ctx.digests()
+
+
+@pytest.mark.worlds(2, 3)
+def test_power_sgd_with_many_buckets(world):
+    assert len(set(world.run(power_sgd))) == 1
+
+
+def power_sgd_beside_gloo(ctx: Ctx) -> None:
+    """One bucket: with several, gloo's order is a matter of luck."""
+
+    def job(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        net = model()
+        wrapped = DistributedDataParallel(net, process_group=group)
+        state = powerSGD_hook.PowerSGDState(
+            process_group=group, matrix_approximation_rank=1, start_powerSGD_iter=2
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        train(wrapped, [ctx.rank], steps=range(5))
+        return list(net.parameters())
+
+    beside_gloo(ctx, job, 1e-3)
+
+
+@pytest.mark.worlds(2)
+def test_power_sgd_beside_gloo(world):
+    world.run(power_sgd_beside_gloo)
+
+
+def post_local_sgd(ctx: Ctx) -> str:
+    """Gradients are averaged for two steps, models every second step from then on."""
+
+    def job(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        net = model()
+        wrapped = DistributedDataParallel(net, process_group=group)
+        alone = dist.new_group([ctx.rank], use_local_synchronization=True)
+        state = post_localSGD_hook.PostLocalSGDState(group, alone, start_localSGD_iter=2)
+        wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        averager = averagers.PeriodicModelAverager(period=2, warmup_steps=2, process_group=group)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), lr=0.01), averager)
+        train(wrapped, [ctx.rank], optimizer, range(7))
+        dist.destroy_process_group(alone)
+        return list(net.parameters())
+
+    beside_gloo(ctx, job)
+    return ctx.digests()
+
+
+@pytest.mark.worlds(2, 3)
+def test_post_local_sgd(world):
+    assert len(set(world.run(post_local_sgd))) == 1
+
+
+def hierarchical(ctx: Ctx) -> str:
+    """Models are averaged in pairs every second step, among all every fourth."""
+    from collections import OrderedDict
+
+    averager = hierarchical_model_averager.HierarchicalModelAverager(
+        period_group_size_dict=OrderedDict([(2, 2), (4, ctx.size)]), warmup_steps=0
+    )
+    net = model()
+    optimizer = sgd(net)
+    for step in range(5):
+        train(net, [ctx.rank], optimizer, [step])
+        averager.average_parameters(net.parameters())
+    for p in net.parameters():
+        ctx.digest(p.detach())
+    return ctx.digests()
+
+
+def test_hierarchical_averaging(fresh, transport):
+    assert len(set(fresh(4, transport).run(hierarchical))) == 1
+
+
+def zero(ctx: Ctx) -> str:
+    wanted = reference(ctx)
+    for options in ({}, {"parameters_as_bucket_view": True}):
+        net = model()
+        wrapped = DistributedDataParallel(net)
+        optimizer = ZeroRedundancyOptimizer(
+            net.parameters(), torch.optim.SGD, lr=0.01, momentum=0.9, **options
+        )
+        train(wrapped, [ctx.rank], optimizer)
+        compare(ctx, net, wanted)
+    optimizer.consolidate_state_dict(to=0)
+    if ctx.rank == 0:
+        restored = torch.optim.SGD(wanted.parameters(), lr=0.01, momentum=0.9)
+        restored.load_state_dict(optimizer.state_dict())
+        ctx.equal(len(restored.state), len(list(wanted.parameters())))
+    return ctx.digests()
+
+
+@pytest.mark.worlds(2, 3)
+def test_zero_redundancy_optimizer(world):
+    assert len(set(world.run(zero))) == 1
+
+
+def zero_in_hook(ctx: Ctx) -> str:
+    """The optimizer's steps overlap with the backward pass; torch refuses this to gloo."""
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+
+    wanted = reference(ctx)
+    for name in ("hook_with_zero_step", "hook_with_zero_step_interleaved"):
+        with ctx.case(name):
+            net = model()
+            wrapped = DistributedDataParallel(net, static_graph=True, gradient_as_bucket_view=True)
+            optimizer = ZeroRedundancyOptimizer(
+                net.parameters(),
+                torch.optim.SGD,
+                lr=0.01,
+                momentum=0.9,
+                overlap_with_ddp=True,
+            )
+            hook = getattr(ddp_zero_hook, name)(default_hooks.allreduce_hook, wrapped, optimizer)
+            wrapped.register_comm_hook(None, hook)
+            # The first passes only find out which rank has which bucket; nothing is updated.
+            for step in (0, 0, *range(STEPS)):
+                wrapped.zero_grad(set_to_none=False)
+                x, y = batch(step, ctx.rank)
+                nn.functional.mse_loss(wrapped(x), y).backward()
+            compare(ctx, net, wanted)
+    return ctx.digests()
+
+
+@pytest.mark.worlds(2)
+def test_zero_in_the_hook(world):
+    assert len(set(world.run(zero_in_hook))) == 1

@@ -1,0 +1,102 @@
+"""torchrun's restarts and changes of membership."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = str(Path(__file__).parent / "worlds" / "elastic.py")
+DEADLINE = 120
+
+
+@pytest.fixture(autouse=True)
+def only_mycoll(backend):
+    if backend != "mycoll":
+        pytest.skip("gloo reads addresses of dead processes from the store")
+
+
+def torchrun(*arguments: str, transport: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MYCOLL_TRANSPORT": transport}
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill(agent: subprocess.Popen[str]) -> str:
+    """With its workers, which end when it does; returns what they said."""
+    agent.kill()
+    return agent.communicate()[0]
+
+
+def finished(agent: subprocess.Popen[str]) -> str:
+    try:
+        output = agent.communicate(timeout=DEADLINE)[0]
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"no end after {DEADLINE} s:\n{kill(agent)}")
+    assert agent.returncode == 0, output
+    return output
+
+
+def test_restarts(transport):
+    """One of two workers dies, in four ways, one after the other; nobody trusts what it left."""
+    failures = 4
+    output = finished(
+        torchrun(
+            "--standalone", "--nproc-per-node", "2", "--max-restarts", str(failures),
+            PROGRAM, "restarts", "mycoll", str(failures), transport=transport,
+        )
+    )  # fmt: skip
+    done = set(re.findall(r"rank (\d) done in attempt (\d)", output))
+    assert done == {("0", str(failures)), ("1", str(failures))}, output
+
+
+def wait_for(path: Path, agents: list[subprocess.Popen[str]]) -> None:
+    end = time.monotonic() + DEADLINE / 2
+    while not path.exists():
+        if time.monotonic() > end or any(agent.poll() is not None for agent in agents):
+            pytest.fail(f"{path.name} did not come\n" + "\n".join(map(kill, agents)))
+        time.sleep(0.05)
+
+
+def wait_for_port(port: int, agent: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + DEADLINE / 2
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if time.monotonic() > end or agent.poll() is not None:
+            pytest.fail(f"no store at port {port}\n{kill(agent)}")
+        time.sleep(0.05)
+
+
+def test_a_node_dies(tmp_path: Path):
+    """--nnodes=1:2: two nodes; one dies with all that runs on it, and the other goes on alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = (
+        "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9",
+        "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        "--rdzv-conf", "last_call_timeout=8,keep_alive_max_attempt=2",
+        PROGRAM, "members", "mycoll", str(tmp_path),
+    )  # fmt: skip
+    first = torchrun(*command, transport="auto")  # holds the agents' store
+    wait_for_port(port, first)
+    second = torchrun(*command, transport="auto")
+    wait_for(tmp_path / "world2", [first, second])
+    kill(second)
+    wait_for(tmp_path / "world1", [first])
+    (tmp_path / "end").touch()
+    finished(first)

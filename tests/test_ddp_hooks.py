@@ -230,7 +230,7 @@ def zero_in_hook(ctx: Ctx) -> str:
             hook = getattr(ddp_zero_hook, name)(default_hooks.allreduce_hook, wrapped, optimizer)
             wrapped.register_comm_hook(None, hook)
             # The first passes only find out which rank has which bucket; nothing is updated.
-            for step in (0, 0, *range(STEPS)):
+            for step in (0, 0, 0, *range(STEPS)):
                 wrapped.zero_grad(set_to_none=False)
                 x, y = batch(step, ctx.rank)
                 nn.functional.mse_loss(wrapped(x), y).backward()

@@ -25,11 +25,14 @@ def two_ranks(name: str) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    world["MASTER_PORT"] = port
     processes = [
         subprocess.Popen(
             [sys.executable, str(EXAMPLES / name)],
-            env=dict(os.environ, RANK=str(rank), OMP_NUM_THREADS="1", **world),
+            env=dict(
+                os.environ, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", **world
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -50,7 +53,10 @@ def two_ranks(name: str) -> str:
     [
         ("point_to_point.py", "neighbours: rank 1 heard from 0"),
         ("collectives.py", "objects: [{'rank': 0, 'lr': 0.1}, {'rank': 1, 'lr': 0.1}]"),
-        ("sgd_by_hand.py", "loss after training"),
+        ("sgd_by_hand.py", "loss after training: {'ring': "),
+        ("ddp.py", "epoch 4: loss 0.0"),
+        ("model_parallel.py", "equal on all ranks"),
+        ("pipeline.py", "one process"),
         ("sharded.py", "tensor parallel"),
     ],
 )
@@ -84,6 +90,30 @@ def test_ddp_restart(tmp_path: Path):
             assert "attempt 1 begins with step 20" in done.stdout, done.stdout
         outcomes.append(re.search(r"done: .*", done.stdout))
     assert outcomes[0] and outcomes[1] and outcomes[0][0] == outcomes[1][0]
+
+
+def test_checkpoint(tmp_path: Path):
+    """Two ranks and then one get to where one rank gets at once."""
+
+    def run(ranks: int, folder: str, steps: int) -> str:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*launch, "--nproc-per-node", str(ranks), str(EXAMPLES / "checkpoint.py")]
+            + ["--folder", str(tmp_path / folder), "--steps", str(steps)],
+            env=dict(os.environ, OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(2, "parts", 4)
+    went_on = run(1, "parts", 8)
+    assert "1 ranks begin with step 4" in went_on
+    whole = run(1, "whole", 8)
+    sums = [float(re.search(r"sum of weights (\S+)", out)[1]) for out in (went_on, whole)]
+    assert abs(sums[0] - sums[1]) < 1e-3, sums
 
 
 def test_all_are_listed():

@@ -55,6 +55,29 @@ def test_links(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+# Each command that README tells people to type, and the test that types it.
+COMMANDS = {
+    "./dev demo": "test_demo.py",
+    "./dev test": ".ci/run",
+    'pip install cmake ninja wheel "setuptools>=77"': "test_packaging.py",
+    "pip install --no-build-isolation .": "test_packaging.py",
+    "mycoll doctor": "test_doctor.py",
+    "torchrun --nproc-per-node 2 train.py": "test_examples.py",
+    "mycoll bench all_reduce --nproc 2 --backend mycoll,gloo --plot all_reduce.png": (
+        "test_bench.py"
+    ),
+}
+
+
+def test_commands_of_readme() -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    lines = re.findall(r"^    (\S.*)", text, re.MULTILINE)
+    typed = {re.sub(r"\s+#.*", "", line) for line in lines if not line.startswith("mycoll group")}
+    assert typed == set(COMMANDS)
+    for where in COMMANDS.values():
+        assert (ROOT / where).exists() or (ROOT / "tests" / where).exists(), where
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_verbs(page: Path) -> None:
     """`./dev VERB` and `mycoll VERB` are verbs that exist."""

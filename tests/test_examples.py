@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
 DEADLINE = 120
 
 
@@ -21,7 +22,7 @@ def only_mycoll(request, backend):
         pytest.skip("the examples name mycoll")
 
 
-def two_ranks(name: str) -> str:
+def two_ranks(program: Path, codes: tuple[int, int] = (0, 0)) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -29,7 +30,8 @@ def two_ranks(name: str) -> str:
     world["MASTER_PORT"] = port
     processes = [
         subprocess.Popen(
-            [sys.executable, str(EXAMPLES / name)],
+            [sys.executable, str(program)],
+            cwd=program.parent if program.parent != EXAMPLES else None,
             env=dict(
                 os.environ, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", **world
             ),
@@ -44,7 +46,7 @@ def two_ranks(name: str) -> str:
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    assert tuple(process.returncode for process in processes) == codes, "\n".join(outputs)
     return "".join(outputs)
 
 
@@ -61,7 +63,36 @@ def two_ranks(name: str) -> str:
     ],
 )
 def test_example(name, words):
-    assert words in two_ranks(name)
+    assert words in two_ranks(EXAMPLES / name)
+
+
+def program_of_readme() -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(blocks) == 1
+    return blocks[0]
+
+
+def test_first_run_of_readme(tmp_path: Path):
+    (tmp_path / "train.py").write_text(program_of_readme())
+    assert re.search(r"step 100: loss 0\.0", two_ranks(tmp_path / "train.py"))
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_mistake_of_readme(tmp_path: Path):
+    """The error that README shows is the one that its mistake makes."""
+    call = "        dist.all_reduce(mean, dist.ReduceOp.AVG)\n"
+    test = "        if rank == 0:\n"
+    right = program_of_readme()
+    assert call + test in right
+    (tmp_path / "train.py").write_text(right.replace(call + test, test + "    " + call))
+    output = two_ranks(tmp_path / "train.py", (1, 1))
+    shown = re.findall(
+        r"^    (mycoll group|  rank \d|  All ranks)(.*)", (ROOT / "README.md").read_text(), re.M
+    )
+    assert len(shown) == 4
+    for begin, rest in shown:
+        words = re.sub(r"\((\w+):\d+\)", "", begin + rest).removesuffix(" ...")
+        assert words.strip() in re.sub(r" \(\w+:\d+\):", " :", output), (words, output)
 
 
 def test_notebook():

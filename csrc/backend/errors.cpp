@@ -32,7 +32,8 @@ void throwStatus(const Status& status) {
     case Code::kTimeout:
     case Code::kPeerLost:
     case Code::kAborted:
-    case Code::kInternal: break;
+    case Code::kInternal:
+    case Code::kDeadlock: break;
   }
   C10_THROW_ERROR(DistBackendError, message);
 }

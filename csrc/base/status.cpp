@@ -15,6 +15,7 @@ const char* name(Code code) {
     case Code::kInterrupted: return "interrupted";
     case Code::kUnsupported: return "unsupported";
     case Code::kInternal: return "internal";
+    case Code::kDeadlock: return "deadlock";
   }
   return "unknown code";
 }

@@ -20,6 +20,7 @@ enum class Code {
   kInterrupted,  // a signal is waiting for the caller (Ctrl-C)
   kUnsupported,
   kInternal,  // a bug in mycoll
+  kDeadlock,  // ranks wait for each other in different calls
 };
 
 const char* name(Code code);

@@ -109,18 +109,28 @@ bool Engine::State::stopped() {
   return isStopped;
 }
 
+std::vector<std::shared_ptr<Group>> Engine::State::alive() {
+  std::vector<std::shared_ptr<Group>> found;
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto& entry : groups) {
+    if (auto group = entry.lock()) found.push_back(std::move(group));
+  }
+  return found;
+}
+
+void Engine::State::hear() {
+  if (words.load(std::memory_order_relaxed) == 0) return;
+  words.exchange(0, std::memory_order_acquire);
+  for (auto& group : alive()) group->hearWords();
+}
+
 // True if anything moved. *isNeeded: there is work that nobody else will do.
 bool Engine::State::workOnce(bool* isNeeded) {
-  std::vector<std::shared_ptr<Group>> alive;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (auto& entry : groups) {
-      if (auto group = entry.lock()) alive.push_back(std::move(group));
-    }
-  }
+  const std::vector<std::shared_ptr<Group>> living = alive();
   bool moved = endpoint->progress();
+  hear();
   *isNeeded = endpoint->hasPending() && !someoneWaits();
-  for (auto& group : alive) {
+  for (auto& group : living) {
     if (!group->isUnattended()) continue;
     *isNeeded = true;
     moved |= group->run(0);
@@ -195,15 +205,8 @@ void Engine::State::doChores() {
   const auto now = Clock::now();
   if (now < nextChores) return;
   nextChores = now + kChores;
-  std::vector<std::shared_ptr<Group>> alive;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (auto& entry : groups) {
-      if (auto group = entry.lock()) alive.push_back(std::move(group));
-    }
-  }
   bool isUnseen = false;
-  for (auto& group : alive) isUnseen |= group->lookForFailure();
+  for (auto& group : alive()) isUnseen |= group->lookForFailure();
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeWanted();
 }
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/waits.h"
 #include "transport/endpoint.h"
 
 namespace mycoll {
@@ -41,6 +42,15 @@ class Engine {
   void beginWait() { state_->waits.fetch_add(State::kOneWait + 1, std::memory_order_seq_cst); }
   void endWait() { state_->waits.fetch_sub(1, std::memory_order_seq_cst); }
 
+  // Who waits in this process, and from which thread it is called.
+  WaitBoard& waits() { return state_->board; }
+  Caller& caller() { return state_->caller; }
+  std::vector<std::shared_ptr<Group>> groups() { return state_->alive(); }
+  // A rank has said something to a group (questions.cpp). [I/O lock]
+  void wordCame() { state_->words.fetch_add(1, std::memory_order_release); }
+  // Lets the groups hear what was said. For whoever has waited a while.
+  void hear() { state_->hear(); }
+
  private:
   // Outlives the engine where the thread itself drops the last group.
   struct State {
@@ -58,6 +68,12 @@ class Engine {
     std::atomic<int> activity{kWorking};
     uint64_t pokes = 0;                                // guarded by mutex
     std::chrono::steady_clock::time_point nextChores;  // the thread's own
+    WaitBoard board;
+    Caller caller;
+    std::atomic<int> words{0};
+
+    std::vector<std::shared_ptr<Group>> alive();
+    void hear();
 
     void poke();
     void nudge();

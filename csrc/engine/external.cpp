@@ -72,6 +72,7 @@ void Group::watchExternal() {
     }
   }
   engine_->endpoint()->checkProcesses();
+  engine_->hear();
   checkHealth();
   // A failure ends the operations here and now, not with the next call.
   if (hasFailed()) run(0);

@@ -136,6 +136,7 @@ std::string Group::checkCall(const Call& call) const {
 
 OpPtr Group::submit(Call call, Composite composite, std::shared_ptr<void> keepAlive, bool willWait,
                     Milliseconds timeout) {
+  noteCaller();
   if (isOver(started_.load(std::memory_order_relaxed))) {
     recordLate(Operation::of(call, sequence(), composite ? kIsComposite : 0));
     return failedOp(call.kind, calledLate(call.kind));
@@ -171,6 +172,7 @@ bool Group::enqueue(std::shared_ptr<CollectiveOp> op) {
 
 OpPtr Group::submitExternal(const Signature& signature, std::shared_ptr<External> external,
                             Milliseconds timeout) {
+  noteCaller();
   if (hasFailed()) return failedOp(signature.kind, calledLate(signature.kind));
   auto op = std::make_shared<CollectiveOp>(signature.kind, 0);
   op->signature = signature;
@@ -183,6 +185,7 @@ OpPtr Group::submitExternal(const Signature& signature, std::shared_ptr<External
 OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype,
                      uint8_t opaqueType, std::shared_ptr<void> keepAlive, bool willWait,
                      Milliseconds timeout) {
+  noteCaller();
   const OpKind kind = isSend ? OpKind::kSend : OpKind::kRecv;
   if (hasFailed()) return failedOp(kind, calledLate(kind));
   Signature signature;
@@ -285,6 +288,7 @@ bool Group::run(int spins) {
       }
       if (!outcome.ok()) outcome = inContext(error(), *op);
       std::lock_guard<std::mutex> lock(queueLock_);
+      finished_ = Finished{op->kind(), op->sequence(), op->submitted};
       queue_.pop_front();
       isLast = queue_.empty();
       queued_.fetch_sub(1, std::memory_order_seq_cst);
@@ -322,6 +326,8 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
     Waiting waiting(*this, !isMessage);
     auto idleSince = Clock::time_point::min();
     auto lastTick = Clock::now();
+    const auto began = lastTick;
+    std::optional<WaitBoard::Entry> entry;
     int spins = spinPolicy_.pauses;
     while (!op->done()) {
       bool moved = !isMessage && run(spins);
@@ -349,7 +355,11 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
       }
       if (now - lastTick < kTick) continue;
       lastTick = now;
+      if (!entry && deadline.isNever()) {
+        entry.emplace(engine_->waits(), Wait{threadNumber(), weak_from_this(), op, began});
+      }
       endpoint.checkProcesses();
+      engine_->hear();
       if (isMessage) {
         checkMessage(*op);
       } else {

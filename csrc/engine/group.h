@@ -13,8 +13,10 @@
 
 #include <atomic>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -69,6 +71,9 @@ class Group final : public MailboxListener,
   // Deadlines, ranks that have left, calls that hang: for whoever has waited a while.
   void checkHealth();
 
+  // What other ranks have said: questions, answers, verdicts (questions.cpp).
+  void hearWords();
+
   uint64_t sequence() const { return submitted_.load(std::memory_order_relaxed); }
   Status error() const;
   void setTimeout(std::chrono::milliseconds timeout) { timeout_.store(timeout.count()); }
@@ -85,8 +90,27 @@ class Group final : public MailboxListener,
  private:
   // MailboxListener [I/O lock]
   void onFailure(const Status& cause, uint64_t from) override;
-  void onGoodbye(int rank) override;
+  Status onGoodbye(int rank) override;
   bool hasLeft(int rank) override;
+  void onWord(int source, FrameKind kind, const std::string& payload) override;
+
+  // questions.cpp
+  struct Question;
+  uint64_t identityOf(bool isMessage, uint64_t number) const;
+  std::optional<Block> blockedHead();
+  std::optional<Block> blockOf(const CollectiveOp& op, std::vector<int> missing);
+  std::optional<Block> blockOf(MessageOp& op);
+  std::string explain(const Question& question, std::optional<Block>* block);
+  bool isTimeToAsk(BasicOp& op, std::chrono::steady_clock::time_point since);
+  void ask(const BasicOp& op, const std::optional<Block>& block);
+  void passOn(Question question, const Block& block);
+  void onQuestion(int source, const std::string& text);
+  void onCircle(const Question& question, const Block& block);
+  void onVerdict(const std::string& payload);
+  bool isWaitingIn(uint64_t identity);
+  std::string lastWord(int rank) const;
+  std::string listNames(const std::vector<int>& ranks) const;
+  static std::string nameOf(const CollectiveOp& op);
 
   Task start(const Call& call);
   Task startUnprepared(const Call& call);
@@ -129,6 +153,9 @@ class Group final : public MailboxListener,
   OpPtr failedOp(OpKind kind, Status status) const;
   Deadline deadlineFor(Milliseconds timeout) const;
   std::string checkCall(const Call& call) const;
+  void noteCaller() {
+    if (caller_.note()) engine_->caller().note();
+  }
   // True if nothing is ahead of it.
   bool enqueue(std::shared_ptr<CollectiveOp> op);
 
@@ -154,6 +181,35 @@ class Group final : public MailboxListener,
   std::atomic<uint64_t> messages_{0};
   // Sends that are not done; shared with them, as they may outlive the group.
   std::shared_ptr<std::atomic<int>> sending_ = std::make_shared<std::atomic<int>>(0);
+
+  // The collective that ended last; guarded by queueLock_.
+  struct Finished {
+    OpKind kind = OpKind::kBarrier;
+    uint64_t sequence = 0;
+    std::chrono::steady_clock::time_point submitted;
+  };
+  std::optional<Finished> finished_;
+
+  const uint64_t creator_ = threadNumber();
+  Caller caller_;
+  struct Word {
+    int source;
+    FrameKind kind;
+    std::string payload;
+  };
+  struct Heard {
+    std::string text;
+    std::chrono::steady_clock::time_point when;
+  };
+  struct Circle {
+    std::string way;
+    uint32_t round = 0;
+  };
+  mutable std::mutex wordLock_;     // a leaf; may be taken under the I/O lock
+  std::vector<Word> words_;         // guarded by wordLock_, as are the next ones
+  std::map<int, Heard> heard_;      // by rank: its latest answer
+  std::deque<std::string> passed_;  // questions that were passed on
+  Circle circle_;                   // the last one found
 
   mutable std::mutex failureLock_;
   Status failure_;  // guarded by failureLock_

@@ -65,7 +65,12 @@ void Group::onFailure(const Status& cause, uint64_t from) {
   if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->fail(cause);
 }
 
-void Group::onGoodbye(int rank) { left_[rank].store(true); }
+Status Group::onGoodbye(int rank) {
+  left_[rank].store(true);
+  // Who leaves after a failure has written down its cause before.
+  Arena* arena = sharedArena_.load(std::memory_order_acquire);
+  return arena && !isClosed_.load() ? arena->failure() : Status();
+}
 
 bool Group::hasLeft(int rank) {
   Arena* arena = sharedArena_.load(std::memory_order_acquire);
@@ -116,6 +121,7 @@ std::string Group::listRanks(const std::vector<int>& ranks) const {
     const PeerAddress& peer = mailbox_.group().peers[rank];
     Endpoint& endpoint = *engine_->endpoint();
     if (endpoint.isVisible(peer)) text += describe(endpoint.lookAt(peer));
+    text += lastWord(rank);
   }
   return text;
 }
@@ -194,6 +200,8 @@ void Group::checkHealth() {
         static_cast<long long>(std::chrono::duration_cast<Milliseconds>(now - waitsSince).count()),
         listRanks(missing).c_str());
   }
+  std::optional<Block> block;
+  if (!missing.empty() && isTimeToAsk(*op, waitsSince)) block = blockOf(*op, missing);
   std::vector<int> gone;
   for (int rank : missing) {
     if (hasLeft(rank)) gone.push_back(rank);
@@ -203,16 +211,27 @@ void Group::checkHealth() {
   } else if (leftSince_ == Clock::time_point{}) {
     leftSince_ = now;
   } else if (now - leftSince_ > kLeftGrace) {
-    fail(Status(Code::kPeerLost, "mycoll group '" + options_.name + "': " + listRanks(gone) +
-                                     " left the group (destroy_process_group or end of the "
-                                     "program) while others still wait for it in " +
-                                     describe(*op)));
+    return fail(Status(Code::kPeerLost, "mycoll group '" + options_.name + "': " + listRanks(gone) +
+                                            " left the group (destroy_process_group or end of the "
+                                            "program) while others still wait for it in " +
+                                            describe(*op)));
   }
+  running.unlock();
+  ask(*op, block);
 }
+
+std::string Group::nameOf(const CollectiveOp& op) { return describe(op); }
 
 void Group::checkMessage(const Op& waitedFor) {
   const auto& op = static_cast<const MessageOp&>(waitedFor);
-  if (!op.deadline.expired() || op.done()) return;
+  if (op.done()) return;
+  Arena* arena = sharedArena_.load(std::memory_order_acquire);
+  if (arena && arena->hasFailed()) return mailbox_.fail(arena->failure(), false);
+  if (!op.deadline.expired()) {
+    auto& mine = const_cast<MessageOp&>(op);
+    if (isTimeToAsk(mine, op.submitted)) ask(mine, blockOf(mine));
+    return;
+  }
   const auto waited = std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
   const bool isSend = op.kind() == OpKind::kSend;
   fail(Status(Code::kTimeout,
@@ -220,7 +239,8 @@ void Group::checkMessage(const Op& waitedFor) {
                   "': " + (isSend ? "send to " : "recv from ") +
                   (op.rank == kAnySource ? "any rank" : mailbox_.describeRank(op.rank)) +
                   " with tag " + std::to_string(op.tag) + " TIMED OUT after " +
-                  std::to_string(waited) + " ms: the other side never came."));
+                  std::to_string(waited) + " ms: the other side never came" +
+                  (op.rank == kAnySource ? "" : lastWord(op.rank)) + "."));
 }
 
 void Group::abort(const std::string& reason) {

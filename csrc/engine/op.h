@@ -51,6 +51,9 @@ class BasicOp : public Op {
   std::shared_ptr<void> keepAlive;
   Deadline deadline;
   std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();
+  // When, and how often, the ranks that it waits for were asked why; guarded by the group.
+  std::chrono::steady_clock::time_point asked;
+  uint32_t rounds = 0;
 
  private:
   std::mutex mutex_;

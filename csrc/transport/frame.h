@@ -9,6 +9,7 @@
 //   kProbe          the sender tells the numbers and signatures of collectives it has begun, the
 //                   latest last, to be compared
 //   kPosition       the answer of a rank that has not come that far: how many it has begun
+//   kQuestion, kAnswer, kVerdict  why a rank does not come: engine/questions.cpp
 #pragma once
 
 #include <cstdint>
@@ -26,6 +27,9 @@ enum class FrameKind : uint8_t {
   kGoodbye,
   kProbe,
   kPosition,
+  kQuestion,
+  kAnswer,
+  kVerdict,
 };
 
 // Messages of different classes never match each other.

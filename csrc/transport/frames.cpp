@@ -19,7 +19,8 @@ char zeros[kPieceBytes];  // never written; not const, so that it takes no room 
 // Frames of the group itself; their payload is short and handed over whole.
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
-         kind == FrameKind::kPosition;
+         kind == FrameKind::kPosition || kind == FrameKind::kQuestion ||
+         kind == FrameKind::kAnswer || kind == FrameKind::kVerdict;
 }
 
 void beginPiece(OutItem& item) {

@@ -82,9 +82,12 @@ class MailboxListener {
   // Collectives before this number may still end well: all ranks were called for them alike, and
   // what this rank needs for them may be on its way. Told again when the number falls.
   virtual void onFailure(const Status& cause, uint64_t from) = 0;
-  virtual void onGoodbye(int rank) = 0;
+  // Not ok: the group has failed, as the listener knows by another road; that is then the story.
+  virtual Status onGoodbye(int rank) = 0;
   // A process has ended: did this rank of it leave the group before, by another road?
   virtual bool hasLeft(int rank) = 0;
+  // What another rank's tell() has said.
+  virtual void onWord(int, FrameKind, const std::string&) {}
 
  protected:
   ~MailboxListener() = default;
@@ -131,6 +134,11 @@ class Mailbox {
   void compareWith(int rank);
   // The ranks that have not begun this collective, as far as they have been heard of.
   std::vector<int> behind(uint64_t sequence);
+
+  // Says something to another rank's listener, and wakes it.
+  void tell(int rank, FrameKind kind, const std::string& payload);
+  // Nothing has come for it from the other side: no message, or nobody who takes this one.
+  bool isUnmatched(const Transfer& request);
 
   // Kills the group on this rank, first cause wins, and tells the others if `tell`.
   void fail(const Status& cause, bool tell);

@@ -162,4 +162,25 @@ std::vector<int> Mailbox::behind(uint64_t sequence) {
   return ranks;
 }
 
+void Mailbox::tell(int rank, FrameKind kind, const std::string& payload) {
+  {
+    std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+    if (left_[rank] || isDetached_) return;
+    queueControl(rank, kind, payload);
+  }
+  // A process that is idle has not asked to be rung for what comes over a ring.
+  const PeerAddress& peer = group_.peers[rank];
+  if (endpoint_->isLocal(peer)) endpoint_->bellOf(peer).ring();
+  endpoint_->progress();
+}
+
+bool Mailbox::isUnmatched(const Transfer& request) {
+  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  if (!request.isPosted_) return false;
+  if (request.isReceive_) {
+    return std::find(posted_.begin(), posted_.end(), &request) != posted_.end();
+  }
+  return request.id_ != 0 && inFlight_.count(request.id_) > 0;
+}
+
 }  // namespace mycoll

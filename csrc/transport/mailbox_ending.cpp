@@ -20,6 +20,9 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
     if (payload.size() != sizeof(begun)) return;
     std::memcpy(&begun, payload.data(), sizeof(begun));
     reached_[came.source] = std::max(reached_[came.source], begun);
+  } else if (came.kind == FrameKind::kQuestion || came.kind == FrameKind::kAnswer ||
+             came.kind == FrameKind::kVerdict) {
+    listener_->onWord(came.source, came.kind, payload);
   } else if (came.kind == FrameKind::kAbort && payload.size() > 1 + sizeof(uint64_t)) {
     uint64_t from = 0;
     std::memcpy(&from, payload.data() + 1, sizeof(from));
@@ -30,7 +33,8 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
 
 void Mailbox::onLeft(int rank) {
   left_[rank] = true;
-  listener_->onGoodbye(rank);
+  const Status known = listener_->onGoodbye(rank);
+  if (!known.ok()) return failLocked(known, false);
   // Receives that nothing has come for never will be served.
   for (Transfer* request = open_; request;) {
     Transfer* next = request->next_;

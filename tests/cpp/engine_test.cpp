@@ -295,6 +295,29 @@ TEST(Engine, abortEndsEverybody) {
   }
 }
 
+// Also those that are in no collective.
+TEST(Engine, abortEndsReceives) {
+  for (Road road : kRoads) {
+    for (bool leavesAtOnce : {true, false}) {
+      runWorld(3, road, [&](Communicator& group) {
+        EXPECT_OK(run(group, call(OpKind::kBarrier)));
+        if (group.rank() == 2) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));
+          group.abort("enough");
+          if (!leavesAtOnce) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+          return;
+        }
+        int32_t value = 0;
+        const int from = leavesAtOnce ? 2 : 1 - group.rank();
+        OpPtr op = group.recv({&value, 4}, from, 0, DType::kInt32, 0, nullptr, true);
+        const Status status = group.wait(op, Deadline::after(std::chrono::milliseconds(5000)));
+        EXPECT_EQ(status.code(), Code::kAborted);
+        EXPECT(status.message().find("enough") != std::string::npos);
+      });
+    }
+  }
+}
+
 // Whatever is sync or async, whatever the sizes: every result is right, in order. The seed is told.
 TEST(Engine, randomWalk) {
   const unsigned seed = std::random_device()();

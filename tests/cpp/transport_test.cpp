@@ -23,7 +23,10 @@ namespace {
 
 struct Listener final : MailboxListener {
   void onFailure(const Status& cause, uint64_t) override { failure = cause; }
-  void onGoodbye(int rank) override { gone = rank; }
+  Status onGoodbye(int rank) override {
+    gone = rank;
+    return Status();
+  }
   bool hasLeft(int) override { return false; }
   Status failure;
   int gone = -1;

@@ -1,0 +1,181 @@
+// Ranks that wait for each other, each in another call, are told so; others are not.
+#include <algorithm>
+#include <thread>
+#include <vector>
+
+#include "test.h"
+#include "world.h"
+
+using namespace mycoll;
+using namespace std::chrono_literals;
+using test::Road;
+
+namespace {
+
+constexpr Road kRoads[] = {Road::kShm, Road::kTcp};
+using Groups = std::vector<std::shared_ptr<Communicator>>;
+
+// Several groups of the same ranks, on one engine for each rank. members[i]: of group i; empty:
+// all.
+void runGroups(int ranks, Road road, const std::vector<std::vector<int>>& members,
+               const std::function<void(int rank, Groups& groups)>& body, int timeoutMs = 20'000) {
+  std::vector<std::shared_ptr<test::MemoryStore>> stores(members.size());
+  for (auto& store : stores) store = std::make_shared<test::MemoryStore>();
+  test::Threads(ranks, [&](int rank) {
+    EndpointOptions endpoint;
+    endpoint.transport = road == Road::kTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
+    endpoint.storeHost = "127.0.0.1";
+    std::shared_ptr<Engine> engine;
+    ASSERT_OK(Engine::create(endpoint, &engine));
+    Groups groups(members.size());
+    for (size_t i = 0; i < members.size(); ++i) {
+      const auto at = std::find(members[i].begin(), members[i].end(), rank);
+      if (!members[i].empty() && at == members[i].end()) continue;
+      GroupOptions options;
+      options.name = "group" + std::to_string(i);
+      options.rank = members[i].empty() ? rank : static_cast<int>(at - members[i].begin());
+      options.ranks = members[i].empty() ? ranks : static_cast<int>(members[i].size());
+      options.timeout = std::chrono::milliseconds(timeoutMs);
+      ASSERT_OK(Communicator::create(options, stores[i], engine, &groups[i]));
+    }
+    body(rank, groups);
+    for (auto& group : groups) {
+      if (group) group->close(Deadline::after(2000ms));
+    }
+  });
+}
+
+OpPtr begin(Communicator& group, bool willWait = true) {
+  Call call;
+  call.kind = OpKind::kBarrier;
+  return group.submit(call, nullptr, willWait);
+}
+Status barrier(Communicator& group) { return group.wait(begin(group), Deadline::never()); }
+
+void expectDeadlock(const Status& status, std::initializer_list<const char*> words) {
+  EXPECT_EQ(status.code(), Code::kDeadlock);
+  for (const char* word : words) {
+    if (status.message().find(word) == std::string::npos) {
+      EXPECT_EQ(status.message(), std::string("... ") + word);
+    }
+  }
+}
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
+TEST(Deadlock, twoGroupsInCrossedOrder) {
+  for (Road road : kRoads) {
+    for (bool areUsedBefore : {true, false}) {
+      runGroups(2, road, {{}, {}}, [&](int rank, Groups& groups) {
+        if (areUsedBefore) {
+          for (auto& group : groups) EXPECT_OK(barrier(*group));
+        }
+        const auto began = Clock::now();
+        expectDeadlock(barrier(*groups[rank]), {"'group0'", "'group1'", "rank 0", "rank 1"});
+        EXPECT(Clock::now() - began < 3s);
+      });
+    }
+  }
+}
+
+// Each waits for the next, in a group of the two; nobody is in all groups.
+TEST(Deadlock, aCircleOfThree) {
+  for (Road road : kRoads) {
+    runGroups(3, road, {{0, 1}, {1, 2}, {2, 0}}, [&](int rank, Groups& groups) {
+      // In an order that works.
+      for (auto& group : groups) {
+        if (group) EXPECT_OK(barrier(*group));
+      }
+      const auto began = Clock::now();
+      expectDeadlock(barrier(*groups[rank]), {"'group0'", "'group1'", "'group2'"});
+      EXPECT(Clock::now() - began < 4s);
+    });
+  }
+}
+
+TEST(Deadlock, receivesFromEachOther) {
+  for (Road road : kRoads) {
+    runGroups(2, road, {{}}, [&](int rank, Groups& groups) {
+      EXPECT_OK(barrier(*groups[0]));
+      int value = 0;
+      OpPtr op = groups[0]->recv({&value, 4}, 1 - rank, 3, DType::kInt32, 0, nullptr, true);
+      expectDeadlock(groups[0]->wait(op, Deadline::never()),
+                     {"recv from rank 0", "recv from rank 1"});
+    });
+  }
+}
+
+TEST(Deadlock, largeSendsToEachOther) {
+  for (Road road : kRoads) {
+    runGroups(2, road, {{}}, [&](int rank, Groups& groups) {
+      EXPECT_OK(barrier(*groups[0]));
+      std::vector<char> data(1'000'000);
+      OpPtr op =
+          groups[0]->send({data.data(), data.size()}, 1 - rank, 3, DType::kInt8, 0, nullptr, true);
+      expectDeadlock(groups[0]->wait(op, Deadline::never()), {"send to rank 0", "send to rank 1"});
+    });
+  }
+}
+
+TEST(Deadlock, aReceiveAgainstABarrier) {
+  runGroups(2, Road::kShm, {{}}, [&](int rank, Groups& groups) {
+    EXPECT_OK(barrier(*groups[0]));
+    int value = 0;
+    OpPtr op = rank == 0 ? begin(*groups[0])
+                         : groups[0]->recv({&value, 4}, 0, 3, DType::kInt32, 0, nullptr, true);
+    expectDeadlock(groups[0]->wait(op, Deadline::never()), {"barrier", "recv from rank 0"});
+  });
+}
+
+// What looks like one from outside, but goes on.
+TEST(Deadlock, noFalseAlarm) {
+  for (Road road : kRoads) {
+    // A rank that is only slow, and operations in crossed order that nobody waits for yet.
+    runGroups(3, road, {{}, {}}, [&](int rank, Groups& groups) {
+      for (auto& group : groups) EXPECT_OK(barrier(*group));
+      if (rank == 2) std::this_thread::sleep_for(2500ms);
+      OpPtr first = begin(*groups[rank == 0 ? 1 : 0], false);
+      EXPECT_OK(barrier(*groups[rank == 0 ? 0 : 1]));
+      EXPECT_OK(groups[0]->wait(first, Deadline::never()));
+    });
+    // Groups of threads of their own: the other thread comes, late.
+    runGroups(2, road, {{}, {}}, [&](int rank, Groups& groups) {
+      std::vector<std::thread> threads;
+      for (int i = 0; i < 2; ++i) {
+        threads.emplace_back([&, i] {
+          EXPECT_OK(barrier(*groups[i]));
+          if (rank == i) std::this_thread::sleep_for(2500ms);
+          EXPECT_OK(barrier(*groups[i]));
+        });
+      }
+      for (auto& thread : threads) thread.join();
+    });
+    // Waits with a limit end by themselves.
+    runGroups(2, road, {{}, {}}, [&](int rank, Groups& groups) {
+      for (auto& group : groups) EXPECT_OK(barrier(*group));
+      OpPtr op = begin(*groups[rank]);
+      EXPECT_EQ(groups[rank]->wait(op, Deadline::after(2200ms)).code(), Code::kTimeout);
+      EXPECT_OK(barrier(*groups[1 - rank]));
+      EXPECT_OK(groups[rank]->wait(op, Deadline::never()));
+    });
+  }
+}
+
+// What the missing rank did last, in the others' timeout.
+TEST(Deadlock, timeoutsTellWhatTheMissingRankDid) {
+  for (Road road : kRoads) {
+    runGroups(
+        3, road, {{}, {}},
+        [&](int rank, Groups& groups) {
+          for (auto& group : groups) EXPECT_OK(barrier(*group));
+          if (rank == 2) return std::this_thread::sleep_for(2200ms);
+          const Status status = barrier(*groups[0]);
+          EXPECT_EQ(status.code(), Code::kTimeout);
+          EXPECT(status.message().find("it last finished barrier (call #0") != std::string::npos);
+          EXPECT(status.message().find("in no call of mycoll") != std::string::npos);
+        },
+        1800);
+  }
+}

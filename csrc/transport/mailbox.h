@@ -192,6 +192,7 @@ class Mailbox {
                       const std::string& where, uint64_t from);
   bool isOver(MessageClass messageClass, uint64_t tag) const;
   void endOpen();
+  std::string abortPayload() const;
   void acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message);
   void clearToSend(Transfer& request, const FrameHeader& header);
   void queueControl(int destination, FrameKind kind, const std::string& payload);

@@ -93,12 +93,16 @@ void Mailbox::failLocked(const Status& cause, bool tell, uint64_t from) {
   listener_->onFailure(cause, from);
   endOpen();
   if (!tell || !tellsOthers_) return;
-  std::string payload(1, static_cast<char>('a' + static_cast<int>(cause.code())));
-  payload.append(reinterpret_cast<const char*>(&from), sizeof(from));
-  payload += cause.message().substr(0, kMaxControlBytes - payload.size());
+  const std::string payload = abortPayload();
   for (int rank = 0; rank < ranks(); ++rank) {
     if (rank != group_.rank && !left_[rank]) queueControl(rank, FrameKind::kAbort, payload);
   }
+}
+
+std::string Mailbox::abortPayload() const {
+  std::string payload(1, static_cast<char>('a' + static_cast<int>(failure_.code())));
+  payload.append(reinterpret_cast<const char*>(&failedFrom_), sizeof(failedFrom_));
+  return payload + failure_.message().substr(0, kMaxControlBytes - payload.size());
 }
 
 void Mailbox::queueControl(int destination, FrameKind kind, const std::string& payload) {
@@ -116,6 +120,8 @@ void Mailbox::sayGoodbye() {
     for (int rank = 0; rank < ranks(); ++rank) {
       if (rank == group_.rank) continue;
       if (endpoint_->hasLinkTo(group_.peers[rank])) {
+        // Or it might hear of the departure before it hears why.
+        if (!failure_.ok() && tellsOthers_) queueControl(rank, FrameKind::kAbort, abortPayload());
         queueControl(rank, FrameKind::kGoodbye, "");
       } else {
         endpoint_->sendFarewell(group_.peers[rank], {group_.context, group_.rank, rank});

@@ -281,7 +281,8 @@ bool Group::run(int spins) {
       if (op->task.valid()) {
         if (!op->task.finished()) continue;
         outcome = op->task.result();
-        if (!outcome.ok()) fail(outcome);
+        // An echo of what is known already must not take earlier collectives down with it.
+        if (!outcome.ok() && !hasFailed()) fail(outcome);
         op->task.reset();
       } else {
         outcome = error();

@@ -167,6 +167,17 @@ void MycollBackend::eagerConnectSingleDevice(at::Device device) {
   if (device_ && !device.is_cpu()) device_->connect(device);
 }
 
+void MycollBackend::registerMemory(at::Device device, void* address, size_t bytes,
+                                   bool isSymmetric) {
+  enter("register_mem_pool");
+  if (device_) device_->registerMemory(device, address, bytes, isSymmetric);
+}
+
+void MycollBackend::deregisterMemory(void* address) {
+  enter("deregister_mem_pool");
+  if (device_) device_->deregisterMemory(address);
+}
+
 uint64_t MycollBackend::getSequenceNumberForGroup() {
   return communicator_->sequence() + (device_ ? device_->sequence() : 0);
 }

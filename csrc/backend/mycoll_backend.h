@@ -53,6 +53,9 @@ class MycollBackend final : public c10d::Backend {
   std::string transport() const { return communicator_->transport(); }
   // How tensors on devices travel: "nccl" or "host"; "" while that is not decided.
   std::string deviceTransport() const;
+  // Memory that NCCL may use without copies: see NcclRoad.
+  void registerMemory(at::Device device, void* address, size_t bytes, bool isSymmetric);
+  void deregisterMemory(void* address);
   const c10::intrusive_ptr<MycollOptions>& options() const { return options_; }
 
   const std::string getBackendName() const override { return kBackendName; }

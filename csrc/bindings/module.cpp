@@ -199,6 +199,20 @@ PYBIND11_MODULE(_C, module) {
       .def("device_transport", &MycollBackend::deviceTransport,
            py::call_guard<py::gil_scoped_release>(),
            "How tensors on devices travel: 'nccl' or 'host'; '' while that is not decided.")
+      .def(
+          "_register_memory",
+          [](MycollBackend& self, const at::Device& device, uintptr_t address, size_t bytes,
+             bool isSymmetric) {
+            self.registerMemory(device, reinterpret_cast<void*>(address), bytes, isSymmetric);
+          },
+          py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("symmetric"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "_deregister_memory",
+          [](MycollBackend& self, uintptr_t address) {
+            self.deregisterMemory(reinterpret_cast<void*>(address));
+          },
+          py::arg("address"), py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout", &MycollBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def(

@@ -20,8 +20,18 @@ from mycoll._version import __version__
 if TYPE_CHECKING:
     from mycoll._C import Options
     from mycoll.launch import SpawnError, spawn
+    from mycoll.memory import deregister_mem_pool, nccl_mem_pool, register_mem_pool
 
-__all__ = ["Options", "SpawnError", "__version__", "dump_trace", "spawn"]
+__all__ = [
+    "Options",
+    "SpawnError",
+    "__version__",
+    "deregister_mem_pool",
+    "dump_trace",
+    "nccl_mem_pool",
+    "register_mem_pool",
+    "spawn",
+]
 
 autoload()
 
@@ -43,6 +53,10 @@ def __getattr__(name: str) -> Any:
         from mycoll import launch
 
         return getattr(launch, name)
+    if name in ("deregister_mem_pool", "nccl_mem_pool", "register_mem_pool"):
+        from mycoll import memory
+
+        return getattr(memory, name)
     raise AttributeError(f"module 'mycoll' has no attribute '{name}'")
 
 

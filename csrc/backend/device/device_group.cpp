@@ -140,6 +140,19 @@ void DeviceGroup::connect(c10::Device device) {
   if (road_.load(std::memory_order_acquire) == Road::kNccl) nccl_->connect(device);
 }
 
+void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,
+                                 bool isSymmetric) {
+  const c10::DeviceGuard guard(device);
+  chooseRoad(device);
+  if (road_.load(std::memory_order_acquire) != Road::kNccl) return;
+  throwIfFailed(nccl_->registerMemory(device, address, bytes, isSymmetric));
+}
+
+void DeviceGroup::deregisterMemory(void* address) {
+  if (road_.load(std::memory_order_acquire) != Road::kNccl) return;
+  throwIfFailed(nccl_->deregisterMemory(address));
+}
+
 Status DeviceGroup::error() const {
   for (const auto& group : {place_.control, place_.host, place_.cpu}) {
     Status status = group->error();

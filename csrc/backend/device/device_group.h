@@ -79,6 +79,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // All ranks: makes the connections that the first collective would make.
   void connect(c10::Device device);
 
+  // See NcclRoad; the host road needs nothing of the kind, and ignores them.
+  void registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric);
+  void deregisterMemory(void* address);
+
   // Called once on the callback pool, with how long it took, when an operation is over.
   using WhenOver = std::function<void(std::chrono::nanoseconds took)>;
   struct Extras {

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "backend/call_site.h"
 #include "backend/device/copies.h"
 
 namespace mycoll {
@@ -91,6 +92,7 @@ void HostRoad::carryCollective(Request& request, const DeviceOperationPtr& opera
       request.calls.front().kind,
       [collective](CollectiveRunner& runner) { return HostCollective::run(collective, runner); },
       operation, /*willWait=*/!request.async, place_.timeoutOf(request));
+  if (const uint32_t site = callSiteOfCall()) op->record().setSite(site);
   operation->setEngineOp(place_.host, op);
   op->onDone([operation, op] {
     if (!op->status().ok()) operation->fail(op->status());

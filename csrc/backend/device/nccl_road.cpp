@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "backend/call_site.h"
 #include "backend/device/copies.h"
 #include "backend/errors.h"
 #include "base/env.h"
@@ -320,6 +321,7 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
       followed.op = place_.control->submitExternal(signatureOf(requests), followed.external,
                                                    place_.timeoutOf(first));
       if (followed.op->done() && !followed.op->status().ok()) throwStatus(followed.op->status());
+      if (const uint32_t site = callSiteOfCall()) followed.op->record().setSite(site);
       followed.operation = operation;
       group.follow(followed);
     }

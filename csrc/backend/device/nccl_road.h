@@ -48,6 +48,11 @@ class NcclRoad {
   // All of the same device. requests: one, or those of a batch, which become one launch.
   DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed);
 
+  // Memory of the device that NCCL may then use without copies. isSymmetric: on all ranks, in the
+  // same order and sizes.
+  Status registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric);
+  Status deregisterMemory(void* address);
+
   // Ok while NCCL has no error to report. [watchdog]
   Status check();
   // Stops all there is, by the deadline.
@@ -65,6 +70,11 @@ class NcclRoad {
     c10::Stream stream;
   };
   using LinePtr = std::shared_ptr<Line>;
+  struct Registered {
+    std::shared_ptr<nccl::Communicator> communicator;
+    void* handle;          // of memory
+    nccl::Window* window;  // of symmetric memory
+  };
 
   LinePtr lineFor(c10::Device device);
   LinePtr pairFor(c10::Device device, int peer);
@@ -79,6 +89,7 @@ class NcclRoad {
   mutable std::mutex mutex_;
   std::map<c10::DeviceIndex, LinePtr> lines_;                  // guarded by mutex_
   std::map<std::pair<c10::DeviceIndex, int>, LinePtr> pairs_;  // guarded by mutex_; by peer
+  std::map<void*, Registered> registered_;                     // guarded by mutex_
   bool isEnded_ = false;                                       // guarded by mutex_
 };
 

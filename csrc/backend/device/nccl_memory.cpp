@@ -1,0 +1,58 @@
+// Memory that NCCL reads and writes without a copy: registered with a group's communicator, and the
+// allocator that such memory is from.
+#include <sys/types.h>
+
+#include "backend/device/nccl_road.h"
+
+namespace mycoll {
+
+Status NcclRoad::registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric) {
+  Registered registered{lineFor(device)->communicator, nullptr, nullptr};
+  if (isSymmetric) {
+    MYCOLL_RETURN_IF_ERROR(registered.communicator->registerWindow(
+        address, bytes, nccl::kWindowSymmetric, &registered.window));
+  } else {
+    MYCOLL_RETURN_IF_ERROR(
+        registered.communicator->registerBuffer(address, bytes, &registered.handle));
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  registered_[address] = std::move(registered);
+  return Status();
+}
+
+Status NcclRoad::deregisterMemory(void* address) {
+  Registered registered;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto known = registered_.find(address);
+    if (known == registered_.end()) {
+      return Status(Code::kInvalidArgument, "this memory is not registered with the group");
+    }
+    registered = std::move(known->second);
+    registered_.erase(known);
+  }
+  return registered.window ? registered.communicator->deregisterWindow(registered.window)
+                           : registered.communicator->deregisterBuffer(registered.handle);
+}
+
+}  // namespace mycoll
+
+// For torch.cuda.memory.CUDAPluggableAllocator, which finds them by name in this module.
+extern "C" {
+
+__attribute__((visibility("default"))) void* mycoll_nccl_alloc(ssize_t bytes, int, void*) {
+  const mycoll::nccl::Library* library = mycoll::nccl::Library::loaded();
+  void* memory = nullptr;
+  if (library == nullptr || bytes <= 0 ||
+      !mycoll::nccl::Communicator::allocate(*library, static_cast<size_t>(bytes), &memory).ok()) {
+    return nullptr;  // torch says that it is out of memory
+  }
+  return memory;
+}
+
+__attribute__((visibility("default"))) void mycoll_nccl_free(void* memory, ssize_t, int, void*) {
+  if (const mycoll::nccl::Library* library = mycoll::nccl::Library::loaded()) {
+    (void)mycoll::nccl::Communicator::free(*library, memory);
+  }
+}
+}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from worlds.worker import Ctx
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/environment.md"
@@ -53,3 +56,33 @@ def test_page_is_up_to_date() -> None:
     assert PAGE.read_text().strip() == environment_page().strip(), (
         "run: ./dev python -m mycoll env --markdown > docs/environment.md"
     )
+
+
+def warned(ctx: Ctx) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ctx.init()
+        dist.new_group()
+    return [str(each.message) for each in seen if "MYCOLL" in str(each.message)]
+
+
+def test_misspelt_names_are_warned_about(fresh) -> None:
+    """Once on a host: its ranks have one environment."""
+    env = {"MYCOLL_TRANSPROT": "tcp", "MYCOLL_UNHEARD_OF": "1", "MYCOLL_TRACE_FILE": "off"}
+    said = fresh(2, "shm", init=False, env=env).run(warned)
+    assert said[0] == [
+        "MYCOLL_TRANSPROT is not a variable of mycoll's; did you mean MYCOLL_TRANSPORT?",
+        "MYCOLL_UNHEARD_OF is not a variable of mycoll's; `mycoll env` lists those that are",
+    ]
+
+
+def test_where_values_come_from(monkeypatch) -> None:
+    native = pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
+    monkeypatch.setenv("MYCOLL_SMALL_BYTES", "1K")
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")
+    rows = {row["name"]: row for row in native.environment()}
+    assert rows["MYCOLL_SMALL_BYTES"]["source"] == "MYCOLL_SMALL_BYTES"
+    assert rows["MYCOLL_SMALL_BYTES"]["is_set"]
+    assert rows["MYCOLL_TRACE_ENTRIES"]["source"] == "TORCH_FR_BUFFER_SIZE"
+    assert rows["MYCOLL_TRACE_ENTRIES"]["value"] == "64"
+    assert rows["MYCOLL_CHUNK_BYTES"]["source"] == "default"

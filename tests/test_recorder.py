@@ -216,3 +216,31 @@ def test_where_it_goes(fresh, tmp_path) -> None:
         file = {"MYCOLL_TRACE_FILE": f"{tmp_path}/x%r"}
         fresh(2, "shm", init=False, env={**file, **off}).run(quiet)
     assert not list(tmp_path.iterdir())
+
+
+def ask(ctx: Ctx, socket_path: str) -> dict[str, Any]:
+    """torch's worker server, as torch.distributed.debug asks it."""
+    import http.client
+    import socket
+
+    from torch._C._distributed_c10d import _WorkerServer
+
+    dist.all_reduce(torch.ones(3))
+    server = _WorkerServer(f"{socket_path}{ctx.rank}")
+    answers = {}
+    for handler in ("mycoll_fr_trace_json", "mycoll_metrics"):
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(f"{socket_path}{ctx.rank}")
+        connection.request("POST", f"/handler/{handler}")
+        answers[handler] = connection.getresponse().read().decode()
+        connection.close()
+    server.shutdown()
+    return answers
+
+
+def test_worker_server(fresh, tmp_path) -> None:
+    for answers in fresh(2, "shm").run(ask, f"{tmp_path}/s"):
+        (entry,) = json.loads(answers["mycoll_fr_trace_json"])["entries"]
+        assert entry["mycoll"]["operation"] == "all_reduce"
+        assert 'group="default_pg",operation="all_reduce"} 1\n' in answers["mycoll_metrics"]

@@ -12,6 +12,7 @@
 
 #include "backend/call_site.h"
 #include "backend/callback_pool.h"
+#include "backend/control_handlers.h"
 #include "backend/device/device_group.h"
 #include "backend/errors.h"
 #include "backend/profiling.h"
@@ -108,6 +109,7 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
       device_(std::move(device)),
       forkCount_(forkCount.load(std::memory_order_relaxed)) {
   init();
+  registerControlHandlers();
   // torch has changed what becomes of numbers that are too large: the sums follow the torch at
   // hand.
   static const bool saturates = !std::isnan(static_cast<float>(c10::Float8_e4m3fn(1000.0f)));
@@ -269,6 +271,11 @@ CallSite MycollBackend::enter(const char* function) const {
 }
 
 MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList outputs) {
+  if (!isDescribed_.load(std::memory_order_relaxed)) [[unlikely]] {
+    // torch tells it some time after the group was made.
+    isDescribed_.store(true, std::memory_order_relaxed);
+    communicator_->record().describe(pg_desc_);
+  }
   if (isProfiling()) [[unlikely]] {
     return runProfiled(request, outputs);
   }

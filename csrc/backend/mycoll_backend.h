@@ -161,6 +161,7 @@ class MycollBackend final : public c10d::Backend {
   const int forkCount_;  // how often this process had been forked when the group was made
 
   bool isTimed_ = false;
+  std::atomic<bool> isDescribed_{false};
   std::shared_ptr<CompletionHook> hook_;  // null until registered
 
   bool isCoalescing() const;

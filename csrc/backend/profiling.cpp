@@ -12,11 +12,20 @@ namespace {
 int64_t elementsOf(const Request& request, std::vector<Span> Call::* side) {
   int64_t elements = 0;
   for (const Call& call : request.calls) {
-    for (const Span& span : call.*side) {
+    // As NCCL's: a broadcast has its tensor on both sides, on all ranks.
+    const bool isBroadcast = call.kind == OpKind::kBroadcast;
+    for (const Span& span : isBroadcast ? call.out : call.*side) {
       elements += static_cast<int64_t>(span.bytes / call.elementBytes);
     }
   }
   return elements;
+}
+
+// What stands under "Rank": the other rank of a message, the root where there is one.
+int rankOf(const Request& request, int own) {
+  if (request.peer >= 0) return request.peer;
+  const bool hasRoot = !request.calls.empty() && request.calls.front().root >= 0;
+  return hasRoot ? request.calls.front().root : own;
 }
 
 }  // namespace
@@ -31,7 +40,7 @@ MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorLi
   if (globalRanks_.size() > 1) globalStride = static_cast<int>(globalRanks_[1] - globalRanks_[0]);
   RECORD_PARAM_COMMS_DATA(
       std::make_tuple(static_cast<int64_t>(communicator_->sequence()), isPointToPoint),
-      std::make_tuple(pg_uid_, pg_desc_), inputs, outputs, request.peer >= 0 ? request.peer : rank_,
+      std::make_tuple(pg_uid_, pg_desc_), inputs, outputs, rankOf(request, rank_),
       request.site.function, elementsOf(request, &Call::in), elementsOf(request, &Call::out),
       outputs.empty() ? at::kByte : outputs.front().scalar_type(), noSplits, noSplits, globalStart,
       globalStride, size_);

@@ -194,7 +194,7 @@ const Variable kVariables[] = {
     {"MYCOLL_TRACE_ENTRIES",
      "512",
      "0 to 65536",
-     "How many operations of each group are remembered, for mycoll status and for the file that "
+     "How many operations of each group are remembered, for `mycoll status` and for the file that "
      "is "
      "written at the first failure; rounded up to a power of two. 0: none. Where it is not set, "
      "TORCH_FR_BUFFER_SIZE counts.",
@@ -209,7 +209,7 @@ const Variable kVariables[] = {
      "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
      "for a percent sign; or off",
      "Where a process writes what it did last, once, at its first failure, for torchfrtrace and "
-     "mycoll trace; JSON when the name ends with .json. Unset: TORCH_FR_DUMP_TEMP_FILE followed "
+     "`mycoll trace`; JSON when the name ends with .json. Unset: TORCH_FR_DUMP_TEMP_FILE followed "
      "by "
      "the rank where that is set, else /tmp/mycoll-UID/JOB/rank_%r, of which the latest 10 jobs "
      "are "
@@ -221,7 +221,7 @@ const Variable kVariables[] = {
      }},
     {"MYCOLL_CALL_SITES", "waiting", "never, waiting or always",
      "Whose place in the program is remembered. waiting: of operations that have waited a while; "
-     "always: of all, at the price of about a microsecond for each.",
+     "always: of all, which costs time in every call.",
      [](std::string_view value, Env* env) {
        return parseChoice<CallSites>(value,
                                      {{"never", CallSites::kNever},

@@ -122,6 +122,14 @@ py::list environment() {
   return entries;
 }
 
+py::list unknownVariables() {
+  py::list found;
+  for (const mycoll::UnknownVariable& each : mycoll::unknownVariables()) {
+    found.append(py::make_tuple(each.name, each.nearest));
+  }
+  return found;
+}
+
 std::string dumpTrace(const std::string& path) {
   std::string written;
   mycoll::throwIfFailed(mycoll::TraceFile::write(path, &written));
@@ -225,6 +233,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"),
              "Where the nvidia-nccl wheel has its library; before the first group.");
   module.def("environment", &environment, "Every MYCOLL_* variable.");
+  module.def("unknown_variables", &unknownVariables,
+             "MYCOLL_* variables that are set and mean nothing, each with the known name that it "
+             "resembles, or ''.");
   module.def("dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
              "Writes what this process did last; returns the path. Empty: where failures go.");
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),

@@ -8,6 +8,7 @@
 
 #include "base/wait.h"
 #include "engine/group.h"
+#include "observe/metrics.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -208,6 +209,7 @@ void Engine::State::doChores() {
   bool isUnseen = false;
   for (auto& group : alive()) isUnseen |= group->lookForFailure();
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeWanted();
+  Metrics::writeIfDue();
 }
 
 // Nothing to do, and the user's threads wait for their operations themselves: this thread would be

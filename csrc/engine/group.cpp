@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "observe/metrics.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -427,6 +428,7 @@ void Group::close(Deadline deadline) {
                     options_.name.c_str());
   }
   TraceFile::writeWanted();
+  Metrics::writeNow();
   record_.close();
   if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->leave();
   if (options_.isExternal) watchExternal();

@@ -17,6 +17,7 @@
 #include "base/log.h"
 #include "base/topology.h"
 #include "observe/flight_record.h"
+#include "observe/whole_file.h"
 
 namespace mycoll {
 namespace {
@@ -97,28 +98,6 @@ Status choosePath(std::string* path) {
   return Status();
 }
 
-Status writeFile(const std::string& path, const std::string& bytes) {
-  // Readers see all of it or none of it.
-  const std::string unfinished = path + "." + std::to_string(processId());
-  const int fd =
-      ::open(unfinished.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (fd < 0) return failed("open", unfinished);
-  size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t n = ::write(fd, bytes.data() + done, bytes.size() - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) break;
-    done += static_cast<size_t>(n);
-  }
-  Status problem = done < bytes.size() ? failed("write", unfinished) : Status();
-  ::close(fd);
-  if (problem.ok() && ::rename(unfinished.c_str(), path.c_str()) != 0) {
-    problem = failed("rename", path);
-  }
-  if (!problem.ok()) ::unlink(unfinished.c_str());
-  return problem;
-}
-
 }  // namespace
 
 void TraceFile::want() {
@@ -157,7 +136,7 @@ Status TraceFile::write(const std::string& path, std::string* written) {
   std::string target = path;
   if (target.empty()) MYCOLL_RETURN_IF_ERROR(choosePath(&target));
   const bool asJson = target.size() > 5 && target.compare(target.size() - 5, 5, ".json") == 0;
-  MYCOLL_RETURN_IF_ERROR(writeFile(target, contents(asJson)));
+  MYCOLL_RETURN_IF_ERROR(writeWhole(target, contents(asJson), 0600));
   *written = std::move(target);
   return Status();
 }

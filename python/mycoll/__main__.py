@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from mycoll._registration import native
 from mycoll._version import __version__
@@ -14,7 +15,7 @@ from mycoll._version import __version__
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # These two have options of their own; argparse would want to know them.
+    # These have options of their own; argparse would want to know them.
     if words[:1] == ["demo"]:
         from mycoll import demo
 
@@ -24,9 +25,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return int(bench_main(words[1:]) or 0)
 
+    if words[:1] in (["status"], ["top"]):
+        from mycoll import status
+
+        return status.main(words[1:], watch=words[0] == "top")
+    if words[:1] == ["trace"]:
+        from mycoll import trace
+
+        return trace.main(words[1:])
+
     parser = argparse.ArgumentParser(prog="mycoll", description="A torch.distributed backend.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verbs.add_parser("demo", help="train on two ranks, then time mycoll beside gloo")
+    verbs.add_parser("status", help="what running ranks are at, and who waits for whom")
+    verbs.add_parser("top", help="the same, again and again")
+    verbs.add_parser("trace", help="compare what the ranks did last: who did not come, who differs")
     verbs.add_parser("bench", help="time collectives; `mycoll bench --help` tells more")
     verbs.add_parser("version", help="versions of mycoll, torch and Python")
     doctor = verbs.add_parser("doctor", help="check this machine, and run a self-test")
@@ -64,9 +77,14 @@ def show_environment(markdown: bool, as_json: bool) -> int:
         print(environment_page())
     else:
         for entry in entries:
-            origin = "set" if entry["is_set"] else "default"
-            print(f"{entry['name']}={entry['value']}  ({origin})\n    {entry['help']}")
+            print(f"{entry['name']}={entry['value']}  ({source_of(entry)})\n    {entry['help']}")
     return 0
+
+
+def source_of(entry: dict[str, Any]) -> str:
+    if entry["is_set"]:
+        return "set"
+    return "default" if entry["source"] == "default" else f"from {entry['source']}"
 
 
 def environment_page() -> str:

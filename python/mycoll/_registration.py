@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "mycoll"
 
+_warned = False
 _failure: Exception | None = None
 
 
@@ -102,6 +104,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         return _gloo.create(group)
 
     module = native()
+    warn_of_unknown_variables(module)
     if options is not None and not isinstance(options, module.Options):
         if not isinstance(options, Backend.Options):
             raise TypeError(
@@ -136,6 +139,17 @@ def _nccl_wheel() -> str:
             if library.exists():
                 return str(library)
     return ""
+
+
+def warn_of_unknown_variables(module: ModuleType) -> None:
+    """Once in a process, and in the first of those that a launcher starts on a host."""
+    global _warned
+    if _warned or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    _warned = True
+    for name, nearest in module.unknown_variables():
+        hint = f"did you mean {nearest}?" if nearest else "`mycoll env` lists those that are"
+        warnings.warn(f"{name} is not a variable of mycoll's; {hint}", stacklevel=2)
 
 
 def _minor(version: str) -> str:

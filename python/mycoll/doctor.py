@@ -7,7 +7,6 @@ it at 0.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
 import importlib.metadata
 import json
@@ -150,14 +149,11 @@ def _is_installed(name: str) -> bool:
 
 
 def check_variables() -> Iterator[Finding]:
-    known = {entry["name"]: entry for entry in native().environment()}
-    given = sorted(name for name in os.environ if name.startswith("MYCOLL_"))
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            fix = f"did you mean {near[0]}?" if near else "unset it; `mycoll env` lists all"
-            yield Finding("variables", f"{name} is not known, and without effect", WARN, fix)
-    words = [f"{name}={os.environ[name]}" for name in given if name in known and os.environ[name]]
+    for name, near in native().unknown_variables():
+        fix = f"did you mean {near}?" if near else "unset it; `mycoll env` lists all"
+        yield Finding("variables", f"{name} is not known, and without effect", WARN, fix)
+    rows = [entry for entry in native().environment() if entry["source"] != "default"]
+    words = sorted(f"{entry['source']}={entry['value']}" for entry in rows)
     yield Finding("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")
     if "MYCOLL_CPU=gloo" in words:
         fix = "unset MYCOLL_CPU when the comparison is over"

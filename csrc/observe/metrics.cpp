@@ -1,0 +1,142 @@
+#include "observe/metrics.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <mutex>
+
+#include "base/env.h"
+#include "base/log.h"
+#include "observe/black_box.h"
+#include "observe/whole_file.h"
+
+namespace mycoll {
+namespace {
+
+std::mutex* const writing = new std::mutex;  // groups may end during static destruction
+std::atomic<int64_t> nextWrite{0};
+
+struct Series {
+  const char* name;
+  const char* kind;
+  const char* help;
+  double (*value)(const Tally& tally);
+};
+
+const Series kSeries[] = {
+    {"mycoll_operations_total", "counter", "Operations that have ended well.",
+     [](const Tally& tally) { return static_cast<double>(get(tally.done)); }},
+    {"mycoll_operation_failures_total", "counter", "Operations that have failed.",
+     [](const Tally& tally) { return static_cast<double>(get(tally.failed)); }},
+    {"mycoll_operation_bytes_total", "counter",
+     "The larger of input and output of this rank, added up.",
+     [](const Tally& tally) { return static_cast<double>(get(tally.bytes)); }},
+    {"mycoll_operation_seconds_total", "counter", "Time from call to end, added up.",
+     [](const Tally& tally) { return static_cast<double>(get(tally.nanos)) / 1e9; }},
+};
+
+std::string escaped(const char* text) {
+  std::string result;
+  for (; *text; ++text) {
+    if (*text == '\n') {
+      result += "\\n";
+      continue;
+    }
+    if (*text == '"' || *text == '\\') result += '\\';
+    result += *text;
+  }
+  return result;
+}
+
+std::string labels(const GroupState& group, int rank) {
+  const bool isDescribed = get(group.isDescribed) && group.description[0];
+  return "rank=\"" + std::to_string(rank) + "\",group=\"" +
+         escaped(isDescribed ? group.description : group.name) + "\"";
+}
+
+void addLine(std::string* text, const char* name, const std::string& labels, double value) {
+  char number[32];
+  std::snprintf(number, sizeof(number), "%.17g", value);
+  *text += std::string(name) + "{" + labels + "} " + number + "\n";
+}
+
+void addHead(std::string* text, const char* name, const char* kind, const char* help) {
+  *text += std::string("# HELP ") + name + " " + help + "\n# TYPE " + name + " " + kind + "\n";
+}
+
+// When the oldest collective that is not over was called; 0: there is none.
+int64_t waitingSince(GroupState* group) {
+  const Entry* entries = BlackBox::process().entriesOf(group);
+  int64_t since = 0;
+  for (uint32_t i = 0; i < get(group->capacity); ++i) {
+    const uint64_t id = get(entries[i].id);
+    const int64_t called = get(entries[i].enqueued);
+    const auto state = static_cast<OpState>(get(entries[i].state));
+    const bool isOpen = state == OpState::kQueued || state == OpState::kStarted;
+    if (id && isOpen && get(entries[i].id) == id && (since == 0 || called < since)) since = called;
+  }
+  return since;
+}
+
+void write() {
+  const std::string path = expandPattern(Env::process().metricsFile, BlackBox::process().rank());
+  const Status status = writeWhole(path, Metrics::text(), 0644);
+  if (!status.ok()) MYCOLL_LOG_WARN("%s", status.message().c_str());
+}
+
+}  // namespace
+
+void Metrics::writeIfDue() {
+  if (Env::process().metricsFile.empty()) return;
+  const int64_t now = steadyNanos();
+  int64_t due = nextWrite.load(std::memory_order_relaxed);
+  if (now < due) return;
+  const int64_t next = now + Env::process().metricsSeconds * int64_t{1'000'000'000};
+  if (!nextWrite.compare_exchange_strong(due, next)) return;
+  std::lock_guard<std::mutex> lock(*writing);
+  write();
+}
+
+void Metrics::writeNow() {
+  if (Env::process().metricsFile.empty()) return;
+  std::lock_guard<std::mutex> lock(*writing);
+  write();
+}
+
+std::string Metrics::text() {
+  BlackBox& box = BlackBox::process();
+  std::vector<GroupState*> groups = box.areas();
+  std::erase_if(groups, [](GroupState* group) {
+    const auto phase = static_cast<GroupPhase>(get(group->phase));
+    return phase != GroupPhase::kOpen && phase != GroupPhase::kFailed;
+  });
+  std::string text;
+  for (const Series& series : kSeries) {
+    addHead(&text, series.name, series.kind, series.help);
+    for (const GroupState* group : groups) {
+      for (int kind = 0; kind < kOpKinds; ++kind) {
+        const Tally& tally = group->tallies[kind];
+        if (get(tally.done) + get(tally.failed) == 0) continue;
+        addLine(
+            &text, series.name,
+            labels(*group, box.rank()) + ",operation=\"" + name(static_cast<OpKind>(kind)) + "\"",
+            series.value(tally));
+      }
+    }
+  }
+  addHead(&text, "mycoll_group_failed", "gauge", "1 when the group is dead.");
+  for (const GroupState* group : groups) {
+    addLine(&text, "mycoll_group_failed", labels(*group, box.rank()),
+            get(group->phase) == static_cast<uint32_t>(GroupPhase::kFailed));
+  }
+  addHead(&text, "mycoll_waiting_seconds", "gauge",
+          "For how long the oldest operation that is not over has waited.");
+  const int64_t now = steadyNanos();
+  for (GroupState* group : groups) {
+    const int64_t since = waitingSince(group);
+    addLine(&text, "mycoll_waiting_seconds", labels(*group, box.rank()),
+            since ? static_cast<double>(std::max<int64_t>(0, now - since)) / 1e9 : 0.0);
+  }
+  return text;
+}
+
+}  // namespace mycoll

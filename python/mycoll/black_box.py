@@ -1,0 +1,297 @@
+"""What mycoll processes remember of themselves, read from outside, also while they hang.
+
+Each process keeps its last operations in a memfd (csrc/observe/black_box.h), which its own user
+(and root) can open through /proc. Nothing has to answer there. The memory describes its own layout,
+so this reads processes of other versions, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"mycollBB"
+LINK = "/memfd:mycoll.black_box"
+MESSAGES = ("send", "recv")
+
+
+@dataclass
+class Operation:
+    """One call. Times are seconds since 1970; None: not yet, or not known."""
+
+    kind: str
+    sequence: int
+    state: str  # queued, started, done, failed
+    enqueued: float
+    started: float | None
+    ended: float | None
+    dtype: str = ""
+    reduce_op: str = ""
+    peer: int = -1  # root; of a message the other rank of the group, -1: any
+    tag: int = 0
+    in_bytes: int = 0
+    out_bytes: int = 0
+    element_bytes: int = 1
+    site: str = ""  # "train.py:57 in step"
+    on_device: bool = False
+    composite: bool = False
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in MESSAGES
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("done", "failed")
+
+    def describe(self) -> str:
+        """As the engine's messages do: what all ranks have to agree about."""
+        words = [self.kind, self.reduce_op]
+        if self.is_message:
+            way = "to" if self.kind == "send" else "from"
+            words.append(f"{way} {'any rank' if self.peer < 0 else f'rank {self.peer}'}")
+        if "barrier" not in self.kind and not self.composite:
+            words.append(self.dtype)
+            if (bytes_ := self.agreed_bytes()) is not None:
+                words.append(f"numel={bytes_ // max(1, self.element_bytes)}")
+        if self.is_message:
+            words.append(f"tag={self.tag}" if self.tag else "")
+        elif self.peer >= 0:
+            words.append(f"root={self.peer}")
+        return " ".join(filter(None, words))
+
+    def agreed_bytes(self) -> int | None:
+        """The size that all ranks know alike; None where it is between pairs."""
+        if self.kind in ("all_reduce", "reduce", "reduce_scatter", "send"):
+            return self.in_bytes
+        if self.kind in ("broadcast", "all_gather", "recv"):
+            return self.out_bytes
+        return None
+
+
+@dataclass
+class Group:
+    name: str
+    description: str
+    context: str  # the same on all ranks, and no other group's
+    rank: int
+    ranks: int
+    global_ranks: list[int]
+    phase: str = "open"  # open, failed, closed
+    transport: str = ""
+    failure: str = ""
+    submitted: int = 0  # collectives called
+    finished: int = 0
+    waits_for: list[int] = field(default_factory=list)  # ranks of the group, as last looked at
+    operations: list[Operation] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return self.description or self.name
+
+    def to_global(self, rank: int) -> int:
+        return self.global_ranks[rank] if 0 <= rank < len(self.global_ranks) else rank
+
+    def collectives(self) -> list[Operation]:
+        return [each for each in self.operations if not each.is_message]
+
+    def current(self) -> Operation | None:
+        """The oldest collective that is not over."""
+        return next((each for each in self.collectives() if not each.is_over), None)
+
+    def open_messages(self) -> list[Operation]:
+        return [each for each in self.operations if each.is_message and not each.is_over]
+
+    def last(self) -> Operation | None:
+        return self.operations[-1] if self.operations else None
+
+
+@dataclass
+class Process:
+    rank: int
+    pid: int
+    host: str
+    job: str
+    version: str
+    state: str = ""  # as ps shows it: R, S, D, T, t, Z; empty: not known
+    taken: float = 0.0  # when this was read
+    groups: list[Group] = field(default_factory=list)
+
+
+def find(pids: list[int] | None = None) -> list[Process]:
+    """The mycoll processes of this user on this host, or those named, by job and rank."""
+    if pids is None:
+        me = os.geteuid()
+        pids = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and entry.stat().st_uid == me:
+                    pids.append(int(entry.name))
+    found = [process for pid in pids if (process := read(pid)) is not None]
+    return sorted(found, key=lambda each: (each.job, each.rank, each.pid))
+
+
+def read(pid: int) -> Process | None:
+    """None when there is no such process, it is another user's, or it has made no group."""
+    with contextlib.suppress(OSError, ValueError, struct.error):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if not str(path.readlink()).startswith(LINK):
+                    continue
+                process = _read_box(path, pid)
+                if process is not None:
+                    return process
+    return None
+
+
+class _Struct:
+    """A structure of the box: named fields at offsets."""
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        self.fields = {name: (at, f"<{kind}") for name, (at, kind) in description.items()}
+
+    def read(self, data: bytes, base: int) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, (at, kind) in self.fields.items():
+            value = struct.unpack_from(kind, data, base + at)
+            if kind.endswith("s"):
+                values[name] = value[0].split(b"\0", 1)[0].decode(errors="replace")
+            else:
+                values[name] = list(value) if len(value) > 1 else value[0]
+        return values
+
+
+def _read_box(path: Path, pid: int) -> Process | None:
+    with path.open("rb", buffering=0) as file:
+        data = file.read()
+        again = os.pread(file.fileno(), len(data), 0)
+    magic, _, length = struct.unpack_from("<8sII", data)
+    if magic != MAGIC:
+        return None
+    layout = json.loads(data[16 : 16 + length])
+    box = _Struct(layout["box"]["fields"]).read(data, layout["box"]["at"])
+    # A child of fork has its parent's descriptor; it is not what the box tells about.
+    if box["pid"] not in _numbers_of(pid):
+        return None
+    process = Process(
+        rank=box["rank"],
+        pid=pid,
+        host=box["host"],
+        job=f"{box['job']:016x}",
+        version=box["version"],
+        state=_state_of(pid),
+        taken=_monotonic() + box["realtimeOffset"] / 1e9,
+    )
+    groups = layout["groups"]
+    for index in range(box["groups"]):
+        at = groups["at"] + index * groups["bytes"]
+        if at + groups["bytes"] > len(data):
+            break
+        state = _Struct(groups["fields"]).read(data, at)
+        if layout["phases"][state["phase"]] not in ("unused", "closed"):
+            process.groups.append(_read_group(layout, box, data, again, at, state))
+    process.groups.sort(key=lambda each: each.name)
+    return process
+
+
+def _read_group(
+    layout: dict[str, Any],
+    box: dict[str, Any],
+    data: bytes,
+    again: bytes,
+    at: int,
+    state: dict[str, Any],
+) -> Group:
+    group = Group(
+        name=state["name"],
+        description=state["description"],
+        context=f"{state['context']:016x}",
+        rank=state["rank"],
+        ranks=state["ranks"],
+        global_ranks=[each for each in state["globalRanks"][: state["ranks"]] if each >= 0],
+        phase=layout["phases"][state["phase"]],
+        transport=state["transport"],
+        failure=state["failure"],
+        submitted=state["submitted"],
+        finished=state["finished"],
+    )
+    if state["waitSequence"] == group.finished < group.submitted and not state["waitVersion"] % 2:
+        count = max(0, min(state["waitCount"], len(state["waitRanks"])))
+        group.waits_for = state["waitRanks"][:count]
+    entries = layout["entries"]
+    reader = _Struct(entries["fields"])
+    first = at + entries["at"]
+    id_at, id_kind = reader.fields["id"]
+    rows = []
+    for slot in range(state["capacity"]):
+        base = first + slot * entries["bytes"]
+        (number,) = struct.unpack_from(id_kind, data, base + id_at)
+        (later,) = struct.unpack_from(id_kind, again, base + id_at)
+        if number and number == later:  # else it was being written over
+            rows.append(reader.read(data, base))
+    rows.sort(key=lambda row: row["id"])
+    group.operations = [_to_operation(layout, box, data, row) for row in rows]
+    return group
+
+
+def _to_operation(
+    layout: dict[str, Any], box: dict[str, Any], data: bytes, row: dict[str, Any]
+) -> Operation:
+    def moment(nanos: int) -> float | None:
+        return (nanos + box["realtimeOffset"]) / 1e9 if nanos else None
+
+    def named(names: list[str], index: int, other: str = "") -> str:
+        return names[index] if index < len(names) else other
+
+    flags = {name for bit, name in enumerate(layout["flags"]) if row["flags"] >> bit & 1}
+    site = ""
+    if row["site"]:
+        start = layout["sites"]["at"] + row["site"] * layout["sites"]["bytes"]
+        text = data[start : start + layout["sites"]["bytes"]].split(b"\0", 1)[0]
+        site = site_text(*text.decode(errors="replace").split("\n"))
+    state = layout["states"][row["state"]]
+    return Operation(
+        kind=layout["operations"][row["kind"]],
+        sequence=row["sequence"],
+        state=state,
+        enqueued=moment(row["enqueued"]) or 0.0,
+        started=moment(row["started"]),
+        ended=moment(row["ended"]),
+        dtype=named(layout["dtypes"], row["dtype"], f"dtype#{row['opaqueType']}"),
+        reduce_op=named(layout["reduce_ops"], row["reduceOp"]),
+        peer=row["peer"],
+        tag=row["tag"],
+        in_bytes=row["inBytes"],
+        out_bytes=row["outBytes"],
+        element_bytes=row["elementBytes"],
+        site=site,
+        on_device="device" in flags,
+        composite="composite" in flags,
+    )
+
+
+def site_text(function: str, file: str = "", line: str = "") -> str:
+    return f"{Path(file).name}:{line} in {function}" if file else function
+
+
+def _numbers_of(pid: int) -> Iterator[int]:
+    """What the process is called in its own and all outer pid namespaces."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            yield from map(int, line.split()[1:])
+    yield pid
+
+
+def _state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def _monotonic() -> float:
+    return time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -1,0 +1,258 @@
+"""`mycoll trace`: compares what the ranks did last: who did not come, who differs, who waits.
+
+It reads the files that processes write at a failure (or mycoll.dump_trace), or, with --live, the
+memory of those that run here. `--picture` draws a lane for each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mycoll import black_box, status, timeline
+from mycoll.black_box import Group, Operation, Process
+from mycoll.trace_file import TraceError, load
+
+
+@dataclass
+class Finding:
+    """Something that is not as it should be, in one group."""
+
+    kind: str  # "differs", "absent", "no trace", "unfinished", "message", "failed"
+    group: str
+    text: str
+    sequence: int = -1
+    ranks: list[int] = field(default_factory=list)  # of the job: who is to be looked at
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="mycoll trace",
+        description="Compares what the ranks did last: who did not come, who differs, who waits.",
+    )
+    parser.add_argument("dump", nargs="*", type=Path, help="traces, or folders of them")
+    parser.add_argument("--live", action="store_true", help="the processes that run here, instead")
+    parser.add_argument("--job", default="", help="with --live: only this job")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: .svg, .png or .pdf")
+    parser.add_argument("--last", type=float, metavar="SECONDS", help="draw only the end")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parsed = parser.parse_args(list(words))
+    if parsed.live == bool(parsed.dump):
+        parser.error("name traces, or say --live")
+    try:
+        if parsed.live:
+            found = [each for each in black_box.find() if each.job.startswith(parsed.job)]
+        else:
+            found = load(parsed.dump)
+    except TraceError as error:
+        print(f"mycoll trace: {error}", file=sys.stderr)
+        return 2
+    if not found:
+        print("mycoll trace: no mycoll processes of this user on this host", file=sys.stderr)
+        return 2
+    results = list(analyse(found))
+    if parsed.json:
+        print(json.dumps({"findings": [asdict(each) for each in results]}, indent=2))
+    else:
+        print(as_text(found, results))
+    if parsed.picture:
+        timeline.draw(found, results, parsed.picture, parsed.last)
+        if not parsed.json:
+            print(f"\ndrawn: {parsed.picture}")
+    return 1 if results else 0
+
+
+def as_text(processes: list[Process], results: list[Finding]) -> str:
+    lines = [f"{len(processes)} ranks: " + ", ".join(_place(each) for each in processes)]
+    for name, members in _groups(processes).items():
+        group = members[min(members)][1]
+        calls = sum(len(each.operations) for _, each in members.values())
+        lines.append(f"group {name}: {group.ranks} ranks, {calls} calls remembered")
+    lines.append("")
+    for result in results:
+        lines.append(result.text)
+    return "\n".join(lines if results else [*lines, "nothing is amiss in what they remember"])
+
+
+def _place(process: Process) -> str:
+    return f"{process.rank} ({process.host}:{process.pid})" if process.pid else str(process.rank)
+
+
+def _groups(processes: list[Process]) -> dict[str, dict[int, tuple[Process, Group]]]:
+    """By title; of each, the members that were read, by their rank in the group."""
+    found: dict[str, dict[str, dict[int, tuple[Process, Group]]]] = {}
+    for process in processes:
+        for group in process.groups:
+            by_context = found.setdefault(group.title, {})
+            by_context.setdefault(group.context, {})[group.rank] = (process, group)
+    result = {}
+    for title, by_context in found.items():
+        for number, (_, members) in enumerate(by_context.items()):
+            result[title if number == 0 else f"{title} ({number + 1})"] = members
+    return result
+
+
+def analyse(processes: list[Process]) -> Iterator[Finding]:
+    for name, members in _groups(processes).items():
+        found = [*_first_difference(name, members), *_open_messages(name, members)]
+        absent = _without_trace(name, members)
+        failures = _failures(name, members)
+        if found or failures:
+            yield from found
+            yield from absent
+        yield from failures
+
+
+def _first_difference(name: str, members: dict[int, tuple[Process, Group]]) -> Iterator[Finding]:
+    """The first collective that not all ranks did alike; what follows it means nothing."""
+    calls = {
+        rank: {each.sequence: each for each in group.collectives()}
+        for rank, (_, group) in members.items()
+    }
+    # From where on all remember; who has called nothing at all remembers everything.
+    first = max((min(each) for each in calls.values() if each), default=0)
+    last = max((max(each) for each in calls.values() if each), default=-1)
+    for sequence in range(first, last + 1):
+        here = {rank: each[sequence] for rank, each in calls.items() if sequence in each}
+        absent = [rank for rank in members if rank not in here]
+        if here and (different := _difference(name, sequence, here, members)):
+            yield different
+            return
+        if here and absent:
+            yield _absence(name, sequence, here, absent, members)
+            return
+        if waiting := {rank: op for rank, op in here.items() if op.state != "done"}:
+            yield _unfinished(name, sequence, here, waiting, members)
+            return
+
+
+def _difference(
+    name: str,
+    sequence: int,
+    here: dict[int, Operation],
+    members: dict[int, tuple[Process, Group]],
+) -> Finding | None:
+    said = Counter(each.describe() for each in here.values())
+    if len(said) == 1:
+        return None
+    usual, often = said.most_common(1)[0]
+    # With as many on one side as on the other nobody is right.
+    tied = list(said.values()).count(often) > 1
+    odd = [rank for rank, each in here.items() if tied or each.describe() != usual]
+    lines = [f"group {name}, call #{sequence}: the ranks were called differently"]
+    for text, _ in said.most_common():
+        ranks = [rank for rank, each in here.items() if each.describe() == text]
+        sites = sorted({here[rank].site for rank in ranks} - {""})
+        place = f", at {', '.join(sites)}" if sites else ""
+        lines.append(f"  rank {_numbers(ranks, members)}: {text}{place}")
+    return Finding("differs", name, "\n".join(lines), sequence, _globals(odd, members))
+
+
+def _absence(
+    name: str,
+    sequence: int,
+    here: dict[int, Operation],
+    absent: list[int],
+    members: dict[int, tuple[Process, Group]],
+) -> Finding:
+    some = next(iter(here.values()))
+    sites = sorted({each.site for each in here.values()} - {""})
+    place = f" (at {', '.join(sites)})" if sites else ""
+    lines = [
+        f"group {name}, call #{sequence}: {some.describe()}{place}: "
+        f"rank {_numbers(list(here), members)} came, rank {_numbers(absent, members)} did not"
+    ]
+    for rank in absent:
+        process, group = members[rank]
+        last = next(reversed(group.collectives()), None)
+        if last is None:
+            lines.append(f"  rank {process.rank} has called nothing in this group")
+        else:
+            ago = status.seconds(process.taken - (last.ended or last.enqueued))
+            lines.append(f"  rank {process.rank}: its last was {status.call(last)}, {ago} before")
+        for other in process.groups:
+            busy = status.busy_with(other)
+            if other is not group and busy is not None:
+                lines.append(f"  rank {process.rank} is in {status.call(busy)} of {other.title}")
+    return Finding("absent", name, "\n".join(lines), sequence, _globals(absent, members))
+
+
+def _unfinished(
+    name: str,
+    sequence: int,
+    here: dict[int, Operation],
+    waiting: dict[int, Operation],
+    members: dict[int, tuple[Process, Group]],
+) -> Finding:
+    some = next(iter(waiting.values()))
+    missing = {
+        rank
+        for index in waiting
+        for rank in members[index][1].waits_for
+        if rank not in here or here[rank].state == "done"
+    }
+    _, group = next(iter(members.values()))
+    nowhere = [rank for rank in range(group.ranks) if rank not in members]
+    text = (
+        f"group {name}, call #{sequence}: {some.describe()} is not over on rank "
+        f"{_numbers(list(waiting), members)}"
+    )
+    if some.site:
+        text += f" (at {some.site})"
+    blamed = sorted(missing) or nowhere
+    if blamed:
+        text += f"; waited for rank {', '.join(str(group.to_global(r)) for r in blamed)}"
+    return Finding("unfinished", name, text, sequence, [group.to_global(rank) for rank in blamed])
+
+
+def _open_messages(name: str, members: dict[int, tuple[Process, Group]]) -> Iterator[Finding]:
+    for process, group in members.values():
+        # Failed: it was still waited for when the group died.
+        for operation in group.operations:
+            if not operation.is_message or operation.state == "done":
+                continue
+            waited = status.seconds((operation.ended or process.taken) - operation.enqueued)
+            other = [] if operation.peer < 0 else [group.to_global(operation.peer)]
+            whom = f"rank {other[0]}" if other else "any rank"
+            way = "to" if operation.kind == "send" else "from"
+            yield Finding(
+                "message",
+                name,
+                f"group {name}: rank {process.rank} has waited {waited} in {operation.kind} {way} "
+                f"{whom} with tag {operation.tag}",
+                operation.sequence,
+                other,
+            )
+
+
+def _without_trace(name: str, members: dict[int, tuple[Process, Group]]) -> Iterator[Finding]:
+    _, group = next(iter(members.values()))
+    gone = [group.to_global(rank) for rank in range(group.ranks) if rank not in members]
+    if gone:
+        text = f"group {name}: no trace of rank {', '.join(map(str, gone))}: it had died, or could "
+        yield Finding("no trace", name, f"{text}not write", ranks=gone)
+
+
+def _failures(name: str, members: dict[int, tuple[Process, Group]]) -> list[Finding]:
+    """What the ranks were told; most say the same."""
+    said: dict[str, list[int]] = {}
+    for process, group in members.values():
+        if group.failure:
+            said.setdefault(group.failure, []).append(process.rank)
+    return [
+        Finding("failed", name, f"rank {', '.join(map(str, ranks))} raised: {text}", ranks=[])
+        for text, ranks in said.items()
+    ]
+
+
+def _globals(ranks: list[int], members: dict[int, tuple[Process, Group]]) -> list[int]:
+    return [members[rank][0].rank for rank in ranks]
+
+
+def _numbers(ranks: list[int], members: dict[int, tuple[Process, Group]]) -> str:
+    return ", ".join(map(str, _globals(ranks, members)))

@@ -1,0 +1,64 @@
+"""torch.profiler shows mycoll's operations as it shows gloo's and nccl's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+from worlds.worker import Ctx
+
+CALLED = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier"]
+
+
+def traced(ctx: Ctx, folder: str) -> None:
+    with (
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen,
+        record_function("step"),
+    ):
+        dist.all_reduce(torch.ones(10, 20))
+        dist.all_reduce(torch.ones(3, dtype=torch.bfloat16), async_op=True).wait()
+        dist.broadcast(torch.ones(5), 1)
+        dist.all_gather_into_tensor(torch.empty(4 * ctx.size), torch.ones(4))
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(2 * ctx.size))
+        dist.all_to_all_single(torch.empty(ctx.size), torch.ones(ctx.size))
+        if ctx.rank == 0:
+            dist.send(torch.ones(6), 1)
+        if ctx.rank == 1:
+            dist.recv(torch.empty(6), 0)
+        dist.barrier()
+    seen.export_chrome_trace(f"{folder}/{ctx.rank}.json")
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return [each for each in json.loads(path.read_text())["traceEvents"] if each.get("ph") == "X"]
+
+
+def test_names_and_details(fresh, transport, tmp_path) -> None:
+    fresh(2, transport).run(traced, str(tmp_path))
+    for rank in range(2):
+        found = events(tmp_path / f"{rank}.json")
+        names = [each["name"] for each in found]
+        for name in [*CALLED, "send" if rank == 0 else "recv"]:
+            assert any(each.startswith(f"mycoll:{name}") for each in names), (name, set(names))
+        details = [each["args"] for each in found if each["name"] == "record_param_comms"]
+        assert len(details) == 8
+        first = details[0]
+        assert first["Collective name"].startswith("all_reduce")
+        assert first["In msg nelems"] == first["Out msg nelems"] == 200
+        assert first["Group size"] == 2
+        assert first["dtype"] == "Float"
+        assert first["Process Group Description"] == "default_pg"
+        assert first["Process Group Ranks"] == "[0, 1]"
+        assert details[1]["dtype"] == "BFloat16"
+        assert details[2]["In msg nelems"] == details[2]["Out msg nelems"] == 5
+        assert details[2]["Rank"] == 1  # the root
+        # What the profiler shows as running is the operation, not only its call.
+        step = next(each for each in found if each["name"] == "step")
+        spans = [each for each in found if each["name"].startswith("mycoll:")]
+        for span in spans:
+            assert step["ts"] <= span["ts"]
+            assert span["ts"] + span["dur"] <= step["ts"] + step["dur"] + 1000

@@ -1,0 +1,201 @@
+"""`mycoll status`: what running processes are at, read from outside while they hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mycoll import black_box, status
+from worlds.worker import Ctx
+
+PATIENCE = 10.0  # seconds
+
+
+def pids(ctx: Ctx) -> int:
+    dist.all_reduce(torch.ones(4))
+    dist.barrier()
+    return os.getpid()
+
+
+def stuck(ctx: Ctx, culprit: int, mark: str) -> None:
+    """All but one come; that one holds the GIL, as a busy C extension would."""
+    if ctx.rank == culprit:
+        deadline = time.monotonic() + PATIENCE
+        while not Path(mark).exists() and time.monotonic() < deadline:
+            sum(range(10_000_000))
+    dist.all_reduce(torch.ones(25))
+
+
+def eventually(look: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while not (result := look()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert result
+    return result
+
+
+def during(world: Any, job: Any, *args: Any) -> Any:
+    """Starts a job, and returns what waits for its end."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = ThreadPoolExecutor(1)
+    return pool.submit(world.run, job, *args)
+
+
+def test_who_waits_for_whom(fresh, transport, tmp_path) -> None:
+    world = fresh(3, transport)
+    numbers = world.run(pids)
+    mark = tmp_path / "go"
+    running = during(world, stuck, 1, str(mark))
+
+    def look() -> list[black_box.Process]:
+        found = black_box.find(numbers)
+        waiting = [each for each in found if each.groups[0].current()]
+        return (
+            found if len(waiting) == 2 and all(w.groups[0].current().site for w in waiting) else []
+        )
+
+    try:
+        found = eventually(look)
+        assert [each.rank for each in found] == [0, 1, 2]
+        assert [each.pid for each in found] == numbers
+        assert len({each.job for each in found}) == 1
+        for process in found:
+            (group,) = process.groups
+            assert (group.ranks, group.description) == (3, "default_pg")
+            assert group.global_ranks == [0, 1, 2]
+            assert status.waits_for(group, found) == ([1] if process.rank != 1 else [])
+        operation = found[0].groups[0].current()
+        assert operation.describe() == "all_reduce SUM float32 numel=25"
+        assert operation.site.startswith("test_status.py:")
+        assert operation.site.endswith("in stuck")
+        assert operation.state == "started"
+        table = status.as_text(found)
+        assert "all_reduce #2 SUM float32 numel=25" in table
+        assert "idle, last barrier #1" in table
+
+        time.sleep(status.LONG_SECONDS)
+        told = "\n".join(status.findings(black_box.find(numbers)))
+        assert "all_reduce #2" in told
+        assert "on rank 0, 2" in told
+        assert f"rank 1 (pid {numbers[1]}) has not called it" in told
+
+        os.kill(numbers[1], signal.SIGSTOP)
+        stopped = eventually(lambda: black_box.find(numbers)[1].state == "T")
+        assert stopped
+        assert "it is stopped" in "\n".join(status.findings(black_box.find(numbers)))
+        assert "stopped" in status.as_text(black_box.find(numbers))
+    finally:
+        os.kill(numbers[1], signal.SIGCONT)
+        mark.touch()
+    running.result()
+    assert all(each.groups[0].current() is None for each in black_box.find(numbers))
+
+
+def receive(ctx: Ctx) -> None:
+    if ctx.rank == 1:
+        time.sleep(1.5)
+        dist.send(torch.ones(5), 0, tag=7)
+    if ctx.rank == 0:
+        dist.recv(torch.empty(5), 1, tag=7)
+
+
+def test_messages(fresh, transport) -> None:
+    world = fresh(2, transport)
+    numbers = world.run(pids)
+    running = during(world, receive)
+    found = eventually(
+        lambda: [each for each in black_box.find(numbers) if each.groups[0].open_messages()]
+    )
+    (operation,) = found[0].groups[0].open_messages()
+    assert operation.describe() == "recv from rank 1 float32 numel=5 tag=7"
+    assert "recv" in status.as_text(found)
+    running.result()
+
+
+def groups(ctx: Ctx) -> int:
+    dist.barrier()
+    pair = dist.new_group([0, 1], group_desc="a pair")
+    for _ in range(3):
+        other = dist.new_group([0, 1])
+        if ctx.rank < 2:
+            dist.all_reduce(torch.ones(1), group=other)
+        dist.destroy_process_group(other)
+    if ctx.rank < 2:
+        dist.all_reduce(torch.ones(1), group=pair)
+    return os.getpid()
+
+
+def test_groups_come_and_go(fresh) -> None:
+    found = black_box.find(fresh(3, "shm").run(groups))
+    assert [[group.title for group in each.groups] for each in found] == [
+        ["default_pg", "a pair"],
+        ["default_pg", "a pair"],
+        ["default_pg"],
+    ]
+    assert found[0].groups[1].context == found[1].groups[1].context
+    assert found[0].groups[1].submitted == 1
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-m", "mycoll", *words]
+    return subprocess.run(run, capture_output=True, text=True, timeout=60)
+
+
+def test_command(fresh) -> None:
+    numbers = fresh(2, "shm").run(pids)
+    words = [str(each) for each in numbers]
+    shown = command("status", *words)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("default_pg") == 2
+    rows = json.loads(command("status", "--json", *words).stdout)["processes"]
+    assert [row["pid"] for row in rows] == numbers
+    assert rows[0]["groups"][0]["submitted"] == 2
+    # All of this user's, without being told where they are.
+    everything = json.loads(command("status", "--json", "--job", rows[0]["job"]).stdout)[
+        "processes"
+    ]
+    assert [row["pid"] for row in everything] == numbers
+    assert command("status", "--job", "nothing").returncode == 1
+
+
+def fork(ctx: Ctx) -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(3)
+        os._exit(0)
+    return child
+
+
+def test_children_are_not_ranks(fresh) -> None:
+    world = fresh(2, "shm")
+    world.run(pids)
+    child = world.run(fork)[0]
+    assert black_box.read(child) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_others_may_not_look(fresh) -> None:
+    (number, *_) = fresh(2, "shm").run(pids)
+    assert black_box.read(number) is not None
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        os.write(writer, b"hidden" if black_box.read(number) is None else b"shown")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 10) == b"hidden"
+    os.close(reader)
+    os.close(writer)

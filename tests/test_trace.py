@@ -1,0 +1,162 @@
+"""`mycoll trace`: who did not come, who differs; from traces of real failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from mycoll import trace, trace_file
+from worlds.worker import Ctx
+
+SHORT = 3.0  # seconds; a group's timeout
+
+
+def failing(ctx: Ctx, how: str) -> None:
+    ctx.init()
+    pair = dist.new_group([0, 1], group_desc="pair")
+    for _ in range(20):
+        dist.all_reduce(torch.ones(100))
+    if ctx.rank < 2:
+        dist.all_reduce(torch.ones(3), group=pair)
+    dist.barrier()
+    time.sleep(0.3)  # a failure may overtake the end of what came before
+    try:
+        if how == "mismatch":
+            if ctx.rank == 1:
+                dist.broadcast(torch.ones(7), 0)
+            else:
+                dist.all_reduce(torch.ones(7))
+        elif how == "missing" and ctx.rank == 1:
+            time.sleep(SHORT + 1.5)
+        elif how == "dead" and ctx.rank == 1:
+            os._exit(3)
+        elif how == "message":
+            if ctx.rank == 2:
+                dist.recv(torch.empty(9), 0, tag=5)
+            else:
+                time.sleep(SHORT + 1.5)
+        else:
+            dist.all_reduce(torch.ones(7))
+    except dist.DistBackendError:
+        pass
+
+
+@pytest.fixture
+def failed(fresh, tmp_path):
+    def fail(how: str, transport: str) -> list[Any]:
+        env = {"MYCOLL_TRACE_FILE": f"{tmp_path}/rank_%r"}
+        world = fresh(3, transport, init=False, env=env, timeout=SHORT)
+        try:
+            world.run(failing, how)
+        except AssertionError:
+            assert how == "dead"
+        return trace_file.load([tmp_path])
+
+    return fail
+
+
+def test_mismatch(failed, transport) -> None:
+    processes = failed("mismatch", transport)
+    assert [each.rank for each in processes] == [0, 1, 2]
+    first, *others = trace.analyse(processes)
+    assert (first.kind, first.group, first.sequence, first.ranks) == (
+        "differs",
+        "default_pg",
+        21,
+        [1],
+    )
+    usual, odd = first.text.splitlines()[1:]
+    assert "rank 0, 2: all_reduce SUM float32 numel=7, at test_trace.py:" in usual
+    assert "rank 1: broadcast float32 numel=7 root=0, at test_trace.py:" in odd
+    assert {each.kind for each in others} == {"failed"}
+
+
+def test_missing(failed, transport) -> None:
+    first, *_ = trace.analyse(failed("missing", transport))
+    assert (first.kind, first.sequence, first.ranks) == ("absent", 21, [1])
+    assert "rank 0, 2 came, rank 1 did not" in first.text
+    assert "rank 1: its last was barrier #20" in first.text
+
+
+def test_dead(failed, transport) -> None:
+    processes = failed("dead", transport)
+    assert [each.rank for each in processes] == [0, 2]
+    found = {each.kind: each for each in trace.analyse(processes)}
+    assert found["unfinished"].sequence == 21
+    assert found["no trace"].ranks == [1]
+    assert "rank 1" in found["failed"].text
+
+
+def test_message(failed, transport) -> None:
+    first, *_ = trace.analyse(failed("message", transport))
+    assert (first.kind, first.ranks) == ("message", [0])
+    assert "rank 2 has waited 3." in first.text
+    assert "in recv from rank 0 with tag 5" in first.text
+
+
+def healthy(ctx: Ctx, folder: str) -> None:
+    import mycoll
+
+    for _ in range(3 + ctx.rank):
+        dist.all_reduce(torch.ones(4)) if _ < 3 else None
+    mycoll.dump_trace(f"{folder}/rank_{ctx.rank}.json")
+
+
+def test_nothing_amiss(fresh, tmp_path) -> None:
+    fresh(2, "shm").run(healthy, str(tmp_path))
+    assert list(trace.analyse(trace_file.load([tmp_path]))) == []
+
+
+def command(*words: Any) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-m", "mycoll", "trace", *map(str, words)]
+    return subprocess.run(run, capture_output=True, text=True, timeout=60)
+
+
+def test_command_and_picture(failed, tmp_path) -> None:
+    failed("missing", "shm")
+    drawn = tmp_path / "lanes.svg"
+    shown = command(tmp_path, "--picture", drawn)
+    assert shown.returncode == 1, shown.stderr
+    assert "rank 0, 2 came, rank 1 did not" in shown.stdout
+    picture = ElementTree.parse(drawn).getroot()
+    texts = [each.text or "" for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    for wanted in ("rank 0, group default_pg", "rank 1, group pair", "#21 all_reduce"):
+        assert wanted in texts, texts
+    bars = [each for each in picture.iter("{http://www.w3.org/2000/svg}title") if each.text]
+    assert sum("started" in each.text or "failed" in each.text for each in bars) == 2
+    files = [tmp_path / f"rank_{rank}" for rank in range(3)]
+    found = json.loads(command(*files, "--json").stdout)["findings"]
+    assert found[0]["kind"] == "absent"
+    assert found[0]["ranks"] == [1]
+
+
+def test_png(failed, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    failed("mismatch", "shm")
+    drawn = tmp_path / "lanes.png"
+    assert command(tmp_path, "--picture", drawn).returncode == 1
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_is_data(tmp_path) -> None:
+    """Nothing in a file is ever run."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "was_run"),))
+
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(Evil()))
+    run = command(tmp_path)
+    assert run.returncode == 2
+    assert "is not a trace" in run.stderr
+    assert not (tmp_path / "was_run").exists()
+    assert command(tmp_path / "nowhere_1").returncode == 2

@@ -1,4 +1,4 @@
-"""Times calls on the CPU by the monotonic clock, on the GPU by events on the current stream."""
+"""Times calls by the monotonic clock, on an accelerator by events on the current stream."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 
 _LATE_SECONDS = 0.01
+# So few calls do not fill a device's queue: behind a full one, a call waits for the device.
+_UNTHROTTLED_CALLS = 50
 
 now = time.perf_counter_ns
 
@@ -20,11 +22,17 @@ def late_entry(late: bool) -> None:
 
 
 def time_calls(
-    calls: Sequence[Callable[[], object]], device: torch.device, align: Callable[[], object] | None
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    align: Callable[[], object] | None,
+    host_times: list[int] | None = None,
 ) -> list[int]:
-    """Nanoseconds of each call. With `align` the ranks meet before each; that is not counted."""
+    """Nanoseconds of each call. With `align` the ranks meet before each; that is not counted.
+
+    host_times: where the device is not the CPU, gets the nanoseconds until calls returned.
+    """
     if device.type != "cpu":
-        return _time_on_gpu(calls, align)
+        return _time_on_device(calls, device, align, [] if host_times is None else host_times)
     if align is not None:
         return _time_aligned(calls, align)
     stamps = [0] * len(calls)
@@ -45,23 +53,32 @@ def _time_aligned(calls: Sequence[Callable[[], object]], align: Callable[[], obj
     return times
 
 
-def _time_on_gpu(
-    calls: Sequence[Callable[[], object]], align: Callable[[], object] | None
+def _time_on_device(
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    align: Callable[[], object] | None,
+    host_times: list[int],
 ) -> list[int]:
     if align is not None:
         times = []
         for call in calls:
             align()
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize(device)
             begin = now()
             call()
-            torch.cuda.synchronize()
+            host_times.append(now() - begin)
+            torch.accelerator.synchronize(device)
             times.append(now() - begin)
         return times
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    torch.accelerator.synchronize(device)
+    events = [torch.Event(device.type, enable_timing=True) for _ in range(len(calls) + 1)]
+    stamps = []
     events[0].record()
     for call, event in zip(calls, events[1:], strict=True):
+        begin = now()
         call()
+        stamps.append(now() - begin)
         event.record()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize(device)
+    host_times += stamps[:_UNTHROTTLED_CALLS]
     return [int(before.elapsed_time(after) * 1e6) for before, after in pairwise(events)]

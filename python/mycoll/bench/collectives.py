@@ -226,7 +226,7 @@ class CollectiveWorkload(Workload):
         pattern.fill(io.source, self.world.rank)
         self._kind.bind(io, self.case, self.world, group)()
         if self.world.device.type != "cpu":
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize(self.world.device)
         if plant_error:
             spoil(io.target)
         wrong = self._kind.check(io, self.case, self.world, pattern)

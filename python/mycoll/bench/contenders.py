@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle, islice
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,7 @@ class TorchContender(Contender):
         self._group = group
         self._workload: Workload | None = None
         self._calls: Sequence[Call] = []
+        self._host_times: list[int] = []
 
     def prepare(self, workload: Workload) -> None:
         if self.kind == "floor" and workload.case.op == "ddp":
@@ -95,16 +97,22 @@ class TorchContender(Contender):
         schedule = list(islice(cycle(self._calls), warmups + iterations))
         for call in schedule[:warmups]:
             call()
-        together = blocking and not self._workload.pairwise
-        return [time_calls(schedule[warmups:], self.world.device, align if together else None)]
+        together = align if blocking and not self._workload.pairwise else None
+        return [time_calls(schedule[warmups:], self.world.device, together, self._host_times)]
 
     def extra(self) -> dict[str, float]:
+        """On a device also the time until a call returned: what it costs the CPU."""
         assert self._workload is not None
-        return self._workload.extra(self._group) if self.kind == "backend" else {}
+        found = self._workload.extra(self._group) if self.kind == "backend" else {}
+        if self.world.device.type != "cpu":
+            mine = median(self._host_times) / 1e3 if self._host_times else 0.0
+            found["cpu_us"] = max(self.world.gather_all(mine))
+        return found
 
     def release(self) -> None:
         self._workload = None
         self._calls = []
+        self._host_times = []
 
 
 class CopyContender(Contender):

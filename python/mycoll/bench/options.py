@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-r", "--root", type=_at_least(0), default=0, help="root of rooted operations")
     add("--in-place", action="store_true", help="where torch offers both")
     add("--hot", action="store_true", help="reuse one buffer, so that it stays in cache")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", default="cpu", help="where the tensors are: cpu (default) or cuda")
     add("--threads", type=_at_least(1), default=1, help="torch threads a rank (default 1)")
     add("--timeout", type=float, default=120.0, help="seconds until a group gives up")
     add("--floor", action="store_true", help="torch's own cost of a call (its `fake` backend)")
@@ -231,6 +231,10 @@ def parse_options(argv: Sequence[str]) -> Options:
     backends = _labels([name for name in found.backend.split(",") if name])
     if not backends:
         parser.error("--backend names no backend")
+    try:
+        torch.device(found.device)
+    except RuntimeError:
+        parser.error(f"--device: torch knows no '{found.device}'")
     if found.minbytes < 1 or found.maxbytes < found.minbytes:
         parser.error("-b must be at least 1 and -e at least -b")
     if found.stepfactor <= 1 and not found.stepbytes:

@@ -64,7 +64,7 @@ class _Pairwise(Workload):
         poison([self.incoming(seed)])
         self.call(seed, group)()
         if self.world.device.type != "cpu":
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize(self.world.device)
         if plant_error:
             spoil(self.incoming(seed))
         return pattern.wrong_copy(self.incoming(seed), self.peer) if self.received() else 0

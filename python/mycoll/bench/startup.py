@@ -128,8 +128,8 @@ def _row(name: str, ranks: int, samples: list[list[tuple[int, int]]]) -> Row:
 
 def _rank_main(backend: str, device: str, rank: int, ranks: int, port: int, file: str) -> None:
     """A rank of a sample; what it computes is verified."""
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if device != "cpu":
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     tensor = torch.full((1,), float(rank + 1), device=device)
     patience = datetime.timedelta(seconds=120)
     store = TCPStore("127.0.0.1", port, ranks, is_master=False, timeout=patience)

@@ -57,9 +57,11 @@ def join(options: Options) -> World:
     gc.disable()  # collected between cases instead: not while a clock runs
     device = torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if options.device == "cuda":
-        device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
+    if options.device != "cpu":
+        if not torch.accelerator.is_available():
+            raise SystemExit(f"mycoll bench: this machine has no {options.device} device")
+        device = torch.device(options.device, local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device.index)
     patience = datetime.timedelta(seconds=10 * options.timeout_seconds)
     dist.init_process_group("gloo", timeout=patience)
     names: list[str] = [""] * dist.get_world_size()

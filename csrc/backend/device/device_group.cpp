@@ -111,6 +111,8 @@ bool DeviceGroup::isPairOnNccl(c10::Device device, int peer) {
   if (const Road road = road_.load(std::memory_order_acquire); road != Road::kUnknown) {
     return road == Road::kNccl;
   }
+  // Told so, as all ranks are. Asking would make a ring of sends wait for itself.
+  if (Env::process().cuda == CudaPath::kHost) return false;
   // From any rank: only the host road can, and there is nobody to ask.
   if (peer == kAnySource) return Env::process().cuda != CudaPath::kHost;
   if (auto known = pairs_.find(peer); known != pairs_.end()) return known->second;
@@ -171,11 +173,11 @@ void DeviceGroup::throwIfDead() const {
 }
 
 DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
-  return carry({&request}, outputs, std::move(extras));
+  return carry({&request}, outputs, std::move(extras), /*isBatch=*/false);
 }
 
 DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
-                                        at::TensorList outputs, Extras extras) {
+                                        at::TensorList outputs, Extras extras, bool isBatch) {
   clearReleased();
   throwIfDead();
   const Request& first = *requests.front();
@@ -183,7 +185,7 @@ DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
   const c10::DeviceGuard guard(device);
   const c10::Stream caller = currentStream(device);
   bool isOnNccl;
-  if (isPointToPoint(first) && requests.size() == 1) {
+  if (isPointToPoint(first) && !isBatch) {
     isOnNccl = isPairOnNccl(device, first.peer);
   } else {
     chooseRoad(device);
@@ -191,8 +193,8 @@ DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
   }
   const bool isAsync = first.async;
   const bool isTimed = extras.isTimed || extras.whenOver;
-  const DeviceOperationPtr operation =
-      isOnNccl ? nccl_->carry(*this, requests, isTimed) : host_->carry(*this, requests, isTimed);
+  const DeviceOperationPtr operation = isOnNccl ? nccl_->carry(*this, requests, isTimed, isBatch)
+                                                : host_->carry(*this, requests, isTimed);
   if (extras.whenOver) {
     onOver(operation, [operation, whenOver = std::move(extras.whenOver)](const Status&) {
       const std::chrono::duration<double, std::milli> took(operation->milliseconds());
@@ -237,7 +239,7 @@ DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
                       batch.front().request.device, " and ", entry.request.device));
     }
   }
-  return carry(requests, outputs, std::move(extras));
+  return carry(requests, outputs, std::move(extras), /*isBatch=*/true);
 }
 
 std::vector<EventPtr> DeviceGroup::fence() {

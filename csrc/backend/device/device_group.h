@@ -149,7 +149,9 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   void chooseRoad(c10::Device device);
   // The road to one rank, before the group has one.
   bool isPairOnNccl(c10::Device device, int peer);
-  WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras);
+  // isBatch: also where it is a batch of one: the others' may have more, and all take one road.
+  WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,
+                bool isBatch);
   void hearOfFailures();
   void endFollowed(const std::vector<Followed>& ended);
   void tellAwaited();

@@ -280,7 +280,7 @@ void NcclRoad::enqueue(nccl::Issue& issue, const Request& request, void* stream)
 }
 
 DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request*>& requests,
-                                   bool isTimed) {
+                                   bool isTimed, bool isBatch) {
   const Request& first = *requests.front();
   for (const Request* request : requests) {
     for (const Call& call : request->calls) {
@@ -301,7 +301,7 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   const bool isAlone = requests.size() == 1 && first.calls.size() == 1;
   const bool isMessage = isPointToPoint(requests);
   const LinePtr line =
-      isMessage && isAlone ? pairFor(first.device, first.peer) : lineFor(first.device);
+      isMessage && !isBatch ? pairFor(first.device, first.peer) : lineFor(first.device);
 
   const c10::Stream caller = currentStream(first.device);
   const bool isCaptured = isCapturing(caller);

@@ -46,7 +46,9 @@ class NcclRoad {
   void connect(c10::Device device) { (void)lineFor(device); }
 
   // All of the same device. requests: one, or those of a batch, which become one launch.
-  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed);
+  // A batch goes by the group's communicator, even one of a single message.
+  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed,
+                           bool isBatch);
 
   // Memory of the device that NCCL may then use without copies. isSymmetric: on all ranks, in the
   // same order and sizes.

@@ -29,10 +29,12 @@ void DeviceOperation::keep(std::vector<at::Tensor> tensors) {
 
 void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
   std::vector<std::function<void()>> callbacks;
+  OpPtr finished;  // it holds what carries the operation out, and that holds the operation
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (state_ != State::kQueued) return;
     state_ = State::kEnqueued;
+    finished.swap(engineOp_);
     stream_ = stream;
     ended_ = std::move(ended);
     callbacks.swap(callbacks_);
@@ -43,11 +45,13 @@ void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
 
 void DeviceOperation::fail(const Status& cause) {
   std::vector<std::function<void()>> callbacks;
+  OpPtr finished;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (state_ == State::kFailed || (state_ == State::kEnqueued && hasPassed(*ended_))) return;
     state_ = State::kFailed;
     status_ = cause;
+    finished.swap(engineOp_);
     callbacks.swap(callbacks_);
   }
   changed_.notify_all();
@@ -56,6 +60,7 @@ void DeviceOperation::fail(const Status& cause) {
 
 void DeviceOperation::setEngineOp(std::shared_ptr<Communicator> communicator, OpPtr op) {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (state_ != State::kQueued) return;  // over before we came here
   communicator_ = std::move(communicator);
   engineOp_ = std::move(op);
 }

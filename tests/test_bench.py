@@ -22,13 +22,15 @@ from mycoll.bench.plot import draw
 from mycoll.bench.report import Recorder, read_results, table_header, table_line
 from mycoll.bench.result import Row
 from mycoll.bench.stats import paired_ratio, percentile
+from standins import accelerator
 
 _QUICK = ["-n", "2", "-w", "1", "--rounds", "2"]
 _TIMEOUT_SECONDS = 120
 
 
 def run_bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(mycoll.__file__).parents[1])}
+    paths = [str(Path(mycoll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     program = [sys.executable, *(launcher or ("-m", "mycoll.bench")), *arguments]
     return subprocess.run(
         program, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=environment
@@ -312,3 +314,33 @@ def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PeerAbsent, match="apt install mpich"):
         build("mpich", tmp_path)
+
+
+class TestDevice:
+    def test_events_and_cpu_time(self, tmp_path: Path) -> None:
+        """On the stand-in accelerator, as `--device cuda` on a GPU."""
+        if accelerator.folder() is None:
+            pytest.skip("the stand-ins are not built; ./dev builds them")
+        file = tmp_path / "rows.jsonl"
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        program = ("-m", "worlds.program", "standin", "host", "mycoll.bench")
+        operations = "all_reduce,all_gather,sendrecv,barrier,ddp"
+        run = run_bench(
+            *program,
+            *(operations, "--device", "standin", "-b", "1K", "-e", "1K", *_QUICK),
+            *("--json", str(file)),
+            launcher=launcher,
+        )
+        assert run.returncode == 0, run.stderr + run.stdout
+        header, rows = read_results(str(file))
+        assert header["device"] == "standin"
+        assert {row.op for row in rows} == set(operations.split(","))
+        for row in rows:
+            assert row.wrong == 0
+            assert row.extra["cpu_us"] > 0
+            assert row.time_us > 0
+
+    def test_without_one(self) -> None:
+        run = run_bench("all_reduce", "--nproc", "1", "--device", "nonsense")
+        assert run.returncode != 0
+        assert "knows no 'nonsense'" in run.stderr

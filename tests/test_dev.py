@@ -43,7 +43,7 @@ def stand_in(checkout: Path, name: str, script: str) -> str:
 def test_verbs(checkout: Path) -> None:
     listed = dev(checkout)
     assert listed.returncode == 0
-    for verb in ("demo", "test", "lint", "sanitize", "bench", "build", "clean"):
+    for verb in ("demo", "test", "gpu", "coverage", "lint", "sanitize", "bench", "build", "clean"):
         assert f"\n  {verb} " in listed.stdout
     unknown = dev(checkout, "tset")
     assert unknown.returncode == 1 and "there is no verb 'tset'" in unknown.stderr
@@ -85,3 +85,11 @@ def test_python_without_torch(checkout: Path) -> None:
 def test_contradiction(checkout: Path) -> None:
     done = dev(checkout, "test", "--torch", "2.13.0", "--python", sys.executable)
     assert done.returncode == 1 and "exclude each other" in done.stderr
+
+
+def test_gpu_without_one(checkout: Path) -> None:
+    """Says so at once, before anything is built."""
+    done = dev(checkout, "gpu", "--python", sys.executable, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "./dev gpu needs a GPU" in done.stderr
+    assert not (checkout / "build").exists()

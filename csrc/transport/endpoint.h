@@ -98,7 +98,6 @@ struct EndpointOptions {
   InterfaceFilter interfaces;
   std::string storeHost;  // empty: unknown
   size_t eagerBytes = 64 * 1024;
-  LinkTap* tap = nullptr;  // for tests; outlives the endpoint
 
   static Status fromEnv(EndpointOptions* result);
 };

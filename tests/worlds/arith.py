@@ -49,12 +49,20 @@ def reduce_op(name: str) -> dist.ReduceOp:
 
 
 def values(dtype: torch.dtype, shape: int | Sequence[int], seed: int) -> torch.Tensor:
-    """Random values for which order, width and rounding matter."""
+    """Random values for which order, width and rounding matter; on the default device."""
+    where = torch.get_default_device()
+    if where.type == "cpu":
+        return _values(dtype, shape, seed)
+    with torch.device("cpu"):
+        return _values(dtype, shape, seed).to(where)
+
+
+def _values(dtype: torch.dtype, shape: int | Sequence[int], seed: int) -> torch.Tensor:
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     g = torch.Generator().manual_seed(seed)
     if dtype in COMPLEX:
         parts = torch.float32 if dtype == torch.complex64 else torch.float64
-        both = values(parts, (*shape, 2), seed)
+        both = _values(parts, (*shape, 2), seed)
         return torch.view_as_complex(both)
     if dtype in FLOATS:
         spread = 3 if dtype in FP8 else 8

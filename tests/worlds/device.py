@@ -93,9 +93,7 @@ def start(device: str, rank: int) -> torch.device:
         from standins import accelerator
 
         accelerator.load()
-        served = dist.Backend.backend_capability["mycoll"]
-        if device not in served:
-            served.append(device)
+        accelerator.serve("mycoll")
     mine = torch.device(device, rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(mine.index)
     return mine

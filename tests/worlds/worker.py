@@ -144,8 +144,7 @@ class Ctx:
         """Equal shape, dtype and bits (any NaN equals any NaN). Others add in their own order."""
         foreign = self.gloo or self.setup.road.startswith("nccl")
         exact = not (foreign and (want.is_floating_point() or want.is_complex()))
-        if got.device.type != "cpu":
-            got = got.cpu()  # by way of the current stream
+        got, want = got.cpu(), want.cpu()  # by way of the current stream
         difference = arith.difference(got, want, exact)
         if difference:
             self.fail(f"{what} {difference}".strip())
@@ -173,7 +172,7 @@ class Ctx:
 
     def digest(self, tensor: torch.Tensor) -> None:
         """Adds the bits of a result to what this rank reports; see digests()."""
-        self._digest.update(arith.raw(tensor).numpy().tobytes())
+        self._digest.update(arith.raw(tensor.cpu()).numpy().tobytes())
 
     def digests(self) -> str:
         return self._digest.hexdigest()
@@ -252,6 +251,9 @@ def main(conn: Connection, setup: Setup) -> None:
         answer(conn, job)
     if dist.is_initialized():
         dist.destroy_process_group()
+    native = sys.modules.get("mycoll._C")
+    if hasattr(native, "_write_coverage"):  # multiprocessing ends by _exit()
+        native._write_coverage()
 
 
 class CasesFailed(AssertionError):

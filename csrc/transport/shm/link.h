@@ -43,7 +43,8 @@ class ShmSender final : public LinkSender {
   ssize_t write(const Span* parts, int count) override;
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_.get(); }
-  bool sendFd(int fd, const std::string& cookie) override;
+  // Beside the ring: hands the receiver a descriptor under a name of 32 bytes.
+  bool sendFd(int fd, const std::string& cookie);
 
  private:
   void publish(uint64_t head);
@@ -65,7 +66,8 @@ class ShmReceiver final : public LinkReceiver {
   void onEvent(bool isClosed) override;
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_.get(); }
-  Fd takeFd(const std::string& cookie) override;
+  // What sendFd() sent with this cookie; closed when it has not come.
+  Fd takeFd(const std::string& cookie);
 
  private:
   std::shared_ptr<Segment> segment_;

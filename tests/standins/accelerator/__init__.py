@@ -62,6 +62,15 @@ def load() -> types.ModuleType:
     return torch.standin
 
 
+def serve(backend: str) -> None:
+    """Tensors of the device go to this backend, too, where a group is made with its plain name."""
+    import torch.distributed as dist
+
+    served = dist.Backend.backend_capability[backend]
+    if NAME not in served:
+        served.append(NAME)
+
+
 # --- what torch expects of every device's module
 
 Stream = torch.Stream

@@ -1,0 +1,60 @@
+"""Which lines and functions of some folders of csrc/ ran, from what gcov counted in a build tree.
+
+python tests/coverage_report.py TREE csrc/nccl csrc/backend/device      (./dev coverage)
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def counted(tree: Path) -> tuple[dict[str, dict[int, int]], dict[str, dict[str, int]]]:
+    """By file of the repository: how often each line ran, and each function."""
+    lines: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    functions: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    # Of every compiled file, run or not: what never ran counts, too.
+    for notes in sorted(tree.rglob("*.gcno")):
+        command = ["gcov", "--json-format", "--stdout", "--demangled-names", str(notes)]
+        answer = subprocess.run(command, capture_output=True, text=True, cwd=tree)
+        for text in answer.stdout.splitlines():
+            for file in json.loads(text)["files"]:
+                path = (tree / file["file"]).resolve()
+                if not path.is_relative_to(ROOT):
+                    continue
+                name = str(path.relative_to(ROOT))
+                for line in file["lines"]:
+                    lines[name][line["line_number"]] += line["count"]
+                for function in file["functions"]:
+                    key = f"{function['start_line']} {function['demangled_name'].split('(')[0]}"
+                    functions[name][key] += function["execution_count"]
+    return lines, functions
+
+
+def main() -> int:
+    tree, *folders = sys.argv[1:]
+    lines, functions = counted(Path(tree).resolve())
+    total = ran = 0
+    for name in sorted(lines):
+        if not any(name.startswith(f"{folder}/") for folder in folders):
+            continue
+        here = sum(1 for count in lines[name].values() if count)
+        total, ran = total + len(lines[name]), ran + here
+        print(f"{100 * here / len(lines[name]):5.1f} %  {here:4} of {len(lines[name]):4}  {name}")
+        missed = [key for key, count in functions[name].items() if not count]
+        for key in sorted(missed, key=lambda k: int(k.split()[0])):
+            print(f"          never called: {key}")
+    if not total:
+        print("nothing was counted: is the tree built with -DMYCOLL_COVERAGE=ON?", file=sys.stderr)
+        return 1
+    print(f"{100 * ran / total:5.1f} %  {ran:4} of {total:4}  lines")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

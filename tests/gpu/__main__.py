@@ -1,0 +1,130 @@
+"""All tests of device tensors on CUDA, then the benchmarks beside torch's nccl, and a dated page of
+what came out in benchmarks/results. `./dev gpu` builds first."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from worlds import device as devices
+
+from gpu.page import Result, write_page
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+SUITE = ["tests/gpu", *sorted(map(str, ROOT.glob("tests/test_device_*.py")))]
+OPERATIONS = (
+    "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier,ddp,overlap"
+)
+
+
+@dataclass
+class Plan:
+    device: str
+    folder: Path
+    stem: str  # of the files that are written
+    quick: bool
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def worlds(self) -> list[int]:
+        """What is measured: one rank, two, and one for each device."""
+        count = torch.cuda.device_count() if self.device == "cuda" else 2
+        return sorted({1, 2, count})
+
+
+def run(plan: Plan, name: str, command: list[str], seconds: float) -> Result:
+    """A step, in processes of its own. Its output is kept where it failed."""
+    print(f"--- {name}", flush=True)
+    log = plan.folder / f"{plan.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.log"
+    began = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGKILL
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    result = Result(name, code, time.monotonic() - began, lines, log.name if code else "")
+    plan.results.append(result)
+    print("\n".join(lines[-12:] if code == 0 else lines[-60:]), flush=True)
+    print(f"--- {name}: {result.verdict} after {result.seconds:.0f} s", flush=True)
+    if code == 0:
+        log.unlink()
+    return result
+
+
+def tests(plan: Plan, words: list[str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--device", plan.device, *SUITE, *words]
+    run(plan, "tests", command, 3600)
+
+
+def benchmarks(plan: Plan) -> None:
+    """Each world by each road that it can take; where NCCL serves, beside torch's nccl."""
+    for size in plan.worlds:
+        for road in [*devices.roads(plan.device, size, ["nccl"]), "host"]:
+            if (road == "host" and size == 1) or devices.missing(plan.device, road):
+                continue
+            measure(plan, size, road)
+
+
+def measure(plan: Plan, size: int, road: str) -> None:
+    rivals = "mycoll,nccl" if road != "host" and plan.device == "cuda" else "mycoll"
+    # Ranks that share a GPU take turns on it: large sizes would only take long.
+    most = "64M" if road == "nccl" else "4M"
+    rows = plan.folder / f"{plan.stem}-{size}x{road}.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(size), "-m", "worlds.program", plan.device, road]
+    command += ["mycoll.bench", OPERATIONS, "--device", plan.device, "--backend", rivals]
+    command += ["-b", "8", "-e", "1K" if plan.quick else most, "-f", "32", "--json", str(rows)]
+    if plan.quick:
+        command += ["-n", "2", "-w", "1", "--rounds", "2"]
+    result = run(plan, f"benchmark, {size} ranks by {road}", command, 300)
+    if rows.exists():
+        result.rows = rows.name
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("./dev gpu", description=__doc__)
+    parser.add_argument("--only", choices=["tests", "benchmarks"], help="half of it")
+    parser.add_argument("--quick", action="store_true", help="tiny benchmarks: does all of it run?")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the page goes")
+    parser.add_argument(
+        "--device", choices=["cuda", "standin"], default="cuda", help="standin: to try this program"
+    )
+    args, words = parser.parse_known_args()  # the rest is pytest's
+    args.folder.mkdir(parents=True, exist_ok=True)
+    today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    what = "standin"
+    if args.device == "cuda":
+        name = torch.cuda.get_device_name(0).replace("NVIDIA", "").lower()
+        what = f"{torch.cuda.device_count()}x{re.sub('[^a-z0-9]+', '', name)}"
+    plan = Plan(args.device, args.folder, f"{today}-{what}", args.quick)
+    if args.only != "benchmarks":
+        tests(plan, words)
+    if args.only != "tests":
+        benchmarks(plan)
+    page = plan.folder / f"{plan.stem}.md"
+    write_page(page, plan.device, plan.results)
+    print(f"written to {page}")
+    return 1 if any(result.code for result in plan.results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The page that `./dev gpu` writes: the machine, what passed, what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mycoll
+import torch
+from mycoll.bench.report import read_results
+from mycoll.bench.result import Row
+from worlds.device import nccl_version
+
+
+@dataclass
+class Result:
+    name: str
+    code: int
+    seconds: float
+    lines: list[str]
+    log: str = ""  # file with all of the output
+    rows: str = ""  # file with what was measured
+
+    @property
+    def verdict(self) -> str:
+        if self.code == 0:
+            return "passed"
+        if self.code == -signal.SIGKILL:
+            return "STOPPED: took too long"
+        return f"FAILED (exit code {self.code})"
+
+
+def machine(device: str) -> Iterator[str]:
+    python = platform.python_version()
+    yield f"mycoll {mycoll.__version__}, torch {torch.__version__}, Python {python}"
+    if device == "cuda":
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            yield f"GPU {index}: {found.name}, {found.total_memory >> 30} GiB"
+        code = nccl_version()
+        yield f"NCCL {code // 10000}.{code // 100 % 100}.{code % 100}, CUDA {torch.version.cuda}"
+        preloaded = os.environ.get("LD_PRELOAD")
+        if preloaded:
+            yield f"LD_PRELOAD: {preloaded}"
+        if shutil.which("nvidia-smi"):
+            ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            answer = subprocess.run(ask, capture_output=True, text=True).stdout.split()
+            if answer:
+                yield f"driver {answer[0]}"
+    else:
+        yield f"no GPU: the stand-in device ({device}), whose times say nothing"
+    yield f"{os.cpu_count()} CPU cores, {platform.platform()}"
+
+
+def summary(result: Result) -> Iterator[str]:
+    """pytest's last line, and the tests that it names below its failures."""
+    named = [line for line in result.lines if line.startswith(("FAILED ", "ERROR ", "SKIPPED "))]
+    yield from (f"    {line[:200]}" for line in named)
+    yield from (f"    {line.strip('= ')}" for line in result.lines[-1:])
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    """A line for each case; times in microseconds, the rival's as a multiple of mycoll's."""
+    yield "| operation | bytes | mycoll, GPU us | CPU us | nccl, GPU | nccl, CPU us |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        if row.contender != "mycoll":
+            continue
+        rival = next(
+            (
+                r
+                for r in rows
+                if r.contender == "nccl"
+                and (r.op, r.size, r.type, r.redop) == (row.op, row.size, row.type, row.redop)
+            ),
+            None,
+        )
+        cells = [row.op, str(row.size), f"{row.time_us:.1f}", f"{row.extra.get('cpu_us', 0):.1f}"]
+        if rival is None or rival.ratio is None:
+            cells += ["", ""]
+        else:
+            interval = f"{rival.ratio:.2f}x [{rival.ratio_low:.2f} {rival.ratio_high:.2f}]"
+            cells += [interval, f"{rival.extra.get('cpu_us', 0):.1f}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def write_page(page: Path, device: str, results: list[Result]) -> None:
+    today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    lines = [f"# ./dev gpu, {today}", "", *(f"- {line}" for line in machine(device)), ""]
+    for result in results:
+        kept = f"; see `{result.log}`" if result.log else ""
+        lines += [f"## {result.name}: {result.verdict}", "", f"{result.seconds:.0f} s{kept}", ""]
+        if result.rows:
+            measured = read_results(str(page.parent / result.rows))[1]
+            lines += [*table(measured), "", f"All of it: `{result.rows}`", ""]
+        else:
+            lines += [*summary(result), ""]
+    page.write_text("\n".join(lines))

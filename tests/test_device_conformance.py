@@ -1,0 +1,132 @@
+"""Every operation on device tensors: the jobs of the CPU tests, with their tensors on a device.
+
+Some jobs get copies of their tensors on the device (`mirrored`): what they compute the expected
+results with stays on the CPU. Others make their tensors where the default device is (`native`).
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import test_barrier
+import test_coalesced
+import test_functional
+import test_groups
+import test_layouts
+import test_moves
+import test_objects
+import test_p2p
+import test_random_walk
+import test_reductions
+import test_work
+from worlds import device
+from worlds.worker import Ctx
+
+MIRRORED = (
+    *test_moves.JOBS,
+    test_reductions.all_reduce_cases,
+    test_reductions.all_reduce_big,
+    test_reductions.nan_cases,
+    test_reductions.reduce_cases,
+    test_reductions.reduce_scatter_cases,
+    test_reductions.reduce_scatter_uneven,
+    test_reductions.reduce_scatter_big,
+    test_layouts.strided_tensors_of_scatter_and_gather,
+)
+
+NATIVE = (
+    test_barrier.barriers,
+    test_functional.functional,
+    test_functional.gradients,
+    test_groups.subsets,
+    test_groups.destroyed_in_any_order,
+    test_objects.objects,
+    test_p2p.batch,
+    test_p2p.batch_one_sided,
+    test_work.freed_at_once,
+    test_work.other_orders,
+    test_work.wait_with_enough_time,
+)
+
+# What NCCL has no means for: tags, any source, messages that both sides of a pair send before they
+# receive, and the engine's arithmetic.
+HOST_ONLY_MIRRORED = (test_layouts.layouts, test_p2p.ring)
+HOST_ONLY = (
+    test_layouts.degenerate,
+    test_p2p.beside_collectives,
+    test_work.dropped,
+    test_p2p.any_source,
+    test_p2p.order_kept,
+    test_p2p.ping_pong,
+    test_p2p.tags_out_of_order,
+    test_reductions.integer_average,
+)
+
+
+def mirrored(ctx: Ctx, module: str, name: str, *args: object) -> None:
+    with device.on_device(ctx.device):
+        getattr(importlib.import_module(module), name)(ctx, *args)
+
+
+def native(ctx: Ctx, module: str, name: str, *args: object) -> None:
+    with ctx.device:
+        getattr(importlib.import_module(module), name)(ctx, *args)
+
+
+def named(job) -> str:
+    return f"{job.__module__.removeprefix('test_')}.{job.__name__}"
+
+
+@pytest.mark.parametrize("job", MIRRORED, ids=named)
+@pytest.mark.worlds(3)
+def test_mirrored(device_world, job):
+    device_world.run(mirrored, job.__module__, job.__name__)
+
+
+@pytest.mark.parametrize("job", MIRRORED[: len(test_moves.JOBS) + 2], ids=named)
+@pytest.mark.worlds(1, 2)
+def test_mirrored_in_small_worlds(device_world, job):
+    device_world.run(mirrored, job.__module__, job.__name__)
+
+
+@pytest.mark.parametrize("job", NATIVE, ids=named)
+@pytest.mark.worlds(3)
+def test_native(device_world, job):
+    device_world.run(native, job.__module__, job.__name__)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.worlds(1, 3)
+def test_coalesced_calls(device_world, mode):
+    device_world.run(native, "test_coalesced", test_coalesced.coalesced_calls.__name__, mode)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.worlds(1, 3)
+def test_coalescing_manager(device_world, mode):
+    device_world.run(native, "test_coalesced", test_coalesced.manager.__name__, mode)
+
+
+@pytest.mark.parametrize("job", HOST_ONLY_MIRRORED, ids=named)
+@pytest.mark.worlds(3, roads=["host"])
+def test_host_road_mirrored(device_world, job):
+    device_world.run(mirrored, job.__module__, job.__name__)
+
+
+@pytest.mark.parametrize("job", HOST_ONLY, ids=named)
+@pytest.mark.worlds(2, roads=["host"])
+def test_host_road(device_world, job):
+    device_world.run(native, job.__module__, job.__name__)
+
+
+@pytest.mark.parametrize("job", [test_reductions.premul_cases], ids=named)
+@pytest.mark.worlds(2)
+def test_premul_sum(device_world, job):
+    device_world.run(native, job.__module__, job.__name__)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.worlds(3, roads=["host"])
+def test_random_walk_on_device(device_world, seed):
+    device_world.run(native, "test_random_walk", test_random_walk.walk.__name__, seed)

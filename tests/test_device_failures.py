@@ -1,0 +1,189 @@
+"""What goes wrong with device tensors raises in Python, soon, on every rank, and says who and what;
+and a group can always be left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import test_mismatch
+import torch
+import torch.distributed as dist
+from worlds.worker import Ctx
+
+ROADS = ("nccl", "host")
+SOON = 20.0  # seconds
+
+
+def full(ctx: Ctx, value: float, numel: int = 1000) -> torch.Tensor:
+    return torch.full((numel,), float(value), device=ctx.device)
+
+
+def text_of_failure(ctx: Ctx, seconds: float = SOON) -> tuple[str, float]:
+    """What this rank gets to hear, sooner or later, from calls that it makes anyway."""
+    started = time.monotonic()
+    while time.monotonic() - started < seconds:
+        try:
+            dist.all_reduce(full(ctx, 1))
+            torch.accelerator.synchronize()
+            time.sleep(0.01)
+        except (dist.DistBackendError, RuntimeError) as error:
+            return str(error), time.monotonic() - started
+    return "", seconds
+
+
+# --- ranks that disagree
+
+
+def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
+    with ctx.device:
+        return test_mismatch.disagree(ctx, name)
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize(
+    "name", ["operation", "dtype", "size", "size, large", "reduce op", "root", "async"]
+)
+def test_mismatch_on_device(fresh_device_world, road, name):
+    if (road, name) == ("nccl", "root"):
+        pytest.xfail("two roots of a broadcast: one of two ranks is not always told")
+    for text, took in fresh_device_world(2, road).run(disagree, name):
+        for part in test_mismatch.MISMATCHES[name].texts:
+            assert part.lower() in text.lower(), text
+        assert took < SOON, f"{took:.1f} s until: {text}"
+
+
+# --- a rank that dies, and one that does not come
+
+
+def outlive(ctx: Ctx) -> tuple[str, float]:
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(RuntimeError):
+        dist.all_reduce(x, async_op=True)
+    return text_of_failure(ctx)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_dead_rank_is_named(fresh_device_world, road):
+    world = fresh_device_world(3, road)
+    world.start(outlive)
+    answers = world.finish(allow_gone=True)
+    for rank in (0, 2):
+        text, took = answers[rank]
+        assert "rank 1" in text, text
+        assert took < SOON, f"{took:.1f} s until: {text}"
+
+
+def miss(ctx: Ctx, kind: str) -> tuple[str, float]:
+    """Rank 1 does not come; the others are told which rank is missing from what."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    store = ctx.store("miss")
+    if ctx.rank == 1:
+        store.wait(["done"], timedelta(seconds=40))
+        return "", 0.0
+    started = time.monotonic()
+    text = ""
+    try:
+        work = dist.all_reduce(x, async_op=kind == "async")
+        if kind == "wait":
+            dist.all_reduce(x, async_op=True).wait(timedelta(seconds=2))
+        elif work is not None:
+            work.wait()
+        text, _ = text_of_failure(ctx)
+    except RuntimeError as error:
+        text = str(error)
+    took = time.monotonic() - started
+    store.set("done", "")
+    return text, took
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("road", ROADS)
+def test_a_timeout_names_the_missing_rank(fresh_device_world, road, kind):
+    text, took = fresh_device_world(2, road, timeout=3.0).run(miss, kind)[0]
+    assert "rank 1" in text, text
+    assert "all_reduce" in text, text
+    assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
+
+
+# --- leaving
+
+
+def leave(ctx: Ctx, how: str) -> float:
+    """A group with an operation that will never end."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    work = None
+    if ctx.rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+    started = time.monotonic()
+    with contextlib.suppress(RuntimeError):
+        if how == "abort":
+            dist.distributed_c10d._get_default_group().abort()
+        dist.destroy_process_group()
+    took = time.monotonic() - started
+    del work
+    # Life goes on: a new group of the same ranks.
+    ctx.init("again")
+    y = full(ctx, ctx.rank)
+    dist.all_reduce(y)
+    ctx.equal(y.cpu()[0].item(), float(sum(range(ctx.size))), "in a new group")
+    return took
+
+
+@pytest.mark.parametrize("how", ["abort", "destroy"])
+@pytest.mark.parametrize("road", ROADS)
+def test_a_stuck_group_can_be_left(fresh_device_world, road, how):
+    for took in fresh_device_world(2, road, timeout=5.0).run(leave, how):
+        assert took < SOON, f"{took:.1f} s"
+
+
+def refused(ctx: Ctx) -> None:
+    """Mistakes in arguments are told at once, and cost nothing."""
+    cpu, x = torch.ones(4), full(ctx, 1, 4)
+    errors = (RuntimeError, ValueError, TypeError)
+    with ctx.case("tensors of two devices in one call"), ctx.raises(errors):
+        dist.all_gather([x.clone(), cpu.clone()], x)
+    with ctx.case("CPU and device"), ctx.raises(errors):
+        dist.all_gather_into_tensor(torch.ones(8), x)
+    with ctx.case("sizes"), ctx.raises(errors):
+        dist.all_gather_into_tensor(full(ctx, 0, 7), x)
+    with ctx.case("dtypes"), ctx.raises(errors):
+        dist.all_gather_into_tensor(full(ctx, 0, 8).int(), x)
+    with ctx.case("a rank that is not there"), ctx.raises(errors):
+        dist.broadcast(x, 5)
+    with ctx.case("no meaning"), ctx.raises(errors):
+        dist.all_reduce(x, op=dist.ReduceOp.BAND)
+    dist.all_reduce(x)
+    ctx.same(x, torch.full((4,), float(ctx.size)))
+
+
+def refused_by_nccl(ctx: Ctx) -> None:
+    """What NCCL cannot do, it is said; the group stays usable."""
+    x = full(ctx, 1, 4)
+    for dtype, op in ((torch.int16, "SUM"), (torch.int32, "BAND")):
+        with ctx.case(f"{dtype} {op}"), ctx.raises((RuntimeError, ValueError), "NCCL"):
+            dist.all_reduce(x.to(dtype), op=getattr(dist.ReduceOp, op))
+    dist.all_reduce(x)
+    ctx.same(x, torch.full((4,), float(ctx.size)))
+
+
+@pytest.mark.worlds(2)
+def test_wrong_arguments(device_world):
+    device_world.run(refused)
+
+
+@pytest.mark.worlds(2, roads=["nccl"])
+def test_what_nccl_cannot_do(device_world):
+    device_world.run(refused_by_nccl)

@@ -1,0 +1,448 @@
+"""Device tensors and streams: what an operation waits for, who waits for it, how long memory
+lives, capture and replay. On the stand-in device a mistake in any of these gives wrong numbers, or
+ends the process with a sentence."""
+
+from __future__ import annotations
+
+import gc
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import arith
+from worlds.device import graph_on, held
+from worlds.worker import Ctx, called
+
+NUMEL = 5000
+
+
+def here(ctx: Ctx) -> torch.Stream:
+    return torch.accelerator.current_stream(ctx.device)
+
+
+def full(ctx: Ctx, value: float, numel: int = NUMEL) -> torch.Tensor:
+    return torch.full((numel,), float(value), device=ctx.device)
+
+
+def total(ctx: Ctx) -> float:
+    return float(sum(range(1, ctx.size + 1)))
+
+
+def is_all(ctx: Ctx, tensor: torch.Tensor, value: float, what: str = "") -> None:
+    ctx.same(tensor, torch.full(tensor.shape, float(value)), what)
+
+
+def warm_up(ctx: Ctx) -> None:
+    """Connects: that may wait for the device, and is done once."""
+    dist.all_reduce(full(ctx, 1))
+    here(ctx).synchronize()
+
+
+# --- order
+
+
+def after_the_current_stream(ctx: Ctx) -> None:
+    """What the caller's stream did before is there; what it does afterwards sees the result."""
+    warm_up(ctx)
+    for own in (False, True):
+        stream = torch.Stream(device=ctx.device) if own else here(ctx)
+        for mode in ("sync", "async"):
+            with ctx.case(f"{mode} on {'a stream of its own' if own else 'the default stream'}"):
+                before = here(ctx)
+                torch.accelerator.set_stream(stream)
+                x, gathered = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
+                x.add_(ctx.rank)
+                slow(ctx)
+                x.add_(1)
+                called(mode, dist.all_reduce, x)
+                y = x * 2
+                called(mode, dist.all_gather_into_tensor, gathered, y)
+                is_all(ctx, y, 2 * total(ctx))
+                is_all(ctx, gathered, 2 * total(ctx))
+                torch.accelerator.set_stream(before)
+
+
+def slow(ctx: Ctx) -> None:
+    """The current stream is 30 ms behind."""
+    if ctx.device.type == "cuda":
+        torch.cuda._sleep(50_000_000)
+    else:
+        torch.standin.sleep(30_000)
+
+
+def host_goes_on(ctx: Ctx) -> None:
+    """Neither the call nor wait() blocks the host, although nothing can have happened yet."""
+    warm_up(ctx)
+    for mode in ("sync", "async"):
+        with ctx.case(mode):
+            x, y = full(ctx, 0), full(ctx, 0)
+            with held(here(ctx)):
+                x.fill_(ctx.rank + 1)
+                called(mode, dist.all_reduce, x)
+                y.copy_(x)
+                ctx.equal(here(ctx).query(), False, "the stream has come to its end")
+            is_all(ctx, y, total(ctx))
+
+
+@pytest.mark.worlds(2, 3)
+def test_order_on_the_current_stream(device_world):
+    device_world.run(after_the_current_stream)
+
+
+@pytest.mark.worlds(1, 2, roads=["nccl"])
+def test_the_host_goes_on(device_world):
+    device_world.run(host_goes_on)
+
+
+def side_by_side(ctx: Ctx) -> None:
+    """An async operation that waits for its peers does not hold up the caller's stream."""
+    warm_up(ctx)
+    store = ctx.store("side by side")
+    x, y = full(ctx, ctx.rank + 1), full(ctx, 0)
+    if ctx.rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        y.fill_(7)
+        here(ctx).synchronize()  # although the others have not even called
+        is_all(ctx, y, 7)
+        ctx.equal(work.is_completed(), False, "completed without the others")
+        store.set("go", "")
+    else:
+        store.wait(["go"], timedelta(seconds=30))
+        work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    is_all(ctx, x, total(ctx))
+
+
+@pytest.mark.worlds(2, 3)
+def test_async_work_beside_the_current_stream(device_world):
+    device_world.run(side_by_side)
+
+
+def read_on_another_stream(ctx: Ctx) -> None:
+    warm_up(ctx)
+    x = full(ctx, 0)
+    x.fill_(ctx.rank + 1)
+    work = dist.all_reduce(x, async_op=True)
+    other = torch.Stream(device=ctx.device)
+    before = here(ctx)
+    torch.accelerator.set_stream(other)
+    work.wait()
+    is_all(ctx, x, total(ctx), "on another stream, after wait() there:")
+    torch.accelerator.set_stream(before)
+    work.wait()
+    is_all(ctx, x, total(ctx), "and on the first one:")
+
+
+def block_current_stream(ctx: Ctx) -> None:
+    warm_up(ctx)
+    x = full(ctx, ctx.rank + 1)
+    work = dist.all_reduce(x, async_op=True)
+    work.block_current_stream() if hasattr(work, "block_current_stream") else work.wait()
+    is_all(ctx, x, total(ctx))
+
+
+def works_end_unwaited(ctx: Ctx) -> None:
+    x = full(ctx, ctx.rank + 1)
+    work = dist.all_reduce(x, async_op=True)
+    end = time.monotonic() + 30
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0.001)
+    ctx.equal(work.is_completed(), True, "completed")
+    ctx.equal(work.exception() is None, True)
+    work.wait()
+    is_all(ctx, x, total(ctx))
+
+
+def barrier_waits(ctx: Ctx) -> None:
+    """After a barrier, what all ranks enqueued before it is done."""
+    warm_up(ctx)
+    x = full(ctx, 0)
+    slow(ctx)
+    x.fill_(3)
+    work = dist.all_reduce(x, async_op=True)
+    dist.barrier()
+    ctx.equal(here(ctx).query(), True, "the current stream is done")
+    work.wait()
+    is_all(ctx, x, 3 * ctx.size)
+
+
+def futures(ctx: Ctx) -> None:
+    """What a future gives is ordered on the current stream, chained or not."""
+    warm_up(ctx)
+    x = full(ctx, ctx.rank + 1)
+    value = dist.all_reduce(x, async_op=True).get_future().wait()
+    is_all(ctx, value[0], total(ctx))
+    y = full(ctx, ctx.rank + 1)
+    chained = dist.all_reduce(y, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+    is_all(ctx, chained.wait(), 2 * total(ctx), "chained:")
+
+
+JOBS = (read_on_another_stream, block_current_stream, works_end_unwaited, barrier_waits, futures)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+@pytest.mark.worlds(2)
+def test_waiting(device_world, job):
+    device_world.run(job)
+
+
+# --- lifetimes
+
+
+def usage(ctx: Ctx) -> dict[str, int]:
+    gc.collect()
+    torch.accelerator.synchronize()
+    if ctx.device.type == "standin":
+        torch.standin.verify()
+        return torch.standin.counts()
+    return {"live_bytes": torch.cuda.memory_allocated(ctx.device), "recorded_uses": 0}
+
+
+def dropped_tensors(ctx: Ctx, is_waited: bool) -> None:
+    """Tensors and works that nobody keeps: memory lives as long as needed, and not much longer."""
+    warm_up(ctx)
+    right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    before = usage(ctx)
+
+    def once(i: int) -> None:
+        x = full(ctx, i)
+        work = dist.all_reduce(x, async_op=True)
+        outs = [full(ctx, 0) for _ in range(ctx.size)]
+        gather = dist.all_gather(outs, full(ctx, i), async_op=True)
+        out = full(ctx, 0)
+        ops = [
+            dist.P2POp(dist.isend, full(ctx, i), right),
+            dist.P2POp(dist.irecv, out, left),
+        ]
+        works = [work, gather, *(dist.batch_isend_irecv(ops) if ctx.size > 1 else [])]
+        if is_waited:
+            for each in works:
+                each.wait()
+            is_all(ctx, x, i * ctx.size)
+            is_all(ctx, outs[-1], i)
+            if ctx.size > 1:
+                is_all(ctx, out, i)
+
+    for i in range(20):
+        once(i)
+        garbage = [full(ctx, -1) for _ in range(4)]  # takes memory that was freed too early
+        del garbage
+    dist.barrier()
+    for _ in range(5):  # the memory of operations that nobody waited for goes with later calls
+        dist.all_reduce(full(ctx, 1))
+        time.sleep(0.05)
+    after = usage(ctx)
+    kept = (after["live_bytes"] - before["live_bytes"]) / full(ctx, 0).nbytes
+    ctx.equal(kept <= 8, True, f"after 20 rounds, {kept} more tensors are alive than before:")
+    ctx.equal(after["recorded_uses"], before["recorded_uses"], "calls of record_stream")
+
+
+@pytest.mark.parametrize("is_waited", [True, False], ids=["waited", "unwaited"])
+@pytest.mark.worlds(1, 2, 3)
+def test_dropped_tensors(device_world, is_waited):
+    device_world.run(dropped_tensors, is_waited)
+
+
+def waited_on_another_stream(ctx: Ctx) -> None:
+    """wait() on a stream that is not the tensor's own, which then frees it."""
+    warm_up(ctx)
+    other = torch.Stream(device=ctx.device)
+    before = here(ctx)
+    for i in range(10):
+        x = full(ctx, i)
+        work = dist.all_reduce(x, async_op=True)
+        torch.accelerator.set_stream(other)
+        work.wait()
+        y = x + 1
+        torch.accelerator.set_stream(before)
+        before.wait_stream(other)  # the caller's duty: x is freed in the order of `before`
+        del x, work
+        with_garbage = full(ctx, -1)
+        del with_garbage
+        is_all(ctx, y, i * ctx.size + 1)
+    usage(ctx)
+
+
+@pytest.mark.worlds(2)
+def test_freed_after_a_wait_on_another_stream(device_world):
+    device_world.run(waited_on_another_stream)
+
+
+DELAY = (("STANDIN_DELAY_US", "2000"),)
+
+
+@pytest.mark.parametrize("road", ["nccl", "host"])
+def test_with_delays(fresh_device_world, road):
+    """The same again while every step of every stream takes its time."""
+    world = fresh_device_world(2, road, env=DELAY)
+    for job in (after_the_current_stream, side_by_side, *JOBS, waited_on_another_stream, mixed):
+        world.run(job)
+    for is_waited in (True, False):
+        world.run(dropped_tensors, is_waited)
+
+
+# --- CPU and device tensors in one group
+
+
+def mixed(ctx: Ctx) -> None:
+    """Interleaved, in the same order on all ranks, sync and async."""
+    works = []
+    for i in range(40):
+        cpu, device = torch.full((100,), float(i)), full(ctx, i)
+        works.append((cpu, dist.all_reduce(cpu, async_op=True), i))
+        works.append((device, dist.all_reduce(device, async_op=True), i))
+        if i % 5 == 0:
+            now = torch.full((10,), float(i))
+            dist.all_reduce(now)
+            is_all(ctx, now, i * ctx.size, "a CPU tensor in between")
+        if i % 7 == 0:
+            now = full(ctx, i)
+            dist.all_reduce(now)
+            is_all(ctx, now, i * ctx.size, "a device tensor in between")
+    for tensor, work, i in reversed(works):
+        work.wait()
+        is_all(ctx, tensor, i * ctx.size)
+
+
+def mixed_orders(ctx: Ctx) -> None:
+    """CPU and device operations do not wait for each other: ranks may mix them differently."""
+    for i in range(10):
+        cpu, device = torch.full((100,), float(i)), full(ctx, i)
+        pairs = [(cpu, ctx.rank % 2 == 0), (device, True), (cpu, ctx.rank % 2 == 1)]
+        works = [dist.all_reduce(t, async_op=True) for t, isMine in pairs if isMine]
+        for work in works:
+            work.wait()
+        is_all(ctx, cpu, i * ctx.size)
+        is_all(ctx, device, i * ctx.size)
+
+
+@pytest.mark.parametrize("job", [mixed, mixed_orders], ids=lambda job: job.__name__)
+@pytest.mark.worlds(2, 3)
+def test_cpu_and_device_tensors(device_world, job):
+    device_world.run(job)
+
+
+# --- coalescing
+
+
+def batches(ctx: Ctx) -> None:
+    """batch_isend_irecv behind slow work, then read at once."""
+    warm_up(ctx)
+    right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    for i in range(5):
+        x, out = full(ctx, 0), full(ctx, 0)
+        slow(ctx)
+        x.fill_(10 * i + ctx.rank)
+        ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, out, left)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        is_all(ctx, out, 10 * i + left)
+
+
+@pytest.mark.worlds(2, 3)
+def test_batches(device_world):
+    device_world.run(batches)
+
+
+# --- capture
+
+
+def captured(ctx: Ctx) -> None:
+    """Collectives recorded once and replayed, sync and async, between other work."""
+    warm_up(ctx)
+    x, gathered = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
+    scattered, wide = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
+    for mode in ("sync", "async"):
+        with ctx.case(mode):
+            x.fill_(ctx.rank)
+            here(ctx).synchronize()
+            graph = graph_on(ctx.device)
+            with graph.capture():
+                x.add_(1)
+                called(mode, dist.all_reduce, x)
+                called(mode, dist.all_gather_into_tensor, gathered, x)
+                wide.copy_(gathered)
+                called(mode, dist.reduce_scatter_tensor, scattered, wide)
+                kept = x + 1  # allocated by the graph
+                called(mode, dist.broadcast, kept, 0)
+            is_all(ctx, x, ctx.rank, "nothing has run yet:")
+            graph.replay()
+            is_all(ctx, x, total(ctx))
+            is_all(ctx, gathered, total(ctx))
+            is_all(ctx, scattered, total(ctx) * ctx.size)
+            is_all(ctx, kept, total(ctx) + 1)
+            x.fill_(0)
+            graph.replay()
+            graph.replay()
+            is_all(ctx, x, (0 + 1) * ctx.size * ctx.size + ctx.size, "the third replay:")
+            other = full(ctx, 1)
+            dist.all_reduce(other)  # between replays, on the same communicator
+            is_all(ctx, other, ctx.size)
+            graph.reset()
+    dist.barrier()
+
+
+@pytest.mark.worlds(1, 2, roads=["nccl"])
+def test_capture_and_replay(device_world):
+    device_world.run(captured)
+
+
+def captured_while_watched(ctx: Ctx) -> None:
+    """Works of before are in flight, and watched, while a capture goes on."""
+    warm_up(ctx)
+    tensors = [full(ctx, ctx.rank + 1) for _ in range(4)]
+    slow(ctx)
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    x = full(ctx, ctx.rank + 1)
+    graph = graph_on(ctx.device)
+    with graph.capture():
+        for _ in range(3):
+            dist.all_reduce(x)
+            time.sleep(0.15)  # the watchdog looks at `works` meanwhile
+    for work, t in zip(works, tensors, strict=True):
+        work.wait()
+        is_all(ctx, t, total(ctx))
+    graph.replay()
+    is_all(ctx, x, total(ctx) * ctx.size**2)
+    graph.reset()
+
+
+@pytest.mark.worlds(2, roads=["nccl"])
+def test_the_watchdog_does_not_spoil_a_capture(device_world):
+    device_world.run(captured_while_watched)
+
+
+def refused_under_capture(ctx: Ctx) -> None:
+    x = full(ctx, 1)
+    with ctx.raises((RuntimeError, ValueError), "captur"), graph_on(ctx.device).capture():
+        dist.all_reduce(x)
+    y = full(ctx, 1)
+    dist.all_reduce(y)
+    is_all(ctx, y, ctx.size, "afterwards all is well")
+
+
+@pytest.mark.worlds(2, roads=["host"])
+def test_the_host_road_refuses_to_be_captured(device_world):
+    device_world.run(refused_under_capture)
+
+
+# --- several devices of one rank
+
+
+def two_devices(ctx: Ctx) -> None:
+    """A rank may use more than one device with one group."""
+    count = torch.accelerator.device_count()
+    if count < 2:
+        return
+    second = torch.device(ctx.device.type, (ctx.device.index + 1) % count)
+    for where in (ctx.device, second, ctx.device):
+        x = arith.values(torch.float32, 100, 1).abs().to(where)
+        dist.all_reduce(x)
+        ctx.same(x, arith.values(torch.float32, 100, 1).abs() * ctx.size)
+
+
+@pytest.mark.worlds(2)
+def test_two_devices_of_one_rank(device_world):
+    device_world.run(two_devices)

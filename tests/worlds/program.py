@@ -1,0 +1,23 @@
+"""python -m worlds.program DEVICE ROAD MODULE [ARGUMENTS]: a rank of a launcher's that runs the
+module as a program, with the device and the road that worlds.device knows by these names."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from worlds import device
+
+
+def main() -> None:
+    kind, road, module, *arguments = sys.argv[1:]
+    os.environ.update(device.environment(kind, road, int(os.environ.get("RANK", "0"))))
+    if kind == "standin":
+        device.start(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -155,7 +155,9 @@ bool Endpoint::beginFrame(InLink& link) {
   }
   Mailbox* mailbox = find(header.context, header.destination);
   if (!mailbox) {
-    if (closed_.count({header.context, header.destination}) || orphans_.size() >= kMaxOrphans) {
+    // A piece of a message was never asked for by a group that does not exist.
+    if (closed_.count({header.context, header.destination}) || orphans_.size() >= kMaxOrphans ||
+        header.kind == FrameKind::kData) {
       return true;  // read and thrown away
     }
     link.control.resize(header.payloadBytes);

@@ -287,7 +287,7 @@ const Variable kVariables[] = {
     {"MYCOLL_NCCL_BLOCKING", "", "0 or 1",
      "1: calls into NCCL return when their work is enqueued; 0: they may return earlier, and "
      "mycoll "
-     "waits for them where it can be interrupted. Unset: 0.",
+     "waits for them where it can be interrupted. Unset: 1.",
      [](std::string_view value, Env* env) { return parseOptional(value, &env->nccl.isBlocking); }},
     {"MYCOLL_NCCL_MIN_CTAS", "", "1 to 64",
      "The least number of thread blocks that NCCL uses for a collective. Unset: NCCL's own choice.",

@@ -163,6 +163,9 @@ NcclRoad::LinePtr NcclRoad::join(c10::Device device, int rank, int ranks, const 
   nccl::CommunicatorOptions options;
   options.fillFrom(place_.options->nccl);
   options.fillFrom(Env::process().nccl);
+  // Without it recent NCCLs start a thread for every operation. Connecting has its deadline either
+  // way, and what hangs in NCCL is ended by the watchdog's abort.
+  if (!options.isBlocking) options.isBlocking = true;
   options.bindDevice = [device] {
     c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
   };

@@ -1,0 +1,61 @@
+"""Libraries on top of torch.distributed, each in a small real run: `./dev test --clients`.
+
+That installs them (requirements-clients.txt) into an environment of their own. Without it a library
+that is not there is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent
+DEADLINE = 240
+
+CLIENTS = [
+    ("accelerate", "with_accelerate.py", ()),
+    ("transformers", "with_transformers.py", ()),
+    ("lightning", "with_fabric.py", ()),
+    ("lightning", "with_lightning.py", ()),
+    ("torchmetrics", "with_torchmetrics.py", ()),
+    ("ignite", "with_ignite.py", ()),
+    *(("deepspeed", "with_deepspeed.py", (str(stage),)) for stage in range(4)),
+]
+
+
+@pytest.mark.parametrize(
+    "library, program, arguments",
+    CLIENTS,
+    ids=["-".join((Path(program).stem, *more)) for _, program, more in CLIENTS],
+)
+def test_client(backend, tmp_path: Path, library: str, program: str, arguments: tuple[str, ...]):
+    if backend != "mycoll":
+        pytest.skip("the programs name mycoll")
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: ./dev test --clients")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launch, "--nproc-per-node", "2", str(FOLDER / program), *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    found = re.search(r"client: (.*)", done.stdout)
+    assert found, done.stdout[-6000:]
+    print(found[1])
+
+
+def test_all_programs_are_run():
+    assert {path.name for path in FOLDER.glob("with_*.py")} == {
+        program for _, program, _ in CLIENTS
+    }

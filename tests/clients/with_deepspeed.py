@@ -1,0 +1,34 @@
+"""DeepSpeed takes any name: python with_deepspeed.py STAGE"""
+
+import os
+import sys
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from common import BATCH, RATE, STEPS, data, judge, model, passed
+
+# Its own all_reduce for inference; compiling that would take minutes.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+stage = int(sys.argv[1])
+deepspeed.init_distributed(dist_backend="mycoll", auto_mpi_discovery=False)
+net = model()
+engine, _, _, _ = deepspeed.initialize(
+    model=net,
+    optimizer=torch.optim.SGD(net.parameters(), lr=RATE),
+    config={
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    },
+)
+for step in range(STEPS):
+    x, y = data(dist.get_rank(), step)
+    engine.backward(torch.nn.functional.mse_loss(engine(x), y))
+    engine.step()
+with deepspeed.zero.GatheredParameters(list(net.parameters()), enabled=stage == 3):
+    judge(net)
+passed(f"deepspeed (ZeRO {stage})", deepspeed.__version__)

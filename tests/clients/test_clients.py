@@ -56,6 +56,5 @@ def test_client(backend, tmp_path: Path, library: str, program: str, arguments: 
 
 
 def test_all_programs_are_run():
-    assert {path.name for path in FOLDER.glob("with_*.py")} == {
-        program for _, program, _ in CLIENTS
-    }
+    programs = {program for _, program, _ in CLIENTS}
+    assert {path.name for path in FOLDER.glob("with_*.py")} == programs

@@ -1,0 +1,176 @@
+// How fast the engine is, without torch and Python. Not a test: prints the median, 95th percentile
+// and mean of a call, seen by rank 0. Ranks are processes, as a user's are; MYCOLL_* variables hold.
+//
+//   engine_bench OP [bytes] [ranks] [calls]     OP: barrier, all_reduce, broadcast, pingpong
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/communicator.h"
+
+using namespace mycoll;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A store for processes that were forked from one: a table in memory that they share.
+class SharedStore final : public Store {
+ public:
+  SharedStore()
+      : table_(static_cast<Table*>(mmap(nullptr, sizeof(Table), PROT_READ | PROT_WRITE,
+                                        MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
+
+  Status set(const std::string& key, const std::string& value) override {
+    const Lock lock(*table_);
+    Entry* entry = find(key);
+    if (entry == nullptr) entry = &table_->entries[table_->count++];
+    if (table_->count > kEntries || key.size() >= sizeof(entry->key) ||
+        value.size() > sizeof(entry->value)) {
+      return Status(Code::kInternal, "the benchmark's store is full");
+    }
+    std::memcpy(entry->key, key.c_str(), key.size() + 1);
+    std::memcpy(entry->value, value.data(), value.size());
+    entry->bytes = value.size();
+    return Status();
+  }
+  Status tryGet(const std::string& key, bool* found, std::string* value) override {
+    const Lock lock(*table_);
+    const Entry* entry = find(key);
+    *found = entry != nullptr;
+    if (*found) value->assign(entry->value, entry->bytes);
+    return Status();
+  }
+
+ private:
+  static constexpr size_t kEntries = 1024;
+  struct Entry {
+    char key[128];
+    char value[64 * 1024];
+    size_t bytes;
+  };
+  struct Table {
+    std::atomic_flag isLocked;
+    size_t count;
+    Entry entries[kEntries];
+  };
+  struct Lock {
+    explicit Lock(Table& locked) : table(locked) {
+      while (table.isLocked.test_and_set(std::memory_order_acquire)) usleep(10);
+    }
+    ~Lock() { table.isLocked.clear(std::memory_order_release); }
+    Table& table;
+  };
+
+  Entry* find(const std::string& key) {
+    Entry* const end = table_->entries + table_->count;
+    Entry* const entry =
+        std::find_if(table_->entries, end, [&](const Entry& at) { return key == at.key; });
+    return entry == end ? nullptr : entry;
+  }
+
+  Table* table_;
+};
+
+void check(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "engine_bench: %s\n", status.message().c_str());
+  _exit(1);
+}
+
+struct Bench {
+  std::string op;
+  size_t bytes;
+  int ranks;
+  int calls;
+
+  void collective(Communicator& group, char* data) const {
+    Call call;
+    if (op == "all_reduce") {
+      call.kind = OpKind::kAllReduce;
+      call.dtype = DType::kFloat32;
+      call.reduceOp = ReduceOp::kSum;
+      call.elementBytes = sizeof(float);
+      call.in.push_back({data, bytes});
+      call.out.push_back({data, bytes});
+    } else if (op == "broadcast") {
+      call.kind = OpKind::kBroadcast;
+      call.root = 0;
+      if (group.rank() == 0) call.in.push_back({data, bytes});
+      call.out.push_back({data, bytes});
+    }
+    check(group.wait(group.submit(std::move(call), nullptr, true), Deadline::never()));
+  }
+
+  void message(Communicator& group, char* data, bool isSend) const {
+    const int peer = 1 - group.rank();
+    const Span span{data, bytes};
+    const OpPtr done = isSend ? group.send(span, peer, 0, DType::kFloat32, 0, nullptr, true)
+                              : group.recv(span, peer, 0, DType::kFloat32, 0, nullptr, true);
+    check(group.wait(done, Deadline::never()));
+  }
+
+  void run(int rank, const std::shared_ptr<Store>& store) const {
+    GroupOptions options;
+    options.name = "engine_bench";
+    options.rank = rank;
+    options.ranks = ranks;
+    options.storeHost = "127.0.0.1";
+    std::shared_ptr<Communicator> group;
+    check(Communicator::create(options, store, &group));
+    std::vector<char> data(std::max<size_t>(bytes, 1));
+    std::vector<double> micros;
+    for (int i = -std::max(20, calls / 10); i < calls; ++i) {
+      const Clock::time_point start = Clock::now();
+      if (op == "pingpong") {
+        message(*group, data.data(), rank == 0);
+        message(*group, data.data(), rank != 0);
+      } else {
+        collective(*group, data.data());
+      }
+      const std::chrono::duration<double, std::micro> took = Clock::now() - start;
+      if (i >= 0) micros.push_back(took.count());
+    }
+    if (rank == 0) report(micros);
+    group->close(Deadline::after(std::chrono::milliseconds(2000)));
+  }
+
+  void report(std::vector<double>& micros) const {
+    double sum = 0;
+    for (double each : micros) sum += each;
+    std::sort(micros.begin(), micros.end());
+    const size_t count = micros.size();
+    std::printf("%s, %zu bytes, %d ranks: median %.2f us, p95 %.2f, mean %.2f\n", op.c_str(), bytes,
+                ranks, micros[count / 2], micros[count * 95 / 100],
+                sum / static_cast<double>(count));
+    std::fflush(stdout);
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  auto number = [&](int at, long otherwise) { return argc > at ? atol(argv[at]) : otherwise; };
+  const Bench bench{argc > 1 ? argv[1] : "all_reduce", static_cast<size_t>(number(2, 4)),
+                    static_cast<int>(number(3, 2)), static_cast<int>(number(4, 10'000))};
+  const auto store = std::make_shared<SharedStore>();
+  for (int rank = 0; rank < bench.ranks; ++rank) {
+    if (fork() == 0) {
+      bench.run(rank, store);
+      _exit(0);
+    }
+  }
+  int failures = 0;
+  for (int status = 0; wait(&status) > 0;) failures += status != 0;
+  return failures == 0 ? 0 : 1;
+}

@@ -1,5 +1,6 @@
 // How fast the engine is, without torch and Python. Not a test: prints the median, 95th percentile
-// and mean of a call, seen by rank 0. Ranks are processes, as a user's are; MYCOLL_* variables hold.
+// and mean of a call, seen by rank 0. Ranks are processes, as a user's are; MYCOLL_* variables
+// hold.
 //
 //   engine_bench OP [bytes] [ranks] [calls]     OP: barrier, all_reduce, broadcast, pingpong
 #include <sys/mman.h>

@@ -41,7 +41,10 @@ def text_of_failure(ctx: Ctx, seconds: float = SOON) -> tuple[str, float]:
 
 def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
     with ctx.device:
-        return test_mismatch.disagree(ctx, name)
+        text, took = test_mismatch.disagree(ctx, name)
+    # Where NCCL itself does not notice, ranks compare their calls behind its back, and a rank hears
+    # of it with one of its next calls.
+    return (text, took) if text else text_of_failure(ctx)
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -49,8 +52,6 @@ def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
     "name", ["operation", "dtype", "size", "size, large", "reduce op", "root", "async"]
 )
 def test_mismatch_on_device(fresh_device_world, road, name):
-    if (road, name) == ("nccl", "root"):
-        pytest.xfail("two roots of a broadcast: one of two ranks is not always told")
     for text, took in fresh_device_world(2, road).run(disagree, name):
         for part in test_mismatch.MISMATCHES[name].texts:
             assert part.lower() in text.lower(), text

@@ -6,11 +6,18 @@
 namespace mycoll {
 namespace {
 
-Task fencedBarrier(std::vector<EventPtr> fence, CollectiveRunner& runner) {
-  for (const EventPtr& event : fence) {
-    EventPassed passed(event);
-    co_await passed;
-  }
+class FencePassed final : public Condition {
+ public:
+  explicit FencePassed(const DeviceFence& fence) : fence_(fence) {}
+  bool ready() override { return fence_.hasPassed(); }
+
+ private:
+  const DeviceFence& fence_;
+};
+
+Task fencedBarrier(DeviceFence fence, CollectiveRunner& runner) {
+  FencePassed passed(fence);
+  co_await passed;
   Call barrier;
   barrier.kind = OpKind::kBarrier;
   Status status = co_await runner.run(std::move(barrier));
@@ -97,13 +104,13 @@ MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) 
   const CallSite site = enter("barrier");
   Request request(site, c10d::OpType::BARRIER, "mycoll:barrier", opts.timeout, opts.asyncOp);
   // What was enqueued before it on devices is over behind it, as with NCCL's.
-  const std::vector<EventPtr> fence = device_ ? device_->fence() : std::vector<EventPtr>();
-  if (!fence.empty() && opts.asyncOp) {
+  const DeviceFence fence = device_ ? device_->fence() : DeviceFence();
+  if (!fence.isEmpty() && opts.asyncOp) {
     request.compositeKind = OpKind::kBarrier;
     request.composite = [fence](CollectiveRunner& runner) { return fencedBarrier(fence, runner); };
     return run(request, at::TensorList());
   }
-  if (!fence.empty()) throwIfFailed(device_->waitFor(fence));
+  if (!fence.isEmpty()) throwIfFailed(device_->waitFor(fence));
   request.calls.emplace_back().kind = OpKind::kBarrier;
   return run(request, at::TensorList());
 }

@@ -194,6 +194,12 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   return at::mul(tensor.to(wide), factor).to(type).contiguous();
 }
 
+std::vector<at::Tensor> Request::allTensors() const {
+  std::vector<at::Tensor> all(keep.begin(), keep.end());
+  for (const CopyBack& copy : copyBacks) all.push_back(copy.target);
+  return all;
+}
+
 void Request::separateInputs(Call& call) {
   const Span allOut = envelope(call.out);
   if (!overlap(envelope(call.in), allOut)) return;

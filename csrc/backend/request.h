@@ -61,6 +61,10 @@ struct Request {
   // The tensor times the factor of a PREMUL_SUM; the tensor itself for other operations.
   at::Tensor premultiply(const at::Tensor& tensor, const c10d::ReduceOp& op);
 
+  // Everything that must live until a device has passed the operation: the memory behind the spans,
+  // and what is copied back to.
+  std::vector<at::Tensor> allTensors() const;
+
   // Copies those inputs that share memory with an output, except where a call of this kind allows
   // it: an input that is the output for this very rank.
   void separateInputs(Call& call);

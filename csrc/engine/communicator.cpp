@@ -90,7 +90,7 @@ OpPtr Communicator::submitExternal(const Signature& signature, std::shared_ptr<E
 }
 
 void Communicator::advance() { group_->run(0); }
-void Communicator::watchExternal() { group_->watchExternal(); }
+bool Communicator::watchExternal() { return group_->watchExternal(); }
 
 OpPtr Communicator::send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,
                          std::shared_ptr<void> keepAlive, bool willWait,

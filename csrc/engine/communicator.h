@@ -154,8 +154,9 @@ class Communicator {
                        std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
   // Ends what is over; compares notes with another rank about what has begun since; looks at
   // deadlines and for ranks that are missing. To be called when an external operation is over, and
-  // every 50 ms or so while there are any.
-  void watchExternal();
+  // every 50 ms or so while there are any, or while it returns true: the notes on the last ones are
+  // still to be compared.
+  bool watchExternal();
 
   // Runs the queue as far as it goes now: for who knows that a condition of a composite's own,
   // which nobody else can see, has become true.

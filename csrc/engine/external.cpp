@@ -56,8 +56,9 @@ Task Group::runExternal(CollectiveOp& op) {
   co_return op.external->status();
 }
 
-void Group::watchExternal() {
+bool Group::watchExternal() {
   run(0);
+  bool hasMoreToTell = true;
   {
     std::unique_lock<std::mutex> running(runLock_, std::try_to_lock);
     const auto now = Clock::now();
@@ -69,13 +70,20 @@ void Group::watchExternal() {
       running.unlock();
       // Every rank to the next: who differs is found by one of its neighbours.
       mailbox_.compareWith((options_.rank + 1) % options_.ranks);
+      hasMoreToTell = false;
+    } else if (running.owns_lock()) {
+      hasMoreToTell = compared_ < started_ && options_.ranks > 1;
     }
   }
   engine_->endpoint()->checkProcesses();
   engine_->hear();
   checkHealth();
   // A failure ends the operations here and now, not with the next call.
-  if (hasFailed()) run(0);
+  if (hasFailed()) {
+    run(0);
+    return false;
+  }
+  return hasMoreToTell;
 }
 
 }  // namespace mycoll

@@ -50,7 +50,7 @@ class Group final : public MailboxListener,
                std::chrono::milliseconds timeout);
   OpPtr submitExternal(const Signature& signature, std::shared_ptr<External> external,
                        std::chrono::milliseconds timeout);
-  void watchExternal();
+  bool watchExternal();
   Status meetNeighbours();
   OpPtr message(bool isSend, Span data, int rank, uint64_t tag, DType dtype, uint8_t opaqueType,
                 std::shared_ptr<void> keepAlive, bool willWait, std::chrono::milliseconds timeout);

@@ -133,7 +133,7 @@ def check_nccl() -> Iterator[Finding]:
         if _is_installed(name)
     ]
     text = f"{version}, {where} ({', '.join(packages) or 'from no package'})"
-    text += "\nserves CUDA tensors in cpu:mycoll,cuda:nccl; mycoll itself does not use it yet"
+    text += "\nserves CUDA tensors, unless MYCOLL_CUDA=host"
     if len(packages) > 1:
         fix = "pip uninstall the one that torch does not require: both write the same file"
         yield Finding("nccl", text, WARN, fix)

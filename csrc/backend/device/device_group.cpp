@@ -242,30 +242,41 @@ DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
   return carry(requests, outputs, std::move(extras), /*isBatch=*/true);
 }
 
-std::vector<EventPtr> DeviceGroup::fence() {
+bool DeviceFence::hasPassed() const {
+  for (const EventPtr& event : events) {
+    if (!mycoll::hasPassed(*event)) return false;
+  }
+  for (const DeviceOperationPtr& operation : operations) {
+    if (!operation->isOver()) return false;
+  }
+  return true;
+}
+
+DeviceFence DeviceGroup::fence() {
+  DeviceFence fence;
   std::vector<c10::Stream> streams;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const c10::Device device : devices_) streams.push_back(currentStream(device));
+    for (const Followed& entry : followed_) {
+      if (!entry.operation->isEnqueued()) fence.operations.push_back(entry.operation);
+    }
   }
   nccl_->addStreams(&streams);
-  std::vector<EventPtr> events;
   for (const c10::Stream& stream : streams) {
     const c10::DeviceGuard guard(stream.device());
-    if (!isCapturing(stream)) events.push_back(recordEvent(stream));
+    if (!isCapturing(stream)) fence.events.push_back(recordEvent(stream));
   }
-  return events;
+  return fence;
 }
 
-Status DeviceGroup::waitFor(const std::vector<EventPtr>& fence) const {
+Status DeviceGroup::waitFor(const DeviceFence& fence) const {
   auto pause = std::chrono::microseconds(10);
-  for (const EventPtr& event : fence) {
-    while (!hasPassed(*event)) {
-      MYCOLL_RETURN_IF_ERROR(error());
-      if (isInterruptPending()) return Status(Code::kInterrupted, "interrupted by a signal");
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, std::chrono::microseconds(500));
-    }
+  while (!fence.hasPassed()) {
+    MYCOLL_RETURN_IF_ERROR(error());
+    if (isInterruptPending()) return Status(Code::kInterrupted, "interrupted by a signal");
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::microseconds(500));
   }
   return Status();
 }
@@ -327,11 +338,11 @@ DeviceGroup::Watched DeviceGroup::watch() {
                                     " TIMED OUT: the other side never came, or the device is busy "
                                     "with something else."));
   }
-  place_.control->watchExternal();
+  const bool hasNotes = place_.control->watchExternal();
   seen.wantsSoon = host_->advance();
   tellAwaited();
   seen.hasMoved = !ended.empty();
-  seen.isBusy = isBusy() || seen.wantsSoon;
+  seen.isBusy = isBusy() || seen.wantsSoon || hasNotes;
   return seen;
 }
 

@@ -51,6 +51,15 @@ struct DevicePlace {
   }
 };
 
+// What has to be over before a barrier.
+struct DeviceFence {
+  std::vector<EventPtr> events;
+  std::vector<DeviceOperationPtr> operations;  // not all on their streams yet
+
+  bool isEmpty() const { return events.empty() && operations.empty(); }
+  bool hasPassed() const;
+};
+
 // An operation that the watchdog follows to its end.
 struct Followed {
   DeviceOperationPtr operation;
@@ -100,9 +109,9 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   void dropBatch();
 
   // For a barrier: what has been enqueued on this thread's current streams, and by this group.
-  std::vector<EventPtr> fence();
+  DeviceFence fence();
   // Waits on the host for all of it, or for the group's end.
-  Status waitFor(const std::vector<EventPtr>& fence) const;
+  Status waitFor(const DeviceFence& fence) const;
 
   // Runs fn once on the watchdog (it must not block) when the operation is over.
   void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);

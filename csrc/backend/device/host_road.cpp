@@ -87,7 +87,7 @@ void HostRoad::carryCollective(Request& request, const DeviceOperationPtr& opera
       staging_, operation, std::move(ready), place_.rank, place_.ranks,
       std::vector<Call>(request.calls.begin(), request.calls.end()),
       std::vector<CopyBack>(request.copyBacks.begin(), request.copyBacks.end()));
-  operation->keep(std::vector<at::Tensor>(request.keep.begin(), request.keep.end()));
+  operation->keep(request.allTensors());
   const OpPtr op = place_.host->submitComposite(
       request.calls.front().kind,
       [collective](CollectiveRunner& runner) { return HostCollective::run(collective, runner); },
@@ -115,7 +115,7 @@ void HostRoad::send(Request& request, const DeviceOperationPtr& operation, const
     }
     message->copied = recordEvent(stream, operation->isTimed());
   }
-  operation->keep(std::vector<at::Tensor>(request.keep.begin(), request.keep.end()));
+  operation->keep(request.allTensors());
   std::lock_guard<std::mutex> lock(mutex_);
   outgoing_.push_back(std::move(message));
 }
@@ -140,7 +140,7 @@ void HostRoad::receive(Request& request, const DeviceOperationPtr& operation, Ev
   const Call& call = request.calls.front();
   const Span span = call.out.front();
   const at::Tensor buffer = emptyPinned(span.bytes);
-  operation->keep(std::vector<at::Tensor>(request.keep.begin(), request.keep.end()));
+  operation->keep(request.allTensors());
   const OpPtr op = place_.host->recv(
       {span.bytes == 0 ? nullptr : buffer.mutable_data_ptr(), span.bytes}, request.peer,
       request.tag, call.dtype, call.opaqueType, std::make_shared<at::Tensor>(buffer),

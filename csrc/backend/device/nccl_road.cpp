@@ -352,8 +352,7 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   if (first.async) {
     std::vector<at::Tensor> kept;
     for (Request* request : requests) {
-      for (at::Tensor& tensor : request->keep) kept.push_back(std::move(tensor));
-      for (CopyBack& copy : request->copyBacks) kept.push_back(std::move(copy.target));
+      for (at::Tensor& tensor : request->allTensors()) kept.push_back(std::move(tensor));
     }
     operation->keep(std::move(kept));
   }

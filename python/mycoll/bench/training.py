@@ -29,8 +29,8 @@ _GRADIENT_DISTANCE = 1e-4
 class OverlapWorkload(CollectiveWorkload):
     """An asynchronous all_reduce, then computing, then wait().
 
-    There is as much to compute as the run's own gloo group takes to communicate: the same for every
-    contender, so that their times can be compared.
+    There is as much to compute as the run's own gloo group takes to communicate (on a device, a
+    group of mycoll's): the same for every contender, so that their times can be compared.
     """
 
     def __init__(self, case: Case, world: World, hot: bool) -> None:
@@ -39,7 +39,9 @@ class OverlapWorkload(CollectiveWorkload):
         self.copied_bytes = 0.0
         self._matrices = torch.rand(3, _MATRIX, _MATRIX, device=world.device)
         self._products = 1
-        target = self._median_ns([partial(dist.all_reduce, self._buffers(0).source)])
+        # The run's own group is gloo's, which has no devices.
+        group = None if world.device.type == "cpu" else dist.new_group(backend="mycoll")
+        target = self._median_ns([partial(dist.all_reduce, self._buffers(0).source, group=group)])
         self._products = max(1, round(target / self._median_ns([self._compute])))
         self._products = world.share(self._products)
 

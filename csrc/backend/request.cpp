@@ -31,12 +31,32 @@ Span envelope(const std::vector<Span>& spans) {
   return Span{begin, static_cast<size_t>(end - begin)};
 }
 
-bool areEqual(const std::vector<at::Tensor>& tensors) {
+// On a device, and of equal size: such lists travel as one piece of memory.
+bool canBeFlat(const std::vector<at::Tensor>& tensors) {
+  if (tensors.front().device().is_cpu()) return false;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.nbytes() != tensors.front().nbytes()) return false;
   }
   return true;
 }
+
+// That piece of memory, and what stands in it for each tensor of the list.
+class Flat {
+ public:
+  explicit Flat(const std::vector<at::Tensor>& tensors) : count_(tensors.front().numel()) {
+    const PlainDispatch guard;
+    memory_ = at::empty({count_ * static_cast<int64_t>(tensors.size())},
+                        tensors.front().options().requires_grad(false));
+  }
+  at::Tensor part(size_t index) const {
+    const PlainDispatch guard;
+    return memory_.narrow(0, static_cast<int64_t>(index) * count_, count_);
+  }
+
+ private:
+  const int64_t count_;
+  at::Tensor memory_;
+};
 
 // Plain, and one behind the other, as the chunks of one tensor are.
 bool areAdjacent(const std::vector<at::Tensor>& tensors) {
@@ -126,56 +146,38 @@ Span Request::inOut(const at::Tensor& tensor) {
 std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
   std::vector<Span> spans;
   spans.reserve(tensors.size());
-  const bool isEqual = areEqual(tensors);
-  if (tensors.front().device() != device) admit(tensors.front());
-  if (!isOnDevice() || !isEqual) {
+  isFlat |= canBeFlat(tensors);
+  if (!canBeFlat(tensors) || areAdjacent(tensors)) {
     for (const at::Tensor& tensor : tensors) spans.push_back(input(tensor));
     return spans;
   }
-  isFlat = true;
-  if (areAdjacent(tensors)) {
-    for (const at::Tensor& tensor : tensors) spans.push_back(input(tensor));
-    return spans;
-  }
-  const PlainDispatch guard;
-  const int64_t count = tensors.front().numel();
-  const at::Tensor flat = at::empty({count * static_cast<int64_t>(tensors.size())},
-                                    tensors.front().options().requires_grad(false));
+  const Flat flat(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].device() != device) admit(tensors[i]);
-    const at::Tensor part = flat.narrow(0, static_cast<int64_t>(i) * count, count);
+    const at::Tensor part = flat.part(i);
+    const PlainDispatch guard;
     part.view(tensors[i].sizes()).copy_(tensors[i], /*non_blocking=*/true);
     spans.push_back(readable(part));
+    keep.push_back(part);
   }
-  keep.push_back(flat);
   return spans;
 }
 
 std::vector<Span> Request::outputs(const std::vector<at::Tensor>& tensors) {
   std::vector<Span> spans;
   spans.reserve(tensors.size());
-  const bool isEqual = areEqual(tensors);
-  if (tensors.front().device() != device) admit(tensors.front());
-  if (!isOnDevice() || !isEqual) {
+  isFlat |= canBeFlat(tensors);
+  if (!canBeFlat(tensors) || areAdjacent(tensors)) {
     for (const at::Tensor& tensor : tensors) spans.push_back(output(tensor));
     return spans;
   }
-  isFlat = true;
-  if (areAdjacent(tensors)) {
-    for (const at::Tensor& tensor : tensors) spans.push_back(output(tensor));
-    return spans;
-  }
-  const PlainDispatch guard;
-  const int64_t count = tensors.front().numel();
-  const at::Tensor flat = at::empty({count * static_cast<int64_t>(tensors.size())},
-                                    tensors.front().options().requires_grad(false));
+  const Flat flat(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].device() != device) admit(tensors[i]);
-    const int64_t first = static_cast<int64_t>(i) * count;
-    spans.push_back(writable(flat.narrow(0, first, count)));
-    copyBacks.push_back({flat, tensors[i], first * static_cast<int64_t>(flat.itemsize())});
+    keep.push_back(flat.part(i));
+    copyBacks.push_back({keep.back(), tensors[i]});
+    spans.push_back(writable(keep.back()));
   }
-  keep.push_back(flat);
   return spans;
 }
 

@@ -113,8 +113,8 @@ bool DeviceGroup::isPairOnNccl(c10::Device device, int peer) {
   }
   // Told so, as all ranks are. Asking would make a ring of sends wait for itself.
   if (Env::process().cuda == CudaPath::kHost) return false;
-  // From any rank: only the host road can, and there is nobody to ask.
-  if (peer == kAnySource) return Env::process().cuda != CudaPath::kHost;
+  // From any rank there is nobody to ask.
+  if (peer == kAnySource) return true;  // NCCL's road refuses it
   if (auto known = pairs_.find(peer); known != pairs_.end()) return known->second;
   NcclRoad::Report mine = NcclRoad::report(device), theirs;
   Communicator& control = *place_.control;

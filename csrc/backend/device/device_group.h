@@ -128,7 +128,6 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   void close(Deadline deadline);
   // "nccl", "host", or "" while it is not known; for logs and tests.
   std::string road() const;
-  const NcclRoad* nccl() const { return nccl_.get(); }
 
   // --- for the roads
 

@@ -200,17 +200,9 @@ NcclRoad::LinePtr NcclRoad::keepUnlessEnded(LinePtr line) {
 }
 
 NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto known = lines_.find(device.index());
-    if (known != lines_.end()) return known->second;
-  }
+  if (LinePtr known = find(lines_, device.index())) return known;
   std::lock_guard<std::mutex> connecting(connectMutex_);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto known = lines_.find(device.index());
-    if (known != lines_.end()) return known->second;
-  }
+  if (LinePtr known = find(lines_, device.index())) return known;
   nccl::UniqueId id{};
   if (place_.rank == 0) {
     const Status made = nccl::Communicator::createId(*nccl::Library::loaded(), &id);
@@ -231,17 +223,9 @@ NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
 
 NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
   const std::pair<c10::DeviceIndex, int> key(device.index(), peer);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto known = pairs_.find(key);
-    if (known != pairs_.end()) return known->second;
-  }
+  if (LinePtr known = find(pairs_, key)) return known;
   std::lock_guard<std::mutex> connecting(connectMutex_);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto known = pairs_.find(key);
-    if (known != pairs_.end()) return known->second;
-  }
+  if (LinePtr known = find(pairs_, key)) return known;
   Communicator& control = *place_.control;
   nccl::UniqueId id{};
   const bool isLower = place_.rank < peer;
@@ -256,12 +240,6 @@ NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
   LinePtr line = join(device, isLower ? 0 : 1, 2, name, id);
   std::lock_guard<std::mutex> lock(mutex_);
   return pairs_[key] = keepUnlessEnded(std::move(line));
-}
-
-std::shared_ptr<nccl::Communicator> NcclRoad::find(c10::Device device) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto known = lines_.find(device.index());
-  return known == lines_.end() ? nullptr : known->second->communicator;
 }
 
 // ---- carrying ----------------------------------------------------------------------------------
@@ -372,38 +350,27 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
 
 // ---- watching and ending -----------------------------------------------------------------------
 
-Status NcclRoad::check() {
+std::vector<NcclRoad::LinePtr> NcclRoad::open(bool isEnd) {
   std::vector<LinePtr> all;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (isEnded_) return Status();
-    for (const auto& [index, line] : lines_) all.push_back(line);
-    for (const auto& [key, line] : pairs_) all.push_back(line);
-  }
-  for (const LinePtr& line : all) MYCOLL_RETURN_IF_ERROR(line->communicator->check());
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (isEnded_) return all;
+  isEnded_ = isEnd;
+  for (const auto& [key, line] : pairs_) all.push_back(line);
+  for (const auto& [index, line] : lines_) all.push_back(line);
+  return all;
+}
+
+Status NcclRoad::check() {
+  for (const LinePtr& line : open(false)) MYCOLL_RETURN_IF_ERROR(line->communicator->check());
   return Status();
 }
 
 void NcclRoad::abort(Deadline deadline, const Status& why) {
-  std::vector<LinePtr> all;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (std::exchange(isEnded_, true)) return;
-    for (const auto& [index, line] : lines_) all.push_back(line);
-    for (const auto& [key, line] : pairs_) all.push_back(line);
-  }
-  for (const LinePtr& line : all) (void)line->communicator->abort(deadline, why);
+  for (const LinePtr& line : open(true)) (void)line->communicator->abort(deadline, why);
 }
 
 void NcclRoad::close(Deadline deadline) {
-  std::vector<LinePtr> all;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (std::exchange(isEnded_, true)) return;
-    for (const auto& [key, line] : pairs_) all.push_back(line);
-    for (const auto& [index, line] : lines_) all.push_back(line);
-  }
-  for (const LinePtr& line : all) (void)line->communicator->close(deadline);
+  for (const LinePtr& line : open(true)) (void)line->communicator->close(deadline);
 }
 
 void NcclRoad::addStreams(std::vector<c10::Stream>* streams) const {

@@ -63,8 +63,6 @@ class NcclRoad {
   void close(Deadline deadline);
   // For a barrier: the streams that this group has enqueued on.
   void addStreams(std::vector<c10::Stream>* streams) const;
-  // NCCL's communicator for a device; null when there is none yet.
-  std::shared_ptr<nccl::Communicator> find(c10::Device device) const;
 
  private:
   struct Line {  // a communicator, and the stream of its asynchronous operations
@@ -83,6 +81,15 @@ class NcclRoad {
   LinePtr join(c10::Device device, int rank, int ranks, const std::string& name,
                const nccl::UniqueId& id);
   LinePtr keepUnlessEnded(LinePtr line);
+  // Null when there is none yet.
+  template <typename Lines, typename Key>
+  LinePtr find(const Lines& lines, const Key& key) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto known = lines.find(key);
+    return known == lines.end() ? nullptr : known->second;
+  }
+  // All lines, none once the group has ended. isEnd: this is its end.
+  std::vector<LinePtr> open(bool isEnd);
   void enqueue(nccl::Issue& issue, const Request& request, void* stream);
 
   const DevicePlace& place_;

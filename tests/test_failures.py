@@ -42,6 +42,31 @@ def test_a_death_is_called_a_death(stage):
             assert len(lines) == 1 and "has ended (killed" in lines[0], lines
 
 
+def dies_before_a_new_group(ctx: Ctx) -> tuple[Seen, float]:
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    seen = attempt(lambda: dist.new_group())
+    took = time.monotonic() - began
+    survivors = dist.new_group([0, 2], use_local_synchronization=True)
+    dist.all_reduce(x, group=survivors)
+    ctx.equal(float(x[0]), 6.0)
+    return seen, took
+
+
+def test_a_group_with_the_dead_is_not_waited_for(stage):
+    """Nor are those who live kept from making one without it."""
+    with stage.world(3) as world:
+        world.start(dies_before_a_new_group)
+        for seen, took in answers(world, (1,)).values():
+            assert seen.kind == "DistBackendError", seen
+            assert "cannot be made with rank 1" in seen.text, seen.text
+            assert "has ended (killed" in seen.text, seen.text
+            assert took < PATIENCE / 2, f"{took:.1f} s"
+
+
 def test_a_rank_twice_is_told_to_all(stage):
     with stage.world(3, init=False) as world:
         world.start(twice, 60.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -81,20 +82,21 @@ def test_callbacks_that_leave_futures_behind(world):
 
 def endless(ctx: Ctx) -> None:
     """A callback that does not return: the next operation says so; the group lives on."""
-    leave = threading.Event()
-    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
-    chained = future.then(lambda _: leave.wait(30))
-    message = torch.full((3,), float(ctx.rank))
-    if chained.done():
-        return  # ran at once, in this thread: there was nothing to wait for
+    store = ctx.store("endless")
     if ctx.rank == 0:
-        dist.send(message, 1)  # messages have no order among the collectives
+        leave = threading.Event()
+        future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+        chained = future.then(lambda _: leave.wait(30))
+        store.set("hung", "")  # only now can it complete: not in this thread
+        with ctx.raises(dist.DistBackendError, "callback", "has not returned"):
+            dist.all_reduce(torch.ones(3))
+        leave.set()
+        chained.wait()
+        store.set("left", "")
     else:
-        dist.recv(message, 0)
-    with ctx.raises(dist.DistBackendError, "callback", "has not returned"):
+        store.wait(["hung"], timedelta(seconds=30))
         dist.all_reduce(torch.ones(3))
-    leave.set()
-    chained.wait()
+        store.wait(["left"], timedelta(seconds=30))
     x = torch.ones(3)
     dist.all_reduce(x)
     close(ctx, x, torch.full((3,), float(ctx.size)))

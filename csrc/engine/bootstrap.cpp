@@ -14,6 +14,7 @@
 #include "base/env.h"
 #include "base/sha256.h"
 #include "base/topology.h"
+#include "engine/engine.h"
 
 namespace mycoll {
 namespace {
@@ -106,10 +107,13 @@ bool isFirstMeeting() {
 
 class Meeting {
  public:
-  Meeting(const GroupOptions& options, Store& store, const PeerAddress& self)
-      : options_(options), store_(store), deadline_(Deadline::after(options.timeout)) {
+  Meeting(const GroupOptions& options, Store& store, Engine& engine)
+      : options_(options),
+        store_(store),
+        engine_(engine),
+        deadline_(Deadline::after(options.timeout)) {
     mine_.ranks = options.ranks;
-    mine_.address = self;
+    mine_.address = engine.endpoint()->address();
     cards_.resize(options.ranks);
     changed_.resize(options.ranks);
   }
@@ -328,6 +332,7 @@ class Meeting {
     for (size_t rank = 0; rank < seen.size(); ++rank) {
       MYCOLL_RETURN_IF_ERROR(checkAlive(static_cast<int>(rank), seen[rank]));
     }
+    for (int rank = 0; rank < options_.ranks; ++rank) MYCOLL_RETURN_IF_ERROR(checkLoss(rank));
     if (isLeader()) return Status();
     MYCOLL_RETURN_IF_ERROR(get(key("card", 0), &text));
     if (text != leaderCard_) leaderCard_ = text, leaderSince_ = now;
@@ -368,6 +373,20 @@ class Meeting {
                                        ") has ended before the group was made; see its log");
   }
 
+  // A rank that was lost to another group, unless another process has come in its place.
+  Status checkLoss(int rank) {
+    if (rank == options_.rank) return Status();
+    const auto loss =
+        engine_.lossOf(options_.globalRanks.empty() ? rank : options_.globalRanks[rank]);
+    if (!loss) return Status();
+    std::string text;
+    MYCOLL_RETURN_IF_ERROR(get(key("card", rank), &text));
+    Card card;
+    if (Card::decode(text, &card).ok() && card.address.uid != loss->uid) return Status();
+    return Status(Code::kPeerLost, "group '" + options_.name + "' cannot be made with rank " +
+                                       std::to_string(rank) + ": " + loss->cause.message());
+  }
+
   Status tooLate() {
     std::string missing;
     for (int rank = 0; rank < options_.ranks; ++rank) {
@@ -393,6 +412,7 @@ class Meeting {
 
   const GroupOptions& options_;
   Store& store_;
+  Engine& engine_;
   const Deadline deadline_;
   std::string fileSecret_;
   Card mine_;
@@ -422,9 +442,8 @@ class Meeting {
 
 }  // namespace
 
-Status meet(const GroupOptions& options, Store& store, const PeerAddress& self,
-            GroupAddress* result) {
-  Meeting meeting(options, store, self);
+Status meet(const GroupOptions& options, Store& store, Engine& engine, GroupAddress* result) {
+  Meeting meeting(options, store, engine);
   MYCOLL_RETURN_IF_ERROR(meeting.run());
   return meeting.result(result);
 }

@@ -9,13 +9,13 @@
 //   every rank    whose own fresh card is in the roster: ack/<rank> = the roster's number
 //   rank 0        when all have confirmed the roster that stands: commit = its number
 //   every rank    done/<rank> = its number
-//   rank 0        returns last, when all are done: whatever it does next (make the group anew, or
-//   end
-//                 and take the store with it), nobody still needs what is there
+//   rank 0        returns last, when all are done: whatever it does next (make the group anew,
+//                 or end and take the store with it), nobody still needs what is there
 //
-//   who fails      refused/<number of a card> = why, for those whom it concerns
+//   who fails     refused/<number of a card> = why, for those whom it concerns
 //
-// A card of the dead never confirms, and is replaced when its rank comes. Whoever is not rank 0
+// A card of the dead never confirms, and is replaced when its rank comes. A rank that another group
+// of this process has lost, and that nobody has replaced, is not waited for. Whoever is not rank 0
 // reads a constant number of keys.
 //
 // Thread contract: blocks the calling thread until the deadline; keeps nothing.
@@ -27,8 +27,8 @@
 
 namespace mycoll {
 
-Status meet(const GroupOptions& options, Store& store, const PeerAddress& self,
-            GroupAddress* result);
+// engine: this process's; it knows of ranks that other groups have lost.
+Status meet(const GroupOptions& options, Store& store, Engine& engine, GroupAddress* result);
 
 // The group's number, from its secret and its name. Everybody may know it: it does not give the
 // secret away.

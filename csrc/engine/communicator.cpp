@@ -37,7 +37,7 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                                               std::to_string(options.ranks));
   }
   GroupAddress address;
-  MYCOLL_RETURN_IF_ERROR(meet(options, *store, engine->endpoint()->address(), &address));
+  MYCOLL_RETURN_IF_ERROR(meet(options, *store, *engine, &address));
   MYCOLL_RETURN_IF_ERROR(checkTransport(*engine->endpoint(), address));
   auto group = std::make_shared<Group>(std::move(options), engine, std::move(address));
   engine->add(group);

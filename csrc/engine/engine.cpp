@@ -90,6 +90,20 @@ void Engine::add(const std::shared_ptr<Group>& group) {
   state_->groups.push_back(group);
 }
 
+std::optional<Engine::Loss> Engine::lossOf(int64_t globalRank) {
+  for (const auto& group : groups()) {
+    const Status cause = group->error();
+    if (group->isClosed() || cause.ok()) continue;
+    const std::vector<int64_t>& numbers = group->options().globalRanks;
+    for (int rank = 0; rank < group->ranks(); ++rank) {
+      if (rank == group->rank() || (numbers.empty() ? rank : numbers[rank]) != globalRank) continue;
+      const PeerAddress& peer = group->address().peers[rank];
+      if (endpoint()->hasLost(peer)) return Loss{peer.uid, cause};
+    }
+  }
+  return std::nullopt;
+}
+
 void Engine::State::poke() {
   // Against run(): either it sees the work, or this sees that it sleeps.
   if (activity.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;

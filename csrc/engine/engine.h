@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -46,6 +47,13 @@ class Engine {
   WaitBoard& waits() { return state_->board; }
   Caller& caller() { return state_->caller; }
   std::vector<std::shared_ptr<Group>> groups() { return state_->alive(); }
+  // A rank of the job that a group has failed of, which is still open here: its process, and the
+  // group's words.
+  struct Loss {
+    std::string uid;
+    Status cause;
+  };
+  std::optional<Loss> lossOf(int64_t globalRank);
   // A rank has said something to a group (questions.cpp). [I/O lock]
   void wordCame() { state_->words.fetch_add(1, std::memory_order_release); }
   // Lets the groups hear what was said. For whoever has waited a while.

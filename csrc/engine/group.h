@@ -76,6 +76,7 @@ class Group final : public MailboxListener,
 
   uint64_t sequence() const { return submitted_.load(std::memory_order_relaxed); }
   Status error() const;
+  bool isClosed() const { return isClosed_.load(); }
   void setTimeout(std::chrono::milliseconds timeout) { timeout_.store(timeout.count()); }
   void fail(const Status& cause);
   void abort(const std::string& reason);

@@ -126,6 +126,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   ProcessLife lookAt(const PeerAddress& peer);
   // Whether it can be seen at all.
   bool isVisible(const PeerAddress& peer);
+  // Whether it has been lost, by whatever sign.
+  bool hasLost(const PeerAddress& peer);
   // Looks at all of them, at most every 50 ms: the kernel tells of a death only when it has taken
   // the process apart, which takes seconds where there is much memory. For whoever waits.
   void checkProcesses();

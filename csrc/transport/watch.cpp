@@ -63,6 +63,14 @@ ProcessLife Endpoint::lookAt(const PeerAddress& peer) {
   return isVisible(peer) ? lookAtProcess(peer.pid, peer.startTicks) : ProcessLife::kGone;
 }
 
+bool Endpoint::hasLost(const PeerAddress& peer) {
+  std::lock_guard<std::mutex> lock(io_);
+  auto process = processes_.find(peer.uid);
+  if (process != processes_.end() && process->second.isLost) return true;
+  auto link = outLinks_.find(peer.uid);
+  return link != outLinks_.end() && link->second->isLost;
+}
+
 void Endpoint::checkProcesses() {
   const int64_t now = nowMs();
   int64_t last = processesChecked_.load(std::memory_order_relaxed);

@@ -74,15 +74,17 @@ class Member:
     process: Any
     conn: mpc.Connection
     log: Path
-    log_start: int = 0
+    log_start: int = 0  # of the job
+    log_seen: int = 0  # of what came before it and after the one before
     outcome: tuple[str, Any] | None = None  # ("ok", value) | ("error", text) | ("gone", text)
 
     def case(self) -> str:
         path = Path(f"{self.log}.case")
         return path.read_text(errors="replace").strip() if path.exists() else ""
 
-    def log_tail(self, limit: int = 6000) -> str:
-        data = self.log.read_bytes()[self.log_start :]
+    def log_tail(self, *, since_last_job: bool = False, limit: int = 6000) -> str:
+        start = self.log_seen if since_last_job else self.log_start
+        data = self.log.read_bytes()[start:]
         return data[-limit:].decode(errors="replace").strip()
 
 
@@ -195,6 +197,8 @@ class World:
             m.outcome and (m.outcome[0] == "ok" or (allow_gone and m.outcome[0] == "gone"))
             for m in self.members
         ):
+            for m in self.members:
+                m.log_seen = m.log.stat().st_size
             return [m.outcome[1] if m.outcome[0] == "ok" else None for m in self.members]
         text = self._report(what, time.monotonic() - started)
         self.kill()
@@ -221,7 +225,8 @@ class World:
             kind, value = m.outcome or ("silent", "no answer; its stacks are below")
             text = "finished" if kind == "ok" else str(value)
             if kind in ("gone", "silent"):
-                text += f"\n--- in case: {m.case()}\n--- its output\n{m.log_tail()}"
+                output = m.log_tail(since_last_job=True)  # a rank may also end between two jobs
+                text += f"\n--- in case: {m.case()}\n--- its output\n{output}"
             text = RANK_PREFIX.sub("", text)
             if kind == "silent" and self.options.native_stacks:
                 text += f"\n--- native stacks\n{native_stacks(m.process.pid)}"

@@ -76,9 +76,15 @@ def compare(ctx: Ctx, net: nn.Module, wanted: nn.Module, tolerance: float = 1e-5
         ctx.digest(full(got))
 
 
+# gloo ends the process when a thread of its own drops the last reference to a group, as the
+# callbacks of hooks may: it joins that thread.
+_gloo_groups = []
+
+
 @contextlib.contextmanager
 def gloo_group() -> Iterator[dist.ProcessGroup]:
     group = dist.new_group(backend="gloo")
+    _gloo_groups.append(group)
     yield group
     dist.destroy_process_group(group)
 

@@ -259,7 +259,9 @@ DeviceFence DeviceGroup::fence() {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const c10::Device device : devices_) streams.push_back(currentStream(device));
     for (const Followed& entry : followed_) {
-      if (!entry.operation->isEnqueued()) fence.operations.push_back(entry.operation);
+      // Not for messages: their other ends may come after the barrier.
+      if (entry.isMessage || entry.operation->isEnqueued()) continue;
+      fence.operations.push_back(entry.operation);
     }
   }
   nccl_->addStreams(&streams);

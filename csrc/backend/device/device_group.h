@@ -63,10 +63,12 @@ struct DeviceFence {
 // An operation that the watchdog follows to its end.
 struct Followed {
   DeviceOperationPtr operation;
-  // A collective of NCCL's: its place in the control group. Null: point to point, or host road.
+  // A collective of NCCL's: its place in the control group. Null: a message, or host road.
   std::shared_ptr<External> external;
   OpPtr op;
-  // Point to point on NCCL, which no group watches over.
+  // A message, or a batch of them.
+  bool isMessage = false;
+  // Messages on NCCL, which no group watches over.
   Deadline deadline;
   std::string description;
   bool ownsDeadline = false;

@@ -77,6 +77,7 @@ DeviceOperationPtr HostRoad::carryOne(DeviceGroup& group, Request& request, bool
   }
   Followed followed;
   followed.operation = operation;
+  followed.isMessage = kind == OpKind::kSend || kind == OpKind::kRecv;
   group.follow(std::move(followed));
   return operation;
 }

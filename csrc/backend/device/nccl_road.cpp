@@ -336,6 +336,7 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   }
   if (isMessage && !isCaptured) {
     followed.operation = operation;
+    followed.isMessage = true;
     followed.ownsDeadline = true;
     followed.deadline = Deadline::after(place_.timeoutOf(first));
     const bool isSend = first.calls.front().kind == OpKind::kSend;
@@ -376,7 +377,6 @@ void NcclRoad::close(Deadline deadline) {
 void NcclRoad::addStreams(std::vector<c10::Stream>* streams) const {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [index, line] : lines_) streams->push_back(line->stream);
-  for (const auto& [key, line] : pairs_) streams->push_back(line->stream);
 }
 
 }  // namespace mycoll

@@ -108,6 +108,35 @@ def test_a_callback_that_does_not_return(fresh, transport, backend):
     fresh(2, transport, timeout=2.0).run(endless)
 
 
+def last_reference(ctx: Ctx) -> None:
+    """The callback holds the last reference to its group, which then ends on that thread."""
+    group = dist.new_group()
+    may_end, ended = threading.Event(), threading.Event()
+
+    def callback(_, group: list = [group]) -> None:  # noqa: B006
+        may_end.wait(30)
+        threading.Timer(0.2, ended.set).start()
+
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    future = work.get_future()
+    if future.done():
+        may_end.set()  # it runs at once, in this thread
+    chained = future.then(callback)
+    del callback, work, future
+    threading.Timer(0.1, may_end.set).start()
+    dist.destroy_process_group(group)
+    del group, chained
+    ctx.equal(ended.wait(30), True)
+    dist.barrier()
+
+
+@pytest.mark.worlds(2)
+def test_a_group_that_ends_in_a_callback(world):
+    if world.backend == "gloo":
+        pytest.skip("gloo ends the process")
+    world.run(last_reference)
+
+
 def failing(ctx: Ctx) -> None:
     """A callback that raises is the future's error, and nobody else's."""
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()

@@ -125,6 +125,7 @@ Task Endpoint::connectOver(OutLink* link, const HandshakeGroup& group, Fd socket
     link->sender = std::make_unique<TcpSender>(std::move(socket));
     ++tcpLinks_;
   }
+  if (options_.tap) link->sender = options_.tap->tap(std::move(link->sender));
   link->isShm = isShm;
   co_return Status();
 }
@@ -210,6 +211,7 @@ Task Endpoint::acceptTask(Accepting* accepting) {
   } else {
     link->receiver = std::make_unique<TcpReceiver>(std::move(accepting->socket));
   }
+  if (options_.tap) link->receiver = options_.tap->tap(std::move(link->receiver));
   accepting->link = std::move(link);
   co_return Status();
 }

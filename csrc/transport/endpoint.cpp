@@ -342,13 +342,13 @@ bool Endpoint::hasQueued(uint64_t context, int rank) const {
 bool Endpoint::sendFd(const std::string& uid, int fd, const std::string& cookie) {
   auto found = outLinks_.find(uid);
   if (found == outLinks_.end() || !found->second->sender || !found->second->isShm) return false;
-  return static_cast<ShmSender&>(*found->second->sender).sendFd(fd, cookie);
+  return found->second->sender->sendFd(fd, cookie);
 }
 
 Fd Endpoint::takeFd(const std::string& uid, const std::string& cookie) {
   for (auto& link : inLinks_) {
     if (link->peerUid != uid || !link->isShm) continue;
-    Fd fd = static_cast<ShmReceiver&>(*link->receiver).takeFd(cookie);
+    Fd fd = link->receiver->takeFd(cookie);
     if (fd.isOpen()) return fd;
   }
   return Fd();

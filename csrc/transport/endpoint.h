@@ -98,6 +98,7 @@ struct EndpointOptions {
   InterfaceFilter interfaces;
   std::string storeHost;  // empty: unknown
   size_t eagerBytes = 64 * 1024;
+  LinkTap* tap = nullptr;  // for tests; outlives the endpoint
 
   static Status fromEnv(EndpointOptions* result);
 };

@@ -10,7 +10,10 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <memory>
+#include <string>
 
+#include "base/fd.h"
 #include "base/types.h"
 
 namespace mycoll {
@@ -25,6 +28,9 @@ class LinkSender {
   virtual void setAsleep(bool asleep) = 0;
   // Readable or hung up when the peer has gone; owned by the link.
   virtual int fd() const = 0;
+  // Beside the bytes: hands the receiver a descriptor under a name of 32 bytes. False where links
+  // of this kind cannot.
+  virtual bool sendFd(int, const std::string& /*cookie*/) { return false; }
 };
 
 class LinkReceiver {
@@ -42,6 +48,18 @@ class LinkReceiver {
   virtual void onEvent(bool isClosed) = 0;
   virtual void setAsleep(bool asleep) = 0;
   virtual int fd() const = 0;
+  // What sendFd() sent with this cookie; closed when it has not come.
+  virtual Fd takeFd(const std::string& /*cookie*/) { return Fd(); }
+};
+
+// For tests: may put something of its own between an endpoint and each new link.
+class LinkTap {
+ public:
+  virtual std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) = 0;
+  virtual std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) = 0;
+
+ protected:
+  ~LinkTap() = default;
 };
 
 }  // namespace mycoll

@@ -43,8 +43,7 @@ class ShmSender final : public LinkSender {
   ssize_t write(const Span* parts, int count) override;
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_.get(); }
-  // Beside the ring: hands the receiver a descriptor under a name of 32 bytes.
-  bool sendFd(int fd, const std::string& cookie);
+  bool sendFd(int fd, const std::string& cookie) override;
 
  private:
   void publish(uint64_t head);
@@ -66,8 +65,7 @@ class ShmReceiver final : public LinkReceiver {
   void onEvent(bool isClosed) override;
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_.get(); }
-  // What sendFd() sent with this cookie; closed when it has not come.
-  Fd takeFd(const std::string& cookie);
+  Fd takeFd(const std::string& cookie) override;
 
  private:
   std::shared_ptr<Segment> segment_;

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -86,3 +89,28 @@ def test_where_values_come_from(monkeypatch) -> None:
     assert rows["MYCOLL_TRACE_ENTRIES"]["source"] == "TORCH_FR_BUFFER_SIZE"
     assert rows["MYCOLL_TRACE_ENTRIES"]["value"] == "64"
     assert rows["MYCOLL_CHUNK_BYTES"]["source"] == "default"
+
+
+def test_python_half_logs_through_torch(backend) -> None:
+    """TORCH_LOGS is read while torch is imported: a process of its own."""
+    if backend != "mycoll":
+        pytest.skip("about mycoll's lines")
+    program = """
+import torch.distributed as dist
+dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+"""
+    said = {}
+    for logs in ("distributed", None):
+        env = {k: v for k, v in os.environ.items() if k not in ("TORCH_LOGS", "MYCOLL_CPU")}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**env, **({"TORCH_LOGS": logs} if logs else {})},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        said[logs] = [line for line in done.stderr.splitlines() if "_registration.py" in line]
+    assert said[None] == []
+    (line,) = said["distributed"]
+    assert re.search(r"I\d+ .*mycoll \S+: group '0', rank 0 of 1, timeout", line), line

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules, stage
 from worlds import arith
 from worlds.training import close
 from worlds.worker import Ctx
@@ -15,6 +16,11 @@ SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 # Two stages a rank, back and forth: rank 0 has the first and the last.
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+# torch 2.11 greets the neighbours of every stage by messages, also where a rank is its own
+# neighbour, as in a V; only NCCL takes those. Later versions greet otherwise, or not at all.
+GREETS_ITSELF = hasattr(stage._PipelineStageBase, "_get_init_p2p_neighbors_ops") and not hasattr(
+    schedules._PipelineSchedule, "_warmup_p2p"
+)
 
 
 def layers(count: int) -> list[nn.Module]:
@@ -65,6 +71,8 @@ def scheduled(ctx: Ctx, name: str) -> None:
 @pytest.mark.worlds(2, 3)
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
 def test_schedule(world, name):
+    if name in V_SHAPED and GREETS_ITSELF:
+        pytest.skip("this torch sends messages from a rank to itself: fails on gloo, too")
     if name == "ScheduleDualPipeV" and 2 * world.size > MICROBATCHES:
         pytest.skip("needs two microbatches for each rank")
     world.run(scheduled, name)

@@ -6,9 +6,10 @@ needs it.
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING, Any
+
+from mycoll._log import log
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
@@ -31,7 +32,7 @@ def create(group: _DistributedBackendOptions) -> Backend:
     """The group as torch's own backend="gloo" would make it."""
     from torch.distributed import ProcessGroupGloo
 
-    logging.getLogger("mycoll").warning(
+    log.warning(
         "mycoll: group '%s' carries CPU tensors over torch's gloo, as %s or Options(cpu=) says",
         group.group_id,
         VARIABLE,

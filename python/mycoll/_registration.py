@@ -16,6 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mycoll._log import log
+from mycoll._version import __version__
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -98,6 +101,14 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
 
     from mycoll import _compat, _gloo
 
+    log.info(
+        "mycoll %s: group '%s', rank %d of %d, timeout %s",
+        __version__,
+        group.group_id,
+        group.group_rank,
+        group.group_size,
+        group.timeout,
+    )
     group.store = _store_of_this_attempt(group.store)
     if _gloo.is_wanted(options):
         _compat.install()
@@ -166,4 +177,5 @@ def _store_of_this_attempt(store: Store) -> Store:
         return store
     from torch.distributed import PrefixStore
 
+    log.info("mycoll: attempt %s of torchrun's job: what earlier ones wrote is not read", attempt)
     return PrefixStore(f"attempt{attempt}", store)

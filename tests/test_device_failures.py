@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import pytest
 import test_mismatch
+import test_work
 import torch
 import torch.distributed as dist
 from worlds.worker import Ctx
@@ -188,3 +189,39 @@ def test_wrong_arguments(device_world):
 @pytest.mark.worlds(2, roads=["nccl"])
 def test_what_nccl_cannot_do(device_world):
     device_world.run(refused_by_nccl)
+
+
+def shrinks(ctx: Ctx, victim: int) -> tuple[str, float]:
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    ctx.equal(float(x[0]), float(ctx.size))
+    if ctx.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = text_of_failure(ctx)
+    left = [r for r in range(ctx.size) if r != victim]
+    dist.shrink_group([victim], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    for device in (ctx.device, torch.device("cpu")):
+        y = torch.full((1000,), float(ctx.rank), device=device)
+        dist.all_reduce(y)
+        ctx.equal(float(y[7]), float(sum(left)), f"on {device}")
+    return seen
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_survivors_shrink_and_go_on(fresh_device_world, road):
+    world = fresh_device_world(3, road)
+    world.start(shrinks, 1)
+    for rank, seen in enumerate(world.finish(allow_gone=True)):
+        assert rank == 1 or "rank 1 (" in seen[0], seen
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_writes_to_tensors_in_flight(fresh_device_world, road):
+    world = fresh_device_world(2, road, env=(("TORCH_DISTRIBUTED_DEBUG", "INFO"),))
+    for warned in world.run(written_early_on_device):
+        assert warned == [True, False, False, False], warned
+
+
+def written_early_on_device(ctx: Ctx) -> list[bool]:
+    with ctx.device:
+        return test_work.written_early(ctx, "all_reduce")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from faults.harness import Seen, Stage, answers, attempt
 from faults.misuse import twice
+from torch.distributed import distributed_c10d
 from worlds.worker import Ctx
 
 PATIENCE = 10.0
@@ -65,6 +66,36 @@ def test_a_group_with_the_dead_is_not_waited_for(stage):
             assert "cannot be made with rank 1" in seen.text, seen.text
             assert "has ended (killed" in seen.text, seen.text
             assert took < PATIENCE / 2, f"{took:.1f} s"
+
+
+def shrinks_after_a_death(ctx: Ctx, victim: int) -> Seen | None:
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    if ctx.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seen = attempt(lambda: dist.all_reduce(x))
+    for flags in (distributed_c10d.SHRINK_ABORT, distributed_c10d.SHRINK_DEFAULT):
+        last = dist.get_world_size() - 1
+        if flags == distributed_c10d.SHRINK_DEFAULT:  # and once more, nobody having died
+            if dist.get_rank() == last:
+                return seen
+            dist.shrink_group([last])
+        else:
+            dist.shrink_group([victim], shrink_flags=flags)
+        y = torch.full((1000,), float(ctx.rank))
+        dist.all_reduce(y)
+        members = [r for r in range(ctx.size) if r != victim][: dist.get_world_size()]
+        ctx.equal(float(y[7]), float(sum(members)))
+    return seen
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_survivors_shrink_and_go_on(stage, victim):
+    with stage.world(4) as world:
+        world.start(shrinks_after_a_death, victim)
+        for seen in answers(world, (victim,)).values():
+            assert seen.kind == "DistBackendError", seen
+            assert f"rank {victim} (" in seen.text, seen.text
 
 
 def test_a_rank_twice_is_told_to_all(stage):

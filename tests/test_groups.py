@@ -144,6 +144,51 @@ def test_split_group(fresh, transport):
     assert all(fresh(4, transport).run(split)), "the backend does not support splitting"
 
 
+def shrink(ctx: Ctx) -> None:
+    """A subgroup without its second member, then the world without rank 3, then once more."""
+    sub = dist.new_group([0, 1, 2])
+    if ctx.rank in (0, 2):
+        smaller = dist.shrink_group([1], group=sub)
+        ctx.equal(dist.get_process_group_ranks(smaller), [0, 2])
+        check(ctx, smaller, [0, 2])
+    dist.barrier()
+    if ctx.rank == 3:
+        return
+    for left in ([0, 1, 2], [0, 1]):
+        if ctx.rank not in left:
+            return
+        world = dist.shrink_group([len(left)])
+        ctx.equal(dist.group.WORLD, world)
+        ctx.equal((dist.get_rank(), dist.get_world_size()), (ctx.rank, len(left)))
+        check(ctx, world, left)
+        check(ctx, dist.new_group(left), left)
+        objects: list[int | None] = [None] * len(left)
+        dist.all_gather_object(objects, ctx.rank)
+        ctx.equal(objects, left)
+
+
+def test_shrink_group(fresh, transport, backend):
+    if backend == "gloo":
+        pytest.skip("gloo cannot shrink")
+    fresh(4, transport).run(shrink)
+
+
+def disagree(ctx: Ctx) -> str:
+    """Two of three are to be left, and no two agree which."""
+    try:
+        dist.shrink_group([(ctx.rank + 1) % ctx.size])
+    except dist.DistBackendError as error:
+        return str(error)
+    return "no error"
+
+
+def test_shrinking_differently(fresh, transport, backend):
+    if backend == "gloo":
+        pytest.skip("gloo cannot shrink")
+    texts = fresh(3, transport, timeout=2.0).run(disagree)
+    assert all("shrunk" in text and "TIMED OUT" in text for text in texts), texts
+
+
 def destroyed_in_any_order(ctx: Ctx) -> None:
     groups = [dist.new_group() for _ in range(6)]
     for group in groups:

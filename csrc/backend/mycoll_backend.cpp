@@ -88,13 +88,17 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
-  std::shared_ptr<DeviceGroup> device;
-  if (at::getAccelerator(/*checked=*/false)) {
-    device = DeviceGroup::create(groupName, communicator, options);
-  }
+  std::shared_ptr<DeviceGroup> device = deviceGroupFor(groupName, communicator, options);
   return c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator),
                                             std::move(groupName), std::move(globalRanks),
                                             std::move(options), std::move(device));
+}
+
+std::shared_ptr<DeviceGroup> MycollBackend::deviceGroupFor(
+    const std::string& groupName, const std::shared_ptr<Communicator>& communicator,
+    const c10::intrusive_ptr<MycollOptions>& options) {
+  if (!at::getAccelerator(/*checked=*/false)) return nullptr;
+  return DeviceGroup::create(groupName, communicator, options);
 }
 
 MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
@@ -212,21 +216,31 @@ void MycollBackend::shutdown() {
   communicator_->close(deadline);
 }
 
+c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
+    const CallSite& site, const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
+  auto given = c10::dynamic_intrusive_pointer_cast<MycollOptions>(opts);
+  if (opts && !given) {
+    refuse(site, "pg_options must be a mycoll.Options, but they are of backend " + opts->backend);
+  }
+  return given;
+}
+
+std::vector<int64_t> MycollBackend::globalRanksOf(const std::vector<int>& ranks) const {
+  std::vector<int64_t> global;
+  for (const int rank : ranks) {
+    global.push_back(globalRanks_.empty() ? rank : globalRanks_[static_cast<size_t>(rank)]);
+  }
+  return global;
+}
+
 c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   const CallSite site = enter("split_group");
-  std::vector<int64_t> globalRanks;
-  for (const int rank : ranks) {
-    checkRank(site, "split_ranks", rank);
-    globalRanks.push_back(globalRanks_.empty() ? rank : globalRanks_[static_cast<size_t>(rank)]);
-  }
+  for (const int rank : ranks) checkRank(site, "split_ranks", rank);
   const auto self = std::find(ranks.begin(), ranks.end(), rank_);
   if (self == ranks.end()) return nullptr;
-  const auto given = c10::dynamic_intrusive_pointer_cast<MycollOptions>(opts);
-  if (opts && !given) {
-    refuse(site, "pg_options must be a mycoll.Options, but they are of backend " + opts->backend);
-  }
+  const auto given = optionsFrom(site, opts);
   const std::string name = opts ? opts->group_name : groupName_ + ":split";
 
   std::lock_guard<std::mutex> lock(splitMutex_);
@@ -234,10 +248,42 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
       lastSplit_ && lastSplit_->groupName_ == name && lastSplit_->communicator_->error().ok();
   if (!isKnown) {
     lastSplit_ = create(store, static_cast<int>(self - ranks.begin()),
-                        static_cast<int>(ranks.size()), name, std::move(globalRanks),
+                        static_cast<int>(ranks.size()), name, globalRanksOf(ranks),
                         c10::make_intrusive<MycollOptions>(given ? *given : *options_));
   }
   return lastSplit_;
+}
+
+c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
+    const std::vector<int64_t>& excluded, int flags,
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  constexpr int kAbortFirst = 1;  // torch.distributed.SHRINK_ABORT
+  const CallSite site = enter("shrink_group");
+  std::vector<bool> isExcluded(static_cast<size_t>(size_));
+  for (const int64_t rank : excluded) {
+    checkRank(site, "ranks_to_exclude", rank);
+    isExcluded[static_cast<size_t>(rank)] = true;
+  }
+  std::vector<int> members;
+  std::string suffix = ":shrunk" + std::to_string(shrinks_.fetch_add(1)) + " to";
+  for (int rank = 0; rank < size_; ++rank) {
+    if (isExcluded[static_cast<size_t>(rank)]) continue;
+    members.push_back(rank);
+    suffix.append(" ").append(std::to_string(rank));
+  }
+  const auto given = optionsFrom(site, opts);
+  if (isExcluded[static_cast<size_t>(rank_)]) refuse(site, "this rank is to be excluded itself");
+  if (flags & kAbortFirst) abort();
+  std::shared_ptr<Communicator> communicator;
+  throwIfFailed(Communicator::shrink(*communicator_, suffix, members, &communicator));
+  auto options = c10::make_intrusive<MycollOptions>(given ? *given : *options_);
+  communicator->setTimeout(options->timeout);
+  std::string name = groupName_ + suffix;
+  std::shared_ptr<DeviceGroup> device = deviceGroupFor(name, communicator, options);
+  const int rank = communicator->rank(), ranks = communicator->ranks();
+  return c10::make_intrusive<MycollBackend>(rank, ranks, std::move(communicator), std::move(name),
+                                            globalRanksOf(members), std::move(options),
+                                            std::move(device));
 }
 
 void MycollBackend::registerOnCompletionHook(
@@ -307,6 +353,8 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
   if (!callbacks_->isIdle()) [[unlikely]] {
     awaitCallbacks(request);
   }
+  InFlight inFlight;
+  if (request.async && InFlight::isWanted()) inFlight.add(request.allTensors());
   auto kept = std::make_shared<Kept>();
   kept->tensors = std::move(request.keep);
   MycollWork::Ops ops;
@@ -328,7 +376,7 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
   if (const uint32_t site = callSiteOfCall()) [[unlikely]] {
     for (const OpPtr& op : ops) op->record().setSite(site);
   }
-  return finishLaunch(request, outputs, std::move(ops), isProfiled);
+  return finishLaunch(request, outputs, std::move(ops), std::move(inFlight), isProfiled);
 }
 
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
@@ -360,10 +408,13 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
 }
 
 MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,
-                                                   MycollWork::Ops ops, bool isProfiled) {
-  if (request.async) return track(request, outputs, std::move(ops), isProfiled);
+                                                   MycollWork::Ops ops, InFlight inFlight,
+                                                   bool isProfiled) {
+  if (request.async) {
+    return track(request, outputs, std::move(ops), std::move(inFlight), isProfiled);
+  }
   if (hook_) [[unlikely]] {
-    track(request, outputs, std::move(ops), isProfiled)->wait();
+    track(request, outputs, std::move(ops), InFlight(), isProfiled)->wait();
     return nullptr;
   }
   for (const OpPtr& op : ops) throwIfFailed(communicator_->wait(op, Deadline::never()));
@@ -374,13 +425,15 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorL
 }
 
 MycollBackend::WorkPtr MycollBackend::track(Request& request, at::TensorList outputs,
-                                            MycollWork::Ops ops, bool isProfiled) {
+                                            MycollWork::Ops ops, InFlight inFlight,
+                                            bool isProfiled) {
   MycollWork::Extras extras;
   extras.copyBacks = std::move(request.copyBacks);
   extras.isTimed = isTimed_;
   extras.started = MycollWork::Clock::now();
   extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
   if (!isMessage(request.type)) extras.order = callbacks_;
+  extras.inFlight = std::move(inFlight);
   if (hook_) {
     std::lock_guard<std::mutex> lock(hook_->mutex);
     ++hook_->pending;

@@ -118,6 +118,11 @@ class MycollBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  // The group of the ranks that are left, which all of them ask for; for torch's shrink_group().
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> shrink(
+      const std::vector<int64_t>& excluded, int flags,
+      const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
   // For torch's device_id: the other connections are made when first needed.
   void eagerConnectSingleDevice(at::Device device) override;
 #if MYCOLL_TORCH_HAS_IS_INITIALIZED
@@ -132,6 +137,13 @@ class MycollBackend final : public c10d::Backend {
 
   // Until the callbacks of earlier futures have run: see CallbackOrder.
   void awaitCallbacks(const Request& request) const;
+  // pg_options that a user has given, or null.
+  c10::intrusive_ptr<MycollOptions> optionsFrom(
+      const CallSite& site, const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
+  std::vector<int64_t> globalRanksOf(const std::vector<int>& ranks) const;
+  static std::shared_ptr<DeviceGroup> deviceGroupFor(
+      const std::string& groupName, const std::shared_ptr<Communicator>& communicator,
+      const c10::intrusive_ptr<MycollOptions>& options);
   // Submits the calls, and waits for them unless the request is asynchronous; torch takes a null
   // Work for "done". outputs: what Work.result() and its future hold.
   WorkPtr run(Request& request, at::TensorList outputs);
@@ -139,11 +151,12 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr launch(Request& request, at::TensorList outputs, bool isProfiled);
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
   WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops,
-                       bool isProfiled);
+                       InFlight inFlight, bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
                   int source, int tag);
   // Makes the Work of operations that were submitted.
-  WorkPtr track(Request& request, at::TensorList outputs, MycollWork::Ops ops, bool isProfiled);
+  WorkPtr track(Request& request, at::TensorList outputs, MycollWork::Ops ops, InFlight inFlight,
+                bool isProfiled);
 
   void addAllReduce(Request& request, const at::Tensor& tensor, const c10d::ReduceOp& op);
   void addAllGatherInto(Request& request, const at::Tensor& output, const at::Tensor& input,
@@ -169,6 +182,8 @@ class MycollBackend final : public c10d::Backend {
   // Which thread is between startCoalescing() and endCoalescing(); only that one touches the list.
   std::atomic<const void*> coalescingThread_{nullptr};
   std::vector<WorkPtr> coalesced_;
+
+  std::atomic<int> shrinks_{0};  // how often it was asked for a smaller group
 
   std::mutex splitMutex_;
   // The last group split off, kept for torch's question for the next device. A weak pointer would

@@ -51,7 +51,8 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType 
       order_(std::move(extras.order)),
       unfinishedOps_(ops_.size()),
       copyBacks_(std::move(extras.copyBacks)),
-      hook_(std::move(extras.hook)) {}
+      hook_(std::move(extras.hook)),
+      inFlight_(std::move(extras.inFlight)) {}
 
 void MycollWork::start() {
   const bool hasMoreToDo =
@@ -88,6 +89,7 @@ void MycollWork::finish() {
   FuturePtr future;
   CallbackOrder::TurnPtr turn;
   FuturePtr resultFuture;
+  InFlight inFlight;
   {
     std::lock_guard<std::mutex> lock(lock_);
     if (isDone()) return;
@@ -97,6 +99,7 @@ void MycollWork::finish() {
         break;
       }
     }
+    std::swap(inFlight, inFlight_);
     copyBacks.swap(copyBacks_);
     if (status_.ok()) {
       for (const CopyBack& copy : copyBacks) {
@@ -111,6 +114,9 @@ void MycollWork::finish() {
     resultFuture = resultFuture_;
     if (isTimed_ || hook) ended_ = Clock::now();
     state_.store(State::kDone, std::memory_order_release);
+  }
+  if (!inFlight.isEmpty()) [[unlikely]] {
+    inFlight.check(c10::str(name(ops_.front()->kind()), " (call #", sequence_, ")"));
   }
   if (endProfiling) endProfiling();
   auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);

@@ -144,6 +144,14 @@ const Variable kVariables[] = {
      [](std::string_view value, Env* env) {
        return parseInterfaces(value, &env->socketInterfaces);
      }},
+    {"MYCOLL_CHECKSUM", "0", "0 or 1",
+     "1: what is sent to other ranks over links (sockets, and messages through shared memory) "
+     "carries a CRC-32C; what arrives changed ends the operation in an error.",
+     [](std::string_view value, Env* env) {
+       if (value != "0" && value != "1") return false;
+       env->checksum = value == "1";
+       return true;
+     }},
     {"MYCOLL_CPU", "engine", "engine or gloo",
      "Who serves CPU tensors: mycoll's own engine, or torch's gloo (to compare or to rule mycoll "
      "out).",

@@ -53,7 +53,8 @@ struct Env {
   InterfaceFilter socketInterfaces;
   CpuBackend cpu = CpuBackend::kEngine;
   LogLevel logLevel = LogLevel::kFailure;
-  std::string logFile;      // empty: stderr. May hold %h %p %r %%
+  std::string logFile;  // empty: stderr. May hold %h %p %r %%
+  bool checksum = false;
   std::string secretFile;   // empty: the secret comes through the store
   size_t traceEntries = 0;  // operations remembered of each group; 0: none
   std::string traceFile;    // as logFile; empty: chosen by observe/trace_file; "off": none

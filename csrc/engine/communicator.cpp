@@ -52,13 +52,52 @@ Status Communicator::derive(const Communicator& parent, const std::string& suffi
   options.name += suffix;
   options.isExternal = isExternal;
   options.timeout = group.timeout();
+  addGroup(group.engine(), std::move(options), group.address(), result);
+  return Status();
+}
+
+Status Communicator::shrink(const Communicator& parent, const std::string& suffix,
+                            const std::vector<int>& members,
+                            std::shared_ptr<Communicator>* result) {
+  const Group& group = *parent.group_;
+  GroupOptions options = group.options();
   GroupAddress address = group.address();
+  options.name += suffix;
+  options.rank = -1;
+  options.ranks = static_cast<int>(members.size());
+  options.timeout = group.timeout();
+  options.globalRanks.clear();
+  address.peers.clear();
+  for (size_t rank = 0; rank < members.size(); ++rank) {
+    const int old = members[rank];
+    if (old == group.rank()) options.rank = static_cast<int>(rank);
+    options.globalRanks.push_back(
+        group.options().globalRanks.empty() ? old : group.options().globalRanks[old]);
+    address.peers.push_back(group.address().peers[old]);
+  }
+  if (options.rank < 0) {
+    return Status(Code::kInvalidArgument, "rank " + std::to_string(group.rank()) +
+                                              " is not among those that are left of group '" +
+                                              group.options().name + "'");
+  }
+  address.rank = options.rank;
+  std::shared_ptr<Communicator> made;
+  addGroup(group.engine(), std::move(options), std::move(address), &made);
+  Call barrier;
+  barrier.kind = OpKind::kBarrier;
+  const OpPtr met = made->submit(std::move(barrier), nullptr, /*willWait=*/true);
+  MYCOLL_RETURN_IF_ERROR(made->wait(met, Deadline::never()));
+  *result = std::move(made);
+  return Status();
+}
+
+void Communicator::addGroup(const std::shared_ptr<Engine>& engine, GroupOptions options,
+                            GroupAddress address, std::shared_ptr<Communicator>* result) {
   address.name = options.name;
   setContext(&address);
-  auto derived = std::make_shared<Group>(std::move(options), group.engine(), std::move(address));
-  group.engine()->add(derived);
-  *result = std::shared_ptr<Communicator>(new Communicator(std::move(derived)));
-  return Status();
+  auto group = std::make_shared<Group>(std::move(options), engine, std::move(address));
+  engine->add(group);
+  *result = std::shared_ptr<Communicator>(new Communicator(std::move(group)));
 }
 
 Communicator::Communicator(std::shared_ptr<Group> group) : group_(std::move(group)) {}

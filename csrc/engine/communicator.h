@@ -33,6 +33,7 @@ class Op;
 using OpPtr = std::shared_ptr<Op>;
 class Group;
 class Engine;
+struct GroupAddress;
 
 constexpr int kAnySource = -1;
 
@@ -127,6 +128,11 @@ class Communicator {
   // use it, with nothing exchanged. suffix: appended to the name, the same on all ranks.
   static Status derive(const Communicator& parent, const std::string& suffix, bool isExternal,
                        std::shared_ptr<Communicator>* result);
+  // A group of those of the parent's ranks that are left, in this order, whatever has become of the
+  // parent; needs no rendezvous, as they know each other. Returns when all of them have called it
+  // with the same suffix and members, which no earlier group of theirs may have had.
+  static Status shrink(const Communicator& parent, const std::string& suffix,
+                       const std::vector<int>& members, std::shared_ptr<Communicator>* result);
   ~Communicator();
 
   int rank() const;
@@ -197,6 +203,9 @@ class Communicator {
 
  private:
   explicit Communicator(std::shared_ptr<Group> group);
+  // A group of a known group's ranks, under options.name.
+  static void addGroup(const std::shared_ptr<Engine>& engine, GroupOptions options,
+                       GroupAddress address, std::shared_ptr<Communicator>* result);
   std::shared_ptr<Group> group_;
 };
 

@@ -31,6 +31,7 @@ Status EndpointOptions::fromEnv(EndpointOptions* result) {
   result->transport = env.transport;
   result->interfaces = env.socketInterfaces;
   result->eagerBytes = env.eagerBytes;
+  result->isChecked = env.checksum;
   return Status();
 }
 

@@ -42,7 +42,7 @@ constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
 struct OutItem {
   FrameHeader header;
   const char* payload = nullptr;
-  std::string owned;            // payload of control frames
+  std::string owned;            // the payload instead, where it is nobody else's
   size_t sent = 0;              // of header and payload together
   Transfer* request = nullptr;  // told when the payload has left; null: nobody
   // kData: the whole message; the item sends piece after piece, others in between.
@@ -78,6 +78,7 @@ struct InLink {
   FrameHeader header;
   size_t headerGot = 0;
   size_t payloadGot = 0;
+  uint32_t payloadCheck = 0;   // of what was got of a checked frame
   Mailbox* mailbox = nullptr;  // of the frame being read; null: its payload is thrown away
   Mailbox::Target target;
   std::string control;  // payload of a control frame, or of one for a group not made yet
@@ -98,6 +99,7 @@ struct EndpointOptions {
   InterfaceFilter interfaces;
   std::string storeHost;  // empty: unknown
   size_t eagerBytes = 64 * 1024;
+  bool isChecked = false;  // what is sent carries checksums
   LinkTap* tap = nullptr;  // for tests; outlives the endpoint
 
   static Status fromEnv(EndpointOptions* result);

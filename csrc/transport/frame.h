@@ -10,11 +10,17 @@
 //                   latest last, to be compared
 //   kPosition       the answer of a rank that has not come that far: how many it has begun
 //   kQuestion, kAnswer, kVerdict  why a rank does not come: engine/questions.cpp
+//
+// A frame may be checked (MYCOLL_CHECKSUM; its sender decides): then it says so by its magic
+// number, and holds the CRC-32C of its header, which is looked at before anything in it is
+// believed, and that of its payload, which is looked at before anybody is told that it has come.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "base/call.h"
+#include "base/crc32c.h"
 
 namespace mycoll {
 
@@ -36,7 +42,8 @@ enum class FrameKind : uint8_t {
 enum class MessageClass : uint8_t { kCollective, kPointToPoint, kControl };
 
 struct FrameHeader {
-  static constexpr uint32_t kMagic = 0x4c59434d;  // "MCYL"
+  static constexpr uint32_t kMagic = 0x4c59434d;         // "MCYL"
+  static constexpr uint32_t kCheckedMagic = 0x6c79636d;  // "mcyl"
 
   uint32_t magic = kMagic;
   FrameKind kind = FrameKind::kEager;
@@ -51,8 +58,13 @@ struct FrameHeader {
   uint64_t payloadBytes = 0;  // that follow this header
   uint64_t senderRequest = 0;
   uint64_t receiverRequest = 0;
+  uint32_t payloadCheck = 0;  // checked frames only
+  uint32_t headerCheck = 0;   // of all that stands before it
+
+  bool isChecked() const { return magic == kCheckedMagic; }
+  uint32_t check() const { return crc32c(this, offsetof(FrameHeader, headerCheck)); }
 };
-static_assert(sizeof(FrameHeader) == 88);
+static_assert(sizeof(FrameHeader) == 96);
 
 // Larger announcements are nonsense; smaller ones are still checked against what was posted.
 constexpr uint64_t kMaxControlBytes = 16 * 1024;

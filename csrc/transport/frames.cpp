@@ -13,8 +13,9 @@ constexpr size_t kPieceBytes = 1024 * 1024;
 // Frames for groups that are not made yet on this side.
 constexpr size_t kMaxOrphans = 4096;
 
-// Stands in for memory that was taken back while a frame was on its way.
-char zeros[kPieceBytes];  // never written; not const, so that it takes no room in the binary
+constexpr char kChanged[] =
+    "sent something that has changed on its way (MYCOLL_CHECKSUM): memory or a network that fails, "
+    "or its program wrote to a tensor that was still being sent";
 
 // Frames of the group itself; their payload is short and handed over whole.
 bool isControlFrame(FrameKind kind) {
@@ -27,7 +28,18 @@ void beginPiece(OutItem& item) {
   size_t bytes = std::min(kPieceBytes, item.message.bytes - item.messageSent);
   item.payload = item.message.begin() + item.messageSent;
   item.header.payloadBytes = bytes;
+  item.header.magic = FrameHeader::kMagic;
   item.sent = 0;
+}
+
+const char* payloadOf(const OutItem& item) {
+  return item.owned.empty() ? item.payload : item.owned.data();
+}
+
+void seal(OutItem& item) {
+  item.header.magic = FrameHeader::kCheckedMagic;
+  item.header.payloadCheck = crc32c(payloadOf(item), item.header.payloadBytes);
+  item.header.headerCheck = item.header.check();
 }
 
 }  // namespace
@@ -39,8 +51,9 @@ bool Endpoint::flush(OutLink& link, size_t turnBytes) {
     OutItem& item = link.queue.front();
     bool isPieced = item.header.kind == FrameKind::kData;
     if (isPieced && !item.payload) beginPiece(item);
+    if (options_.isChecked && !item.header.isChecked()) seal(item);
     size_t total = sizeof(FrameHeader) + item.header.payloadBytes;
-    const char* payload = item.owned.empty() ? item.payload : item.owned.data();
+    const char* payload = payloadOf(item);
     Span parts[2];
     int count = 0;
     if (item.sent < sizeof(FrameHeader)) {
@@ -88,9 +101,10 @@ void Endpoint::forget(Transfer* request) {
       } else if (item->sent == 0 || !item->payload) {
         item = link->queue.erase(item);
       } else {
-        // Half of the frame has left: the rest of it must follow, whatever it holds.
+        // Half of the frame has left, and the rest must follow: as it was, since the receiver may
+        // get to use it before it hears of a failure.
+        item->owned.assign(item->payload, item->header.payloadBytes);
         item->request = nullptr;
-        item->payload = zeros;
         ++item;
       }
     }
@@ -114,6 +128,7 @@ bool Endpoint::drain(InLink& link, size_t turnBytes) {
       link.headerGot += static_cast<size_t>(got);
       if (link.headerGot < sizeof(FrameHeader)) continue;
       link.payloadGot = 0;
+      link.payloadCheck = 0;
       if (!beginFrame(link)) return moved;
     }
     size_t left = link.header.payloadBytes - link.payloadGot;
@@ -127,11 +142,18 @@ bool Endpoint::drain(InLink& link, size_t turnBytes) {
       if (got < 0) link.problem = "closed its connection in the middle of a message";
       if (got <= 0) return moved;
       moved = true;
+      if (link.header.isChecked()) {
+        link.payloadCheck = crc32c(into, static_cast<size_t>(got), link.payloadCheck);
+      }
       link.payloadGot += static_cast<size_t>(got);
       movedBytes += static_cast<size_t>(got);
       if (link.payloadGot < link.header.payloadBytes) continue;
     }
     link.headerGot = 0;
+    if (link.header.isChecked() && link.header.payloadCheck != link.payloadCheck) {
+      link.problem = kChanged;
+      return moved;
+    }
     endFrame(link);
   }
   return moved;
@@ -148,7 +170,11 @@ bool Endpoint::beginFrame(InLink& link) {
                    : header.kind == FrameKind::kEager ? kMaxEagerBytes
                    : header.kind == FrameKind::kData  ? ~uint64_t{0}
                                                       : 0;
-  if (header.magic != FrameHeader::kMagic || header.payloadBytes > limit ||
+  if (header.isChecked() && header.headerCheck != header.check()) {
+    link.problem = kChanged;
+    return false;
+  }
+  if ((header.magic != FrameHeader::kMagic && !header.isChecked()) || header.payloadBytes > limit ||
       (header.kind == FrameKind::kEager && header.messageBytes != header.payloadBytes)) {
     link.problem = "sent something that is not a mycoll frame";
     return false;

@@ -2,8 +2,9 @@
 
 torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to whatever is not called gloo,
 ignores `_set_pg_timeout` for whatever is not gloo or NCCL, and refuses `dist.split_group` where no
-accelerator is bound to the job. They are wrapped when the first mycoll group is made, not before; a
-group that has no mycoll in it reaches torch's own function with the same arguments.
+accelerator is bound to the job; a group made by `dist.shrink_group` serves one kind of device,
+where its parent may have served several. They are wrapped when the first mycoll group is made, not
+before; a group that has no mycoll in it reaches torch's own function with the same arguments.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def install() -> None:
             if not hasattr(distributed_c10d, "set_timeout"):  # which serves every backend
                 _replace("_set_pg_timeout", _wrap_set_pg_timeout)
             _replace("split_group", _wrap_split_group)
+            _replace("shrink_group", _wrap_shrink_group)
             _installed = True
 
 
@@ -129,3 +131,19 @@ def _part_of(rank: int, size: int, split_ranks: list[list[int]]) -> list[int] | 
                 f"split_ranks: {part} names a rank outside the parent's 0 to {size - 1}"
             )
     return next((sorted(part) for part in split_ranks if rank in part), None)
+
+
+def _wrap_shrink_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shrink_group(
+        ranks_to_exclude: list[int], group: ProcessGroup | None = None, *args: Any, **more: Any
+    ) -> ProcessGroup:
+        ours = [device for device, name in _backend_names(group).items() if name == "mycoll"]
+        made = original(ranks_to_exclude, group, *args, **more)
+        served = {device.type: made._get_backend(device) for device in made._device_types}
+        missing = [torch.device(device) for device in ours if device not in served]
+        for backend in list(served.values())[:1] if ours else []:
+            for device in missing:
+                made._register_backend(device, ProcessGroup.BackendType.CUSTOM, backend)
+        return made  # type: ignore[no-any-return]
+
+    return shrink_group

@@ -1,6 +1,6 @@
 // A network that misbehaves by a seed: bytes that come late and in pieces, links that overtake each
-// other, connections that break and ranks that die at every step. Whatever it does, each operation
-// ends with the right bits or with an error that names the cause, on every survivor.
+// other, connections that break, ranks that die at every step, bits that flip. Whatever it does,
+// each operation ends with the right bits or with an error that names the cause, on every survivor.
 //
 //   simulation_test                                   a few seeds of each kind
 //   SIMULATION_SEEDS=5000 simulation_test             many
@@ -46,6 +46,13 @@ class Weather final : public LinkTap {
   // At the so many-th move of this rank: one connection breaks, or all (the rank dies).
   void planBreak(uint64_t move) { breakAt_ = move; }
   void planDeath(uint64_t move) { dieAt_ = move; }
+  // A bit of what comes in by the so many-th read of at least so many bytes.
+  void planFlip(uint64_t read, size_t bytes) { flipAt_ = read, flipBytes_ = bytes; }
+  void mayFlip(void* data, ssize_t bytes) {
+    if (bytes <= 0 || static_cast<size_t>(bytes) < flipBytes_ || --flipAt_ != 0) return;
+    static_cast<unsigned char*>(data)[random_() % static_cast<size_t>(bytes)] ^=
+        static_cast<unsigned char>(1u << random_() % 8);
+  }
   bool isDead() const { return isDead_.load(); }
 
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override;
@@ -70,6 +77,8 @@ class Weather final : public LinkTap {
   uint64_t moves_ = 0;
   uint64_t breakAt_ = ~uint64_t{0};
   uint64_t dieAt_ = ~uint64_t{0};
+  uint64_t flipAt_ = ~uint64_t{0};
+  size_t flipBytes_ = 0;
   std::atomic<bool> isDead_{false};
 };
 
@@ -102,7 +111,9 @@ class Receiver final : public LinkReceiver {
     if (bytes == 0) return 0;
     const ssize_t allowed = weather_.allowed(bytes, link_->fd());
     if (allowed <= 0 || isBroken_) return isBroken_ |= allowed < 0, isBroken_ ? -1 : 0;
-    return link_->read(data, static_cast<size_t>(allowed), streaming);
+    const ssize_t got = link_->read(data, static_cast<size_t>(allowed), streaming);
+    weather_.mayFlip(data, got);
+    return got;
   }
   bool maybeReadable() const override { return isBroken_ || link_->maybeReadable(); }
   void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
@@ -197,7 +208,8 @@ Fate play(Communicator& group, unsigned seed) {
 }
 
 // Runs the world of a seed. Mixed: ranks 0 and 2 over rings in shared memory, rank 1 over sockets.
-std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>& weather) {
+std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>& weather,
+                           bool isChecked = false) {
   auto store = std::make_shared<test::MemoryStore>();
   std::vector<Fate> fates(kRanks);
   std::vector<std::shared_ptr<Engine>> engines(kRanks);
@@ -209,6 +221,7 @@ std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>&
     endpoint.transport = isTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
     endpoint.storeHost = "127.0.0.1";
     endpoint.eagerBytes = 16 * 1024;
+    endpoint.isChecked = isChecked;
     endpoint.tap = weather[static_cast<size_t>(rank)].get();
     ASSERT_OK(Engine::create(endpoint, &engines[static_cast<size_t>(rank)]));
   }
@@ -305,4 +318,28 @@ TEST(Simulation, aDeathIsToldToTheSurvivors) {
     }
   });
   EXPECT(told > 0 || std::getenv("SIMULATION_SEED"));  // the faults were not all too late
+}
+
+TEST(Simulation, aFlippedBitIsNoticed) {
+  int told = 0;
+  forSeeds(60, [&](unsigned seed) {
+    auto weather = weatherOf(seed);
+    weather[seed % kRanks]->planFlip(1 + seed * 7 % 100, 1);
+    const std::vector<Fate> fates = runWorld(seed, weather, /*isChecked=*/true);
+    for (const Fate& fate : fates) told += !fate.error.ok();
+    for (int rank = 0; rank < kRanks; ++rank)
+      expectTold(fates[static_cast<size_t>(rank)], seed, rank);
+  });
+  EXPECT(told > 0 || std::getenv("SIMULATION_SEED"));  // the faults were not all too late
+}
+
+// What the test above stands on: without checksums a bit of a payload makes a wrong number.
+TEST(Simulation, aFlippedBitIsAWrongNumberWithoutChecksums) {
+  int wrong = 0;
+  forSeeds(20, [&](unsigned seed) {
+    auto weather = weatherOf(seed);
+    weather[seed % kRanks]->planFlip(1 + seed % 5, sizeof(FrameHeader) + 1);
+    for (const Fate& fate : runWorld(seed, weather)) wrong += fate.isWrong;
+  });
+  EXPECT(wrong > 0 || std::getenv("SIMULATION_SEED"));
 }

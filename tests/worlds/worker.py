@@ -217,6 +217,8 @@ def main(conn: Connection, setup: Setup) -> None:
     dist.set_debug_level_from_env()  # torch has read the server's environment
     if setup.family == "mycoll" and setup.transport:
         os.environ["MYCOLL_TRANSPORT"] = setup.transport
+        # Both settings are run by everything; a test's own choice stands.
+        os.environ.setdefault("MYCOLL_CHECKSUM", str(int(setup.transport == "tcp")))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch deprecates names faster than it removes them
     ctx = Ctx(setup, os.open(setup.log + ".case", os.O_RDWR | os.O_CREAT, 0o600))

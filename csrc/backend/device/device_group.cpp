@@ -193,6 +193,10 @@ DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
   }
   const bool isAsync = first.async;
   const bool isTimed = extras.isTimed || extras.whenOver;
+  InFlight inFlight;
+  if (isAsync && InFlight::isWanted()) {
+    for (const Request* request : requests) inFlight.add(request->allTensors());
+  }
   const DeviceOperationPtr operation = isOnNccl ? nccl_->carry(*this, requests, isTimed, isBatch)
                                                 : host_->carry(*this, requests, isTimed);
   if (extras.whenOver) {
@@ -214,7 +218,7 @@ DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
   }
   return c10::make_intrusive<DeviceWork>(shared_from_this(), first.type, sequence(),
                                          place_.timeoutOf(first), operation, outputs.vec(),
-                                         place_.waitsOnHost);
+                                         std::move(inFlight), place_.waitsOnHost);
 }
 
 void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {

@@ -25,14 +25,15 @@ void complete(Future& future, const DeviceOperation& operation,
 
 DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
                        std::chrono::milliseconds timeout, DeviceOperationPtr operation,
-                       std::vector<at::Tensor> outputs, bool waitsOnHost)
+                       std::vector<at::Tensor> outputs, InFlight inFlight, bool waitsOnHost)
     : c10d::Work(group->rank(), type),
       group_(std::move(group)),
       sequence_(sequence),
       timeout_(timeout),
       operation_(std::move(operation)),
       outputs_(std::move(outputs)),
-      waitsOnHost_(waitsOnHost) {}
+      waitsOnHost_(waitsOnHost),
+      inFlight_(std::move(inFlight)) {}
 
 DeviceWork::~DeviceWork() {
   // Before its end the watchdog hands the memory on (see DeviceGroup::clearReleased()).
@@ -43,6 +44,7 @@ std::exception_ptr DeviceWork::exception() const { return toException(operation_
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   group_->clearReleased();
+  checkInFlight();
   const bool isTimed = timeout > std::chrono::milliseconds(0);
   const Deadline deadline = isTimed ? Deadline::after(timeout) : Deadline::never();
   throwIfFailed(operation_->waitEnqueued(deadline));
@@ -55,12 +57,22 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+// Whatever the device is at: what is on the current stream by now is not ordered after it.
+void DeviceWork::checkInFlight() {
+  InFlight inFlight;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::swap(inFlight, inFlight_);
+  }
+  if (!inFlight.isEmpty()) inFlight.check(operation_->what());
+}
+
 void DeviceWork::synchronize() { wait(kNoTimeout); }
 
 void DeviceWork::abort() { group_->abort("Work.abort() was called"); }
 
 c10::intrusive_ptr<Future> DeviceWork::getFuture() {
-  std::unique_lock<std::mutex> lock(futureMutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   if (future_) return future_;
   auto future = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
                                             std::vector<c10::Device>{operation_->device()});
@@ -79,7 +91,7 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
 }
 
 c10::intrusive_ptr<Future> DeviceWork::getFutureResult() {
-  std::unique_lock<std::mutex> lock(futureMutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   if (resultFuture_) return resultFuture_;
   auto future = c10::make_intrusive<Future>(c10::IntType::get());
   resultFuture_ = future;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/device/operation.h"
+#include "backend/in_flight.h"
 #include "backend/torch_version.h"
 
 namespace mycoll {
@@ -22,7 +23,7 @@ class DeviceWork final : public c10d::Work {
   // waitsOnHost: wait() returns when the operation is over, as MYCOLL_CUDA_BLOCKING_WAIT asks for.
   DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
              std::chrono::milliseconds timeout, DeviceOperationPtr operation,
-             std::vector<at::Tensor> outputs, bool waitsOnHost);
+             std::vector<at::Tensor> outputs, InFlight inFlight, bool waitsOnHost);
   ~DeviceWork() override;
 
   bool isCompleted() override { return operation_->isOver(); }
@@ -44,6 +45,8 @@ class DeviceWork final : public c10d::Work {
 #endif
 
  private:
+  void checkInFlight();
+
   const std::shared_ptr<DeviceGroup> group_;
   const uint64_t sequence_;
   [[maybe_unused]] const std::chrono::milliseconds timeout_;
@@ -51,9 +54,10 @@ class DeviceWork final : public c10d::Work {
   const std::vector<at::Tensor> outputs_;
   const bool waitsOnHost_;
 
-  std::mutex futureMutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;        // guarded by futureMutex_
-  c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;  // guarded by futureMutex_
+  std::mutex mutex_;  // guards what follows
+  InFlight inFlight_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;
 };
 
 }  // namespace mycoll

@@ -196,7 +196,11 @@ def _read_box(path: Path, pid: int) -> Process | None:
             break
         state = _Struct(groups["fields"]).read(data, at)
         if layout["phases"][state["phase"]] not in ("unused", "closed"):
-            process.groups.append(_read_group(layout, box, data, again, at, state))
+            group = _read_group(layout, box, data, again, at, state)
+            # Each group has halves for tensors on devices where torch knows devices: there may be
+            # none, and most programs use one half.
+            if group.operations or " on devices" not in group.name:
+                process.groups.append(group)
     process.groups.sort(key=lambda each: each.name)
     return process
 

@@ -2,6 +2,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "base/log.h"
@@ -18,6 +19,7 @@ constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
 // A stranger may hold a socket of ours for so long, and so many of them may.
 constexpr auto kStrangerTime = std::chrono::milliseconds(5'000);
 constexpr size_t kMaxStrangers = 64;
+constexpr auto kAcceptAgain = std::chrono::milliseconds(100);
 
 // The group that a stranger names may be made on this side only in a moment: it saw our address
 // before we saw all of theirs.
@@ -132,25 +134,49 @@ Task Endpoint::connectOver(OutLink* link, const HandshakeGroup& group, Fd socket
 
 // ---- accepting ---------------------------------------------------------------------------------
 
+// Whoever does not know a name of ours makes room, the oldest first: however many strangers there
+// are, a member that comes among them finds a place. False: there is no such stranger.
+bool Endpoint::dropStranger() {
+  auto found = std::find_if(accepting_.begin(), accepting_.end(),
+                            [](const auto& accepting) { return !accepting->namesUs; });
+  if (found == accepting_.end()) return false;
+  accepting_.erase(found);
+  return true;
+}
+
 void Endpoint::acceptFrom(int listener, bool isUnix) {
   for (;;) {
     Fd socket(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!socket.isOpen()) return;
+    if (!socket.isOpen()) {
+      if (errno == EAGAIN) return;
+      if (errno == EINTR || errno == ECONNABORTED || errno == EPROTO) continue;
+      if (errno == EMFILE && dropStranger()) continue;
+      MYCOLL_LOG_WARN("a connection has to wait: %s", strerror(errno));
+      acceptAgain_ = Deadline::after(kAcceptAgain);
+      return;
+    }
     size_t expected = 0;
     for (auto& [key, mailbox] : mailboxes_) expected = std::max<size_t>(expected, mailbox->ranks());
-    if (accepting_.size() >= kMaxStrangers + expected || (isUnix && !isSameUser(socket.get()))) {
+    if ((isUnix && !isSameUser(socket.get())) ||
+        (accepting_.size() >= kMaxStrangers + expected && !dropStranger())) {
       continue;  // closes it
     }
     if (!isUnix) tuneSocket(socket.get());
-    (void)sleeper_.watch(socket.get());
     auto accepting = std::make_unique<Accepting>();
     accepting->socket = std::move(socket);
     accepting->isUnix = isUnix;
     accepting->deadline = Deadline::after(kStrangerTime);
+    if (!sleeper_.watch(accepting->socket.get()).ok()) continue;  // we would never hear of it
     accepting->task = acceptTask(accepting.get());
     accepting->task.resume();
     accepting_.push_back(std::move(accepting));
   }
+}
+
+void Endpoint::acceptAll() {
+  acceptAgain_ = Deadline::never();
+  if (unixListener_.isOpen()) acceptFrom(unixListener_.get(), true);
+  for (Fd& listener : tcpListeners_) acceptFrom(listener.get(), false);
 }
 
 Task Endpoint::acceptTask(Accepting* accepting) {
@@ -165,6 +191,7 @@ Task Endpoint::acceptTask(Accepting* accepting) {
       std::memcmp(hello.destinationUid, address_.uid.data(), sizeof(hello.destinationUid)) != 0) {
     co_return refused;
   }
+  accepting->namesUs = true;
   GroupIsKnown known(mailboxes_, {hello.context, hello.destination}, deadline);
   co_await known;
   Mailbox* mailbox = find(hello.context, hello.destination);
@@ -225,10 +252,16 @@ void Endpoint::runHandshakes() {
     if (!link->connecting.finished() && condition && condition->ready()) link->connecting.resume();
     if (link->connecting.finished()) finishConnecting(*link);
   }
+  const auto now = Deadline::Clock::now();
+  if (acceptAgain_.when() <= now) acceptAll();
   for (size_t i = 0; i < accepting_.size();) {
     Accepting& accepting = *accepting_[i];
-    Condition* condition = accepting.task.waitingFor();
-    if (!accepting.task.finished() && condition && condition->ready()) accepting.task.resume();
+    // Those that say nothing cost no system call: a job goes on at its pace among many of them.
+    if (accepting.hasNews || accepting.namesUs || accepting.deadline.when() <= now) {
+      accepting.hasNews = false;
+      Condition* condition = accepting.task.waitingFor();
+      if (!accepting.task.finished() && condition && condition->ready()) accepting.task.resume();
+    }
     if (!accepting.task.finished()) {
       ++i;
       continue;

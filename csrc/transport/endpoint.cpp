@@ -110,6 +110,12 @@ void Endpoint::onEvent(const epoll_event& event) {
   for (Fd& listener : tcpListeners_) {
     if (fd == listener.get()) return acceptFrom(fd, false);
   }
+  for (auto& accepting : accepting_) {
+    if (accepting->socket.get() == fd) {
+      accepting->hasNews = true;
+      return;
+    }
+  }
   for (auto& link : inLinks_) {
     if (link->receiver->fd() == fd) {
       return link->receiver->onEvent(event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR));
@@ -175,8 +181,9 @@ bool Endpoint::progress() {
       for (auto& link : inLinks_) link->receiver->lookAgain();
     }
     const uint32_t rarity = asksEach ? 32 : tcpLinks_ > 0 ? 1 : 1024;
-    if (connecting_ > 0 || ++pollCount_ % rarity == 0) pollEvents();
-    if (connecting_ > 0 || !accepting_.empty()) runHandshakes();
+    const bool shakesHands = connecting_ > 0 || !accepting_.empty();
+    if (shakesHands || ++pollCount_ % rarity == 0) pollEvents();
+    if (shakesHands || !acceptAgain_.isNever()) runHandshakes();
     moved = moveBytes();
     finished.swap(delivered_);
   }

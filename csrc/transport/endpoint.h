@@ -90,6 +90,8 @@ struct Accepting {
   Fd socket;
   bool isUnix = false;
   Deadline deadline;
+  bool hasNews = true;   // its socket has something to be looked at
+  bool namesUs = false;  // it knows this process and a group of ours by name; strangers do not
   Task task;
   std::unique_ptr<InLink> link;  // what the handshake ends with; null when it failed
 };
@@ -179,6 +181,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void endFrame(InLink& link);
   void deliverWhole(Mailbox& mailbox, const FrameHeader& header, const std::string& payload);
   void acceptFrom(int listener, bool isUnix);
+  void acceptAll();
+  bool dropStranger();
   void runHandshakes();
   Mailbox* find(uint64_t context, int rank);
   void peerLost(const std::string& uid, const std::string& how);
@@ -201,7 +205,8 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::map<std::pair<uint64_t, int>, Mailbox*> mailboxes_;  // by context and rank
   std::unordered_map<std::string, std::unique_ptr<OutLink>> outLinks_;
   std::vector<std::unique_ptr<InLink>> inLinks_;
-  std::vector<std::unique_ptr<Accepting>> accepting_;
+  std::vector<std::unique_ptr<Accepting>> accepting_;  // the oldest first
+  Deadline acceptAgain_;  // descriptors were used up; listeners do not report twice
   std::map<std::string, Process> processes_;  // by uid: those that can be seen from here
   std::atomic<int64_t> processesChecked_{0};  // when, in ms of the steady clock
   std::vector<Transfer*> delivered_;

@@ -50,6 +50,7 @@ bool Endpoint::loseIfEnding(const std::string& uid, Process& process) {
   if (process.endingSince == 0) process.endingSince = nowMs();
   if (!process.isLocal && nowMs() - process.endingSince < kInFlightMs) return false;
   process.isLost = true;
+  process.fd.reset();  // who survives many deaths does not collect their descriptors
   peerLost(uid, kHasEnded);
   return true;
 }

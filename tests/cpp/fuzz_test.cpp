@@ -1,16 +1,14 @@
-// Frames and handshakes made of nonsense, by a seed. Nothing may crash, hang, write beyond what was
-// posted, or take memory without end; run under the sanitizers it says so.
-//
-//   FUZZ_SEEDS=100000 fuzz_test    many
-//   FUZZ_SEED=1234 fuzz_test       one again
+// Frames made of nonsense, by a seed (corpus.h). Nothing may crash, hang, write beyond what was
+// posted, or take memory without end; run under the sanitizers it says so. A kept input is what a
+// peer says on its link, to the byte. Handshakes: handshake_fuzz_test.cpp.
 #include <sys/socket.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
 
 #include "base/deadline.h"
+#include "corpus.h"
 #include "test.h"
 #include "transport/endpoint.h"
 #include "transport/mailbox.h"
@@ -22,19 +20,6 @@ namespace {
 constexpr uint64_t kContext = 42;
 constexpr size_t kBytes = 64;
 
-// The corpus: seeds that have found something once. They are always run.
-constexpr unsigned kKept[] = {1, 2, 3};
-
-void forSeeds(unsigned few, const std::function<void(unsigned seed)>& body) {
-  auto number = [](const char* text) {
-    return static_cast<unsigned>(std::strtoul(text, nullptr, 10));
-  };
-  if (const char* one = std::getenv("FUZZ_SEED")) return body(number(one));
-  const char* many = std::getenv("FUZZ_SEEDS");
-  for (unsigned seed : kKept) body(seed);
-  for (unsigned seed = 1000; seed < 1000 + (many ? number(many) : few); ++seed) body(seed);
-}
-
 Signature message() {
   Signature result;
   result.kind = OpKind::kSend;
@@ -43,10 +28,10 @@ Signature message() {
 }
 
 // Mostly right frames from rank 0 to rank 1, with something wrong here and there.
-std::vector<char> nonsense(std::mt19937& random) {
+std::string nonsense(std::mt19937& random) {
   const uint64_t sizes[] = {0,     1,         kBytes,  kBytes + 1,        4096,
                             16384, 16384 + 1, 1 << 20, uint64_t{1} << 40, ~uint64_t{0}};
-  std::vector<char> bytes;
+  std::string bytes;
   const unsigned frames = 1 + random() % 6;
   for (unsigned i = 0; i < frames; ++i) {
     FrameHeader header;
@@ -83,7 +68,7 @@ std::vector<char> nonsense(std::mt19937& random) {
 // Says what the seed wants instead of what the peer has sent.
 class Liar final : public LinkReceiver {
  public:
-  Liar(std::unique_ptr<LinkReceiver> link, std::vector<char> bytes)
+  Liar(std::unique_ptr<LinkReceiver> link, std::string bytes)
       : link_(std::move(link)), bytes_(std::move(bytes)) {}
   ssize_t read(void* data, size_t bytes, bool) override {
     const size_t taken = std::min(bytes, bytes_.size() - at_);
@@ -99,13 +84,13 @@ class Liar final : public LinkReceiver {
 
  private:
   std::unique_ptr<LinkReceiver> link_;
-  std::vector<char> bytes_;
+  std::string bytes_;
   size_t at_ = 0;
 };
 
 class Tongue final : public LinkTap {
  public:
-  explicit Tongue(std::vector<char> bytes) : bytes_(std::move(bytes)) {}
+  explicit Tongue(std::string bytes) : bytes_(std::move(bytes)) {}
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override { return link; }
   std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {
     isUsed = true;
@@ -114,7 +99,7 @@ class Tongue final : public LinkTap {
   bool isUsed = false;
 
  private:
-  std::vector<char> bytes_;
+  std::string bytes_;
 };
 
 struct Listener final : MailboxListener {
@@ -123,53 +108,58 @@ struct Listener final : MailboxListener {
   bool hasLeft(int) override { return false; }
 };
 
+// Rank 0 says this to rank 1, which waits for two messages.
+void say(const std::string& bytes, TransportChoice transport) {
+  Tongue tongue(bytes);
+  std::shared_ptr<Endpoint> endpoints[2];
+  Listener listeners[2];
+  std::unique_ptr<Mailbox> mailboxes[2];
+  for (int rank = 0; rank < 2; ++rank) {
+    EndpointOptions options;
+    options.transport = transport;
+    options.storeHost = "127.0.0.1";
+    if (rank == 1) options.tap = &tongue;
+    ASSERT_OK(Endpoint::create(options, &endpoints[rank]));
+  }
+  for (int rank = 0; rank < 2; ++rank) {
+    GroupAddress group;
+    group.context = kContext;
+    group.name = "fuzz";
+    group.secret = std::string(32, 's');
+    group.rank = rank;
+    group.peers = {endpoints[0]->address(), endpoints[1]->address()};
+    mailboxes[rank] = std::make_unique<Mailbox>(endpoints[rank], group, &listeners[rank]);
+  }
+  // Guarded on both sides: nothing may be written there.
+  std::vector<char> memory(3 * kBytes, 'x');
+  char word[kBytes] = {};
+  {
+    Transfer sending, first, second;
+    mailboxes[1]->receive(first, 0, MessageClass::kPointToPoint, 7, message(),
+                          {memory.data() + kBytes, kBytes});
+    mailboxes[1]->receive(second, 0, MessageClass::kCollective, 7, message(),
+                          {memory.data() + kBytes, kBytes});
+    mailboxes[1]->beginCollective(1, message());
+    mailboxes[0]->send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
+    const Deadline deadline = Deadline::after(std::chrono::milliseconds(2000));
+    for (int quiet = 0; quiet < 20 && !deadline.expired();) {
+      bool moved = endpoints[0]->progress();
+      moved |= endpoints[1]->progress();
+      quiet = moved || !tongue.isUsed ? 0 : quiet + 1;
+    }
+    EXPECT(tongue.isUsed);
+  }
+  for (size_t i = 0; i < kBytes; ++i) {
+    EXPECT(memory[i] == 'x');
+    EXPECT(memory[2 * kBytes + i] == 'x');
+  }
+}
+
 }  // namespace
 
 TEST(Fuzz, framesOfNonsense) {
-  forSeeds(300, [](unsigned seed) {
-    std::mt19937 random(seed);
-    Tongue tongue(nonsense(random));
-    std::shared_ptr<Endpoint> endpoints[2];
-    Listener listeners[2];
-    std::unique_ptr<Mailbox> mailboxes[2];
-    for (int rank = 0; rank < 2; ++rank) {
-      EndpointOptions options;
-      options.transport = seed % 2 ? TransportChoice::kTcp : TransportChoice::kAuto;
-      options.storeHost = "127.0.0.1";
-      if (rank == 1) options.tap = &tongue;
-      ASSERT_OK(Endpoint::create(options, &endpoints[rank]));
-    }
-    for (int rank = 0; rank < 2; ++rank) {
-      GroupAddress group;
-      group.context = kContext;
-      group.name = "fuzz";
-      group.secret = std::string(32, 's');
-      group.rank = rank;
-      group.peers = {endpoints[0]->address(), endpoints[1]->address()};
-      mailboxes[rank] = std::make_unique<Mailbox>(endpoints[rank], group, &listeners[rank]);
-    }
-    // Guarded on both sides: nothing may be written there.
-    std::vector<char> memory(3 * kBytes, 'x');
-    char word[kBytes] = {};
-    {
-      Transfer sending, first, second;
-      mailboxes[1]->receive(first, 0, MessageClass::kPointToPoint, 7, message(),
-                            {memory.data() + kBytes, kBytes});
-      mailboxes[1]->receive(second, 0, MessageClass::kCollective, 7, message(),
-                            {memory.data() + kBytes, kBytes});
-      mailboxes[1]->beginCollective(1, message());
-      mailboxes[0]->send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
-      const Deadline deadline = Deadline::after(std::chrono::milliseconds(2000));
-      for (int quiet = 0; quiet < 20 && !deadline.expired();) {
-        bool moved = endpoints[0]->progress();
-        moved |= endpoints[1]->progress();
-        quiet = moved || !tongue.isUsed ? 0 : quiet + 1;
-      }
-      EXPECT(tongue.isUsed);
-    }
-    for (size_t i = 0; i < kBytes; ++i) {
-      EXPECT(memory[i] == 'x');
-      EXPECT(memory[2 * kBytes + i] == 'x');
-    }
+  test::forInputs("frames", 150, nonsense, [](const test::Input& input) {
+    say(input.bytes, TransportChoice::kAuto);
+    say(input.bytes, TransportChoice::kTcp);
   });
 }

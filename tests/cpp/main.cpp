@@ -16,11 +16,6 @@ std::mutex mutex;  // guards the two below: ranks are threads
 int failures = 0;
 std::string skipped;
 
-int failureCount() {
-  std::lock_guard<std::mutex> lock(mutex);
-  return failures;
-}
-
 // Runs `body`, turning whatever leaves it into a failure.
 void guarded(const std::function<void()>& body) {
   try {
@@ -57,6 +52,11 @@ void fail(const char* file, int line, const std::string& message) {
   std::lock_guard<std::mutex> lock(mutex);
   ++failures;
   std::fprintf(stderr, "%s:%d: failed: %s\n", file, line, message.c_str());
+}
+
+int failureCount() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return failures;
 }
 
 void skip(const std::string& reason) {

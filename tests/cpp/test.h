@@ -36,6 +36,8 @@ std::vector<Case>& registry();
 bool add(const char* suite, const char* name, void (*body)());
 // [any thread]
 void fail(const char* file, int line, const std::string& message);
+// [any thread] Of all tests so far.
+int failureCount();
 void skip(const std::string& reason);
 
 template <typename T>

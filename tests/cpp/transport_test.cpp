@@ -3,8 +3,10 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <functional>
@@ -278,4 +280,50 @@ TEST(Transport, strangersChangeNothing) {
   EXPECT_EQ(got, value);
   pair.pump([&] { return openDescriptors() <= before + 4; });
   EXPECT(openDescriptors() <= before + 4);
+}
+
+// More of them than are let in at a time, all silent and all connected.
+TEST(Transport, strangersDoNotTakeTheMembersPlaces) {
+  Pair pair(TransportChoice::kTcp);
+  std::vector<Fd> strangers;
+  for (int i = 0; i < 200; ++i) {
+    strangers.push_back(connectTo(pair.endpoints[1]->address().tcp.front()));
+    ASSERT(strangers.back().isOpen());
+  }
+  for (int i = 0; i < 3000; ++i) pair.endpoints[1]->progress();
+  int value = 9, got = 0;
+  Transfer sending, receiving;
+  pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
+  pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
+  // They are thrown out after 5 s: it must not take that.
+  ASSERT(pair.pump([&] { return receiving.isDone(); }, 3000));
+  EXPECT_OK(receiving.status());
+  EXPECT_EQ(got, value);
+}
+
+TEST(Transport, waitsForDescriptors) {
+  forBothLinks([](TransportChoice transport) {
+    Pair pair(transport);
+    rlimit before{};
+    ASSERT(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    const rlimit few{static_cast<rlim_t>(openDescriptors() + 20), before.rlim_max};
+    ASSERT(setrlimit(RLIMIT_NOFILE, &few) == 0);
+    std::vector<Fd> taken;
+    for (;;) {
+      Fd next(dup(0));
+      if (!next.isOpen()) break;
+      taken.push_back(std::move(next));
+    }
+    // Room for the connecting end; a ring takes a descriptor for a moment.
+    taken.pop_back();
+    int value = 9, got = 0;
+    Transfer sending, receiving;
+    pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
+    pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
+    EXPECT(!pair.pump([&] { return receiving.isDone() || sending.isDone(); }, 100));
+    taken.clear();
+    EXPECT(pair.pump([&] { return receiving.isDone(); }, 3000));
+    EXPECT_EQ(got, value);
+    setrlimit(RLIMIT_NOFILE, &before);
+  });
 }

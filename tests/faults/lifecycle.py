@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +28,7 @@ MS_REC, MS_PRIVATE = 0x4000, 0x40000
 SHM = Path("/dev/shm")
 STORM = Path(__file__).with_name("storm.py")
 RESTARTS = int(os.environ.get("SOAK_RESTARTS", "2"))
+SHARED_KIB = 16 * 1024  # that other programs may take meanwhile; each life of ours has several MiB
 
 
 def tiny_shm(ctx: Ctx) -> Seen:
@@ -60,33 +65,86 @@ def small_shm(stage: Stage) -> Outcome:
     return judge.outcome()
 
 
+# What torchrun's children have left in their own network namespace is told after its end.
+ALONE = """
+ip link set lo up || exit 97
+"$@"
+code=$?
+echo sockets left: $(cat /proc/net/unix | grep -c mycoll) $(cat /proc/net/tcp /proc/net/tcp6 |
+  grep -c ' 0A ')
+exit $code
+"""
+
+
+def _shared_kib() -> int:
+    """Of the whole machine: also memory without a name."""
+    found = re.search(r"^Shmem: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def _marked(mark: str) -> dict[int, int]:
+    """The processes of a storm, and how many descriptors each has."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if process.name.isdigit() and mark.encode() in (process / "environ").read_bytes():
+                found[int(process.name)] = len(list((process / "fd").iterdir()))
+    return found
+
+
 def kill_storm(stage: Stage) -> Outcome:
     """Kill and restart under torchrun."""
     judge = stage.judge()
-    shm = set(SHM.iterdir())
+    mark = f"FAULTS_STORM={os.getpid()}-{time.monotonic_ns()}"
+    shm, shared = set(SHM.iterdir()), _shared_kib()
     env = dict(os.environ, OMP_NUM_THREADS="1", FAULTS_BACKEND=stage.family)
-    env["FAULTS_RESTARTS"] = str(RESTARTS)
+    env.update(FAULTS_STORM=mark.split("=")[1], FAULTS_RESTARTS=str(RESTARTS))
     if stage.transport:
         env["MYCOLL_TRANSPORT"] = stage.transport
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
                f"--max-restarts={RESTARTS}", "--monitor-interval=0.1", str(STORM)]  # fmt: skip
+    is_alone = os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
+    if is_alone:
+        command = ["unshare", "--net", "sh", "-c", ALONE, "sh", *command]
     began = time.monotonic()
-    run = subprocess.run(command, env=env, capture_output=True, text=True,
-                         timeout=120 + 20 * RESTARTS)  # fmt: skip
+    with tempfile.TemporaryFile("w+") as log:
+        run = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        descriptors: dict[int, list[int]] = {}  # of processes that outlive their restarts
+        while run.poll() is None and time.monotonic() < began + 120 + 20 * RESTARTS:
+            time.sleep(1.0)
+            for pid, count in _marked(mark).items():
+                descriptors.setdefault(pid, []).append(count)
+        if run.poll() is None:
+            judge.expect(False, "torchrun did not end")
+            for pid in _marked(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        code = run.wait()
+        log.seek(0)
+        output = log.read()
     judge.notes.append(f"{RESTARTS} restarts in {time.monotonic() - began:.0f} s")
-    judge.expect(run.returncode == 0, f"torchrun ended with {run.returncode}")
-    judge.expect(run.stdout.count("the end") == 4, "not all ranks of the last life finished")
+    judge.expect(code == 0, f"torchrun ended with {code}: {output[-300:]}")
+    judge.expect(output.count("the end") == 4, "not all ranks of the last life finished")
+    kills = output.count("the next rank to die")
+    judge.expect(kills == RESTARTS, f"{kills} ranks were killed")
     judge.expect(set(SHM.iterdir()) <= shm, "files are left in /dev/shm")
-    left = [p for p in Path("/proc").iterdir() if p.name.isdigit() and _is_storm(p)]
+    left = _marked(mark)
     judge.expect(not left, f"{len(left)} processes are left")
+    # torchrun itself: as many in the last life as in the second.
+    counts = max(descriptors.values(), key=len, default=[0])
+    quarter = max(1, len(counts) // 4)
+    early, late = max(counts[: 2 * quarter]), max(counts[-quarter:])
+    judge.expect(late <= early + 4, f"torchrun had {early} descriptors, at the end {late}")
+    if is_alone:
+        judge.expect("sockets left: 0 0" in output, "sockets are left: " + output[-100:])
+    # Others on the machine have shared memory, too.
+    end = time.monotonic() + 20
+    while _shared_kib() > shared + SHARED_KIB and time.monotonic() < end:
+        time.sleep(0.2)
+    grown = _shared_kib() - shared
+    judge.expect(grown <= SHARED_KIB, f"{grown} KiB more of shared memory on this machine")
     return judge.outcome()
-
-
-def _is_storm(process: Path) -> bool:
-    try:
-        return str(STORM).encode() in (process / "cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def interrupted(ctx: Ctx, name: str) -> Seen:

@@ -22,6 +22,7 @@ def main() -> None:
     x = torch.ones(10_000)
     for step in range(60):
         if life < last and rank == victim and step == when:
+            print("the next rank to die", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(x.fill_(1.0))
         time.sleep(0.002)

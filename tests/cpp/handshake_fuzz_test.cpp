@@ -1,0 +1,414 @@
+// Handshakes that are wrong in every way that a seed can think of (handshake_script.h), against an
+// endpoint that accepts and one that connects. Who does not know the secret never gets a link; who
+// does gets one exactly when what was sent makes a whole, right handshake; and afterwards the
+// endpoint serves its own, with no more descriptors and memory than before.
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <fstream>
+
+#include "corpus.h"
+#include "handshake_script.h"
+#include "handshake_wire.h"
+#include "transport/endpoint.h"
+#include "transport/mailbox.h"
+#include "transport/shm/link.h"
+#include "transport/tcp/address.h"
+
+using namespace mycoll;
+using test::bytesOf;
+using test::cutOut;
+using test::Line;
+using test::Script;
+using test::Wire;
+
+namespace {
+
+constexpr uint64_t kContext = 42;
+const std::string kSecret(32, 's');
+const std::string kGuess(32, 'g');
+
+struct Listener final : MailboxListener {
+  void onFailure(const Status&, uint64_t) override {}
+  Status onGoodbye(int) override { return Status(); }
+  bool hasLeft(int) override { return false; }
+};
+
+// Counts the links that an endpoint has come to believe in.
+struct Counter final : LinkTap {
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
+    ++links;
+    return link;
+  }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {
+    ++links;
+    return link;
+  }
+  int links = 0;
+};
+
+int openDescriptors() {
+  int count = 0;
+  DIR* directory = opendir("/proc/self/fd");
+  while (readdir(directory)) ++count;
+  closedir(directory);
+  return count;
+}
+
+size_t residentMiB() {
+  size_t total = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> total >> resident;
+  return resident * static_cast<size_t>(sysconf(_SC_PAGESIZE)) >> 20;
+}
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kKeepsFreedMemory = true;
+#else
+constexpr bool kKeepsFreedMemory = false;
+#endif
+
+EndpointOptions optionsFor(bool isUnix, LinkTap* tap) {
+  EndpointOptions options;
+  options.transport = isUnix ? TransportChoice::kShm : TransportChoice::kTcp;
+  options.storeHost = "127.0.0.1";
+  options.tap = tap;
+  return options;
+}
+
+GroupAddress groupOf(uint64_t context, int rank, std::vector<PeerAddress> peers) {
+  GroupAddress group;
+  group.context = context;
+  group.name = "fuzz";
+  group.secret = kSecret;
+  group.rank = rank;
+  group.peers = std::move(peers);
+  return group;
+}
+
+// The uid of the rank that is not there, but in whose name scripts speak.
+std::string strangerUid() {
+  unsigned char random[16];
+  ASSERT_OK(randomBytes(random, sizeof(random)));
+  return toHex(random, sizeof(random));
+}
+
+// ---- scripts that connect ----------------------------------------------------------------------
+
+// An endpoint that serves: a group with a rank that is not there, and others as they come.
+struct Server {
+  explicit Server(bool isUnix) : isUnix(isUnix) {
+    ASSERT_OK(Endpoint::create(optionsFor(isUnix, &counter), &endpoint));
+    stranger.uid = strangerUid();
+    mailbox = std::make_unique<Mailbox>(
+        endpoint, groupOf(kContext, 1, {stranger, endpoint->address()}), &listener);
+  }
+
+  Fd connect() const {
+    Fd socket;
+    if (isUnix) {
+      EXPECT_OK(connectUnix(endpoint->address().uid, &socket));
+    } else {
+      EXPECT_OK(startConnect(endpoint->address().tcp.front().address,
+                             endpoint->address().tcp.front().port, &socket));
+    }
+    return socket;
+  }
+
+  Hello hello() const {
+    Hello result;
+    result.isShm = isUnix;
+    result.context = kContext;
+    result.source = 0;
+    result.destination = 1;
+    std::memcpy(result.sourceUid, stranger.uid.data(), sizeof(result.sourceUid));
+    std::memcpy(result.destinationUid, endpoint->address().uid.data(),
+                sizeof(result.destinationUid));
+    EXPECT_OK(randomBytes(result.nonce, sizeof(result.nonce)));
+    return result;
+  }
+
+  // A member comes, says a word and leaves.
+  bool serves() {
+    ++visits;
+    std::shared_ptr<Endpoint> visitor;
+    Listener listeners[2];
+    ASSERT_OK(Endpoint::create(optionsFor(isUnix, nullptr), &visitor));
+    std::vector<PeerAddress> peers = {visitor->address(), endpoint->address()};
+    Mailbox theirs(visitor, groupOf(kContext + visits, 0, peers), &listeners[0]);
+    // Its process, which is this one, is not to be watched: that would take a descriptor for good.
+    peers[0].hostName = "elsewhere";
+    Mailbox ours(endpoint, groupOf(kContext + visits, 1, peers), &listeners[1]);
+    Signature word;
+    word.kind = OpKind::kSend;
+    word.bytes = 4;
+    int value = visits, got = 0;
+    Transfer sending, receiving;
+    ours.receive(receiving, 0, MessageClass::kPointToPoint, 1, word, {&got, 4});
+    theirs.send(sending, 1, MessageClass::kPointToPoint, 1, word, {&value, 4});
+    const Deadline deadline = Deadline::after(std::chrono::milliseconds(8000));
+    while (!receiving.isDone() && !deadline.expired()) {
+      visitor->progress();
+      endpoint->progress();
+    }
+    return receiving.isDone() && receiving.status().ok() && got == value;
+  }
+
+  const bool isUnix;
+  Counter counter;
+  Listener listener;
+  std::shared_ptr<Endpoint> endpoint;
+  PeerAddress stranger;
+  std::unique_ptr<Mailbox> mailbox;
+  std::string recordedHello, recordedProof;
+  int visits = 0;
+};
+
+// Whether the memory that went along will do.
+std::vector<Fd> memoryFor(const Line& line, const char cookie[32], bool* isGood) {
+  std::vector<Fd> found;
+  auto ring = [&](size_t bytes, bool isSealed, bool hasCookie) {
+    Fd fd(memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    (void)!ftruncate(fd.get(), static_cast<off_t>(bytes));
+    if (hasCookie) (void)!pwrite(fd.get(), cookie, 32, offsetof(RingHeader, cookie));
+    if (isSealed) (void)fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
+    found.push_back(std::move(fd));
+  };
+  if (line.memory == "short") {
+    ring(kRingSegmentBytes - 1, true, true);
+  } else if (line.memory == "open") {
+    ring(kRingSegmentBytes, false, true);
+  } else if (line.memory == "stale") {
+    ring(kRingSegmentBytes, true, false);
+  } else if (line.memory == "file") {
+    found.emplace_back(open("/dev/null", O_RDWR | O_CLOEXEC));
+  } else if (line.memory != "none") {
+    if (line.memory == "two") ring(kRingSegmentBytes, true, false);
+    ring(kRingSegmentBytes, true, true);  // the last one counts
+  }
+  *isGood = line.memory == "good" || line.memory == "two";
+  return found;
+}
+
+class Connector : public Wire {
+ public:
+  Connector(Server& server, const Script& script)
+      : Wire(server.connect(), server.endpoint, script), server_(server) {}
+
+  void play() {
+    for (const Line& line : script_.lines) {
+      if (!speakNonsense(line)) speak(line);
+      turn();
+    }
+  }
+
+  // Does what was sent make a right handshake?
+  bool deserves() const {
+    Hello hello;
+    Proof proof;
+    if (!hasChallenge_ || !cutOut(said, 0, &hello) || !cutOut(said, sizeof(hello), &proof)) {
+      return false;
+    }
+    const std::vector<PeerAddress>& peers = server_.mailbox->group().peers;
+    const bool isMember = hello.source >= 0 && hello.source < 2 &&
+                          std::memcmp(hello.sourceUid, peers[hello.source].uid.data(), 32) == 0;
+    return hello.magic == kHandshakeMagic && hello.version == kHandshakeVersion && isMember &&
+           (hello.isShm != 0) == script_.isUnix && hello.context == kContext &&
+           hello.destination == 1 &&
+           std::memcmp(hello.destinationUid, peers[1].uid.data(), 32) == 0 &&
+           proof.mac == connectorProof(kSecret, hello, challenge_.nonce, proof.cookie) &&
+           (!script_.isUnix ||
+            (hasGoodMemory_ && std::memcmp(proof.cookie, cookie_, sizeof(cookie_)) == 0));
+  }
+
+  bool wasAccepted() {
+    Verdict verdict;
+    return hasChallenge_ && read(&verdict, sizeof(verdict)) && verdict.isAccepted != 0;
+  }
+
+ private:
+  void speak(const Line& line) {
+    std::string bytes;
+    std::vector<Fd> memory;
+    const std::string& secret = script_.isKnowing ? kSecret : kGuess;
+    if (line.what == "hello") {
+      bytes = bytesOf(server_.hello());
+    } else if (line.what == "recorded-hello") {
+      bytes = server_.recordedHello;
+    } else if (line.what == "recorded-proof") {
+      hear();
+      bytes = server_.recordedProof;
+    } else if (line.what == "proof" || line.what == "reflected") {
+      hear();
+      Hello hello;
+      if (!cutOut(said, 0, &hello)) hello = server_.hello();
+      Proof proof;
+      EXPECT_OK(randomBytes(proof.cookie, sizeof(proof.cookie)));
+      proof.mac = line.what == "reflected"
+                      ? challenge_.mac
+                      : connectorProof(secret, hello, challenge_.nonce, proof.cookie);
+      if (script_.isUnix) {
+        // Only what comes with the proof itself is looked at.
+        bool isGood = false;
+        memory = memoryFor(line, proof.cookie, &isGood);
+        if (said.size() == sizeof(Hello)) {
+          hasGoodMemory_ = isGood;
+          std::memcpy(cookie_, proof.cookie, sizeof(cookie_));
+        }
+      }
+      bytes = bytesOf(proof);
+    } else {
+      bytes = bytesOf(Challenge{}) + bytesOf(Verdict{});  // the other side's
+    }
+    line.change(bytes);
+    write(bytes, line, memory);
+  }
+
+  void hear() {
+    if (!hasChallenge_ && said.size() >= sizeof(Hello)) {
+      hasChallenge_ = read(&challenge_, sizeof(challenge_));
+    }
+  }
+
+  Server& server_;
+  Challenge challenge_{};
+  bool hasChallenge_ = false;
+  bool hasGoodMemory_ = false;
+  char cookie_[32] = {};
+};
+
+void record(Server& server) {
+  const Script good = Script::parse("as connector knowing\nhello\nproof");
+  Script script = good;
+  script.isUnix = server.isUnix;
+  Connector connector(server, script);
+  connector.play();
+  ASSERT(connector.deserves());
+  ASSERT(connector.turnUntil([&] { return server.counter.links == 1; }));
+  ASSERT(connector.wasAccepted());
+  server.recordedHello = connector.said.substr(0, sizeof(Hello));
+  server.recordedProof = connector.said.substr(sizeof(Hello));
+}
+
+// ---- scripts that are connected to -------------------------------------------------------------
+
+class Acceptor {
+ public:
+  void play(const Script& script) {
+    Counter counter;
+    Listener listener;
+    PeerAddress stranger;
+    stranger.uid = strangerUid();
+    Fd service;
+    std::shared_ptr<Endpoint> endpoint;
+    ASSERT_OK(Endpoint::create(optionsFor(script.isUnix, &counter), &endpoint));
+    if (script.isUnix) {
+      ASSERT_OK(listenUnix(stranger.uid, &service));
+      stranger.hostIdentity = endpoint->address().hostIdentity;
+      stranger.pid = endpoint->address().pid;
+      stranger.startTicks = endpoint->address().startTicks;
+    } else {
+      int port = 0;
+      ASSERT_OK(listenOn({"lo", "127.0.0.1", false, true}, &service, &port));
+      stranger.tcp.push_back({"127.0.0.1", port});
+    }
+    Mailbox mailbox(endpoint, groupOf(kContext, 0, {endpoint->address(), stranger}), &listener);
+    Signature word;
+    word.kind = OpKind::kSend;
+    word.bytes = 4;
+    int value = 1;
+    Transfer sending;
+    mailbox.send(sending, 1, MessageClass::kPointToPoint, 1, word, {&value, 4});
+    Fd socket(accept4(service.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    ASSERT(socket.isOpen());
+    Wire wire(std::move(socket), endpoint, script);
+    Hello hello;
+    ASSERT(wire.read(&hello, sizeof(hello)));
+    for (const Line& line : script.lines) {
+      if (wire.speakNonsense(line)) continue;
+      std::string bytes;
+      if (line.what == "challenge") {
+        Challenge challenge;
+        EXPECT_OK(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
+        challenge.mac = acceptorProof(script.isKnowing ? kSecret : kGuess, hello, challenge.nonce);
+        bytes = bytesOf(challenge);
+      } else if (line.what == "verdict") {
+        bytes = bytesOf(Verdict{1, 0});
+      } else {
+        bytes = bytesOf(hello);  // theirs, sent back
+      }
+      line.change(bytes);
+      wire.write(bytes, line);
+    }
+    wire.turn(50);
+    Challenge challenge;
+    Verdict verdict;
+    const bool isProven = cutOut(wire.said, 0, &challenge) &&
+                          challenge.mac == acceptorProof(kSecret, hello, challenge.nonce);
+    const bool isLinked =
+        isProven && cutOut(wire.said, sizeof(challenge), &verdict) && verdict.isAccepted != 0;
+    // A proof is worth something to whoever wants to pose as us: it is not for the unproven.
+    Proof proof;
+    EXPECT_EQ(wire.read(&proof, sizeof(proof)), isProven);
+    if (isLinked) wire.turnUntil([&] { return counter.links > 0; });
+    EXPECT_EQ(counter.links, isLinked ? 1 : 0);
+    if (!script.isKnowing) EXPECT_EQ(counter.links, 0);
+  }
+};
+
+}  // namespace
+
+TEST(Fuzz, handshakes) {
+  Server servers[2] = {Server(false), Server(true)};
+  for (Server& server : servers) {
+    record(server);
+    ASSERT(server.serves());
+  }
+  const int descriptors = openDescriptors();
+  size_t resident = 0;
+  int runs = 0, accepted = 0;
+  std::vector<std::unique_ptr<Connector>> silent;  // stay connected and say nothing more
+  test::forInputs("handshake", 500, test::inventScript, [&](const test::Input& input) {
+    const Script script = Script::parse(input.bytes);
+    ++runs;
+    if (!script.isConnector) {
+      Acceptor().play(script);
+    } else {
+      Server& server = servers[script.isUnix];
+      const int links = server.counter.links;
+      auto connector = std::make_unique<Connector>(server, script);
+      connector->play();
+      const bool deserves = connector->deserves();
+      if (deserves) {
+        connector->turnUntil([&] { return server.counter.links > links; });
+      } else {
+        connector->turn(100);
+      }
+      EXPECT_EQ(server.counter.links - links, deserves ? 1 : 0);
+      EXPECT_EQ(connector->wasAccepted(), deserves);
+      if (!script.isKnowing) EXPECT(!deserves);
+      accepted += deserves;
+      if (!deserves) silent.push_back(std::move(connector));
+      if (silent.size() > 200) silent.erase(silent.begin(), silent.begin() + 100);
+    }
+    if (runs % 100 == 0) EXPECT(servers[runs / 100 % 2].serves());
+    if (runs == 300) resident = residentMiB();
+  });
+  if (std::getenv("FUZZ_SEED") == nullptr) EXPECT(accepted > 0);
+  for (Server& server : servers) {
+    EXPECT(server.serves());
+    EXPECT(server.mailbox->group().peers.size() == 2);
+  }
+  silent.clear();
+  const Deadline deadline = Deadline::after(std::chrono::milliseconds(8000));
+  while (openDescriptors() > descriptors && !deadline.expired()) {
+    for (Server& server : servers) server.endpoint->progress();
+  }
+  EXPECT(openDescriptors() <= descriptors);
+  if (!kKeepsFreedMemory && resident > 0) EXPECT(residentMiB() <= resident + 8);
+  std::printf("        %d handshakes, %d of them accepted\n", runs, accepted);
+}

@@ -1,0 +1,129 @@
+// The peer's end of a connection in the fuzz test of handshakes: says what it is told to, and lets
+// the endpoint at the other end, which lives in the same thread, go on meanwhile.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+#include "handshake_script.h"
+#include "transport/endpoint.h"
+#include "transport/shm/link.h"
+#include "transport/tcp/address.h"
+
+namespace test {
+
+using mycoll::Deadline;
+using mycoll::Endpoint;
+using mycoll::Fd;
+
+class Wire {
+ public:
+  Wire(Fd socket, std::shared_ptr<Endpoint> other, const Script& script)
+      : socket_(std::move(socket)), other_(std::move(other)), script_(script) {
+    mycoll::tuneSocket(socket_.get());  // single bytes leave at once
+  }
+
+  void turn(int times = 20) {
+    for (int i = 0; i < times; ++i) other_->progress();
+  }
+
+  bool turnUntil(const std::function<bool()>& isOver) {
+    const Deadline deadline = Deadline::after(std::chrono::milliseconds(3000));
+    while (!isOver() && !deadline.expired()) other_->progress();
+    return isOver();
+  }
+
+  // As much as is sent to us within reason.
+  bool read(void* data, size_t bytes) {
+    auto* into = static_cast<char*>(data);
+    for (int patience = 0; bytes > 0 && patience < kPatience; ++patience) {
+      const ssize_t got = recv(socket_.get(), into, bytes, MSG_DONTWAIT);
+      if (got == 0 || (got < 0 && errno != EAGAIN)) return false;
+      if (got > 0) {
+        into += got;
+        bytes -= static_cast<size_t>(got);
+        patience = 0;
+      }
+      other_->progress();
+    }
+    return bytes == 0;
+  }
+
+  // memory: goes along with the first byte.
+  void write(const std::string& bytes, const Line& line, const std::vector<Fd>& memory = {}) {
+    size_t done = 0;
+    if (!memory.empty() && !bytes.empty()) {
+      for (size_t i = 0; i < memory.size(); ++i) {
+        if (i < bytes.size() &&
+            mycoll::sendDescriptor(socket_.get(), memory[i].get(), bytes.data() + i, 1)) {
+          ++done;
+        }
+        turn(2);
+      }
+    }
+    while (done < bytes.size()) {
+      const size_t piece = line.isSlow ? 1 : bytes.size() - done;
+      const ssize_t wrote =
+          ::send(socket_.get(), bytes.data() + done, piece, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (wrote <= 0) break;  // they have had enough, or their buffer is full
+      done += static_cast<size_t>(wrote);
+      turn(line.isSlow ? 1 : 2);
+    }
+    said += bytes.substr(0, done);
+  }
+
+  // What a line of noise says; false: it is another line.
+  bool speakNonsense(const Line& line) {
+    std::string bytes;
+    if (line.what == "noise") {
+      std::mt19937 random(static_cast<unsigned>(line.numbers[1]));
+      bytes.resize(std::min<uint64_t>(line.numbers[0], 100'000));
+      for (char& byte : bytes) byte = static_cast<char>(random());
+    } else if (line.what == "http") {
+      bytes = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    } else if (line.what == "tls") {
+      bytes =
+          std::string("\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 11) + std::string(506, 'r');
+    } else if (line.what == "pause") {
+      turn(200);
+      return true;
+    } else {
+      return false;
+    }
+    line.change(bytes);
+    write(bytes, line);
+    return true;
+  }
+
+  std::string said;  // all that was sent
+  // Long enough for an endpoint without links to look at its listeners, which it does rarely.
+  static constexpr int kPatience = 1200;
+
+ protected:
+  Fd socket_;
+  std::shared_ptr<Endpoint> other_;
+  const Script& script_;
+};
+
+inline std::string bytesOf(const auto& message) {
+  return std::string(reinterpret_cast<const char*>(&message), sizeof(message));
+}
+
+template <typename Message>
+bool cutOut(const std::string& bytes, size_t at, Message* message) {
+  if (bytes.size() < at + sizeof(Message)) return false;
+  std::memcpy(message, bytes.data() + at, sizeof(Message));
+  return true;
+}
+
+}  // namespace test

@@ -1,0 +1,130 @@
+"""Writes the kept inputs of fuzz_test that were thought up: `python tests/cpp/corpus/frames.py`.
+
+The header's layout stands in csrc/transport/frame.h; after a change there, change `frame` and run
+this again.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("frames")
+EAGER, REQUEST, CLEAR, DATA, ABORT, GOODBYE, PROBE, POSITION, QUESTION, ANSWER, VERDICT = range(
+    1, 12
+)
+COLLECTIVE, MESSAGE, CONTROL = range(3)
+SEND, OPAQUE, NO_OP = 10, 64, 8
+MAGIC, CHECKED = 0x4C59434D, 0x6C79636D
+MOST = 2**64 - 1
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def call(
+    kind: int = SEND, dtype: int = OPAQUE, op: int = NO_OP, root: int = -1, size: int = 64,
+    layout: int = 0,
+) -> bytes:  # fmt: skip
+    return struct.pack("<BBBBiQQ", kind, dtype, 0, op, root, size, layout)
+
+
+def frame(
+    kind: int = EAGER, group: int = MESSAGE, *, source: int = 0, to: int = 1, context: int = 42,
+    tag: int = 7, signature: bytes | None = None, message: int = 64, payload: int = 64,
+    sender: int = 1, receiver: int = 1, magic: int = MAGIC, body: bytes | None = None,
+    crc: int | None = None, header_crc: int | None = None,
+) -> bytes:  # fmt: skip
+    body = b"a" * min(payload, 20_000) if body is None else body
+    head = struct.pack("<IBBHiiQQ", magic, kind, group, 0, source, to, context, tag)
+    head += call() if signature is None else signature
+    head += struct.pack("<QQQQ", message, payload, sender, receiver)
+    if magic == CHECKED:
+        head += struct.pack("<I", crc32c(body) if crc is None else crc)
+        head += struct.pack("<I", crc32c(head) if header_crc is None else header_crc)
+    else:
+        head += bytes(8)
+    assert len(head) == 96
+    return head + body
+
+
+def control(kind: int, body: bytes = b"", **changes: int) -> bytes:
+    return frame(kind, CONTROL, message=0, payload=len(body), body=body, **changes)  # type: ignore
+
+
+def inputs() -> dict[str, list[bytes]]:
+    announced = frame(REQUEST, payload=0)
+    return {
+        "good-message": [frame()],
+        "good-checked": [frame(magic=CHECKED)],
+        "good-then-goodbye": [frame(), control(GOODBYE)],
+        "checked-payload-wrong": [frame(magic=CHECKED, crc=0)],
+        "checked-header-wrong": [frame(magic=CHECKED, header_crc=0)],
+        "checked-control-wrong": [control(ABORT, b"x" * 40, magic=CHECKED, crc=1)],
+        "one-byte": [b"M"],
+        "header-cut": [frame()[:95]],
+        "payload-cut": [frame()[:100]],
+        "wrong-magic": [frame(magic=MAGIC + 1)],
+        "kind-unknown": [frame(12)],
+        "kind-zero": [frame(0)],
+        "payload-longer-than-message": [frame(payload=65)],
+        "message-longer-than-posted": [frame(message=65, payload=65)],
+        "message-empty": [frame(signature=call(size=0), message=0, payload=0)],
+        "eager-of-a-terabyte": [frame(message=2**40, payload=2**40)],
+        "eager-at-the-limit": [frame(message=2**24, payload=2**24)],
+        "data-nobody-asked-for": [frame(DATA)],
+        "data-of-everything": [frame(DATA, message=MOST, payload=MOST)],
+        "data-beyond-the-message": [announced, frame(DATA), frame(DATA)],
+        "data-for-another-request": [announced, frame(DATA, receiver=3), frame(DATA, receiver=0)],
+        "announced-small-sent-large": [announced, frame(DATA, payload=1 << 20)],
+        "announced-twice": [announced, announced],
+        "clear-to-send-unknown": [frame(CLEAR, payload=0, message=0, sender=99, receiver=99)],
+        "clear-to-send-largest": [
+            frame(CLEAR, payload=0, message=MOST, sender=MOST, receiver=MOST)
+        ],
+        "source-negative": [frame(source=-1)],
+        "source-too-large": [frame(source=2)],
+        "source-is-the-receiver": [frame(source=1)],
+        "source-anyone": [frame(source=-1, tag=MOST)],
+        "destination-nobody": [frame(to=0x7FFFFFFF)],
+        "group-not-made-yet": [frame(context=c) for c in range(100, 140)],
+        "group-not-made-yet-control": [
+            control(ABORT, b"a" * 200, context=c) for c in range(100, 110)
+        ],
+        "abort-empty": [control(ABORT)],
+        "abort-nonsense": [control(ABORT, bytes(range(256)) + b"\xff" * 44)],
+        "abort-too-long": [control(ABORT, b"a" * 16385)],
+        "abort-of-ones": [control(ABORT, b"\xff" * 64)],
+        "probe-empty": [control(PROBE)],
+        "probe-cut": [control(PROBE, bytes(31))],
+        "probe-of-ones": [control(PROBE, b"\xff" * 320)],
+        "position-largest": [control(POSITION, b"\xff" * 8)],
+        "position-cut": [control(POSITION, b"abc")],
+        "question-nonsense": [control(QUESTION, b"?" * 100)],
+        "answer-nonsense": [control(ANSWER, b"\xfe" * 100)],
+        "answer-unasked-empty": [control(ANSWER)],
+        "verdict-nonsense": [control(VERDICT, b"\x80" * 100)],
+        "signature-out-of-range": [frame(signature=call(255, 255, 255, -(2**31), MOST, MOST))],
+        "signature-other": [frame(signature=call(size=63))],
+        "class-unknown": [frame(group=200)],
+        "collective-out-of-step": [
+            frame(group=COLLECTIVE, tag=5 << 16),
+            frame(group=COLLECTIVE, tag=0),
+        ],
+        "after-goodbye": [control(GOODBYE), frame()],
+    }
+
+
+def main() -> None:
+    for name, frames in inputs().items():
+        (FOLDER / name).write_bytes(b"".join(frames))
+
+
+if __name__ == "__main__":
+    main()

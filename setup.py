@@ -49,5 +49,6 @@ setup(
     ext_modules=[Extension("mycoll._C", sources=[])],  # empty: it only gives the wheel its tag
     cmdclass={"build_ext": CMakeBuild},
     # Virtual functions of c10d::Backend move between minors of torch: one build, one minor.
-    install_requires=[f"torch=={'.'.join(TORCH.split('.')[:2])}.*"],
+    # torch does not ask for numpy, but its object collectives (all_gather_object, ...) need it.
+    install_requires=[f"torch=={'.'.join(TORCH.split('.')[:2])}.*", "numpy"],
 )

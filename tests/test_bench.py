@@ -13,7 +13,7 @@ from pathlib import Path
 import mycoll
 import pytest
 import torch
-from mycoll.bench import main
+from mycoll.bench import cli, main
 from mycoll.bench.compare import compare
 from mycoll.bench.options import DTYPES, REDOPS, parse_options, parse_size, sweep
 from mycoll.bench.patterns import Pattern, spoil
@@ -308,6 +308,14 @@ class TestPlot:
     def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         assert "needs matplotlib" in draw("out.png", {}, self.rows)
+
+    def test_without_matplotlib_nothing_is_measured(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(cli, "find_spec", lambda _: None)
+        monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+        assert cli.main(["all_reduce", "--nproc", "2", "--plot", "out.png"]) == 2
+        assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

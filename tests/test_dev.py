@@ -87,6 +87,13 @@ def test_contradiction(checkout: Path) -> None:
     assert done.returncode == 1 and "exclude each other" in done.stderr
 
 
+def test_options_of_dev_come_first(checkout: Path) -> None:
+    done = dev(checkout, "test", "--clients", "--python", sys.executable)
+    assert done.returncode != 0
+    assert "./dev test --python" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
 def test_gpu_without_one(checkout: Path) -> None:
     """Says so at once, before anything is built."""
     done = dev(checkout, "gpu", "--python", sys.executable, CUDA_VISIBLE_DEVICES="")

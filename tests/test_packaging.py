@@ -283,6 +283,7 @@ def test_wheel(tmp_path: Path) -> None:
         archive.extractall(site)
     metadata = next(site.glob("*.dist-info/METADATA")).read_text()
     assert f"Requires-Dist: torch=={MINOR}.*" in metadata
+    assert "Requires-Dist: numpy" in metadata
     assert (site / "mycoll/py.typed").exists() and (site / "mycoll/_C.pyi").exists()
     code = INIT.format(backend="mycoll") + "import torch\ndist.all_reduce(torch.ones(3))"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}

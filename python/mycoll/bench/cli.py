@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from mycoll.bench.compare import compare_main
 from mycoll.bench.contenders import Contender, gather_contenders
@@ -27,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["compare"]:
         return compare_main(arguments[1:])
     options = parse_options(arguments)
+    if options.plot and find_spec("matplotlib") is None:  # before minutes of measuring
+        if os.environ.get("RANK", "0") == "0":
+            print("mycoll bench: --plot needs matplotlib (pip install matplotlib)", file=sys.stderr)
+        return _BAD_USE
     if not under_launcher():
         if not options.nproc:
             print("mycoll bench: run it under torchrun, or with --nproc N", file=sys.stderr)

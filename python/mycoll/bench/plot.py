@@ -34,8 +34,8 @@ def draw(path: str, header: Mapping[str, object], rows: Sequence[Row]) -> str:
         matplotlib = importlib.import_module("matplotlib")
         matplotlib.use("Agg")
         pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        return f"# no plot: {path} needs matplotlib (pip install matplotlib)"
+    except ImportError as error:
+        return f"# no plot: {path} needs matplotlib (pip install matplotlib): {error}"
     panels = _panels(rows)
     if not panels:
         return "# no plot: it needs an operation measured at two sizes at least"

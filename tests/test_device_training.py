@@ -25,8 +25,4 @@ def test_ddp_on_device(device_world):
 )
 @pytest.mark.worlds(2)
 def test_more_training_on_device(device_world, job):
-    if job is test_fsdp.fsdp2 and device_world.spec.device == "standin":
-        # On both roads FSDP2's own arithmetic now and then meets memory that was freed: whether by
-        # the stand-in, which knows less of streams than CUDA's allocator, is not known yet.
-        pytest.xfail("FSDP2 on the stand-in device")
     device_world.run(native, job.__module__, job.__name__)

@@ -193,6 +193,7 @@ def used_after_free(ctx: Ctx) -> None:
         with device.stream(side):
             _ = x + 1  # and nobody keeps x for it
         del x
+        _ = full(2.0)  # which may be where x was
         device.current_stream().synchronize()
     side.synchronize()
 

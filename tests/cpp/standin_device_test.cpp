@@ -149,6 +149,20 @@ TEST(StandinMemory, isFreedInTheOrderOfItsStream) {
   mycoll_standin_verify();
 }
 
+TEST(StandinMemory, isKeptUntilItCouldBeGivenAway) {
+  void* owner = newStream();
+  void* other = newStream();
+  void* memory = mycoll_standin_malloc(100, owner);
+  void* gate = mycoll_standin_gate_close(other);
+  mycoll_standin_fill(memory, 7, 100, other);
+  mycoll_standin_free(memory);
+  EXPECT(mycoll_standin_stream_synchronize(owner) == nullptr);
+  mycoll_standin_gate_open(gate);  // nothing was allocated there since
+  EXPECT(mycoll_standin_stream_synchronize(other) == nullptr);
+  EXPECT(mycoll_standin_malloc(100, owner) != nullptr);
+  EXPECT(mycoll_standin_stream_synchronize(owner) == nullptr);
+}
+
 TEST(StandinMemory, waitsForStreamsThatWereNamed) {
   void* owner = newStream();
   void* other = newStream();
@@ -157,6 +171,7 @@ TEST(StandinMemory, waitsForStreamsThatWereNamed) {
   mycoll_standin_fill(memory, 7, 100, other);
   mycoll_standin_record_use(memory, other);
   mycoll_standin_free(memory);
+  EXPECT(mycoll_standin_malloc(100, owner) != nullptr);
   mycoll_standin_gate_open(gate);
   EXPECT(mycoll_standin_stream_synchronize(other) == nullptr);
   EXPECT(mycoll_standin_stream_synchronize(owner) == nullptr);
@@ -212,6 +227,7 @@ TEST(StandinMemory, mistakesEndTheProcess) {
                     void* other = newStream();
                     void* memory = mycoll_standin_malloc(100, stream);
                     mycoll_standin_free(memory);
+                    mycoll_standin_malloc(100, stream);  // which may be in its place
                     mycoll_standin_stream_synchronize(stream);
                     mycoll_standin_fill(memory, 1, 100, other);
                     mycoll_standin_stream_synchronize(other);
@@ -242,6 +258,7 @@ TEST(StandinMemory, mistakesEndTheProcess) {
                     void* memory = mycoll_standin_malloc(100, stream);
                     static_cast<char*>(mycoll_standin_touch(memory, 100, "a test"))[103] = 1;
                     mycoll_standin_free(memory);
+                    mycoll_standin_malloc(100, stream);
                     mycoll_standin_stream_synchronize(stream);
                   }),
                   "3 bytes past the end of the 100 bytes"));

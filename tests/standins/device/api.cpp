@@ -69,9 +69,15 @@ const char* mycoll_standin_device_synchronize(int device) {
   for (Stream* each : streams) {
     if (each->capture()) return standin::refuse("a stream of the device is being captured");
   }
-  std::vector<std::shared_ptr<Moment>> moments;
-  for (Stream* each : streams) moments.push_back(each->mark());
-  for (const auto& moment : moments) moment->await();
+  const auto awaitAll = [&] {
+    std::vector<std::shared_ptr<Moment>> moments;
+    for (Stream* each : streams) moments.push_back(each->mark());
+    for (const auto& moment : moments) moment->await();
+  };
+  awaitAll();
+  // Nothing that was called so far can still need it.
+  for (Stream* each : streams) Memory::get().reclaim(each);
+  awaitAll();
   return nullptr;
 }
 

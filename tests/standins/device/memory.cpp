@@ -93,6 +93,7 @@ Memory::Blocks::iterator Memory::find(uintptr_t address) {
 void* Memory::allocate(size_t bytes, Stream* stream) {
   const std::shared_ptr<Graph> graph = stream->capture();
   const size_t span = (bytes + kUnit) / kUnit * kUnit + kUnit;  // at least one unit of strip
+  if (!graph) reclaim(stream);
   std::lock_guard<std::mutex> lock(mutex_);
   const uintptr_t address = take(span);
   if (address == 0) return nullptr;
@@ -159,13 +160,26 @@ void Memory::release(void* address) {
   } else if (graph) {
     graph->keep(address);  // every launch may write it
   } else {
-    std::vector<std::shared_ptr<Moment>> uses;
-    for (Stream* other : others) uses.push_back(other->mark());
-    stream->enqueueNow([this, address, uses] {
-      for (const auto& use : uses) use->await();
-      retire(address);
-    });
+    Released entry{address, {}};
+    for (Stream* other : others) entry.uses.push_back(other->mark());
+    std::lock_guard<std::mutex> lock(mutex_);
+    released_[stream].push_back(std::move(entry));
   }
+}
+
+void Memory::reclaim(Stream* stream) {
+  std::vector<Released> released;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    released.swap(released_[stream]);
+  }
+  if (released.empty()) return;
+  stream->enqueueNow([this, released = std::move(released)] {
+    for (const Released& entry : released) {
+      for (const auto& use : entry.uses) use->await();
+      retire(entry.address);
+    }
+  });
 }
 
 void Memory::retire(void* address) {

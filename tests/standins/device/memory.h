@@ -27,8 +27,12 @@ class Memory {
 
   void* allocate(size_t bytes, Stream* stream);  // null: the arena is full
   void* allocatePinned(size_t bytes);
-  // In the order of the block's stream (device memory), at once (pinned).
+  // Pinned memory is gone at once. Device memory is gone in the order of its stream, but not before
+  // the next allocation there: until then a caching allocator gives it to nobody, and FSDP2 counts
+  // on that.
   void release(void* address);
+  // As an allocation on the stream would: what was released is gone.
+  void reclaim(Stream* stream);
   // Poison, and into the quarantine: what release() comes to. For release() and graphs.
   void retire(void* address);
   void recordUse(void* address, Stream* stream);
@@ -44,7 +48,7 @@ class Memory {
   Totals totals();
 
  private:
-  // kReleased: the owner has let go of it, its stream has not come that far yet.
+  // kReleased: the owner has let go of it, and it may not be gone yet.
   enum class State { kLive, kReleased, kQuarantined };
 
   struct Block {
@@ -71,7 +75,13 @@ class Memory {
   std::mutex mutex_;
   uintptr_t base_ = 0;
   size_t size_ = 0;
+  struct Released {
+    void* address;
+    std::vector<std::shared_ptr<Moment>> uses;
+  };
+
   Blocks blocks_;
+  std::map<Stream*, std::vector<Released>> released_;
   std::map<uintptr_t, size_t> gaps_;  // of the arena: start, size
   std::deque<uintptr_t> quarantine_;
   size_t quarantinedBytes_ = 0;

@@ -3,13 +3,15 @@
 // It exists to make mistakes visible that a real one shows once a month:
 //
 //   a missing wait        streams are threads, with random delays (STANDIN_DELAY_US) before each
-//   task a host that reads     device addresses are mapped without access: a host that follows one
-//   ends device memory         in SIGSEGV. Work on a stream asks touch() for the bytes behind an
-//   address memory freed early    free() takes effect in the order of the stream that allocated it
-//   (as with a
-//                         caching allocator). Then the bytes are poisoned and kept for a while.
-//                         Work that touches them ends the process with a sentence; so does a write
-//                         that did not ask, once it is noticed
+//                         task
+//   a host that reads     device addresses are mapped without access: a host that follows one ends
+//   device memory         in SIGSEGV. Work on a stream asks touch() for the bytes behind an address
+//   memory freed early    free() takes effect in the order of the stream that allocated it, with
+//   the
+//                         next allocation there (as with a caching allocator, which then may give
+//                         it away). Then the bytes are poisoned and kept for a while. Work that
+//                         touches them ends the process with a sentence; so does a write that did
+//                         not ask, once it is noticed
 //   a write past the end  noticed when the memory is freed
 //
 // Thread contract: everything [any thread] unless it says otherwise. Work on a stream runs on that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from faults import deaths, lifecycle
+from faults import deaths, lifecycle, strangers
 from faults.harness import Stage
 
 PATIENCE = 10.0  # times the limits of ./dev faults: 10 s instead of 1 s
@@ -18,4 +18,12 @@ def test_fault(pool, backend, transport, scenario):
     if backend != "mycoll":
         pytest.skip("gloo does not promise this")
     outcome = scenario(Stage(pool, transport, PATIENCE))
+    assert outcome.verdict == "pass", "\n".join([*outcome.notes, outcome.sample])
+
+
+def test_junk_connections(pool, backend):
+    """The short one of scenario 20."""
+    if backend != "mycoll":
+        pytest.skip("gloo does not promise this")
+    outcome = strangers.strangers(Stage(pool, "tcp", PATIENCE), 400)
     assert outcome.verdict == "pass", "\n".join([*outcome.notes, outcome.sample])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
+import signal
 import time
 from pathlib import Path
 
@@ -113,3 +116,68 @@ def many_operations(ctx: Ctx) -> float:
 def test_operations_leave_no_memory_behind(world):
     for grown in world.run(many_operations):
         assert grown < 20, f"{grown:.0f} MiB"
+
+
+def busy(ctx: Ctx, trace: str) -> None:
+    os.environ["MYCOLL_TRACE_FILE"] = trace
+    ctx.init()
+    groups = [dist.new_group() for _ in range(3)]
+    for group in groups:
+        use(ctx, group)
+    print("in use", flush=True)
+    while True:
+        for group in groups:
+            dist.all_reduce(torch.ones(300_000), group=group)
+
+
+def memories(pid: int | str) -> set[str]:
+    """Inodes of memory without a name, mapped or only open."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        found.update(re.findall(r" (\d+) +/memfd:mycoll", maps))
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "/memfd:mycoll" in str(fd.readlink()):
+                    found.add(str(fd.stat().st_ino))
+    return found
+
+
+def test_nothing_is_left_by_the_killed(fresh, transport, tmp_path, backend):
+    """kill -9 of all ranks at once: no process, no memory, no socket, no file."""
+    if backend != "mycoll":
+        pytest.skip("gloo makes other things")
+    files = set(Path("/dev/shm").iterdir())
+    world = fresh(3, transport, init=False)
+    world.start(busy, str(tmp_path / "trace-%r"))
+    end = time.monotonic() + 40
+    while not all("in use" in m.log.read_text() for m in world.members):
+        assert time.monotonic() < end, [m.log.read_text() for m in world.members]
+        time.sleep(0.1)
+    sockets = set()
+    for pid in world.pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.update(re.findall(r"socket:\[(\d+)\]", str(fd.readlink())))
+    unix = [
+        words[7]
+        for words in map(str.split, Path("/proc/net/unix").read_text().splitlines()[1:])
+        if len(words) > 7 and words[6] in sockets and "mycoll" in words[7]
+    ]
+    held = set().union(*(memories(pid) for pid in world.pids))
+    assert unix and held  # else there is nothing to look for
+    for pid in world.pids:
+        os.kill(pid, signal.SIGKILL)
+    # The kernel takes a process apart after it is called dead.
+    end = time.monotonic() + 20
+    while left := _left(held, set(unix)):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    assert set(Path("/dev/shm").iterdir()) <= files
+    assert not list(tmp_path.iterdir())
+
+
+def _left(held: set[str], unix: set[str]) -> set[str]:
+    named = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+    pids = [process.name for process in Path("/proc").iterdir() if process.name.isdigit()]
+    return (named & unix) | (held & set().union(*(memories(pid) for pid in pids)))

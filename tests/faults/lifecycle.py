@@ -28,15 +28,16 @@ MS_REC, MS_PRIVATE = 0x4000, 0x40000
 SHM = Path("/dev/shm")
 STORM = Path(__file__).with_name("storm.py")
 RESTARTS = int(os.environ.get("SOAK_RESTARTS", "2"))
-SHARED_KIB = 16 * 1024  # that other programs may take meanwhile; each life of ours has several MiB
+# That other programs may take meanwhile. The lives of a soak would leave more than a MiB each.
+SHARED_KIB = 64 * 1024
 
 
-def tiny_shm(ctx: Ctx) -> Seen:
+def tiny_shm(ctx: Ctx, size: str) -> Seen:
     libc = ctypes.CDLL(None, use_errno=True)
     if (
         libc.unshare(CLONE_NEWNS) != 0
         or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) != 0
-        or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=1m") != 0
+        or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, f"size={size}".encode()) != 0
     ):
         raise OSError(ctypes.get_errno(), "mount")
 
@@ -58,7 +59,7 @@ def small_shm(stage: Stage) -> Outcome:
         raise Skip("a mount of one's own needs root")
     judge = stage.judge()
     with stage.world(4, init=False) as world:
-        world.start(tiny_shm)
+        world.start(tiny_shm, "1m")
         found = answers(world)
         judge.fine(found)
         judge.expect(not any(s.value for s in found.values() if isinstance(s, Seen)), "wrong sums")

@@ -1,0 +1,84 @@
+"""Ranks that wait for each other are told so within seconds, long before the timeout of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.harness import Seen, Stage, answers, attempt_and_leave
+from worlds.worker import Ctx
+
+SECONDS = 20.0  # on a busy machine; it takes 1.5
+TIMEOUT = 60.0
+LARGE = 1_000_000  # elements: not buffered by the receiver
+
+
+def groups_in_crossed_order(ctx: Ctx) -> None:
+    groups = [dist.new_group(timeout=ctx.timeout) for _ in range(2)]
+    x = torch.ones(10)
+    for group in groups:
+        dist.all_reduce(x, group=group)
+    for group in groups if ctx.rank == 0 else groups[::-1]:
+        dist.all_reduce(x, group=group)
+
+
+def groups_never_used_in_crossed_order(ctx: Ctx) -> None:
+    groups = [dist.new_group(timeout=ctx.timeout) for _ in range(2)]
+    for group in groups if ctx.rank == 0 else groups[::-1]:
+        dist.barrier(group=group)
+
+
+def async_then_waits_in_crossed_order(ctx: Ctx) -> None:
+    """Enqueuing is harmless; what is waited for before the other is begun is not."""
+    groups = [dist.new_group(timeout=ctx.timeout) for _ in range(2)]
+    for group in groups if ctx.rank == 0 else groups[::-1]:
+        dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+
+
+def receives_from_each_other(ctx: Ctx) -> None:
+    dist.recv(torch.ones(10), (ctx.rank + 1) % ctx.size)
+
+
+def large_sends_to_each_other(ctx: Ctx) -> None:
+    dist.send(torch.ones(LARGE), (ctx.rank + 1) % ctx.size)
+
+
+def message_against_collective(ctx: Ctx) -> None:
+    if ctx.rank == 0:
+        dist.recv(torch.ones(10), 1)
+    else:
+        dist.all_reduce(torch.ones(10))
+
+
+# With how many ranks, and what all texts have in them.
+CASES: dict[Callable[[Ctx], None], tuple[int, tuple[str, ...]]] = {
+    groups_in_crossed_order: (2, ("all_reduce", "group '1'", "group '2'")),
+    groups_never_used_in_crossed_order: (2, ("barrier", "group '1'", "group '2'")),
+    async_then_waits_in_crossed_order: (2, ("all_reduce", "group '1'", "group '2'")),
+    receives_from_each_other: (3, ("recv",)),
+    large_sends_to_each_other: (2, ("send",)),
+    message_against_collective: (2, ("recv", "all_reduce")),
+}
+
+
+def falls_in(ctx: Ctx, case: Callable[[Ctx], None]) -> Seen:
+    dist.barrier()
+    return attempt_and_leave(lambda: case(ctx))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_deadlock_is_named(pool, backend, transport, case):
+    if backend != "mycoll":
+        pytest.skip("gloo does not promise this")
+    size, words = CASES[case]
+    with Stage(pool, transport).world(size, TIMEOUT) as world:
+        world.start(falls_in, case)
+        for rank, seen in answers(world, limit=40).items():
+            assert isinstance(seen, Seen), (rank, seen)
+            assert seen.kind == "DistBackendError", (rank, seen)
+            assert "DEADLOCK" in seen.text, seen.text
+            for word in (*words, *(f"rank {r} (" for r in range(size))):
+                assert word in seen.text, (word, seen.text)
+            assert seen.seconds < SECONDS, f"rank {rank}: {seen.seconds:.1f} s"

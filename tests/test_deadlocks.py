@@ -1,4 +1,4 @@
-"""Ranks that wait for each other are told so within seconds, long before the timeout of the group."""
+"""Ranks that wait for each other are told so in seconds, long before the group's timeout."""
 
 from __future__ import annotations
 

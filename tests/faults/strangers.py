@@ -154,7 +154,7 @@ def strangers(stage: Stage, connections: int) -> Outcome:
             f"{made} connections to {len(addresses)} sockets in {time.monotonic() - began:.1f} s"
         )
         judge.expect(made >= 0.99 * connections, f"only {made} connections were made")
-        # Those that were held have gone by now; whom the ranks still have, they throw out after 5 s.
+        # What was held is closed by now; whom the ranks still have, they throw out after 5 s.
         end = time.monotonic() + 8 * stage.patience
         after = resources(world)
         while time.monotonic() < end and any(

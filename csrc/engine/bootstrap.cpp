@@ -14,6 +14,7 @@
 #include "base/env.h"
 #include "base/sha256.h"
 #include "base/topology.h"
+#include "engine/card.h"
 #include "engine/engine.h"
 
 namespace mycoll {
@@ -26,57 +27,12 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSettled = std::chrono::milliseconds(1000);
 constexpr auto kLongestPause = std::chrono::microseconds(10'000);
 
-// What a rank leaves in the store.
-struct Card {
-  std::string nonce;  // fresh for every meeting; rank 0's is also the group's secret
-  int ranks = 0;
-  PeerAddress address;
-
-  std::string encode() const {
-    return nonce + "\n" + std::to_string(ranks) + "\n" + address.encode();
-  }
-  static Status decode(const std::string& text, Card* card) {
-    const size_t first = text.find('\n');
-    const size_t second = first == std::string::npos ? first : text.find('\n', first + 1);
-    if (second == std::string::npos) {
-      return Status(Code::kStore, "the store holds something that mycoll did not write");
-    }
-    card->nonce = text.substr(0, first);
-    card->ranks = std::atoi(text.c_str() + first + 1);
-    return PeerAddress::decode(text.substr(second + 1), &card->address);
-  }
-};
-
 bool isSameProcess(const PeerAddress& a, const PeerAddress& b) {
   return a.hostName == b.hostName && a.pid == b.pid && a.startTicks == b.startTicks;
 }
 
 bool isAliveHere(const PeerAddress& other, const PeerAddress& self) {
   return other.hostName == self.hostName && isLiving(lookAtProcess(other.pid, other.startTicks));
-}
-
-// The roster: its number, then each card with its length.
-std::string encodeRoster(const std::string& number, const std::vector<std::string>& cards) {
-  std::string text = number + "\n";
-  for (const std::string& card : cards) text += std::to_string(card.size()) + "\n" + card;
-  return text;
-}
-
-bool decodeRoster(const std::string& text, size_t ranks, std::string* number,
-                  std::vector<std::string>* cards) {
-  size_t at = text.find('\n');
-  if (at == std::string::npos) return false;
-  *number = text.substr(0, at++);
-  cards->clear();
-  while (at < text.size()) {
-    const size_t end = text.find('\n', at);
-    if (end == std::string::npos) return false;
-    const size_t bytes = std::strtoull(text.c_str() + at, nullptr, 10);
-    if (bytes > text.size() - end - 1) return false;
-    cards->push_back(text.substr(end + 1, bytes));
-    at = end + 1 + bytes;
-  }
-  return cards->size() == ranks;
 }
 
 Status readSecretFile(std::string* secret) {

@@ -18,16 +18,6 @@
 namespace mycoll {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-// NCCL often sees that a rank is gone before anybody knows why; the engine is given this time to
-// find the cause.
-constexpr auto kCauseGrace = std::chrono::milliseconds(1000);
-// The engine's group and NCCL are asked about failures this often.
-constexpr auto kAskEvery = std::chrono::milliseconds(20);
-// For NCCL to stop, on the watchdog; what takes longer goes on elsewhere.
-constexpr auto kAbortTime = std::chrono::milliseconds(1000);
-
 // Marks the notes of two ranks that agree on a road, beside any tag of a user's.
 constexpr uint64_t kRoadTag = uint64_t{1} << 48;
 
@@ -287,138 +277,6 @@ Status DeviceGroup::waitFor(const DeviceFence& fence) const {
   return Status();
 }
 
-// ---- following ---------------------------------------------------------------------------------
-
-void DeviceGroup::follow(Followed followed) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const c10::Device device = followed.operation->device();
-    if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
-      devices_.push_back(device);
-    }
-    const bool wasBusy = !followed_.empty();
-    followed_.push_back(std::move(followed));
-    if (wasBusy) return;
-  }
-  Watchdog::get().add(shared_from_this());
-}
-
-bool DeviceGroup::isBusy() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return !followed_.empty() || !awaited_.empty();
-}
-
-void DeviceGroup::onOver(const DeviceOperationPtr& operation,
-                         std::function<void(const Status&)> fn) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    awaited_.push_back({operation, std::move(fn)});
-  }
-  Watchdog::get().add(shared_from_this());
-}
-
-DeviceGroup::Watched DeviceGroup::watch() {
-  Watched seen;
-  hearOfFailures();
-  std::vector<Followed> ended, late;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<Followed> left;
-    bool isBehind = false;  // a collective is not over, so those behind it are not
-    for (Followed& entry : followed_) {
-      const bool isCollective = entry.external != nullptr;
-      if (!(isCollective && isBehind) && entry.operation->isOver()) {
-        ended.push_back(std::move(entry));
-        continue;
-      }
-      isBehind |= isCollective;
-      if (entry.ownsDeadline && entry.deadline.expired()) late.push_back(entry);
-      left.push_back(std::move(entry));
-    }
-    followed_ = std::move(left);
-  }
-  endFollowed(ended);
-  if (!late.empty() && error().ok()) {
-    fail(Status(Code::kTimeout, "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" +
-                                    place_.name + "': " + late.front().description +
-                                    " TIMED OUT: the other side never came, or the device is busy "
-                                    "with something else."));
-  }
-  const bool hasNotes = place_.control->watchExternal();
-  seen.wantsSoon = host_->advance();
-  tellAwaited();
-  seen.hasMoved = !ended.empty();
-  seen.isBusy = isBusy() || seen.wantsSoon || hasNotes;
-  return seen;
-}
-
-void DeviceGroup::hearOfFailures() {
-  const auto now = Clock::now();
-  if (now - askedAt_ < kAskEvery) return;
-  askedAt_ = now;
-  Status cause = error();
-  if (cause.ok()) {
-    const Status ofNccl = nccl_->check();
-    if (ofNccl.ok()) {
-      ncclErrorSince_ = {};
-    } else if (ncclErrorSince_ == Clock::time_point{}) {
-      ncclErrorSince_ = now;
-    } else if (now - ncclErrorSince_ > kCauseGrace) {
-      cause = Status(ofNccl.code(), "mycoll group '" + place_.name + "': rank " +
-                                        std::to_string(place_.rank) + ": " + ofNccl.message());
-    }
-    if (cause.ok()) return;
-  }
-  fail(cause);
-  if (!isSpread_) {
-    isSpread_ = true;
-    nccl_->abort(Deadline::after(kAbortTime), cause);
-  }
-  place_.control->watchExternal();  // gives every operation its own text
-  std::vector<Followed> followed;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    followed = followed_;
-  }
-  for (const Followed& entry : followed) {
-    const bool hasText = entry.op && entry.op->done() && !entry.op->status().ok();
-    entry.operation->fail(hasText ? entry.op->status() : cause);
-  }
-}
-
-void DeviceGroup::endFollowed(const std::vector<Followed>& ended) {
-  std::vector<at::Tensor> released;
-  for (const Followed& entry : ended) {
-    if (entry.external) entry.external->finish(entry.operation->status());
-    for (at::Tensor& tensor : entry.operation->release()) released.push_back(std::move(tensor));
-  }
-  if (released.empty()) return;
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (at::Tensor& tensor : released) released_.push_back(std::move(tensor));
-  hasReleased_.store(true, std::memory_order_release);
-}
-
-void DeviceGroup::tellAwaited() {
-  std::vector<Awaited> over;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto isOver = [](const Awaited& entry) { return entry.operation->isOver(); };
-    for (Awaited& entry : awaited_) {
-      if (isOver(entry)) over.push_back(entry);
-    }
-    std::erase_if(awaited_, isOver);
-  }
-  for (Awaited& entry : over) entry.fn(entry.operation->status());
-}
-
-void DeviceGroup::clearReleased() {
-  if (!hasReleased_.load(std::memory_order_acquire)) return;
-  std::vector<at::Tensor> released;
-  std::lock_guard<std::mutex> lock(mutex_);
-  released.swap(released_);
-  hasReleased_.store(false, std::memory_order_relaxed);
-}
-
 // ---- ending ------------------------------------------------------------------------------------
 
 void DeviceGroup::setTimeout(std::chrono::milliseconds timeout) {
@@ -451,7 +309,7 @@ void DeviceGroup::close(Deadline deadline) {
                                                                    "' was destroyed with "
                                                                    "operations that were not done")
                                       : error();
-    nccl_->abort(earlier(Deadline::after(kAbortTime), deadline), cause);
+    nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
     std::lock_guard<std::mutex> lock(mutex_);
     for (const Followed& entry : followed_) entry.operation->fail(cause);
   }

@@ -35,6 +35,9 @@ namespace mycoll {
 class HostRoad;
 class NcclRoad;
 
+// For NCCL to stop, on the watchdog; what takes longer goes on elsewhere.
+constexpr std::chrono::milliseconds kNcclAbortTime(1000);
+
 // What the parts of a DeviceGroup share.
 struct DevicePlace {
   std::string name;

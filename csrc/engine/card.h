@@ -1,0 +1,28 @@
+// What ranks leave in the rendezvous store, as text: see bootstrap.h. Plain values; who reads them
+// believes nothing yet.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/peer.h"
+
+namespace mycoll {
+
+struct Card {
+  std::string nonce;  // fresh for every meeting; rank 0's is also the group's secret
+  int ranks = 0;
+  PeerAddress address;
+
+  std::string encode() const;
+  static Status decode(const std::string& text, Card* card);
+};
+
+// The roster: its number, then each card with its length.
+std::string encodeRoster(const std::string& number, const std::vector<std::string>& cards);
+// False: it is not one of so many ranks.
+bool decodeRoster(const std::string& text, size_t ranks, std::string* number,
+                  std::vector<std::string>* cards);
+
+}  // namespace mycoll

@@ -81,7 +81,7 @@ def test_launch_module(backend, transport):
     assert oks(outputs) == {"0 of 2", "1 of 2"}, outputs
 
 
-def test_multiprocessing_spawn(backend, transport):
-    url = f"tcp://127.0.0.1:{free_port()}"
+def test_multiprocessing_spawn(backend, transport, tmp_path):
+    url = f"file://{tmp_path}/rendezvous"  # no port that somebody else may take meanwhile
     outputs = finish(start(SMOKE, "spawn", backend, url, transport=transport))
     assert oks(outputs) == {"spawn"}, outputs

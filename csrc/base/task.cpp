@@ -33,7 +33,11 @@ FrameCache& cache() {
 
 size_t classOf(size_t bytes) { return (bytes + kGranule - 1) / kGranule - 1; }
 
+const Status noMemory(Code::kInternal, "this process is out of memory");
+
 }  // namespace
+
+const Status& outOfMemory() { return noMemory; }
 
 void* allocateFrame(size_t bytes) {
   size_t index = classOf(bytes);

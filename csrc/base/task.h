@@ -17,6 +17,7 @@
 #include <coroutine>
 #include <cstddef>
 #include <exception>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,8 @@ namespace detail {
 // Frames come from a small per-thread cache: a collective of 4 bytes should not pay for malloc.
 void* allocateFrame(size_t bytes);
 void freeFrame(void* frame, size_t bytes);
+// Made when the program starts, when there is some.
+const Status& outOfMemory();
 }  // namespace detail
 
 class [[nodiscard]] Task {
@@ -107,7 +110,16 @@ struct Task::promise_type {
     return Final{};
   }
   void return_value(Status value) { status = std::move(value); }
-  void unhandled_exception() { std::terminate(); }  // below backend/ nothing throws but bad_alloc
+  // Below backend/ nothing throws but the allocator. The operation ends, not the process.
+  void unhandled_exception() {
+    try {
+      throw;
+    } catch (const std::bad_alloc&) {
+      status = detail::outOfMemory();
+    } catch (...) {
+      std::terminate();
+    }
+  }
 
   static void* operator new(size_t bytes) { return detail::allocateFrame(bytes); }
   static void operator delete(void* frame, size_t bytes) { detail::freeFrame(frame, bytes); }

@@ -1,0 +1,142 @@
+"""Machines that are short of something: mycoll works, or falls back with a warning, or raises.
+
+It never dies of a signal or hangs, and the process goes on when there is room again."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.harness import Seen, answers, attempt
+from faults.lifecycle import tiny_shm
+from worlds.worker import Ctx
+
+MIB = 1 << 20
+WARN = ("MYCOLL_LOG", "warn")
+AUTO = ("MYCOLL_TRANSPORT", "auto")
+
+
+@pytest.fixture(autouse=True)
+def of_mycoll(backend):
+    if backend != "mycoll":
+        pytest.skip("gloo does not promise this")
+
+
+def works(ctx: Ctx) -> None:
+    """Also with more than fits into a ring or an arena."""
+    for numel in (10, 100_000, 3_000_000):
+        x = torch.full((numel,), float(ctx.rank))
+        dist.all_reduce(x)
+        ctx.equal(float(x[-1]), float(sum(range(ctx.size))))
+        y = torch.full((numel,), float(ctx.rank))
+        work = dist.isend(y, (ctx.rank + 1) % ctx.size)
+        dist.recv(x, (ctx.rank - 1) % ctx.size)
+        work.wait()
+        ctx.equal(float(x[-1]), float((ctx.rank - 1) % ctx.size))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount of one's own needs root")
+@pytest.mark.parametrize("size", ["1m", "4k"])
+def test_small_dev_shm(fresh, size):
+    """It is not used: memory has no name."""
+    world = fresh(4, init=False, env=(AUTO, WARN))
+    world.start(tiny_shm, size)
+    for member, seen in zip(world.members, answers(world).values(), strict=True):
+        assert isinstance(seen, Seen) and not seen.kind and seen.value == 0, seen
+        assert "no shared memory" not in member.log.read_text()
+
+
+def without_shared_memory(ctx: Ctx) -> None:
+    # memfd_create works, but nothing large can be made of it.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, resource.RLIM_INFINITY))
+    ctx.init("without")
+    works(ctx)
+    works(ctx)
+    dist.destroy_process_group()
+
+
+def test_without_shared_memory(fresh):
+    """Over TCP instead, and each rank says so once for each peer."""
+    world = fresh(3, init=False, env=(AUTO, WARN))
+    world.run(without_shared_memory)
+    for member in world.members:
+        lines = [x for x in member.log.read_text().splitlines() if "no shared memory with" in x]
+        assert 1 <= len(lines) <= 2, lines
+        assert len(set(lines)) == len(lines)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What one rank of two has left when it begins."""
+
+    what: int
+    left: int  # descriptors, or bytes of address space
+
+
+def used(what: int) -> int:
+    if what == resource.RLIMIT_NOFILE:
+        return 1 + max(int(fd.name) for fd in Path("/proc/self/fd").iterdir())
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+def limited(ctx: Ctx, limit: Limit) -> Seen:
+    stores = {name: ctx.store(name) for name in ("limited", "afterwards")}
+
+    def init(name: str) -> None:
+        dist.init_process_group(
+            ctx.backend,
+            store=stores[name],
+            rank=ctx.rank,
+            world_size=ctx.size,
+            timeout=ctx.timeout if name == "limited" else timedelta(seconds=40),
+        )
+
+    def action() -> None:
+        init("limited")
+        works(ctx)
+
+    before = resource.getrlimit(limit.what)
+    if ctx.rank == 1:
+        resource.setrlimit(limit.what, (used(limit.what) + limit.left, before[1]))
+    seen = attempt(action)
+    resource.setrlimit(limit.what, before)
+    # What is wanted is an end: of a group that could be made, or of half of one.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    init("afterwards")
+    works(ctx)
+    dist.destroy_process_group()
+    return seen
+
+
+def run_limited(fresh, transport: str, limit: Limit) -> list[Seen]:
+    world = fresh(2, transport, init=False, timeout=8.0)
+    seen = world.run(limited, limit, deadline=60)
+    assert all(one.kind in ("", *KINDS) for one in seen), seen
+    return seen
+
+
+KINDS = ("DistBackendError", "DistNetworkError", "DistStoreError", "MemoryError", "RuntimeError")
+
+
+@pytest.mark.parametrize("left", [0, 2, 4, 6, 8, 10, 12, 16, 64])
+def test_descriptors_used_up(fresh, transport, left):
+    seen = run_limited(fresh, transport, Limit(resource.RLIMIT_NOFILE, left))
+    if left == 64:
+        assert not any(one.kind for one in seen), seen
+    if left == 0:
+        assert "open files" in seen[1].text, seen[1].text
+
+
+@pytest.mark.parametrize("mib", [0, 1, 4, 9, 12, 32, 512])
+def test_memory_used_up(fresh, transport, mib):
+    seen = run_limited(fresh, transport, Limit(resource.RLIMIT_AS, mib * MIB))
+    if mib == 512:
+        assert not any(one.kind for one in seen), seen

@@ -19,5 +19,5 @@ def test_cpp(name: str) -> None:
     program = Path(folder) / name
     if not program.exists():
         pytest.fail(f"{program} was not built")
-    run = subprocess.run([program], capture_output=True, text=True, timeout=240)
+    run = subprocess.run([program], capture_output=True, text=True, errors="replace", timeout=240)
     assert run.returncode == 0, f"{run.stderr[-6000:]}\n{run.stdout[-6000:]}"

@@ -13,6 +13,7 @@
 
 #include "base/env.h"
 #include "base/sha256.h"
+#include "base/told.h"
 #include "base/topology.h"
 #include "engine/card.h"
 #include "engine/engine.h"
@@ -176,9 +177,7 @@ class Meeting {
     MYCOLL_RETURN_IF_ERROR(get("refused/" + mine_.nonce, &text));
     if (text.size() < 3) return Status();
     isToldByLeader_ = text[0] == 'l';
-    return Status(
-        text[1] - 'a' == static_cast<int>(Code::kPeerLost) ? Code::kPeerLost : Code::kStore,
-        text.substr(2));
+    return toldStatus(text[1] - 'a', text.substr(2));
   }
 
   // Rank 0: cards -> roster, confirmations -> commit.

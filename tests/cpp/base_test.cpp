@@ -22,6 +22,7 @@
 #include "base/fd.h"
 #include "base/log.h"
 #include "base/status.h"
+#include "base/told.h"
 #include "base/topology.h"
 #include "base/types.h"
 #include "base/wait.h"
@@ -369,6 +370,19 @@ TEST(Base, aProcessIsSeenToEnd) {
   EXPECT(becomes(ProcessLife::kEnding));  // nobody has waited for it
   ::waitpid(child, nullptr, 0);
   EXPECT_EQ(lookAtProcess(child, started), ProcessLife::kGone);
+}
+
+TEST(Base, whatOthersSayIsMadeReadable) {
+  EXPECT_EQ(readable("rank 1:\tgone\n"), "rank 1:\tgone\n");
+  EXPECT_EQ(readable("h\u00f6st \u20ac \U0001f310"), "h\u00f6st \u20ac \U0001f310");
+  EXPECT_EQ(readable(std::string("a\0b\x1b[2J\x7f", 8)), "a?b?[2J?");
+  // Alone, cut short, longer than needed, half of a pair, beyond the last one.
+  EXPECT_EQ(readable("\x80|\xe2\x82|\xc0\xaf|\xed\xa0\x80|\xf4\x90\x80\x80|\xff"),
+            "?|??|??|???|????|?");
+  EXPECT(toldStatus(static_cast<int>(Code::kDeadlock), "x").code() == Code::kDeadlock);
+  EXPECT(toldStatus(static_cast<int>(Code::kOk), "x").code() == Code::kInternal);
+  EXPECT(toldStatus(-7, "x").code() == Code::kInternal);
+  EXPECT(toldStatus(99, "x").code() == Code::kInternal);
 }
 
 TEST(Base, crc32cKnownAnswers) {

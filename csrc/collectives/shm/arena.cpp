@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/told.h"
+
 namespace mycoll {
 namespace {
 
@@ -149,8 +151,9 @@ bool Arena::hasFailed() const {
 Status Arena::failure() const {
   const Header& header = *reinterpret_cast<const Header*>(segment_->data());
   if (header.state.load(std::memory_order_acquire) != Header::kFailed) return Status();
-  return Status(static_cast<Code>(header.code),
-                std::string(header.text, std::min<size_t>(header.textBytes, sizeof(header.text))));
+  return toldStatus(
+      static_cast<int>(header.code),
+      std::string(header.text, std::min<size_t>(header.textBytes, sizeof(header.text))));
 }
 
 void Arena::leave() { control(rank_).left.store(1, std::memory_order_seq_cst); }

@@ -240,6 +240,8 @@ PYBIND11_MODULE(_C, module) {
              py::arg("options").none(true) = nullptr);
   module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"),
              "Where the nvidia-nccl wheel has its library; before the first group.");
+  module.def("_use_nccl", &mycoll::useNccl, py::arg("path"),
+             "For tests: NCCL is this file, also beside a copy that torch has loaded.");
   module.def("environment", &environment, "Every MYCOLL_* variable.");
   module.def("unknown_variables", &unknownVariables,
              "MYCOLL_* variables that are set and mean nothing, each with the known name that it "

@@ -167,6 +167,10 @@ Status Library::open(const std::string& file, const Library** library) {
   return load(handle, file, library);
 }
 
+void Library::adopt(const Library* library) {
+  theLibrary.store(library, std::memory_order_release);
+}
+
 const Library* Library::loaded() { return theLibrary.load(std::memory_order_acquire); }
 
 Status Library::get(const std::string& wheelFile, const Library** library) {

@@ -82,15 +82,25 @@ def nccl_version() -> int:
 
 def environment(device: str, road: str, rank: int) -> dict[str, str]:
     values = {name: value.format(rank=rank) for name, value in ROADS[road].items()}
-    if device == "standin" and road.startswith("nccl"):
+    if device == "standin" and road.startswith("nccl") and not brings_nccl():
         values["MYCOLL_NCCL_LIBRARY"] = str(standins() / "libnccl.so.2")
     return values
 
 
-def start(device: str, rank: int) -> torch.device:
+def brings_nccl() -> bool:
+    """Whether torch has loaded an NCCL of its own, beside which no other would be taken."""
+    return torch.distributed.is_nccl_available()
+
+
+def start(device: str, road: str, rank: int) -> torch.device:
     """Makes the device known to torch and mycoll, and a rank's own one the current one."""
     if device == "standin":
         from standins import accelerator
+
+        if road.startswith("nccl") and brings_nccl():
+            from mycoll import _C
+
+            _C._use_nccl(str(standins() / "libnccl.so.2"))
 
         accelerator.load()
         accelerator.serve("mycoll")

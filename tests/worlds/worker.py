@@ -229,7 +229,7 @@ def main(conn: Connection, setup: Setup) -> None:
         if setup.device:
             from worlds import device
 
-            ctx.device = device.start(setup.device, setup.rank)
+            ctx.device = device.start(setup.device, setup.road, setup.rank)
         if setup.init:
             ctx.init()
 

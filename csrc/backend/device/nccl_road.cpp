@@ -106,6 +106,12 @@ bool isPointToPoint(const std::vector<Request*>& requests) {
 
 void setNcclWheelFile(std::string path) { wheelFile() = std::move(path); }
 
+void useNccl(const std::string& path) {
+  const nccl::Library* library = nullptr;
+  throwIfFailed(nccl::Library::open(path, &library));
+  nccl::Library::adopt(library);
+}
+
 // ---- whether to --------------------------------------------------------------------------------
 
 NcclRoad::Report NcclRoad::report(c10::Device device) {

@@ -25,6 +25,8 @@ namespace mycoll {
 // Where the nvidia-nccl wheel beside torch has its library; empty: there is none. Once, before the
 // first group.
 void setNcclWheelFile(std::string path);
+// For tests: NCCL is this file, also beside a copy that torch has loaded.
+void useNccl(const std::string& path);
 
 class NcclRoad {
  public:

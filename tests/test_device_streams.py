@@ -150,7 +150,8 @@ def works_end_unwaited(ctx: Ctx) -> None:
     while not work.is_completed() and time.monotonic() < end:
         time.sleep(0.001)
     ctx.equal(work.is_completed(), True, "completed")
-    ctx.equal(work.exception() is None, True)
+    if torch.__version__ >= "2.12":  # before, torch's own binding of it fails for every backend
+        ctx.equal(work.exception() is None, True)
     work.wait()
     is_all(ctx, x, total(ctx))
 
@@ -425,6 +426,8 @@ def refused_under_capture(ctx: Ctx) -> None:
 
 @pytest.mark.worlds(2, roads=["host"])
 def test_the_host_road_refuses_to_be_captured(device_world):
+    if device_world.spec.device == "standin" and torch.__version__ < "2.12":
+        pytest.skip("before torch 2.12 only CUDA says that it is being captured")
     device_world.run(refused_under_capture)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults.harness import Seen, Stage, answers, attempt
-from faults.misuse import twice
+from faults.misuse import join, twice
 from torch.distributed import distributed_c10d
 from worlds.worker import Ctx
 
@@ -106,3 +107,21 @@ def test_a_rank_twice_is_told_to_all(stage):
             assert isinstance(seen, Seen) and seen.kind == "DistStoreError", seen
             assert "rank 1 is taken by" in seen.text, seen.text
         assert time.monotonic() - began < 30
+
+
+def late_leader(ctx: Ctx) -> Seen:
+    """Ranks 1 and 2 are both started as rank 1; rank 0 comes when they have given up."""
+    if ctx.rank == 0:
+        ctx.store("late").wait(["1", "2"], timedelta(seconds=30))
+    seen = join(ctx, "", min(ctx.rank, 1), 2, 60.0)
+    if ctx.rank != 0:
+        ctx.store("late").set(str(ctx.rank), "")
+    return seen
+
+
+def test_a_rank_twice_is_told_to_one_that_comes_late(stage):
+    with stage.world(3, init=False) as world:
+        world.start(late_leader)
+        for seen in answers(world).values():
+            assert isinstance(seen, Seen) and seen.kind == "DistStoreError", seen
+            assert "rank 1 is taken by" in seen.text, seen.text

@@ -4,10 +4,11 @@ It never dies of a signal or hangs, and the process goes on when there is room a
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import mmap
 import os
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -87,9 +88,26 @@ def used(what: int) -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
+@contextlib.contextmanager
+def limits(what: int, left: int) -> Iterator[None]:
+    before = resource.getrlimit(what)
+    top, gaps = used(what), []
+    # The limit is on numbers: those between the descriptors in use have to be taken, too.
+    while what == resource.RLIMIT_NOFILE and (fd := os.dup(0)) < top:
+        gaps.append(fd)
+    if what == resource.RLIMIT_NOFILE:
+        os.close(fd)
+    resource.setrlimit(what, (top + left, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+        for fd in gaps:
+            os.close(fd)
+
+
 def limited(ctx: Ctx, limit: Limit) -> Seen:
-    importlib.import_module("mycoll._C")  # the loader needs address space, too
-    stores = {name: ctx.store(name) for name in ("limited", "afterwards")}
+    stores = {name: ctx.store(name) for name in ("before", "limited", "afterwards")}
 
     def init(name: str) -> None:
         dist.init_process_group(
@@ -104,11 +122,10 @@ def limited(ctx: Ctx, limit: Limit) -> Seen:
         init("limited")
         works(ctx)
 
-    before = resource.getrlimit(limit.what)
-    if ctx.rank == 1:
-        resource.setrlimit(limit.what, (used(limit.what) + limit.left, before[1]))
-    seen = attempt(action)
-    resource.setrlimit(limit.what, before)
+    init("before")  # importing needs descriptors and memory, too
+    dist.destroy_process_group()
+    with limits(limit.what, limit.left) if ctx.rank == 1 else contextlib.nullcontext():
+        seen = attempt(action)
     # What is wanted is an end: of a group that could be made, or of half of one.
     if dist.is_initialized():
         dist.destroy_process_group()

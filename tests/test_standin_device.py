@@ -34,6 +34,7 @@ def full(value: float, numel: int = 100) -> torch.Tensor:
 def asynchrony(ctx: Ctx) -> None:
     device = accelerator.load()
     x = full(1.0)
+    device.current_stream().synchronize()
     other = torch.Stream(device="standin")
     with device.held():
         x.fill_(2.0)

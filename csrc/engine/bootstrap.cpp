@@ -27,6 +27,8 @@ using Clock = std::chrono::steady_clock;
 // when it has stood for so long.
 constexpr auto kSettled = std::chrono::milliseconds(1000);
 constexpr auto kLongestPause = std::chrono::microseconds(10'000);
+// Before the number of a card whose owner has given up.
+constexpr char kGaveUp[] = "gave up: ";
 
 bool isSameProcess(const PeerAddress& a, const PeerAddress& b) {
   return a.hostName == b.hostName && a.pid == b.pid && a.startTicks == b.startTicks;
@@ -155,6 +157,7 @@ class Meeting {
   // 0 (unless they heard it from there), and a rank that is there twice tells its double.
   void tellOthers(const Status& status) {
     if (status.code() != Code::kStore && status.code() != Code::kPeerLost) return;
+    if (!isLeader()) markCard(status);
     if (!isToldByLeader_) {
       std::vector<std::string> leader(1);
       if (!isLeader() && !get(key("card", 0), &leader[0]).ok()) return;
@@ -170,6 +173,16 @@ class Meeting {
       // The store may be what has failed: then they find out by themselves.
       if (nonce != mine_.nonce && !store_.set("refused/" + nonce, text).ok()) return;
     }
+  }
+
+  // For a rank 0 that comes later. Who tries again replaces the card.
+  void markCard(const Status& status) {
+    std::string text;
+    if (!get(key("card", options_.rank), &text).ok() || text != cardText_) return;
+    Card marked = mine_;
+    marked.nonce = kGaveUp + mine_.nonce;
+    if (!store_.set("why/" + marked.nonce, status.message()).ok()) return;
+    (void)store_.set(key("card", options_.rank), marked.encode());
   }
 
   Status checkRefusal() {
@@ -253,11 +266,24 @@ class Meeting {
   }
 
   // Rank 0, about another's card.
-  Status checkWorld(int rank) const {
+  Status checkWorld(int rank) {
     Card card;
     MYCOLL_RETURN_IF_ERROR(Card::decode(cards_[rank], &card));
+    if (card.nonce.starts_with(kGaveUp)) return checkGivenUp(rank, card);
     if (card.ranks == options_.ranks || !isCurrent(card, changed_[rank])) return Status();
     return differentWorlds(rank, card);
+  }
+
+  // Its process lives, and has had the time to try again.
+  Status checkGivenUp(int rank, const Card& card) {
+    if (Clock::now() - changed_[rank] < kSettled || !isAliveHere(card.address, mine_.address)) {
+      return Status();
+    }
+    std::string why;
+    MYCOLL_RETURN_IF_ERROR(get("why/" + card.nonce, &why));
+    return Status(Code::kStore, "group '" + options_.name + "': rank " + std::to_string(rank) +
+                                    " (" + card.address.describe() +
+                                    ") has given up before this rank came: " + readable(why));
   }
 
   Status differentWorlds(int rank, const Card& other) const {

@@ -12,7 +12,8 @@
 //   rank 0        returns last, when all are done: whatever it does next (make the group anew,
 //                 or end and take the store with it), nobody still needs what is there
 //
-//   who fails     refused/<number of a card> = why, for those whom it concerns
+//   who fails     refused/<number of a card> = why, for those whom it concerns; but for rank 0, it
+//                 marks its own card, for a rank 0 that comes later
 //
 // A card of the dead never confirms, and is replaced when its rank comes. A rank that another group
 // of this process has lost, and that nobody has replaced, is not waited for. Whoever is not rank 0

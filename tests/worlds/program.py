@@ -14,9 +14,8 @@ def main() -> None:
     kind, road, module, *arguments = sys.argv[1:]
     os.environ.update(device.environment(kind, road, int(os.environ.get("RANK", "0"))))
     if kind == "standin":
-        device.start(
-            kind, os.environ.get("MYCOLL_CUDA", "nccl"), int(os.environ.get("LOCAL_RANK", "0"))
-        )
+        device.start(kind, road, int(os.environ.get("LOCAL_RANK", "0")))
+
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

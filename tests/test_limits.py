@@ -145,7 +145,7 @@ def run_limited(fresh, transport: str, limit: Limit) -> list[Seen]:
 KINDS = ("DistBackendError", "DistNetworkError", "DistStoreError", "MemoryError", "RuntimeError")
 
 
-@pytest.mark.parametrize("left", [0, 2, 4, 6, 8, 10, 12, 16, 64])
+@pytest.mark.parametrize("left", [0, 4, 8, 12, 64])
 def test_descriptors_used_up(fresh, transport, left):
     seen = run_limited(fresh, transport, Limit(resource.RLIMIT_NOFILE, left))
     if left == 64:
@@ -154,7 +154,7 @@ def test_descriptors_used_up(fresh, transport, left):
         assert "open files" in seen[1].text, seen[1].text
 
 
-@pytest.mark.parametrize("mib", [1, 4, 9, 12, 32, 512])
+@pytest.mark.parametrize("mib", [1, 9, 32, 512])
 def test_memory_used_up(fresh, transport, mib):
     """With nothing at all left, the C library ends the process for want of thread-local data."""
     seen = run_limited(fresh, transport, Limit(resource.RLIMIT_AS, mib * MIB))

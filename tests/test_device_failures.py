@@ -128,7 +128,8 @@ def leave(ctx: Ctx, how: str) -> float:
     torch.accelerator.synchronize()
     work = None
     if ctx.rank == 0:
-        work = dist.all_reduce(x, async_op=True)
+        with contextlib.suppress(RuntimeError):  # the other one may have aborted by now
+            work = dist.all_reduce(x, async_op=True)
     started = time.monotonic()
     with contextlib.suppress(RuntimeError):
         if how == "abort":

@@ -167,6 +167,15 @@ const Variable kVariables[] = {
        env->secretFile = value;
        return true;
      }},
+    {"MYCOLL_NETWORK_SECONDS", "10", "1 to 3600",
+     "A rank on another host that the network has swallowed for so long is dead. All ranks need "
+     "about the same.",
+     [](std::string_view value, Env* env) {
+       const std::optional<int64_t> seconds = parseInteger(value);
+       if (!seconds || *seconds < 1 || *seconds > 3600) return false;
+       env->networkSeconds = static_cast<int>(*seconds);
+       return true;
+     }},
     {"MYCOLL_SPIN_US", "-1", "-1 or a number of microseconds up to 1000000",
      "How long a waiting rank spins before it yields its core. -1: chosen by whether the host has "
      "a core for each of its ranks.",

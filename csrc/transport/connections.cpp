@@ -63,7 +63,7 @@ Task Endpoint::connectTask(OutLink* link, HandshakeGroup group) {
         status = Status(Code::kNetwork, "cannot connect to " + entry.address + " port " +
                                             std::to_string(entry.port));
       } else {
-        tuneSocket(socket.get());
+        tuneSocket(socket.get(), options_.networkSeconds);
         status = co_await connectOver(link, group, std::move(socket), false);
         if (status.ok()) co_return Status();
       }
@@ -161,7 +161,7 @@ void Endpoint::acceptFrom(int listener, bool isUnix) {
         (accepting_.size() >= kMaxStrangers + expected && !dropStranger())) {
       continue;  // closes it
     }
-    if (!isUnix) tuneSocket(socket.get());
+    if (!isUnix) tuneSocket(socket.get(), options_.networkSeconds);
     auto accepting = std::make_unique<Accepting>();
     accepting->socket = std::move(socket);
     accepting->isUnix = isUnix;

@@ -30,7 +30,7 @@ class Wire {
  public:
   Wire(Fd socket, std::shared_ptr<Endpoint> other, const Script& script)
       : socket_(std::move(socket)), other_(std::move(other)), script_(script) {
-    mycoll::tuneSocket(socket_.get());  // single bytes leave at once
+    mycoll::tuneSocket(socket_.get(), 10);  // single bytes leave at once
   }
 
   void turn(int times = 20) {

@@ -183,15 +183,17 @@ Status startConnect(const std::string& address, int port, Fd* result) {
   return Status();
 }
 
-void tuneSocket(int fd) {
+void tuneSocket(int fd, int deadAfterSeconds) {
   int one = 1;
   (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
   (void)setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof(one));
-  int idleSeconds = 5, intervalSeconds = 2, probes = 3;
+  // An idle connection is probed; on a busy one, data is not acknowledged.
+  int probes = 3, intervalSeconds = std::max(1, deadAfterSeconds / 5);
+  int idleSeconds = std::max(1, deadAfterSeconds - probes * intervalSeconds);
   (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idleSeconds, sizeof(idleSeconds));
   (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &intervalSeconds, sizeof(intervalSeconds));
   (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes));
-  unsigned unackedMilliseconds = 10'000;
+  unsigned unackedMilliseconds = static_cast<unsigned>(deadAfterSeconds) * 1000;
   (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unackedMilliseconds,
                    sizeof(unackedMilliseconds));
 }

@@ -36,6 +36,6 @@ Status listenOn(const InterfaceAddress& address, Fd* listener, int* port);
 Status startConnect(const std::string& address, int port, Fd* socket);
 
 // Small messages leave at once; a peer that has silently gone is noticed by the kernel.
-void tuneSocket(int fd);
+void tuneSocket(int fd, int deadAfterSeconds);
 
 }  // namespace mycoll

@@ -101,9 +101,9 @@ struct EndpointOptions {
   InterfaceFilter interfaces;
   std::string storeHost;  // empty: unknown
   size_t eagerBytes = 64 * 1024;
-  bool isChecked = false;  // what is sent carries checksums
+  bool isChecked = false;   // what is sent carries checksums
   int networkSeconds = 10;  // a peer beyond the network that is silent for so long is dead
-  LinkTap* tap = nullptr;  // for tests; outlives the endpoint
+  LinkTap* tap = nullptr;   // for tests; outlives the endpoint
 
   static Status fromEnv(EndpointOptions* result);
 };

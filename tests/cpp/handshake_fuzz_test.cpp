@@ -3,7 +3,6 @@
 // does gets one exactly when what was sent makes a whole, right handshake; and afterwards the
 // endpoint serves its own, with no more descriptors and memory than before.
 #include <arpa/inet.h>
-#include <dirent.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/mman.h>
@@ -51,14 +50,6 @@ struct Counter final : LinkTap {
   }
   int links = 0;
 };
-
-int openDescriptors() {
-  int count = 0;
-  DIR* directory = opendir("/proc/self/fd");
-  while (readdir(directory)) ++count;
-  closedir(directory);
-  return count;
-}
 
 size_t residentMiB() {
   size_t total = 0, resident = 0;
@@ -368,7 +359,7 @@ TEST(Fuzz, handshakes) {
     record(server);
     ASSERT(server.serves());
   }
-  const int descriptors = openDescriptors();
+  const int descriptors = test::openDescriptors();
   size_t resident = 0;
   int runs = 0, accepted = 0;
   std::vector<std::unique_ptr<Connector>> silent;  // stay connected and say nothing more
@@ -405,10 +396,10 @@ TEST(Fuzz, handshakes) {
   }
   silent.clear();
   const Deadline deadline = Deadline::after(std::chrono::milliseconds(8000));
-  while (openDescriptors() > descriptors && !deadline.expired()) {
+  while (test::openDescriptors() > descriptors && !deadline.expired()) {
     for (Server& server : servers) server.endpoint->progress();
   }
-  EXPECT(openDescriptors() <= descriptors);
+  EXPECT(test::openDescriptors() <= descriptors);
   if (!kKeepsFreedMemory && resident > 0) EXPECT(residentMiB() <= resident + 8);
   std::printf("        %d handshakes, %d of them accepted\n", runs, accepted);
 }

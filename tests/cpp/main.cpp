@@ -2,6 +2,8 @@
 //   x_test                 all of them
 //   x_test ring Mesh.dies  those whose "Suite.name" contains one of the words
 //   x_test --list
+#include <dirent.h>
+
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -57,6 +59,14 @@ void fail(const char* file, int line, const std::string& message) {
 int failureCount() {
   std::lock_guard<std::mutex> lock(mutex);
   return failures;
+}
+
+int openDescriptors() {
+  int count = 0;
+  DIR* directory = opendir("/proc/self/fd");
+  while (readdir(directory)) ++count;
+  closedir(directory);
+  return count;
 }
 
 void skip(const std::string& reason) {

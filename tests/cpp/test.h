@@ -39,6 +39,8 @@ void fail(const char* file, int line, const std::string& message);
 // [any thread] Of all tests so far.
 int failureCount();
 void skip(const std::string& reason);
+// Of this process, and a few more: for comparing.
+int openDescriptors();
 
 template <typename T>
 std::string show(const T& value) {

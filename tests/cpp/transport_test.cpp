@@ -1,7 +1,6 @@
 // Endpoints and mailboxes, two in one thread, on each kind of link: what every link must do, and
 // what strangers must not be able to.
 #include <arpa/inet.h>
-#include <dirent.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -91,14 +90,6 @@ std::vector<char> pattern(size_t bytes, unsigned seed) {
 }
 
 Span span(std::vector<char>& data) { return {data.data(), data.size()}; }
-
-int openDescriptors() {
-  int count = 0;
-  DIR* directory = opendir("/proc/self/fd");
-  while (readdir(directory)) ++count;
-  closedir(directory);
-  return count;
-}
 
 Fd connectTo(const TcpAddress& address) {
   Fd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -256,7 +247,7 @@ TEST(Transport, refusesWhoDoesNotKnowTheSecret) {
 TEST(Transport, strangersChangeNothing) {
   Pair pair(TransportChoice::kTcp);
   const TcpAddress target = pair.endpoints[1]->address().tcp.front();
-  const int before = openDescriptors();
+  const int before = test::openDescriptors();
   std::mt19937 random(3);
   for (int i = 0; i < 300; ++i) {
     Fd socket = connectTo(target);
@@ -278,8 +269,8 @@ TEST(Transport, strangersChangeNothing) {
   pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
   ASSERT(pair.pump([&] { return receiving.isDone(); }));
   EXPECT_EQ(got, value);
-  pair.pump([&] { return openDescriptors() <= before + 4; });
-  EXPECT(openDescriptors() <= before + 4);
+  pair.pump([&] { return test::openDescriptors() <= before + 4; });
+  EXPECT(test::openDescriptors() <= before + 4);
 }
 
 // More of them than are let in at a time, all silent and all connected.
@@ -306,7 +297,7 @@ TEST(Transport, waitsForDescriptors) {
     Pair pair(transport);
     rlimit before{};
     ASSERT(getrlimit(RLIMIT_NOFILE, &before) == 0);
-    const rlimit few{static_cast<rlim_t>(openDescriptors() + 20), before.rlim_max};
+    const rlimit few{static_cast<rlim_t>(test::openDescriptors() + 20), before.rlim_max};
     ASSERT(setrlimit(RLIMIT_NOFILE, &few) == 0);
     std::vector<Fd> taken;
     for (;;) {

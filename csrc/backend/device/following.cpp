@@ -2,12 +2,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/callback_pool.h"
 #include "backend/device/device_group.h"
 #include "backend/device/host_road.h"
 #include "backend/device/nccl_road.h"
 #include "backend/device/watchdog.h"
-#include "base/log.h"
 
 namespace mycoll {
 namespace {

@@ -2,8 +2,10 @@
 
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -49,6 +51,7 @@ struct ProcessStat {
   char state = 0;  // as ps shows it; 0: no such process
   unsigned long flags = 0;
   uint64_t startTicks = 0;
+  bool isUnknown = false;  // no descriptor was left to look with
 };
 
 ProcessStat readStat(pid_t pid) {
@@ -56,7 +59,10 @@ ProcessStat readStat(pid_t pid) {
   char path[32], text[1024];
   std::snprintf(path, sizeof(path), "/proc/%d/stat", static_cast<int>(pid));
   const Fd file(::open(path, O_RDONLY | O_CLOEXEC));
-  if (!file.isOpen()) return result;
+  if (!file.isOpen()) {
+    result.isUnknown = errno != ENOENT && errno != ESRCH;
+    return result;
+  }
   const ssize_t length = ::read(file.get(), text, sizeof(text) - 1);
   if (length <= 0) return result;
   text[length] = '\0';
@@ -78,6 +84,9 @@ uint64_t processStartTicks(pid_t pid) { return readStat(pid).startTicks; }
 
 ProcessLife lookAtProcess(pid_t pid, uint64_t startTicks) {
   const ProcessStat stat = readStat(pid);
+  if (stat.isUnknown) {
+    return ::kill(pid, 0) == 0 || errno == EPERM ? ProcessLife::kAlive : ProcessLife::kGone;
+  }
   if (stat.state == 0 || stat.startTicks != startTicks) return ProcessLife::kGone;
   if ((stat.flags & kExiting) != 0) return ProcessLife::kEnding;
   switch (stat.state) {

@@ -13,7 +13,8 @@
 //                 or end and take the store with it), nobody still needs what is there
 //
 //   who fails     refused/<number of a card> = why, for those whom it concerns; but for rank 0, it
-//                 marks its own card, for a rank 0 that comes later
+//                 marks its own card, for a rank 0 that comes later. Who fails before there was
+//                 one leaves a marked card
 //
 // A card of the dead never confirms, and is replaced when its rank comes. A rank that another group
 // of this process has lost, and that nobody has replaced, is not waited for. Whoever is not rank 0
@@ -30,6 +31,9 @@ namespace mycoll {
 
 // engine: this process's; it knows of ranks that other groups have lost.
 Status meet(const GroupOptions& options, Store& store, Engine& engine, GroupAddress* result);
+
+// Instead of meet(), by a rank that cannot even begin: the others hear why, and do not wait for it.
+void stayAway(const GroupOptions& options, Store& store, const Status& why);
 
 // The group's number, from its secret and its name. Everybody may know it: it does not give the
 // secret away.

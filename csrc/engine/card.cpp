@@ -2,7 +2,16 @@
 
 #include <cstdlib>
 
+#include "base/sha256.h"
+
 namespace mycoll {
+
+Status Card::freshNonce(std::string* nonce) {
+  unsigned char random[32];
+  MYCOLL_RETURN_IF_ERROR(randomBytes(random, sizeof(random)));
+  *nonce = toHex(random, sizeof(random));
+  return Status();
+}
 
 std::string Card::encode() const {
   return nonce + "\n" + std::to_string(ranks) + "\n" + address.encode();

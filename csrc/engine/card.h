@@ -11,6 +11,8 @@
 namespace mycoll {
 
 struct Card {
+  static Status freshNonce(std::string* nonce);
+
   std::string nonce;  // fresh for every meeting; rank 0's is also the group's secret
   int ranks = 0;
   PeerAddress address;

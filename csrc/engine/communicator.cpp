@@ -25,7 +25,11 @@ Status checkTransport(const Endpoint& endpoint, const GroupAddress& address) {
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                             std::shared_ptr<Communicator>* result) {
   std::shared_ptr<Engine> engine;
-  MYCOLL_RETURN_IF_ERROR(Engine::process(options.storeHost, &engine));
+  const Status made = Engine::process(options.storeHost, &engine);
+  if (!made.ok()) {
+    stayAway(options, *store, made);
+    return made;
+  }
   return create(std::move(options), std::move(store), std::move(engine), result);
 }
 

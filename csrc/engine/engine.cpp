@@ -90,18 +90,19 @@ void Engine::add(const std::shared_ptr<Group>& group) {
   state_->groups.push_back(group);
 }
 
-std::optional<Engine::Loss> Engine::lossOf(int64_t globalRank) {
+std::map<int64_t, Engine::Loss> Engine::losses() {
+  std::map<int64_t, Loss> found;
   for (const auto& group : groups()) {
     const Status cause = group->error();
     if (group->isClosed() || cause.ok()) continue;
     const std::vector<int64_t>& numbers = group->options().globalRanks;
     for (int rank = 0; rank < group->ranks(); ++rank) {
-      if (rank == group->rank() || (numbers.empty() ? rank : numbers[rank]) != globalRank) continue;
       const PeerAddress& peer = group->address().peers[rank];
-      if (endpoint()->hasLost(peer)) return Loss{peer.uid, cause};
+      if (rank == group->rank() || !endpoint()->hasLost(peer)) continue;
+      found.emplace(numbers.empty() ? rank : numbers[rank], Loss{peer.uid, cause});
     }
   }
-  return std::nullopt;
+  return found;
 }
 
 void Engine::State::poke() {

@@ -8,9 +8,9 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -53,7 +53,8 @@ class Engine {
     std::string uid;
     Status cause;
   };
-  std::optional<Loss> lossOf(int64_t globalRank);
+  // By the job's ranks.
+  std::map<int64_t, Loss> losses();
   // A rank has said something to a group (questions.cpp). [I/O lock]
   void wordCame() { state_->words.fetch_add(1, std::memory_order_release); }
   // Lets the groups hear what was said. For whoever has waited a while.

@@ -128,7 +128,7 @@ void Endpoint::onEvent(const epoll_event& event) {
   for (auto& [uid, process] : processes_) {
     if (process.fd.get() != fd) continue;
     pollfd state{fd, POLLIN, 0};
-    if (poll(&state, 1, 0) > 0) loseIfEnding(uid, process);
+    if (poll(&state, 1, 0) > 0) loseIfEnding(uid, process, true);
     return;
   }
 }
@@ -312,11 +312,22 @@ Mailbox* Endpoint::find(uint64_t context, int rank) {
 void Endpoint::addMailbox(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
   mailboxes_[{group.context, group.rank}] = mailbox;
-  for (const PeerAddress& peer : group.peers) watchProcess(peer);
+  for (const PeerAddress& peer : group.peers) {
+    if (memberships_[peer.uid]++ == 0) watchProcess(peer);
+  }
+  if (overflown_.erase({group.context, group.rank})) {
+    mailbox->failLocked(
+        Status(Code::kInternal, "mycoll group '" + group.name + "': more was sent to rank " +
+                                    std::to_string(group.rank) +
+                                    " before it had made the group than it can keep"),
+        true);
+  }
   std::vector<Orphan> waiting;
   waiting.swap(orphans_);
+  orphanBytes_ = 0;
   for (Orphan& orphan : waiting) {
     if (orphan.header.context != group.context || orphan.header.destination != group.rank) {
+      orphanBytes_ += orphan.payload.size();
       orphans_.push_back(std::move(orphan));
       continue;
     }
@@ -328,15 +339,21 @@ void Endpoint::removeMailbox(Mailbox* mailbox) {
   std::pair<uint64_t, int> key{mailbox->group().context, mailbox->group().rank};
   mailboxes_.erase(key);
   closed_.insert(key);
+  // A peer that makes its groups anew comes under another name each time.
+  for (const PeerAddress& peer : mailbox->group().peers) {
+    auto membership = memberships_.find(peer.uid);
+    if (--membership->second > 0) continue;
+    memberships_.erase(membership);
+    processes_.erase(peer.uid);
+    auto link = outLinks_.find(peer.uid);
+    if (link != outLinks_.end() && link->second->isLost) outLinks_.erase(link);
+  }
   for (auto& link : inLinks_) {
     if (link->mailbox == mailbox) {
       link->mailbox = nullptr;
       link->target = {};
     }
   }
-  std::erase_if(orphans_, [&](const Orphan& orphan) {
-    return orphan.header.context == key.first && orphan.header.destination == key.second;
-  });
 }
 
 bool Endpoint::hasQueued(uint64_t context, int rank) const {

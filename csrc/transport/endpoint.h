@@ -152,8 +152,6 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool hasQueued(uint64_t context, int rank) const;
   bool sendFd(const std::string& uid, int fd, const std::string& cookie);
   Fd takeFd(const std::string& uid, const std::string& cookie);
-  // Reports when this process ends, if it can be seen.
-  void watchProcess(const PeerAddress& peer);
 
  private:
   struct Process {
@@ -179,6 +177,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool flush(OutLink& link, size_t turnBytes);
   bool drain(InLink& link, size_t turnBytes);
   bool beginFrame(InLink& link);
+  bool makeRoomForOrphan(const std::pair<uint64_t, int>& group, size_t bytes);
   void endFrame(InLink& link);
   void deliverWhole(Mailbox& mailbox, const FrameHeader& header, const std::string& payload);
   void acceptFrom(int listener, bool isUnix);
@@ -186,9 +185,11 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool dropStranger();
   void runHandshakes();
   Mailbox* find(uint64_t context, int rank);
+  // Reports when this process ends, if it can be seen.
+  void watchProcess(const PeerAddress& peer);
   void peerLost(const std::string& uid, const std::string& how);
   bool isEnding(const std::string& uid) const;
-  bool loseIfEnding(const std::string& uid, Process& process);
+  bool loseIfEnding(const std::string& uid, Process& process, bool hasEnded = false);
 
   Task connectTask(OutLink* link, HandshakeGroup group);
   Task connectOver(OutLink* link, const HandshakeGroup& group, Fd socket, bool isShm);
@@ -208,7 +209,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::vector<std::unique_ptr<InLink>> inLinks_;
   std::vector<std::unique_ptr<Accepting>> accepting_;  // the oldest first
   Deadline acceptAgain_;  // descriptors were used up; listeners do not report twice
-  std::map<std::string, Process> processes_;  // by uid: those that can be seen from here
+  // By uid: in how many mailboxes' groups it is. Who is in none any more is forgotten.
+  std::unordered_map<std::string, int> memberships_;
+  std::map<std::string, Process> processes_;  // of these, by uid: those that can be seen from here
   std::atomic<int64_t> processesChecked_{0};  // when, in ms of the steady clock
   std::vector<Transfer*> delivered_;
   // Frames that came before their group was made here, whole.
@@ -216,7 +219,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     FrameHeader header;
     std::string payload;
   };
-  std::vector<Orphan> orphans_;
+  std::vector<Orphan> orphans_;  // in order of arrival
+  size_t orphanBytes_ = 0;
+  // Groups some of whose frames found no room: they fail when they are made.
+  std::set<std::pair<uint64_t, int>> overflown_;
   std::set<std::pair<uint64_t, int>> closed_;  // groups that this process has left
   int tcpLinks_ = 0;
   int connecting_ = 0;

@@ -10,6 +10,8 @@
 //                   latest last, to be compared
 //   kPosition       the answer of a rank that has not come that far: how many it has begun
 //   kQuestion, kAnswer, kVerdict  why a rank does not come: engine/questions.cpp
+//   kHold, kGoOn    the sender buffers much that nobody receives: what is sent to it from now on
+//                   is to wait for its receiver, however small; it may come at once again
 //
 // A frame may be checked (MYCOLL_CHECKSUM; its sender decides): then it says so by its magic
 // number, and holds the CRC-32C of its header, which is looked at before anything in it is
@@ -36,6 +38,8 @@ enum class FrameKind : uint8_t {
   kQuestion,
   kAnswer,
   kVerdict,
+  kHold,
+  kGoOn,
 };
 
 // Messages of different classes never match each other.

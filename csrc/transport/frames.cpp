@@ -12,6 +12,7 @@ namespace {
 constexpr size_t kPieceBytes = 1024 * 1024;
 // Frames for groups that are not made yet on this side.
 constexpr size_t kMaxOrphans = 4096;
+constexpr size_t kMaxOrphanBytes = 64 * 1024 * 1024;
 
 constexpr char kChanged[] =
     "sent something that has changed on its way (MYCOLL_CHECKSUM): memory or a network that fails, "
@@ -21,7 +22,8 @@ constexpr char kChanged[] =
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
          kind == FrameKind::kPosition || kind == FrameKind::kQuestion ||
-         kind == FrameKind::kAnswer || kind == FrameKind::kVerdict;
+         kind == FrameKind::kAnswer || kind == FrameKind::kVerdict || kind == FrameKind::kHold ||
+         kind == FrameKind::kGoOn;
 }
 
 void beginPiece(OutItem& item) {
@@ -182,8 +184,9 @@ bool Endpoint::beginFrame(InLink& link) {
   Mailbox* mailbox = find(header.context, header.destination);
   if (!mailbox) {
     // A piece of a message was never asked for by a group that does not exist.
-    if (closed_.count({header.context, header.destination}) || orphans_.size() >= kMaxOrphans ||
-        header.kind == FrameKind::kData) {
+    const std::pair<uint64_t, int> group{header.context, header.destination};
+    if (closed_.count(group) || header.kind == FrameKind::kData ||
+        !makeRoomForOrphan(group, header.payloadBytes)) {
       return true;  // read and thrown away
     }
     link.control.resize(header.payloadBytes);
@@ -203,6 +206,25 @@ bool Endpoint::beginFrame(InLink& link) {
   return true;
 }
 
+// The group that has waited longest, which is probably never made, gives way to others.
+bool Endpoint::makeRoomForOrphan(const std::pair<uint64_t, int>& group, size_t bytes) {
+  while (orphans_.size() >= kMaxOrphans || orphanBytes_ + bytes > kMaxOrphanBytes) {
+    const FrameHeader& oldest = orphans_.front().header;
+    const std::pair<uint64_t, int> victim{oldest.context, oldest.destination};
+    // Nobody makes so many groups at a time: those of long ago.
+    if (overflown_.size() >= kMaxOrphans) overflown_.erase(overflown_.begin());
+    overflown_.insert(victim);
+    if (victim == group) return false;
+    std::erase_if(orphans_, [&](const Orphan& orphan) {
+      const bool isIts =
+          orphan.header.context == victim.first && orphan.header.destination == victim.second;
+      if (isIts) orphanBytes_ -= orphan.payload.size();
+      return isIts;
+    });
+  }
+  return !overflown_.count(group);
+}
+
 void Endpoint::endFrame(InLink& link) {
   const FrameHeader& header = link.header;
   Mailbox* mailbox = link.mailbox;
@@ -210,6 +232,7 @@ void Endpoint::endFrame(InLink& link) {
     if (!find(header.context, header.destination) &&
         !closed_.count({header.context, header.destination}) &&
         link.control.size() == header.payloadBytes) {
+      orphanBytes_ += link.control.size();
       orphans_.push_back({header, std::move(link.control)});
     } else if (Mailbox* late = find(header.context, header.destination)) {
       // Its group was made while the payload was arriving.

@@ -12,6 +12,8 @@ namespace {
 
 // Received payloads beyond this size are written past the cache: they are larger than it anyway.
 constexpr size_t kStreamingBytes = 1024 * 1024;
+// What a buffered message takes beside its payload, about.
+constexpr size_t kBufferedOverhead = 256;
 
 }  // namespace
 
@@ -24,6 +26,7 @@ Mailbox::Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group, Mailbox
       group_(std::move(group)),
       listener_(listener),
       left_(group_.peers.size()),
+      flows_(group_.peers.size()),
       remembered_(kRemembered),
       reached_(group_.peers.size()) {
   std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
@@ -113,7 +116,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   item.header.tag = tag;
   item.header.signature = signature;
   item.header.messageBytes = data.bytes;
-  if (data.bytes <= endpoint_->options().eagerBytes) {
+  if (data.bytes <= endpoint_->options().eagerBytes && !flows_[destination].holdsUs) {
     item.header.payloadBytes = data.bytes;
     item.payload = data.begin();
     item.request = &request;
@@ -158,10 +161,43 @@ void Mailbox::acceptUnexpected(Transfer& request, std::list<Unexpected>::iterato
     if (request.data_.bytes) {
       std::memcpy(request.data_.data, message->payload.get(), request.data_.bytes);
     }
+    countBuffered(message->header, false);
     unexpected_.erase(message);
     finish(request, Status());
   } else {
     message->claimedBy = &request;
+  }
+}
+
+void Mailbox::countBuffered(const FrameHeader& came, bool isMore) {
+  Flow& flow = flows_[came.source];
+  const size_t bytes = came.payloadBytes + kBufferedOverhead;
+  flow.bufferedBytes += isMore ? bytes : -bytes;
+  const size_t limit = flow.isHeld ? kMaxBufferedBytes / 2 : kMaxBufferedBytes;
+  const bool isTooMuch = flow.bufferedBytes > limit;
+  if (isTooMuch == flow.isHeld || !failure_.ok() || left_[came.source]) return;
+  flow.isHeld = isTooMuch;
+  queueControl(came.source, isTooMuch ? FrameKind::kHold : FrameKind::kGoOn, "");
+}
+
+void Mailbox::onFlow(const FrameHeader& came) {
+  flows_[came.source].holdsUs = came.kind == FrameKind::kHold;
+  if (came.kind == FrameKind::kGoOn) return;
+  // Also what has not left yet.
+  OutLink& link = endpoint_->linkTo(group_.peers[came.source], group_, came.source);
+  for (OutItem& item : link.queue) {
+    if (item.header.kind != FrameKind::kEager || item.header.context != group_.context ||
+        item.header.destination != came.source || item.sent > 0 || !item.request) {
+      continue;
+    }
+    Transfer* request = std::exchange(item.request, nullptr);
+    request->id_ = nextId_++;
+    inFlight_[request->id_] = request;
+    item.payload = nullptr;
+    item.header.kind = FrameKind::kRequestToSend;
+    item.header.senderRequest = request->id_;
+    item.header.payloadBytes = 0;
+    item.header.magic = FrameHeader::kMagic;  // not sealed yet
   }
 }
 
@@ -242,9 +278,10 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   Unexpected& message = unexpected_.emplace_back();
   message.header = came;
   if (came.kind == FrameKind::kEager) {
-    message.payload = std::make_unique<char[]>(came.payloadBytes);
+    message.payload = std::make_unique_for_overwrite<char[]>(came.payloadBytes);
     target.data = message.payload.get();
     target.unexpected = &message;
+    countBuffered(came, true);
   } else {
     message.isComplete = true;
   }

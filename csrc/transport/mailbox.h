@@ -3,7 +3,8 @@
 //
 // Small messages are sent at once and buffered by the receiver when nothing is posted; larger ones
 // wait at the sender until the receiver has posted memory for them, so nothing is ever read that
-// has no place to go.
+// has no place to go. A receiver that buffers more than kMaxBufferedBytes from one rank asks it to
+// let the small ones wait, too.
 //
 // Thread contract: functions may be called from any thread unless marked [I/O lock]; they take the
 // endpoint's I/O lock themselves.
@@ -31,6 +32,8 @@ class Endpoint;
 class Mailbox;
 
 constexpr int kFromAnyone = -1;
+// From one rank for one group. What is under way when the sender is asked to hold comes on top.
+constexpr size_t kMaxBufferedBytes = 16 * 1024 * 1024;
 
 // One message to send or receive. A coroutine keeps it in its frame and awaits it; who needs to be
 // told instead overrides deliver().
@@ -194,6 +197,8 @@ class Mailbox {
   void endOpen();
   std::string abortPayload() const;
   void acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message);
+  void countBuffered(const FrameHeader& header, bool isMore);
+  void onFlow(const FrameHeader& header);
   void clearToSend(Transfer& request, const FrameHeader& header);
   void queueControl(int destination, FrameKind kind, const std::string& payload);
   FrameHeader header(FrameKind kind, int destination) const;
@@ -211,6 +216,12 @@ class Mailbox {
   // In the order posted, and in the order of arrival. Short: linear search is the fastest.
   std::vector<Transfer*> posted_;
   std::list<Unexpected> unexpected_;
+  struct Flow {
+    size_t bufferedBytes = 0;  // of its messages, in unexpected_
+    bool isHeld = false;       // it was asked to hold
+    bool holdsUs = false;      // it has asked for that
+  };
+  std::vector<Flow> flows_;  // by rank
   std::unordered_map<uint64_t, Transfer*>
       inFlight_;  // matched, or waiting for clear-to-send, by id
   uint64_t nextId_ = 1;

@@ -24,6 +24,8 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   } else if (came.kind == FrameKind::kQuestion || came.kind == FrameKind::kAnswer ||
              came.kind == FrameKind::kVerdict) {
     listener_->onWord(came.source, came.kind, payload);
+  } else if (came.kind == FrameKind::kHold || came.kind == FrameKind::kGoOn) {
+    onFlow(came);
   } else if (came.kind == FrameKind::kAbort && payload.size() > 1 + sizeof(uint64_t)) {
     uint64_t from = 0;
     std::memcpy(&from, payload.data() + 1, sizeof(from));

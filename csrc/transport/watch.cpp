@@ -26,7 +26,6 @@ int64_t nowMs() {
 // Which transport is used with a peer does not matter here, only whether its pid means something.
 void Endpoint::watchProcess(const PeerAddress& peer) {
   if (peer.hostName != address_.hostName || peer.uid == address_.uid) return;
-  if (processes_.count(peer.uid)) return;
   if (!isLiving(lookAtProcess(peer.pid, peer.startTicks))) return;  // of another pid namespace
   Process& process = processes_[peer.uid];
   process.pid = peer.pid;
@@ -45,8 +44,9 @@ bool Endpoint::isEnding(const std::string& uid) const {
 }
 
 // [I/O lock]
-bool Endpoint::loseIfEnding(const std::string& uid, Process& process) {
-  if (process.isLost || isLiving(lookAtProcess(process.pid, process.startTicks))) return false;
+bool Endpoint::loseIfEnding(const std::string& uid, Process& process, bool hasEnded) {
+  if (process.isLost) return false;
+  if (!hasEnded && isLiving(lookAtProcess(process.pid, process.startTicks))) return false;
   if (process.endingSince == 0) process.endingSince = nowMs();
   if (!process.isLocal && nowMs() - process.endingSince < kInFlightMs) return false;
   process.isLost = true;

@@ -7,8 +7,10 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -35,21 +37,26 @@ struct Listener final : MailboxListener {
 
 // Two ranks.
 struct Pair {
-  explicit Pair(TransportChoice transport, const std::string& secondSecret = std::string(32, 's')) {
+  explicit Pair(TransportChoice transport, const std::string& secondSecret = std::string(32, 's'),
+                int count = 2) {
     EndpointOptions options;
     options.transport = transport;
     options.storeHost = "127.0.0.1";
     ASSERT_OK(Endpoint::create(options, &endpoints[0]));
     ASSERT_OK(Endpoint::create(options, &endpoints[1]));
-    for (int rank = 0; rank < 2; ++rank) {
-      GroupAddress group;
-      group.context = 42;
-      group.name = "pair";
-      group.secret = rank == 0 ? std::string(32, 's') : secondSecret;
-      group.rank = rank;
-      group.peers = {endpoints[0]->address(), endpoints[1]->address()};
-      mailboxes[rank] = std::make_unique<Mailbox>(endpoints[rank], group, &listeners[rank]);
+    for (int rank = 0; rank < count; ++rank) {
+      join(rank, 42, rank == 0 ? std::string(32, 's') : secondSecret);
     }
+  }
+
+  void join(int rank, uint64_t context, const std::string& secret = std::string(32, 's')) {
+    GroupAddress group;
+    group.context = context;
+    group.name = "pair";
+    group.secret = secret;
+    group.rank = rank;
+    group.peers = {endpoints[0]->address(), endpoints[1]->address()};
+    mailboxes[rank] = std::make_unique<Mailbox>(endpoints[rank], group, &listeners[rank]);
   }
 
   bool pump(const std::function<bool()>& until, int milliseconds = 10'000) {
@@ -241,6 +248,123 @@ TEST(Transport, refusesWhoDoesNotKnowTheSecret) {
     EXPECT(!receiving.isDone() || !receiving.status().ok());
     EXPECT_EQ(got, 0);
   });
+}
+
+// Small messages that nobody receives do not fill the receiver's memory: from some number on they
+// wait at the sender, and all arrive in order when they are wanted.
+TEST(Transport, boundsWhatNobodyReceives) {
+  forBothLinks([](TransportChoice transport) {
+    Pair pair(transport);
+    constexpr size_t kBytes = 64 * 1024;
+    constexpr int kMost = static_cast<int>(kMaxBufferedBytes / kBytes);
+    constexpr int kCount = 4 * kMost;
+    std::vector<char> out(kBytes), in(kBytes);
+    // The connection back, by which the sender hears that it is to hold, takes its time to be made.
+    Transfer there, here;
+    pair.mailboxes[0]->receive(here, 1, kMessages, 1, message(kBytes), span(in));
+    pair.mailboxes[1]->send(there, 0, kMessages, 1, message(kBytes), span(out));
+    ASSERT(pair.pump([&] { return here.isDone(); }));
+    // Twice, as it must be let go again.
+    for (int turn = 0; turn < 2; ++turn) {
+      std::vector<std::unique_ptr<Transfer>> sending;
+      std::vector<std::vector<char>> payloads;
+      auto done = [&] {
+        return std::count_if(sending.begin(), sending.end(),
+                             [](const auto& each) { return each->isDone(); });
+      };
+      for (int i = 0; i < kCount; ++i) {
+        payloads.emplace_back(kBytes, static_cast<char>(i));
+        sending.push_back(std::make_unique<Transfer>());
+        pair.mailboxes[0]->send(*sending.back(), 1, kMessages, 3, message(kBytes),
+                                span(payloads.back()));
+        for (auto& endpoint : pair.endpoints) endpoint->progress();
+      }
+      EXPECT(!pair.pump([&] { return done() == kCount; }, 300));
+      EXPECT(done() >= kMost);
+      EXPECT(done() < 2 * kMost);
+      for (int i = 0; i < kCount; ++i) {
+        Transfer receiving;
+        pair.mailboxes[1]->receive(receiving, 0, kMessages, 3, message(kBytes), span(in));
+        ASSERT(pair.pump([&] { return receiving.isDone(); }));
+        EXPECT(in == payloads[i]);
+      }
+      ASSERT(pair.pump([&] { return done() == kCount; }));
+      // Small ones travel at once again.
+      Transfer alone;
+      pair.mailboxes[0]->send(alone, 1, kMessages, 4, message(kBytes), span(out));
+      ASSERT(pair.pump([&] { return alone.isDone(); }));
+      Transfer taking;
+      pair.mailboxes[1]->receive(taking, 0, kMessages, 4, message(kBytes), span(in));
+      ASSERT(pair.pump([&] { return taking.isDone(); }));
+    }
+  });
+}
+
+// What comes before a group is made is kept for it, and no more than there is room for.
+TEST(Transport, keepsWhatComesEarly) {
+  forBothLinks([](TransportChoice transport) {
+    for (const size_t bytes : {size_t{4}, size_t{64 * 1024}}) {
+      for (const int count : {100, 5000}) {
+        Pair pair(transport);
+        // The connection is made by another group.
+        int value = 9, got = 0;
+        Transfer first, taken;
+        pair.mailboxes[1]->receive(taken, 0, kMessages, 1, message(4), {&got, 4});
+        pair.mailboxes[0]->send(first, 1, kMessages, 1, message(4), {&value, 4});
+        ASSERT(pair.pump([&] { return taken.isDone(); }));
+        pair.join(0, 43);
+        std::vector<char> out(bytes), in(bytes);
+        std::vector<std::unique_ptr<Transfer>> sending;
+        for (int i = 0; i < count; ++i) {
+          sending.push_back(std::make_unique<Transfer>());
+          pair.mailboxes[0]->send(*sending.back(), 1, kMessages, 3, message(bytes), span(out));
+        }
+        ASSERT(pair.pump([&] { return sending.back()->isDone(); }));
+        for (int i = 0; i < 100; ++i) pair.endpoints[1]->progress();
+        pair.join(1, 43);
+        if (count == 100) {
+          for (int i = 0; i < count; ++i) {
+            Transfer receiving;
+            pair.mailboxes[1]->receive(receiving, 0, kMessages, 3, message(bytes), span(in));
+            ASSERT(pair.pump([&] { return receiving.isDone(); }));
+            EXPECT_OK(receiving.status());
+          }
+        } else {
+          ASSERT(pair.pump([&] { return !pair.listeners[0].failure.ok(); }));
+          EXPECT(pair.listeners[1].failure.message().find("before it had made the group") !=
+                 std::string::npos);
+        }
+      }
+    }
+  });
+}
+
+// One that makes its groups anew all the time, under a new name each time, leaves nothing behind.
+TEST(Transport, forgetsPeersThatNoGroupNames) {
+  Pair pair(TransportChoice::kTcp);
+  int before = 0;
+  for (int i = 0; i < 40; ++i) {
+    EndpointOptions options = pair.endpoints[1]->options();
+    pair.mailboxes[0].reset();
+    pair.mailboxes[1].reset();
+    pair.endpoints[1].reset();
+    ASSERT_OK(Endpoint::create(options, &pair.endpoints[1]));
+    GroupAddress group;
+    group.context = 100 + static_cast<uint64_t>(i);
+    group.name = "pair";
+    group.secret = std::string(32, 's');
+    group.peers = {pair.endpoints[0]->address(), pair.endpoints[1]->address()};
+    pair.mailboxes[0] = std::make_unique<Mailbox>(pair.endpoints[0], group, &pair.listeners[0]);
+    group.rank = 1;
+    pair.mailboxes[1] = std::make_unique<Mailbox>(pair.endpoints[1], group, &pair.listeners[1]);
+    int value = 9, got = 0;
+    Transfer sending, receiving;
+    pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
+    pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
+    ASSERT(pair.pump([&] { return receiving.isDone(); }));
+    if (i == 5) before = test::openDescriptors();
+  }
+  EXPECT(test::openDescriptors() <= before + 4);
 }
 
 // Garbage, truncated handshakes, and connections that say nothing.

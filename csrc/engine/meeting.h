@@ -1,0 +1,93 @@
+// One rank's part in the making of a group, as bootstrap.h describes it: bootstrap.cpp has the
+// protocol, meeting_failures.cpp what makes waiting pointless, and who is told of it.
+//
+// Thread contract: one thread, which blocks in run().
+// Lifetime: made for one call of meet(); what it refers to outlives that.
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "engine/card.h"
+#include "engine/engine.h"
+#include "engine/store.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+class Meeting {
+ public:
+  // engine: null where there is none, and the rank only comes to say why: giveUp().
+  Meeting(const GroupOptions& options, Store& store, Engine* engine);
+
+  Status run();
+  void giveUp(const Status& why);
+  // After run() has ended well.
+  Status result(GroupAddress* address) const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  bool isLeader() const { return options_.rank == 0; }
+  static std::string key(const char* what, int rank) {
+    return std::string(what) + "/" + std::to_string(rank);
+  }
+  // Empty: not there.
+  Status get(const std::string& name, std::string* value);
+
+  // ---- the protocol
+  Status putCard();
+  Status meetOthers();
+  Status lead(bool* moved);
+  Status follow(bool* moved, bool* isOver);
+  Status waitForTheOthers();
+
+  // ---- failures
+  Status lookAround();
+  Status checkEarlierSelf();
+  Status checkRefusal();
+  Status checkOther(int rank, const std::string& text);
+  Status checkLosses();
+  Status takenBy(const Card& other);
+  Status differentWorlds(int rank, const Card& other) const;
+  Status hasGivenUp(int rank, const Card& card);
+  Status tooLate();
+  void tellOthers(const Status& status);
+  void markCard(const Status& status);
+  bool isAliveHere(const Card& card) const;
+  bool isVisible(const Card& card) const { return card.address.hostName == mine_.address.hostName; }
+
+  const GroupOptions& options_;
+  Store& store_;
+  Engine* const engine_;
+  const Deadline deadline_;
+  std::string fileSecret_;
+  Card mine_;
+  std::string cardText_;
+  // Rank 0
+  std::vector<std::string> cards_;
+  std::string standing_;  // number of the roster in the store
+  bool isCommitted_ = false;
+  // Everybody
+  std::string number_;  // of the roster that was confirmed last
+  std::vector<std::string> roster_;
+  // What is known of another rank's card.
+  struct Life {
+    std::string text;
+    Card card;
+    Clock::time_point since;  // the card was first seen
+    bool wasEmpty = false;    // there was no card at first
+    bool isOfNow = false;     // its process takes part in this meeting, or did
+    Clock::time_point lastAlive;
+  };
+  std::map<int, Life> lives_;
+  std::vector<std::string> concerned_;  // numbers of cards whose owners should hear of a failure
+  bool isToldByLeader_ = false;
+  const bool isFirst_;
+  Clock::time_point lastLook_ = Clock::now();
+};
+
+}  // namespace mycoll

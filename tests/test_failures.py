@@ -62,7 +62,9 @@ def test_a_group_with_the_dead_is_not_waited_for(stage):
     """Nor are those who live kept from making one without it."""
     with stage.world(3) as world:
         world.start(dies_before_a_new_group)
-        for seen, took in answers(world, (1,)).values():
+        found = answers(world, (1,))
+        assert all(isinstance(one, tuple) for one in found.values()), found
+        for seen, took in found.values():
             assert seen.kind == "DistBackendError", seen
             assert "cannot be made with rank 1" in seen.text, seen.text
             assert "has ended (killed" in seen.text, seen.text
@@ -125,3 +127,53 @@ def test_a_rank_twice_is_told_to_one_that_comes_late(stage):
         for seen in answers(world).values():
             assert isinstance(seen, Seen) and seen.kind == "DistStoreError", seen
             assert "rank 1 is taken by" in seen.text, seen.text
+
+
+def wrong_here(ctx: Ctx, culprit: int, variable: str, value: str) -> Seen:
+    if ctx.rank == culprit:
+        os.environ[variable] = value
+    return attempt(lambda: ctx.init("wrong"))
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize(
+    "variable, value",
+    [("MYCOLL_SOCKET_IFNAME", "nosuch0"), ("MYCOLL_SECRET_FILE", "/no/such/file")],
+)
+def test_who_cannot_begin_says_why(pool, backend, culprit, variable, value):
+    """Before it met anybody; the others are told, and do not wait for it."""
+    if backend != "mycoll":
+        pytest.skip("gloo does not promise this")
+    with Stage(pool, "tcp", PATIENCE).world(3, timeout=60.0, init=False) as world:
+        world.start(wrong_here, culprit, variable, value)
+        for rank, seen in answers(world, limit=40).items():
+            assert isinstance(seen, Seen) and seen.kind, seen
+            assert variable in seen.text, seen.text
+            if rank != culprit:
+                assert f"rank {culprit} (" in seen.text and "has given up" in seen.text, seen.text
+
+
+def uses_all_descriptors(ctx: Ctx) -> None:
+    """Long waits with no descriptor left to look at the others with."""
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    taken = []
+    if ctx.rank == 0:
+        while True:
+            try:
+                taken.append(os.dup(0))
+            except OSError:
+                break
+    dist.barrier()
+    if ctx.rank == 1:
+        time.sleep(1.0)
+    try:
+        dist.all_reduce(x)
+    finally:
+        for fd in taken:
+            os.close(fd)
+
+
+def test_without_descriptors_nobody_is_called_dead(stage):
+    with stage.world(2) as world:
+        world.run(uses_all_descriptors)

@@ -87,7 +87,8 @@ ProcessLife lookAtProcess(pid_t pid, uint64_t startTicks) {
   if (stat.isUnknown) {
     return ::kill(pid, 0) == 0 || errno == EPERM ? ProcessLife::kAlive : ProcessLife::kGone;
   }
-  if (stat.state == 0 || stat.startTicks != startTicks) return ProcessLife::kGone;
+  const bool isAnother = startTicks != 0 && stat.startTicks != startTicks;
+  if (stat.state == 0 || isAnother) return ProcessLife::kGone;
   if ((stat.flags & kExiting) != 0) return ProcessLife::kEnding;
   switch (stat.state) {
     case 'Z':

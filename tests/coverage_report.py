@@ -14,17 +14,34 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def counted(tree: Path) -> tuple[dict[str, dict[int, int]], dict[str, dict[str, int]]]:
+def ranges(numbers: list[int]) -> str:
+    """ "3-5 9" for 3, 4, 5, 9."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return " ".join("-".join(map(str, part)) for part in parts)
+
+
+def counted(
+    tree: Path, folders: list[str]
+) -> tuple[dict[str, dict[int, int]], dict[str, dict[str, int]]]:
     """By file of the repository: how often each line ran, and each function."""
     lines: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     functions: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    # Of every compiled file, run or not: what never ran counts, too.
+    # Of every compiled file, run or not: what never ran counts, too. Only what lies in the
+    # repository is written: torch's headers would be a gigabyte.
+    own = ["--relative-only", "--source-prefix", str(ROOT)]
     for notes in sorted(tree.rglob("*.gcno")):
-        command = ["gcov", "--json-format", "--stdout", "--demangled-names", str(notes)]
+        if not any(f"/{folder}/" in str(notes) for folder in folders):
+            continue
+        command = ["gcov", "--json-format", "--stdout", "--demangled-names", *own, str(notes)]
         answer = subprocess.run(command, capture_output=True, text=True, cwd=tree)
         for text in answer.stdout.splitlines():
             for file in json.loads(text)["files"]:
-                path = (tree / file["file"]).resolve()
+                path = (ROOT / file["file"]).resolve()
                 if not path.is_relative_to(ROOT):
                     continue
                 name = str(path.relative_to(ROOT))
@@ -38,8 +55,8 @@ def counted(tree: Path) -> tuple[dict[str, dict[int, int]], dict[str, dict[str, 
 
 def main() -> int:
     tree, *folders = sys.argv[1:]
-    lines, functions = counted(Path(tree).resolve())
-    total = ran = 0
+    lines, functions = counted(Path(tree).resolve(), folders)
+    total = ran = called = known = 0
     for name in sorted(lines):
         if not any(name.startswith(f"{folder}/") for folder in folders):
             continue
@@ -47,12 +64,16 @@ def main() -> int:
         total, ran = total + len(lines[name]), ran + here
         print(f"{100 * here / len(lines[name]):5.1f} %  {here:4} of {len(lines[name]):4}  {name}")
         missed = [key for key, count in functions[name].items() if not count]
+        known, called = known + len(functions[name]), called + len(functions[name]) - len(missed)
         for key in sorted(missed, key=lambda k: int(k.split()[0])):
             print(f"          never called: {key}")
+        if idle := ranges(sorted(number for number, count in lines[name].items() if not count)):
+            print(f"          never run: {idle}")
     if not total:
         print("nothing was counted: is the tree built with -DMYCOLL_COVERAGE=ON?", file=sys.stderr)
         return 1
     print(f"{100 * ran / total:5.1f} %  {ran:4} of {total:4}  lines")
+    print(f"{100 * called / known:5.1f} %  {called:4} of {known:4}  functions")
     return 0
 
 

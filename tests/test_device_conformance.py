@@ -33,6 +33,7 @@ MIRRORED = (
     test_reductions.reduce_scatter_uneven,
     test_reductions.reduce_scatter_big,
     test_layouts.strided_tensors_of_scatter_and_gather,
+    test_p2p.ring,
 )
 
 NATIVE = (
@@ -49,9 +50,9 @@ NATIVE = (
     test_work.wait_with_enough_time,
 )
 
-# What NCCL has no means for: tags, any source, messages that both sides of a pair send before they
-# receive, and the engine's arithmetic.
-HOST_ONLY_MIRRORED = (test_layouts.layouts, test_p2p.ring)
+# What NCCL has no means for: tags, any source, messages that both sides of one pair send before
+# they receive, and the engine's arithmetic.
+HOST_ONLY_MIRRORED = (test_layouts.layouts,)
 HOST_ONLY = (
     test_layouts.degenerate,
     test_p2p.beside_collectives,

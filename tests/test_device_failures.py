@@ -118,6 +118,36 @@ def test_a_timeout_names_the_missing_rank(fresh_device_world, road, kind):
     assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
 
 
+def unanswered(ctx: Ctx, kind: str) -> tuple[str, float]:
+    """Rank 1 never comes to the first message of the two."""
+    store = ctx.store("unanswered")
+    if ctx.rank == 1:
+        store.wait(["done"], timedelta(seconds=40))
+        return "", 0.0
+    started = time.monotonic()
+    text = ""
+    try:
+        # Returns, although nobody can have answered.
+        work = getattr(dist, kind)(full(ctx, 1), 1)
+        work.wait()
+        text, _ = text_of_failure(ctx)
+    except RuntimeError as error:
+        text = str(error)
+    took = time.monotonic() - started
+    store.set("done", "")
+    return text, took
+
+
+@pytest.mark.parametrize(
+    ("road", "kind"), [("nccl", "isend"), ("nccl", "irecv"), ("host", "irecv")]
+)
+def test_a_message_that_nobody_answers(fresh_device_world, road, kind):
+    text, took = fresh_device_world(2, road, timeout=3.0).run(unanswered, kind)[0]
+    assert "rank 1" in text, text
+    assert "send" in text if kind == "isend" else "recv" in text, text
+    assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
+
+
 # --- leaving
 
 
@@ -172,6 +202,39 @@ def refused(ctx: Ctx) -> None:
     ctx.same(x, torch.full((4,), float(ctx.size)))
 
 
+def refused_on_two_devices(ctx: Ctx) -> None:
+    """Lists of tensors from two devices, whichever comes first."""
+    count = torch.accelerator.device_count()
+    if count < 2:
+        return
+    other = torch.device(ctx.device.type, (ctx.device.index + 1) % count)
+    peer = 1 - ctx.rank
+    for devices in ((ctx.device, other), (other, ctx.device)):
+        a, b = (torch.ones(4, device=device) for device in devices)
+        calls = {
+            "all_gather": lambda a=a, b=b: dist.all_gather([a, b], a.clone()),
+            "all_gather's input": lambda a=a, b=b: dist.all_gather([a, a.clone()], b),
+            "all_gather_into_tensor": lambda a=a, b=b: dist.all_gather_into_tensor(a, b[:2]),
+            "reduce_scatter": lambda a=a, b=b: dist.reduce_scatter(a.clone(), [a, b]),
+            "reduce_scatter's output": lambda a=a, b=b: dist.reduce_scatter(b, [a, a.clone()]),
+            "all_to_all": lambda a=a, b=b: dist.all_to_all([a.clone(), a.clone()], [a, b]),
+            "all_to_all_single": lambda a=a, b=b: dist.all_to_all_single(a, b),
+            "all_reduce_coalesced": lambda a=a, b=b: dist.all_reduce_coalesced([a, b]),
+            "a batch": lambda a=a, b=b: dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, a, peer), dist.P2POp(dist.irecv, b, peer)]
+            ),
+        }
+        if ctx.rank == 0:
+            calls["gather"] = lambda a=a, b=b: dist.gather(a.clone(), [a, b])
+            calls["scatter"] = lambda a=a, b=b: dist.scatter(a.clone(), [a, b])
+        for name, call in calls.items():
+            with ctx.case(name), ctx.raises((RuntimeError, ValueError), "device"):
+                call()
+    x = full(ctx, 1, 4)
+    dist.all_reduce(x)
+    ctx.same(x, torch.full((4,), float(ctx.size)))
+
+
 def refused_by_nccl(ctx: Ctx) -> None:
     """What NCCL cannot do, it is said; the group stays usable."""
     x = full(ctx, 1, 4)
@@ -185,6 +248,11 @@ def refused_by_nccl(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_wrong_arguments(device_world):
     device_world.run(refused)
+
+
+@pytest.mark.worlds(2)
+def test_tensors_of_two_devices(device_world):
+    device_world.run(refused_on_two_devices)
 
 
 @pytest.mark.worlds(2, roads=["nccl"])

@@ -31,8 +31,8 @@ class Options(Backend.Options):
 
 calls = []
 
-def create_backend(store, rank, size, timeout, group_id, global_ranks, options):
-    calls.append((store, rank, size, timeout, group_id, global_ranks, options))
+def create_backend(store, rank, size, timeout, group_id, global_ranks, options, has_device):
+    calls.append((store, rank, size, timeout, group_id, global_ranks, options, has_device))
     return ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 def set_nccl_wheel(path):
@@ -141,7 +141,7 @@ def test_arguments_of_the_creator(site: Site) -> None:
         dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1,
                                 timeout=datetime.timedelta(seconds=77), pg_options=options)
         from mycoll import _C
-        [(store, rank, size, timeout, group_id, ranks, given)] = _C.calls
+        [(store, rank, size, timeout, group_id, ranks, given, _)] = _C.calls
         assert (rank, size, group_id, ranks) == (0, 1, "0", [0]), _C.calls
         assert timeout.total_seconds() == 77 and given is options
         """)
@@ -155,7 +155,7 @@ def test_foreign_options(site: Site) -> None:
         dist.init_process_group("cpu:mycoll", store=dist.HashStore(), rank=0, world_size=1,
                                 pg_options=Backend.Options("other"))
         from mycoll import _C
-        assert _C.calls[0][-1] is None
+        assert _C.calls[0][-2] is None
         """)
     code = INIT.format(backend="mycoll").replace("world_size=1", "world_size=1, pg_options={}")
     assert "pg_options of a mycoll group is a mycoll.Options, not dict" in site.fails(code)

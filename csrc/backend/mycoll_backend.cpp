@@ -1,6 +1,5 @@
 #include "backend/mycoll_backend.h"
 
-#include <ATen/DeviceAccelerator.h>
 #include <c10/util/Float8_e4m3fn.h>
 #include <pthread.h>
 
@@ -65,7 +64,7 @@ struct MycollBackend::CompletionHook {
 
 c10::intrusive_ptr<MycollBackend> MycollBackend::create(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string groupName,
-    std::vector<int64_t> globalRanks, c10::intrusive_ptr<MycollOptions> options) {
+    std::vector<int64_t> globalRanks, c10::intrusive_ptr<MycollOptions> options, bool hasDevice) {
   const CallSite site{"mycoll", rank, size};
   if (!store) refuse(site, "a group needs a store for its ranks to meet");
   if (size < 1) refuse(site, c10::str("the group's size must be at least 1, but it is ", size));
@@ -88,17 +87,11 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
-  std::shared_ptr<DeviceGroup> device = deviceGroupFor(groupName, communicator, options);
+  std::shared_ptr<DeviceGroup> device;
+  if (hasDevice) device = DeviceGroup::create(groupName, communicator, options);
   return c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator),
                                             std::move(groupName), std::move(globalRanks),
                                             std::move(options), std::move(device));
-}
-
-std::shared_ptr<DeviceGroup> MycollBackend::deviceGroupFor(
-    const std::string& groupName, const std::shared_ptr<Communicator>& communicator,
-    const c10::intrusive_ptr<MycollOptions>& options) {
-  if (!at::getAccelerator(/*checked=*/false)) return nullptr;
-  return DeviceGroup::create(groupName, communicator, options);
 }
 
 MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -36,10 +37,12 @@ class MycollBackend final : public c10d::Backend {
 
   // Meets the other ranks; returns when all have come. groupName: the same on all ranks.
   // globalRanks: the job's rank of each member; empty when the group is the whole job.
+  // hasDevice: this process can have tensors on a device.
   static c10::intrusive_ptr<MycollBackend> create(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size, std::string groupName,
                                                   std::vector<int64_t> globalRanks,
-                                                  c10::intrusive_ptr<MycollOptions> options);
+                                                  c10::intrusive_ptr<MycollOptions> options,
+                                                  bool hasDevice);
   // For create(), and c10::make_intrusive.
   MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
                 std::string groupName, std::vector<int64_t> globalRanks,
@@ -118,6 +121,10 @@ class MycollBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  // On all ranks of this group, once some of them have made a child by split(): gives the child a
+  // part of NCCL's communicator, as far as there is one. null: this rank is in no child; isWilling:
+  // that is as it should be.
+  void splitDevices(MycollBackend* child, bool isWilling);
   // The group of the ranks that are left, which all of them ask for; for torch's shrink_group().
   bool supportsShrinking() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> shrink(
@@ -141,9 +148,10 @@ class MycollBackend final : public c10d::Backend {
   c10::intrusive_ptr<MycollOptions> optionsFrom(
       const CallSite& site, const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
   std::vector<int64_t> globalRanksOf(const std::vector<int>& ranks) const;
-  static std::shared_ptr<DeviceGroup> deviceGroupFor(
-      const std::string& groupName, const std::shared_ptr<Communicator>& communicator,
-      const c10::intrusive_ptr<MycollOptions>& options);
+  // Returns when all members have called it, with the same suffix: see Communicator::shrink().
+  c10::intrusive_ptr<MycollBackend> childOf(const std::vector<int>& members,
+                                            const std::string& suffix, std::string name,
+                                            const c10::intrusive_ptr<MycollOptions>& given);
   // Submits the calls, and waits for them unless the request is asynchronous; torch takes a null
   // Work for "done". outputs: what Work.result() and its future hold.
   WorkPtr run(Request& request, at::TensorList outputs);
@@ -186,6 +194,7 @@ class MycollBackend final : public c10d::Backend {
   std::atomic<int> shrinks_{0};  // how often it was asked for a smaller group
 
   std::mutex splitMutex_;
+  std::map<std::vector<int>, int> splits_;  // by members: how often these were split off
   // The last group split off, kept for torch's question for the next device. A weak pointer would
   // not do: c10's keep the object from being destroyed.
   c10::intrusive_ptr<MycollBackend> lastSplit_;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "backend/device/device_group.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 
@@ -24,25 +25,55 @@ std::vector<int64_t> MycollBackend::globalRanksOf(const std::vector<int>& ranks)
   return global;
 }
 
+c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
+    const std::vector<int>& members, const std::string& suffix, std::string name,
+    const c10::intrusive_ptr<MycollOptions>& given) {
+  std::shared_ptr<Communicator> communicator;
+  throwIfFailed(Communicator::shrink(*communicator_, suffix, members, &communicator));
+  auto options = c10::make_intrusive<MycollOptions>(given ? *given : *options_);
+  communicator->setTimeout(options->timeout);
+  std::shared_ptr<DeviceGroup> device;
+  if (device_) device = DeviceGroup::create(name, communicator, options);
+  const int rank = communicator->rank(), ranks = communicator->ranks();
+  return c10::make_intrusive<MycollBackend>(rank, ranks, std::move(communicator), std::move(name),
+                                            globalRanksOf(members), std::move(options),
+                                            std::move(device));
+}
+
+// The members know each other, and need no store: torch gives the members of one split different
+// names for it when they have been in different splits before.
 c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
-    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   const CallSite site = enter("split_group");
-  for (const int rank : ranks) checkRank(site, "split_ranks", rank);
-  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
-  if (self == ranks.end()) return nullptr;
+  std::string suffix;
+  for (const int rank : ranks) {
+    checkRank(site, "split_ranks", rank);
+    suffix.append(" ").append(std::to_string(rank));
+  }
+  if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) return nullptr;
   const auto given = optionsFrom(site, opts);
-  const std::string name = opts ? opts->group_name : groupName_ + ":split";
+  std::string name = opts ? opts->group_name : groupName_ + ":split";
 
   std::lock_guard<std::mutex> lock(splitMutex_);
   const bool isKnown =
       lastSplit_ && lastSplit_->groupName_ == name && lastSplit_->communicator_->error().ok();
   if (!isKnown) {
-    lastSplit_ = create(store, static_cast<int>(self - ranks.begin()),
-                        static_cast<int>(ranks.size()), name, globalRanksOf(ranks),
-                        c10::make_intrusive<MycollOptions>(given ? *given : *options_));
+    const int before = splits_[ranks]++;
+    suffix = ":split" + std::to_string(before) + " to" + suffix;
+    lastSplit_ = childOf(ranks, suffix, std::move(name), given);
   }
   return lastSplit_;
+}
+
+void MycollBackend::splitDevices(MycollBackend* child, bool isWilling) {
+  enter("split_group");
+  if (!device_) return;
+  if (child == nullptr || !child->device_) return device_->split(nullptr, 0, isWilling);
+  const std::vector<int64_t>& members = child->globalRanks_;
+  // No other child has this rank.
+  const auto color = static_cast<int>(*std::min_element(members.begin(), members.end()));
+  device_->split(child->device_.get(), color, isWilling);
 }
 
 c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
@@ -65,16 +96,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
   const auto given = optionsFrom(site, opts);
   if (isExcluded[static_cast<size_t>(rank_)]) refuse(site, "this rank is to be excluded itself");
   if (flags & kAbortFirst) abort();
-  std::shared_ptr<Communicator> communicator;
-  throwIfFailed(Communicator::shrink(*communicator_, suffix, members, &communicator));
-  auto options = c10::make_intrusive<MycollOptions>(given ? *given : *options_);
-  communicator->setTimeout(options->timeout);
-  std::string name = groupName_ + suffix;
-  std::shared_ptr<DeviceGroup> device = deviceGroupFor(name, communicator, options);
-  const int rank = communicator->rank(), ranks = communicator->ranks();
-  return c10::make_intrusive<MycollBackend>(rank, ranks, std::move(communicator), std::move(name),
-                                            globalRanksOf(members), std::move(options),
-                                            std::move(device));
+  return childOf(members, suffix, groupName_ + suffix, given);
 }
 
 }  // namespace mycoll

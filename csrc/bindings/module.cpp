@@ -84,7 +84,7 @@ bool holdsGil() { return PyGILState_Check() != 0; }
 NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                       int size, Milliseconds timeout, std::string groupId,
                                       std::vector<int64_t> globalRanks,
-                                      const MycollOptions* options) {
+                                      const MycollOptions* options, bool hasDevice) {
   // A copy: the user may use one object for several groups, and every group changes its own.
   auto own = options != nullptr ? c10::make_intrusive<MycollOptions>(*options)
                                 : c10::make_intrusive<MycollOptions>();
@@ -93,7 +93,7 @@ NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& sto
   own->global_ranks_in_group.assign(globalRanks.begin(), globalRanks.end());
   const py::gil_scoped_release release;
   return MycollBackend::create(store, rank, size, std::move(groupId), std::move(globalRanks),
-                               std::move(own));
+                               std::move(own), hasDevice);
 }
 
 std::string describeOptions(const MycollOptions& options) {
@@ -145,12 +145,16 @@ void copyStreaming(uintptr_t destination, uintptr_t source, size_t bytes) {
 
 #ifdef MYCOLL_COVERAGE
 extern "C" void __gcov_dump();
+extern "C" void __gcov_reset();
 #endif
 
 PYBIND11_MODULE(_C, module) {
 #ifdef MYCOLL_COVERAGE
-  // For processes that end without exit(): the tests' workers.
-  module.def("_write_coverage", &__gcov_dump);
+  // For processes that end without exit(), or are killed: the tests' workers. Adds to the files.
+  module.def("_write_coverage", [] {
+    __gcov_dump();
+    __gcov_reset();
+  });
 #endif
   // The types that ours derive from must be known first.
   py::module_::import("torch.distributed");
@@ -229,6 +233,8 @@ PYBIND11_MODULE(_C, module) {
             self.deregisterMemory(reinterpret_cast<void*>(address));
           },
           py::arg("address"), py::call_guard<py::gil_scoped_release>())
+      .def("_split_devices", &MycollBackend::splitDevices, py::arg("child").none(true),
+           py::arg("willing"), py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout", &MycollBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def(
@@ -237,7 +243,7 @@ PYBIND11_MODULE(_C, module) {
 
   module.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
-             py::arg("options").none(true) = nullptr);
+             py::arg("options").none(true) = nullptr, py::arg("has_device") = false);
   module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"),
              "Where the nvidia-nccl wheel has its library; before the first group.");
   module.def("_use_nccl", &mycoll::useNccl, py::arg("path"),

@@ -137,16 +137,16 @@ bool Communicator::watchExternal() { return group_->watchExternal(); }
 
 OpPtr Communicator::send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,
                          std::shared_ptr<void> keepAlive, bool willWait,
-                         std::chrono::milliseconds timeout) {
+                         std::chrono::milliseconds timeout, uint64_t wholeBytes) {
   return group_->message(true, data, destination, tag, dtype, opaqueType, std::move(keepAlive),
-                         willWait, timeout);
+                         willWait, timeout, wholeBytes);
 }
 
 OpPtr Communicator::recv(Span data, int source, uint64_t tag, DType dtype, uint8_t opaqueType,
                          std::shared_ptr<void> keepAlive, bool willWait,
-                         std::chrono::milliseconds timeout) {
+                         std::chrono::milliseconds timeout, uint64_t wholeBytes) {
   return group_->message(false, data, source, tag, dtype, opaqueType, std::move(keepAlive),
-                         willWait, timeout);
+                         willWait, timeout, wholeBytes);
 }
 
 Status Communicator::wait(const OpPtr& op, Deadline deadline) { return group_->wait(op, deadline); }

@@ -169,13 +169,16 @@ class Communicator {
   void advance();
 
   // Point to point; never queued behind collectives. Messages between two ranks with equal tags
-  // arrive in the order sent. tag is any non-negative number.
+  // arrive in the order sent. tag is any non-negative number. wholeBytes: what the two ranks are
+  // compared by, where this is a piece of something larger.
   OpPtr send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,
              std::shared_ptr<void> keepAlive, bool willWait,
-             std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
+             std::chrono::milliseconds timeout = std::chrono::milliseconds(-1),
+             uint64_t wholeBytes = 0);
   OpPtr recv(Span data, int source, uint64_t tag, DType dtype, uint8_t opaqueType,
              std::shared_ptr<void> keepAlive, bool willWait,
-             std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
+             std::chrono::milliseconds timeout = std::chrono::milliseconds(-1),
+             uint64_t wholeBytes = 0);
 
   // Waits until the op is done and returns its status; or kTimeout at the deadline, or
   // kInterrupted, with the op still running. Works on the queue instead of sleeping.

@@ -53,7 +53,8 @@ class Group final : public MailboxListener,
   bool watchExternal();
   Status meetNeighbours();
   OpPtr message(bool isSend, Span data, int rank, uint64_t tag, DType dtype, uint8_t opaqueType,
-                std::shared_ptr<void> keepAlive, bool willWait, std::chrono::milliseconds timeout);
+                std::shared_ptr<void> keepAlive, bool willWait, std::chrono::milliseconds timeout,
+                uint64_t wholeBytes = 0);
   Status wait(const OpPtr& op, Deadline deadline);
 
   // Advances the queue as far as it goes now. spins: how often to look again at a condition that is

@@ -150,7 +150,7 @@ OpPtr Group::submitExternal(const Signature& signature, std::shared_ptr<External
 
 OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype,
                      uint8_t opaqueType, std::shared_ptr<void> keepAlive, bool willWait,
-                     Milliseconds timeout) {
+                     Milliseconds timeout, uint64_t wholeBytes) {
   noteCaller();
   const OpKind kind = isSend ? OpKind::kSend : OpKind::kRecv;
   if (hasFailed()) return failedOp(kind, calledLate(kind));
@@ -158,7 +158,7 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
   signature.kind = kind;
   signature.dtype = dtype;
   signature.opaqueType = opaqueType;
-  signature.bytes = data.bytes;
+  signature.bytes = wholeBytes ? wholeBytes : data.bytes;
   auto op = std::make_shared<MessageOp>(kind, messages_.fetch_add(1, std::memory_order_relaxed));
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineFor(timeout);

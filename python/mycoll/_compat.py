@@ -9,6 +9,7 @@ before; a group that has no mycoll in it reaches torch's own function with the s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -102,9 +103,11 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         parent = default if parent_pg is None else parent_pg
         on_cpu = _backend_names(parent).get("cpu") == "mycoll" and default.bound_device_id is None
         if not on_cpu or not split_ranks or more.get("backend") is not None:
-            return original(  # type: ignore[no-any-return]
-                parent_pg, split_ranks, timeout, pg_options, group_desc, **more
+            make = functools.partial(
+                original, parent_pg, split_ranks, timeout, pg_options, group_desc, **more
             )
+            ours = _device_backend(parent) if more.get("backend") is None else None
+            return make() if ours is None else _split_devices(ours, make)
         mine = _part_of(parent.rank(), parent.size(), split_ranks)
         if mine is None:
             return None
@@ -119,6 +122,31 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return split_group
+
+
+def _device_backend(group: ProcessGroup) -> Any | None:
+    """mycoll's, where the job is bound to devices; the same answer on all ranks of the group."""
+    bound = distributed_c10d._get_default_group().bound_device_id
+    if bound is None or _backend_names(group).get(bound.type) != "mycoll":
+        return None
+    backend = group._get_backend(bound)
+    backend = getattr(backend, "wrapped_pg", backend)
+    return backend if hasattr(backend, "_split_devices") else None
+
+
+def _split_devices(parent: Any, make: Callable[[], ProcessGroup | None]) -> ProcessGroup | None:
+    """Makes the group, and splits NCCL's communicator for all of these groups at once. As torch
+    demands of split_group, all ranks of the parent are here, in a new group or not."""
+    made = None
+    try:
+        made = make()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            parent._split_devices(None, willing=False)  # lets the others go on
+        raise
+    child = _device_backend(made) if isinstance(made, ProcessGroup) else None
+    parent._split_devices(child, willing=True)
+    return made
 
 
 def _part_of(rank: int, size: int, split_ranks: list[list[int]]) -> list[int] | None:

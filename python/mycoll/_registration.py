@@ -134,7 +134,20 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         # Empty: the world.
         list(group.global_ranks_in_group) or list(range(group.group_size)),
         options,
+        _has_device(),
     )
+
+
+def _has_device() -> bool:
+    """Whether this process can have tensors on a device: only then a group is made for those."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda":
+        return accelerator is not None
+    # CUDA builds of torch name CUDA, with and without a GPU. This count leaves the runtime alone:
+    # who initialises that must not fork any more.
+    return torch.cuda.device_count() > 0
 
 
 def _nccl_wheel() -> str:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 ROADS: dict[str, dict[str, str]] = {
     "nccl": {"MYCOLL_CUDA": "nccl"},
     "host": {"MYCOLL_CUDA": "host"},
+    "auto": {"MYCOLL_CUDA": "auto"},  # on the stand-in, which has no NCCL then: host, by agreement
     # Several ranks on one GPU: NCCL believes in several hosts, each with the GPU to itself.
     "nccl-hosts": {
         "MYCOLL_CUDA": "nccl",
@@ -59,6 +60,8 @@ def missing(device: str, road: str) -> str:
         return "the stand-ins are not built; ./dev builds them"
     elif road.startswith("nccl") and not (standins() / "libnccl.so.2").exists():
         return "the stand-in for NCCL is not built"
+    elif road == "auto" and brings_nccl():
+        return "torch's own NCCL would be taken for the stand-in device"
     return ""
 
 

@@ -253,8 +253,13 @@ def main(conn: Connection, setup: Setup) -> None:
         answer(conn, job)
     if dist.is_initialized():
         dist.destroy_process_group()
+    write_coverage()
+
+
+def write_coverage() -> None:
+    """After each job: a world may be killed at any time, and multiprocessing ends by _exit()."""
     native = sys.modules.get("mycoll._C")
-    if hasattr(native, "_write_coverage"):  # multiprocessing ends by _exit()
+    if hasattr(native, "_write_coverage"):
         native._write_coverage()
 
 
@@ -281,6 +286,7 @@ def answer(conn: Connection, job: Callable[[], Any]) -> None:
         reply = ("error", explained(error))
     sys.stdout.flush()
     sys.stderr.flush()
+    write_coverage()
     try:
         data = pickle.dumps(reply)
     except Exception:

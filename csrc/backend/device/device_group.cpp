@@ -10,6 +10,7 @@
 #include "backend/device/device_work.h"
 #include "backend/device/host_road.h"
 #include "backend/device/nccl_road.h"
+#include "backend/device/pairs.h"
 #include "backend/device/watchdog.h"
 #include "backend/errors.h"
 #include "base/env.h"
@@ -17,9 +18,6 @@
 
 namespace mycoll {
 namespace {
-
-// Marks the notes of two ranks that agree on a road, beside any tag of a user's.
-constexpr uint64_t kRoadTag = uint64_t{1} << 48;
 
 bool isPointToPoint(const Request& request) {
   return request.calls.size() == 1 && (request.calls.front().kind == OpKind::kSend ||
@@ -48,24 +46,25 @@ std::shared_ptr<DeviceGroup> DeviceGroup::create(std::string name,
 DeviceGroup::DeviceGroup(DevicePlace place)
     : place_(std::move(place)),
       nccl_(std::make_unique<NcclRoad>(place_)),
-      host_(std::make_unique<HostRoad>(place_)) {}
+      host_(std::make_unique<HostRoad>(place_)),
+      pairs_(std::make_unique<Pairs>(place_, *nccl_, *host_)) {}
 
 DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
 
 // ---- choosing a road ---------------------------------------------------------------------------
 
 std::string DeviceGroup::road() const {
-  switch (road_.load(std::memory_order_acquire)) {
-    case Road::kNccl: return "nccl";
-    case Road::kHost: return "host";
+  switch (knownRoad()) {
+    case DeviceRoad::kNccl: return "nccl";
+    case DeviceRoad::kHost: return "host";
     default: return "";
   }
 }
 
 void DeviceGroup::chooseRoad(c10::Device device) {
-  if (road_.load(std::memory_order_acquire) != Road::kUnknown) return;
+  if (knownRoad() != DeviceRoad::kUnknown) return;
   std::lock_guard<std::mutex> lock(chooseMutex_);
-  if (road_.load(std::memory_order_acquire) != Road::kUnknown) return;
+  if (knownRoad() != DeviceRoad::kUnknown) return;
   throwIfFailed(place_.control->meetNeighbours());
   const auto ranks = static_cast<size_t>(place_.ranks);
   std::vector<NcclRoad::Report> reports(ranks);
@@ -81,7 +80,7 @@ void DeviceGroup::chooseRoad(c10::Device device) {
   for (int rank = 0; rank < place_.ranks; ++rank) everybody.push_back(rank);
   const Status judgement = NcclRoad::judge(reports, everybody);
   if (judgement.ok()) {
-    road_.store(Road::kNccl, std::memory_order_release);
+    road_.store(DeviceRoad::kNccl, std::memory_order_release);
     return;
   }
   if (judgement.code() != Code::kUnsupported) {
@@ -93,35 +92,7 @@ void DeviceGroup::chooseRoad(c10::Device device) {
                "' carries device tensors through host memory: ", judgement.message(),
                ". MYCOLL_CUDA=nccl makes this an error.");
   }
-  road_.store(Road::kHost, std::memory_order_release);
-}
-
-bool DeviceGroup::isPairOnNccl(c10::Device device, int peer) {
-  std::lock_guard<std::mutex> lock(chooseMutex_);
-  if (const Road road = road_.load(std::memory_order_acquire); road != Road::kUnknown) {
-    return road == Road::kNccl;
-  }
-  // Told so, as all ranks are. Asking would make a ring of sends wait for itself.
-  if (Env::process().cuda == CudaPath::kHost) return false;
-  // From any rank there is nobody to ask.
-  if (peer == kAnySource) return true;  // NCCL's road refuses it
-  if (auto known = pairs_.find(peer); known != pairs_.end()) return known->second;
-  NcclRoad::Report mine = NcclRoad::report(device), theirs;
-  Communicator& control = *place_.control;
-  const OpPtr sent = control.send({&mine, sizeof(mine)}, peer, kRoadTag, DType::kUInt8, 0, nullptr,
-                                  /*willWait=*/true);
-  const OpPtr came = control.recv({&theirs, sizeof(theirs)}, peer, kRoadTag, DType::kUInt8, 0,
-                                  nullptr, /*willWait=*/true);
-  throwIfFailed(control.wait(came, Deadline::never()));
-  throwIfFailed(control.wait(sent, Deadline::never()));
-  const bool isFirst = place_.rank < peer;
-  const Status judgement = isFirst ? NcclRoad::judge({mine, theirs}, {place_.rank, peer})
-                                   : NcclRoad::judge({theirs, mine}, {peer, place_.rank});
-  if (!judgement.ok() && judgement.code() != Code::kUnsupported) {
-    control.fail(judgement);
-    throwStatus(judgement);
-  }
-  return pairs_[peer] = judgement.ok();
+  road_.store(DeviceRoad::kHost, std::memory_order_release);
 }
 
 // ---- carrying ----------------------------------------------------------------------------------
@@ -129,19 +100,28 @@ bool DeviceGroup::isPairOnNccl(c10::Device device, int peer) {
 void DeviceGroup::connect(c10::Device device) {
   const c10::DeviceGuard guard(device);
   chooseRoad(device);
-  if (road_.load(std::memory_order_acquire) == Road::kNccl) nccl_->connect(device);
+  if (knownRoad() == DeviceRoad::kNccl) nccl_->connect(device);
+}
+
+void DeviceGroup::split(DeviceGroup* child, int color, bool isWilling) {
+  throwIfDead();
+  if (knownRoad() != DeviceRoad::kNccl) return;
+  if (!nccl_->split(child ? child->nccl_.get() : nullptr, color, isWilling) || !child) return;
+  throwIfFailed(child->place_.control->meetNeighbours());
+  std::lock_guard<std::mutex> lock(child->chooseMutex_);
+  child->road_.store(DeviceRoad::kNccl, std::memory_order_release);
 }
 
 void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,
                                  bool isSymmetric) {
   const c10::DeviceGuard guard(device);
   chooseRoad(device);
-  if (road_.load(std::memory_order_acquire) != Road::kNccl) return;
+  if (knownRoad() != DeviceRoad::kNccl) return;
   throwIfFailed(nccl_->registerMemory(device, address, bytes, isSymmetric));
 }
 
 void DeviceGroup::deregisterMemory(void* address) {
-  if (road_.load(std::memory_order_acquire) != Road::kNccl) return;
+  if (knownRoad() != DeviceRoad::kNccl) return;
   throwIfFailed(nccl_->deregisterMemory(address));
 }
 
@@ -174,21 +154,22 @@ DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
   const c10::Device device = first.device;
   const c10::DeviceGuard guard(device);
   const c10::Stream caller = currentStream(device);
-  bool isOnNccl;
-  if (isPointToPoint(first) && !isBatch) {
-    isOnNccl = isPairOnNccl(device, first.peer);
-  } else {
-    chooseRoad(device);
-    isOnNccl = road_.load(std::memory_order_acquire) == Road::kNccl;
-  }
+  const bool isMessage = isPointToPoint(first) && !isBatch;
+  if (!isMessage) chooseRoad(device);
   const bool isAsync = first.async;
   const bool isTimed = extras.isTimed || extras.whenOver;
   InFlight inFlight;
   if (isAsync && InFlight::isWanted()) {
     for (const Request* request : requests) inFlight.add(request->allTensors());
   }
-  const DeviceOperationPtr operation = isOnNccl ? nccl_->carry(*this, requests, isTimed, isBatch)
-                                                : host_->carry(*this, requests, isTimed);
+  DeviceOperationPtr operation;
+  if (isMessage) {
+    operation = pairs_->carry(*this, *requests.front(), isTimed);
+  } else if (knownRoad() == DeviceRoad::kNccl) {
+    operation = nccl_->carry(*this, requests, isTimed, isBatch);
+  } else {
+    operation = host_->carry(*this, requests, isTimed);
+  }
   if (extras.whenOver) {
     onOver(operation, [operation, whenOver = std::move(extras.whenOver)](const Status&) {
       const std::chrono::duration<double, std::milli> took(operation->milliseconds());
@@ -200,7 +181,7 @@ DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
   if (!isAsync) {
     // NCCL's ran on the caller's stream; the host road's end is waited for by it.
     throwIfFailed(operation->waitEnqueued(Deadline::never()));
-    if (!isOnNccl) operation->block(caller);
+    if (operation->stream() != caller) operation->block(caller);
     operation->release();
     if (!place_.waitsOnHost) return nullptr;
     throwIfFailed(operation->waitOver(Deadline::never()));

@@ -5,7 +5,7 @@
 //   host   (host_road.h)  through pinned memory and the CPU engine, where one has not
 //
 // Which one is agreed on by all ranks at the first collective; two ranks that only send to each
-// other agree between themselves.
+// other agree between themselves (pairs.h).
 //
 // Order, agreement, deadlines and deaths are the engine's: NCCL's operations are external ones of a
 // group of their own, `control`; the host road has another, so that neither shares an order with
@@ -19,7 +19,6 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -34,6 +33,9 @@ namespace mycoll {
 
 class HostRoad;
 class NcclRoad;
+class Pairs;
+
+enum class DeviceRoad : uint8_t { kUnknown, kNccl, kHost };
 
 // For NCCL to stop, on the watchdog; what takes longer goes on elsewhere.
 constexpr std::chrono::milliseconds kNcclAbortTime(1000);
@@ -93,6 +95,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // All ranks: makes the connections that the first collective would make.
   void connect(c10::Device device);
 
+  // On all ranks of the group, after some of them have made `child` (null: this one has none): see
+  // NcclRoad::split(). Where NCCL does not serve, nothing happens.
+  void split(DeviceGroup* child, int color, bool isWilling);
+
   // See NcclRoad; the host road needs nothing of the kind, and ignores them.
   void registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric);
   void deregisterMemory(void* address);
@@ -138,6 +144,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
 
   // The watchdog takes it from here.
   void follow(Followed followed);
+  // The same for a message, or a batch of them, that no group of the engine watches over.
+  void followMessage(const DeviceOperationPtr& operation, const Request& request, size_t count = 1);
+  // What all ranks have agreed on, or not yet.
+  DeviceRoad knownRoad() const { return road_.load(std::memory_order_acquire); }
 
   // --- for the watchdog
   struct Watched {
@@ -160,8 +170,6 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
 
   void throwIfDead() const;
   void chooseRoad(c10::Device device);
-  // The road to one rank, before the group has one.
-  bool isPairOnNccl(c10::Device device, int peer);
   // isBatch: also where it is a batch of one: the others' may have more, and all take one road.
   WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,
                 bool isBatch);
@@ -172,11 +180,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   const DevicePlace place_;
 
   std::mutex chooseMutex_;
-  enum class Road { kUnknown, kNccl, kHost };
-  std::atomic<Road> road_{Road::kUnknown};
-  std::map<int, bool> pairs_;  // guarded by chooseMutex_; by peer: true for NCCL
+  std::atomic<DeviceRoad> road_{DeviceRoad::kUnknown};
   const std::unique_ptr<NcclRoad> nccl_;
   const std::unique_ptr<HostRoad> host_;
+  const std::unique_ptr<Pairs> pairs_;
 
   std::vector<Batched> batch_;  // of the thread that is coalescing
 

@@ -34,6 +34,23 @@ void DeviceGroup::follow(Followed followed) {
   Watchdog::get().add(shared_from_this());
 }
 
+void DeviceGroup::followMessage(const DeviceOperationPtr& operation, const Request& request,
+                                size_t count) {
+  Followed followed;
+  followed.operation = operation;
+  followed.isMessage = true;
+  followed.ownsDeadline = true;
+  followed.deadline = Deadline::after(place_.timeoutOf(request));
+  if (count > 1) {
+    followed.description = "a batch of " + std::to_string(count) + " sends and receives";
+  } else {
+    const bool isSend = request.calls.front().kind == OpKind::kSend;
+    followed.description =
+        (isSend ? "send to " : "recv from ") + place_.control->describeRank(request.peer);
+  }
+  follow(std::move(followed));
+}
+
 bool DeviceGroup::isBusy() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return !followed_.empty() || !awaited_.empty();

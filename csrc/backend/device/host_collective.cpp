@@ -10,9 +10,6 @@
 namespace mycoll {
 namespace {
 
-// All the parts of a chunk together: large enough for a copy to be fast, small enough for the first
-// one to be there soon.
-constexpr size_t kChunkBytes = 4 << 20;
 constexpr size_t kChunkAlignment = 4096;
 
 // Only pairs of ranks know these sizes, so not even their largest is known to all.
@@ -112,7 +109,7 @@ size_t HostCollective::chunkBytesOf(const Call& call) const {
     case OpKind::kAllToAll: parts = static_cast<size_t>(ranks_); break;
     default: break;
   }
-  return std::max(kChunkBytes / parts / kChunkAlignment, size_t{1}) * kChunkAlignment;
+  return std::max(kHostChunkBytes / parts / kChunkAlignment, size_t{1}) * kChunkAlignment;
 }
 
 Status HostCollective::begin() {

@@ -23,6 +23,10 @@
 
 namespace mycoll {
 
+// What is copied and what travels at a time, all the parts of a chunk together: large enough for a
+// copy to be fast, small enough for the first one to be there soon.
+constexpr size_t kHostChunkBytes = 4 << 20;
+
 // Two halves of pinned memory, so that one is filled while the other travels.
 struct HostStaging {
   struct Half {

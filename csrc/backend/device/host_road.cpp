@@ -2,6 +2,8 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "backend/call_site.h"
@@ -9,17 +11,87 @@
 
 namespace mycoll {
 
-// A message that is being copied from the device before it is sent.
+namespace {
+
+// Marks the tags of pieces, beside any tag of a user's; the number of their message is below.
+constexpr uint64_t kPieceTag = uint64_t{1} << 50;
+
+// How a message of this size is cut, and staged: one piece, or several with a number before them.
+struct Cut {
+  explicit Cut(size_t messageBytes)
+      : bytes(messageBytes), header(messageBytes > kHostChunkBytes ? sizeof(uint64_t) : 0) {}
+
+  const size_t bytes;   // of the message
+  const size_t header;  // before it
+
+  size_t staged() const { return header + bytes; }
+  size_t pieces() const {
+    return std::max<size_t>(1, (bytes + kHostChunkBytes - 1) / kHostChunkBytes);
+  }
+  // Of the message.
+  size_t offset(size_t piece) const { return piece * kHostChunkBytes; }
+  size_t length(size_t piece) const { return std::min(kHostChunkBytes, bytes - offset(piece)); }
+  // Of what is staged: as it travels.
+  Span span(const at::Tensor& staging, size_t piece) const {
+    if (staged() == 0) return {nullptr, 0};
+    char* const begin = static_cast<char*>(staging.mutable_data_ptr());
+    if (piece == 0) return {begin, header + length(0)};
+    return {begin + header + offset(piece), length(piece)};
+  }
+  at::Tensor data(const at::Tensor& staging, size_t piece) const {
+    return staging.narrow(0, static_cast<int64_t>(header + offset(piece)),
+                          static_cast<int64_t>(length(piece)));
+  }
+  Span part(const Span& whole, size_t piece) const {
+    return {whole.begin() + offset(piece), length(piece)};
+  }
+};
+
+}  // namespace
+
+// A piece that is being copied from the device before it is sent.
 struct HostRoad::Outgoing {
   DeviceOperationPtr operation;
+  std::shared_ptr<std::atomic<size_t>> left;  // pieces of the message that were not sent
   c10::Stream stream;
   EventPtr copied;
-  at::Tensor buffer;
+  at::Tensor staging;
+  Span span;  // of it
   int peer = -1;
   uint64_t tag = 0;
   DType dtype = DType::kOpaque;
   uint8_t opaqueType = 0;
   std::chrono::milliseconds timeout{0};
+  uint64_t wholeBytes = 0;
+};
+
+// A message that is being received. Held by its pieces.
+struct HostRoad::Incoming {
+  std::shared_ptr<Communicator> group;
+  DeviceOperationPtr operation;
+  Cut cut;
+  Span target;  // on the device
+  at::Tensor staging;
+  c10::Stream stream;
+  DType dtype = DType::kOpaque;
+  uint8_t opaqueType = 0;
+  std::chrono::milliseconds timeout{0};
+  c10::SmallVector<CopyBack, 1> copyBacks;
+  std::atomic<size_t> left;  // pieces that were not copied to the device
+
+  // Of a piece that has arrived; the last one ends the operation.
+  Status copyOut(size_t piece) {
+    return copying([&] {
+      const c10::StreamGuard guard(stream);
+      if (cut.length(piece) > 0) {
+        bytesOnDevice(cut.part(target, piece), operation->device())
+            .copy_(cut.data(staging, piece), /*non_blocking=*/true);
+      }
+      if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      copyBackOnDevice(copyBacks);
+      operation->setEnqueued(stream, recordEvent(stream, operation->isTimed()));
+    });
+  }
 };
 
 HostRoad::HostRoad(const DevicePlace& place)
@@ -28,9 +100,9 @@ HostRoad::HostRoad(const DevicePlace& place)
       queued_(std::make_shared<std::atomic<int>>(0)) {}
 
 DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request*>& requests,
-                                   bool isTimed) {
+                                   bool isTimed, EventPtr ready) {
   std::vector<DeviceOperationPtr> parts;
-  for (Request* request : requests) parts.push_back(carryOne(group, *request, isTimed));
+  for (Request* request : requests) parts.push_back(carryOne(group, *request, isTimed, ready));
   if (parts.size() == 1) return parts.front();
   // A batch ends with the last of its parts.
   const c10::Device device = requests.front()->device;
@@ -54,7 +126,8 @@ DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request
   return whole;
 }
 
-DeviceOperationPtr HostRoad::carryOne(DeviceGroup& group, Request& request, bool isTimed) {
+DeviceOperationPtr HostRoad::carryOne(DeviceGroup& group, Request& request, bool isTimed,
+                                      EventPtr ready) {
   const c10::Stream caller = currentStream(request.device);
   if (isCapturing(caller)) {
     refuse(request.site,
@@ -62,7 +135,7 @@ DeviceOperationPtr HostRoad::carryOne(DeviceGroup& group, Request& request, bool
            "device tensors travel (see MYCOLL_CUDA)");
   }
   auto operation = std::make_shared<DeviceOperation>(request.site.function, caller);
-  EventPtr ready = recordEvent(caller, isTimed);
+  if (!ready) ready = recordEvent(caller, isTimed);
   operation->setTimed(isTimed);
   if (isTimed) operation->setStarted(ready);
   queued_->fetch_add(1, std::memory_order_relaxed);
@@ -103,62 +176,82 @@ void HostRoad::carryCollective(Request& request, const DeviceOperationPtr& opera
 void HostRoad::send(Request& request, const DeviceOperationPtr& operation, const EventPtr& ready) {
   const Call& call = request.calls.front();
   const Span span = call.in.front();
+  const Cut cut(span.bytes);
   const c10::Stream stream = sideStream(request.device);
-  auto message = std::make_shared<Outgoing>(
-      Outgoing{operation, stream, nullptr, emptyPinned(span.bytes), request.peer, request.tag,
-               call.dtype, call.opaqueType, place_.timeoutOf(request)});
+  const at::Tensor staging = emptyPinned(cut.staged());
+  uint64_t number = 0;
+  if (cut.header > 0) {
+    number = longMessages_.fetch_add(1, std::memory_order_relaxed);
+    std::memcpy(staging.mutable_data_ptr(), &number, sizeof(number));
+  }
+  const auto left = std::make_shared<std::atomic<size_t>>(cut.pieces());
+  std::vector<std::shared_ptr<Outgoing>> pieces;
   {
     const PlainDispatch plain;
     const c10::StreamGuard guard(stream);
     ready->block(stream);
-    if (span.bytes > 0) {
-      message->buffer.copy_(bytesOnDevice(span, request.device), /*non_blocking=*/true);
+    for (size_t piece = 0; piece < cut.pieces(); ++piece) {
+      if (cut.length(piece) > 0) {
+        cut.data(staging, piece)
+            .copy_(bytesOnDevice(cut.part(span, piece), request.device), /*non_blocking=*/true);
+      }
+      pieces.push_back(std::make_shared<Outgoing>(Outgoing{
+          operation, left, stream, recordEvent(stream, operation->isTimed()), staging,
+          cut.span(staging, piece), request.peer, piece == 0 ? request.tag : kPieceTag | number,
+          call.dtype, call.opaqueType, place_.timeoutOf(request), span.bytes}));
     }
-    message->copied = recordEvent(stream, operation->isTimed());
   }
   operation->keep(request.allTensors());
   std::lock_guard<std::mutex> lock(mutex_);
-  outgoing_.push_back(std::move(message));
+  outgoing_.insert(outgoing_.end(), pieces.begin(), pieces.end());
 }
 
-void HostRoad::dispatch(const Outgoing& message) {
-  const at::Tensor& buffer = message.buffer;
-  const Span span{buffer.nbytes() == 0 ? nullptr : buffer.mutable_data_ptr(), buffer.nbytes()};
-  const OpPtr op = place_.host->send(span, message.peer, message.tag, message.dtype,
-                                     message.opaqueType, std::make_shared<at::Tensor>(buffer),
-                                     /*willWait=*/false, message.timeout);
-  message.operation->setEngineOp(place_.host, op);
-  op->onDone([operation = message.operation, stream = message.stream, copied = message.copied, op] {
-    if (op->status().ok()) {
-      operation->setEnqueued(stream, copied);
-    } else {
-      operation->fail(op->status());
-    }
+void HostRoad::dispatch(const Outgoing& piece) {
+  const OpPtr op = place_.host->send(piece.span, piece.peer, piece.tag, piece.dtype,
+                                     piece.opaqueType, std::make_shared<at::Tensor>(piece.staging),
+                                     /*willWait=*/false, piece.timeout, piece.wholeBytes);
+  piece.operation->setEngineOp(place_.host, op);
+  op->onDone([operation = piece.operation, left = piece.left, stream = piece.stream,
+              copied = piece.copied, op] {
+    if (!op->status().ok()) return operation->fail(op->status());
+    if (left->fetch_sub(1, std::memory_order_acq_rel) == 1) operation->setEnqueued(stream, copied);
   });
 }
 
 void HostRoad::receive(Request& request, const DeviceOperationPtr& operation, EventPtr ready) {
   const Call& call = request.calls.front();
-  const Span span = call.out.front();
-  const at::Tensor buffer = emptyPinned(span.bytes);
+  const Span target = call.out.front();
+  const Cut cut(target.bytes);
+  const c10::Stream stream = sideStream(request.device);
   operation->keep(request.allTensors());
-  const OpPtr op = place_.host->recv(
-      {span.bytes == 0 ? nullptr : buffer.mutable_data_ptr(), span.bytes}, request.peer,
-      request.tag, call.dtype, call.opaqueType, std::make_shared<at::Tensor>(buffer),
-      /*willWait=*/false, place_.timeoutOf(request));
-  operation->setEngineOp(place_.host, op);
-  op->onDone([operation, op, span, buffer, ready = std::move(ready), device = request.device,
-              copyBacks = std::move(request.copyBacks)] {
+  ready->block(stream);
+  const auto message = std::shared_ptr<Incoming>(new Incoming{
+      place_.host, operation, cut, target, emptyPinned(cut.staged()), stream, call.dtype,
+      call.opaqueType, place_.timeoutOf(request), std::move(request.copyBacks), cut.pieces()});
+  receivePiece(message, 0, request.peer, request.tag);
+}
+
+void HostRoad::receivePiece(const std::shared_ptr<Incoming>& message, size_t piece, int source,
+                            uint64_t tag) {
+  const OpPtr op =
+      message->group->recv(message->cut.span(message->staging, piece), source, tag, message->dtype,
+                           message->opaqueType, std::make_shared<at::Tensor>(message->staging),
+                           /*willWait=*/false, message->timeout, message->cut.bytes);
+  message->operation->setEngineOp(message->group, op);
+  op->onDone([message, piece, op] {
+    const DeviceOperationPtr& operation = message->operation;
     if (!op->status().ok()) return operation->fail(op->status());
-    operation->setSource(op->sourceRank());
-    const Status status = copying([&] {
-      const c10::Stream stream = sideStream(device);
-      const c10::StreamGuard guard(stream);
-      ready->block(stream);
-      if (span.bytes > 0) bytesOnDevice(span, device).copy_(buffer, /*non_blocking=*/true);
-      copyBackOnDevice(copyBacks);
-      operation->setEnqueued(stream, recordEvent(stream, operation->isTimed()));
-    });
+    if (piece == 0) {
+      operation->setSource(op->sourceRank());
+      uint64_t number = 0;
+      if (message->cut.header > 0) {
+        std::memcpy(&number, message->staging.const_data_ptr(), sizeof(number));
+      }
+      for (size_t next = 1; next < message->cut.pieces(); ++next) {
+        receivePiece(message, next, op->sourceRank(), kPieceTag | number);
+      }
+    }
+    const Status status = message->copyOut(piece);
     if (!status.ok()) operation->fail(status);
   });
 }

@@ -1,7 +1,14 @@
 // HostRoad: requests of device tensors carried by the CPU engine, through pinned host memory, where
 // NCCL cannot serve. Slower, and right: every operation, dtype and reduce op that the engine knows.
-// Collectives go chunk by chunk (host_collective.h); a message goes whole, since nobody could tell
-// its receiver how it was cut.
+// Collectives go chunk by chunk (host_collective.h), and so do messages: while one piece travels,
+// the next is copied.
+//
+//   first piece     [number | data]   with the user's tag; matched like any message
+//   further pieces  [data]            with a tag made of the number
+//
+// Two ranks that agree on the size cut alike. The number, by which the sender counts its long
+// messages, is there for receivers from any source: they learn by the first piece whom to ask for
+// the others. Every piece is compared by the whole's size.
 //
 // Thread contract: carry() as DeviceGroup; what waits for a device is moved on by the watchdog, and
 // by whoever waits for the operation.
@@ -23,29 +30,35 @@ class HostRoad {
  public:
   explicit HostRoad(const DevicePlace& place);
 
-  // requests: one, or those of a batch, in order; the operation stands for all of them.
-  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed);
+  // requests: one, or those of a batch, in order; the operation stands for all of them. ready:
+  // behind it the tensors may be used; null: where this thread's current stream is.
+  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed,
+                           EventPtr ready = nullptr);
 
   // Goes on with what waited for a device. True while there is something of the kind. [watchdog]
   bool advance();
 
  private:
   struct Outgoing;
+  struct Incoming;
 
-  DeviceOperationPtr carryOne(DeviceGroup& group, Request& request, bool isTimed);
+  DeviceOperationPtr carryOne(DeviceGroup& group, Request& request, bool isTimed, EventPtr ready);
   void carryCollective(Request& request, const DeviceOperationPtr& operation, EventPtr ready);
   void send(Request& request, const DeviceOperationPtr& operation, const EventPtr& ready);
   void receive(Request& request, const DeviceOperationPtr& operation, EventPtr ready);
-  void dispatch(const Outgoing& message);
+  void dispatch(const Outgoing& piece);
+  static void receivePiece(const std::shared_ptr<Incoming>& message, size_t piece, int source,
+                           uint64_t tag);
 
   const DevicePlace& place_;
   const std::shared_ptr<HostStaging> staging_;
   // Operations that are not yet on their streams; shared with them, as they may outlive the road.
   const std::shared_ptr<std::atomic<int>> queued_;
 
+  std::atomic<uint64_t> longMessages_{0};  // sent so far
   std::mutex mutex_;
-  std::deque<std::shared_ptr<Outgoing>>
-      outgoing_;  // guarded by mutex_: being copied from the device, in order
+  // Guarded by mutex_: being copied from the device, in order.
+  std::deque<std::shared_ptr<Outgoing>> outgoing_;
 };
 
 }  // namespace mycoll

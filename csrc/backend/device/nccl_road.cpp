@@ -1,8 +1,6 @@
 #include "backend/device/nccl_road.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -18,9 +16,6 @@
 
 namespace mycoll {
 namespace {
-
-// Marks the note by which the lower rank of a pair tells NCCL's id, beside any tag of a user's.
-constexpr uint64_t kPairTag = uint64_t{1} << 49;
 
 template <size_t kSize>
 void put(char (&field)[kSize], const std::string& text) {
@@ -161,104 +156,17 @@ Status NcclRoad::judge(const std::vector<Report>& reports, const std::vector<int
   return Status(choice == CudaPath::kNccl ? Code::kInvalidArgument : Code::kUnsupported, reason);
 }
 
-// ---- communicators -----------------------------------------------------------------------------
-
-NcclRoad::LinePtr NcclRoad::join(c10::Device device, int rank, int ranks, const std::string& name,
-                                 const nccl::UniqueId& id) {
-  const nccl::Library& library = *nccl::Library::loaded();
-  nccl::CommunicatorOptions options;
-  options.fillFrom(place_.options->nccl);
-  options.fillFrom(Env::process().nccl);
-  // Without it recent NCCLs start a thread for every operation. Connecting has its deadline either
-  // way, and what hangs in NCCL is ended by the watchdog's abort.
-  if (!options.isBlocking) options.isBlocking = true;
-  options.bindDevice = [device] {
-    c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
-  };
-  auto line = std::make_shared<Line>(
-      Line{std::make_shared<nccl::Communicator>(library, rank, ranks, name, options),
-           sideStream(device)});
-  const auto check = [this]() -> Status {
-    for (const auto& group : {place_.control, place_.cpu}) {
-      Status status = group->error();
-      if (!status.ok()) return status;
-    }
-    return isInterruptPending() ? Status(Code::kInterrupted, "interrupted by a signal") : Status();
-  };
-  const Status status =
-      line->communicator->connect(id, Deadline::after(place_.options->timeout), check);
-  if (!status.ok()) {
-    // The first cause is the group's; where this rank is the first to know, it tells the others.
-    place_.control->fail(status.code() == Code::kInterrupted
-                             ? Status(Code::kAborted, "interrupted while NCCL connected")
-                             : status);
-    throwStatus(status);
-  }
-  return line;
-}
-
-// The group may have ended while NCCL connected.
-NcclRoad::LinePtr NcclRoad::keepUnlessEnded(LinePtr line) {
-  if (!isEnded_) return line;
-  const Status ended(Code::kAborted, "the group has ended while NCCL connected");
-  (void)line->communicator->abort(Deadline::after(std::chrono::seconds(1)), ended);
-  throwStatus(ended);
-}
-
-NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
-  if (LinePtr known = find(lines_, device.index())) return known;
-  std::lock_guard<std::mutex> connecting(connectMutex_);
-  if (LinePtr known = find(lines_, device.index())) return known;
-  nccl::UniqueId id{};
-  if (place_.rank == 0) {
-    const Status made = nccl::Communicator::createId(*nccl::Library::loaded(), &id);
-    if (!made.ok()) place_.control->fail(made);
-    throwIfFailed(made);
-  }
-  Call tell;
-  tell.kind = OpKind::kBroadcast;
-  tell.dtype = DType::kUInt8;
-  tell.root = 0;
-  tell.out = {{&id, sizeof(id)}};
-  throwIfFailed(place_.control->wait(
-      place_.control->submit(std::move(tell), nullptr, /*willWait=*/true), Deadline::never()));
-  LinePtr line = join(device, place_.rank, place_.ranks, place_.name, id);
-  std::lock_guard<std::mutex> lock(mutex_);
-  return lines_[device.index()] = keepUnlessEnded(std::move(line));
-}
-
-NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
-  const std::pair<c10::DeviceIndex, int> key(device.index(), peer);
-  if (LinePtr known = find(pairs_, key)) return known;
-  std::lock_guard<std::mutex> connecting(connectMutex_);
-  if (LinePtr known = find(pairs_, key)) return known;
-  Communicator& control = *place_.control;
-  nccl::UniqueId id{};
-  const bool isLower = place_.rank < peer;
-  if (isLower) throwIfFailed(nccl::Communicator::createId(*nccl::Library::loaded(), &id));
-  const Span span{&id, sizeof(id)};
-  const OpPtr told =
-      isLower ? control.send(span, peer, kPairTag, DType::kUInt8, 0, nullptr, /*willWait=*/true)
-              : control.recv(span, peer, kPairTag, DType::kUInt8, 0, nullptr, /*willWait=*/true);
-  throwIfFailed(control.wait(told, Deadline::never()));
-  const std::string name = place_.name + " " + std::to_string(std::min(place_.rank, peer)) + "-" +
-                           std::to_string(std::max(place_.rank, peer));
-  LinePtr line = join(device, isLower ? 0 : 1, 2, name, id);
-  std::lock_guard<std::mutex> lock(mutex_);
-  return pairs_[key] = keepUnlessEnded(std::move(line));
-}
-
 // ---- carrying ----------------------------------------------------------------------------------
 
-void NcclRoad::enqueue(nccl::Issue& issue, const Request& request, void* stream) {
+void NcclRoad::enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream) {
   for (const Call& call : request.calls) {
     nccl::Form form;
     form.isFlat = request.isFlat;
     Status status;
     if (call.kind == OpKind::kSend) {
-      status = nccl::send(issue, call.in.front(), request.peer, stream);
+      status = nccl::send(issue, call.in.front(), peer, stream);
     } else if (call.kind == OpKind::kRecv) {
-      status = nccl::receive(issue, call.out.front(), request.peer, stream);
+      status = nccl::receive(issue, call.out.front(), peer, stream);
     } else {
       status = nccl::enqueue(issue, call, stream, form);
     }
@@ -267,7 +175,7 @@ void NcclRoad::enqueue(nccl::Issue& issue, const Request& request, void* stream)
 }
 
 DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request*>& requests,
-                                   bool isTimed, bool isBatch) {
+                                   bool isTimed, bool isBatch, EventPtr ready) {
   const Request& first = *requests.front();
   for (const Request* request : requests) {
     for (const Call& call : request->calls) {
@@ -287,15 +195,18 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   }
   const bool isAlone = requests.size() == 1 && first.calls.size() == 1;
   const bool isMessage = isPointToPoint(requests);
-  const LinePtr line =
-      isMessage && !isBatch ? pairFor(first.device, first.peer) : lineFor(first.device);
+  const bool isOfPair = isMessage && !isBatch;
+  const LinePtr line = isOfPair ? pairFor(first.device, first.peer) : lineFor(first.device);
 
   const c10::Stream caller = currentStream(first.device);
   const bool isCaptured = isCapturing(caller);
   const c10::Stream stream = first.async ? line->stream : caller;
   auto operation = std::make_shared<DeviceOperation>(first.site.function, caller);
   if (isMessage && isAlone) operation->setSource(first.peer);
-  if (first.async) recordEvent(caller, false, isCaptured)->block(stream);
+  if (first.async) {
+    if (!ready) ready = recordEvent(caller, false, isCaptured);
+    ready->block(stream);
+  }
   if (isTimed) operation->setStarted(recordEvent(stream, true, isCaptured));
 
   Followed followed;
@@ -314,7 +225,9 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
     }
     if (!isAlone && issue.status().ok()) (void)issue.group();
     for (const Request* request : requests) {
-      if (issue.status().ok()) enqueue(issue, *request, stream.native_handle());
+      if (!issue.status().ok()) break;
+      const int peer = isOfPair ? (place_.rank < request->peer ? 1 : 0) : request->peer;
+      enqueue(issue, *request, peer, stream.native_handle());
     }
     const Status status = issue.end();
     if (!status.ok()) {
@@ -341,16 +254,7 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
     operation->keep(std::move(kept));
   }
   if (isMessage && !isCaptured) {
-    followed.operation = operation;
-    followed.isMessage = true;
-    followed.ownsDeadline = true;
-    followed.deadline = Deadline::after(place_.timeoutOf(first));
-    const bool isSend = first.calls.front().kind == OpKind::kSend;
-    followed.description =
-        isAlone ? std::string(isSend ? "send to " : "recv from ") +
-                      place_.control->describeRank(first.peer)
-                : "a batch of " + std::to_string(requests.size()) + " sends and receives";
-    group.follow(std::move(followed));
+    group.followMessage(operation, first, isAlone ? 1 : requests.size());
   }
   return operation;
 }

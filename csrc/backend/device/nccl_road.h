@@ -47,10 +47,23 @@ class NcclRoad {
   // All ranks: makes the communicator that the first collective would make.
   void connect(c10::Device device) { (void)lineFor(device); }
 
+  // On all ranks of the group: gives the child, a group of some of them, a part of this group's
+  // communicator; null on ranks that are in no child. Ranks with one color are one child's.
+  // isWilling: false where this rank has no child although it should. False: no part was given, on
+  // any rank, and the child connects like any other group.
+  bool split(NcclRoad* child, int color, bool isWilling);
+
+  // The communicator of two ranks. For one thread at a time for each peer; waits for that rank.
+  void connectPair(c10::Device device, int peer) { (void)pairFor(device, peer); }
+  bool hasPair(c10::Device device, int peer) const {
+    return find(pairs_, std::make_pair(device.index(), peer)) != nullptr;
+  }
+
   // All of the same device. requests: one, or those of a batch, which become one launch.
-  // A batch goes by the group's communicator, even one of a single message.
+  // A batch goes by the group's communicator, even one of a single message. ready: behind it the
+  // tensors may be used; null: where this thread's current stream is.
   DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed,
-                           bool isBatch);
+                           bool isBatch, EventPtr ready = nullptr);
 
   // Memory of the device that NCCL may then use without copies. isSymmetric: on all ranks, in the
   // same order and sizes.
@@ -81,6 +94,11 @@ class NcclRoad {
 
   LinePtr lineFor(c10::Device device);
   LinePtr pairFor(c10::Device device, int peer);
+  nccl::CommunicatorOptions optionsOn(c10::Device device) const;
+  // What ends NCCL's waits: the group's end, or a signal.
+  Status interruption() const;
+  // The group's error, and its end, if it has none yet.
+  [[noreturn]] void failConnecting(const Status& status);
   LinePtr join(c10::Device device, int rank, int ranks, const std::string& name,
                const nccl::UniqueId& id);
   LinePtr keepUnlessEnded(LinePtr line);
@@ -93,11 +111,12 @@ class NcclRoad {
   }
   // All lines, none once the group has ended. isEnd: this is its end.
   std::vector<LinePtr> open(bool isEnd);
-  void enqueue(nccl::Issue& issue, const Request& request, void* stream);
+  // peer: of a message, as the communicator counts.
+  void enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream);
 
   const DevicePlace& place_;
 
-  std::mutex connectMutex_;  // one connects at a time; before mutex_
+  std::mutex connectMutex_;  // one connects all ranks at a time; before mutex_
   mutable std::mutex mutex_;
   std::map<c10::DeviceIndex, LinePtr> lines_;                  // guarded by mutex_
   std::map<std::pair<c10::DeviceIndex, int>, LinePtr> pairs_;  // guarded by mutex_; by peer

@@ -73,6 +73,7 @@ class DeviceOperation {
   // Only when enqueued: makes the stream wait for it.
   void block(const c10::Stream& stream) const;
   const c10::Stream& stream() const { return *stream_; }
+  const EventPtr& ended() const { return ended_; }
   float milliseconds() const;  // between started and ended, both timed; only when over
 
   // What it kept, for the caller to drop.

@@ -1,0 +1,151 @@
+// The communicators of NCCL's road: connected, split off, for pairs.
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+#include "backend/device/nccl_road.h"
+#include "backend/errors.h"
+#include "base/env.h"
+#include "nccl/library.h"
+
+namespace mycoll {
+namespace {
+
+// Marks the note by which the lower rank of a pair tells NCCL's id, beside any tag of a user's.
+constexpr uint64_t kPairTag = uint64_t{1} << 49;
+
+}  // namespace
+
+nccl::CommunicatorOptions NcclRoad::optionsOn(c10::Device device) const {
+  nccl::CommunicatorOptions options;
+  options.fillFrom(place_.options->nccl);
+  options.fillFrom(Env::process().nccl);
+  // Without it recent NCCLs start a thread for every operation. Connecting has its deadline either
+  // way, and what hangs in NCCL is ended by the watchdog's abort.
+  if (!options.isBlocking) options.isBlocking = true;
+  options.bindDevice = [device] {
+    c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
+  };
+  return options;
+}
+
+Status NcclRoad::interruption() const {
+  for (const auto& group : {place_.control, place_.cpu}) {
+    Status status = group->error();
+    if (!status.ok()) return status;
+  }
+  return isInterruptPending() ? Status(Code::kInterrupted, "interrupted by a signal") : Status();
+}
+
+// The first cause is the group's; where this rank is the first to know, it tells the others.
+void NcclRoad::failConnecting(const Status& status) {
+  place_.control->fail(status.code() == Code::kInterrupted
+                           ? Status(Code::kAborted, "interrupted while NCCL connected")
+                           : status);
+  throwStatus(status);
+}
+
+NcclRoad::LinePtr NcclRoad::join(c10::Device device, int rank, int ranks, const std::string& name,
+                                 const nccl::UniqueId& id) {
+  auto line = std::make_shared<Line>(
+      Line{std::make_shared<nccl::Communicator>(*nccl::Library::loaded(), rank, ranks, name,
+                                                optionsOn(device)),
+           sideStream(device)});
+  const Status status = line->communicator->connect(id, Deadline::after(place_.options->timeout),
+                                                    [this] { return interruption(); });
+  if (!status.ok()) failConnecting(status);
+  return line;
+}
+
+bool NcclRoad::split(NcclRoad* child, int color, bool isWilling) {
+  LinePtr parent;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // Of several devices nobody could say which one the child will use.
+    if (!isEnded_ && lines_.size() == 1) parent = lines_.begin()->second;
+  }
+  const nccl::Library& library = *nccl::Library::loaded();
+  // All or none: one rank that stays away would keep the others waiting in NCCL.
+  int32_t mine = isWilling && parent && library.has(nccl::Capability::kSplit) ? 1 : 0;
+  int32_t all = 0;
+  Call agree;
+  agree.kind = OpKind::kAllReduce;
+  agree.dtype = DType::kInt32;
+  agree.elementBytes = sizeof(mine);
+  agree.reduceOp = ReduceOp::kMin;
+  agree.in = {{&mine, sizeof(mine)}};
+  agree.out = {{&all, sizeof(all)}};
+  throwIfFailed(place_.control->wait(
+      place_.control->submit(std::move(agree), nullptr, /*willWait=*/true), Deadline::never()));
+  if (all == 0) return false;
+
+  const c10::Device device = parent->stream.device();
+  const c10::DeviceGuard guard(device);
+  std::shared_ptr<nccl::Communicator> made;
+  if (child != nullptr) {
+    const DevicePlace& place = child->place_;
+    made = std::make_shared<nccl::Communicator>(library, place.rank, place.ranks, place.name,
+                                                child->optionsOn(device));
+  }
+  const Status status = parent->communicator->split(
+      child != nullptr ? color : nccl::kSplitNoColor, child != nullptr ? child->place_.rank : 0,
+      made.get(), Deadline::after(place_.options->timeout), [this] { return interruption(); });
+  if (!status.ok()) failConnecting(status);
+  if (child == nullptr) return true;
+  auto line = std::make_shared<Line>(Line{std::move(made), sideStream(device)});
+  std::lock_guard<std::mutex> lock(child->mutex_);
+  child->lines_[device.index()] = child->keepUnlessEnded(std::move(line));
+  return true;
+}
+
+// The group may have ended while NCCL connected.
+NcclRoad::LinePtr NcclRoad::keepUnlessEnded(LinePtr line) {
+  if (!isEnded_) return line;
+  const Status ended(Code::kAborted, "the group has ended while NCCL connected");
+  (void)line->communicator->abort(Deadline::after(std::chrono::seconds(1)), ended);
+  throwStatus(ended);
+}
+
+NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
+  if (LinePtr known = find(lines_, device.index())) return known;
+  std::lock_guard<std::mutex> connecting(connectMutex_);
+  if (LinePtr known = find(lines_, device.index())) return known;
+  nccl::UniqueId id{};
+  if (place_.rank == 0) {
+    const Status made = nccl::Communicator::createId(*nccl::Library::loaded(), &id);
+    if (!made.ok()) place_.control->fail(made);
+    throwIfFailed(made);
+  }
+  Call tell;
+  tell.kind = OpKind::kBroadcast;
+  tell.dtype = DType::kUInt8;
+  tell.root = 0;
+  tell.out = {{&id, sizeof(id)}};
+  throwIfFailed(place_.control->wait(
+      place_.control->submit(std::move(tell), nullptr, /*willWait=*/true), Deadline::never()));
+  LinePtr line = join(device, place_.rank, place_.ranks, place_.name, id);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return lines_[device.index()] = keepUnlessEnded(std::move(line));
+}
+
+NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
+  const std::pair<c10::DeviceIndex, int> key(device.index(), peer);
+  if (LinePtr known = find(pairs_, key)) return known;
+  Communicator& control = *place_.control;
+  nccl::UniqueId id{};
+  const bool isLower = place_.rank < peer;
+  if (isLower) throwIfFailed(nccl::Communicator::createId(*nccl::Library::loaded(), &id));
+  const Span span{&id, sizeof(id)};
+  const OpPtr told =
+      isLower ? control.send(span, peer, kPairTag, DType::kUInt8, 0, nullptr, /*willWait=*/true)
+              : control.recv(span, peer, kPairTag, DType::kUInt8, 0, nullptr, /*willWait=*/true);
+  throwIfFailed(control.wait(told, Deadline::never()));
+  const std::string name = place_.name + " " + std::to_string(std::min(place_.rank, peer)) + "-" +
+                           std::to_string(std::max(place_.rank, peer));
+  LinePtr line = join(device, isLower ? 0 : 1, 2, name, id);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return pairs_[key] = keepUnlessEnded(std::move(line));
+}
+
+}  // namespace mycoll

@@ -1,0 +1,123 @@
+"""Groups made of groups: what becomes of NCCL's communicators, and of tensors on devices."""
+
+from __future__ import annotations
+
+import ctypes
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import device
+from worlds.worker import Ctx
+
+
+def calls(ctx: Ctx) -> dict[str, int]:
+    """How often this process has called NCCL to make communicators; on the stand-in only."""
+    if ctx.device.type != "standin" or ctx.setup.road != "nccl":
+        return {}
+    standin = ctypes.CDLL(str(device.standins() / "libnccl.so.2"))
+    standin.mycoll_standin_nccl_count.restype = ctypes.c_int64
+    names = ("ncclCommInitRankConfig", "ncclCommSplit")
+    return {name: standin.mycoll_standin_nccl_count(name.encode()) for name in names}
+
+
+def works(ctx: Ctx, group: dist.ProcessGroup, ranks: list[int], what: str) -> None:
+    for where in (ctx.device, torch.device("cpu")):
+        x = torch.full((1000,), float(ctx.rank), device=where)
+        dist.all_reduce(x, group=group)
+        ctx.same(x, torch.full((1000,), float(sum(ranks))), f"{what}, on {where}")
+
+
+def splits(ctx: Ctx) -> None:
+    ctx.init(device_id=ctx.device)
+    before = calls(ctx)
+    # Rank 3 is in none of them.
+    child = dist.split_group(split_ranks=[[0, 1], [2]])
+    parts = {0: [0, 1], 1: [0, 1], 2: [2]}
+    is_member = isinstance(child, dist.ProcessGroup)
+    ctx.equal(is_member, ctx.rank in parts, "membership")
+    if is_member:
+        works(ctx, child, parts[ctx.rank], "a split")
+        backend = child._get_backend(ctx.device)
+        ctx.equal(backend.device_transport(), ctx.setup.road)
+    works(ctx, dist.group.WORLD, [0, 1, 2, 3], "the parent, afterwards")
+    if before:
+        after = calls(ctx)
+        ctx.equal(after["ncclCommSplit"] - before["ncclCommSplit"], 1, "splits")
+        name = "ncclCommInitRankConfig"
+        ctx.equal(after[name] - before[name], 0, "communicators that were not split off")
+    # Once more, of the same ranks and others; and one of a split.
+    again = dist.split_group(split_ranks=[[0, 1], [3, 2]])
+    members = [0, 1] if ctx.rank < 2 else [2, 3]
+    works(ctx, again, members, "a second split")
+    if ctx.rank < 2:
+        alone = dist.split_group(again, split_ranks=[[0], [1]])
+        works(ctx, alone, [ctx.rank], "a split of a split")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def unwilling(ctx: Ctx) -> None:
+    """Where one rank fails to make its group, the others' connect without it."""
+    ctx.init(device_id=ctx.device)
+    before = calls(ctx)
+    parts = [[rank] for rank in range(ctx.size)]
+    if ctx.rank == 1:
+        broken = mock.patch.object(
+            dist.ProcessGroup, "split_group", side_effect=MemoryError("mine")
+        )
+        with broken, ctx.raises(MemoryError, "mine"):
+            dist.split_group(split_ranks=parts)
+    else:
+        works(ctx, dist.split_group(split_ranks=parts), [ctx.rank], "a split without rank 1")
+    works(ctx, dist.group.WORLD, list(range(ctx.size)), "the parent, afterwards")
+    if before:
+        ctx.equal(calls(ctx)["ncclCommSplit"] - before["ncclCommSplit"], 0, "splits")
+    dist.destroy_process_group()
+
+
+def subgroups(ctx: Ctx) -> None:
+    """new_group connects among its members alone, bound to a device or not."""
+    ctx.init(device_id=ctx.device)
+    for ranks in ([0, 2], [1], [3, 1]):
+        group = dist.new_group(ranks)
+        if ctx.rank in ranks:
+            works(ctx, group, ranks, f"new_group({ranks})")
+    if ctx.rank in (0, 3):
+        group = dist.new_group([0, 3], use_local_synchronization=True)
+        works(ctx, group, [0, 3], "new_group with local synchronization")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("job", [splits, subgroups], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("road", ["nccl", "host"])
+def test_groups_of_a_bound_job(fresh_device_world, road, job):
+    fresh_device_world(4, road, init=False).run(job)
+
+
+@pytest.mark.parametrize("road", ["nccl", "host"])
+def test_a_rank_that_cannot_split(fresh_device_world, road):
+    fresh_device_world(3, road, init=False).run(unwilling)
+
+
+def without_gpu(ctx: Ctx, count: int) -> None:
+    """As a CUDA build of torch, which names CUDA as its accelerator with and without a GPU: without
+    one there is no group for tensors on devices, whose connections nobody would use."""
+    cuda = mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    with cuda, mock.patch.object(torch.cuda, "device_count", lambda: count):
+        ctx.init()
+    x = torch.full((10,), float(ctx.rank), device=ctx.device)
+    if count == 0:
+        with ctx.raises(ValueError, "had no accelerator when the group was made"):
+            dist.all_reduce(x)
+        x = x.cpu()
+    dist.all_reduce(x)
+    ctx.same(x, torch.full((10,), float(sum(range(ctx.size)))))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_no_groups_for_devices_without_one(fresh_device_world, count):
+    fresh_device_world(2, "host", init=False).run(without_gpu, count)

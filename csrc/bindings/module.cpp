@@ -221,9 +221,10 @@ PYBIND11_MODULE(_C, module) {
            "How tensors on devices travel: 'nccl' or 'host'; '' while that is not decided.")
       .def(
           "_register_memory",
-          [](MycollBackend& self, const at::Device& device, uintptr_t address, size_t bytes,
+          [](MycollBackend& self, const std::string& device, uintptr_t address, size_t bytes,
              bool isSymmetric) {
-            self.registerMemory(device, reinterpret_cast<void*>(address), bytes, isSymmetric);
+            self.registerMemory(at::Device(device), reinterpret_cast<void*>(address), bytes,
+                                isSymmetric);
           },
           py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("symmetric"),
           py::call_guard<py::gil_scoped_release>())

@@ -42,7 +42,7 @@ def register_mem_pool(
     for segment in _segments(pool):
         device = torch.device(segment.get("device_type", "cuda"), segment["device"])
         _backend(group, device)._register_memory(
-            device, segment["address"], segment["total_size"], symmetric
+            str(device), segment["address"], segment["total_size"], symmetric
         )
 
 

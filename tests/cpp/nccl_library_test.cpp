@@ -11,6 +11,10 @@
 #include "nccl/library.h"
 #include "test.h"
 
+#ifdef MYCOLL_COVERAGE
+extern "C" void __gcov_dump();
+#endif
+
 namespace mycoll::nccl {
 namespace {
 
@@ -23,6 +27,9 @@ void inChild(const std::function<std::string()>& body) {
   if (child == 0) {
     const std::string wrong = body();
     if (!wrong.empty()) std::fprintf(stderr, "in the child: %s\n", wrong.c_str());
+#ifdef MYCOLL_COVERAGE
+    __gcov_dump();
+#endif
     _exit(wrong.empty() ? 0 : 1);
   }
   int status = -1;

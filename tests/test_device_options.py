@@ -1,0 +1,372 @@
+"""The rest of what a group can do with tensors on devices: memory of NCCL's, hooks, what a Work
+tells, variables; and what becomes of a group whose NCCL fails, or whose ranks were told different
+things."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import device
+from worlds.worker import Ctx, write_coverage
+
+ROADS = ("nccl", "host")
+ERRORS = (RuntimeError, ValueError)
+
+
+def full(ctx: Ctx, value: float, numel: int = 1000) -> torch.Tensor:
+    return torch.full((numel,), float(value), device=ctx.device)
+
+
+def is_all(ctx: Ctx, tensor: torch.Tensor, value: float, what: str = "") -> None:
+    ctx.same(tensor, torch.full(tensor.shape, float(value)), what)
+
+
+def warm_up(ctx: Ctx) -> None:
+    dist.all_reduce(full(ctx, 1))
+    torch.accelerator.synchronize()
+
+
+# --- memory
+
+
+class Pool:
+    """As torch.cuda.MemPool tells what it holds."""
+
+    def __init__(self, *segments: dict[str, Any]) -> None:
+        self._segments = segments
+
+    def snapshot(self) -> tuple[dict[str, Any], ...]:
+        return self._segments
+
+
+def memory(ctx: Ctx) -> None:
+    import mycoll
+    from mycoll import _C
+
+    warm_up(ctx)
+    is_nccl = ctx.setup.road.startswith("nccl")
+    allocator = ctypes.CDLL(_C.__file__)
+    allocator.mycoll_nccl_alloc.restype = ctypes.c_void_p
+    allocator.mycoll_nccl_alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    allocator.mycoll_nccl_free.argtypes = [ctypes.c_void_p, *allocator.mycoll_nccl_alloc.argtypes]
+    allocator.mycoll_nccl_free.restype = None
+    size = 1 << 21
+    address = allocator.mycoll_nccl_alloc(size, ctx.device.index, None)
+    ctx.equal(allocator.mycoll_nccl_alloc(0, ctx.device.index, None), None, "no bytes")
+    if is_nccl:
+        ctx.equal(address is not None, True, "memory from NCCL")
+    where = {"device_type": ctx.device.type, "device": ctx.device.index}
+    pool = Pool({**where, "address": address or 4096, "total_size": size})
+    for symmetric in (False, True):
+        mycoll.register_mem_pool(pool, symmetric=symmetric)
+        x = full(ctx, ctx.rank)
+        dist.all_reduce(x)
+        is_all(ctx, x, sum(range(ctx.size)))
+        mycoll.deregister_mem_pool(pool)
+        if is_nccl:
+            with ctx.raises(ValueError, "not registered with the group"):
+                mycoll.deregister_mem_pool(pool)
+    if address is not None:
+        allocator.mycoll_nccl_free(address, size, ctx.device.index, None)
+
+
+@pytest.mark.worlds(2)
+def test_memory_for_nccl(device_world):
+    device_world.run(memory)
+
+
+# --- hooks, works
+
+
+def hooks(ctx: Ctx) -> None:
+    group = dist.new_group()
+    seen: list[str] = []
+    group._register_on_completion_hook(lambda info: seen.append(info.op_type.name))
+    x = full(ctx, 1)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x, group=group, async_op=True)
+    out = full(ctx, 0, 1000 * ctx.size)
+    dist.all_gather_into_tensor(out, x, group=group)
+    group._wait_for_pending_works()
+    ctx.equal(sorted(seen), ["ALLREDUCE", "ALLREDUCE", "_ALLGATHER_BASE"])
+    dist.destroy_process_group(group)
+
+
+def what_a_work_tells(ctx: Ctx) -> None:
+    x = full(ctx, ctx.rank)
+    work = dist.all_reduce(x, async_op=True)
+    ctx.equal(work.get_future_result().wait(), 0, "result code")
+    ctx.equal((work.is_completed(), work.is_success()), (True, True))
+    (result,) = work.result()
+    ctx.equal(result.data_ptr(), x.data_ptr(), "result()")
+    work.synchronize()
+    is_all(ctx, x, sum(range(ctx.size)))
+
+
+def profiled(ctx: Ctx) -> None:
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(full(ctx, 1))
+        dist.all_reduce(full(ctx, 1), async_op=True).wait()
+        torch.accelerator.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    ctx.equal("mycoll:all_reduce" in names, True, f"{names}")
+
+
+@pytest.mark.parametrize("job", [hooks, what_a_work_tells, profiled], ids=lambda job: job.__name__)
+@pytest.mark.worlds(2)
+def test_works(device_world, job):
+    device_world.run(job)
+
+
+# --- waiting
+
+
+def waits_with_timeout(ctx: Ctx, how: str) -> None:
+    """A wait that ends early leaves the operation running."""
+    warm_up(ctx)
+    store = ctx.store(f"waits {how}")
+    x = full(ctx, ctx.rank)
+    if ctx.rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        if how == "timeout":
+            with ctx.raises(RuntimeError, "the operation is still running"):
+                work.wait(timedelta(seconds=0.3))
+        else:
+
+            def interrupt(*_: Any) -> None:
+                raise InterruptedError("enough")
+
+            before = signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with ctx.raises(InterruptedError, "enough"):
+                work.wait(timedelta(seconds=30))
+            signal.signal(signal.SIGALRM, before)
+        store.set("go", "")
+    else:
+        store.wait(["go"], timedelta(seconds=30))
+        work = dist.all_reduce(x, async_op=True)
+    work.wait(timedelta(seconds=30))
+    is_all(ctx, x, sum(range(ctx.size)))
+
+
+@pytest.mark.parametrize("how", ["timeout", "signal"])
+@pytest.mark.worlds(2)
+def test_a_wait_that_ends_early(device_world, how):
+    device_world.run(waits_with_timeout, how)
+
+
+def waits_on_the_host(ctx: Ctx) -> None:
+    """MYCOLL_CUDA_BLOCKING_WAIT: done when they return, whatever stream looks."""
+    warm_up(ctx)
+    here, other = torch.accelerator.current_stream(ctx.device), torch.Stream(device=ctx.device)
+    for mode in ("sync", "async"):
+        x = full(ctx, ctx.rank)
+        if mode == "sync":
+            dist.all_reduce(x)
+        else:
+            dist.all_reduce(x, async_op=True).wait()
+        torch.accelerator.set_stream(other)
+        is_all(ctx, x, sum(range(ctx.size)), mode)
+        torch.accelerator.set_stream(here)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_blocking_wait(fresh_device_world, road):
+    env = (("MYCOLL_CUDA_BLOCKING_WAIT", "1"),)
+    fresh_device_world(2, road, env=env).run(waits_on_the_host)
+
+
+def another_timeout(ctx: Ctx) -> float:
+    warm_up(ctx)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    store = ctx.store("another timeout")
+    if ctx.rank == 1:
+        store.wait(["done"], timedelta(seconds=40))
+        return 2.0
+    started = time.monotonic()
+    with ctx.raises(RuntimeError, "rank 1"):
+        dist.all_reduce(full(ctx, 1), async_op=True)
+        while time.monotonic() < started + 30:
+            time.sleep(0.05)
+            dist.all_reduce(full(ctx, 1), async_op=True)
+    store.set("done", "")
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_the_timeout_can_be_set(fresh_device_world, road):
+    for took in fresh_device_world(2, road).run(another_timeout):
+        assert 1.5 < took < 20, took
+
+
+def forked(ctx: Ctx) -> None:
+    """The child of a fork cannot use the group, and does the parent's no harm."""
+    warm_up(ctx)
+    x = full(ctx, ctx.rank)
+    work = dist.all_reduce(x, async_op=True)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            try:
+                dist.all_reduce(x)
+            except RuntimeError as error:
+                code = 0 if "forked" in str(error) else 2
+            write_coverage()
+        os._exit(code)
+    work.wait()
+    is_all(ctx, x, sum(range(ctx.size)))
+    ctx.equal(os.waitpid(child, 0)[1], 0, "the child")
+
+
+@pytest.mark.worlds(2)
+def test_a_fork(device_world):
+    if device_world.spec.device == "cuda":
+        pytest.skip("CUDA does not survive a fork")
+    device_world.run(forked)
+
+
+# --- captured messages
+
+
+def captured_messages(ctx: Ctx) -> None:
+    x, y = full(ctx, 0), full(ctx, 0)
+
+    def message(tensor: torch.Tensor) -> dist.Work:
+        return dist.isend(tensor, 1) if ctx.rank == 0 else dist.irecv(tensor, 0)
+
+    work = message(y)
+    if ctx.device.type == "cuda":  # what connects must not meet a capture there
+        work.wait()
+        torch.cuda.synchronize()
+    x.fill_(0)
+    graph = device.graph_on(ctx.device)
+    with graph.capture():
+        if ctx.rank == 0:
+            x.add_(1)
+        message(x).wait()
+    work.wait()
+    for i in range(1, 4):
+        graph.replay()
+        is_all(ctx, x, i, f"replay {i}")
+    graph.reset()
+
+
+def test_captured_messages(fresh_device_world):
+    fresh_device_world(2, "nccl").run(captured_messages)
+
+
+# --- NCCL that fails, on the stand-in, which can be told to
+
+
+def heard(ctx: Ctx) -> str:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    try:
+        for _ in range(600):
+            dist.all_reduce(full(ctx, 1), async_op=True)
+            time.sleep(0.05)
+    except ERRORS as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("script", "texts"),
+    [
+        ("fail=init", ["ncclCommInitRankConfig", "internal error", "NCCL 2."]),
+        ("duplicate_gpu=1", ["Duplicate GPU detected"]),
+        ("rank=1,hang=init", ["TIMED OUT", "ncclCommInitRankConfig"]),
+        ("hang=connect", ["TIMED OUT", "ncclCommInitRankConfig"]),
+        ("fail=enqueue", ["ncclAllReduce", "internal error", "rank "]),
+        ("rank=1,error_after=2,error=1", ["unhandled cuda error", "rank 1"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_nccl_says(fresh_device_world, request, script, texts):
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("only the stand-in can be told to fail")
+    world = fresh_device_world(2, "nccl", env=(("STANDIN_NCCL", script),))
+    answers = world.run(heard)
+    for text in texts:
+        assert any(text.lower() in answer.lower() for answer in answers), answers
+    assert all(answers), answers
+
+
+def told_differently(ctx: Ctx, variable: str, values: tuple[str, str], kind: str) -> str:
+    os.environ[variable] = values[ctx.rank]
+    ctx.init()
+    try:
+        x = full(ctx, 1)
+        if kind == "collective":
+            dist.all_reduce(x)
+        else:
+            (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank)
+    except ERRORS as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["collective", "message"])
+@pytest.mark.parametrize(
+    ("variable", "values", "text"),
+    [
+        ("MYCOLL_CUDA", ("nccl", "auto"), "MYCOLL_CUDA differs: it is nccl on rank 0 and auto"),
+        ("STANDIN_NCCL", ("version=22801", "version=21903"), "NCCL differs: rank 0 has 2.28.1"),
+        ("MYCOLL_NCCL_LIBRARY", ("/no/such/file", "/no/such/file"), "rank 0 has no NCCL"),
+        ("STANDIN_BUS_ID", ("0000:3b:00.0", "0000:3b:00.0"), "rank 0 and rank 1 use the same GPU"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isupper() else "",
+)
+def test_ranks_that_do_not_fit(fresh_device_world, request, variable, values, text, kind):
+    if request.config.getoption("--device") != "standin" or device.brings_nccl():
+        pytest.skip("needs the stand-in in NCCL's place")
+    world = fresh_device_world(2, "nccl", init=False)
+    for answer in world.run(told_differently, variable, values, kind):
+        assert text in answer, answer
+
+
+def shared_gpu(ctx: Ctx) -> None:
+    """Through host memory, unless the program has told NCCL that they may."""
+    os.environ["STANDIN_BUS_ID"] = "0000:3b:00.0"
+    os.environ["MYCOLL_CUDA"] = "auto"
+    ctx.init()
+    for variable, road in ((None, "host"), ("NCCL_HOSTID", "nccl")):
+        if variable:
+            os.environ[variable] = f"rank{ctx.rank}"
+        group = dist.new_group()
+        x = full(ctx, ctx.rank)
+        dist.all_reduce(x, group=group)
+        is_all(ctx, x, sum(range(ctx.size)))
+        ctx.equal(group._get_backend(ctx.device).device_transport(), road)
+
+
+def test_ranks_that_share_a_gpu(fresh_device_world, request):
+    if request.config.getoption("--device") != "standin" or device.brings_nccl():
+        pytest.skip("needs the stand-in in NCCL's place")
+    fresh_device_world(2, "nccl", init=False).run(shared_gpu)
+
+
+def another_library(ctx: Ctx) -> None:
+    """What tests of a CUDA build do, which brings an NCCL of its own."""
+    from mycoll import _C
+
+    _C._use_nccl(str(device.standins() / "libnccl.so.2"))
+    ctx.init()
+    x = full(ctx, ctx.rank)
+    dist.all_reduce(x)
+    is_all(ctx, x, sum(range(ctx.size)))
+
+
+def test_another_library(fresh_device_world, request):
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("beside torch's own there is room for the stand-in only")
+    fresh_device_world(2, "nccl", init=False).run(another_library)

@@ -185,13 +185,25 @@ const Variable kVariables[] = {
        env->spinMicros = static_cast<int>(*micros);
        return true;
      }},
-    {"MYCOLL_CHUNK_BYTES", "262144", "4096 to 1G, a multiple of 4096; suffixes K, M and G",
-     "Large messages pass through shared memory in chunks of this size. All ranks need the same.",
+    {"MYCOLL_CHUNK_BYTES", "0", "0, or 4096 to 1G, a multiple of 4096; suffixes K, M and G",
+     "Large messages pass through shared memory in chunks of up to this size; a rank has memory "
+     "for "
+     "two in each group. 0: 1M in a process's first group, 448K in further ones.",
      [](std::string_view value, Env* env) {
        size_t bytes = 0;
-       if (!parseBytes(value, 4096, kGiB, &bytes) || bytes % 4096 != 0) return false;
+       if (!parseBytes(value, 0, kGiB, &bytes) || bytes % 4096 != 0) return false;
        env->chunkBytes = bytes;
        return true;
+     }},
+    {"MYCOLL_DISTANCE", "measured", "measured, near or far",
+     "How shared memory is written: through the caches when the ranks' cores share one (near), or "
+     "past them (far). Measured again and again unless it is said. Rank 0 of a group decides.",
+     [](std::string_view value, Env* env) {
+       return parseChoice<DistanceChoice>(value,
+                                          {{"measured", DistanceChoice::kMeasured},
+                                           {"near", DistanceChoice::kNear},
+                                           {"far", DistanceChoice::kFar}},
+                                          &env->distance);
      }},
     {"MYCOLL_SMALL_BYTES", "32768", "0 to 1G; suffixes K, M and G",
      "Messages up to this size take the algorithms of lowest latency. All ranks need the same.",

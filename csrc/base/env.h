@@ -16,6 +16,7 @@ namespace mycoll {
 const char* version();
 
 enum class TransportChoice { kAuto, kShm, kTcp };
+enum class DistanceChoice { kMeasured, kNear, kFar };
 enum class CpuBackend { kEngine, kGloo };
 enum class CudaPath { kAuto, kNccl, kHost };
 enum class CallSites { kNever, kWaiting, kAlways };
@@ -62,8 +63,9 @@ struct Env {
   CallSites callSites = CallSites::kWaiting;
   std::string metricsFile;  // as logFile; empty: none
   int metricsSeconds = 15;
-  int spinMicros = -1;  // -1: chosen by base/wait
-  size_t chunkBytes = 0;
+  int spinMicros = -1;    // -1: chosen by base/wait
+  size_t chunkBytes = 0;  // 0: chosen by engine/prepare
+  DistanceChoice distance = DistanceChoice::kMeasured;
   size_t smallBytes = 0;
   size_t eagerBytes = 0;
   CudaPath cuda = CudaPath::kAuto;

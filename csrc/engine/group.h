@@ -123,7 +123,7 @@ class Group final : public MailboxListener,
   Task prepareAsMember(bool* isShared);
   Task runAlone(const Call& call);
   bool mayShareMemory() const;
-  void adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape);
+  void adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape, DistanceChoice distance);
 
   bool hasFailed() const { return failed_.load(std::memory_order_acquire); }
   // The failure ends the collective of this number, or the next one.

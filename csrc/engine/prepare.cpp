@@ -1,6 +1,8 @@
 // The group's half that finds out how it communicates (once, with its first collective), and that
 // starts collectives accordingly.
 #include <cstring>
+#include <memory>
+#include <mutex>
 
 #include "base/log.h"
 #include "base/sha256.h"
@@ -89,12 +91,37 @@ bool Group::mayShareMemory() const {
   return endpoint.options().transport != TransportChoice::kTcp;
 }
 
-void Group::adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape) {
+namespace {
+
+// Most of what a job reduces goes through its first group, so that one gets areas of the best size;
+// groups may be many, and have smaller ones.
+constexpr size_t kLargeChunk = 1024 * 1024;
+constexpr size_t kModestChunk = 448 * 1024;
+
+std::mutex largeArena;
+std::weak_ptr<Segment> largeSegment;  // of this process
+
+size_t chooseChunk() {
+  const std::lock_guard<std::mutex> lock(largeArena);
+  return largeSegment.expired() ? kLargeChunk : kModestChunk;
+}
+
+void noteChunk(const std::shared_ptr<Segment>& segment, size_t chunkBytes) {
+  const std::lock_guard<std::mutex> lock(largeArena);
+  if (chunkBytes >= kLargeChunk) largeSegment = segment;
+}
+
+}  // namespace
+
+void Group::adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape,
+                  DistanceChoice distance) {
+  noteChunk(segment, shape.chunkBytes);
   std::vector<Bell> bells;
   for (const PeerAddress& peer : mailbox_.group().peers) {
     bells.push_back(engine_->endpoint()->bellOf(peer));
   }
-  arena_ = std::make_unique<Arena>(std::move(segment), shape, options_.rank, std::move(bells));
+  arena_ =
+      std::make_unique<Arena>(std::move(segment), shape, options_.rank, std::move(bells), distance);
   sharedArena_.store(arena_.get(), std::memory_order_release);
   mailbox_.setTellsOthers(false);
 }
@@ -126,7 +153,7 @@ Task Group::prepareAsLeader(bool* isShared) {
   ArenaShape shape;
   shape.ranks = ranks;
   shape.smallBytes = env.smallBytes;
-  shape.chunkBytes = env.chunkBytes;
+  shape.chunkBytes = env.chunkBytes > 0 ? env.chunkBytes : chooseChunk();
   std::shared_ptr<Segment> segment;
   Status made = Segment::create(shape.totalBytes(), &segment);
   if (!made.ok()) MYCOLL_LOG_WARN("%s", made.message().c_str());
@@ -160,7 +187,7 @@ Task Group::prepareAsLeader(bool* isShared) {
   uint64_t verdict = 1;
   for (int rank = 1; rank < ranks; ++rank) verdict &= flags[rank];
   // Adopted before anybody hears of it: a failure is then seen by all on the same road.
-  if (verdict) adopt(std::move(segment), shape);
+  if (verdict) adopt(std::move(segment), shape, env.distance);
   Batch verdicts(mailbox_, signature);
   for (int rank = 1; rank < ranks; ++rank) verdicts.send(rank, spanOf(verdict), kVerdictStep);
   co_await verdicts;
@@ -204,7 +231,7 @@ Task Group::prepareAsMember(bool* isShared) {
   verdicts.receive(0, spanOf(verdict), kVerdictStep);
   co_await verdicts;
   MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
-  if (verdict) adopt(std::move(segment), shape);
+  if (verdict) adopt(std::move(segment), shape, DistanceChoice::kMeasured);
   *isShared = verdict != 0;
   co_return Status();
 }

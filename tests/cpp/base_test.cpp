@@ -29,31 +29,9 @@
 #include "test.h"
 
 using namespace mycoll;
+using test::ScopedEnv;
 
 namespace {
-
-// Sets a variable for a scope.
-class ScopedEnv {
- public:
-  ScopedEnv(const char* name, const char* value) : name_(name) {
-    const char* old = std::getenv(name);
-    hadValue_ = old != nullptr;
-    if (hadValue_) old_ = old;
-    ::setenv(name, value, 1);
-  }
-  ~ScopedEnv() {
-    if (hadValue_) {
-      ::setenv(name_.c_str(), old_.c_str(), 1);
-    } else {
-      ::unsetenv(name_.c_str());
-    }
-  }
-
- private:
-  std::string name_;
-  std::string old_;
-  bool hadValue_;
-};
 
 // An empty folder for a scope.
 class ScopedFolder {
@@ -128,7 +106,7 @@ TEST(Base, envDefaults) {
   EXPECT(env.transport == TransportChoice::kAuto);
   EXPECT(env.cpu == CpuBackend::kEngine);
   EXPECT_EQ(env.spinMicros, -1);
-  EXPECT_EQ(env.chunkBytes, size_t{262144});
+  EXPECT_EQ(env.chunkBytes, size_t{0});
   EXPECT_EQ(env.smallBytes, size_t{32768});
   EXPECT_EQ(env.eagerBytes, size_t{65536});
   EXPECT(env.socketInterfaces.matches("anything"));
@@ -165,7 +143,7 @@ TEST(Base, envRefusesInvalidValues) {
       {"MYCOLL_SPIN_US", "-2"},
       {"MYCOLL_SPIN_US", "1s"},
       {"MYCOLL_SPIN_US", "1000001"},
-      {"MYCOLL_CHUNK_BYTES", "0"},
+      {"MYCOLL_CHUNK_BYTES", "-4096"},
       {"MYCOLL_CHUNK_BYTES", "4097"},
       {"MYCOLL_CHUNK_BYTES", "K"},
       {"MYCOLL_CHUNK_BYTES", "9999999999999999999"},
@@ -184,7 +162,7 @@ TEST(Base, envRefusesInvalidValues) {
     EXPECT(status.code() == Code::kInvalidArgument);
     EXPECT(contains(status.message(), std::string(variable) + "=" + value));
     EXPECT(contains(status.message(), "expected "));
-    EXPECT_EQ(env.chunkBytes, size_t{262144});
+    EXPECT_EQ(env.chunkBytes, size_t{0});
     EXPECT_EQ(env.spinMicros, -1);
   }
 }

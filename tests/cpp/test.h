@@ -11,6 +11,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -71,6 +72,29 @@ bool equal(const A& a, const B& b) {
 class Threads {
  public:
   Threads(int count, const std::function<void(int rank)>& body);
+};
+
+// Sets an environment variable for a scope. While no other thread reads any.
+class ScopedEnv {
+ public:
+  ScopedEnv(const char* name, const char* value) : name_(name) {
+    const char* old = std::getenv(name);
+    hadValue_ = old != nullptr;
+    if (hadValue_) old_ = old;
+    ::setenv(name, value, 1);
+  }
+  ~ScopedEnv() {
+    if (hadValue_) {
+      ::setenv(name_.c_str(), old_.c_str(), 1);
+    } else {
+      ::unsetenv(name_.c_str());
+    }
+  }
+
+ private:
+  std::string name_;
+  std::string old_;
+  bool hadValue_;
 };
 
 }  // namespace test

@@ -2,14 +2,20 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "base/told.h"
+#include "kernels/copy.h"
 
 namespace mycoll {
 namespace {
 
 constexpr size_t kLine = 128;
 constexpr size_t kPage = 4096;
+constexpr size_t kStreamedChunk = 256 * 1024;
+
+// Where no rank has rounds to fill: every so many collectives.
+constexpr uint64_t kLookEvery = 64;
 
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -31,6 +37,7 @@ struct Arena::Control {
   } counters[3];
   alignas(kLine) std::atomic<uint32_t> asleep;
   std::atomic<uint32_t> left;
+  Distance::Marks marks;
 };
 
 size_t ArenaShape::rankBytes() const {
@@ -41,12 +48,13 @@ size_t ArenaShape::rankBytes() const {
 size_t ArenaShape::totalBytes() const { return kPage + static_cast<size_t>(ranks) * rankBytes(); }
 
 Arena::Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank,
-             std::vector<Bell> bells)
+             std::vector<Bell> bells, DistanceChoice distance)
     : segment_(std::move(segment)),
       shape_(shape),
       rank_(rank),
       rankBytes_(shape.rankBytes()),
-      bells_(std::move(bells)) {
+      bells_(std::move(bells)),
+      distance_(shape.ranks, distance) {
   static_assert(sizeof(Header) <= kPage);
 }
 
@@ -59,6 +67,7 @@ const Arrival& Arena::arrival(int rank) const { return control(rank).arrivals[nu
 
 char* Arena::beginBlob(size_t bytes) {
   ++number_;
+  areNear_ = areNearNext_;
   if (bytes <= Arrival::kInlineBytes) return control(rank_).arrivals[number_ & 1].inlined;
   return reinterpret_cast<char*>(&control(rank_)) + roundUp(sizeof(Control), kPage) +
          (number_ & 1) * roundUp(shape_.smallBytes, kPage);
@@ -68,9 +77,41 @@ void Arena::arrive(const Signature& signature, size_t blobBytes, uint64_t rounds
   Arrival& mine = control(rank_).arrivals[number_ & 1];
   mine.signature = signature;
   mine.rounds = rounds;
-  mine.blobBytes = blobBytes;
+  mine.blobBytes = static_cast<uint32_t>(blobBytes);
+  mine.areNear = distance_.areNear();
+  if (rank_ != 0 && looksAtDistance(rounds)) Distance::mark(&control(rank_).marks, number_);
   mine.number.store(number_, std::memory_order_seq_cst);
   wakeSleepers();
+}
+
+bool Arena::looksAtDistance(uint64_t rounds) const {
+  return rounds > 0 || number_ % kLookEvery == 1;
+}
+
+void Arena::met() {
+  areNearNext_ = arrival(0).areNear != 0;
+  for (int rank = 1; rank_ == 0 && rank < shape_.ranks; ++rank) {
+    if (looksAtDistance(arrival(rank).rounds)) {
+      distance_.look(rank, control(rank).marks, number_);
+    }
+  }
+}
+
+void Arena::fillBlob(char* blob, const void* from, size_t bytes) const {
+  staging(true).copy(blob, from, bytes);
+}
+
+Staging Arena::staging(bool allFillAndTake) const {
+  if (areNear_ && allFillAndTake) return {.isStreaming = false, .chunkBytes = shape_.chunkBytes};
+  return {.isStreaming = true, .chunkBytes = std::min(shape_.chunkBytes, kStreamedChunk)};
+}
+
+void Staging::copy(void* to, const void* from, size_t bytes) const {
+  if (isStreaming) {
+    copyStreaming(to, from, bytes);
+  } else {
+    mycoll::copy(to, from, bytes);
+  }
 }
 
 const char* Arena::blobOf(int rank) const {
@@ -172,6 +213,7 @@ bool AllArrived::ready() {
       return true;
     }
   }
+  if (!std::exchange(hasMet_, true)) arena_.met();
   return true;
 }
 

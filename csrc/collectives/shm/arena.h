@@ -12,12 +12,10 @@
 // all have finished n-1. Hence:
 //   small   two areas, by the parity of the collective's number: free when a collective begins;
 //   bulk    written only after all arrivals were seen: free then.
-// Bulk areas are written past the caches. A line that another core has read, and that this one
-// writes the ordinary way, is fetched from there first, and fetched back by the reader one by one:
-// between cores that share no cache that is slower than memory by a factor of 4 to 8, and still
-// slower by 1.5 between cores that do (benchmarks/README.md).
-//
 // Within one collective, bulk areas are used round by round, with counters that never go back.
+//
+// How a part is written depends on how near the ranks are (distance.h). Rank 0 knows, and says it
+// with each arrival; all go by it from the next collective on, so that they agree on the rounds.
 //
 // Thread contract: one thread at a time (the one that runs the group's queue), but for setAsleep,
 // failure and fail [any thread].
@@ -32,6 +30,7 @@
 #include "base/call.h"
 #include "base/status.h"
 #include "base/task.h"
+#include "collectives/shm/distance.h"
 #include "transport/bell.h"
 #include "transport/shm/segment.h"
 
@@ -41,7 +40,7 @@ namespace mycoll {
 struct ArenaShape {
   int ranks = 1;
   size_t smallBytes = 32 * 1024;
-  size_t chunkBytes = 256 * 1024;  // a bulk area
+  size_t chunkBytes = 1024 * 1024;  // a bulk area
 
   size_t rankBytes() const;
   size_t totalBytes() const;
@@ -49,13 +48,24 @@ struct ArenaShape {
 
 constexpr int kBulkAreas = 2;
 
+// How bulk areas are filled. Past the caches: in small rounds, so that all begin soon. Through
+// them: in large ones, so that what a reader wants has left the first caches of its writer, where
+// it is slow to fetch, for the cache that they share.
+struct Staging {
+  bool isStreaming;
+  size_t chunkBytes;  // of an area, in one round
+
+  void copy(void* to, const void* from, size_t bytes) const;
+};
+
 // What a rank says when it comes to a collective. Two lines of cache: a few bytes of payload come
 // with the flag, for free.
 struct alignas(128) Arrival {
   std::atomic<uint64_t> number;  // of the collective, from 1; written last
   Signature signature;
   uint64_t rounds;     // for how many rounds this rank will fill its bulk areas
-  uint64_t blobBytes;  // published with the arrival: in `inlined`, or in the small area
+  uint32_t blobBytes;  // published with the arrival: in `inlined`, or in the small area
+  uint32_t areNear;    // of rank 0: what goes for the next collective
   static constexpr size_t kInlineBytes = 80;
   char inlined[kInlineBytes];
 };
@@ -66,9 +76,9 @@ enum class Counter { kFilled, kReduced, kDone };
 
 class Arena {
  public:
-  // bells: by rank. The segment is zeroed when new.
+  // bells: by rank. The segment is zeroed when new. distance: what rank 0 says counts.
   Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank,
-        std::vector<Bell> bells);
+        std::vector<Bell> bells, DistanceChoice distance);
 
   int rank() const { return rank_; }
   int ranks() const { return shape_.ranks; }
@@ -77,6 +87,8 @@ class Arena {
   // ---- a collective
   // Begins the next one: returns where to put up to smallBytes that arrive() will publish.
   char* beginBlob(size_t bytes);
+  // After beginBlob.
+  void fillBlob(char* blob, const void* from, size_t bytes) const;
   void arrive(const Signature& signature, size_t blobBytes, uint64_t rounds);
   // After all arrivals: what that rank said. Its blob is null when it claims an impossible size.
   uint64_t roundsOf(int rank) const { return arrival(rank).rounds; }
@@ -84,6 +96,9 @@ class Arena {
   const char* blobOf(int rank) const;
 
   // ---- its rounds, numbered from 0 in each collective
+  // After beginBlob. allFillAndTake: every rank takes from all others, and does more than to copy,
+  // or takes all of it. Where data goes only one way, stores past the caches are best anyhow.
+  Staging staging(bool allFillAndTake) const;
   char* bulk(int rank, uint64_t round) const;
   void publish(Counter counter, uint64_t roundsCompleted);
   bool has(int rank, Counter counter, uint64_t roundsCompleted) const;
@@ -109,6 +124,9 @@ class Arena {
   Control& control(int rank) const;
   const Arrival& arrival(int rank) const;
   void wakeSleepers() const;
+  bool looksAtDistance(uint64_t rounds) const;
+  // All have come to the current collective.
+  void met();
 
   std::shared_ptr<Segment> segment_;
   const ArenaShape shape_;
@@ -117,13 +135,15 @@ class Arena {
   std::vector<Bell> bells_;
   uint64_t number_ = 0;  // of the current collective
   uint64_t base_ = 0;    // rounds before the current collective
+  Distance distance_;    // kept by rank 0
+  bool areNear_ = false;
+  bool areNearNext_ = false;
 };
 
 // All ranks have come to the current collective, and their calls agree with mine.
 class AllArrived final : public Condition {
  public:
-  AllArrived(const Arena& arena, const Signature& signature)
-      : arena_(arena), signature_(signature) {}
+  AllArrived(Arena& arena, const Signature& signature) : arena_(arena), signature_(signature) {}
   bool ready() override;
   // -1, or the first rank found to have been called differently, and what it was called for.
   int differingRank() const { return differing_; }
@@ -131,10 +151,11 @@ class AllArrived final : public Condition {
   std::vector<int> missing() const override;
 
  private:
-  const Arena& arena_;
+  Arena& arena_;
   const Signature& signature_;
   int next_ = 0;
   int differing_ = -1;
+  bool hasMet_ = false;
 };
 
 // Some rank, or all of them, have completed so many rounds.

@@ -115,16 +115,17 @@ Task shmBarrier(ShmGroup group, const Call& call) {
 Task shmPublish(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
-  const size_t chunk = arena.shape().chunkBytes;
   const Signature signature = call.signature();
   const Published plan = published(call, self);
   const bool isSmall = plan.mine.bytes <= arena.shape().smallBytes;
-  const uint64_t myRounds = isSmall ? 0 : roundsFor(plan.mine.bytes, chunk);
   const uint64_t myBytes = plan.mine.bytes;
 
   const size_t blobBytes = isSmall ? plan.mine.bytes : sizeof(uint64_t);
   char* blob = arena.beginBlob(blobBytes);
-  if (blobBytes) copyStreaming(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
+  const Staging staging = arena.staging(call.kind == OpKind::kAllGather);
+  const size_t chunk = staging.chunkBytes;
+  const uint64_t myRounds = isSmall ? 0 : roundsFor(plan.mine.bytes, chunk);
+  arena.fillBlob(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
   arena.arrive(signature, blobBytes, myRounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
@@ -153,7 +154,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
   const uint64_t rounds = maxRounds(arena);
   auto fill = [&](uint64_t round) {
     Span part = piece(plan.mine, round, chunk);
-    copyStreaming(arena.bulk(self, round), part.data, part.bytes);
+    staging.copy(arena.bulk(self, round), part.data, part.bytes);
     arena.publish(Counter::kFilled, round + 1);
   };
   if (myRounds > 0) fill(0);
@@ -193,8 +194,9 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     return call.out[rank];
   };
   // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
+  const Staging staging = arena.staging(false);
   const size_t part =
-      arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~size_t{63};
+      staging.chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~size_t{63};
   auto offset = [&](int from, int to) {
     return static_cast<size_t>(to < from ? to : to - 1) * part;
   };
@@ -216,7 +218,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     const uint64_t bytes = call.in[rank].bytes;
     std::memcpy(blob + static_cast<size_t>(rank) * sizeof(bytes), &bytes, sizeof(bytes));
     if (!isSmall || rank == self || !bytes) continue;
-    copyStreaming(end, call.in[rank].data, bytes);
+    arena.fillBlob(end, call.in[rank].data, bytes);
     end += bytes;
   }
   arena.arrive(signature, blobBytes, myRounds);
@@ -261,7 +263,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == self) continue;
       Span slice = piece(call.in[rank], round, part);
-      copyStreaming(arena.bulk(self, round) + offset(self, rank), slice.data, slice.bytes);
+      staging.copy(arena.bulk(self, round) + offset(self, rank), slice.data, slice.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };

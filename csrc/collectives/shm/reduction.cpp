@@ -31,10 +31,10 @@ size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * u
 
 // How a tensor is cut into rounds and slices; the same on all ranks.
 struct Slices {
-  Slices(const Arena& arena, size_t totalBytes)
-      : ranks(static_cast<size_t>(arena.ranks())),
+  Slices(size_t rankCount, size_t chunkBytes, size_t totalBytes)
+      : ranks(rankCount),
         total(totalBytes),
-        stride(arena.shape().chunkBytes / ranks & ~(kSliceUnit - 1)),
+        stride(chunkBytes / ranks & ~(kSliceUnit - 1)),
         rounds((total + ranks * stride - 1) / (ranks * stride)) {}
 
   // In the tensor.
@@ -87,7 +87,7 @@ Task shmReduceSmall(ShmGroup group, const Call& call) {
   const Signature signature = call.signature();
   const size_t bytes = call.in[0].bytes;
   char* blob = arena.beginBlob(bytes);
-  copyStreaming(blob, call.in[0].data, bytes);
+  arena.fillBlob(blob, call.in[0].data, bytes);
   arena.arrive(signature, bytes, 0);
   AllArrived arrived(arena, signature);
   co_await arrived;
@@ -111,13 +111,14 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   const int self = arena.rank();
   const int ranks = arena.ranks();
   const Signature signature = call.signature();
-  const Slices slices(arena, call.in[0].bytes);
   const bool wantsResult = call.kind == OpKind::kAllReduce || self == call.root;
   const bool isStreaming = wantsResult && call.in[0].bytes >= kStreamingOutput;
   char* const input = call.in[0].begin();
   char* const output = wantsResult ? call.out[0].begin() : nullptr;
 
   arena.beginBlob(0);
+  const Staging staging = arena.staging(true);
+  const Slices slices(static_cast<size_t>(ranks), staging.chunkBytes, call.in[0].bytes);
   arena.arrive(signature, 0, slices.rounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
@@ -128,7 +129,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
       Span slice = slices.of(owner, round, input);
-      copyStreaming(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
+      staging.copy(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };
@@ -152,7 +153,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
       const size_t count = mine.bytes / call.elementBytes;
       if (call.kind == OpKind::kAllReduce) {
         reduce2(call.dtype, call.reduceOp, slices.of(self, round, output).data, shared,
-                inputs.data(), ranks, count, ranks, isStreaming, true);
+                inputs.data(), ranks, count, ranks, isStreaming, staging.isStreaming);
       } else {
         void* target = wantsResult ? slices.of(self, round, output).data : shared;
         reduce(call.dtype, call.reduceOp, target, inputs.data(), ranks, count, ranks, isStreaming);
@@ -190,7 +191,7 @@ Task shmReduceScatterSmall(ShmGroup group, const Call& call) {
   }
   char* end = arena.beginBlob(bytes);
   for (const Span& span : call.in) {
-    copyStreaming(end, span.data, span.bytes);
+    arena.fillBlob(end, span.data, span.bytes);
     end += span.bytes;
   }
   arena.arrive(signature, bytes, 0);
@@ -214,8 +215,10 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   const int self = arena.rank();
   const int ranks = arena.ranks();
   const Signature signature = call.signature();
+  arena.beginBlob(0);
+  const Staging staging = arena.staging(true);
   const size_t stride =
-      arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
+      staging.chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
   auto offset = [&](int from, int to) {
     return static_cast<size_t>(to < from ? to : to - 1) * stride;
   };
@@ -228,7 +231,6 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   const uint64_t rounds = (largest + stride - 1) / stride;
   const bool isStreaming = call.out[0].bytes >= kStreamingOutput;
 
-  arena.beginBlob(0);
   arena.arrive(signature, 0, rounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
@@ -239,7 +241,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
       Span part = slice(call.in[owner], round);
-      copyStreaming(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
+      staging.copy(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };

@@ -1,0 +1,161 @@
+// How near the ranks of a host are: that it is noticed, that all agree on it, and that results do
+// not depend on it.
+#include "collectives/shm/distance.h"
+
+#include <memory>
+#include <vector>
+
+#include "collectives/shm/arena.h"
+#include "test.h"
+#include "world.h"
+
+using namespace mycoll;
+using test::Road;
+using test::runWorld;
+
+namespace {
+
+// One thread is near itself, if nothing comes between.
+constexpr int kPatience = 1000;
+
+// Two ranks' arenas, one thread.
+struct Pair {
+  explicit Pair(DistanceChoice choice) {
+    ArenaShape shape;
+    shape.ranks = 2;
+    std::shared_ptr<Segment> segment;
+    ASSERT(Segment::create(shape.totalBytes(), &segment).ok());
+    for (int rank = 0; rank < 2; ++rank) {
+      arenas.push_back(std::make_unique<Arena>(segment, shape, rank, std::vector<Bell>(2), choice));
+    }
+  }
+
+  // A collective with a round to fill; says whether the ranks go past the caches in it.
+  bool isStreaming() {
+    const Signature signature;
+    for (auto& arena : arenas) {
+      arena->beginBlob(0);
+      streams.push_back(arena->staging(true).isStreaming);
+      arena->arrive(signature, 0, 1);
+    }
+    for (auto& arena : arenas) {
+      AllArrived arrived(*arena, signature);
+      ASSERT(arrived.ready());
+      arena->endRounds(1);
+    }
+    ASSERT(streams[streams.size() - 1] == streams[streams.size() - 2]);
+    return streams.back();
+  }
+
+  std::vector<std::unique_ptr<Arena>> arenas;
+  std::vector<bool> streams;
+};
+
+}  // namespace
+
+TEST(Distance, takesTwoLooks) {
+  Distance distance(2, DistanceChoice::kMeasured);
+  const auto marks = std::make_unique<Distance::Marks>();
+  EXPECT(!distance.areNear());
+  uint64_t number = 1;
+  Distance::mark(marks.get(), number);
+  distance.look(1, *marks, number);
+  EXPECT(!distance.areNear());
+  while (!distance.areNear() && number < kPatience) {
+    Distance::mark(marks.get(), ++number);
+    distance.look(1, *marks, number);
+  }
+  EXPECT(distance.areNear());
+}
+
+TEST(Distance, needsEveryRankAndItsMarks) {
+  Distance distance(3, DistanceChoice::kMeasured);
+  const auto marks = std::make_unique<Distance::Marks>();
+  for (uint64_t number = 1; number < kPatience; ++number) {
+    Distance::mark(marks.get(), number);
+    distance.look(1, *marks, number);
+    distance.look(2, *marks, number + 1);  // has not marked this one
+  }
+  EXPECT(!distance.areNear());
+}
+
+TEST(Distance, mayBeSaid) {
+  const auto marks = std::make_unique<Distance::Marks>();
+  Distance near(2, DistanceChoice::kNear), far(2, DistanceChoice::kFar);
+  EXPECT(near.areNear());
+  for (uint64_t number = 1; number < kPatience; ++number) {
+    Distance::mark(marks.get(), number);
+    far.look(1, *marks, number);
+  }
+  EXPECT(!far.areNear());
+}
+
+TEST(Distance, allGoByRankZero) {
+  Pair measured(DistanceChoice::kMeasured);
+  EXPECT(measured.isStreaming());
+  for (int i = 0; i < kPatience && measured.isStreaming(); ++i) continue;
+  EXPECT(!measured.isStreaming());
+  // What is said counts from the second collective on: the first one tells it.
+  Pair near(DistanceChoice::kNear), far(DistanceChoice::kFar);
+  EXPECT(near.isStreaming());
+  EXPECT(far.isStreaming());
+  for (int i = 0; i < 100; ++i) {
+    EXPECT(!near.isStreaming());
+    EXPECT(far.isStreaming());
+  }
+}
+
+TEST(Distance, dataThatGoesOneWayIsStreamed) {
+  Pair near(DistanceChoice::kNear);
+  near.isStreaming();
+  near.isStreaming();
+  EXPECT(near.arenas[0]->staging(false).isStreaming);
+  EXPECT(near.arenas[0]->staging(false).chunkBytes < near.arenas[0]->staging(true).chunkBytes);
+}
+
+// Odd sizes around the borders of chunks, three times each, over all that goes in rounds.
+TEST(Distance, resultsDoNotDependOnIt) {
+  for (const char* choice : {"near", "far", "measured"}) {
+    test::ScopedEnv distance("MYCOLL_DISTANCE", choice);
+    for (int ranks = 2; ranks <= 4; ++ranks) {
+      runWorld(ranks, Road::kShm, [&](Communicator& group) {
+        for (size_t count : {300, 8'191, 70'001, 262'144, 262'147, 600'011}) {
+          for (int repeat = 0; repeat < 3; ++repeat) {
+            std::vector<int64_t> data(count), gathered(count * static_cast<size_t>(ranks));
+            for (size_t i = 0; i < count; ++i) {
+              data[i] = static_cast<int64_t>(i * 31) + group.rank() * 1'000'003 + repeat;
+            }
+            auto span = [](std::vector<int64_t>& of, size_t from, size_t length) {
+              return Span{of.data() + from, length * 8};
+            };
+            Call gather;
+            gather.kind = OpKind::kAllGather;
+            gather.dtype = DType::kInt64;
+            gather.elementBytes = 8;
+            gather.in = {span(data, 0, count)};
+            Call reduce = gather;
+            reduce.kind = OpKind::kAllReduce;
+            reduce.reduceOp = ReduceOp::kSum;
+            reduce.out = {span(data, 0, count)};
+            for (int rank = 0; rank < ranks; ++rank) {
+              gather.out.push_back(span(gathered, static_cast<size_t>(rank) * count, count));
+            }
+            ASSERT(group.wait(group.submit(gather, nullptr, true), Deadline::never()).ok());
+            ASSERT(group.wait(group.submit(reduce, nullptr, true), Deadline::never()).ok());
+            size_t wrong = 0;
+            for (size_t i = 0; i < count; ++i) {
+              int64_t sum = 0;
+              for (int rank = 0; rank < ranks; ++rank) {
+                const int64_t value = static_cast<int64_t>(i * 31) + rank * 1'000'003 + repeat;
+                wrong += gathered[static_cast<size_t>(rank) * count + i] != value;
+                sum += value;
+              }
+              wrong += data[i] != sum;
+            }
+            EXPECT_EQ(wrong, size_t{0});
+          }
+        }
+      });
+    }
+  }
+}

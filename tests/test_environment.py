@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from mycoll import __main__ as command_line
 from worlds.worker import Ctx
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +99,7 @@ def test_python_half_logs_through_torch(backend) -> None:
     if backend != "mycoll":
         pytest.skip("about mycoll's lines")
     program = """
+import torch
 import torch.distributed as dist
 dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
 """
@@ -114,3 +118,13 @@ dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
     assert said[None] == []
     (line,) = said["distributed"]
     assert re.search(r"I\d+ .*mycoll \S+: group '0', rank 0 of 1, timeout", line), line
+
+
+def test_versions_are_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["version"]) == 0
+    line = capsys.readouterr().out
+    assert command_line.main(["version", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["problem"] is None
+    assert told["torch"] == torch.__version__
+    assert line == f"mycoll {told['mycoll']}, torch {told['torch']}, Python {told['python']}\n"

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs.add_parser("top", help="the same, again and again")
     verbs.add_parser("trace", help="compare what the ranks did last: who did not come, who differs")
     verbs.add_parser("bench", help="time collectives; `mycoll bench --help` tells more")
-    verbs.add_parser("version", help="versions of mycoll, torch and Python")
+    version = verbs.add_parser("version", help="versions of mycoll, torch and Python")
+    version.add_argument("--json", action="store_true", help="for programs")
     doctor = verbs.add_parser("doctor", help="check this machine, and run a self-test")
     doctor.add_argument("--json", action="store_true", help="for programs")
     env = verbs.add_parser("env", help="every MYCOLL_* variable: value, default, meaning")
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env.add_argument("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(words)
     if parsed.verb == "version":
-        return show_version()
+        return show_version(parsed.json)
     if parsed.verb == "doctor":
         from mycoll import doctor as surgery
 
@@ -57,16 +58,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return show_environment(parsed.markdown, parsed.json)
 
 
-def show_version() -> int:
+def show_version(as_json: bool) -> int:
     import torch
 
-    print(f"mycoll {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+    versions = {
+        "mycoll": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+    problem = None
     try:
         native()
     except ImportError as error:
-        print(f"not usable: {error}")
-        return 1
-    return 0
+        problem = str(error)
+    if as_json:
+        print(json.dumps({**versions, "problem": problem}, indent=2))
+    else:
+        print("mycoll {mycoll}, torch {torch}, Python {python}".format(**versions))
+        if problem:
+            print(f"not usable: {problem}")
+    return 1 if problem else 0
 
 
 def show_environment(markdown: bool, as_json: bool) -> int:

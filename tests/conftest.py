@@ -153,11 +153,13 @@ def device_world(request: pytest.FixtureRequest, pool: Pool) -> World:
 
 @pytest.fixture
 def fresh_device_world(request: pytest.FixtureRequest, pool: Pool) -> Iterator:
-    """For tests that break it: fresh_device_world(size, road, **of Spec)."""
+    """For tests that break it: fresh_device_world(size, road, **of Spec). Where its ranks share a
+    GPU, NCCL is made to serve them."""
     made: list[World] = []
 
     def make(size: int, road: str, **changes) -> World:
         device = request.config.getoption("--device")
+        road = devices.roads(device, size, [road])[0]
         if reason := devices.missing(device, road):
             pytest.skip(reason)
         made.append(pool.fresh(pool.spec(size, device=device, road=road, **changes)))

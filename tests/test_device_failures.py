@@ -241,6 +241,8 @@ def refused_by_nccl(ctx: Ctx) -> None:
     for dtype, op in ((torch.int16, "SUM"), (torch.int32, "BAND")):
         with ctx.case(f"{dtype} {op}"), ctx.raises((RuntimeError, ValueError), "NCCL"):
             dist.all_reduce(x.to(dtype), op=getattr(dist.ReduceOp, op))
+    with ctx.case("any source"), ctx.raises((RuntimeError, ValueError), "name the source"):
+        dist.recv(x)
     dist.all_reduce(x)
     ctx.same(x, torch.full((4,), float(ctx.size)))
 

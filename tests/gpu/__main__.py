@@ -38,9 +38,9 @@ class Plan:
 
     @property
     def worlds(self) -> list[int]:
-        """What is measured: one rank, two, and one for each device."""
+        """What is measured: one rank, two, and one for each device; on a single GPU also four."""
         count = torch.cuda.device_count() if self.device == "cuda" else 2
-        return sorted({1, 2, count})
+        return sorted({1, 2, 4 if count == 1 else count})
 
 
 def run(plan: Plan, name: str, command: list[str], seconds: float) -> Result:

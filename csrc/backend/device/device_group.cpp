@@ -67,7 +67,9 @@ void DeviceGroup::chooseRoad(c10::Device device) {
   if (knownRoad() != DeviceRoad::kUnknown) return;
   throwIfFailed(place_.control->meetNeighbours());
   const auto ranks = static_cast<size_t>(place_.ranks);
-  std::vector<NcclRoad::Report> reports(ranks);
+  // Kept by the operation: a wait that a signal ends leaves it running.
+  const auto kept = std::make_shared<std::vector<NcclRoad::Report>>(ranks);
+  std::vector<NcclRoad::Report>& reports = *kept;
   reports[static_cast<size_t>(place_.rank)] = NcclRoad::report(device);
   Call exchange;
   exchange.kind = OpKind::kAllGather;
@@ -75,7 +77,7 @@ void DeviceGroup::chooseRoad(c10::Device device) {
   exchange.in = {{&reports[static_cast<size_t>(place_.rank)], sizeof(NcclRoad::Report)}};
   for (auto& entry : reports) exchange.out.push_back({&entry, sizeof(entry)});
   throwIfFailed(place_.control->wait(
-      place_.control->submit(std::move(exchange), nullptr, /*willWait=*/true), Deadline::never()));
+      place_.control->submit(std::move(exchange), kept, /*willWait=*/true), Deadline::never()));
   std::vector<int> everybody;
   for (int rank = 0; rank < place_.ranks; ++rank) everybody.push_back(rank);
   const Status judgement = NcclRoad::judge(reports, everybody);

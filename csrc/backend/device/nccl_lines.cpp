@@ -9,6 +9,8 @@
 #include "base/env.h"
 #include "nccl/library.h"
 
+// What ranks tell each other here is kept by the operation that carries it: a wait that a signal
+// ends leaves it running.
 namespace mycoll {
 namespace {
 
@@ -67,18 +69,21 @@ bool NcclRoad::split(NcclRoad* child, int color, bool isWilling) {
   }
   const nccl::Library& library = *nccl::Library::loaded();
   // All or none: one rank that stays away would keep the others waiting in NCCL.
-  int32_t mine = isWilling && parent && library.has(nccl::Capability::kSplit) ? 1 : 0;
-  int32_t all = 0;
+  struct Vote {
+    int32_t mine, all;
+  };
+  const auto vote = std::make_shared<Vote>();
+  vote->mine = isWilling && parent && library.has(nccl::Capability::kSplit) ? 1 : 0;
   Call agree;
   agree.kind = OpKind::kAllReduce;
   agree.dtype = DType::kInt32;
-  agree.elementBytes = sizeof(mine);
+  agree.elementBytes = sizeof(vote->mine);
   agree.reduceOp = ReduceOp::kMin;
-  agree.in = {{&mine, sizeof(mine)}};
-  agree.out = {{&all, sizeof(all)}};
+  agree.in = {{&vote->mine, sizeof(vote->mine)}};
+  agree.out = {{&vote->all, sizeof(vote->all)}};
   throwIfFailed(place_.control->wait(
-      place_.control->submit(std::move(agree), nullptr, /*willWait=*/true), Deadline::never()));
-  if (all == 0) return false;
+      place_.control->submit(std::move(agree), vote, /*willWait=*/true), Deadline::never()));
+  if (vote->all == 0) return false;
 
   const c10::Device device = parent->stream.device();
   const c10::DeviceGuard guard(device);
@@ -111,9 +116,9 @@ NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
   if (LinePtr known = find(lines_, device.index())) return known;
   std::lock_guard<std::mutex> connecting(connectMutex_);
   if (LinePtr known = find(lines_, device.index())) return known;
-  nccl::UniqueId id{};
+  const auto id = std::make_shared<nccl::UniqueId>();
   if (place_.rank == 0) {
-    const Status made = nccl::Communicator::createId(*nccl::Library::loaded(), &id);
+    const Status made = nccl::Communicator::createId(*nccl::Library::loaded(), id.get());
     if (!made.ok()) place_.control->fail(made);
     throwIfFailed(made);
   }
@@ -121,10 +126,10 @@ NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
   tell.kind = OpKind::kBroadcast;
   tell.dtype = DType::kUInt8;
   tell.root = 0;
-  tell.out = {{&id, sizeof(id)}};
-  throwIfFailed(place_.control->wait(
-      place_.control->submit(std::move(tell), nullptr, /*willWait=*/true), Deadline::never()));
-  LinePtr line = join(device, place_.rank, place_.ranks, place_.name, id);
+  tell.out = {{id.get(), sizeof(*id)}};
+  throwIfFailed(place_.control->wait(place_.control->submit(std::move(tell), id, /*willWait=*/true),
+                                     Deadline::never()));
+  LinePtr line = join(device, place_.rank, place_.ranks, place_.name, *id);
   std::lock_guard<std::mutex> lock(mutex_);
   return lines_[device.index()] = keepUnlessEnded(std::move(line));
 }
@@ -133,17 +138,17 @@ NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
   const std::pair<c10::DeviceIndex, int> key(device.index(), peer);
   if (LinePtr known = find(pairs_, key)) return known;
   Communicator& control = *place_.control;
-  nccl::UniqueId id{};
+  const auto id = std::make_shared<nccl::UniqueId>();
   const bool isLower = place_.rank < peer;
-  if (isLower) throwIfFailed(nccl::Communicator::createId(*nccl::Library::loaded(), &id));
-  const Span span{&id, sizeof(id)};
+  if (isLower) throwIfFailed(nccl::Communicator::createId(*nccl::Library::loaded(), id.get()));
+  const Span span{id.get(), sizeof(*id)};
   const OpPtr told =
-      isLower ? control.send(span, peer, kPairTag, DType::kUInt8, 0, nullptr, /*willWait=*/true)
-              : control.recv(span, peer, kPairTag, DType::kUInt8, 0, nullptr, /*willWait=*/true);
+      isLower ? control.send(span, peer, kPairTag, DType::kUInt8, 0, id, /*willWait=*/true)
+              : control.recv(span, peer, kPairTag, DType::kUInt8, 0, id, /*willWait=*/true);
   throwIfFailed(control.wait(told, Deadline::never()));
   const std::string name = place_.name + " " + std::to_string(std::min(place_.rank, peer)) + "-" +
                            std::to_string(std::max(place_.rank, peer));
-  LinePtr line = join(device, isLower ? 0 : 1, 2, name, id);
+  LinePtr line = join(device, isLower ? 0 : 1, 2, name, *id);
   std::lock_guard<std::mutex> lock(mutex_);
   return pairs_[key] = keepUnlessEnded(std::move(line));
 }

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from faults import deaths, lifecycle, strangers
 from faults.harness import Stage
+from mycoll import faults as verb
 
 PATIENCE = 10.0  # times the limits of ./dev faults: 10 s instead of 1 s
 
@@ -27,3 +33,20 @@ def test_junk_connections(pool, backend):
         pytest.skip("gloo does not promise this")
     outcome = strangers.strangers(Stage(pool, "tcp", PATIENCE), 400)
     assert outcome.verdict == "pass", "\n".join([*outcome.notes, outcome.sample])
+
+
+def test_the_verb_in_a_checkout(tmp_path: Path) -> None:
+    results = tmp_path / "faults.json"
+    words = f"faults --only 19a --backend mycoll --transport shm --results {results}".split()
+    run = subprocess.run(
+        [sys.executable, "-m", "mycoll", *words], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    outcomes = json.loads(results.read_text())["19a"]["mycoll shm"]
+    assert [outcome["verdict"] for outcome in outcomes] == ["pass"]
+
+
+def test_the_verb_without_one(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(verb, "TESTS", tmp_path)
+    assert verb.main([]) == 2
+    assert "./dev faults" in capsys.readouterr().err

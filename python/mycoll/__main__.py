@@ -29,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mycoll import status
 
         return status.main(words[1:], watch=words[0] == "top")
+    if words[:1] == ["faults"]:
+        from mycoll import faults
+
+        return faults.main(words[1:])
     if words[:1] == ["trace"]:
         from mycoll import trace
 
@@ -41,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs.add_parser("top", help="the same, again and again")
     verbs.add_parser("trace", help="compare what the ranks did last: who did not come, who differs")
     verbs.add_parser("bench", help="time collectives; `mycoll bench --help` tells more")
+    verbs.add_parser("faults", help="break ranks on purpose, and time the others beside gloo")
     version = verbs.add_parser("version", help="versions of mycoll, torch and Python")
     version.add_argument("--json", action="store_true", help="for programs")
     doctor = verbs.add_parser("doctor", help="check this machine, and run a self-test")

@@ -1,4 +1,4 @@
-"""The command line of the fault tests: see ./dev faults --help."""
+"""The command line of the fault tests: see `mycoll faults --help`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def columns(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("./dev faults", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "mycoll faults", description="Breaks ranks on purpose, and times the others."
+    )
     parser.add_argument("--backend", default="mycoll,gloo")
     parser.add_argument("--transport", default="shm,tcp")
     parser.add_argument("--only", default="", help="numbers of scenarios: 1,3,19a")

@@ -16,6 +16,8 @@ constexpr size_t kStreamedChunk = 256 * 1024;
 
 // Where no rank has rounds to fill: every so many collectives.
 constexpr uint64_t kLookEvery = 64;
+// Ranks, in turn.
+constexpr int kLooksAtOnce = 2;
 
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -90,10 +92,12 @@ bool Arena::looksAtDistance(uint64_t rounds) const {
 
 void Arena::met() {
   areNearNext_ = arrival(0).areNear != 0;
-  for (int rank = 1; rank_ == 0 && rank < shape_.ranks; ++rank) {
-    if (looksAtDistance(arrival(rank).rounds)) {
-      distance_.look(rank, control(rank).marks, number_);
-    }
+  if (rank_ != 0) return;
+  for (int looks = std::min(kLooksAtOnce, shape_.ranks - 1); looks > 0; --looks) {
+    const int rank = lastLook_ % (shape_.ranks - 1) + 1;
+    if (!looksAtDistance(arrival(rank).rounds)) return;
+    distance_.look(rank, control(rank).marks, number_);
+    lastLook_ = rank;
   }
 }
 

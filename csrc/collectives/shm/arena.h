@@ -136,6 +136,7 @@ class Arena {
   uint64_t number_ = 0;  // of the current collective
   uint64_t base_ = 0;    // rounds before the current collective
   Distance distance_;    // kept by rank 0
+  int lastLook_ = 0;     // at which rank
   bool areNear_ = false;
   bool areNearNext_ = false;
 };

@@ -7,7 +7,7 @@
 // Nothing that can be asked tells it: threads move from core to core, and virtual machines say one
 // thing and are another, from one second to the next. So it is measured, in passing: with a
 // collective that is worth it every other rank writes a few lines of its own, and rank 0 times how
-// long they take to read. At most 1 us each.
+// long those of two ranks take to read. At most 1 us in all.
 //
 // Thread contract: as Arena. One object on each rank; the marks lie in shared memory, each written
 // by one rank.

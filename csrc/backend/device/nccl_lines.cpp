@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "backend/device/nccl_road.h"
+#include "backend/device/pairs.h"
 #include "backend/errors.h"
 #include "base/env.h"
 #include "nccl/library.h"
@@ -142,9 +143,10 @@ NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
   const bool isLower = place_.rank < peer;
   if (isLower) throwIfFailed(nccl::Communicator::createId(*nccl::Library::loaded(), id.get()));
   const Span span{id.get(), sizeof(*id)};
-  const OpPtr told =
-      isLower ? control.send(span, peer, kPairTag, DType::kUInt8, 0, id, /*willWait=*/true)
-              : control.recv(span, peer, kPairTag, DType::kUInt8, 0, id, /*willWait=*/true);
+  const OpPtr told = isLower ? control.send(span, peer, kPairTag, DType::kUInt8, 0, id,
+                                            /*willWait=*/true, kNoDeadline)
+                             : control.recv(span, peer, kPairTag, DType::kUInt8, 0, id,
+                                            /*willWait=*/true, kNoDeadline);
   throwIfFailed(control.wait(told, Deadline::never()));
   const std::string name = place_.name + " " + std::to_string(std::min(place_.rank, peer)) + "-" +
                            std::to_string(std::max(place_.rank, peer));

@@ -179,11 +179,11 @@ bool Pairs::isPairOnNccl(const DeviceGroup& group, c10::Device device, int peer)
   mine->road = group.knownRoad();
   mine->report = NcclRoad::report(device);
   const OpPtr sent = control.send({mine.get(), sizeof(Note)}, peer, kRoadTag, DType::kUInt8, 0,
-                                  mine, /*willWait=*/false);
+                                  mine, /*willWait=*/false, kNoDeadline);
   if (mine->road != DeviceRoad::kUnknown) return mine->road == DeviceRoad::kNccl;
   auto theirs = std::make_shared<Note>();
   const OpPtr came = control.recv({theirs.get(), sizeof(Note)}, peer, kRoadTag, DType::kUInt8, 0,
-                                  theirs, /*willWait=*/true);
+                                  theirs, /*willWait=*/true, kNoDeadline);
   throwIfFailed(control.wait(came, Deadline::never()));
   throwIfFailed(control.wait(sent, Deadline::never()));
   if (theirs->road != DeviceRoad::kUnknown) return theirs->road == DeviceRoad::kNccl;

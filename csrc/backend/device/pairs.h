@@ -8,6 +8,7 @@
 // Lifetimes: a part of its DeviceGroup, which that thread holds.
 #pragma once
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,6 +16,10 @@
 #include "backend/device/device_group.h"
 
 namespace mycoll {
+
+// Of what two ranks tell each other while they connect: the message that waits for it has a
+// deadline of its own, and its text names what the user called.
+constexpr std::chrono::milliseconds kNoDeadline = std::chrono::milliseconds::max();
 
 class Pairs {
  public:

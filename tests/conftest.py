@@ -53,9 +53,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "worlds(*sizes, transports=None): the worlds that a test runs in"
     )
     os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests fail groups by the dozen
-    # At each connection to a TCPStore torch asks for the name of 127.0.0.1, and there are thousands
-    # of them: a name server that loses some of these questions must not cost 5 s each time.
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(PATHS + ([inherited] if inherited else []))
 

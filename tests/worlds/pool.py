@@ -34,6 +34,9 @@ PRELOAD = [
     "worlds.arith",
     "worlds.device",
 ]
+# At each connection to a TCPStore torch asks for the name of 127.0.0.1, and there are thousands of
+# them: a name server that loses some of these questions must not cost 5 s each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @dataclass(frozen=True)

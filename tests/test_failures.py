@@ -44,6 +44,24 @@ def test_a_death_is_called_a_death(stage):
             assert len(lines) == 1 and "has ended (killed" in lines[0], lines
 
 
+def leaves(ctx: Ctx) -> Seen | None:
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    if ctx.rank == 1:  # as at the end of a program, also by an exception
+        dist.destroy_process_group()
+        return None
+    return attempt(lambda: dist.all_reduce(x))
+
+
+def test_who_leaves_is_not_waited_for(stage):
+    with stage.world(3, timeout=60.0) as world:
+        world.start(leaves)
+        for rank, seen in answers(world).items():
+            if rank != 1:
+                assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
+                assert "rank 1 (" in seen.text and "left" in seen.text, seen.text
+
+
 def dies_before_a_new_group(ctx: Ctx) -> tuple[Seen, float]:
     x = torch.ones(10)
     dist.all_reduce(x)

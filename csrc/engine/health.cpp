@@ -16,8 +16,9 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kProbeAfter = std::chrono::milliseconds(250);
 // One that has waited for so long says so in the log.
 constexpr auto kWarnAfter = std::chrono::milliseconds(1000);
-// A rank that has left cannot come any more; what it had sent before may still be on its way.
-constexpr auto kLeftGrace = std::chrono::milliseconds(2000);
+// A rank that has left cannot come any more. It said so after all that it had to say, which this
+// rank may not have looked at yet.
+constexpr auto kLeftGrace = std::chrono::milliseconds(500);
 // Collectives before the one that failed may take so long to end well.
 constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
 // By how much the root of a monitored barrier is let go first with its verdict.
@@ -212,7 +213,7 @@ void Group::checkHealth() {
     leftSince_ = now;
   } else if (now - leftSince_ > kLeftGrace) {
     return fail(Status(Code::kPeerLost, "mycoll group '" + options_.name + "': " + listRanks(gone) +
-                                            " left the group (destroy_process_group or end of the "
+                                            ", left the group (destroy_process_group or end of the "
                                             "program) while others still wait for it in " +
                                             describe(*op)));
   }

@@ -1,0 +1,61 @@
+"""A network that swallows everything is believed in for MYCOLL_NETWORK_SECONDS, and no longer."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.deaths import all_reduce_forever
+from faults.harness import Seen, Skip, Stage, answers, attempt_and_leave
+from faults.network import JOINED, router, wait_until_joined
+from test_two_hosts import enter
+from worlds.worker import Ctx
+
+TIMEOUT = 13.0
+# Above and below the default of 10 s, and of the group's timeout: what the error is, shows which
+# of them was in force.
+CASES = (("3", "TIMED OUT", False), ("60", "TIMED OUT", True))
+
+
+def cut_off(ctx: Ctx, hosts: list[str], port: int) -> Seen:
+    enter(hosts[ctx.rank])
+    dist.init_process_group(
+        ctx.backend,
+        init_method=f"tcp://10.214.0.1:{port}",
+        rank=ctx.rank,
+        world_size=ctx.size,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    dist.all_reduce(torch.ones(1000))
+    print(JOINED, flush=True)
+    return attempt_and_leave(lambda: all_reduce_forever(0.01))
+
+
+def test_how_long_a_silent_network_is_believed(pool, backend):
+    if backend != "mycoll":
+        pytest.skip("gloo believes it for ever")
+    stage = Stage(pool, "tcp")
+    try:
+        with router(stage) as net:
+            worlds = [
+                pool.fresh(pool.spec(2, "tcp", init=False, env=(("MYCOLL_NETWORK_SECONDS", s),)))
+                for s, _, _ in CASES
+            ]
+            try:
+                for i, world in enumerate(worlds):
+                    world.start(cut_off, net.hosts, 29_740 + i)
+                for world in worlds:
+                    wait_until_joined(world)
+                net.forward(False)
+                found = [answers(world) for world in worlds]
+            finally:
+                for world in worlds:
+                    world.kill()
+    except Skip as reason:
+        pytest.skip(str(reason))
+    for (seconds, word, is_there), seen in zip(CASES, found, strict=True):
+        for one in seen.values():
+            assert isinstance(one, Seen) and one.kind == "DistBackendError", (seconds, one)
+            assert (word in one.text) == is_there, (seconds, one.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -112,6 +113,26 @@ def threads_as_ranks(ctx: Ctx) -> None:
 
 def test_hash_store_with_threads_as_ranks(fresh, transport):
     fresh(1, transport, init=False).run(threads_as_ranks)
+
+
+def same_name_other_size(ctx: Ctx, path: str) -> None:
+    """The second group finds the cards of the first, whose processes are alive."""
+    for size in (3, 2):
+        if ctx.rank >= size:
+            return
+        store = dist.PrefixStore("t", dist.FileStore(path, -1))
+        if size == 2 and ctx.rank == 1:
+            time.sleep(1.5)
+        backend = backend_object(ctx.backend, store, ctx.rank, size)
+        x = torch.full((3,), float(ctx.rank + 1))
+        backend.allreduce([x]).wait()
+        ctx.equal(float(x[0]), size * (size + 1) / 2)
+
+
+def test_a_name_may_come_again_with_another_size(fresh, transport, backend, tmp_path):
+    if backend == "gloo":
+        pytest.skip("gloo reads addresses of the first group")
+    fresh(3, transport, init=False).run(same_name_other_size, str(tmp_path / "store"))
 
 
 def with_backend(ctx: Ctx, backend: str | None, kwargs: dict[str, Any]) -> None:

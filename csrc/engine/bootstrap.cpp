@@ -81,7 +81,7 @@ Status Meeting::meetOthers() {
     pause = moved ? std::chrono::microseconds(100) : std::min(pause * 2, kLongestPause);
     std::this_thread::sleep_for(pause);
   }
-  MYCOLL_RETURN_IF_ERROR(store_.set(key("done", options_.rank), number_));
+  MYCOLL_RETURN_IF_ERROR(store_.set(key("done", options_.rank), number_ + mine_.nonce));
   return isLeader() ? waitForTheOthers() : Status();
 }
 
@@ -161,7 +161,7 @@ Status Meeting::waitForTheOthers() {
     for (;;) {
       std::string done;
       MYCOLL_RETURN_IF_ERROR(get(key("done", rank), &done));
-      if (done == number_) break;
+      if (done.starts_with(number_)) break;
       MYCOLL_RETURN_IF_ERROR(lookAround());
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }

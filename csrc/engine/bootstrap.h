@@ -8,7 +8,7 @@
 //   rank 0        reads the cards; roster = all of them; again whenever a card changes
 //   every rank    whose own fresh card is in the roster: ack/<rank> = the roster's number
 //   rank 0        when all have confirmed the roster that stands: commit = its number
-//   every rank    done/<rank> = its number
+//   every rank    done/<rank> = its number, and that of the own card, which is an old one now
 //   rank 0        returns last, when all are done: whatever it does next (make the group anew,
 //                 or end and take the store with it), nobody still needs what is there
 //

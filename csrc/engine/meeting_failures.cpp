@@ -129,7 +129,10 @@ Status Meeting::checkOther(int rank, const std::string& text) {
     return life.isOfNow && isSettled ? hasGivenUp(rank, life.card) : Status();
   }
   if (life.card.ranks != options_.ranks && (isAlive || (!isVisible(life.card) && isSettled))) {
-    return differentWorlds(rank, life.card);
+    std::string done;
+    MYCOLL_RETURN_IF_ERROR(get(key("done", rank), &done));
+    // It has been in another group of this name, and may yet come to this one.
+    return done.ends_with(life.card.nonce) ? Status() : differentWorlds(rank, life.card);
   }
   if (!isVisible(life.card) || !life.isOfNow || Clock::now() - life.lastAlive < kSettled) {
     return Status();

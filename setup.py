@@ -22,6 +22,12 @@ except PackageNotFoundError:
         " && pip install --no-build-isolation ."
     )
 
+if int(version("setuptools").split(".")[0]) < 77:
+    sys.exit(
+        f"mycoll's build needs setuptools 77 or newer, and this is {version('setuptools')}.\n"
+        "Do: pip install 'setuptools>=77' && pip install --no-build-isolation ."
+    )
+
 
 def tool(name: str) -> str:
     """The tool beside this interpreter (pip does not put that on PATH), or the one on PATH."""

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -265,11 +266,27 @@ def test_no_torch_is_two_readable_lines() -> None:
     assert "pip install --no-build-isolation ." in lines[1]
 
 
+def test_old_setuptools_is_two_readable_lines() -> None:
+    code = (
+        "import importlib.metadata as m, runpy, sys\n"
+        "m.version = lambda name: '65.5.0'; sys.argv = ['setup.py', 'egg_info']\n"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    pytest.importorskip("setuptools")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and len(lines) == 2, done.stderr
+    assert "setuptools 77 or newer, and this is 65.5.0" in lines[0]
+    assert "pip install 'setuptools>=77'" in lines[1]
+
+
 def test_wheel(tmp_path: Path) -> None:
     """The wheel that users get: made, unpacked elsewhere, and used."""
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
     for needed in ("pip", "setuptools", "wheel"):
         pytest.importorskip(needed)
+    if int(version("setuptools").split(".")[0]) < 77:
+        pytest.skip("the build needs setuptools 77")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-q"]
     done = subprocess.run(
         [*pip, "-w", tmp_path, ROOT], cwd=tmp_path, capture_output=True, text=True

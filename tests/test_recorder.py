@@ -128,7 +128,7 @@ def test_torch_finds_who_differs(fresh, transport, tmp_path, capsys) -> None:
     fail(fresh, transport, "mismatch", tmp_path)
     wrong = [c for c in analyse(tmp_path, capsys).collectives if not c.pass_check]
     assert len(wrong) == 1
-    assert wrong[0].collective_name == "gloo:all_reduce"
+    assert wrong[0].collective_name == "nccl:all_reduce"
     assert wrong[0].collective_state == "started"
     assert list(wrong[0].mismatch_collectives) == [1]
     assert wrong[0].collective_frames[0]["filename"].endswith("test_recorder.py")

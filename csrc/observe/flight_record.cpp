@@ -11,8 +11,8 @@ namespace mycoll {
 namespace {
 
 // torch's analyser knows the backends of its own release only, and before 2.15 it stops at others;
-// what it knows of gloo's operations holds for these.
-constexpr char kKnownBackend[] = "gloo:";
+// what it knows of NCCL's collectives holds for these. (It knows gloo only since 2.13.)
+constexpr char kKnownBackend[] = "nccl:";
 
 // An entry at rest.
 struct Snapshot {

@@ -37,7 +37,7 @@ def test_junk_connections(pool, backend):
 
 def test_the_verb_in_a_checkout(tmp_path: Path) -> None:
     results = tmp_path / "faults.json"
-    words = f"faults --only 19a --backend mycoll --transport shm --results {results}".split()
+    words = f"faults --only 19a --backend mycoll --transport shm --json {results}".split()
     run = subprocess.run(
         [sys.executable, "-m", "mycoll", *words], capture_output=True, text=True, timeout=120
     )

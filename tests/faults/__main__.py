@@ -99,7 +99,9 @@ def main() -> int:
     parser.add_argument("--transport", default="shm,tcp")
     parser.add_argument("--only", default="", help="numbers of scenarios: 1,3,19a")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept")
+    parser.add_argument(
+        "--results", "--json", type=Path, default=RESULTS, help="where results are kept, as JSON"
+    )
     parser.add_argument("--write", action="store_true", help="write the page with --only, too")
     args = parser.parse_args()
     chosen = args.only.split(",") if args.only else list(SCENARIOS)

@@ -101,6 +101,7 @@ std::string profilingName(const Snapshot& entry, int rank) {
     case OpKind::kRecv: return std::string(kKnownBackend) + "recv " + pair("<-");
     case OpKind::kAllGather: return std::string(kKnownBackend) + "_all_gather_base";
     case OpKind::kReduceScatter: return std::string(kKnownBackend) + "_reduce_scatter_base";
+    case OpKind::kBarrier:
     case OpKind::kMonitoredBarrier: return std::string(kKnownBackend) + "all_reduce_barrier";
     default: return std::string(kKnownBackend) + name(entry.kind);
   }

@@ -318,6 +318,9 @@ def split(ctx: Ctx) -> None:
     if none is not None:
         dist.barrier(group=none)
         dist.destroy_process_group(none)
+    everybody = dist.new_group()  # has one name on all ranks
+    dist.barrier(group=everybody)
+    dist.destroy_process_group(everybody)
     alone = dist.split_group(halves, split_ranks=[[0], [1]])
     ctx.equal(dist.get_process_group_ranks(alone), [ctx.rank])
     dist.destroy_process_group(alone)

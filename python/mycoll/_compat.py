@@ -110,6 +110,9 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
             return make() if ours is None else _split_devices(ours, make)
         mine = _part_of(parent.rank(), parent.size(), split_ranks)
         if mine is None:
+            # torch names later groups by how many there were, and since 2.15 counts these, too:
+            # all ranks must count alike.
+            distributed_c10d._process_group_name([], use_hashed_name=True)
             return None
         # A split is a group that only its members make.
         return dist.new_group(  # type: ignore[no-any-return]

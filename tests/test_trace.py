@@ -20,7 +20,7 @@ from worlds.worker import Ctx
 SHORT = 3.0  # seconds; a group's timeout
 
 
-def failing(ctx: Ctx, how: str) -> None:
+def failing(ctx: Ctx, how: str, late: int) -> None:
     ctx.init()
     pair = dist.new_group([0, 1], group_desc="pair")
     for _ in range(20):
@@ -31,6 +31,8 @@ def failing(ctx: Ctx, how: str) -> None:
     time.sleep(0.3)  # a failure may overtake the end of what came before
     try:
         if how == "mismatch":
+            if ctx.rank == late:
+                time.sleep(1.0)
             if ctx.rank == 1:
                 dist.broadcast(torch.ones(7), 0)
             else:
@@ -52,11 +54,11 @@ def failing(ctx: Ctx, how: str) -> None:
 
 @pytest.fixture
 def failed(fresh, tmp_path):
-    def fail(how: str, transport: str) -> list[Any]:
+    def fail(how: str, transport: str, late: int = -1) -> list[Any]:
         env = {"MYCOLL_TRACE_FILE": f"{tmp_path}/rank_%r"}
         world = fresh(3, transport, init=False, env=env, timeout=SHORT)
         try:
-            world.run(failing, how)
+            world.run(failing, how, late)
         except AssertionError:
             assert how == "dead"
         return trace_file.load([tmp_path])
@@ -78,6 +80,13 @@ def test_mismatch(failed, transport) -> None:
     assert "rank 0, 2: all_reduce SUM float32 numel=7, at test_trace.py:" in usual
     assert "rank 1: broadcast float32 numel=7 root=0, at test_trace.py:" in odd
     assert {each.kind for each in others} == {"failed"}
+
+
+def test_who_comes_late_is_in_it(failed, transport) -> None:
+    """Although its process heard of the failure before, and wrote what there was."""
+    first, *_ = trace.analyse(failed("mismatch", transport, late=2))
+    assert (first.kind, first.sequence, first.ranks) == ("differs", 21, [1])
+    assert "rank 0, 2: all_reduce SUM float32 numel=7, at test_trace.py:" in first.text
 
 
 def test_missing(failed, transport) -> None:

@@ -223,7 +223,7 @@ void Engine::State::doChores() {
   nextChores = now + kChores;
   bool isUnseen = false;
   for (auto& group : alive()) isUnseen |= group->lookForFailure();
-  if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeWanted();
+  if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();
   Metrics::writeIfDue();
 }
 

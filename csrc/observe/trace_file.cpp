@@ -28,10 +28,11 @@ constexpr size_t kKeptJobs = 10;
 // where in the program that was.
 constexpr int64_t kLeftToCallers = 200'000'000;
 
-enum class Progress { kNothing, kWanted, kWritten };
+enum class Progress { kNothing, kWanted, kMeanwhile, kWritten };
 std::atomic<Progress> progress{Progress::kNothing};
 std::atomic<int64_t> wantedAt{0};
-std::mutex* const writing = new std::mutex;  // threads may fail during static destruction
+// Threads may fail during static destruction.
+std::mutex* const writing = new std::mutex;
 
 Status failed(const std::string& what, const std::string& path) {
   return Status(Code::kInvalidArgument,
@@ -98,11 +99,31 @@ Status choosePath(std::string* path) {
   return Status();
 }
 
+// Unless somebody has come as far, who has then done so.
+void writeUnless(Progress done) {
+  const auto isDue = [done] {
+    const Progress now = progress.load(std::memory_order_acquire);
+    return now != Progress::kNothing && now < done;
+  };
+  if (!isDue()) return;
+  std::lock_guard<std::mutex> lock(*writing);
+  if (!isDue()) return;
+  const bool isFirst = progress.exchange(done) == Progress::kWanted;
+  if (!BlackBox::process().isOn() || Env::process().traceFile == "off") return;
+  std::string path;
+  const Status status = TraceFile::write("", &path);
+  if (!status.ok()) {
+    MYCOLL_LOG_WARN("%s", status.message().c_str());
+  } else if (isFirst) {
+    MYCOLL_LOG_INFO("what this rank did last is in %s", path.c_str());
+  }
+}
+
 }  // namespace
 
 void TraceFile::want() {
-  Progress expected = Progress::kNothing;
-  if (progress.compare_exchange_strong(expected, Progress::kWanted)) wantedAt = steadyNanos();
+  int64_t never = 0;
+  if (wantedAt.compare_exchange_strong(never, steadyNanos())) progress = Progress::kWanted;
 }
 
 std::string TraceFile::wantedPath() {
@@ -118,19 +139,9 @@ bool TraceFile::isLeftOver() {
   return steadyNanos() - wantedAt.load() > kLeftToCallers;
 }
 
-void TraceFile::writeWanted() {
-  if (progress.load(std::memory_order_acquire) != Progress::kWanted) return;
-  std::lock_guard<std::mutex> lock(*writing);
-  if (progress.exchange(Progress::kWritten) == Progress::kWritten) return;
-  if (!BlackBox::process().isOn() || Env::process().traceFile == "off") return;
-  std::string path;
-  const Status status = write("", &path);
-  if (status.ok()) {
-    MYCOLL_LOG_INFO("what this rank did last is in %s", path.c_str());
-  } else {
-    MYCOLL_LOG_WARN("%s", status.message().c_str());
-  }
-}
+void TraceFile::writeWanted() { writeUnless(Progress::kWritten); }
+
+void TraceFile::writeMeanwhile() { writeUnless(Progress::kMeanwhile); }
 
 Status TraceFile::write(const std::string& path, std::string* written) {
   std::string target = path;

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -84,29 +85,37 @@ def test_a_dead_rank_is_named(fresh_device_world, road):
         assert took < SOON, f"{took:.1f} s until: {text}"
 
 
-def miss(ctx: Ctx, kind: str) -> tuple[str, float]:
-    """Rank 1 does not come; the others are told which rank is missing from what."""
-    x = full(ctx, 1)
-    dist.all_reduce(x)
-    torch.accelerator.synchronize()
-    store = ctx.store("miss")
+def without_rank_1(ctx: Ctx, name: str, call: Callable[[], object]) -> tuple[str, float]:
+    """The others' call while rank 1 stays away: what they get to hear, and after how long."""
+    store = ctx.store(name)
     if ctx.rank == 1:
         store.wait(["done"], timedelta(seconds=40))
         return "", 0.0
     started = time.monotonic()
-    text = ""
     try:
-        work = dist.all_reduce(x, async_op=kind == "async")
-        if kind == "wait":
-            dist.all_reduce(x, async_op=True).wait(timedelta(seconds=2))
-        elif work is not None:
-            work.wait()
+        call()
         text, _ = text_of_failure(ctx)
     except RuntimeError as error:
         text = str(error)
     took = time.monotonic() - started
     store.set("done", "")
     return text, took
+
+
+def miss(ctx: Ctx, kind: str) -> tuple[str, float]:
+    """Rank 1 does not come; the others are told which rank is missing from what."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+
+    def call() -> None:
+        work = dist.all_reduce(x, async_op=kind == "async")
+        if kind == "wait":
+            dist.all_reduce(x, async_op=True).wait(timedelta(seconds=2))
+        elif work is not None:
+            work.wait()
+
+    return without_rank_1(ctx, "miss", call)
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -120,22 +129,8 @@ def test_a_timeout_names_the_missing_rank(fresh_device_world, road, kind):
 
 def unanswered(ctx: Ctx, kind: str) -> tuple[str, float]:
     """Rank 1 never comes to the first message of the two."""
-    store = ctx.store("unanswered")
-    if ctx.rank == 1:
-        store.wait(["done"], timedelta(seconds=40))
-        return "", 0.0
-    started = time.monotonic()
-    text = ""
-    try:
-        # Returns, although nobody can have answered.
-        work = getattr(dist, kind)(full(ctx, 1), 1)
-        work.wait()
-        text, _ = text_of_failure(ctx)
-    except RuntimeError as error:
-        text = str(error)
-    took = time.monotonic() - started
-    store.set("done", "")
-    return text, took
+    # The call itself returns, although nobody can have answered.
+    return without_rank_1(ctx, "unanswered", lambda: getattr(dist, kind)(full(ctx, 1), 1).wait())
 
 
 @pytest.mark.parametrize(

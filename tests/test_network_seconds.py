@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
-import torch
-import torch.distributed as dist
 from faults.deaths import all_reduce_forever
 from faults.harness import Seen, Skip, Stage, answers, attempt_and_leave
-from faults.network import JOINED, router, wait_until_joined
-from test_two_hosts import enter
+from faults.network import meet, router, wait_until_joined
 from worlds.worker import Ctx
 
 TIMEOUT = 13.0
@@ -20,16 +15,7 @@ CASES = (("3", "TIMED OUT", False), ("60", "TIMED OUT", True))
 
 
 def cut_off(ctx: Ctx, hosts: list[str], port: int) -> Seen:
-    enter(hosts[ctx.rank])
-    dist.init_process_group(
-        ctx.backend,
-        init_method=f"tcp://10.214.0.1:{port}",
-        rank=ctx.rank,
-        world_size=ctx.size,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
-    dist.all_reduce(torch.ones(1000))
-    print(JOINED, flush=True)
+    meet(ctx, hosts[ctx.rank], port, TIMEOUT)
     return attempt_and_leave(lambda: all_reduce_forever(0.01))
 
 

@@ -250,11 +250,11 @@ def test_functions_that_torch_refuses_by_name(site: Site) -> None:
 # --- setup.py -------------------------------------------------------------------------------------
 
 
-def test_no_torch_is_two_readable_lines() -> None:
-    """What an isolated build meets."""
+def words_of_setup(version: str) -> list[str]:
+    """What setup.py says where importlib.metadata has this `version`, and that it then ends."""
     code = (
         "import importlib.metadata as m, runpy, sys\n"
-        "def version(name): raise m.PackageNotFoundError(name)\n"
+        f"{version}\n"
         "m.version = version; sys.argv = ['setup.py', 'egg_info']\n"
         "runpy.run_path('setup.py', run_name='__main__')"
     )
@@ -262,20 +262,18 @@ def test_no_torch_is_two_readable_lines() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 1 and len(lines) == 2, done.stderr
+    return lines
+
+
+def test_no_torch_is_two_readable_lines() -> None:
+    """What an isolated build meets."""
+    lines = words_of_setup("def version(name): raise m.PackageNotFoundError(name)")
     assert "compiled against your torch" in lines[0]
     assert "pip install --no-build-isolation ." in lines[1]
 
 
 def test_old_setuptools_is_two_readable_lines() -> None:
-    code = (
-        "import importlib.metadata as m, runpy, sys\n"
-        "m.version = lambda name: '65.5.0'; sys.argv = ['setup.py', 'egg_info']\n"
-        "runpy.run_path('setup.py', run_name='__main__')"
-    )
-    pytest.importorskip("setuptools")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 1 and len(lines) == 2, done.stderr
+    lines = words_of_setup("def version(name): return '65.5.0'")
     assert "setuptools 77 or newer, and this is 65.5.0" in lines[0]
     assert "pip install 'setuptools>=77'" in lines[1]
 

@@ -121,7 +121,7 @@ const Variable kVariables[] = {
     {"MYCOLL_TRACE_FILE", "",
      "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
      "for a percent sign; or off",
-     "Where a process writes what it did last, once, at its first failure, for torchfrtrace and "
+     "Where a process writes what it did last at its first failure, for torchfrtrace and "
      "`mycoll trace`; JSON when the name ends with .json. Unset: TORCH_FR_DUMP_TEMP_FILE followed "
      "by "
      "the rank where that is set, else /tmp/mycoll-UID/JOB/rank_%r, of which the latest 10 jobs "
@@ -155,10 +155,7 @@ const Variable kVariables[] = {
      }},
     {"MYCOLL_METRICS_SECONDS", "15", "1 to 86400", "How often MYCOLL_METRICS_FILE is written.",
      [](std::string_view value, Env* env) {
-       const std::optional<int64_t> seconds = parseInteger(value);
-       if (!seconds || *seconds < 1 || *seconds > 86400) return false;
-       env->metricsSeconds = static_cast<int>(*seconds);
-       return true;
+       return parseInteger(value, 1, 86400, &env->metricsSeconds);
      }},
     {"MYCOLL_SECRET_FILE", "", "a path",
      "A file whose content is the secret by which ranks prove to each other that they belong to "
@@ -171,24 +168,17 @@ const Variable kVariables[] = {
      "A rank on another host that the network has swallowed for so long is dead. All ranks need "
      "about the same.",
      [](std::string_view value, Env* env) {
-       const std::optional<int64_t> seconds = parseInteger(value);
-       if (!seconds || *seconds < 1 || *seconds > 3600) return false;
-       env->networkSeconds = static_cast<int>(*seconds);
-       return true;
+       return parseInteger(value, 1, 3600, &env->networkSeconds);
      }},
     {"MYCOLL_SPIN_US", "-1", "-1 or a number of microseconds up to 1000000",
      "How long a waiting rank spins before it yields its core. -1: chosen by whether the host has "
      "a core for each of its ranks.",
      [](std::string_view value, Env* env) {
-       const std::optional<int64_t> micros = parseInteger(value);
-       if (!micros || *micros < -1 || *micros > 1000000) return false;
-       env->spinMicros = static_cast<int>(*micros);
-       return true;
+       return parseInteger(value, -1, 1000000, &env->spinMicros);
      }},
     {"MYCOLL_CHUNK_BYTES", "0", "0, or 4096 to 1G, a multiple of 4096; suffixes K, M and G",
      "Large messages pass through shared memory in chunks of up to this size; a rank has memory "
-     "for "
-     "two in each group. 0: 1M in a process's first group, 448K in further ones.",
+     "for two in each group. 0: 1M in a process's first group, 448K in further ones.",
      [](std::string_view value, Env* env) {
        size_t bytes = 0;
        if (!parseBytes(value, 0, kGiB, &bytes) || bytes % 4096 != 0) return false;

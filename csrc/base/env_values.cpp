@@ -12,6 +12,13 @@ std::optional<int64_t> parseInteger(std::string_view text) {
   return value;
 }
 
+bool parseInteger(std::string_view text, int least, int most, int* result) {
+  const std::optional<int64_t> value = parseInteger(text);
+  if (!value || *value < least || *value > most) return false;
+  *result = static_cast<int>(*value);
+  return true;
+}
+
 bool parseBytes(std::string_view text, size_t least, size_t most, size_t* bytes) {
   int shift = 0;
   if (!text.empty()) {

@@ -14,6 +14,8 @@
 namespace mycoll {
 
 std::optional<int64_t> parseInteger(std::string_view text);
+// False, and nothing written: not one from least to most.
+bool parseInteger(std::string_view text, int least, int most, int* result);
 // "262144", "256K", "1M".
 bool parseBytes(std::string_view text, size_t least, size_t most, size_t* bytes);
 // An empty text unsets the result.

@@ -50,6 +50,14 @@ void copyStreaming(void* to, const void* from, size_t bytes) {
   streamingFence();
 }
 
+void copy(void* to, const void* from, size_t bytes, bool isStreaming) {
+  if (isStreaming) {
+    copyStreaming(to, from, bytes);
+  } else {
+    copy(to, from, bytes);
+  }
+}
+
 void streamingFence() {
 #if defined(__x86_64__)
   _mm_sfence();

@@ -13,7 +13,10 @@ void copy(void* to, const void* from, size_t bytes);
 // The stores are fenced: a flag stored after the call is seen after them.
 void copyStreaming(void* to, const void* from, size_t bytes);
 
-// The same in pieces: call streamingFence() before anybody is told.
+// Either of the two: for whoever decides it by size or distance.
+void copy(void* to, const void* from, size_t bytes, bool isStreaming);
+
+// Past the caches in pieces: call streamingFence() before anybody is told.
 void copyStreamingUnfenced(void* to, const void* from, size_t bytes);
 void streamingFence();
 

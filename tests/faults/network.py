@@ -92,12 +92,16 @@ def router(stage: Stage) -> Iterator[Router]:
 
 
 def join(ctx: Ctx, hosts: list[str], timeout: float) -> None:
-    enter(hosts[ctx.rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = "veth0"
     os.environ.pop("MYCOLL_TRANSPORT", None)  # as users have it: shared memory inside a host
+    meet(ctx, hosts[ctx.rank // 2], PORT, timeout)
+
+
+def meet(ctx: Ctx, host: str, port: int, timeout: float) -> None:
+    enter(host)
     dist.init_process_group(
         ctx.backend,
-        init_method=f"tcp://10.214.0.1:{PORT}",
+        init_method=f"tcp://10.214.0.1:{port}",
         rank=ctx.rank,
         world_size=ctx.size,
         timeout=timedelta(seconds=timeout),

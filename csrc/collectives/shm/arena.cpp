@@ -111,11 +111,7 @@ Staging Arena::staging(bool allFillAndTake) const {
 }
 
 void Staging::copy(void* to, const void* from, size_t bytes) const {
-  if (isStreaming) {
-    copyStreaming(to, from, bytes);
-  } else {
-    mycoll::copy(to, from, bytes);
-  }
+  mycoll::copy(to, from, bytes, isStreaming);
 }
 
 const char* Arena::blobOf(int rank) const {

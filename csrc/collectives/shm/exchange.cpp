@@ -17,14 +17,6 @@
 namespace mycoll {
 namespace {
 
-void take(char* to, const char* from, size_t bytes, bool isStreaming) {
-  if (isStreaming) {
-    copyStreaming(to, from, bytes);
-  } else {
-    copy(to, from, bytes);
-  }
-}
-
 uint64_t roundsFor(size_t bytes, size_t perRound) { return (bytes + perRound - 1) / perRound; }
 
 // The part of `whole` that belongs to a round.
@@ -138,7 +130,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
     isStreaming |= target.bytes >= kStreamingOutput;
     if (rank == self) {
       if (target.bytes && target.data != plan.mine.data) {
-        take(target.begin(), plan.mine.begin(), target.bytes, isStreaming);
+        copy(target.begin(), plan.mine.begin(), target.bytes, isStreaming);
       }
       continue;
     }
@@ -172,7 +164,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
       if (part.bytes == 0 || arena.roundsOf(rank) == 0) continue;
       RoundReached isFilled(arena, rank, Counter::kFilled, round + 1);
       co_await isFilled;
-      take(part.begin(), arena.bulk(rank, round), part.bytes, isStreaming);
+      copy(part.begin(), arena.bulk(rank, round), part.bytes, isStreaming);
     }
     arena.publish(Counter::kDone, round + 1);
   }
@@ -236,7 +228,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
         co_return shmSizeMismatch(group, rank, call.in[self].bytes, target.bytes, signature);
       }
       if (target.bytes && target.data != call.in[self].data) {
-        take(target.begin(), call.in[self].begin(), target.bytes, isStreaming);
+        copy(target.begin(), call.in[self].begin(), target.bytes, isStreaming);
       }
       continue;
     }
@@ -283,7 +275,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
       if (slice.bytes == 0) continue;
       RoundReached isFilled(arena, rank, Counter::kFilled, round + 1);
       co_await isFilled;
-      take(slice.begin(), arena.bulk(rank, round) + offset(rank, self), slice.bytes, isStreaming);
+      copy(slice.begin(), arena.bulk(rank, round) + offset(rank, self), slice.bytes, isStreaming);
     }
     arena.publish(Counter::kDone, round + 1);
   }

@@ -167,11 +167,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
       RoundReached isReduced(arena, owner, Counter::kReduced, round + 1);
       co_await isReduced;
       const char* shared = arena.bulk(owner, round) + slices.offset(owner);
-      if (isStreaming) {
-        copyStreaming(slice.data, shared, slice.bytes);
-      } else {
-        copy(slice.data, shared, slice.bytes);
-      }
+      copy(slice.data, shared, slice.bytes, isStreaming);
     }
     arena.publish(Counter::kDone, round + 1);
   }

@@ -132,11 +132,7 @@ ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
   while (bytes > 0 && available > 0) {
     size_t offset = tail_ & kMask;
     size_t piece = std::min({bytes, available, kRingBytes - offset, kPieceBytes});
-    if (streaming) {
-      copyStreaming(target, data_ + offset, piece);
-    } else {
-      std::memcpy(target, data_ + offset, piece);
-    }
+    copy(target, data_ + offset, piece, streaming);
     tail_ += piece;
     target += piece;
     bytes -= piece;

@@ -230,6 +230,16 @@ def test_mistakes_are_noticed(fresh, job, sentence):
         fresh(1, init=False).run(job)
 
 
+def raced(ctx: Ctx) -> None:
+    accelerator.load().race()
+
+
+@pytest.mark.skipif(os.environ.get("SANITIZER") != "thread", reason="needs ./dev sanitize")
+def test_the_thread_sanitizer_sees_a_race(fresh):
+    with pytest.raises(WorldFailure, match="data race"):
+        fresh(1, init=False).run(raced)
+
+
 def delayed(ctx: Ctx) -> None:
     device = accelerator.load()
     ctx.equal(os.environ["STANDIN_DELAY_US"], "20000")

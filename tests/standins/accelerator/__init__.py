@@ -217,6 +217,11 @@ def verify() -> None:
     _native.verify()
 
 
+def race() -> None:
+    """For the thread sanitizer, which must see it."""
+    _native.race()
+
+
 class Graph:
     """What a block enqueues on a stream (and on streams that join it), to be run later.
 

@@ -3,6 +3,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <thread>
+
 #include "accelerator.h"
 
 namespace py = pybind11;
@@ -29,6 +31,15 @@ py::dict counts() {
   found["live_bytes"] = all.liveBytes;
   found["pinned_bytes"] = all.pinnedBytes;
   return found;
+}
+
+// Two threads write the same number, and nothing orders them.
+int race() {
+  volatile int number = 0;
+  std::thread other([&number] { number = 1; });
+  number = 2;
+  other.join();
+  return number;
 }
 
 }  // namespace
@@ -78,4 +89,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("verify", &mycoll_standin_verify, noGil);
   m.def("counts", &counts);
+  m.def("race", &race, noGil);
 }

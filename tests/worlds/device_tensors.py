@@ -1,0 +1,40 @@
+"""What jobs with device tensors do again and again."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from worlds.worker import Ctx
+
+NUMEL = 5000
+
+
+def here(ctx: Ctx) -> torch.Stream:
+    return torch.accelerator.current_stream(ctx.device)
+
+
+def full(ctx: Ctx, value: float, numel: int = NUMEL) -> torch.Tensor:
+    return torch.full((numel,), float(value), device=ctx.device)
+
+
+def total(ctx: Ctx) -> float:
+    return float(sum(range(1, ctx.size + 1)))
+
+
+def is_all(ctx: Ctx, tensor: torch.Tensor, value: float, what: str = "") -> None:
+    ctx.same(tensor, torch.full(tensor.shape, float(value)), what)
+
+
+def warm_up(ctx: Ctx) -> None:
+    """Connects: that may wait for the device, and is done once."""
+    dist.all_reduce(full(ctx, 1))
+    here(ctx).synchronize()
+
+
+def slow(ctx: Ctx) -> None:
+    """The current stream is 30 ms behind."""
+    if ctx.device.type == "cuda":
+        torch.cuda._sleep(50_000_000)
+    else:
+        torch.standin.sleep(30_000)

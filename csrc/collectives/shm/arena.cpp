@@ -125,7 +125,7 @@ const char* Arena::blobOf(int rank) const {
 char* Arena::bulk(int rank, uint64_t round) const {
   return reinterpret_cast<char*>(&control(rank)) + roundUp(sizeof(Control), kPage) +
          2 * roundUp(shape_.smallBytes, kPage) +
-         (round % kBulkAreas) * roundUp(shape_.chunkBytes, kPage);
+         ((base_ + round) % kBulkAreas) * roundUp(shape_.chunkBytes, kPage);
 }
 
 void Arena::publish(Counter counter, uint64_t roundsCompleted) {

@@ -12,7 +12,8 @@
 // all have finished n-1. Hence:
 //   small   two areas, by the parity of the collective's number: free when a collective begins;
 //   bulk    written only after all arrivals were seen: free then.
-// Within one collective, bulk areas are used round by round, with counters that never go back.
+// Bulk areas are used round by round, with counters that never go back, in turn also from one
+// collective to the next: an area that was read long ago is quicker to write through the caches.
 //
 // How a part is written depends on how near the ranks are (distance.h). Rank 0 knows, and says it
 // with each arrival; all go by it from the next collective on, so that they agree on the rounds.

@@ -27,8 +27,10 @@ Task shmBarrier(ShmGroup group, const Call& call);
 Task shmPublish(ShmGroup group, const Call& call);
 // Everybody has a piece for each other rank: all_to_all, scatter.
 Task shmPairwise(ShmGroup group, const Call& call);
-// all_reduce, reduce: small ones are reduced by every rank that wants them, large ones by parts.
+// all_reduce, reduce: small ones, and those of two ranks, are reduced by every rank that wants
+// them, others by parts.
 Task shmReduceSmall(ShmGroup group, const Call& call);
+Task shmReduceOfTwo(ShmGroup group, const Call& call);
 Task shmReduceLarge(ShmGroup group, const Call& call);
 Task shmReduceScatterSmall(ShmGroup group, const Call& call);
 Task shmReduceScatterLarge(ShmGroup group, const Call& call);

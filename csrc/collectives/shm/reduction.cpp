@@ -1,7 +1,12 @@
-// Collectives that compute. Every element is reduced by one rank, over all ranks' inputs in rank
-// order and with one rounding: so all ranks hold the same bits, whatever the size or the road.
+// Collectives that compute. Every element is reduced over all ranks' inputs in rank order and with
+// one rounding, by one rank or by each in the same way: so all ranks hold the same bits, whatever
+// the size or the road.
 //
-// Large ones go in rounds of one bulk area a rank. In each round every rank owns one slice:
+// Large ones go in rounds of one bulk area a rank. Between two ranks each stages its own input, and
+// reduces all of it. A byte crosses memory as often as if they divided the work, and they wait for
+// each other once a round instead of twice.
+//
+// More ranks divide it. In each round every rank owns one slice:
 //
 //                   slice 0      slice 1      slice 2
 //   area of rank 0  result of 0  input of 0   input of 0     rank 0 reduces slice 0: its own input
@@ -64,7 +69,8 @@ Task shmCollective(ShmGroup group, const Call& call) {
       const size_t bytes = call.in[0].bytes;
       bool isSmall = bytes <= arena.shape().smallBytes &&
                      bytes * static_cast<size_t>(arena.ranks()) <= kMaxSymmetricWork;
-      return isSmall ? shmReduceSmall(group, call) : shmReduceLarge(group, call);
+      if (isSmall) return shmReduceSmall(group, call);
+      return arena.ranks() == 2 ? shmReduceOfTwo(group, call) : shmReduceLarge(group, call);
     }
     case OpKind::kReduceScatter: {
       size_t bytes = 0;
@@ -103,6 +109,61 @@ Task shmReduceSmall(ShmGroup group, const Call& call) {
   }
   reduce(call.dtype, call.reduceOp, call.out[0].data, inputs, arena.ranks(),
          bytes / call.elementBytes, arena.ranks(), false);
+  co_return Status();
+}
+
+Task shmReduceOfTwo(ShmGroup group, const Call& call) {
+  Arena& arena = group.arena;
+  const int self = arena.rank();
+  const int other = 1 - self;
+  const Signature signature = call.signature();
+  const bool isAll = call.kind == OpKind::kAllReduce;
+  const bool wantsResult = isAll || self == call.root;
+  const bool isWanted = isAll || other == call.root;
+  const size_t bytes = call.in[0].bytes;
+  const bool isStreaming = wantsResult && bytes >= kStreamingOutput;
+  // Large rounds are best at any distance: there is only one wait in them, which they hide.
+  const size_t chunk = arena.shape().chunkBytes;
+  const uint64_t rounds = (bytes + chunk - 1) / chunk;
+
+  arena.beginBlob(0);
+  const Staging staging = arena.staging(true);
+  arena.arrive(signature, 0, rounds);
+  AllArrived arrived(arena, signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+
+  const auto pieceOf = [&](void* tensor, uint64_t round) -> Span {
+    const size_t begin = round * chunk;
+    return {static_cast<char*>(tensor) + begin, std::min(chunk, bytes - begin)};
+  };
+  const auto fill = [&](uint64_t round) {
+    const Span piece = pieceOf(call.in[0].data, round);
+    if (isWanted) staging.copy(arena.bulk(self, round), piece.data, piece.bytes);
+    arena.publish(Counter::kFilled, round + 1);
+  };
+  fill(0);
+  for (uint64_t round = 0; round < rounds; ++round) {
+    if (round + 1 < rounds) {
+      if (round >= 1) {
+        RoundReached isFree(arena, Counter::kDone, round);
+        co_await isFree;
+      }
+      fill(round + 1);
+    }
+    if (wantsResult) {
+      RoundReached isFilled(arena, Counter::kFilled, round + 1);
+      co_await isFilled;
+      const Span mine = pieceOf(call.in[0].data, round);
+      const void* inputs[2];
+      inputs[self] = mine.data;
+      inputs[other] = arena.bulk(other, round);
+      reduce(call.dtype, call.reduceOp, pieceOf(call.out[0].data, round).data, inputs, 2,
+             mine.bytes / call.elementBytes, 2, isStreaming);
+    }
+    arena.publish(Counter::kDone, round + 1);
+  }
+  arena.endRounds(rounds);
   co_return Status();
 }
 

@@ -158,3 +158,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.worlds(1, 2, 3, 4, 5)
 def test_random_walk(world, seed):
     world.run(walk, seed, deadline=90)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_walk_in_small_rounds(fresh, ranks):
+    """What takes one round or two of shared memory takes hundreds."""
+    env = {"MYCOLL_CHUNK_BYTES": "4096", "MYCOLL_SMALL_BYTES": "100"}
+    fresh(ranks, "shm", env=env).run(walk, 4, deadline=90)

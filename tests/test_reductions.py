@@ -248,7 +248,7 @@ def test_reduce_matrix(world):
 
 def reduce_big(ctx: Ctx) -> None:
     for root in range(ctx.size):
-        parts = ctx.inputs(torch.float32, 300_007, seed=root)
+        parts = ctx.inputs(torch.float32, 1_000_003, seed=root)
         x = parts[ctx.rank].clone()
         dist.reduce(x, root)
         if ctx.rank == root:
@@ -257,7 +257,7 @@ def reduce_big(ctx: Ctx) -> None:
             ctx.same(x, parts[ctx.rank], "a rank that is not the root: untouched:")
 
 
-@pytest.mark.worlds(3, 4)
+@pytest.mark.worlds(2, 3, 4)
 def test_reduce_big(world):
     world.run(reduce_big)
 

@@ -1,5 +1,6 @@
 #include "kernels/copy.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -19,6 +20,8 @@ constexpr size_t kLineBytes = 64;
 constexpr size_t kStepBytes = 256;
 // Below, the partial lines at both ends cost more than is gained.
 constexpr size_t kLeastBytes = 2048;
+// What is read twice in turn comes from the first caches the second time.
+constexpr size_t kCachedBytes = 32 * 1024;
 
 }  // namespace
 
@@ -55,6 +58,16 @@ void copy(void* to, const void* from, size_t bytes, bool isStreaming) {
     copyStreaming(to, from, bytes);
   } else {
     copy(to, from, bytes);
+  }
+}
+
+void copyToBoth(void* to, bool isStreaming, void* also, bool isAlsoStreaming, const void* from,
+                size_t bytes) {
+  for (size_t at = 0; at < bytes; at += kCachedBytes) {
+    const char* piece = static_cast<const char*>(from) + at;
+    const size_t pieceBytes = std::min(kCachedBytes, bytes - at);
+    copy(static_cast<char*>(to) + at, piece, pieceBytes, isStreaming);
+    copy(static_cast<char*>(also) + at, piece, pieceBytes, isAlsoStreaming);
   }
 }
 

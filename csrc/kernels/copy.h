@@ -16,6 +16,10 @@ void copyStreaming(void* to, const void* from, size_t bytes);
 // Either of the two: for whoever decides it by size or distance.
 void copy(void* to, const void* from, size_t bytes, bool isStreaming);
 
+// One source, read from memory once, to two places.
+void copyToBoth(void* to, bool isStreaming, void* also, bool isAlsoStreaming, const void* from,
+                size_t bytes);
+
 // Past the caches in pieces: call streamingFence() before anybody is told.
 void copyStreamingUnfenced(void* to, const void* from, size_t bytes);
 void streamingFence();

@@ -117,7 +117,7 @@ struct Bench {
       call.dtype = DType::kFloat32;
       call.reduceOp = ReduceOp::kSum;
       call.elementBytes = sizeof(float);
-      char* const other = op == "all_gather" ? data : data + bytes;  // room for both was made
+      char* const other = data + bytes;  // room for both was made
       for (int rank = 0; rank < ranks; ++rank) {
         const size_t at = static_cast<size_t>(rank) * part;
         if (op != "all_gather" || rank == group.rank()) call.in.push_back({data + at, part});

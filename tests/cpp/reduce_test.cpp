@@ -231,3 +231,18 @@ TEST(Copy, anySizeAnyAlignment) {
     }
   }
 }
+
+TEST(Copy, oneSourceToTwoPlaces) {
+  std::mt19937_64 random(8);
+  std::vector<char> source(200'000);
+  for (char& byte : source) byte = static_cast<char>(random());
+  for (const size_t bytes : {0, 1, 5000, 32768, 32769, 199'937}) {
+    for (const int streaming : {0, 1, 2, 3}) {
+      Placed to(bytes, 31), also(bytes, 7);
+      copyToBoth(to.data(), streaming & 1, also.data(), streaming & 2, source.data() + 63, bytes);
+      EXPECT(bytes == 0 || std::memcmp(to.data(), source.data() + 63, bytes) == 0);
+      EXPECT(bytes == 0 || std::memcmp(also.data(), source.data() + 63, bytes) == 0);
+      EXPECT(to.guardsHold() && also.guardsHold());
+    }
+  }
+}

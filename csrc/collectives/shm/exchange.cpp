@@ -124,14 +124,13 @@ Task shmPublish(ShmGroup group, const Call& call) {
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
 
   bool isStreaming = false;
+  Span kept;  // my own, where I want it, too
   for (int rank = 0; rank < arena.ranks(); ++rank) {
     Span target = plan.from(rank);
     if (!plan.theirs || (plan.only >= 0 && rank != plan.only)) continue;
     isStreaming |= target.bytes >= kStreamingOutput;
     if (rank == self) {
-      if (target.bytes && target.data != plan.mine.data) {
-        copy(target.begin(), plan.mine.begin(), target.bytes, isStreaming);
-      }
+      if (target.data != plan.mine.data) kept = target;
       continue;
     }
     const char* theirs = arena.blobOf(rank);
@@ -146,10 +145,20 @@ Task shmPublish(ShmGroup group, const Call& call) {
   const uint64_t rounds = maxRounds(arena);
   auto fill = [&](uint64_t round) {
     Span part = piece(plan.mine, round, chunk);
-    staging.copy(arena.bulk(self, round), part.data, part.bytes);
+    char* const staged = arena.bulk(self, round);
+    if (kept.bytes > 0) {
+      copyToBoth(staged, staging.isStreaming, piece(kept, round, chunk).data, isStreaming,
+                 part.data, part.bytes);
+    } else {
+      staging.copy(staged, part.data, part.bytes);
+    }
     arena.publish(Counter::kFilled, round + 1);
   };
-  if (myRounds > 0) fill(0);
+  if (myRounds > 0) {
+    fill(0);
+  } else if (kept.bytes) {
+    copy(kept.begin(), plan.mine.begin(), kept.bytes, isStreaming);
+  }
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < myRounds) {
       if (round >= 1) {

@@ -97,8 +97,8 @@ class Arena {
   const char* blobOf(int rank) const;
 
   // ---- its rounds, numbered from 0 in each collective
-  // After beginBlob. allFillAndTake: every rank takes from all others, and does more than to copy,
-  // or takes all of it. Where data goes only one way, stores past the caches are best anyhow.
+  // After beginBlob. allFillAndTake: every rank takes from all others. Where data goes only one
+  // way, stores past the caches are best anyhow.
   Staging staging(bool allFillAndTake) const;
   char* bulk(int rank, uint64_t round) const;
   void publish(Counter counter, uint64_t roundsCompleted);

@@ -194,14 +194,6 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     if (isScatter) return rank == call.root ? call.out[0] : Span{};
     return call.out[rank];
   };
-  // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
-  const Staging staging = arena.staging(false);
-  const size_t part =
-      staging.chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~size_t{63};
-  auto offset = [&](int from, int to) {
-    return static_cast<size_t>(to < from ? to : to - 1) * part;
-  };
-
   const size_t tableBytes = sends ? static_cast<size_t>(ranks) * sizeof(uint64_t) : 0;
   size_t dataBytes = 0;
   size_t largest = 0;
@@ -211,9 +203,16 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     largest = std::max(largest, call.in[rank].bytes);
   }
   const bool isSmall = tableBytes + dataBytes <= arena.shape().smallBytes;
-  const uint64_t myRounds = isSmall ? 0 : roundsFor(largest, part);
   const size_t blobBytes = tableBytes + (isSmall ? dataBytes : 0);
   char* blob = arena.beginBlob(blobBytes);
+  const Staging staging = arena.staging(!isScatter);
+  // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
+  const size_t part =
+      staging.chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~size_t{63};
+  auto offset = [&](int from, int to) {
+    return static_cast<size_t>(to < from ? to : to - 1) * part;
+  };
+  const uint64_t myRounds = isSmall ? 0 : roundsFor(largest, part);
   char* end = blob + tableBytes;
   for (int rank = 0; sends && rank < ranks; ++rank) {
     const uint64_t bytes = call.in[rank].bytes;

@@ -40,6 +40,10 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call);
 // Outputs of this size and more are written past the caches.
 constexpr size_t kStreamingOutput = 1024 * 1024;
 
+uint64_t roundsFor(size_t bytes, size_t perRound);
+// The part of `whole` that belongs to a round.
+Span piece(Span whole, uint64_t round, size_t perRound);
+
 Status shmMismatch(const ShmGroup& group, const Signature& mine, const AllArrived& arrived);
 Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected,
                        const Signature& signature);

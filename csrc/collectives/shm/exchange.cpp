@@ -17,14 +17,6 @@
 namespace mycoll {
 namespace {
 
-uint64_t roundsFor(size_t bytes, size_t perRound) { return (bytes + perRound - 1) / perRound; }
-
-// The part of `whole` that belongs to a round.
-Span piece(Span whole, uint64_t round, size_t perRound) {
-  size_t begin = std::min<size_t>(round * perRound, whole.bytes);
-  return {whole.begin() + begin, std::min(perRound, whole.bytes - begin)};
-}
-
 uint64_t maxRounds(const Arena& arena) {
   uint64_t rounds = 0;
   for (int rank = 0; rank < arena.ranks(); ++rank) {
@@ -67,6 +59,13 @@ Published published(const Call& call, int rank) {
 }
 
 }  // namespace
+
+uint64_t roundsFor(size_t bytes, size_t perRound) { return (bytes + perRound - 1) / perRound; }
+
+Span piece(Span whole, uint64_t round, size_t perRound) {
+  size_t begin = std::min<size_t>(round * perRound, whole.bytes);
+  return {whole.begin() + begin, std::min(perRound, whole.bytes - begin)};
+}
 
 Status shmMismatch(const ShmGroup& group, const Signature& mine, const AllArrived& arrived) {
   const Mailbox& names = group.names;

@@ -124,7 +124,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   const bool isStreaming = wantsResult && bytes >= kStreamingOutput;
   // Large rounds are best at any distance: there is only one wait in them, which they hide.
   const size_t chunk = arena.shape().chunkBytes;
-  const uint64_t rounds = (bytes + chunk - 1) / chunk;
+  const uint64_t rounds = roundsFor(bytes, chunk);
 
   arena.beginBlob(0);
   const Staging staging = arena.staging(true);
@@ -133,13 +133,9 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
 
-  const auto pieceOf = [&](void* tensor, uint64_t round) -> Span {
-    const size_t begin = round * chunk;
-    return {static_cast<char*>(tensor) + begin, std::min(chunk, bytes - begin)};
-  };
   const auto fill = [&](uint64_t round) {
-    const Span piece = pieceOf(call.in[0].data, round);
-    if (isWanted) staging.copy(arena.bulk(self, round), piece.data, piece.bytes);
+    const Span mine = piece(call.in[0], round, chunk);
+    if (isWanted) staging.copy(arena.bulk(self, round), mine.data, mine.bytes);
     arena.publish(Counter::kFilled, round + 1);
   };
   fill(0);
@@ -154,11 +150,11 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
     if (wantsResult) {
       RoundReached isFilled(arena, Counter::kFilled, round + 1);
       co_await isFilled;
-      const Span mine = pieceOf(call.in[0].data, round);
+      const Span mine = piece(call.in[0], round, chunk);
       const void* inputs[2];
       inputs[self] = mine.data;
       inputs[other] = arena.bulk(other, round);
-      reduce(call.dtype, call.reduceOp, pieceOf(call.out[0].data, round).data, inputs, 2,
+      reduce(call.dtype, call.reduceOp, piece(call.out[0], round, chunk).data, inputs, 2,
              mine.bytes / call.elementBytes, 2, isStreaming);
     }
     arena.publish(Counter::kDone, round + 1);
@@ -279,13 +275,9 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   auto offset = [&](int from, int to) {
     return static_cast<size_t>(to < from ? to : to - 1) * stride;
   };
-  auto slice = [&](Span whole, uint64_t round) {
-    const size_t begin = std::min<size_t>(round * stride, whole.bytes);
-    return Span{whole.begin() + begin, std::min(stride, whole.bytes - begin)};
-  };
   size_t largest = 0;
   for (const Span& span : call.in) largest = std::max(largest, span.bytes);
-  const uint64_t rounds = (largest + stride - 1) / stride;
+  const uint64_t rounds = roundsFor(largest, stride);
   const bool isStreaming = call.out[0].bytes >= kStreamingOutput;
 
   arena.arrive(signature, 0, rounds);
@@ -297,7 +289,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   auto fill = [&](uint64_t round) {
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
-      Span part = slice(call.in[owner], round);
+      Span part = piece(call.in[owner], round, stride);
       staging.copy(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
@@ -311,15 +303,15 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
       }
       fill(round + 1);
     }
-    Span mine = slice(call.in[self], round);
+    Span mine = piece(call.in[self], round, stride);
     if (mine.bytes) {
       RoundReached isFilled(arena, Counter::kFilled, round + 1);
       co_await isFilled;
       for (int rank = 0; rank < ranks; ++rank) {
         inputs[rank] = rank == self ? mine.data : arena.bulk(rank, round) + offset(rank, self);
       }
-      reduce(call.dtype, call.reduceOp, slice(call.out[0], round).data, inputs.data(), ranks,
-             mine.bytes / call.elementBytes, ranks, isStreaming);
+      reduce(call.dtype, call.reduceOp, piece(call.out[0], round, stride).data, inputs.data(),
+             ranks, mine.bytes / call.elementBytes, ranks, isStreaming);
     }
     arena.publish(Counter::kDone, round + 1);
   }

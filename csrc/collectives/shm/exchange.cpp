@@ -123,13 +123,18 @@ Task shmPublish(ShmGroup group, const Call& call) {
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
 
   bool isStreaming = false;
-  Span kept;  // my own, where I want it, too
+  Span kept;  // where my own goes, round by round
   for (int rank = 0; rank < arena.ranks(); ++rank) {
     Span target = plan.from(rank);
     if (!plan.theirs || (plan.only >= 0 && rank != plan.only)) continue;
     isStreaming |= target.bytes >= kStreamingOutput;
     if (rank == self) {
-      if (target.data != plan.mine.data) kept = target;
+      if (target.data == plan.mine.data || target.bytes == 0) continue;
+      if (myRounds > 0) {
+        kept = target;
+      } else {
+        copy(target.begin(), plan.mine.begin(), target.bytes, isStreaming);
+      }
       continue;
     }
     const char* theirs = arena.blobOf(rank);
@@ -153,11 +158,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
     }
     arena.publish(Counter::kFilled, round + 1);
   };
-  if (myRounds > 0) {
-    fill(0);
-  } else if (kept.bytes) {
-    copy(kept.begin(), plan.mine.begin(), kept.bytes, isStreaming);
-  }
+  if (myRounds > 0) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < myRounds) {
       if (round >= 1) {

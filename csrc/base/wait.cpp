@@ -17,6 +17,13 @@
 namespace mycoll {
 namespace {
 
+using std::chrono::milliseconds;
+
+// A yield that takes longer is a long one. Rows end where none comes for a while.
+constexpr milliseconds kLongYield(1);
+constexpr milliseconds kRowEnds(50);
+constexpr milliseconds kCrowdStays(200);
+
 std::string contents(const std::string& path) {
   std::ifstream file(path);
   return std::string((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
@@ -108,10 +115,20 @@ int usableCores() {
 
 SpinPolicy detail::choosePolicy(int localRanks, int cores, int spinMicrosOverride) {
   SpinPolicy policy = localRanks > cores
-                          ? SpinPolicy{.pauses = 20, .spinMicros = 0, .yieldMicros = 2000}
+                          ? SpinPolicy{.pauses = 20, .yieldMicros = 2000, .longYields = 4}
                           : SpinPolicy{.pauses = 20, .spinMicros = 30, .yieldMicros = 1000};
   if (spinMicrosOverride >= 0) policy.spinMicros = spinMicrosOverride;
   return policy;
+}
+
+void Crowd::yielded(Clock::time_point from, Clock::time_point back) {
+  if (back - from <= kLongYield) return;
+  // What was known when we went to sleep is still known: a crowd that stays is found by one yield.
+  const Clock::time_point last = std::max(last_.load(kRelaxed), until_.load(kRelaxed));
+  const int inRow = last + kRowEnds > from ? inRow_.load(kRelaxed) + 1 : 1;
+  inRow_.store(inRow, kRelaxed);
+  last_.store(back, kRelaxed);
+  if (inRow >= enough_) until_.store(back + kCrowdStays, kRelaxed);
 }
 
 SpinPolicy choose(int localRanks) {

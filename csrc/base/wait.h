@@ -1,6 +1,8 @@
 // How to wait for another core. All [any thread].
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <string>
 
 namespace mycoll {
@@ -27,11 +29,36 @@ struct SpinPolicy {
   int pauses = 0;
   int spinMicros = 0;
   int yieldMicros = 0;
+  int longYields = 1;  // so many in a row mean that others compute on our cores (Crowd)
 };
 
 // localRanks: those of one host, each with a thread that waits. When they outnumber the cores,
 // whoever spins keeps the one that it waits for from running. MYCOLL_SPIN_US overrides spinMicros.
 SpinPolicy choose(int localRanks);
+
+// Whether programs that compute share our cores. Ranks that wait as we do give the core back soon
+// when we yield to them; whoever keeps it for longer is given a slice of milliseconds by every
+// yield, while a thread that sleeps is put before it when it wakes. So for a while after that it is
+// better to sleep at once. Where ranks outnumber the cores a single yield proves nothing: one of us
+// may be computing, and the scheduler may let one wait that has yielded often.
+// [any thread]; what threads overwrite of each other's is only a hint.
+class Crowd {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit Crowd(int longYields) : enough_(longYields) {}
+  bool isHere(Clock::time_point now) const { return now < until_.load(kRelaxed); }
+  // A sched_yield() took from `from` to `back`.
+  void yielded(Clock::time_point from, Clock::time_point back);
+
+ private:
+  static constexpr auto kRelaxed = std::memory_order_relaxed;
+
+  const int enough_;
+  std::atomic<int> inRow_{0};
+  std::atomic<Clock::time_point> last_{Clock::time_point::min()};  // long yield
+  std::atomic<Clock::time_point> until_{Clock::time_point::min()};
+};
 
 namespace detail {
 

@@ -17,11 +17,6 @@ using Clock = std::chrono::steady_clock;
 // While waiting in the kernel: how often signals, deadlines and peers are looked at.
 constexpr auto kTick = std::chrono::milliseconds(50);
 constexpr int kSpinBatch = 64;
-// Ranks that wait as this one does give the core back soon when it yields to them. Whoever keeps it
-// for longer computes something else, and is given a slice of milliseconds by every yield, while a
-// thread that sleeps is put before it when it wakes. So for a while this group sleeps at once.
-constexpr auto kYieldTooLong = std::chrono::milliseconds(1);
-constexpr auto kCrowdedTime = std::chrono::milliseconds(200);
 
 int localRanks(const Engine& engine, const GroupAddress& address) {
   const Endpoint& endpoint = *engine.endpoint();
@@ -38,6 +33,7 @@ Group::Group(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress 
       record_({options_.name + (options_.isExternal ? ":device" : ""), address.context,
                options_.rank, options_.ranks, options_.globalRanks}),
       spinPolicy_(choose(localRanks(*engine_, address))),
+      crowd_(spinPolicy_.longYields),
       timeout_(options_.timeout.count()),
       left_(address.peers.size()),
       mailbox_(engine_->endpoint(), address, this) {}
@@ -132,7 +128,6 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
       }
     }
   };
-  constexpr auto relaxed = std::memory_order_relaxed;
   bool isInterrupted = false;
   {
     Waiting waiting(*this, !isMessage);
@@ -154,7 +149,7 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
       const auto now = Clock::now();
       if (idleSince == Clock::time_point::min()) idleSince = now;
       const auto idle = now - idleSince;
-      const bool isCrowded = now.time_since_epoch().count() < crowdedUntil_.load(relaxed);
+      const bool isCrowded = crowd_.isHere(now);
       if (!isCrowded && idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
         // Over messages nothing changes unless the endpoint makes progress.
         spins = sharedArena_.load(std::memory_order_relaxed) ? kSpinBatch : 0;
@@ -162,9 +157,7 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
       } else if (!isCrowded && idle < std::chrono::microseconds(spinPolicy_.yieldMicros)) {
         spins = 0;
         sched_yield();
-        if (const auto back = Clock::now(); back - now > kYieldTooLong) {
-          crowdedUntil_.store((back + kCrowdedTime).time_since_epoch().count(), relaxed);
-        }
+        crowd_.yielded(now, Clock::now());
       } else {
         spins = 0;
         sleepFor(*op, isMessage, deadline);

@@ -165,8 +165,7 @@ class Group final : public MailboxListener,
   const std::shared_ptr<Engine> engine_;
   GroupRecord record_;
   const SpinPolicy spinPolicy_;
-  // Until then others compute on our cores (the steady clock's count); only a hint.
-  std::atomic<std::chrono::steady_clock::rep> crowdedUntil_{0};
+  Crowd crowd_;
   std::atomic<int64_t> timeout_;
 
   std::mutex runLock_;

@@ -304,6 +304,7 @@ TEST(Base, waitChoosesByCores) {
   EXPECT_EQ(crowded.pauses, 20);
   EXPECT_EQ(crowded.spinMicros, 0);
   EXPECT_EQ(crowded.yieldMicros, 2000);
+  EXPECT_EQ(crowded.longYields, 4);
   const SpinPolicy roomy = detail::choosePolicy(4, 4, -1);
   EXPECT_EQ(roomy.spinMicros, 30);
   EXPECT_EQ(roomy.yieldMicros, 1000);
@@ -312,6 +313,32 @@ TEST(Base, waitChoosesByCores) {
   ScopedEnv spin("MYCOLL_SPIN_US", "123");
   EXPECT_EQ(choose(1).spinMicros, 123);
   cpuRelax();
+}
+
+TEST(Base, aCrowdIsNoticedByLongYields) {
+  using std::chrono::milliseconds;
+  const auto at = [](int time) { return Crowd::Clock::time_point(milliseconds(time)); };
+  Crowd one(1);
+  EXPECT(!one.isHere(at(1000)));
+  one.yielded(at(1000), at(1001));
+  EXPECT(!one.isHere(at(1001)));
+  one.yielded(at(1001), at(1004));
+  EXPECT(one.isHere(at(1004)));
+  EXPECT(one.isHere(at(1203)));
+  EXPECT(!one.isHere(at(1204)));
+
+  Crowd three(3);
+  for (const int begin : {1000, 1010, 1100, 1110}) {  // two rows of two
+    three.yielded(at(begin), at(begin + 3));
+    EXPECT(!three.isHere(at(begin + 3)));
+  }
+  three.yielded(at(1120), at(1123));
+  EXPECT(three.isHere(at(1123)));
+  EXPECT(!three.isHere(at(1323)));
+  three.yielded(at(1325), at(1328));  // still there
+  EXPECT(three.isHere(at(1328)));
+  three.yielded(at(2000), at(2003));
+  EXPECT(!three.isHere(at(2003)));
 }
 
 TEST(Base, topologyIsStable) {

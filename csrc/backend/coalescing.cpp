@@ -42,11 +42,10 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
   std::vector<WorkPtr> works = std::move(coalesced_);
   coalesced_.clear();
   coalescingThread_.store(nullptr, std::memory_order_release);
-  if (device_) {
-    if (WorkPtr onDevice = device_->endBatch({isTimed_, {}})) {
-      if (works.empty()) return onDevice;
-      works.push_back(std::move(onDevice));
-    }
+  if (device_ && device_->hasBatch()) {
+    WorkPtr onDevice = device_->endBatch({isTimed_, hookFor(c10d::OpType::COALESCED)});
+    if (works.empty()) return onDevice;
+    works.push_back(std::move(onDevice));
   }
   return c10::make_intrusive<CoalescedWork>(std::move(works));
 }

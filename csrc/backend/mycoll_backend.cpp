@@ -13,6 +13,7 @@
 #include "backend/callback_pool.h"
 #include "backend/control_handlers.h"
 #include "backend/device/device_group.h"
+#include "backend/device/watchdog.h"
 #include "backend/errors.h"
 #include "backend/profiling.h"
 #include "backend/torch_store.h"
@@ -145,6 +146,7 @@ void MycollBackend::closeAll(Milliseconds timeout) {
     }
   }
   for (const auto& device : devices) device->close(deadline);
+  Watchdog::get().stop();  // the driver may be unloaded at any time
   for (const auto& communicator : open) communicator->close(deadline);
   if (!CallbackPool::get().drain(deadline.remaining())) {
     MYCOLL_LOG_WARN("a callback of a future has not returned in time for the process's exit");
@@ -302,6 +304,23 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
   return finishLaunch(request, outputs, std::move(ops), std::move(inFlight), isProfiled);
 }
 
+std::function<void(std::chrono::nanoseconds)> MycollBackend::hookFor(c10d::OpType type) {
+  if (!hook_) return {};
+  {
+    std::lock_guard<std::mutex> lock(hook_->mutex);
+    ++hook_->pending;
+  }
+  return [state = hook_, type,
+          sequence = getSequenceNumberForGroup()](std::chrono::nanoseconds took) {
+    const auto ended = MycollWork::Clock::now();
+    state->call(std::make_shared<c10d::WorkInfo>(type, sequence, ended - took, ended,
+                                                 std::chrono::duration<float, std::nano>(took)));
+    std::lock_guard<std::mutex> done(state->mutex);
+    --state->pending;
+    state->changed.notify_all();
+  };
+}
+
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
   if (!device_) {
     refuse(request.site, c10::str("there are tensors on ", request.device,
@@ -311,23 +330,7 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
     device_->addToBatch(std::move(request), outputs);
     return nullptr;
   }
-  DeviceGroup::Extras extras{isTimed_, {}};
-  if (hook_) {
-    {
-      std::lock_guard<std::mutex> lock(hook_->mutex);
-      ++hook_->pending;
-    }
-    extras.whenOver = [state = hook_, type = request.type,
-                       sequence = getSequenceNumberForGroup()](std::chrono::nanoseconds took) {
-      const auto ended = MycollWork::Clock::now();
-      state->call(std::make_shared<c10d::WorkInfo>(type, sequence, ended - took, ended,
-                                                   std::chrono::duration<float, std::nano>(took)));
-      std::lock_guard<std::mutex> done(state->mutex);
-      --state->pending;
-      state->changed.notify_all();
-    };
-  }
-  return device_->launch(request, outputs, std::move(extras));
+  return device_->launch(request, outputs, {isTimed_, hookFor(request.type)});
 }
 
 MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,

@@ -12,6 +12,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -158,6 +160,8 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr runProfiled(Request& request, at::TensorList outputs);
   WorkPtr launch(Request& request, at::TensorList outputs, bool isProfiled);
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
+  // For an operation on devices: tells the completion hook of its end; empty where there is none.
+  std::function<void(std::chrono::nanoseconds took)> hookFor(c10d::OpType type);
   WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops,
                        InFlight inFlight, bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,

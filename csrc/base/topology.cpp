@@ -25,14 +25,16 @@ std::string firstLine(const char* path) {
 
 }  // namespace
 
-std::string hostIdentity() {
-  std::string boot = firstLine("/proc/sys/kernel/random/boot_id");
+std::string kernelIdentity() {
+  const std::string boot = firstLine("/proc/sys/kernel/random/boot_id");
   // Sandboxes may hide it.
-  if (boot.empty()) boot = firstLine("/etc/machine-id") + "@" + hostName();
+  return boot.empty() ? firstLine("/etc/machine-id") + "@" + hostName() : boot;
+}
 
+std::string hostIdentity() {
   char space[64];
   const ssize_t length = ::readlink("/proc/self/ns/net", space, sizeof(space));
-  return boot + "/" + (length > 0 ? std::string(space, static_cast<size_t>(length)) : "net:?");
+  return kernelIdentity() + "/" + (length > 0 ? std::string(space, static_cast<size_t>(length)) : "net:?");
 }
 
 std::string hostName() {

@@ -13,6 +13,9 @@ namespace mycoll {
 // A host name would not do: containers of one host, and clones of one image, may share theirs.
 std::string hostIdentity();
 
+// Equal in two processes when they run under one kernel, and so see the same devices.
+std::string kernelIdentity();
+
 std::string hostName();
 
 pid_t processId();

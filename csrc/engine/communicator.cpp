@@ -153,6 +153,7 @@ Status Communicator::wait(const OpPtr& op, Deadline deadline) { return group_->w
 
 uint64_t Communicator::sequence() const { return group_->sequence(); }
 Status Communicator::error() const { return group_->error(); }
+bool Communicator::hasFailed() const { return group_->hasFailed(); }
 void Communicator::fail(const Status& cause) { group_->fail(cause); }
 void Communicator::abort(const std::string& reason) { group_->abort(reason); }
 void Communicator::close(Deadline deadline) { group_->close(deadline); }

@@ -188,6 +188,8 @@ class Communicator {
   uint64_t sequence() const;
   // Not ok once the group is dead: the first cause.
   Status error() const;
+  // Whether that is a failure: costs nothing to ask.
+  bool hasFailed() const;
   // Kills the group here and, by telling them, on the other ranks; the first cause stays. Returns
   // at once.
   void fail(const Status& cause);

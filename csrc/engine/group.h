@@ -77,6 +77,7 @@ class Group final : public MailboxListener,
 
   uint64_t sequence() const { return submitted_.load(std::memory_order_relaxed); }
   Status error() const;
+  bool hasFailed() const { return failed_.load(std::memory_order_acquire); }
   bool isClosed() const { return isClosed_.load(); }
   void setTimeout(std::chrono::milliseconds timeout) { timeout_.store(timeout.count()); }
   void fail(const Status& cause);
@@ -125,7 +126,6 @@ class Group final : public MailboxListener,
   bool mayShareMemory() const;
   void adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape, DistanceChoice distance);
 
-  bool hasFailed() const { return failed_.load(std::memory_order_acquire); }
   // The failure ends the collective of this number, or the next one.
   bool isOver(uint64_t number) const;
   // Under runLock_: one more collective begins.

@@ -12,6 +12,9 @@ struct Reduction {
   size_t unitBytes = 1;  // NCCL's element: a part of ours for complex numbers
 };
 
+// From which GPU on NCCL reduces float8.
+constexpr int kFloat8Capability = 90;
+
 bool isReduction(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
 }
@@ -85,6 +88,10 @@ Status findReduction(const Library& library, const Call& call, const Form& form,
   const bool isFloat8 = call.dtype == DType::kFloat8E4M3 || call.dtype == DType::kFloat8E5M2;
   if (isFloat8 && !library.has(Capability::kFloat8)) {
     return refuse(call, "that takes version 2.24, and this is " + library.describe());
+  }
+  if (isFloat8 && form.capability != 0 && form.capability < kFloat8Capability) {
+    return refuse(call, "that takes GPUs from sm_90 on, and a rank has one of sm_" +
+                            std::to_string(form.capability));
   }
   if (form.preMulSum == nullptr) return {};
   if (call.reduceOp != ReduceOp::kSum || isFloat8 ||

@@ -22,6 +22,7 @@ struct Form {
   // after the other, also on the other ranks. Then NCCL has one function for the operation. Without
   // it, even if it is true here, a list travels as a group of transfers: another rank's may not be.
   bool isFlat = false;
+  int capability = 0;  // of the oldest GPU of all ranks, 90 for sm_90; 0: not known
   const PreMulSum* preMulSum = nullptr;  // with reduceOp kSum; null: none
 };
 

@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "base/wait.h"
+#include "nccl/cudart.h"
 
 namespace mycoll::nccl {
 namespace {
@@ -196,6 +197,7 @@ Status Communicator::aside(const char* function, Call call, Deadline deadline, c
     std::thread([self = shared_from_this(), shared, function, call = std::move(call),
                  whenLate = std::move(whenLate)] {
       if (self->options_.bindDevice) self->options_.bindDevice();
+      const RelaxedCapture relaxed;  // NCCL allocates and frees
       const Result result = call();
       bool isLeft = false;
       {

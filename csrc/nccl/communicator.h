@@ -109,14 +109,18 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // --- ending
 
-  // Waits for what was enqueued and frees everything; past the deadline, aborts. On all ranks, as
-  // far as they live. Idempotent. The Status is that of an orderly end.
+  // Waits for what was enqueued and for the other ranks of the host, and frees everything. On all
+  // ranks, as far as they live. Idempotent. The Status is that of an orderly end. Past the deadline
+  // NCCL is left with it on a thread of its own, which frees it when it can: who wants to stop what
+  // runs calls abort() instead.
   Status close(Deadline deadline);
 
   // Stops what runs on the device and frees everything. `why` is what later calls return, if the
   // communicator had not failed before. Idempotent; a second caller waits for the first. Returns by
   // the deadline: kTimeout when NCCL has not come back by then, and then it never counts on it.
   Status abort(Deadline deadline, Status why);
+  // The same without waiting: several communicators are stopped at once by it.
+  void beginAbort(Status why);
 
   // Stops what runs, here and on ranks that do the same, and keeps the communicator for split() and
   // shrink(). Needs Capability::kRevoke.
@@ -172,9 +176,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status managed(const char* function, bool isThere, const std::function<Result(Comm*)>& call);
 
   // ending.cpp
-  void startAbort(Status why);
   void runAbort();
-  Status destroy(Deadline deadline);
+  Status leave(Deadline deadline);
 
   const Library& library_;
   const int rank_;

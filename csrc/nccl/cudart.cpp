@@ -9,9 +9,9 @@
 namespace mycoll::nccl {
 namespace {
 
-constexpr int kCaptureStatusActive = 1;          // cudaStreamCaptureStatusActive
-constexpr unsigned kNoDestructorSync = 1;        // cudaUserObjectNoDestructorSync: the only way
-constexpr unsigned kGraphTakesTheReference = 1;  // cudaGraphUserObjectMove
+constexpr int kCaptureStatusActive = 1;  // cudaStreamCaptureStatusActive
+constexpr int kCapabilityMajor = 75;     // cudaDevAttrComputeCapabilityMajor
+constexpr int kCapabilityMinor = 76;
 
 // The runtime that torch is linked with, which need not be visible to everybody.
 void* handleOfRuntime() {
@@ -32,20 +32,8 @@ Cudart Cudart::find() {
   };
   look(found.streamIsCapturing_, "cudaStreamIsCapturing");
   if (found.streamIsCapturing_ == nullptr) return found;
-  int (*runtimeGetVersion)(int*) = nullptr;
-  look(runtimeGetVersion, "cudaRuntimeGetVersion");
-  if (runtimeGetVersion != nullptr) runtimeGetVersion(&found.version_);
-  // One name, three signatures: CUDA 13's plain name takes what CUDA 12 calls _v3.
-  if (found.version_ >= 13000) {
-    look(found.captureInfo3_, "cudaStreamGetCaptureInfo");
-  } else {
-    look(found.captureInfo3_, "cudaStreamGetCaptureInfo_v3");
-    look(found.captureInfo2_, "cudaStreamGetCaptureInfo_v2");
-  }
   look(found.exchangeCaptureMode_, "cudaThreadExchangeStreamCaptureMode");
-  look(found.userObjectCreate_, "cudaUserObjectCreate");
-  look(found.userObjectRelease_, "cudaUserObjectRelease");
-  look(found.graphRetainUserObject_, "cudaGraphRetainUserObject");
+  look(found.deviceGetAttribute_, "cudaDeviceGetAttribute");
   look(found.getLastError_, "cudaGetLastError");
   return found;
 }
@@ -80,40 +68,21 @@ bool Cudart::busId(int device, std::string* id) {
   return true;
 }
 
-bool Cudart::capture(void* stream, CaptureInfo* info) const {
-  *info = CaptureInfo();
-  if (!isThere()) return false;
+bool Cudart::isCapturing(void* stream) const {
   int status = 0;
-  unsigned long long id = 0;
-  void* graph = nullptr;
-  int error = 0;
-  if (captureInfo3_ != nullptr) {
-    error = captureInfo3_(stream, &status, &id, &graph, nullptr, nullptr, nullptr);
-  } else if (captureInfo2_ != nullptr) {
-    error = captureInfo2_(stream, &status, &id, &graph, nullptr, nullptr);
-  } else {
-    error = streamIsCapturing_(stream, &status);
-  }
-  if (!succeeded(error)) return false;
-  info->isCapturing = status == kCaptureStatusActive;
-  if (info->isCapturing) {
-    info->id = id;
-    info->graph = graph;
-  }
-  return true;
+  return isThere() && succeeded(streamIsCapturing_(stream, &status)) &&
+         status == kCaptureStatusActive;
 }
 
-bool Cudart::retain(void* graph, void* object, void (*destroy)(void*)) const {
-  void* held = nullptr;
-  if (userObjectCreate_ == nullptr || userObjectRelease_ == nullptr ||
-      graphRetainUserObject_ == nullptr ||
-      !succeeded(userObjectCreate_(&held, object, destroy, 1, kNoDestructorSync))) {
-    destroy(object);
-    return false;
+int Cudart::capability(int device) const {
+  int major = 0;
+  int minor = 0;
+  if (deviceGetAttribute_ == nullptr ||
+      !succeeded(deviceGetAttribute_(&major, kCapabilityMajor, device)) ||
+      !succeeded(deviceGetAttribute_(&minor, kCapabilityMinor, device))) {
+    return 0;
   }
-  if (succeeded(graphRetainUserObject_(graph, held, 1, kGraphTakesTheReference))) return true;
-  (void)succeeded(userObjectRelease_(held, 1));  // calls destroy
-  return false;
+  return 10 * major + minor;
 }
 
 RelaxedCapture::RelaxedCapture() {

@@ -1,23 +1,14 @@
-// The few functions of the CUDA runtime that neither NCCL nor torch's device-generic classes offer:
-// what a captured stream needs. Found in the process by name, since mycoll is built without CUDA;
+// The few functions of the CUDA runtime that neither NCCL nor torch's device-generic classes offer.
+// Found in the process by name, since mycoll is built without CUDA;
 // where there is no CUDA runtime everything here says so and does nothing.
 //
 // Thread contract: [any thread]. Found once, at first use; nothing is locked afterwards.
 // Lifetimes: nothing is owned here.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <string>
 
 namespace mycoll::nccl {
-
-// A stream under graph capture.
-struct CaptureInfo {
-  bool isCapturing = false;
-  uint64_t id = 0;        // unique in the process; 0 when not capturing
-  void* graph = nullptr;  // cudaGraph_t that is being built; null when not capturing or not known
-};
 
 class Cudart {
  public:
@@ -26,18 +17,16 @@ class Cudart {
 
   // False: no CUDA runtime in this process, and all below return false.
   bool isThere() const { return streamIsCapturing_ != nullptr; }
-  int version() const { return version_; }  // 13000; 0 when not there
 
   // "0000:3b:00.0": the GPU behind a device's number, by which NCCL tells whether two ranks share
   // one. False where that is not known.
   static bool busId(int device, std::string* id);
 
-  // False when the question could not be answered; *info then says "not capturing".
-  bool capture(void* stream, CaptureInfo* info) const;
+  // Whether the stream is under graph capture; false where nobody can say.
+  bool isCapturing(void* stream) const;
 
-  // destroy(object) is called once: when the graph and all that was instantiated from it are gone,
-  // on a thread of CUDA's, where it must not call CUDA; or before a return of false.
-  bool retain(void* graph, void* object, void (*destroy)(void*)) const;
+  // 90 for sm_90; 0 where it is not known.
+  int capability(int device) const;
 
  private:
   friend class RelaxedCapture;
@@ -45,22 +34,15 @@ class Cudart {
   static Cudart find();
   bool succeeded(int error) const;
 
-  int version_ = 0;
   int (*streamIsCapturing_)(void* stream, int* status) = nullptr;
-  int (*captureInfo2_)(void*, int*, unsigned long long*, void**, const void**, size_t*) = nullptr;
-  int (*captureInfo3_)(void*, int*, unsigned long long*, void**, const void**, const void**,
-                       size_t*) = nullptr;
   int (*exchangeCaptureMode_)(int* mode) = nullptr;
-  int (*userObjectCreate_)(void** object, void* pointer, void (*destroy)(void*), unsigned count,
-                           unsigned flags) = nullptr;
-  int (*userObjectRelease_)(void* object, unsigned count) = nullptr;
-  int (*graphRetainUserObject_)(void* graph, void* object, unsigned count,
-                                unsigned flags) = nullptr;
+  int (*deviceGetAttribute_)(int* value, int attribute, int device) = nullptr;
   int (*getLastError_)() = nullptr;
 };
 
 // While it lives, this thread may call what CUDA forbids while any thread captures (event queries,
 // allocations) without spoiling that capture.
+// What was recorded in a capture must not be asked for all the same: that spoils it.
 class RelaxedCapture {
  public:
   RelaxedCapture();

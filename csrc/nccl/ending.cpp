@@ -4,6 +4,7 @@
 
 #include "base/log.h"
 #include "nccl/communicator.h"
+#include "nccl/cudart.h"
 
 namespace mycoll::nccl {
 namespace {
@@ -24,7 +25,7 @@ bool lockBy(std::unique_lock<std::mutex>& lock, Deadline deadline) {
 
 Status Communicator::abort(Deadline deadline, Status why) {
   if (state() == State::kClosed) return {};
-  startAbort(std::move(why));
+  beginAbort(std::move(why));
   std::unique_lock<std::mutex> lock(stateMutex_);
   if (state() == State::kClosed) return {};
   auto isDone = [this] { return isAbortDone_; };
@@ -40,8 +41,7 @@ Status Communicator::abort(Deadline deadline, Status why) {
   return {};
 }
 
-// The first caller's thread does it.
-void Communicator::startAbort(Status why) {
+void Communicator::beginAbort(Status why) {
   if (!moveTo(State::kAborted, std::move(why))) return;
   auto run = [self = shared_from_this()] { self->runAbort(); };
   try {
@@ -54,6 +54,7 @@ void Communicator::startAbort(Status why) {
 
 void Communicator::runAbort() {
   if (options_.bindDevice) options_.bindDevice();
+  const RelaxedCapture relaxed;  // NCCL frees
   Result result = Result::kSuccess;
   {
     std::unique_lock<std::mutex> issuing(issue_, std::defer_lock);
@@ -94,24 +95,21 @@ Status Communicator::close(Deadline deadline) {
     if (!lockBy(issuing, deadline)) {
       status = late("close()", since);
     } else if (state() == State::kReady && moveTo(State::kClosing)) {
-      Comm* const comm = handle();
-      auto finalize = [this, comm] { return library_.functions().commFinalize(comm); };
-      status = aside("ncclCommFinalize", finalize, deadline, nullptr);
-      if (status.ok()) status = settle("ncclCommFinalize", comm, deadline, nullptr);
-      if (status.ok()) status = destroy(deadline);
-      if (status.ok()) return {};
+      return leave(deadline);
     } else {
       status = unusable();  // failed, aborted, or still connecting in another thread
     }
   }
   // The first reason stays; the deadline may have passed, so nobody waits much longer.
-  startAbort(status);
+  beginAbort(status);
   (void)abort(earlier(deadline, Deadline::after(std::chrono::seconds(5))), status).ok();
   return status;
 }
 
-// After an orderly finalize.
-Status Communicator::destroy(Deadline deadline) {
+// All of it on one thread, which has the handle to itself from here on: NCCL frees much of a
+// communicator in any of these calls, so that no second one may begin beside it. An abort from
+// elsewhere, as past the deadline, only ends our wait.
+Status Communicator::leave(Deadline deadline) {
   Comm* comm = nullptr;
   {
     std::lock_guard<std::mutex> inspecting(inspect_);
@@ -119,10 +117,27 @@ Status Communicator::destroy(Deadline deadline) {
     if (state() == State::kClosing) comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
   }
   if (comm == nullptr) return unusable();  // abort() was quicker
-  auto call = [this, comm] { return library_.functions().commDestroy(comm); };
-  MYCOLL_RETURN_IF_ERROR(aside("ncclCommDestroy", call, deadline, nullptr));
-  if (!moveTo(State::kClosed)) return unusable();
-  return {};
+  auto call = [this, comm, deadline] {
+    const Functions& functions = library_.functions();
+    Result result = functions.commFinalize(comm);
+    while (result == Result::kInProgress && !deadline.expired()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      const Result asked = functions.commGetAsyncError(comm, &result);
+      if (asked != Result::kSuccess) result = asked;
+    }
+    if (result == Result::kSuccess) return functions.commDestroy(comm);
+    (void)functions.commAbort(comm);
+    return result;
+  };
+  const Status status = aside("close()", call, deadline, nullptr);
+  if (status.ok() && moveTo(State::kClosed)) return {};
+  moveTo(State::kAborted, status);
+  {
+    std::lock_guard<std::mutex> lock(stateMutex_);
+    isAbortDone_ = true;
+    abortDone_.notify_all();
+  }
+  return status.ok() ? unusable() : status;
 }
 
 Status Communicator::revoke(Deadline deadline) {

@@ -125,14 +125,18 @@ TEST(NcclClose, endsByItsDeadline) {
     const int64_t comms = standIn.count("comms");
     {
       World world(standIn, 2);
-      Buffer data(filled(1), world[0].stream);
-      if (std::string(what) == "pending") EXPECT_OK(sum(world[0], data));  // rank 1 never comes
+      Buffer data(filled(1), world[0].stream), late(filled(1), world[1].stream);
+      if (std::string(what) == "pending") EXPECT_OK(sum(world[0], data));  // rank 1 comes too late
       const auto script = standIn.scripted((std::string("rank=0,hang=") + what).c_str());
       const Clock::time_point start = Clock::now();
       const Status status = world[0].comm->close(in(200));
       EXPECT_EQ(status.code(), Code::kTimeout);
       EXPECT(secondsSince(start) < kSoon);
       EXPECT_EQ(world[0].comm->close(in(0)).message(), status.message());
+      EXPECT_EQ(world[0].comm->abort(in(0), Status(Code::kAborted, "x")).code(), Code::kOk);
+      // Nobody takes the handle from the thread that is inside NCCL with it.
+      EXPECT_EQ(world[0].comm->handle(), static_cast<Comm*>(nullptr));
+      if (std::string(what) == "pending") EXPECT_OK(sum(world[1], late));
     }
     EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
   }

@@ -82,6 +82,7 @@ void DeviceGroup::chooseRoad(c10::Device device) {
   for (int rank = 0; rank < place_.ranks; ++rank) everybody.push_back(rank);
   const Status judgement = NcclRoad::judge(reports, everybody);
   if (judgement.ok()) {
+    nccl_->setCapability(reports);
     road_.store(DeviceRoad::kNccl, std::memory_order_release);
     return;
   }
@@ -135,11 +136,15 @@ Status DeviceGroup::error() const {
   return Status();
 }
 
+bool DeviceGroup::isDead() const {
+  return place_.control->hasFailed() || place_.host->hasFailed() || place_.cpu->hasFailed();
+}
+
 void DeviceGroup::throwIfDead() const {
-  const Status cause = error();
-  if (cause.ok()) [[likely]] {
+  if (!isDead()) [[likely]] {
     return;
   }
+  const Status cause = error();
   throwStatus(Status(cause.code(), cause.message() + "\n  Here: rank " +
                                        std::to_string(place_.rank) + ", called after that"));
 }
@@ -152,9 +157,17 @@ DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
                                         at::TensorList outputs, Extras extras, bool isBatch) {
   clearReleased();
   throwIfDead();
+  const c10::Device device = requests.front()->device;
+  // A guard asks the driver when it ends: only where it is needed.
+  if (isCurrent(device)) return carryHere(requests, outputs, std::move(extras), isBatch);
+  const c10::DeviceGuard guard(device);
+  return carryHere(requests, outputs, std::move(extras), isBatch);
+}
+
+DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& requests,
+                                            at::TensorList outputs, Extras extras, bool isBatch) {
   const Request& first = *requests.front();
   const c10::Device device = first.device;
-  const c10::DeviceGuard guard(device);
   const c10::Stream caller = currentStream(device);
   const bool isMessage = isPointToPoint(first) && !isBatch;
   if (!isMessage) chooseRoad(device);
@@ -276,7 +289,7 @@ void DeviceGroup::fail(const Status& cause) {
 void DeviceGroup::abort(const std::string& reason) {
   place_.cpu->abort(reason);
   fail(place_.cpu->error());
-  Watchdog::get().add(shared_from_this());
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
 }
 
 void DeviceGroup::close(Deadline deadline) {

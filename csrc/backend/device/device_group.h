@@ -117,6 +117,7 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // The requests of a batch leave together with endBatch(), as one launch of NCCL's. Null: none.
   void addToBatch(Request request, at::TensorList outputs);
   WorkPtr endBatch(Extras extras);
+  bool hasBatch() const { return !batch_.empty(); }
   void dropBatch();
 
   // For a barrier: what has been enqueued on this thread's current streams, and by this group.
@@ -168,13 +169,19 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
     std::function<void(const Status&)> fn;
   };
 
+  bool isDead() const;
   void throwIfDead() const;
   void chooseRoad(c10::Device device);
   // isBatch: also where it is a batch of one: the others' may have more, and all take one road.
   WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,
                 bool isBatch);
+  // The same; the requests' device is current.
+  WorkPtr carryHere(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,
+                    bool isBatch);
   void hearOfFailures();
   void endFollowed(const std::vector<Followed>& ended);
+  void releaseLingering();
+  void handOver(std::vector<at::Tensor> released);
   void tellAwaited();
 
   const DevicePlace place_;
@@ -195,6 +202,7 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::atomic<bool> hasReleased_{false};
   std::atomic<bool> isClosed_{false};
   // The watchdog's own.
+  std::vector<DeviceOperationPtr> lingering_;  // over by a failure, but still on the device
   bool isSpread_ = false;
   std::chrono::steady_clock::time_point ncclErrorSince_;
   std::chrono::steady_clock::time_point askedAt_;

@@ -37,7 +37,7 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, ui
 
 DeviceWork::~DeviceWork() {
   // Before its end the watchdog hands the memory on (see DeviceGroup::clearReleased()).
-  if (operation_->isOver()) operation_->release();
+  if (operation_->mayRelease()) operation_->release();
 }
 
 std::exception_ptr DeviceWork::exception() const { return toException(operation_->status()); }

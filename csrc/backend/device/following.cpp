@@ -31,7 +31,9 @@ void DeviceGroup::follow(Followed followed) {
     followed_.push_back(std::move(followed));
     if (wasBusy) return;
   }
-  Watchdog::get().add(shared_from_this());
+  // Where the device does all of it, its end may be seen a little later: to wake a thread for every
+  // operation would cost more than the operation. The host road's next step waits for us.
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/knownRoad() != DeviceRoad::kNccl);
 }
 
 void DeviceGroup::followMessage(const DeviceOperationPtr& operation, const Request& request,
@@ -62,7 +64,7 @@ void DeviceGroup::onOver(const DeviceOperationPtr& operation,
     std::lock_guard<std::mutex> lock(mutex_);
     awaited_.push_back({operation, std::move(fn)});
   }
-  Watchdog::get().add(shared_from_this());
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
 }
 
 DeviceGroup::Watched DeviceGroup::watch() {
@@ -86,6 +88,7 @@ DeviceGroup::Watched DeviceGroup::watch() {
     followed_ = std::move(left);
   }
   endFollowed(ended);
+  releaseLingering();
   if (!late.empty() && error().ok()) {
     fail(Status(Code::kTimeout, "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" +
                                     place_.name + "': " + late.front().description +
@@ -138,8 +141,26 @@ void DeviceGroup::endFollowed(const std::vector<Followed>& ended) {
   std::vector<at::Tensor> released;
   for (const Followed& entry : ended) {
     if (entry.external) entry.external->finish(entry.operation->status());
+    if (!entry.operation->mayRelease()) {
+      lingering_.push_back(entry.operation);
+      continue;
+    }
     for (at::Tensor& tensor : entry.operation->release()) released.push_back(std::move(tensor));
   }
+  handOver(std::move(released));
+}
+
+void DeviceGroup::releaseLingering() {
+  std::vector<at::Tensor> released;
+  std::erase_if(lingering_, [&](const DeviceOperationPtr& operation) {
+    if (!operation->mayRelease()) return false;
+    for (at::Tensor& tensor : operation->release()) released.push_back(std::move(tensor));
+    return true;
+  });
+  handOver(std::move(released));
+}
+
+void DeviceGroup::handOver(std::vector<at::Tensor> released) {
   if (released.empty()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   for (at::Tensor& tensor : released) released_.push_back(std::move(tensor));

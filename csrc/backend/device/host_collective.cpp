@@ -1,5 +1,6 @@
 #include "backend/device/host_collective.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -114,6 +115,7 @@ size_t HostCollective::chunkBytesOf(const Call& call) const {
 
 Status HostCollective::begin() {
   return copying([&] {
+    const c10::DeviceGuard guard(operation_->device());  // on whichever thread
     ready_->block(inward_);
     ready_->block(outward_);
   });

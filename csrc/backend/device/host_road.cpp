@@ -1,5 +1,6 @@
 #include "backend/device/host_road.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -117,6 +118,7 @@ DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request
         if (!each->status().ok()) return whole->fail(each->status());
       }
       const Status status = copying([&] {
+        const c10::DeviceGuard guard(joint.device());  // on whichever thread
         for (const DeviceOperationPtr& each : parts) each->block(joint);
         whole->setEnqueued(joint, recordEvent(joint, isTimed));
       });

@@ -100,6 +100,7 @@ bool NcclRoad::split(NcclRoad* child, int color, bool isWilling) {
   if (!status.ok()) failConnecting(status);
   if (child == nullptr) return true;
   auto line = std::make_shared<Line>(Line{std::move(made), sideStream(device)});
+  child->capability_.store(capability_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   std::lock_guard<std::mutex> lock(child->mutex_);
   child->lines_[device.index()] = child->keepUnlessEnded(std::move(line));
   return true;

@@ -10,7 +10,9 @@
 #include "backend/call_site.h"
 #include "backend/device/copies.h"
 #include "backend/errors.h"
+#include "base/crc32c.h"
 #include "base/env.h"
+#include "base/topology.h"
 #include "nccl/cudart.h"
 #include "nccl/library.h"
 
@@ -117,6 +119,9 @@ NcclRoad::Report NcclRoad::report(c10::Device device) {
   const Status status = nccl::Library::get(wheelFile(), &library);
   if (status.ok()) {
     report.version = library->version();
+    report.capability = static_cast<uint8_t>(nccl::Cudart::get().capability(device.index()));
+    const std::string kernel = kernelIdentity();
+    report.kernel = crc32c(kernel.data(), kernel.size());
     put(report.gpu, gpuOf(device, *library));
   } else {
     put(report.reason, status.message());
@@ -145,7 +150,10 @@ Status NcclRoad::judge(const std::vector<Report>& reports, const std::vector<int
                ncclVersion(first.version) + ", " + rank + " has " + ncclVersion(reports[i].version);
     }
     for (size_t j = 0; j < i && reason.empty(); ++j) {
-      if (reports[i].gpu[0] == '\0' || std::strcmp(reports[i].gpu, reports[j].gpu) != 0) continue;
+      if (reports[i].gpu[0] == '\0' || reports[i].kernel != reports[j].kernel ||
+          std::strcmp(reports[i].gpu, reports[j].gpu) != 0) {
+        continue;
+      }
       reason = "rank " + std::to_string(ranks[j]) + " and " + rank + " use the same GPU (" +
                reports[i].gpu +
                "), which NCCL refuses; give every rank one of its own, by "
@@ -156,19 +164,33 @@ Status NcclRoad::judge(const std::vector<Report>& reports, const std::vector<int
   return Status(choice == CudaPath::kNccl ? Code::kInvalidArgument : Code::kUnsupported, reason);
 }
 
+void NcclRoad::setCapability(const std::vector<Report>& reports) {
+  int least = 0;
+  for (const Report& report : reports) {
+    if (report.capability == 0) continue;
+    least = least == 0 ? report.capability : std::min<int>(least, report.capability);
+  }
+  capability_.store(least, std::memory_order_relaxed);
+}
+
 // ---- carrying ----------------------------------------------------------------------------------
+
+nccl::Form NcclRoad::formOf(const Request& request) const {
+  nccl::Form form;
+  form.isFlat = request.isFlat;
+  form.capability = capability_.load(std::memory_order_relaxed);
+  return form;
+}
 
 void NcclRoad::enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream) {
   for (const Call& call : request.calls) {
-    nccl::Form form;
-    form.isFlat = request.isFlat;
     Status status;
     if (call.kind == OpKind::kSend) {
       status = nccl::send(issue, call.in.front(), peer, stream);
     } else if (call.kind == OpKind::kRecv) {
       status = nccl::receive(issue, call.out.front(), peer, stream);
     } else {
-      status = nccl::enqueue(issue, call, stream, form);
+      status = nccl::enqueue(issue, call, stream, formOf(request));
     }
     if (!status.ok()) return;  // issue.end() tells it
   }
@@ -180,8 +202,7 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   for (const Request* request : requests) {
     for (const Call& call : request->calls) {
       if (isPointToPoint(call)) continue;
-      const Status possible =
-          nccl::check(*nccl::Library::loaded(), call, nccl::Form{request->isFlat, nullptr});
+      const Status possible = nccl::check(*nccl::Library::loaded(), call, formOf(*request));
       if (!possible.ok()) refuse(request->site, possible.message());
     }
   }
@@ -202,6 +223,7 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   const bool isCaptured = isCapturing(caller);
   const c10::Stream stream = first.async ? line->stream : caller;
   auto operation = std::make_shared<DeviceOperation>(first.site.function, caller);
+  operation->setCaptured(isCaptured);
   if (isMessage && isAlone) operation->setSource(first.peer);
   if (first.async) {
     if (!ready) ready = recordEvent(caller, false, isCaptured);
@@ -277,7 +299,10 @@ Status NcclRoad::check() {
 }
 
 void NcclRoad::abort(Deadline deadline, const Status& why) {
-  for (const LinePtr& line : open(true)) (void)line->communicator->abort(deadline, why);
+  // All at once: one communicator's abort may wait for what another one has running.
+  const std::vector<LinePtr> lines = open(true);
+  for (const LinePtr& line : lines) line->communicator->beginAbort(why);
+  for (const LinePtr& line : lines) (void)line->communicator->abort(deadline, why);
 }
 
 void NcclRoad::close(Deadline deadline) {

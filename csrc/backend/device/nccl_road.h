@@ -9,6 +9,7 @@
 // Lifetimes: a part of its DeviceGroup.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,6 +37,8 @@ class NcclRoad {
   struct Report {
     int32_t version = 0;  // of NCCL; 0: none, and `reason` says why
     uint8_t choice = 0;   // CudaPath
+    uint8_t capability = 0;   // of the GPU: 90 for sm_90; 0: not known
+    uint32_t kernel = 0;      // hash of what tells machines of one name apart
     char gpu[48] = {};    // which GPU of which host, if that can be known
     char reason[200] = {};
   };
@@ -43,6 +46,9 @@ class NcclRoad {
   // Not ok: why these ranks cannot use NCCL together (kUnsupported: the host road can serve), or
   // should not (they were told different things).
   static Status judge(const std::vector<Report>& reports, const std::vector<int>& ranks);
+
+  // What all ranks' GPUs can do, of those that have reported.
+  void setCapability(const std::vector<Report>& reports);
 
   // All ranks: makes the communicator that the first collective would make.
   void connect(c10::Device device) { (void)lineFor(device); }
@@ -111,10 +117,12 @@ class NcclRoad {
   }
   // All lines, none once the group has ended. isEnd: this is its end.
   std::vector<LinePtr> open(bool isEnd);
+  nccl::Form formOf(const Request& request) const;
   // peer: of a message, as the communicator counts.
   void enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream);
 
   const DevicePlace& place_;
+  std::atomic<int> capability_{0};  // of the oldest GPU; 0: not known
 
   std::mutex connectMutex_;  // one connects all ranks at a time; before mutex_
   mutable std::mutex mutex_;

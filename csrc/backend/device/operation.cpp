@@ -1,5 +1,7 @@
 #include "backend/device/operation.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <thread>
 #include <utility>
 
@@ -48,7 +50,8 @@ void DeviceOperation::fail(const Status& cause) {
   OpPtr finished;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (state_ == State::kFailed || (state_ == State::kEnqueued && hasPassed(*ended_))) return;
+    if (state_ == State::kFailed) return;
+    if (state_ == State::kEnqueued && (isCaptured_ || hasPassed(*ended_))) return;
     state_ = State::kFailed;
     status_ = cause;
     finished.swap(engineOp_);
@@ -99,7 +102,11 @@ Status DeviceOperation::waitOver(Deadline deadline) {
     lastTick = Clock::now();
     if (isInterruptPending()) return interrupted();
   }
-  return status();
+  const Status failure = status();
+  if (!failure.ok() || isCaptured_) return failure;
+  // An error of the device is an end, too, but not a good one.
+  bool isPassed = true;
+  return ask(*ended_, &isPassed);
 }
 
 bool DeviceOperation::isEnqueued() const {
@@ -114,7 +121,18 @@ bool DeviceOperation::isOver() const {
     if (state_ != State::kEnqueued) return state_ == State::kFailed;
     ended = ended_;
   }
-  return hasPassed(*ended);
+  return isCaptured_ || hasPassed(*ended);
+}
+
+bool DeviceOperation::mayRelease() const {
+  EventPtr ended;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (kept_.empty()) return true;
+    if (state_ == State::kQueued) return false;
+    ended = ended_;
+  }
+  return !ended || isCaptured_ || hasPassed(*ended);
 }
 
 Status DeviceOperation::status() const {
@@ -136,7 +154,9 @@ void DeviceOperation::onEnqueued(std::function<void()> fn) {
 void DeviceOperation::block(const c10::Stream& stream) const { ended_->block(stream); }
 
 float DeviceOperation::milliseconds() const {
-  return started_ && ended_ ? static_cast<float>(started_->elapsedTime(*ended_)) : 0.0f;
+  if (!started_ || !ended_ || isCaptured_) return 0.0f;
+  const c10::DeviceGuard guard(device());
+  return static_cast<float>(started_->elapsedTime(*ended_));
 }
 
 std::vector<at::Tensor> DeviceOperation::release() {

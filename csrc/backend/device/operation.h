@@ -7,6 +7,9 @@
 // kQueued: a part of it still has to happen on the CPU before its last work is on a stream; only
 // the host road knows this state for longer than a call.
 //
+// Under graph capture it is over as soon as it is enqueued: what is recorded runs when the graph is
+// replayed, and nobody may ask for an event that belongs to a graph.
+//
 // Thread contract: [any thread], with or without the GIL.
 // Lifetimes: held by shared_ptr. The tensors that it keeps are dropped by whoever calls release():
 // never by the watchdog, since dropping a tensor may need the GIL and calls the allocator.
@@ -45,6 +48,7 @@ class DeviceOperation {
   // Somebody wants to know its duration: events are timed.
   void setTimed(bool isTimed) { isTimed_ = isTimed; }
   bool isTimed() const { return isTimed_; }
+  void setCaptured(bool isCaptured) { isCaptured_ = isCaptured; }
   // Its first work is behind this event, if it is timed.
   void setStarted(EventPtr started) { started_ = std::move(started); }
   // Its last work is on `stream`, and `ended` behind it.
@@ -76,8 +80,11 @@ class DeviceOperation {
   const EventPtr& ended() const { return ended_; }
   float milliseconds() const;  // between started and ended, both timed; only when over
 
-  // What it kept, for the caller to drop.
+  // Takes what it kept, for the caller to drop.
   std::vector<at::Tensor> release();
+  // The device does not use any more what it keeps. After a failure this may come later than the
+  // end, as what NCCL has started may still be writing; where nothing is kept, it costs nothing.
+  bool mayRelease() const;
 
  private:
   enum class State { kQueued, kEnqueued, kFailed };
@@ -86,6 +93,7 @@ class DeviceOperation {
   const c10::Stream caller_;
   std::atomic<int> source_{-1};
   bool isTimed_ = false;
+  bool isCaptured_ = false;
   EventPtr started_;
 
   mutable std::mutex mutex_;

@@ -13,6 +13,7 @@
 #include "backend/device/nccl_road.h"
 #include "backend/errors.h"
 #include "base/env.h"
+#include "nccl/cudart.h"
 
 namespace mycoll {
 namespace {
@@ -166,6 +167,7 @@ void Pairs::serve(DeviceGroup& group, Pair& pair) {
 
 void Pairs::connect(DeviceGroup& group, Pair& pair, c10::Device device) {
   const c10::DeviceGuard guard(device);
+  const nccl::RelaxedCapture relaxed;  // NCCL allocates
   throwIfFailed(group.error());
   if (!pair.isOnNccl) pair.isOnNccl = isPairOnNccl(group, device, pair.peer);
   if (*pair.isOnNccl) nccl_.connectPair(device, pair.peer);

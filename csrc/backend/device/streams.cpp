@@ -1,8 +1,10 @@
 #include "backend/device/streams.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/version.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -46,6 +48,10 @@ EventPool& pool() {
 
 }  // namespace
 
+bool isCurrent(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getDevice() == device;
+}
+
 c10::Stream currentStream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
@@ -59,9 +65,8 @@ bool isCapturing(const c10::Stream& stream) {
 #if TORCH_VERSION_MINOR >= 12
   return stream.is_capturing();
 #else
-  nccl::CaptureInfo info;
   return stream.device_type() == c10::DeviceType::CUDA &&
-         nccl::Cudart::get().capture(stream.native_handle(), &info) && info.isCapturing;
+         nccl::Cudart::get().isCapturing(stream.native_handle());
 #endif
 }
 
@@ -84,14 +89,28 @@ EventPtr recordEvent(const c10::Stream& stream, bool isTimed, bool isCaptured) {
   return event;
 }
 
-bool hasPassed(const c10::Event& event) {
+Status ask(const c10::Event& event, bool* hasPassed) {
+  *hasPassed = true;
   try {
+    // To ask makes a context on the current device, which on a thread of ours is the first one of
+    // all until somebody says otherwise: half a GiB of its memory for every rank of the node.
+    const c10::DeviceGuard guard(event.device());
     const nccl::RelaxedCapture relaxed;
-    return event.query();
+    *hasPassed = event.query();
   } catch (const std::exception& error) {
-    MYCOLL_LOG_WARN("the device cannot be asked for an event: %s", error.what());
-    return true;
+    return Status(Code::kInternal, std::string("the device reports an error: ") + error.what());
   }
+  return Status();
+}
+
+bool hasPassed(const c10::Event& event) {
+  bool isPassed = true;
+  const Status status = ask(event, &isPassed);
+  if (!status.ok()) {
+    static std::atomic<bool> isTold{false};  // it comes back with every question
+    if (!isTold.exchange(true)) MYCOLL_LOG_WARN("%s", status.message().c_str());
+  }
+  return isPassed;
 }
 
 }  // namespace mycoll

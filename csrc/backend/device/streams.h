@@ -12,12 +12,14 @@
 #include <memory>
 #include <utility>
 
+#include "base/status.h"
 #include "base/task.h"
 
 namespace mycoll {
 
 using EventPtr = std::shared_ptr<c10::Event>;
 
+bool isCurrent(c10::Device device);  // of this thread
 c10::Stream currentStream(c10::Device device);
 // One of the device's pool, of high priority: what travels on it starts before what computes.
 c10::Stream sideStream(c10::Device device);
@@ -32,7 +34,11 @@ EventPtr takeEvent(c10::Device device, bool isTimed = false, bool isCaptured = f
 // Records on the stream, with a fresh event.
 EventPtr recordEvent(const c10::Stream& stream, bool isTimed = false, bool isCaptured = false);
 
-// True when the device has passed it. An error of the device counts as passed: whoever asks goes
+// Whether the device has passed it. An error of the device counts as passed, and is returned. Not
+// for captured events: to ask for them spoils their graph.
+Status ask(const c10::Event& event, bool* hasPassed);
+
+// The same. An error of the device counts as passed: whoever asks goes
 // on, and the device tells its users itself.
 bool hasPassed(const c10::Event& event);
 

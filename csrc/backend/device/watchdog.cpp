@@ -21,6 +21,8 @@ namespace {
 constexpr auto kSoon = std::chrono::microseconds(100);
 constexpr auto kLeast = std::chrono::microseconds(1'000);
 constexpr auto kMost = std::chrono::microseconds(20'000);
+// Rounds of kMost without anything to follow, before it sleeps.
+constexpr int kLinger = 50;
 
 }  // namespace
 
@@ -30,8 +32,13 @@ struct Watchdog::State {
   std::vector<std::shared_ptr<DeviceGroup>> groups;  // busy ones
   bool isWoken = false;
   bool isRunning = false;
+  bool isAsleep = false;    // until it is woken
+  bool isLooking = false;   // at groups, without the mutex
+  bool isStopped = false;
+  std::condition_variable hasLooked;
 
   void run();
+  void awaitGroups(std::unique_lock<std::mutex>& lock);
 };
 
 Watchdog& Watchdog::get() {
@@ -48,14 +55,16 @@ Watchdog::State& Watchdog::state() {
   return *kState;
 }
 
-void Watchdog::add(std::shared_ptr<DeviceGroup> group) {
+void Watchdog::add(std::shared_ptr<DeviceGroup> group, bool isUrgent) {
   State& all = state();
   std::lock_guard<std::mutex> lock(all.mutex);
   if (std::find(all.groups.begin(), all.groups.end(), group) == all.groups.end()) {
     all.groups.push_back(std::move(group));
   }
-  all.isWoken = true;
-  all.woken.notify_one();
+  if (isUrgent || all.isAsleep) {
+    all.isWoken = true;
+    all.woken.notify_one();
+  }
   if (std::exchange(all.isRunning, true)) return;
   // Signals are for the user's threads.
   sigset_t every, before;
@@ -75,16 +84,34 @@ void Watchdog::wake() {
   all.woken.notify_one();
 }
 
+void Watchdog::stop() {
+  State& all = state();
+  std::unique_lock<std::mutex> lock(all.mutex);
+  all.isStopped = true;
+  all.hasLooked.wait_for(lock, std::chrono::seconds(1), [&all] { return !all.isLooking; });
+}
+
+// With the mutex held: until there is something to look at.
+void Watchdog::State::awaitGroups(std::unique_lock<std::mutex>& lock) {
+  const auto isThere = [this] { return isWoken || (!groups.empty() && !isStopped); };
+  for (int round = 0; round < kLinger && !isThere(); ++round) woken.wait_for(lock, kMost, isThere);
+  isAsleep = true;
+  woken.wait(lock, isThere);
+  isAsleep = false;
+}
+
 void Watchdog::State::run() {
   auto pause = kLeast;
   std::unique_lock<std::mutex> lock(mutex);
   for (;;) {
-    if (groups.empty()) {
-      woken.wait(lock, [this] { return isWoken; });
+    if (groups.empty() || isStopped) {
+      awaitGroups(lock);
       pause = kLeast;
     }
     isWoken = false;
+    if (isStopped) continue;
     std::vector<std::shared_ptr<DeviceGroup>> round = groups;
+    isLooking = true;
     lock.unlock();
     DeviceGroup::Watched all;
     std::vector<DeviceGroup*> idle;
@@ -104,6 +131,8 @@ void Watchdog::State::run() {
     lock.unlock();
     round.clear();  // perhaps the last references
     lock.lock();
+    isLooking = false;
+    hasLooked.notify_all();
     pause = all.hasMoved ? kLeast : std::min(pause * 2, kMost);
     if (groups.empty()) continue;
     woken.wait_for(lock, all.wantsSoon ? kSoon : pause, [this] { return isWoken; });

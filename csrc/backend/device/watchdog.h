@@ -3,7 +3,8 @@
 //
 // Thread contract: [any thread].
 // Lifetimes: never destroyed; the thread starts with the first group that is busy, and sleeps while
-// none is. A process that was forked starts its own.
+// none is. A process that was forked starts its own. It looks at devices at least every 20 ms while
+// there is something to follow, and for a while after, so that what comes then need not wake it.
 #pragma once
 
 #include <memory>
@@ -16,10 +17,12 @@ class Watchdog {
  public:
   static Watchdog& get();
 
-  // The group has something to follow from now on.
-  void add(std::shared_ptr<DeviceGroup> group);
+  // The group has something to follow from now on. isUrgent: look at once.
+  void add(std::shared_ptr<DeviceGroup> group, bool isUrgent);
   // There is something to look at now.
   void wake();
+  // The process ends: devices are not asked any more when this has returned.
+  void stop();
 
  private:
   Watchdog() = default;

@@ -24,12 +24,11 @@ Event* event(void* handle) { return static_cast<Event*>(handle); }
 
 // What an event stands for now; refuses one that a capture has taken.
 const char* lastOf(Event* event, std::shared_ptr<Moment>* moment) {
-  std::lock_guard<std::mutex> lock(event->mutex);
-  *moment = event->last;
-  if (event->last && event->last->isCaptured) {
-    return standin::refuse("the event was recorded under capture: it never passes");
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    *moment = event->last;
   }
-  return nullptr;
+  return *moment && (*moment)->isCaptured ? standin::refuseCaptured(**moment) : nullptr;
 }
 
 bool isPageable(const void* address) {
@@ -219,18 +218,6 @@ const char* mycoll_standin_capture_end(void* handle, void** graph) {
   if (const char* refusal = stream(handle)->endCapture(&ended)) return refusal;
   *graph = new std::shared_ptr<Graph>(std::move(ended));
   return nullptr;
-}
-
-int mycoll_standin_capture_info(void* handle, uint64_t* id, void** capture) {
-  const std::shared_ptr<Graph> graph = stream(handle)->capture();
-  if (!graph) return 0;
-  *id = graph->id;
-  *capture = graph.get();
-  return 1;
-}
-
-void mycoll_standin_capture_retain(void* capture, void* object, void (*destroy)(void*)) {
-  static_cast<Graph*>(capture)->retain(std::make_shared<Owned>(object, destroy));
 }
 
 void mycoll_standin_set_strict_capture(int isStrict) { standin::setStrictCapture(isStrict != 0); }

@@ -99,7 +99,8 @@ STANDIN_API void mycoll_standin_verify(void);
 // --- graphs
 
 // From begin to end, work for the stream is recorded. A stream that waits for an event of a capture
-// joins it; it must be joined back (by an event) before the end.
+// joins it; it must be joined back (by an event) before the end. Whoever asks for such an event, or
+// waits for it on the host, spoils the capture.
 STANDIN_API const char* mycoll_standin_capture_begin(void* stream);
 STANDIN_API int mycoll_standin_is_capturing(void* stream);
 STANDIN_API const char* mycoll_standin_capture_end(void* stream, void** graph);
@@ -108,10 +109,6 @@ STANDIN_API void mycoll_standin_graph_launch(void* graph, void* stream);
 // Memory that was allocated under capture and freed meanwhile goes with the graph.
 STANDIN_API void mycoll_standin_graph_destroy(void* graph);
 
-// The capture that a stream takes part in: 0 when there is none. id: another one for each capture.
-STANDIN_API int mycoll_standin_capture_info(void* stream, uint64_t* id, void** capture);
-// destroy(object) is called when the graph that comes of the capture is gone.
-STANDIN_API void mycoll_standin_capture_retain(void* capture, void* object, void (*destroy)(void*));
 // CUDA's rule, off by default: while anybody captures, events and streams may be asked or waited
 // for only by threads whose mode is relaxed (2), or thread-local (1) on another thread than the
 // capture's. Other calls are refused, and the capture fails at its end.

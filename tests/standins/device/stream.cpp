@@ -107,12 +107,6 @@ Clock::time_point Moment::time() const {
 
 // --- graphs
 
-Graph::Graph()
-    : id([] {
-        static std::atomic<uint64_t> last{0};
-        return ++last;
-      }()) {}
-
 Graph::~Graph() {
   for (void* address : memory_) Memory::get().retire(address);
 }
@@ -120,11 +114,6 @@ Graph::~Graph() {
 void Graph::keep(void* address) {
   std::lock_guard<std::mutex> lock(mutex_);
   memory_.push_back(address);
-}
-
-void Graph::retain(std::shared_ptr<const void> object) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  objects_.push_back(std::move(object));
 }
 
 void setStrictCapture(bool isStrict) {
@@ -145,6 +134,13 @@ Refusal refuseDuringCapture(const char* what) {
   }
   return isRefused ? refuse(std::string(what) + " while a capture goes on, which spoils it")
                    : nullptr;
+}
+
+Refusal refuseCaptured(const Moment& moment) {
+  std::lock_guard<std::mutex> lock(captureMutex);
+  const std::shared_ptr<Graph> graph = moment.graph.lock();
+  if (graph && !graph->hasEnded) graph->spoiledBy = "an event recorded in it was asked for";
+  return refuse("the event was recorded under capture: it never passes");
 }
 
 // --- streams

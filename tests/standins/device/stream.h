@@ -59,12 +59,9 @@ struct Event {
 class Graph {
  public:
   ~Graph();
-  Graph();
-  // The memory is freed with the graph, and the object let go of.
+  // The memory is freed with the graph.
   void keep(void* address);
-  void retain(std::shared_ptr<const void> object);
 
-  const uint64_t id;
   // The rest is guarded by captureMutex until the capture has ended, and constant afterwards.
   std::vector<Task> tasks;
   Stream* origin = nullptr;
@@ -78,7 +75,6 @@ class Graph {
  private:
   std::mutex mutex_;
   std::vector<void*> memory_;
-  std::vector<std::shared_ptr<const void>> objects_;
 };
 
 class Stream {
@@ -121,6 +117,9 @@ void setStrictCapture(bool isStrict);
 int exchangeCaptureMode(int mode);
 // Null where this thread may wait and ask now.
 Refusal refuseDuringCapture(const char* what);
+// To ask for what was recorded under capture spoils that capture, as with CUDA: whoever asks, and in
+// whatever mode.
+Refusal refuseCaptured(const Moment& moment);
 
 struct Counts {
   std::atomic<int64_t> streams{0}, tasks{0}, eventWaits{0}, eventQueries{0}, graphLaunches{0};

@@ -1,5 +1,5 @@
 """Device tensors and streams: what an operation waits for, who waits for it, how long memory
-lives, capture and replay. On the stand-in device a mistake in any of these gives wrong numbers, or
+lives. On the stand-in device a mistake in any of these gives wrong numbers, or
 ends the process with a sentence."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from worlds import arith
-from worlds.device import graph_on, held
+from worlds.device import held
 from worlds.device_tensors import NUMEL, full, here, is_all, slow, total, warm_up
 from worlds.worker import Ctx, called
 
@@ -313,90 +313,6 @@ def batches(ctx: Ctx) -> None:
 @pytest.mark.worlds(2, 3)
 def test_batches(device_world):
     device_world.run(batches)
-
-
-# --- capture
-
-
-def captured(ctx: Ctx) -> None:
-    """Collectives recorded once and replayed, sync and async, between other work."""
-    warm_up(ctx)
-    x, gathered = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
-    scattered, wide = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
-    for mode in ("sync", "async"):
-        with ctx.case(mode):
-            x.fill_(ctx.rank)
-            here(ctx).synchronize()
-            graph = graph_on(ctx.device)
-            with graph.capture():
-                x.add_(1)
-                called(mode, dist.all_reduce, x)
-                called(mode, dist.all_gather_into_tensor, gathered, x)
-                wide.copy_(gathered)
-                called(mode, dist.reduce_scatter_tensor, scattered, wide)
-                kept = x + 1  # allocated by the graph
-                called(mode, dist.broadcast, kept, 0)
-            is_all(ctx, x, ctx.rank, "nothing has run yet:")
-            graph.replay()
-            is_all(ctx, x, total(ctx))
-            is_all(ctx, gathered, total(ctx))
-            is_all(ctx, scattered, total(ctx) * ctx.size)
-            is_all(ctx, kept, total(ctx) + 1)
-            x.fill_(0)
-            graph.replay()
-            graph.replay()
-            is_all(ctx, x, (0 + 1) * ctx.size * ctx.size + ctx.size, "the third replay:")
-            other = full(ctx, 1)
-            dist.all_reduce(other)  # between replays, on the same communicator
-            is_all(ctx, other, ctx.size)
-            graph.reset()
-    dist.barrier()
-
-
-@pytest.mark.worlds(1, 2, roads=["nccl"])
-def test_capture_and_replay(device_world):
-    device_world.run(captured)
-
-
-def captured_while_watched(ctx: Ctx) -> None:
-    """Works of before are in flight, and watched, while a capture goes on."""
-    warm_up(ctx)
-    tensors = [full(ctx, ctx.rank + 1) for _ in range(4)]
-    slow(ctx)
-    works = [dist.all_reduce(t, async_op=True) for t in tensors]
-    x = full(ctx, ctx.rank + 1)
-    graph = graph_on(ctx.device)
-    with graph.capture():
-        for _ in range(3):
-            dist.all_reduce(x)
-            time.sleep(0.15)  # the watchdog looks at `works` meanwhile
-    for work, t in zip(works, tensors, strict=True):
-        work.wait()
-        is_all(ctx, t, total(ctx))
-    graph.replay()
-    is_all(ctx, x, total(ctx) * ctx.size**2)
-    graph.reset()
-
-
-@pytest.mark.worlds(2, roads=["nccl"])
-def test_the_watchdog_does_not_spoil_a_capture(device_world):
-    device_world.run(captured_while_watched)
-
-
-def refused_under_capture(ctx: Ctx) -> None:
-    x = full(ctx, 1)
-    with ctx.raises((RuntimeError, ValueError), "captur"), graph_on(ctx.device).capture():
-        dist.all_reduce(x)
-    y = full(ctx, 1)
-    dist.all_reduce(y)
-    is_all(ctx, y, ctx.size, "afterwards all is well")
-
-
-@pytest.mark.worlds(2, roads=["host"])
-def test_the_host_road_refuses_to_be_captured(device_world):
-    if device_world.spec.device == "standin" and torch.__version__ < "2.12":
-        pytest.skip("before torch 2.12 only CUDA says that it is being captured")
-    device_world.run(refused_under_capture)
 
 
 # --- several devices of one rank

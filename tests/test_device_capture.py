@@ -1,0 +1,164 @@
+"""Device tensors under graph capture: recorded once, replayed often, by CUDA's rules, which the
+stand-in device has, too: nobody may ask for what was recorded."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.device import graph_on
+from worlds.device_tensors import NUMEL, full, here, is_all, slow, total, warm_up
+from worlds.worker import Ctx, called
+
+
+def captured(ctx: Ctx) -> None:
+    """Collectives recorded once and replayed, sync and async, between other work."""
+    warm_up(ctx)
+    x, gathered = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
+    scattered, wide = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
+    for mode in ("sync", "async"):
+        with ctx.case(mode):
+            x.fill_(ctx.rank)
+            here(ctx).synchronize()
+            graph = graph_on(ctx.device)
+            with graph.capture():
+                x.add_(1)
+                called(mode, dist.all_reduce, x)
+                called(mode, dist.all_gather_into_tensor, gathered, x)
+                wide.copy_(gathered)
+                called(mode, dist.reduce_scatter_tensor, scattered, wide)
+                kept = x + 1  # allocated by the graph
+                called(mode, dist.broadcast, kept, 0)
+            is_all(ctx, x, ctx.rank, "nothing has run yet:")
+            graph.replay()
+            is_all(ctx, x, total(ctx))
+            is_all(ctx, gathered, total(ctx))
+            is_all(ctx, scattered, total(ctx) * ctx.size)
+            is_all(ctx, kept, total(ctx) + 1)
+            x.fill_(0)
+            graph.replay()
+            graph.replay()
+            is_all(ctx, x, (0 + 1) * ctx.size * ctx.size + ctx.size, "the third replay:")
+            other = full(ctx, 1)
+            dist.all_reduce(other)  # between replays, on the same communicator
+            is_all(ctx, other, ctx.size)
+            graph.reset()
+    dist.barrier()
+
+
+@pytest.mark.worlds(1, 2, roads=["nccl"])
+def test_capture_and_replay(device_world):
+    device_world.run(captured)
+
+
+def captured_while_watched(ctx: Ctx) -> None:
+    """Works of before are in flight, and watched, while a capture goes on."""
+    warm_up(ctx)
+    tensors = [full(ctx, ctx.rank + 1) for _ in range(4)]
+    slow(ctx)
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    x = full(ctx, ctx.rank + 1)
+    graph = graph_on(ctx.device)
+    with graph.capture():
+        for _ in range(3):
+            dist.all_reduce(x)
+            time.sleep(0.15)  # the watchdog looks at `works` meanwhile
+    for work, t in zip(works, tensors, strict=True):
+        work.wait()
+        is_all(ctx, t, total(ctx))
+    graph.replay()
+    is_all(ctx, x, total(ctx) * ctx.size**2)
+    graph.reset()
+
+
+@pytest.mark.worlds(2, roads=["nccl"])
+def test_the_watchdog_does_not_spoil_a_capture(device_world):
+    device_world.run(captured_while_watched)
+
+
+def refused_under_capture(ctx: Ctx) -> None:
+    x = full(ctx, 1)
+    with ctx.raises((RuntimeError, ValueError), "captur"), graph_on(ctx.device).capture():
+        dist.all_reduce(x)
+    y = full(ctx, 1)
+    dist.all_reduce(y)
+    is_all(ctx, y, ctx.size, "afterwards all is well")
+
+
+@pytest.mark.worlds(2, roads=["host"])
+def test_the_host_road_refuses_to_be_captured(device_world):
+    if device_world.spec.device == "standin" and torch.__version__ < "2.12":
+        pytest.skip("before torch 2.12 only CUDA says that it is being captured")
+    device_world.run(refused_under_capture)
+
+
+def works_of_a_capture(ctx: Ctx) -> None:
+    """What a Work can be asked for. Under capture it is over once recorded."""
+    warm_up(ctx)
+    x, y, z = full(ctx, 0), full(ctx, 0), full(ctx, 0)
+    here(ctx).synchronize()
+    graph = graph_on(ctx.device)
+    with graph.capture():
+        x.fill_(ctx.rank + 1)
+        work = dist.all_reduce(x, async_op=True)
+        work.wait(timedelta(seconds=20))
+        ctx.equal((work.is_completed(), work.is_success()), (True, True))
+        ctx.equal(work.get_future_result().wait(), 0, "result code")
+        y.fill_(ctx.rank + 1)
+        last = dist.all_reduce(y, async_op=True)
+        z.fill_(ctx.rank + 1)  # beside it
+        dist.all_reduce(z, async_op=True).get_future().wait()
+        time.sleep(0.1)  # for whoever would like to look meanwhile
+        last.wait()
+        del work, last
+    for _ in range(2):
+        graph.replay()
+        for tensor in (x, y, z):
+            is_all(ctx, tensor, total(ctx))
+    graph.reset()
+
+
+@pytest.mark.worlds(2, roads=["nccl"])
+def test_works_of_a_capture(device_world):
+    device_world.run(works_of_a_capture)
+
+
+def test_works_of_a_capture_that_wait_on_the_host(fresh_device_world):
+    env = (("MYCOLL_CUDA_BLOCKING_WAIT", "1"),)
+    fresh_device_world(2, "nccl", env=env).run(works_of_a_capture)
+
+
+# --- messages
+
+
+def captured_messages(ctx: Ctx) -> None:
+    x, y = full(ctx, 0), full(ctx, 0)
+
+    def message(tensor: torch.Tensor) -> dist.Work:
+        return dist.isend(tensor, 1) if ctx.rank == 0 else dist.irecv(tensor, 0)
+
+    work = message(y)
+    if ctx.device.type == "cuda" or torch.__version__ < "2.12":
+        # CUDA does not let NCCL connect beside a capture; before torch 2.12 only CUDA says that it
+        # captures, so that a message would be put aside here.
+        work.wait()
+        torch.accelerator.synchronize()
+        time.sleep(0.3)
+    x.fill_(0)
+    graph = graph_on(ctx.device)
+    with graph.capture():
+        if ctx.rank == 0:
+            x.add_(1)
+        message(x).wait()
+    work.wait()
+    for i in range(1, 4):
+        graph.replay()
+        is_all(ctx, x, i, f"replay {i}")
+    graph.reset()
+
+
+def test_captured_messages(fresh_device_world):
+    fresh_device_world(2, "nccl").run(captured_messages)

@@ -39,7 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--large", action="store_true", help="also tests that need 24 GiB of memory")
     group.addoption(
-        "--deadline", type=float, default=60, help="seconds after which a job counts as hung"
+        "--deadline",
+        type=float,
+        help="seconds after which a job counts as hung (60; on CUDA 300, as ranks may share a GPU)",
     )
     group.addoption("--seed", type=int, default=None, help="of the random walks: only this one")
     group.addoption(
@@ -124,9 +126,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest, backend: str) -> Iterator[Pool]:
+    on_cuda = request.config.getoption("--device") == "cuda"
     options = Options(
         backend=backend,
-        deadline=request.config.getoption("--deadline"),
+        deadline=request.config.getoption("--deadline") or (300 if on_cuda else 60),
         native_stacks=request.config.getoption("--native-stacks"),
     )
     pool = Pool(options)

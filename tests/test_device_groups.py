@@ -91,7 +91,24 @@ def subgroups(ctx: Ctx) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("job", [splits, subgroups], ids=lambda job: job.__name__)
+def meshes(ctx: Ctx) -> None:
+    """A mesh of a bound job splits NCCL's communicator, too."""
+    ctx.init(device_id=ctx.device)
+    before = calls(ctx)
+    mesh = dist.init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("outer", "inner"))
+    row = ctx.rank // 2 * 2
+    works(ctx, mesh.get_group("inner"), [row, row + 1], "the inner dimension")
+    works(ctx, mesh.get_group("outer"), [ctx.rank % 2, ctx.rank % 2 + 2], "the outer dimension")
+    if before:
+        after = calls(ctx)
+        ctx.equal(after["ncclCommSplit"] - before["ncclCommSplit"], 2, "splits")
+        name = "ncclCommInitRankConfig"
+        ctx.equal(after[name] - before[name], 0, "communicators that were not split off")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("job", [splits, subgroups, meshes], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("road", ["nccl", "host"])
 def test_groups_of_a_bound_job(fresh_device_world, road, job):
     fresh_device_world(4, road, init=False).run(job)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu.__main__ import Plan, run
 from mycoll.bench.report import read_results
 from worlds import device
 
@@ -22,8 +23,8 @@ def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_benchmarks_and_page(tmp_path: Path) -> None:
-    run = program(tmp_path, "--quick", "--only", "benchmarks")
-    assert run.returncode == 0, run.stdout + run.stderr
+    done = program(tmp_path, "--quick", "--only", "benchmarks")
+    assert done.returncode == 0, done.stdout + done.stderr
     (page,) = tmp_path.glob("*.md")
     text = page.read_text()
     assert "the stand-in device" in text
@@ -34,12 +35,28 @@ def test_benchmarks_and_page(tmp_path: Path) -> None:
     assert "| all_reduce | 8 |" in text
 
 
+def test_a_step_that_takes_too_long(tmp_path: Path) -> None:
+    """It is ended with all its processes, and the page written all the same."""
+    told = tmp_path / "pid"
+    code = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    (tmp_path / "job.py").write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    plan = Plan("standin", tmp_path, "page", quick=True)
+    broken = tmp_path / "rows.jsonl"
+    broken.write_text('{"kind": "he')
+    run(plan, "endless", [*torchrun, str(tmp_path / "job.py")], 15, broken)
+    text = plan.page.read_text()
+    assert "endless: STOPPED" in text
+    assert "is not a row of `mycoll bench`" in text
+    assert not Path(f"/proc/{told.read_text()}").exists()
+
+
 def test_tests_and_failures(tmp_path: Path) -> None:
     """What fails is named on the page, and its output kept."""
-    run = program(tmp_path, "--only", "tests", "-k", "test_wrong_arguments")
-    assert run.returncode == 0, run.stdout + run.stderr
-    run = program(tmp_path, "--only", "tests", "-k", "nothing_is_called_so")
-    assert run.returncode == 1
+    done = program(tmp_path, "--only", "tests", "-k", "test_wrong_arguments")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = program(tmp_path, "--only", "tests", "-k", "nothing_is_called_so")
+    assert done.returncode == 1
     (page,) = tmp_path.glob("*.md")
     assert "FAILED (exit code 5)" in page.read_text()
     assert list(tmp_path.glob("*.log"))

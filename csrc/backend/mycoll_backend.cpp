@@ -310,15 +310,15 @@ std::function<void(std::chrono::nanoseconds)> MycollBackend::hookFor(c10d::OpTyp
     std::lock_guard<std::mutex> lock(hook_->mutex);
     ++hook_->pending;
   }
-  return [state = hook_, type,
-          sequence = getSequenceNumberForGroup()](std::chrono::nanoseconds took) {
-    const auto ended = MycollWork::Clock::now();
-    state->call(std::make_shared<c10d::WorkInfo>(type, sequence, ended - took, ended,
-                                                 std::chrono::duration<float, std::nano>(took)));
-    std::lock_guard<std::mutex> done(state->mutex);
-    --state->pending;
-    state->changed.notify_all();
-  };
+  return
+      [state = hook_, type, sequence = getSequenceNumberForGroup()](std::chrono::nanoseconds took) {
+        const auto ended = MycollWork::Clock::now();
+        state->call(std::make_shared<c10d::WorkInfo>(
+            type, sequence, ended - took, ended, std::chrono::duration<float, std::nano>(took)));
+        std::lock_guard<std::mutex> done(state->mutex);
+        --state->pending;
+        state->changed.notify_all();
+      };
 }
 
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {

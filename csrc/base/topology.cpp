@@ -34,7 +34,8 @@ std::string kernelIdentity() {
 std::string hostIdentity() {
   char space[64];
   const ssize_t length = ::readlink("/proc/self/ns/net", space, sizeof(space));
-  return kernelIdentity() + "/" + (length > 0 ? std::string(space, static_cast<size_t>(length)) : "net:?");
+  return kernelIdentity() + "/" +
+         (length > 0 ? std::string(space, static_cast<size_t>(length)) : "net:?");
 }
 
 std::string hostName() {

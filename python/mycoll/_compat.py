@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,7 +43,8 @@ def _replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     if original is None:
         return
     wrapped = functools.wraps(original)(wrap(original))
-    for module in (distributed_c10d, dist):
+    # init_device_mesh has taken its own reference to split_group.
+    for module in (distributed_c10d, dist, sys.modules.get("torch.distributed.device_mesh")):
         if getattr(module, name, None) is original:
             setattr(module, name, wrapped)
 

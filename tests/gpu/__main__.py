@@ -27,6 +27,8 @@ OPERATIONS = (
     "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier,ddp,overlap"
 )
 
+_SECONDS_TO_END = 15  # for torchrun, when it is told to
+
 
 @dataclass
 class Plan:
@@ -37,14 +39,25 @@ class Plan:
     results: list[Result] = field(default_factory=list)
 
     @property
+    def page(self) -> Path:
+        return self.folder / f"{self.stem}.md"
+
+    def write(self) -> None:
+        """After every step: what comes later may not come at all."""
+        write_page(self.page, self.device, self.results)
+
+    @property
     def worlds(self) -> list[int]:
         """What is measured: one rank, two, and one for each device; on a single GPU also four."""
         count = torch.cuda.device_count() if self.device == "cuda" else 2
         return sorted({1, 2, 4 if count == 1 else count})
 
 
-def run(plan: Plan, name: str, command: list[str], seconds: float) -> Result:
-    """A step, in processes of its own. Its output is kept where it failed."""
+def run(
+    plan: Plan, name: str, command: list[str], seconds: float, rows: Path | None = None
+) -> None:
+    """A step, in processes of its own, and what it wrote to `rows`. Its output is kept where it
+    failed."""
     print(f"--- {name}", flush=True)
     log = plan.folder / f"{plan.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.log"
     began = time.monotonic()
@@ -56,18 +69,24 @@ def run(plan: Plan, name: str, command: list[str], seconds: float) -> Result:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
+            # torchrun's workers are in sessions of their own: only it can end them.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS_TO_END)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = log.read_text(errors="replace").splitlines()
     result = Result(name, code, time.monotonic() - began, lines, log.name if code else "")
+    if rows is not None and rows.exists():
+        result.rows = rows.name
     plan.results.append(result)
+    plan.write()
     print("\n".join(lines[-12:] if code == 0 else lines[-60:]), flush=True)
     print(f"--- {name}: {result.verdict} after {result.seconds:.0f} s", flush=True)
     if code == 0:
         log.unlink()
-    return result
 
 
 def tests(plan: Plan, words: list[str]) -> None:
@@ -90,14 +109,15 @@ def measure(plan: Plan, size: int, road: str) -> None:
     most = "64M" if road == "nccl" else "4M"
     rows = plan.folder / f"{plan.stem}-{size}x{road}.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1"]  # a host's own name need not resolve
     command += ["--nproc-per-node", str(size), "-m", "worlds.program", plan.device, road]
     command += ["mycoll.bench", OPERATIONS, "--device", plan.device, "--backend", rivals]
     command += ["-b", "8", "-e", "1K" if plan.quick else most, "-f", "32", "--json", str(rows)]
     if plan.quick:
         command += ["-n", "2", "-w", "1", "--rounds", "2"]
-    result = run(plan, f"benchmark, {size} ranks by {road}", command, 300)
-    if rows.exists():
-        result.rows = rows.name
+    elif road.startswith("nccl-"):
+        command += ["--rounds", "4"]
+    run(plan, f"benchmark, {size} ranks by {road}", command, 300, rows)
 
 
 def main() -> int:
@@ -120,9 +140,7 @@ def main() -> int:
         tests(plan, words)
     if args.only != "tests":
         benchmarks(plan)
-    page = plan.folder / f"{plan.stem}.md"
-    write_page(page, plan.device, plan.results)
-    print(f"written to {page}")
+    print(f"written to {plan.page}")
     return 1 if any(result.code for result in plan.results) else 0
 
 

@@ -98,8 +98,11 @@ def write_page(page: Path, device: str, results: list[Result]) -> None:
         kept = f"; see `{result.log}`" if result.log else ""
         lines += [f"## {result.name}: {result.verdict}", "", f"{result.seconds:.0f} s{kept}", ""]
         if result.rows:
-            measured = read_results(str(page.parent / result.rows))[1]
-            lines += [*table(measured), "", f"All of it: `{result.rows}`", ""]
+            try:
+                lines += [*table(read_results(str(page.parent / result.rows))[1]), ""]
+            except ValueError as broken:  # it was stopped while it wrote
+                lines += [f"{broken}", ""]
+            lines += [f"All of it: `{result.rows}`", ""]
         else:
             lines += [*summary(result), ""]
     page.write_text("\n".join(lines))

@@ -9,7 +9,6 @@ be made to serve them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -77,10 +76,10 @@ def roads(device: str, size: int, wanted: Sequence[str]) -> list[str]:
 
 def nccl_version() -> int:
     """Of the library that torch calls, which LD_PRELOAD may have replaced; 0 where it has none."""
-    version = ctypes.c_int(0)
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(version))
-    return version.value
+    if not torch.distributed.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return int(major * 10000 + minor * 100 + patch)
 
 
 def environment(device: str, road: str, rank: int) -> dict[str, str]:

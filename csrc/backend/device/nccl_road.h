@@ -35,11 +35,11 @@ class NcclRoad {
 
   // What this rank can bring to the choice of a road.
   struct Report {
-    int32_t version = 0;  // of NCCL; 0: none, and `reason` says why
-    uint8_t choice = 0;   // CudaPath
-    uint8_t capability = 0;   // of the GPU: 90 for sm_90; 0: not known
-    uint32_t kernel = 0;      // hash of what tells machines of one name apart
-    char gpu[48] = {};    // which GPU of which host, if that can be known
+    int32_t version = 0;     // of NCCL; 0: none, and `reason` says why
+    uint8_t choice = 0;      // CudaPath
+    uint8_t capability = 0;  // of the GPU: 90 for sm_90; 0: not known
+    uint32_t kernel = 0;     // hash of what tells machines of one name apart
+    char gpu[48] = {};       // which GPU of which host, if that can be known
     char reason[200] = {};
   };
   static Report report(c10::Device device);

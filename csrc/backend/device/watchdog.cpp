@@ -32,8 +32,8 @@ struct Watchdog::State {
   std::vector<std::shared_ptr<DeviceGroup>> groups;  // busy ones
   bool isWoken = false;
   bool isRunning = false;
-  bool isAsleep = false;    // until it is woken
-  bool isLooking = false;   // at groups, without the mutex
+  bool isAsleep = false;   // until it is woken
+  bool isLooking = false;  // at groups, without the mutex
   bool isStopped = false;
   std::condition_variable hasLooked;
 

@@ -117,8 +117,8 @@ void setStrictCapture(bool isStrict);
 int exchangeCaptureMode(int mode);
 // Null where this thread may wait and ask now.
 Refusal refuseDuringCapture(const char* what);
-// To ask for what was recorded under capture spoils that capture, as with CUDA: whoever asks, and in
-// whatever mode.
+// To ask for what was recorded under capture spoils that capture, as with CUDA: whoever asks, and
+// in whatever mode.
 Refusal refuseCaptured(const Moment& moment);
 
 struct Counts {

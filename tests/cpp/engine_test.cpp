@@ -1,6 +1,10 @@
 // Every collective and point to point, on every road, against plain arithmetic.
+#include <chrono>
 #include <deque>
+#include <iterator>
 #include <random>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "test.h"
@@ -365,6 +369,49 @@ TEST(Engine, randomWalk) {
         for (Step& step : open) settle(step);
       });
     }
+  }
+}
+
+// Collectives of no, one and several rounds follow each other in shared memory, with ranks that
+// come late, and one that is slow: nobody fills an area that somebody still reads.
+TEST(Engine, areasAreFilledWhenTheyAreFree) {
+  test::ScopedEnv chunk("MYCOLL_CHUNK_BYTES", "4096");
+  test::ScopedEnv small("MYCOLL_SMALL_BYTES", "1024");
+  const unsigned seed = std::random_device()();
+  const std::string told = "seed " + std::to_string(seed);
+  constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kAllGather,
+                               OpKind::kAllToAll, OpKind::kReduce};
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    runWorld(ranks, Road::kShm, [&](Communicator& group) {
+      std::mt19937 random(seed), own(seed + group.rank());
+      for (int index = 0; index < 600; ++index) {
+        const size_t count = random() % (random() % 4 == 0 ? 12'000 : 3'000) + 1;
+        const int root = static_cast<int>(random() % ranks);
+        Call c = call(kKinds[random() % std::size(kKinds)]);
+        std::vector<int32_t> in = input(group.rank(), count, index);
+        std::vector<std::vector<int32_t>> out(ranks, std::vector<int32_t>(count));
+        const bool isRooted = c.kind == OpKind::kBroadcast || c.kind == OpKind::kReduce;
+        const bool isMany = c.kind == OpKind::kAllToAll || c.kind == OpKind::kAllGather;
+        if (isRooted) c.root = root;
+        if (c.kind == OpKind::kBroadcast) {
+          if (group.rank() == root) out[0] = in;
+        } else {
+          c.in.assign(c.kind == OpKind::kAllToAll ? ranks : 1, span(in));
+        }
+        for (int rank = 0; rank < (isMany ? ranks : 1); ++rank) c.out.push_back(span(out[rank]));
+        if (c.kind == OpKind::kReduce && group.rank() != root) c.out.clear();
+        if (own() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 200));
+        const Status status = run(group, c);
+        if (!status.ok()) EXPECT_EQ(told + ": " + status.message(), "");
+        if (isMany) {
+          for (int rank = 0; rank < ranks; ++rank) expectInput(out[rank], rank, index);
+        } else if (c.kind == OpKind::kBroadcast) {
+          expectInput(out[0], root, index);
+        } else if (!c.out.empty()) {
+          expectSums(out[0], ranks, index);
+        }
+      }
+    });
   }
 }
 

@@ -69,6 +69,7 @@ const Arrival& Arena::arrival(int rank) const { return control(rank).arrivals[nu
 
 char* Arena::beginBlob(size_t bytes) {
   ++number_;
+  freed_ = std::exchange(began_, base_);
   areNear_ = areNearNext_;
   if (bytes <= Arrival::kInlineBytes) return control(rank_).arrivals[number_ & 1].inlined;
   return reinterpret_cast<char*>(&control(rank_)) + roundUp(sizeof(Control), kPage) +
@@ -126,6 +127,17 @@ char* Arena::bulk(int rank, uint64_t round) const {
   return reinterpret_cast<char*>(&control(rank)) + roundUp(sizeof(Control), kPage) +
          2 * roundUp(shape_.smallBytes, kPage) +
          ((base_ + round) % kBulkAreas) * roundUp(shape_.chunkBytes, kPage);
+}
+
+bool Arena::isFirstAreaFree() const {
+  // It was used last in the round before the last one.
+  const uint64_t rounds = base_ > 0 ? base_ - 1 : 0;
+  if (rounds <= freed_) return true;
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    const auto& done = control(rank).counters[static_cast<int>(Counter::kDone)].value;
+    if (rank != rank_ && done.load(std::memory_order_acquire) < rounds) return false;
+  }
+  return true;
 }
 
 void Arena::publish(Counter counter, uint64_t roundsCompleted) {

@@ -11,7 +11,9 @@
 // finished n-2 (they arrived in n-1 after it), and whoever has seen all arrivals of n knows that
 // all have finished n-1. Hence:
 //   small   two areas, by the parity of the collective's number: free when a collective begins;
-//   bulk    written only after all arrivals were seen: free then.
+//   bulk    free when all arrivals were seen. The first one is often free before, and is then
+//   filled
+//           with the arrival, so that ranks wait for each other once less: isFirstAreaFree().
 // Bulk areas are used round by round, with counters that never go back, in turn also from one
 // collective to the next: an area that was read long ago is quicker to write through the caches.
 //
@@ -101,6 +103,8 @@ class Arena {
   // way, stores past the caches are best anyhow.
   Staging staging(bool allFillAndTake) const;
   char* bulk(int rank, uint64_t round) const;
+  // After beginBlob, before arrive: nobody reads the area of round 0 any more.
+  bool isFirstAreaFree() const;
   void publish(Counter counter, uint64_t roundsCompleted);
   bool has(int rank, Counter counter, uint64_t roundsCompleted) const;
   // All ranks call it with the same number, when they have finished their part.
@@ -136,6 +140,8 @@ class Arena {
   std::vector<Bell> bells_;
   uint64_t number_ = 0;  // of the current collective
   uint64_t base_ = 0;    // rounds before the current collective
+  uint64_t began_ = 0;   // base_ when the current collective began
+  uint64_t freed_ = 0;   // when the last one began: so many rounds all ranks have finished
   Distance distance_;    // kept by rank 0
   int lastLook_ = 0;     // at which rank
   bool areNear_ = false;

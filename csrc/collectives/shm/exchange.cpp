@@ -117,24 +117,36 @@ Task shmPublish(ShmGroup group, const Call& call) {
   const size_t chunk = staging.chunkBytes;
   const uint64_t myRounds = isSmall ? 0 : roundsFor(plan.mine.bytes, chunk);
   arena.fillBlob(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
+  // Where my own goes, round by round.
+  const Span kept =
+      myRounds > 0 && plan.from(self).data != plan.mine.data ? plan.from(self) : Span();
+  const bool isKeptStreaming = kept.bytes >= kStreamingOutput;
+  const auto fill = [&](uint64_t round) {
+    const Span part = piece(plan.mine, round, chunk);
+    char* const staged = arena.bulk(self, round);
+    if (kept.bytes > 0) {
+      copyToBoth(staged, staging.isStreaming, piece(kept, round, chunk).data, isKeptStreaming,
+                 part.data, part.bytes);
+    } else {
+      staging.copy(staged, part.data, part.bytes);
+    }
+    arena.publish(Counter::kFilled, round + 1);
+  };
+  const bool isEarly = myRounds > 0 && arena.isFirstAreaFree();
+  if (isEarly) fill(0);
   arena.arrive(signature, blobBytes, myRounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
 
   bool isStreaming = false;
-  Span kept;  // where my own goes, round by round
   for (int rank = 0; rank < arena.ranks(); ++rank) {
     Span target = plan.from(rank);
     if (!plan.theirs || (plan.only >= 0 && rank != plan.only)) continue;
     isStreaming |= target.bytes >= kStreamingOutput;
     if (rank == self) {
-      if (target.data == plan.mine.data || target.bytes == 0) continue;
-      if (myRounds > 0) {
-        kept = target;
-      } else {
-        copy(target.begin(), plan.mine.begin(), target.bytes, isStreaming);
-      }
+      const bool isThere = target.data == plan.mine.data || target.bytes == 0 || myRounds > 0;
+      if (!isThere) copy(target.begin(), plan.mine.begin(), target.bytes, isStreaming);
       continue;
     }
     const char* theirs = arena.blobOf(rank);
@@ -147,24 +159,11 @@ Task shmPublish(ShmGroup group, const Call& call) {
   }
 
   const uint64_t rounds = maxRounds(arena);
-  auto fill = [&](uint64_t round) {
-    Span part = piece(plan.mine, round, chunk);
-    char* const staged = arena.bulk(self, round);
-    if (kept.bytes > 0) {
-      copyToBoth(staged, staging.isStreaming, piece(kept, round, chunk).data, isStreaming,
-                 part.data, part.bytes);
-    } else {
-      staging.copy(staged, part.data, part.bytes);
-    }
-    arena.publish(Counter::kFilled, round + 1);
-  };
-  if (myRounds > 0) fill(0);
+  if (myRounds > 0 && !isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < myRounds) {
-      if (round >= 1) {
-        RoundReached isFree(arena, Counter::kDone, round);
-        co_await isFree;
-      }
+      RoundReached isFree(arena, Counter::kDone, round);
+      co_await isFree;
       fill(round + 1);
     }
     for (int step = 1; step < arena.ranks(); ++step) {
@@ -221,6 +220,16 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     arena.fillBlob(end, call.in[rank].data, bytes);
     end += bytes;
   }
+  const auto fill = [&](uint64_t round) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == self) continue;
+      const Span slice = piece(call.in[rank], round, part);
+      staging.copy(arena.bulk(self, round) + offset(self, rank), slice.data, slice.bytes);
+    }
+    arena.publish(Counter::kFilled, round + 1);
+  };
+  const bool isEarly = myRounds > 0 && arena.isFirstAreaFree();
+  if (isEarly) fill(0);
   arena.arrive(signature, blobBytes, myRounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
@@ -259,21 +268,11 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   }
 
   const uint64_t rounds = maxRounds(arena);
-  auto fill = [&](uint64_t round) {
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (rank == self) continue;
-      Span slice = piece(call.in[rank], round, part);
-      staging.copy(arena.bulk(self, round) + offset(self, rank), slice.data, slice.bytes);
-    }
-    arena.publish(Counter::kFilled, round + 1);
-  };
-  if (myRounds > 0) fill(0);
+  if (myRounds > 0 && !isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < myRounds) {
-      if (round >= 1) {
-        RoundReached isFree(arena, Counter::kDone, round);
-        co_await isFree;
-      }
+      RoundReached isFree(arena, Counter::kDone, round);
+      co_await isFree;
       fill(round + 1);
     }
     for (int step = 1; step < ranks; ++step) {

@@ -128,23 +128,23 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
 
   arena.beginBlob(0);
   const Staging staging = arena.staging(true);
-  arena.arrive(signature, 0, rounds);
-  AllArrived arrived(arena, signature);
-  co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
-
   const auto fill = [&](uint64_t round) {
     const Span mine = piece(call.in[0], round, chunk);
     if (isWanted) staging.copy(arena.bulk(self, round), mine.data, mine.bytes);
     arena.publish(Counter::kFilled, round + 1);
   };
-  fill(0);
+  const bool isEarly = arena.isFirstAreaFree();
+  if (isEarly) fill(0);
+  arena.arrive(signature, 0, rounds);
+  AllArrived arrived(arena, signature);
+  co_await arrived;
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+
+  if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < rounds) {
-      if (round >= 1) {
-        RoundReached isFree(arena, Counter::kDone, round);
-        co_await isFree;
-      }
+      RoundReached isFree(arena, Counter::kDone, round);
+      co_await isFree;
       fill(round + 1);
     }
     if (wantsResult) {
@@ -176,27 +176,27 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   arena.beginBlob(0);
   const Staging staging = arena.staging(true);
   const Slices slices(static_cast<size_t>(ranks), staging.chunkBytes, call.in[0].bytes);
+  const auto fill = [&](uint64_t round) {
+    for (int step = 1; step < ranks; ++step) {
+      const int owner = (self + step) % ranks;
+      const Span slice = slices.of(owner, round, input);
+      staging.copy(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
+    }
+    arena.publish(Counter::kFilled, round + 1);
+  };
+  const bool isEarly = arena.isFirstAreaFree();
+  if (isEarly) fill(0);
   arena.arrive(signature, 0, slices.rounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
 
   std::vector<const void*> inputs(ranks);
-  auto fill = [&](uint64_t round) {
-    for (int step = 1; step < ranks; ++step) {
-      const int owner = (self + step) % ranks;
-      Span slice = slices.of(owner, round, input);
-      staging.copy(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
-    }
-    arena.publish(Counter::kFilled, round + 1);
-  };
-  fill(0);
+  if (!isEarly) fill(0);
   for (uint64_t round = 0; round < slices.rounds; ++round) {
     if (round + 1 < slices.rounds) {
-      if (round >= 1) {
-        RoundReached isFree(arena, Counter::kDone, round);
-        co_await isFree;
-      }
+      RoundReached isFree(arena, Counter::kDone, round);
+      co_await isFree;
       fill(round + 1);
     }
     RoundReached isFilled(arena, Counter::kFilled, round + 1);
@@ -280,27 +280,27 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   const uint64_t rounds = roundsFor(largest, stride);
   const bool isStreaming = call.out[0].bytes >= kStreamingOutput;
 
+  const auto fill = [&](uint64_t round) {
+    for (int step = 1; step < ranks; ++step) {
+      const int owner = (self + step) % ranks;
+      const Span part = piece(call.in[owner], round, stride);
+      staging.copy(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
+    }
+    arena.publish(Counter::kFilled, round + 1);
+  };
+  const bool isEarly = arena.isFirstAreaFree();
+  if (isEarly) fill(0);
   arena.arrive(signature, 0, rounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
 
   std::vector<const void*> inputs(ranks);
-  auto fill = [&](uint64_t round) {
-    for (int step = 1; step < ranks; ++step) {
-      const int owner = (self + step) % ranks;
-      Span part = piece(call.in[owner], round, stride);
-      staging.copy(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
-    }
-    arena.publish(Counter::kFilled, round + 1);
-  };
-  fill(0);
+  if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < rounds) {
-      if (round >= 1) {
-        RoundReached isFree(arena, Counter::kDone, round);
-        co_await isFree;
-      }
+      RoundReached isFree(arena, Counter::kDone, round);
+      co_await isFree;
       fill(round + 1);
     }
     Span mine = piece(call.in[self], round, stride);

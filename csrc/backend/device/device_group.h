@@ -37,7 +37,7 @@ class Pairs;
 
 enum class DeviceRoad : uint8_t { kUnknown, kNccl, kHost };
 
-// For NCCL to stop, on the watchdog; what takes longer goes on elsewhere.
+// For NCCL to stop when a group ends; what takes longer goes on without us.
 constexpr std::chrono::milliseconds kNcclAbortTime(1000);
 
 // What the parts of a DeviceGroup share.

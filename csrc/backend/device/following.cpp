@@ -123,7 +123,7 @@ void DeviceGroup::hearOfFailures() {
   fail(cause);
   if (!isSpread_) {
     isSpread_ = true;
-    nccl_->abort(Deadline::after(kNcclAbortTime), cause);
+    nccl_->beginAbort(cause);
   }
   place_.control->watchExternal();  // gives every operation its own text
   std::vector<Followed> followed;

@@ -284,13 +284,17 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
 // ---- watching and ending -----------------------------------------------------------------------
 
 std::vector<NcclRoad::LinePtr> NcclRoad::open(bool isEnd) {
-  std::vector<LinePtr> all;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (isEnded_) return all;
+  if (isEnded_) return {};
   isEnded_ = isEnd;
-  for (const auto& [key, line] : pairs_) all.push_back(line);
-  for (const auto& [index, line] : lines_) all.push_back(line);
-  return all;
+  return all();
+}
+
+std::vector<NcclRoad::LinePtr> NcclRoad::all() const {
+  std::vector<LinePtr> found;
+  for (const auto& [key, line] : pairs_) found.push_back(line);
+  for (const auto& [index, line] : lines_) found.push_back(line);
+  return found;
 }
 
 Status NcclRoad::check() {
@@ -298,10 +302,16 @@ Status NcclRoad::check() {
   return Status();
 }
 
+// All at once: one communicator's abort may wait for what another one has running.
+void NcclRoad::beginAbort(const Status& why) {
+  for (const LinePtr& line : open(true)) line->communicator->beginAbort(why);
+}
+
 void NcclRoad::abort(Deadline deadline, const Status& why) {
-  // All at once: one communicator's abort may wait for what another one has running.
-  const std::vector<LinePtr> lines = open(true);
-  for (const LinePtr& line : lines) line->communicator->beginAbort(why);
+  beginAbort(why);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::vector<LinePtr> lines = all();
+  lock.unlock();
   for (const LinePtr& line : lines) (void)line->communicator->abort(deadline, why);
 }
 

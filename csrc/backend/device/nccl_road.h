@@ -78,7 +78,9 @@ class NcclRoad {
 
   // Ok while NCCL has no error to report. [watchdog]
   Status check();
-  // Stops all there is, by the deadline.
+  // Stops all there is, on threads of its own.
+  void beginAbort(const Status& why);
+  // The same, and waits for it, also for what began before, by the deadline.
   void abort(Deadline deadline, const Status& why);
   // Waits for what runs and frees it, by the deadline.
   void close(Deadline deadline);
@@ -117,6 +119,7 @@ class NcclRoad {
   }
   // All lines, none once the group has ended. isEnd: this is its end.
   std::vector<LinePtr> open(bool isEnd);
+  std::vector<LinePtr> all() const;  // with mutex_
   nccl::Form formOf(const Request& request) const;
   // peer: of a message, as the communicator counts.
   void enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream);

@@ -99,7 +99,7 @@ def meshes(ctx: Ctx) -> None:
     row = ctx.rank // 2 * 2
     works(ctx, mesh.get_group("inner"), [row, row + 1], "the inner dimension")
     works(ctx, mesh.get_group("outer"), [ctx.rank % 2, ctx.rank % 2 + 2], "the outer dimension")
-    if before:
+    if before and torch.__version__ >= "2.12":  # before, meshes of CUDA devices only are split off
         after = calls(ctx)
         ctx.equal(after["ncclCommSplit"] - before["ncclCommSplit"], 2, "splits")
         name = "ncclCommInitRankConfig"

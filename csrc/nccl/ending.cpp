@@ -1,4 +1,6 @@
 // How a communicator ends: close, abort, revoke.
+#include <atomic>
+#include <memory>
 #include <system_error>
 #include <thread>
 
@@ -117,7 +119,9 @@ Status Communicator::leave(Deadline deadline) {
     if (state() == State::kClosing) comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
   }
   if (comm == nullptr) return unusable();  // abort() was quicker
-  auto call = [this, comm, deadline] {
+  const auto since = Deadline::Clock::now();
+  auto isLate = std::make_shared<std::atomic<bool>>(false);
+  auto call = [this, comm, deadline, isLate] {
     const Functions& functions = library_.functions();
     Result result = functions.commFinalize(comm);
     while (result == Result::kInProgress && !deadline.expired()) {
@@ -126,10 +130,12 @@ Status Communicator::leave(Deadline deadline) {
       if (asked != Result::kSuccess) result = asked;
     }
     if (result == Result::kSuccess) return functions.commDestroy(comm);
+    isLate->store(result == Result::kInProgress);
     (void)functions.commAbort(comm);
     return result;
   };
-  const Status status = aside("close()", call, deadline, nullptr);
+  Status status = aside("close()", call, deadline, nullptr);
+  if (status.ok() && isLate->load()) status = late("close()", since);
   if (status.ok() && moveTo(State::kClosed)) return {};
   moveTo(State::kAborted, status);
   {

@@ -121,13 +121,16 @@ TEST(NcclClose, waitsForWhatRuns) {
 
 TEST(NcclClose, endsByItsDeadline) {
   StandIn& standIn = StandIn::full();
-  for (const char* what : {"finalize", "destroy", "pending"}) {
+  for (const std::string what : {"finalize", "destroy", "pending", "pending without blocking"}) {
+    CommunicatorOptions options;
+    options.isBlocking = what.find("without") == what.npos;
+    const bool isPending = what.starts_with("pending");
     const int64_t comms = standIn.count("comms");
     {
-      World world(standIn, 2);
+      World world(standIn, 2, options);
       Buffer data(filled(1), world[0].stream), late(filled(1), world[1].stream);
-      if (std::string(what) == "pending") EXPECT_OK(sum(world[0], data));  // rank 1 comes too late
-      const auto script = standIn.scripted((std::string("rank=0,hang=") + what).c_str());
+      if (isPending) EXPECT_OK(sum(world[0], data));  // rank 1 comes too late
+      const auto script = standIn.scripted(isPending ? "" : ("rank=0,hang=" + what).c_str());
       const Clock::time_point start = Clock::now();
       const Status status = world[0].comm->close(in(200));
       EXPECT_EQ(status.code(), Code::kTimeout);
@@ -136,7 +139,7 @@ TEST(NcclClose, endsByItsDeadline) {
       EXPECT_EQ(world[0].comm->abort(in(0), Status(Code::kAborted, "x")).code(), Code::kOk);
       // Nobody takes the handle from the thread that is inside NCCL with it.
       EXPECT_EQ(world[0].comm->handle(), static_cast<Comm*>(nullptr));
-      if (std::string(what) == "pending") EXPECT_OK(sum(world[1], late));
+      if (isPending) EXPECT_OK(sum(world[1], late));
     }
     EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
   }

@@ -107,6 +107,10 @@ def hooks(ctx: Ctx) -> None:
         work.wait()
     group._wait_for_pending_works()
     ctx.equal(seen, ["COALESCED"], "a batch")
+    if ctx.setup.road.startswith("nccl"):
+        with ctx.raises(ERRORS, "beyond NCCL"):
+            dist.all_reduce(x.to(torch.int16), group=group)
+        group._wait_for_pending_works()  # not for what was refused
     dist.destroy_process_group(group)
 
 

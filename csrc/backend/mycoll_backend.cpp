@@ -57,6 +57,18 @@ struct Kept {
 
 // Counts the works that have still to call the user's hook.
 struct MycollBackend::CompletionHook {
+  // One more of them, until the last copy is gone: also one that never calls, as its call was
+  // refused.
+  static std::shared_ptr<void> expect(const std::shared_ptr<CompletionHook>& hook) {
+    std::lock_guard<std::mutex> lock(hook->mutex);
+    ++hook->pending;
+    return {nullptr, [hook](void*) {
+              std::lock_guard<std::mutex> done(hook->mutex);
+              --hook->pending;
+              hook->changed.notify_all();
+            }};
+  }
+
   MycollWork::Hook call;
   std::mutex mutex;
   std::condition_variable changed;
@@ -306,19 +318,12 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
 
 std::function<void(std::chrono::nanoseconds)> MycollBackend::hookFor(c10d::OpType type) {
   if (!hook_) return {};
-  {
-    std::lock_guard<std::mutex> lock(hook_->mutex);
-    ++hook_->pending;
-  }
-  return
-      [state = hook_, type, sequence = getSequenceNumberForGroup()](std::chrono::nanoseconds took) {
-        const auto ended = MycollWork::Clock::now();
-        state->call(std::make_shared<c10d::WorkInfo>(
-            type, sequence, ended - took, ended, std::chrono::duration<float, std::nano>(took)));
-        std::lock_guard<std::mutex> done(state->mutex);
-        --state->pending;
-        state->changed.notify_all();
-      };
+  return [state = hook_, type, sequence = getSequenceNumberForGroup(),
+          expected = CompletionHook::expect(hook_)](std::chrono::nanoseconds took) {
+    const auto ended = MycollWork::Clock::now();
+    state->call(std::make_shared<c10d::WorkInfo>(type, sequence, ended - took, ended,
+                                                 std::chrono::duration<float, std::nano>(took)));
+  };
 }
 
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
@@ -361,14 +366,8 @@ MycollBackend::WorkPtr MycollBackend::track(Request& request, at::TensorList out
   if (!isMessage(request.type)) extras.order = callbacks_;
   extras.inFlight = std::move(inFlight);
   if (hook_) {
-    std::lock_guard<std::mutex> lock(hook_->mutex);
-    ++hook_->pending;
-    extras.hook = [state = hook_](std::shared_ptr<c10d::WorkInfo> info) {
-      state->call(std::move(info));
-      std::lock_guard<std::mutex> done(state->mutex);
-      --state->pending;
-      state->changed.notify_all();
-    };
+    extras.hook = [state = hook_, expected = CompletionHook::expect(hook_)](
+                      std::shared_ptr<c10d::WorkInfo> info) { state->call(std::move(info)); };
   }
   if (isProfiled && request.async) {
     extras.profilingTitle = request.title;

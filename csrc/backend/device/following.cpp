@@ -99,7 +99,8 @@ DeviceGroup::Watched DeviceGroup::watch() {
   seen.wantsSoon = host_->advance();
   tellAwaited();
   seen.hasMoved = !ended.empty();
-  seen.isBusy = isBusy() || seen.wantsSoon || hasNotes;
+  const bool isReleasing = !lingering_.empty() && !isClosed_.load();
+  seen.isBusy = isBusy() || seen.wantsSoon || hasNotes || isReleasing;
   return seen;
 }
 

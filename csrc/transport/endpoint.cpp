@@ -239,7 +239,7 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
   for (auto& link : inLinks_) {
     if (link->peerUid == uid) drain(*link, kToTheEnd);
   }
-  std::vector<Transfer*> unsent;
+  std::vector<std::pair<Mailbox*, Transfer*>> unsent;
   auto found = outLinks_.find(uid);
   if (found != outLinks_.end() && found->second->sender) onSenderEvent(*found->second);
   if (found != outLinks_.end()) {
@@ -251,7 +251,7 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
     link.sender.reset();
     link.connecting.reset();
     for (OutItem& item : link.queue) {
-      if (item.request) unsent.push_back(item.request);
+      if (item.request) unsent.emplace_back(item.request->mailbox_, item.request);
     }
     link.queue.clear();
   }
@@ -263,13 +263,14 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
       ++i;
     }
   }
-  // Groups first, so that the requests below end with the group's story where it has failed.
+  // Groups first, so that the requests below end with the group's story where it has failed. Those
+  // are then gone: who waited for one may have dropped it by now.
   std::vector<Mailbox*> mailboxes;
   for (auto& [key, mailbox] : mailboxes_) mailboxes.push_back(mailbox);
   for (Mailbox* mailbox : mailboxes) mailbox->onPeerLost(uid, how);
-  for (Transfer* request : unsent) {
-    if (request->isPosted_) {
-      request->mailbox_->abandon(*request, Status(Code::kPeerLost, "the receiving rank " + how));
+  for (const auto& [mailbox, request] : unsent) {
+    if (mailbox->isOpen(request)) {
+      mailbox->abandon(*request, Status(Code::kPeerLost, "the receiving rank " + how));
     }
   }
 }

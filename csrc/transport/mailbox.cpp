@@ -18,7 +18,9 @@ constexpr size_t kBufferedOverhead = 256;
 }  // namespace
 
 Transfer::~Transfer() {
-  if (isPosted_) mailbox_->cancel(*this);
+  // Nobody knows it any more when it is done. Until then another thread may be ending it right now:
+  // the I/O lock, under which that happens, is waited for.
+  if (mailbox_ != nullptr && !isDone()) mailbox_->cancel(*this);
 }
 
 Mailbox::Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group, MailboxListener* listener)
@@ -216,6 +218,13 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came) {
 void Mailbox::cancel(Transfer& request) {
   std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
   if (request.isPosted_) abandon(request, Status(Code::kAborted, "cancelled"));
+}
+
+bool Mailbox::isOpen(const Transfer* request) const {
+  for (const Transfer* open = open_; open != nullptr; open = open->next_) {
+    if (open == request) return true;
+  }
+  return false;
 }
 
 void Mailbox::abandon(Transfer& request, Status status) {

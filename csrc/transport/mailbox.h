@@ -63,7 +63,7 @@ class Transfer : public Condition {
   friend class Endpoint;
 
   const bool isDelivered_ = false;
-  bool isPosted_ = false;  // known to the mailbox: queued, matched or waiting
+  bool isPosted_ = false;  // [I/O lock] known to the mailbox: queued, matched or waiting
   bool isReceive_ = false;
   int peer_ = -1;
   MessageClass messageClass_ = MessageClass::kCollective;
@@ -165,6 +165,8 @@ class Mailbox {
   void finish(Transfer& request, Status status);
   // As finish(), for a request that may still be known elsewhere.
   void abandon(Transfer& request, Status status);
+  // Of a request that was posted here and may have been dropped since: is it still open?
+  bool isOpen(const Transfer* request) const;
   void failLocked(const Status& cause, bool tell, uint64_t from = 0);
   void onPeerLost(const std::string& uid, const std::string& how);
   // Where the payload of this frame goes; null with skip: nowhere. May queue answers.

@@ -214,7 +214,6 @@ void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {
 void DeviceGroup::dropBatch() { batch_.clear(); }
 
 DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
-  if (batch_.empty()) return nullptr;
   std::vector<Batched> batch = std::exchange(batch_, {});
   std::vector<Request*> requests;
   std::vector<at::Tensor> outputs;

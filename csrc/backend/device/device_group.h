@@ -114,10 +114,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // stream.
   WorkPtr launch(Request& request, at::TensorList outputs, Extras extras);
 
-  // The requests of a batch leave together with endBatch(), as one launch of NCCL's. Null: none.
+  // The requests of a batch leave together with endBatch(), as one launch of NCCL's.
   void addToBatch(Request request, at::TensorList outputs);
-  WorkPtr endBatch(Extras extras);
   bool hasBatch() const { return !batch_.empty(); }
+  WorkPtr endBatch(Extras extras);  // where there is one
   void dropBatch();
 
   // For a barrier: what has been enqueued on this thread's current streams, and by this group.
@@ -181,7 +181,6 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   void hearOfFailures();
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();
-  void handOver(std::vector<at::Tensor> released);
   void tellAwaited();
 
   const DevicePlace place_;
@@ -202,7 +201,8 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::atomic<bool> hasReleased_{false};
   std::atomic<bool> isClosed_{false};
   // The watchdog's own.
-  std::vector<DeviceOperationPtr> lingering_;  // over by a failure, but still on the device
+  // Over; their memory is not handed on yet, as after a failure the device may still use it.
+  std::vector<DeviceOperationPtr> lingering_;
   bool isSpread_ = false;
   std::chrono::steady_clock::time_point ncclErrorSince_;
   std::chrono::steady_clock::time_point askedAt_;

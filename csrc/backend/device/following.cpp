@@ -139,16 +139,10 @@ void DeviceGroup::hearOfFailures() {
 }
 
 void DeviceGroup::endFollowed(const std::vector<Followed>& ended) {
-  std::vector<at::Tensor> released;
   for (const Followed& entry : ended) {
     if (entry.external) entry.external->finish(entry.operation->status());
-    if (!entry.operation->mayRelease()) {
-      lingering_.push_back(entry.operation);
-      continue;
-    }
-    for (at::Tensor& tensor : entry.operation->release()) released.push_back(std::move(tensor));
+    lingering_.push_back(entry.operation);
   }
-  handOver(std::move(released));
 }
 
 void DeviceGroup::releaseLingering() {
@@ -158,10 +152,6 @@ void DeviceGroup::releaseLingering() {
     for (at::Tensor& tensor : operation->release()) released.push_back(std::move(tensor));
     return true;
   });
-  handOver(std::move(released));
-}
-
-void DeviceGroup::handOver(std::vector<at::Tensor> released) {
   if (released.empty()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   for (at::Tensor& tensor : released) released_.push_back(std::move(tensor));

@@ -51,7 +51,7 @@ void DeviceOperation::fail(const Status& cause) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (state_ == State::kFailed) return;
-    if (state_ == State::kEnqueued && (isCaptured_ || hasPassed(*ended_))) return;
+    if (state_ == State::kEnqueued && hasPassedOrIsCaptured(*ended_)) return;
     state_ = State::kFailed;
     status_ = cause;
     finished.swap(engineOp_);
@@ -121,7 +121,7 @@ bool DeviceOperation::isOver() const {
     if (state_ != State::kEnqueued) return state_ == State::kFailed;
     ended = ended_;
   }
-  return isCaptured_ || hasPassed(*ended);
+  return hasPassedOrIsCaptured(*ended);
 }
 
 bool DeviceOperation::mayRelease() const {
@@ -132,7 +132,7 @@ bool DeviceOperation::mayRelease() const {
     if (state_ == State::kQueued) return false;
     ended = ended_;
   }
-  return !ended || isCaptured_ || hasPassed(*ended);
+  return !ended || hasPassedOrIsCaptured(*ended);
 }
 
 Status DeviceOperation::status() const {

@@ -89,6 +89,10 @@ class DeviceOperation {
  private:
   enum class State { kQueued, kEnqueued, kFailed };
 
+  bool hasPassedOrIsCaptured(const c10::Event& ended) const {
+    return isCaptured_ || hasPassed(ended);
+  }
+
   const char* const what_;
   const c10::Stream caller_;
   std::atomic<int> source_{-1};

@@ -38,8 +38,7 @@ EventPtr recordEvent(const c10::Stream& stream, bool isTimed = false, bool isCap
 // for captured events: to ask for them spoils their graph.
 Status ask(const c10::Event& event, bool* hasPassed);
 
-// The same. An error of the device counts as passed: whoever asks goes
-// on, and the device tells its users itself.
+// The same, for those who go on after an error: the device tells its users itself.
 bool hasPassed(const c10::Event& event);
 
 // The same, for a task. null: nothing was recorded.

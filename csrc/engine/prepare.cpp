@@ -96,7 +96,7 @@ namespace {
 // Most of what a job reduces goes through its first group, so that one gets areas of the best size;
 // groups may be many, and have smaller ones.
 constexpr size_t kLargeChunk = ArenaShape().chunkBytes;
-constexpr size_t kModestChunk = 448 * 1024;
+constexpr size_t kModestChunk = 224 * 1024;
 
 std::mutex largeArena;
 std::weak_ptr<Segment> largeSegment;  // of this process

@@ -234,7 +234,7 @@ Task Endpoint::acceptTask(Accepting* accepting) {
   if (sendVerdict.hasFailed() || !verdict.isAccepted) co_return refused;
   if (hello.isShm) {
     link->receiver = std::make_unique<ShmReceiver>(std::move(segment), std::move(accepting->socket),
-                                                   bellOf(peer));
+                                                   bellOf(peer), options_.distance);
   } else {
     link->receiver = std::make_unique<TcpReceiver>(std::move(accepting->socket));
   }

@@ -32,6 +32,7 @@ Status EndpointOptions::fromEnv(EndpointOptions* result) {
   result->interfaces = env.socketInterfaces;
   result->eagerBytes = env.eagerBytes;
   result->isChecked = env.checksum;
+  result->distance = env.distance;
   result->networkSeconds = env.networkSeconds;
   return Status();
 }

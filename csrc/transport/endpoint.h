@@ -101,7 +101,8 @@ struct EndpointOptions {
   InterfaceFilter interfaces;
   std::string storeHost;  // empty: unknown
   size_t eagerBytes = 64 * 1024;
-  bool isChecked = false;   // what is sent carries checksums
+  bool isChecked = false;  // what is sent carries checksums
+  DistanceChoice distance = DistanceChoice::kMeasured;
   int networkSeconds = 10;  // a peer beyond the network that is silent for so long is dead
   LinkTap* tap = nullptr;   // for tests; outlives the endpoint
 

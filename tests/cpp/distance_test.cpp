@@ -1,6 +1,6 @@
 // How near the ranks of a host are: that it is noticed, that all agree on it, and that results do
 // not depend on it.
-#include "collectives/shm/distance.h"
+#include "transport/shm/distance.h"
 
 #include <memory>
 #include <vector>
@@ -37,7 +37,7 @@ struct Ranks {
     size_t streaming = 0;
     for (auto& arena : arenas) {
       arena->beginBlob(0);
-      streaming += arena->staging(true).isStreaming;
+      streaming += arena->staging().isStreaming;
       arena->arrive(signature, 0, 1);
     }
     for (auto& arena : arenas) {
@@ -55,38 +55,38 @@ struct Ranks {
 }  // namespace
 
 TEST(Distance, takesTwoLooks) {
-  Distance distance(2, DistanceChoice::kMeasured);
+  Distance distance(1, DistanceChoice::kMeasured);
   const auto marks = std::make_unique<Distance::Marks>();
   EXPECT(!distance.areNear());
   uint64_t number = 1;
   Distance::mark(marks.get(), number);
-  distance.look(1, *marks, number);
+  distance.look(0, *marks, number);
   EXPECT(!distance.areNear());
   while (!distance.areNear() && number < kPatience) {
     Distance::mark(marks.get(), ++number);
-    distance.look(1, *marks, number);
+    distance.look(0, *marks, number);
   }
   EXPECT(distance.areNear());
 }
 
 TEST(Distance, needsEveryRankAndItsMarks) {
-  Distance distance(3, DistanceChoice::kMeasured);
+  Distance distance(2, DistanceChoice::kMeasured);
   const auto marks = std::make_unique<Distance::Marks>();
   for (uint64_t number = 1; number < kPatience; ++number) {
     Distance::mark(marks.get(), number);
-    distance.look(1, *marks, number);
-    distance.look(2, *marks, number + 1);  // has not marked this one
+    distance.look(0, *marks, number);
+    distance.look(1, *marks, number + 1);  // has not marked this one
   }
   EXPECT(!distance.areNear());
 }
 
 TEST(Distance, mayBeSaid) {
   const auto marks = std::make_unique<Distance::Marks>();
-  Distance near(2, DistanceChoice::kNear), far(2, DistanceChoice::kFar);
+  Distance near(1, DistanceChoice::kNear), far(1, DistanceChoice::kFar);
   EXPECT(near.areNear());
   for (uint64_t number = 1; number < kPatience; ++number) {
     Distance::mark(marks.get(), number);
-    far.look(1, *marks, number);
+    far.look(0, *marks, number);
   }
   EXPECT(!far.areNear());
 }
@@ -106,14 +106,6 @@ TEST(Distance, allGoByRankZero) {
     EXPECT(!near.isStreaming());
     EXPECT(far.isStreaming());
   }
-}
-
-TEST(Distance, dataThatGoesOneWayIsStreamed) {
-  Ranks near(2, DistanceChoice::kNear);
-  near.isStreaming();
-  near.isStreaming();
-  EXPECT(near.arenas[0]->staging(false).isStreaming);
-  EXPECT(near.arenas[0]->staging(false).chunkBytes < near.arenas[0]->staging(true).chunkBytes);
 }
 
 // Odd sizes around the borders of chunks, three times each, over all that goes in rounds.

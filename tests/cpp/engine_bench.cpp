@@ -2,7 +2,10 @@
 // and mean of a call, seen by rank 0. Ranks are processes, as a user's are; MYCOLL_* variables
 // hold.
 //
-//   engine_bench OP [bytes] [ranks] [calls]     OP: barrier, all_reduce, broadcast, pingpong
+//   engine_bench OP [bytes] [ranks] [calls]
+//
+//   OP: barrier all_reduce reduce broadcast all_gather gather reduce_scatter scatter all_to_all
+//       pingpong sendrecv (two ranks, both ways at once)
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -89,40 +93,64 @@ void check(const Status& status) {
   _exit(1);
 }
 
+const std::map<std::string, OpKind> kCollectives = {
+    {"barrier", OpKind::kBarrier},
+    {"all_reduce", OpKind::kAllReduce},
+    {"reduce", OpKind::kReduce},
+    {"broadcast", OpKind::kBroadcast},
+    {"all_gather", OpKind::kAllGather},
+    {"gather", OpKind::kGather},
+    {"reduce_scatter", OpKind::kReduceScatter},
+    {"scatter", OpKind::kScatter},
+    {"all_to_all", OpKind::kAllToAll},
+};
+
 struct Bench {
   std::string op;
   size_t bytes;
   int ranks;
   int calls;
 
-  void collective(Communicator& group, char* data) const {
+  void collective(Communicator& group, OpKind kind, char* data) const {
     Call call;
-    if (op == "all_reduce") {
-      call.kind = OpKind::kAllReduce;
-      call.dtype = DType::kFloat32;
-      call.reduceOp = ReduceOp::kSum;
-      call.elementBytes = sizeof(float);
-      call.in.push_back({data, bytes});
-      call.out.push_back({data, bytes});
-    } else if (op == "broadcast") {
-      call.kind = OpKind::kBroadcast;
-      call.root = 0;
-      if (group.rank() == 0) call.in.push_back({data, bytes});
-      call.out.push_back({data, bytes});
-    } else if (op == "all_gather" || op == "all_to_all" || op == "reduce_scatter") {
-      const size_t part = bytes / static_cast<size_t>(ranks) & ~size_t{63};
-      call.kind = op == "all_gather"   ? OpKind::kAllGather
-                  : op == "all_to_all" ? OpKind::kAllToAll
-                                       : OpKind::kReduceScatter;
-      call.dtype = DType::kFloat32;
-      call.reduceOp = ReduceOp::kSum;
-      call.elementBytes = sizeof(float);
-      char* const other = data + bytes;  // room for both was made
+    call.kind = kind;
+    call.root = 0;
+    call.dtype = DType::kFloat32;
+    call.reduceOp = ReduceOp::kSum;
+    call.elementBytes = sizeof(float);
+    const bool isRoot = group.rank() == 0;
+    const size_t part = bytes / static_cast<size_t>(ranks) & ~size_t{63};
+    char* const other = data + bytes;  // room for both was made
+    const auto parts = [&](std::vector<Span>& spans, char* begin) {
       for (int rank = 0; rank < ranks; ++rank) {
-        const size_t at = static_cast<size_t>(rank) * part;
-        if (op != "all_gather" || rank == group.rank()) call.in.push_back({data + at, part});
-        if (op != "reduce_scatter" || rank == group.rank()) call.out.push_back({other + at, part});
+        spans.push_back({begin + static_cast<size_t>(rank) * part, part});
       }
+    };
+    switch (kind) {
+      case OpKind::kAllReduce:
+      case OpKind::kReduce:
+        call.in.push_back({data, bytes});
+        if (kind == OpKind::kAllReduce || isRoot) call.out.push_back({data, bytes});
+        break;
+      case OpKind::kBroadcast:
+        if (isRoot) call.in.push_back({data, bytes});
+        call.out.push_back({data, bytes});
+        break;
+      case OpKind::kAllGather:
+      case OpKind::kGather:
+        call.in.push_back({data + static_cast<size_t>(group.rank()) * part, part});
+        if (kind == OpKind::kAllGather || isRoot) parts(call.out, other);
+        break;
+      case OpKind::kReduceScatter:
+      case OpKind::kScatter:
+        if (kind == OpKind::kReduceScatter || isRoot) parts(call.in, data);
+        call.out.push_back({other + static_cast<size_t>(group.rank()) * part, part});
+        break;
+      case OpKind::kAllToAll:
+        parts(call.in, data);
+        parts(call.out, other);
+        break;
+      default: break;
     }
     check(group.wait(group.submit(std::move(call), nullptr, true), Deadline::never()));
   }
@@ -133,6 +161,15 @@ struct Bench {
     const OpPtr done = isSend ? group.send(span, peer, 0, DType::kFloat32, 0, nullptr, true)
                               : group.recv(span, peer, 0, DType::kFloat32, 0, nullptr, true);
     check(group.wait(done, Deadline::never()));
+  }
+
+  void exchange(Communicator& group, char* data) const {
+    const int peer = 1 - group.rank();
+    const OpPtr sent = group.send({data, bytes}, peer, 0, DType::kFloat32, 0, nullptr, false);
+    const OpPtr received =
+        group.recv({data + bytes, bytes}, peer, 0, DType::kFloat32, 0, nullptr, false);
+    check(group.wait(sent, Deadline::never()));
+    check(group.wait(received, Deadline::never()));
   }
 
   void run(int rank, const std::shared_ptr<Store>& store) const {
@@ -154,8 +191,10 @@ struct Bench {
       if (op == "pingpong") {
         message(*group, data, rank == 0);
         message(*group, data, rank != 0);
+      } else if (op == "sendrecv") {
+        exchange(*group, data);
       } else {
-        collective(*group, data);
+        collective(*group, kCollectives.at(op), data);
       }
       const std::chrono::duration<double, std::micro> took = Clock::now() - start;
       if (i >= 0) micros.push_back(took.count());
@@ -182,6 +221,12 @@ int main(int argc, char** argv) {
   auto number = [&](int at, long otherwise) { return argc > at ? atol(argv[at]) : otherwise; };
   const Bench bench{argc > 1 ? argv[1] : "all_reduce", static_cast<size_t>(number(2, 4)),
                     static_cast<int>(number(3, 2)), static_cast<int>(number(4, 10'000))};
+  const bool isMessages = bench.op == "pingpong" || bench.op == "sendrecv";
+  if (isMessages ? bench.ranks != 2 : kCollectives.count(bench.op) == 0) {
+    std::fprintf(stderr, "engine_bench: no operation '%s' with %d ranks\n", bench.op.c_str(),
+                 bench.ranks);
+    return 2;
+  }
   const auto store = std::make_shared<SharedStore>();
   for (int rank = 0; rank < bench.ranks; ++rank) {
     if (fork() == 0) {

@@ -14,7 +14,7 @@ constexpr size_t kLine = 128;
 constexpr size_t kPage = 4096;
 constexpr size_t kStreamedChunk = 256 * 1024;
 
-// Where no rank has rounds to fill: every so many collectives.
+// Where a rank neither fills nor takes rounds, as far as it says: every so many collectives.
 constexpr uint64_t kLookEvery = 64;
 // Ranks, in turn.
 constexpr int kLooksAtOnce = 2;
@@ -56,7 +56,7 @@ Arena::Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank
       rank_(rank),
       rankBytes_(shape.rankBytes()),
       bells_(std::move(bells)),
-      distance_(shape.ranks, distance) {
+      distance_(shape.ranks - 1, distance) {
   static_assert(sizeof(Header) <= kPage);
 }
 
@@ -82,13 +82,14 @@ void Arena::arrive(const Signature& signature, size_t blobBytes, uint64_t rounds
   mine.rounds = rounds;
   mine.blobBytes = static_cast<uint32_t>(blobBytes);
   mine.areNear = distance_.areNear();
-  if (rank_ != 0 && looksAtDistance(rounds)) Distance::mark(&control(rank_).marks, number_);
+  if (rank_ != 0 && looksAtDistance(mine)) Distance::mark(&control(rank_).marks, number_);
   mine.number.store(number_, std::memory_order_seq_cst);
   wakeSleepers();
 }
 
-bool Arena::looksAtDistance(uint64_t rounds) const {
-  return rounds > 0 || number_ % kLookEvery == 1;
+bool Arena::looksAtDistance(const Arrival& theirs) const {
+  return theirs.rounds > 0 || theirs.signature.bytes > shape_.smallBytes ||
+         number_ % kLookEvery == 1;
 }
 
 void Arena::met() {
@@ -96,18 +97,18 @@ void Arena::met() {
   if (rank_ != 0) return;
   for (int looks = std::min(kLooksAtOnce, shape_.ranks - 1); looks > 0; --looks) {
     const int rank = lastLook_ % (shape_.ranks - 1) + 1;
-    if (!looksAtDistance(arrival(rank).rounds)) return;
-    distance_.look(rank, control(rank).marks, number_);
+    if (!looksAtDistance(arrival(rank))) return;
+    distance_.look(rank - 1, control(rank).marks, number_);
     lastLook_ = rank;
   }
 }
 
 void Arena::fillBlob(char* blob, const void* from, size_t bytes) const {
-  staging(true).copy(blob, from, bytes);
+  staging().copy(blob, from, bytes);
 }
 
-Staging Arena::staging(bool allFillAndTake) const {
-  if (areNear_ && allFillAndTake) return {.isStreaming = false, .chunkBytes = shape_.chunkBytes};
+Staging Arena::staging() const {
+  if (areNear_) return {.isStreaming = false, .chunkBytes = shape_.chunkBytes};
   return {.isStreaming = true, .chunkBytes = std::min(shape_.chunkBytes, kStreamedChunk)};
 }
 
@@ -130,8 +131,7 @@ char* Arena::bulk(int rank, uint64_t round) const {
 }
 
 bool Arena::isFirstAreaFree() const {
-  // It was used last in the round before the last one.
-  const uint64_t rounds = base_ > 0 ? base_ - 1 : 0;
+  const uint64_t rounds = roundsBefore(base_);
   if (rounds <= freed_) return true;
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     const auto& done = control(rank).counters[static_cast<int>(Counter::kDone)].value;

@@ -1,7 +1,7 @@
 // Arena: the shared memory in which the ranks of one host run a group's collectives.
 //
 //   header          who sleeps, how the group failed
-//   rank 0          control lines | small[2] | bulk[2]
+//   rank 0          control lines | small[2] | bulk[4]
 //   rank 1          ...
 //
 // Each rank writes only its own part; the others read it. That makes every flag single-writer.
@@ -12,8 +12,8 @@
 // all have finished n-1. Hence:
 //   small   two areas, by the parity of the collective's number: free when a collective begins;
 //   bulk    free when all arrivals were seen. The first one is often free before, and is then
-//   filled
-//           with the arrival, so that ranks wait for each other once less: isFirstAreaFree().
+//           filled with the arrival, so that ranks wait for each other once less:
+//           isFirstAreaFree().
 // Bulk areas are used round by round, with counters that never go back, in turn also from one
 // collective to the next: an area that was read long ago is quicker to write through the caches.
 //
@@ -33,8 +33,8 @@
 #include "base/call.h"
 #include "base/status.h"
 #include "base/task.h"
-#include "collectives/shm/distance.h"
 #include "transport/bell.h"
+#include "transport/shm/distance.h"
 #include "transport/shm/segment.h"
 
 namespace mycoll {
@@ -43,16 +43,23 @@ namespace mycoll {
 struct ArenaShape {
   int ranks = 1;
   size_t smallBytes = 32 * 1024;
-  size_t chunkBytes = 1024 * 1024;  // a bulk area
+  size_t chunkBytes = 512 * 1024;  // a bulk area
 
   size_t rankBytes() const;
   size_t totalBytes() const;
 };
 
-constexpr int kBulkAreas = 2;
+// So many that a writer can be ahead of its readers, and that an area has left their caches before
+// it is filled again.
+constexpr uint64_t kBulkAreas = 4;
+
+// How many rounds all must have done before the area of this one may be filled.
+constexpr uint64_t roundsBefore(uint64_t round) {
+  return round < kBulkAreas ? 0 : round + 1 - kBulkAreas;
+}
 
 // How bulk areas are filled. Past the caches: in small rounds, so that all begin soon. Through
-// them: in large ones, so that what a reader wants has left the first caches of its writer, where
+// them: in larger ones, so that what a reader wants has left the first caches of its writer, where
 // it is slow to fetch, for the cache that they share.
 struct Staging {
   bool isStreaming;
@@ -99,9 +106,8 @@ class Arena {
   const char* blobOf(int rank) const;
 
   // ---- its rounds, numbered from 0 in each collective
-  // After beginBlob. allFillAndTake: every rank takes from all others. Where data goes only one
-  // way, stores past the caches are best anyhow.
-  Staging staging(bool allFillAndTake) const;
+  // After beginBlob.
+  Staging staging() const;
   char* bulk(int rank, uint64_t round) const;
   // After beginBlob, before arrive: nobody reads the area of round 0 any more.
   bool isFirstAreaFree() const;
@@ -129,7 +135,7 @@ class Arena {
   Control& control(int rank) const;
   const Arrival& arrival(int rank) const;
   void wakeSleepers() const;
-  bool looksAtDistance(uint64_t rounds) const;
+  bool looksAtDistance(const Arrival& theirs) const;
   // All have come to the current collective.
   void met();
 

@@ -1,12 +1,13 @@
 // Collectives that only move data.
 //
-// A rank's data goes with its arrival when it is small, else through its two bulk areas in rounds.
-// While the others take round k out of one area, it fills round k+1 into the other:
+// A rank's data goes with its arrival when it is small, else in rounds, through its bulk areas in
+// turn. While the others take round k out of one area, it fills round k+1 into the next:
 //
-//   writer   fill 0 | fill 1 |          fill 2 |          fill 3 ...
-//   readers           take 0 | take 1 |          take 2 | ...
-//   area        0        1                0                1         area of k-1 is free again when
-//                                                                    all have counted k-1 as done
+//   writer   fill 0 | fill 1 | fill 2 | ...
+//   readers           take 0 | take 1 | ...
+//
+// Who only writes runs ahead of its readers, until it comes to an area that one of them has not
+// finished (roundsBefore).
 #include <algorithm>
 #include <cstring>
 
@@ -113,7 +114,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
 
   const size_t blobBytes = isSmall ? plan.mine.bytes : sizeof(uint64_t);
   char* blob = arena.beginBlob(blobBytes);
-  const Staging staging = arena.staging(call.kind == OpKind::kAllGather);
+  const Staging staging = arena.staging();
   const size_t chunk = staging.chunkBytes;
   const uint64_t myRounds = isSmall ? 0 : roundsFor(plan.mine.bytes, chunk);
   arena.fillBlob(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
@@ -162,7 +163,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
   if (myRounds > 0 && !isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < myRounds) {
-      RoundReached isFree(arena, Counter::kDone, round);
+      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }
@@ -204,7 +205,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   const bool isSmall = tableBytes + dataBytes <= arena.shape().smallBytes;
   const size_t blobBytes = tableBytes + (isSmall ? dataBytes : 0);
   char* blob = arena.beginBlob(blobBytes);
-  const Staging staging = arena.staging(!isScatter);
+  const Staging staging = arena.staging();
   // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
   const size_t part =
       staging.chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~size_t{63};
@@ -271,7 +272,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   if (myRounds > 0 && !isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < myRounds) {
-      RoundReached isFree(arena, Counter::kDone, round);
+      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }

@@ -127,7 +127,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   const uint64_t rounds = roundsFor(bytes, chunk);
 
   arena.beginBlob(0);
-  const Staging staging = arena.staging(true);
+  const Staging staging = arena.staging();
   const auto fill = [&](uint64_t round) {
     const Span mine = piece(call.in[0], round, chunk);
     if (isWanted) staging.copy(arena.bulk(self, round), mine.data, mine.bytes);
@@ -143,7 +143,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < rounds) {
-      RoundReached isFree(arena, Counter::kDone, round);
+      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }
@@ -174,7 +174,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   char* const output = wantsResult ? call.out[0].begin() : nullptr;
 
   arena.beginBlob(0);
-  const Staging staging = arena.staging(true);
+  const Staging staging = arena.staging();
   const Slices slices(static_cast<size_t>(ranks), staging.chunkBytes, call.in[0].bytes);
   const auto fill = [&](uint64_t round) {
     for (int step = 1; step < ranks; ++step) {
@@ -195,7 +195,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < slices.rounds; ++round) {
     if (round + 1 < slices.rounds) {
-      RoundReached isFree(arena, Counter::kDone, round);
+      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }
@@ -269,7 +269,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   const int ranks = arena.ranks();
   const Signature signature = call.signature();
   arena.beginBlob(0);
-  const Staging staging = arena.staging(true);
+  const Staging staging = arena.staging();
   const size_t stride =
       staging.chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
   auto offset = [&](int from, int to) {
@@ -299,7 +299,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < rounds) {
-      RoundReached isFree(arena, Counter::kDone, round);
+      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }

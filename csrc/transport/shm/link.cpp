@@ -13,7 +13,8 @@ namespace {
 
 // Bytes are published in pieces, so that the receiver reads one while the sender writes the next.
 constexpr size_t kPieceBytes = 64 * 1024;
-constexpr uint64_t kMask = kRingBytes - 1;
+// Shorter messages do not make a lap grow.
+constexpr size_t kLargeBytes = 64 * 1024;
 
 }  // namespace
 
@@ -62,44 +63,60 @@ ShmSender::ShmSender(std::shared_ptr<Segment> segment, Fd socket, Bell bell)
       socket_(std::move(socket)),
       bell_(bell) {}
 
+bool ShmSender::hasRoom() {
+  if (head_ - tailSeen_ < lap_) return true;
+  tailSeen_ = ring_->tail.load(std::memory_order_acquire);
+  return head_ - tailSeen_ < lap_;
+}
+
+// There is room, so the receiver has begun the lap that ends here.
+void ShmSender::beginLap(size_t bytesToCome) {
+  const bool isNear = ring_->areNear.load(std::memory_order_relaxed);
+  if (isNear && lap_ == kShortLap && bytesToCome >= kLargeBytes) {
+    lap_ = kLongLap;
+    ring_->grownAt.store(head_, std::memory_order_relaxed);
+  } else {
+    offset_ = 0;
+  }
+  Distance::mark(&ring_->marks, head_);
+}
+
 ssize_t ShmSender::write(const Span* parts, int count) {
+  const bool isStreaming = !ring_->areNear.load(std::memory_order_relaxed);
   ssize_t total = 0;
   size_t unpublished = 0;
   for (int i = 0; i < count; ++i) {
     const char* source = parts[i].begin();
     size_t left = parts[i].bytes;
     while (left > 0) {
-      size_t room = kRingBytes - (head_ - tailSeen_);
-      if (room == 0) {
-        tailSeen_ = ring_->tail.load(std::memory_order_acquire);
-        room = kRingBytes - (head_ - tailSeen_);
-        if (room == 0) {
-          if (unpublished) publish(head_);
-          return total;
-        }
+      if (!hasRoom()) {
+        if (unpublished) publish();
+        return total;
       }
-      size_t offset = head_ & kMask;
-      size_t piece = std::min({left, room, kRingBytes - offset, kPieceBytes - unpublished});
-      copyStreaming(data_ + offset, source, piece);
+      if (offset_ == lap_) beginLap(left);
+      const size_t room = lap_ - (head_ - tailSeen_);
+      const size_t piece = std::min({left, room, lap_ - offset_, kPieceBytes - unpublished});
+      copy(data_ + offset_, source, piece, isStreaming);
       head_ += piece;
+      offset_ += piece;
       source += piece;
       left -= piece;
       total += static_cast<ssize_t>(piece);
       unpublished += piece;
       if (unpublished == kPieceBytes) {
-        publish(head_);
+        publish();
         unpublished = 0;
       }
     }
   }
-  if (unpublished) publish(head_);
+  if (unpublished) publish();
   return total;
 }
 
-void ShmSender::publish(uint64_t head) {
+void ShmSender::publish() {
   // Sequentially consistent against the receiver's "I am asleep, is there anything?": one of the
   // two sees the other.
-  ring_->head.store(head, std::memory_order_seq_cst);
+  ring_->head.store(head_, std::memory_order_seq_cst);
   if (ring_->receiverAsleep.load(std::memory_order_seq_cst)) bell_.ring();
 }
 
@@ -112,15 +129,33 @@ void ShmSender::setAsleep(bool asleep) {
   if (asleep) tailSeen_ = ring_->tail.load(std::memory_order_seq_cst);
 }
 
-ShmReceiver::ShmReceiver(std::shared_ptr<Segment> segment, Fd socket, Bell bell)
+ShmReceiver::ShmReceiver(std::shared_ptr<Segment> segment, Fd socket, Bell bell,
+                         DistanceChoice distance)
     : segment_(std::move(segment)),
       ring_(reinterpret_cast<RingHeader*>(segment_->data())),
       data_(segment_->data() + sizeof(RingHeader)),
+      distance_(1, distance),
       socket_(std::move(socket)),
-      bell_(bell) {}
+      bell_(bell) {
+  ring_->areNear.store(distance_.areNear(), std::memory_order_relaxed);
+}
 
 bool ShmReceiver::maybeReadable() const {
   return hungUp_ || ring_->head.load(std::memory_order_relaxed) != tail_;
+}
+
+// Something of it has been published.
+void ShmReceiver::beginLap() {
+  if (lap_ == kShortLap && ring_->grownAt.load(std::memory_order_relaxed) == tail_) {
+    lap_ = kLongLap;
+  } else {
+    offset_ = 0;
+  }
+  distance_.look(0, ring_->marks, tail_);
+  const uint32_t areNear = distance_.areNear();
+  if (ring_->areNear.load(std::memory_order_relaxed) != areNear) {
+    ring_->areNear.store(areNear, std::memory_order_relaxed);
+  }
 }
 
 ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
@@ -128,12 +163,13 @@ ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
   ssize_t total = 0;
   // A peer that can write to the ring can write nonsense to its header: never trust more than fits.
   size_t available =
-      std::min<uint64_t>(ring_->head.load(std::memory_order_seq_cst) - tail_, kRingBytes);
+      std::min<uint64_t>(ring_->head.load(std::memory_order_seq_cst) - tail_, kLongLap);
   while (bytes > 0 && available > 0) {
-    size_t offset = tail_ & kMask;
-    size_t piece = std::min({bytes, available, kRingBytes - offset, kPieceBytes});
-    copy(target, data_ + offset, piece, streaming);
+    if (offset_ == lap_) beginLap();
+    const size_t piece = std::min({bytes, available, lap_ - offset_, kPieceBytes});
+    copy(target, data_ + offset_, piece, streaming);
     tail_ += piece;
+    offset_ += piece;
     target += piece;
     bytes -= piece;
     available -= piece;

@@ -4,6 +4,14 @@
 //
 //   head  bytes ever published by the sender     (one writer each, on cache lines of their own)
 //   tail  bytes ever consumed by the receiver
+//
+// How the ring is used depends on how near the two are (distance.h), which the receiver measures at
+// the beginning of each lap, and says:
+//   far   stores past the caches, laps of kShortLap;
+//   near  stores through them. From the first message that is large a lap is kLongLap: then what
+//         the receiver reads has left the first caches of its sender, where it is slow to fetch.
+// A lap grows once, at the end of a short one, and never shrinks: grownAt says after which byte, so
+// that both sides find every byte at the same place. Memory that was never reached is none.
 #pragma once
 
 #include <atomic>
@@ -11,9 +19,11 @@
 #include <memory>
 #include <string>
 
+#include "base/env.h"
 #include "base/fd.h"
 #include "transport/bell.h"
 #include "transport/link.h"
+#include "transport/shm/distance.h"
 #include "transport/shm/segment.h"
 
 namespace mycoll {
@@ -24,12 +34,16 @@ struct RingHeader {
   // Set by a side that is going to sleep and wants to be rung.
   alignas(128) std::atomic<uint32_t> senderAsleep;
   alignas(128) std::atomic<uint32_t> receiverAsleep;
-  alignas(128) char cookie[32];  // proof that both map the same memory
+  alignas(128) std::atomic<uint32_t> areNear;  // by the receiver
+  alignas(128) std::atomic<uint64_t> grownAt;  // by the sender; 0: laps are short
+  char cookie[32];                             // proof that both map the same memory
+  Distance::Marks marks;                       // by the sender, at the beginning of each lap
 };
 constexpr size_t kCookieBytes = 32;
 
-constexpr size_t kRingBytes = 512 * 1024;  // a power of two
-constexpr size_t kRingSegmentBytes = sizeof(RingHeader) + kRingBytes;
+constexpr size_t kShortLap = 512 * 1024;
+constexpr size_t kLongLap = 1792 * 1024;
+constexpr size_t kRingSegmentBytes = sizeof(RingHeader) + kLongLap;
 
 // Passing descriptors over a connected unix socket, with kCookieBytes of data. receive: the bytes
 // read (0: the peer has gone), or -1 with errno.
@@ -46,12 +60,16 @@ class ShmSender final : public LinkSender {
   bool sendFd(int fd, const std::string& cookie) override;
 
  private:
-  void publish(uint64_t head);
+  bool hasRoom();
+  void beginLap(size_t bytesToCome);
+  void publish();
 
   std::shared_ptr<Segment> segment_;
   RingHeader* ring_;
   char* data_;
   uint64_t head_ = 0;
+  size_t offset_ = 0;  // of head_ in the ring
+  size_t lap_ = kShortLap;
   uint64_t tailSeen_ = 0;
   Fd socket_;
   Bell bell_;
@@ -59,7 +77,8 @@ class ShmSender final : public LinkSender {
 
 class ShmReceiver final : public LinkReceiver {
  public:
-  ShmReceiver(std::shared_ptr<Segment> segment, Fd socket, Bell bell);
+  // bell: where the sender sleeps.
+  ShmReceiver(std::shared_ptr<Segment> segment, Fd socket, Bell bell, DistanceChoice distance);
   ssize_t read(void* data, size_t bytes, bool streaming) override;
   bool maybeReadable() const override;
   void onEvent(bool isClosed) override;
@@ -68,10 +87,15 @@ class ShmReceiver final : public LinkReceiver {
   Fd takeFd(const std::string& cookie) override;
 
  private:
+  void beginLap();
+
   std::shared_ptr<Segment> segment_;
   RingHeader* ring_;
   char* data_;
   uint64_t tail_ = 0;
+  size_t offset_ = 0;  // of tail_ in the ring
+  size_t lap_ = kShortLap;
+  Distance distance_;
   bool hungUp_ = false;
   std::map<std::string, Fd> received_;
   Fd socket_;

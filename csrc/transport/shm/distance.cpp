@@ -1,4 +1,4 @@
-#include "collectives/shm/distance.h"
+#include "transport/shm/distance.h"
 
 #include <algorithm>
 #include <bit>
@@ -19,7 +19,7 @@ void Distance::mark(Marks* mine, uint64_t number) {
   for (auto& mark : mine->marks) mark.value.store(number, std::memory_order_relaxed);
 }
 
-void Distance::look(int rank, const Marks& theirs, uint64_t number) {
+void Distance::look(int other, const Marks& theirs, uint64_t number) {
   if (choice_ != DistanceChoice::kMeasured) return;
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
@@ -31,10 +31,10 @@ void Distance::look(int rank, const Marks& theirs, uint64_t number) {
   }
   const std::chrono::duration<double, std::nano> took = Clock::now() - start;
   if (lag != 0) return;
-  uint8_t& history = histories_[rank];
+  uint8_t& history = histories_[other];
   const bool isNear = took.count() < kNearNanos * kMarks;
   history = static_cast<uint8_t>((history << 1 | isNear) & kLastLooks);
-  areNear_ = std::all_of(histories_.begin() + 1, histories_.end(),
+  areNear_ = std::all_of(histories_.begin(), histories_.end(),
                          [](uint8_t looks) { return std::popcount(looks) >= kMostLooks; });
 }
 

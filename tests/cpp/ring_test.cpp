@@ -1,0 +1,149 @@
+// Links inside a host: what is written comes out, whatever the pieces, and however the laps of the
+// ring grow.
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "test.h"
+#include "transport/shm/link.h"
+
+using namespace mycoll;
+
+namespace {
+
+// Both ends of a link, in one thread, and a stream of bytes of which each tells its place.
+struct Pair {
+  explicit Pair(DistanceChoice distance) {
+    ASSERT(Segment::create(kRingSegmentBytes, &segment).ok());
+    int sockets[2];
+    ASSERT(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+    sender = std::make_unique<ShmSender>(segment, Fd(sockets[0]), Bell());
+    receiver = std::make_unique<ShmReceiver>(segment, Fd(sockets[1]), Bell(), distance);
+  }
+
+  static char at(uint64_t place) { return static_cast<char>(place * 2'654'435'761 >> 13); }
+
+  size_t write(size_t bytes) {
+    std::vector<char> data(bytes);
+    for (size_t i = 0; i < bytes; ++i) data[i] = at(written + i);
+    const Span parts[2] = {{data.data(), bytes / 3}, {data.data() + bytes / 3, bytes - bytes / 3}};
+    const ssize_t taken = sender->write(parts, 2);
+    ASSERT(taken >= 0);
+    written += static_cast<uint64_t>(taken);
+    return static_cast<size_t>(taken);
+  }
+
+  size_t read(size_t bytes, bool isStreaming) {
+    std::vector<char> data(bytes);
+    const ssize_t got = receiver->read(data.data(), bytes, isStreaming);
+    ASSERT(got >= 0);
+    for (ssize_t i = 0; i < got; ++i) {
+      wrong += data[static_cast<size_t>(i)] != at(consumed + static_cast<uint64_t>(i));
+    }
+    consumed += static_cast<uint64_t>(got);
+    return static_cast<size_t>(got);
+  }
+
+  size_t memory() const {
+    struct stat info;
+    ASSERT(fstat(segment->fd(), &info) == 0);
+    return static_cast<size_t>(info.st_blocks) * 512;
+  }
+
+  std::shared_ptr<Segment> segment;
+  std::unique_ptr<ShmSender> sender;
+  std::unique_ptr<ShmReceiver> receiver;
+  uint64_t written = 0;
+  uint64_t consumed = 0;
+  uint64_t wrong = 0;
+};
+
+constexpr size_t kHeader = 16 * 1024;  // what the ring's header may take, at most
+
+}  // namespace
+
+TEST(Ring, carriesEveryByteWhateverThePieces) {
+  for (const DistanceChoice distance :
+       {DistanceChoice::kNear, DistanceChoice::kFar, DistanceChoice::kMeasured}) {
+    for (unsigned seed = 1; seed <= 12; ++seed) {
+      std::mt19937 random(seed);
+      const auto below = [&](size_t most) { return random() % most; };
+      Pair link(distance);
+      // Some seeds send mostly small pieces, some large ones; some readers are slow.
+      const size_t most = size_t{1} << (8 + seed);
+      while (link.written < 12 * kLongLap) {
+        for (size_t i = below(4); i > 0; --i) link.write(below(most) + 1);
+        for (size_t i = below(4); i > 0; --i) link.read(below(most) + 1, below(2) == 0);
+      }
+      while (link.consumed < link.written) ASSERT(link.read(most, false) > 0);
+      EXPECT_EQ(link.wrong, uint64_t{0});
+      EXPECT(!link.receiver->maybeReadable());
+      if (link.wrong) std::fprintf(stderr, "seed %u\n", seed);
+    }
+  }
+}
+
+TEST(Ring, takesWhatALapHoldsAndNoMore) {
+  Pair link(DistanceChoice::kNear);
+  EXPECT_EQ(link.write(3 * kLongLap), kShortLap);
+  EXPECT_EQ(link.write(1), size_t{0});
+  EXPECT_EQ(link.read(1, false), size_t{1});
+  // At the end of a lap there is room, and more to come than a little: the next ones are long.
+  EXPECT_EQ(link.write(3 * kLongLap), kLongLap - kShortLap + 1);
+  EXPECT_EQ(link.write(1), size_t{0});
+  EXPECT_EQ(link.read(2 * kLongLap, false), kLongLap);
+  EXPECT_EQ(link.write(2 * kLongLap), kLongLap);
+  EXPECT_EQ(link.read(2 * kLongLap, false), kLongLap);
+  EXPECT_EQ(link.wrong, uint64_t{0});
+}
+
+TEST(Ring, growsForLargeMessagesBetweenNearProcessesOnly) {
+  const auto memoryAfter = [](DistanceChoice distance, size_t message) {
+    Pair link(distance);
+    while (link.written < 6 * kLongLap) {
+      for (size_t left = message; left > 0;) {
+        left -= link.write(left);
+        while (link.read(kLongLap, false) > 0) continue;
+      }
+    }
+    EXPECT_EQ(link.wrong, uint64_t{0});
+    return link.memory();
+  };
+  EXPECT(memoryAfter(DistanceChoice::kFar, 300'000) <= kShortLap + kHeader);
+  EXPECT(memoryAfter(DistanceChoice::kNear, 3'000) <= kShortLap + kHeader);
+  EXPECT(memoryAfter(DistanceChoice::kNear, 300'000) > kShortLap + kHeader);
+  EXPECT(memoryAfter(DistanceChoice::kNear, 300'000) <= kRingSegmentBytes + kHeader);
+}
+
+TEST(Ring, measuresHowNearItsEndsAre) {
+  // One thread is near itself, if nothing comes between.
+  Pair link(DistanceChoice::kMeasured);
+  const auto* const header = reinterpret_cast<const RingHeader*>(link.segment->data());
+  EXPECT_EQ(header->areNear.load(), 0U);
+  for (int i = 0; i < 10'000 && header->areNear.load() == 0; ++i) {
+    link.write(kShortLap / 2);
+    link.read(kShortLap, false);
+  }
+  EXPECT_EQ(header->areNear.load(), 1U);
+  EXPECT_EQ(link.wrong, uint64_t{0});
+}
+
+// A peer that writes nonsense into the header gets nonsense, not memory beyond the ring.
+TEST(Ring, nonsenseInTheHeaderStaysInTheRing) {
+  for (const uint64_t head : {uint64_t{1} << 40, ~uint64_t{0}, uint64_t{kLongLap} * 3 + 5}) {
+    Pair link(DistanceChoice::kMeasured);
+    auto* const header = reinterpret_cast<RingHeader*>(link.segment->data());
+    header->grownAt.store(kShortLap);
+    header->head.store(head);
+    std::vector<char> data(4 * kLongLap);
+    for (int i = 0; i < 20; ++i) {
+      const ssize_t got = link.receiver->read(data.data(), data.size(), false);
+      EXPECT(got >= 0 && static_cast<size_t>(got) <= kLongLap);
+    }
+  }
+}

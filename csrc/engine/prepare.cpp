@@ -21,6 +21,7 @@ namespace {
 struct Offer {
   uint64_t smallBytes = 0;
   uint64_t chunkBytes = 0;
+  uint64_t areas = 0;
   uint64_t isOffered = 0;
   char cookie[kCookieBytes] = {};
 };
@@ -93,29 +94,29 @@ bool Group::mayShareMemory() const {
 
 namespace {
 
-// Most of what a job reduces goes through its first group, so that one gets areas of the best size;
-// groups may be many, and have smaller ones.
-constexpr size_t kLargeChunk = ArenaShape().chunkBytes;
-constexpr size_t kModestChunk = 224 * 1024;
+// Most of what a job reduces goes through its first group, so that one gets the best number of
+// areas; groups may be many, and have fewer.
+constexpr uint64_t kManyAreas = ArenaShape().areas;
+constexpr uint64_t kFewAreas = 3;
 
 std::mutex largeArena;
 std::weak_ptr<Segment> largeSegment;  // of this process
 
-size_t chooseChunk() {
+uint64_t chooseAreas() {
   const std::lock_guard<std::mutex> lock(largeArena);
-  return largeSegment.expired() ? kLargeChunk : kModestChunk;
+  return largeSegment.expired() ? kManyAreas : kFewAreas;
 }
 
-void noteChunk(const std::shared_ptr<Segment>& segment, size_t chunkBytes) {
+void noteAreas(const std::shared_ptr<Segment>& segment, uint64_t areas) {
   const std::lock_guard<std::mutex> lock(largeArena);
-  if (chunkBytes >= kLargeChunk) largeSegment = segment;
+  if (areas >= kManyAreas) largeSegment = segment;
 }
 
 }  // namespace
 
 void Group::adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape,
                   DistanceChoice distance) {
-  noteChunk(segment, shape.chunkBytes);
+  noteAreas(segment, shape.areas);
   std::vector<Bell> bells;
   for (const PeerAddress& peer : mailbox_.group().peers) {
     bells.push_back(engine_->endpoint()->bellOf(peer));
@@ -153,13 +154,15 @@ Task Group::prepareAsLeader(bool* isShared) {
   ArenaShape shape;
   shape.ranks = ranks;
   shape.smallBytes = env.smallBytes;
-  shape.chunkBytes = env.chunkBytes > 0 ? env.chunkBytes : chooseChunk();
+  if (env.chunkBytes > 0) shape.chunkBytes = env.chunkBytes;
+  shape.areas = chooseAreas();
   std::shared_ptr<Segment> segment;
   Status made = Segment::create(shape.totalBytes(), &segment);
   if (!made.ok()) MYCOLL_LOG_WARN("%s", made.message().c_str());
   Offer offer;
   offer.smallBytes = shape.smallBytes;
   offer.chunkBytes = shape.chunkBytes;
+  offer.areas = shape.areas;
   offer.isOffered = made.ok();
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(offer.cookie, sizeof(offer.cookie)));
 
@@ -213,6 +216,7 @@ Task Group::prepareAsMember(bool* isShared) {
   shape.ranks = options_.ranks;
   shape.smallBytes = offer.smallBytes;
   shape.chunkBytes = offer.chunkBytes;
+  shape.areas = offer.areas;
   std::shared_ptr<Segment> segment;
   if (flag) {
     Fd memory = mailbox_.takeFd(0, std::string(offer.cookie, sizeof(offer.cookie)));

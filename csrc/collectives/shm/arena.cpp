@@ -12,7 +12,6 @@ namespace {
 
 constexpr size_t kLine = 128;
 constexpr size_t kPage = 4096;
-constexpr size_t kStreamedChunk = 256 * 1024;
 
 // Where a rank neither fills nor takes rounds, as far as it says: every so many collectives.
 constexpr uint64_t kLookEvery = 64;
@@ -30,6 +29,7 @@ struct Arena::Header {
   uint32_t code;
   uint32_t textBytes;
   char text[3072];
+  alignas(kLine) std::atomic<uint32_t> areNear;  // by rank 0
 };
 
 struct Arena::Control {
@@ -44,7 +44,7 @@ struct Arena::Control {
 
 size_t ArenaShape::rankBytes() const {
   return roundUp(sizeof(Arena::Control), kPage) + 2 * roundUp(smallBytes, kPage) +
-         kBulkAreas * roundUp(chunkBytes, kPage);
+         areas * roundUp(chunkBytes, kPage);
 }
 
 size_t ArenaShape::totalBytes() const { return kPage + static_cast<size_t>(ranks) * rankBytes(); }
@@ -58,6 +58,7 @@ Arena::Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank
       bells_(std::move(bells)),
       distance_(shape.ranks - 1, distance) {
   static_assert(sizeof(Header) <= kPage);
+  if (rank_ == 0) tellDistance();
 }
 
 Arena::Control& Arena::control(int rank) const {
@@ -70,7 +71,6 @@ const Arrival& Arena::arrival(int rank) const { return control(rank).arrivals[nu
 char* Arena::beginBlob(size_t bytes) {
   ++number_;
   freed_ = std::exchange(began_, base_);
-  areNear_ = areNearNext_;
   if (bytes <= Arrival::kInlineBytes) return control(rank_).arrivals[number_ & 1].inlined;
   return reinterpret_cast<char*>(&control(rank_)) + roundUp(sizeof(Control), kPage) +
          (number_ & 1) * roundUp(shape_.smallBytes, kPage);
@@ -80,8 +80,7 @@ void Arena::arrive(const Signature& signature, size_t blobBytes, uint64_t rounds
   Arrival& mine = control(rank_).arrivals[number_ & 1];
   mine.signature = signature;
   mine.rounds = rounds;
-  mine.blobBytes = static_cast<uint32_t>(blobBytes);
-  mine.areNear = distance_.areNear();
+  mine.blobBytes = blobBytes;
   if (rank_ != 0 && looksAtDistance(mine)) Distance::mark(&control(rank_).marks, number_);
   mine.number.store(number_, std::memory_order_seq_cst);
   wakeSleepers();
@@ -93,7 +92,6 @@ bool Arena::looksAtDistance(const Arrival& theirs) const {
 }
 
 void Arena::met() {
-  areNearNext_ = arrival(0).areNear != 0;
   if (rank_ != 0) return;
   for (int looks = std::min(kLooksAtOnce, shape_.ranks - 1); looks > 0; --looks) {
     const int rank = lastLook_ % (shape_.ranks - 1) + 1;
@@ -101,19 +99,24 @@ void Arena::met() {
     distance_.look(rank - 1, control(rank).marks, number_);
     lastLook_ = rank;
   }
+  tellDistance();
 }
 
-void Arena::fillBlob(char* blob, const void* from, size_t bytes) const {
-  staging().copy(blob, from, bytes);
+void Arena::tellDistance() {
+  auto& areNear = reinterpret_cast<Header*>(segment_->data())->areNear;
+  const uint32_t are = distance_.areNear();
+  if (areNear.load(std::memory_order_relaxed) != are) {
+    areNear.store(are, std::memory_order_relaxed);
+  }
 }
 
-Staging Arena::staging() const {
-  if (areNear_) return {.isStreaming = false, .chunkBytes = shape_.chunkBytes};
-  return {.isStreaming = true, .chunkBytes = std::min(shape_.chunkBytes, kStreamedChunk)};
+bool Arena::isStreaming() const {
+  const auto& areNear = reinterpret_cast<const Header*>(segment_->data())->areNear;
+  return areNear.load(std::memory_order_relaxed) == 0;
 }
 
-void Staging::copy(void* to, const void* from, size_t bytes) const {
-  mycoll::copy(to, from, bytes, isStreaming);
+void Arena::fill(char* to, const void* from, size_t bytes) const {
+  copy(to, from, bytes, isStreaming());
 }
 
 const char* Arena::blobOf(int rank) const {
@@ -127,7 +130,7 @@ const char* Arena::blobOf(int rank) const {
 char* Arena::bulk(int rank, uint64_t round) const {
   return reinterpret_cast<char*>(&control(rank)) + roundUp(sizeof(Control), kPage) +
          2 * roundUp(shape_.smallBytes, kPage) +
-         ((base_ + round) % kBulkAreas) * roundUp(shape_.chunkBytes, kPage);
+         ((base_ + round) % shape_.areas) * roundUp(shape_.chunkBytes, kPage);
 }
 
 bool Arena::isFirstAreaFree() const {

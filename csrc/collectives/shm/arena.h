@@ -17,8 +17,8 @@
 // Bulk areas are used round by round, with counters that never go back, in turn also from one
 // collective to the next: an area that was read long ago is quicker to write through the caches.
 //
-// How a part is written depends on how near the ranks are (distance.h). Rank 0 knows, and says it
-// with each arrival; all go by it from the next collective on, so that they agree on the rounds.
+// How a part is written depends on how near the ranks are (distance.h). Rank 0 knows, and each
+// writer asks before it writes: nothing else depends on it, so they need not agree.
 //
 // Thread contract: one thread at a time (the one that runs the group's queue), but for setAsleep,
 // failure and fail [any thread].
@@ -43,29 +43,13 @@ namespace mycoll {
 struct ArenaShape {
   int ranks = 1;
   size_t smallBytes = 32 * 1024;
-  size_t chunkBytes = 512 * 1024;  // a bulk area
+  size_t chunkBytes = 256 * 1024;  // a bulk area
+  // So many that a writer can be ahead of its readers, and that what it fills has left their
+  // caches, and what they read has left its own.
+  uint64_t areas = 8;
 
   size_t rankBytes() const;
   size_t totalBytes() const;
-};
-
-// So many that a writer can be ahead of its readers, and that an area has left their caches before
-// it is filled again.
-constexpr uint64_t kBulkAreas = 4;
-
-// How many rounds all must have done before the area of this one may be filled.
-constexpr uint64_t roundsBefore(uint64_t round) {
-  return round < kBulkAreas ? 0 : round + 1 - kBulkAreas;
-}
-
-// How bulk areas are filled. Past the caches: in small rounds, so that all begin soon. Through
-// them: in larger ones, so that what a reader wants has left the first caches of its writer, where
-// it is slow to fetch, for the cache that they share.
-struct Staging {
-  bool isStreaming;
-  size_t chunkBytes;  // of an area, in one round
-
-  void copy(void* to, const void* from, size_t bytes) const;
 };
 
 // What a rank says when it comes to a collective. Two lines of cache: a few bytes of payload come
@@ -74,8 +58,7 @@ struct alignas(128) Arrival {
   std::atomic<uint64_t> number;  // of the collective, from 1; written last
   Signature signature;
   uint64_t rounds;     // for how many rounds this rank will fill its bulk areas
-  uint32_t blobBytes;  // published with the arrival: in `inlined`, or in the small area
-  uint32_t areNear;    // of rank 0: what goes for the next collective
+  uint64_t blobBytes;  // published with the arrival: in `inlined`, or in the small area
   static constexpr size_t kInlineBytes = 80;
   char inlined[kInlineBytes];
 };
@@ -97,8 +80,6 @@ class Arena {
   // ---- a collective
   // Begins the next one: returns where to put up to smallBytes that arrive() will publish.
   char* beginBlob(size_t bytes);
-  // After beginBlob.
-  void fillBlob(char* blob, const void* from, size_t bytes) const;
   void arrive(const Signature& signature, size_t blobBytes, uint64_t rounds);
   // After all arrivals: what that rank said. Its blob is null when it claims an impossible size.
   uint64_t roundsOf(int rank) const { return arrival(rank).rounds; }
@@ -106,15 +87,22 @@ class Arena {
   const char* blobOf(int rank) const;
 
   // ---- its rounds, numbered from 0 in each collective
-  // After beginBlob.
-  Staging staging() const;
   char* bulk(int rank, uint64_t round) const;
+  // How many rounds all must have done before the area of this one may be filled.
+  uint64_t roundsBefore(uint64_t round) const {
+    return round < shape_.areas ? 0 : round + 1 - shape_.areas;
+  }
   // After beginBlob, before arrive: nobody reads the area of round 0 any more.
   bool isFirstAreaFree() const;
   void publish(Counter counter, uint64_t roundsCompleted);
   bool has(int rank, Counter counter, uint64_t roundsCompleted) const;
   // All ranks call it with the same number, when they have finished their part.
   void endRounds(uint64_t rounds);
+
+  // ---- filling, also blobs
+  // Past the caches, or through them.
+  bool isStreaming() const;
+  void fill(char* to, const void* from, size_t bytes) const;
 
   // ---- [any thread]
   void setAsleep(bool asleep);
@@ -138,6 +126,7 @@ class Arena {
   bool looksAtDistance(const Arrival& theirs) const;
   // All have come to the current collective.
   void met();
+  void tellDistance();
 
   std::shared_ptr<Segment> segment_;
   const ArenaShape shape_;
@@ -150,8 +139,6 @@ class Arena {
   uint64_t freed_ = 0;   // when the last one began: so many rounds all ranks have finished
   Distance distance_;    // kept by rank 0
   int lastLook_ = 0;     // at which rank
-  bool areNear_ = false;
-  bool areNearNext_ = false;
 };
 
 // All ranks have come to the current collective, and their calls agree with mine.

@@ -114,10 +114,9 @@ Task shmPublish(ShmGroup group, const Call& call) {
 
   const size_t blobBytes = isSmall ? plan.mine.bytes : sizeof(uint64_t);
   char* blob = arena.beginBlob(blobBytes);
-  const Staging staging = arena.staging();
-  const size_t chunk = staging.chunkBytes;
+  const size_t chunk = arena.shape().chunkBytes;
   const uint64_t myRounds = isSmall ? 0 : roundsFor(plan.mine.bytes, chunk);
-  arena.fillBlob(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
+  arena.fill(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
   // Where my own goes, round by round.
   const Span kept =
       myRounds > 0 && plan.from(self).data != plan.mine.data ? plan.from(self) : Span();
@@ -126,10 +125,10 @@ Task shmPublish(ShmGroup group, const Call& call) {
     const Span part = piece(plan.mine, round, chunk);
     char* const staged = arena.bulk(self, round);
     if (kept.bytes > 0) {
-      copyToBoth(staged, staging.isStreaming, piece(kept, round, chunk).data, isKeptStreaming,
+      copyToBoth(staged, arena.isStreaming(), piece(kept, round, chunk).data, isKeptStreaming,
                  part.data, part.bytes);
     } else {
-      staging.copy(staged, part.data, part.bytes);
+      arena.fill(staged, part.data, part.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };
@@ -163,7 +162,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
   if (myRounds > 0 && !isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < myRounds) {
-      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
+      RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }
@@ -205,10 +204,9 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   const bool isSmall = tableBytes + dataBytes <= arena.shape().smallBytes;
   const size_t blobBytes = tableBytes + (isSmall ? dataBytes : 0);
   char* blob = arena.beginBlob(blobBytes);
-  const Staging staging = arena.staging();
   // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
   const size_t part =
-      staging.chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~size_t{63};
+      arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~size_t{63};
   auto offset = [&](int from, int to) {
     return static_cast<size_t>(to < from ? to : to - 1) * part;
   };
@@ -218,14 +216,14 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     const uint64_t bytes = call.in[rank].bytes;
     std::memcpy(blob + static_cast<size_t>(rank) * sizeof(bytes), &bytes, sizeof(bytes));
     if (!isSmall || rank == self || !bytes) continue;
-    arena.fillBlob(end, call.in[rank].data, bytes);
+    arena.fill(end, call.in[rank].data, bytes);
     end += bytes;
   }
   const auto fill = [&](uint64_t round) {
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == self) continue;
       const Span slice = piece(call.in[rank], round, part);
-      staging.copy(arena.bulk(self, round) + offset(self, rank), slice.data, slice.bytes);
+      arena.fill(arena.bulk(self, round) + offset(self, rank), slice.data, slice.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };
@@ -272,7 +270,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   if (myRounds > 0 && !isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < myRounds) {
-      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
+      RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }

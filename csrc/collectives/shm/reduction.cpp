@@ -93,7 +93,7 @@ Task shmReduceSmall(ShmGroup group, const Call& call) {
   const Signature signature = call.signature();
   const size_t bytes = call.in[0].bytes;
   char* blob = arena.beginBlob(bytes);
-  arena.fillBlob(blob, call.in[0].data, bytes);
+  arena.fill(blob, call.in[0].data, bytes);
   arena.arrive(signature, bytes, 0);
   AllArrived arrived(arena, signature);
   co_await arrived;
@@ -127,10 +127,9 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   const uint64_t rounds = roundsFor(bytes, chunk);
 
   arena.beginBlob(0);
-  const Staging staging = arena.staging();
   const auto fill = [&](uint64_t round) {
     const Span mine = piece(call.in[0], round, chunk);
-    if (isWanted) staging.copy(arena.bulk(self, round), mine.data, mine.bytes);
+    if (isWanted) arena.fill(arena.bulk(self, round), mine.data, mine.bytes);
     arena.publish(Counter::kFilled, round + 1);
   };
   const bool isEarly = arena.isFirstAreaFree();
@@ -143,7 +142,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < rounds) {
-      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
+      RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }
@@ -174,13 +173,12 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   char* const output = wantsResult ? call.out[0].begin() : nullptr;
 
   arena.beginBlob(0);
-  const Staging staging = arena.staging();
-  const Slices slices(static_cast<size_t>(ranks), staging.chunkBytes, call.in[0].bytes);
+  const Slices slices(static_cast<size_t>(ranks), arena.shape().chunkBytes, call.in[0].bytes);
   const auto fill = [&](uint64_t round) {
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
       const Span slice = slices.of(owner, round, input);
-      staging.copy(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
+      arena.fill(arena.bulk(self, round) + slices.offset(owner), slice.data, slice.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };
@@ -195,7 +193,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < slices.rounds; ++round) {
     if (round + 1 < slices.rounds) {
-      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
+      RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }
@@ -210,7 +208,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
       const size_t count = mine.bytes / call.elementBytes;
       if (call.kind == OpKind::kAllReduce) {
         reduce2(call.dtype, call.reduceOp, slices.of(self, round, output).data, shared,
-                inputs.data(), ranks, count, ranks, isStreaming, staging.isStreaming);
+                inputs.data(), ranks, count, ranks, isStreaming, arena.isStreaming());
       } else {
         void* target = wantsResult ? slices.of(self, round, output).data : shared;
         reduce(call.dtype, call.reduceOp, target, inputs.data(), ranks, count, ranks, isStreaming);
@@ -244,7 +242,7 @@ Task shmReduceScatterSmall(ShmGroup group, const Call& call) {
   }
   char* end = arena.beginBlob(bytes);
   for (const Span& span : call.in) {
-    arena.fillBlob(end, span.data, span.bytes);
+    arena.fill(end, span.data, span.bytes);
     end += span.bytes;
   }
   arena.arrive(signature, bytes, 0);
@@ -269,9 +267,8 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   const int ranks = arena.ranks();
   const Signature signature = call.signature();
   arena.beginBlob(0);
-  const Staging staging = arena.staging();
   const size_t stride =
-      staging.chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
+      arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
   auto offset = [&](int from, int to) {
     return static_cast<size_t>(to < from ? to : to - 1) * stride;
   };
@@ -284,7 +281,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
     for (int step = 1; step < ranks; ++step) {
       const int owner = (self + step) % ranks;
       const Span part = piece(call.in[owner], round, stride);
-      staging.copy(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
+      arena.fill(arena.bulk(self, round) + offset(self, owner), part.data, part.bytes);
     }
     arena.publish(Counter::kFilled, round + 1);
   };
@@ -299,7 +296,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
     if (round + 1 < rounds) {
-      RoundReached isFree(arena, Counter::kDone, roundsBefore(round + 1));
+      RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
       co_await isFree;
       fill(round + 1);
     }

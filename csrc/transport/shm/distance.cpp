@@ -34,8 +34,9 @@ void Distance::look(int other, const Marks& theirs, uint64_t number) {
   uint8_t& history = histories_[other];
   const bool isNear = took.count() < kNearNanos * kMarks;
   history = static_cast<uint8_t>((history << 1 | isNear) & kLastLooks);
-  areNear_ = std::all_of(histories_.begin(), histories_.end(),
-                         [](uint8_t looks) { return std::popcount(looks) >= kMostLooks; });
+  areNear_ = std::all_of(histories_.begin(), histories_.end(), [](uint8_t looks) {
+    return (looks & 1) != 0 && std::popcount(looks) >= kMostLooks;
+  });
 }
 
 }  // namespace mycoll

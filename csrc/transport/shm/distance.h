@@ -40,7 +40,8 @@ class Distance {
   static void mark(Marks* mine, uint64_t number);
   // After it was published. Nothing happens if they have not marked this number.
   void look(int other, const Marks& theirs, uint64_t number);
-  // Each was near in most of its last looks; or what was chosen.
+  // Each was near at the last look and in most of the last few; or what was chosen. To be wrong
+  // with near costs more.
   bool areNear() const { return areNear_; }
 
  private:

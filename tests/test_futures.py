@@ -80,6 +80,95 @@ def test_callbacks_that_leave_futures_behind(world):
     world.run(unwaited)
 
 
+def program_goes_on(ctx: Ctx) -> None:
+    """Asynchronous calls behind a future return at once, whatever the others still have to do."""
+    a, b = torch.ones(3), torch.full((5,), 2.0)
+    token = torch.zeros(1)
+    if ctx.rank == 0:
+        future = dist.all_reduce(a, async_op=True).get_future()
+        work = dist.all_reduce(b, async_op=True)
+        ctx.equal(work.is_completed(), False)
+        dist.send(token, 1)  # only now does the other one begin
+        future.wait()
+        work.wait()
+    else:
+        dist.recv(token, 0)
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    close(ctx, a, torch.full((3,), 2.0))
+    close(ctx, b, torch.full((5,), 4.0))
+
+
+@pytest.mark.worlds(2)
+def test_the_program_goes_on_behind_a_future(world):
+    world.run(program_goes_on)
+
+
+def other_group_first(ctx: Ctx) -> None:
+    """A call held in one group does not keep its caller from another group."""
+    group = dist.new_group()
+    a, b, c = torch.ones(3), torch.ones(5), torch.ones(7)
+    if ctx.rank == 0:
+        future = dist.all_reduce(a, async_op=True).get_future()
+        work = dist.all_reduce(b, async_op=True)
+        dist.all_reduce(c, group=group)
+        work.wait()
+        future.wait()
+    else:
+        dist.all_reduce(c, group=group)
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    for x in (a, b, c):
+        close(ctx, x, torch.full_like(x, 2.0))
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(2)
+def test_another_group_behind_a_future(world):
+    world.run(other_group_first)
+
+
+def held(ctx: Ctx) -> None:
+    """Held calls keep their place: behind the callbacks before them, before what comes after."""
+    chance = ctx.random(ctx.rank)
+    group = dist.new_group()
+    for _ in range(20):
+        order: list[str] = []
+
+        def begin(future: torch.futures.Future, order=order) -> torch.Tensor:
+            time.sleep(chance.choice((0, 0.002)))
+            order.append("callback")
+            total = future.value()[0].sum().reshape(1)
+            dist.all_reduce(total, group=group)
+            return total
+
+        first = dist.all_reduce(torch.ones(2), group=group, async_op=True).get_future().then(begin)
+        works = []
+        for size in (3, 4, 5):
+            x = torch.ones(size)
+            works.append((dist.all_reduce(x, group=group, async_op=True), x))
+        later = works[1][0].get_future().then(lambda _, order=order: order.append("later"))
+        # The last one's wait is left to the next, synchronous call.
+        for work, _ in works[:-1]:
+            work.wait()
+        last = torch.ones(6)
+        dist.all_reduce(last, group=group)
+        ctx.equal(works[-1][0].is_completed(), True)
+        for x in (*(x for _, x in works), last):
+            close(ctx, x, torch.full_like(x, float(ctx.size)))
+        close(ctx, first.wait(), torch.full((1,), 2.0 * ctx.size**2))
+        later.wait()
+        ctx.equal(order, ["callback", "later"])
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(2, 3)
+def test_held_calls_keep_their_place(world):
+    if world.backend == "gloo":
+        pytest.skip("gloo's callbacks run in no order")
+    world.run(held)
+
+
 def endless(ctx: Ctx) -> None:
     """A callback that does not return: the next operation says so; the group lives on."""
     store = ctx.store("endless")
@@ -90,13 +179,20 @@ def endless(ctx: Ctx) -> None:
         store.set("hung", "")  # only now can it complete: not in this thread
         with ctx.raises(dist.DistBackendError, "callback", "has not returned"):
             dist.all_reduce(torch.ones(3))
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        with ctx.raises(dist.DistBackendError, "all_reduce in", "callback", "has not returned"):
+            work.wait()
+        with ctx.raises(dist.DistBackendError, "has not begun"):
+            work.wait(timedelta(milliseconds=100))
         leave.set()
         chained.wait()
         store.set("left", "")
+        work.wait()
     else:
         store.wait(["hung"], timedelta(seconds=30))
         dist.all_reduce(torch.ones(3))
         store.wait(["left"], timedelta(seconds=30))
+        dist.all_reduce(torch.ones(3))
     x = torch.ones(3)
     dist.all_reduce(x)
     close(ctx, x, torch.full((3,), float(ctx.size)))

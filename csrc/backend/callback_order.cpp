@@ -49,18 +49,38 @@ void CallbackOrder::ready(const TurnPtr& turn, std::function<void()> complete) {
   CallbackPool::get().post([order] { order->run(); });
 }
 
+void CallbackOrder::hold(std::function<void()> begin) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!turns_.empty()) {
+      auto turn = std::make_shared<Turn>();
+      turn->complete = std::move(begin);
+      turn->hasCallbacks = false;
+      turns_.push_back(std::move(turn));
+      pending_.fetch_add(1, std::memory_order_release);
+      return;
+    }
+  }
+  begin();
+}
+
 void CallbackOrder::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!turns_.empty() && turns_.front()->complete) {
     const TurnPtr turn = turns_.front();
     std::function<void()> complete = std::move(turn->complete);
     lock.unlock();
-    Running running{root_, std::make_shared<CallbackOrder>(root_), innermost};
-    innermost = &running;
-    complete();
-    complete = nullptr;  // what it held is dropped without the lock
-    innermost = running.outer;
-    running.beneath->wait(Deadline::never(), nullptr);
+    if (turn->hasCallbacks) {
+      Running running{root_, std::make_shared<CallbackOrder>(root_), innermost};
+      innermost = &running;
+      complete();
+      complete = nullptr;  // what it held is dropped without the lock
+      innermost = running.outer;
+      running.beneath->wait(Deadline::never(), nullptr);
+    } else {
+      complete();
+      complete = nullptr;
+    }
     lock.lock();
     turns_.pop_front();
     pending_.fetch_sub(1, std::memory_order_release);

@@ -7,10 +7,11 @@
 //
 //   - futures are completed, and with that their callbacks run, one after another, in the order in
 //     which they were asked for;
-//   - the program's next collective in the group begins when all of them have run;
+//   - the program's next collective in the group begins when all of them have run: a synchronous
+//     one waits for that in its caller, an asynchronous one is held and begun by whoever ran the
+//     last callback, while the program goes on;
 //   - a callback is a program, too: the futures that it asks for have an order of their own,
-//   beneath
-//     it, and its collectives wait for those only.
+//     beneath it, and its collectives wait for those only.
 //
 // What the ranks see is what they would see if a future was complete at once, as NCCL's are; but
 // the program goes on computing meanwhile. Only futures that Python asks for are held to it: the
@@ -36,10 +37,11 @@ namespace mycoll {
 
 class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
  public:
-  // One future's place in the order.
+  // The place of one future in the order, or of an operation that is held.
   struct Turn {
     std::shared_ptr<CallbackOrder> order;
     std::function<void()> complete;  // set by ready(); guarded by the order's mutex
+    bool hasCallbacks = true;
   };
   using TurnPtr = std::shared_ptr<Turn>;
 
@@ -57,9 +59,12 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   // The operation is over: `complete` completes the future when those before it have had theirs.
   // It must not throw.
   static void ready(const TurnPtr& turn, std::function<void()> complete);
+  // Calls `begin` when everything added so far has run; at once if there is nothing. It must not
+  // throw.
+  void hold(std::function<void()> begin);
 
   bool isIdle() const { return pending_.load(std::memory_order_acquire) == 0; }
-  // Waits until everything added so far, and beneath it, has run.
+  // Waits until everything added or held so far, and beneath it, has run.
   Outcome wait(Deadline deadline, bool (*isInterrupted)());
 
  private:

@@ -53,6 +53,35 @@ struct Kept {
   c10::SmallVector<at::Tensor, 2> tensors;
 };
 
+// Consumes the request's calls.
+MycollWork::Ops submit(Communicator& communicator, Request& request, uint32_t site) {
+  const std::chrono::milliseconds timeout = request.timeout > std::chrono::milliseconds(0)
+                                                ? request.timeout
+                                                : std::chrono::milliseconds(-1);
+  auto kept = std::make_shared<Kept>();
+  kept->tensors = std::move(request.keep);
+  MycollWork::Ops ops;
+  if (request.composite) [[unlikely]] {
+    ops.push_back(communicator.submitComposite(request.compositeKind, std::move(request.composite),
+                                               kept, !request.async, timeout));
+  }
+  for (Call& call : request.calls) {
+    if (call.kind == OpKind::kSend) {
+      ops.push_back(communicator.send(call.in.front(), request.peer, request.tag, call.dtype,
+                                      call.opaqueType, kept, !request.async, timeout));
+    } else if (call.kind == OpKind::kRecv) {
+      ops.push_back(communicator.recv(call.out.front(), request.peer, request.tag, call.dtype,
+                                      call.opaqueType, kept, !request.async, timeout));
+    } else {
+      ops.push_back(communicator.submit(std::move(call), kept, !request.async, timeout));
+    }
+  }
+  if (site) [[unlikely]] {
+    for (const OpPtr& op : ops) op->record().setSite(site);
+  }
+  return ops;
+}
+
 }  // namespace
 
 // Counts the works that have still to call the user's hook.
@@ -266,54 +295,45 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList outpu
 }
 
 void MycollBackend::awaitCallbacks(const Request& request) const {
-  if (isMessage(request.type)) return;
   const Milliseconds timeout =
       request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
   switch (callbacks_->here()->wait(Deadline::after(timeout), isInterruptPending)) {
     case CallbackOrder::Outcome::kIdle: return;
     case CallbackOrder::Outcome::kInterrupted:
       throwStatus(Status(Code::kInterrupted, "interrupted by a signal"));
-    case CallbackOrder::Outcome::kTimeout:
-      throwStatus(Status(Code::kTimeout,
-                         c10::str(request.site.function, " in mycoll group '", groupName_,
-                                  "': a callback of an earlier operation's future has not returned "
-                                  "within ",
-                                  timeout.count(), " ms, and operations wait for those")));
+    case CallbackOrder::Outcome::kTimeout: throwStatus(heldTooLong(describe(request), timeout));
   }
+}
+
+std::string MycollBackend::describe(const Request& request) const {
+  return c10::str(request.site.function, " in mycoll group '", groupName_, "'");
 }
 
 MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs,
                                              bool isProfiled) {
   if (!request.device.is_cpu()) return launchOnDevice(request, outputs);
-  const Milliseconds timeout =
-      request.timeout > Milliseconds(0) ? request.timeout : Milliseconds(-1);
-  if (!callbacks_->isIdle()) [[unlikely]] {
+  if (!callbacks_->isIdle() && !isMessage(request.type)) [[unlikely]] {
+    if (request.async) return hold(request, outputs, isProfiled);
     awaitCallbacks(request);
   }
   InFlight inFlight;
   if (request.async && InFlight::isWanted()) inFlight.add(request.allTensors());
-  auto kept = std::make_shared<Kept>();
-  kept->tensors = std::move(request.keep);
-  MycollWork::Ops ops;
-  if (request.composite) [[unlikely]] {
-    ops.push_back(communicator_->submitComposite(
-        request.compositeKind, std::move(request.composite), kept, !request.async, timeout));
-  }
-  for (Call& call : request.calls) {
-    if (call.kind == OpKind::kSend) {
-      ops.push_back(communicator_->send(call.in.front(), request.peer, request.tag, call.dtype,
-                                        call.opaqueType, kept, !request.async, timeout));
-    } else if (call.kind == OpKind::kRecv) {
-      ops.push_back(communicator_->recv(call.out.front(), request.peer, request.tag, call.dtype,
-                                        call.opaqueType, kept, !request.async, timeout));
-    } else {
-      ops.push_back(communicator_->submit(std::move(call), kept, !request.async, timeout));
-    }
-  }
-  if (const uint32_t site = callSiteOfCall()) [[unlikely]] {
-    for (const OpPtr& op : ops) op->record().setSite(site);
-  }
+  MycollWork::Ops ops = submit(*communicator_, request, callSiteOfCall());
   return finishLaunch(request, outputs, std::move(ops), std::move(inFlight), isProfiled);
+}
+
+MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outputs,
+                                           bool isProfiled) {
+  InFlight inFlight;
+  if (InFlight::isWanted()) inFlight.add(request.allTensors());
+  MycollWork::Extras extras = extrasOf(request, outputs, std::move(inFlight), isProfiled);
+  extras.heldCall = describe(request);
+  const auto work = track(request, outputs, {}, std::move(extras));
+  callbacks_->here()->hold([communicator = communicator_, work, site = callSiteOfCall(),
+                            held = std::make_shared<Request>(std::move(request))] {
+    work->begin(submit(*communicator, *held, site));
+  });
+  return work;
 }
 
 std::function<void(std::chrono::nanoseconds)> MycollBackend::hookFor(c10d::OpType type) {
@@ -342,10 +362,12 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorL
                                                    MycollWork::Ops ops, InFlight inFlight,
                                                    bool isProfiled) {
   if (request.async) {
-    return track(request, outputs, std::move(ops), std::move(inFlight), isProfiled);
+    return track(request, outputs, std::move(ops),
+                 extrasOf(request, outputs, std::move(inFlight), isProfiled));
   }
   if (hook_) [[unlikely]] {
-    track(request, outputs, std::move(ops), InFlight(), isProfiled)->wait();
+    track(request, outputs, std::move(ops), extrasOf(request, outputs, InFlight(), isProfiled))
+        ->wait();
     return nullptr;
   }
   for (const OpPtr& op : ops) throwIfFailed(communicator_->wait(op, Deadline::never()));
@@ -355,9 +377,8 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorL
   return nullptr;
 }
 
-MycollBackend::WorkPtr MycollBackend::track(Request& request, at::TensorList outputs,
-                                            MycollWork::Ops ops, InFlight inFlight,
-                                            bool isProfiled) {
+MycollWork::Extras MycollBackend::extrasOf(Request& request, at::TensorList outputs,
+                                           InFlight inFlight, bool isProfiled) {
   MycollWork::Extras extras;
   extras.copyBacks = std::move(request.copyBacks);
   extras.isTimed = isTimed_;
@@ -373,6 +394,12 @@ MycollBackend::WorkPtr MycollBackend::track(Request& request, at::TensorList out
     extras.profilingTitle = request.title;
     extras.profiledInputs = outputs.vec();
   }
+  return extras;
+}
+
+c10::intrusive_ptr<MycollWork> MycollBackend::track(const Request& request, at::TensorList outputs,
+                                                    MycollWork::Ops ops,
+                                                    MycollWork::Extras extras) {
   auto work = c10::make_intrusive<MycollWork>(communicator_, request.type, std::move(ops),
                                               outputs.vec(), std::move(extras));
   work->start();

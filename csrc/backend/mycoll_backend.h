@@ -146,6 +146,7 @@ class MycollBackend final : public c10d::Backend {
 
   // Until the callbacks of earlier futures have run: see CallbackOrder.
   void awaitCallbacks(const Request& request) const;
+  std::string describe(const Request& request) const;
   // pg_options that a user has given, or null.
   c10::intrusive_ptr<MycollOptions> optionsFrom(
       const CallSite& site, const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
@@ -166,9 +167,12 @@ class MycollBackend final : public c10d::Backend {
                        InFlight inFlight, bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
                   int source, int tag);
-  // Makes the Work of operations that were submitted.
-  WorkPtr track(Request& request, at::TensorList outputs, MycollWork::Ops ops, InFlight inFlight,
-                bool isProfiled);
+  // Of an asynchronous collective: it is submitted when the callbacks before it have run.
+  WorkPtr hold(Request& request, at::TensorList outputs, bool isProfiled);
+  MycollWork::Extras extrasOf(Request& request, at::TensorList outputs, InFlight inFlight,
+                              bool isProfiled);
+  c10::intrusive_ptr<MycollWork> track(const Request& request, at::TensorList outputs,
+                                       MycollWork::Ops ops, MycollWork::Extras extras);
 
   void addAllReduce(Request& request, const at::Tensor& tensor, const c10d::ReduceOp& op);
   void addAllGatherInto(Request& request, const at::Tensor& output, const at::Tensor& input,

@@ -32,18 +32,32 @@ void completeResult(const FuturePtr& future, const Status& status) {
   future->markCompleted(c10::IValue(static_cast<int64_t>(toWorkResult(status))));
 }
 
+// How often whoever waits for begin() looks for signals.
+constexpr std::chrono::milliseconds kTick(50);
+
 Deadline toDeadline(std::chrono::milliseconds timeout) {
   return timeout <= std::chrono::milliseconds(0) ? Deadline::never() : Deadline::after(timeout);
 }
 
 }  // namespace
 
+Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout) {
+  return Status(Code::kTimeout,
+                c10::str(call,
+                         " has not begun: the future of an earlier operation has not completed "
+                         "within ",
+                         timeout.count(),
+                         " ms, or a callback of it has not returned, and operations wait for "
+                         "those"));
+}
+
 MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
                        std::vector<at::Tensor> outputs, Extras extras)
     : c10d::Work(communicator->rank(), type, extras.profilingTitle, extras.profiledInputs),
       communicator_(std::move(communicator)),
+      held_(extras.heldCall.empty() ? nullptr : std::make_unique<Held>(std::move(extras.heldCall))),
+      hasBegun_(held_ == nullptr),
       ops_(std::move(ops)),
-      sequence_(ops_.empty() ? 0 : ops_.front()->sequence()),
       outputs_(std::move(outputs)),
       started_(extras.started),
       timeout_(extras.timeout),
@@ -63,8 +77,44 @@ void MycollWork::start() {
 void MycollWork::watch() {
   {
     std::lock_guard<std::mutex> lock(lock_);
-    if (std::exchange(isWatched_, true)) return;
+    if (std::exchange(isWatched_, true) || !hasBegun()) return;
   }
+  watchOps();
+}
+
+void MycollWork::begin(Ops ops) {
+  bool isWatched = false;
+  {
+    std::lock_guard<std::mutex> lock(lock_);
+    ops_ = std::move(ops);
+    unfinishedOps_.store(ops_.size(), std::memory_order_relaxed);
+    hasBegun_.store(true, std::memory_order_release);
+    isWatched = isWatched_;
+    held_->begun.notify_all();
+  }
+  if (isWatched) watchOps();
+}
+
+void MycollWork::awaitBegin(Deadline deadline) {
+  const Deadline callEnds =
+      timeout_ > std::chrono::milliseconds(0) ? Deadline::after(timeout_) : Deadline::never();
+  std::unique_lock<std::mutex> lock(lock_);
+  while (!hasBegun()) {
+    held_->begun.wait_for(lock, kTick);
+    if (hasBegun()) return;
+    if (deadline.expired() || callEnds.expired()) {
+      throwStatus(heldTooLong(held_->call, std::chrono::duration_cast<std::chrono::milliseconds>(
+                                               Clock::now() - started_)));
+    }
+    lock.unlock();
+    if (isInterruptPending()) {
+      throwStatus(Status(Code::kInterrupted, "interrupted by a signal"));
+    }
+    lock.lock();
+  }
+}
+
+void MycollWork::watchOps() {
   const auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
   for (const OpPtr& op : ops_) {
     op->onDone([self] {
@@ -74,6 +124,7 @@ void MycollWork::watch() {
 }
 
 bool MycollWork::areOpsDone() const {
+  if (!hasBegun()) return false;
   for (const OpPtr& op : ops_) {
     if (!op->done()) return false;
   }
@@ -116,7 +167,7 @@ void MycollWork::finish() {
     state_.store(State::kDone, std::memory_order_release);
   }
   if (!inFlight.isEmpty()) [[unlikely]] {
-    inFlight.check(c10::str(name(ops_.front()->kind()), " (call #", sequence_, ")"));
+    inFlight.check(c10::str(name(ops_.front()->kind()), " (call #", getSequencenumber(), ")"));
   }
   if (endProfiling) endProfiling();
   auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
@@ -130,8 +181,9 @@ void MycollWork::finish() {
     if (future) completeTensors(future, self->status_, self->outputs_);
     if (resultFuture) completeResult(resultFuture, self->status_);
     if (hook) {
-      hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->sequence_, self->started_,
-                                            self->ended_, self->ended_ - self->started_));
+      hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->getSequencenumber(),
+                                            self->started_, self->ended_,
+                                            self->ended_ - self->started_));
     }
   });
 }
@@ -150,7 +202,7 @@ std::exception_ptr MycollWork::exception() const {
 }
 
 int MycollWork::sourceRank() const {
-  TORCH_CHECK(ops_.size() == 1 && ops_.front()->kind() == OpKind::kRecv,
+  TORCH_CHECK(hasBegun() && ops_.size() == 1 && ops_.front()->kind() == OpKind::kRecv,
               "source_rank() is for a receive");
   TORCH_CHECK(ops_.front()->done(), "source_rank() is known when the receive has completed");
   return ops_.front()->sourceRank();
@@ -165,6 +217,9 @@ std::vector<at::Tensor> MycollWork::result() {
 bool MycollWork::wait(std::chrono::milliseconds timeout) {
   if (!isDone()) {
     const Deadline deadline = toDeadline(timeout);
+    if (!hasBegun()) [[unlikely]] {
+      awaitBegin(deadline);
+    }
     for (const OpPtr& op : ops_) {
       if (op->done()) continue;
       const Status status = communicator_->wait(op, deadline);
@@ -227,7 +282,9 @@ float MycollWork::getDuration() const {
   return std::chrono::duration<float, std::milli>(ended_ - started_).count();
 }
 
-uint64_t MycollWork::getSequencenumber() const { return sequence_; }
+uint64_t MycollWork::getSequencenumber() const {
+  return hasBegun() && !ops_.empty() ? ops_.front()->sequence() : 0;
+}
 
 bool CoalescedWork::isCompleted() {
   for (const auto& work : works_) {

@@ -5,14 +5,16 @@
 // told, futures and hooks on their way. Whoever first sees that the engine is done runs it: a
 // waiter, somebody who polls, or (when there is something to copy, or somebody to tell) the thread
 // that completes the last operation.
-// Lifetime: may be dropped at any time. The tensors belong to the engine until it is done, and the
-// Work itself is held by the engine's callbacks where it has anything left to do.
+// A collective that follows futures whose callbacks have not run is held: it has no operations
+// until begin(). Lifetime: may be dropped at any time. The tensors belong to the engine until it is
+// done, and the Work itself is held by the engine's callbacks where it has anything left to do.
 #pragma once
 
 #include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -42,6 +44,7 @@ class MycollWork final : public c10d::Work {
     std::chrono::milliseconds timeout{0};
     std::shared_ptr<CallbackOrder> order;  // null: callbacks of the future run when they can
     InFlight inFlight;
+    std::string heldCall;  // not empty: begin() brings the operations, and this describes the call
   };
 
   MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
@@ -49,6 +52,8 @@ class MycollWork final : public c10d::Work {
 
   // Asks the engine to say when it is done, if finish() must not wait until somebody looks.
   void start();
+  // Of a held one: its operations have been submitted. Once.
+  void begin(Ops ops);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -74,11 +79,20 @@ class MycollWork final : public c10d::Work {
   // Idempotent; waits for another thread that is at it. Only when the engine is done.
   void finish();
   void watch();
+  void watchOps();
+  bool hasBegun() const { return hasBegun_.load(std::memory_order_acquire); }
+  void awaitBegin(Deadline deadline);
   bool isDone() const { return state_.load(std::memory_order_acquire) == State::kDone; }
 
   const std::shared_ptr<Communicator> communicator_;
-  const Ops ops_;
-  const uint64_t sequence_;
+  // Of a held work: what waits for begin().
+  struct Held {
+    std::string call;
+    std::condition_variable begun;
+  };
+  const std::unique_ptr<Held> held_;
+  std::atomic<bool> hasBegun_;
+  Ops ops_;  // read after hasBegun_
   const std::vector<at::Tensor> outputs_;
   const Clock::time_point started_;
   const std::chrono::milliseconds timeout_;
@@ -101,6 +115,9 @@ class MycollWork final : public c10d::Work {
   CallbackOrder::TurnPtr turn_;  // of future_, when Python asked for it before it was done
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;
 };
+
+// Of a call that has waited so long for the callbacks before it.
+Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout);
 
 // A work that stands for several: what endCoalescing() returns.
 class CoalescedWork final : public c10d::Work {

@@ -79,7 +79,8 @@ void Meeting::markCard(const Status& status) {
 // There is no endpoint, so this rank cannot take part. It says so on a card that looks as if it had
 // been in the meeting and had left, unless a living process has the rank.
 void Meeting::giveUp(const Status& why) {
-  mine_.address.uid = mine_.address.hostIdentity = "none";
+  mine_.address.uid.assign(PeerAddress::kUidLength, '0');  // nobody's
+  mine_.address.hostIdentity = "none";
   mine_.address.hostName = hostName();
   mine_.address.pid = processId();
   mine_.address.startTicks = processStartTicks(mine_.address.pid);

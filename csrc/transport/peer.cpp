@@ -3,6 +3,14 @@
 #include <sstream>
 
 namespace mycoll {
+namespace {
+
+bool isUid(const std::string& text) {
+  return text.size() == PeerAddress::kUidLength &&
+         text.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
+}  // namespace
 
 // One field a line; the tcp addresses come last.
 std::string PeerAddress::encode() const {
@@ -19,7 +27,7 @@ Status PeerAddress::decode(const std::string& text, PeerAddress* result) {
   bool complete = std::getline(lines, peer.uid) && std::getline(lines, peer.hostIdentity) &&
                   std::getline(lines, peer.hostName) && std::getline(lines, number[0]) &&
                   std::getline(lines, number[1]);
-  if (!complete || peer.uid.empty()) {
+  if (!complete || !isUid(peer.uid)) {
     return Status(Code::kStore, "the store holds an address that mycoll did not write");
   }
   peer.pid = static_cast<pid_t>(strtol(number[0].c_str(), nullptr, 10));

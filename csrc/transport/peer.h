@@ -17,7 +17,10 @@ struct TcpAddress {
 };
 
 struct PeerAddress {
-  std::string uid;           // of the process's endpoint, random
+  // Of the process's endpoint: 16 random bytes in hexadecimal. It becomes a part of socket names
+  // and of the handshake, which have room for just that.
+  static constexpr size_t kUidLength = 32;
+  std::string uid;
   std::string hostIdentity;  // equal: shared memory is worth trying
   std::string hostName;
   pid_t pid = 0;
@@ -27,6 +30,7 @@ struct PeerAddress {
   // "node1:4711", for messages.
   std::string describe() const { return hostName + ":" + std::to_string(pid); }
   std::string encode() const;
+  // Of what anybody may have written: a uid is one, or it is refused.
   static Status decode(const std::string& text, PeerAddress* result);
 };
 

@@ -16,20 +16,25 @@ struct FreeFrame {
   FreeFrame* next;
 };
 
+// Plain memory, which lasts as long as its thread: tasks may still come and go while the thread's
+// own objects are destroyed, and in static destruction after that.
 struct FrameCache {
   std::array<FreeFrame*, kClasses> heads{};
   std::array<int, kClasses> counts{};
-  ~FrameCache() {
-    for (FreeFrame* head : heads) {
+};
+constinit thread_local FrameCache frames;
+
+// At the thread's end: what is kept is freed, and nothing is kept from then on.
+struct Emptier {
+  bool isNeeded = false;
+  ~Emptier() {
+    for (FreeFrame*& head : frames.heads) {
       while (head) std::free(std::exchange(head, head->next));
     }
+    frames.counts.fill(kKeptPerClass);
   }
 };
-
-FrameCache& cache() {
-  thread_local FrameCache instance;
-  return instance;
-}
+thread_local Emptier emptier;
 
 size_t classOf(size_t bytes) { return (bytes + kGranule - 1) / kGranule - 1; }
 
@@ -42,7 +47,6 @@ const Status& outOfMemory() { return noMemory; }
 void* allocateFrame(size_t bytes) {
   size_t index = classOf(bytes);
   if (index < kClasses) {
-    FrameCache& frames = cache();
     if (FreeFrame* head = frames.heads[index]) {
       frames.heads[index] = head->next;
       --frames.counts[index];
@@ -58,8 +62,8 @@ void* allocateFrame(size_t bytes) {
 void freeFrame(void* frame, size_t bytes) {
   size_t index = classOf(bytes);
   if (index < kClasses) {
-    FrameCache& frames = cache();
     if (frames.counts[index] < kKeptPerClass) {
+      emptier.isNeeded = true;  // makes it, the first time
       auto* head = static_cast<FreeFrame*>(frame);
       head->next = frames.heads[index];
       frames.heads[index] = head;

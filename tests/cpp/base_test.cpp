@@ -22,6 +22,7 @@
 #include "base/fd.h"
 #include "base/log.h"
 #include "base/status.h"
+#include "base/task.h"
 #include "base/told.h"
 #include "base/topology.h"
 #include "base/types.h"
@@ -98,6 +99,31 @@ TEST(Base, typesHaveNamesAndSizes) {
   EXPECT(!isSupported(DType::kFloat32, ReduceOp::kBAnd));
   EXPECT(isSupported(DType::kInt8, ReduceOp::kAvg));
   EXPECT(isSupported(DType::kUInt64, ReduceOp::kBXor));
+}
+
+// Objects of a thread that were there before its first task are destroyed after what it keeps of
+// tasks, and may still run some.
+TEST(Base, tasksMayComeAfterTheThreadsCache) {
+  constexpr size_t kBytes = 200;
+  static bool isDistinct;
+  struct Late {
+    ~Late() {
+      // Nothing else takes memory in between: freed memory would be given out twice.
+      void* frame = detail::allocateFrame(kBytes);
+      void* other = std::malloc(256);
+      isDistinct = frame != other;
+      std::free(other);
+      detail::freeFrame(frame, kBytes);
+    }
+    bool isThere = true;
+  };
+  isDistinct = false;
+  test::Threads(1, [&](int) {
+    thread_local Late late;
+    EXPECT(late.isThere);
+    detail::freeFrame(detail::allocateFrame(kBytes), kBytes);
+  });
+  EXPECT(isDistinct);
 }
 
 TEST(Base, envDefaults) {

@@ -198,9 +198,11 @@ const Variable kVariables[] = {
     {"MYCOLL_SMALL_BYTES", "32768", "0 to 1G; suffixes K, M and G",
      "Messages up to this size take the algorithms of lowest latency. All ranks need the same.",
      [](std::string_view value, Env* env) { return parseBytes(value, 0, kGiB, &env->smallBytes); }},
-    {"MYCOLL_EAGER_BYTES", "65536", "0 to 1G; suffixes K, M and G",
+    {"MYCOLL_EAGER_BYTES", "65536", "0 to 16M; suffixes K, M and G",
      "A send up to this size completes without waiting for its receiver. All ranks need the same.",
-     [](std::string_view value, Env* env) { return parseBytes(value, 0, kGiB, &env->eagerBytes); }},
+     [](std::string_view value, Env* env) {
+       return parseBytes(value, 0, kMaxEagerBytes, &env->eagerBytes);
+     }},
     {"MYCOLL_NCCL_LIBRARY", "", "a path",
      "The NCCL to load. Unset: the one that torch has loaded, that of the nvidia-nccl wheel, or "
      "libnccl.so.2 where the system finds it. A second copy beside torch's is refused.",

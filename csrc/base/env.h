@@ -49,6 +49,10 @@ struct NcclEnv {
   std::string netName;
 };
 
+// A message that its receiver must be ready to buffer is never larger, whatever the environment of
+// its sender says: receivers take a larger one for an attack.
+constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
+
 struct Env {
   TransportChoice transport = TransportChoice::kAuto;
   InterfaceFilter socketInterfaces;

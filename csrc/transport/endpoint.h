@@ -35,9 +35,6 @@ namespace mycoll {
 inline constexpr char kHasEnded[] =
     "has ended (killed, crashed or left without destroy_process_group)";
 
-// A message that its receiver must be ready to buffer is never larger.
-constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
-
 // Something on its way out on a link.
 struct OutItem {
   FrameHeader header;

@@ -1,4 +1,4 @@
-// base/: status, types, env, log, fd, deadline, wait, topology, crc32c.
+// base/: status, task, types, env, log, fd, deadline, wait, topology, crc32c.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -176,6 +176,7 @@ TEST(Base, envRefusesInvalidValues) {
       {"MYCOLL_SMALL_BYTES", "-1"},
       {"MYCOLL_EAGER_BYTES", "64 K"},
       {"MYCOLL_EAGER_BYTES", "9000000000G"},
+      {"MYCOLL_EAGER_BYTES", "16777217"},
       {"MYCOLL_SOCKET_IFNAME", "eth0,"},
       {"MYCOLL_SOCKET_IFNAME", "^"},
       {"MYCOLL_SOCKET_IFNAME", "="},

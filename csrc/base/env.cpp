@@ -177,8 +177,9 @@ const Variable kVariables[] = {
        return parseInteger(value, -1, 1000000, &env->spinMicros);
      }},
     {"MYCOLL_CHUNK_BYTES", "0", "0, or 4096 to 1G, a multiple of 4096; suffixes K, M and G",
-     "Large messages pass through shared memory in chunks of up to this size; a rank has memory "
-     "for eight in a process's first group, and for three in further ones. 0: 256K.",
+     "Large messages pass through shared memory in chunks of up to this size (larger where more "
+     "than 64 ranks would not find room in one); a rank has memory for eight in a process's first "
+     "group, and for three in further ones. 0: 256K.",
      [](std::string_view value, Env* env) {
        size_t bytes = 0;
        if (!parseBytes(value, 0, kGiB, &bytes) || bytes % 4096 != 0) return false;

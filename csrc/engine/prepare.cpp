@@ -156,6 +156,7 @@ Task Group::prepareAsLeader(bool* isShared) {
   shape.smallBytes = env.smallBytes;
   if (env.chunkBytes > 0) shape.chunkBytes = env.chunkBytes;
   shape.areas = chooseAreas();
+  shape = shape.enlarged();
   std::shared_ptr<Segment> segment;
   Status made = Segment::create(shape.totalBytes(), &segment);
   if (!made.ok()) MYCOLL_LOG_WARN("%s", made.message().c_str());
@@ -218,6 +219,11 @@ Task Group::prepareAsMember(bool* isShared) {
   shape.chunkBytes = offer.chunkBytes;
   shape.areas = offer.areas;
   std::shared_ptr<Segment> segment;
+  if (flag && !shape.isUsable()) {
+    MYCOLL_LOG_WARN("%s offers shared memory that cannot be used",
+                    mailbox_.describeRank(0).c_str());
+    flag = 0;
+  }
   if (flag) {
     Fd memory = mailbox_.takeFd(0, std::string(offer.cookie, sizeof(offer.cookie)));
     Status adopted = memory.isOpen()

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/shm/arena.h"
 #include "test.h"
 #include "world.h"
 
@@ -413,6 +414,74 @@ TEST(Engine, areasAreFilledWhenTheyAreFree) {
       }
     });
   }
+}
+
+// However little memory is asked for, there is a slice of an area for each rank, and room for the
+// sizes of what it sends to each.
+TEST(Engine, manyRanksFindRoom) {
+  test::ScopedEnv chunk("MYCOLL_CHUNK_BYTES", "4096");
+  test::ScopedEnv small("MYCOLL_SMALL_BYTES", "0");
+  for (const int ranks : {12, 66}) {
+    runWorld(ranks, Road::kShm, [&](Communicator& group) {
+      const auto count = static_cast<size_t>(ranks);
+      const size_t kLarge = 5000;
+      auto in = input(group.rank(), kLarge);
+      std::vector<int32_t> out(kLarge);
+      Call c = call(OpKind::kAllReduce);
+      c.in = {span(in)};
+      c.out = {span(out)};
+      ASSERT_OK(run(group, c));
+      EXPECT_EQ(group.transport(), "shm");
+      expectSums(out, ranks);
+      for (const size_t part : {size_t{1}, size_t{100}}) {
+        in = input(group.rank(), count * part);
+        c = call(OpKind::kReduceScatter);
+        for (size_t i = 0; i < count; ++i) c.in.push_back(span(in, i * part, part));
+        out.resize(part);
+        c.out = {span(out)};
+        ASSERT_OK(run(group, c));
+        expectSums(out, ranks, static_cast<size_t>(group.rank()) * part);
+        c = call(OpKind::kAllToAll);
+        out.resize(count * part);
+        for (size_t i = 0; i < count; ++i) {
+          c.in.push_back(span(in, i * part, part));
+          c.out.push_back(span(out, i * part, part));
+        }
+        ASSERT_OK(run(group, c));
+        for (size_t i = 0; i < count * part; ++i) {
+          const int from = static_cast<int>(i / part);
+          const size_t index = static_cast<size_t>(group.rank()) * part + i % part;
+          if (out[i] != element(from, index)) EXPECT_EQ(out[i], element(from, index));
+        }
+      }
+    });
+  }
+}
+
+// What a leader offers may be nonsense.
+TEST(Engine, shapesOfSharedMemoryAreJudged) {
+  ArenaShape shape;
+  shape.ranks = 66;
+  EXPECT(shape.isUsable());
+  for (const uint64_t areas : {uint64_t{0}, uint64_t{1} << 40}) {
+    ArenaShape wrong = shape;
+    wrong.areas = areas;
+    EXPECT(!wrong.isUsable());
+  }
+  for (const size_t bytes : {size_t{0}, size_t{4096}, (size_t{1} << 20) + 4, ~size_t{63}}) {
+    ArenaShape wrong = shape;
+    wrong.chunkBytes = bytes;
+    EXPECT(!wrong.isUsable());
+  }
+  for (const size_t bytes : {size_t{0}, size_t{520}, ~size_t{0}}) {
+    ArenaShape wrong = shape;
+    wrong.smallBytes = bytes;
+    EXPECT(!wrong.isUsable());
+  }
+  ArenaShape nothing;
+  nothing.ranks = 66;
+  nothing.smallBytes = nothing.chunkBytes = nothing.areas = 0;
+  EXPECT(nothing.enlarged().isUsable());
 }
 
 // Where no byte travels, the ranks are still held to the same call.

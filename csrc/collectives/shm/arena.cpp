@@ -13,6 +13,10 @@ namespace {
 constexpr size_t kLine = 128;
 constexpr size_t kPage = 4096;
 
+// Beyond anything that a leader would choose; below what could overflow.
+constexpr size_t kMaxAreaBytes = size_t{1} << 32;
+constexpr uint64_t kMaxAreas = 1024;
+
 // Where a rank neither fills nor takes rounds, as far as it says: every so many collectives.
 constexpr uint64_t kLookEvery = 64;
 // Ranks, in turn.
@@ -41,6 +45,21 @@ struct Arena::Control {
   std::atomic<uint32_t> left;
   Distance::Marks marks;
 };
+
+ArenaShape ArenaShape::enlarged() const {
+  ArenaShape result = *this;
+  result.smallBytes = std::max(smallBytes, static_cast<size_t>(ranks) * sizeof(uint64_t));
+  result.chunkBytes = std::max(chunkBytes, roundUp(static_cast<size_t>(ranks) * kSliceUnit, kPage));
+  result.areas = std::max<uint64_t>(areas, 1);
+  return result;
+}
+
+bool ArenaShape::isUsable() const {
+  const ArenaShape least = enlarged();
+  return ranks > 0 && smallBytes >= least.smallBytes && chunkBytes >= least.chunkBytes &&
+         areas >= least.areas && smallBytes <= kMaxAreaBytes && chunkBytes <= kMaxAreaBytes &&
+         areas <= kMaxAreas && chunkBytes % kSliceUnit == 0;
+}
 
 size_t ArenaShape::rankBytes() const {
   return roundUp(sizeof(Arena::Control), kPage) + 2 * roundUp(smallBytes, kPage) +

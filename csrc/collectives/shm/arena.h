@@ -39,6 +39,9 @@
 
 namespace mycoll {
 
+// Slices of bulk areas begin on lines of cache, which also keeps every element whole.
+constexpr size_t kSliceUnit = 64;
+
 // The same on all ranks of a group.
 struct ArenaShape {
   int ranks = 1;
@@ -48,6 +51,11 @@ struct ArenaShape {
   // caches, and what they read has left its own.
   uint64_t areas = 8;
 
+  // What the algorithms need: a bulk area has room for a slice of every rank, and a small area for
+  // a size to each.
+  bool isUsable() const;
+  // The least such shape that is no smaller in anything.
+  ArenaShape enlarged() const;
   size_t rankBytes() const;
   size_t totalBytes() const;
 };

@@ -206,7 +206,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   char* blob = arena.beginBlob(blobBytes);
   // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
   const size_t part =
-      arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~size_t{63};
+      arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
   auto offset = [&](int from, int to) {
     return static_cast<size_t>(to < from ? to : to - 1) * part;
   };

@@ -29,9 +29,6 @@ namespace {
 // Beyond this, reducing everything everywhere costs more than dividing the work.
 constexpr size_t kMaxSymmetricWork = 256 * 1024;
 
-// Slices begin on lines of cache, which also keeps every element whole.
-constexpr size_t kSliceUnit = 64;
-
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
 // How a tensor is cut into rounds and slices; the same on all ranks.

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from worlds.worker import Ctx
 
-LINE = re.compile(r'^(\w+)\{rank="(\d+)",group="([^"]*)"(?:,operation="(\w+)")?\} (\S+)$')
+LINE = re.compile(
+    r'^(\w+)\{rank="(\d+)",group="([^"]*)",name="[^"]+"(?:,operation="(\w+)")?\} (\S+)$'
+)
 
 
 def work(ctx: Ctx) -> None:
@@ -64,6 +66,23 @@ def test_counters(fresh, transport, tmp_path) -> None:
     path = tmp_path / "mycoll_0.prom"
     eventually(lambda: read(path)["mycoll_waiting_seconds", ""] > 1)
     running.result()
+
+
+def twins(ctx: Ctx) -> None:
+    for description in (None, None, "twin", "twin"):
+        group = dist.new_group(group_desc=description)
+        dist.all_reduce(torch.ones(4), group=group)
+    time.sleep(2.5)
+
+
+def test_no_series_is_there_twice(fresh, tmp_path) -> None:
+    env = {"MYCOLL_METRICS_FILE": f"{tmp_path}/%r.prom", "MYCOLL_METRICS_SECONDS": "1"}
+    fresh(2, "shm", env=env).run(twins)
+    lines = (tmp_path / "0.prom").read_text().splitlines()
+    series = [line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")]
+    assert len([s for s in series if s.startswith("mycoll_group_failed")]) == 5
+    assert len([s for s in series if 'group="twin"' in s and "group_failed" in s]) == 2
+    assert len(series) == len(set(series))
 
 
 def failing(ctx: Ctx) -> None:

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <mutex>
+#include <string_view>
+#include <vector>
 
 #include "base/env.h"
 #include "base/log.h"
@@ -47,10 +50,28 @@ std::string escaped(const char* text) {
   return result;
 }
 
-std::string labels(const GroupState& group, int rank) {
-  const bool isDescribed = get(group.isDescribed) && group.description[0];
-  return "rank=\"" + std::to_string(rank) + "\",group=\"" +
-         escaped(isDescribed ? group.description : group.name) + "\"";
+struct Labelled {
+  GroupState* group;
+  std::string labels;
+};
+
+// Many groups may have one description (torch calls most of them "undefined"), and one name may be
+// that of a group that has failed and of its successor. No two have the same labels: readers refuse
+// a file in which a series is there twice.
+std::vector<Labelled> labelled(const std::vector<GroupState*>& groups, int rank) {
+  std::vector<Labelled> result;
+  std::map<std::string, int> seen;
+  for (GroupState* group : groups) {
+    const bool isDescribed = get(group->isDescribed) && group->description[0] &&
+                             std::string_view(group->description) != "undefined";
+    std::string name = escaped(group->name);
+    const int number = ++seen[name];
+    if (number > 1) name += " (" + std::to_string(number) + ")";
+    result.push_back({group, "rank=\"" + std::to_string(rank) + "\",group=\"" +
+                                 (isDescribed ? escaped(group->description) : name) + "\",name=\"" +
+                                 name + "\""});
+  }
+  return result;
 }
 
 void addLine(std::string* text, const char* name, const std::string& labels, double value) {
@@ -109,31 +130,31 @@ std::string Metrics::text() {
     const auto phase = static_cast<GroupPhase>(get(group->phase));
     return phase != GroupPhase::kOpen && phase != GroupPhase::kFailed;
   });
+  const std::vector<Labelled> all = labelled(groups, box.rank());
   std::string text;
   for (const Series& series : kSeries) {
     addHead(&text, series.name, series.kind, series.help);
-    for (const GroupState* group : groups) {
+    for (const auto& [group, labels] : all) {
       for (int kind = 0; kind < kOpKinds; ++kind) {
         const Tally& tally = group->tallies[kind];
         if (get(tally.done) + get(tally.failed) == 0) continue;
-        addLine(
-            &text, series.name,
-            labels(*group, box.rank()) + ",operation=\"" + name(static_cast<OpKind>(kind)) + "\"",
-            series.value(tally));
+        addLine(&text, series.name,
+                labels + ",operation=\"" + name(static_cast<OpKind>(kind)) + "\"",
+                series.value(tally));
       }
     }
   }
   addHead(&text, "mycoll_group_failed", "gauge", "1 when the group is dead.");
-  for (const GroupState* group : groups) {
-    addLine(&text, "mycoll_group_failed", labels(*group, box.rank()),
+  for (const auto& [group, labels] : all) {
+    addLine(&text, "mycoll_group_failed", labels,
             get(group->phase) == static_cast<uint32_t>(GroupPhase::kFailed));
   }
   addHead(&text, "mycoll_waiting_seconds", "gauge",
           "For how long the oldest operation that is not over has waited.");
   const int64_t now = steadyNanos();
-  for (GroupState* group : groups) {
+  for (const auto& [group, labels] : all) {
     const int64_t since = waitingSince(group);
-    addLine(&text, "mycoll_waiting_seconds", labels(*group, box.rank()),
+    addLine(&text, "mycoll_waiting_seconds", labels,
             since ? static_cast<double>(std::max<int64_t>(0, now - since)) / 1e9 : 0.0);
   }
   return text;

@@ -236,14 +236,17 @@ void Endpoint::loseBroken() {
 }
 
 void Endpoint::peerLost(const std::string& uid, const std::string& how) {
-  // What it had sent before counts, also that it was leaving.
-  for (auto& link : inLinks_) {
-    if (link->peerUid == uid) drain(*link, kToTheEnd);
+  // What it had sent before counts, also that it was leaving. Each piece of news may be answered,
+  // to other ranks too, and so add to both lists of links.
+  for (size_t i = 0; i < inLinks_.size(); ++i) {
+    InLink& link = *inLinks_[i];
+    if (link.peerUid == uid) drain(link, kToTheEnd);
+  }
+  if (auto found = outLinks_.find(uid); found != outLinks_.end() && found->second->sender) {
+    onSenderEvent(*found->second);
   }
   std::vector<std::pair<Mailbox*, Transfer*>> unsent;
-  auto found = outLinks_.find(uid);
-  if (found != outLinks_.end() && found->second->sender) onSenderEvent(*found->second);
-  if (found != outLinks_.end()) {
+  if (auto found = outLinks_.find(uid); found != outLinks_.end()) {
     OutLink& link = *found->second;
     if (link.sender && !link.isShm) --tcpLinks_;
     if (link.connecting.valid()) --connecting_, addPending(-1);

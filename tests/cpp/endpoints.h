@@ -1,0 +1,115 @@
+// Some endpoints in one thread, for tests of what happens between processes below the engine:
+// nothing moves but what the test lets move. All are of this process, whose end none of them sees;
+// a process "ends" when its endpoint is destroyed.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "test.h"
+#include "transport/endpoint.h"
+#include "transport/mailbox.h"
+
+namespace test {
+
+struct Listener final : mycoll::MailboxListener {
+  void onFailure(const mycoll::Status& cause, uint64_t) override { failure = cause; }
+  mycoll::Status onGoodbye(int rank) override {
+    gone.push_back(rank);
+    return mycoll::Status();
+  }
+  bool hasLeft(int) override { return false; }
+  mycoll::Status failure;
+  std::vector<int> gone;
+};
+
+struct Member {
+  Listener listener;
+  std::unique_ptr<mycoll::Mailbox> mailbox;
+};
+
+class Endpoints {
+ public:
+  Endpoints(int count, mycoll::TransportChoice transport,
+            const std::map<int, mycoll::LinkTap*>& taps = {}) {
+    for (int i = 0; i < count; ++i) {
+      mycoll::EndpointOptions options;
+      options.transport = transport;
+      options.storeHost = "127.0.0.1";
+      if (taps.count(i)) options.tap = taps.at(i);
+      ASSERT_OK(mycoll::Endpoint::create(options, &all.emplace_back()));
+      addresses.push_back(all.back()->address());
+    }
+  }
+
+  // What endpoint `process` needs to be in the group of these processes.
+  Member& join(int process, uint64_t context, const std::vector<int>& processes) {
+    mycoll::GroupAddress group;
+    group.context = context;
+    group.name = "g" + std::to_string(context);
+    group.secret = std::string(32, static_cast<char>('a' + context % 26));
+    for (size_t rank = 0; rank < processes.size(); ++rank) {
+      if (processes[rank] == process) group.rank = static_cast<int>(rank);
+      group.peers.push_back(addresses[processes[rank]]);
+    }
+    auto& member = members[{process, context}];
+    member = std::make_unique<Member>();
+    member->mailbox = std::make_unique<mycoll::Mailbox>(all[process], group, &member->listener);
+    return *member;
+  }
+  Member& at(int process, uint64_t context) { return *members.at({process, context}); }
+
+  void leave(int process, uint64_t context) {
+    at(process, context).mailbox->sayGoodbye();
+    members.erase({process, context});
+  }
+  // Without a word.
+  void end(int process) {
+    std::erase_if(members, [&](const auto& entry) { return entry.first.first == process; });
+    all[process].reset();
+  }
+
+  void turn(int times = 2000) {
+    for (int i = 0; i < times; ++i) {
+      for (auto& endpoint : all) {
+        if (endpoint) endpoint->progress();
+      }
+    }
+  }
+  bool turnUntil(const std::function<bool()>& isOver, int milliseconds = 10'000) {
+    const auto deadline = mycoll::Deadline::after(std::chrono::milliseconds(milliseconds));
+    while (!isOver() && !deadline.expired()) turn(1);
+    return isOver();
+  }
+
+  // A few bytes from one to another, in this group: true when they have come.
+  bool talk(int from, int to, uint64_t context, int rankFrom, int rankTo) {
+    int value = 7, got = 0;
+    mycoll::Transfer sending, receiving;
+    at(to, context)
+        .mailbox->receive(receiving, rankFrom, mycoll::MessageClass::kPointToPoint, 77, word(4),
+                          {&got, 4});
+    at(from, context)
+        .mailbox->send(sending, rankTo, mycoll::MessageClass::kPointToPoint, 77, word(4),
+                       {&value, 4});
+    return turnUntil([&] { return receiving.isDone(); }) && receiving.status().ok() && got == 7;
+  }
+
+  static mycoll::Signature word(size_t bytes) {
+    mycoll::Signature result;
+    result.kind = mycoll::OpKind::kSend;
+    result.bytes = bytes;
+    return result;
+  }
+
+  std::vector<std::shared_ptr<mycoll::Endpoint>> all;
+  std::vector<mycoll::PeerAddress> addresses;
+  std::map<std::pair<int, uint64_t>, std::unique_ptr<Member>> members;
+};
+
+}  // namespace test

@@ -1,0 +1,115 @@
+// Frames at their edges: read when their sender is lost.
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "endpoints.h"
+#include "test.h"
+#include "transport/endpoint.h"
+#include "transport/frame.h"
+#include "transport/link.h"
+#include "transport/mailbox.h"
+
+using namespace mycoll;
+using test::Endpoints;
+
+namespace {
+
+constexpr uint64_t kGroup = 42;
+constexpr auto kMessages = MessageClass::kPointToPoint;
+
+// Lets so many bytes of all links out, so many at a time; and looks on before anything is read from
+// the first link that came in.
+class Gate final : public LinkTap {
+ public:
+  size_t budget = ~size_t{0};
+  size_t atOnce = ~size_t{0};
+  bool isShut = false;  // nothing comes in on the first link
+  std::function<void()> beforeRead;
+
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
+    return std::make_unique<Sender>(*this, std::move(link));
+  }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {
+    if (std::exchange(hasFirst_, true)) return link;
+    return std::make_unique<Receiver>(*this, std::move(link));
+  }
+
+ private:
+  class Sender final : public LinkSender {
+   public:
+    Sender(Gate& gate, std::unique_ptr<LinkSender> link) : gate_(gate), link_(std::move(link)) {}
+    ssize_t write(const Span* parts, int) override {
+      const size_t bytes = std::min({parts[0].bytes, gate_.budget, gate_.atOnce});
+      if (bytes == 0) return 0;
+      const Span part{parts[0].data, bytes};
+      const ssize_t wrote = link_->write(&part, 1);
+      if (wrote > 0) gate_.budget -= static_cast<size_t>(wrote);
+      return wrote;
+    }
+    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
+    int fd() const override { return link_->fd(); }
+
+   private:
+    Gate& gate_;
+    std::unique_ptr<LinkSender> link_;
+  };
+
+  class Receiver final : public LinkReceiver {
+   public:
+    Receiver(Gate& gate, std::unique_ptr<LinkReceiver> link)
+        : gate_(gate), link_(std::move(link)) {}
+    ssize_t read(void* data, size_t bytes, bool streaming) override {
+      if (gate_.beforeRead) std::exchange(gate_.beforeRead, nullptr)();
+      return link_->read(data, bytes, streaming);
+    }
+    bool maybeReadable() const override { return !gate_.isShut && link_->maybeReadable(); }
+    void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
+    void lookAgain() override { link_->lookAgain(); }
+    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
+    int fd() const override { return link_->fd(); }
+
+   private:
+    Gate& gate_;
+    std::unique_ptr<LinkReceiver> link_;
+  };
+
+  bool hasFirst_ = false;
+};
+
+void forBothLinks(const std::function<void(TransportChoice)>& body) {
+  body(TransportChoice::kAuto);
+  body(TransportChoice::kTcp);
+}
+
+}  // namespace
+
+// The last words of a rank that is lost make its group fail here, which is told to a rank whose own
+// connection comes in at that very moment.
+TEST(Frames, linksAreAddedWhileALostOneIsRead) {
+  forBothLinks([](TransportChoice transport) {
+    Gate gate;
+    Endpoints world(4, transport, {{0, &gate}});
+    for (int rank : {0, 1, 2, 3}) world.join(rank, kGroup, {0, 1, 2, 3});
+    ASSERT(world.talk(1, 0, kGroup, 1, 0));
+    ASSERT(world.talk(3, 0, kGroup, 3, 0));
+    ASSERT(world.talk(0, 1, kGroup, 0, 1));
+    gate.isShut = true;
+    char data[8] = {};
+    Transfer expected, differs, coming;
+    world.at(0, kGroup).mailbox->receive(expected, 1, kMessages, 5, Endpoints::word(8), {data, 8});
+    world.at(1, kGroup).mailbox->send(differs, 0, kMessages, 5, Endpoints::word(4), {data, 4});
+    world.turn(20);
+    // Rank 2 has said hello, and has been answered.
+    world.at(2, kGroup).mailbox->send(coming, 0, kMessages, 6, Endpoints::word(4), {data, 4});
+    for (int i = 0; i < 3000; ++i) world.all[0]->progress();
+    gate.beforeRead = [&] {
+      for (int i = 0; i < 100; ++i) world.all[2]->progress();
+    };
+    world.end(1);
+    EXPECT(world.turnUntil([&] { return expected.isDone(); }));
+    EXPECT(world.at(0, kGroup).listener.failure.code() == Code::kMismatch);
+    EXPECT(world.turnUntil([&] { return !world.at(2, kGroup).listener.failure.ok(); }));
+    EXPECT(world.at(2, kGroup).listener.failure.code() == Code::kMismatch);
+  });
+}

@@ -26,10 +26,20 @@ bool isControlFrame(FrameKind kind) {
          kind == FrameKind::kGoOn;
 }
 
+// Of a message in pieces: nothing of the next one is prepared or has left.
+bool isBetweenPieces(const OutItem& item) {
+  return item.header.kind == FrameKind::kData && item.sent == 0 && item.header.payloadBytes == 0;
+}
+
 void beginPiece(OutItem& item) {
   size_t bytes = std::min(kPieceBytes, item.message.bytes - item.messageSent);
   item.payload = item.message.begin() + item.messageSent;
   item.header.payloadBytes = bytes;
+}
+
+void endPiece(OutItem& item) {
+  item.messageSent += item.header.payloadBytes;
+  item.header.payloadBytes = 0;
   item.header.magic = FrameHeader::kMagic;
   item.sent = 0;
 }
@@ -51,8 +61,7 @@ bool Endpoint::flush(OutLink& link, size_t turnBytes) {
   size_t movedBytes = 0;
   while (link.sender && link.problem.empty() && !link.queue.empty() && movedBytes < turnBytes) {
     OutItem& item = link.queue.front();
-    bool isPieced = item.header.kind == FrameKind::kData;
-    if (isPieced && !item.payload) beginPiece(item);
+    if (isBetweenPieces(item)) beginPiece(item);
     if (options_.isChecked && !item.header.isChecked()) seal(item);
     size_t total = sizeof(FrameHeader) + item.header.payloadBytes;
     const char* payload = payloadOf(item);
@@ -77,10 +86,9 @@ bool Endpoint::flush(OutLink& link, size_t turnBytes) {
     item.sent += static_cast<size_t>(wrote);
     movedBytes += static_cast<size_t>(wrote);
     if (item.sent < total) continue;
-    if (isPieced && item.request) {
-      item.messageSent += item.header.payloadBytes;
+    if (item.header.kind == FrameKind::kData && item.request) {
+      endPiece(item);
       if (item.messageSent < item.message.bytes) {
-        item.payload = nullptr;
         if (link.queue.size() > 1) {
           link.queue.push_back(std::move(item));
           link.queue.pop_front();
@@ -100,12 +108,12 @@ void Endpoint::forget(Transfer* request) {
     for (auto item = link->queue.begin(); item != link->queue.end();) {
       if (item->request != request) {
         ++item;
-      } else if (item->sent == 0 || !item->payload) {
+      } else if (item->sent == 0) {
         item = link->queue.erase(item);
       } else {
         // Half of the frame has left, and the rest must follow: as it was, since the receiver may
         // get to use it before it hears of a failure.
-        item->owned.assign(item->payload, item->header.payloadBytes);
+        if (item->payload) item->owned.assign(item->payload, item->header.payloadBytes);
         item->request = nullptr;
         ++item;
       }

@@ -1,4 +1,4 @@
-// Frames at their edges: read when their sender is lost.
+// Frames at their edges: cancelled half way, and read when their sender is lost.
 #include <functional>
 #include <memory>
 #include <vector>
@@ -83,6 +83,53 @@ void forBothLinks(const std::function<void(TransportChoice)>& body) {
 }
 
 }  // namespace
+
+// Half of its header has left: the rest has to follow, though there is no payload.
+TEST(Frames, anEmptyMessageIsCancelledHalfWay) {
+  forBothLinks([](TransportChoice transport) {
+    Gate gate;
+    Endpoints world(2, transport, {{0, &gate}});
+    for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
+    ASSERT(world.talk(0, 1, kGroup, 0, 1));
+    gate.budget = 40;
+    {
+      Transfer cancelled;
+      world.at(0, kGroup).mailbox->send(cancelled, 1, kMessages, 5, Endpoints::word(0), {});
+      world.turn(100);
+      EXPECT_EQ(gate.budget, 0);
+      EXPECT(!cancelled.isDone());
+    }
+    gate.budget = ~size_t{0};
+    EXPECT(world.talk(0, 1, kGroup, 0, 1));
+    EXPECT_OK(world.at(1, kGroup).listener.failure);
+  });
+}
+
+// A message that had to wait for its receiver, has no bytes, and leaves in parts.
+TEST(Frames, anEmptyPieceLeavesInParts) {
+  forBothLinks([](TransportChoice transport) {
+    Gate gate;
+    Endpoints world(2, transport, {{0, &gate}});
+    for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
+    // More than is kept, so that all that follows waits.
+    std::vector<char> filler(64 * 1024);
+    std::vector<Transfer> unheard(kMaxBufferedBytes / filler.size() + 8);
+    for (Transfer& each : unheard) {
+      world.at(0, kGroup).mailbox->send(each, 1, kMessages, 1, Endpoints::word(filler.size()),
+                                        {filler.data(), filler.size()});
+      world.turn(20);
+    }
+    world.turn();
+    EXPECT(!unheard.back().isDone());
+    gate.atOnce = 10;
+    Transfer sending, receiving;
+    world.at(0, kGroup).mailbox->send(sending, 1, kMessages, 5, Endpoints::word(0), {});
+    world.at(1, kGroup).mailbox->receive(receiving, 0, kMessages, 5, Endpoints::word(0), {});
+    EXPECT(world.turnUntil([&] { return sending.isDone() && receiving.isDone(); }));
+    EXPECT_OK(receiving.status());
+    EXPECT_OK(world.at(1, kGroup).listener.failure);
+  });
+}
 
 // The last words of a rank that is lost make its group fail here, which is told to a rank whose own
 // connection comes in at that very moment.

@@ -144,6 +144,49 @@ def test_split_group(fresh, transport):
     assert all(fresh(4, transport).run(split)), "the backend does not support splitting"
 
 
+def part_of(ctx: Ctx, parts: list[list[int]], group=None, members=None, **more) -> None:
+    """Splits a group; parts are the parent's ranks, members the job's."""
+    made = dist.split_group(group, parts, timeout=timedelta(seconds=20), **more)
+    mine = next((part for part in members or parts if ctx.rank in part), None)
+    ctx.equal(isinstance(made, dist.ProcessGroup), mine is not None, f"a member of {mine}")
+    if mine is not None:
+        check(ctx, made, mine)
+
+
+def splits(ctx: Ctx) -> None:
+    """The ranks of a split are in different numbers of groups: torch up to 2.14 makes names from
+    that, and they would not meet."""
+    kept = [dist.new_group([0, 1])]
+    part_of(ctx, [[0, 2], [1, 3]])
+    part_of(ctx, [[0, 1]])
+    part_of(ctx, [[0, 1]])
+    part_of(ctx, [[0, 2], [3, 1]], members=[[0, 2], [1, 3]])
+    kept.append(dist.new_group([0, 1, 3]))
+    if ctx.rank != 2:
+        part_of(ctx, [[0, 2], [1]], kept[-1], members=[[0, 3], [1]])
+    if ctx.rank in (0, 3):  # whom torch may give two names for this group
+        smaller = dist.shrink_group([1], group=kept[-1])
+        check(ctx, smaller, [0, 3])
+        part_of(ctx, [[0, 1]], smaller, members=[[0, 3]])
+    part_of(ctx, [[0, 3], [1, 2]], backend="cpu:mycoll")
+    part_of(ctx, [[0, 3], [1, 2]], backend="mycoll")
+    for wrong in ("cpu:gloo", "xpu:mycoll", "gloo"):
+        try:
+            dist.split_group(split_ranks=[[0, 1]], backend=wrong)
+        except ValueError as error:
+            ctx.equal("no part of the parent's backends" in str(error), True, str(error))
+        else:
+            raise AssertionError(wrong)
+    part_of(ctx, [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+def test_split_group_of_ranks_in_different_groups(fresh, transport, backend, debug):
+    if backend == "gloo":
+        pytest.skip("torch refuses split_group without an accelerator")
+    fresh(4, transport, env=(("TORCH_DISTRIBUTED_DEBUG", debug),)).run(splits)
+
+
 def shrink(ctx: Ctx) -> None:
     """A subgroup without its second member, then the world without rank 3, then once more."""
     sub = dist.new_group([0, 1, 2])

@@ -112,7 +112,7 @@ def test_autoload_registers(site: Site) -> None:
         assert dist.Backend.backend_capability["mycoll"] == ["cpu", "cuda"]
         # Others keep their devices, and nothing of ours is loaded or running yet.
         assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
-        assert not {"mycoll._C", "mycoll._build", "mycoll._compat"} & set(sys.modules)
+        assert not {"mycoll._C", "mycoll._build"} & set(sys.modules)
         """)
 
 
@@ -217,19 +217,20 @@ def test_functions_that_torch_refuses_by_name(site: Site) -> None:
         from torch.distributed import distributed_c10d as c10d
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", FutureWarning)  # 2.15: _set_pg_timeout has a successor
-        before = dist.monitored_barrier, c10d._set_pg_timeout
+        from torch.distributed import monitored_barrier, split_group  # bound before any group
+        from torch.distributed.device_mesh import split_group as of_meshes
+        assert monitored_barrier is dist.monitored_barrier and split_group is of_meshes
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        dist.monitored_barrier()
-        assert before == (dist.monitored_barrier, c10d._set_pg_timeout)  # no mycoll group yet
+        monitored_barrier()
         ours = dist.new_group(backend="mycoll")
         mixed = dist.new_group(backend="cpu:mycoll,cuda:gloo")
         gloo = dist.new_group(backend="gloo")
         assert dist.monitored_barrier is c10d.monitored_barrier
         for group in (None, ours, mixed, gloo):
             dist.monitored_barrier(group)
-            dist.monitored_barrier(group=group, timeout=timedelta(seconds=5), wait_all_ranks=True)
+            monitored_barrier(group=group, timeout=timedelta(seconds=5), wait_all_ranks=True)
             c10d._set_pg_timeout(timedelta(seconds=5), group)
-        part = dist.split_group(ours, [[0]], group_desc="a part")
+        part = split_group(ours, [[0]], group_desc="a part")
         assert dist.get_backend(part) == "mycoll" and part.group_desc == "a part"
         dist.all_reduce(torch.ones(3), group=part)
         part = dist.split_group(mixed, [[0]])

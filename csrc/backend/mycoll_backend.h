@@ -62,6 +62,8 @@ class MycollBackend final : public c10d::Backend {
   void registerMemory(at::Device device, void* address, size_t bytes, bool isSymmetric);
   void deregisterMemory(void* address);
   const c10::intrusive_ptr<MycollOptions>& options() const { return options_; }
+  // A shrunk group's is the same on all of its ranks; torch's own name for it may not be.
+  const std::string& groupName() const { return groupName_; }
 
   const std::string getBackendName() const override { return kBackendName; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }

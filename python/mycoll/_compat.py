@@ -3,8 +3,10 @@
 torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to whatever is not called gloo,
 ignores `_set_pg_timeout` for whatever is not gloo or NCCL, and refuses `dist.split_group` where no
 accelerator is bound to the job; a group made by `dist.shrink_group` serves one kind of device,
-where its parent may have served several. They are wrapped when the first mycoll group is made, not
-before; a group that has no mycoll in it reaches torch's own function with the same arguments.
+where its parent may have served several. They are wrapped when mycoll is registered, which is while
+torch is imported: a program may bind their names at its top. Until the process has made a mycoll
+group, and for every group that has no mycoll in it, torch's own function is called with the same
+arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,29 +23,38 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-_lock = threading.Lock()
-_installed = False
+_in_use = False
+
+# By parent: how often it has been split. The members count alike, as all of them split it.
+_splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
-    """Wraps the functions; does nothing from the second call on."""
-    global _installed
-    with _lock:
-        if not _installed:
-            _replace("monitored_barrier", _wrap_monitored_barrier)
-            if not hasattr(distributed_c10d, "set_timeout"):  # which serves every backend
-                _replace("_set_pg_timeout", _wrap_set_pg_timeout)
-            _replace("split_group", _wrap_split_group)
-            _replace("shrink_group", _wrap_shrink_group)
-            _installed = True
+    """Wraps the functions; once in a process."""
+    _replace("monitored_barrier", _wrap_monitored_barrier)
+    if not hasattr(distributed_c10d, "set_timeout"):  # which serves every backend
+        _replace("_set_pg_timeout", _wrap_set_pg_timeout)
+    _replace("split_group", _wrap_split_group)
+    _replace("shrink_group", _wrap_shrink_group)
+
+
+def use() -> None:
+    """There is a mycoll group now: calls are looked at."""
+    global _in_use
+    _in_use = True
 
 
 def _replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(distributed_c10d, name, None)
     if original is None:
         return
-    wrapped = functools.wraps(original)(wrap(original))
-    # init_device_mesh has taken its own reference to split_group.
+    ours = wrap(original)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **more: Any) -> Any:
+        return (ours if _in_use else original)(*args, **more)
+
+    # device_mesh takes its own reference to split_group when it is imported.
     for module in (distributed_c10d, dist, sys.modules.get("torch.distributed.device_mesh")):
         if getattr(module, name, None) is original:
             setattr(module, name, wrapped)
@@ -100,33 +111,80 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         pg_options: Any | None = None,
         group_desc: str | None = None,
         **more: Any,
-    ) -> ProcessGroup | None:
+    ) -> ProcessGroup | int | None:
         default = distributed_c10d._get_default_group()
         parent = default if parent_pg is None else parent_pg
         on_cpu = _backend_names(parent).get("cpu") == "mycoll" and default.bound_device_id is None
-        if not on_cpu or not split_ranks or more.get("backend") is not None:
+        if not on_cpu or not split_ranks:
             make = functools.partial(
                 original, parent_pg, split_ranks, timeout, pg_options, group_desc, **more
             )
             ours = _device_backend(parent) if more.get("backend") is None else None
             return make() if ours is None else _split_devices(ours, make)
+        backend = _part_of_backends(parent, more.get("backend"))
         mine = _part_of(parent.rank(), parent.size(), split_ranks)
+        before = _splits.get(parent, 0)
+        _splits[parent] = before + 1
         if mine is None:
-            # torch names later groups by how many there were, and since 2.15 counts these, too:
-            # all ranks must count alike.
-            distributed_c10d._process_group_name([], use_hashed_name=True)
-            return None
-        # A split is a group that only its members make.
-        return dist.new_group(  # type: ignore[no-any-return]
-            [dist.get_global_rank(parent, rank) for rank in mine],
-            timeout=timeout,
-            backend=dist.get_backend(parent),
-            pg_options=pg_options,
-            use_local_synchronization=True,
-            group_desc=group_desc,
+            # What torch returns: -100 since 2.15, where its annotations have a name for that.
+            outside = dist.GroupMember.NON_GROUP_MEMBER
+            return outside if hasattr(distributed_c10d, "_NonGroupMember") else None
+        return _make_group(
+            parent, mine, f":split{before}:{mine[0]}", backend, timeout, pg_options, group_desc
         )
 
     return split_group
+
+
+def _part_of_backends(parent: ProcessGroup, wanted: str | None) -> str:
+    """split_group's `backend`: the parent's, or those of them that serve some of its devices."""
+    names = _backend_names(parent)
+    whole: str = dist.get_backend(parent)
+    if wanted is None:
+        return whole
+    wanted = str(wanted).lower()
+    if ":" in wanted:
+        entries = (entry.partition(":") for entry in wanted.split(","))
+        part = {device: name for device, _, name in entries}
+    else:  # as in torch: all devices that it serves in the parent
+        part = {device: name for device, name in names.items() if name == wanted}
+    if not part or any(names.get(device) != name for device, name in part.items()):
+        raise ValueError(
+            f"backend: {wanted} is no part of the parent's backends, which are {names}"
+        )
+    return whole if part == names else ",".join(f"{d}:{name}" for d, name in part.items())
+
+
+def _make_group(
+    parent: ProcessGroup,
+    members: list[int],
+    suffix: str,
+    backend: str,
+    timeout: timedelta | None,
+    pg_options: Any | None,
+    group_desc: str | None,
+) -> ProcessGroup:
+    """A group of these ranks of the parent, which they alone make: as by new_group, but for its
+    name. They meet in the store by that. torch makes names from how many groups a process is in,
+    or has asked for, and that differs between processes; what the parent is called does not."""
+    ours = parent._get_backend(torch.device("cpu"))
+    ours = getattr(ours, "wrapped_pg", ours)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    name = getattr(ours, "_name", parent.group_name) + suffix
+    ranks = [dist.get_global_rank(parent, rank) for rank in members]
+    made: ProcessGroup
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        members.index(parent.rank()),
+        ranks,
+        distributed_c10d.Backend(backend),
+        distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][1],
+        distributed_c10d.GroupName(name),
+        backend_options=pg_options,
+        timeout=timeout or distributed_c10d._get_default_timeout(distributed_c10d.Backend(backend)),
+        group_desc=group_desc,
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    return made
 
 
 def _device_backend(group: ProcessGroup) -> Any | None:

@@ -48,6 +48,10 @@ def register() -> None:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
         register_mpi_scheme()
 
+        from mycoll import _compat
+
+        _compat.install()
+
 
 def register_mpi_scheme() -> None:
     """init_method="mpi://", unless somebody else serves it already."""
@@ -111,7 +115,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     )
     group.store = _store_of_this_attempt(group.store)
     if _gloo.is_wanted(options):
-        _compat.install()
+        _compat.use()
         return _gloo.create(group)
 
     module = native()
@@ -123,7 +127,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
             )
         options = None  # in "cpu:mycoll,cuda:nccl" they are the other backend's
 
-    _compat.install()
+    _compat.use()
     module.set_nccl_wheel(_nccl_wheel())
     return module.create_backend(  # type: ignore[no-any-return]
         group.store,

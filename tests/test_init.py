@@ -199,6 +199,33 @@ def test_options(fresh, transport):
     fresh(2, transport, init=False).run(with_options)
 
 
+def timeout_of_options(ctx: Ctx) -> None:
+    """A timeout= wins; torch's default, which it passes where none is given, does not."""
+    import mycoll
+
+    def in_force(group: dist.ProcessGroup | None = None) -> timedelta:
+        members = group or dist.group.WORLD
+        return members._get_backend(torch.device("cpu")).options.timeout
+
+    minute = timedelta(minutes=1)
+    mine = mycoll.Options(timeout=minute)
+    dist.init_process_group(
+        "mycoll", store=ctx.store("o"), rank=ctx.rank, world_size=ctx.size, pg_options=mine
+    )
+    ctx.equal(in_force(), minute, "init_process_group")
+    ctx.equal(in_force(dist.new_group(pg_options=mine)), minute, "new_group")
+    both = dist.new_group(pg_options=mine, timeout=2 * minute)
+    ctx.equal(in_force(both), 2 * minute, "new_group with both")
+    plain = dist.new_group(pg_options=mycoll.Options())
+    ctx.equal(in_force(plain), timedelta(minutes=30), "new_group with neither")
+    ctx.equal(mine.timeout, minute, "the user's object")
+    dist.destroy_process_group()
+
+
+def test_timeout_of_options(fresh, transport):
+    fresh(2, transport, init=False).run(timeout_of_options)
+
+
 def with_device_id(ctx: Ctx) -> None:
     try:
         ctx.init("first", device_id=torch.device("cpu"))

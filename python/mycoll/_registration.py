@@ -102,6 +102,7 @@ def native() -> ModuleType:
 def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     """What torch calls to make a group: `options` is the user's pg_options, or None."""
     from torch._C._distributed_c10d import Backend
+    from torch.distributed.constants import default_pg_timeout
 
     from mycoll import _compat, _gloo
 
@@ -128,12 +129,15 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         options = None  # in "cpu:mycoll,cuda:nccl" they are the other backend's
 
     _compat.use()
+    timeout = group.timeout
+    if options is not None and timeout == default_pg_timeout:
+        timeout = options.timeout  # torch always passes one: nobody has given it this
     module.set_nccl_wheel(_nccl_wheel())
     return module.create_backend(  # type: ignore[no-any-return]
         group.store,
         group.group_rank,
         group.group_size,
-        group.timeout,
+        timeout,
         group.group_id,
         # Empty: the world.
         list(group.global_ranks_in_group) or list(range(group.group_size)),

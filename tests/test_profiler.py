@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -31,6 +32,23 @@ def traced(ctx: Ctx, folder: str) -> None:
             dist.recv(torch.empty(6), 0)
         dist.barrier()
     seen.export_chrome_trace(f"{folder}/{ctx.rank}.json")
+
+
+def named(ctx: Ctx) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with dist.record_comm("of the first layer"):
+            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(torch.ones(3), async_op=True).wait()
+        dist.all_reduce(torch.ones(3))
+    return [each.name for each in seen.events()]
+
+
+def test_names_given_by_the_program(fresh, transport) -> None:
+    if not hasattr(dist, "record_comm"):
+        pytest.skip("this torch has no record_comm")
+    for names in fresh(2, transport).run(named):
+        assert names.count("of the first layer") == 2, names
+        assert names.count("mycoll:all_reduce") == 1, names
 
 
 def events(path: Path) -> list[dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 #include <optional>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <tuple>
 
 #include "backend/mycoll_backend.h"
+#include "backend/torch_version.h"
 
 namespace mycoll {
 namespace {
@@ -26,6 +28,16 @@ int rankOf(const Request& request, int own) {
   if (request.peer >= 0) return request.peer;
   const bool hasRoot = !request.calls.empty() && request.calls.front().root >= 0;
   return hasRoot ? request.calls.front().root : own;
+}
+
+// dist.record_comm() names the operations of its block. Those that are asynchronous take the name
+// in c10d::Work's constructor.
+const char* titleOf(const Request& request) {
+#if MYCOLL_TORCH_HAS_COMM_NAME
+  const std::string& given = c10d::get_comm_profiling_name();
+  if (!given.empty()) return given.c_str();
+#endif
+  return request.title;
 }
 
 }  // namespace
@@ -50,7 +62,8 @@ MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorLi
     span.emplace(at::RecordScope::USER_SCOPE);
     if (span->isActive()) {
       const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
-      span->before(request.title, c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+      span->before(titleOf(request),
+                   c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
     }
   }
   return launch(request, outputs, /*isProfiled=*/true);

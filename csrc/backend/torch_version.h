@@ -18,6 +18,13 @@ using PreMulSum = c10d::PreMulSumSupplement;
 using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #endif
 
+// dist.record_comm(), and c10d::get_comm_profiling_name() for it.
+#if TORCH_VERSION_MINOR >= 13
+#define MYCOLL_TORCH_HAS_COMM_NAME 1
+#else
+#define MYCOLL_TORCH_HAS_COMM_NAME 0
+#endif
+
 // c10d::Backend::Options::clone() and c10d::Work::getTimeout() came with 2.14.
 #if TORCH_VERSION_MINOR >= 14
 #define MYCOLL_TORCH_HAS_OPTIONS_CLONE 1

@@ -226,6 +226,22 @@ def test_timeout_of_options(fresh, transport):
     fresh(2, transport, init=False).run(timeout_of_options)
 
 
+def meaningless_timeouts(ctx: Ctx) -> None:
+    for timeout in (timedelta(0), timedelta(seconds=-1), timedelta.max):
+        with ctx.raises(ValueError, "timeout must be positive"):
+            ctx.init(f"{timeout}", timeout=timeout)
+    ctx.init("good")
+    for timeout in (timedelta(0), timedelta.max):
+        with ctx.raises(ValueError, "timeout must be positive"):
+            dist.new_group(timeout=timeout)
+    smoke(ctx.rank, ctx.size)
+    dist.destroy_process_group()
+
+
+def test_meaningless_timeouts(fresh, transport):
+    fresh(2, transport, init=False).run(meaningless_timeouts)
+
+
 def with_device_id(ctx: Ctx) -> None:
     try:
         ctx.init("first", device_id=torch.device("cpu"))

@@ -111,6 +111,7 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   if (!store) refuse(site, "a group needs a store for its ranks to meet");
   if (size < 1) refuse(site, c10::str("the group's size must be at least 1, but it is ", size));
   checkRank(site, "rank", rank);
+  checkTimeout(site, options->timeout);
   if (!globalRanks.empty() && globalRanks.size() != static_cast<size_t>(size)) {
     refuse(site, c10::str("global_ranks must name the ", size, " members, but it names ",
                           globalRanks.size()));
@@ -195,10 +196,7 @@ void MycollBackend::closeAll(Milliseconds timeout) {
 }
 
 void MycollBackend::setTimeout(Milliseconds timeout) {
-  const CallSite site = enter("set_timeout");
-  if (timeout <= Milliseconds(0)) {
-    refuse(site, c10::str("timeout must be positive, but it is ", timeout.count(), " ms"));
-  }
+  checkTimeout(enter("set_timeout"), timeout);
   options_->timeout = timeout;
   communicator_->setTimeout(timeout);
   if (device_) device_->setTimeout(timeout);

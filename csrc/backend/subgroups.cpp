@@ -28,9 +28,10 @@ std::vector<int64_t> MycollBackend::globalRanksOf(const std::vector<int>& ranks)
 c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
     const std::vector<int>& members, const std::string& suffix, std::string name,
     const c10::intrusive_ptr<MycollOptions>& given) {
+  auto options = c10::make_intrusive<MycollOptions>(given ? *given : *options_);
+  checkTimeout(CallSite{"mycoll", rank_, size_}, options->timeout);
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(Communicator::shrink(*communicator_, suffix, members, &communicator));
-  auto options = c10::make_intrusive<MycollOptions>(given ? *given : *options_);
   communicator->setTimeout(options->timeout);
   std::shared_ptr<DeviceGroup> device;
   if (device_) device = DeviceGroup::create(name, communicator, options);

@@ -112,6 +112,11 @@ void checkRank(const CallSite& site, const char* argument, int64_t rank) {
                         ", but it is ", rank));
 }
 
+void checkTimeout(const CallSite& site, std::chrono::milliseconds timeout) {
+  if (timeout.count() > 0) return;
+  refuse(site, c10::str("timeout must be positive, but it is ", timeout.count(), " ms"));
+}
+
 ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor) {
   const c10d::ReduceOp::RedOpType type = op;
   if (type == c10d::ReduceOp::PREMUL_SUM) {

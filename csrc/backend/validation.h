@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
@@ -68,6 +69,9 @@ void checkPerRank(const CallSite& site, const char* name, const std::vector<at::
 
 // argument: "src" or "dst".
 void checkRank(const CallSite& site, const char* argument, int64_t rank);
+
+// A group's. Python's largest timedelta comes as a negative number.
+void checkTimeout(const CallSite& site, std::chrono::milliseconds timeout);
 
 // The engine's reduce operation for a type; PREMUL_SUM is kSum here (see Request::premultiply).
 ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor);

@@ -62,6 +62,7 @@ GAPS: tuple[Gap, ...] = (
     Gap("test_fallback.py::*", "is about mycoll"),
     Gap("test_init.py::test_options", "is about mycoll"),
     Gap("test_init.py::test_timeout_of_options", "is about mycoll"),
+    Gap("test_init.py::test_meaningless_timeouts", "takes 0 for no wait at all"),
     Gap("test_init.py::test_only_for_cuda", "is about mycoll"),
     Gap("test_init.py::test_groups_of_two_backends", "is about mycoll"),
     Gap("test_two_hosts.py::*^lo]", "no exclusions in GLOO_SOCKET_IFNAME"),

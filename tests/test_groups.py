@@ -187,6 +187,31 @@ def test_split_group_of_ranks_in_different_groups(fresh, transport, backend, deb
     fresh(4, transport, env=(("TORCH_DISTRIBUTED_DEBUG", debug),)).run(splits)
 
 
+def merge(ctx: Ctx) -> None:
+    """Two groups of two become one of four, twice; which rank is which is the store's choice."""
+    mine, _ = dist.new_subgroups(2)
+    for round_ in range(2):
+        store = dist.PrefixStore(f"merge{round_}", ctx.store("merge"))
+        merged = mine.merge_remote_group(store, 4, timedelta(seconds=30), f"merged{round_}")
+        ctx.equal(merged.size(), 4)
+        x = torch.full((3,), 10.0**ctx.rank)
+        merged.allreduce([x]).wait()
+        ctx.equal(x.tolist(), [1111.0] * 3)
+        places = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+        merged.allgather([places], [torch.tensor([merged.rank()])]).wait()
+        ctx.equal([int(place) for place in places], [0, 1, 2, 3])
+        merged.shutdown()
+    x = torch.ones(1)
+    dist.all_reduce(x, group=mine)
+    ctx.equal(float(x), 2.0)
+
+
+def test_merge_remote_group(fresh, transport):
+    if not hasattr(dist.ProcessGroup, "merge_remote_group"):
+        pytest.skip("this torch has no ProcessGroup.merge_remote_group")
+    fresh(4, transport).run(merge)
+
+
 def shrink(ctx: Ctx) -> None:
     """A subgroup without its second member, then the world without rank 3, then once more."""
     sub = dist.new_group([0, 1, 2])

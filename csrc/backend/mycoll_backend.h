@@ -125,6 +125,10 @@ class MycollBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  // Ranks that may not know each other meet in the store; for torch's merge_remote_group().
+  c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts,
+                                          const int& rank, const int& size) override;
   // On all ranks of this group, once some of them have made a child by split(): gives the child a
   // part of NCCL's communicator, as far as there is one. null: this rank is in no child; isWilling:
   // that is as it should be.
@@ -203,11 +207,13 @@ class MycollBackend final : public c10d::Backend {
 
   std::atomic<int> shrinks_{0};  // how often it was asked for a smaller group
 
-  std::mutex splitMutex_;
+  std::mutex childMutex_;                   // of what is below
   std::map<std::vector<int>, int> splits_;  // by members: how often these were split off
-  // The last group split off, kept for torch's question for the next device. A weak pointer would
-  // not do: c10's keep the object from being destroyed.
+  // The last groups made, kept for torch's question for the next device. Weak pointers would not
+  // do: c10's keep the object from being destroyed.
   c10::intrusive_ptr<MycollBackend> lastSplit_;
+  c10::intrusive_ptr<MycollBackend> lastMerged_;
+  c10::intrusive_ptr<c10d::Store> lastMergedBy_;
 };
 
 }  // namespace mycoll

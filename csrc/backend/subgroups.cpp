@@ -1,4 +1,4 @@
-// Groups made of a group: split and shrunk.
+// Groups made of groups: split, shrunk and merged.
 #include <algorithm>
 #include <utility>
 
@@ -56,7 +56,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
   const auto given = optionsFrom(site, opts);
   std::string name = opts ? opts->group_name : groupName_ + ":split";
 
-  std::lock_guard<std::mutex> lock(splitMutex_);
+  std::lock_guard<std::mutex> lock(childMutex_);
   const bool isKnown =
       lastSplit_ && lastSplit_->groupName_ == name && lastSplit_->communicator_->error().ok();
   if (!isKnown) {
@@ -65,6 +65,24 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
     lastSplit_ = childOf(ranks, suffix, std::move(name), given);
   }
   return lastSplit_;
+}
+
+c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts, const int& rank, const int& size) {
+  const CallSite site = enter("merge_remote_group");
+  const auto given = optionsFrom(site, opts);
+  std::string name = opts && !opts->group_name.empty() ? opts->group_name : groupName_ + ":merged";
+
+  std::lock_guard<std::mutex> lock(childMutex_);
+  // A store serves one merging; torch asks once for each device.
+  if (!lastMerged_ || lastMergedBy_ != store) {
+    lastMerged_ =
+        create(store, rank, size, std::move(name), /*globalRanks=*/{},
+               c10::make_intrusive<MycollOptions>(given ? *given : *options_), device_ != nullptr);
+    lastMergedBy_ = store;
+  }
+  return lastMerged_;
 }
 
 void MycollBackend::splitDevices(MycollBackend* child, bool isWilling) {

@@ -6,8 +6,10 @@
 // waiter, somebody who polls, or (when there is something to copy, or somebody to tell) the thread
 // that completes the last operation.
 // A collective that follows futures whose callbacks have not run is held: it has no operations
-// until begin(). Lifetime: may be dropped at any time. The tensors belong to the engine until it is
-// done, and the Work itself is held by the engine's callbacks where it has anything left to do.
+// until begin().
+//
+// Lifetime: may be dropped at any time. The tensors belong to the engine until it is done, and the
+// Work itself is held by the engine's callbacks where it has anything left to do.
 #pragma once
 
 #include <c10/util/SmallVector.h>

@@ -209,6 +209,16 @@ class TestRuns:
         assert [(row.contender, row.wrong) for row in rows] == [("gloo", 0), ("openmpi", 0)] * 2
         assert "no torch dispatch" in done.stdout
 
+    def test_nproc_beside_variables_of_another_launcher(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As Kubernetes exports them to every pod of a job."""
+        for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        done = run_bench("barrier", "--nproc", "2", "--backend", "gloo", *_QUICK)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "barrier, 2 ranks" in done.stdout, done.stdout
+
     def test_under_torchrun_in_place(self, tmp_path: Path) -> None:
         path = tmp_path / "out.jsonl"
         done = run_bench(

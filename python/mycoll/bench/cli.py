@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from mycoll.bench.compare import compare_main
 from mycoll.bench.contenders import Contender, gather_contenders
-from mycoll.bench.launch import INTERRUPTED, run_ranks, under_launcher
+from mycoll.bench.launch import INTERRUPTED, run_ranks, started_here, under_launcher
 from mycoll.bench.machine import header
 from mycoll.bench.options import Options, parse_options
 from mycoll.bench.peers import gather_peers
@@ -29,18 +29,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return compare_main(arguments[1:])
     options = parse_options(arguments)
     if options.plot and find_spec("matplotlib") is None:  # before minutes of measuring
-        if os.environ.get("RANK", "0") == "0":
-            print("mycoll bench: --plot needs matplotlib (pip install matplotlib)", file=sys.stderr)
-        return _BAD_USE
-    if not under_launcher():
-        if not options.nproc:
-            print("mycoll bench: run it under torchrun, or with --nproc N", file=sys.stderr)
-            return _BAD_USE
+        return _misused("--plot needs matplotlib (pip install matplotlib)")
+    if options.nproc and not started_here():
         return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
+    if not under_launcher():
+        return _misused("run it under torchrun, or with --nproc N")
     try:
         return _run_rank(options, arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _misused(how: str) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"mycoll bench: {how}", file=sys.stderr)
+    return _BAD_USE
 
 
 def _run_rank(options: Options, arguments: list[str]) -> int:

@@ -14,12 +14,18 @@ from torch.distributed import TCPStore
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
+_PARENT = "_MYCOLL_BENCH_PARENT"
 INTERRUPTED = 130
 
 
 def under_launcher() -> bool:
     """Whether torchrun, or we ourselves, started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def started_here() -> bool:
+    """Whether run_ranks() has: RANK and WORLD_SIZE may have been exported for something else."""
+    return os.environ.get(_PARENT) == str(os.getppid())
 
 
 def run_ranks(command: Sequence[str], ranks: int) -> int:
@@ -56,6 +62,7 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int) -> subproce
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        _PARENT: str(os.getpid()),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
     return subprocess.Popen([sys.executable, *command], env=environment)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from mycoll.bench import cli, main
 from mycoll.bench.compare import compare
+from mycoll.bench.machine import native_module
 from mycoll.bench.options import DTYPES, REDOPS, parse_options, parse_size, sweep
 from mycoll.bench.patterns import Pattern, spoil
 from mycoll.bench.peer_build import PeerAbsent, build
@@ -332,6 +333,12 @@ def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PeerAbsent, match="apt install mpich"):
         build("mpich", tmp_path)
+
+
+def test_a_build_for_another_torch_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native_module() is not None
+    monkeypatch.setattr(torch, "__version__", "2.1.0")
+    assert native_module() is None
 
 
 class TestDevice:

@@ -71,6 +71,22 @@ def test_wrong_torch(monkeypatch):
     assert finding.fix.startswith("run `pip install")
 
 
+def test_wrong_torch_is_told_once(monkeypatch, capsys):
+    """The checks that need the compiled module do not guess at other causes."""
+
+    def native():
+        raise ImportError("compiled for torch 2.1: run `pip install --no-build-isolation .` again")
+
+    monkeypatch.setattr(doctor, "native", native)
+    monkeypatch.setattr(doctor, "spawn", lambda *_, **__: pytest.fail("ranks were started"))
+    assert doctor.main(as_json=True) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [each["name"] for each in found if each["status"] == "FAIL"] == ["torch"]
+    left_out = [each for each in found if "compiled module, see torch" in each["text"]]
+    assert [each["name"] for each in left_out] == ["variables", "transports"]
+    assert not any("authors" in each["fix"] for each in found)
+
+
 def test_hostname(monkeypatch):
     monkeypatch.setattr(_interfaces, "interfaces", lambda: [ETH, LO])
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")

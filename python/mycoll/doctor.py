@@ -1,7 +1,8 @@
 """`mycoll doctor`: whether mycoll can work here, what will be used, and how to mend what is wrong.
 
 Each check is a function that yields findings. The exit code is 1 when one is a FAIL; a WARN leaves
-it at 0.
+it at 0. Those in NEED_MODULE are left out where the compiled module does not load: check_torch says
+how to mend that, and they could only say it again, in other words.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ class Finding:
 
 def main(as_json: bool) -> int:
     findings: list[Finding] = []
+    usable = is_usable()
     for check in CHECKS:
-        for finding in examine(check):
+        is_skipped = check in NEED_MODULE and not usable
+        for finding in [skipped(check)] if is_skipped else examine(check):
             findings.append(finding)
             if not as_json:
                 show(finding)
@@ -63,13 +66,30 @@ def main(as_json: bool) -> int:
     return 1 if failed else 0
 
 
+def is_usable() -> bool:
+    try:
+        native()
+    except ImportError:
+        return False
+    return True
+
+
+def title(check: Callable[[], Iterator[Finding]]) -> str:
+    return check.__name__.replace("check_", "")
+
+
+def skipped(check: Callable[[], Iterator[Finding]]) -> Finding:
+    text = "not looked at: it needs the compiled module, see torch"
+    return Finding(title(check), text, WARN, "mend that first")
+
+
 def examine(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     """A check that breaks is a finding, not the end of the report."""
     try:
         return list(check())
     except Exception as error:
         text = f"the check itself failed: {error!r}"
-        return [Finding(check.__name__.replace("check_", ""), text, WARN, "tell mycoll's authors")]
+        return [Finding(title(check), text, WARN, "tell mycoll's authors")]
 
 
 def show(finding: Finding) -> None:
@@ -342,3 +362,4 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_nccl,
     check_transports,
 )
+NEED_MODULE = (check_variables, check_transports)

@@ -169,3 +169,13 @@ def test_a_trace_is_data(tmp_path) -> None:
     assert "is not a trace" in run.stderr
     assert not (tmp_path / "was_run").exists()
     assert command(tmp_path / "nowhere_1").returncode == 2
+
+
+def test_files_that_are_no_traces(tmp_path) -> None:
+    config: dict[str, Any] = {"entries": [], "pg_config": {"0": {"ranks": "[0, "}}}
+    others: list[Any] = [[], {}, 7, config, {"entries": [{}], "pg_config": {}}]
+    for content in [*(json.dumps(each).encode() for each in others), b"", b"\x80\xff", b"\xff"]:
+        path = tmp_path / "rank_0.json"
+        path.write_bytes(content)
+        with pytest.raises(trace_file.TraceError, match="is not a trace"):
+            trace_file.load([path])

@@ -51,8 +51,10 @@ def _load_file(path: Path) -> Process:
         is_pickle = content[:1] == b"\x80"
         dump = _PlainUnpickler(io.BytesIO(content)).load() if is_pickle else json.loads(content)
         return _to_process(dump, path)
-    except (OSError, pickle.UnpicklingError, ValueError, KeyError, TypeError, EOFError) as error:
+    except OSError as error:
         raise TraceError(f"{path} is not a trace: {error}") from error
+    except Exception as error:  # whatever a file can be that somebody else wrote
+        raise TraceError(f"{path} is not a trace: {error!r}") from error
 
 
 def _to_process(dump: dict[str, Any], path: Path) -> Process:

@@ -153,7 +153,9 @@ def test_broken_check():
     "found, filter_text, name",
     [
         ([LO, BRIDGE, ETH], "", "eth0"),
-        ([LO, BRIDGE], "", "docker0"),
+        ([LO, BRIDGE], "", "lo"),
+        ([BRIDGE, LO], "", "lo"),
+        ([BRIDGE], "", None),
         ([LO], "", "lo"),
         ([LO, ETH], "lo", "lo"),
         ([LO, BRIDGE, ETH], "^ib", "eth0"),

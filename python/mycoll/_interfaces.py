@@ -91,7 +91,10 @@ def choose(found: list[Interface], filter_text: str, host: str) -> tuple[Interfa
     for each in found:
         if each.address == source:
             return each, "it leads to " + ("other hosts" if host == ELSEWHERE else host)
-    ranked = sorted(found, key=lambda each: (each.is_loopback, each.is_bridge))
-    return (
-        (ranked[0], "the first that is no loopback or bridge") if ranked else (None, "none is up")
-    )
+    for each in found:
+        if not each.is_loopback and not each.is_bridge:
+            return each, "the first that is no loopback or bridge"
+    for each in found:
+        if each.is_loopback:
+            return each, "nothing leads to other hosts"
+    return None, "none is up that serves"

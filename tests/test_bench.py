@@ -19,8 +19,8 @@ from mycoll.bench.machine import native_module
 from mycoll.bench.options import DTYPES, REDOPS, parse_options, parse_size, sweep
 from mycoll.bench.patterns import Pattern, spoil
 from mycoll.bench.peer_build import PeerAbsent, build
-from mycoll.bench.plot import draw
-from mycoll.bench.report import Recorder, read_results, table_header, table_line
+from mycoll.bench.plot import draw, undrawable
+from mycoll.bench.report import Recorder, read_results, table_header, table_line, unwritable
 from mycoll.bench.result import Row
 from mycoll.bench.stats import paired_ratio, percentile
 from standins import accelerator
@@ -323,10 +323,41 @@ class TestPlot:
     def test_without_matplotlib_nothing_is_measured(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(cli, "find_spec", lambda _: None)
+        monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
         monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
         assert cli.main(["all_reduce", "--nproc", "2", "--plot", "out.png"]) == 2
         assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--plot"])
+def test_files_are_looked_at_first(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+    assert cli.main(["all_reduce", "--nproc", "2", option, "/nonexistent/x.png"]) == 2
+    assert f"mycoll bench: {option}: " in capsys.readouterr().err
+
+
+def test_looking_at_files_changes_none(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("a row")
+    assert (unwritable(str(old)), unwritable(str(new))) == ("", "")
+    assert old.read_text() == "a row" and not new.exists()
+    assert "directory" in unwritable(str(tmp_path)).lower()
+
+
+def test_pictures_have_an_ending_that_is_known() -> None:
+    pytest.importorskip("matplotlib")
+    assert "must end in" in undrawable("out.xyz")
+    assert undrawable("out.png") == undrawable("out.PDF") == undrawable("out") == ""
+
+
+def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["all_reduce", "--nproc", "abc"])
+    assert "'abc' is not a whole number" in capsys.readouterr().err
 
 
 def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from mycoll.bench.compare import compare_main
 from mycoll.bench.contenders import Contender, gather_contenders
@@ -14,7 +13,7 @@ from mycoll.bench.machine import header
 from mycoll.bench.options import Options, parse_options
 from mycoll.bench.peers import gather_peers
 from mycoll.bench.progress import Progress
-from mycoll.bench.report import Recorder, table_header, table_line
+from mycoll.bench.report import Recorder, table_header, table_line, unwritable
 from mycoll.bench.rounds import Measurement, cases
 from mycoll.bench.startup import measure_startup
 from mycoll.bench.world import World, join, leave
@@ -28,20 +27,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["compare"]:
         return compare_main(arguments[1:])
     options = parse_options(arguments)
-    if options.plot and find_spec("matplotlib") is None:  # before minutes of measuring
-        return _misused("--plot needs matplotlib (pip install matplotlib)")
+    if not started_here() and (wrong := _wrong_files(options)):  # before minutes of measuring
+        return _misused(options, wrong)
     if options.nproc and not started_here():
         return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
     if not under_launcher():
-        return _misused("run it under torchrun, or with --nproc N")
+        return _misused(options, "run it under torchrun, or with --nproc N")
     try:
         return _run_rank(options, arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _misused(how: str) -> int:
-    if os.environ.get("RANK", "0") == "0":
+def _wrong_files(options: Options) -> str:
+    """What stands against the files that will be written, by rank 0; '' where nothing does."""
+    if options.plot:
+        from mycoll.bench.plot import undrawable
+
+        if reason := undrawable(options.plot):
+            return f"--plot: {reason}"
+    if not _is_alone_or_first(options):
+        return ""
+    for name in ("json", "csv", "plot"):
+        path = getattr(options, name)
+        if path and (reason := unwritable(path)):
+            return f"--{name}: {reason}"
+    return ""
+
+
+def _is_alone_or_first(options: Options) -> bool:
+    """Speaks to the user: the one process that starts the ranks, or the first rank."""
+    return bool(options.nproc) or os.environ.get("RANK", "0") == "0"
+
+
+def _misused(options: Options, how: str) -> int:
+    if _is_alone_or_first(options):
         print(f"mycoll bench: {how}", file=sys.stderr)
     return _BAD_USE
 

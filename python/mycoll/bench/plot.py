@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mycoll.bench.result import Row
@@ -26,6 +27,16 @@ def size_label(size: float) -> str:
         if size >= unit:
             return f"{size / unit:.4g} {name}"
     return f"{size:.0f} B"
+
+
+def undrawable(path: str) -> str:
+    """Why matplotlib cannot draw this file; '' where it can."""
+    ending = Path(path).suffix.removeprefix(".").lower()
+    try:
+        known = importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes
+    except ImportError as error:
+        return f"it needs matplotlib (pip install matplotlib): {error}"
+    return "" if not ending or ending in known else f"'{path}' must end in {', '.join(known)}"
 
 
 def draw(path: str, header: Mapping[str, object], rows: Sequence[Row]) -> str:

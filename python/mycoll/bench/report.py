@@ -79,6 +79,19 @@ def _writer(path: str) -> IO[str] | None:
     return Path(path).open("w", newline="") if path else None
 
 
+def unwritable(path: str) -> str:
+    """Why no file can be written there; '' where one can. Leaves what there is as it is."""
+    file = Path(path)
+    was_there = file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        return str(error)
+    if not was_there:
+        file.unlink()
+    return ""
+
+
 class Recorder:
     """Writes each row as it is measured, so that an interrupted run keeps what it has."""
 

@@ -20,19 +20,25 @@ constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
 constexpr auto kStrangerTime = std::chrono::milliseconds(5'000);
 constexpr size_t kMaxStrangers = 64;
 constexpr auto kAcceptAgain = std::chrono::milliseconds(100);
+// After a peer has said that it has not made the group yet, which it says after kStrangerTime.
+constexpr auto kConnectAgain = std::chrono::milliseconds(100);
 
 // The group that a stranger names may be made on this side only in a moment: it saw our address
-// before we saw all of theirs.
+// before we saw all of theirs. Or it was here, and has been left.
 class GroupIsKnown final : public Condition {
  public:
-  GroupIsKnown(std::map<std::pair<uint64_t, int>, Mailbox*>& mailboxes,
-               std::pair<uint64_t, int> key, Deadline deadline)
-      : mailboxes_(mailboxes), key_(key), deadline_(deadline) {}
-  bool ready() override { return mailboxes_.count(key_) > 0 || deadline_.expired(); }
+  using Key = std::pair<uint64_t, int>;
+  GroupIsKnown(const std::map<Key, Mailbox*>& mailboxes, const std::set<Key>& closed, Key key,
+               Deadline deadline)
+      : mailboxes_(mailboxes), closed_(closed), key_(key), deadline_(deadline) {}
+  bool ready() override {
+    return mailboxes_.count(key_) > 0 || closed_.count(key_) > 0 || deadline_.expired();
+  }
 
  private:
-  std::map<std::pair<uint64_t, int>, Mailbox*>& mailboxes_;
-  std::pair<uint64_t, int> key_;
+  const std::map<Key, Mailbox*>& mailboxes_;
+  const std::set<Key>& closed_;
+  Key key_;
   Deadline deadline_;
 };
 
@@ -40,14 +46,72 @@ class GroupIsKnown final : public Condition {
 
 // ---- connecting --------------------------------------------------------------------------------
 
-Task Endpoint::connectTask(OutLink* link, HandshakeGroup group) {
+// The oldest group that both are in vouches, whichever needs the link: the other side has made it
+// long ago, while it may be late with a new one. If not even that, the next one is asked about: it
+// may have been made while the oldest cannot be. False: there is none.
+bool Endpoint::connect(OutLink& link) {
+  std::vector<const Mailbox*> common;
+  for (const Mailbox* mailbox : byAge_) {
+    if (mailbox->presentRank(link.peer.uid) >= 0) common.push_back(mailbox);
+  }
+  if (common.empty()) return false;
+  const Mailbox& mailbox = *common[link.notYet % common.size()];
+  const GroupAddress& group = mailbox.group();
+  link.voucher = {group.context, group.secret, group.rank, mailbox.presentRank(link.peer.uid)};
+  link.standing = Standing::kMember;
+  link.connecting = connectTask(&link);
+  link.connecting.resume();
+  return true;
+}
+
+// connectAgain() goes on with it.
+void Endpoint::refuse(OutLink& link, Standing standing) {
+  const bool isLater = standing == Standing::kNotYet;
+  link.notYet += isLater;
+  link.standing = standing;
+  link.nextAttempt = Deadline::after(isLater ? kConnectAgain : std::chrono::milliseconds(0));
+}
+
+// Where the other side does not know the group that was to vouch.
+void Endpoint::connectAgain() {
+  // One at a time: news of a departure may add links.
+  while (connecting_ > 0) {
+    auto found = std::find_if(outLinks_.begin(), outLinks_.end(), [](const auto& entry) {
+      return entry.second->standing != Standing::kMember && !entry.second->connecting.valid() &&
+             entry.second->nextAttempt.expired();
+    });
+    if (found == outLinks_.end()) return;
+    OutLink& link = *found->second;
+    Mailbox* left = link.standing == Standing::kGone
+                        ? find(link.voucher.context, link.voucher.source)
+                        : nullptr;
+    if (left) left->onLeft(link.voucher.destination);
+    if (!connect(link)) drop(link);
+  }
+}
+
+// The other side has left all groups that both were in.
+void Endpoint::drop(OutLink& link) {
+  const std::string uid = link.peer.uid;
+  const std::deque<OutItem> queue = std::move(link.queue);
+  outLinks_.erase(uid);
+  --connecting_;
+  addPending(-1);
+  for (const OutItem& item : queue) {
+    if (!item.request) continue;
+    item.request->mailbox_->abandon(
+        *item.request, Status(Code::kPeerLost, "the receiving rank has left the group"));
+  }
+}
+
+Task Endpoint::connectTask(OutLink* link) {
   std::string reasons;
   if (isLocal(link->peer)) {
     Fd socket;
     Status status = connectUnix(link->peer.uid, &socket);
     if (status.ok()) {
-      status = co_await connectOver(link, group, std::move(socket), true);
-      if (status.ok()) co_return Status();
+      status = co_await connectOver(link, std::move(socket), true);
+      if (status.ok() || link->standing != Standing::kMember) co_return status;
     }
     reasons = status.message();
     MYCOLL_LOG_WARN("no shared memory with %s: %s", link->peer.describe().c_str(), reasons.c_str());
@@ -64,8 +128,8 @@ Task Endpoint::connectTask(OutLink* link, HandshakeGroup group) {
                                             std::to_string(entry.port));
       } else {
         tuneSocket(socket.get(), options_.networkSeconds);
-        status = co_await connectOver(link, group, std::move(socket), false);
-        if (status.ok()) co_return Status();
+        status = co_await connectOver(link, std::move(socket), false);
+        if (status.ok() || link->standing != Standing::kMember) co_return status;
       }
     }
     reasons += (reasons.empty() ? "" : "; ") + status.message();
@@ -73,7 +137,8 @@ Task Endpoint::connectTask(OutLink* link, HandshakeGroup group) {
   co_return Status(Code::kNetwork, reasons.empty() ? "has no address in common" : reasons);
 }
 
-Task Endpoint::connectOver(OutLink* link, const HandshakeGroup& group, Fd socket, bool isShm) {
+Task Endpoint::connectOver(OutLink* link, Fd socket, bool isShm) {
+  const HandshakeGroup group = link->voucher;
   Deadline deadline = Deadline::after(kConnectTime);
   const int fd = socket.get();
   if (isShm) (void)sleeper_.watch(fd);
@@ -92,6 +157,10 @@ Task Endpoint::connectOver(OutLink* link, const HandshakeGroup& group, Fd socket
   co_await readChallenge;
   if (sendHello.hasFailed() || readChallenge.hasFailed()) {
     co_return Status(Code::kNetwork, "did not answer the handshake");
+  }
+  if (challenge.standing == Standing::kNotYet || challenge.standing == Standing::kGone) {
+    link->standing = challenge.standing;
+    co_return Status(Code::kNetwork, "refused");  // seen by nobody: another attempt follows
   }
   Digest expected = acceptorProof(group.secret, hello, challenge.nonce);
   if (!constantTimeEqual(expected, challenge.mac)) {
@@ -192,11 +261,19 @@ Task Endpoint::acceptTask(Accepting* accepting) {
     co_return refused;
   }
   accepting->namesUs = true;
-  GroupIsKnown known(mailboxes_, {hello.context, hello.destination}, deadline);
+  const GroupIsKnown::Key key{hello.context, hello.destination};
+  GroupIsKnown known(mailboxes_, closed_, key, deadline);
   co_await known;
   Mailbox* mailbox = find(hello.context, hello.destination);
+  if (!mailbox) {
+    Challenge answer{};
+    answer.standing = closed_.count(key) ? Standing::kGone : Standing::kNotYet;
+    WriteExactly sendAnswer(fd, &answer, sizeof(answer), deadline);
+    co_await sendAnswer;
+    co_return refused;
+  }
   const std::string sourceUid(hello.sourceUid, sizeof(hello.sourceUid));
-  if (!mailbox || hello.source < 0 || hello.source >= mailbox->ranks() ||
+  if (hello.source < 0 || hello.source >= mailbox->ranks() ||
       mailbox->group().peers[hello.source].uid != sourceUid) {
     co_return refused;
   }
@@ -278,6 +355,7 @@ void Endpoint::runHandshakes() {
 void Endpoint::finishConnecting(OutLink& link) {
   Status status = link.connecting.result();
   link.connecting.reset();
+  if (link.standing != Standing::kMember) return refuse(link, link.standing);
   --connecting_;
   addPending(-1);
   if (!status.ok()) {

@@ -215,6 +215,7 @@ bool Endpoint::moveBytes() {
   for (auto& [uid, link] : outLinks_) {
     if (!link->queue.empty()) moved |= flush(*link, kTurnBytes);
   }
+  connectAgain();
   loseBroken();
   return moved;
 }
@@ -249,7 +250,8 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
   if (auto found = outLinks_.find(uid); found != outLinks_.end()) {
     OutLink& link = *found->second;
     if (link.sender && !link.isShm) --tcpLinks_;
-    if (link.connecting.valid()) --connecting_, addPending(-1);
+    if (link.isConnecting()) --connecting_, addPending(-1);
+    link.standing = Standing::kMember;
     link.isLost = true;
     link.problem = how;
     link.sender.reset();
@@ -279,16 +281,15 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
   }
 }
 
-OutLink& Endpoint::linkTo(const PeerAddress& peer, const GroupAddress& group, int destination) {
+OutLink& Endpoint::linkTo(const PeerAddress& peer) {
   auto& link = outLinks_[peer.uid];
   if (!link) {
     link = std::make_unique<OutLink>();
     link->peer = peer;
     ++connecting_;
     addPending(1);
-    HandshakeGroup membership{group.context, group.secret, group.rank, destination};
-    link->connecting = connectTask(link.get(), std::move(membership));
-    link->connecting.resume();
+    // Not dropped here: whoever asks for a link may put something into its queue.
+    if (!connect(*link)) refuse(*link, Standing::kGone);
     runHandshakes();
   }
   return *link;
@@ -317,6 +318,7 @@ Mailbox* Endpoint::find(uint64_t context, int rank) {
 void Endpoint::addMailbox(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
   mailboxes_[{group.context, group.rank}] = mailbox;
+  byAge_.push_back(mailbox);
   for (const PeerAddress& peer : group.peers) {
     if (memberships_[peer.uid]++ == 0) watchProcess(peer);
   }
@@ -343,6 +345,7 @@ void Endpoint::addMailbox(Mailbox* mailbox) {
 void Endpoint::removeMailbox(Mailbox* mailbox) {
   std::pair<uint64_t, int> key{mailbox->group().context, mailbox->group().rank};
   mailboxes_.erase(key);
+  std::erase(byAge_, mailbox);
   closed_.insert(key);
   // A peer that makes its groups anew comes under another name each time.
   for (const PeerAddress& peer : mailbox->group().peers) {

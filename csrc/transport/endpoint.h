@@ -63,6 +63,13 @@ struct OutLink {
   bool isLost = false;
   bool isShm = false;
   std::string problem;  // why the connection failed; the link is given up at the next opportunity
+  // Who vouches for the connection that is being made; and what that group is to the other side, if
+  // it has said so: then another attempt follows.
+  HandshakeGroup voucher;
+  Standing standing = Standing::kMember;
+  size_t notYet = 0;  // how many times it had not made the group
+  Deadline nextAttempt = Deadline::never();
+  bool isConnecting() const { return connecting.valid() || standing != Standing::kMember; }
   // What the receiver sends back on the socket, as far as it has come.
   Farewell farewell;
   size_t farewellGot = 0;
@@ -140,7 +147,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::mutex& ioMutex() { return io_; }
   void addMailbox(Mailbox* mailbox);
   void removeMailbox(Mailbox* mailbox);
-  OutLink& linkTo(const PeerAddress& peer, const GroupAddress& group, int destination);
+  OutLink& linkTo(const PeerAddress& peer);
   void enqueue(OutLink& link, OutItem item);
   void forget(Transfer* request);  // out of all queues
   void addPending(int delta) { pending_.fetch_add(delta, std::memory_order_relaxed); }
@@ -189,8 +196,12 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool isEnding(const std::string& uid) const;
   bool loseIfEnding(const std::string& uid, Process& process, bool hasEnded = false);
 
-  Task connectTask(OutLink* link, HandshakeGroup group);
-  Task connectOver(OutLink* link, const HandshakeGroup& group, Fd socket, bool isShm);
+  bool connect(OutLink& link);
+  void refuse(OutLink& link, Standing standing);
+  void connectAgain();
+  void drop(OutLink& link);
+  Task connectTask(OutLink* link);
+  Task connectOver(OutLink* link, Fd socket, bool isShm);
   Task acceptTask(Accepting* accepting);
   void finishConnecting(OutLink& link);
 
@@ -203,6 +214,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
   std::mutex io_;
   std::map<std::pair<uint64_t, int>, Mailbox*> mailboxes_;  // by context and rank
+  std::vector<Mailbox*> byAge_;                             // the same, the oldest first
   std::unordered_map<std::string, std::unique_ptr<OutLink>> outLinks_;
   std::vector<std::unique_ptr<InLink>> inLinks_;
   std::vector<std::unique_ptr<Accepting>> accepting_;  // the oldest first

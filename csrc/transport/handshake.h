@@ -4,10 +4,15 @@
 //
 //   connector                                 acceptor
 //   Hello: group, ranks, uids, nonce    ->
-//                                       <-    Challenge: nonce, HMAC(secret, "accept" Hello nonce)
+//                                       <-    Challenge: standing, nonce,
+//                                             HMAC(secret, "accept" Hello nonce)
 //   Proof: HMAC(secret, "connect" Hello nonce cookie)
 //          [shm: with the ring's memory] ->
 //                                       <-    Verdict
+//
+// An acceptor that does not know the group says so by its standing, and that is the end: the
+// connector asks again, or lets another group vouch. This needs no proof. Who could say it falsely
+// could as well be silent.
 //
 // All sizes are fixed: nothing is allocated for a stranger but a socket and a coroutine, whose
 // number and time are bounded (endpoint).
@@ -26,7 +31,7 @@
 namespace mycoll {
 
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
-constexpr uint32_t kHandshakeVersion = 1;
+constexpr uint32_t kHandshakeVersion = 2;
 
 // Which group vouches for a connection.
 struct HandshakeGroup {
@@ -34,6 +39,13 @@ struct HandshakeGroup {
   std::string secret;
   int source = 0;
   int destination = 0;
+};
+
+// What the group of a Hello is to the acceptor.
+enum class Standing : uint32_t {
+  kMember,  // it will prove that it is one
+  kNotYet,  // it has not made the group, in all the time that it could wait
+  kGone,    // it has left the group
 };
 
 struct Hello {
@@ -48,6 +60,8 @@ struct Hello {
   uint8_t nonce[32];
 };
 struct Challenge {
+  Standing standing = Standing::kMember;
+  uint32_t reserved = 0;
   uint8_t nonce[32];
   Digest mac;
 };

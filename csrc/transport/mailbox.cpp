@@ -111,7 +111,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     return finish(request, Status(Code::kPeerLost, describeRank(destination) + " has left group '" +
                                                        group_.name + "'"));
   }
-  OutLink& link = endpoint_->linkTo(group_.peers[destination], group_, destination);
+  OutLink& link = endpoint_->linkTo(group_.peers[destination]);
   OutItem item;
   item.header = header(FrameKind::kEager, destination);
   item.header.messageClass = messageClass;
@@ -186,7 +186,7 @@ void Mailbox::onFlow(const FrameHeader& came) {
   flows_[came.source].holdsUs = came.kind == FrameKind::kHold;
   if (came.kind == FrameKind::kGoOn) return;
   // Also what has not left yet.
-  OutLink& link = endpoint_->linkTo(group_.peers[came.source], group_, came.source);
+  OutLink& link = endpoint_->linkTo(group_.peers[came.source]);
   for (OutItem& item : link.queue) {
     if (item.header.kind != FrameKind::kEager || item.header.context != group_.context ||
         item.header.destination != came.source || item.sent > 0 || !item.request) {
@@ -211,13 +211,19 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came) {
   item.header = header(FrameKind::kClearToSend, came.source);
   item.header.senderRequest = came.senderRequest;
   item.header.receiverRequest = request.id_;
-  endpoint_->enqueue(endpoint_->linkTo(group_.peers[came.source], group_, came.source),
-                     std::move(item));
+  endpoint_->enqueue(endpoint_->linkTo(group_.peers[came.source]), std::move(item));
 }
 
 void Mailbox::cancel(Transfer& request) {
   std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
   if (request.isPosted_) abandon(request, Status(Code::kAborted, "cancelled"));
+}
+
+int Mailbox::presentRank(const std::string& uid) const {
+  for (int rank = 0; rank < ranks(); ++rank) {
+    if (rank != group_.rank && !left_[rank] && group_.peers[rank].uid == uid) return rank;
+  }
+  return -1;
 }
 
 bool Mailbox::isOpen(const Transfer* request) const {
@@ -332,8 +338,7 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
   item.header.messageBytes = request->data_.bytes;
   item.message = request->data_;
   item.request = request;
-  endpoint_->enqueue(endpoint_->linkTo(group_.peers[came.source], group_, came.source),
-                     std::move(item));
+  endpoint_->enqueue(endpoint_->linkTo(group_.peers[came.source]), std::move(item));
 }
 
 bool Mailbox::sendFd(int destination, int fd, const std::string& cookie) {

@@ -167,6 +167,8 @@ class Mailbox {
   void abandon(Transfer& request, Status status);
   // Of a request that was posted here and may have been dropped since: is it still open?
   bool isOpen(const Transfer* request) const;
+  // Which rank that process is, other than this one; -1: none, or it has left.
+  int presentRank(const std::string& uid) const;
   void failLocked(const Status& cause, bool tell, uint64_t from = 0);
   void onPeerLost(const std::string& uid, const std::string& how);
   // Where the payload of this frame goes; null with skip: nowhere. May queue answers.

@@ -108,7 +108,7 @@ std::string Mailbox::abortPayload() const {
 }
 
 void Mailbox::queueControl(int destination, FrameKind kind, const std::string& payload) {
-  OutLink& link = endpoint_->linkTo(group_.peers[destination], group_, destination);
+  OutLink& link = endpoint_->linkTo(group_.peers[destination]);
   OutItem item;
   item.header = header(kind, destination);
   item.header.payloadBytes = payload.size();

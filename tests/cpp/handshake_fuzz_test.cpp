@@ -339,6 +339,8 @@ class Acceptor {
     Challenge challenge;
     Verdict verdict;
     const bool isProven = cutOut(wire.said, 0, &challenge) &&
+                          challenge.standing != Standing::kNotYet &&
+                          challenge.standing != Standing::kGone &&
                           challenge.mac == acceptorProof(kSecret, hello, challenge.nonce);
     const bool isLinked =
         isProven && cutOut(wire.said, sizeof(challenge), &verdict) && verdict.isAccepted != 0;

@@ -1,0 +1,91 @@
+// Groups that one side has left, or has not made yet, and what that does to the others.
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "endpoints.h"
+#include "test.h"
+#include "transport/endpoint.h"
+#include "transport/mailbox.h"
+
+using namespace mycoll;
+using test::Endpoints;
+
+namespace {
+
+constexpr auto kMessages = MessageClass::kPointToPoint;
+
+void forBothLinks(const std::function<void(TransportChoice)>& body) {
+  body(TransportChoice::kAuto);
+  body(TransportChoice::kTcp);
+}
+
+// A message of 4 bytes under way.
+struct Word {
+  Word(Endpoints& world, int from, uint64_t context, int rank) {
+    world.at(from, context)
+        .mailbox->send(transfer, rank, kMessages, 77, Endpoints::word(4), {&value, 4});
+  }
+  int value = 7;
+  Transfer transfer;
+};
+
+}  // namespace
+
+// The first word between two processes is for a group that one of them makes much later.
+TEST(Leaving, anOlderGroupVouchesForANewOne) {
+  forBothLinks([](TransportChoice transport) {
+    Endpoints world(2, transport);
+    for (int process : {0, 1}) world.join(process, 1, {0, 1});
+    world.join(0, 2, {0, 1});
+    Word word(world, 0, 2, 1);
+    EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 2000));
+    world.join(1, 2, {0, 1});
+    int got = 0;
+    Transfer receiving;
+    world.at(1, 2).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(4), {&got, 4});
+    EXPECT(world.turnUntil([&] { return receiving.isDone(); }));
+    EXPECT_EQ(got, word.value);
+  });
+}
+
+// ... or that one of them has left, as no link told the other. It learns of it, and no more.
+TEST(Leaving, aGroupThatWasLeftVouchesForNothing) {
+  forBothLinks([](TransportChoice transport) {
+    Endpoints world(2, transport);
+    for (uint64_t context : {1, 2}) {
+      for (int process : {0, 1}) world.join(process, context, {0, 1});
+    }
+    world.leave(1, 1);
+    EXPECT(world.talk(0, 1, 2, 0, 1));
+    EXPECT_EQ(world.at(0, 1).listener.gone.size(), 1);
+    EXPECT_OK(world.at(0, 1).listener.failure);
+    EXPECT_OK(world.at(0, 2).listener.failure);
+  });
+}
+
+TEST(Leaving, whoIsInNoCommonGroupAnyMoreIsNotLost) {
+  forBothLinks([](TransportChoice transport) {
+    Endpoints world(2, transport);
+    for (int process : {0, 1}) world.join(process, 1, {0, 1});
+    world.leave(1, 1);
+    Word word(world, 0, 1, 1);
+    EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
+    EXPECT(word.transfer.status().message().find("has left group 'g1'") != std::string::npos);
+    EXPECT_OK(world.at(0, 1).listener.failure);
+    EXPECT(!world.all[0]->hasPending());
+    EXPECT(!world.all[0]->hasLost(world.addresses[1]));
+  });
+}
+
+// Longer than strangers are kept waiting: the connection is tried again, and is the same then.
+TEST(Leaving, theOnlyGroupIsMadeLate) {
+  Endpoints world(2, TransportChoice::kAuto);
+  world.join(0, 1, {0, 1});
+  Word word(world, 0, 1, 1);
+  EXPECT(!world.turnUntil([&] { return word.transfer.isDone(); }, 5500));
+  world.join(1, 1, {0, 1});
+  EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
+  EXPECT_OK(word.transfer.status());
+  EXPECT(world.at(0, 1).mailbox->sendFd(1, 0, std::string(32, 'c')));  // not over TCP instead
+}

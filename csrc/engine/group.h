@@ -94,7 +94,7 @@ class Group final : public MailboxListener,
   // MailboxListener [I/O lock]
   void onFailure(const Status& cause, uint64_t from) override;
   Status onGoodbye(int rank) override;
-  bool hasLeft(int rank) override;
+  Departure departureOf(int rank) override;
   void onWord(int source, FrameKind kind, const std::string& payload) override;
 
   // questions.cpp

@@ -73,9 +73,11 @@ Status Group::onGoodbye(int rank) {
   return arena && !isClosed_.load() ? arena->failure() : Status();
 }
 
-bool Group::hasLeft(int rank) {
+Departure Group::departureOf(int rank) {
+  if (left_[rank].load()) return Departure::kLeft;
   Arena* arena = sharedArena_.load(std::memory_order_acquire);
-  return left_[rank].load() || (arena && arena->hasLeft(rank));
+  if (!arena) return Departure::kUnknown;
+  return arena->hasLeft(rank) ? Departure::kLeft : Departure::kStayed;
 }
 
 void Group::fail(const Status& cause) { mailbox_.fail(cause, true); }
@@ -205,7 +207,7 @@ void Group::checkHealth() {
   if (!missing.empty() && isTimeToAsk(*op, waitsSince)) block = blockOf(*op, missing);
   std::vector<int> gone;
   for (int rank : missing) {
-    if (hasLeft(rank)) gone.push_back(rank);
+    if (departureOf(rank) == Departure::kLeft) gone.push_back(rank);
   }
   if (gone.empty()) {
     leftSince_ = {};

@@ -46,6 +46,28 @@ class GroupIsKnown final : public Condition {
 
 // ---- connecting --------------------------------------------------------------------------------
 
+OutLink& Endpoint::linkTo(const PeerAddress& peer) {
+  auto& link = outLinks_[peer.uid];
+  if (!link) {
+    link = std::make_unique<OutLink>();
+    link->peer = peer;
+    ++connecting_;
+    addPending(1);
+    for (const Farewell& farewell : std::exchange(unsaid_[peer.uid], {})) {
+      OutItem item;
+      item.header.kind = FrameKind::kGoodbye;
+      item.header.context = farewell.context;
+      item.header.source = farewell.source;
+      item.header.destination = farewell.destination;
+      link->queue.push_back(std::move(item));
+    }
+    // Not dropped here: whoever asks for a link may put something into its queue.
+    if (!connect(*link)) refuse(*link, Standing::kGone);
+    runHandshakes();
+  }
+  return *link;
+}
+
 // The oldest group that both are in vouches, whichever needs the link: the other side has made it
 // long ago, while it may be late with a new one. If not even that, the next one is asked about: it
 // may have been made while the oldest cannot be. False: there is none.
@@ -346,6 +368,7 @@ void Endpoint::runHandshakes() {
     if (accepting.link) {
       if (asleep_ > 0) accepting.link->receiver->setAsleep(true);
       if (!accepting.link->isShm) ++tcpLinks_;
+      sayUnsaid(*accepting.link);
       inLinks_.push_back(std::move(accepting.link));
     }
     accepting_.erase(accepting_.begin() + static_cast<ptrdiff_t>(i));
@@ -365,6 +388,7 @@ void Endpoint::finishConnecting(OutLink& link) {
   MYCOLL_LOG_DEBUG("connected to %s over %s", link.peer.describe().c_str(),
                    link.isShm ? "shared memory" : "tcp");
   if (asleep_ > 0) link.sender->setAsleep(true);
+  connected_.push_back(link.peer.uid);
   flush(link, kTurnBytes);
 }
 

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <utility>
 
 #include "base/log.h"
 #include "base/sha256.h"
@@ -156,11 +157,18 @@ void Endpoint::onSenderEvent(OutLink& link) {
 }
 
 void Endpoint::sendFarewell(const PeerAddress& peer, const Farewell& farewell) {
+  unsaid_[peer.uid].push_back(farewell);
   for (auto& link : inLinks_) {
-    if (link->peerUid != peer.uid) continue;
+    if (link->peerUid == peer.uid) return sayUnsaid(*link);
+  }
+}
+
+void Endpoint::sayUnsaid(InLink& link) {
+  const auto unsaid = unsaid_.extract(link.peerUid);
+  if (unsaid.empty()) return;
+  for (const Farewell& farewell : unsaid.mapped()) {
     // Fits in any socket's buffer; and if it does not, the peer hears of a lost rank instead.
-    (void)send(link->receiver->fd(), &farewell, sizeof(farewell), MSG_DONTWAIT | MSG_NOSIGNAL);
-    return;
+    (void)send(link.receiver->fd(), &farewell, sizeof(farewell), MSG_DONTWAIT | MSG_NOSIGNAL);
   }
 }
 
@@ -215,6 +223,11 @@ bool Endpoint::moveBytes() {
   for (auto& [uid, link] : outLinks_) {
     if (!link->queue.empty()) moved |= flush(*link, kTurnBytes);
   }
+  // What came with the verdict raises no event any more.
+  for (const std::string& uid : std::exchange(connected_, {})) {
+    auto found = outLinks_.find(uid);
+    if (found != outLinks_.end() && found->second->sender) onSenderEvent(*found->second);
+  }
   connectAgain();
   loseBroken();
   return moved;
@@ -246,10 +259,12 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
   if (auto found = outLinks_.find(uid); found != outLinks_.end() && found->second->sender) {
     onSenderEvent(*found->second);
   }
+  bool wasLinked = false;
   std::vector<std::pair<Mailbox*, Transfer*>> unsent;
   if (auto found = outLinks_.find(uid); found != outLinks_.end()) {
     OutLink& link = *found->second;
     if (link.sender && !link.isShm) --tcpLinks_;
+    wasLinked = link.sender || link.isLost;
     if (link.isConnecting()) --connecting_, addPending(-1);
     link.standing = Standing::kMember;
     link.isLost = true;
@@ -263,6 +278,7 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
   }
   for (size_t i = 0; i < inLinks_.size();) {
     if (inLinks_[i]->peerUid == uid) {
+      wasLinked = true;
       if (!inLinks_[i]->isShm) --tcpLinks_;
       inLinks_.erase(inLinks_.begin() + static_cast<ptrdiff_t>(i));
     } else {
@@ -273,26 +289,12 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
   // are then gone: who waited for one may have dropped it by now.
   std::vector<Mailbox*> mailboxes;
   for (auto& [key, mailbox] : mailboxes_) mailboxes.push_back(mailbox);
-  for (Mailbox* mailbox : mailboxes) mailbox->onPeerLost(uid, how);
+  for (Mailbox* mailbox : mailboxes) mailbox->onPeerLost(uid, how, wasLinked);
   for (const auto& [mailbox, request] : unsent) {
     if (mailbox->isOpen(request)) {
       mailbox->abandon(*request, Status(Code::kPeerLost, "the receiving rank " + how));
     }
   }
-}
-
-OutLink& Endpoint::linkTo(const PeerAddress& peer) {
-  auto& link = outLinks_[peer.uid];
-  if (!link) {
-    link = std::make_unique<OutLink>();
-    link->peer = peer;
-    ++connecting_;
-    addPending(1);
-    // Not dropped here: whoever asks for a link may put something into its queue.
-    if (!connect(*link)) refuse(*link, Standing::kGone);
-    runHandshakes();
-  }
-  return *link;
 }
 
 void Endpoint::enqueue(OutLink& link, OutItem item) {
@@ -353,6 +355,7 @@ void Endpoint::removeMailbox(Mailbox* mailbox) {
     if (--membership->second > 0) continue;
     memberships_.erase(membership);
     processes_.erase(peer.uid);
+    unsaid_.erase(peer.uid);
     auto link = outLinks_.find(peer.uid);
     if (link != outLinks_.end() && link->second->isLost) outLinks_.erase(link);
   }

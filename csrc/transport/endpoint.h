@@ -34,6 +34,9 @@ namespace mycoll {
 // How a process that is no more is told of.
 inline constexpr char kHasEnded[] =
     "has ended (killed, crashed or left without destroy_process_group)";
+// ... where it may also have left in good order, without a connection to say so.
+inline constexpr char kHasVanished[] =
+    "has ended (killed, crashed or left while others still need it)";
 
 // Something on its way out on a link.
 struct OutItem {
@@ -153,6 +156,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void addPending(int delta) { pending_.fetch_add(delta, std::memory_order_relaxed); }
   void finishDelivered(Transfer* request) { delivered_.push_back(request); }
   bool hasLinkTo(const PeerAddress& peer) const { return outLinks_.count(peer.uid) > 0; }
+  // By a connection that there is, or by the first one.
   void sendFarewell(const PeerAddress& peer, const Farewell& farewell);
   bool hasQueued(uint64_t context, int rank) const;
   bool sendFd(const std::string& uid, int fd, const std::string& cookie);
@@ -192,6 +196,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   Mailbox* find(uint64_t context, int rank);
   // Reports when this process ends, if it can be seen.
   void watchProcess(const PeerAddress& peer);
+  void sayUnsaid(InLink& link);
   void peerLost(const std::string& uid, const std::string& how);
   bool isEnding(const std::string& uid) const;
   bool loseIfEnding(const std::string& uid, Process& process, bool hasEnded = false);
@@ -234,6 +239,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Groups some of whose frames found no room: they fail when they are made.
   std::set<std::pair<uint64_t, int>> overflown_;
   std::set<std::pair<uint64_t, int>> closed_;  // groups that this process has left
+  // By uid: farewells to those that there is no connection with.
+  std::unordered_map<std::string, std::vector<Farewell>> unsaid_;
+  std::vector<std::string> connected_;  // uids of new links: may have a farewell already
   int tcpLinks_ = 0;
   int connecting_ = 0;
   int asleep_ = 0;

@@ -107,10 +107,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   request.isReceive_ = false;
   request.peer_ = destination;
   if (isOver(messageClass, tag)) return finish(request, failure_);
-  if (left_[destination]) {
-    return finish(request, Status(Code::kPeerLost, describeRank(destination) + " has left group '" +
-                                                       group_.name + "'"));
-  }
+  if (left_[destination]) return refuse(request, destination);
   OutLink& link = endpoint_->linkTo(group_.peers[destination]);
   OutItem item;
   item.header = header(FrameKind::kEager, destination);
@@ -146,10 +143,7 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
       return acceptUnexpected(request, message);
     }
   }
-  if (source != kFromAnyone && left_[source]) {
-    return finish(request, Status(Code::kPeerLost,
-                                  describeRank(source) + " has left group '" + group_.name + "'"));
-  }
+  if (source != kFromAnyone && left_[source]) return refuse(request, source);
   posted_.push_back(&request);
 }
 

@@ -15,6 +15,7 @@
 #include <atomic>
 #include <cstdint>
 #include <list>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -79,6 +80,9 @@ class Transfer : public Condition {
   std::atomic<bool> done_{false};
 };
 
+// Whether a rank whose process has ended had left the group before.
+enum class Departure { kLeft, kStayed, kUnknown };
+
 // Told about what befalls the group. [I/O lock]: must not block and not call back in.
 class MailboxListener {
  public:
@@ -87,8 +91,9 @@ class MailboxListener {
   virtual void onFailure(const Status& cause, uint64_t from) = 0;
   // Not ok: the group has failed, as the listener knows by another road; that is then the story.
   virtual Status onGoodbye(int rank) = 0;
-  // A process has ended: did this rank of it leave the group before, by another road?
-  virtual bool hasLeft(int rank) = 0;
+  // A process has ended: did this rank of it leave the group before, as another road than a goodbye
+  // would tell? Unknown: there is none.
+  virtual Departure departureOf(int rank) = 0;
   // What another rank's tell() has said.
   virtual void onWord(int, FrameKind, const std::string&) {}
 
@@ -147,7 +152,8 @@ class Mailbox {
   void fail(const Status& cause, bool tell);
   // All members see a failure by another road: fail() need not tell.
   void setTellsOthers(bool tells);
-  // Tells the ranks that know this one by a connection that it has left.
+  // Tells the ranks that this one has left: those that it has a connection with at once, others if
+  // there ever is one. Who never has one may see the process end and not know; see onPeerLost().
   void sayGoodbye();
   // True when all that was queued has been handed to the links.
   bool isFlushed();
@@ -170,7 +176,8 @@ class Mailbox {
   // Which rank that process is, other than this one; -1: none, or it has left.
   int presentRank(const std::string& uid) const;
   void failLocked(const Status& cause, bool tell, uint64_t from = 0);
-  void onPeerLost(const std::string& uid, const std::string& how);
+  // wasLinked: there was a connection, in one direction or the other.
+  void onPeerLost(const std::string& uid, const std::string& how, bool wasLinked);
   // Where the payload of this frame goes; null with skip: nowhere. May queue answers.
   struct Unexpected;
   struct Target {
@@ -186,6 +193,8 @@ class Mailbox {
   void onLeft(int rank);
 
  private:
+  bool needs(int rank) const;
+  void refuse(Transfer& request, int rank);
   bool checkRank(Transfer& request, int rank, const char* what);
   void post(Transfer& request, MessageClass messageClass, uint64_t tag, const Signature& signature,
             Span data);
@@ -213,6 +222,9 @@ class Mailbox {
   Status failure_;            // of the group; first cause
   uint64_t failedFrom_ = ~0;  // the first collective that it ends
   std::vector<bool> left_;
+  // Of those that count as having left because nobody needed them when they ended without a word:
+  // what to say if somebody does.
+  std::map<int, Status> vanished_;
   bool tellsOthers_ = true;
   bool isDetached_ = false;
 

@@ -34,6 +34,7 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
 }
 
 void Mailbox::onLeft(int rank) {
+  if (left_[rank]) return;  // it is told on every road that there is
   left_[rank] = true;
   const Status known = listener_->onGoodbye(rank);
   if (!known.ok()) return failLocked(known, false);
@@ -138,20 +139,41 @@ bool Mailbox::isFlushed() {
   return !endpoint_->hasQueued(group_.context, group_.rank);
 }
 
-void Mailbox::onPeerLost(const std::string& uid, const std::string& how) {
+// Nothing of what is sent to it or received from it is finished.
+bool Mailbox::needs(int rank) const {
+  for (const Transfer* request = open_; request; request = request->next_) {
+    if (request->peer_ == rank) return true;
+  }
+  return false;
+}
+
+// A message to or from a rank that has left.
+void Mailbox::refuse(Transfer& request, int rank) {
+  auto vanished = vanished_.find(rank);
+  if (vanished != vanished_.end()) return failLocked(vanished->second, true);  // ends it, too
+  finish(request,
+         Status(Code::kPeerLost, describeRank(rank) + " has left group '" + group_.name + "'"));
+}
+
+// A rank without a connection to this one says no goodbye to it: its end alone is no failure. If it
+// was one, those that have a connection to it know, and tell; and who needs it, now or later, is
+// failed by that. Only a rank that nobody had a connection to can die without its group hearing of
+// it before it is needed.
+void Mailbox::onPeerLost(const std::string& uid, const std::string& how, bool wasLinked) {
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (group_.peers[rank].uid != uid || rank == group_.rank || left_[rank] ||
-        listener_->hasLeft(rank)) {
-      continue;
-    }
-    failLocked(
-        Status(Code::kPeerLost,
-               "mycoll group '" + group_.name + "': " + describeRank(rank) + " " + how +
-                   " (seen by rank " + std::to_string(group_.rank) +
-                   "). The group is dead; see that rank's log. To go on: destroy the "
-                   "group and make a new one, or restart the job (torchrun --max-restarts)."),
-        true);
-    return;
+    if (group_.peers[rank].uid != uid || rank == group_.rank || left_[rank]) continue;
+    const Departure departure = listener_->departureOf(rank);
+    if (departure == Departure::kLeft) continue;
+    const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !needs(rank);
+    Status story(Code::kPeerLost,
+                 "mycoll group '" + group_.name + "': " + describeRank(rank) + " " +
+                     (isUnclear && how == kHasEnded ? kHasVanished : how) + " (seen by rank " +
+                     std::to_string(group_.rank) +
+                     "). The group is dead; see that rank's log. To go on: destroy the "
+                     "group and make a new one, or restart the job (torchrun --max-restarts).");
+    if (!isUnclear) return failLocked(story, true);
+    vanished_.emplace(rank, std::move(story));
+    onLeft(rank);
   }
 }
 

@@ -23,7 +23,7 @@ struct Listener final : mycoll::MailboxListener {
     gone.push_back(rank);
     return mycoll::Status();
   }
-  bool hasLeft(int) override { return false; }
+  mycoll::Departure departureOf(int) override { return mycoll::Departure::kUnknown; }
   mycoll::Status failure;
   std::vector<int> gone;
 };
@@ -51,7 +51,8 @@ class Endpoints {
   Member& join(int process, uint64_t context, const std::vector<int>& processes) {
     mycoll::GroupAddress group;
     group.context = context;
-    group.name = "g" + std::to_string(context);
+    group.name = "g";
+    group.name += std::to_string(context);
     group.secret = std::string(32, static_cast<char>('a' + context % 26));
     for (size_t rank = 0; rank < processes.size(); ++rank) {
       if (processes[rank] == process) group.rank = static_cast<int>(rank);

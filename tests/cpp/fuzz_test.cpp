@@ -111,7 +111,7 @@ class Tongue final : public LinkTap {
 struct Listener final : MailboxListener {
   void onFailure(const Status&, uint64_t) override {}
   Status onGoodbye(int) override { return Status(); }
-  bool hasLeft(int) override { return false; }
+  Departure departureOf(int) override { return Departure::kUnknown; }
 };
 
 // Rank 0 says this to rank 1, which waits for two messages.

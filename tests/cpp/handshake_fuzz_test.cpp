@@ -35,7 +35,7 @@ const std::string kGuess(32, 'g');
 struct Listener final : MailboxListener {
   void onFailure(const Status&, uint64_t) override {}
   Status onGoodbye(int) override { return Status(); }
-  bool hasLeft(int) override { return false; }
+  Departure departureOf(int) override { return Departure::kUnknown; }
 };
 
 // Counts the links that an endpoint has come to believe in.

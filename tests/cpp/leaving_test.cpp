@@ -89,3 +89,77 @@ TEST(Leaving, theOnlyGroupIsMadeLate) {
   EXPECT_OK(word.transfer.status());
   EXPECT(world.at(0, 1).mailbox->sendFd(1, 0, std::string(32, 'c')));  // not over TCP instead
 }
+
+// Rank 0 says goodbye to rank 1, and has no connection to rank 2: which asks, as it waits long for
+// somebody else, and finds nobody. That is no failure, until it needs rank 0.
+TEST(Leaving, whoNeverSaidAWordMayHaveLeft) {
+  forBothLinks([](TransportChoice transport) {
+    Endpoints world(3, transport);
+    for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
+    ASSERT(world.talk(0, 1, 1, 0, 1));
+    world.leave(0, 1);
+    world.turn();
+    world.end(0);
+    const test::Listener& listener = world.at(2, 1).listener;
+    world.at(2, 1).mailbox->beginCollective(0, Endpoints::word(4));
+    world.at(2, 1).mailbox->probe();
+    EXPECT(world.turnUntil([&] { return !listener.gone.empty(); }, 3000));
+    EXPECT_OK(listener.failure);
+    EXPECT(world.talk(1, 2, 1, 1, 2));
+    EXPECT_OK(world.at(1, 1).listener.failure);
+    int got = 0;
+    Transfer receiving;
+    world.at(2, 1).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(4), {&got, 4});
+    EXPECT(receiving.isDone());
+    EXPECT(listener.failure.code() == Code::kPeerLost);
+    EXPECT(listener.failure.message().find("rank 0 (") != std::string::npos);
+    EXPECT(world.turnUntil([&] { return !world.at(1, 1).listener.failure.ok(); }, 3000));
+  });
+}
+
+// The same where rank 2 waits for it, or has something for it.
+TEST(Leaving, whoIsNeededIsLostAtOnce) {
+  forBothLinks([](TransportChoice transport) {
+    for (const bool isSend : {true, false}) {
+      Endpoints world(3, transport);
+      for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
+      const test::Listener& listener = world.at(2, 1).listener;
+      world.end(0);
+      int value = 0;
+      Transfer transfer;
+      if (isSend) {
+        world.at(2, 1).mailbox->send(transfer, 0, kMessages, 7, Endpoints::word(4), {&value, 4});
+      } else {
+        world.at(2, 1).mailbox->receive(transfer, 0, kMessages, 7, Endpoints::word(4), {&value, 4});
+        world.at(2, 1).mailbox->beginCollective(0, Endpoints::word(4));
+        world.at(2, 1).mailbox->probe();
+      }
+      EXPECT(world.turnUntil([&] { return transfer.isDone(); }, 3000));
+      EXPECT(listener.failure.code() == Code::kPeerLost);
+      EXPECT(world.turnUntil([&] { return !world.at(1, 1).listener.failure.ok(); }, 3000));
+    }
+  });
+}
+
+// There was no connection when the group was left; with the first one for another group the news
+// comes, in whichever direction it is. Or that process's end would be a loss to the group.
+TEST(Leaving, farewellsAreKeptForTheFirstConnection) {
+  forBothLinks([](TransportChoice transport) {
+    for (const bool comes : {true, false}) {
+      Endpoints world(2, transport);
+      for (uint64_t context : {1, 2}) {
+        for (int process : {0, 1}) world.join(process, context, {0, 1});
+      }
+      world.leave(1, 2);
+      EXPECT(comes ? world.talk(0, 1, 1, 0, 1) : world.talk(1, 0, 1, 1, 0));
+      const test::Listener& listener = world.at(0, 2).listener;
+      EXPECT(world.turnUntil([&] { return !listener.gone.empty(); }, 3000));
+      world.leave(1, 1);
+      world.turn();
+      world.end(1);
+      world.turn();
+      EXPECT_OK(listener.failure);
+      EXPECT_EQ(listener.gone.size(), 1);
+    }
+  });
+}

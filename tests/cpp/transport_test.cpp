@@ -30,7 +30,7 @@ struct Listener final : MailboxListener {
     gone = rank;
     return Status();
   }
-  bool hasLeft(int) override { return false; }
+  Departure departureOf(int) override { return Departure::kUnknown; }
   Status failure;
   int gone = -1;
 };

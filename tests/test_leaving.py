@@ -1,0 +1,98 @@
+"""Ranks that leave groups, or the job, in good order, or come late: nobody is taken for dead."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.harness import Seen, Stage, answers, attempt
+from worlds.worker import Ctx
+
+PATIENCE = 10.0
+
+
+@pytest.fixture
+def stage(pool, backend, transport) -> Stage:
+    if backend != "mycoll":
+        pytest.skip("gloo does not promise this")
+    return Stage(pool, transport, PATIENCE)
+
+
+def hands_on_and_goes(ctx: Ctx) -> Seen:
+    """Rank 0's value goes to ranks 1 and 2, and from 2 to 3: 0 and 3 never exchange a word."""
+    x = torch.full((10,), 7.0 if ctx.rank == 0 else 0.0)
+    if ctx.rank == 2:
+        time.sleep(2.0)
+
+    def act() -> float:
+        dist.broadcast(x, 0)
+        dist.destroy_process_group()
+        return float(x[0])
+
+    seen = attempt(act)
+    if ctx.rank == 0:
+        os._exit(0)
+    return seen
+
+
+def test_who_has_gone_has_not_died(stage):
+    with stage.world(4) as world:
+        world.start(hands_on_and_goes)
+        for rank, seen in answers(world, (0,)).items():
+            assert isinstance(seen, Seen) and not seen.kind, (rank, seen)
+            assert seen.value == 7.0
+            assert "group is dead" not in world.members[rank].log_tail()
+
+
+def never_meet(ctx: Ctx) -> Seen:
+    """A group is made, and not used: rank 0's program ends long before those of the others."""
+    if ctx.rank > 0:
+        time.sleep(1.5)
+    seen = attempt(dist.destroy_process_group)
+    if ctx.rank == 0:
+        os._exit(0)
+    return seen
+
+
+def test_who_goes_without_a_word_has_not_died(stage):
+    with stage.world(3) as world:
+        world.start(never_meet)
+        for rank, seen in answers(world, (0,)).items():
+            assert isinstance(seen, Seen) and not seen.kind, (rank, seen)
+            assert "group is dead" not in world.members[rank].log_tail()
+
+
+def comes_late(ctx: Ctx) -> Seen:
+    """Ranks 1 and 2 have no connection yet when one of them needs it for a group that the other
+    has left, and for one that the other makes only later than strangers are kept waiting."""
+    dist.broadcast(torch.ones(1), 0)
+    group = dist.new_group([0, 1, 2])
+    dist.broadcast(torch.ones(1), 0, group=group)
+    if ctx.rank == 2:
+        dist.destroy_process_group(group)
+    dist.broadcast(torch.ones(1), 0)
+    if ctx.rank == 1:
+        group._get_backend(torch.device("cpu")).abort()
+    if ctx.rank == 2:
+        time.sleep(6.0)
+
+    def act() -> float:
+        x = torch.ones(4)
+        if ctx.rank > 0:
+            child = dist.group.WORLD.split_group([1, 2], group_name="child")
+            dist.all_reduce(x, group=child)
+        dist.all_reduce(x)
+        return float(x[0])
+
+    return attempt(act)
+
+
+def test_a_late_member_is_waited_for(stage):
+    with stage.world(3, timeout=60.0) as world:
+        world.start(comes_late)
+        for rank, seen in answers(world).items():
+            assert isinstance(seen, Seen) and not seen.kind, (rank, seen)
+            assert seen.value == 5.0

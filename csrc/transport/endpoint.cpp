@@ -340,7 +340,7 @@ void Endpoint::addMailbox(Mailbox* mailbox) {
       orphans_.push_back(std::move(orphan));
       continue;
     }
-    deliverWhole(*mailbox, orphan.header, orphan.payload);
+    deliverWhole(*mailbox, orphan);
   }
 }
 

@@ -88,7 +88,8 @@ struct InLink {
   uint32_t payloadCheck = 0;   // of what was got of a checked frame
   Mailbox* mailbox = nullptr;  // of the frame being read; null: its payload is thrown away
   Mailbox::Target target;
-  std::string control;  // payload of a control frame, or of one for a group not made yet
+  bool isOrphan = false;  // the frame is kept for a group that is not made yet
+  std::string control;    // payload of a control frame, or of an orphan
   std::string problem;
 };
 
@@ -172,6 +173,13 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     bool isLost = false;
   };
 
+  // A frame that came before its group was made here, whole.
+  struct Orphan {
+    std::string peerUid;
+    FrameHeader header;
+    std::string payload;
+  };
+
   explicit Endpoint(EndpointOptions options);
   Status open();
   void handleEvents(const epoll_event* events, int count);
@@ -188,7 +196,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   bool beginFrame(InLink& link);
   bool makeRoomForOrphan(const std::pair<uint64_t, int>& group, size_t bytes);
   void endFrame(InLink& link);
-  void deliverWhole(Mailbox& mailbox, const FrameHeader& header, const std::string& payload);
+  void deliverWhole(Mailbox& mailbox, const Orphan& orphan);
   void acceptFrom(int listener, bool isUnix);
   void acceptAll();
   bool dropStranger();
@@ -229,11 +237,6 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   std::map<std::string, Process> processes_;  // of these, by uid: those that can be seen from here
   std::atomic<int64_t> processesChecked_{0};  // when, in ms of the steady clock
   std::vector<Transfer*> delivered_;
-  // Frames that came before their group was made here, whole.
-  struct Orphan {
-    FrameHeader header;
-    std::string payload;
-  };
   std::vector<Orphan> orphans_;  // in order of arrival
   size_t orphanBytes_ = 0;
   // Groups some of whose frames found no room: they fail when they are made.

@@ -18,6 +18,13 @@ constexpr char kChanged[] =
     "sent something that has changed on its way (MYCOLL_CHECKSUM): memory or a network that fails, "
     "or its program wrote to a tensor that was still being sent";
 
+constexpr char kNotItsName[] = "sent a message in the name of another rank";
+
+bool isInItsName(const Mailbox& mailbox, const FrameHeader& header, const std::string& uid) {
+  return header.source >= 0 && header.source < mailbox.ranks() &&
+         mailbox.group().peers[header.source].uid == uid;
+}
+
 // Frames of the group itself; their payload is short and handed over whole.
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
@@ -175,6 +182,7 @@ bool Endpoint::beginFrame(InLink& link) {
   link.mailbox = nullptr;
   link.target = {};
   link.control.clear();
+  link.isOrphan = false;
   const bool isControl = isControlFrame(header.kind);
   uint64_t limit = isControl                          ? kMaxControlBytes
                    : header.kind == FrameKind::kEager ? kMaxEagerBytes
@@ -197,12 +205,12 @@ bool Endpoint::beginFrame(InLink& link) {
         !makeRoomForOrphan(group, header.payloadBytes)) {
       return true;  // read and thrown away
     }
+    link.isOrphan = true;
     link.control.resize(header.payloadBytes);
     return true;
   }
-  if (header.source < 0 || header.source >= mailbox->ranks() ||
-      mailbox->group().peers[header.source].uid != link.peerUid) {
-    link.problem = "sent a message in the name of another rank";
+  if (!isInItsName(*mailbox, header, link.peerUid)) {
+    link.problem = kNotItsName;
     return false;
   }
   link.mailbox = mailbox;
@@ -237,14 +245,14 @@ void Endpoint::endFrame(InLink& link) {
   const FrameHeader& header = link.header;
   Mailbox* mailbox = link.mailbox;
   if (!mailbox) {
-    if (!find(header.context, header.destination) &&
-        !closed_.count({header.context, header.destination}) &&
-        link.control.size() == header.payloadBytes) {
-      orphanBytes_ += link.control.size();
-      orphans_.push_back({header, std::move(link.control)});
-    } else if (Mailbox* late = find(header.context, header.destination)) {
-      // Its group was made while the payload was arriving.
-      if (link.control.size() == header.payloadBytes) deliverWhole(*late, header, link.control);
+    if (!link.isOrphan) return;
+    Orphan orphan{link.peerUid, header, std::move(link.control)};
+    link.control.clear();
+    if (Mailbox* late = find(header.context, header.destination)) {
+      deliverWhole(*late, orphan);  // its group was made while the payload was arriving
+    } else if (!closed_.count({header.context, header.destination})) {
+      orphanBytes_ += orphan.payload.size();
+      orphans_.push_back(std::move(orphan));
     }
   } else if (header.kind == FrameKind::kClearToSend) {
     mailbox->onClearToSend(header);
@@ -258,9 +266,15 @@ void Endpoint::endFrame(InLink& link) {
   link.control.clear();
 }
 
-void Endpoint::deliverWhole(Mailbox& mailbox, const FrameHeader& header,
-                            const std::string& payload) {
-  if (header.source < 0 || header.source >= mailbox.ranks()) return;
+void Endpoint::deliverWhole(Mailbox& mailbox, const Orphan& orphan) {
+  const FrameHeader& header = orphan.header;
+  const std::string& payload = orphan.payload;
+  if (!isInItsName(mailbox, header, orphan.peerUid)) {
+    for (auto& link : inLinks_) {
+      if (link->peerUid == orphan.peerUid) link->problem = kNotItsName;
+    }
+    return;
+  }
   if (isControlFrame(header.kind)) {
     return mailbox.onControl(header, payload);
   }

@@ -1,6 +1,11 @@
 // Frames at their edges: cancelled half way, and read when their sender is lost.
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "endpoints.h"
@@ -17,6 +22,18 @@ namespace {
 
 constexpr uint64_t kGroup = 42;
 constexpr auto kMessages = MessageClass::kPointToPoint;
+
+size_t residentMiB() {
+  size_t total = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> total >> resident;
+  return resident * static_cast<size_t>(sysconf(_SC_PAGESIZE)) >> 20;
+}
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kKeepsFreedMemory = true;
+#else
+constexpr bool kKeepsFreedMemory = false;
+#endif
 
 // Lets so many bytes of all links out, so many at a time; and looks on before anything is read from
 // the first link that came in.
@@ -158,5 +175,48 @@ TEST(Frames, linksAreAddedWhileALostOneIsRead) {
     EXPECT(world.at(0, kGroup).listener.failure.code() == Code::kMismatch);
     EXPECT(world.turnUntil([&] { return !world.at(2, kGroup).listener.failure.ok(); }));
     EXPECT(world.at(2, kGroup).listener.failure.code() == Code::kMismatch);
+  });
+}
+
+// For a group that is never made: those without a payload need room, too.
+TEST(Frames, emptyMessagesThatComeEarlyAreBounded) {
+  if (kKeepsFreedMemory) SKIP("memory cannot be measured under this sanitizer");
+  Endpoints world(2, TransportChoice::kAuto);
+  for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
+  ASSERT(world.talk(0, 1, kGroup, 0, 1));
+  world.join(0, kGroup + 1, {0, 1});
+  std::vector<Transfer> sending(100);
+  size_t before = 0;
+  for (int round = 0; round < 2000; ++round) {
+    if (round == 100) before = residentMiB();
+    for (Transfer& each : sending) {
+      world.at(0, kGroup + 1).mailbox->send(each, 1, kMessages, 5, Endpoints::word(0), {});
+    }
+    ASSERT(world.turnUntil([&] { return sending.back().isDone(); }));
+  }
+  EXPECT(residentMiB() <= before + 8);
+}
+
+// What comes before its group is made is held to the same as what comes later.
+TEST(Frames, whatComesEarlyIsInItsSendersOwnName) {
+  forBothLinks([](TransportChoice transport) {
+    Endpoints world(3, transport);
+    for (int rank : {0, 1, 2}) world.join(rank, kGroup, {0, 1, 2});
+    ASSERT(world.talk(2, 1, kGroup, 2, 1));
+    world.join(2, kGroup + 1, {2, 1});  // in truth 0 and 1
+    int value = 7, got = 0;
+    Transfer sending, receiving;
+    world.at(2, kGroup + 1)
+        .mailbox->send(sending, 1, kMessages, 5, Endpoints::word(4), {&value, 4});
+    ASSERT(world.turnUntil([&] { return sending.isDone(); }));
+    world.turn();
+    world.join(1, kGroup + 1, {0, 1});
+    world.at(1, kGroup + 1)
+        .mailbox->receive(receiving, 0, kMessages, 5, Endpoints::word(4), {&got, 4});
+    const test::Listener& listener = world.at(1, kGroup).listener;
+    EXPECT(world.turnUntil([&] { return !listener.failure.ok(); }, 3000));
+    EXPECT(listener.failure.message().find("in the name of another rank") != std::string::npos);
+    EXPECT(!receiving.isDone());
+    EXPECT_EQ(got, 0);
   });
 }

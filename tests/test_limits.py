@@ -5,9 +5,12 @@ It never dies of a signal or hangs, and the process goes on when there is room a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import resource
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -162,3 +165,51 @@ def test_memory_used_up(fresh, transport, mib):
     seen = run_limited(fresh, transport, Limit(resource.RLIMIT_AS, mib * MIB))
     if mib == 512:
         assert not any(one.kind for one in seen), seen
+
+
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread can be started in this scope: there is no room for its stack."""
+    libc = ctypes.CDLL(None)
+    before, large = (ctypes.create_string_buffer(64) for _ in range(2))  # pthread_attr_t
+    libc.pthread_getattr_default_np(before)
+    libc.pthread_attr_init(large)
+    libc.pthread_attr_setstacksize(large, ctypes.c_size_t(1 << 50))
+    libc.pthread_setattr_default_np(large)
+    try:
+        with pytest.raises(RuntimeError, match="start new thread"):
+            threading.Thread(target=print).start()
+        yield
+    finally:
+        libc.pthread_setattr_default_np(before)
+
+
+def without_threads(ctx: Ctx) -> None:
+    stores = [ctx.store(name) for name in ("before", "none", "afterwards")]
+
+    def init() -> None:
+        dist.init_process_group(
+            ctx.backend, store=stores.pop(0), rank=ctx.rank, world_size=ctx.size
+        )
+
+    init()
+    dist.destroy_process_group()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with no_threads(), ctx.raises(RuntimeError, "cannot start a thread"):
+        init()
+    ctx.equal(signal.pthread_sigmask(signal.SIG_BLOCK, []), blocked)
+    init()
+    works(ctx)
+    x = torch.ones(3)
+    with no_threads():
+        work = dist.all_reduce(x, async_op=True)
+        sums = work.get_future().then(lambda future: future.value()[0] * 2)
+        ctx.same(sums.wait(), torch.full((3,), 2.0 * ctx.size))
+    work = dist.all_reduce(x, async_op=True)
+    work.get_future().then(lambda future: future.value()[0]).wait()
+    dist.destroy_process_group()
+
+
+def test_without_threads(fresh, transport):
+    """The group is not made, or callbacks run elsewhere; nothing is left as it should not be."""
+    fresh(2, transport, init=False).run(without_threads)

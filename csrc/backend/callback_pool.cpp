@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -18,6 +19,9 @@ struct CallbackPool::State {
   size_t idle = 0;
   size_t threads = 0;
   bool draining = false;
+
+  void runTasks(std::unique_lock<std::mutex>& lock);
+  void serve();
 };
 
 CallbackPool& CallbackPool::get() {
@@ -35,6 +39,33 @@ CallbackPool::State& CallbackPool::state() {
   return *kState;
 }
 
+void CallbackPool::State::runTasks(std::unique_lock<std::mutex>& lock) {
+  while (!tasks.empty()) {
+    {
+      std::function<void()> next = std::move(tasks.front());
+      tasks.pop_front();
+      lock.unlock();
+      next();
+    }  // what the task held is dropped here, without the lock
+    lock.lock();
+  }
+}
+
+void CallbackPool::State::serve() {
+  pthread_setname_np(pthread_self(), "mycoll-callback");
+  std::unique_lock<std::mutex> lock(mutex);
+  while (true) {
+    runTasks(lock);
+    if (draining) break;
+    ++idle;
+    posted.wait_for(lock, std::chrono::seconds(1), [this] { return !tasks.empty() || draining; });
+    --idle;
+    if (tasks.empty()) break;
+  }
+  --threads;
+  ended.notify_all();
+}
+
 void CallbackPool::post(std::function<void()> task) {
   State& pool = state();
   std::unique_lock<std::mutex> lock(pool.mutex);
@@ -46,29 +77,16 @@ void CallbackPool::post(std::function<void()> task) {
   }
   ++pool.threads;
   lock.unlock();
-  std::thread([&pool] {
-    pthread_setname_np(pthread_self(), "mycoll-callback");
-    std::unique_lock<std::mutex> own(pool.mutex);
-    while (true) {
-      if (pool.tasks.empty()) {
-        if (pool.draining) break;
-        ++pool.idle;
-        pool.posted.wait_for(own, std::chrono::seconds(1),
-                             [&pool] { return !pool.tasks.empty() || pool.draining; });
-        --pool.idle;
-        if (pool.tasks.empty()) break;
-      }
-      {
-        std::function<void()> next = std::move(pool.tasks.front());
-        pool.tasks.pop_front();
-        own.unlock();
-        next();
-      }  // what the task held is dropped here, without the lock
-      own.lock();
-    }
+  try {
+    std::thread([&pool] { pool.serve(); }).detach();
+  } catch (const std::system_error&) {
+    lock.lock();
     --pool.threads;
+    // Those that are there come to it in a while. Where there are none this one has to do it:
+    // whoever waits for a future would wait for ever.
+    if (pool.threads == 0) pool.runTasks(lock);
     pool.ended.notify_all();
-  }).detach();
+  }
 }
 
 bool CallbackPool::drain(std::chrono::milliseconds timeout) {

@@ -4,7 +4,8 @@
 // or a thread that works on the queue for a while inside its own wait(), and a callback may well
 // wait for further operations (DDP's PowerSGD hook does). A pool and not one thread, because such a
 // callback waits for a future that has to be completed by somebody else: there is always an idle
-// thread for the next task, started when needed and gone after a second without work.
+// thread for the next task, started when needed and gone after a second without work. Where the
+// system gives no thread, tasks wait for those that are there, or run in the poster's.
 // [any thread]
 #pragma once
 

@@ -1,11 +1,12 @@
 #include "engine/engine.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <chrono>
+#include <system_error>
 #include <utility>
 
+#include "base/signals.h"
 #include "base/wait.h"
 #include "engine/group.h"
 #include "observe/metrics.h"
@@ -57,19 +58,19 @@ Status Engine::process(const std::string& storeHost, std::shared_ptr<Engine>* re
 Status Engine::create(const EndpointOptions& options, std::shared_ptr<Engine>* result) {
   auto engine = std::shared_ptr<Engine>(new Engine);
   MYCOLL_RETURN_IF_ERROR(Endpoint::create(options, &engine->state_->endpoint));
-  // Signals are for the user's threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  engine->thread_ = std::thread([state = engine->state_] { state->run(); });
+  try {
+    const SignalsBlocked blocked;
+    engine->thread_ = std::thread([state = engine->state_] { state->run(); });
+  } catch (const std::system_error& error) {
+    return Status(Code::kInternal, std::string("cannot start a thread: ") + error.what());
+  }
   pthread_setname_np(engine->thread_.native_handle(), "mycoll");
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   *result = std::move(engine);
   return Status();
 }
 
 Engine::~Engine() {
-  if (!thread_.joinable()) return;  // create() failed before there was an endpoint
+  if (!thread_.joinable()) return;  // create() has failed
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     state_->isStopped = true;

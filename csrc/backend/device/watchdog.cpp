@@ -1,7 +1,6 @@
 #include "backend/device/watchdog.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <chrono>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "backend/device/device_group.h"
+#include "base/signals.h"
 
 namespace mycoll {
 namespace {
@@ -65,16 +65,13 @@ void Watchdog::add(std::shared_ptr<DeviceGroup> group, bool isUrgent) {
     all.isWoken = true;
     all.woken.notify_one();
   }
-  if (std::exchange(all.isRunning, true)) return;
-  // Signals are for the user's threads.
-  sigset_t every, before;
-  sigfillset(&every);
-  pthread_sigmask(SIG_SETMASK, &every, &before);
+  if (all.isRunning) return;
+  const SignalsBlocked blocked;
   std::thread([&all] {
     pthread_setname_np(pthread_self(), "mycoll-watchdog");
     all.run();
   }).detach();
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  all.isRunning = true;  // not where it could not start: the next one tries again
 }
 
 void Watchdog::wake() {

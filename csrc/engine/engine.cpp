@@ -202,11 +202,12 @@ void Engine::State::run() {
         }
       }
     }
+    Sleeper::Nap nap(endpoint->sleeper(), generation);
     endpoint->setAsleep(true);
     for (auto& group : asleep) group->setAsleep(true);
     activity.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded)) {
-      endpoint->sleeper().sleep(generation, Deadline::after(kTick));
+      nap.sleep(Deadline::after(kTick));
       endpoint->checkProcesses();
       for (auto& group : asleep) group->checkHealth();
     }

@@ -201,14 +201,14 @@ void Group::noteCallSite(const Op& op) {
 
 void Group::sleepFor(const Op& op, bool isMessage, Deadline deadline) {
   Endpoint& endpoint = *engine_->endpoint();
-  const uint64_t generation = endpoint.sleeper().generation();
+  Sleeper::Nap nap(endpoint.sleeper(), endpoint.sleeper().generation());
   endpoint.setAsleep(true);
   setAsleep(true);
-  // Once more, now that peers would ring.
+  // Once more, now that peers would ring, and threads of this process wake this one.
   bool moved = !isMessage && run(0);
   moved |= endpoint.progress();
   if (!moved && !op.done()) {
-    endpoint.sleeper().sleep(generation, earlier(deadline, Deadline::after(kTick)));
+    nap.sleep(earlier(deadline, Deadline::after(kTick)));
   }
   setAsleep(false);
   endpoint.setAsleep(false);

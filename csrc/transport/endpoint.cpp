@@ -108,7 +108,10 @@ void Endpoint::handleEvents(const epoll_event* events, int count) {
 
 void Endpoint::onEvent(const epoll_event& event) {
   const int fd = event.data.fd;
-  if (fd == bell_.fd()) return bell_.drain();
+  if (fd == bell_.fd()) {
+    hasRung_ = true;
+    return bell_.drain();
+  }
   if (fd == unixListener_.get()) return acceptFrom(fd, true);
   for (Fd& listener : tcpListeners_) {
     if (fd == listener.get()) return acceptFrom(fd, false);
@@ -179,7 +182,7 @@ void Endpoint::pollEvents() {
 }
 
 bool Endpoint::progress() {
-  bool moved;
+  bool moved, hasRung;
   std::vector<Transfer*> finished;
   {
     std::unique_lock<std::mutex> lock(io_, std::try_to_lock);
@@ -195,10 +198,12 @@ bool Endpoint::progress() {
     if (shakesHands || ++pollCount_ % rarity == 0) pollEvents();
     if (shakesHands || !acceptAgain_.isNever()) runHandshakes();
     moved = moveBytes();
+    hasRung = std::exchange(hasRung_, false);
     finished.swap(delivered_);
   }
   for (Transfer* request : finished) request->deliver();
-  if (moved || !finished.empty()) sleeper_.wakeSleepers();
+  // The bell may have meant a thread that waits for a flag in shared memory.
+  if (moved || hasRung || !finished.empty()) sleeper_.wakeSleepers();
   return moved;
 }
 

@@ -248,6 +248,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   int tcpLinks_ = 0;
   int connecting_ = 0;
   int asleep_ = 0;
+  bool hasRung_ = false;  // the bell was drained, and nobody woken for it yet
   uint32_t pollCount_ = 0;
   std::atomic<int> pending_{0};
 };

@@ -36,28 +36,20 @@ Status Sleeper::watch(int fd) {
 }
 
 void Sleeper::sleep(uint64_t generation, Deadline deadline) {
-  sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (generation_.load(std::memory_order_relaxed) == generation) {
-      if (!hasLeader_) {
-        lead(lock, deadline);
-      } else {
-        if (leaderIsIdle_) kick();
-        ++followers_;
-        auto over = [&] {
-          return generation_.load(std::memory_order_relaxed) != generation || !hasLeader_;
-        };
-        if (deadline.isNever()) {
-          changed_.wait(lock, over);
-        } else {
-          changed_.wait_until(lock, deadline.when(), over);
-        }
-        --followers_;
-      }
-    }
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (generation_.load(std::memory_order_relaxed) != generation) return;
+  if (!hasLeader_) return lead(lock, deadline);
+  if (leaderIsIdle_) kick();
+  ++followers_;
+  auto over = [&] {
+    return generation_.load(std::memory_order_relaxed) != generation || !hasLeader_;
+  };
+  if (deadline.isNever()) {
+    changed_.wait(lock, over);
+  } else {
+    changed_.wait_until(lock, deadline.when(), over);
   }
-  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  --followers_;
 }
 
 void Sleeper::idle(uint64_t generation, Deadline deadline) {

@@ -2,10 +2,10 @@
 // in epoll_wait; the others wait for it. Nobody wakes for somebody else's event without passing it
 // on, so no wake-up is lost:
 //
-//   generation = sleeper.generation();
-//   <ask peers to ring: setAsleep>          <- before the last look
+//   Sleeper::Nap nap(sleeper, sleeper.generation());   <- from here on wakeSleepers() is heard,
+//   <ask peers to ring: setAsleep>                     <- and peers ring: before the last look
 //   if (<what I wait for is there>) ...
-//   sleeper.sleep(generation, deadline);
+//   nap.sleep(deadline);
 //
 // The progress thread leads when nobody else wants to (idle): it then wakes for sockets but is not
 // counted as asleep, so peers do not ring for it. Whoever really waits takes the lead from it.
@@ -39,20 +39,36 @@ class Sleeper {
   int epollFd() const { return epoll_.get(); }
 
   uint64_t generation() const { return generation_.load(std::memory_order_seq_cst); }
-  // Returns when the generation has moved on, at the deadline, or earlier for no reason.
-  void sleep(uint64_t generation, Deadline deadline);
-  // As sleep(), for the progress thread when it waits for nothing in particular.
+  // A thread that may sleep in a moment.
+  class Nap {
+   public:
+    Nap(Sleeper& sleeper, uint64_t generation) : sleeper_(sleeper), generation_(generation) {
+      sleeper_.sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    }
+    ~Nap() { sleeper_.sleepers_.fetch_sub(1, std::memory_order_seq_cst); }
+    Nap(const Nap&) = delete;
+    Nap& operator=(const Nap&) = delete;
+    // Returns when the generation has moved on, at the deadline, or earlier for no reason.
+    void sleep(Deadline deadline) { sleeper_.sleep(generation_, deadline); }
+
+   private:
+    Sleeper& sleeper_;
+    const uint64_t generation_;
+  };
+
+  // As Nap's, for the progress thread when it waits for nothing in particular.
   void idle(uint64_t generation, Deadline deadline);
   // Something that another thread may be waiting for has happened.
   void wakeAll();
-  // As wakeAll(), but free when nobody sleeps.
+  // As wakeAll(), but free when there is no Nap.
   void wakeSleepers() {
-    // A read that is ordered after what the caller has just published: who comes to sleep later
-    // sees it.
+    // A read that is ordered after what the caller has just published: whose Nap begins later sees
+    // that in its last look.
     if (sleepers_.fetch_add(0, std::memory_order_seq_cst) > 0) wakeAll();
   }
 
  private:
+  void sleep(uint64_t generation, Deadline deadline);
   void lead(std::unique_lock<std::mutex>& lock, Deadline deadline);
   void kick();
 
@@ -65,7 +81,7 @@ class Sleeper {
   bool leaderIsIdle_ = false;
   int followers_ = 0;
   std::atomic<uint64_t> generation_{1};
-  std::atomic<int> sleepers_{0};  // threads in sleep()
+  std::atomic<int> sleepers_{0};  // naps
 };
 
 }  // namespace mycoll

@@ -367,6 +367,27 @@ TEST(Transport, forgetsPeersThatNoGroupNames) {
   EXPECT(test::openDescriptors() <= before + 4);
 }
 
+// What is there, or comes, between a thread's last look and its sleep wakes it all the same.
+TEST(Transport, nobodySleepsThroughANap) {
+  const auto napsThrough = [](const std::shared_ptr<Endpoint>& endpoint,
+                              const std::function<void()>& news) {
+    Sleeper& sleeper = endpoint->sleeper();
+    const Deadline deadline = Deadline::after(std::chrono::milliseconds(5000));
+    Sleeper::Nap nap(sleeper, sleeper.generation());
+    news();
+    nap.sleep(deadline);
+    return deadline.expired();
+  };
+  Pair pair(TransportChoice::kTcp);
+  const std::shared_ptr<Endpoint>& endpoint = pair.endpoints[0];
+  EXPECT(!napsThrough(endpoint, [&] { endpoint->sleeper().wakeSleepers(); }));
+  // Another thread, which waits for something else, took the ringing of the bell.
+  EXPECT(!napsThrough(endpoint, [&] {
+    pair.endpoints[1]->bellOf(endpoint->address()).ring();
+    for (int i = 0; i < 3000; ++i) endpoint->progress();
+  }));
+}
+
 // Garbage, truncated handshakes, and connections that say nothing.
 TEST(Transport, strangersChangeNothing) {
   Pair pair(TransportChoice::kTcp);

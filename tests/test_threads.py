@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -165,6 +166,41 @@ def other_thread_runs(ctx: Ctx, name: str) -> None:
 @pytest.mark.worlds(2)
 def test_no_gil_held_while_waiting(world, name):
     world.run(other_thread_runs, name)
+
+
+def interpreter_is_held(ctx: Ctx, name: str) -> None:
+    """A thread of one rank keeps the interpreter to itself while another waits in an operation."""
+    x = torch.ones(1 << 20)
+    dist.all_reduce(x)
+    dist.barrier()
+    if ctx.rank == 0:
+
+        def hold() -> None:
+            time.sleep(0.4)
+            ctypes.PyDLL(None).sleep(4)  # PyDLL keeps it
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+    else:
+        time.sleep(1.2)
+    began = time.monotonic()
+    if name == "all_reduce":
+        dist.all_reduce(x)
+    elif ctx.rank == 0:
+        dist.recv(x, 1)
+    else:
+        dist.send(x, 0)
+    took = time.monotonic() - began
+    if ctx.rank == 0:
+        thread.join()
+    elif took > 2:
+        ctx.fail(f"{name} took {took:.1f} s")
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "recv"])
+@pytest.mark.worlds(2)
+def test_work_goes_on_while_the_interpreter_is_held(world, name):
+    world.run(interpreter_is_held, name)
 
 
 def many_async(ctx: Ctx) -> None:

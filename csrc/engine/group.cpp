@@ -114,14 +114,16 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
   struct Waiting {
     Group& group;
     const bool counts;
-    Waiting(Group& owner, bool isCollective) : group(owner), counts(isCollective) {
+    Waiting(Group& owner, bool isCollective) : group(owner), counts(isCollective) { begin(); }
+    ~Waiting() { end(); }
+    void begin() {
       group.engine_->beginWait();
       if (counts) group.waiters_.fetch_add(1, std::memory_order_seq_cst);
     }
-    ~Waiting() {
+    void end() {
       if (counts) group.waiters_.fetch_sub(1, std::memory_order_seq_cst);
       group.engine_->endWait();
-      // What this thread worked on beside its own operation goes on without it.
+      // What this thread worked on goes on without it.
       if (group.queued_.load(std::memory_order_seq_cst) > 0 ||
           group.engine_->endpoint()->hasPending()) {
         group.engine_->poke();
@@ -175,8 +177,12 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
         checkHealth();
       }
       if (op->done()) break;
+      // Both may wait for the interpreter, which another thread may hold for long: meanwhile the
+      // engine's thread works.
+      waiting.end();
       isInterrupted = options_.interrupted && options_.interrupted();
       noteCallSite(*op);
+      waiting.begin();
       if (isInterrupted || deadline.expired()) break;
     }
   }

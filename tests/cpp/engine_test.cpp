@@ -215,6 +215,30 @@ TEST(Engine, pointToPoint) {
 }
 
 // Many at once, waited for in another order, in two groups' worth of threads.
+// A rank that computes takes what comes in the background, however much it is: who sends to it does
+// not wait until it looks by itself.
+TEST(Engine, whoComputesStillTakesMessages) {
+  for (Road road : kRoads) {
+    runWorld(2, road, [&](Communicator& group) {
+      constexpr size_t kMessages = 64, kCount = 16 * 1024;  // as large as may go without asking
+      ASSERT_OK(run(group, call(OpKind::kBarrier)));
+      std::vector<int32_t> values = input(0, kCount);
+      const auto began = std::chrono::steady_clock::now();
+      if (group.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(3000));
+      for (size_t i = 0; i < kMessages; ++i) {
+        if (group.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(i ? 0 : 200));
+        OpPtr op = group.rank() == 0
+                       ? group.send(span(values), 1, 0, DType::kInt32, 0, nullptr, true)
+                       : group.recv(span(values), 0, 0, DType::kInt32, 0, nullptr, true);
+        ASSERT_OK(group.wait(op, Deadline::never()));
+      }
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+      if (group.rank() == 0) EXPECT(took.count() < 2);
+      expectInput(values, 0);
+    });
+  }
+}
+
 TEST(Engine, manyAsync) {
   for (Road road : kRoads) {
     runWorld(3, road, [&](Communicator& group) {

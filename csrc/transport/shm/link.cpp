@@ -126,7 +126,10 @@ bool ShmSender::sendFd(int fd, const std::string& cookie) {
 
 void ShmSender::setAsleep(bool asleep) {
   ring_->senderAsleep.store(asleep, std::memory_order_seq_cst);
-  if (asleep) tailSeen_ = ring_->tail.load(std::memory_order_seq_cst);
+  if (!asleep) return;
+  tailSeen_ = ring_->tail.load(std::memory_order_seq_cst);
+  // A receiver whose program waits for nothing has not asked to be rung, and looks once a second.
+  if (head_ - tailSeen_ >= lap_) bell_.ring();
 }
 
 ShmReceiver::ShmReceiver(std::shared_ptr<Segment> segment, Fd socket, Bell bell,

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -23,19 +24,31 @@ std::string firstLine(const char* path) {
   return line;
 }
 
+// Read when the program starts: a rank that has no descriptor left must still be able to say where
+// it is. Never destroyed.
+const std::string& bootId = *new std::string(firstLine("/proc/sys/kernel/random/boot_id"));
+
+std::string linkTarget(const char* path) {
+  char target[64];
+  const ssize_t length = ::readlink(path, target, sizeof(target));
+  return std::string(target, static_cast<size_t>(std::max<ssize_t>(length, 0)));
+}
+
 }  // namespace
 
 std::string kernelIdentity() {
-  const std::string boot = firstLine("/proc/sys/kernel/random/boot_id");
   // Sandboxes may hide it.
-  return boot.empty() ? firstLine("/etc/machine-id") + "@" + hostName() : boot;
+  return bootId.empty() ? firstLine("/etc/machine-id") + "@" + hostName() : bootId;
 }
 
 std::string hostIdentity() {
-  char space[64];
-  const ssize_t length = ::readlink("/proc/self/ns/net", space, sizeof(space));
-  return kernelIdentity() + "/" +
-         (length > 0 ? std::string(space, static_cast<size_t>(length)) : "net:?");
+  const std::string space = linkTarget("/proc/self/ns/net");
+  return kernelIdentity() + "/" + (space.empty() ? "net:?" : space);
+}
+
+std::string pidSpace() {
+  const std::string space = linkTarget("/proc/self/ns/pid");
+  return space.empty() ? "" : kernelIdentity() + "/" + space;
 }
 
 std::string hostName() {

@@ -16,6 +16,10 @@ std::string hostIdentity();
 // Equal in two processes when they run under one kernel, and so see the same devices.
 std::string kernelIdentity();
 
+// Equal in two processes of one kernel and one pid namespace, where a pid means the same process to
+// both. Empty where that cannot be told.
+std::string pidSpace();
+
 std::string hostName();
 
 pid_t processId();

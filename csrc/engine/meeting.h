@@ -58,7 +58,11 @@ class Meeting {
   void tellOthers(const Status& status);
   void markCard(const Status& status);
   bool isAliveHere(const Card& card) const;
-  bool isVisible(const Card& card) const { return card.address.hostName == mine_.address.hostName; }
+  // Whether its process can be looked at. Who shares no more than the host's name may be alive in
+  // another pid namespace, or on a clone of this host.
+  bool isVisible(const Card& card) const {
+    return !mine_.address.pidSpace.empty() && card.address.pidSpace == mine_.address.pidSpace;
+  }
 
   const GroupOptions& options_;
   Store& store_;
@@ -76,10 +80,9 @@ class Meeting {
   std::vector<std::string> roster_;
   // What is known of another rank's card.
   struct Life {
-    std::string text;
+    std::string text;  // empty: there was none yet
     Card card;
     Clock::time_point since;  // the card was first seen
-    bool wasEmpty = false;    // there was no card at first
     bool isOfNow = false;     // its process takes part in this meeting, or did
     Clock::time_point lastAlive;
   };

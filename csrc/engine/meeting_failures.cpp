@@ -15,7 +15,8 @@ constexpr auto kSettled = std::chrono::milliseconds(1000);
 constexpr char kGaveUp[] = "gave up: ";
 
 bool isSameProcess(const PeerAddress& a, const PeerAddress& b) {
-  return a.hostName == b.hostName && a.pid == b.pid && a.startTicks == b.startTicks;
+  return a.pidSpace == b.pidSpace && a.hostName == b.hostName && a.pid == b.pid &&
+         a.startTicks == b.startTicks;
 }
 
 }  // namespace
@@ -81,6 +82,7 @@ void Meeting::markCard(const Status& status) {
 void Meeting::giveUp(const Status& why) {
   mine_.address.uid.assign(PeerAddress::kUidLength, '0');  // nobody's
   mine_.address.hostIdentity = "none";
+  mine_.address.pidSpace = pidSpace();
   mine_.address.hostName = hostName();
   mine_.address.pid = processId();
   mine_.address.startTicks = processStartTicks(mine_.address.pid);
@@ -107,19 +109,16 @@ Status Meeting::differentWorlds(int rank, const Card& other) const {
 
 // Another's card: how it looks by now.
 Status Meeting::checkOther(int rank, const std::string& text) {
-  Life& life = lives_[rank];
+  const auto [at, isFirstLook] = lives_.try_emplace(rank);
+  Life& life = at->second;
   if (text != life.text) {
     Card card;
-    if (text.empty() || !Card::decode(text, &card).ok()) {
-      life.wasEmpty = true;
-      return Status();
-    }
+    if (text.empty() || !Card::decode(text, &card).ok()) return Status();
     // Not left over from earlier, to be replaced: its card came after this meeting had begun, or,
     // in this process's first meeting, it is younger than this process.
-    const bool isOfNow =
-        life.wasEmpty || !life.text.empty() ||
-        (isFirst_ && isVisible(card) && card.address.startTicks >= mine_.address.startTicks);
-    life = Life{text, std::move(card), Clock::now(), true, isOfNow, Clock::now()};
+    const bool isOfNow = !isFirstLook || (isFirst_ && isVisible(card) &&
+                                          card.address.startTicks >= mine_.address.startTicks);
+    life = Life{text, std::move(card), Clock::now(), isOfNow, Clock::now()};
   }
   if (life.text.empty()) return Status();
   const bool isAlive = isAliveHere(life.card);

@@ -51,6 +51,7 @@ Status Endpoint::open() {
   unsigned char random[16];
   MYCOLL_RETURN_IF_ERROR(randomBytes(random, sizeof(random)));
   address_.uid = toHex(random, sizeof(random));
+  address_.pidSpace = pidSpace();
   address_.hostName = hostName();
   address_.pid = processId();
   address_.startTicks = processStartTicks(address_.pid);

@@ -15,7 +15,8 @@ bool isUid(const std::string& text) {
 // One field a line; the tcp addresses come last.
 std::string PeerAddress::encode() const {
   std::ostringstream text;
-  text << uid << '\n' << hostIdentity << '\n' << hostName << '\n' << pid << '\n' << startTicks;
+  text << uid << '\n' << hostIdentity << '\n' << pidSpace << '\n' << hostName << '\n';
+  text << pid << '\n' << startTicks;
   for (const TcpAddress& entry : tcp) text << '\n' << entry.address << ' ' << entry.port;
   return text.str();
 }
@@ -25,8 +26,8 @@ Status PeerAddress::decode(const std::string& text, PeerAddress* result) {
   std::string number[2];
   PeerAddress peer;
   bool complete = std::getline(lines, peer.uid) && std::getline(lines, peer.hostIdentity) &&
-                  std::getline(lines, peer.hostName) && std::getline(lines, number[0]) &&
-                  std::getline(lines, number[1]);
+                  std::getline(lines, peer.pidSpace) && std::getline(lines, peer.hostName) &&
+                  std::getline(lines, number[0]) && std::getline(lines, number[1]);
   if (!complete || !isUid(peer.uid)) {
     return Status(Code::kStore, "the store holds an address that mycoll did not write");
   }

@@ -22,6 +22,7 @@ struct PeerAddress {
   static constexpr size_t kUidLength = 32;
   std::string uid;
   std::string hostIdentity;  // equal: shared memory is worth trying
+  std::string pidSpace;      // equal and not empty: each can look at the other's process
   std::string hostName;
   pid_t pid = 0;
   uint64_t startTicks = 0;

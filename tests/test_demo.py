@@ -8,6 +8,14 @@ import sys
 import pytest
 
 
+def test_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = pytest.importorskip("mycoll.demo", reason="the package is not on the path")
+    with pytest.raises(SystemExit) as end:
+        demo.main(["--ranks", "0"])
+    assert end.value.code == 2
+    assert "at least 1" in capsys.readouterr().err
+
+
 def test_demo(request: pytest.FixtureRequest) -> None:
     backend = request.config.getoption("--backend")
     if backend == "mycoll":

@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3000, help="training steps")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each timing")
     options = parser.parse_args(arguments)
+    if options.ranks < 1:
+        parser.error("--ranks must be at least 1")
 
     # The parent holds the rendezvous store and picks a free port for it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -219,6 +220,31 @@ class TestRuns:
         done = run_bench("barrier", "--nproc", "2", "--backend", "gloo", *_QUICK)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "barrier, 2 ranks" in done.stdout, done.stdout
+
+    def test_a_reader_that_goes_away(self) -> None:
+        """As in `mycoll bench ... | head -1`: both ranks end at once, and without a word."""
+        paths = [str(Path(mycoll.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "mycoll.bench",
+                "all_reduce",
+                "--nproc",
+                "2",
+                "--round-ms",
+                "100",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(b"# mycoll bench")
+        process.stdout.close()
+        with process.stderr as errors:
+            assert errors.read() == b""
+        assert process.wait(_TIMEOUT_SECONDS) == 128 + signal.SIGPIPE
 
     def test_under_torchrun_in_place(self, tmp_path: Path) -> None:
         path = tmp_path / "out.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -53,6 +54,29 @@ def test_only_the_table_reads_them() -> None:
     for path in CODE:
         if path.name != "env.cpp":
             assert not re.search(r'(getenv|environ\W.{0,9})\(?"MYCOLL_', path.read_text()), path
+
+
+@pytest.mark.parametrize("verb", ["env", "version"])
+def test_a_reader_that_goes_away(verb: str) -> None:
+    """As in `mycoll env | head -1`: no traceback, and the exit code of SIGPIPE."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "mycoll", verb],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as errors:
+        assert errors.read() == b""
+    assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"mycoll [\d.]+\S*\n", capsys.readouterr().out)
 
 
 def test_page_is_up_to_date() -> None:

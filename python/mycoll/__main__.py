@@ -9,12 +9,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mycoll._pipes import quietly
 from mycoll._registration import native
 from mycoll._version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
+    return quietly(lambda: run(words))
+
+
+def run(words: list[str]) -> int:
     # These have options of their own; argparse would want to know them.
     if words[:1] == ["demo"]:
         from mycoll import demo
@@ -39,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return trace.main(words[1:])
 
     parser = argparse.ArgumentParser(prog="mycoll", description="A torch.distributed backend.")
+    parser.add_argument("--version", action="version", version=f"mycoll {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verbs.add_parser("demo", help="train on two ranks, then time mycoll beside gloo")
     verbs.add_parser("status", help="what running ranks are at, and who waits for whom")

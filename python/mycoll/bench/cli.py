@@ -6,9 +6,16 @@ import os
 import sys
 from collections.abc import Sequence
 
+from mycoll._pipes import quietly
 from mycoll.bench.compare import compare_main
 from mycoll.bench.contenders import Contender, gather_contenders
-from mycoll.bench.launch import INTERRUPTED, run_ranks, started_here, under_launcher
+from mycoll.bench.launch import (
+    INTERRUPTED,
+    ended_when_unread,
+    run_ranks,
+    started_here,
+    under_launcher,
+)
 from mycoll.bench.machine import header
 from mycoll.bench.options import Options, parse_options
 from mycoll.bench.peers import gather_peers
@@ -24,6 +31,10 @@ _BAD_USE = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return quietly(lambda: _main(arguments))
+
+
+def _main(arguments: list[str]) -> int:
     if arguments[:1] == ["compare"]:
         return compare_main(arguments[1:])
     options = parse_options(arguments)
@@ -85,10 +96,11 @@ def _run_rank(options: Options, arguments: list[str]) -> int:
     )
     for limit in limits:
         recorder.write(limit)
-    if world.rank == 0:
-        _introduce(record, [*absent, *absent_peers], limits)
     try:
-        _measure(options, world, contenders, recorder)
+        with ended_when_unread():
+            if world.rank == 0:
+                _introduce(record, [*absent, *absent_peers], limits)
+            _measure(options, world, contenders, recorder)
     finally:
         for contender in contenders:
             contender.close()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from torch.distributed import TCPStore
+
+from mycoll._pipes import is_unread
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 5.0
@@ -28,6 +31,18 @@ def started_here() -> bool:
     return os.environ.get(_PARENT) == str(os.getppid())
 
 
+@contextlib.contextmanager
+def ended_when_unread() -> Iterator[None]:
+    """In a rank: where nobody reads what the block prints, run_ranks() ends all ranks at once. This
+    one waits for that, as the others would fail, and say so, when they saw it leave."""
+    try:
+        yield
+    except BrokenPipeError:
+        if started_here():
+            time.sleep(_GRACE_SECONDS)
+        raise
+
+
 def run_ranks(command: Sequence[str], ranks: int) -> int:
     """Runs the command on every rank; the first exit code that is not 0, or 0.
 
@@ -43,6 +58,10 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
         for process in processes:
             process.send_signal(signal.SIGINT)
         return INTERRUPTED
+    except BrokenPipeError:
+        for process in processes:
+            process.kill()
+        raise
     finally:
         _end(processes)
 
@@ -69,8 +88,10 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int) -> subproce
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended, or one has failed."""
+    """Until all have ended, one has failed, or nobody reads the results (BrokenPipeError)."""
     while True:
+        if is_unread():
+            raise BrokenPipeError
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]
         if failed:

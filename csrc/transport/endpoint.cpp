@@ -301,6 +301,8 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
       mailbox->abandon(*request, Status(Code::kPeerLost, "the receiving rank " + how));
     }
   }
+  // Groups that are made with it yet are to hear of the loss; when there are none, nobody asks.
+  if (memberships_.count(uid) == 0) outLinks_.erase(uid);
 }
 
 void Endpoint::enqueue(OutLink& link, OutItem item) {

@@ -1,6 +1,7 @@
 // Groups that one side has left, or has not made yet, and what that does to the others.
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "endpoints.h"
@@ -160,6 +161,27 @@ TEST(Leaving, farewellsAreKeptForTheFirstConnection) {
       world.turn();
       EXPECT_OK(listener.failure);
       EXPECT_EQ(listener.gone.size(), 1);
+    }
+  });
+}
+
+// A peer that ends after the last group with it was left leaves nothing behind, as one that ends
+// before.
+TEST(Leaving, whoEndsAfterTheLastGroupIsForgotten) {
+  forBothLinks([](TransportChoice transport) {
+    for (const bool endsFirst : {true, false}) {
+      Endpoints world(2, transport);
+      for (int process : {0, 1}) world.join(process, 1, {0, 1});
+      ASSERT(world.talk(0, 1, 1, 0, 1));
+      if (!endsFirst) world.leave(0, 1);
+      world.end(1);
+      world.turn();
+      if (endsFirst) {
+        EXPECT(world.turnUntil([&] { return world.all[0]->hasLost(world.addresses[1]); }));
+        world.leave(0, 1);
+      }
+      std::lock_guard<std::mutex> lock(world.all[0]->ioMutex());
+      EXPECT(!world.all[0]->hasLinkTo(world.addresses[1]));
     }
   });
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -72,6 +73,43 @@ def by_store(ctx: Ctx, kind: str, where: Any) -> None:
 def test_explicit_store(fresh, transport, kind, tmp_path):
     where = free_port() if kind == "tcp" else str(tmp_path / "store")
     fresh(2, transport, init=False).run(by_store, kind, where)
+
+
+class StoreInPython(dist.Store):
+    """What gloo needs, and not what mycoll needs."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def set(self, key: str, value: Any) -> None:
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.inner.get(key)
+
+
+class CompleteStoreInPython(StoreInPython):
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+
+def by_store_in_python(ctx: Ctx, path: str) -> None:
+    for kind in (StoreInPython, CompleteStoreInPython):
+        store = kind(dist.FileStore(f"{path}-{kind.__name__}", ctx.size))
+        start = functools.partial(
+            dist.init_process_group, ctx.backend, rank=ctx.rank, world_size=ctx.size
+        )
+        if kind is CompleteStoreInPython:
+            start(store=store)
+            check_and_leave(ctx)
+        else:
+            with ctx.raises(dist.DistStoreError, "must define set, get and check"):
+                start(store=store)
+
+
+def test_store_in_python(fresh, transport, tmp_path):
+    fresh(2, transport, init=False).run(by_store_in_python, str(tmp_path / "store"))
 
 
 def backend_object(name: str, store: dist.Store, rank: int, size: int) -> Any:

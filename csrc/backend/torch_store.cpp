@@ -24,6 +24,10 @@ Status guarded(const char* verb, const std::string& key, Action&& action) {
   } catch (const std::exception& error) {
     cause = error.what();
   }
+  // torch's words where a class in Python lacks a method.
+  if (cause.find("pure virtual function") != std::string::npos) {
+    cause += " (a store that is written in Python must define set, get and check)";
+  }
   return Status(code,
                 std::string("the rendezvous store failed to ") + verb + " '" + key + "': " + cause);
 }

@@ -61,6 +61,7 @@ GAPS: tuple[Gap, ...] = (
     # --- starting
     Gap("test_fallback.py::*", "is about mycoll"),
     Gap("test_init.py::test_options", "is about mycoll"),
+    Gap("test_init.py::test_store_in_python", "asks other things of a store"),
     Gap("test_init.py::test_timeout_of_options", "is about mycoll"),
     Gap("test_init.py::test_meaningless_timeouts", "takes 0 for no wait at all"),
     Gap("test_init.py::test_only_for_cuda", "is about mycoll"),

@@ -243,4 +243,6 @@ def test_worker_server(fresh, tmp_path) -> None:
     for answers in fresh(2, "shm").run(ask, f"{tmp_path}/s"):
         (entry,) = json.loads(answers["mycoll_fr_trace_json"])["entries"]
         assert entry["mycoll"]["operation"] == "all_reduce"
-        assert 'group="default_pg",operation="all_reduce"} 1\n' in answers["mycoll_metrics"]
+        assert (
+            'group="default_pg",name="0",operation="all_reduce"} 1\n' in answers["mycoll_metrics"]
+        )

@@ -169,6 +169,7 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
   // For an operation on devices: tells the completion hook of its end; empty where there is none.
   std::function<void(std::chrono::nanoseconds took)> hookFor(c10d::OpType type);
+  MycollWork::Hook workHook();  // the same for a Work
   WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops,
                        InFlight inFlight, bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,

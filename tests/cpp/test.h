@@ -13,6 +13,8 @@
 #include <atomic>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <mutex>
 #include <ostream>
@@ -95,6 +97,24 @@ class ScopedEnv {
   std::string name_;
   std::string old_;
   bool hadValue_;
+};
+
+// An empty folder for a scope.
+class ScopedFolder {
+ public:
+  ScopedFolder() {
+    char pattern[] = "/tmp/mycoll-test-XXXXXX";
+    path_ = ::mkdtemp(pattern);
+  }
+  ~ScopedFolder() { std::filesystem::remove_all(path_); }
+  const std::string& path() const { return path_; }
+  void write(const std::string& file, const std::string& text) const {
+    std::filesystem::create_directories(std::filesystem::path(path_ + "/" + file).parent_path());
+    std::ofstream(path_ + "/" + file) << text;
+  }
+
+ private:
+  std::string path_;
 };
 
 }  // namespace test

@@ -102,13 +102,22 @@ HostRoad::HostRoad(const DevicePlace& place)
 
 DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request*>& requests,
                                    bool isTimed, EventPtr ready) {
+  const Request& first = *requests.front();
+  const c10::Device device = first.device;
+  const c10::Stream caller = currentStream(device);
+  if (isCapturing(caller)) {
+    refuse(first.site,
+           "a stream under graph capture cannot wait for host memory, through which this group's "
+           "device tensors travel (see MYCOLL_CUDA)");
+  }
+  // All parts of a batch begin behind it, so that it has passed when any of them has.
+  if (!ready) ready = recordEvent(caller, isTimed);
   std::vector<DeviceOperationPtr> parts;
   for (Request* request : requests) parts.push_back(carryOne(group, *request, isTimed, ready));
   if (parts.size() == 1) return parts.front();
   // A batch ends with the last of its parts.
-  const c10::Device device = requests.front()->device;
-  auto whole = std::make_shared<DeviceOperation>("a batch", currentStream(device));
-  if (isTimed) whole->setStarted(recordEvent(currentStream(device), true));
+  auto whole = std::make_shared<DeviceOperation>("a batch", caller);
+  if (isTimed) whole->setStarted(ready);
   auto left = std::make_shared<std::atomic<size_t>>(parts.size());
   const c10::Stream joint = sideStream(device);
   for (const DeviceOperationPtr& part : parts) {
@@ -131,13 +140,7 @@ DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request
 DeviceOperationPtr HostRoad::carryOne(DeviceGroup& group, Request& request, bool isTimed,
                                       EventPtr ready) {
   const c10::Stream caller = currentStream(request.device);
-  if (isCapturing(caller)) {
-    refuse(request.site,
-           "a stream under graph capture cannot wait for host memory, through which this group's "
-           "device tensors travel (see MYCOLL_CUDA)");
-  }
   auto operation = std::make_shared<DeviceOperation>(request.site.function, caller);
-  if (!ready) ready = recordEvent(caller, isTimed);
   operation->setTimed(isTimed);
   if (isTimed) operation->setStarted(ready);
   queued_->fetch_add(1, std::memory_order_relaxed);

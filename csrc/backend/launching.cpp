@@ -1,0 +1,168 @@
+// How a request becomes operations of the engine's: at once, when callbacks have run, or on a
+// device.
+#include <utility>
+
+#include "backend/call_site.h"
+#include "backend/device/device_group.h"
+#include "backend/errors.h"
+#include "backend/mycoll_backend.h"
+#include "backend/profiling.h"
+
+namespace mycoll {
+namespace {
+
+// Messages are matched by rank and tag, not by their order among the collectives.
+bool isMessage(c10d::OpType type) {
+  return type == c10d::OpType::SEND || type == c10d::OpType::RECV ||
+         type == c10d::OpType::RECVANYSOURCE;
+}
+
+// The tensors behind the spans of a call; the engine holds this until the operation is done.
+struct Kept {
+  c10::SmallVector<at::Tensor, 2> tensors;
+};
+
+// Consumes the request's calls.
+MycollWork::Ops submit(Communicator& communicator, Request& request, uint32_t site) {
+  const std::chrono::milliseconds timeout = request.timeout > std::chrono::milliseconds(0)
+                                                ? request.timeout
+                                                : std::chrono::milliseconds(-1);
+  auto kept = std::make_shared<Kept>();
+  kept->tensors = std::move(request.keep);
+  MycollWork::Ops ops;
+  if (request.composite) [[unlikely]] {
+    ops.push_back(communicator.submitComposite(request.compositeKind, std::move(request.composite),
+                                               kept, !request.async, timeout));
+  }
+  for (Call& call : request.calls) {
+    if (call.kind == OpKind::kSend) {
+      ops.push_back(communicator.send(call.in.front(), request.peer, request.tag, call.dtype,
+                                      call.opaqueType, kept, !request.async, timeout));
+    } else if (call.kind == OpKind::kRecv) {
+      ops.push_back(communicator.recv(call.out.front(), request.peer, request.tag, call.dtype,
+                                      call.opaqueType, kept, !request.async, timeout));
+    } else {
+      ops.push_back(communicator.submit(std::move(call), kept, !request.async, timeout));
+    }
+  }
+  if (site) [[unlikely]] {
+    for (const OpPtr& op : ops) op->record().setSite(site);
+  }
+  return ops;
+}
+
+}  // namespace
+
+MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList outputs) {
+  if (!isDescribed_.load(std::memory_order_relaxed)) [[unlikely]] {
+    // torch tells it some time after the group was made.
+    isDescribed_.store(true, std::memory_order_relaxed);
+    communicator_->record().describe(pg_desc_);
+  }
+  if (isProfiling()) [[unlikely]] {
+    return runProfiled(request, outputs);
+  }
+  return launch(request, outputs, /*isProfiled=*/false);
+}
+
+void MycollBackend::awaitCallbacks(const Request& request) const {
+  const Milliseconds timeout =
+      request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
+  switch (callbacks_->here()->wait(Deadline::after(timeout), isInterruptPending)) {
+    case CallbackOrder::Outcome::kIdle: return;
+    case CallbackOrder::Outcome::kInterrupted:
+      throwStatus(Status(Code::kInterrupted, "interrupted by a signal"));
+    case CallbackOrder::Outcome::kTimeout: throwStatus(heldTooLong(describe(request), timeout));
+  }
+}
+
+std::string MycollBackend::describe(const Request& request) const {
+  return c10::str(request.site.function, " in mycoll group '", groupName_, "'");
+}
+
+MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs,
+                                             bool isProfiled) {
+  if (!request.device.is_cpu()) return launchOnDevice(request, outputs);
+  if (!callbacks_->isIdle() && !isMessage(request.type)) [[unlikely]] {
+    if (request.async) return hold(request, outputs, isProfiled);
+    awaitCallbacks(request);
+  }
+  InFlight inFlight;
+  if (request.async && InFlight::isWanted()) inFlight.add(request.allTensors());
+  MycollWork::Ops ops = submit(*communicator_, request, callSiteOfCall());
+  return finishLaunch(request, outputs, std::move(ops), std::move(inFlight), isProfiled);
+}
+
+MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outputs,
+                                           bool isProfiled) {
+  InFlight inFlight;
+  if (InFlight::isWanted()) inFlight.add(request.allTensors());
+  MycollWork::Extras extras = extrasOf(request, outputs, std::move(inFlight), isProfiled);
+  extras.heldCall = describe(request);
+  const auto work = track(request, outputs, {}, std::move(extras));
+  callbacks_->here()->hold([communicator = communicator_, work, site = callSiteOfCall(),
+                            held = std::make_shared<Request>(std::move(request))] {
+    work->begin(submit(*communicator, *held, site));
+  });
+  return work;
+}
+
+MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
+  if (!device_) {
+    refuse(request.site, c10::str("there are tensors on ", request.device,
+                                  ", but this process had no accelerator when the group was made"));
+  }
+  if (isCoalescing()) {
+    device_->addToBatch(std::move(request), outputs);
+    return nullptr;
+  }
+  return device_->launch(request, outputs, {isTimed_, hookFor(request.type)});
+}
+
+MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,
+                                                   MycollWork::Ops ops, InFlight inFlight,
+                                                   bool isProfiled) {
+  if (request.async) {
+    return track(request, outputs, std::move(ops),
+                 extrasOf(request, outputs, std::move(inFlight), isProfiled));
+  }
+  if (hook_) [[unlikely]] {
+    track(request, outputs, std::move(ops), extrasOf(request, outputs, InFlight(), isProfiled))
+        ->wait();
+    return nullptr;
+  }
+  for (const OpPtr& op : ops) throwIfFailed(communicator_->wait(op, Deadline::never()));
+  for (const CopyBack& copy : request.copyBacks) {
+    unpack(static_cast<const char*>(copy.packed.const_data_ptr()) + copy.offsetBytes, copy.target);
+  }
+  return nullptr;
+}
+
+MycollWork::Extras MycollBackend::extrasOf(Request& request, at::TensorList outputs,
+                                           InFlight inFlight, bool isProfiled) {
+  MycollWork::Extras extras;
+  extras.copyBacks = std::move(request.copyBacks);
+  extras.isTimed = isTimed_;
+  extras.started = MycollWork::Clock::now();
+  extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
+  if (!isMessage(request.type)) extras.order = callbacks_;
+  extras.inFlight = std::move(inFlight);
+  extras.hook = workHook();
+  if (isProfiled && request.async) {
+    extras.profilingTitle = request.title;
+    extras.profiledInputs = outputs.vec();
+  }
+  return extras;
+}
+
+c10::intrusive_ptr<MycollWork> MycollBackend::track(const Request& request, at::TensorList outputs,
+                                                    MycollWork::Ops ops,
+                                                    MycollWork::Extras extras) {
+  auto work = c10::make_intrusive<MycollWork>(communicator_, request.type, std::move(ops),
+                                              outputs.vec(), std::move(extras));
+  work->start();
+  if (request.async && isCoalescing()) coalesced_.push_back(work);
+  return work;
+}
+
+}  // namespace mycoll

@@ -16,6 +16,7 @@ if importlib.util.find_spec("mycoll") is None:
     PATHS.append(str(TESTS.parent / "python"))  # not installed: perhaps built in place
 sys.path[:0] = PATHS
 
+from faults.harness import SUITE_PATIENCE, Stage  # noqa: E402
 from worlds import device as devices  # noqa: E402
 from worlds import gloo_gaps  # noqa: E402
 from worlds.pool import Options, Pool, World  # noqa: E402
@@ -182,3 +183,11 @@ def fresh(pool: Pool) -> Iterator:
     yield make
     for world in made:
         world.kill()
+
+
+@pytest.fixture
+def stage(pool: Pool, backend: str, transport: str) -> Stage:
+    """For scenarios in which ranks die, hang or leave."""
+    if backend != "mycoll":
+        pytest.skip("gloo does not promise this")
+    return Stage(pool, transport, SUITE_PATIENCE)

@@ -10,19 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from faults.harness import Seen, Stage, answers, attempt
+from faults.harness import SUITE_PATIENCE, Seen, Stage, answers, attempt
 from faults.misuse import join, twice
 from torch.distributed import distributed_c10d
 from worlds.worker import Ctx
-
-PATIENCE = 10.0
-
-
-@pytest.fixture
-def stage(pool, backend, transport) -> Stage:
-    if backend != "mycoll":
-        pytest.skip("gloo does not promise this")
-    return Stage(pool, transport, PATIENCE)
 
 
 def dies(ctx: Ctx) -> Seen:
@@ -86,7 +77,7 @@ def test_a_group_with_the_dead_is_not_waited_for(stage):
             assert seen.kind == "DistBackendError", seen
             assert "cannot be made with rank 1" in seen.text, seen.text
             assert "has ended (killed" in seen.text, seen.text
-            assert took < PATIENCE / 2, f"{took:.1f} s"
+            assert took < SUITE_PATIENCE / 2, f"{took:.1f} s"
 
 
 def shrinks_after_a_death(ctx: Ctx, victim: int) -> Seen | None:
@@ -162,7 +153,7 @@ def test_who_cannot_begin_says_why(pool, backend, culprit, variable, value):
     """Before it met anybody; the others are told, and do not wait for it."""
     if backend != "mycoll":
         pytest.skip("gloo does not promise this")
-    with Stage(pool, "tcp", PATIENCE).world(3, timeout=60.0, init=False) as world:
+    with Stage(pool, "tcp", SUITE_PATIENCE).world(3, timeout=60.0, init=False) as world:
         world.start(wrong_here, culprit, variable, value)
         for rank, seen in answers(world, limit=40).items():
             assert isinstance(seen, Seen) and seen.kind, seen

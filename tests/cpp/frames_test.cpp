@@ -2,13 +2,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "endpoints.h"
+#include "resident.h"
 #include "test.h"
 #include "transport/endpoint.h"
 #include "transport/frame.h"
@@ -17,23 +17,13 @@
 
 using namespace mycoll;
 using test::Endpoints;
+using test::kKeepsFreedMemory;
+using test::residentMiB;
 
 namespace {
 
 constexpr uint64_t kGroup = 42;
 constexpr auto kMessages = MessageClass::kPointToPoint;
-
-size_t residentMiB() {
-  size_t total = 0, resident = 0;
-  std::ifstream("/proc/self/statm") >> total >> resident;
-  return resident * static_cast<size_t>(sysconf(_SC_PAGESIZE)) >> 20;
-}
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kKeepsFreedMemory = true;
-#else
-constexpr bool kKeepsFreedMemory = false;
-#endif
 
 // Lets so many bytes of all links out, so many at a time; and looks on before anything is read from
 // the first link that came in.

@@ -9,11 +9,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <fstream>
-
 #include "corpus.h"
 #include "handshake_script.h"
 #include "handshake_wire.h"
+#include "resident.h"
 #include "transport/endpoint.h"
 #include "transport/mailbox.h"
 #include "transport/shm/link.h"
@@ -22,7 +21,9 @@
 using namespace mycoll;
 using test::bytesOf;
 using test::cutOut;
+using test::kKeepsFreedMemory;
 using test::Line;
+using test::residentMiB;
 using test::Script;
 using test::Wire;
 
@@ -50,18 +51,6 @@ struct Counter final : LinkTap {
   }
   int links = 0;
 };
-
-size_t residentMiB() {
-  size_t total = 0, resident = 0;
-  std::ifstream("/proc/self/statm") >> total >> resident;
-  return resident * static_cast<size_t>(sysconf(_SC_PAGESIZE)) >> 20;
-}
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kKeepsFreedMemory = true;
-#else
-constexpr bool kKeepsFreedMemory = false;
-#endif
 
 EndpointOptions optionsFor(bool isUnix, LinkTap* tap) {
   EndpointOptions options;

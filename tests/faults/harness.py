@@ -138,6 +138,9 @@ def show(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
+SUITE_PATIENCE = 10.0  # of the scenarios that are in the test suite
+
+
 @dataclass
 class Stage:
     """Where a scenario plays: which backend and transport, and the means to make worlds."""

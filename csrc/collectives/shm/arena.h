@@ -1,7 +1,7 @@
 // Arena: the shared memory in which the ranks of one host run a group's collectives.
 //
 //   header          who sleeps, how the group failed
-//   rank 0          control lines | small[2] | bulk[4]
+//   rank 0          control lines | small[2] | bulk[areas]
 //   rank 1          ...
 //
 // Each rank writes only its own part; the others read it. That makes every flag single-writer.

@@ -14,7 +14,8 @@ from worlds.worker import Ctx
 
 def calls(ctx: Ctx) -> dict[str, int]:
     """How often this process has called NCCL to make communicators; on the stand-in only."""
-    if ctx.device.type != "standin" or ctx.setup.road != "nccl":
+    kind = ctx.device.type
+    if ctx.setup.road != "nccl" or not (kind == "standin" or device.is_scripted(kind)):
         return {}
     standin = ctypes.CDLL(str(device.standins() / "libnccl.so.2"))
     standin.mycoll_standin_nccl_count.restype = ctypes.c_int64

@@ -275,7 +275,8 @@ def heard(ctx: Ctx) -> str:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_nccl_says(fresh_device_world, request, script, texts):
-    if request.config.getoption("--device") != "standin":
+    on = request.config.getoption("--device")
+    if on != "standin" and not device.is_scripted(on):
         pytest.skip("only the stand-in can be told to fail")
     world = fresh_device_world(2, "nccl", env=(("STANDIN_NCCL", script),))
     answers = world.run(heard)
@@ -310,7 +311,7 @@ def told_differently(ctx: Ctx, variable: str, values: tuple[str, str], kind: str
     ids=lambda value: value if isinstance(value, str) and value.isupper() else "",
 )
 def test_ranks_that_do_not_fit(fresh_device_world, request, variable, values, text, kind):
-    if request.config.getoption("--device") != "standin" or device.brings_nccl():
+    if not device.is_scripted(request.config.getoption("--device")):
         pytest.skip("needs the stand-in in NCCL's place")
     world = fresh_device_world(2, "nccl", init=False)
     for answer in world.run(told_differently, variable, values, kind):
@@ -333,7 +334,7 @@ def shared_gpu(ctx: Ctx) -> None:
 
 
 def test_ranks_that_share_a_gpu(fresh_device_world, request):
-    if request.config.getoption("--device") != "standin" or device.brings_nccl():
+    if not device.is_scripted(request.config.getoption("--device")):
         pytest.skip("needs the stand-in in NCCL's place")
     fresh_device_world(2, "nccl", init=False).run(shared_gpu)
 
@@ -351,7 +352,7 @@ def old_gpu(ctx: Ctx) -> None:
 
 
 def test_an_old_gpu(fresh_device_world, request):
-    if request.config.getoption("--device") != "standin" or device.brings_nccl():
+    if not device.is_scripted(request.config.getoption("--device")):
         pytest.skip("needs the stand-in in NCCL's place")
     fresh_device_world(2, "nccl", init=False).run(old_gpu)
 

@@ -33,7 +33,7 @@ def laid_out(kind: str, values: torch.Tensor) -> torch.Tensor:
 
 def base_of(x: torch.Tensor) -> torch.Tensor:
     """All of the memory that a tensor is a view of."""
-    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
 
 
 def gaps_untouched(ctx: Ctx, x: torch.Tensor) -> None:

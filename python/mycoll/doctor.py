@@ -8,6 +8,7 @@ how to mend that, and they could only say it again, in other words.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import importlib.metadata
 import json
@@ -137,6 +138,24 @@ def check_interpreter() -> Iterator[Finding]:
         yield Finding("system", text, FAIL, "mycoll runs on Linux; elsewhere use gloo")
 
 
+class _DlInfo(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def file_of_function(name: str) -> str:
+    """The library whose function torch calls by this name, of several that may be loaded."""
+    everything, info = ctypes.CDLL(None), _DlInfo()
+    if not hasattr(everything, name):
+        return ""
+    address = ctypes.cast(getattr(everything, name), ctypes.c_void_p)
+    return info.file.decode() if everything.dladdr(address, ctypes.byref(info)) else ""
+
+
 def check_nccl() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
@@ -145,8 +164,7 @@ def check_nccl() -> Iterator[Finding]:
         yield Finding("nccl", "not in this torch (CPU tensors need none)")
         return
     version = ".".join(map(str, torch.cuda.nccl.version()))
-    maps = Path("/proc/self/maps").read_text().split()
-    where = next((word for word in maps if "libnccl" in word), "inside libtorch")
+    where = file_of_function("ncclGetVersion") or "inside libtorch"
     packages = [
         f"{name} {importlib.metadata.version(name)}"
         for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13")

@@ -187,7 +187,7 @@ TEST(NcclMoves, graphsReplay) {
   World world(StandIn::full(), 2);
   world.run([](Rank& rank) {
     Buffer data(filled(rank.comm->rank() + 1, 5000), rank.stream);
-    EXPECT(mycoll_standin_capture_begin(rank.stream) == nullptr);
+    EXPECT(mycoll_standin_capture_begin(rank.stream, 0) == nullptr);
     ASSERT_OK(sum(rank, data));
     void* graph = nullptr;
     EXPECT(mycoll_standin_capture_end(rank.stream, &graph) == nullptr);

@@ -284,8 +284,8 @@ TEST(StandinGraph, recordsAndReplays) {
   mycoll_standin_fill(memory, 0, 100, stream);
   EXPECT(mycoll_standin_stream_synchronize(stream) == nullptr);
 
-  EXPECT(mycoll_standin_capture_begin(stream) == nullptr);
-  EXPECT(mycoll_standin_capture_begin(stream) != nullptr);
+  EXPECT(mycoll_standin_capture_begin(stream, 0) == nullptr);
+  EXPECT(mycoll_standin_capture_begin(stream, 0) != nullptr);
   EXPECT(mycoll_standin_is_capturing(stream) && !mycoll_standin_is_capturing(side));
   EXPECT(mycoll_standin_stream_synchronize(stream) != nullptr);
   void* inside = mycoll_standin_malloc(100, stream);
@@ -324,7 +324,7 @@ TEST(StandinGraph, refusesWhatCudaRefuses) {
   EXPECT(mycoll_standin_capture_end(stream, &graph) != nullptr);  // none began
 
   EXPECT(mycoll_standin_event_record(event, side) == nullptr);
-  EXPECT(mycoll_standin_capture_begin(stream) == nullptr);
+  EXPECT(mycoll_standin_capture_begin(stream, 0) == nullptr);
   EXPECT(mycoll_standin_event_block(event, stream) != nullptr);  // work outside the capture
   EXPECT(mycoll_standin_event_record(event, stream) == nullptr);
   EXPECT(mycoll_standin_event_block(event, side) == nullptr);
@@ -341,7 +341,7 @@ TEST(StandinGraph, isSpoiledByThreadsThatDoNotTakeCare) {
   void* graph = nullptr;
   mycoll_standin_set_strict_capture(1);
   for (int mode = 0; mode <= 2; ++mode) {  // global, thread-local, relaxed
-    EXPECT(mycoll_standin_capture_begin(stream) == nullptr);
+    EXPECT(mycoll_standin_capture_begin(stream, 0) == nullptr);
     std::thread([&] {
       EXPECT_EQ(mycoll_standin_exchange_capture_mode(mode), 0);
       int done = 0;
@@ -351,7 +351,7 @@ TEST(StandinGraph, isSpoiledByThreadsThatDoNotTakeCare) {
     if (mode != 0) mycoll_standin_graph_destroy(graph);
   }
   // What belongs to the capture may not be asked for in any mode.
-  EXPECT(mycoll_standin_capture_begin(stream) == nullptr);
+  EXPECT(mycoll_standin_capture_begin(stream, 0) == nullptr);
   EXPECT(mycoll_standin_event_record(event, stream) == nullptr);
   std::thread([&] {
     EXPECT_EQ(mycoll_standin_exchange_capture_mode(2), 0);

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from standins import cuda as standin_cuda
 from worlds import device as devices
 
 from gpu.page import Result, write_page
@@ -124,11 +125,22 @@ def main() -> int:
     parser = argparse.ArgumentParser("./dev gpu", description=__doc__)
     parser.add_argument("--only", choices=["tests", "benchmarks"], help="half of it")
     parser.add_argument("--quick", action="store_true", help="tiny benchmarks: does all of it run?")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the page goes")
+    parser.add_argument(
+        "--folder", type=Path, help="where the page goes (benchmarks/results, build/rehearsal)"
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="without a GPU: torch must be built for CUDA 13, whose runtime and NCCL are stand-ins",
+    )
     parser.add_argument(
         "--device", choices=["cuda", "standin"], default="cuda", help="standin: to try this program"
     )
     args, words = parser.parse_known_args()  # the rest is pytest's
+    if args.rehearse and not standin_cuda.is_here():
+        os.environ["LD_PRELOAD"] = standin_cuda.preload()
+        os.execv(sys.executable, [sys.executable, "-m", "gpu", *sys.argv[1:]])
+    args.folder = args.folder or (ROOT / "build" / "rehearsal" if args.rehearse else RESULTS)
     args.folder.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
     what = "standin"

@@ -16,6 +16,7 @@ import mycoll
 import torch
 from mycoll.bench.report import read_results
 from mycoll.bench.result import Row
+from standins import cuda as standin_cuda
 from worlds.device import nccl_version
 
 
@@ -40,6 +41,8 @@ class Result:
 def machine(device: str) -> Iterator[str]:
     python = platform.python_version()
     yield f"mycoll {mycoll.__version__}, torch {torch.__version__}, Python {python}"
+    if standin_cuda.is_here():
+        yield "a rehearsal without a GPU: the times say nothing"
     if device == "cuda":
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)

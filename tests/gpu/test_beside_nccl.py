@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -111,16 +114,53 @@ def test_as_many_ranks_as_gpus(pool):
     pool.get(spec).run(full_world)
 
 
+COPIES = """
+import torch
+print(*{line.split()[-1] for line in open("/proc/self/maps") if "libnccl" in line})
+"""
+
+
 def test_nccl_is_torchs_own(pool):
-    """No second copy of NCCL is loaded beside that of torch."""
-    copies = pool.get(pool.spec(1, device="cuda", road="nccl")).run(loaded_copies)[0]
-    assert len(copies) == 1, copies
+    """No copy of NCCL is loaded beside what torch loads by itself."""
+    alone = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True, check=True)
+    world = pool.get(pool.spec(1, device="cuda", road="nccl"))
+    assert world.run(loaded_copies)[0] == set(alone.stdout.split())
 
 
-def loaded_copies(ctx: Ctx) -> list[str]:
+def loaded_copies(ctx: Ctx) -> set[str]:
     dist.all_reduce(torch.ones(1, device=ctx.device))
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line.split()[-1] for line in maps if "libnccl" in line})
+    return {line.split()[-1] for line in maps if "libnccl" in line}
+
+
+def own_context_only(ctx: Ctx) -> None:
+    """Each context takes half a gigabyte of its GPU, and the others' ranks need that."""
+    x = torch.ones(10_000, device=ctx.device)
+    right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    for group in (dist.group.WORLD, dist.new_group()):
+        dist.all_reduce(x, group=group)
+        works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(3)]
+        works[0].wait(timedelta(seconds=30))
+        ops = [
+            dist.P2POp(dist.isend, x, right, group),
+            dist.P2POp(dist.irecv, torch.empty_like(x), left, group),
+        ]
+        works += dist.batch_isend_irecv(ops)
+        for work in works:
+            work.wait()
+        dist.all_gather_object([None] * ctx.size, ctx.rank, group=group)
+        dist.barrier(group=group)
+        torch.cuda.synchronize()
+    dist.destroy_process_group(group)
+    others = [d for d in range(torch.cuda.device_count()) if d != ctx.device.index]
+    ctx.equal([d for d in others if torch._C._cuda_hasPrimaryContext(d)], [], "other contexts")
+
+
+@pytest.mark.parametrize("road", ["nccl", "host"])
+def test_no_context_on_other_gpus(fresh_device_world, road):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    fresh_device_world(2, road).run(own_context_only)
 
 
 def test_roads_are_known() -> None:

@@ -88,7 +88,8 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     start = tensor.storage_offset() * tensor.element_size()
-    data = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    data.set_(tensor.untyped_storage())
     return data[start : start + tensor.numel() * tensor.element_size()]
 
 

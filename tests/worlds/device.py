@@ -94,6 +94,21 @@ def brings_nccl() -> bool:
     return torch.distributed.is_nccl_available()
 
 
+def rehearse() -> None:
+    """Where torch's CUDA is on stand-ins: `./dev gpu --rehearse`."""
+    from standins import cuda
+
+    if cuda.is_here():
+        cuda.load()
+
+
+def is_scripted(device: str) -> bool:
+    """Whether ranks find no NCCL but the stand-in, which STANDIN_NCCL tells what to do."""
+    from standins import cuda
+
+    return cuda.is_here() if device == "cuda" else not brings_nccl()
+
+
 def start(device: str, road: str, rank: int) -> torch.device:
     """Makes the device known to torch and mycoll, and a rank's own one the current one."""
     if device == "standin":
@@ -106,6 +121,8 @@ def start(device: str, road: str, rank: int) -> torch.device:
 
         accelerator.load()
         accelerator.serve("mycoll")
+    else:
+        rehearse()
     mine = torch.device(device, rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(mine.index)
     return mine
@@ -236,7 +253,9 @@ def on_device(device: torch.device) -> Iterator[None]:
 def held(stream: torch.Stream) -> Iterator[None]:
     """The stream stands still in this block; on CUDA for about a quarter of a second."""
     if stream.device.type == "cuda":
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream.native_handle)):
+        # Not ExternalStream: for the default stream, whose handle is 0, that makes a new one.
+        numbers = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+        with torch.cuda.stream(torch.cuda.Stream(**numbers)):
             torch.cuda._sleep(400_000_000)
         yield
         return

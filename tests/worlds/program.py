@@ -15,6 +15,8 @@ def main() -> None:
     os.environ.update(device.environment(kind, road, int(os.environ.get("RANK", "0"))))
     if kind == "standin":
         device.start(kind, road, int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        device.rehearse()
 
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -2,7 +2,8 @@
 //
 //   guard.cpp    current devices and streams, events: what c10's device-generic classes call
 //   memory.cpp   allocators, pinned memory, the hooks by which torch asks for them
-//   kernels.cpp  operators: asynchronous ones, views, and a fallback to the CPU that waits
+//   operators.cpp  asynchronous ones, and a fallback to the CPU that waits: for any device
+//   kernels.cpp  torch's own for making and viewing tensors
 //   module.cpp   what Python sees beyond that
 //
 // Thread contract: [any thread], as for any device. The current device and streams are the
@@ -29,9 +30,6 @@ c10::DeviceIndex currentDevice();
 // The current stream of a device (-1: of the current device).
 c10::Stream currentStream(c10::DeviceIndex device = -1);
 void* handleOf(c10::Stream stream);
-
-// Runs in order on the stream; recorded under capture.
-void enqueue(c10::Stream stream, std::function<void()> work);
 
 c10::Allocator* deviceAllocator();
 void resizeStorage(const c10::Storage& storage, size_t bytes);

@@ -17,7 +17,9 @@ constexpr int kHighPriority = -1;
 // Ids of streams: 0 is the default stream, then the two pools, then those made on request.
 class Device {
  public:
-  explicit Device(c10::DeviceIndex index) : index_(index) { make(0); }
+  explicit Device(c10::DeviceIndex index) : index_(index) {
+    streams_.push_back(mycoll_standin_default_stream(index));
+  }
 
   void* handle(c10::StreamId id) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -59,7 +61,6 @@ Device& device(c10::DeviceIndex index) {
   return *all[index];
 }
 
-thread_local c10::DeviceIndex current = 0;
 thread_local std::vector<c10::StreamId> currentStreams;
 
 c10::StreamId& currentId(c10::DeviceIndex index) {
@@ -78,21 +79,16 @@ struct Event {
 
 }  // namespace
 
-c10::DeviceIndex currentDevice() { return current; }
+c10::DeviceIndex currentDevice() {
+  return static_cast<c10::DeviceIndex>(mycoll_standin_current_device());
+}
 
 c10::Stream currentStream(c10::DeviceIndex index) {
-  if (index < 0) index = current;
+  if (index < 0) index = currentDevice();
   return streamOf(index, currentId(index));
 }
 
 void* handleOf(c10::Stream stream) { return device(stream.device_index()).handle(stream.id()); }
-
-void enqueue(c10::Stream stream, std::function<void()> work) {
-  using Work = std::function<void()>;
-  mycoll_standin_enqueue_owned(
-      handleOf(stream), [](void* w) { (*static_cast<Work*>(w))(); }, new Work(std::move(work)),
-      [](void* w) { delete static_cast<Work*>(w); });
-}
 
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
@@ -102,26 +98,28 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     setDevice(to);
     return before;
   }
-  c10::Device getDevice() const override { return {kDevice, current}; }
+  c10::Device getDevice() const override { return {kDevice, currentDevice()}; }
   void setDevice(c10::Device to) const override {
     device(to.index());  // throws where there is none
-    current = to.index();
+    mycoll_standin_set_current_device(to.index());
   }
-  void uncheckedSetDevice(c10::Device to) const noexcept override { current = to.index(); }
+  void uncheckedSetDevice(c10::Device to) const noexcept override {
+    mycoll_standin_set_current_device(to.index());
+  }
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(mycoll_standin_device_count());
   }
 
   c10::Stream getStream(c10::Device of) const override { return currentStream(of.index()); }
   c10::Stream getDefaultStream(c10::Device of) const override {
-    return streamOf(of.index() < 0 ? current : of.index(), 0);
+    return streamOf(of.index() < 0 ? currentDevice() : of.index(), 0);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device of, bool isHighPriority) const override {
-    const c10::DeviceIndex index = of.index() < 0 ? current : of.index();
+    const c10::DeviceIndex index = of.index() < 0 ? currentDevice() : of.index();
     return streamOf(index, device(index).pooled(isHighPriority));
   }
   c10::Stream getNewStream(c10::Device of, int priority) const override {
-    const c10::DeviceIndex index = of.index() < 0 ? current : of.index();
+    const c10::DeviceIndex index = of.index() < 0 ? currentDevice() : of.index();
     device(index).pooled(false);  // the pools have the first ids
     return streamOf(index, device(index).make(priority));
   }

@@ -59,7 +59,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return mycoll_standin_stream_priority(handle(id, device));
   });
   m.def("capture_begin", [](int64_t id, int64_t device) {
-    standin::check(mycoll_standin_capture_begin(handle(id, device)));
+    standin::check(mycoll_standin_capture_begin(handle(id, device), 0));
   });
   m.def(
       "capture_end",

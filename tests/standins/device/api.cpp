@@ -19,7 +19,11 @@ using standin::Memory;
 using standin::Moment;
 using standin::Stream;
 
-Stream* stream(void* handle) { return static_cast<Stream*>(handle); }
+thread_local int currentDevice = 0;
+
+Stream* stream(void* handle) {
+  return handle != nullptr ? static_cast<Stream*>(handle) : standin::defaultStream(currentDevice);
+}
 Event* event(void* handle) { return static_cast<Event*>(handle); }
 
 // What an event stands for now; refuses one that a capture has taken.
@@ -79,6 +83,12 @@ const char* mycoll_standin_device_synchronize(int device) {
   awaitAll();
   return nullptr;
 }
+
+int mycoll_standin_current_device(void) { return currentDevice; }
+void mycoll_standin_set_current_device(int device) { currentDevice = device; }
+
+void* mycoll_standin_default_stream(int device) { return standin::defaultStream(device); }
+void* mycoll_standin_stream(void* handle) { return stream(handle); }
 
 void* mycoll_standin_stream_create(int device, int priority) {
   return new Stream(device, priority);
@@ -210,7 +220,13 @@ void mycoll_standin_fill(void* target, int byte, size_t bytes, void* onStream) {
 
 void mycoll_standin_verify(void) { Memory::get().verify(); }
 
-const char* mycoll_standin_capture_begin(void* handle) { return stream(handle)->beginCapture(); }
+const char* mycoll_standin_capture_begin(void* handle, int mode) {
+  return stream(handle)->beginCapture(mode);
+}
+uint64_t mycoll_standin_capture_id(void* handle) {
+  const std::shared_ptr<Graph> capture = stream(handle)->capture();
+  return capture ? capture->id : 0;
+}
 int mycoll_standin_is_capturing(void* handle) { return stream(handle)->capture() ? 1 : 0; }
 
 const char* mycoll_standin_capture_end(void* handle, void** graph) {
@@ -229,6 +245,10 @@ void mycoll_standin_graph_launch(void* graph, void* onStream) {
 
 void mycoll_standin_graph_destroy(void* graph) {
   delete static_cast<std::shared_ptr<Graph>*>(graph);
+}
+
+void* mycoll_standin_graph_share(void* graph) {
+  return new std::shared_ptr<Graph>(*static_cast<std::shared_ptr<Graph>*>(graph));
 }
 
 void mycoll_standin_count(struct mycoll_standin_counts* counts) {

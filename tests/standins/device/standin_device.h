@@ -34,9 +34,13 @@ extern "C" {
 
 STANDIN_API int mycoll_standin_device_count(void);
 STANDIN_API const char* mycoll_standin_device_synchronize(int device);
+STANDIN_API int mycoll_standin_current_device(void);  // of this thread: 0, until it is set
+STANDIN_API void mycoll_standin_set_current_device(int device);
 
-// --- streams
+// --- streams. Null stands for the current device's default stream, as in CUDA.
 
+STANDIN_API void* mycoll_standin_default_stream(int device);
+STANDIN_API void* mycoll_standin_stream(void* stream);  // the same; the default one for null
 // priority: lower is more urgent, as everywhere; it is only recorded.
 STANDIN_API void* mycoll_standin_stream_create(int device, int priority);
 STANDIN_API int mycoll_standin_stream_device(void* stream);
@@ -101,17 +105,21 @@ STANDIN_API void mycoll_standin_verify(void);
 // From begin to end, work for the stream is recorded. A stream that waits for an event of a capture
 // joins it; it must be joined back (by an event) before the end. Whoever asks for such an event, or
 // waits for it on the host, spoils the capture.
-STANDIN_API const char* mycoll_standin_capture_begin(void* stream);
+// mode: cudaStreamCaptureMode, see mycoll_standin_set_strict_capture.
+STANDIN_API const char* mycoll_standin_capture_begin(void* stream, int mode);
 STANDIN_API int mycoll_standin_is_capturing(void* stream);
+STANDIN_API uint64_t mycoll_standin_capture_id(void* stream);  // 0: none
 STANDIN_API const char* mycoll_standin_capture_end(void* stream, void** graph);
 // Runs what was recorded, in the order in which it was recorded, on one stream.
 STANDIN_API void mycoll_standin_graph_launch(void* graph, void* stream);
 // Memory that was allocated under capture and freed meanwhile goes with the graph.
 STANDIN_API void mycoll_standin_graph_destroy(void* graph);
+STANDIN_API void* mycoll_standin_graph_share(void* graph);  // the same once more, to be destroyed
 
-// CUDA's rule, off by default: while anybody captures, events and streams may be asked or waited
-// for only by threads whose mode is relaxed (2), or thread-local (1) on another thread than the
-// capture's. Other calls are refused, and the capture fails at its end.
+// CUDA's rule, off by default: events and streams may not be asked or waited for by a thread that
+// captures, unless the capture is relaxed (2), and, while another thread captures in global mode
+// (0), by no thread whose own mode is global. A relaxed thread may always. Other calls are refused,
+// and the capture fails at its end.
 STANDIN_API void mycoll_standin_set_strict_capture(int isStrict);
 STANDIN_API int mycoll_standin_exchange_capture_mode(int mode);  // of this thread; returns the old
 

@@ -18,8 +18,8 @@ bool isCaptureStrict = false;
 std::vector<Graph*>& captures =
     *new std::vector<Graph*>;  // that go on; kept alive by their streams
 
-// As cudaStreamCaptureMode, of which 0 is "global".
-constexpr int kThreadLocal = 1;
+// As cudaStreamCaptureMode.
+constexpr int kGlobal = 0;
 constexpr int kRelaxed = 2;
 thread_local int captureMode = 0;
 
@@ -128,7 +128,9 @@ Refusal refuseDuringCapture(const char* what) {
   if (!isCaptureStrict || captureMode == kRelaxed) return nullptr;
   bool isRefused = false;
   for (Graph* graph : captures) {
-    if (captureMode == kThreadLocal && graph->thread != std::this_thread::get_id()) continue;
+    const bool isOwn = graph->thread == std::this_thread::get_id();
+    if (isOwn ? graph->mode == kRelaxed : captureMode != kGlobal || graph->mode != kGlobal)
+      continue;
     graph->spoiledBy = what;
     isRefused = true;
   }
@@ -161,6 +163,15 @@ std::vector<Stream*> streamsOf(int device) {
     if (stream->device == device) found.push_back(stream);
   }
   return found;
+}
+
+Stream* defaultStream(int device) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& all = *new std::map<int, Stream*>;
+  std::lock_guard<std::mutex> lock(mutex);
+  Stream*& stream = all[device];
+  if (stream == nullptr) stream = new Stream(device, 0);
+  return stream;
 }
 
 void Stream::run() {
@@ -282,12 +293,15 @@ std::shared_ptr<Graph> Stream::capture() const {
   return capture_;
 }
 
-Refusal Stream::beginCapture() {
+Refusal Stream::beginCapture(int mode) {
+  static std::atomic<uint64_t> last{0};
   std::lock_guard<std::mutex> lock(captureMutex);
   if (capture_) return refuse("the stream is being captured already");
   capture_ = std::make_shared<Graph>();
   capture_->origin = this;
   capture_->thread = std::this_thread::get_id();
+  capture_->mode = mode;
+  capture_->id = ++last;
   captures.push_back(capture_.get());
   capture_->recorded[this] = 0;
   capture_->reached[this];

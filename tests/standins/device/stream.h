@@ -66,6 +66,8 @@ class Graph {
   std::vector<Task> tasks;
   Stream* origin = nullptr;
   std::thread::id thread;
+  int mode = 0;  // cudaStreamCaptureMode
+  uint64_t id = 0;
   std::string spoiledBy;  // empty: nothing
   bool hasEnded = false;
   std::map<Stream*, size_t> recorded;  // tasks of each stream that takes part
@@ -91,7 +93,7 @@ class Stream {
   Refusal record(Event* event);
   Refusal block(Event* event);
 
-  Refusal beginCapture();
+  Refusal beginCapture(int mode);
   Refusal endCapture(std::shared_ptr<Graph>* graph);
   std::shared_ptr<Graph> capture() const;  // null: not being captured
   void launch(const std::shared_ptr<Graph>& graph);
@@ -111,6 +113,7 @@ class Stream {
 };
 
 std::vector<Stream*> streamsOf(int device);
+Stream* defaultStream(int device);
 void setDelay(int64_t microseconds);
 
 void setStrictCapture(bool isStrict);

@@ -24,6 +24,7 @@ Device load() {
     if (handle == nullptr) die("load libmycoll_standin_device.so first");
   }
   Device device{};
+  find(handle, "mycoll_standin_stream", device.stream);
   find(handle, "mycoll_standin_enqueue_owned", device.enqueueOwned);
   find(handle, "mycoll_standin_touch", device.touch);
   find(handle, "mycoll_standin_pointer_device", device.pointerDevice);

@@ -8,6 +8,7 @@
 namespace standin::nccl {
 
 struct Device {
+  void* (*stream)(void* stream);  // the default one, for null
   void (*enqueueOwned)(void* stream, void (*fn)(void*), void* argument, void (*destroy)(void*));
   void* (*touch)(const void* address, size_t bytes, const char* what);
   int (*pointerDevice)(const void* address);

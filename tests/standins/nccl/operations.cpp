@@ -92,7 +92,7 @@ Result add(Handle handle, Operation op, void* stream, Reach reach) {
     }
     op.op = static_cast<RedOp>(5);  // its number differs between ranks
   }
-  if (stream == nullptr) die(std::string(op.name) + " on a null stream");
+  stream = Device::get().stream(stream);
   if (group.depth > 0) {
     if (result != Result::kSuccess) {
       group.error = result;
@@ -155,6 +155,12 @@ NCCL_API Result ncclBroadcast(const void* send, void* receive, size_t count, Dat
   return add(comm,
              operation(Kind::kBroadcast, "ncclBroadcast", send, receive, count, type, {}, root),
              stream, {isRoot, true});
+}
+
+// The old form, in place, which torch's own backend calls.
+NCCL_API Result ncclBcast(void* buffer, size_t count, DataType type, int root, Handle comm,
+                          CudaStream stream) {
+  return ncclBroadcast(buffer, buffer, count, type, root, comm, stream);
 }
 
 NCCL_API Result ncclReduce(const void* send, void* receive, size_t count, DataType type, RedOp op,

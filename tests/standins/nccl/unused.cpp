@@ -8,7 +8,6 @@
                                    #symbol " is not in the stand-in");              \
   }
 
-STANDIN_UNUSED(ncclBcast)
 STANDIN_UNUSED(ncclCommGetUniqueId)
 STANDIN_UNUSED(ncclCommGrow)
 STANDIN_UNUSED(ncclCommInitAll)

@@ -1,0 +1,67 @@
+// The functions of the CUDA runtime that mycoll looks for by name, for the stand-in device. Alone
+// they are libmycoll_standin_cudart.so, to be loaded (globally) where a torch without CUDA runs;
+// with runtime.cpp beside this they belong to a device that knows what it is (STANDIN_IS_WHOLE).
+// With them comes CUDA's rule that a call which may spoil another thread's capture is refused and
+// does spoil it.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+
+#include "standin_device.h"
+
+namespace {
+
+constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+constexpr int kActive = 1;
+
+[[gnu::constructor]] void becomeStrict() { mycoll_standin_set_strict_capture(1); }
+
+// What a test says; otherwise only the whole runtime knows.
+const char* known(const char* variable, const char* otherwise) {
+  const char* const told = std::getenv(variable);
+#ifdef STANDIN_IS_WHOLE
+  return told != nullptr ? told : otherwise;
+#else
+  (void)otherwise;
+  return told;
+#endif
+}
+
+}  // namespace
+
+extern "C" {
+
+STANDIN_API int cudaStreamIsCapturing(void* stream, int* status) {
+  *status = mycoll_standin_is_capturing(stream) ? kActive : 0;
+  return kSuccess;
+}
+
+STANDIN_API int cudaThreadExchangeStreamCaptureMode(int* mode) {
+  *mode = mycoll_standin_exchange_capture_mode(*mode);
+  return kSuccess;
+}
+
+STANDIN_API int cudaDeviceGetAttribute(int* value, int attribute, int /*device*/) {
+  constexpr int kMajor = 75, kMinor = 76;
+  const char* const capability = known("STANDIN_CAPABILITY", "90");
+  if (capability == nullptr || (attribute != kMajor && attribute != kMinor)) return kInvalidValue;
+  const int both = std::atoi(capability);
+  *value = attribute == kMajor ? both / 10 : both % 10;
+  return kSuccess;
+}
+
+// By it ranks find out whether they share a GPU.
+STANDIN_API int cudaDeviceGetPCIBusId(char* text, int length, int device) {
+  char own[32];
+  std::snprintf(own, sizeof own, "0000:%02x:00.0", static_cast<unsigned>(device));
+  const char* const id = known("STANDIN_BUS_ID", own);
+  if (id == nullptr) return kInvalidValue;
+  std::snprintf(text, static_cast<size_t>(length), "%s", id);
+  return kSuccess;
+}
+
+// runtime.cpp has errors.
+STANDIN_API [[gnu::weak]] int cudaGetLastError() { return kSuccess; }
+
+}  // extern "C"

@@ -55,7 +55,12 @@ class Plan:
 
 
 def run(
-    plan: Plan, name: str, command: list[str], seconds: float, rows: Path | None = None
+    plan: Plan,
+    name: str,
+    command: list[str],
+    seconds: float,
+    rows: Path | None = None,
+    environment: dict[str, str] | None = None,
 ) -> None:
     """A step, in processes of its own, and what it wrote to `rows`. Its output is kept where it
     failed."""
@@ -64,7 +69,12 @@ def run(
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
         try:
             code = process.wait(seconds)
@@ -104,14 +114,34 @@ def benchmarks(plan: Plan) -> None:
             measure(plan, size, road)
 
 
+def launcher(size: int) -> list[str]:
+    """A host's own name need not resolve."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*command, "--local-addr", "127.0.0.1", "--nproc-per-node", str(size)]
+
+
+def cpu_time(plan: Plan) -> None:
+    """Beside torch's nccl, where a GPU serves each rank. In a rehearsal on idle stand-ins: with calls
+    that cost nothing, and with such as real ones cost."""
+    if plan.device != "cuda":
+        return
+    costs = ["0,0", "700,5000"] if standin_cuda.is_here() else [""]
+    for size in plan.worlds:
+        if devices.roads("cuda", size, ["nccl"]) != ["nccl"]:
+            continue
+        for cost in costs:
+            command = [*launcher(size), "-m", "worlds.program", "cuda", "nccl", "gpu.cpu_time"]
+            command += ["2" if plan.quick else "30"]
+            name = f"CPU time, {size} ranks{f', idle, {cost}' if cost else ''}"
+            run(plan, name, command, 300, environment={"STANDIN_IDLE": cost} if cost else None)
+
+
 def measure(plan: Plan, size: int, road: str) -> None:
     rivals = "mycoll,nccl" if road != "host" and plan.device == "cuda" else "mycoll"
     # Ranks that share a GPU take turns on it: large sizes would only take long.
     most = "64M" if road == "nccl" else "4M"
     rows = plan.folder / f"{plan.stem}-{size}x{road}.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1"]  # a host's own name need not resolve
-    command += ["--nproc-per-node", str(size), "-m", "worlds.program", plan.device, road]
+    command = [*launcher(size), "-m", "worlds.program", plan.device, road]
     command += ["mycoll.bench", OPERATIONS, "--device", plan.device, "--backend", rivals]
     command += ["-b", "8", "-e", "1K" if plan.quick else most, "-f", "32", "--json", str(rows)]
     if plan.quick:
@@ -123,7 +153,7 @@ def measure(plan: Plan, size: int, road: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser("./dev gpu", description=__doc__)
-    parser.add_argument("--only", choices=["tests", "benchmarks"], help="half of it")
+    parser.add_argument("--only", choices=["tests", "cpu", "benchmarks"], help="a part of it")
     parser.add_argument("--quick", action="store_true", help="tiny benchmarks: does all of it run?")
     parser.add_argument(
         "--folder", type=Path, help="where the page goes (benchmarks/results, build/rehearsal)"
@@ -148,9 +178,11 @@ def main() -> int:
         name = torch.cuda.get_device_name(0).replace("NVIDIA", "").lower()
         what = f"{torch.cuda.device_count()}x{re.sub('[^a-z0-9]+', '', name)}"
     plan = Plan(args.device, args.folder, f"{today}-{what}", args.quick)
-    if args.only != "benchmarks":
+    if args.only in (None, "tests"):
         tests(plan, words)
-    if args.only != "tests":
+    if args.only in (None, "cpu"):
+        cpu_time(plan)
+    if args.only in (None, "benchmarks"):
         benchmarks(plan)
     print(f"written to {plan.page}")
     return 1 if any(result.code for result in plan.results) else 0

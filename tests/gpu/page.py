@@ -63,7 +63,10 @@ def machine(device: str) -> Iterator[str]:
 
 
 def summary(result: Result) -> Iterator[str]:
-    """pytest's last line, and the tests that it names below its failures."""
+    """Its tables, pytest's last line, and the tests that it names below its failures."""
+    tables = [line for line in result.lines if line.startswith("|")]
+    if tables:
+        yield from (*tables, "")
     named = [line for line in result.lines if line.startswith(("FAILED ", "ERROR ", "SKIPPED "))]
     yield from (f"    {line[:200]}" for line in named)
     yield from (f"    {line.strip('= ')}" for line in result.lines[-1:])

@@ -247,11 +247,11 @@ DeviceFence DeviceGroup::fence() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const c10::Device device : devices_) streams.push_back(currentStream(device));
-    for (const Followed& entry : followed_) {
+    forEachFollowed([&](const Followed& entry) {
       // Not for messages: their other ends may come after the barrier.
-      if (entry.isMessage || entry.operation->isEnqueued()) continue;
+      if (entry.isMessage || entry.operation->isEnqueued()) return;
       fence.operations.push_back(entry.operation);
-    }
+    });
   }
   nccl_->addStreams(&streams);
   for (const c10::Stream& stream : streams) {
@@ -306,7 +306,7 @@ void DeviceGroup::close(Deadline deadline) {
                                       : error();
     nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const Followed& entry : followed_) entry.operation->fail(cause);
+    forEachFollowed([&](const Followed& entry) { entry.operation->fail(cause); });
   }
   place_.control->close(deadline);
   place_.host->close(deadline);

@@ -18,6 +18,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -178,6 +179,13 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // The same; the requests' device is current.
   WorkPtr carryHere(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,
                     bool isBatch);
+  // With mutex_ held: on all that are followed.
+  template <typename Fn>
+  void forEachFollowed(Fn fn) const {
+    for (const Followed& entry : inOrder_) fn(entry);
+    for (const Followed& entry : followed_) fn(entry);
+  }
+  void takeEnded(std::vector<Followed>* ended);
   void hearOfFailures();
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();
@@ -194,7 +202,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::vector<Batched> batch_;  // of the thread that is coalescing
 
   mutable std::mutex mutex_;
-  std::vector<Followed> followed_;    // guarded by mutex_; oldest first
+  // Guarded by mutex_, oldest first: NCCL's collectives, which end one after another, of which there
+  // are thousands where a program runs ahead of its device; and all others.
+  std::deque<Followed> inOrder_;
+  std::vector<Followed> followed_;
   std::vector<Awaited> awaited_;      // guarded by mutex_
   std::vector<at::Tensor> released_;  // guarded by mutex_: memory of operations that are over
   std::vector<c10::Device> devices_;  // guarded by mutex_: that were used

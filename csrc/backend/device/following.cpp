@@ -27,8 +27,12 @@ void DeviceGroup::follow(Followed followed) {
     if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
       devices_.push_back(device);
     }
-    const bool wasBusy = !followed_.empty();
-    followed_.push_back(std::move(followed));
+    const bool wasBusy = !inOrder_.empty() || !followed_.empty();
+    if (followed.external) {
+      inOrder_.push_back(std::move(followed));
+    } else {
+      followed_.push_back(std::move(followed));
+    }
     if (wasBusy) return;
   }
   // Where the device does all of it, its end may be seen a little later: to wake a thread for every
@@ -55,7 +59,7 @@ void DeviceGroup::followMessage(const DeviceOperationPtr& operation, const Reque
 
 bool DeviceGroup::isBusy() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return !followed_.empty() || !awaited_.empty();
+  return !inOrder_.empty() || !followed_.empty() || !awaited_.empty();
 }
 
 void DeviceGroup::onOver(const DeviceOperationPtr& operation,
@@ -67,21 +71,42 @@ void DeviceGroup::onOver(const DeviceOperationPtr& operation,
   Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
 }
 
+// Those of inOrder_ that are over. The device is asked without the mutex, which every call of the
+// user's takes; nobody else takes entries away.
+void DeviceGroup::takeEnded(std::vector<Followed>* ended) {
+  constexpr size_t kAtOnce = 64;
+  size_t count = 0;
+  do {
+    std::vector<DeviceOperationPtr> oldest;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (size_t i = 0; i < std::min(kAtOnce, inOrder_.size()); ++i) {
+        oldest.push_back(inOrder_[i].operation);
+      }
+    }
+    count = 0;
+    while (count < oldest.size() && oldest[count]->isOver()) ++count;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < count; ++i) {
+      ended->push_back(std::move(inOrder_.front()));
+      inOrder_.pop_front();
+    }
+  } while (count == kAtOnce);
+}
+
 DeviceGroup::Watched DeviceGroup::watch() {
   Watched seen;
   hearOfFailures();
   std::vector<Followed> ended, late;
+  takeEnded(&ended);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<Followed> left;
-    bool isBehind = false;  // a collective is not over, so those behind it are not
     for (Followed& entry : followed_) {
-      const bool isCollective = entry.external != nullptr;
-      if (!(isCollective && isBehind) && entry.operation->isOver()) {
+      if (entry.operation->isOver()) {
         ended.push_back(std::move(entry));
         continue;
       }
-      isBehind |= isCollective;
       if (entry.ownsDeadline && entry.deadline.expired()) late.push_back(entry);
       left.push_back(std::move(entry));
     }
@@ -130,7 +155,7 @@ void DeviceGroup::hearOfFailures() {
   std::vector<Followed> followed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    followed = followed_;
+    forEachFollowed([&](const Followed& entry) { followed.push_back(entry); });
   }
   for (const Followed& entry : followed) {
     const bool hasText = entry.op && entry.op->done() && !entry.op->status().ok();

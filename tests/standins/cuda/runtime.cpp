@@ -62,7 +62,12 @@ Error missing(const char* function) {
 // thread's current device, so that a thread that never chose one makes it on device 0.
 std::atomic<uint64_t> contexts{0};
 
-void needContext() { contexts |= uint64_t{1} << mycoll_standin_current_device(); }
+// What every call of the runtime does that needs a device.
+void enter() {
+  const uint64_t bit = uint64_t{1} << mycoll_standin_current_device();
+  if ((contexts.load(std::memory_order_relaxed) & bit) == 0) contexts |= bit;
+  mycoll_standin_spend(0);
+}
 
 // --- kernels, by name
 
@@ -163,12 +168,12 @@ API cudaSetDevice(int device) {
     return fail(kInvalidDevice, "there is no device " + std::to_string(device));
   }
   mycoll_standin_set_current_device(device);
-  needContext();
+  enter();
   return kSuccess;
 }
 
 API cudaDeviceSynchronize() {
-  needContext();
+  enter();
 
   return outcome(mycoll_standin_device_synchronize(mycoll_standin_current_device()));
 }
@@ -208,7 +213,7 @@ API cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 API cudaMemGetInfo(size_t* available, size_t* total) {
-  needContext();
+  enter();
 
   mycoll_standin_counts counts;
   mycoll_standin_count(&counts);
@@ -228,7 +233,7 @@ API cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsign
 // --- streams. CUDA's handle 0 is the current device's default stream, as in standin_device.h.
 
 API cudaStreamCreateWithPriority(void** stream, unsigned, int priority) {
-  needContext();
+  enter();
 
   *stream = mycoll_standin_stream_create(mycoll_standin_current_device(), priority);
   return kSuccess;
@@ -245,13 +250,13 @@ API cudaStreamGetPriority(void* stream, int* priority) {
 }
 
 API cudaStreamSynchronize(void* stream) {
-  needContext();
+  enter();
 
   return outcome(mycoll_standin_stream_synchronize(stream));
 }
 
 API cudaStreamQuery(void* stream) {
-  needContext();
+  enter();
 
   int isDone = 0;
   const char* const refusal = mycoll_standin_stream_query(stream, &isDone);
@@ -259,13 +264,13 @@ API cudaStreamQuery(void* stream) {
 }
 
 API cudaStreamWaitEvent(void* stream, void* event, unsigned) {
-  needContext();
+  enter();
 
   return outcome(mycoll_standin_event_block(event, stream));
 }
 
 API cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
-  needContext();
+  enter();
 
   mycoll_standin_enqueue(stream, function, argument);
   return kSuccess;
@@ -274,7 +279,7 @@ API cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
 // --- events
 
 API cudaEventCreateWithFlags(void** event, unsigned) {
-  needContext();
+  enter();
 
   *event = mycoll_standin_event_create();
   return kSuccess;
@@ -287,7 +292,7 @@ API cudaEventDestroy(void* event) {
 }
 
 API cudaEventRecordWithFlags(void* event, void* stream, unsigned) {
-  needContext();
+  enter();
 
   return outcome(mycoll_standin_event_record(event, stream));
 }
@@ -296,7 +301,7 @@ API cudaEventRecord(void* event, void* stream) {
 }
 
 API cudaEventQuery(void* event) {
-  needContext();
+  enter();
 
   int isDone = 0;
   const char* const refusal = mycoll_standin_event_query(event, &isDone);
@@ -304,7 +309,7 @@ API cudaEventQuery(void* event) {
 }
 
 API cudaEventSynchronize(void* event) {
-  needContext();
+  enter();
   return outcome(mycoll_standin_event_synchronize(event));
 }
 
@@ -318,7 +323,7 @@ API cudaEventElapsedTime(float* milliseconds, void* start, void* end) {
 // --- memory
 
 API cudaMalloc(void** address, size_t bytes) {
-  needContext();
+  enter();
 
   *address = mycoll_standin_malloc(bytes, nullptr);
   return *address != nullptr ? kSuccess : fail(kMemoryAllocation, "the device's memory is full");
@@ -334,7 +339,7 @@ API cudaFree(void* address) {
 }
 
 API cudaHostAlloc(void** address, size_t bytes, unsigned) {
-  needContext();
+  enter();
 
   *address = mycoll_standin_host_malloc(bytes);
   return *address != nullptr ? kSuccess : fail(kMemoryAllocation, "no memory");
@@ -358,12 +363,12 @@ API cudaPointerGetAttributes(PointerAttributes* attributes, const void* address)
 }
 
 API cudaMemcpyAsync(void* target, const void* source, size_t bytes, int, void* stream) {
-  needContext();
+  enter();
 
   return outcome(mycoll_standin_copy(target, source, bytes, stream));
 }
 API cudaMemcpy(void* target, const void* source, size_t bytes, int) {
-  needContext();
+  enter();
 
   const char* const refusal = mycoll_standin_copy(target, source, bytes, nullptr);
   return outcome(refusal != nullptr ? refusal : mycoll_standin_stream_synchronize(nullptr));
@@ -373,7 +378,7 @@ API cudaMemcpyPeerAsync(void* target, int, const void* source, int, size_t bytes
 }
 
 API cudaMemsetAsync(void* target, int byte, size_t bytes, void* stream) {
-  needContext();
+  enter();
 
   mycoll_standin_fill(target, byte, bytes, stream);
   return kSuccess;
@@ -385,7 +390,7 @@ API cudaMemset(void* target, int byte, size_t bytes) {
 // --- graphs. One that is instantiated is the captured one.
 
 API cudaStreamBeginCapture(void* stream, int mode) {
-  needContext();
+  enter();
 
   return outcome(mycoll_standin_capture_begin(stream, mode));
 }

@@ -117,13 +117,14 @@ void mycoll_standin_enqueue_owned(void* handle, void (*fn)(void*), void* argumen
 }
 
 void mycoll_standin_stream_sleep(void* handle, int64_t microseconds) {
+  if (standin::isIdle()) return;
   stream(handle)->enqueueNow(
       [microseconds] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
 }
 
 void* mycoll_standin_gate_close(void* handle) {
   auto gate = std::make_shared<Moment>();
-  stream(handle)->enqueueNow([gate] { gate->await(); });
+  if (!standin::isIdle()) stream(handle)->enqueueNow([gate] { gate->await(); });
   return new std::shared_ptr<Moment>(gate);
 }
 
@@ -250,6 +251,9 @@ void mycoll_standin_graph_destroy(void* graph) {
 void* mycoll_standin_graph_share(void* graph) {
   return new std::shared_ptr<Graph>(*static_cast<std::shared_ptr<Graph>*>(graph));
 }
+
+int mycoll_standin_is_idle(void) { return standin::isIdle() ? 1 : 0; }
+void mycoll_standin_spend(int isNccl) { standin::spend(isNccl != 0); }
 
 void mycoll_standin_count(struct mycoll_standin_counts* counts) {
   const standin::Counts& all = standin::counts();

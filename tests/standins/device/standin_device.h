@@ -123,6 +123,13 @@ STANDIN_API void* mycoll_standin_graph_share(void* graph);  // the same once mor
 STANDIN_API void mycoll_standin_set_strict_capture(int isStrict);
 STANDIN_API int mycoll_standin_exchange_capture_mode(int mode);  // of this thread; returns the old
 
+// --- an idle device, for measuring how much CPU time its callers need: STANDIN_IDLE=RUNTIME,NCCL.
+// Nothing runs, everything has happened at once, and numbers are garbage. A call of the CUDA
+// runtime takes RUNTIME nanoseconds, one of NCCL's NCCL.
+
+STANDIN_API int mycoll_standin_is_idle(void);
+STANDIN_API void mycoll_standin_spend(int isNccl);  // where it is not idle: nothing
+
 // --- what happened so far, for tests
 
 struct mycoll_standin_counts {

@@ -112,6 +112,9 @@ class Stream {
   std::shared_ptr<Graph> capture_;  // guarded by captureMutex
 };
 
+bool isIdle();  // STANDIN_IDLE: see standin_device.h
+void spend(bool isNccl);
+
 std::vector<Stream*> streamsOf(int device);
 Stream* defaultStream(int device);
 void setDelay(int64_t microseconds);

@@ -30,6 +30,8 @@ Device load() {
   find(handle, "mycoll_standin_pointer_device", device.pointerDevice);
   find(handle, "mycoll_standin_is_capturing", device.isCapturing);
   find(handle, "mycoll_standin_stream_create", device.streamCreate);
+  find(handle, "mycoll_standin_is_idle", device.isIdle);
+  find(handle, "mycoll_standin_spend", device.spend);
   find(handle, "mycoll_standin_malloc", device.allocate);
   find(handle, "mycoll_standin_free", device.release);
   return device;

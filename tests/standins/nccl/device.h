@@ -14,6 +14,8 @@ struct Device {
   int (*pointerDevice)(const void* address);
   int (*isCapturing)(void* stream);
   void* (*streamCreate)(int device, int priority);
+  int (*isIdle)();
+  void (*spend)(int isNccl);
   void* (*allocate)(size_t bytes, void* stream);
   void (*release)(void* address);
 

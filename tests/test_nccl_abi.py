@@ -1,4 +1,5 @@
-"""csrc/nccl/abi.h and the loader, against NVIDIA's own nccl.h and libnccl.so.2.
+"""csrc/nccl/abi.h and the loader, against NVIDIA's own nccl.h and libnccl.so.2; and what the
+stand-in for CUDA's runtime knows of that.
 
 Neither is part of mycoll. They are looked for beside the torch at hand (a CUDA build brings both),
 in NCCL_PACKAGES (a folder such as site-packages), and in build/nccl, which `./dev nccl` fills.
@@ -57,7 +58,9 @@ def cuda_headers(place: Path) -> list[Path]:
     pytest.skip(f"{place} lacks CUDA headers that nccl.h includes; `./dev nccl` fetches them")
 
 
-def compile_against(place: Path, ours: Path) -> subprocess.CompletedProcess[str]:
+def compile_against(
+    place: Path, ours: Path, source: str = "nccl_abi.cpp"
+) -> subprocess.CompletedProcess[str]:
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if not compiler:
         pytest.skip("there is no C++ compiler")
@@ -70,7 +73,7 @@ def compile_against(place: Path, ours: Path) -> subprocess.CompletedProcess[str]
             "-fsyntax-only",
             f"-I{ours}",
             *includes,
-            ROOT / "tests/abi/nccl_abi.cpp",
+            ROOT / "tests/abi" / source,
         ],
         capture_output=True,
         text=True,
@@ -80,6 +83,14 @@ def compile_against(place: Path, ours: Path) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize("place", FOUND, ids=label)
 def test_declarations(place: Path) -> None:
     run = compile_against(place, ROOT / "csrc")
+    assert run.returncode == 0, run.stderr[-6000:]
+
+
+@pytest.mark.parametrize("place", FOUND, ids=label)
+def test_standin_for_cuda(place: Path) -> None:
+    if not any(folder.parent.name == "cu13" for folder in cuda_headers(place) if folder.is_dir()):
+        pytest.skip("no headers of CUDA 13 here: `./dev nccl 13` fetches them")
+    run = compile_against(place, ROOT / "tests/standins/cuda", "cuda_abi.cpp")
     assert run.returncode == 0, run.stderr[-6000:]
 
 

@@ -1,9 +1,10 @@
-"""How much CPU time operations on CUDA tensors take, beside torch's own nccl in the same processes:
-`python -m worlds.program cuda nccl gpu.cpu_time [seconds]`, under a launcher. Rank 0 prints a table.
+"""How much CPU time operations on CUDA tensors take, beside torch's own nccl in the same processes.
+
+    torchrun --nproc-per-node 2 -m worlds.program cuda nccl gpu.cpu_time [seconds]
 
 Both take turns, many times; a row has medians over the rounds, and the median of the rounds' ratios
 with the middle half of them. `call` is how long the caller is held up, `cpu` what the whole process
-used, helper threads included, both in microseconds per operation. On an idle device (STANDIN_IDLE,
+used, helper threads included, both in microseconds per operation; rank 0 prints the table. On an idle device (STANDIN_IDLE,
 see standins/device/standin_device.h) nothing is waited for, and little but the two backends is left
 in it.
 """

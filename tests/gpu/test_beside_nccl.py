@@ -122,7 +122,9 @@ print(*{line.split()[-1] for line in open("/proc/self/maps") if "libnccl" in lin
 
 def test_nccl_is_torchs_own(pool):
     """No copy of NCCL is loaded beside what torch loads by itself."""
-    alone = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True, check=True)
+    alone = subprocess.run(
+        [sys.executable, "-c", COPIES], capture_output=True, text=True, check=True
+    )
     world = pool.get(pool.spec(1, device="cuda", road="nccl"))
     assert world.run(loaded_copies)[0] == set(alone.stdout.split())
 

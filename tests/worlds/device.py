@@ -254,7 +254,9 @@ def held(stream: torch.Stream) -> Iterator[None]:
     """The stream stands still in this block; on CUDA for about a quarter of a second."""
     if stream.device.type == "cuda":
         # Not ExternalStream: for the default stream, whose handle is 0, that makes a new one.
-        numbers = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+        numbers = {
+            name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")
+        }
         with torch.cuda.stream(torch.cuda.Stream(**numbers)):
             torch.cuda._sleep(400_000_000)
         yield

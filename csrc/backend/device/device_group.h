@@ -202,8 +202,8 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::vector<Batched> batch_;  // of the thread that is coalescing
 
   mutable std::mutex mutex_;
-  // Guarded by mutex_, oldest first: NCCL's collectives, which end one after another, of which there
-  // are thousands where a program runs ahead of its device; and all others.
+  // Guarded by mutex_, oldest first: NCCL's collectives, which end one after another, of which
+  // there are thousands where a program runs ahead of its device; and all others.
   std::deque<Followed> inOrder_;
   std::vector<Followed> followed_;
   std::vector<Awaited> awaited_;      // guarded by mutex_

@@ -7,6 +7,8 @@
 //
 // Written against CUDA's documentation of the runtime API. Unlike CUDA's, the default stream does
 // not wait for others: torch's streams are made so that it would not, either.
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -17,16 +19,18 @@
 #include <unordered_map>
 #include <utility>
 
+#include "properties.h"
 #include "standin_device.h"
 
 namespace {
+
+using namespace standin::cuda;
 
 enum Error : int {
   kSuccess = 0,
   kInvalidValue = 1,
   kMemoryAllocation = 2,
   kInvalidDevice = 101,
-  kSymbolNotFound = 500,
   kNotReady = 600,
   kNotSupported = 801,
   kCaptureUnsupported = 900,
@@ -96,25 +100,12 @@ Error launch(const void* function, void** arguments, void* stream) {
               "the stand-in for CUDA's runtime has no kernels, and was given " + name);
 }
 
-// The fields of cudaDeviceProp that torch reads, where CUDA 13 has them; tests/abi holds these
-// against NVIDIA's header.
-constexpr size_t kPropertiesBytes = 1008;
 struct Field {
-  size_t offset;
+  size_t place;
   int value;
 };
-constexpr Field kProperties[] = {
-    {308, 32},       // warpSize
-    {320, 1024},     // maxThreadsPerBlock
-    {360, 9},        // major
-    {384, 132},      // multiProcessorCount
-    {392, 1},        // canMapHostMemory
-    {588, 1},        // unifiedAddressing
-    {596, 1 << 20},  // l2CacheSize
-    {604, 2048},     // maxThreadsPerMultiProcessor
-    {632, 65536},    // regsPerMultiprocessor
-};
-constexpr size_t kTotalMemoryOffset = 288, kUuidOffset = 256, kBusOffset = 568;
+#define STANDIN_FIELD(field, place, value) {place, value},
+constexpr Field kProperties[] = {STANDIN_PROPERTIES(STANDIN_FIELD)};
 
 struct PointerAttributes {
   int type;  // 0: not known, 1: pinned, 2: the device's
@@ -192,11 +183,11 @@ API cudaGetDeviceProperties(void* properties, int device) {
   std::memset(bytes, 0, kPropertiesBytes);
   std::snprintf(bytes, 256, "stand-in");
   bytes[kUuidOffset] = static_cast<char>(device + 1);
-  std::memcpy(bytes + kTotalMemoryOffset, &kMemoryBytes, sizeof kMemoryBytes);
+  std::memcpy(bytes + kTotalGlobalMemOffset, &kMemoryBytes, sizeof kMemoryBytes);
   for (const Field& field : kProperties) {
-    std::memcpy(bytes + field.offset, &field.value, sizeof field.value);
+    std::memcpy(bytes + field.place, &field.value, sizeof field.value);
   }
-  std::memcpy(bytes + kBusOffset, &device, sizeof device);
+  std::memcpy(bytes + kPciBusIdOffset, &device, sizeof device);
   return kSuccess;
 }
 
@@ -220,14 +211,6 @@ API cudaMemGetInfo(size_t* available, size_t* total) {
   *total = kMemoryBytes;
   *available = kMemoryBytes - std::min(kMemoryBytes, static_cast<size_t>(counts.liveBytes));
   return kSuccess;
-}
-
-// The driver is not there; torch asks for what it may do without.
-API cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
-                                     unsigned long long, int* status) {
-  *function = nullptr;
-  if (status != nullptr) *status = 1;  // cudaDriverEntryPointSymbolNotFound
-  return fail(kSymbolNotFound, std::string("there is no driver, and so no ") + symbol);
 }
 
 // --- streams. CUDA's handle 0 is the current device's default stream, as in standin_device.h.
@@ -436,11 +419,37 @@ API cudaGraphGetNodes(void*, void*, size_t* count) {
   return kSuccess;
 }
 
-// --- the driver, of which torch asks one thing
+// --- the driver: what torch asks of it at its start
 
 API cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* isActive) {
   *flags = 0;
   *isActive = (contexts >> device & 1) != 0;
+  return kSuccess;
+}
+
+API cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return kSuccess;
+}
+// It has none of what may be asked for: memory mapped by hand, multicast, ...
+API cuDeviceGetAttribute(int* value, int, int) {
+  *value = 0;
+  return kSuccess;
+}
+API cuGetErrorString(int error, const char** text) {
+  *text = cudaGetErrorString(error);
+  return kSuccess;
+}
+
+namespace {
+Error refuseDriver() { return kNotSupported; }  // only the runtime remembers its last error
+}  // namespace
+
+API cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
+                                     unsigned long long, int* status) {
+  *function = dlsym(RTLD_DEFAULT, symbol);
+  if (*function == nullptr) *function = reinterpret_cast<void*>(&refuseDriver);
+  if (status != nullptr) *status = 0;
   return kSuccess;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -164,7 +165,9 @@ def splits(ctx: Ctx) -> None:
     kept.append(dist.new_group([0, 1, 3]))
     if ctx.rank != 2:
         part_of(ctx, [[0, 2], [1]], kept[-1], members=[[0, 3], [1]])
-    if ctx.rank in (0, 3):  # whom torch may give two names for this group
+    # Torch's wrapper of DETAIL could not shrink then.
+    is_wrapped = torch.__version__ < "2.13" and os.environ["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    if ctx.rank in (0, 3) and not is_wrapped:  # whom torch may give two names for this group
         smaller = dist.shrink_group([1], group=kept[-1])
         check(ctx, smaller, [0, 3])
         part_of(ctx, [[0, 1]], smaller, members=[[0, 3]])

@@ -1,7 +1,7 @@
-"""A torch that is built with CUDA, on a machine without a GPU: NVIDIA's runtime, driver and NCCL are
-replaced by the stand-ins, which must be preloaded (`preload()`), and torch's kernels by the CPU's,
-which load() does. Everything else is torch's own: streams, events, allocator, graphs, its nccl
-backend. `./dev gpu --rehearse` runs the tests of device tensors so."""
+"""A torch that is built with CUDA, on a machine without a GPU: NVIDIA's runtime, driver and NCCL
+are replaced by the stand-ins, which must be preloaded (`preload()`), and torch's kernels by the
+CPU's, which load() does. Everything else is torch's own: streams, events, allocator, graphs, its
+nccl backend. `./dev gpu --rehearse` runs the tests of device tensors so."""
 
 from __future__ import annotations
 

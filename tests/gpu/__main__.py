@@ -122,7 +122,7 @@ def launcher(size: int) -> list[str]:
 
 def cpu_time(plan: Plan) -> None:
     """Beside torch's nccl, where a GPU serves each rank. In a rehearsal on idle stand-ins: with
-    calls that cost nothing, and with such as may be expected of real ones."""
+    calls that cost nothing, and with such as real ones may cost (a guess)."""
     if plan.device != "cuda":
         return
     costs = ["0,0", "700,5000"] if standin_cuda.is_here() else [""]

@@ -42,7 +42,7 @@ def machine(device: str) -> Iterator[str]:
     python = platform.python_version()
     yield f"mycoll {mycoll.__version__}, torch {torch.__version__}, Python {python}"
     if standin_cuda.is_here():
-        yield "a rehearsal without a GPU: the times say nothing"
+        yield "a rehearsal without a GPU: times of the device say nothing"
     if device == "cuda":
         for index in range(torch.cuda.device_count()):
             found = torch.cuda.get_device_properties(index)

@@ -115,6 +115,26 @@ def hooks(ctx: Ctx) -> None:
     dist.destroy_process_group(group)
 
 
+MANY = 3000  # hundreds are under way at a time
+
+
+def hooks_of_many(ctx: Ctx) -> None:
+    """Of hundreds that end while somebody looks, none is forgotten."""
+    group = dist.new_group()
+    seen: list[int] = []
+    group._register_on_completion_hook(lambda info: seen.append(info.seq))
+    x = full(ctx, 0, 10)
+    works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(MANY)]
+    results = [work.get_future_result() for work in works]
+    group._wait_for_pending_works()
+    ctx.equal(len(seen), MANY, "hooks")
+    end = time.monotonic() + 20
+    while not all(result.done() for result in results) and time.monotonic() < end:
+        time.sleep(0.01)
+    ctx.equal(sum(result.done() for result in results), MANY, "futures that are done")
+    dist.destroy_process_group(group)
+
+
 def what_a_work_tells(ctx: Ctx) -> None:
     x = full(ctx, ctx.rank)
     work = dist.all_reduce(x, async_op=True)
@@ -137,7 +157,9 @@ def profiled(ctx: Ctx) -> None:
     ctx.equal("mycoll:all_reduce" in names, True, f"{names}")
 
 
-@pytest.mark.parametrize("job", [hooks, what_a_work_tells, profiled], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    "job", [hooks, hooks_of_many, what_a_work_tells, profiled], ids=lambda job: job.__name__
+)
 @pytest.mark.worlds(2)
 def test_works(device_world, job):
     device_world.run(job)

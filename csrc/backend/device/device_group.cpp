@@ -11,6 +11,7 @@
 #include "backend/device/host_road.h"
 #include "backend/device/nccl_road.h"
 #include "backend/device/pairs.h"
+#include "backend/device/pause.h"
 #include "backend/device/watchdog.h"
 #include "backend/errors.h"
 #include "base/env.h"
@@ -262,12 +263,12 @@ DeviceFence DeviceGroup::fence() {
 }
 
 Status DeviceGroup::waitFor(const DeviceFence& fence) const {
-  auto pause = std::chrono::microseconds(10);
+  Pause pause;
   while (!fence.hasPassed()) {
     MYCOLL_RETURN_IF_ERROR(error());
-    if (isInterruptPending()) return Status(Code::kInterrupted, "interrupted by a signal");
-    std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2, std::chrono::microseconds(500));
+    if (pause.rest() && isInterruptPending()) {
+      return Status(Code::kInterrupted, "interrupted by a signal");
+    }
   }
   return Status();
 }

@@ -187,11 +187,12 @@ void DeviceGroup::tellAwaited() {
   std::vector<Awaited> over;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto isOver = [](const Awaited& entry) { return entry.operation->isOver(); };
+    // Each is asked once: a second answer may be another one, and nobody would be told.
+    std::vector<Awaited> left;
     for (Awaited& entry : awaited_) {
-      if (isOver(entry)) over.push_back(entry);
+      (entry.operation->isOver() ? over : left).push_back(std::move(entry));
     }
-    std::erase_if(awaited_, isOver);
+    awaited_ = std::move(left);
   }
   for (Awaited& entry : over) entry.fn(entry.operation->status());
 }

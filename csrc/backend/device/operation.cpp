@@ -2,15 +2,13 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include <thread>
 #include <utility>
 
+#include "backend/device/pause.h"
 #include "backend/errors.h"
 
 namespace mycoll {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // How often a thread that waits looks at signals.
 constexpr auto kTick = std::chrono::milliseconds(50);
@@ -92,15 +90,10 @@ Status DeviceOperation::waitEnqueued(Deadline deadline) {
 
 Status DeviceOperation::waitOver(Deadline deadline) {
   MYCOLL_RETURN_IF_ERROR(waitEnqueued(deadline));
-  auto pause = std::chrono::microseconds(10);
-  auto lastTick = Clock::now();
+  Pause pause;
   while (!isOver()) {
     if (deadline.expired()) return waitEnded(what_);
-    std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2, std::chrono::microseconds(500));
-    if (Clock::now() - lastTick < kTick) continue;
-    lastTick = Clock::now();
-    if (isInterruptPending()) return interrupted();
+    if (pause.rest() && isInterruptPending()) return interrupted();
   }
   const Status failure = status();
   if (!failure.ok() || isCaptured_) return failure;

@@ -167,6 +167,12 @@ def main() -> int:
         "--device", choices=["cuda", "standin"], default="cuda", help="standin: to try this program"
     )
     args, words = parser.parse_known_args()  # the rest is pytest's
+    if args.rehearse and not (torch.version.cuda or "").startswith("13."):
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        sys.exit(
+            f"mycoll: a rehearsal needs a torch that is built for CUDA 13, and {torch.__version__} "
+            f"is built {built}: take another interpreter, ./dev gpu --rehearse --python PATH"
+        )
     if args.rehearse and not standin_cuda.is_here():
         os.environ["LD_PRELOAD"] = standin_cuda.preload()
         os.execv(sys.executable, [sys.executable, "-m", "gpu", *sys.argv[1:]])

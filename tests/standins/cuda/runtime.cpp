@@ -165,7 +165,6 @@ API cudaSetDevice(int device) {
 
 API cudaDeviceSynchronize() {
   enter();
-
   return outcome(mycoll_standin_device_synchronize(mycoll_standin_current_device()));
 }
 
@@ -205,7 +204,6 @@ API cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 
 API cudaMemGetInfo(size_t* available, size_t* total) {
   enter();
-
   mycoll_standin_counts counts;
   mycoll_standin_count(&counts);
   *total = kMemoryBytes;
@@ -217,7 +215,6 @@ API cudaMemGetInfo(size_t* available, size_t* total) {
 
 API cudaStreamCreateWithPriority(void** stream, unsigned, int priority) {
   enter();
-
   *stream = mycoll_standin_stream_create(mycoll_standin_current_device(), priority);
   return kSuccess;
 }
@@ -234,13 +231,11 @@ API cudaStreamGetPriority(void* stream, int* priority) {
 
 API cudaStreamSynchronize(void* stream) {
   enter();
-
   return outcome(mycoll_standin_stream_synchronize(stream));
 }
 
 API cudaStreamQuery(void* stream) {
   enter();
-
   int isDone = 0;
   const char* const refusal = mycoll_standin_stream_query(stream, &isDone);
   return isReady(refusal, isDone);
@@ -248,13 +243,11 @@ API cudaStreamQuery(void* stream) {
 
 API cudaStreamWaitEvent(void* stream, void* event, unsigned) {
   enter();
-
   return outcome(mycoll_standin_event_block(event, stream));
 }
 
 API cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
   enter();
-
   mycoll_standin_enqueue(stream, function, argument);
   return kSuccess;
 }
@@ -263,7 +256,6 @@ API cudaLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
 
 API cudaEventCreateWithFlags(void** event, unsigned) {
   enter();
-
   *event = mycoll_standin_event_create();
   return kSuccess;
 }
@@ -276,7 +268,6 @@ API cudaEventDestroy(void* event) {
 
 API cudaEventRecordWithFlags(void* event, void* stream, unsigned) {
   enter();
-
   return outcome(mycoll_standin_event_record(event, stream));
 }
 API cudaEventRecord(void* event, void* stream) {
@@ -285,7 +276,6 @@ API cudaEventRecord(void* event, void* stream) {
 
 API cudaEventQuery(void* event) {
   enter();
-
   int isDone = 0;
   const char* const refusal = mycoll_standin_event_query(event, &isDone);
   return isReady(refusal, isDone);
@@ -307,7 +297,6 @@ API cudaEventElapsedTime(float* milliseconds, void* start, void* end) {
 
 API cudaMalloc(void** address, size_t bytes) {
   enter();
-
   *address = mycoll_standin_malloc(bytes, nullptr);
   return *address != nullptr ? kSuccess : fail(kMemoryAllocation, "the device's memory is full");
 }
@@ -323,7 +312,6 @@ API cudaFree(void* address) {
 
 API cudaHostAlloc(void** address, size_t bytes, unsigned) {
   enter();
-
   *address = mycoll_standin_host_malloc(bytes);
   return *address != nullptr ? kSuccess : fail(kMemoryAllocation, "no memory");
 }
@@ -347,12 +335,10 @@ API cudaPointerGetAttributes(PointerAttributes* attributes, const void* address)
 
 API cudaMemcpyAsync(void* target, const void* source, size_t bytes, int, void* stream) {
   enter();
-
   return outcome(mycoll_standin_copy(target, source, bytes, stream));
 }
 API cudaMemcpy(void* target, const void* source, size_t bytes, int) {
   enter();
-
   const char* const refusal = mycoll_standin_copy(target, source, bytes, nullptr);
   return outcome(refusal != nullptr ? refusal : mycoll_standin_stream_synchronize(nullptr));
 }
@@ -362,7 +348,6 @@ API cudaMemcpyPeerAsync(void* target, int, const void* source, int, size_t bytes
 
 API cudaMemsetAsync(void* target, int byte, size_t bytes, void* stream) {
   enter();
-
   mycoll_standin_fill(target, byte, bytes, stream);
   return kSuccess;
 }
@@ -374,7 +359,6 @@ API cudaMemset(void* target, int byte, size_t bytes) {
 
 API cudaStreamBeginCapture(void* stream, int mode) {
   enter();
-
   return outcome(mycoll_standin_capture_begin(stream, mode));
 }
 

@@ -164,8 +164,9 @@ Refusal refuseDuringCapture(const char* what) {
   bool isRefused = false;
   for (Graph* graph : captures) {
     const bool isOwn = graph->thread == std::this_thread::get_id();
-    if (isOwn ? graph->mode == kRelaxed : captureMode != kGlobal || graph->mode != kGlobal)
-      continue;
+    const bool isFree =
+        isOwn ? graph->mode == kRelaxed : captureMode != kGlobal || graph->mode != kGlobal;
+    if (isFree) continue;
     graph->spoiledBy = what;
     isRefused = true;
   }

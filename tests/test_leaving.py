@@ -90,3 +90,31 @@ def test_a_late_member_is_waited_for(stage):
         for rank, seen in answers(world).items():
             assert isinstance(seen, Seen) and not seen.kind, (rank, seen)
             assert seen.value == 5.0
+
+
+def goes_with_a_message(ctx: Ctx) -> Seen | None:
+    """Rank 0 never waits for its send, and rank 1 receives when rank 0 has ceased to offer it."""
+    group = dist.new_group()
+    dist.barrier(group)
+    x = torch.full((10_000_000,), float(ctx.rank))
+    if ctx.rank == 0:
+        work = dist.isend(x, 1, group=group)
+        seen = attempt(lambda: dist.destroy_process_group(group))
+        assert not seen.kind
+        assert "destroyed on this rank" in attempt(work.wait).text
+        dist.barrier()
+        return None
+    dist.barrier()
+    seen = attempt(lambda: dist.recv(x, 0, group=group))
+    assert bool((x == 1).all()), "what is lost is not half there"
+    return seen
+
+
+def test_who_goes_takes_what_was_not_received(stage):
+    with stage.world(2, timeout=60.0) as world:
+        world.start(goes_with_a_message)
+        _, seen = answers(world).values()
+        assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
+        assert "has left group" in seen.text and "recv from rank 0" in seen.text
+        assert seen.seconds < 2.0
+        assert "(collectives: 0, sends: 1). They are lost" in world.members[0].log_tail()

@@ -237,23 +237,25 @@ void Group::close(Deadline deadline) {
     if (!moved) usleep(200);
   }
   if (!hasFailed() && isBusy()) {
-    MYCOLL_LOG_WARN("group '%s' is destroyed with operations that are not done; they are lost",
-                    options_.name.c_str());
+    logFailure("mycoll group '" + options_.name +
+               "': destroyed on this rank with operations that are not done (collectives: " +
+               std::to_string(queued_.load()) + ", sends: " + std::to_string(sending_->load()) +
+               "). They are lost: wait() for every operation before destroy_process_group()");
   }
   TraceFile::writeWanted();
   Metrics::writeNow();
   record_.close();
   if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->leave();
   if (options_.isExternal) watchExternal();
-  mailbox_.sayGoodbye();
+  const Status destroyed(Code::kAborted, "mycoll group '" + options_.name +
+                                             "' has been destroyed on this rank; nothing more can "
+                                             "be called on it");
+  mailbox_.sayGoodbye(destroyed);
   while (!mailbox_.isFlushed() && !deadline.expired()) {
     if (!endpoint.progress()) usleep(50);
   }
   engine_->endWait();
-  mailbox_.fail(Status(Code::kAborted, "mycoll group '" + options_.name +
-                                           "' has been destroyed on this rank; nothing more can "
-                                           "be called on it"),
-                false);
+  mailbox_.fail(destroyed, false);
   run(0);
   endpoint.progress();
 }

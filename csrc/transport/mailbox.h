@@ -154,7 +154,8 @@ class Mailbox {
   void setTellsOthers(bool tells);
   // Tells the ranks that this one has left: those that it has a connection with at once, others if
   // there ever is one. Who never has one may see the process end and not know; see onPeerLost().
-  void sayGoodbye();
+  // What is still to be sent ends with `cause`: nothing of a message follows its sender's goodbye.
+  void sayGoodbye(const Status& cause);
   // True when all that was queued has been handed to the links.
   bool isFlushed();
 
@@ -208,6 +209,8 @@ class Mailbox {
                       const std::string& where, uint64_t from);
   bool isOver(MessageClass messageClass, uint64_t tag) const;
   void endOpen();
+  void endReceivesFrom(int rank);
+  Status departed(int rank) const;
   std::string abortPayload() const;
   void acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message);
   void countBuffered(const FrameHeader& header, bool isMore);

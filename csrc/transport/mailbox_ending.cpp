@@ -14,6 +14,7 @@ namespace mycoll {
 void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   if (came.kind == FrameKind::kGoodbye) {
     onLeft(came.source);
+    endReceivesFrom(came.source);
   } else if (came.kind == FrameKind::kProbe) {
     onProbe(came.source, payload);
   } else if (came.kind == FrameKind::kPosition) {
@@ -45,10 +46,26 @@ void Mailbox::onLeft(int rank) {
                             request->messageClass_ == MessageClass::kPointToPoint &&
                             (!request->isReceive_ ||
                              std::find(posted_.begin(), posted_.end(), request) != posted_.end());
-    if (waitsForIt) {
-      abandon(*request, Status(Code::kPeerLost,
-                               describeRank(rank) + " has left group '" + group_.name + "'"));
-    }
+    if (waitsForIt) abandon(*request, departed(rank));
+    request = next;
+  }
+}
+
+Status Mailbox::departed(int rank) const {
+  return Status(Code::kPeerLost, describeRank(rank) + " has left group '" + group_.name + "'");
+}
+
+// Its link has said all that it will ever say for this group. (The arena, too, tells that it has
+// left, and may be faster than messages that are still on the link.)
+void Mailbox::endReceivesFrom(int rank) {
+  std::erase_if(unexpected_, [rank](const Unexpected& message) {
+    return message.header.source == rank && message.header.kind == FrameKind::kRequestToSend;
+  });
+  for (Transfer* request = open_; request;) {
+    Transfer* next = request->next_;
+    const bool isMatched = request->isReceive_ && request->peer_ == rank &&
+                           inFlight_.count(request->id_) > 0;
+    if (isMatched) abandon(*request, departed(rank));
     request = next;
   }
 }
@@ -117,9 +134,14 @@ void Mailbox::queueControl(int destination, FrameKind kind, const std::string& p
   endpoint_->enqueue(link, std::move(item));
 }
 
-void Mailbox::sayGoodbye() {
+void Mailbox::sayGoodbye(const Status& cause) {
   {
     std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+    for (Transfer* request = open_; request;) {
+      Transfer* next = request->next_;
+      if (!request->isReceive_) abandon(*request, cause);
+      request = next;
+    }
     for (int rank = 0; rank < ranks(); ++rank) {
       if (rank == group_.rank) continue;
       if (endpoint_->hasLinkTo(group_.peers[rank])) {
@@ -151,8 +173,7 @@ bool Mailbox::needs(int rank) const {
 void Mailbox::refuse(Transfer& request, int rank) {
   auto vanished = vanished_.find(rank);
   if (vanished != vanished_.end()) return failLocked(vanished->second, true);  // ends it, too
-  finish(request,
-         Status(Code::kPeerLost, describeRank(rank) + " has left group '" + group_.name + "'"));
+  finish(request, departed(rank));
 }
 
 // A rank without a connection to this one says no goodbye to it: its end alone is no failure. If it
@@ -161,7 +182,11 @@ void Mailbox::refuse(Transfer& request, int rank) {
 // it before it is needed.
 void Mailbox::onPeerLost(const std::string& uid, const std::string& how, bool wasLinked) {
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (group_.peers[rank].uid != uid || rank == group_.rank || left_[rank]) continue;
+    if (group_.peers[rank].uid != uid || rank == group_.rank) continue;
+    if (left_[rank]) {
+      endReceivesFrom(rank);
+      continue;
+    }
     const Departure departure = listener_->departureOf(rank);
     if (departure == Departure::kLeft) continue;
     const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !needs(rank);

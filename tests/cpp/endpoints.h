@@ -66,7 +66,7 @@ class Endpoints {
   Member& at(int process, uint64_t context) { return *members.at({process, context}); }
 
   void leave(int process, uint64_t context) {
-    at(process, context).mailbox->sayGoodbye();
+    at(process, context).mailbox->sayGoodbye(mycoll::Status(mycoll::Code::kAborted, "left"));
     members.erase({process, context});
   }
   // Without a word.

@@ -79,6 +79,89 @@ TEST(Leaving, whoIsInNoCommonGroupAnyMoreIsNotLost) {
   });
 }
 
+namespace {
+
+// More than a link holds, and than is sent in one turn.
+constexpr size_t kLarge = size_t{64} << 20;
+
+// A message under way that needs its receiver.
+struct Parcel {
+  explicit Parcel(Endpoints& world) : world(world) {
+    for (int process : {0, 1}) world.join(process, 1, {0, 1});
+  }
+  void send() {
+    world.at(0, 1).mailbox->send(sending, 1, kMessages, 77, Endpoints::word(kLarge),
+                                 {sent.data(), sent.size()});
+  }
+  void receive() {
+    world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(kLarge),
+                                    {got.data(), got.size()});
+  }
+  void expectLost() {
+    EXPECT(sending.status().message() == "left");
+    EXPECT(world.turnUntil([&] { return receiving.isDone(); }, 3000));
+    EXPECT(receiving.status().code() == Code::kPeerLost);
+    EXPECT(receiving.status().message().find("has left group 'g1'") != std::string::npos);
+    EXPECT_OK(world.at(1, 1).listener.failure);
+    EXPECT(!world.all[1]->hasPending());
+  }
+  Endpoints& world;
+  std::vector<char> sent = std::vector<char>(kLarge, 1), got = std::vector<char>(kLarge, 0);
+  Transfer sending, receiving;
+};
+
+}  // namespace
+
+// Its sender leaves, and does not wait for it: the receiver must not, either.
+TEST(Leaving, aMessageThatNobodyReceivesYetLeavesWithItsSender) {
+  forBothLinks([](TransportChoice transport) {
+    Endpoints world(2, transport);
+    Parcel parcel(world);
+    parcel.send();
+    world.turn();
+    world.leave(0, 1);
+    world.turn();
+    parcel.receive();
+    parcel.expectLost();
+  });
+}
+
+TEST(Leaving, aMessageUnderWayLeavesWithItsSender) {
+  forBothLinks([](TransportChoice transport) {
+    Endpoints world(2, transport);
+    Parcel parcel(world);
+    parcel.receive();
+    parcel.send();
+    EXPECT(world.turnUntil([&] { return parcel.got[0] == 1; }));
+    ASSERT(!parcel.sending.isDone());
+    world.leave(0, 1);
+    parcel.expectLost();
+  });
+}
+
+// What has been handed over comes, however late the receiver looks at its link, and though it has
+// heard of the departure, and of the sender's end, before.
+TEST(Leaving, aMessageThatWasSentOutlivesItsSender) {
+  forBothLinks([](TransportChoice transport) {
+    Endpoints world(2, transport);
+    for (int process : {0, 1}) world.join(process, 1, {0, 1});
+    ASSERT(world.talk(0, 1, 1, 0, 1));
+    Word word(world, 0, 1, 1);
+    EXPECT(world.turnUntil([&] {
+      world.all[0]->progress();
+      return word.transfer.isDone();
+    }));
+    int got = 0;
+    Transfer receiving;
+    world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(4), {&got, 4});
+    world.leave(0, 1);
+    world.end(0);
+    EXPECT(world.turnUntil([&] { return receiving.isDone(); }, 3000));
+    EXPECT_OK(receiving.status());
+    EXPECT_EQ(got, word.value);
+  });
+}
+
 // Longer than strangers are kept waiting: the connection is tried again, and is the same then.
 TEST(Leaving, theOnlyGroupIsMadeLate) {
   Endpoints world(2, TransportChoice::kAuto);

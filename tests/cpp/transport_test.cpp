@@ -227,7 +227,7 @@ TEST(Transport, aGoodbyeIsNoLoss) {
     pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
     ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
     // Against the direction of the only link.
-    pair.mailboxes[1]->sayGoodbye();
+    pair.mailboxes[1]->sayGoodbye(Status(Code::kAborted, "left"));
     pair.mailboxes[1].reset();
     pair.endpoints[1].reset();
     ASSERT(pair.pump([&] { return pair.listeners[0].gone == 1; }));

@@ -63,8 +63,8 @@ void Mailbox::endReceivesFrom(int rank) {
   });
   for (Transfer* request = open_; request;) {
     Transfer* next = request->next_;
-    const bool isMatched = request->isReceive_ && request->peer_ == rank &&
-                           inFlight_.count(request->id_) > 0;
+    const bool isMatched =
+        request->isReceive_ && request->peer_ == rank && inFlight_.count(request->id_) > 0;
     if (isMatched) abandon(*request, departed(rank));
     request = next;
   }

@@ -34,7 +34,7 @@ CallbackOrder::TurnPtr CallbackOrder::add() {
   turn->order = shared_from_this();
   std::lock_guard<std::mutex> lock(mutex_);
   turns_.push_back(turn);
-  pending_.fetch_add(1, std::memory_order_release);
+  count(1);
   return turn;
 }
 
@@ -57,11 +57,16 @@ void CallbackOrder::hold(std::function<void()> begin) {
       turn->complete = std::move(begin);
       turn->hasCallbacks = false;
       turns_.push_back(std::move(turn));
-      pending_.fetch_add(1, std::memory_order_release);
+      count(1);
       return;
     }
   }
   begin();
+}
+
+void CallbackOrder::count(int change) {
+  pending_.fetch_add(change, std::memory_order_release);
+  allPending_.fetch_add(change, std::memory_order_release);
 }
 
 void CallbackOrder::run() {
@@ -83,7 +88,7 @@ void CallbackOrder::run() {
     }
     lock.lock();
     turns_.pop_front();
-    pending_.fetch_sub(1, std::memory_order_release);
+    count(-1);
     changed_.notify_all();
   }
   isRunning_ = false;

@@ -49,6 +49,7 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
 
   // Of a group, or beneath a callback of the group whose order is `root`.
   explicit CallbackOrder(const CallbackOrder* root = nullptr) : root_(root ? root : this) {}
+  ~CallbackOrder() { count(-static_cast<int>(pending_.load())); }
 
   // Of a group's order: the one that this thread is subject to. Inside a callback of that group it
   // is the one beneath the callback.
@@ -63,13 +64,17 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   // throw.
   void hold(std::function<void()> begin);
 
+  // In any order of this process.
+  static bool isAnyPending() { return allPending_.load(std::memory_order_acquire) > 0; }
   bool isIdle() const { return pending_.load(std::memory_order_acquire) == 0; }
   // Waits until everything added or held so far, and beneath it, has run.
   Outcome wait(Deadline deadline, bool (*isInterrupted)());
 
  private:
   void run();
+  void count(int change);  // with the mutex
 
+  static inline std::atomic<int64_t> allPending_{0};
   const CallbackOrder* const root_;  // only compared: it may be gone
   std::atomic<size_t> pending_{0};
   std::mutex mutex_;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "backend/call_site.h"
+#include "backend/callback_order.h"
 #include "backend/callback_pool.h"
 #include "backend/control_handlers.h"
 #include "backend/device/device_group.h"
@@ -86,6 +87,7 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   group.globalRanks = globalRanks;
   group.interrupted = isInterruptPending;
   group.callSite = callSiteOfWaiter;
+  group.hasCallbacks = CallbackOrder::isAnyPending;
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));

@@ -1,6 +1,8 @@
 // scatter, reduce_scatter in all its forms, and all_to_all.
 #include <c10/util/StringUtil.h>
 
+#include <limits>
+
 #include "backend/mycoll_backend.h"
 
 namespace mycoll {
@@ -29,6 +31,10 @@ std::vector<size_t> partBytes(const CallSite& site, const char* tensorName, cons
   for (size_t i = 0; i < ranks; ++i) {
     if (splits[i] < 0) {
       refuse(site, c10::str(splitsName, "[", i, "] must not be negative, but it is ", splits[i]));
+    }
+    if (splits[i] > std::numeric_limits<int64_t>::max() - sum) {
+      refuse(site, c10::str(splitsName, " must add up to the first dimension of ", tensorName,
+                            ", whose shape is ", tensor.sizes(), ", but the sum is too large"));
     }
     sum += splits[i];
   }

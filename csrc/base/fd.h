@@ -11,9 +11,13 @@ class Fd {
  public:
   Fd() = default;
   explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(other.release()) {}
+  Fd(Fd&& other) noexcept
+      : fd_(std::exchange(other.fd_, -1)), isOurs_(std::exchange(other.isOurs_, false)) {}
   Fd& operator=(Fd&& other) noexcept {
-    if (this != &other) reset(other.release());
+    if (this == &other) return *this;
+    reset();
+    fd_ = std::exchange(other.fd_, -1);
+    isOurs_ = std::exchange(other.isOurs_, false);
     return *this;
   }
   Fd(const Fd&) = delete;
@@ -25,9 +29,17 @@ class Fd {
   explicit operator bool() const { return isOpen(); }
 
   // The caller closes it from here on.
-  [[nodiscard]] int release() { return std::exchange(fd_, -1); }
+  [[nodiscard]] int release() {
+    share();
+    return std::exchange(fd_, -1);
+  }
+
+  // A child that is forked finds /dev/null in its place. For sockets: the other side hears of the
+  // end of this process only when nobody holds the socket any more.
+  void keepFromChildren();
 
   void reset(int fd = -1) {
+    share();
     const int old = std::exchange(fd_, fd);
     // EINTR is not retried: on Linux the descriptor is gone already, and may belong to another
     // thread by now.
@@ -35,7 +47,13 @@ class Fd {
   }
 
  private:
+  void share() {
+    if (isOurs_) endKeeping();
+  }
+  void endKeeping();
+
   int fd_ = -1;
+  bool isOurs_ = false;  // kept from children
 };
 
 }  // namespace mycoll

@@ -57,6 +57,9 @@ struct GroupOptions {
   // known. Asked of a user's thread that has waited a while, or whose operation has failed. May be
   // empty. Called without locks.
   std::function<uint32_t()> callSite;
+  // Whether callbacks of this process's futures are still to run, of whatever group: they may make
+  // calls of any, so who has not made one is not stuck. May be empty. Called without locks.
+  std::function<bool()> hasCallbacks;
 };
 
 // One call, in flight or done.

@@ -124,7 +124,6 @@ void Group::adopt(std::shared_ptr<Segment> segment, const ArenaShape& shape,
   arena_ =
       std::make_unique<Arena>(std::move(segment), shape, options_.rank, std::move(bells), distance);
   sharedArena_.store(arena_.get(), std::memory_order_release);
-  mailbox_.setTellsOthers(false);
 }
 
 Task Group::prepare() {
@@ -166,6 +165,8 @@ Task Group::prepareAsLeader(bool* isShared) {
   offer.areas = shape.areas;
   offer.isOffered = made.ok();
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(offer.cookie, sizeof(offer.cookie)));
+  const std::string prefix = mailbox_.fdPrefix();
+  std::memcpy(offer.cookie, prefix.data(), prefix.size());
 
   Batch offers(mailbox_, signature);
   for (int rank = 1; rank < ranks; ++rank) offers.send(rank, spanOf(offer), kOfferStep);
@@ -195,8 +196,11 @@ Task Group::prepareAsLeader(bool* isShared) {
   Batch verdicts(mailbox_, signature);
   for (int rank = 1; rank < ranks; ++rank) verdicts.send(rank, spanOf(verdict), kVerdictStep);
   co_await verdicts;
+  // Until then somebody may not have it yet, and hears of a failure by a message only.
+  MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
+  if (verdict) mailbox_.setTellsOthers(false);
   *isShared = verdict != 0;
-  co_return verdicts.status();
+  co_return Status();
 }
 
 Task Group::prepareAsMember(bool* isShared) {
@@ -241,7 +245,10 @@ Task Group::prepareAsMember(bool* isShared) {
   verdicts.receive(0, spanOf(verdict), kVerdictStep);
   co_await verdicts;
   MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
-  if (verdict) adopt(std::move(segment), shape, DistanceChoice::kMeasured);
+  if (verdict) {
+    adopt(std::move(segment), shape, DistanceChoice::kMeasured);
+    mailbox_.setTellsOthers(false);
+  }
   *isShared = verdict != 0;
   co_return Status();
 }

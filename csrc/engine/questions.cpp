@@ -187,6 +187,9 @@ std::string Group::explain(const Question& question, std::optional<Block>* block
     const std::optional<Block> own = blockedHead();
     return before + (own ? "; waits for " + listNames(own->ranks) : "");
   }
+  if (options_.hasCallbacks && options_.hasCallbacks()) {
+    return before + "; callbacks of its futures are still to run";
+  }
   const Caller& caller = caller_.thread() == 0 ? engine_->caller() : caller_;
   if (caller.isMany()) return before + "; it is called from several threads";
   const uint64_t thread = caller_.thread() == 0 ? creator_ : caller_.thread();

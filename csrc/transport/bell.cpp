@@ -6,11 +6,13 @@
 #include <cstddef>
 #include <cstring>
 
+#include "transport/peer.h"
+
 namespace mycoll {
 namespace {
 
 unsigned fillAddress(const std::string& uid, sockaddr_un* address) {
-  std::string name = "mycoll-bell-" + uid;
+  std::string name = "mycoll-bell-" + publicName(uid);
   std::memset(address, 0, sizeof(*address));
   address->sun_family = AF_UNIX;
   // A leading zero byte: the abstract namespace, which leaves nothing in any file system.
@@ -39,6 +41,7 @@ Status BellSocket::open(const std::string& uid) {
     return Status(Code::kNetwork, std::string("cannot open a unix socket: ") + strerror(errno));
   }
   socket_ = std::move(socket);
+  socket_.keepFromChildren();
   return Status();
 }
 

@@ -16,12 +16,16 @@ namespace mycoll {
 namespace {
 
 constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
-// A stranger may hold a socket of ours for so long, and so many of them may.
+// A stranger may hold a socket of ours for so long, and so many of them may. Of those that know our
+// name: a large job's, all of which may come before we have made the group.
 constexpr auto kStrangerTime = std::chrono::milliseconds(5'000);
 constexpr size_t kMaxStrangers = 64;
+constexpr size_t kMaxNamed = 4096;
 constexpr auto kAcceptAgain = std::chrono::milliseconds(100);
-// After a peer has said that it has not made the group yet, which it says after kStrangerTime.
+// After a peer has said that it has not made the group yet, which it says after kStrangerTime; or
+// after it has hung up without a word, which it does when there are too many at a time.
 constexpr auto kConnectAgain = std::chrono::milliseconds(100);
+constexpr int kMaxHangUps = 50;
 
 // The group that a stranger names may be made on this side only in a moment: it saw our address
 // before we saw all of theirs. Or it was here, and has been left.
@@ -161,7 +165,8 @@ Task Endpoint::connectTask(OutLink* link) {
 
 Task Endpoint::connectOver(OutLink* link, Fd socket, bool isShm) {
   const HandshakeGroup group = link->voucher;
-  Deadline deadline = Deadline::after(kConnectTime);
+  // The other side may be stopped, and go on: its end would end the connection.
+  const Deadline deadline = Deadline::never();
   const int fd = socket.get();
   if (isShm) (void)sleeper_.watch(fd);
   Hello hello;
@@ -178,6 +183,7 @@ Task Endpoint::connectOver(OutLink* link, Fd socket, bool isShm) {
   ReadExactly readChallenge(fd, &challenge, sizeof(challenge), deadline);
   co_await readChallenge;
   if (sendHello.hasFailed() || readChallenge.hasFailed()) {
+    if (!isShm && ++link->hangUps <= kMaxHangUps) link->standing = Standing::kNotYet;
     co_return Status(Code::kNetwork, "did not answer the handshake");
   }
   if (challenge.standing == Standing::kNotYet || challenge.standing == Standing::kGone) {
@@ -237,21 +243,24 @@ bool Endpoint::dropStranger() {
 
 void Endpoint::acceptFrom(int listener, bool isUnix) {
   for (;;) {
-    Fd socket(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    const size_t named = std::count_if(accepting_.begin(), accepting_.end(),
+                                       [](const auto& accepting) { return accepting->namesUs; });
+    const bool isFull = named >= kMaxNamed;
+    if (!isFull && accepting_.size() - named >= kMaxStrangers) dropStranger();
+    Fd socket;
+    if (!isFull) socket = Fd(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket.isOpen()) {
-      if (errno == EAGAIN) return;
-      if (errno == EINTR || errno == ECONNABORTED || errno == EPROTO) continue;
-      if (errno == EMFILE && dropStranger()) continue;
-      MYCOLL_LOG_WARN("a connection has to wait: %s", strerror(errno));
-      acceptAgain_ = Deadline::after(kAcceptAgain);
+      if (!isFull) {
+        if (errno == EAGAIN) return;
+        if (errno == EINTR || errno == ECONNABORTED || errno == EPROTO) continue;
+        if (errno == EMFILE && dropStranger()) continue;
+      }
+      MYCOLL_LOG_WARN("a connection has to wait: %s", isFull ? "too many" : strerror(errno));
+      acceptAgain_ = Deadline::after(kAcceptAgain);  // the kernel keeps it until then
       return;
     }
-    size_t expected = 0;
-    for (auto& [key, mailbox] : mailboxes_) expected = std::max<size_t>(expected, mailbox->ranks());
-    if ((isUnix && !isSameUser(socket.get())) ||
-        (accepting_.size() >= kMaxStrangers + expected && !dropStranger())) {
-      continue;  // closes it
-    }
+    socket.keepFromChildren();
+    if (isUnix && !isSameUser(socket.get())) continue;  // closes it
     if (!isUnix) tuneSocket(socket.get(), options_.networkSeconds);
     auto accepting = std::make_unique<Accepting>();
     accepting->socket = std::move(socket);
@@ -272,7 +281,7 @@ void Endpoint::acceptAll() {
 
 Task Endpoint::acceptTask(Accepting* accepting) {
   const int fd = accepting->socket.get();
-  const Deadline deadline = accepting->deadline;
+  Deadline deadline = accepting->deadline;
   const Status refused(Code::kNetwork, "refused");
   Hello hello;
   ReadExactly readHello(fd, &hello, sizeof(hello), deadline);
@@ -294,6 +303,7 @@ Task Endpoint::acceptTask(Accepting* accepting) {
     co_await sendAnswer;
     co_return refused;
   }
+  deadline = accepting->deadline = Deadline::after(kStrangerTime);  // it has waited for us
   const std::string sourceUid(hello.sourceUid, sizeof(hello.sourceUid));
   if (hello.source < 0 || hello.source >= mailbox->ranks() ||
       mailbox->group().peers[hello.source].uid != sourceUid) {
@@ -369,6 +379,7 @@ void Endpoint::runHandshakes() {
       if (asleep_ > 0) accepting.link->receiver->setAsleep(true);
       if (!accepting.link->isShm) ++tcpLinks_;
       sayUnsaid(*accepting.link);
+      accepting.link->receiver->onEvent(false);  // what has come meanwhile raises no event any more
       inLinks_.push_back(std::move(accepting.link));
     }
     accepting_.erase(accepting_.begin() + static_cast<ptrdiff_t>(i));

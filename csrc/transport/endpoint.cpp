@@ -23,6 +23,9 @@ namespace {
 
 constexpr int kFewSockets = 8;
 constexpr size_t kToTheEnd = ~size_t{0};
+// What a process of this host that has ended had sent over TCP comes within so much time of each
+// other, or not at all.
+constexpr std::chrono::milliseconds kSilentHere(500);
 
 }  // namespace
 
@@ -240,28 +243,44 @@ bool Endpoint::moveBytes() {
 }
 
 void Endpoint::loseBroken() {
-  // One at a time: a loss may add to or take from both lists.
-  for (;;) {
-    std::string uid, problem;
-    for (auto& link : inLinks_) {
-      if (!link->problem.empty()) uid = link->peerUid, problem = link->problem;
-    }
-    for (auto& [peer, link] : outLinks_) {
-      if (!link->problem.empty() && !link->isLost) uid = peer, problem = link->problem;
-    }
-    if (uid.empty()) return;
+  std::map<std::string, std::string> broken;  // and why
+  for (auto& link : inLinks_) {
+    if (!link->problem.empty()) broken[link->peerUid] = link->problem;
+  }
+  for (auto& [uid, link] : outLinks_) {
+    if (!link->problem.empty() && !link->isLost) broken[uid] = link->problem;
+  }
+  for (auto& [uid, losing] : losing_) broken[uid] = losing.how;
+  for (auto& [uid, problem] : broken) {
     // A killed process closes its connections, too: say what it was.
     peerLost(uid, isEnding(uid) ? kHasEnded : problem);
   }
 }
 
-void Endpoint::peerLost(const std::string& uid, const std::string& how) {
-  // What it had sent before counts, also that it was leaving. Each piece of news may be answered,
-  // to other ranks too, and so add to both lists of links.
+// What it had sent before counts, also that it was leaving. Over TCP that may still be on its way
+// when the connection in the other direction, or its process, has ended: until this one ends, too,
+// or is silent. Each piece of news may be answered, to other ranks too, and so add to both lists of
+// links.
+bool Endpoint::hasSaidAll(const std::string& uid, const std::string& how) {
+  const InLink* open = nullptr;
   for (size_t i = 0; i < inLinks_.size(); ++i) {
     InLink& link = *inLinks_[i];
-    if (link.peerUid == uid) drain(link, kToTheEnd);
+    if (link.peerUid != uid) continue;
+    link.receiver->lookAgain();
+    if (drain(link, kToTheEnd)) link.lastByte = Deadline::Clock::now();
+    if (!link.isShm && link.problem.empty()) open = &link;
   }
+  if (open == nullptr) return true;
+  const auto now = Deadline::Clock::now();
+  const Losing& losing = losing_.try_emplace(uid, Losing{how, now}).first->second;
+  const std::chrono::milliseconds patience =
+      isEnding(uid) ? kSilentHere : std::chrono::seconds(options_.networkSeconds);
+  return now - std::max(losing.since, open->lastByte) > patience;
+}
+
+void Endpoint::peerLost(const std::string& uid, const std::string& how) {
+  if (!hasSaidAll(uid, how)) return;
+  losing_.erase(uid);
   if (auto found = outLinks_.find(uid); found != outLinks_.end() && found->second->sender) {
     onSenderEvent(*found->second);
   }
@@ -368,6 +387,7 @@ void Endpoint::removeMailbox(Mailbox* mailbox) {
     if (link != outLinks_.end() && link->second->isLost) outLinks_.erase(link);
   }
   for (auto& link : inLinks_) {
+    link->receiver->dropFds(mailbox->fdPrefix());
     if (link->mailbox == mailbox) {
       link->mailbox = nullptr;
       link->target = {};

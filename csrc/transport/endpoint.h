@@ -71,6 +71,7 @@ struct OutLink {
   HandshakeGroup voucher;
   Standing standing = Standing::kMember;
   size_t notYet = 0;  // how many times it had not made the group
+  int hangUps = 0;    // how many times it had no word for us
   Deadline nextAttempt = Deadline::never();
   bool isConnecting() const { return connecting.valid() || standing != Standing::kMember; }
   // What the receiver sends back on the socket, as far as it has come.
@@ -91,6 +92,7 @@ struct InLink {
   bool isOrphan = false;  // the frame is kept for a group that is not made yet
   std::string control;    // payload of a control frame, or of an orphan
   std::string problem;
+  Deadline::Clock::time_point lastByte;  // that came while its sender was being lost
 };
 
 // A connection that has not proved anything yet.
@@ -99,7 +101,7 @@ struct Accepting {
   bool isUnix = false;
   Deadline deadline;
   bool hasNews = true;   // its socket has something to be looked at
-  bool namesUs = false;  // it knows this process and a group of ours by name; strangers do not
+  bool namesUs = false;  // it knows this process's uid, as members do; strangers do not
   Task task;
   std::unique_ptr<InLink> link;  // what the handshake ends with; null when it failed
 };
@@ -173,6 +175,12 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
     bool isLost = false;
   };
 
+  // A peer that has gone, and may not have said all yet.
+  struct Losing {
+    std::string how;
+    Deadline::Clock::time_point since;
+  };
+
   // A frame that came before its group was made here, whole.
   struct Orphan {
     std::string peerUid;
@@ -205,7 +213,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // Reports when this process ends, if it can be seen.
   void watchProcess(const PeerAddress& peer);
   void sayUnsaid(InLink& link);
+  // Now, or as soon as all has come that it had sent: loseBroken() goes on with it.
   void peerLost(const std::string& uid, const std::string& how);
+  bool hasSaidAll(const std::string& uid, const std::string& how);
   bool isEnding(const std::string& uid) const;
   bool loseIfEnding(const std::string& uid, Process& process, bool hasEnded = false);
 
@@ -235,6 +245,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // By uid: in how many mailboxes' groups it is. Who is in none any more is forgotten.
   std::unordered_map<std::string, int> memberships_;
   std::map<std::string, Process> processes_;  // of these, by uid: those that can be seen from here
+  std::map<std::string, Losing> losing_;
   std::atomic<int64_t> processesChecked_{0};  // when, in ms of the steady clock
   std::vector<Transfer*> delivered_;
   std::vector<Orphan> orphans_;  // in order of arrival

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "transport/peer.h"
 #include "transport/shm/link.h"
 
 namespace mycoll {
@@ -22,7 +23,7 @@ std::string transcript(const char* role, const Hello& hello, const uint8_t nonce
 }
 
 socklen_t unixAddress(const std::string& uid, sockaddr_un* address) {
-  std::string name = "mycoll-" + uid;
+  std::string name = "mycoll-" + publicName(uid);
   std::memset(address, 0, sizeof(*address));
   address->sun_family = AF_UNIX;
   std::memcpy(address->sun_path + 1, name.data(), name.size());  // abstract: no file
@@ -45,10 +46,11 @@ Status listenUnix(const std::string& uid, Fd* listener) {
   sockaddr_un address;
   socklen_t length = unixAddress(uid, &address);
   if (!socket.isOpen() || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      listen(socket.get(), 1024) != 0) {
+      listen(socket.get(), SOMAXCONN) != 0) {
     return Status(Code::kNetwork,
                   std::string("cannot listen on a unix socket: ") + strerror(errno));
   }
+  socket.keepFromChildren();
   *listener = std::move(socket);
   return Status();
 }
@@ -62,6 +64,7 @@ Status connectUnix(const std::string& uid, Fd* result) {
     return Status(Code::kNetwork,
                   std::string("cannot connect to a unix socket: ") + strerror(errno));
   }
+  socket.keepFromChildren();
   *result = std::move(socket);
   return Status();
 }

@@ -50,6 +50,8 @@ class LinkReceiver {
   virtual int fd() const = 0;
   // What sendFd() sent with this cookie; closed when it has not come.
   virtual Fd takeFd(const std::string& /*cookie*/) { return Fd(); }
+  // Those that nobody will take, by the beginning of their cookies.
+  virtual void dropFds(const std::string& /*prefix*/) {}
 };
 
 // For tests: may put something of its own between an endpoint and each new link.

@@ -162,6 +162,10 @@ class Mailbox {
   // Hands a descriptor to a rank of this host, beside the messages. False where the connection to
   // it is not by shared memory. Only after a message to it was sent.
   bool sendFd(int destination, int fd, const std::string& cookie);
+  // What cookies of this group begin with: what nobody has taken when it ends is dropped by it.
+  std::string fdPrefix() const {
+    return std::string(reinterpret_cast<const char*>(&group_.context), sizeof(group_.context));
+  }
   // What sendFd() at `source` sent with this cookie; closed when there is none.
   Fd takeFd(int source, const std::string& cookie);
 

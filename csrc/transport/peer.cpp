@@ -2,6 +2,8 @@
 
 #include <sstream>
 
+#include "base/sha256.h"
+
 namespace mycoll {
 namespace {
 
@@ -41,6 +43,11 @@ Status PeerAddress::decode(const std::string& text, PeerAddress* result) {
   }
   *result = std::move(peer);
   return Status();
+}
+
+std::string publicName(const std::string& uid) {
+  const Digest digest = sha256("mycoll name " + uid);
+  return toHex(digest.data(), 16);
 }
 
 }  // namespace mycoll

@@ -17,8 +17,8 @@ struct TcpAddress {
 };
 
 struct PeerAddress {
-  // Of the process's endpoint: 16 random bytes in hexadecimal. It becomes a part of socket names
-  // and of the handshake, which have room for just that.
+  // Of the process's endpoint: 16 random bytes in hexadecimal, which is what the handshake has room
+  // for. Only those know it who can read the rendezvous store (and the network between two hosts).
   static constexpr size_t kUidLength = 32;
   std::string uid;
   std::string hostIdentity;  // equal: shared memory is worth trying
@@ -34,5 +34,9 @@ struct PeerAddress {
   // Of what anybody may have written: a uid is one, or it is refused.
   static Status decode(const std::string& text, PeerAddress* result);
 };
+
+// What its sockets are called on its host, where all users can list their names. It does not give
+// the uid away.
+std::string publicName(const std::string& uid);
 
 }  // namespace mycoll

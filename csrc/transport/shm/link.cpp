@@ -190,9 +190,10 @@ void ShmReceiver::onEvent(bool) {
     Fd fd;
     char cookie[kCookieBytes];
     ssize_t got = receiveDescriptor(socket_.get(), &fd, cookie, sizeof(cookie));
-    if (got == static_cast<ssize_t>(sizeof(cookie)) && fd.isOpen()) {
-      // An authenticated peer sends one for each group; more than this is a peer gone mad.
-      if (received_.size() < 4096) received_[std::string(cookie, sizeof(cookie))] = std::move(fd);
+    if (got == static_cast<ssize_t>(sizeof(cookie))) {
+      // None where this process has no descriptor left: whoever takes it sees that. An
+      // authenticated peer sends one for each group; more than this is a peer gone mad.
+      if (fd.isOpen() && received_.size() < 4096) received_[std::string(cookie, sizeof(cookie))] = std::move(fd);
     } else if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
       return;
     } else {
@@ -209,6 +210,11 @@ Fd ShmReceiver::takeFd(const std::string& cookie) {
   Fd fd = std::move(found->second);
   received_.erase(found);
   return fd;
+}
+
+void ShmReceiver::dropFds(const std::string& prefix) {
+  onEvent(false);
+  std::erase_if(received_, [&](const auto& entry) { return entry.first.starts_with(prefix); });
 }
 
 void ShmReceiver::setAsleep(bool asleep) {

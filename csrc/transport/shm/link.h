@@ -85,6 +85,7 @@ class ShmReceiver final : public LinkReceiver {
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_.get(); }
   Fd takeFd(const std::string& cookie) override;
+  void dropFds(const std::string& prefix) override;
 
  private:
   void beginLap();

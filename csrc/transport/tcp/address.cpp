@@ -158,12 +158,13 @@ Status listenOn(const InterfaceAddress& address, Fd* listener, int* port) {
   std::string what = "cannot listen on " + address.address + " (" + address.interfaceName + ")";
   if (!socket.isOpen()) return failed(what);
   if (bind(socket.get(), reinterpret_cast<sockaddr*>(&where), length) != 0) return failed(what);
-  if (listen(socket.get(), 1024) != 0) return failed(what);
+  if (listen(socket.get(), SOMAXCONN) != 0) return failed(what);
   if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&where), &length) != 0) {
     return failed(what);
   }
   *port = ntohs(where.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&where)->sin6_port
                                             : reinterpret_cast<sockaddr_in*>(&where)->sin_port);
+  socket.keepFromChildren();
   *listener = std::move(socket);
   return Status();
 }
@@ -179,6 +180,7 @@ Status startConnect(const std::string& address, int port, Fd* result) {
       errno != EINPROGRESS) {
     return failed(what);
   }
+  socket.keepFromChildren();
   *result = std::move(socket);
   return Status();
 }

@@ -1,0 +1,47 @@
+#include "base/fd.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <bit>
+#include <cstdint>
+
+namespace mycoll {
+namespace {
+
+// By number: a child looks at it when threads of its parent may have held any lock. Descriptors
+// beyond are not kept.
+constexpr int kMaxKept = 1 << 16;
+std::atomic<uint64_t> kept[kMaxKept / 64];
+
+uint64_t bitOf(int fd) { return uint64_t{1} << (fd % 64); }
+
+// Replaced, not closed: an Fd of the parent's that dies in the child closes its own number, and
+// nothing that the child has opened since.
+void replaceInChild() {
+  const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+  for (int word = 0; word < kMaxKept / 64; ++word) {
+    for (uint64_t bits = kept[word].exchange(0); bits != 0; bits &= bits - 1) {
+      const int fd = word * 64 + std::countr_zero(bits);
+      if (nothing < 0 || ::dup3(nothing, fd, O_CLOEXEC) < 0) ::close(fd);
+    }
+  }
+  if (nothing >= 0) ::close(nothing);
+}
+
+}  // namespace
+
+void Fd::keepFromChildren() {
+  static const int forked [[maybe_unused]] = pthread_atfork(nullptr, nullptr, replaceInChild);
+  if (isOurs_ || fd_ < 0 || fd_ >= kMaxKept) return;
+  isOurs_ = true;
+  kept[fd_ / 64].fetch_or(bitOf(fd_), std::memory_order_relaxed);
+}
+
+void Fd::endKeeping() {
+  isOurs_ = false;
+  kept[fd_ / 64].fetch_and(~bitOf(fd_), std::memory_order_relaxed);
+}
+
+}  // namespace mycoll

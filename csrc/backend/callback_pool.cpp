@@ -9,6 +9,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/signals.h"
+
 namespace mycoll {
 
 struct CallbackPool::State {
@@ -23,6 +25,12 @@ struct CallbackPool::State {
   void runTasks(std::unique_lock<std::mutex>& lock);
   void serve();
 };
+
+namespace {
+thread_local bool isPoolThread = false;
+}  // namespace
+
+bool CallbackPool::isHere() { return isPoolThread; }
 
 CallbackPool& CallbackPool::get() {
   static CallbackPool pool;
@@ -53,6 +61,7 @@ void CallbackPool::State::runTasks(std::unique_lock<std::mutex>& lock) {
 
 void CallbackPool::State::serve() {
   pthread_setname_np(pthread_self(), "mycoll-callback");
+  isPoolThread = true;
   std::unique_lock<std::mutex> lock(mutex);
   while (true) {
     runTasks(lock);
@@ -77,6 +86,7 @@ void CallbackPool::post(std::function<void()> task) {
   }
   ++pool.threads;
   lock.unlock();
+  const SignalsBlocked blocked;
   try {
     std::thread([&pool] { pool.serve(); }).detach();
   } catch (const std::system_error&) {

@@ -19,6 +19,9 @@ class CallbackPool {
   // The process's. Never destroyed.
   static CallbackPool& get();
 
+  // This thread is one of its.
+  static bool isHere();
+
   // Tasks start in the order posted, and must not throw.
   void post(std::function<void()> task);
 

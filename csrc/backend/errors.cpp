@@ -1,11 +1,18 @@
 #include "backend/errors.h"
 
 #include <c10/util/Exception.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "backend/callback_pool.h"
 
 namespace mycoll {
 namespace {
 
 PythonHooks python;
+std::atomic<pthread_t> exiting{};
 
 }  // namespace
 
@@ -16,6 +23,21 @@ bool isInterruptPending() {
 }
 
 bool isCalledByPython() { return python.holdsGil != nullptr && python.holdsGil(); }
+
+bool mayHaveOtherThreads() {
+  return python.mayHaveOtherThreads != nullptr && python.mayHaveOtherThreads();
+}
+
+void beginExit() { exiting.store(pthread_self(), std::memory_order_release); }
+
+void stayIfExiting() {
+  const pthread_t last = exiting.load(std::memory_order_acquire);
+  if (last == pthread_t{} || pthread_equal(last, pthread_self()) || CallbackPool::isHere() ||
+      isCalledByPython()) [[likely]] {
+    return;
+  }
+  for (;;) pause();
+}
 
 void throwStatus(const Status& status) {
   const std::string& message = status.message();

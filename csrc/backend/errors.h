@@ -40,10 +40,20 @@ struct PythonHooks {
   void (*raiseInterrupt)() = nullptr;
   // Whether this thread holds the GIL.
   bool (*holdsGil)() = nullptr;
+  // Whether Python has, or may have, threads beside the one that waits.
+  bool (*mayHaveOtherThreads)() = nullptr;
 };
 void setPythonHooks(PythonHooks hooks);
 bool isInterruptPending();
 // Whether Python made the call that this thread is in; false for calls by torch's own C++.
 bool isCalledByPython();
+bool mayHaveOtherThreads();
+
+// The interpreter is about to end, which it does on this thread. Other threads that are in a call
+// of mycoll, or make one, do not come back any more (stayIfExiting): they would want the GIL, and
+// Python ends whoever wants it then in a way that C++ answers by ending the process. Daemon threads,
+// that is; the others have ended by now. CallbackPool's come back.
+void beginExit();
+void stayIfExiting();
 
 }  // namespace mycoll

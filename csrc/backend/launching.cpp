@@ -131,7 +131,11 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorL
         ->wait();
     return nullptr;
   }
-  for (const OpPtr& op : ops) throwIfFailed(communicator_->wait(op, Deadline::never()));
+  for (const OpPtr& op : ops) {
+    const Status status = communicator_->wait(op, Deadline::never());
+    if (!status.ok()) stayIfExiting();
+    throwIfFailed(status);
+  }
   for (const CopyBack& copy : request.copyBacks) {
     unpack(static_cast<const char*>(copy.packed.const_data_ptr()) + copy.offsetBytes, copy.target);
   }

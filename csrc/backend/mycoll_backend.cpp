@@ -87,7 +87,7 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   group.globalRanks = globalRanks;
   group.interrupted = isInterruptPending;
   group.callSite = callSiteOfWaiter;
-  group.hasCallbacks = CallbackOrder::isAnyPending;
+  group.mayBeCalled = [] { return CallbackOrder::isAnyPending() || mayHaveOtherThreads(); };
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
@@ -136,6 +136,7 @@ MycollBackend::~MycollBackend() {
 }
 
 void MycollBackend::closeAll(Milliseconds timeout) {
+  beginExit();
   const Deadline deadline = Deadline::after(timeout);
   std::vector<std::shared_ptr<Communicator>> open;
   std::vector<std::shared_ptr<DeviceGroup>> devices;
@@ -205,6 +206,8 @@ void MycollBackend::abort() {
 }
 
 void MycollBackend::shutdown() {
+  // A forked child lets go of its parent's group, and may make its own.
+  if (forkCount.load(std::memory_order_relaxed) != forkCount_) return;
   enter("shutdown");
   const Deadline deadline = Deadline::after(kShutdownTimeout);
   if (device_) device_->close(deadline);
@@ -231,6 +234,7 @@ void MycollBackend::waitForPendingWorks() {
 }
 
 CallSite MycollBackend::enter(const char* function) const {
+  stayIfExiting();
   if (forkCount.load(std::memory_order_relaxed) != forkCount_) [[unlikely]] {
     C10_THROW_ERROR(
         DistBackendError,

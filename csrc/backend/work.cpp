@@ -226,6 +226,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
       // The wait's time is up, or there is a signal to handle: the operation itself goes on.
       if (!op->done()) throwStatus(status);
     }
+    stayIfExiting();
     finish();
   }
   throwIfFailed(status_);

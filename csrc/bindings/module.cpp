@@ -9,7 +9,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <exception>
+#include <thread>
 
 #include "backend/call_site.h"
 #include "backend/device/nccl_road.h"
@@ -67,9 +70,25 @@ using Milliseconds = std::chrono::milliseconds;
 thread_local std::exception_ptr pendingInterrupt;
 
 // Python handles signals in its main thread only; all others wait on.
+// As of the last look, which the main thread takes while it waits. 0: it has not taken one.
+std::atomic<int> pythonThreads{0};
+
+int countPythonThreads() {
+  int count = 0;
+  for (PyThreadState* thread = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
+       thread != nullptr; thread = PyThreadState_Next(thread)) {
+    ++count;
+  }
+  pythonThreads.store(count, std::memory_order_relaxed);
+  return count;
+}
+
+bool mayHaveOtherThreads() { return pythonThreads.load(std::memory_order_relaxed) != 1; }
+
 bool isInterruptPending() {
   if (syscall(SYS_gettid) != getpid() || !Py_IsInitialized()) return false;
   const py::gil_scoped_acquire gil;
+  countPythonThreads();
   if (PyErr_CheckSignals() == 0) return false;
   pendingInterrupt = std::make_exception_ptr(py::error_already_set());
   return true;
@@ -77,6 +96,14 @@ bool isInterruptPending() {
 
 void raiseInterrupt() {
   if (pendingInterrupt) std::rethrow_exception(std::exchange(pendingInterrupt, nullptr));
+}
+
+void closeAll() {
+  const bool hasOthers = countPythonThreads() > 1;
+  const py::gil_scoped_release release;
+  MycollBackend::closeAll(std::chrono::seconds(2));
+  // Daemon threads whose wait has ended just before are still to take the GIL: see beginExit().
+  if (hasOthers) std::this_thread::sleep_for(std::chrono::milliseconds(20));
 }
 
 bool holdsGil() { return PyGILState_Check() != 0; }
@@ -259,15 +286,11 @@ PYBIND11_MODULE(_C, module) {
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
              py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
              "The engine's copy that bypasses caches, between two addresses; for benchmarks.");
+  module.def("_close_all", &closeAll,
+             "Groups that were never destroyed end with the interpreter, while there still is one.");
   module.attr("torch_version") = TORCH_VERSION;
 
   mycoll::registerQuantizedMoves();
-  mycoll::setPythonHooks({&isInterruptPending, &raiseInterrupt, &holdsGil});
+  mycoll::setPythonHooks({&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads});
   mycoll::setCallSiteHook(&mycoll::findCallSite);
-
-  // Groups that were never destroyed end with the interpreter, while there still is one.
-  py::module_::import("atexit").attr("register")(py::cpp_function([] {
-    const py::gil_scoped_release release;
-    MycollBackend::closeAll(std::chrono::seconds(2));
-  }));
 }

@@ -57,9 +57,10 @@ struct GroupOptions {
   // known. Asked of a user's thread that has waited a while, or whose operation has failed. May be
   // empty. Called without locks.
   std::function<uint32_t()> callSite;
-  // Whether callbacks of this process's futures are still to run, of whatever group: they may make
-  // calls of any, so who has not made one is not stuck. May be empty. Called without locks.
-  std::function<bool()> hasCallbacks;
+  // Whether others than the threads that have called this group may yet call it: threads of the
+  // program, callbacks of futures. Then it is not stuck because its callers wait elsewhere. Empty:
+  // nobody. Called without locks.
+  std::function<bool()> mayBeCalled;
 };
 
 // One call, in flight or done.

@@ -17,6 +17,8 @@ using Clock = std::chrono::steady_clock;
 // While waiting in the kernel: how often signals, deadlines and peers are looked at.
 constexpr auto kTick = std::chrono::milliseconds(50);
 constexpr int kSpinBatch = 64;
+// How long a group that is being destroyed offers its receives to those who are about to send.
+constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
 
 int localRanks(const Engine& engine, const GroupAddress& address) {
   const Endpoint& endpoint = *engine.endpoint();
@@ -229,7 +231,12 @@ void Group::setAsleep(bool asleep) {
 void Group::close(Deadline deadline) {
   if (isClosed_.exchange(true)) return;
   Endpoint& endpoint = *engine_->endpoint();
-  auto isBusy = [&] { return queued_.load() > 0 || sending_->load() > 0 || !mailbox_.isFlushed(); };
+  // What nobody has begun to send may never be sent.
+  const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
+  auto isBusy = [&] {
+    return queued_.load() > 0 || sending_->load() > 0 || !mailbox_.isFlushed() ||
+           mailbox_.isReceiving(!unsent.expired());
+  };
   engine_->beginWait();
   while (!hasFailed() && isBusy() && !deadline.expired()) {
     bool moved = run(0);

@@ -1,9 +1,11 @@
 // The meeting's half about failures: what makes waiting pointless, and who is told of it.
 #include <algorithm>
+#include <thread>
 
 #include "base/told.h"
 #include "base/topology.h"
 #include "engine/meeting.h"
+#include "transport/bell.h"
 
 namespace mycoll {
 namespace {
@@ -32,8 +34,15 @@ Status Meeting::checkEarlierSelf() {
   if (text.empty()) return Status();
   Card card;
   MYCOLL_RETURN_IF_ERROR(Card::decode(text, &card));
-  if (isSameProcess(card.address, mine_.address) || !isAliveHere(card)) return Status();
-  return takenBy(card);
+  if (isSameProcess(card.address, mine_.address)) return Status();
+  // A process that has left its groups, as all of them do before they meet anew, may come back as
+  // another rank.
+  const Deadline settled = earlier(deadline_, Deadline::after(kSettled));
+  while (isAliveHere(card) && BellSocket::isThere(card.address.uid)) {
+    if (settled.expired()) return takenBy(card);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  return Status();
 }
 
 Status Meeting::takenBy(const Card& other) {

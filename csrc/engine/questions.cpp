@@ -187,8 +187,8 @@ std::string Group::explain(const Question& question, std::optional<Block>* block
     const std::optional<Block> own = blockedHead();
     return before + (own ? "; waits for " + listNames(own->ranks) : "");
   }
-  if (options_.hasCallbacks && options_.hasCallbacks()) {
-    return before + "; callbacks of its futures are still to run";
+  if (options_.mayBeCalled && options_.mayBeCalled()) {
+    return before + "; its program has other threads, or callbacks that are still to run";
   }
   const Caller& caller = caller_.thread() == 0 ? engine_->caller() : caller_;
   if (caller.isMany()) return before + "; it is called from several threads";

@@ -45,6 +45,15 @@ Status BellSocket::open(const std::string& uid) {
   return Status();
 }
 
+bool BellSocket::isThere(const std::string& uid) {
+  const Fd socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  sockaddr_un address;
+  const unsigned length = fillAddress(uid, &address);
+  return !socket.isOpen() ||
+         connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 ||
+         errno != ECONNREFUSED;
+}
+
 void BellSocket::drain() {
   char byte;
   while (recv(socket_.get(), &byte, 1, MSG_DONTWAIT) >= 0) {

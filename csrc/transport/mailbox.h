@@ -159,6 +159,10 @@ class Mailbox {
   // True when all that was queued has been handed to the links.
   bool isFlushed();
 
+  // A message between two ranks is being received; `orPosted`: or may yet come for a receive whose
+  // sender is still there.
+  bool isReceiving(bool orPosted);
+
   // Hands a descriptor to a rank of this host, beside the messages. False where the connection to
   // it is not by shared memory. Only after a message to it was sent.
   bool sendFd(int destination, int fd, const std::string& cookie);

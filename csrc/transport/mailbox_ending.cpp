@@ -161,6 +161,17 @@ bool Mailbox::isFlushed() {
   return !endpoint_->hasQueued(group_.context, group_.rank);
 }
 
+bool Mailbox::isReceiving(bool orPosted) {
+  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  for (const Transfer* request = open_; request; request = request->next_) {
+    if (!request->isReceive_ || request->messageClass_ != MessageClass::kPointToPoint) continue;
+    if (orPosted || std::find(posted_.begin(), posted_.end(), request) == posted_.end()) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // Nothing of what is sent to it or received from it is finished.
 bool Mailbox::needs(int rank) const {
   for (const Transfer* request = open_; request; request = request->next_) {

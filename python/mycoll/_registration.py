@@ -7,9 +7,11 @@ and raised when somebody uses the backend.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -51,6 +53,15 @@ def register() -> None:
         from mycoll import _compat
 
         _compat.install()
+        # The first of all: what programs register runs before it, and may still communicate.
+        atexit.register(close_all)
+
+
+def close_all() -> None:
+    """Ends the groups that were never destroyed."""
+    module = sys.modules.get("mycoll._C")
+    if module is not None:
+        module._close_all()
 
 
 def register_mpi_scheme() -> None:

@@ -269,11 +269,18 @@ def forked(ctx: Ctx) -> None:
             text = "no error"
         except RuntimeError as error:
             text = str(error)
+        try:
+            dist.destroy_process_group()
+            dist.init_process_group(ctx.backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.all_reduce(x)
+            text += ", and a group of its own"
+        except BaseException as error:
+            text += f"; then {error!r}"
         os.write(write, text.encode())
         os._exit(0)
     os.waitpid(pid, 0)
     text = os.read(read, 4096).decode()
-    if "forked" not in text or "all_reduce" not in text:
+    if not all(words in text for words in ("forked", "all_reduce", "a group of its own")):
         ctx.fail(f"in the child: {text}")
     dist.all_reduce(x)  # nothing has happened to the parent
     ctx.equal(float(x[0]), float(ctx.size**2))

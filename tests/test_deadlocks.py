@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -82,3 +84,36 @@ def test_deadlock_is_named(pool, backend, transport, case):
             for word in (*words, *(f"rank {r} (" for r in range(size))):
                 assert word in seen.text, (word, seen.text)
             assert seen.seconds < SECONDS, f"rank {rank}: {seen.seconds:.1f} s"
+
+
+def a_thread_calls_later(ctx: Ctx) -> None:
+    """The thread that answers has made no call yet."""
+    answer = threading.Timer(3.0, lambda: dist.send(torch.ones(3), (ctx.rank + 1) % ctx.size))
+    answer.start()
+    dist.recv(torch.zeros(3), (ctx.rank + 1) % ctx.size)
+    answer.join()
+
+
+def a_callback_calls_later(ctx: Ctx) -> None:
+    """Rank 0's second call is held until the callback of the first has run."""
+    groups = [dist.new_group(timeout=ctx.timeout) for _ in range(2)]
+    first = dist.all_reduce(torch.ones(3), group=groups[0], async_op=True)
+    if ctx.rank == 0:
+        first.get_future().then(lambda _: time.sleep(3.0))
+        held = dist.all_reduce(torch.ones(3), group=groups[0], async_op=True)
+        dist.all_reduce(torch.ones(3), group=groups[1])
+        held.wait()
+    else:
+        first.wait()
+        for group in groups:
+            dist.all_reduce(torch.ones(3), group=group)
+
+
+@pytest.mark.parametrize("case", [a_thread_calls_later, a_callback_calls_later])
+def test_no_deadlock_is_seen_where_there_is_none(pool, backend, transport, case):
+    if backend != "mycoll":
+        pytest.skip("gloo has no futures of messages")
+    with Stage(pool, transport).world(2, TIMEOUT) as world:
+        world.start(falls_in, case)
+        for rank, seen in answers(world, limit=40).items():
+            assert isinstance(seen, Seen) and not seen.kind, (rank, seen)

@@ -96,6 +96,12 @@ def shapes(n: int) -> dict[str, Mistake]:
             lambda: dist.all_to_all_single(f32(2 * n), f32(2 * n), [1] * n, [2] * n),
             (),
         ),
+        "splits beyond all numbers": (
+            lambda: dist.all_to_all_single(
+                f32(n, 2), f32(n, 2), [2**63 - 1, 2**63 - 1, n + 2, *[0] * (n - 3)], [1] * n
+            ),
+            (),
+        ),
         "splits negative": (
             lambda: dist.all_to_all_single(f32(n), f32(n), [-1, 3] + [1] * (n - 2), [1] * n),
             (),

@@ -70,6 +70,30 @@ def test_200_groups(fresh, transport):
         assert cost["fds"] <= EXTRA_FDS, cost
 
 
+def half_begun_groups(ctx: Ctx) -> int:
+    """Rank 0 begins a group's first collective, and rank 1 leaves the group without."""
+    dist.all_reduce(torch.ones(3))
+    for _ in range(10):
+        group = dist.new_group()
+        if ctx.rank == 0:
+            dist.all_reduce(torch.ones(3), group=group, async_op=True)
+            time.sleep(0.05)
+        dist.barrier()
+        if ctx.rank == 0:
+            group._get_backend(torch.device("cpu")).abort()
+        dist.destroy_process_group(group)
+        dist.barrier()
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found += "memfd" in str(Path("/proc/self/fd", name).readlink())
+    return found
+
+
+def test_memory_that_nobody_fetched_is_dropped(fresh):
+    assert max(fresh(2, "shm").run(half_begun_groups)) <= 4
+
+
 def again_and_again(ctx: Ctx) -> dict[str, list[float]]:
     seen: dict[str, list[float]] = {"threads": [], "fds": [], "MiB": []}
     for i in range(50):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -118,3 +121,77 @@ def test_who_goes_takes_what_was_not_received(stage):
         assert "has left group" in seen.text and "recv from rank 0" in seen.text
         assert seen.seconds < 2.0
         assert "(collectives: 0, sends: 1). They are lost" in world.members[0].log_tail()
+
+
+def receives_while_it_leaves(ctx: Ctx) -> Seen:
+    """Both sides of a message have been asked for when both ranks leave."""
+    x = torch.full((3_000_000,), float(ctx.rank))
+    work = dist.isend(x, 1) if ctx.rank == 0 else dist.irecv(x, 0)
+    assert work is not None
+    dist.destroy_process_group()
+    seen = attempt(work.wait)
+    assert bool((x == 0).all())
+    return seen
+
+
+def test_who_goes_receives_what_was_sent(stage):
+    with stage.world(2, timeout=60.0) as world:
+        world.start(receives_while_it_leaves)
+        for rank, seen in answers(world).items():
+            assert isinstance(seen, Seen) and not seen.kind, (rank, seen)
+
+
+def run_ranks(text: str, tmp_path: Path) -> str:
+    """Both ranks' output of a program that ends as programs do."""
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               "2", str(program)]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+SERVER = """
+import threading
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("mycoll")
+requests = dist.new_group()
+
+def serve():
+    while True:
+        dist.recv(torch.zeros(3), group=requests)
+
+threading.Thread(target=serve, daemon=True).start()
+for _ in range(100):
+    dist.all_reduce(torch.ones(10))
+dist.barrier()
+dist.destroy_process_group()
+print("finished", flush=True)
+"""
+
+
+def test_a_daemon_thread_in_a_call_does_not_disturb_the_exit(tmp_path):
+    for _ in range(3):
+        assert run_ranks(SERVER, tmp_path).count("finished") == 2
+
+
+LAST_WORDS = """
+import atexit
+import torch
+import torch.distributed as dist
+
+def last() -> None:
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    print("sum", x.tolist(), flush=True)
+
+atexit.register(last)
+dist.init_process_group("mycoll")
+"""
+
+
+def test_exit_handlers_may_communicate(tmp_path):
+    assert run_ranks(LAST_WORDS, tmp_path).count("sum [2.0, 2.0]") == 2

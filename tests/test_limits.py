@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -143,6 +144,31 @@ def run_limited(fresh, transport: str, limit: Limit) -> list[Seen]:
     seen = world.run(limited, limit, deadline=60)
     assert all(one.kind in ("", *KINDS) for one in seen), seen
     return seen
+
+
+def short_of_descriptors_for_one_group(ctx: Ctx) -> Seen:
+    """Rank 1 has none left when a new group's memory is handed to it: the old one lives on."""
+    works(ctx)
+    peer = 1 - ctx.rank
+    for sender in (0, 1):
+        (dist.send if ctx.rank == sender else dist.recv)(torch.ones(1), peer)
+    group = dist.new_group()
+    dist.barrier()
+    held = []
+    with contextlib.suppress(OSError):
+        while ctx.rank == 1:
+            held.append(os.dup(0))
+    seen = attempt(lambda: dist.all_reduce(torch.ones(10), group=group))
+    for fd in held:
+        os.close(fd)
+    time.sleep(0.5)
+    works(ctx)
+    return seen
+
+
+def test_no_descriptor_for_a_new_groups_memory(fresh):
+    for seen in fresh(2, "shm", timeout=8.0).run(short_of_descriptors_for_one_group):
+        assert not seen.kind, seen
 
 
 KINDS = ("DistBackendError", "DistNetworkError", "DistStoreError", "MemoryError", "RuntimeError")

@@ -51,8 +51,8 @@ bool mayHaveOtherThreads();
 
 // The interpreter is about to end, which it does on this thread. Other threads that are in a call
 // of mycoll, or make one, do not come back any more (stayIfExiting): they would want the GIL, and
-// Python ends whoever wants it then in a way that C++ answers by ending the process. Daemon threads,
-// that is; the others have ended by now. CallbackPool's come back.
+// Python ends whoever wants it then in a way that C++ answers by ending the process. Daemon
+// threads, that is; the others have ended by now. CallbackPool's come back.
 void beginExit();
 void stayIfExiting();
 

@@ -286,8 +286,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
              py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
              "The engine's copy that bypasses caches, between two addresses; for benchmarks.");
-  module.def("_close_all", &closeAll,
-             "Groups that were never destroyed end with the interpreter, while there still is one.");
+  module.def(
+      "_close_all", &closeAll,
+      "Groups that were never destroyed end with the interpreter, while there still is one.");
   module.attr("torch_version") = TORCH_VERSION;
 
   mycoll::registerQuantizedMoves();

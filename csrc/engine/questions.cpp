@@ -9,8 +9,9 @@
 //
 // Every rank of the circle waits for all of the next ones to come, and none can come before it has
 // been served; so no false alarm is possible as long as "the thread that should make the call" is
-// right. It is known for a group that has only ever been called from one thread; others are never
-// accused. A circle is believed when it is found twice in the same shape, half a second apart.
+// right. It is known for a group that has only ever been called from one thread, in a process that
+// has no other that could (GroupOptions::mayBeCalled); others are never accused. A circle is
+// believed when it is found twice in the same shape, half a second apart.
 //
 // Nothing of this happens before a wait has lasted for a second.
 #include <algorithm>

@@ -149,6 +149,7 @@ void Endpoint::onSenderEvent(OutLink& link) {
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (got <= 0) {
       link.problem = "closed its connection";
+      link.isSilent = got < 0 && errno == ETIMEDOUT;
       return;
     }
     link.farewellGot += static_cast<size_t>(got);
@@ -270,7 +271,8 @@ bool Endpoint::hasSaidAll(const std::string& uid, const std::string& how) {
     if (drain(link, kToTheEnd)) link.lastByte = Deadline::Clock::now();
     if (!link.isShm && link.problem.empty()) open = &link;
   }
-  if (open == nullptr) return true;
+  const auto out = outLinks_.find(uid);
+  if (open == nullptr || (out != outLinks_.end() && out->second->isSilent)) return true;
   const auto now = Deadline::Clock::now();
   const Losing& losing = losing_.try_emplace(uid, Losing{how, now}).first->second;
   const std::chrono::milliseconds patience =

@@ -65,7 +65,8 @@ struct OutLink {
   std::deque<OutItem> queue;
   bool isLost = false;
   bool isShm = false;
-  std::string problem;  // why the connection failed; the link is given up at the next opportunity
+  std::string problem;    // why the connection failed; given up at the next opportunity
+  bool isSilent = false;  // ... as the network, or the whole process, gave no sign of life
   // Who vouches for the connection that is being made; and what that group is to the other side, if
   // it has said so: then another attempt follows.
   HandshakeGroup voucher;

@@ -1,5 +1,6 @@
 // The endpoint's half that reads and writes frames on links.
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "base/log.h"
@@ -85,6 +86,7 @@ bool Endpoint::flush(OutLink& link, size_t turnBytes) {
     }
     ssize_t wrote = link.sender->write(parts, count);
     if (wrote < 0) {
+      link.isSilent = errno == ETIMEDOUT;
       link.problem = "closed its connection";
       return moved;
     }

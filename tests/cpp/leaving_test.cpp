@@ -162,6 +162,65 @@ TEST(Leaving, aMessageThatWasSentOutlivesItsSender) {
   });
 }
 
+namespace {
+
+// A network that is slower in one direction than in the other: what has been sent arrives later.
+class Late final : public LinkTap {
+ public:
+  bool isHere = false;
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override { return link; }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {
+    return std::make_unique<Receiver>(*this, std::move(link));
+  }
+
+ private:
+  class Receiver final : public LinkReceiver {
+   public:
+    Receiver(Late& late, std::unique_ptr<LinkReceiver> link)
+        : late_(late), link_(std::move(link)) {}
+    ssize_t read(void* data, size_t bytes, bool streaming) override {
+      return late_.isHere ? link_->read(data, bytes, streaming) : 0;
+    }
+    bool maybeReadable() const override { return late_.isHere && link_->maybeReadable(); }
+    void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
+    void lookAgain() override { link_->lookAgain(); }
+    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
+    int fd() const override { return link_->fd(); }
+
+   private:
+    Late& late_;
+    std::unique_ptr<LinkReceiver> link_;
+  };
+};
+
+}  // namespace
+
+// The other connection's end overtakes the last message and the goodbye.
+TEST(Leaving, theLastWordsOverTcpAreWaitedFor) {
+  Late late;
+  late.isHere = true;
+  Endpoints world(2, TransportChoice::kTcp, {{1, &late}});
+  for (int process : {0, 1}) world.join(process, 1, {0, 1});
+  ASSERT(world.talk(0, 1, 1, 0, 1));
+  ASSERT(world.talk(1, 0, 1, 1, 0));
+  late.isHere = false;
+  Word word(world, 0, 1, 1);
+  EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }));
+  int got = 0;
+  Transfer receiving;
+  world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(4), {&got, 4});
+  world.leave(0, 1);
+  world.end(0);
+  EXPECT(!world.turnUntil([&] { return receiving.isDone(); }, 300));
+  late.isHere = true;
+  EXPECT(world.turnUntil([&] { return receiving.isDone(); }, 3000));
+  EXPECT_OK(receiving.status());
+  EXPECT_EQ(got, word.value);
+  world.turn();
+  EXPECT_OK(world.at(1, 1).listener.failure);
+  EXPECT_EQ(world.at(1, 1).listener.gone.size(), 1);
+}
+
 // Longer than strangers are kept waiting: the connection is tried again, and is the same then.
 TEST(Leaving, theOnlyGroupIsMadeLate) {
   Endpoints world(2, TransportChoice::kAuto);

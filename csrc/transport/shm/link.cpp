@@ -193,7 +193,8 @@ void ShmReceiver::onEvent(bool) {
     if (got == static_cast<ssize_t>(sizeof(cookie))) {
       // None where this process has no descriptor left: whoever takes it sees that. An
       // authenticated peer sends one for each group; more than this is a peer gone mad.
-      if (fd.isOpen() && received_.size() < 4096) received_[std::string(cookie, sizeof(cookie))] = std::move(fd);
+      if (!fd.isOpen() || received_.size() >= 4096) continue;
+      received_[std::string(cookie, sizeof(cookie))] = std::move(fd);
     } else if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
       return;
     } else {

@@ -1,0 +1,103 @@
+// Connections: many at a time to a process that is late, and what strangers can learn of it.
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "base/fd.h"
+#include "endpoints.h"
+#include "test.h"
+#include "transport/bell.h"
+
+using namespace mycoll;
+using test::Endpoints;
+
+namespace {
+
+constexpr auto kMessages = MessageClass::kPointToPoint;
+
+}  // namespace
+
+// More than as many strangers as are admitted: all ranks of a job connect to one of them, which has
+// not made the group yet.
+TEST(Connecting, allMembersComeBeforeTheGroup) {
+  constexpr int kRanks = 100;
+  for (TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
+    Endpoints world(kRanks, transport);
+    std::vector<int> processes(kRanks);
+    std::iota(processes.begin(), processes.end(), 0);
+    for (int rank = 1; rank < kRanks; ++rank) world.join(rank, 1, processes);
+    std::vector<int> values(kRanks), got(kRanks);
+    std::vector<std::unique_ptr<Transfer>> sending, receiving;
+    for (int rank = 1; rank < kRanks; ++rank) {
+      values[rank] = rank;
+      sending.push_back(std::make_unique<Transfer>());
+      world.at(rank, 1).mailbox->send(*sending.back(), 0, kMessages, 7, Endpoints::word(4),
+                                      {&values[rank], 4});
+    }
+    world.turn(20);
+    world.join(0, 1, processes);
+    for (int rank = 1; rank < kRanks; ++rank) {
+      receiving.push_back(std::make_unique<Transfer>());
+      world.at(0, 1).mailbox->receive(*receiving.back(), rank, kMessages, 7, Endpoints::word(4),
+                                      {&got[rank], 4});
+    }
+    for (auto& transfer : receiving) {
+      EXPECT(world.turnUntil([&] { return transfer->isDone(); }));
+      EXPECT_OK(transfer->status());
+    }
+    EXPECT(got == values);
+    EXPECT_OK(world.at(0, 1).listener.failure);
+  }
+}
+
+// The names of sockets can be listed by all users of a host; who knows a uid counts as a member.
+TEST(Connecting, namesOfSocketsHideTheUid) {
+  Endpoints world(1, TransportChoice::kAuto);
+  std::ifstream file("/proc/net/unix");
+  const std::string names((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  const std::string& uid = world.addresses[0].uid;
+  EXPECT(names.find(publicName(uid)) != std::string::npos);
+  EXPECT(names.find(uid) == std::string::npos);
+  EXPECT(BellSocket::isThere(uid));
+  world.end(0);
+  EXPECT(!BellSocket::isThere(uid));
+}
+
+// The other side hears of a process's end, whatever its children do.
+TEST(Connecting, forkedChildrenHoldNoSocket) {
+  int sockets[2];
+  ASSERT(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) == 0);
+  Fd theirs(sockets[0]);
+  Fd ours(sockets[1]);
+  ours.keepFromChildren();
+  Fd moved(std::move(ours));
+  int hold[2];
+  ASSERT(pipe(hold) == 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    struct stat entry{};
+    char byte;
+    const bool isReplaced = fstat(moved.get(), &entry) == 0 && S_ISCHR(entry.st_mode);
+    const bool isShared = fstat(theirs.get(), &entry) == 0 && S_ISSOCK(entry.st_mode);
+    (void)!read(hold[0], &byte, 1);
+    _exit(isReplaced && isShared ? 0 : 1);
+  }
+  moved.reset();
+  pollfd end{theirs.get(), POLLIN, 0};
+  EXPECT_EQ(poll(&end, 1, 10'000), 1);  // while the child lives
+  char byte;
+  EXPECT_EQ(recv(theirs.get(), &byte, 1, MSG_DONTWAIT), 0);
+  EXPECT_EQ(write(hold[1], "x", 1), 1);
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  for (int fd : hold) close(fd);
+}

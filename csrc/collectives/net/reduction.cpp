@@ -22,10 +22,14 @@ constexpr size_t kSliceUnit = 64;
 
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
-// The same on all ranks.
-size_t partBytesFor(int ranks) {
+// Parts of a reduction travel with the steps from 0, results with these.
+constexpr uint64_t kResultStep = uint64_t{1} << (Mailbox::kStepBits - 1);
+
+// The same on all ranks. bytes: of the largest slice; there are steps for so many parts.
+size_t partBytesFor(int ranks, size_t bytes) {
   const size_t share = kInboxBytes / kWindow / static_cast<size_t>(std::max(1, ranks - 1));
-  return std::clamp(share & ~(kSliceUnit - 1), kLeastPart, kLargestPart);
+  const size_t least = roundUp(bytes / (kResultStep - 1) + 1, kLeastPart);
+  return std::max(std::clamp(share & ~(kSliceUnit - 1), kLeastPart, kLargestPart), least);
 }
 
 // Memory for one part from each other rank, with the pointers as the kernels want them.
@@ -74,7 +78,7 @@ Task reduceToOwner(NetGroup group, const Call& call, const Signature& signature,
   Mailbox& mailbox = group.mailbox;
   const int ranks = mailbox.ranks();
   const int self = mailbox.rank();
-  const size_t partBytes = partBytesFor(ranks);
+  const size_t partBytes = partBytesFor(ranks, maxBytes);
   const uint64_t parts = partsOf(maxBytes, partBytes);
   const Span mine = pieceFor(self);
   Part window[kWindow];
@@ -109,9 +113,6 @@ Task reduceToOwner(NetGroup group, const Call& call, const Signature& signature,
   }
   co_return Status();
 }
-
-// Parts of a reduction travel with the steps from 0, results with these.
-constexpr uint64_t kResultStep = uint64_t{1} << (Mailbox::kStepBits - 1);
 
 // Everybody reduces everything.
 Task reduceEverywhere(NetGroup group, const Call& call, const Signature& signature) {
@@ -163,7 +164,7 @@ Task netReduce(NetGroup group, const Call& call) {
   const Span result =
       wantsResult ? sliceOf(whole, self) : Span{own.get(), sliceOf(input, self).bytes};
 
-  const size_t partBytes = partBytesFor(ranks);
+  const size_t partBytes = partBytesFor(ranks, slice);
   Batch results(mailbox, group.sequence, signature);
   for (uint64_t index = 0; index < partsOf(slice, partBytes) && wantsResult; ++index) {
     for (int step = 1; step < ranks; ++step) {

@@ -84,9 +84,9 @@ def half_begun_groups(ctx: Ctx) -> int:
         dist.destroy_process_group(group)
         dist.barrier()
     found = 0
-    for name in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the listing itself
-            found += "memfd" in str(Path("/proc/self/fd", name).readlink())
+            found += "memfd" in str(entry.readlink())
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faults.harness import Seen, attempt
 from worlds import arith
 from worlds.worker import Ctx
 
@@ -347,3 +348,24 @@ def test_writes_to_tensors_in_flight(fresh, transport, backend, kind, level):
     world = fresh(2, transport, env=(("TORCH_DISTRIBUTED_DEBUG", level),))
     for warned in world.run(written_early, kind):
         assert warned == [level == "INFO", False, False, False], warned
+
+
+def futures_of_messages(ctx: Ctx) -> Seen:
+    """Nobody sends, and nobody waits but by the future."""
+    dist.barrier()
+    if ctx.rank == 1:
+        ctx.store("futures").wait(["done"], timedelta(seconds=60))
+        return attempt(lambda: None)
+    work = dist.irecv(torch.ones(3), 1)
+    assert work is not None
+    seen = attempt(work.get_future().wait)
+    ctx.store("futures").set("done", "")
+    return seen
+
+
+def test_a_future_of_a_message_times_out(fresh, transport, backend):
+    if backend == "gloo":
+        pytest.skip("gloo has no futures of messages")
+    seen = fresh(2, transport, timeout=2.0).run(futures_of_messages)[0]
+    assert "TIMED OUT" in seen.text and "recv from rank 1" in seen.text, seen
+    assert 1.9 < seen.seconds < 10.0

@@ -86,8 +86,8 @@ void CallbackPool::post(std::function<void()> task) {
   }
   ++pool.threads;
   lock.unlock();
-  const SignalsBlocked blocked;
   try {
+    const SignalsBlocked blocked;
     std::thread([&pool] { pool.serve(); }).detach();
   } catch (const std::system_error&) {
     lock.lock();

@@ -224,7 +224,10 @@ void Engine::State::doChores() {
   if (now < nextChores) return;
   nextChores = now + kChores;
   bool isUnseen = false;
-  for (auto& group : alive()) isUnseen |= group->lookForFailure();
+  for (auto& group : alive()) {
+    isUnseen |= group->lookForFailure();
+    group->checkFutures();
+  }
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();
   Metrics::writeIfDue();
 }

@@ -69,6 +69,8 @@ class Group final : public MailboxListener,
   // For a group that nobody is in a call of: has it failed on another rank of the host? True when
   // that is news.
   bool lookForFailure();
+  // The deadlines of messages that futures tell of: nobody looks at them in a wait.
+  void checkFutures();
   // Deadlines, ranks that have left, calls that hang: for whoever has waited a while.
   void checkHealth();
 

@@ -246,6 +246,16 @@ void Group::checkMessage(const Op& waitedFor) {
                   (op.rank == kAnySource ? "" : lastWord(op.rank)) + "."));
 }
 
+void Group::checkFutures() {
+  if (hasFailed()) return;
+  std::shared_ptr<MessageOp> late;
+  mailbox_.forEachMessage([&late](Transfer& message) {
+    const auto& op = static_cast<const MessageOp&>(message);
+    if (!late && op.isAwaited() && op.deadline.expired()) late = op.self;
+  });
+  if (late) checkMessage(*late);
+}
+
 void Group::abort(const std::string& reason) {
   fail(Status(Code::kAborted, "mycoll group '" + options_.name + "' was aborted on " +
                                   mailbox_.describeRank(options_.rank) + ": " + reason));

@@ -21,6 +21,11 @@ class Group;
 class BasicOp : public Op {
  public:
   void onDone(std::function<void()> fn) final {
+    isAwaited_.store(true, std::memory_order_relaxed);
+    atEnd(std::move(fn));
+  }
+  // The same for the engine itself, which awaits nothing.
+  void atEnd(std::function<void()> fn) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!done()) {
@@ -45,6 +50,9 @@ class BasicOp : public Op {
     for (auto& fn : callbacks) fn();
   }
 
+  // Somebody wants to be told of its end, instead of waiting for it.
+  bool isAwaited() const { return isAwaited_.load(std::memory_order_relaxed); }
+
   void setRecord(const OpRecord& record) { record_ = record; }
 
   // Holds the user's memory; dropped when the op is done.
@@ -56,6 +64,7 @@ class BasicOp : public Op {
   uint32_t rounds = 0;
 
  private:
+  std::atomic<bool> isAwaited_{false};
   std::mutex mutex_;
   std::vector<std::function<void()>> callbacks_;  // guarded by mutex_
 };

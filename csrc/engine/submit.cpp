@@ -186,7 +186,7 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
   op->self = op;
   if (isSend) {
     sending_->fetch_add(1, std::memory_order_relaxed);
-    op->onDone([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
+    op->atEnd([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
     mailbox_.send(*op, rank, MessageClass::kPointToPoint, tag, signature, data);
   } else {
     mailbox_.receive(*op, isAnyone ? kFromAnyone : rank, MessageClass::kPointToPoint, tag,

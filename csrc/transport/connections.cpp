@@ -246,7 +246,6 @@ void Endpoint::acceptFrom(int listener, bool isUnix) {
     const size_t named = std::count_if(accepting_.begin(), accepting_.end(),
                                        [](const auto& accepting) { return accepting->namesUs; });
     const bool isFull = named >= kMaxNamed;
-    if (!isFull && accepting_.size() - named >= kMaxStrangers) dropStranger();
     Fd socket;
     if (!isFull) socket = Fd(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket.isOpen()) {
@@ -260,6 +259,7 @@ void Endpoint::acceptFrom(int listener, bool isUnix) {
       return;
     }
     socket.keepFromChildren();
+    if (accepting_.size() - named >= kMaxStrangers) dropStranger();
     if (isUnix && !isSameUser(socket.get())) continue;  // closes it
     if (!isUnix) tuneSocket(socket.get(), options_.networkSeconds);
     auto accepting = std::make_unique<Accepting>();

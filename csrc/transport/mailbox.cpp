@@ -335,6 +335,13 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
   endpoint_->enqueue(endpoint_->linkTo(group_.peers[came.source]), std::move(item));
 }
 
+void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {
+  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  for (Transfer* request = open_; request; request = request->next_) {
+    if (request->messageClass_ == MessageClass::kPointToPoint) visit(*request);
+  }
+}
+
 bool Mailbox::sendFd(int destination, int fd, const std::string& cookie) {
   std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
   return endpoint_->sendFd(group_.peers[destination].uid, fd, cookie);

@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -159,6 +160,8 @@ class Mailbox {
   // True when all that was queued has been handed to the links.
   bool isFlushed();
 
+  // Those between two ranks that are not finished. Called with the I/O lock.
+  void forEachMessage(const std::function<void(Transfer&)>& visit);
   // A message between two ranks is being received; `orPosted`: or may yet come for a receive whose
   // sender is still there.
   bool isReceiving(bool orPosted);

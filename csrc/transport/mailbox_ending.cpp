@@ -162,14 +162,12 @@ bool Mailbox::isFlushed() {
 }
 
 bool Mailbox::isReceiving(bool orPosted) {
-  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
-  for (const Transfer* request = open_; request; request = request->next_) {
-    if (!request->isReceive_ || request->messageClass_ != MessageClass::kPointToPoint) continue;
-    if (orPosted || std::find(posted_.begin(), posted_.end(), request) == posted_.end()) {
-      return true;
-    }
-  }
-  return false;
+  bool isIt = false;
+  forEachMessage([&](const Transfer& message) {
+    isIt |= message.isReceive_ &&
+            (orPosted || std::find(posted_.begin(), posted_.end(), &message) == posted_.end());
+  });
+  return isIt;
 }
 
 // Nothing of what is sent to it or received from it is finished.

@@ -47,10 +47,13 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   checkInFlight();
   const bool isTimed = timeout > std::chrono::milliseconds(0);
   const Deadline deadline = isTimed ? Deadline::after(timeout) : Deadline::never();
-  throwIfFailed(operation_->waitEnqueued(deadline));
+  const Status enqueued = operation_->waitEnqueued(deadline);
+  if (!enqueued.ok()) stayIfExiting();
+  throwIfFailed(enqueued);
   const c10::Stream current = currentStream(operation_->device());
   operation_->block(current);
   if (isTimed || waitsOnHost_) throwIfFailed(operation_->waitOver(deadline));
+  stayIfExiting();
   // What comes next on the stream that the memory is from comes after the operation: the allocator
   // may hand it out again. On another stream this would be too early.
   if (current == operation_->caller()) operation_->release();

@@ -187,7 +187,7 @@ import torch.distributed as dist
 def last() -> None:
     x = torch.ones(2)
     dist.all_reduce(x)
-    os.write(1, f"sum {x.tolist()}\n".encode())
+    os.write(1, f"sum {x.tolist()}.".encode())
 
 atexit.register(last)
 dist.init_process_group("mycoll")

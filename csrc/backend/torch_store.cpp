@@ -38,8 +38,19 @@ Status TorchStore::set(const std::string& key, const std::string& value) {
   return guarded("set", key, [&] { store_->set(key, value); });
 }
 
+TorchStore::TorchStore(c10::intrusive_ptr<c10d::Store> store)
+    : store_(std::move(store)), isTcp_(!hostOf(store_).empty()) {}
+
 Status TorchStore::tryGet(const std::string& key, bool* found, std::string* value) {
   return guarded("get", key, [&] {
+    if (isTcp_) {
+      // One message there and one back, where check() and get() take three: what is not equal to
+      // the expected value stays, and comes back; the expected one where there is nothing.
+      static const std::string kNothing = "mycoll: there is nothing";
+      *value = store_->compareSet(key, kNothing, kNothing);
+      *found = *value != kNothing;
+      return;
+    }
     *found = store_->check({key});
     if (!*found) return;
     const std::vector<uint8_t> bytes = store_->get(key);

@@ -11,13 +11,14 @@ namespace mycoll {
 
 class TorchStore final : public Store {
  public:
-  explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  explicit TorchStore(c10::intrusive_ptr<c10d::Store> store);
 
   Status set(const std::string& key, const std::string& value) override;
   Status tryGet(const std::string& key, bool* found, std::string* value) override;
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
+  const bool isTcp_;
 };
 
 // The host at which a TCPStore listens; empty for other stores.

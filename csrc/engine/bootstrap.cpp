@@ -16,6 +16,8 @@
 namespace mycoll {
 namespace {
 
+// Between looks at the store.
+constexpr auto kShortestPause = std::chrono::microseconds(25);
 constexpr auto kLongestPause = std::chrono::microseconds(10'000);
 
 Status readSecretFile(std::string* secret) {
@@ -71,14 +73,14 @@ Status Meeting::putCard() {
 Status Meeting::meetOthers() {
   MYCOLL_RETURN_IF_ERROR(putCard());
   bool isOver = false;
-  auto pause = std::chrono::microseconds(100);
+  auto pause = kShortestPause;
   while (!isOver) {
     bool moved = false;
     if (isLeader()) MYCOLL_RETURN_IF_ERROR(lead(&moved));
     MYCOLL_RETURN_IF_ERROR(follow(&moved, &isOver));
     if (isOver) break;
     MYCOLL_RETURN_IF_ERROR(lookAround());
-    pause = moved ? std::chrono::microseconds(100) : std::min(pause * 2, kLongestPause);
+    pause = moved ? kShortestPause : std::min(pause * 2, kLongestPause);
     std::this_thread::sleep_for(pause);
   }
   MYCOLL_RETURN_IF_ERROR(store_.set(key("done", options_.rank), number_ + mine_.nonce));
@@ -107,8 +109,7 @@ Status Meeting::get(const std::string& name, std::string* value) {
   return Status();
 }
 
-// Rank 0: cards -> roster, confirmations -> commit.
-Status Meeting::lead(bool* moved) {
+Status Meeting::readCards(bool* moved) {
   bool isComplete = true, isNew = false;
   for (int rank = 0; rank < options_.ranks; ++rank) {
     std::string text = cardText_;
@@ -117,17 +118,27 @@ Status Meeting::lead(bool* moved) {
     isComplete &= !text.empty();
     cards_[rank] = std::move(text);
   }
-  if (isComplete && isNew) {
-    std::string nonce;
-    MYCOLL_RETURN_IF_ERROR(Card::freshNonce(&nonce));
-    standing_ = nonce.substr(0, 16);
-    MYCOLL_RETURN_IF_ERROR(store_.set("roster", encodeRoster(standing_, cards_)));
-    *moved = true;
+  if (!isComplete || !isNew) return Status();
+  std::string nonce;
+  MYCOLL_RETURN_IF_ERROR(Card::freshNonce(&nonce));
+  standing_ = nonce.substr(0, 16);
+  confirmations_ = 1;
+  *moved = true;
+  return store_.set("roster", encodeRoster(standing_, cards_));
+}
+
+// Rank 0: cards -> roster, confirmations -> commit.
+Status Meeting::lead(bool* moved) {
+  // Those of a roster that waits to be confirmed rarely change.
+  const auto now = Clock::now();
+  if (standing_.empty() || now - cardsRead_ >= kLongestPause) {
+    MYCOLL_RETURN_IF_ERROR(readCards(moved));
+    cardsRead_ = now;
   }
-  if (standing_.empty() || !isComplete || isCommitted_) return Status();
-  for (int rank = 1; rank < options_.ranks; ++rank) {
+  if (standing_.empty() || isCommitted_) return Status();
+  for (; confirmations_ < options_.ranks; ++confirmations_) {
     std::string ack;
-    MYCOLL_RETURN_IF_ERROR(get(key("ack", rank), &ack));
+    MYCOLL_RETURN_IF_ERROR(get(key("ack", confirmations_), &ack));
     if (ack != standing_) return Status();
   }
   isCommitted_ = true;
@@ -137,6 +148,15 @@ Status Meeting::lead(bool* moved) {
 
 // Everybody: confirm the roster that holds the own card; over when it is committed.
 Status Meeting::follow(bool* moved, bool* isOver) {
+  // Once it is confirmed the roster, which is long in a large job, rarely changes.
+  const auto now = Clock::now();
+  if (!number_.empty()) {
+    std::string commit;
+    MYCOLL_RETURN_IF_ERROR(get("commit", &commit));
+    *isOver = commit == number_;
+    if (*isOver || now - confirmed_ < kLongestPause) return Status();
+  }
+  confirmed_ = now;
   std::string text;
   MYCOLL_RETURN_IF_ERROR(get("roster", &text));
   std::string number;
@@ -144,26 +164,23 @@ Status Meeting::follow(bool* moved, bool* isOver) {
   if (!decodeRoster(text, cards_.size(), &number, &roster) || roster[options_.rank] != cardText_) {
     return Status();
   }
-  if (number != number_) {
-    number_ = number;
-    roster_ = roster;
-    *moved = true;
-    MYCOLL_RETURN_IF_ERROR(store_.set(key("ack", options_.rank), number_));
-  }
-  std::string commit;
-  MYCOLL_RETURN_IF_ERROR(get("commit", &commit));
-  *isOver = commit == number_;
-  return Status();
+  if (number == number_) return Status();
+  number_ = number;
+  roster_ = roster;
+  *moved = true;
+  return store_.set(key("ack", options_.rank), number_);
 }
 
 Status Meeting::waitForTheOthers() {
+  auto pause = kShortestPause;
   for (int rank = 1; rank < options_.ranks; ++rank) {
     for (;;) {
       std::string done;
       MYCOLL_RETURN_IF_ERROR(get(key("done", rank), &done));
       if (done.starts_with(number_)) break;
       MYCOLL_RETURN_IF_ERROR(lookAround());
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, kLongestPause);
     }
   }
   return Status();

@@ -42,6 +42,7 @@ class Meeting {
   Status putCard();
   Status meetOthers();
   Status lead(bool* moved);
+  Status readCards(bool* moved);
   Status follow(bool* moved, bool* isOver);
   Status waitForTheOthers();
 
@@ -73,11 +74,14 @@ class Meeting {
   std::string cardText_;
   // Rank 0
   std::vector<std::string> cards_;
-  std::string standing_;  // number of the roster in the store
+  std::string standing_;   // number of the roster in the store
+  int confirmations_ = 1;  // ranks before this one have confirmed it, rank 0 is to follow itself
+  Clock::time_point cardsRead_;
   bool isCommitted_ = false;
   // Everybody
   std::string number_;  // of the roster that was confirmed last
   std::vector<std::string> roster_;
+  Clock::time_point confirmed_;  // when the roster was last looked at
   // What is known of another rank's card.
   struct Life {
     std::string text;  // empty: there was none yet

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,13 @@ def test_who_goes_takes_what_was_not_received(pool, backend):
 def receives_while_it_leaves(ctx: Ctx) -> Seen:
     """Both sides of a message have been asked for when both ranks leave."""
     x = torch.full((3_000_000,), float(ctx.rank))
+    dist.barrier()
     work = dist.isend(x, 1) if ctx.rank == 0 else dist.irecv(x, 0)
     assert work is not None
+    store = ctx.store("sent")
+    if ctx.rank == 0:
+        store.set("sent", "")
+    store.wait(["sent"], timedelta(seconds=30))
     dist.destroy_process_group()
     seen = attempt(work.wait)
     assert bool((x == 0).all())

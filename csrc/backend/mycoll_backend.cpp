@@ -119,8 +119,13 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
   registry().groups.insert(this);
 }
 
+// This is a child of the process that made the group.
+bool MycollBackend::isForked() const {
+  return forkCount.load(std::memory_order_relaxed) != forkCount_;
+}
+
 MycollBackend::~MycollBackend() {
-  if (forkCount.load(std::memory_order_relaxed) != forkCount_) {
+  if (isForked()) {
     // The parent's connections must not hear from its child: nothing is closed, nothing is freed.
     new std::shared_ptr<Communicator>(communicator_);
     new std::shared_ptr<DeviceGroup>(device_);
@@ -207,7 +212,7 @@ void MycollBackend::abort() {
 
 void MycollBackend::shutdown() {
   // A forked child lets go of its parent's group, and may make its own.
-  if (forkCount.load(std::memory_order_relaxed) != forkCount_) return;
+  if (isForked()) return;
   enter("shutdown");
   const Deadline deadline = Deadline::after(kShutdownTimeout);
   if (device_) device_->close(deadline);
@@ -235,7 +240,7 @@ void MycollBackend::waitForPendingWorks() {
 
 CallSite MycollBackend::enter(const char* function) const {
   stayIfExiting();
-  if (forkCount.load(std::memory_order_relaxed) != forkCount_) [[unlikely]] {
+  if (isForked()) [[unlikely]] {
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(function, ": this process was forked after its mycoll group '", groupName_,

@@ -149,6 +149,7 @@ class MycollBackend final : public c10d::Backend {
 
   // Refuses in a forked child; then says which call this is, for error messages.
   CallSite enter(const char* function) const;
+  bool isForked() const;
 
   // Until the callbacks of earlier futures have run: see CallbackOrder.
   void awaitCallbacks(const Request& request) const;

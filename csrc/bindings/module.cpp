@@ -69,7 +69,6 @@ using Milliseconds = std::chrono::milliseconds;
 // The exception that a signal handler raised while this thread waited without the GIL.
 thread_local std::exception_ptr pendingInterrupt;
 
-// Python handles signals in its main thread only; all others wait on.
 // As of the last look, which the main thread takes while it waits. 0: it has not taken one.
 std::atomic<int> pythonThreads{0};
 
@@ -85,6 +84,7 @@ int countPythonThreads() {
 
 bool mayHaveOtherThreads() { return pythonThreads.load(std::memory_order_relaxed) != 1; }
 
+// Python handles signals in its main thread only; all others wait on.
 bool isInterruptPending() {
   if (syscall(SYS_gettid) != getpid() || !Py_IsInitialized()) return false;
   const py::gil_scoped_acquire gil;

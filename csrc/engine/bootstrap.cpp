@@ -154,9 +154,9 @@ Status Meeting::follow(bool* moved, bool* isOver) {
     std::string commit;
     MYCOLL_RETURN_IF_ERROR(get("commit", &commit));
     *isOver = commit == number_;
-    if (*isOver || now - confirmed_ < kLongestPause) return Status();
+    if (*isOver || now - rosterRead_ < kLongestPause) return Status();
   }
-  confirmed_ = now;
+  rosterRead_ = now;
   std::string text;
   MYCOLL_RETURN_IF_ERROR(get("roster", &text));
   std::string number;

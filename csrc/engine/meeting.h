@@ -75,13 +75,13 @@ class Meeting {
   // Rank 0
   std::vector<std::string> cards_;
   std::string standing_;   // number of the roster in the store
-  int confirmations_ = 1;  // ranks before this one have confirmed it, rank 0 is to follow itself
+  int confirmations_ = 1;  // ranks before this one have confirmed it; rank 0 is not asked
   Clock::time_point cardsRead_;
   bool isCommitted_ = false;
   // Everybody
   std::string number_;  // of the roster that was confirmed last
   std::vector<std::string> roster_;
-  Clock::time_point confirmed_;  // when the roster was last looked at
+  Clock::time_point rosterRead_;
   // What is known of another rank's card.
   struct Life {
     std::string text;  // empty: there was none yet

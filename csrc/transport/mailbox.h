@@ -219,6 +219,8 @@ class Mailbox {
   void reportMismatch(const Signature& mine, int source, const Signature& theirs,
                       const std::string& where, uint64_t from);
   bool isOver(MessageClass messageClass, uint64_t tag) const;
+  template <typename Wanted>  // a predicate, of open requests
+  void abandonAll(const Status& status, Wanted isWanted);
   void endOpen();
   void endReceivesFrom(int rank);
   Status departed(int rank) const;

@@ -34,21 +34,26 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   }
 }
 
+template <typename Wanted>
+void Mailbox::abandonAll(const Status& status, Wanted isWanted) {
+  for (Transfer* request = open_; request;) {
+    Transfer* next = request->next_;
+    if (isWanted(*request)) abandon(*request, status);
+    request = next;
+  }
+}
+
 void Mailbox::onLeft(int rank) {
   if (left_[rank]) return;  // it is told on every road that there is
   left_[rank] = true;
   const Status known = listener_->onGoodbye(rank);
   if (!known.ok()) return failLocked(known, false);
   // Receives that nothing has come for never will be served.
-  for (Transfer* request = open_; request;) {
-    Transfer* next = request->next_;
-    const bool waitsForIt = request->peer_ == rank &&
-                            request->messageClass_ == MessageClass::kPointToPoint &&
-                            (!request->isReceive_ ||
-                             std::find(posted_.begin(), posted_.end(), request) != posted_.end());
-    if (waitsForIt) abandon(*request, departed(rank));
-    request = next;
-  }
+  abandonAll(departed(rank), [&](const Transfer& request) {
+    return request.peer_ == rank && request.messageClass_ == MessageClass::kPointToPoint &&
+           (!request.isReceive_ ||
+            std::find(posted_.begin(), posted_.end(), &request) != posted_.end());
+  });
 }
 
 Status Mailbox::departed(int rank) const {
@@ -61,13 +66,9 @@ void Mailbox::endReceivesFrom(int rank) {
   std::erase_if(unexpected_, [rank](const Unexpected& message) {
     return message.header.source == rank && message.header.kind == FrameKind::kRequestToSend;
   });
-  for (Transfer* request = open_; request;) {
-    Transfer* next = request->next_;
-    const bool isMatched =
-        request->isReceive_ && request->peer_ == rank && inFlight_.count(request->id_) > 0;
-    if (isMatched) abandon(*request, departed(rank));
-    request = next;
-  }
+  abandonAll(departed(rank), [&](const Transfer& request) {
+    return request.isReceive_ && request.peer_ == rank && inFlight_.count(request.id_) > 0;
+  });
 }
 
 void Mailbox::fail(const Status& cause, bool tell) {
@@ -88,11 +89,9 @@ bool Mailbox::isOver(MessageClass messageClass, uint64_t tag) const {
 }
 
 void Mailbox::endOpen() {
-  for (Transfer* request = open_; request;) {
-    Transfer* next = request->next_;
-    if (isOver(request->messageClass_, request->tag_)) abandon(*request, failure_);
-    request = next;
-  }
+  abandonAll(failure_, [this](const Transfer& request) {
+    return isOver(request.messageClass_, request.tag_);
+  });
 }
 
 void Mailbox::failLocked(const Status& cause, bool tell, uint64_t from) {
@@ -137,11 +136,7 @@ void Mailbox::queueControl(int destination, FrameKind kind, const std::string& p
 void Mailbox::sayGoodbye(const Status& cause) {
   {
     std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
-    for (Transfer* request = open_; request;) {
-      Transfer* next = request->next_;
-      if (!request->isReceive_) abandon(*request, cause);
-      request = next;
-    }
+    abandonAll(cause, [](const Transfer& request) { return !request.isReceive_; });
     for (int rank = 0; rank < ranks(); ++rank) {
       if (rank == group_.rank) continue;
       if (endpoint_->hasLinkTo(group_.peers[rank])) {

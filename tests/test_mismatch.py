@@ -77,6 +77,11 @@ MISMATCHES: dict[str, Mismatch] = {
         lambda n: dist.all_reduce(f32(8), op=RED.MAX),
         ("SUM", "MAX"),
     ),
+    "sum of scaled inputs against a plain one": Mismatch(
+        lambda n: dist.all_reduce(f32(8), op=dist._make_nccl_premul_sum(0.5)),
+        lambda n: dist.all_reduce(f32(8), op=RED.SUM),
+        ("all_reduce PREMUL_SUM float32", "all_reduce SUM float32"),
+    ),
     "root": Mismatch(
         lambda n: dist.broadcast(f32(8), 0), lambda n: dist.broadcast(f32(8), 1), ("root",)
     ),

@@ -79,6 +79,7 @@ Call& Request::addCall(OpKind kind, const at::Tensor& tensor) {
   call.dtype = element.dtype;
   call.opaqueType = element.opaqueType;
   call.elementBytes = element.bytes;
+  call.isScaled = isScaled;
   return call;
 }
 
@@ -185,6 +186,7 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) [[likely]] {
     return tensor;
   }
+  isScaled = true;
   const auto& supplement = static_cast<const PreMulSum&>(*op.supplement_);
   const PlainDispatch guard;
   const at::ScalarType type = tensor.scalar_type();

@@ -41,6 +41,7 @@ struct Request {
   // A promise that holds on all ranks or on none, for devices: the parts of each call's lists are
   // equal in size and lie one after the other.
   bool isFlat = false;
+  bool isScaled = false;  // premultiply() did: the calls that are added from then on say so
   OpKind compositeKind = OpKind::kAllReduce;
   Composite composite;                   // instead of calls, where these depend on each other
   c10::SmallVector<at::Tensor, 2> keep;  // the memory behind the spans of the calls

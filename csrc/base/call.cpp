@@ -26,7 +26,7 @@ Signature Call::signature() const {
   Signature result;
   result.kind = kind;
   result.dtype = dtype;
-  result.opaqueType = opaqueType;
+  result.opaqueType = isScaled ? 1 : opaqueType;
   result.root = root;
   switch (kind) {
     case OpKind::kAllReduce:
@@ -52,7 +52,10 @@ Signature Call::signature() const {
 std::string Signature::describe() const {
   std::string text = name(kind);
   if (kind == OpKind::kBarrier || kind == OpKind::kMonitoredBarrier) return text;
-  if (reduceOp != ReduceOp::kCount) text += std::string(" ") + name(reduceOp);
+  if (reduceOp != ReduceOp::kCount) {
+    const bool isScaled = dtype < DType::kCount && opaqueType != 0;
+    text += std::string(isScaled ? " PREMUL_" : " ") + name(reduceOp);
+  }
   size_t size = elementSize(dtype);
   if (dtype < DType::kCount) {
     text += std::string(" ") + name(dtype);

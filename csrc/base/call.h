@@ -16,7 +16,7 @@ namespace mycoll {
 struct Signature {
   OpKind kind = OpKind::kBarrier;
   DType dtype = DType::kOpaque;
-  uint8_t opaqueType = 0;                // tells apart the types that are only moved
+  uint8_t opaqueType = 0;  // tells apart the types that are only moved; 1: a sum of scaled inputs
   ReduceOp reduceOp = ReduceOp::kCount;  // kCount: none
   int32_t root = -1;
   uint64_t bytes = 0;   // of the part that all ranks know alike; 0 where sizes differ by rank
@@ -49,6 +49,7 @@ struct Call {
   uint8_t opaqueType = 0;  // which opaque type: any number below 256, the same on all ranks
   size_t elementBytes = 1;
   ReduceOp reduceOp = ReduceOp::kSum;
+  bool isScaled = false;  // kSum of inputs that were multiplied by a factor: torch's PREMUL_SUM
   int root = -1;
   bool waitAllRanks = false;  // kMonitoredBarrier: name all missing ranks, not only the first
   std::vector<Span> in;

@@ -170,6 +170,7 @@ Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chun
     chunked->opaqueType = call.opaqueType;
     chunked->elementBytes = call.elementBytes;
     chunked->reduceOp = call.reduceOp;
+    chunked->isScaled = call.isScaled;
     chunked->root = call.root;
     if (call.kind == OpKind::kBroadcast) {
       chunked->out = sides.reads.empty() ? place(sides.writes, at.out) : place(sides.reads, at.in);

@@ -20,6 +20,9 @@ import test_p2p
 import test_random_walk
 import test_reductions
 import test_work
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 from worlds import device
 from worlds.worker import Ctx
 
@@ -107,6 +110,65 @@ def test_coalesced_calls(device_world, mode):
 @pytest.mark.worlds(1, 3)
 def test_coalescing_manager(device_world, mode):
     device_world.run(native, "test_coalesced", test_coalesced.manager.__name__, mode)
+
+
+def shared_memory(ctx: Ctx) -> None:
+    """Outputs within inputs, on one rank only, as each rank's memory is its own affair."""
+    n, rank, where = ctx.size, ctx.rank, ctx.device
+
+    def values(of: int) -> torch.Tensor:
+        return torch.arange(4.0 * n) + 100 * of
+
+    all_values = [values(of) for of in range(n)]
+    with ctx.case("reduce_scatter_tensor into its own input"):
+        whole = values(rank).to(where)
+        part = whole[:4] if rank == n - 1 else torch.empty(4, device=where)
+        dist.reduce_scatter_tensor(part, whole)
+        ctx.same(part.cpu(), sum(all_values)[4 * rank : 4 * rank + 4])
+    with ctx.case("all_to_all_single in place"):
+        whole = values(rank).to(where)
+        result = whole if rank == 0 else torch.empty_like(whole)
+        dist.all_to_all_single(result, whole)
+        ctx.same(result.cpu(), torch.cat([v[4 * rank : 4 * rank + 4] for v in all_values]))
+    with ctx.case("all_gather of one of its outputs, but not this rank's"):
+        outputs = [torch.empty(4 * n, device=where) for _ in range(n)]
+        mine = outputs[(rank + 1) % n] if rank == 0 else torch.empty(4 * n, device=where)
+        mine.copy_(values(rank))
+        dist.all_gather(outputs, mine)
+        for output, want in zip(outputs, all_values, strict=True):
+            ctx.same(output.cpu(), want)
+
+
+def even_and_uneven(ctx: Ctx) -> None:
+    """Two tensors of every rank, one of them of different sizes."""
+    n = ctx.size
+    outputs = [[torch.zeros(2, device=ctx.device), torch.zeros(1 + of, device=ctx.device)]
+               for of in range(n)]  # fmt: skip
+    inputs = [torch.full_like(tensor, ctx.rank + 1) for tensor in outputs[ctx.rank]]
+    dist.all_gather_coalesced(outputs, inputs)
+    for of, (even, uneven) in enumerate(outputs):
+        ctx.same(even.cpu(), torch.full((2,), of + 1.0))
+        ctx.same(uneven.cpu(), torch.full((1 + of,), of + 1.0))
+
+
+def messages_and_collectives(ctx: Ctx) -> None:
+    """One batch of both; what ranks send each other differs, what they do together does not."""
+    n, rank = ctx.size, ctx.rank
+    x, y, z = (torch.full((100,), float(rank), device=ctx.device) for _ in range(3))
+    with _coalescing_manager(device=ctx.device):
+        dist.isend(x, (rank + 1) % n)
+        dist.irecv(y, (rank - 1) % n)
+        dist.broadcast(z, 1)
+    ctx.same(y.cpu(), torch.full((100,), float((rank - 1) % n)))
+    ctx.same(z.cpu(), torch.full((100,), 1.0))
+
+
+@pytest.mark.parametrize(
+    "job", [shared_memory, even_and_uneven, messages_and_collectives], ids=named
+)
+@pytest.mark.worlds(2, 3)
+def test_unusual_arguments(device_world, job):
+    device_world.run(job)
 
 
 @pytest.mark.parametrize("job", HOST_ONLY_MIRRORED, ids=named)

@@ -15,6 +15,7 @@ import test_mismatch
 import test_work
 import torch
 import torch.distributed as dist
+from worlds import device
 from worlds.worker import Ctx
 
 ROADS = ("nccl", "host")
@@ -28,13 +29,13 @@ def full(ctx: Ctx, value: float, numel: int = 1000) -> torch.Tensor:
 def text_of_failure(ctx: Ctx, seconds: float = SOON) -> tuple[str, float]:
     """What this rank gets to hear, sooner or later, from calls that it makes anyway."""
     started = time.monotonic()
-    while time.monotonic() - started < seconds:
-        try:
+    try:
+        while time.monotonic() - started < seconds:
             dist.all_reduce(full(ctx, 1))
             torch.accelerator.synchronize()
             time.sleep(0.01)
-        except (dist.DistBackendError, RuntimeError) as error:
-            return str(error), time.monotonic() - started
+    except (dist.DistBackendError, RuntimeError) as error:
+        return str(error), time.monotonic() - started
     return "", seconds
 
 
@@ -83,6 +84,108 @@ def test_a_dead_rank_is_named(fresh_device_world, road):
         text, took = answers[rank]
         assert "rank 1" in text, text
         assert took < SOON, f"{took:.1f} s until: {text}"
+
+
+NOT_TO_BE_USED = "What the device has computed since is not to be used"
+
+
+def believe(ctx: Ctx, how: str) -> str:
+    """A result that never came is looked at, after calls that have returned. What this rank gets to
+    hear, before it can believe the number."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    if how == "replay":
+        graph = device.graph_on(ctx.device)
+        with graph.capture():
+            dist.all_reduce(x)
+        graph.replay()
+        torch.accelerator.synchronize()
+        time.sleep(1.5)  # nothing is under way for a while
+    dist.barrier()
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss = full(ctx, 100)
+    try:
+        if how == "sync":
+            dist.all_reduce(loss)
+        elif how == "wait":
+            dist.all_reduce(loss, async_op=True).wait()
+        elif how == "future":
+            dist.all_reduce(loss, async_op=True).get_future().wait()
+        else:
+            graph.replay()
+        number = loss[0].item()
+        ctx.fail(f"the loss is {number}, says the program")
+    except dist.DistBackendError as error:
+        text = str(error)
+    # Once is enough: who cleans up is left alone.
+    ended = time.monotonic() + 2
+    while time.monotonic() < ended:
+        torch.accelerator.synchronize()
+    with ctx.raises(dist.DistBackendError, NOT_TO_BE_USED):
+        dist.all_reduce(x)
+    return text
+
+
+@pytest.mark.parametrize("how", ["sync", "wait", "future", "replay"])
+def test_a_result_that_never_came_is_not_believed(fresh_device_world, how):
+    world = fresh_device_world(2, "nccl")
+    world.start(believe, how)
+    text = world.finish(allow_gone=True)[0]
+    assert "rank 1" in text, text
+    assert NOT_TO_BE_USED in text, text
+
+
+def hang_in_nccl(ctx: Ctx, how: str) -> str:
+    """NCCL's enqueue waits for the other rank, as the first message to it does; that rank dies."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    if how == "pair":
+        (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank)
+    torch.accelerator.synchronize()
+    if ctx.rank == 0:
+        device.tell_nccl("hang=enqueue")
+    dist.barrier()
+    if ctx.rank == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if how == "collective":
+            dist.all_reduce(x)
+        elif how == "pair":
+            dist.recv(x, 1)
+        else:
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0].wait()
+        torch.accelerator.synchronize()
+        time.sleep(SOON)
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["collective", "pair", "batch"])
+def test_a_hang_in_nccl_ends_with_the_rank_it_waits_for(fresh_device_world, request, how):
+    if not device.is_scripted(request.config.getoption("--device")):
+        pytest.skip("only the stand-in can be told to hang")
+    world = fresh_device_world(2, "nccl")
+    world.start(hang_in_nccl, how)
+    assert "rank 1" in world.finish(allow_gone=True)[0]
+
+
+def late_beside_destroy(ctx: Ctx) -> None:
+    x = full(ctx, ctx.rank + 1)
+    dist.all_reduce(full(ctx, 1))
+    torch.accelerator.synchronize()
+    if ctx.rank == 1:
+        time.sleep(11)  # longer than any grace for the end itself
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    ctx.same(x, torch.full((1000,), 3.0))
+
+
+def test_destroy_waits_for_what_has_returned(fresh_device_world):
+    fresh_device_world(2, "nccl").run(late_beside_destroy)
 
 
 def without_rank_1(ctx: Ctx, name: str, call: Callable[[], object]) -> tuple[str, float]:

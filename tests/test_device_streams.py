@@ -5,6 +5,7 @@ ends the process with a sentence."""
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from datetime import timedelta
 
@@ -137,6 +138,25 @@ def barrier_waits(ctx: Ctx) -> None:
     is_all(ctx, x, 3 * ctx.size)
 
 
+def slow_callback(ctx: Ctx) -> None:
+    """What is chained to one result does not keep others waiting."""
+    called = threading.Event()
+    done = threading.Event()
+
+    def callback(_: object) -> None:
+        called.set()
+        done.wait(SOON)
+
+    first = dist.all_reduce(full(ctx, 1), async_op=True)
+    chained = first.get_future_result().then(callback)
+    ctx.equal(called.wait(SOON), True, "the callback is called")
+    second = dist.all_reduce(full(ctx, 1), async_op=True)
+    ctx.equal(second.get_future_result().wait(), 0, "result of the second")
+    ctx.equal(chained.done(), False, "the callback is still running")
+    done.set()
+    chained.wait()
+
+
 def futures(ctx: Ctx) -> None:
     """What a future gives is ordered on the current stream, chained or not."""
     warm_up(ctx)
@@ -148,6 +168,14 @@ def futures(ctx: Ctx) -> None:
     is_all(ctx, chained.wait(), 2 * total(ctx), "chained:")
 
 
+JOBS = (
+    read_on_another_stream,
+    block_current_stream,
+    works_end_unwaited,
+    barrier_waits,
+    slow_callback,
+    futures,
+)
 JOBS = (read_on_another_stream, block_current_stream, works_end_unwaited, barrier_waits, futures)
 
 

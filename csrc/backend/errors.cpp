@@ -7,12 +7,18 @@
 #include <atomic>
 
 #include "backend/callback_pool.h"
+#include "base/log.h"
 
 namespace mycoll {
 namespace {
 
 PythonHooks python;
 std::atomic<pthread_t> exiting{};
+
+using Clock = std::chrono::steady_clock;
+// When the program was last told of a failure that was not a mistake in the call at hand.
+std::atomic<Clock::time_point> told{};
+thread_local int untold = 0;  // Untolds that live
 
 }  // namespace
 
@@ -39,7 +45,9 @@ void stayIfExiting() {
   for (;;) pause();
 }
 
-void throwStatus(const Status& status) {
+namespace {
+
+[[noreturn]] void throwAs(const Status& status) {
   const std::string& message = status.message();
   switch (status.code()) {
     case Code::kInvalidArgument: C10_THROW_ERROR(ValueError, message);
@@ -60,11 +68,34 @@ void throwStatus(const Status& status) {
   C10_THROW_ERROR(DistBackendError, message);
 }
 
+}  // namespace
+
+void throwStatus(const Status& status) {
+  const bool isMistake =
+      status.code() == Code::kInvalidArgument || status.code() == Code::kUnsupported;
+  if (!isMistake && untold == 0) {
+    told.store(Clock::now(), std::memory_order_release);
+  }
+  throwAs(status);
+}
+
+Untold::Untold() { ++untold; }
+Untold::~Untold() { --untold; }
+
+void raiseInMainThread(const Status& status, Clock::time_point since) {
+  if (python.callInMainThread == nullptr) return;
+  const bool isCalled = python.callInMainThread([status, since] {
+    const bool isExiting = exiting.load(std::memory_order_acquire) != pthread_t{};
+    if (!isExiting && told.load(std::memory_order_acquire) < since) throwStatus(status);
+  });
+  if (!isCalled) MYCOLL_LOG_ERROR("%s", status.message().c_str());
+}
+
 std::exception_ptr toException(const Status& status) {
   if (status.ok()) return nullptr;
   try {
-    throwStatus(status.code() == Code::kInterrupted ? Status(Code::kAborted, status.message())
-                                                    : status);
+    throwAs(status.code() == Code::kInterrupted ? Status(Code::kAborted, status.message())
+                                                : status);
   } catch (...) {
     return std::current_exception();
   }

@@ -2,7 +2,9 @@
 // [any thread], with or without the GIL.
 #pragma once
 
+#include <chrono>
 #include <exception>
+#include <functional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "base/status.h"
@@ -19,6 +21,11 @@ namespace mycoll {
 // The status must not be ok.
 [[noreturn]] void throwStatus(const Status& status);
 
+// For results that nobody may ask about before they are used: throws the status in Python's main
+// thread, between two steps of what it does, as Ctrl-C would. Not where throwStatus() has told the
+// program of a failure since `since`, when the results were asked for, or does so meanwhile.
+void raiseInMainThread(const Status& status, std::chrono::steady_clock::time_point since);
+
 inline void throwIfFailed(const Status& status) {
   if (!status.ok()) [[unlikely]] {
     throwStatus(status);
@@ -29,6 +36,15 @@ c10d::WorkResult toWorkResult(const Status& status);
 
 // The same, to be thrown elsewhere; null when ok. Ignores interrupts: they belong to one wait().
 std::exception_ptr toException(const Status& status);
+
+// While it lives, what this thread throws does not reach the program.
+class Untold {
+ public:
+  Untold();
+  ~Untold();
+  Untold(const Untold&) = delete;
+  Untold& operator=(const Untold&) = delete;
+};
 
 // What backend/, which knows no Python, has to ask it. Set once by bindings/, before the first
 // group.
@@ -42,6 +58,8 @@ struct PythonHooks {
   bool (*holdsGil)() = nullptr;
   // Whether Python has, or may have, threads beside the one that waits.
   bool (*mayHaveOtherThreads)() = nullptr;
+  // Has fn called in the main thread, which raises what it throws. False: it will not be.
+  bool (*callInMainThread)(std::function<void()> fn) = nullptr;
 };
 void setPythonHooks(PythonHooks hooks);
 bool isInterruptPending();

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <condition_variable>
+#include <map>
 #include <unordered_set>
 #include <utility>
 
@@ -144,17 +145,18 @@ void MycollBackend::closeAll(Milliseconds timeout) {
   beginExit();
   const Deadline deadline = Deadline::after(timeout);
   std::vector<std::shared_ptr<Communicator>> open;
-  std::vector<std::shared_ptr<DeviceGroup>> devices;
+  // By name: NCCL may wait for other ranks, so all of them leave in one order.
+  std::multimap<std::string, std::shared_ptr<DeviceGroup>> devices;
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     const int forks = forkCount.load(std::memory_order_relaxed);
     for (MycollBackend* group : registry().groups) {
       if (group->forkCount_ != forks) continue;
       open.push_back(group->communicator_);
-      if (group->device_) devices.push_back(group->device_);
+      if (group->device_) devices.emplace(group->groupName_, group->device_);
     }
   }
-  for (const auto& device : devices) device->close(deadline);
+  for (const auto& [name, device] : devices) device->close(deadline);
   Watchdog::get().stop();  // the driver may be unloaded at any time
   for (const auto& communicator : open) communicator->close(deadline);
   if (!CallbackPool::get().drain(deadline.remaining())) {
@@ -214,9 +216,11 @@ void MycollBackend::shutdown() {
   // A forked child lets go of its parent's group, and may make its own.
   if (isForked()) return;
   enter("shutdown");
+  const Status drained = device_ ? device_->drain() : Status();
   const Deadline deadline = Deadline::after(kShutdownTimeout);
   if (device_) device_->close(deadline);
   communicator_->close(deadline);
+  throwIfFailed(drained);
 }
 
 void MycollBackend::registerOnCompletionHook(

@@ -147,7 +147,7 @@ Span Request::inOut(const at::Tensor& tensor) {
 std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
   std::vector<Span> spans;
   spans.reserve(tensors.size());
-  isFlat |= canBeFlat(tensors);
+  (canBeFlat(tensors) ? isFlat : isUneven) = true;
   if (!canBeFlat(tensors) || areAdjacent(tensors)) {
     for (const at::Tensor& tensor : tensors) spans.push_back(input(tensor));
     return spans;
@@ -167,7 +167,7 @@ std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
 std::vector<Span> Request::outputs(const std::vector<at::Tensor>& tensors) {
   std::vector<Span> spans;
   spans.reserve(tensors.size());
-  isFlat |= canBeFlat(tensors);
+  (canBeFlat(tensors) ? isFlat : isUneven) = true;
   if (!canBeFlat(tensors) || areAdjacent(tensors)) {
     for (const at::Tensor& tensor : tensors) spans.push_back(output(tensor));
     return spans;
@@ -204,6 +204,19 @@ std::vector<at::Tensor> Request::allTensors() const {
   return all;
 }
 
+// The inputs stay one behind the other: other ranks, whose tensors are apart, have promised it,
+// too.
+void Request::copyAll(Call& call) {
+  const Span all = envelope(call.in);
+  const PlainDispatch guard;
+  at::Tensor copy = bytesOnDevice(all, device).clone();
+  auto* const memory = static_cast<char*>(copy.mutable_data_ptr());
+  for (Span& in : call.in) {
+    if (in.bytes != 0) in.data = memory + (in.begin() - all.begin());
+  }
+  keep.push_back(std::move(copy));
+}
+
 void Request::separateInputs(Call& call) {
   const Span allOut = envelope(call.out);
   if (!overlap(envelope(call.in), allOut)) return;
@@ -222,6 +235,7 @@ void Request::separateInputs(Call& call) {
       mustCopy = !isOwn;
     }
     if (!mustCopy) continue;
+    if (isFlat && isOnDevice()) return copyAll(call);
     at::Tensor copy;
     if (isOnDevice()) {
       const PlainDispatch guard;

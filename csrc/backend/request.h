@@ -39,8 +39,9 @@ struct Request {
   uint64_t tag = 0;
   c10::SmallVector<Call, 1> calls;  // run in this order
   // A promise that holds on all ranks or on none, for devices: the parts of each call's lists are
-  // equal in size and lie one after the other.
+  // equal in size and lie one after the other. isUneven: not so for all of them, and no promise.
   bool isFlat = false;
+  bool isUneven = false;
   bool isScaled = false;  // premultiply() did: the calls that are added from then on say so
   OpKind compositeKind = OpKind::kAllReduce;
   Composite composite;                   // instead of calls, where these depend on each other
@@ -75,6 +76,7 @@ struct Request {
   void admit(const at::Tensor& tensor);
   bool isOnDevice() const { return !device.is_cpu(); }
   at::Tensor pack(const at::Tensor& tensor) const;
+  void copyAll(Call& call);
   at::Tensor emptyPacked(const at::Tensor& tensor) const;
 };
 

@@ -12,6 +12,8 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <functional>
+#include <memory>
 #include <thread>
 
 #include "backend/call_site.h"
@@ -104,6 +106,26 @@ void closeAll() {
   MycollBackend::closeAll(std::chrono::seconds(2));
   // Daemon threads whose wait has ended just before are still to take the GIL: see beginExit().
   if (hasOthers) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+}
+
+// [main thread, with the GIL]
+int callPending(void* argument) {
+  const std::unique_ptr<std::function<void()>> fn(static_cast<std::function<void()>*>(argument));
+  try {
+    const py::cpp_function call(*fn);  // turns what it throws into Python's
+    call();
+    return 0;
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return -1;
+  }
+}
+
+bool callInMainThread(std::function<void()> fn) {
+  auto kept = std::make_unique<std::function<void()>>(std::move(fn));
+  if (!Py_IsInitialized() || Py_AddPendingCall(&callPending, kept.get()) != 0) return false;
+  (void)kept.release();  // callPending's
+  return true;
 }
 
 bool holdsGil() { return PyGILState_Check() != 0; }
@@ -292,6 +314,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("torch_version") = TORCH_VERSION;
 
   mycoll::registerQuantizedMoves();
-  mycoll::setPythonHooks({&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads});
+  mycoll::setPythonHooks(
+      {&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads, &callInMainThread});
   mycoll::setCallSiteHook(&mycoll::findCallSite);
 }

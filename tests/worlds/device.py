@@ -9,6 +9,7 @@ be made to serve them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -107,6 +108,12 @@ def is_scripted(device: str) -> bool:
     from standins import cuda
 
     return cuda.is_here() if device == "cuda" else not brings_nccl()
+
+
+def tell_nccl(script: str) -> None:
+    """From here on the stand-in does this, in this process (as STANDIN_NCCL, which says it from the
+    start)."""
+    ctypes.CDLL(str(standins() / "libnccl.so.2")).mycoll_standin_nccl_script(script.encode())
 
 
 def start(device: str, road: str, rank: int) -> torch.device:

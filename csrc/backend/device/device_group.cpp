@@ -121,6 +121,16 @@ void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes
   const c10::DeviceGuard guard(device);
   chooseRoad(device);
   if (knownRoad() != DeviceRoad::kNccl) return;
+  // Of symmetric memory NCCL waits for the other ranks: somebody has to hear if one of them dies.
+  struct Inside {
+    explicit Inside(DeviceGroup& entered) : group(entered) {
+      ++group.inside_;
+      Watchdog::get().add(group.shared_from_this(), /*isUrgent=*/false);
+    }
+    ~Inside() { --group.inside_; }
+    DeviceGroup& group;
+  };
+  const Inside inside(*this);
   throwIfFailed(nccl_->registerMemory(device, address, bytes, isSymmetric));
 }
 
@@ -147,7 +157,8 @@ void DeviceGroup::throwIfDead() const {
   }
   const Status cause = error();
   throwStatus(Status(cause.code(), cause.message() + "\n  Here: rank " +
-                                       std::to_string(place_.rank) + ", called after that"));
+                                       std::to_string(place_.rank) + ", called after that" +
+                                       (hasLost_.load() ? kNotToBeUsed : "")));
 }
 
 DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
@@ -287,9 +298,21 @@ void DeviceGroup::fail(const Status& cause) {
 }
 
 void DeviceGroup::abort(const std::string& reason) {
+  isAbortedHere_.store(true);
   place_.cpu->abort(reason);
   fail(place_.cpu->error());
   Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
+}
+
+Status DeviceGroup::drain() const {
+  Pause pause;
+  while (isBusy() && error().ok() && !isClosed_.load()) {
+    Watchdog::get().wake();
+    if (pause.rest() && isInterruptPending()) {
+      return Status(Code::kInterrupted, "interrupted by a signal");
+    }
+  }
+  return Status();
 }
 
 void DeviceGroup::close(Deadline deadline) {
@@ -305,9 +328,8 @@ void DeviceGroup::close(Deadline deadline) {
                                                                    "' was destroyed with "
                                                                    "operations that were not done")
                                       : error();
+    endWith(cause);
     nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
-    std::lock_guard<std::mutex> lock(mutex_);
-    forEachFollowed([&](const Followed& entry) { entry.operation->fail(cause); });
   }
   place_.control->close(deadline);
   place_.host->close(deadline);

@@ -41,6 +41,9 @@ enum class DeviceRoad : uint8_t { kUnknown, kNccl, kHost };
 // For NCCL to stop when a group ends; what takes longer goes on without us.
 constexpr std::chrono::milliseconds kNcclAbortTime(1000);
 
+// In errors, where the program went on from an operation that was lost.
+constexpr char kNotToBeUsed[] = ". What the device has computed since is not to be used";
+
 // What the parts of a DeviceGroup share.
 struct DevicePlace {
   std::string name;
@@ -78,6 +81,7 @@ struct Followed {
   Deadline deadline;
   std::string description;
   bool ownsDeadline = false;
+  std::chrono::steady_clock::time_point since;  // set by follow()
 };
 
 class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
@@ -128,8 +132,9 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
 
   // Runs fn once on the watchdog (it must not block) when the operation is over.
   void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
-  // Drops the memory of operations that are over; for the user's threads, now and then.
-  void clearReleased();
+  // Drops the memory of operations that are over, of any group; for the user's threads, now and
+  // then.
+  static void clearReleased();
 
   // How many collectives went to devices so far.
   uint64_t sequence() const { return place_.control->sequence() + place_.host->sequence(); }
@@ -137,6 +142,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   Status error() const;
   void fail(const Status& cause);
   void abort(const std::string& reason);
+  // Waits until devices have passed all that was called, which has deadlines of its own: also what
+  // came back to its caller long ago. Fails where a signal ends the wait; other failures are told
+  // otherwise.
+  Status drain() const;
   // Waits for what is pending, up to the deadline, and leaves. Idempotent.
   void close(Deadline deadline);
   // "nccl", "host", or "" while it is not known; for logs and tests.
@@ -148,6 +157,9 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   void follow(Followed followed);
   // The same for a message, or a batch of them, that no group of the engine watches over.
   void followMessage(const DeviceOperationPtr& operation, const Request& request, size_t count = 1);
+  // A graph holds an operation of this group. Nobody says when it is replayed, so failures are
+  // listened for from here on.
+  void followCaptured();
   // What all ranks have agreed on, or not yet.
   DeviceRoad knownRoad() const { return road_.load(std::memory_order_acquire); }
 
@@ -187,6 +199,9 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   }
   void takeEnded(std::vector<Followed>* ended);
   void hearOfFailures();
+  void endWith(const Status& cause);
+  void tellProgram(const Status& cause, std::chrono::steady_clock::time_point since,
+                   const std::string& what) const;
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();
   void tellAwaited();
@@ -207,10 +222,12 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::deque<Followed> inOrder_;
   std::vector<Followed> followed_;
   std::vector<Awaited> awaited_;      // guarded by mutex_
-  std::vector<at::Tensor> released_;  // guarded by mutex_: memory of operations that are over
   std::vector<c10::Device> devices_;  // guarded by mutex_: that were used
-  std::atomic<bool> hasReleased_{false};
+  std::atomic<std::chrono::steady_clock::time_point> captured_{};  // the last one; none yet: zero
+  std::atomic<int> inside_{0};  // threads in NCCL for what no operation stands for
   std::atomic<bool> isClosed_{false};
+  std::atomic<bool> isAbortedHere_{false};  // by the program, which knows
+  std::atomic<bool> hasLost_{false};        // something that the program went on from
   // The watchdog's own.
   // Over; their memory is not handed on yet, as after a failure the device may still use it.
   std::vector<DeviceOperationPtr> lingering_;

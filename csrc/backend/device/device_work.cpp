@@ -13,8 +13,8 @@ using Future = c10::ivalue::Future;
 
 // The future's own events are recorded on the current stream: on that of the operation, what waits
 // for the future waits for the operation.
-void complete(Future& future, const DeviceOperation& operation,
-              const std::vector<at::Tensor>& outputs) {
+void complete(Future& future, DeviceOperation& operation, const std::vector<at::Tensor>& outputs) {
+  operation.setTaken();
   const Status status = operation.status();
   if (!status.ok()) return future.setError(toException(status));
   const c10::StreamGuard guard(operation.stream());
@@ -53,6 +53,8 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   const c10::Stream current = currentStream(operation_->device());
   operation_->block(current);
   if (isTimed || waitsOnHost_) throwIfFailed(operation_->waitOver(deadline));
+  operation_->setTaken();
+  throwIfFailed(operation_->status());
   stayIfExiting();
   // What comes next on the stream that the memory is from comes after the operation: the allocator
   // may hand it out again. On another stream this would be too early.
@@ -100,7 +102,8 @@ c10::intrusive_ptr<Future> DeviceWork::getFutureResult() {
   resultFuture_ = future;
   lock.unlock();
   group_->onOver(operation_, [future](const Status& status) {
-    future->markCompleted(c10::IValue(static_cast<int64_t>(toWorkResult(status))));
+    const auto result = static_cast<int64_t>(toWorkResult(status));
+    CallbackPool::get().post([future, result] { future->markCompleted(c10::IValue(result)); });
   });
   return future;
 }

@@ -6,6 +6,7 @@
 #include "backend/device/host_road.h"
 #include "backend/device/nccl_road.h"
 #include "backend/device/watchdog.h"
+#include "backend/errors.h"
 
 namespace mycoll {
 namespace {
@@ -18,9 +19,23 @@ constexpr auto kCauseGrace = std::chrono::milliseconds(1000);
 // The engine's group and NCCL are asked about failures this often.
 constexpr auto kAskEvery = std::chrono::milliseconds(20);
 
+// Dropped by threads of the user's, as it may need the GIL, and calls the allocator. Those of any
+// group: one that is not called again would keep it for ever.
+struct Released {
+  std::mutex mutex;
+  std::vector<at::Tensor> tensors;  // guarded by mutex
+  std::atomic<bool> isThere{false};
+};
+
+Released& released() {
+  static Released* const kReleased = new Released;
+  return *kReleased;
+}
+
 }  // namespace
 
 void DeviceGroup::follow(Followed followed) {
+  followed.since = Clock::now();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const c10::Device device = followed.operation->device();
@@ -57,7 +72,13 @@ void DeviceGroup::followMessage(const DeviceOperationPtr& operation, const Reque
   follow(std::move(followed));
 }
 
+void DeviceGroup::followCaptured() {
+  captured_.store(Clock::now(), std::memory_order_release);
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/false);
+}
+
 bool DeviceGroup::isBusy() const {
+  if (inside_.load() > 0) return true;
   std::lock_guard<std::mutex> lock(mutex_);
   return !inOrder_.empty() || !followed_.empty() || !awaited_.empty();
 }
@@ -124,14 +145,17 @@ DeviceGroup::Watched DeviceGroup::watch() {
   seen.wantsSoon = host_->advance();
   tellAwaited();
   seen.hasMoved = !ended.empty();
-  const bool isReleasing = !lingering_.empty() && !isClosed_.load();
-  seen.isBusy = isBusy() || seen.wantsSoon || hasNotes || isReleasing;
+  const bool isReplayable = captured_.load(std::memory_order_acquire) != Clock::time_point{};
+  const bool isReleasing = !lingering_.empty();
+  seen.isBusy = isBusy() || seen.wantsSoon || hasNotes ||
+                ((isReleasing || (isReplayable && !isSpread_)) && !isClosed_.load());
   return seen;
 }
 
 void DeviceGroup::hearOfFailures() {
   const auto now = Clock::now();
-  if (now - askedAt_ < kAskEvery) return;
+  const bool isNews = isDead() && !isSpread_;
+  if (!isNews && now - askedAt_ < kAskEvery) return;
   askedAt_ = now;
   Status cause = error();
   if (cause.ok()) {
@@ -147,20 +171,50 @@ void DeviceGroup::hearOfFailures() {
     if (cause.ok()) return;
   }
   fail(cause);
+  endWith(cause);
   if (!isSpread_) {
     isSpread_ = true;
     nccl_->beginAbort(cause);
   }
+}
+
+// Before NCCL is told to stop: then devices go on with what is behind these operations, as if they
+// had been carried out, and so would the program.
+void DeviceGroup::endWith(const Status& cause) {
   place_.control->watchExternal();  // gives every operation its own text
   std::vector<Followed> followed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     forEachFollowed([&](const Followed& entry) { followed.push_back(entry); });
   }
+  const Followed* lost = nullptr;
   for (const Followed& entry : followed) {
+    if (entry.operation->isOver()) continue;
     const bool hasText = entry.op && entry.op->done() && !entry.op->status().ok();
     entry.operation->fail(hasText ? entry.op->status() : cause);
+    if (entry.operation->status().ok()) continue;
+    // What the host road has enqueued has come from the other ranks by then.
+    const bool isOnNccl = entry.external || entry.ownsDeadline;
+    if (isOnNccl && entry.operation->isTaken()) lost = &entry;
   }
+  const Clock::time_point captured = captured_.load(std::memory_order_acquire);
+  if (lost != nullptr || captured != Clock::time_point{}) hasLost_.store(true);
+  if (lost != nullptr) {
+    tellProgram(cause, lost->since, std::string(lost->operation->what()) + " was under way");
+  } else if (captured != Clock::time_point{}) {
+    tellProgram(cause, captured, "a graph with operations of this group may have been under way");
+  }
+}
+
+// By an exception in Python's main thread, wherever that is: the next call would raise, but there
+// may be none before the numbers are believed.
+void DeviceGroup::tellProgram(const Status& cause, Clock::time_point since,
+                              const std::string& what) const {
+  if (isAbortedHere_.load()) return;
+  raiseInMainThread(
+      Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(place_.rank) +
+                               ", where " + what + " on the device" + kNotToBeUsed),
+      since);
 }
 
 void DeviceGroup::endFollowed(const std::vector<Followed>& ended) {
@@ -171,16 +225,17 @@ void DeviceGroup::endFollowed(const std::vector<Followed>& ended) {
 }
 
 void DeviceGroup::releaseLingering() {
-  std::vector<at::Tensor> released;
+  std::vector<at::Tensor> tensors;
   std::erase_if(lingering_, [&](const DeviceOperationPtr& operation) {
     if (!operation->mayRelease()) return false;
-    for (at::Tensor& tensor : operation->release()) released.push_back(std::move(tensor));
+    for (at::Tensor& tensor : operation->release()) tensors.push_back(std::move(tensor));
     return true;
   });
-  if (released.empty()) return;
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (at::Tensor& tensor : released) released_.push_back(std::move(tensor));
-  hasReleased_.store(true, std::memory_order_release);
+  if (tensors.empty()) return;
+  Released& all = released();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  for (at::Tensor& tensor : tensors) all.tensors.push_back(std::move(tensor));
+  all.isThere.store(true, std::memory_order_release);
 }
 
 void DeviceGroup::tellAwaited() {
@@ -198,11 +253,12 @@ void DeviceGroup::tellAwaited() {
 }
 
 void DeviceGroup::clearReleased() {
-  if (!hasReleased_.load(std::memory_order_acquire)) return;
-  std::vector<at::Tensor> released;
-  std::lock_guard<std::mutex> lock(mutex_);
-  released.swap(released_);
-  hasReleased_.store(false, std::memory_order_relaxed);
+  Released& all = released();
+  if (!all.isThere.load(std::memory_order_acquire)) return;
+  std::vector<at::Tensor> tensors;
+  std::lock_guard<std::mutex> lock(all.mutex);
+  tensors.swap(all.tensors);
+  all.isThere.store(false, std::memory_order_relaxed);
 }
 
 }  // namespace mycoll

@@ -1,5 +1,7 @@
 // The communicators of NCCL's road: connected, split off, for pairs.
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
@@ -136,6 +138,23 @@ NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
   return lines_[device.index()] = keepUnlessEnded(std::move(line));
 }
 
+// NCCL connects two ranks at their first message in each direction, and takes for granted there
+// that what one of them sends the other one receives: if both send first, each takes the other's
+// send buffer for a receive buffer. It also waits for the other rank meanwhile, in the calling
+// thread. So one byte goes both ways before the first message does.
+void NcclRoad::connectBothWays(Line& line, int peer) {
+  const c10::StreamGuard guard(line.stream);
+  const at::Tensor bytes =
+      at::empty({2}, at::TensorOptions(at::kByte).device(line.stream.device()));
+  auto* const memory = static_cast<char*>(bytes.mutable_data_ptr());
+  nccl::Issue issue(*line.communicator);
+  (void)issue.group();
+  (void)nccl::send(issue, {memory, 1}, peer, line.stream.native_handle());
+  (void)nccl::receive(issue, {memory + 1, 1}, peer, line.stream.native_handle());
+  const Status status = issue.end();
+  if (!status.ok()) failConnecting(status);
+}
+
 NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
   const std::pair<c10::DeviceIndex, int> key(device.index(), peer);
   if (LinePtr known = find(pairs_, key)) return known;
@@ -152,6 +171,7 @@ NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
   const std::string name = place_.name + " " + std::to_string(std::min(place_.rank, peer)) + "-" +
                            std::to_string(std::max(place_.rank, peer));
   LinePtr line = join(device, isLower ? 0 : 1, 2, name, *id);
+  connectBothWays(*line, isLower ? 1 : 0);
   std::lock_guard<std::mutex> lock(mutex_);
   return pairs_[key] = keepUnlessEnded(std::move(line));
 }

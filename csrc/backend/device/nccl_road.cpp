@@ -63,12 +63,18 @@ const char* nameOf(uint8_t choice) {
   }
 }
 
-// Of a batch, one signature that differs where any of its calls does.
+bool isPointToPoint(const Call& call) {
+  return call.kind == OpKind::kSend || call.kind == OpKind::kRecv;
+}
+
+// Of a batch, one signature that differs where any of its collectives does; its messages are
+// between pairs of ranks.
 Signature signatureOf(const std::vector<Request*>& requests) {
   Signature all;
   bool isFirst = true;
   for (const Request* request : requests) {
     for (const Call& call : request->calls) {
+      if (isPointToPoint(call)) continue;
       const Signature one = call.signature();
       if (std::exchange(isFirst, false)) {
         all = one;
@@ -84,10 +90,6 @@ Signature signatureOf(const std::vector<Request*>& requests) {
     }
   }
   return all;
-}
-
-bool isPointToPoint(const Call& call) {
-  return call.kind == OpKind::kSend || call.kind == OpKind::kRecv;
 }
 
 bool isPointToPoint(const std::vector<Request*>& requests) {
@@ -177,7 +179,7 @@ void NcclRoad::setCapability(const std::vector<Report>& reports) {
 
 nccl::Form NcclRoad::formOf(const Request& request) const {
   nccl::Form form;
-  form.isFlat = request.isFlat;
+  form.isFlat = request.isFlat && !request.isUneven;
   form.capability = capability_.load(std::memory_order_relaxed);
   return form;
 }
@@ -230,13 +232,20 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
     ready->block(stream);
   }
   if (isTimed) operation->setStarted(recordEvent(stream, true, isCaptured));
+  if (!first.async) operation->setTaken();
 
-  Followed followed;
+  // The operation is followed before NCCL is called: what hangs in there has a deadline too. The
+  // first message to a rank does, until that rank has called as well.
+  if (isCaptured) {
+    group.followCaptured();
+  } else if (isMessage) {
+    group.followMessage(operation, first, isAlone ? 1 : requests.size());
+  }
   {
     nccl::Issue issue(*line->communicator);
     if (!isMessage && !isCaptured) {
-      // Before NCCL is called: what hangs in there has a deadline too. Under the issue's mutex, so
-      // that the group's order is NCCL's.
+      // Under the issue's mutex, so that the group's order is NCCL's.
+      Followed followed;
       followed.external = std::make_shared<External>();
       followed.op = place_.control->submitExternal(signatureOf(requests), followed.external,
                                                    place_.timeoutOf(first));
@@ -274,9 +283,6 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
       for (at::Tensor& tensor : request->allTensors()) kept.push_back(std::move(tensor));
     }
     operation->keep(std::move(kept));
-  }
-  if (isMessage && !isCaptured) {
-    group.followMessage(operation, first, isAlone ? 1 : requests.size());
   }
   return operation;
 }

@@ -102,6 +102,7 @@ class NcclRoad {
 
   LinePtr lineFor(c10::Device device);
   LinePtr pairFor(c10::Device device, int peer);
+  void connectBothWays(Line& line, int peer);  // peer: as the communicator counts
   nccl::CommunicatorOptions optionsOn(c10::Device device) const;
   // What ends NCCL's waits: the group's end, or a signal.
   Status interruption() const;

@@ -80,6 +80,11 @@ class DeviceOperation {
   const EventPtr& ended() const { return ended_; }
   float milliseconds() const;  // between started and ended, both timed; only when over
 
+  // The program goes on as if it were over: what it puts on a stream from here on comes behind it.
+  // Whoever sets this asks for the status afterwards.
+  void setTaken() { isTaken_.store(true, std::memory_order_seq_cst); }
+  bool isTaken() const { return isTaken_.load(std::memory_order_seq_cst); }
+
   // Takes what it kept, for the caller to drop.
   std::vector<at::Tensor> release();
   // The device does not use any more what it keeps. After a failure this may come later than the
@@ -96,6 +101,7 @@ class DeviceOperation {
   const char* const what_;
   const c10::Stream caller_;
   std::atomic<int> source_{-1};
+  std::atomic<bool> isTaken_{false};
   bool isTimed_ = false;
   bool isCaptured_ = false;
   EventPtr started_;

@@ -32,6 +32,7 @@ struct Note {
 // Runs fn where torch's exceptions must not get out.
 template <typename Fn>
 Status attempt(const DeviceGroup& group, const Fn& fn) {
+  const Untold untold;
   try {
     fn();
     return Status();

@@ -150,22 +150,6 @@ Result Comm::background(std::function<Result()> job) {
   return Result::kInProgress;
 }
 
-template <typename Predicate>
-Result Comm::await(Predicate isTrue) {
-  for (int poll = 0; !isTrue(); ++poll) {
-    if (isAborted_) return complain(Result::kInternalError, "aborted");
-    if (poll % 16 == 0 && segment_ && script().peerDeathIsError) {
-      for (int peer = 0; peer < ranks; ++peer) {
-        if (segment_->isPeerDead(peer)) {
-          return complain(Result::kRemoteError, "rank " + std::to_string(peer) + " is gone");
-        }
-      }
-    }
-    nap();
-  }
-  return Result::kSuccess;
-}
-
 // --- making
 
 Result Comm::connect(const UniqueId& id) {
@@ -298,6 +282,8 @@ Result Comm::issue(std::vector<Operation> operations, void* stream) {
   }
   launch->operations = std::move(operations);
   return background([launch, stream] {
+    const Result dialled = launch->comm->dial(launch->operations);
+    if (dialled != Result::kSuccess) return dialled;
     Device::get().enqueueOwned(
         stream,
         [](void* argument) {

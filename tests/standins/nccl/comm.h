@@ -107,6 +107,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   Result background(std::function<Result()> job);
   Result meet();
+  Result dial(const std::vector<Operation>& operations);
   Result makeChild(const std::vector<int>& members, int color, int key, Handle* child,
                    const Config& config);
   void run(const Launch& launch);
@@ -160,6 +161,23 @@ Result complain(Result result, std::string sentence);
 const char* lastComplaint();
 inline Result invalid(std::string sentence) {
   return complain(Result::kInvalidArgument, std::move(sentence));
+}
+
+// Until it is true, or nobody is left who could make it so.
+template <typename Predicate>
+Result Comm::await(Predicate isTrue) {
+  for (int poll = 0; !isTrue(); ++poll) {
+    if (isAborted_) return complain(Result::kInternalError, "aborted");
+    if (poll % 16 == 0 && segment_ && script().peerDeathIsError) {
+      for (int peer = 0; peer < ranks; ++peer) {
+        if (segment_->isPeerDead(peer)) {
+          return complain(Result::kRemoteError, "rank " + std::to_string(peer) + " is gone");
+        }
+      }
+    }
+    nap();
+  }
+  return Result::kSuccess;
 }
 
 // Whether this thread is between ncclGroupStart and ncclGroupEnd (operations.cpp).

@@ -26,6 +26,7 @@ class Segment {
   struct alignas(64) Ring {
     std::atomic<uint64_t> written;
     alignas(64) std::atomic<uint64_t> read;
+    std::atomic<uint32_t> isSenderHere, isReceiverHere;  // have called once, at least
     char bytes[kRingBytes];
   };
 

@@ -1,0 +1,61 @@
+// What NCCL does at the first send and the first receive between two ranks: it connects them, in
+// the calling thread, which waits there until the other rank has called as well.
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "comm.h"
+
+namespace standin::nccl {
+namespace {
+
+// Two ranks that are opposite each other in NCCL's rounds, as are the two of a pair, tell each
+// other about both directions in one message.
+bool areOpposite(int rank, int peer, int ranks) {
+  return (peer - rank + ranks) % ranks * 2 == ranks;
+}
+
+}  // namespace
+
+Result Comm::dial(const std::vector<Operation>& operations) {
+  struct Line {
+    bool sends = false, receives = false;  // for the first time
+  };
+  std::map<int, Line> lines;
+  for (const Operation& op : operations) {
+    if (op.root == rank) continue;
+    if (op.kind == Kind::kSend && segment().ring(rank, op.root).isSenderHere.exchange(1) == 0) {
+      lines[op.root].sends = true;
+    }
+    if (op.kind == Kind::kReceive &&
+        segment().ring(op.root, rank).isReceiverHere.exchange(1) == 0) {
+      lines[op.root].receives = true;
+    }
+  }
+  for (const auto& [peer, line] : lines) {
+    const Segment::Ring& out = segment().ring(rank, peer);
+    const Segment::Ring& in = segment().ring(peer, rank);
+    // Where nothing has passed the other way yet, the peer's first call has to be this one's other
+    // half.
+    const auto isCrossed = [&] {
+      return line.sends ? in.isSenderHere && !in.isReceiverHere && !out.isReceiverHere
+                        : out.isReceiverHere && !out.isSenderHere && !in.isSenderHere;
+    };
+    const bool isHalf = line.sends != line.receives && areOpposite(rank, peer, ranks);
+    if (isHalf && isCrossed()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // it may be about to say both
+      if (isCrossed()) {
+        die("ranks " + std::to_string(rank) + " and " + std::to_string(peer) +
+            " both began with a send, or both with a receive: NCCL would connect them wrongly");
+      }
+    }
+    const Result result = await([&] {
+      return isStopped() ||
+             ((!line.sends || out.isReceiverHere) && (!line.receives || in.isSenderHere));
+    });
+    if (result != Result::kSuccess) return result;
+  }
+  return isStopped() ? complain(Result::kInternalError, "aborted") : Result::kSuccess;
+}
+
+}  // namespace standin::nccl

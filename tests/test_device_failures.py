@@ -369,10 +369,10 @@ def shrinks(ctx: Ctx, victim: int) -> tuple[str, float]:
     seen = text_of_failure(ctx)
     left = [r for r in range(ctx.size) if r != victim]
     dist.shrink_group([victim], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
-    for device in (ctx.device, torch.device("cpu")):
-        y = torch.full((1000,), float(ctx.rank), device=device)
+    for where in (ctx.device, torch.device("cpu")):
+        y = torch.full((1000,), float(ctx.rank), device=where)
         dist.all_reduce(y)
-        ctx.equal(float(y[7]), float(sum(left)), f"on {device}")
+        ctx.equal(float(y[7]), float(sum(left)), f"on {where}")
     return seen
 
 

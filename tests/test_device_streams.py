@@ -17,6 +17,8 @@ from worlds.device import held
 from worlds.device_tensors import NUMEL, full, here, is_all, slow, total, warm_up
 from worlds.worker import Ctx, called
 
+SOON = 20.0  # seconds
+
 # --- order
 
 

@@ -173,7 +173,7 @@ def outputs(n: int) -> dict[str, Mistake]:
     """Outputs in which several elements share memory."""
     shared = torch.zeros(1).expand(6)
     return {
-        "all_reduce": (lambda: dist.all_reduce(shared), ()),
+        "broadcast": (lambda: dist.broadcast(shared, 1), ()),
         "recv": (lambda: dist.recv(shared, 1), ()),
         "all_gather": (lambda: dist.all_gather([shared] + [f32(6)] * (n - 1), f32(6)), ()),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,6 +163,39 @@ def expanded_inputs(ctx: Ctx) -> None:
 @pytest.mark.worlds(3)
 def test_expanded_inputs(world):
     world.run(expanded_inputs)
+
+
+def expanded_in_place(ctx: Ctx) -> None:
+    """The gradient of a sum is such a tensor: one element, seen many times."""
+    total = sum(range(ctx.size))
+    weight = torch.ones(5, 7, requires_grad=True)
+    (gradient,) = torch.autograd.grad((weight.sum() * ctx.rank), weight)
+    ctx.equal(gradient.stride(), (0, 0))
+    for mode in ("sync", "async"):
+        with ctx.case(f"all_reduce {mode}"):
+            x = gradient.clone()[0, 0].expand(5, 7)
+            work = dist.all_reduce(x, async_op=mode == "async")
+            if work:
+                work.wait()
+            ctx.same(x, torch.full((5, 7), float(total)))
+    with ctx.case("some dimensions, from a part of its memory"):
+        rows = torch.arange(14.0).reshape(2, 7) + ctx.rank
+        x = rows[:, 1:5].unsqueeze(1).expand(2, 3, 4)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        want = (torch.arange(14.0).reshape(2, 7) + ctx.size - 1)[:, 1:5]
+        ctx.same(x, want.unsqueeze(1).expand(2, 3, 4))
+    with ctx.case("all_reduce_coalesced"):
+        several = [torch.full((1,), float(ctx.rank + i)).expand(4) for i in range(3)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.all_reduce_coalesced([*several, torch.ones(2)])
+        for i, x in enumerate(several):
+            ctx.same(x, torch.full((4,), float(total + i * ctx.size)))
+
+
+@pytest.mark.worlds(2, 3)
+def test_expanded_in_place(world):
+    world.run(expanded_in_place)
 
 
 def degenerate(ctx: Ctx) -> None:

@@ -64,6 +64,25 @@ def test_who_goes_without_a_word_has_not_died(stage):
     all_but_rank_0(stage, 3, never_meet)
 
 
+def missed(ctx: Ctx) -> Seen:
+    """Rank 1 has left before rank 0 calls it for the first time, and its process lives on."""
+    if ctx.rank == 1:
+        dist.destroy_process_group()
+        time.sleep(2.0)
+        return Seen()
+    time.sleep(1.0)
+    return attempt(lambda: dist.all_reduce(torch.ones(4)))
+
+
+def test_who_left_before_the_first_call_is_said_to_have(stage):
+    with stage.world(2, timeout=60.0) as world:
+        world.start(missed)
+        seen = answers(world)[0]
+        assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
+        assert "rank 1" in seen.text and "has left" in seen.text, seen.text
+        assert seen.seconds < 5.0
+
+
 def comes_late(ctx: Ctx) -> Seen:
     """Ranks 1 and 2 have no connection yet when one of them needs it for a group that the other
     has left, and for one that the other makes only later than strangers are kept waiting."""

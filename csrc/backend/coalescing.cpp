@@ -51,9 +51,11 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
 }
 
 MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
-    Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+    Tensors& given, const c10d::AllreduceCoalescedOptions& opts) {
   const CallSite site = enter("all_reduce_coalesced");
-  if (tensors.empty()) refuse(site, "tensors must hold at least one tensor, but it is empty");
+  if (given.empty()) refuse(site, "tensors must hold at least one tensor, but it is empty");
+  Tensors tensors;
+  for (const at::Tensor& tensor : given) tensors.push_back(withoutRepeats(tensor));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Argument argument{"tensors", static_cast<int64_t>(i)};
     checkOutput(site, argument, tensors[i]);
@@ -91,7 +93,7 @@ MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
     call.out.push_back(span);
     request.keep.push_back(std::move(bucket));
   }
-  return run(request, tensors);
+  return run(request, given);
 }
 
 MycollBackend::WorkPtr MycollBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <vector>
 
+#include "backend/plain_dispatch.h"
+
 namespace mycoll {
 namespace {
 
@@ -210,6 +212,16 @@ void unpack(const void* plain, const at::Tensor& tensor) {
   applyLazyBits(tensor, const_cast<void*>(plain));
   copyStrided(tensor, static_cast<char*>(tensor.mutable_data_ptr()),
               static_cast<char*>(const_cast<void*>(plain)), /*toTensor=*/true);
+}
+
+at::Tensor withoutRepeats(const at::Tensor& tensor) {
+  at::Tensor narrowed = tensor;
+  if (!tensor.defined() || tensor.layout() != at::kStrided) return narrowed;
+  const PlainDispatch guard;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.stride(i) == 0 && tensor.size(i) > 1) narrowed = narrowed.narrow(i, 0, 1);
+  }
+  return narrowed;
 }
 
 bool mayOverlapItself(const at::Tensor& tensor) {

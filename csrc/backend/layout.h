@@ -30,6 +30,10 @@ void unpack(const void* plain, const at::Tensor& tensor);
 // then has no defined result.
 bool mayOverlapItself(const at::Tensor& tensor);
 
+// One element for all that are the same memory, where the tensor is expanded (stride 0): what is
+// done to each element of a tensor, in place, is done once then. Else the tensor itself.
+at::Tensor withoutRepeats(const at::Tensor& tensor);
+
 // Several elements of these types share a byte (quantized, without arithmetic): such a tensor can
 // be moved as a whole, but not packed or cut.
 inline bool isSubByte(at::ScalarType type) {

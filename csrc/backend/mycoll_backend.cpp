@@ -7,6 +7,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <map>
+#include <thread>
 #include <unordered_set>
 #include <utility>
 
@@ -28,6 +29,8 @@ namespace {
 constexpr std::chrono::seconds kShutdownTimeout(10);
 // The same for a group that is dropped without it.
 constexpr std::chrono::seconds kDropTimeout(2);
+// For rank 0 to close its store after it has left. See outstaysStore_.
+constexpr std::chrono::milliseconds kStoreGrace(30);
 
 std::atomic<int> forkCount{0};
 [[maybe_unused]] const int kForkHandler =
@@ -94,9 +97,13 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
   std::shared_ptr<DeviceGroup> device;
   if (hasDevice) device = DeviceGroup::create(groupName, communicator, options);
-  return c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator),
-                                            std::move(groupName), std::move(globalRanks),
-                                            std::move(options), std::move(device));
+  auto made = c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator),
+                                                 std::move(groupName), std::move(globalRanks),
+                                                 std::move(options), std::move(device));
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  const bool isFirst = registry().groups.size() == 1;
+  made->outstaysStore_ = rank != 0 && isFirst && isServedByRankZero(store);
+  return made;
 }
 
 MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
@@ -219,7 +226,9 @@ void MycollBackend::shutdown() {
   const Status drained = device_ ? device_->drain() : Status();
   const Deadline deadline = Deadline::after(kShutdownTimeout);
   if (device_) device_->close(deadline);
+  if (outstaysStore_) communicator_->leaveAfter(0);
   communicator_->close(deadline);
+  if (outstaysStore_) std::this_thread::sleep_for(kStoreGrace);
   throwIfFailed(drained);
 }
 

@@ -195,6 +195,10 @@ class MycollBackend final : public c10d::Backend {
   const c10::intrusive_ptr<MycollOptions> options_;
   const std::shared_ptr<DeviceGroup> device_;  // null where there is no accelerator
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
+  // The job's own group, and its store is rank 0's and ends with its group: a rank that is back
+  // from destroy_process_group() before, and makes a new group at once, would find the store of the
+  // old one there, about to close.
+  bool outstaysStore_ = false;
   const int forkCount_;  // how often this process had been forked when the group was made
 
   bool isTimed_ = false;

@@ -48,11 +48,14 @@ MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
 MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
                                                 const c10d::AllreduceOptions& opts) {
   const CallSite site = enter("all_reduce");
-  const at::Tensor& tensor = single(site, "tensor", tensors);
+  const at::Tensor& given = single(site, "tensor", tensors);
   // Torch sends sparse CPU tensors this way, not to allreduce_sparse().
-  if (tensor.defined() && tensor.layout() == at::kSparse) [[unlikely]] {
+  if (given.defined() && given.layout() == at::kSparse) [[unlikely]] {
     return allreduce_sparse(tensors, opts);
   }
+  at::Tensor narrowed;
+  const bool isAsGiven = !given.defined() || given.is_contiguous();
+  const at::Tensor& tensor = isAsGiven ? given : (narrowed = withoutRepeats(given));
   checkOutput(site, Argument{"tensor"}, tensor);
   Request request(site, c10d::OpType::ALLREDUCE, "mycoll:all_reduce", opts.timeout, opts.asyncOp);
   addAllReduce(request, tensor, opts.reduceOp);

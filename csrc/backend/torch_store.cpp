@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -65,6 +67,11 @@ std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
   }
   const auto tcp = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(base);
   return tcp ? tcp->getHost() : std::string();
+}
+
+bool isServedByRankZero(const c10::intrusive_ptr<c10d::Store>& store) {
+  const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  return !hostOf(store).empty() && (agent == nullptr || std::strcmp(agent, "True") != 0);
 }
 
 }  // namespace mycoll

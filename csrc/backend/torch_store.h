@@ -21,6 +21,9 @@ class TorchStore final : public Store {
   const bool isTcp_;
 };
 
+// Whether it is served by rank 0 itself, as torch does by default where no launcher does.
+bool isServedByRankZero(const c10::intrusive_ptr<c10d::Store>& store);
+
 // The host at which a TCPStore listens; empty for other stores.
 std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store);
 

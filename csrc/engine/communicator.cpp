@@ -157,6 +157,7 @@ bool Communicator::hasFailed() const { return group_->hasFailed(); }
 void Communicator::fail(const Status& cause) { group_->fail(cause); }
 void Communicator::abort(const std::string& reason) { group_->abort(reason); }
 void Communicator::close(Deadline deadline) { group_->close(deadline); }
+void Communicator::leaveAfter(int rank) { group_->leaveAfter(rank); }
 std::string Communicator::transport() const { return group_->transport(); }
 GroupRecord& Communicator::record() const { return group_->record(); }
 std::string Communicator::describeRank(int rank) const { return group_->describeRank(rank); }

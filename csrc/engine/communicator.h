@@ -202,6 +202,8 @@ class Communicator {
   // Leaves the group: waits up to the deadline for pending operations, then says goodbye. Later
   // calls fail. Idempotent.
   void close(Deadline deadline);
+  // Before close(): that will stay until this rank has left as well, or nearly a second.
+  void leaveAfter(int rank);
   // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
   std::string transport() const;
   // "rank 0 (node1:4712)": for messages.

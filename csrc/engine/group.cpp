@@ -19,6 +19,8 @@ constexpr auto kTick = std::chrono::milliseconds(50);
 constexpr int kSpinBatch = 64;
 // How long a group that is being destroyed offers its receives to those who are about to send.
 constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
+// For the rank of leaveAfter().
+constexpr auto kLastGrace = std::chrono::milliseconds(800);
 
 int localRanks(const Engine& engine, const GroupAddress& address) {
   const Endpoint& endpoint = *engine.endpoint();
@@ -258,7 +260,16 @@ void Group::close(Deadline deadline) {
                                              "' has been destroyed on this rank; nothing more can "
                                              "be called on it");
   mailbox_.sayGoodbye(destroyed);
-  while (!mailbox_.isFlushed() && !deadline.expired()) {
+  const int last = leavesAfter_.load();
+  const bool isMet = last >= 0 && (departureOf(last) != Departure::kUnknown ||
+                                   endpoint.hasLinkTo(address().peers[last]));
+  const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
+  auto isDone = [&] {
+    if (deadline.expired()) return true;
+    return mailbox_.isFlushed() &&
+           (!isMet || departureOf(last) == Departure::kLeft || patience.expired());
+  };
+  while (!isDone()) {
     if (!endpoint.progress()) usleep(50);
   }
   engine_->endWait();

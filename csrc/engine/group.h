@@ -85,6 +85,7 @@ class Group final : public MailboxListener,
   void fail(const Status& cause);
   void abort(const std::string& reason);
   void close(Deadline deadline);
+  void leaveAfter(int rank) { leavesAfter_.store(rank); }
   std::string transport() const;
   GroupRecord& record() { return record_; }
   std::string describeRank(int rank) const { return mailbox_.describeRank(rank); }
@@ -223,6 +224,7 @@ class Group final : public MailboxListener,
   std::atomic<int64_t> failedAt_{0};     // ticks of the steady clock
   std::atomic<bool> isClosed_{false};
   std::vector<std::atomic<bool>> left_;
+  std::atomic<int> leavesAfter_{-1};
   std::chrono::steady_clock::time_point leftSince_;  // guarded by runLock_
   // External groups only, guarded by runLock_: what has been compared with the next rank.
   uint64_t compared_ = 0;

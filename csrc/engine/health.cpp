@@ -153,7 +153,8 @@ Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& miss
       numbers += (numbers.empty() ? "" : ", ") + std::to_string(rank);
       if (!op.call.waitAllRanks) break;
     }
-    text = here + "Ranks " + numbers + " failed to pass monitoredBarrier in " +
+    const bool isOne = numbers.find(',') == numbers.npos;
+    text = here + (isOne ? "Rank " : "Ranks ") + numbers + " failed to pass monitoredBarrier in " +
            std::to_string(waited) + " ms, in mycoll group '" + options_.name + "' " + call + ".";
   } else {
     text = here + "mycoll group '" + options_.name + "': " + describe(op) + " " + call +

@@ -98,7 +98,9 @@ int64_t waitingSince(GroupState* group) {
   return since;
 }
 
+// A process that has joined no group has nothing to say, such as a launcher.
 void write() {
+  if (BlackBox::process().rank() < 0) return;
   const std::string path = expandPattern(Env::process().metricsFile, BlackBox::process().rank());
   const Status status = writeWhole(path, Metrics::text(), 0644);
   if (!status.ok()) MYCOLL_LOG_WARN("%s", status.message().c_str());

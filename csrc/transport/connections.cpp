@@ -132,6 +132,7 @@ void Endpoint::drop(OutLink& link) {
 
 Task Endpoint::connectTask(OutLink* link) {
   std::string reasons;
+  bool isGone = true;  // nobody listens where it did
   if (isLocal(link->peer)) {
     Fd socket;
     Status status = connectUnix(link->peer.uid, &socket);
@@ -139,6 +140,7 @@ Task Endpoint::connectTask(OutLink* link) {
       status = co_await connectOver(link, std::move(socket), true);
       if (status.ok() || link->standing != Standing::kMember) co_return status;
     }
+    isGone = status.code() == Code::kPeerLost;
     reasons = status.message();
     MYCOLL_LOG_WARN("no shared memory with %s: %s", link->peer.describe().c_str(), reasons.c_str());
   }
@@ -150,17 +152,24 @@ Task Endpoint::connectTask(OutLink* link) {
       Connected connected(socket.get(), Deadline::after(kConnectTime));
       co_await connected;
       if (connected.hasFailed()) {
-        status = Status(Code::kNetwork, "cannot connect to " + entry.address + " port " +
-                                            std::to_string(entry.port));
+        status = connectFailure(entry.address, entry.port, connected.error());
       } else {
         tuneSocket(socket.get(), options_.networkSeconds);
         status = co_await connectOver(link, std::move(socket), false);
         if (status.ok() || link->standing != Standing::kMember) co_return status;
       }
     }
+    isGone &= status.code() == Code::kPeerLost;
     reasons += (reasons.empty() ? "" : "; ") + status.message();
   }
-  co_return Status(Code::kNetwork, reasons.empty() ? "has no address in common" : reasons);
+  if (isGone && !reasons.empty()) {
+    co_return Status(Code::kPeerLost,
+                     "has left the group (destroy_process_group) or ended before "
+                     "anything reached it: its process does not listen any more (" +
+                         reasons + ")");
+  }
+  co_return Status(Code::kNetwork, "cannot be reached: " +
+                                       (reasons.empty() ? "it has no address in common" : reasons));
 }
 
 Task Endpoint::connectOver(OutLink* link, Fd socket, bool isShm) {
@@ -393,7 +402,7 @@ void Endpoint::finishConnecting(OutLink& link) {
   --connecting_;
   addPending(-1);
   if (!status.ok()) {
-    link.problem = "cannot be reached: " + status.message();
+    link.problem = status.message();
     return;
   }
   MYCOLL_LOG_DEBUG("connected to %s over %s", link.peer.describe().c_str(),

@@ -61,7 +61,7 @@ Status connectUnix(const std::string& uid, Fd* result) {
   socklen_t length = unixAddress(uid, &address);
   if (!socket.isOpen() ||
       connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
-    return Status(Code::kNetwork,
+    return Status(errno == ECONNREFUSED ? Code::kPeerLost : Code::kNetwork,
                   std::string("cannot connect to a unix socket: ") + strerror(errno));
   }
   socket.keepFromChildren();
@@ -110,10 +110,9 @@ bool WriteExactly::ready() {
 bool Connected::ready() {
   pollfd state{socket_, POLLOUT, 0};
   if (poll(&state, 1, 0) <= 0) return late();
-  int error = 0;
-  socklen_t length = sizeof(error);
-  getsockopt(socket_, SOL_SOCKET, SO_ERROR, &error, &length);
-  if (error != 0) fail();
+  socklen_t length = sizeof(error_);
+  getsockopt(socket_, SOL_SOCKET, SO_ERROR, &error_, &length);
+  if (error_ != 0) fail();
   return true;
 }
 

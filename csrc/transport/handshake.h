@@ -19,6 +19,7 @@
 #pragma once
 
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <string>
 
@@ -132,6 +133,10 @@ class Connected final : public SocketCondition {
  public:
   Connected(int socket, Deadline deadline) : SocketCondition(socket, deadline) {}
   bool ready() override;
+  int error() const { return error_; }  // why it has failed: an errno
+
+ private:
+  int error_ = ETIMEDOUT;
 };
 
 }  // namespace mycoll

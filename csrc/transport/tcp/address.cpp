@@ -174,15 +174,20 @@ Status startConnect(const std::string& address, int port, Fd* result) {
   socklen_t length = 0;
   MYCOLL_RETURN_IF_ERROR(resolveNumeric(address, port, &where, &length));
   Fd socket(::socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  std::string what = "cannot connect to " + address + " port " + std::to_string(port);
-  if (!socket.isOpen()) return failed(what);
+  if (!socket.isOpen()) return connectFailure(address, port, errno);
   if (connect(socket.get(), reinterpret_cast<sockaddr*>(&where), length) != 0 &&
       errno != EINPROGRESS) {
-    return failed(what);
+    return connectFailure(address, port, errno);
   }
   socket.keepFromChildren();
   *result = std::move(socket);
   return Status();
+}
+
+Status connectFailure(const std::string& address, int port, int error) {
+  return Status(
+      error == ECONNREFUSED ? Code::kPeerLost : Code::kNetwork,
+      "cannot connect to " + address + " port " + std::to_string(port) + ": " + strerror(error));
 }
 
 void tuneSocket(int fd, int deadAfterSeconds) {

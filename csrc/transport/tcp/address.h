@@ -34,6 +34,8 @@ Status listenOn(const InterfaceAddress& address, Fd* listener, int* port);
 
 // Starts a non-blocking connection to a numeric address. Finished when writable.
 Status startConnect(const std::string& address, int port, Fd* socket);
+// How a connection that was started has failed. kPeerLost: nobody listens there.
+Status connectFailure(const std::string& address, int port, int error);
 
 // Small messages leave at once; a peer that has silently gone is noticed by the kernel.
 void tuneSocket(int fd, int deadAfterSeconds);

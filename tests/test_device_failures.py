@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -120,7 +121,7 @@ def believe(ctx: Ctx, how: str) -> str:
     except dist.DistBackendError as error:
         text = str(error)
     # Once is enough: who cleans up is left alone.
-    ended = time.monotonic() + 2
+    ended = time.monotonic() + 0.5
     while time.monotonic() < ended:
         torch.accelerator.synchronize()
     with ctx.raises(dist.DistBackendError, NOT_TO_BE_USED):
@@ -137,23 +138,89 @@ def test_a_result_that_never_came_is_not_believed(fresh_device_world, how):
     assert NOT_TO_BE_USED in text, text
 
 
+def ends_in_good_order(ctx: Ctx) -> None:
+    """A group that a graph has used is destroyed, and so is one whose failure is known. Nobody is
+    interrupted: what goes on after that is the program's own affair."""
+    x = full(ctx, 1)
+    for how in ("destroy", "abort"):
+        group = dist.new_group()
+        dist.all_reduce(x, group=group)
+        torch.accelerator.synchronize()
+        graph = device.graph_on(ctx.device)
+        with graph.capture():
+            dist.all_reduce(x, group=group)
+        graph.replay()
+        torch.accelerator.synchronize()
+        graph.reset()
+        dist.barrier()
+        if how == "abort":
+            group._get_backend(ctx.device).abort()
+        dist.destroy_process_group(group)
+        ended = time.monotonic() + 0.3
+        while time.monotonic() < ended:
+            torch.accelerator.synchronize()
+
+
+def test_nobody_is_interrupted_by_a_good_end(fresh_device_world):
+    fresh_device_world(2, "nccl").run(ends_in_good_order)
+
+
+def told_elsewhere(ctx: Ctx) -> str:
+    """Another thread hears of the death first, and keeps it to itself."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    other = dist.new_group()
+    with pytest.raises(dist.DistBackendError, match="timed out"):
+        if ctx.rank == 0:  # no failure, and no reason to believe what comes later
+            dist.irecv(x.clone(), 1).wait(timedelta(milliseconds=300))
+        raise dist.DistBackendError("timed out")
+    dist.barrier()
+    if ctx.rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def background() -> None:
+        with contextlib.suppress(dist.DistBackendError):
+            dist.all_reduce(torch.ones(4), group=other)
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    try:
+        dist.all_reduce(x)
+        number = x[0].item()
+        ctx.fail(f"{number}, says the program")
+    except dist.DistBackendError as error:
+        return str(error)
+    finally:
+        thread.join()
+    return ""
+
+
+def test_each_thread_is_told(fresh_device_world):
+    world = fresh_device_world(2, "nccl")
+    world.start(told_elsewhere)
+    assert NOT_TO_BE_USED in world.finish(allow_gone=True)[0]
+
+
 def hang_in_nccl(ctx: Ctx, how: str) -> str:
     """NCCL's enqueue waits for the other rank, as the first message to it does; that rank dies."""
     x = full(ctx, 1)
     dist.all_reduce(x)
-    if how == "pair":
+    if how == "known pair":
         (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank)
     torch.accelerator.synchronize()
     if ctx.rank == 0:
         device.tell_nccl("hang=enqueue")
     dist.barrier()
     if ctx.rank == 1:
+        if how == "new pair":
+            dist.isend(x, 0)
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         if how == "collective":
             dist.all_reduce(x)
-        elif how == "pair":
+        elif "pair" in how:
             dist.recv(x, 1)
         else:
             dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])[0].wait()
@@ -164,7 +231,7 @@ def hang_in_nccl(ctx: Ctx, how: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("how", ["collective", "pair", "batch"])
+@pytest.mark.parametrize("how", ["collective", "new pair", "known pair", "batch"])
 def test_a_hang_in_nccl_ends_with_the_rank_it_waits_for(fresh_device_world, request, how):
     if not device.is_scripted(request.config.getoption("--device")):
         pytest.skip("only the stand-in can be told to hang")

@@ -178,7 +178,6 @@ JOBS = (
     slow_callback,
     futures,
 )
-JOBS = (read_on_another_stream, block_current_stream, works_end_unwaited, barrier_waits, futures)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)

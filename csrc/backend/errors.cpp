@@ -2,9 +2,11 @@
 
 #include <c10/util/Exception.h>
 #include <pthread.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <utility>
 
 #include "backend/callback_pool.h"
 #include "base/log.h"
@@ -16,8 +18,10 @@ PythonHooks python;
 std::atomic<pthread_t> exiting{};
 
 using Clock = std::chrono::steady_clock;
-// When the program was last told of a failure that was not a mistake in the call at hand.
+// When Python's main thread was last thrown the failure of a group.
 std::atomic<Clock::time_point> told{};
+// One cause reaches the groups of a process within this.
+constexpr auto kSameCause = std::chrono::seconds(1);
 thread_local int untold = 0;  // Untolds that live
 
 }  // namespace
@@ -71,10 +75,15 @@ namespace {
 }  // namespace
 
 void throwStatus(const Status& status) {
-  const bool isMistake =
-      status.code() == Code::kInvalidArgument || status.code() == Code::kUnsupported;
-  if (!isMistake && untold == 0) {
-    told.store(Clock::now(), std::memory_order_release);
+  switch (status.code()) {
+    case Code::kInvalidArgument:
+    case Code::kUnsupported:
+    case Code::kInterrupted:
+    case Code::kStore: break;
+    default:
+      if (untold == 0 && syscall(SYS_gettid) == getpid()) {
+        told.store(Clock::now(), std::memory_order_release);
+      }
   }
   throwAs(status);
 }
@@ -82,11 +91,13 @@ void throwStatus(const Status& status) {
 Untold::Untold() { ++untold; }
 Untold::~Untold() { --untold; }
 
-void raiseInMainThread(const Status& status, Clock::time_point since) {
+void raiseInMainThread(const Status& status, std::function<bool()> isWanted) {
   if (python.callInMainThread == nullptr) return;
-  const bool isCalled = python.callInMainThread([status, since] {
+  const auto since = Clock::now() - kSameCause;
+  const bool isCalled = python.callInMainThread([status, since, isWanted = std::move(isWanted)] {
     const bool isExiting = exiting.load(std::memory_order_acquire) != pthread_t{};
-    if (!isExiting && told.load(std::memory_order_acquire) < since) throwStatus(status);
+    if (isExiting || told.load(std::memory_order_acquire) > since || !isWanted()) return;
+    throwStatus(status);
   });
   if (!isCalled) MYCOLL_LOG_ERROR("%s", status.message().c_str());
 }

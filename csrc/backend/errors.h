@@ -22,9 +22,10 @@ namespace mycoll {
 [[noreturn]] void throwStatus(const Status& status);
 
 // For results that nobody may ask about before they are used: throws the status in Python's main
-// thread, between two steps of what it does, as Ctrl-C would. Not where throwStatus() has told the
-// program of a failure since `since`, when the results were asked for, or does so meanwhile.
-void raiseInMainThread(const Status& status, std::chrono::steady_clock::time_point since);
+// thread, between two steps of what it does, as Ctrl-C would. Not where that thread has been thrown
+// the failure of a group a moment ago, or is meanwhile: one cause ends many groups, and who is
+// cleaning up is left alone. isWanted is asked then.
+void raiseInMainThread(const Status& status, std::function<bool()> isWanted);
 
 inline void throwIfFailed(const Status& status) {
   if (!status.ok()) [[unlikely]] {
@@ -37,7 +38,7 @@ c10d::WorkResult toWorkResult(const Status& status);
 // The same, to be thrown elsewhere; null when ok. Ignores interrupts: they belong to one wait().
 std::exception_ptr toException(const Status& status);
 
-// While it lives, what this thread throws does not reach the program.
+// While it lives, what this thread throws is not the failure of a group, or does not get out.
 class Untold {
  public:
   Untold();

@@ -223,11 +223,15 @@ void MycollBackend::shutdown() {
   // A forked child lets go of its parent's group, and may make its own.
   if (isForked()) return;
   enter("shutdown");
-  const Status drained = device_ ? device_->drain() : Status();
-  const Deadline deadline = Deadline::after(kShutdownTimeout);
-  if (device_) device_->close(deadline);
+  Status drained;
+  if (device_) {
+    const Deadline deadline = Deadline::after(kShutdownTimeout);
+    drained = device_->drain(deadline);
+    const bool isPatient = drained.ok() && !deadline.expired();
+    device_->close(Deadline::after(isPatient ? kShutdownTimeout : kDropTimeout));
+  }
   if (outstaysStore_) communicator_->leaveAfter(0);
-  communicator_->close(deadline);
+  communicator_->close(Deadline::after(drained.ok() ? kShutdownTimeout : kDropTimeout));
   if (outstaysStore_) std::this_thread::sleep_for(kStoreGrace);
   throwIfFailed(drained);
 }

@@ -224,7 +224,10 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
       if (op->done()) continue;
       const Status status = communicator_->wait(op, deadline);
       // The wait's time is up, or there is a signal to handle: the operation itself goes on.
-      if (!op->done()) throwStatus(status);
+      if (!op->done()) {
+        const Untold untold;  // the wait is over, not the operation
+        throwStatus(status);
+      }
     }
     stayIfExiting();
     finish();

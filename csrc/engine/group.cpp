@@ -261,8 +261,11 @@ void Group::close(Deadline deadline) {
                                              "be called on it");
   mailbox_.sayGoodbye(destroyed);
   const int last = leavesAfter_.load();
-  const bool isMet = last >= 0 && (departureOf(last) != Departure::kUnknown ||
-                                   endpoint.hasLinkTo(address().peers[last]));
+  auto isConnected = [&] {
+    std::lock_guard<std::mutex> lock(endpoint.ioMutex());
+    return endpoint.hasLinkTo(address().peers[last]);
+  };
+  const bool isMet = last >= 0 && (departureOf(last) != Departure::kUnknown || isConnected());
   const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
   auto isDone = [&] {
     if (deadline.expired()) return true;

@@ -50,6 +50,13 @@ DeviceGroup::DeviceGroup(DevicePlace place)
       host_(std::make_unique<HostRoad>(place_)),
       pairs_(std::make_unique<Pairs>(place_, *nccl_, *host_)) {}
 
+DeviceGroup::Inside::Inside(DeviceGroup& group) : group_(group) {
+  ++group_.inside_;
+  Watchdog::get().add(group_.shared_from_this(), /*isUrgent=*/false);
+}
+
+DeviceGroup::Inside::~Inside() { --group_.inside_; }
+
 DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
 
 // ---- choosing a road ---------------------------------------------------------------------------
@@ -121,16 +128,7 @@ void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes
   const c10::DeviceGuard guard(device);
   chooseRoad(device);
   if (knownRoad() != DeviceRoad::kNccl) return;
-  // Of symmetric memory NCCL waits for the other ranks: somebody has to hear if one of them dies.
-  struct Inside {
-    explicit Inside(DeviceGroup& entered) : group(entered) {
-      ++group.inside_;
-      Watchdog::get().add(group.shared_from_this(), /*isUrgent=*/false);
-    }
-    ~Inside() { --group.inside_; }
-    DeviceGroup& group;
-  };
-  const Inside inside(*this);
+  const Inside inside(*this);  // of symmetric memory NCCL waits for the other ranks
   throwIfFailed(nccl_->registerMemory(device, address, bytes, isSymmetric));
 }
 
@@ -304,13 +302,22 @@ void DeviceGroup::abort(const std::string& reason) {
   Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
 }
 
-Status DeviceGroup::drain() const {
+bool DeviceGroup::hasUndrained() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !inOrder_.empty() ||
+         std::any_of(followed_.begin(), followed_.end(),
+                     [](const Followed& entry) { return entry.operation->isTaken(); });
+}
+
+Status DeviceGroup::drain(Deadline deadline) const {
   Pause pause;
-  while (isBusy() && error().ok() && !isClosed_.load()) {
-    Watchdog::get().wake();
-    if (pause.rest() && isInterruptPending()) {
-      return Status(Code::kInterrupted, "interrupted by a signal");
-    }
+  bool isLong = false;
+  auto isAwaited = [&] { return hasUndrained() || (isBusy() && !deadline.expired()); };
+  while (isAwaited() && !isDead() && !isClosed_.load()) {
+    if (!isLong) Watchdog::get().wake();
+    if (!pause.rest()) continue;
+    isLong = true;
+    if (isInterruptPending()) return Status(Code::kInterrupted, "interrupted by a signal");
   }
   return Status();
 }
@@ -322,7 +329,9 @@ void DeviceGroup::close(Deadline deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   if (error().ok() && !isBusy()) {
-    nccl_->close(deadline);
+    // Where it is late it stops what runs: replays of graphs.
+    const Status closed = nccl_->close(deadline);
+    if (!closed.ok()) endWith(closed);
   } else {
     const Status cause = error().ok() ? Status(Code::kAborted, "mycoll group '" + place_.name +
                                                                    "' was destroyed with "
@@ -331,6 +340,7 @@ void DeviceGroup::close(Deadline deadline) {
     endWith(cause);
     nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
   }
+  isLeft_.store(true);
   place_.control->close(deadline);
   place_.host->close(deadline);
   clearReleased();

@@ -81,7 +81,6 @@ struct Followed {
   Deadline deadline;
   std::string description;
   bool ownsDeadline = false;
-  std::chrono::steady_clock::time_point since;  // set by follow()
 };
 
 class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
@@ -142,10 +141,11 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   Status error() const;
   void fail(const Status& cause);
   void abort(const std::string& reason);
-  // Waits until devices have passed all that was called, which has deadlines of its own: also what
-  // came back to its caller long ago. Fails where a signal ends the wait; other failures are told
+  // Waits until devices have passed all collectives, and all messages that were waited for on a
+  // stream: to the program they are done. They have deadlines of their own; everything else is
+  // waited for up to this one. Fails where a signal ends the wait; other failures are told
   // otherwise.
-  Status drain() const;
+  Status drain(Deadline deadline) const;
   // Waits for what is pending, up to the deadline, and leaves. Idempotent.
   void close(Deadline deadline);
   // "nccl", "host", or "" while it is not known; for logs and tests.
@@ -153,13 +153,26 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
 
   // --- for the roads
 
+  // While it lives, a thread is in NCCL for what no operation stands for: the group is watched, so
+  // that a failure ends that, too.
+  class Inside {
+   public:
+    explicit Inside(DeviceGroup& group);
+    ~Inside();
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+   private:
+    DeviceGroup& group_;
+  };
+
   // The watchdog takes it from here.
   void follow(Followed followed);
   // The same for a message, or a batch of them, that no group of the engine watches over.
   void followMessage(const DeviceOperationPtr& operation, const Request& request, size_t count = 1);
-  // A graph holds an operation of this group. Nobody says when it is replayed, so failures are
-  // listened for from here on.
-  void followCaptured();
+  // A graph that is captured on this stream holds an operation of this group. Nobody says when it
+  // is replayed, so failures are listened for from here on.
+  void followCaptured(const c10::Stream& stream);
   // What all ranks have agreed on, or not yet.
   DeviceRoad knownRoad() const { return road_.load(std::memory_order_acquire); }
 
@@ -170,7 +183,8 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
     bool wantsSoon = false;  // the CPU waits for a device
   };
   Watched watch();
-  bool isBusy() const;
+  // There is more to come, or to hear of. [watchdog]
+  bool needsWatch() const;
 
  private:
   struct Batched {
@@ -182,8 +196,11 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
     std::function<void(const Status&)> fn;
   };
 
+  bool isBusy() const;
   bool isDead() const;
   void throwIfDead() const;
+  bool hasUndrained() const;
+  bool mayReplay() const;
   void chooseRoad(c10::Device device);
   // isBatch: also where it is a batch of one: the others' may have more, and all take one road.
   WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,
@@ -200,8 +217,7 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   void takeEnded(std::vector<Followed>* ended);
   void hearOfFailures();
   void endWith(const Status& cause);
-  void tellProgram(const Status& cause, std::chrono::steady_clock::time_point since,
-                   const std::string& what) const;
+  void tellProgram(const Status& cause, const std::string& what);
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();
   void tellAwaited();
@@ -221,11 +237,13 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // there are thousands where a program runs ahead of its device; and all others.
   std::deque<Followed> inOrder_;
   std::vector<Followed> followed_;
-  std::vector<Awaited> awaited_;      // guarded by mutex_
-  std::vector<c10::Device> devices_;  // guarded by mutex_: that were used
-  std::atomic<std::chrono::steady_clock::time_point> captured_{};  // the last one; none yet: zero
+  std::vector<Awaited> awaited_;         // guarded by mutex_
+  std::vector<c10::Device> devices_;     // guarded by mutex_: that were used
+  std::vector<c10::Stream> capturedOn_;  // guarded by mutex_: streams of graphs, and their devices'
+  std::atomic<bool> isCaptured_{false};
   std::atomic<int> inside_{0};  // threads in NCCL for what no operation stands for
   std::atomic<bool> isClosed_{false};
+  std::atomic<bool> isLeft_{false};         // what is heard from here on is this rank's own end
   std::atomic<bool> isAbortedHere_{false};  // by the program, which knows
   std::atomic<bool> hasLost_{false};        // something that the program went on from
   // The watchdog's own.

@@ -2,6 +2,8 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <optional>
+
 #include "backend/callback_pool.h"
 #include "backend/device/device_group.h"
 #include "backend/errors.h"
@@ -49,10 +51,10 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = isTimed ? Deadline::after(timeout) : Deadline::never();
   const Status enqueued = operation_->waitEnqueued(deadline);
   if (!enqueued.ok()) stayIfExiting();
-  throwIfFailed(enqueued);
+  throwFailure(enqueued);
   const c10::Stream current = currentStream(operation_->device());
   operation_->block(current);
-  if (isTimed || waitsOnHost_) throwIfFailed(operation_->waitOver(deadline));
+  if (isTimed || waitsOnHost_) throwFailure(operation_->waitOver(deadline));
   operation_->setTaken();
   throwIfFailed(operation_->status());
   stayIfExiting();
@@ -60,6 +62,14 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   // may hand it out again. On another stream this would be too early.
   if (current == operation_->caller()) operation_->release();
   return true;
+}
+
+// Of a wait: its deadline may have come, and the operation go on.
+void DeviceWork::throwFailure(const Status& status) const {
+  if (status.ok()) return;
+  std::optional<Untold> untold;
+  if (operation_->status().ok()) untold.emplace();
+  throwStatus(status);
 }
 
 // Whatever the device is at: what is on the current stream by now is not ordered after it.

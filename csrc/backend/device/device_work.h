@@ -46,6 +46,7 @@ class DeviceWork final : public c10d::Work {
 
  private:
   void checkInFlight();
+  void throwFailure(const Status& status) const;
 
   const std::shared_ptr<DeviceGroup> group_;
   const uint64_t sequence_;

@@ -1,4 +1,6 @@
 // The group's half that follows operations to their end: the watchdog's work.
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -7,6 +9,7 @@
 #include "backend/device/nccl_road.h"
 #include "backend/device/watchdog.h"
 #include "backend/errors.h"
+#include "nccl/cudart.h"
 
 namespace mycoll {
 namespace {
@@ -35,7 +38,6 @@ Released& released() {
 }  // namespace
 
 void DeviceGroup::follow(Followed followed) {
-  followed.since = Clock::now();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const c10::Device device = followed.operation->device();
@@ -72,15 +74,47 @@ void DeviceGroup::followMessage(const DeviceOperationPtr& operation, const Reque
   follow(std::move(followed));
 }
 
-void DeviceGroup::followCaptured() {
-  captured_.store(Clock::now(), std::memory_order_release);
+void DeviceGroup::followCaptured(const c10::Stream& stream) {
+  const c10::Stream usual =
+      c10::impl::VirtualGuardImpl(stream.device_type()).getDefaultStream(stream.device());
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const c10::Stream& one : {stream, usual}) {
+      const bool isKnown =
+          std::find(capturedOn_.begin(), capturedOn_.end(), one) != capturedOn_.end();
+      if (!isKnown) capturedOn_.push_back(one);
+    }
+  }
+  isCaptured_.store(true, std::memory_order_release);
   Watchdog::get().add(shared_from_this(), /*isUrgent=*/false);
+}
+
+// A captured operation may be under way: a stream is busy on which graphs are replayed as a rule.
+bool DeviceGroup::mayReplay() const {
+  if (!isCaptured_.load(std::memory_order_acquire)) return false;
+  std::vector<c10::Stream> streams;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    streams = capturedOn_;
+  }
+  const nccl::RelaxedCapture relaxed;
+  return std::any_of(streams.begin(), streams.end(), [](const c10::Stream& stream) {
+    try {
+      return !isCapturing(stream) && !stream.query();
+    } catch (const std::exception&) {
+      return false;  // the device tells its users itself
+    }
+  });
 }
 
 bool DeviceGroup::isBusy() const {
   if (inside_.load() > 0) return true;
   std::lock_guard<std::mutex> lock(mutex_);
   return !inOrder_.empty() || !followed_.empty() || !awaited_.empty();
+}
+
+bool DeviceGroup::needsWatch() const {
+  return isBusy() || (!isClosed_.load() && !isSpread_ && (isCaptured_.load() || isDead()));
 }
 
 void DeviceGroup::onOver(const DeviceOperationPtr& operation,
@@ -145,10 +179,8 @@ DeviceGroup::Watched DeviceGroup::watch() {
   seen.wantsSoon = host_->advance();
   tellAwaited();
   seen.hasMoved = !ended.empty();
-  const bool isReplayable = captured_.load(std::memory_order_acquire) != Clock::time_point{};
-  const bool isReleasing = !lingering_.empty();
-  seen.isBusy = isBusy() || seen.wantsSoon || hasNotes ||
-                ((isReleasing || (isReplayable && !isSpread_)) && !isClosed_.load());
+  const bool isReleasing = !lingering_.empty() && !isClosed_.load();
+  seen.isBusy = needsWatch() || seen.wantsSoon || hasNotes || isReleasing;
   return seen;
 }
 
@@ -158,6 +190,7 @@ void DeviceGroup::hearOfFailures() {
   if (!isNews && now - askedAt_ < kAskEvery) return;
   askedAt_ = now;
   Status cause = error();
+  if (isLeft_.load()) return;  // in this order: it is set before the groups end
   if (cause.ok()) {
     const Status ofNccl = nccl_->check();
     if (ofNccl.ok()) {
@@ -187,6 +220,7 @@ void DeviceGroup::endWith(const Status& cause) {
     std::lock_guard<std::mutex> lock(mutex_);
     forEachFollowed([&](const Followed& entry) { followed.push_back(entry); });
   }
+  const bool isReplayed = mayReplay();
   const Followed* lost = nullptr;
   for (const Followed& entry : followed) {
     if (entry.operation->isOver()) continue;
@@ -195,26 +229,25 @@ void DeviceGroup::endWith(const Status& cause) {
     if (entry.operation->status().ok()) continue;
     // What the host road has enqueued has come from the other ranks by then.
     const bool isOnNccl = entry.external || entry.ownsDeadline;
-    if (isOnNccl && entry.operation->isTaken()) lost = &entry;
+    if (isOnNccl && entry.operation->isTaken() && lost == nullptr) lost = &entry;
   }
-  const Clock::time_point captured = captured_.load(std::memory_order_acquire);
-  if (lost != nullptr || captured != Clock::time_point{}) hasLost_.store(true);
-  if (lost != nullptr) {
-    tellProgram(cause, lost->since, std::string(lost->operation->what()) + " was under way");
-  } else if (captured != Clock::time_point{}) {
-    tellProgram(cause, captured, "a graph with operations of this group may have been under way");
-  }
+  if ((lost == nullptr && !isReplayed) || hasLost_.exchange(true)) return;
+  tellProgram(cause, lost != nullptr
+                         ? std::string(lost->operation->what()) + " was under way"
+                         : "a graph with operations of this group may have been under way");
 }
 
 // By an exception in Python's main thread, wherever that is: the next call would raise, but there
 // may be none before the numbers are believed.
-void DeviceGroup::tellProgram(const Status& cause, Clock::time_point since,
-                              const std::string& what) const {
-  if (isAbortedHere_.load()) return;
-  raiseInMainThread(
-      Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(place_.rank) +
-                               ", where " + what + " on the device" + kNotToBeUsed),
-      since);
+void DeviceGroup::tellProgram(const Status& cause, const std::string& what) {
+  const Status told(cause.code(), cause.message() + "\n  Here: rank " +
+                                      std::to_string(place_.rank) + ", where " + what +
+                                      " on the device" + kNotToBeUsed);
+  // Not when the program has ended the group itself meanwhile.
+  raiseInMainThread(told, [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
+    const std::shared_ptr<DeviceGroup> living = group.lock();
+    return !(living ? living->isAbortedHere_.load() : isAborted);
+  });
 }
 
 void DeviceGroup::endFollowed(const std::vector<Followed>& ended) {

@@ -171,9 +171,12 @@ NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
   const std::string name = place_.name + " " + std::to_string(std::min(place_.rank, peer)) + "-" +
                            std::to_string(std::max(place_.rank, peer));
   LinePtr line = join(device, isLower ? 0 : 1, 2, name, *id);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    pairs_[key] = keepUnlessEnded(line);  // what hangs from here on is aborted with the others
+  }
   connectBothWays(*line, isLower ? 1 : 0);
-  std::lock_guard<std::mutex> lock(mutex_);
-  return pairs_[key] = keepUnlessEnded(std::move(line));
+  return line;
 }
 
 }  // namespace mycoll

@@ -237,10 +237,18 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   // The operation is followed before NCCL is called: what hangs in there has a deadline too. The
   // first message to a rank does, until that rank has called as well.
   if (isCaptured) {
-    group.followCaptured();
+    group.followCaptured(stream);
   } else if (isMessage) {
     group.followMessage(operation, first, isAlone ? 1 : requests.size());
   }
+  // Nobody waits for the end of what did not begin.
+  struct FailUnlessEnqueued {
+    ~FailUnlessEnqueued() {
+      if (!operation.isEnqueued()) operation.fail(Status(Code::kInternal, "it was not enqueued"));
+    }
+    DeviceOperation& operation;
+  };
+  const FailUnlessEnqueued failing{*operation};
   {
     nccl::Issue issue(*line->communicator);
     if (!isMessage && !isCaptured) {
@@ -321,8 +329,13 @@ void NcclRoad::abort(Deadline deadline, const Status& why) {
   for (const LinePtr& line : lines) (void)line->communicator->abort(deadline, why);
 }
 
-void NcclRoad::close(Deadline deadline) {
-  for (const LinePtr& line : open(true)) (void)line->communicator->close(deadline);
+Status NcclRoad::close(Deadline deadline) {
+  Status first;
+  for (const LinePtr& line : open(true)) {
+    const Status closed = line->communicator->close(deadline);
+    if (first.ok()) first = closed;
+  }
+  return first;
 }
 
 void NcclRoad::addStreams(std::vector<c10::Stream>* streams) const {

@@ -83,7 +83,7 @@ class NcclRoad {
   // The same, and waits for it, also for what began before, by the deadline.
   void abort(Deadline deadline, const Status& why);
   // Waits for what runs and frees it, by the deadline.
-  void close(Deadline deadline);
+  Status close(Deadline deadline);
   // For a barrier: the streams that this group's collectives are enqueued on. Not those of messages
   // between two ranks: the other end of one may come after the barrier.
   void addStreams(std::vector<c10::Stream>* streams) const;

@@ -171,6 +171,7 @@ void Pairs::connect(DeviceGroup& group, Pair& pair, c10::Device device) {
   const nccl::RelaxedCapture relaxed;  // NCCL allocates
   throwIfFailed(group.error());
   if (!pair.isOnNccl) pair.isOnNccl = isPairOnNccl(group, device, pair.peer);
+  const DeviceGroup::Inside inside(group);
   if (*pair.isOnNccl) nccl_.connectPair(device, pair.peer);
 }
 

@@ -120,8 +120,8 @@ void Watchdog::State::run() {
     }
     lock.lock();
     for (DeviceGroup* group : idle) {
-      // What came since its round counts: follow() and this are ordered by the mutex.
-      if (!group->isBusy()) {
+      // What came since its round counts: add() and this are ordered by the mutex.
+      if (!group->needsWatch()) {
         std::erase_if(groups, [&](const auto& entry) { return entry.get() == group; });
       }
     }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 import pytest
 
 
-def test_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--ranks", "--steps", "--rounds"])
+def test_none(capsys: pytest.CaptureFixture[str], option: str) -> None:
     demo = pytest.importorskip("mycoll.demo", reason="the package is not on the path")
     with pytest.raises(SystemExit) as end:
-        demo.main(["--ranks", "0"])
+        demo.main([option, "0"])
     assert end.value.code == 2
     assert "at least 1" in capsys.readouterr().err
 
@@ -37,3 +39,16 @@ def test_demo(request: pytest.FixtureRequest) -> None:
     assert losses[-1] < losses[0] - 0.02, done.stdout
     assert "identical to the bit" in done.stdout
     assert "all_reduce      16 MiB" in done.stdout
+
+
+def test_nobody_reads_it() -> None:
+    """As in `mycoll demo | head -1`: it ends soon, without a traceback."""
+    pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
+    run = [sys.executable, "-m", "mycoll", "demo", "--steps", "1000000"]
+    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    assert "Training on 2 ranks" in process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(100) == 128 + signal.SIGPIPE
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()

@@ -17,18 +17,11 @@ import torch
 import torch.distributed as dist
 from standins import cuda as standin_cuda
 from worlds import device
+from worlds.device_tensors import NUMEL, full, is_all
 from worlds.worker import Ctx, write_coverage
 
 ROADS = ("nccl", "host")
 ERRORS = (RuntimeError, ValueError)
-
-
-def full(ctx: Ctx, value: float, numel: int = 1000) -> torch.Tensor:
-    return torch.full((numel,), float(value), device=ctx.device)
-
-
-def is_all(ctx: Ctx, tensor: torch.Tensor, value: float, what: str = "") -> None:
-    ctx.same(tensor, torch.full(tensor.shape, float(value)), what)
 
 
 def warm_up(ctx: Ctx) -> None:
@@ -95,7 +88,7 @@ def hooks(ctx: Ctx) -> None:
     x = full(ctx, 1)
     dist.all_reduce(x, group=group)
     dist.all_reduce(x, group=group, async_op=True)
-    out = full(ctx, 0, 1000 * ctx.size)
+    out = full(ctx, 0, NUMEL * ctx.size)
     dist.all_gather_into_tensor(out, x, group=group)
     group._wait_for_pending_works()
     ctx.equal(sorted(seen), ["ALLREDUCE", "ALLREDUCE", "_ALLGATHER_BASE"])

@@ -89,17 +89,18 @@ def test_wrong_torch_is_told_once(monkeypatch, capsys):
 
 def test_hostname(monkeypatch):
     monkeypatch.setattr(_interfaces, "interfaces", lambda: [ETH, LO])
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    there = [(socket.AF_INET6, 0, 0, "", ("::1", 0)), (socket.AF_INET, 0, 0, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, port, type: list(there))
     finding = only(doctor.check_network)
     assert finding.status == "WARN"
     assert "export MYCOLL_SOCKET_IFNAME=eth0" in finding.fix
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.3")
+    there[1] = (socket.AF_INET, 0, 0, "", ("10.0.0.3", 0))
     assert only(doctor.check_network).status == "ok"
 
-    def fails(name):
+    def fails(name, port, type):
         raise socket.gaierror
 
-    monkeypatch.setattr(socket, "gethostbyname", fails)
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
     assert "/etc/hosts" in only(doctor.check_network).fix
 
 

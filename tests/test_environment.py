@@ -72,6 +72,15 @@ def test_a_reader_that_goes_away(verb: str) -> None:
     assert process.wait(60) == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize(("where", "code"), [("> /dev/full", 2), (">&-", 0)])
+def test_output_that_goes_nowhere(where: str, code: int) -> None:
+    command = f"{sys.executable} -m mycoll env {where}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("No space left" in done.stderr) == (code == 2)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         command_line.main(["--version"])

@@ -37,6 +37,9 @@ def read(path: Path) -> dict[tuple[str, str], float]:
         if line.startswith("#"):
             assert re.match(r"^# (HELP|TYPE) mycoll_\w+ \S", line), line
             continue
+        if line.startswith("mycoll_written_timestamp_seconds{rank="):
+            found["mycoll_written_timestamp_seconds", ""] = float(line.split()[1])
+            continue
         match = LINE.match(line)
         assert match, line
         found[match[1], match[4] or ""] = float(match[5])
@@ -57,6 +60,7 @@ def test_counters(fresh, transport, tmp_path) -> None:
         assert values["mycoll_operation_bytes_total", message] == 12
         assert values["mycoll_group_failed", ""] == 0
         assert values["mycoll_waiting_seconds", ""] == 0
+        assert abs(time.time() - values["mycoll_written_timestamp_seconds", ""]) < 60
     assert not list(tmp_path.glob("*.prom.*"))
 
     # Also while nothing moves: that is when somebody looks.

@@ -28,6 +28,7 @@ SLURM = {
     "SLURM_STEP_ID": "0",
     "SLURM_NODELIST": "gpu[07-08]",
 }
+PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8"}  # of `srun --mpi=pmi2`: hydra's names
 PALS = {
     "PALS_RANKID": "2",
     "PMI_RANK": "2",
@@ -48,6 +49,8 @@ PALS = {
         (SLURM, "Slurm", (5, 8, 1, None), "gpu07"),
         (SLURM | {"SLURM_NNODES": "1"}, "Slurm", (5, 8, 1, 8), "127.0.0.1"),
         (SLURM | {"PMI_RANK": "", "SLURM_STEP_NUM_TASKS": "6"}, "Slurm", (5, 6, 1, None), "gpu07"),
+        (SLURM | PMI2, "Slurm", (5, 8, 1, None), "gpu07"),
+        (SLURM | HYDRA, "MPICH (hydra)", (1, 2, 1, 2), "127.0.0.1"),
         (PALS, "PALS", (2, 4, 2, 4), "127.0.0.1"),
     ],
 )

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mycoll import black_box, trace_file
 from worlds.worker import Ctx
 
 SHORT = 3.0  # seconds; a group's timeout
@@ -216,6 +219,99 @@ def test_where_it_goes(fresh, tmp_path) -> None:
         file = {"MYCOLL_TRACE_FILE": f"{tmp_path}/x%r"}
         fresh(2, "shm", init=False, env={**file, **off}).run(quiet)
     assert not list(tmp_path.iterdir())
+
+
+def failing_twice(ctx: Ctx) -> tuple[str, str]:
+    """As a program does that starts again after a failure."""
+    ctx.init("first")
+    with ctx.raises(dist.DistBackendError):
+        dist.all_reduce(torch.ones(2 + ctx.rank))
+    dist.destroy_process_group()
+    ctx.init("second")
+    first = black_box.read(os.getpid()).job
+    with ctx.raises(dist.DistBackendError, "Trace: "):
+        dist.broadcast(torch.ones(2 + ctx.rank), 0)
+    return first, black_box.read(os.getpid()).job
+
+
+def test_each_failure_is_told(fresh, tmp_path) -> None:
+    env = {"MYCOLL_TRACE_FILE": f"{tmp_path}/rank_%r"}
+    jobs = fresh(2, "shm", init=False, env=env).run(failing_twice)
+    assert len({*jobs[0], *jobs[1]}) == 1
+    for rank in range(2):
+        trace = load(tmp_path / f"rank_{rank}")
+        last = trace["entries"][-1]["mycoll"]
+        assert (last["operation"], last["failed"]) == ("broadcast", True)
+        assert trace["mycoll"]["job"] == jobs[rank][1]
+
+
+def uneven(ctx: Ctx, folder: str) -> list[tuple[str, str]]:
+    """What is remembered, in memory and in the file."""
+    import mycoll
+
+    dist.all_gather([torch.empty(1), torch.empty(2)], torch.ones(1 + ctx.rank))
+    sparse = torch.sparse_coo_tensor(
+        torch.arange(1 + ctx.rank)[None], torch.ones(1 + ctx.rank), (8,)
+    )
+    dist.all_reduce(sparse)
+    parts = [torch.ones(1, dtype=torch.float64), torch.ones(2, dtype=torch.float64)]
+    dist.reduce_scatter(torch.empty(1 + ctx.rank, dtype=torch.float64), parts)
+    path = mycoll.dump_trace(f"{folder}/rank_{ctx.rank}")
+    in_memory = black_box.read(os.getpid()).groups[0].operations
+    (process,), _ = trace_file.load([Path(path)])
+    in_file = process.groups[0].operations
+    return [(a.describe(), b.describe()) for a, b in zip(in_memory, in_file)]
+
+
+def test_sizes_are_those_in_memory(fresh, tmp_path) -> None:
+    for rows in fresh(2, "shm").run(uneven, str(tmp_path)):
+        assert len(rows) >= 3
+        for in_memory, in_file in rows:
+            assert in_file == in_memory
+        assert "numel=3" in rows[0][1], rows
+
+
+PROGRAM = """
+import os, sys
+import torch, torch.distributed as dist, mycoll
+def step():
+    dist.all_reduce(torch.ones(3))
+def other():
+    dist.all_reduce(torch.ones(4))
+def begin():
+    dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+begin()
+step()
+if os.fork() == 0:
+    dist.destroy_process_group()
+    begin()
+    other()
+    step()
+    mycoll.dump_trace(sys.argv[1] + "_of_child.json")
+    os._exit(0)
+os.wait()
+mycoll.dump_trace(sys.argv[1] + ".json")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("folder", [b"\xe9t\xe9", "\u6570\u636e".encode() * 10, b"n" * 200])
+def test_call_sites_in_odd_places(tmp_path, folder) -> None:
+    """Paths need not be UTF-8, nor short; and a child of fork numbers the lines anew."""
+    program = tmp_path / os.fsdecode(folder) / ("m" * 100) / "train.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(PROGRAM)
+    out = tmp_path / "trace"
+    env = {**os.environ, "MYCOLL_CALL_SITES": "always"}
+    run = [sys.executable, str(program), str(out)]
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for suffix, names in ((".json", ["step"]), ("_of_child.json", ["other", "step"])):
+        trace = json.loads(Path(f"{out}{suffix}").read_bytes())
+        frames = [entry["frames"][0] for entry in trace["entries"]]
+        assert [each["name"] for each in frames] == names
+        assert all(each["filename"].endswith("/train.py") for each in frames)
+        assert [each["line"] for each in frames] == [5 if n == "step" else 7 for n in names]
 
 
 def ask(ctx: Ctx, socket_path: str) -> dict[str, Any]:

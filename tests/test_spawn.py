@@ -38,6 +38,15 @@ def rank_one_dies():
     dist.barrier()
 
 
+def rank_one_dies_and_leaves_a_child():
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            time.sleep(90)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(90)
+
+
 def rank_one_hides():
     """Rank 0 reports first, and what it reports is not the cause."""
     if dist.get_rank() == 1:
@@ -128,6 +137,26 @@ def test_cell_without_cloudpickle():
     done = run("-", stdin=hidden + CELL)
     assert done.returncode == 1
     assert "pip install cloudpickle" in done.stderr, done.stderr
+
+
+def test_a_dead_ranks_child_keeps_nobody(backend):
+    with pytest.raises(mycoll.SpawnError, match="ended by SIGKILL"):
+        mycoll.spawn(rank_one_dies_and_leaves_a_child, 2, backend=backend, timeout=60)
+
+
+def test_environment_comes_before_imports(tmp_path: Path, monkeypatch, backend):
+    """Torch reads some of it when it is imported, which the script does at its top."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mycoll, torch\n"
+        "if __name__ == '__main__':\n"
+        f"    print(mycoll.spawn(torch.get_num_threads, 1, backend={backend!r},\n"
+        "                       env={'OMP_NUM_THREADS': '1'}))\n"
+        "    import os\n"
+        "    print(os.environ.get('OMP_NUM_THREADS'))\n"
+    )
+    assert run(str(script)).stdout.split() == ["[1]", "None"]
 
 
 @pytest.mark.parametrize("guard", ["if __name__ == '__main__':", "if True:"])

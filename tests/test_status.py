@@ -199,3 +199,40 @@ def test_others_may_not_look(fresh) -> None:
     assert os.read(reader, 10) == b"hidden"
     os.close(reader)
     os.close(writer)
+
+
+def seen(rank: int, job: str, context: str, **more: Any) -> black_box.Process:
+    group = black_box.Group("0", "default_pg", context, rank, 2, [0, 1], **more)
+    return black_box.Process(rank, 100 + rank, "vm", job, "1", "S", taken=100.0, groups=[group])
+
+
+def waiting() -> black_box.Operation:
+    return black_box.Operation("all_reduce", 4, "started", 10.0, 10.0, None, "float32", "SUM")
+
+
+def test_a_world_of_two_jobs() -> None:
+    """A rank has been started again, and the other has lived on: one world all the same."""
+    survivor = seen(0, "aaaa", "c2", submitted=5, finished=4)
+    survivor.groups[0].operations = [waiting()]
+    table = status.as_text([survivor, seen(1, "bbbb", "c2", submitted=4, finished=4)])
+    assert table.count("job ") == 1
+    assert "rank 1 (pid 101) has not called it" in table
+
+
+def test_a_rank_that_has_left() -> None:
+    stuck = seen(0, "aaaa", "c1", submitted=5, finished=4, waits_for=[1], waits_for_more=3)
+    stuck.groups[0].operations = [waiting()]
+    left = seen(1, "aaaa", "c9")
+    both = black_box.Group("7", "another", "c3", 0, 2, [0, 1])
+    stuck.groups.append(both)
+    left.groups.append(both)
+    table = status.as_text([stuck, left])
+    assert "rank 1 (pid 101) has left the group, or has not made it yet" in table
+    assert "1 and 3 more" in table
+
+
+def test_nobody_there(capsys) -> None:
+    assert status.main(["--job", "nosuch"]) == 1
+    assert "no such mycoll process" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        status.main(["--watch", "inf"])

@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed as dist
-from mycoll import trace, trace_file
+from mycoll import timeline, trace, trace_file
+from mycoll.black_box import Group, Operation, Process
 from worlds.worker import Ctx
 
 SHORT = 3.0  # seconds; a group's timeout
@@ -61,7 +62,7 @@ def failed(fresh, tmp_path):
             world.run(failing, how, late)
         except AssertionError:
             assert how == "dead"
-        return trace_file.load([tmp_path])
+        return trace_file.load([tmp_path])[0]
 
     return fail
 
@@ -122,7 +123,7 @@ def healthy(ctx: Ctx, folder: str) -> None:
 
 def test_nothing_amiss(fresh, tmp_path) -> None:
     fresh(2, "shm").run(healthy, str(tmp_path))
-    assert list(trace.analyse(trace_file.load([tmp_path]))) == []
+    assert list(trace.analyse(trace_file.load([tmp_path])[0])) == []
 
 
 def command(*words: Any) -> subprocess.CompletedProcess[str]:
@@ -146,6 +147,16 @@ def test_command_and_picture(failed, tmp_path) -> None:
     found = json.loads(command(*files, "--json").stdout)["findings"]
     assert found[0]["kind"] == "absent"
     assert found[0]["ranks"] == [1]
+
+
+@pytest.mark.parametrize(
+    "words", [("--picture", "x.gif"), ("--last", "nan"), ("--last", "0"), ("--picture", "x")]
+)
+def test_bad_options(tmp_path, words) -> None:
+    shown = command(tmp_path, *words)
+    assert shown.returncode == 2
+    assert "Traceback" not in shown.stderr
+    assert words[0] in shown.stderr
 
 
 def test_png(failed, tmp_path) -> None:
@@ -177,5 +188,50 @@ def test_files_that_are_no_traces(tmp_path) -> None:
     for content in [*(json.dumps(each).encode() for each in others), b"", b"\x80\xff", b"\xff"]:
         path = tmp_path / "rank_0.json"
         path.write_bytes(content)
-        with pytest.raises(trace_file.TraceError, match="is not a trace"):
-            trace_file.load([path])
+        found, (problem,) = trace_file.load([path])
+        assert not found
+        assert "is not a trace" in problem
+
+
+def test_what_else_lies_in_the_folder(fresh, failed, tmp_path) -> None:
+    """It is named, and does not keep anybody from the traces."""
+    fresh(2, "shm").run(healthy, str(tmp_path))  # rank_0.json and rank_1.json, of another job
+    failed("missing", "shm")
+    (tmp_path / "rank_7").touch()
+    (tmp_path / "rank_8").mkdir()
+    shown = command(tmp_path)
+    assert shown.returncode == 1, shown.stderr
+    assert "rank_7 is not a trace" in shown.stderr
+    assert "rank_8" not in shown.stderr
+    assert shown.stderr.count("left out: rank") == 2
+    assert "rank 1 of another job (" in shown.stderr
+    assert shown.stdout.startswith("3 ranks: 0 (")
+    assert "rank 0, 2 came, rank 1 did not" in shown.stdout
+
+
+def test_a_folder_of_jobs(tmp_path) -> None:
+    (tmp_path / "51242ba55d8de283").mkdir()
+    shown = command(tmp_path)
+    assert shown.returncode == 2
+    assert "the newest folder in it is" in shown.stderr
+    assert "51242ba55d8de283" in shown.stderr
+
+
+def member(rank: int, context: str, members: list[int]) -> Process:
+    group = Group("4", "mesh_tp", context, members.index(rank), 2, members, submitted=1)
+    group.operations = [Operation("all_reduce", 0, "failed", 1.0, 1.0, 2.0)]
+    return Process(rank, 100 + rank, "vm", "j", "1", taken=3.0, groups=[group])
+
+
+def test_picture_of_groups_with_one_description(tmp_path) -> None:
+    """As the submeshes of a device mesh have."""
+    processes = [
+        member(rank, "ab"[rank // 2], [rank // 2 * 2, rank // 2 * 2 + 1]) for rank in range(4)
+    ]
+    groups = trace.by_title(processes)
+    assert list(groups) == ["mesh_tp", "mesh_tp (2)"]
+    drawn = tmp_path / "lanes.svg"
+    timeline.draw(groups, [], drawn)
+    for rank in range(4):
+        title = "mesh_tp" if rank < 2 else "mesh_tp (2)"
+        assert f">rank {rank}, group {title}</text>" in drawn.read_text()

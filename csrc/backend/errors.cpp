@@ -32,6 +32,8 @@ bool isInterruptPending() {
   return python.isInterruptPending != nullptr && python.isInterruptPending();
 }
 
+bool isMainThread() { return syscall(SYS_gettid) == getpid(); }
+
 bool isCalledByPython() { return python.holdsGil != nullptr && python.holdsGil(); }
 
 bool mayHaveOtherThreads() {
@@ -81,7 +83,7 @@ void throwStatus(const Status& status) {
     case Code::kInterrupted:
     case Code::kStore: break;
     default:
-      if (untold == 0 && syscall(SYS_gettid) == getpid()) {
+      if (untold == 0 && isMainThread()) {
         told.store(Clock::now(), std::memory_order_release);
       }
   }

@@ -64,6 +64,8 @@ struct PythonHooks {
 };
 void setPythonHooks(PythonHooks hooks);
 bool isInterruptPending();
+// Whether this is the thread in which Python handles signals.
+bool isMainThread();
 // Whether Python made the call that this thread is in; false for calls by torch's own C++.
 bool isCalledByPython();
 bool mayHaveOtherThreads();

@@ -53,7 +53,7 @@ void MycollBackend::addAllGatherInto(Request& request, const at::Tensor& output,
                 "the input's times the number of ranks");
   const Span whole = request.output(output);
   const Span in = request.input(input);
-  request.isFlat = true;
+  request.addList(true);
   Call& call = request.addCall(OpKind::kAllGather, input);
   call.in.push_back(in);
   call.out.reserve(static_cast<size_t>(size_));

@@ -70,8 +70,7 @@ void MycollBackend::awaitCallbacks(const Request& request) const {
       request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
   switch (callbacks_->here()->wait(Deadline::after(timeout), isInterruptPending)) {
     case CallbackOrder::Outcome::kIdle: return;
-    case CallbackOrder::Outcome::kInterrupted:
-      throwStatus(Status(Code::kInterrupted, "interrupted by a signal"));
+    case CallbackOrder::Outcome::kInterrupted: throwStatus(interrupted());
     case CallbackOrder::Outcome::kTimeout: throwStatus(heldTooLong(describe(request), timeout));
   }
 }

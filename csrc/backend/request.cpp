@@ -147,7 +147,7 @@ Span Request::inOut(const at::Tensor& tensor) {
 std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
   std::vector<Span> spans;
   spans.reserve(tensors.size());
-  (canBeFlat(tensors) ? isFlat : isUneven) = true;
+  addList(canBeFlat(tensors));
   if (!canBeFlat(tensors) || areAdjacent(tensors)) {
     for (const at::Tensor& tensor : tensors) spans.push_back(input(tensor));
     return spans;
@@ -167,7 +167,7 @@ std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
 std::vector<Span> Request::outputs(const std::vector<at::Tensor>& tensors) {
   std::vector<Span> spans;
   spans.reserve(tensors.size());
-  (canBeFlat(tensors) ? isFlat : isUneven) = true;
+  addList(canBeFlat(tensors));
   if (!canBeFlat(tensors) || areAdjacent(tensors)) {
     for (const at::Tensor& tensor : tensors) spans.push_back(output(tensor));
     return spans;
@@ -235,7 +235,7 @@ void Request::separateInputs(Call& call) {
       mustCopy = !isOwn;
     }
     if (!mustCopy) continue;
-    if (isFlat && isOnDevice()) return copyAll(call);
+    if (isFlat() && isOnDevice()) return copyAll(call);
     at::Tensor copy;
     if (isOnDevice()) {
       const PlainDispatch guard;

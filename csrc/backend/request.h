@@ -6,6 +6,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <chrono>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
@@ -39,9 +40,9 @@ struct Request {
   uint64_t tag = 0;
   c10::SmallVector<Call, 1> calls;  // run in this order
   // A promise that holds on all ranks or on none, for devices: the parts of each call's lists are
-  // equal in size and lie one after the other. isUneven: not so for all of them, and no promise.
-  bool isFlat = false;
-  bool isUneven = false;
+  // equal in size and lie one after the other. No list, no promise.
+  bool isFlat() const { return areListsFlat_.value_or(false); }
+  void addList(bool isFlatList) { areListsFlat_ = areListsFlat_.value_or(true) && isFlatList; }
   bool isScaled = false;  // premultiply() did: the calls that are added from then on say so
   OpKind compositeKind = OpKind::kAllReduce;
   Composite composite;                   // instead of calls, where these depend on each other
@@ -78,6 +79,8 @@ struct Request {
   at::Tensor pack(const at::Tensor& tensor) const;
   void copyAll(Call& call);
   at::Tensor emptyPacked(const at::Tensor& tensor) const;
+
+  std::optional<bool> areListsFlat_;
 };
 
 }  // namespace mycoll

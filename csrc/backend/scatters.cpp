@@ -137,7 +137,7 @@ void MycollBackend::addReduceScatterFrom(Request& request, const at::Tensor& out
   const ReduceOp reduceOp = checkReduceOp(request.site, op, output);
   const Span out = request.output(output);
   const Span whole = request.input(request.premultiply(input, op));
-  request.isFlat = true;
+  request.addList(true);
   Call& call = request.addCall(OpKind::kReduceScatter, output);
   call.reduceOp = reduceOp;
   call.in = cut(whole, std::vector<size_t>(static_cast<size_t>(size_), out.bytes));
@@ -169,7 +169,7 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
                   opts.asyncOp);
   const Span out = request.output(output);
   const Span in = request.input(input);
-  request.isFlat = outputSplits.empty() && inputSplits.empty();
+  request.addList(outputSplits.empty() && inputSplits.empty());
   Call& call = request.addCall(OpKind::kAllToAll, input);
   call.in = cut(in, inBytes);
   call.out = cut(out, outBytes);

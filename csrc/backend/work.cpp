@@ -108,7 +108,7 @@ void MycollWork::awaitBegin(Deadline deadline) {
     }
     lock.unlock();
     if (isInterruptPending()) {
-      throwStatus(Status(Code::kInterrupted, "interrupted by a signal"));
+      throwStatus(interrupted());
     }
     lock.lock();
   }

@@ -109,8 +109,8 @@ const Variable kVariables[] = {
      "0 to 65536",
      "How many operations of each group are remembered, for `mycoll status` and for the file that "
      "is "
-     "written at the first failure; rounded up to a power of two. 0: none. Where it is not set, "
-     "TORCH_FR_BUFFER_SIZE counts.",
+     "written when a group fails; rounded up to a power of two. 0: none, there are only the "
+     "counters. Where it is not set, TORCH_FR_BUFFER_SIZE counts.",
      [](std::string_view value, Env* env) {
        const std::optional<int64_t> entries = parseInteger(value);
        if (!entries || *entries < 0 || *entries > 65536) return false;
@@ -121,7 +121,7 @@ const Variable kVariables[] = {
     {"MYCOLL_TRACE_FILE", "",
      "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
      "for a percent sign; or off",
-     "Where a process writes what it did last at its first failure, for torchfrtrace and "
+     "Where a process writes what it did last when a group fails, for torchfrtrace and "
      "`mycoll trace`; JSON when the name ends with .json. Unset: TORCH_FR_DUMP_TEMP_FILE followed "
      "by "
      "the rank where that is set, else /tmp/mycoll-UID/JOB/rank_%r, of which the latest 10 jobs "

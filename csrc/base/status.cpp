@@ -31,4 +31,6 @@ std::string Status::toString() const {
   return std::string(name(rep_->code)) + ": " + rep_->message;
 }
 
+Status interrupted() { return Status(Code::kInterrupted, "interrupted by a signal"); }
+
 }  // namespace mycoll

@@ -46,6 +46,9 @@ class [[nodiscard]] Status {
   std::shared_ptr<const Rep> rep_;
 };
 
+// What a wait ends with when a signal waits for its caller; what was waited for runs on.
+Status interrupted();
+
 }  // namespace mycoll
 
 // Returns from the calling function when the expression is not ok.

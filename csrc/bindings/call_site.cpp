@@ -32,17 +32,26 @@ struct KeyHash {
   }
 };
 
+// Names and paths need not be UTF-8; what is written must be.
+std::string toText(PyObject* name) {
+  const auto bytes = py::reinterpret_steal<py::object>(
+      PyUnicode_AsEncodedString(name, "utf-8", "backslashreplace"));
+  if (!bytes) throw py::error_already_set();
+  return {PyBytes_AS_STRING(bytes.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
+}
+
 // Guarded by the GIL. Never destroyed: the interpreter may be gone by then.
 struct Known {
   std::vector<std::string> ownFolders;
   std::unordered_map<PyCodeObject*, bool> isOwn;  // torch's or mycoll's
   std::unordered_map<Key, Site, KeyHash> sites;
+  const BlackBox* box = nullptr;  // whose numbers these are: a child of fork has another one
 };
 Known& known() {
   static Known* const kKnown = [] {
     auto* made = new Known;
     for (const char* name : {"torch", "mycoll"}) {
-      const std::string file = py::str(py::module_::import(name).attr("__file__"));
+      const std::string file = toText(py::object(py::module_::import(name).attr("__file__")).ptr());
       made->ownFolders.push_back(file.substr(0, file.rfind('/') + 1));
     }
     return made;
@@ -53,7 +62,7 @@ Known& known() {
 bool isOwn(Known& all, PyCodeObject* code) {
   const auto found = all.isOwn.find(code);
   if (found != all.isOwn.end()) return found->second;
-  const std::string file = py::str(code->co_filename);
+  const std::string file = toText(code->co_filename);
   bool result = file.rfind("<frozen", 0) == 0;
   for (const std::string& folder : all.ownFolders) result |= file.rfind(folder, 0) == 0;
   py::handle(reinterpret_cast<PyObject*>(code)).inc_ref();
@@ -63,23 +72,18 @@ bool isOwn(Known& all, PyCodeObject* code) {
 
 uint32_t numberOf(Known& all, PyFrameObject* frame, PyCodeObject* code) {
   const int line = PyFrame_GetLineNumber(frame);
+  BlackBox& box = BlackBox::process();
+  if (all.box != &box) all.sites.clear();
+  all.box = &box;
   const auto found = all.sites.find({code, line});
   if (found != all.sites.end()) return found->second.number;
-  const std::string text = std::string(py::str(code->co_name)) + "\n" +
-                           std::string(py::str(code->co_filename)) + "\n" + std::to_string(line);
-  const uint32_t number = BlackBox::process().intern(text);
+  const uint32_t number = box.intern(toText(code->co_name), toText(code->co_filename), line);
   Site site{py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(code)), number};
   all.sites.emplace(Key{code, line}, std::move(site));
   return number;
 }
 
-}  // namespace
-
-uint32_t findCallSite() {
-  if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return 0;
-  const py::gil_scoped_acquire gil;
-  // An error may be on its way already; what follows must neither see nor disturb it.
-  const py::error_scope saved;
+uint32_t siteOfCaller() {
   Known& all = known();
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame) {
@@ -92,6 +96,20 @@ uint32_t findCallSite() {
         py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(current)));
   }
   return 0;
+}
+
+}  // namespace
+
+uint32_t findCallSite() {
+  if (!Py_IsInitialized() || !PyGILState_GetThisThreadState()) return 0;
+  const py::gil_scoped_acquire gil;
+  // An error may be on its way already; what follows must neither see nor disturb it.
+  const py::error_scope saved;
+  try {
+    return siteOfCaller();
+  } catch (const std::exception&) {
+    return 0;  // of memory, perhaps: not worth anybody's collective
+  }
 }
 
 }  // namespace mycoll

@@ -6,8 +6,6 @@
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -88,7 +86,7 @@ bool mayHaveOtherThreads() { return pythonThreads.load(std::memory_order_relaxed
 
 // Python handles signals in its main thread only; all others wait on.
 bool isInterruptPending() {
-  if (syscall(SYS_gettid) != getpid() || !Py_IsInitialized()) return false;
+  if (!mycoll::isMainThread() || !Py_IsInitialized()) return false;
   const py::gil_scoped_acquire gil;
   countPythonThreads();
   if (PyErr_CheckSignals() == 0) return false;

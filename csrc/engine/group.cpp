@@ -191,7 +191,7 @@ Status Group::wait(const OpPtr& op, Deadline deadline) {
     }
   }
   if (op->done()) return outcomeOf(*op);
-  if (isInterrupted) return Status(Code::kInterrupted, "interrupted by a signal");
+  if (isInterrupted) return interrupted();
   return Status(Code::kTimeout, "mycoll group '" + options_.name + "': wait() for " +
                                     name(op->kind()) +
                                     " timed out; the operation is still running");

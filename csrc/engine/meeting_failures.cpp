@@ -165,7 +165,7 @@ Status Meeting::lookAround() {
   if (now - lastLook_ < std::chrono::milliseconds(50)) return Status();
   lastLook_ = now;
   if (options_.interrupted && options_.interrupted()) {
-    return Status(Code::kInterrupted, "interrupted by a signal");
+    return interrupted();
   }
   MYCOLL_RETURN_IF_ERROR(checkRefusal());
   std::string text;

@@ -16,6 +16,7 @@
 
 #include "base/env.h"
 #include "base/topology.h"
+#include "base/utf8.h"
 
 namespace mycoll {
 namespace {
@@ -26,6 +27,7 @@ constexpr uint32_t kVersion = 1;
 constexpr size_t kPage = 4096;
 constexpr size_t kDescriptionRoom = 2 * kPage;
 constexpr size_t kSiteBytes = 256;
+constexpr size_t kFunctionBytes = 100;  // of these
 constexpr uint32_t kSites = 512;
 constexpr size_t kBoxAt = kDescriptionRoom;
 constexpr size_t kSitesAt = kBoxAt + kPage;
@@ -126,6 +128,7 @@ BlackBox& BlackBox::process() {
     static const int forked [[maybe_unused]] = pthread_atfork(nullptr, nullptr, [] {
       // The parent's, whose mapping the child does not have. Its groups are of no use here either.
       processBox.store(nullptr);
+      new (makingMutex) std::mutex;  // another thread may have held it
     });
     processBox.store(new BlackBox, std::memory_order_release);
   }
@@ -208,7 +211,7 @@ void BlackBox::describe() {
       ",\"reduce_ops\":" + names<ReduceOp>(static_cast<int>(ReduceOp::kCount)) +
       ",\"states\":[\"queued\",\"started\",\"done\",\"failed\"]"
       ",\"phases\":[\"unused\",\"open\",\"failed\",\"closed\"]"
-      ",\"flags\":[\"composite\",\"device\",\"async\"]}";
+      ",\"flags\":[\"composite\",\"device\"]}";
   struct Preface {
     char magic[8];
     uint32_t version;
@@ -266,17 +269,21 @@ Entry* BlackBox::entriesOf(GroupState* area) const {
   return reinterpret_cast<Entry*>(reinterpret_cast<char*>(area) + stateBytes_);
 }
 
-uint32_t BlackBox::intern(std::string_view site) {
+uint32_t BlackBox::intern(std::string_view function, std::string_view file, int line) {
+  std::string site(beginning(function, kFunctionBytes));
+  std::string end("\n");
+  end += std::to_string(line);
+  // The end of a long path says more than its beginning.
+  file = ending(file, kSiteBytes - 1 - site.size() - 1 - end.size());
+  site.append("\n").append(file).append(end);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = sites_.find(site);
   if (found != sites_.end()) return found->second;
   const uint32_t number = box_->sites.load(std::memory_order_relaxed) + 1;
   if (number >= kSites) return 0;
-  // The end of a long path says more than its beginning; readers split at line ends.
-  std::memcpy(head_ + kSitesAt + number * kSiteBytes, site.data(),
-              std::min(site.size(), kSiteBytes - 1));
+  std::memcpy(head_ + kSitesAt + number * kSiteBytes, site.data(), site.size());
   box_->sites.store(number, std::memory_order_release);
-  sites_.emplace(site, number);
+  sites_.emplace(std::move(site), number);
   return number;
 }
 
@@ -285,13 +292,14 @@ std::string BlackBox::siteText(uint32_t site) const {
   return head_ + kSitesAt + site * kSiteBytes;
 }
 
-void BlackBox::setRank(int rank) { put(box_->rank, static_cast<int32_t>(rank)); }
-int BlackBox::rank() const { return get(box_->rank); }
-
-void BlackBox::setJob(uint64_t context) {
-  uint64_t none = 0;
-  box_->job.compare_exchange_strong(none, context);
+void BlackBox::join(uint64_t context, int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (get(box_->rank) >= 0 && areas_.size() - returned_.size() > 1) return;
+  put(box_->job, context);
+  put(box_->rank, static_cast<int32_t>(rank));
 }
+
+int BlackBox::rank() const { return get(box_->rank); }
 
 std::string BlackBox::job() const { return toContext(get(box_->job)); }
 

@@ -12,7 +12,7 @@
 // readers from outside see nothing.
 //
 // Thread contract: all [any thread]. Every field that changes is an atomic of its own; what belongs
-// together is guarded by a number that readers look at before and after.
+// together is guarded by a number that readers look at before and after (Entry::id, waitVersion).
 // Lifetime: one for each process, made with the first group and never unmapped, so that a pointer
 // into it is valid for good. A forked child does not have it (reading it there would show the
 // parent), and makes one of its own.
@@ -73,7 +73,6 @@ static_assert(sizeof(Entry) == 128);
 
 constexpr uint8_t kIsComposite = 1;  // sizes are not known in advance
 constexpr uint8_t kIsOnDevice = 2;
-constexpr uint8_t kIsAsync = 4;
 
 // What a group has done of one kind since it was made.
 struct Tally {
@@ -86,7 +85,7 @@ struct Tally {
 enum class GroupPhase : uint32_t { kUnused, kOpen, kFailed, kClosed };
 
 struct GroupState {
-  static constexpr int kShownRanks = 512;
+  static constexpr int kShownRanks = 2048;
   static constexpr int kShownWaits = 32;
   static constexpr size_t kNameBytes = 128;
   static constexpr size_t kFailureBytes = 1024;
@@ -98,7 +97,7 @@ struct GroupState {
   std::atomic<int32_t> ranks;
   std::atomic<uint64_t> context;  // the same on all ranks, and no other group's
   std::atomic<int64_t> created;
-  std::atomic<uint64_t> written;    // entries, ever
+  std::atomic<uint64_t> written;    // where the next entry goes, counted up
   std::atomic<uint64_t> submitted;  // collectives
   std::atomic<uint64_t> finished;
   // Who the current collective waits for, as last looked at.
@@ -132,16 +131,17 @@ class BlackBox {
 
   uint64_t nextId() { return nextId_.fetch_add(1, std::memory_order_relaxed) + 1; }
 
-  // A number for "name\nfile\nline"; 0 when there is no room for more.
-  uint32_t intern(std::string_view site);
+  // A number for a place in a program; 0 when there is no room for more.
+  uint32_t intern(std::string_view function, std::string_view file, int line);
+  // "function\nfile\nline", of a long path the end.
   std::string siteText(uint32_t site) const;
 
-  // The process's in its job; -1: not known yet.
-  void setRank(int rank);
+  // A group is made. Where it is the only one, as the first of a job is, also after a restart
+  // within the process: its context is the job's name, and rank this process's number in it.
+  void join(uint64_t context, int rank);
+  // -1: not known yet.
   int rank() const;
-  // The first group that this process was in, which is the same for all ranks of a job: its
-  // context as 16 hexadecimal digits.
-  void setJob(uint64_t context);
+  // The same for all ranks of a job; 16 hexadecimal digits.
   std::string job() const;
   // All areas, also of groups that are gone.
   std::vector<GroupState*> areas() const;

@@ -200,6 +200,8 @@ void writeEntry(Document& out, const Snapshot& entry, const GroupState& group, u
   out.key("tag").integer(static_cast<int64_t>(entry.tag));
   out.key("in_bytes").integer(static_cast<int64_t>(entry.inBytes));
   out.key("out_bytes").integer(static_cast<int64_t>(entry.outBytes));
+  out.key("element_bytes").integer(entry.elementBytes);
+  out.key("composite").boolean(entry.flags & kIsComposite);
   out.key("failed").boolean(entry.state == OpState::kFailed);
   moment("ended_ns", entry.ended, isOver);
   out.key("on_device").boolean(entry.flags & kIsOnDevice);

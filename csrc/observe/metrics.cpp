@@ -1,9 +1,14 @@
 #include "observe/metrics.h"
 
+#include <pthread.h>
+
 #include <algorithm>
-#include <cstdio>
+#include <atomic>
+#include <charconv>
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <new>
 #include <string_view>
 #include <vector>
 
@@ -17,6 +22,12 @@ namespace {
 
 std::mutex* const writing = new std::mutex;  // groups may end during static destruction
 std::atomic<int64_t> nextWrite{0};
+
+// Another thread of the parent's may have held it.
+void freeAfterFork() {
+  static const int forked [[maybe_unused]] =
+      pthread_atfork(nullptr, nullptr, [] { new (writing) std::mutex; });
+}
 
 struct Series {
   const char* name;
@@ -76,8 +87,8 @@ std::vector<Labelled> labelled(const std::vector<GroupState*>& groups, int rank)
 
 void addLine(std::string* text, const char* name, const std::string& labels, double value) {
   char number[32];
-  std::snprintf(number, sizeof(number), "%.17g", value);
-  *text += std::string(name) + "{" + labels + "} " + number + "\n";
+  const auto end = std::to_chars(number, number + sizeof(number), value);  // whatever the locale
+  *text += std::string(name) + "{" + labels + "} " + std::string(number, end.ptr) + "\n";
 }
 
 void addHead(std::string* text, const char* name, const char* kind, const char* help) {
@@ -103,7 +114,13 @@ void write() {
   if (BlackBox::process().rank() < 0) return;
   const std::string path = expandPattern(Env::process().metricsFile, BlackBox::process().rank());
   const Status status = writeWhole(path, Metrics::text(), 0644);
-  if (!status.ok()) MYCOLL_LOG_WARN("%s", status.message().c_str());
+  if (status.ok()) return;
+  static std::atomic<bool> isToldBefore{false};
+  if (isToldBefore.exchange(true)) {
+    MYCOLL_LOG_WARN("%s", status.message().c_str());
+  } else {
+    MYCOLL_LOG_ERROR("no metrics: %s", status.message().c_str());
+  }
 }
 
 }  // namespace
@@ -115,12 +132,14 @@ void Metrics::writeIfDue() {
   if (now < due) return;
   const int64_t next = now + Env::process().metricsSeconds * int64_t{1'000'000'000};
   if (!nextWrite.compare_exchange_strong(due, next)) return;
+  freeAfterFork();
   std::lock_guard<std::mutex> lock(*writing);
   write();
 }
 
 void Metrics::writeNow() {
   if (Env::process().metricsFile.empty()) return;
+  freeAfterFork();
   std::lock_guard<std::mutex> lock(*writing);
   write();
 }
@@ -146,6 +165,11 @@ std::string Metrics::text() {
       }
     }
   }
+  addHead(&text, "mycoll_written_timestamp_seconds", "gauge",
+          "When this was written: a process that was killed leaves its last words.");
+  addLine(
+      &text, "mycoll_written_timestamp_seconds", "rank=\"" + std::to_string(box.rank()) + "\"",
+      std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count());
   addHead(&text, "mycoll_group_failed", "gauge", "1 when the group is dead.");
   for (const auto& [group, labels] : all) {
     addLine(&text, "mycoll_group_failed", labels,

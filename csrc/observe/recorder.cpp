@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/utf8.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -11,7 +12,16 @@ namespace {
 // Keeps the last byte zero.
 template <size_t kBytes>
 void copyText(char (&target)[kBytes], const std::string& text) {
-  std::memcpy(target, text.data(), std::min(text.size(), kBytes - 1));
+  const std::string_view shown = beginning(text, kBytes - 1);
+  std::memcpy(target, shown.data(), shown.size());
+}
+
+// How many entries of operations under way a new one leaves alone before it takes one of them.
+constexpr int kMaxLeft = 16;
+
+bool isOver(const Entry& entry) {
+  const auto state = static_cast<OpState>(get(entry.state));
+  return state == OpState::kDone || state == OpState::kFailed;
 }
 
 uint64_t total(const std::vector<Span>& spans) {
@@ -70,21 +80,18 @@ void OpRecord::setSite(uint32_t site) const {
 }
 
 void OpRecord::finish(bool isOk, int64_t now) const {
-  if (!isCurrent()) return;
-  if (get(entry_->started) == 0) put(entry_->started, now);
-  put(entry_->ended, now);
-  put(entry_->state, static_cast<uint8_t>(isOk ? OpState::kDone : OpState::kFailed));
-  const uint8_t kind = entry_->kind.load(std::memory_order_relaxed);
-  Tally& tally = group_->tallies[kind];
+  if (isCurrent()) {
+    if (get(entry_->started) == 0) put(entry_->started, now);
+    put(entry_->ended, now);
+    put(entry_->state, static_cast<uint8_t>(isOk ? OpState::kDone : OpState::kFailed));
+  }
+  if (!group_ || get(group_->life) != life_) return;
+  Tally& tally = group_->tallies[static_cast<int>(kind_)];
   // Messages end on any thread, so these add; collectives would not need it.
   (isOk ? tally.done : tally.failed).fetch_add(1, std::memory_order_relaxed);
-  tally.bytes.fetch_add(std::max(get(entry_->inBytes), get(entry_->outBytes)),
-                        std::memory_order_relaxed);
-  tally.nanos.fetch_add(static_cast<uint64_t>(now - get(entry_->enqueued)),
-                        std::memory_order_relaxed);
-  if (kind != static_cast<uint8_t>(OpKind::kSend) && kind != static_cast<uint8_t>(OpKind::kRecv)) {
-    put(group_->finished, get(entry_->sequence) + 1);
-  }
+  tally.bytes.fetch_add(bytes_, std::memory_order_relaxed);
+  tally.nanos.fetch_add(static_cast<uint64_t>(now - enqueued_), std::memory_order_relaxed);
+  if (kind_ != OpKind::kSend && kind_ != OpKind::kRecv) put(group_->finished, sequence_ + 1);
 }
 
 GroupRecord::GroupRecord(const GroupIdentity& identity)
@@ -100,22 +107,37 @@ GroupRecord::GroupRecord(const GroupIdentity& identity)
     put(state_->globalRanks[i], static_cast<int32_t>(rank));
   }
   copyText(state_->name, identity.name);
-  box_.setJob(identity.context);
-  if (box_.rank() < 0) {
-    box_.setRank(identity.globalRanks.empty()
-                     ? identity.rank
-                     : static_cast<int>(identity.globalRanks[identity.rank]));
-  }
+  box_.join(identity.context, identity.globalRanks.empty()
+                                  ? identity.rank
+                                  : static_cast<int>(identity.globalRanks[identity.rank]));
   put(state_->phase, static_cast<uint32_t>(GroupPhase::kOpen));
 }
 
 GroupRecord::~GroupRecord() { close(); }
 
+// What has not ended is what anybody will ask for: newer ones leave it, as long as these are few.
+Entry& GroupRecord::nextEntry() {
+  Entry* const entries = box_.entriesOf(state_);
+  for (int tries = 0;; ++tries) {
+    const uint64_t number = state_->written.fetch_add(1, std::memory_order_relaxed);
+    Entry& entry = entries[number & (box_.capacity() - 1)];
+    if (tries == kMaxLeft || get(entry.id) == 0 || isOver(entry)) return entry;
+  }
+}
+
 OpRecord GroupRecord::enqueue(const Operation& operation, int64_t now, bool isStarted) {
-  if (!box_.isOn()) return OpRecord();
-  const uint64_t number = state_->written.fetch_add(1, std::memory_order_relaxed);
-  Entry& entry = box_.entriesOf(state_)[number & (box_.capacity() - 1)];
-  const uint64_t id = box_.nextId();
+  OpRecord record;
+  if (isClosed_.load(std::memory_order_relaxed)) return record;
+  record.group_ = state_;
+  record.life_ = get(state_->life);
+  record.kind_ = operation.kind;
+  record.sequence_ = operation.sequence;
+  record.bytes_ = std::max(operation.inBytes, operation.outBytes);
+  record.enqueued_ = now;
+  if (!box_.isOn()) return record;
+  Entry& entry = nextEntry();
+  const uint64_t id = record.id_ = box_.nextId();
+  record.entry_ = &entry;
   put(entry.id, uint64_t{0});
   put(entry.sequence, operation.sequence);
   put(entry.enqueued, now);
@@ -134,7 +156,7 @@ OpRecord GroupRecord::enqueue(const Operation& operation, int64_t now, bool isSt
   put(entry.state, static_cast<uint8_t>(isStarted ? OpState::kStarted : OpState::kQueued));
   put(entry.flags, operation.flags);
   put(entry.id, id);
-  return OpRecord(state_, &entry, id);
+  return record;
 }
 
 void GroupRecord::waitsFor(uint64_t sequence, const std::vector<int>& ranks, int64_t now) {

@@ -10,7 +10,7 @@
 // Thread contract: all [any thread], without locks; enqueue() by one thread at a time for the
 // collectives of a group, so that they stand in the order of their numbers.
 // Lifetime: records point into the black box, which lives for good: they may outlive the group, and
-// do nothing once their entry has been written over.
+// do nothing then. One whose entry has been written over still counts.
 #pragma once
 
 #include <memory>
@@ -48,7 +48,7 @@ class OpRecord {
 
   // Once; later calls change nothing.
   void start(int64_t now) const;
-  bool isStarted() const { return entry_ && get(entry_->started) != 0; }
+  bool isStarted() const { return !isCurrent() || get(entry_->started) != 0; }
   void finish(bool isOk, int64_t now) const;
   // recv from any rank: whose message it was.
   void setPeer(int rank) const;
@@ -58,12 +58,17 @@ class OpRecord {
 
  private:
   friend class GroupRecord;
-  OpRecord(GroupState* group, Entry* entry, uint64_t id) : group_(group), entry_(entry), id_(id) {}
   bool isCurrent() const { return entry_ && get(entry_->id) == id_; }
 
   GroupState* group_ = nullptr;
-  Entry* entry_ = nullptr;
+  uint32_t life_ = 0;       // of the group: its area may be another one's by now
+  Entry* entry_ = nullptr;  // null: single operations are not remembered
   uint64_t id_ = 0;
+  // For the tallies.
+  OpKind kind_ = OpKind::kBarrier;
+  uint64_t sequence_ = 0;
+  uint64_t bytes_ = 0;
+  int64_t enqueued_ = 0;
 };
 
 struct GroupIdentity {
@@ -82,7 +87,9 @@ class GroupRecord {
   // isStarted: nothing is ahead of it.
   OpRecord enqueue(const Operation& operation, int64_t now, bool isStarted = false);
   // Collectives this rank has been asked for.
-  void setSubmitted(uint64_t count) { put(state_->submitted, count); }
+  void setSubmitted(uint64_t count) {
+    if (!isClosed_.load(std::memory_order_relaxed)) put(state_->submitted, count);
+  }
   // The collective of this number waits for these ranks.
   void waitsFor(uint64_t sequence, const std::vector<int>& ranks, int64_t now);
   void setTransport(const std::string& name);
@@ -90,9 +97,12 @@ class GroupRecord {
   void describe(const std::string& text);
   // First cause; wants a dump of everything unless the group was only ended.
   void fail(const Status& cause);
+  // The area may be another group's from now on: nothing is written any more.
   void close();
 
  private:
+  Entry& nextEntry();
+
   BlackBox& box_;
   GroupState* const state_;
   std::mutex mutex_;  // guards what is written once: texts

@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -113,7 +115,7 @@ void writeUnless(Progress done) {
   std::string path;
   const Status status = TraceFile::write("", &path);
   if (!status.ok()) {
-    MYCOLL_LOG_WARN("%s", status.message().c_str());
+    MYCOLL_LOG_ERROR("%s", status.message().c_str());
   } else if (isFirst) {
     MYCOLL_LOG_INFO("what this rank did last is in %s", path.c_str());
   }
@@ -122,8 +124,13 @@ void writeUnless(Progress done) {
 }  // namespace
 
 void TraceFile::want() {
-  int64_t never = 0;
-  if (wantedAt.compare_exchange_strong(never, steadyNanos())) progress = Progress::kWanted;
+  static const int forked [[maybe_unused]] = pthread_atfork(nullptr, nullptr, [] {
+    // The parent's failures; and another thread of it may have held the lock.
+    progress = Progress::kNothing;
+    new (writing) std::mutex;
+  });
+  wantedAt = steadyNanos();
+  progress = Progress::kWanted;
 }
 
 std::string TraceFile::wantedPath() {

@@ -1,7 +1,8 @@
 // The process's last operations as a file, in the format of torch's flight recorder (version 2.10),
 // so that `torchfrtrace` and `mycoll trace` can compare what the ranks did.
 //
-// Written by itself at a process's first failure, and on request. By itself it goes
+// Written by itself when a group fails, in place of what an earlier failure wrote, and on request.
+// By itself it goes
 // where MYCOLL_TRACE_FILE or torch's own variables say, else to
 //   /tmp/mycoll-<uid>/<job>/rank_<rank>
 // one folder for each job that failed, of which the latest few are kept.
@@ -17,9 +18,9 @@ namespace mycoll {
 
 class TraceFile {
  public:
-  // There was a failure. Writes nothing: may be called under locks.
+  // A group has failed. Writes nothing: may be called under locks.
   static void want();
-  // Where the file of the first failure will be; empty when there will be none.
+  // Where the file will be; empty when there will be none.
   static std::string wantedPath();
   // Writes it, unless that is done or nobody wants it. Whoever sees the failure in a call does so
   // before the call returns.

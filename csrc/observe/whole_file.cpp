@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -20,9 +21,11 @@ Status failed(const char* what, const std::string& path) {
 }  // namespace
 
 Status writeWhole(const std::string& path, const std::string& bytes, mode_t mode) {
-  const std::string unfinished = path + "." + std::to_string(processId());
-  const int fd =
-      ::open(unfinished.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, mode);
+  static std::atomic<unsigned> count{0};
+  const std::string unfinished = path + "." + std::to_string(processId()) + "-" +
+                                 std::to_string(count.fetch_add(1)) + ".unfinished";
+  ::unlink(unfinished.c_str());  // of a former process of this number; or somebody laid it there
+  const int fd = ::open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
   if (fd < 0) return failed("open", unfinished);
   size_t done = 0;
   while (done < bytes.size()) {

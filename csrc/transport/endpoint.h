@@ -209,7 +209,12 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   void acceptFrom(int listener, bool isUnix);
   void acceptAll();
   bool dropStranger();
-  void runHandshakes();
+  void goOnAccepting();
+  void goOnConnecting();
+  void runHandshakes() {
+    goOnConnecting();
+    goOnAccepting();
+  }
   Mailbox* find(uint64_t context, int rank);
   // Reports when this process ends, if it can be seen.
   void watchProcess(const PeerAddress& peer);

@@ -1,30 +1,47 @@
-"""What becomes of output that nobody reads any more, as of `mycoll env | head -1`."""
+"""How a command ends: what becomes of output that nobody reads any more, as of `mycoll env | head
+-1`, or that cannot be written, and of Ctrl-C."""
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable
 
-UNREAD = 128 + signal.SIGPIPE  # what a shell shows for a program that the signal has ended
+# What a shell shows for a program that the signal has ended.
+UNREAD = 128 + signal.SIGPIPE
+INTERRUPTED = 128 + signal.SIGINT
+FAILED = 2
 
 
 def quietly(run: Callable[[], int]) -> int:
-    """Runs a command; its exit code, without a traceback where its reader goes away."""
+    """Runs a command; its exit code, without a traceback where its reader goes away, the disk is
+    full, mycoll does not load here, or somebody has seen enough."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names are in any language
     try:
         try:
             return run()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:
         silence()
         return UNREAD
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (OSError, ImportError) as error:
+        silence()
+        print(f"mycoll: {error}", file=sys.stderr)
+        return FAILED
 
 
 def silence() -> None:
     """From here on standard output leads nowhere, also what Python still holds back for it."""
+    if sys.stdout is None:
+        return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -90,6 +90,7 @@ class Group:
     submitted: int = 0  # collectives called
     finished: int = 0
     waits_for: list[int] = field(default_factory=list)  # ranks of the group, as last looked at
+    waits_for_more: int = 0  # so many others
     operations: list[Operation] = field(default_factory=list)
 
     @property
@@ -138,9 +139,28 @@ def find(pids: list[int] | None = None) -> list[Process]:
     return sorted(found, key=lambda each: (each.job, each.rank, each.pid))
 
 
+def related(processes: list[Process]) -> list[list[Process]]:
+    """Sorted by world: those that have a group in common, if by way of others, stay together."""
+    worlds: list[tuple[set[str], list[Process]]] = []
+    for process in processes:
+        contexts, members = {each.context for each in process.groups}, [process]
+        apart = []
+        for world in worlds:
+            if world[0] & contexts:
+                contexts, members = contexts | world[0], [*world[1], *members]
+            else:
+                apart.append(world)
+        worlds = [*apart, (contexts, members)]
+    order = {id(process): index for index, process in enumerate(processes)}
+    for _, members in worlds:
+        members.sort(key=lambda each: order[id(each)])
+    return sorted((members for _, members in worlds), key=lambda members: order[id(members[0])])
+
+
 def read(pid: int) -> Process | None:
     """None when there is no such process, it is another user's, or it has made no group."""
-    with contextlib.suppress(OSError, ValueError, struct.error):
+    # It goes on meanwhile, and may be of a version that nobody knows here.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, struct.error):
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 if not str(path.readlink()).startswith(LINK):
@@ -152,16 +172,26 @@ def read(pid: int) -> Process | None:
 
 
 class _Struct:
-    """A structure of the box: named fields at offsets."""
+    """A structure of the box: named fields at offsets. All of them are unpacked at once: a box with
+    many groups has ten thousands of entries."""
 
     def __init__(self, description: dict[str, Any]) -> None:
         self.fields = {name: (at, f"<{kind}") for name, (at, kind) in description.items()}
+        self.slices: list[tuple[str, slice, bool]] = []
+        whole, end, count = "<", 0, 0
+        for name, (at, kind) in sorted(self.fields.items(), key=lambda each: each[1][0]):
+            whole += f"{at - end}x{kind[1:]}"
+            values = 1 if kind.endswith("s") else int(kind[1:-1] or 1)
+            self.slices.append((name, slice(count, count + values), kind.endswith("s")))
+            end, count = at + struct.calcsize(kind), count + values
+        self.whole = struct.Struct(whole)
 
     def read(self, data: bytes, base: int) -> dict[str, Any]:
+        found = self.whole.unpack_from(data, base)
         values: dict[str, Any] = {}
-        for name, (at, kind) in self.fields.items():
-            value = struct.unpack_from(kind, data, base + at)
-            if kind.endswith("s"):
+        for name, where, is_text in self.slices:
+            value = found[where]
+            if is_text:
                 values[name] = value[0].split(b"\0", 1)[0].decode(errors="replace")
             else:
                 values[name] = list(value) if len(value) > 1 else value[0]
@@ -190,13 +220,14 @@ def _read_box(path: Path, pid: int) -> Process | None:
         taken=_monotonic() + box["realtimeOffset"] / 1e9,
     )
     groups = layout["groups"]
+    of_groups, of_entries = _Struct(groups["fields"]), _Struct(layout["entries"]["fields"])
     for index in range(box["groups"]):
         at = groups["at"] + index * groups["bytes"]
         if at + groups["bytes"] > len(data):
             break
-        state = _Struct(groups["fields"]).read(data, at)
+        state = of_groups.read(data, at)
         if layout["phases"][state["phase"]] not in ("unused", "closed"):
-            group = _read_group(layout, box, data, again, at, state)
+            group = _read_group(layout, box, data, again, at, state, of_entries)
             # Each group has halves for tensors on devices where torch knows devices: there may be
             # none, and most programs use one half.
             if group.operations or " on devices" not in group.name:
@@ -212,6 +243,7 @@ def _read_group(
     again: bytes,
     at: int,
     state: dict[str, Any],
+    reader: _Struct,
 ) -> Group:
     group = Group(
         name=state["name"],
@@ -227,10 +259,10 @@ def _read_group(
         finished=state["finished"],
     )
     if state["waitSequence"] == group.finished < group.submitted and not state["waitVersion"] % 2:
-        count = max(0, min(state["waitCount"], len(state["waitRanks"])))
+        count = max(0, state["waitCount"])
         group.waits_for = state["waitRanks"][:count]
+        group.waits_for_more = max(0, count - len(group.waits_for))
     entries = layout["entries"]
-    reader = _Struct(entries["fields"])
     first = at + entries["at"]
     id_at, id_kind = reader.fields["id"]
     rows = []

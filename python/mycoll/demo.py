@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mycoll._pipes import is_unread, silence
+
 KIB, MIB = 1 << 10, 1 << 20
 CLASSES = 3
 
@@ -31,12 +33,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3000, help="training steps")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each timing")
     options = parser.parse_args(arguments)
-    if options.ranks < 1:
-        parser.error("--ranks must be at least 1")
+    for name in ("ranks", "steps", "rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
 
     # The parent holds the rendezvous store and picks a free port for it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(run_rank, (store.port, options), nprocs=options.ranks)
+    ranks = torch.multiprocessing.spawn(
+        run_rank, (store.port, options), nprocs=options.ranks, join=False
+    )
+    while not ranks.join(timeout=0.2):
+        if is_unread():
+            for process in ranks.processes:
+                process.kill()
+            raise BrokenPipeError
     return 0
 
 
@@ -175,19 +185,21 @@ def readable(size: int) -> str:
 # --- the screen: rank 0 only ----------------------------------------------------------------------
 
 
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
+def say(text: str, end: str = "\n") -> None:
+    if dist.get_rank() != 0:
+        return
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        silence()  # main() sees it, too, and ends all ranks
 
 
 def progress(line: str, milestone: bool) -> None:
     """One line that moves on a terminal; elsewhere, a line for each milestone."""
-    if dist.get_rank() != 0:
-        return
     if on_terminal():
-        print(f"\r{line}", end="", flush=True)
+        say(f"\r{line}", end="")
     elif milestone:
-        print(line, flush=True)
+        say(line)
 
 
 def on_terminal() -> bool:

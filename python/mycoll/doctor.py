@@ -193,6 +193,13 @@ def check_variables() -> Iterator[Finding]:
     rows = [entry for entry in native().environment() if entry["source"] != "default"]
     words = sorted(f"{entry['source']}={entry['value']}" for entry in rows)
     yield Finding("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")
+    for entry in rows:
+        folder = Path(str(entry["value"])).parent
+        if not entry["name"].endswith("_FILE") or entry["value"] == "off" or "%" in str(folder):
+            continue
+        if not os.access(folder, os.W_OK | os.X_OK):
+            text = f"{entry['name']}={entry['value']}: no file can be written in {folder}"
+            yield Finding("variables", text, WARN, f"mkdir -p {folder}, or another place")
     if "MYCOLL_CPU=gloo" in words:
         fix = "unset MYCOLL_CPU when the comparison is over"
         yield Finding("variables", "CPU tensors go over torch's gloo", WARN, fix)
@@ -217,7 +224,9 @@ def check_network() -> Iterator[Finding]:
 
     name = socket.gethostname()
     try:
-        address = socket.gethostbyname(name)
+        known = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        known.sort(key=lambda each: each[0] != socket.AF_INET)
+        address = str(known[0][4][0])
     except OSError:
         fix = f"echo '{chosen.address} {name}' >> /etc/hosts, or use addresses for MASTER_ADDR"
         yield Finding("hostname", f"{name} does not resolve", WARN, fix)
@@ -315,7 +324,13 @@ def check_transports() -> Iterator[Finding]:
         fix = f"run it with logs: MYCOLL_LOG=debug mycoll doctor; to go on without {transport}: "
         fix += "MYCOLL_TRANSPORT=tcp" if transport == "shm" else "MYCOLL_TRANSPORT=shm"
         name = f"2 ranks, {transport}"
-        settings = {"MYCOLL_TRANSPORT": transport, "MYCOLL_CPU": "engine", "OMP_NUM_THREADS": "1"}
+        settings = {
+            "MYCOLL_TRANSPORT": transport,
+            "MYCOLL_CPU": "engine",
+            "OMP_NUM_THREADS": "1",
+            "MYCOLL_METRICS_FILE": "",  # a running job's, perhaps
+            "MYCOLL_TRACE_FILE": "off",
+        }
         try:
             reports = spawn(self_test, 2, env=settings, timeout=TEST_SECONDS)
         except Exception as error:

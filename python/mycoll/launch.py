@@ -8,12 +8,15 @@ fails.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +28,7 @@ from typing import Any
 
 # How long others may take to report after the first failure: it may be the consequence of theirs.
 GRACE_SECONDS = 1.0
+TICK_SECONDS = 0.5
 
 
 class SpawnError(RuntimeError):
@@ -69,9 +73,9 @@ def spawn(
     try:
         for rank in range(nprocs):
             receiver, sender = context.Pipe(duplex=False)
-            job = _Job(rank, nprocs, store.port, backend, dict(env or {}), payload)
+            job = _Job(rank, nprocs, store.port, backend, os.getpid(), payload)
             process = context.Process(target=_run, args=(job, sender), name=f"mycoll rank {rank}")
-            with _without_phantom_script():
+            with _starting, _environment(env or {}), _without_phantom_script():
                 process.start()
             sender.close()  # now only the child holds it: its death is an end of file
             ranks.append(_Rank(rank, process, receiver))
@@ -107,6 +111,8 @@ class _Rank:
         """Takes the report that came, or the death without one."""
         self.is_done = True
         try:
+            if not self.process.is_alive() and not self.receiver.poll():
+                raise EOFError
             kind, content = self.receiver.recv()
         except (EOFError, OSError):
             self.process.join(10)
@@ -123,14 +129,15 @@ def _collect(ranks: list[_Rank], timeout: float | None) -> None:
     end = time.monotonic() + timeout if timeout is not None else None
     is_grace = False
     while waiting := [each for each in ranks if not each.is_done]:
-        left = None if end is None else max(0.0, end - time.monotonic())
-        heard = wait([each.receiver for each in waiting], left)
+        left = math.inf if end is None else max(0.0, end - time.monotonic())
+        heard = wait([each.receiver for each in waiting], min(left, TICK_SECONDS))
         for each in waiting:
-            if each.receiver in heard:
+            # A process that it has forked may hold its end of the pipe: then nothing comes.
+            if each.receiver in heard or not each.process.is_alive():
                 each.hear()
         if not is_grace and any(each.failure for each in ranks):
             is_grace, end = True, time.monotonic() + GRACE_SECONDS
-        elif not heard:
+        elif left == 0 and not heard:
             if not is_grace:
                 numbers = ", ".join(str(each.number) for each in waiting)
                 raise TimeoutError(f"no result after {timeout:g} s from rank {numbers}; stopped")
@@ -169,6 +176,24 @@ def _stop(ranks: list[_Rank]) -> None:
             each.process.kill()
             each.process.join()
         each.receiver.close()
+
+
+_starting = threading.Lock()  # the environment is the whole process's
+
+
+@contextlib.contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    """For a rank to inherit: what it imports before it hears of its job may look at it."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _has_script() -> bool:
@@ -218,11 +243,18 @@ class _Job:
     nprocs: int
     port: int
     backend: str
-    env: dict[str, str]
+    parent: int
     payload: bytes
 
 
+_PR_SET_PDEATHSIG = 1
+
+
 def _run(job: _Job, sender: Connection) -> None:
+    # No rank outlives its parent.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != job.parent:
+        os._exit(128 + signal.SIGTERM)
     try:
         result = _call(job)
     except BaseException as error:
@@ -241,7 +273,6 @@ def _run(job: _Job, sender: Connection) -> None:
 
 def _call(job: _Job) -> bytes:
     os.environ.update(
-        job.env,
         RANK=str(job.rank),
         LOCAL_RANK=str(job.rank),
         WORLD_SIZE=str(job.nprocs),
@@ -249,9 +280,7 @@ def _call(job: _Job) -> bytes:
     )
     import torch
     import torch.distributed as dist
-    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
-    _prctl_pr_set_pdeathsig(signal.SIGTERM)  # no rank outlives its parent
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.nprocs))
     fn, args = pickle.loads(job.payload)

@@ -34,6 +34,13 @@ class Launcher:
     local_size: tuple[str, ...]
     nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
+    # Where Slurm sets the others, too (srun --mpi=pmi2): not this one.
+    own: tuple[str, ...] = ()
+
+    def has_started(self, environment: Mapping[str, str]) -> bool:
+        if self.own and environment.get("SLURM_PROCID") and not _value(environment, self.own):
+            return False
+        return bool(_value(environment, self.rank))
 
 
 # In this order: mpirun inside a Slurm job sees Slurm's variables, too, and they are not its own.
@@ -60,6 +67,7 @@ LAUNCHERS = (
         size=("PMI_SIZE",),
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
         local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        own=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     ),
     Launcher(
         "Slurm",
@@ -91,7 +99,7 @@ class Place:
 
 def find_place(environment: Mapping[str, str]) -> Place:
     """Reads the environment; a RuntimeError says what is missing and what to do."""
-    launcher = next((each for each in LAUNCHERS if _value(environment, each.rank)), None)
+    launcher = next((each for each in LAUNCHERS if each.has_started(environment)), None)
     if launcher is None:
         raise RuntimeError(
             "mpi://: none of the launchers' variables is set (OMPI_COMM_WORLD_RANK, PALS_RANKID, "

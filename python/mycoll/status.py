@@ -23,6 +23,8 @@ NOT_RUNNING = {
     "X": "ended",
     "D": "in the kernel",
 }
+NOBODY = "no mycoll processes of this user on this host"
+NOT_THOSE = "no such mycoll process of this user on this host; `mycoll status` shows all"
 # Waiting for so long is worth a sentence.
 LONG_SECONDS = 2.0
 
@@ -39,7 +41,7 @@ def main(words: Sequence[str], watch: bool = False) -> int:
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=float,
+        type=positive,
         const=1.0,
         default=1.0 if watch else None,
         metavar="SECONDS",
@@ -51,19 +53,28 @@ def main(words: Sequence[str], watch: bool = False) -> int:
         found = black_box.find(parsed.pid or None)
         return [each for each in found if each.job.startswith(parsed.job or "")]
 
+    nobody = NOBODY if not (parsed.pid or parsed.job) else NOT_THOSE
     if parsed.watch is None:
         found = look()
-        print(as_json(found) if parsed.json else as_text(found))
+        print(as_json(found) if parsed.json else as_text(found) or nobody)
         return 0 if found else 1
     try:
         while True:
-            text = as_json(look()) if parsed.json else as_text(look())
+            text = as_json(look()) if parsed.json else as_text(look()) or nobody
             if sys.stdout.isatty():
                 text = f"\033[H\033[2J{text}"  # from the upper left corner, on an empty screen
             print(text, flush=True)
             time.sleep(max(0.1, parsed.watch))
     except KeyboardInterrupt:
         return 0
+
+
+def positive(text: str) -> float:
+    """For argparse."""
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds to wait")
+    return value
 
 
 def as_json(processes: list[Process]) -> str:
@@ -79,18 +90,16 @@ def as_json(processes: list[Process]) -> str:
             entry["waits_for_global"] = [group.to_global(r) for r in waits_for(group, processes)]
             row["groups"].append(entry)
         rows.append(row)
-    return json.dumps({"processes": rows, "findings": list(findings(processes))}, indent=2)
+    told = [each for world in black_box.related(processes) for each in findings(world)]
+    return json.dumps({"processes": rows, "findings": told}, indent=2)
 
 
 def as_text(processes: list[Process]) -> str:
-    if not processes:
-        return "no mycoll processes of this user on this host"
     lines: list[str] = []
-    for job in sorted({each.job for each in processes}):
-        members = [each for each in processes if each.job == job]
+    for members in black_box.related(processes):
         world = max((group.ranks for each in members for group in each.groups), default=0)
         lines.append(
-            f"job {job[:8]} on {members[0].host}: {len(members)} processes here, "
+            f"job {members[0].job[:8]} on {members[0].host}: {len(members)} processes here, "
             f"largest group {world} ranks, mycoll {members[0].version}"
         )
         table = [("rank", "pid", "state", "group", "operation", "for", "waits for", "called from")]
@@ -111,7 +120,8 @@ def row_of(
     if group is None:
         return (*who, "-", "no group", "", "", "")
     if group.phase == "failed":
-        return (*who, group.title, f"failed: {group.failure.splitlines()[0]}"[:70], "", "", "")
+        reason = next(iter(group.failure.splitlines()), "")
+        return (*who, group.title, f"failed: {reason}"[:70], "", "", "")
     operation = busy_with(group)
     if operation is None:
         last = group.last()
@@ -121,6 +131,7 @@ def row_of(
         ago = "" if last is None or last.ended is None else seconds(process.taken - last.ended)
         return (*who, group.title, text, ago, "", "")
     waits = ", ".join(str(group.to_global(r)) for r in waits_for(group, members))
+    waits += f" and {group.waits_for_more} more" if waits and group.waits_for_more else ""
     if operation.is_message:
         waits = "any" if operation.peer < 0 else str(group.to_global(operation.peer))
     since = seconds(process.taken - operation.enqueued)
@@ -174,6 +185,7 @@ def waits_for(group: Group, processes: list[Process]) -> list[int]:
 
 def findings(processes: list[Process]) -> Iterator[str]:
     """Sentences about who waits for whom: one for each group in which somebody waits long."""
+    by_rank = {each.rank: each for each in processes}
     for context in sorted({group.context for each in processes for group in each.groups}):
         known = {
             group.rank: (process, group)
@@ -196,10 +208,16 @@ def findings(processes: list[Process]) -> Iterator[str]:
             + ("" if missing else "; all ranks that can be seen from here have called it")
         )
         for rank in missing:
-            yield f"  rank {group.to_global(rank)} {absence(rank, known)}"
+            number = group.to_global(rank)
+            yield f"  rank {number} {absence(rank, known, by_rank.get(number))}"
 
 
-def absence(rank: int, known: dict[int, tuple[Process, Group]]) -> str:
+def absence(
+    rank: int, known: dict[int, tuple[Process, Group]], there: Process | None = None
+) -> str:
+    """`there`: a process that has its number, and not the group."""
+    if rank not in known and there is not None:
+        return f"(pid {there.pid}) has left the group, or has not made it yet"
     if rank not in known:
         return "has not called it; it does not run on this host, or has ended"
     process, group = known[rank]

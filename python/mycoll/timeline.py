@@ -7,17 +7,15 @@ A picture whose name ends with .svg is written by hand, without anything install
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from mycoll.black_box import Group, Operation, Process
 from mycoll.status import seconds
-
-if TYPE_CHECKING:
-    from mycoll.black_box import Group, Operation, Process
 
 # Distinguishable also by those who see no red or green (Okabe and Ito).
 COLOURS = {
@@ -57,10 +55,13 @@ class Canvas(Protocol):
     def save(self, path: Path) -> None: ...
 
 
-def draw(
-    processes: Sequence[Process], findings: Sequence[Any], path: Path, last: float | None = None
-) -> None:
-    lanes = _lanes(processes, findings)
+KINDS = (".svg", ".png", ".pdf")
+
+Groups = Mapping[str, Mapping[int, tuple[Process, Group]]]  # by title; members by rank in the group
+
+
+def draw(groups: Groups, findings: Sequence[Any], path: Path, last: float | None = None) -> None:
+    lanes = _lanes(groups, findings)
     clock = _Clock(lanes, last)
     height = TOP + LANE * len(lanes) + 62
     canvas: Canvas
@@ -79,19 +80,16 @@ class Lane:
     is_culprit: bool = False
 
 
-def _lanes(processes: Sequence[Process], findings: Sequence[Any]) -> list[Lane]:
+def _lanes(groups: Groups, findings: Sequence[Any]) -> list[Lane]:
     lanes: list[Lane] = []
-    known: dict[str, dict[int, tuple[Process, Group]]] = {}
-    for process in processes:
-        for group in process.groups:
-            known.setdefault(group.title, {})[group.to_global(group.rank)] = (process, group)
-    for title, members in known.items():
+    for title, by_rank in groups.items():
+        members = {each[1].to_global(rank): each for rank, each in by_rank.items()}
         group = next(iter(members.values()))[1]
         of_group = [each for each in findings if each.group == title]
         blamed = {rank for each in of_group for rank in each.ranks}
         wrong = {each.sequence for each in of_group if each.sequence >= 0}
         for rank in group.global_ranks or sorted(members):
-            name = f"rank {rank}" if len(known) == 1 else f"rank {rank}, group {title}"
+            name = f"rank {rank}" if len(groups) == 1 else f"rank {rank}, group {title}"
             if rank not in members:
                 lanes.append(Lane(name, "no trace", None, is_culprit=rank in blamed))
                 continue
@@ -275,7 +273,7 @@ class SvgCanvas:
         )
 
     def save(self, path: Path) -> None:
-        path.write_text("\n".join([*self.parts, "</svg>", ""]))
+        path.write_text("\n".join([*self.parts, "</svg>", ""]), encoding="utf-8")
 
 
 class PlotCanvas:

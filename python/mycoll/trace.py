@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mycoll import black_box, status, timeline
 from mycoll.black_box import Group, Operation, Process
-from mycoll.trace_file import TraceError, load
+from mycoll.trace_file import load
 
 
 @dataclass
@@ -39,21 +39,25 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--live", action="store_true", help="the processes that run here, instead")
     parser.add_argument("--job", default="", help="with --live: only this job")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: .svg, .png or .pdf")
-    parser.add_argument("--last", type=float, metavar="SECONDS", help="draw only the end")
+    parser.add_argument("--last", type=status.positive, metavar="SECONDS", help="draw only the end")
     parser.add_argument("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(list(words))
     if parsed.live == bool(parsed.dump):
         parser.error("name traces, or say --live")
-    try:
-        if parsed.live:
-            found = [each for each in black_box.find() if each.job.startswith(parsed.job)]
-        else:
-            found = load(parsed.dump)
-    except TraceError as error:
-        print(f"mycoll trace: {error}", file=sys.stderr)
-        return 2
+    if parsed.picture and parsed.picture.suffix not in timeline.KINDS:
+        parser.error(f"--picture: a name that ends with {', '.join(timeline.KINDS)}")
+    problems: list[str] = []
+    if parsed.live:
+        found = [each for each in black_box.find() if each.job.startswith(parsed.job)]
+        if not found:
+            problems.append(status.NOT_THOSE if parsed.job else status.NOBODY)
+    else:
+        found, problems = load(parsed.dump)
+        found, others = newest_world(found)
+        problems += others
+    for problem in problems:
+        print(f"mycoll trace: {problem}", file=sys.stderr)
     if not found:
-        print("mycoll trace: no mycoll processes of this user on this host", file=sys.stderr)
         return 2
     results = list(analyse(found))
     if parsed.json:
@@ -61,15 +65,28 @@ def main(words: Sequence[str]) -> int:
     else:
         print(as_text(found, results))
     if parsed.picture:
-        timeline.draw(found, results, parsed.picture, parsed.last)
+        timeline.draw(by_title(found), results, parsed.picture, parsed.last)
         if not parsed.json:
             print(f"\ndrawn: {parsed.picture}")
     return 1 if results else 0
 
 
+def newest_world(processes: list[Process]) -> tuple[list[Process], list[str]]:
+    """The ranks of the latest job; and what else was there: files stay, and names come again."""
+    worlds = black_box.related([each for each in processes if each.groups])
+    worlds.sort(key=lambda members: max(each.taken for each in members))
+    notes = [
+        f"left out: rank {each.rank} of another job ({each.job[:8]}), written "
+        f"{status.seconds(worlds[-1][0].taken - each.taken)} before these"
+        for members in worlds[:-1]
+        for each in members
+    ]
+    return (worlds[-1] if worlds else processes), notes
+
+
 def as_text(processes: list[Process], results: list[Finding]) -> str:
     lines = [f"{len(processes)} ranks: " + ", ".join(_place(each) for each in processes)]
-    for name, members in _groups(processes).items():
+    for name, members in by_title(processes).items():
         group = members[min(members)][1]
         calls = sum(len(each.operations) for _, each in members.values())
         lines.append(f"group {name}: {group.ranks} ranks, {calls} calls remembered")
@@ -83,7 +100,7 @@ def _place(process: Process) -> str:
     return f"{process.rank} ({process.host}:{process.pid})" if process.pid else str(process.rank)
 
 
-def _groups(processes: list[Process]) -> dict[str, dict[int, tuple[Process, Group]]]:
+def by_title(processes: list[Process]) -> dict[str, dict[int, tuple[Process, Group]]]:
     """By title; of each, the members that were read, by their rank in the group."""
     found: dict[str, dict[str, dict[int, tuple[Process, Group]]]] = {}
     for process in processes:
@@ -98,7 +115,7 @@ def _groups(processes: list[Process]) -> dict[str, dict[int, tuple[Process, Grou
 
 
 def analyse(processes: list[Process]) -> Iterator[Finding]:
-    for name, members in _groups(processes).items():
+    for name, members in by_title(processes).items():
         found = [*_first_difference(name, members), *_open_messages(name, members)]
         absent = _without_trace(name, members)
         failures = _failures(name, members)

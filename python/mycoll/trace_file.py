@@ -29,20 +29,42 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a trace holds plain data only")
 
 
-def load(paths: list[Path]) -> list[Process]:
-    """Files, or folders with a file for each rank; by rank."""
+def load(paths: list[Path]) -> tuple[list[Process], list[str]]:
+    """Files, or folders with a file for each rank; by rank. And what could not be read: that one
+    rank's file is bad is no reason to say nothing about the others."""
+    problems: list[str] = []
     files: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            files += [
-                each for each in sorted(path.iterdir()) if re.search(r"\d(\.json)?$", each.name)
-            ]
-        else:
-            files.append(path)
-    if not files:
-        raise TraceError(f"no traces in {', '.join(map(str, paths))}: names end with the rank")
-    processes = [_load_file(file) for file in files]
-    return sorted(processes, key=lambda each: each.rank)
+        try:
+            found = _files_in(path) if path.is_dir() else [path]
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error}")
+            continue
+        files += found
+        if not found:
+            problems.append(f"no traces in {path}: {_advice(path)}")
+    processes = []
+    for file in files:
+        try:
+            processes.append(_load_file(file))
+        except TraceError as error:
+            problems.append(str(error))
+    return sorted(processes, key=lambda each: each.rank), problems
+
+
+def _files_in(folder: Path) -> list[Path]:
+    names = sorted(each for each in folder.iterdir() if re.search(r"\d(\.json)?$", each.name))
+    return [each for each in names if each.is_file()]
+
+
+def _advice(folder: Path) -> str:
+    jobs = sorted((each for each in folder.iterdir() if each.is_dir()), key=_age)
+    newest = f"; the newest folder in it is {jobs[-1]}" if jobs else ""
+    return f"their names end with the rank{newest}"
+
+
+def _age(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _load_file(path: Path) -> Process:
@@ -54,7 +76,7 @@ def _load_file(path: Path) -> Process:
     except OSError as error:
         raise TraceError(f"{path} is not a trace: {error}") from error
     except Exception as error:  # whatever a file can be that somebody else wrote
-        raise TraceError(f"{path} is not a trace: {error!r}") from error
+        raise TraceError(f"{path} is not a trace: {error!r:.200}") from error
 
 
 def _to_process(dump: dict[str, Any], path: Path) -> Process:
@@ -63,8 +85,8 @@ def _to_process(dump: dict[str, Any], path: Path) -> Process:
     entries = [*dump.get("mycoll_earlier", []), *dump["entries"], *dump.get("mycoll_messages", [])]
     newest = max((_nanos(each) for each in entries), default=0)
     process = Process(
-        rank=own.get("rank", int(number[1]) if number else 0),
-        pid=own.get("pid", 0),
+        rank=int(own.get("rank", number[1] if number else 0)),
+        pid=int(own.get("pid", 0)),
         host=own.get("host", ""),
         job=own.get("job", ""),
         version=own.get("version", ""),
@@ -140,4 +162,5 @@ def _to_operation(entry: dict[str, Any]) -> Operation:
         element_bytes=own.get("element_bytes", max(1, whole // elements if elements else 1)),
         site=site,
         on_device=own.get("on_device", False),
+        composite=own.get("composite", False),
     )

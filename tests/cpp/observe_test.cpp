@@ -1,12 +1,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <thread>
+#include <vector>
 
 #include "observe/document.h"
+#include "observe/metrics.h"
 #include "observe/recorder.h"
 #include "observe/trace_file.h"
 #include "test.h"
@@ -60,7 +63,7 @@ TEST(Recorder, aLateEndLeavesOthersAlone) {
   {
     GroupRecord group({"late", 78, 0, 2, {}});
     late = group.enqueue(allReduce(0), 1000);
-    for (uint32_t i = 1; i <= BlackBox::process().capacity(); ++i) {
+    for (uint32_t i = 1; i <= 2 * BlackBox::process().capacity(); ++i) {
       (void)group.enqueue(allReduce(i), 1000);
     }
     late.finish(true, 2000);  // its entry is another's by now
@@ -73,6 +76,76 @@ TEST(Recorder, aLateEndLeavesOthersAlone) {
   EXPECT(!contains(text, "\"name\":\"late\""));
   EXPECT(contains(text, "\"name\":\"next\""));
   EXPECT(!contains(text, "\"failed\":true"));
+}
+
+TEST(Recorder, whatIsUnderWayIsKept) {
+  GroupRecord group({"kept", 85, 0, 2, {}});
+  const OpRecord stuck = group.enqueue(allReduce(0), 1000, /*isStarted=*/true);
+  for (uint32_t i = 1; i <= 3 * BlackBox::process().capacity(); ++i) {
+    group.enqueue(allReduce(i), 1000).finish(true, 2000);
+  }
+  EXPECT_EQ(count(TraceFile::contents(true), "\"state\":\"started\""), size_t{1});
+  const std::string waits = "mycoll_waiting_seconds{rank=\"0\",group=\"kept\",name=\"kept\"} ";
+  EXPECT(contains(Metrics::text(), waits));
+  EXPECT(!contains(Metrics::text(), waits + "0\n"));
+  stuck.finish(true, 3000);
+  EXPECT(!contains(TraceFile::contents(true), "\"state\":\"started\""));
+}
+
+TEST(Recorder, countsWhatIsNotRemembered) {
+  GroupRecord group({"counts", 86, 0, 2, {}});
+  const uint32_t total = 4 * BlackBox::process().capacity();
+  std::vector<OpRecord> records;
+  for (uint32_t i = 0; i < total; ++i) records.push_back(group.enqueue(allReduce(i, 8), 1000));
+  for (const OpRecord& record : records) record.finish(true, 2000);
+  const std::string labels =
+      "{rank=\"0\",group=\"counts\",name=\"counts\",operation=\"all_reduce\"} ";
+  const std::string text = Metrics::text();
+  EXPECT(contains(text, "mycoll_operations_total" + labels + std::to_string(total) + "\n"));
+  EXPECT(
+      contains(text, "mycoll_operation_bytes_total" + labels + std::to_string(8 * total) + "\n"));
+}
+
+TEST(Recorder, aClosedGroupWritesNothing) {
+  GroupRecord old({"closed", 87, 0, 2, {}});
+  old.close();
+  GroupRecord next({"its successor", 88, 0, 2, {}});  // in the same memory
+  old.enqueue(allReduce(0), 1000).finish(false, 2000);
+  old.setSubmitted(7);
+  const std::string text = TraceFile::contents(true);
+  EXPECT(contains(text, "its successor"));
+  EXPECT(!contains(text, "all_reduce"));
+  EXPECT(contains(text, "\"submitted\":0"));
+}
+
+TEST(Recorder, aJobIsWhatBeginsAlone) {
+  EXPECT(BlackBox::process().rank() >= 0);
+  auto world = std::make_unique<GroupRecord>(GroupIdentity{"world", 0xA1, 2, 4, {}});
+  EXPECT_EQ(BlackBox::process().job(), toContext(0xA1));
+  EXPECT_EQ(BlackBox::process().rank(), 2);
+  GroupRecord part({"part", 0xA2, 1, 2, {0, 3}});
+  EXPECT_EQ(BlackBox::process().job(), toContext(0xA1));
+  EXPECT_EQ(BlackBox::process().rank(), 2);
+  part.close();
+  world->close();
+  GroupRecord again({"world", 0xA3, 0, 2, {}});
+  EXPECT_EQ(BlackBox::process().job(), toContext(0xA3));
+  EXPECT_EQ(BlackBox::process().rank(), 0);
+}
+
+TEST(Recorder, textsAreCutBetweenCharacters) {
+  GroupRecord group({"cut", 89, 0, 2, {}});
+  std::string letters;
+  for (int i = 0; i < 80; ++i) letters += "\u6570";
+  group.describe("a" + letters);
+  const std::string shown = "\"desc\":\"a" + letters.substr(0, 3 * 42) + "\"";
+  EXPECT(contains(TraceFile::contents(true), shown));
+  const uint32_t site =
+      BlackBox::process().intern("step", "/" + letters + letters + "/train.py", 57);
+  const std::string text = BlackBox::process().siteText(site);
+  EXPECT_EQ(text.size() <= 255, true);
+  EXPECT_EQ(text.substr(0, 8), "step\n\u6570");
+  EXPECT(contains(text, "\u6570/train.py\n57"));
 }
 
 TEST(Recorder, oldGroupsAreNotBlamedForNewOnes) {
@@ -131,6 +204,32 @@ TEST(TraceFile, isWrittenWholeAndPrivate) {
   EXPECT(!TraceFile::write("/nowhere/at/all", &written).ok());
   unlink(path.c_str());
   rmdir(folder);
+}
+
+// Whoever reads meanwhile sees one of them, whole.
+TEST(TraceFile, manyMayWriteAtOnce) {
+  char folder[] = "/tmp/mycoll_test_XXXXXX";
+  ASSERT(mkdtemp(folder) != nullptr);
+  const std::string path = std::string(folder) + "/rank_0.json";
+  GroupRecord group({"written at once", 90, 0, 2, {}});
+  std::atomic<int> failures{0};
+  std::vector<std::thread> writers;
+  for (int i = 0; i < 4; ++i) {
+    writers.emplace_back([&] {
+      std::string written;
+      for (int round = 0; round < 50; ++round) {
+        if (!TraceFile::write(path, &written).ok()) failures.fetch_add(1);
+        std::ifstream file(path);
+        const std::string text((std::istreambuf_iterator<char>(file)),
+                               std::istreambuf_iterator<char>());
+        if (text.size() < 2 || text.substr(text.size() - 2) != "}\n") failures.fetch_add(1);
+      }
+    });
+  }
+  for (std::thread& writer : writers) writer.join();
+  EXPECT_EQ(failures.load(), 0);
+  unlink(path.c_str());
+  EXPECT_EQ(rmdir(folder), 0);  // nothing else was left there
 }
 
 TEST(Document, picklesAsPythonDoes) {

@@ -275,9 +275,7 @@ Status DeviceGroup::waitFor(const DeviceFence& fence) const {
   Pause pause;
   while (!fence.hasPassed()) {
     MYCOLL_RETURN_IF_ERROR(error());
-    if (pause.rest() && isInterruptPending()) {
-      return Status(Code::kInterrupted, "interrupted by a signal");
-    }
+    if (pause.rest() && isInterruptPending()) return interrupted();
   }
   return Status();
 }
@@ -317,7 +315,7 @@ Status DeviceGroup::drain(Deadline deadline) const {
     if (!isLong) Watchdog::get().wake();
     if (!pause.rest()) continue;
     isLong = true;
-    if (isInterruptPending()) return Status(Code::kInterrupted, "interrupted by a signal");
+    if (isInterruptPending()) return interrupted();
   }
   return Status();
 }

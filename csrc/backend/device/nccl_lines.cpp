@@ -40,7 +40,7 @@ Status NcclRoad::interruption() const {
     Status status = group->error();
     if (!status.ok()) return status;
   }
-  return isInterruptPending() ? Status(Code::kInterrupted, "interrupted by a signal") : Status();
+  return isInterruptPending() ? interrupted() : Status();
 }
 
 // The first cause is the group's; where this rank is the first to know, it tells the others.

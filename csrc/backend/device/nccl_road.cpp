@@ -179,7 +179,7 @@ void NcclRoad::setCapability(const std::vector<Report>& reports) {
 
 nccl::Form NcclRoad::formOf(const Request& request) const {
   nccl::Form form;
-  form.isFlat = request.isFlat && !request.isUneven;
+  form.isFlat = request.isFlat();
   form.capability = capability_.load(std::memory_order_relaxed);
   return form;
 }

@@ -13,8 +13,6 @@ namespace {
 // How often a thread that waits looks at signals.
 constexpr auto kTick = std::chrono::milliseconds(50);
 
-Status interrupted() { return Status(Code::kInterrupted, "interrupted by a signal"); }
-
 Status waitEnded(const char* what) {
   return Status(Code::kTimeout,
                 std::string("wait() for ") + what + " timed out; the operation is still running");

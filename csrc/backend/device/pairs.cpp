@@ -103,7 +103,7 @@ DeviceOperationPtr Pairs::carry(DeviceGroup& group, Request& request, bool isTim
   // A capture ends in this thread, so it must contain the message when this returns.
   while (pair->isBusy) {
     pair->changed.wait_for(lock, kTick);
-    if (isInterruptPending()) throwStatus(Status(Code::kInterrupted, "interrupted by a signal"));
+    if (isInterruptPending()) throwStatus(interrupted());
   }
   pair->isBusy = true;
   lock.unlock();

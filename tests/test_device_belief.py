@@ -1,0 +1,131 @@
+"""Calls on device tensors return before there is a result. When it will never come, the program
+hears of it before it can believe a number, once; and nobody else is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import device
+from worlds.device_tensors import full
+from worlds.worker import Ctx
+
+NOT_TO_BE_USED = "What the device has computed since is not to be used"
+
+
+def believe(ctx: Ctx, how: str) -> str:
+    """A result that never came is looked at, after calls that have returned. What this rank gets to
+    hear, before it can believe the number."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    if how == "replay":
+        graph = device.graph_on(ctx.device)
+        with graph.capture():
+            dist.all_reduce(x)
+        graph.replay()
+        torch.accelerator.synchronize()
+        time.sleep(1.5)  # nothing is under way for a while
+    dist.barrier()
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss = full(ctx, 100)
+    try:
+        if how == "sync":
+            dist.all_reduce(loss)
+        elif how == "wait":
+            dist.all_reduce(loss, async_op=True).wait()
+        elif how == "future":
+            dist.all_reduce(loss, async_op=True).get_future().wait()
+        else:
+            graph.replay()
+        number = loss[0].item()
+        ctx.fail(f"the loss is {number}, says the program")
+    except dist.DistBackendError as error:
+        text = str(error)
+    # Once is enough: who cleans up is left alone.
+    ended = time.monotonic() + 0.5
+    while time.monotonic() < ended:
+        torch.accelerator.synchronize()
+    with ctx.raises(dist.DistBackendError, NOT_TO_BE_USED):
+        dist.all_reduce(x)
+    return text
+
+
+@pytest.mark.parametrize("how", ["sync", "wait", "future", "replay"])
+def test_a_result_that_never_came_is_not_believed(fresh_device_world, how):
+    world = fresh_device_world(2, "nccl")
+    world.start(believe, how)
+    text = world.finish(allow_gone=True)[0]
+    assert "rank 1" in text, text
+    assert NOT_TO_BE_USED in text, text
+
+
+def ends_in_good_order(ctx: Ctx) -> None:
+    """A group that a graph has used is destroyed, and so is one whose failure is known. Nobody is
+    interrupted: what goes on after that is the program's own affair."""
+    x = full(ctx, 1)
+    for how in ("destroy", "abort"):
+        group = dist.new_group()
+        dist.all_reduce(x, group=group)
+        torch.accelerator.synchronize()
+        graph = device.graph_on(ctx.device)
+        with graph.capture():
+            dist.all_reduce(x, group=group)
+        graph.replay()
+        torch.accelerator.synchronize()
+        graph.reset()
+        dist.barrier()
+        if how == "abort":
+            group._get_backend(ctx.device).abort()
+        dist.destroy_process_group(group)
+        ended = time.monotonic() + 0.3
+        while time.monotonic() < ended:
+            torch.accelerator.synchronize()
+
+
+def test_nobody_is_interrupted_by_a_good_end(fresh_device_world):
+    fresh_device_world(2, "nccl").run(ends_in_good_order)
+
+
+def told_elsewhere(ctx: Ctx) -> str:
+    """Another thread hears of the death first, and keeps it to itself."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    other = dist.new_group()
+    if ctx.rank == 0:  # no failure, and no reason to believe what comes later
+        with ctx.raises(dist.DistBackendError, "timed out"):
+            dist.irecv(x.clone(), 1).wait(timedelta(milliseconds=300))
+    dist.barrier()
+    if ctx.rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def background() -> None:
+        with contextlib.suppress(dist.DistBackendError):
+            dist.all_reduce(torch.ones(4), group=other)
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    try:
+        dist.all_reduce(x)
+        number = x[0].item()
+        ctx.fail(f"{number}, says the program")
+    except dist.DistBackendError as error:
+        return str(error)
+    finally:
+        thread.join()
+    return ""
+
+
+def test_each_thread_is_told(fresh_device_world):
+    world = fresh_device_world(2, "nccl")
+    world.start(told_elsewhere)
+    assert NOT_TO_BE_USED in world.finish(allow_gone=True)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import signal
 import subprocess
@@ -14,16 +13,12 @@ from pathlib import Path
 import mycoll
 import pytest
 import torch
-from mycoll.bench import cli, main
-from mycoll.bench.compare import compare
+from mycoll.bench import main
 from mycoll.bench.machine import native_module
 from mycoll.bench.options import DTYPES, REDOPS, parse_options, parse_size, sweep
 from mycoll.bench.patterns import Pattern, spoil
 from mycoll.bench.peer_build import PeerAbsent, build
-from mycoll.bench.plot import draw, undrawable
-from mycoll.bench.report import Recorder, read_results, table_header, table_line, unwritable
-from mycoll.bench.result import Row
-from mycoll.bench.stats import paired_ratio, percentile
+from mycoll.bench.report import read_results
 from standins import accelerator
 
 _QUICK = ["-n", "2", "-w", "1", "--rounds", "2"]
@@ -37,33 +32,6 @@ def run_bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Com
     return subprocess.run(
         program, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=environment
     )
-
-
-def example_row(**changes: object) -> Row:
-    row = Row(
-        op="all_reduce",
-        size=1024,
-        count=256,
-        type="float32",
-        redop="sum",
-        root=-1,
-        contender="gloo",
-        contender_kind="backend",
-        ranks=2,
-        in_place=False,
-        time_us=100.0,
-        algbw=0.01,
-        busbw=0.01,
-        wrong=0,
-        p50_us=100.0,
-        p95_us=101.0,
-        p99_us=102.0,
-        min_us=99.0,
-        max_us=101.0,
-        iterations=10,
-        rounds_us=[98.0, 99.0, 100.0, 100.0, 101.0, 102.0],
-    )
-    return replace(row, **changes)  # type: ignore[arg-type]
 
 
 class TestOptions:
@@ -90,11 +58,14 @@ class TestOptions:
         assert options.blocking
 
     @pytest.mark.parametrize(
-        "line", ["no_such_op", "all_reduce -b 9 -e 8", "all_reduce -d float3", "all_reduce -c 0"]
+        "options",
+        ["-b 9 -e 8", "-e 1T -i 1", f"-e {'9' * 400}", "-f nan", "-f inf", "-f 1", "-d float3"]
+        + ["-c 0", "--timeout nan", "--timeout -1", "--round-ms inf", "--worlds 0", "--worlds 2,x"]
+        + ["--device cuda:0"],
     )
-    def test_nonsense_is_refused(self, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_nonsense_is_refused(self, options: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
-            parse_options(line.split())
+            parse_options(["all_reduce", *options.split()])
         assert stopped.value.code == 2
         assert "error" in capsys.readouterr().err
 
@@ -172,8 +143,7 @@ class TestRuns:
             assert row.p50_us <= row.p95_us <= row.p99_us
             if row.contender != "gloo":
                 assert row.ratio_to == "gloo" and row.ratio is not None
-                assert row.ratio_low is not None and row.ratio_high is not None
-                assert row.ratio_low <= row.ratio <= row.ratio_high
+                assert row.ratio_low is row.ratio_high is None  # 2 rounds are too few
         with csv_path.open() as file:
             assert len(list(csv.DictReader(file))) == len(rows)
 
@@ -261,123 +231,6 @@ class TestRuns:
             ("init", False),
         ]
         assert 0 <= rows[1].extra["hidden_percent"] <= 100
-
-
-class TestCompare:
-    def write(self, path: Path, rows: list[Row]) -> str:
-        recorder = Recorder({"kind": "header", "machine": {"cpu": "x"}}, str(path), "")
-        for row in rows:
-            recorder.add(row)
-        recorder.close()
-        return str(path)
-
-    def slowed(self, row: Row, factor: float) -> Row:
-        times = [time * factor for time in row.rounds_us]
-        return replace(row, time_us=row.time_us * factor, rounds_us=times)
-
-    def test_finds_a_planted_slow_down(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        rows = [example_row(), example_row(size=4096), example_row(op="broadcast")]
-        before = self.write(tmp_path / "a.jsonl", rows)
-        changed = [rows[0], self.slowed(rows[1], 1.3), self.slowed(rows[2], 0.5)]
-        after = self.write(tmp_path / "b.jsonl", changed)
-        assert main(["compare", before, after]) == 0
-        assert main(["compare", before, after, "--fail"]) == 1
-        said = capsys.readouterr().out
-        assert "slower  all_reduce 4096 B" in said
-        assert "faster  broadcast 1024 B" in said
-        assert "1 faster, 1 slower, 1 the same" in said
-        assert main(["compare", before, before, "--fail"]) == 0
-
-    def test_noise_is_no_change(self) -> None:
-        noisy = example_row(rounds_us=[50.0, 70.0, 100.0, 130.0, 180.0, 240.0])
-        (change,) = compare([example_row()], [noisy], 5.0)
-        assert change.verdict == "same"
-
-    def test_relative_to_another_backend(self) -> None:
-        gloo, mycoll_row = example_row(), example_row(contender="mycoll")
-        busier = [self.slowed(gloo, 3.0), self.slowed(mycoll_row, 3.0)]
-        assert [c.verdict for c in compare([gloo, mycoll_row], busier, 5.0)] == ["slower"] * 2
-        (change,) = compare([gloo, mycoll_row], busier, 5.0, "gloo")
-        assert change.after.contender == "mycoll" and change.verdict == "same"
-
-    def test_a_file_that_is_something_else(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        other = tmp_path / "other"
-        other.write_text("{}\n")
-        assert main(["compare", str(other), str(other)]) == 2
-        assert "is not a row" in capsys.readouterr().err
-
-
-class TestReport:
-    def test_heading_stands_above_its_column(self) -> None:
-        names = table_header("all_reduce", 2).splitlines()[2]
-        line = table_line(example_row(wrong=7))
-        assert line[: names.index("#wrong") + len("#wrong")].endswith(" 7")
-
-    def test_schema(self) -> None:
-        record = json.loads(json.dumps(example_row().as_json()))
-        assert record.pop("kind") == "result"
-        assert Row(**record) == example_row()
-
-    def test_percentiles(self) -> None:
-        assert percentile([1.0], 99) == 1
-        assert percentile([0.0, 10.0], 25) == 2.5
-
-    def test_pairs_take_out_what_disturbs_both(self) -> None:
-        load = [1.0, 5.0, 2.0, 9.0]
-        ratio = paired_ratio([2 * value for value in load], load)
-        assert (ratio.low, ratio.value, ratio.high) == (2, 2, 2)
-
-
-class TestPlot:
-    rows = (example_row(), example_row(size=4096), example_row(contender="fake"))
-
-    def test_picture(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        picture = tmp_path / "out.png"
-        header = {"machine": {"cpu": "x", "usable_cores": 2}, "versions": {"torch": "2"}}
-        assert str(picture) in draw(str(picture), header, self.rows)
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-    def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert "needs matplotlib" in draw("out.png", {}, self.rows)
-
-    def test_without_matplotlib_nothing_is_measured(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-        monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
-        assert cli.main(["all_reduce", "--nproc", "2", "--plot", "out.png"]) == 2
-        assert "pip install matplotlib" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--json", "--csv", "--plot"])
-def test_files_are_looked_at_first(
-    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if option == "--plot":
-        pytest.importorskip("matplotlib")
-    monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
-    assert cli.main(["all_reduce", "--nproc", "2", option, "/nonexistent/x.png"]) == 2
-    assert f"mycoll bench: {option}: " in capsys.readouterr().err
-
-
-def test_looking_at_files_changes_none(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    old.write_text("a row")
-    assert (unwritable(str(old)), unwritable(str(new))) == ("", "")
-    assert old.read_text() == "a row" and not new.exists()
-    assert "directory" in unwritable(str(tmp_path)).lower()
-
-
-def test_pictures_have_an_ending_that_is_known() -> None:
-    pytest.importorskip("matplotlib")
-    assert "must end in" in undrawable("out.xyz")
-    assert undrawable("out.png") == undrawable("out.PDF") == undrawable("out") == ""
 
 
 def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

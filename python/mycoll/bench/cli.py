@@ -11,10 +11,12 @@ from mycoll.bench.compare import compare_main
 from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.launch import (
     INTERRUPTED,
+    end_with_parent,
     ended_when_unread,
     run_ranks,
     started_here,
     under_launcher,
+    under_torchrun,
 )
 from mycoll.bench.machine import header
 from mycoll.bench.options import Options, parse_options
@@ -37,28 +39,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     if arguments[:1] == ["compare"]:
         return compare_main(arguments[1:])
+    end_with_parent()
     options = parse_options(arguments)
-    if not started_here() and (wrong := _wrong_files(options)):  # before minutes of measuring
-        return _misused(options, wrong)
     if options.nproc and not started_here():
-        return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
+        return _start_ranks(options, arguments)
     if not under_launcher():
-        return _misused(options, "run it under torchrun, or with --nproc N")
+        return _misused("run it under torchrun, or with --nproc N")
     try:
         return _run_rank(options, arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
+def _start_ranks(options: Options, arguments: list[str]) -> int:
+    if under_torchrun():
+        return _misused("torchrun has started the ranks already; leave --nproc out")
+    if wrong := _wrong_files(options):
+        return _misused(wrong)
+    return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
+
+
 def _wrong_files(options: Options) -> str:
-    """What stands against the files that will be written, by rank 0; '' where nothing does."""
+    """What stands against the files that rank 0 will write; '' where nothing does."""
     if options.plot:
         from mycoll.bench.plot import undrawable
 
         if reason := undrawable(options.plot):
             return f"--plot: {reason}"
-    if not _is_alone_or_first(options):
-        return ""
     for name in ("json", "csv", "plot"):
         path = getattr(options, name)
         if path and (reason := unwritable(path)):
@@ -66,24 +73,24 @@ def _wrong_files(options: Options) -> str:
     return ""
 
 
-def _is_alone_or_first(options: Options) -> bool:
-    """Speaks to the user: the one process that starts the ranks, or the first rank."""
-    return bool(options.nproc) or os.environ.get("RANK", "0") == "0"
-
-
-def _misused(options: Options, how: str) -> int:
-    if _is_alone_or_first(options):
+def _misused(how: str) -> int:
+    if os.environ.get("RANK", "0") == "0":  # of many, one says it
         print(f"mycoll bench: {how}", file=sys.stderr)
     return _BAD_USE
 
 
+def _misuse(options: Options, world: World) -> str:
+    """What stands against measuring; the same on all ranks, before minutes of it."""
+    if options.root >= world.size:
+        return f"no root {options.root} among {world.size} ranks"
+    return world.share(_wrong_files(options) if world.rank == 0 else "")
+
+
 def _run_rank(options: Options, arguments: list[str]) -> int:
     world = join(options)
-    if options.root >= world.size:
-        if world.rank == 0:
-            print(f"mycoll bench: no root {options.root} among {world.size} ranks", file=sys.stderr)
+    if wrong := _misuse(options, world):
         leave()
-        return _BAD_USE
+        return _misused(wrong)
     contenders, absent = gather_contenders(options, world)
     missing = set(options.backends) - {contender.name for contender in contenders}
     peers, absent_peers, limits = gather_peers(options, world)

@@ -23,7 +23,7 @@ from mycoll.bench.options import Options, parse_options
 from mycoll.bench.peers import gather_peers
 from mycoll.bench.progress import Progress
 from mycoll.bench.report import Recorder, table_header, table_line, unwritable
-from mycoll.bench.rounds import Measurement, cases
+from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.startup import measure_startup
 from mycoll.bench.world import World, join, leave
 
@@ -92,10 +92,10 @@ def _run_rank(options: Options, arguments: list[str]) -> int:
         leave()
         return _misused(wrong)
     contenders, absent = gather_contenders(options, world)
-    missing = set(options.backends) - {contender.name for contender in contenders}
+    history = History(failed=set(options.backends) - {contender.name for contender in contenders})
     peers, absent_peers, limits = gather_peers(options, world)
     contenders += peers
-    record = header(options, arguments, world.size, world.hosts)
+    record = header(options, arguments, world.size, world.hosts, world.cache_bytes)
     recorder = Recorder(
         record,
         options.json if world.rank == 0 else "",
@@ -107,7 +107,7 @@ def _run_rank(options: Options, arguments: list[str]) -> int:
         with ended_when_unread():
             if world.rank == 0:
                 _introduce(record, [*absent, *absent_peers], limits)
-            _measure(options, world, contenders, recorder)
+            _measure(options, world, contenders, recorder, history)
     finally:
         for contender in contenders:
             contender.close()
@@ -116,14 +116,18 @@ def _run_rank(options: Options, arguments: list[str]) -> int:
         from mycoll.bench.plot import draw
 
         print(draw(options.plot, record, recorder.rows))
-    wrong = sum(row.wrong or 0 for row in recorder.rows)
-    empty = world.share(not recorder.rows)
-    code = _FAILED if world.share(wrong) or empty or missing else 0
-    if world.rank == 0:
-        print("# nothing was measured" if empty else f"# wrong elements: {wrong}")
-        sys.stdout.flush()
+    code = world.share(_verdict(recorder, history) if world.rank == 0 else 0)
     leave()
     return code
+
+
+def _verdict(recorder: Recorder, history: History) -> int:
+    """The last lines, and the exit code."""
+    wrong = sum(row.wrong or 0 for row in recorder.rows)
+    if history.failed:
+        print(f"# failed: {', '.join(sorted(history.failed))}")
+    print(f"# wrong elements: {wrong}" if recorder.rows else "# nothing was measured", flush=True)
+    return _FAILED if wrong or history.failed or not recorder.rows else 0
 
 
 def _introduce(
@@ -137,17 +141,22 @@ def _introduce(
         print(f"# left out: {line}")
     for limit in limits:
         print(f"# {limit['name']}: {limit['gigabytes_per_second']:.2f} GB/s ({limit['what']})")
+    sys.stdout.flush()
 
 
 def _measure(
-    options: Options, world: World, contenders: Sequence[Contender], recorder: Recorder
+    options: Options,
+    world: World,
+    contenders: Sequence[Contender],
+    recorder: Recorder,
+    history: History,
 ) -> None:
     work = [(op, case) for op in options.operations if op != "init" for case in cases(options, op)]
     shown = ""
     with Progress(len(work), world.rank == 0 and "NO_COLOR" not in os.environ) as progress:
         for op, case in work:
             progress.begin(case.title)
-            measurement = Measurement(case, contenders, world, options)
+            measurement = Measurement(case, contenders, world, options, history)
             rows = measurement.run()
             progress.hide()
             if world.rank == 0:
@@ -160,16 +169,19 @@ def _measure(
                 for note in measurement.notes:
                     print(f"# {case.title}: {note}", flush=True)
     if "init" in options.operations:
-        _measure_startup(options, world, recorder)
+        if world.rank == 0:
+            _measure_startup(options, world, recorder, history)
+        world.barrier()
 
 
-def _measure_startup(options: Options, world: World, recorder: Recorder) -> None:
-    if world.rank == 0:
-        print(table_header("init", world.size).replace("(B)", "(r)").replace("size", "rnks"))
-        rows, notes = measure_startup(options, world.size)
-        for row in rows:
-            recorder.add(row)
-            print(table_line(row), flush=True)
-        for note in notes:
-            print(f"# init: {note}", flush=True)
-    world.barrier()
+def _measure_startup(options: Options, world: World, recorder: Recorder, history: History) -> None:
+    print(table_header("init", world.size).replace("(B)", "(r)").replace("size", "rnks"))
+    if world.hosts > 1:
+        print("# init: all processes start on this host", flush=True)
+    rows, failures = measure_startup(options, world.local_size)
+    for row in rows:
+        recorder.add(row)
+        print(table_line(row), flush=True)
+    for name, failure in failures:
+        history.failed.add(name)
+        print(f"# init: {name} {failure}", flush=True)

@@ -69,12 +69,16 @@ def table_line(row: Row) -> str:
     ]
     name = row.contender + _KINDS.get(row.contender_kind, "")
     if row.ratio is not None:
-        name += f" {row.ratio:.3g}x"
-    if row.ratio_low is not None:
-        name += f" [{row.ratio_low:.3g} {row.ratio_high:.3g}]"
+        name += f" {ratio(row)}"
     if row.extra:
         name += " " + " ".join(f"{key}={value:.1f}" for key, value in row.extra.items())
     return _line(cells) + "  " + name
+
+
+def ratio(row: Row) -> str:
+    """With its interval, if there were rounds enough for one."""
+    value = f"{row.ratio:.3g}x"
+    return value if row.ratio_low is None else f"{value} [{row.ratio_low:.3g} {row.ratio_high:.3g}]"
 
 
 def _writer(path: str) -> IO[str] | None:

@@ -162,6 +162,7 @@ def test_ranks_of_torchrun_start_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
     assert cli.main(["all_reduce", "--nproc", "2"]) == 2
     assert "leave --nproc out" in capsys.readouterr().err

@@ -225,6 +225,7 @@ def test_files_are_looked_at_first(
 ) -> None:
     if option == "--plot":
         pytest.importorskip("matplotlib")
+    monkeypatch.setenv("RANK", "1")  # exported for something else
     monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
     assert cli.main(["all_reduce", "--nproc", "2", option, "/nonexistent/x.png"]) == 2
     assert f"mycoll bench: {option}: " in capsys.readouterr().err

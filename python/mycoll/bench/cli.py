@@ -53,7 +53,8 @@ def _main(arguments: list[str]) -> int:
 
 def _start_ranks(options: Options, arguments: list[str]) -> int:
     if under_torchrun():
-        return _misused("torchrun has started the ranks already; leave --nproc out")
+        how = "torchrun has started the ranks already; leave --nproc out"
+        return _misused(how, is_heard=os.environ.get("RANK") == "0")
     if wrong := _wrong_files(options):
         return _misused(wrong)
     return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
@@ -73,8 +74,8 @@ def _wrong_files(options: Options) -> str:
     return ""
 
 
-def _misused(how: str) -> int:
-    if os.environ.get("RANK", "0") == "0":  # of many, one says it
+def _misused(how: str, is_heard: bool = True) -> int:
+    if is_heard:  # of many ranks, one says it
         print(f"mycoll bench: {how}", file=sys.stderr)
     return _BAD_USE
 
@@ -90,7 +91,7 @@ def _run_rank(options: Options, arguments: list[str]) -> int:
     world = join(options)
     if wrong := _misuse(options, world):
         leave()
-        return _misused(wrong)
+        return _misused(wrong, is_heard=world.rank == 0)
     contenders, absent = gather_contenders(options, world)
     history = History(failed=set(options.backends) - {contender.name for contender in contenders})
     peers, absent_peers, limits = gather_peers(options, world)

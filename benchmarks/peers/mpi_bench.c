@@ -6,7 +6,7 @@
  * the ranks block in read(), so that whoever is measured next has the cores to itself.
  *
  *   prepare OP DTYPE REDOP BYTES ROOT WINDOWS EVICT_BYTES   {"ok":1} or {"unsupported":"why"}
- *   verify SEED                                             {"wrong":N}
+ *   verify SEED                                             {"wrong":N}, null where nothing can be verified
  *   run WARMUPS CALLS BLOCKING                              {"ns":[one per call]}
  *   quit
  */
@@ -72,6 +72,7 @@ __attribute__((format(printf, 1, 2))) static void answer(const char* format, ...
 
 static size_t aligned(size_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
 static bool reduces(void) { return work.op == kAllReduce || work.op == kReduce || work.op == kReduceScatter; }
+static bool complexKind(void) { return work.dtype.kind == 'c' || work.dtype.kind == 'z'; }
 static bool pairwise(void) { return work.op >= kPingPong; }
 static char* source(size_t window) { return work.arena + window % work.windows * work.stride; }
 static char* target(size_t window) { return source(window) + aligned(work.sourceBytes); }
@@ -97,11 +98,10 @@ static bool findDtype(const char* name) {
 
 static bool findRedop(const char* name) {
   const bool logical = work.dtype.kind == 'b';
-  const bool complexValue = work.dtype.kind == 'c' || work.dtype.kind == 'z';
   if (strcmp(name, "sum") == 0) work.redop = logical ? MPI_LOR : MPI_SUM;
   else if (strcmp(name, "prod") == 0) work.redop = logical ? MPI_LAND : MPI_PROD;
-  else if (strcmp(name, "max") == 0 && !complexValue) work.redop = logical ? MPI_LOR : MPI_MAX;
-  else if (strcmp(name, "min") == 0 && !complexValue) work.redop = logical ? MPI_LAND : MPI_MIN;
+  else if (strcmp(name, "max") == 0 && !complexKind()) work.redop = logical ? MPI_LOR : MPI_MAX;
+  else if (strcmp(name, "min") == 0 && !complexKind()) work.redop = logical ? MPI_LAND : MPI_MIN;
   else return false;
   return true;
 }
@@ -118,6 +118,7 @@ static void prepare(const char* opName, const char* dtypeName, const char* redop
   work.root = root < 0 ? 0 : root;
   work.whole = bytes / work.dtype.bytes;
   work.part = work.whole / ranks;
+  if (pairwise() && rank > 1) windows = 1, evictBytes = 0; /* only waits */
   if (work.whole * (work.dtype.kind == 'x' ? work.dtype.bytes : 1) > INT32_MAX)
     return answer("{\"unsupported\":\"more elements than an int counts\"}");
   const size_t part = work.part * work.dtype.bytes;
@@ -151,23 +152,29 @@ static void refill(void) {
   if (work.evictBytes) memset(work.evictor, rank + 1, work.evictBytes);
 }
 
-static void window(size_t first) {
+static void underWay(size_t first, int count, MPI_Datatype type) {
   MPI_Request requests[2 * kMessagesUnderWay];
   MPI_Status statuses[2 * kMessagesUnderWay];
   const bool both = work.op == kBandwidthBidir;
-  const int peer = 1 - rank, count = (int)(work.whole * work.dtype.bytes);
+  const int peer = 1 - rank;
   int posted = 0;
   for (int i = 0; i < kMessagesUnderWay && (both || rank == 1); ++i)
-    MPI_Irecv(target(first + i), count, MPI_BYTE, peer, 0, MPI_COMM_WORLD, &requests[posted++]);
+    MPI_Irecv(target(first + i), count, type, peer, 0, MPI_COMM_WORLD, &requests[posted++]);
   for (int i = 0; i < kMessagesUnderWay && (both || rank == 0); ++i)
-    MPI_Isend(source(first + i), count, MPI_BYTE, peer, 0, MPI_COMM_WORLD, &requests[posted++]);
+    MPI_Isend(source(first + i), count, type, peer, 0, MPI_COMM_WORLD, &requests[posted++]);
   MPI_Waitall(posted, requests, statuses);
   char acknowledgement = 0;
   if (rank == 0) MPI_Recv(&acknowledgement, 1, MPI_BYTE, peer, 1, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
   else MPI_Send(&acknowledgement, 1, MPI_BYTE, peer, 1, MPI_COMM_WORLD);
 }
 
-static void call(size_t at) {
+/* The windows of a call begin where those of the call before have ended. */
+static size_t windowsPerCall(void) {
+  return work.op == kBandwidth || work.op == kBandwidthBidir ? kMessagesUnderWay : 1;
+}
+
+static void call(size_t number) {
+  const size_t at = number * windowsPerCall();
   const MPI_Comm world = MPI_COMM_WORLD;
   const int scale = work.dtype.kind == 'x' ? (int)work.dtype.bytes : 1;
   const int whole = (int)work.whole * scale, part = (int)work.part * scale, root = work.root, peer = 1 - rank;
@@ -195,7 +202,7 @@ static void call(size_t at) {
       if (rank == 1) MPI_Send(in, whole, type, peer, 0, world);
       break;
     case kBandwidth:
-    case kBandwidthBidir: window(at); break;
+    case kBandwidthBidir: underWay(at, whole, type); break;
     case kOpCount: break;
   }
 }
@@ -224,58 +231,82 @@ static void run(int warmups, int calls, bool blocking) {
   free(times);
 }
 
-/* Small integers, exact in every dtype, that depend on index, rank and seed; periods are prime. */
-static int value(size_t index, int ofRank, int seed) {
-  const size_t mixed = index + 19 * (size_t)ofRank + 23 * (size_t)seed;
-  if (work.dtype.kind == 'b') return mixed % 7 == 1 || mixed % 7 == 2 || mixed % 7 == 4;
-  if (strcmp(work.redopName, "prod") == 0) return ofRank < 6 ? 1 + (mixed % 5 == 0) : 1;
-  return (int)(mixed % (ranks < 10 ? 13 : 3));
+/* Imaginary parts count only in complex dtypes. */
+typedef struct {
+  int real, imaginary;
+} Value;
+
+static Value times(Value a, Value b) {
+  return (Value){a.real * b.real - a.imaginary * b.imaginary, a.real * b.imaginary + a.imaginary * b.real};
 }
 
-static void put(char* buffer, size_t index, int number) {
+/* Small integers, exact in every dtype, that depend on index, rank and seed; periods are prime. */
+static Value value(size_t index, int ofRank, int seed) {
+  static const Value quarterTurns[] = {{1, 0}, {0, 1}, {-1, 0}, {0, -1}};
+  const size_t mixed = index + 19 * (size_t)ofRank + 23 * (size_t)seed;
+  if (work.dtype.kind == 'b') return (Value){mixed % 7 == 1 || mixed % 7 == 2 || mixed % 7 == 4, 0};
+  if (strcmp(work.redopName, "prod") == 0) {
+    const Value length = {ofRank < 6 ? 1 + (mixed % 5 == 0) : 1, 0};
+    return complexKind() ? times(length, quarterTurns[mixed % 5 % 4]) : length;
+  }
+  const int period = ranks < 10 ? 13 : 3, real = (int)(mixed % period);
+  return (Value){real, (2 * real + 1) % period};
+}
+
+static void put(char* buffer, size_t index, Value number) {
   char* at = buffer + index * work.dtype.bytes;
-  const int64_t integer = number;
-  if (work.dtype.kind == 'f') *(float*)at = (float)number;
-  else if (work.dtype.kind == 'd') *(double*)at = number;
-  else if (work.dtype.kind == 'c') ((float*)at)[0] = (float)number, ((float*)at)[1] = 0;
-  else if (work.dtype.kind == 'z') ((double*)at)[0] = number, ((double*)at)[1] = 0;
+  const int64_t integer = number.real;
+  if (work.dtype.kind == 'f') *(float*)at = (float)number.real;
+  else if (work.dtype.kind == 'd') *(double*)at = number.real;
+  else if (work.dtype.kind == 'c') ((float*)at)[0] = (float)number.real, ((float*)at)[1] = (float)number.imaginary;
+  else if (work.dtype.kind == 'z') ((double*)at)[0] = number.real, ((double*)at)[1] = number.imaginary;
   else memcpy(at, &integer, work.dtype.bytes); /* little endian; moved-only dtypes are just bytes */
 }
 
-static int reduced(size_t index, int seed) {
-  int result = value(index, 0, seed);
+/* Byte by byte, except that a product of complex numbers may give either zero. */
+static bool same(const char* found, const char* expected) {
+  const float *a = (const float*)found, *b = (const float*)expected;
+  const double *c = (const double*)found, *d = (const double*)expected;
+  if (work.dtype.kind == 'c') return a[0] == b[0] && a[1] == b[1];
+  if (work.dtype.kind == 'z') return c[0] == d[0] && c[1] == d[1];
+  return memcmp(found, expected, work.dtype.bytes) == 0;
+}
+
+static Value reduced(size_t index, int seed) {
+  Value result = value(index, 0, seed);
   for (int r = 1; r < ranks; ++r) {
-    const int other = value(index, r, seed);
-    if (work.redop == MPI_SUM) result += other;
-    else if (work.redop == MPI_PROD) result *= other;
-    else if (work.redop == MPI_MAX) result = other > result ? other : result;
-    else if (work.redop == MPI_MIN) result = other < result ? other : result;
-    else if (work.redop == MPI_LOR) result |= other;
-    else result &= other;
+    const Value other = value(index, r, seed);
+    if (work.redop == MPI_SUM) result.real += other.real, result.imaginary += other.imaginary;
+    else if (work.redop == MPI_PROD) result = times(result, other);
+    else if (work.redop == MPI_MAX) result = other.real > result.real ? other : result;
+    else if (work.redop == MPI_MIN) result = other.real < result.real ? other : result;
+    else if (work.redop == MPI_LOR) result.real |= other.real;
+    else result.real &= other.real;
   }
   return result;
 }
 
 /* Elements [0, count) of out must be those from offset on of a rank's input, or of the reduction (ofRank -1). */
 static long differing(const char* out, size_t count, int ofRank, size_t offset, int seed) {
-  char expected[16];
+  _Alignas(16) char expected[16];
   long wrong = 0;
   for (size_t i = 0; i < count; ++i) {
     put(expected, 0, ofRank < 0 ? reduced(offset + i, seed) : value(offset + i, ofRank, seed));
-    wrong += memcmp(out + i * work.dtype.bytes, expected, work.dtype.bytes) != 0;
+    wrong += !same(out + i * work.dtype.bytes, expected);
   }
   return wrong;
 }
 
-static void verify(int seed) {
-  const size_t at = seed % work.windows, part = work.part, whole = work.whole, bytes = work.dtype.bytes;
-  const bool takesPart = work.op != kBarrier && (!pairwise() || rank < 2);
-  long wrong = 0;
-  for (size_t i = 0; i < work.sourceBytes / bytes; ++i) put(source(at), i, value(i, rank, seed));
+static void poison(size_t at, int seed) {
+  for (size_t i = 0; i < work.sourceBytes / work.dtype.bytes; ++i) put(source(at), i, value(i, rank, seed));
   memset(target(at), 0x5A, work.targetBytes);
-  if (takesPart || work.op == kBarrier) call(at);
+}
+
+/* Wrong elements on this rank in one of the windows of a call. */
+static long wrongIn(size_t at, int seed) {
+  const size_t part = work.part, whole = work.whole, bytes = work.dtype.bytes;
   const bool root = rank == work.root;
-  if (!takesPart) return answer("{\"wrong\":0}");
+  long wrong = 0;
   switch (work.op) {
     case kAllReduce: wrong = differing(source(at), whole, -1, 0, seed); break;
     case kBroadcast: wrong = differing(source(at), whole, work.root, 0, seed); break;
@@ -290,6 +321,18 @@ static void verify(int seed) {
       for (int r = 0; r < ranks && (root || work.op != kGather); ++r)
         wrong += differing(target(at) + r * part * bytes, part, r, work.op == kAllToAll ? rank * part : 0, seed);
   }
+  return wrong;
+}
+
+/* Every message of a call has a seed of its own, so that exchanged ones show. */
+static void verify(int seed) {
+  const size_t most = windowsPerCall(), used = most < work.windows ? most : work.windows, first = seed * most;
+  long wrong = 0;
+  if (pairwise() && rank > 1) return answer("{\"wrong\":0}");
+  for (size_t i = 0; i < used && work.op != kBarrier; ++i) poison(first + i, (int)(first + i));
+  call(seed);
+  if (work.op == kBarrier) return answer("{\"wrong\":null}");
+  for (size_t i = 0; i < used; ++i) wrong += wrongIn(first + i, (int)(first + i));
   answer("{\"wrong\":%ld}", wrong);
 }
 

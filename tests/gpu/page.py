@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mycoll
 import torch
-from mycoll.bench.report import read_results
+from mycoll.bench.report import ratio, read_results
 from mycoll.bench.result import Row
 from standins import cuda as standin_cuda
 from worlds.device import nccl_version
@@ -92,8 +92,7 @@ def table(rows: list[Row]) -> Iterator[str]:
         if rival is None or rival.ratio is None:
             cells += ["", ""]
         else:
-            interval = f"{rival.ratio:.2f}x [{rival.ratio_low:.2f} {rival.ratio_high:.2f}]"
-            cells += [interval, f"{rival.extra.get('cpu_us', 0):.1f}"]
+            cells += [ratio(rival), f"{rival.extra.get('cpu_us', 0):.1f}"]
         yield f"| {' | '.join(cells)} |"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from mycoll.bench.machine import last_level_cache_bytes
 from mycoll.bench.world import World
 
 # Windows start on a cache line, but not at the same place of a page: caches are indexed by address.
@@ -18,25 +17,25 @@ _GAP_BYTES = 4096 + _LINE_BYTES
 MAX_WINDOWS = 1024
 
 
-def plan(window_bytes: int, world: World, hot: bool) -> tuple[int, int]:
+def plan(window_bytes: int, world: World, hot: bool, busy_ranks: int) -> tuple[int, int]:
     """How many windows of what one call touches, and the bytes to overwrite before a round.
 
-    All ranks of a host together cover the last-level cache twice; a GPU's rank covers its L2 twice.
+    The busy ranks of a host together cover its last-level caches twice; a GPU's rank its L2 twice.
     """
     if hot:
         return 1, 0
     if world.device.type == "cuda":
         share = 2 * int(torch.cuda.get_device_properties(world.device).L2_cache_size)
     else:
-        share = 2 * last_level_cache_bytes() // world.local_size
+        share = 2 * world.cache_bytes // busy_ranks
     windows = max(2, min(MAX_WINDOWS, share // max(1, window_bytes) + 1))
     rest = share - windows * window_bytes if world.device.type == "cpu" else 0
     return windows, max(0, rest)
 
 
 class Arena:
-    def __init__(self, window_bytes: int, world: World, hot: bool) -> None:
-        self.windows, evicted = plan(window_bytes, world, hot)
+    def __init__(self, window_bytes: int, world: World, hot: bool, busy_ranks: int) -> None:
+        self.windows, evicted = plan(window_bytes, world, hot, busy_ranks)
         self._stride = aligned(window_bytes) + _GAP_BYTES
         memory = self._stride * self.windows
         self._memory = torch.empty(memory, dtype=torch.uint8, device=world.device)

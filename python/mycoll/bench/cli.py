@@ -11,17 +11,19 @@ from mycoll.bench.compare import compare_main
 from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.launch import (
     INTERRUPTED,
+    end_with_parent,
     ended_when_unread,
     run_ranks,
     started_here,
     under_launcher,
+    under_torchrun,
 )
 from mycoll.bench.machine import header
 from mycoll.bench.options import Options, parse_options
 from mycoll.bench.peers import gather_peers
 from mycoll.bench.progress import Progress
 from mycoll.bench.report import Recorder, table_header, table_line, unwritable
-from mycoll.bench.rounds import Measurement, cases
+from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.startup import measure_startup
 from mycoll.bench.world import World, join, leave
 
@@ -37,28 +39,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     if arguments[:1] == ["compare"]:
         return compare_main(arguments[1:])
+    end_with_parent()
     options = parse_options(arguments)
-    if not started_here() and (wrong := _wrong_files(options)):  # before minutes of measuring
-        return _misused(options, wrong)
     if options.nproc and not started_here():
-        return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
+        return _start_ranks(options, arguments)
     if not under_launcher():
-        return _misused(options, "run it under torchrun, or with --nproc N")
+        return _misused("run it under torchrun, or with --nproc N")
     try:
         return _run_rank(options, arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
+def _start_ranks(options: Options, arguments: list[str]) -> int:
+    if under_torchrun():
+        how = "torchrun has started the ranks already; leave --nproc out"
+        return _misused(how, is_heard=os.environ.get("RANK") == "0")
+    if wrong := _wrong_files(options):
+        return _misused(wrong)
+    return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
+
+
 def _wrong_files(options: Options) -> str:
-    """What stands against the files that will be written, by rank 0; '' where nothing does."""
+    """What stands against the files that rank 0 will write; '' where nothing does."""
     if options.plot:
         from mycoll.bench.plot import undrawable
 
         if reason := undrawable(options.plot):
             return f"--plot: {reason}"
-    if not _is_alone_or_first(options):
-        return ""
     for name in ("json", "csv", "plot"):
         path = getattr(options, name)
         if path and (reason := unwritable(path)):
@@ -66,29 +74,29 @@ def _wrong_files(options: Options) -> str:
     return ""
 
 
-def _is_alone_or_first(options: Options) -> bool:
-    """Speaks to the user: the one process that starts the ranks, or the first rank."""
-    return bool(options.nproc) or os.environ.get("RANK", "0") == "0"
-
-
-def _misused(options: Options, how: str) -> int:
-    if _is_alone_or_first(options):
+def _misused(how: str, is_heard: bool = True) -> int:
+    if is_heard:  # of many ranks, one says it
         print(f"mycoll bench: {how}", file=sys.stderr)
     return _BAD_USE
 
 
+def _misuse(options: Options, world: World) -> str:
+    """What stands against measuring; the same on all ranks, before minutes of it."""
+    if options.root >= world.size:
+        return f"no root {options.root} among {world.size} ranks"
+    return world.share(_wrong_files(options) if world.rank == 0 else "")
+
+
 def _run_rank(options: Options, arguments: list[str]) -> int:
     world = join(options)
-    if options.root >= world.size:
-        if world.rank == 0:
-            print(f"mycoll bench: no root {options.root} among {world.size} ranks", file=sys.stderr)
+    if wrong := _misuse(options, world):
         leave()
-        return _BAD_USE
+        return _misused(wrong, is_heard=world.rank == 0)
     contenders, absent = gather_contenders(options, world)
-    missing = set(options.backends) - {contender.name for contender in contenders}
+    history = History(failed=set(options.backends) - {contender.name for contender in contenders})
     peers, absent_peers, limits = gather_peers(options, world)
     contenders += peers
-    record = header(options, arguments, world.size, world.hosts)
+    record = header(options, arguments, world.size, world.hosts, world.cache_bytes)
     recorder = Recorder(
         record,
         options.json if world.rank == 0 else "",
@@ -100,7 +108,7 @@ def _run_rank(options: Options, arguments: list[str]) -> int:
         with ended_when_unread():
             if world.rank == 0:
                 _introduce(record, [*absent, *absent_peers], limits)
-            _measure(options, world, contenders, recorder)
+            _measure(options, world, contenders, recorder, history)
     finally:
         for contender in contenders:
             contender.close()
@@ -109,14 +117,18 @@ def _run_rank(options: Options, arguments: list[str]) -> int:
         from mycoll.bench.plot import draw
 
         print(draw(options.plot, record, recorder.rows))
-    wrong = sum(row.wrong or 0 for row in recorder.rows)
-    empty = world.share(not recorder.rows)
-    code = _FAILED if world.share(wrong) or empty or missing else 0
-    if world.rank == 0:
-        print("# nothing was measured" if empty else f"# wrong elements: {wrong}")
-        sys.stdout.flush()
+    code = world.share(_verdict(recorder, history) if world.rank == 0 else 0)
     leave()
     return code
+
+
+def _verdict(recorder: Recorder, history: History) -> int:
+    """The last lines, and the exit code."""
+    wrong = sum(row.wrong or 0 for row in recorder.rows)
+    if history.failed:
+        print(f"# failed: {', '.join(sorted(history.failed))}")
+    print(f"# wrong elements: {wrong}" if recorder.rows else "# nothing was measured", flush=True)
+    return _FAILED if wrong or history.failed or not recorder.rows else 0
 
 
 def _introduce(
@@ -130,17 +142,22 @@ def _introduce(
         print(f"# left out: {line}")
     for limit in limits:
         print(f"# {limit['name']}: {limit['gigabytes_per_second']:.2f} GB/s ({limit['what']})")
+    sys.stdout.flush()
 
 
 def _measure(
-    options: Options, world: World, contenders: Sequence[Contender], recorder: Recorder
+    options: Options,
+    world: World,
+    contenders: Sequence[Contender],
+    recorder: Recorder,
+    history: History,
 ) -> None:
     work = [(op, case) for op in options.operations if op != "init" for case in cases(options, op)]
     shown = ""
     with Progress(len(work), world.rank == 0 and "NO_COLOR" not in os.environ) as progress:
         for op, case in work:
             progress.begin(case.title)
-            measurement = Measurement(case, contenders, world, options)
+            measurement = Measurement(case, contenders, world, options, history)
             rows = measurement.run()
             progress.hide()
             if world.rank == 0:
@@ -153,16 +170,19 @@ def _measure(
                 for note in measurement.notes:
                     print(f"# {case.title}: {note}", flush=True)
     if "init" in options.operations:
-        _measure_startup(options, world, recorder)
+        if world.rank == 0:
+            _measure_startup(options, world, recorder, history)
+        world.barrier()
 
 
-def _measure_startup(options: Options, world: World, recorder: Recorder) -> None:
-    if world.rank == 0:
-        print(table_header("init", world.size).replace("(B)", "(r)").replace("size", "rnks"))
-        rows, notes = measure_startup(options, world.size)
-        for row in rows:
-            recorder.add(row)
-            print(table_line(row), flush=True)
-        for note in notes:
-            print(f"# init: {note}", flush=True)
-    world.barrier()
+def _measure_startup(options: Options, world: World, recorder: Recorder, history: History) -> None:
+    print(table_header("init", world.size).replace("(B)", "(r)").replace("size", "rnks"))
+    if world.hosts > 1:
+        print("# init: all processes start on this host", flush=True)
+    rows, failures = measure_startup(options, world.local_size)
+    for row in rows:
+        recorder.add(row)
+        print(table_line(row), flush=True)
+    for name, failure in failures:
+        history.failed.add(name)
+        print(f"# init: {name} {failure}", flush=True)

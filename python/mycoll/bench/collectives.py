@@ -207,7 +207,7 @@ class CollectiveWorkload(Workload):
         self._target_offset = 0 if case.in_place else source_bytes
         both = source_bytes + target_bytes
         self.touched_bytes = max(source_bytes, target_bytes) if case.in_place else both
-        self._arena = Arena(self.touched_bytes, world, hot)
+        self._arena = Arena(self.touched_bytes, world, hot, self.busy_ranks)
 
     def refill(self) -> None:
         self._arena.refill(self.case.dtype)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mycoll.bench.options import between
 from mycoll.bench.report import duration, read_results
 from mycoll.bench.result import Row
 from mycoll.bench.stats import Interval, unpaired_ratio
@@ -57,11 +58,17 @@ def _relative(rows: Sequence[Row], reference: str) -> dict[_Key, tuple[Row, list
     return found
 
 
+def _verdict(ratio: Interval, threshold_percent: float) -> str:
+    """A change counts if the whole confidence interval lies beyond the threshold."""
+    if ratio.low is None or ratio.high is None:
+        return "unsure"
+    factor = 1 + threshold_percent / 100
+    return "slower" if ratio.low > factor else "faster" if ratio.high < 1 / factor else "same"
+
+
 def compare(
     before: Sequence[Row], after: Sequence[Row], threshold_percent: float, reference: str = ""
 ) -> list[Change]:
-    """A change counts if the whole confidence interval lies beyond the threshold."""
-    slower, faster = 1 + threshold_percent / 100, 1 / (1 + threshold_percent / 100)
     old = _relative(before, reference)
     changes: list[Change] = []
     for key, (row, times) in _relative(after, reference).items():
@@ -69,9 +76,20 @@ def compare(
             continue
         old_row, old_times = old[key]
         ratio = unpaired_ratio(times, old_times)
-        verdict = "slower" if ratio.low > slower else "faster" if ratio.high < faster else "same"
-        changes.append(Change(old_row, row, ratio, verdict))
+        changes.append(Change(old_row, row, ratio, _verdict(ratio, threshold_percent)))
     return changes
+
+
+def _broken(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
+    """What is worse than slow, a line each: wrong results, and what the subject no longer does."""
+    backends = (row.contender for row in before if row.contender_kind == "backend")
+    subject = next(backends, "")
+    measured = {_key(row) for row in after}
+    gone = [row for row in before if row.contender == subject and _key(row) not in measured]
+    return [
+        *(f"wrong   {_name(row)}  {row.wrong} elements" for row in after if row.wrong),
+        *(f"missing {_name(row)}" for row in gone),
+    ]
 
 
 def compare_main(argv: Sequence[str]) -> int:
@@ -80,7 +98,7 @@ def compare_main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("before", metavar="A.jsonl")
     parser.add_argument("after", metavar="B.jsonl")
-    parser.add_argument("--threshold", type=float, default=5.0, help="percent (default 5)")
+    parser.add_argument("--threshold", type=between(0, 1e6), default=5.0, help="percent (5)")
     parser.add_argument(
         "--relative-to",
         default="",
@@ -89,7 +107,11 @@ def compare_main(argv: Sequence[str]) -> int:
         "two runs on a busy machine differ by more than two backends in one run",
     )
     parser.add_argument("--all", action="store_true", help="also show what stayed the same")
-    parser.add_argument("--fail", action="store_true", help="exit with 1 if anything is slower")
+    parser.add_argument(
+        "--fail",
+        action="store_true",
+        help="exit with 1 if anything is slower, wrong in B, or of A's first backend not in B",
+    )
     found = parser.parse_args(list(argv))
     try:
         (old_header, old_rows) = read_results(found.before)
@@ -100,9 +122,15 @@ def compare_main(argv: Sequence[str]) -> int:
     for name in ("machine", "versions", "device", "hot", "blocking", "threads"):
         _warn_of_difference(name, old_header.get(name), new_header.get(name))
     changes = compare(old_rows, new_rows, found.threshold, found.relative_to)
+    if not changes:
+        print(f"mycoll bench compare: {_why_nothing(found.relative_to)}", file=sys.stderr)
+        return _BAD_USE
     for change in changes:
         if change.verdict != "same" or found.all:
             print(_line(change))
+    broken = _broken(old_rows, new_rows)
+    for line in broken:
+        print(line)
     count = {verdict: sum(c.verdict == verdict for c in changes) for verdict in _VERDICTS}
     unmatched = len(old_rows) + len(new_rows) - 2 * len(changes)
     print(
@@ -110,10 +138,23 @@ def compare_main(argv: Sequence[str]) -> int:
         f"{found.threshold:g} % and the noise; {unmatched} rows not in both"
         + (f" or {found.relative_to} itself" if found.relative_to else "")
     )
-    return _SLOWER if found.fail and count["slower"] else 0
+    if count["unsure"]:
+        print(f"# {count['unsure']} with too few rounds to say")
+    if not found.fail:
+        return 0
+    if count["slower"] or broken:
+        return _SLOWER
+    return _BAD_USE if count["unsure"] == len(changes) else 0
 
 
-_VERDICTS = ("faster", "slower", "same")
+def _why_nothing(reference: str) -> str:
+    """Why no row was compared."""
+    if reference:
+        return f"no row of both runs has one of '{reference}' beside it to compare with"
+    return "the runs have no row in common"
+
+
+_VERDICTS = ("faster", "slower", "same", "unsure")
 _VOLATILE = ("load_average_at_start",)
 
 
@@ -127,8 +168,12 @@ def _warn_of_difference(name: str, old: object, new: object) -> None:
 
 def _line(change: Change) -> str:
     row, ratio = change.after, change.ratio
-    percent = 100 * (ratio.value - 1)
-    low, high = 100 * (ratio.low - 1), 100 * (ratio.high - 1)
-    what = f"{row.op} {row.size} B {row.type} {row.redop} {row.contender}"
     times = f"{duration(change.before.time_us)} -> {duration(row.time_us)} us"
-    return f"{change.verdict:6}  {what:50}  {times:24}  {percent:+.1f} % [{low:+.1f} {high:+.1f}]"
+    line = f"{change.verdict:6}  {_name(row):50}  {times:24}  {100 * (ratio.value - 1):+.1f} %"
+    if ratio.low is None or ratio.high is None:
+        return line
+    return f"{line} [{100 * (ratio.low - 1):+.1f} {100 * (ratio.high - 1):+.1f}]"
+
+
+def _name(row: Row) -> str:
+    return f"{row.op} {row.size} B {row.type} {row.redop} {row.contender}"

@@ -46,7 +46,10 @@ class Contender(ABC):
 
     @abstractmethod
     def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
-        """One round. Nanoseconds of each call, for each rank whose times this rank knows."""
+        """One round. Nanoseconds of each call, for each rank whose times this rank knows.
+
+        Raises Unsupported, on all ranks, if it is no longer there.
+        """
 
     def extra(self) -> dict[str, float]:
         return {}
@@ -131,7 +134,8 @@ class CopyContender(Contender):
         count = int(workload.copied_bytes)
         if count < _SMALLEST_COPY:
             raise Unsupported("")
-        self._arena = arena = Arena(2 * aligned(count), self.world, self._hot)
+        everybody = self.world.local_size
+        self._arena = arena = Arena(2 * aligned(count), self.world, self._hot, everybody)
         for index in range(arena.windows):
             source = arena.window(index, 0, count, torch.uint8)
             target = arena.window(index, aligned(count), count, torch.uint8)
@@ -181,7 +185,9 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
         if errors:
             found = [contender for contender in found if contender.name != name]
             absent.append(f"{name}: {errors[0]}")
-    if options.limit and world.device.type == "cpu":
+    if options.limit and world.device.type != "cpu":
+        absent.append("copy: --limit measures the CPU's memory, not that of a device")
+    elif options.limit:
         found.append(CopyContender("copy", world, options, None))
         streaming = getattr(native_module(), "copy_streaming", None)
         if all(world.gather_all(streaming is not None)):

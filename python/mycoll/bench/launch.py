@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from torch.distributed import TCPStore
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from mycoll._pipes import is_unread
 
 _POLL_SECONDS = 0.02
+_STDOUT = 1
 _GRACE_SECONDS = 5.0
 _PARENT = "_MYCOLL_BENCH_PARENT"
 INTERRUPTED = 130
@@ -29,6 +32,20 @@ def under_launcher() -> bool:
 def started_here() -> bool:
     """Whether run_ranks() has: RANK and WORLD_SIZE may have been exported for something else."""
     return os.environ.get(_PARENT) == str(os.getppid())
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process: no variable of its own is exported for others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and _PARENT not in os.environ
+
+
+def end_with_parent() -> None:
+    """In a rank: it does not outlive who started it, however that ended."""
+    if _PARENT not in os.environ:
+        return
+    _prctl_pr_set_pdeathsig(signal.SIGTERM)
+    if not started_here():  # the parent ended before
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -51,8 +68,10 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
     """
     signal.signal(signal.SIGTERM, _interrupt)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [_start(command, rank, ranks, store.port) for rank in range(ranks)]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for rank in range(ranks):
+            processes.append(_start(command, rank, ranks, store.port))
         return _wait(processes)
     except KeyboardInterrupt:
         for process in processes:
@@ -89,23 +108,64 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int) -> subproce
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Until all have ended, one has failed, or nobody reads the results (BrokenPipeError)."""
-    while True:
-        if is_unread():
-            raise BrokenPipeError
-        codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
-        if failed:
-            return abs(failed[0])
-        if None not in codes:
-            return 0
-        time.sleep(_POLL_SECONDS)
+    with _Watch(processes) as watch:
+        while True:
+            if is_unread():
+                raise BrokenPipeError
+            codes = [process.poll() for process in processes]
+            # A rank that a signal ended is the cause, others that failed meanwhile are not.
+            if failed := min((code for code in codes if code), default=0):
+                return failed if failed > 0 else _ended_by(-failed, codes.index(failed))
+            if None not in codes:
+                return 0
+            watch.sleep()
+
+
+def _ended_by(number: int, rank: int) -> int:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hint = " (out of memory?)" if number == signal.SIGKILL else ""
+    print(f"mycoll bench: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    return 128 + number
+
+
+class _Watch:
+    """Sleeps until a rank ends or the reader goes away: whoever wakes up while ranks are timed is
+    in their way."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._poll = select.poll()
+        self._poll.register(_STDOUT, 0)  # for errors only
+        self._running: set[int] = set()
+        self._milliseconds: float | None = None
+        for process in processes:
+            try:
+                running = os.pidfd_open(process.pid)
+            except (AttributeError, OSError):  # not in every Python; some containers forbid it
+                self._milliseconds = 1e3 * _POLL_SECONDS
+                return
+            self._running.add(running)
+            self._poll.register(running, select.POLLIN)
+
+    def sleep(self) -> None:
+        for descriptor, _ in self._poll.poll(self._milliseconds):
+            # What has been told once would be told again at once.
+            self._poll.unregister(descriptor)
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._running:
+            os.close(descriptor)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Gives those that are left a moment: ranks that agree to fail exit within milliseconds."""
+    """Gives those that are left a moment: ranks that agree to fail exit within milliseconds. To be
+    interrupted again ends it."""
     deadline = time.monotonic() + _GRACE_SECONDS
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    with contextlib.suppress(KeyboardInterrupt):
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)

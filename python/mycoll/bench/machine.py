@@ -6,6 +6,7 @@ import datetime
 import importlib
 import os
 import platform
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
@@ -32,10 +33,10 @@ def usable_cpus() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def last_level_cache_bytes() -> int:
-    """All last-level caches together that the usable cores can fill."""
+def last_level_cache_bytes(cpus: Collection[int]) -> int:
+    """All last-level caches together that these cores can fill."""
     caches: dict[tuple[int, str], int] = {}
-    for cpu in usable_cpus():
+    for cpu in cpus:
         for index in Path(f"/sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
             try:
                 level = int((index / "level").read_text())
@@ -81,7 +82,9 @@ def _load_average() -> float | None:
         return None
 
 
-def header(options: Options, argv: list[str], ranks: int, hosts: int) -> dict[str, object]:
+def header(
+    options: Options, argv: list[str], ranks: int, hosts: int, cache_bytes: int
+) -> dict[str, object]:
     """Secrets are left out: results are published."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     machine: dict[str, object] = {
@@ -89,7 +92,7 @@ def header(options: Options, argv: list[str], ranks: int, hosts: int) -> dict[st
         "architecture": platform.machine(),
         "usable_cores": len(usable_cpus()),
         "cpu_quota": _cpu_quota(),
-        "last_level_cache_bytes": last_level_cache_bytes(),
+        "last_level_cache_bytes": cache_bytes,
         "memory_bytes": memory,
         "kernel": platform.release(),
         "load_average_at_start": _load_average(),

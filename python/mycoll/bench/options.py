@@ -30,6 +30,8 @@ OPERATIONS = (
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDOPS = ("sum", "prod", "min", "max", "avg")
+_MOST = 1e6  # seconds, milliseconds, factors
+_MOST_SIZES = 10_000
 PEERS = ("openmpi", "mpich", "openmpi-tcp", "mpich-tcp", "intelmpi", "iperf3")
 
 # nccl-tests' names beside torch's own.
@@ -105,7 +107,10 @@ def parse_size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 8, 64K, 1M or 1G")
     shift = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}[match[2].lower()]
-    return int(float(match[1]) * (1 << shift))
+    size = float(match[1]) * (1 << shift)
+    if size >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than any memory holds")
+    return int(size)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -115,13 +120,17 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def sweep(begin: int, end: int, factor: float, step: int) -> tuple[int, ...]:
-    """The sizes from begin to end, multiplied by the factor or, with a step, added to."""
+    """The sizes from begin to end, multiplied by the factor or, with a step, added to.
+
+    ValueError if nobody can want that many.
+    """
     sizes = [begin]
-    while True:
+    while len(sizes) <= _MOST_SIZES:
         following = sizes[-1] + step if step else max(int(sizes[-1] * factor), sizes[-1] + 1)
         if following > end:
             return tuple(sizes)
         sizes.append(following)
+    raise ValueError(f"more than {_MOST_SIZES} sizes: choose a larger -f or -i")
 
 
 def _names(
@@ -154,6 +163,25 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def between(low: float, high: float) -> Callable[[str], float]:
+    """A number from low to high: no NaN, nothing infinite."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def _worlds(text: str) -> tuple[int, ...]:
+    return tuple(_at_least(1)(part) for part in text.split(",") if part)
+
+
 def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise argparse.ArgumentTypeError("must be 0 or 1")
@@ -179,12 +207,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--nproc", type=_at_least(1), default=0, help="start this many ranks on this host")
     add("-b", "--minbytes", type=parse_size, default=8, help="smallest size (default 8)")
     add("-e", "--maxbytes", type=parse_size, default=64 << 20, help="largest size (default 64M)")
-    add("-f", "--stepfactor", type=float, default=8, help="factor between sizes (default 8)")
+    factor = between(1, _MOST)
+    add("-f", "--stepfactor", type=factor, default=8, help="factor between sizes (default 8)")
     add("-i", "--stepbytes", type=parse_size, default=0, help="fixed step between sizes instead")
     add("-n", "--iters", type=_at_least(0), default=0, help="calls a round (default: by time)")
     add("-w", "--warmup_iters", type=_at_least(0), default=-1, help="untimed calls a round")
     add("--rounds", type=_at_least(1), default=12, help="rounds of each backend (default 12)")
-    add("--round-ms", type=float, default=20.0, help="time a round aims at (default 20 ms)")
+    add("--round-ms", type=between(0, _MOST), default=20.0, help="time a round aims at (20 ms)")
     add("-c", "--check", type=_at_least(1), default=2, help="verified calls (default 2)")
     add(
         "-d",
@@ -200,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hot", action="store_true", help="reuse one buffer, so that it stays in cache")
     add("--device", default="cpu", help="where the tensors are: cpu (default) or cuda")
     add("--threads", type=_at_least(1), default=1, help="torch threads a rank (default 1)")
-    add("--timeout", type=float, default=120.0, help="seconds until a group gives up")
+    add("--timeout", type=between(0.1, _MOST), default=120.0, help="seconds until a group gives up")
     add("--floor", action="store_true", help="torch's own cost of a call (its `fake` backend)")
     add("--limit", action="store_true", help="the machine's memory copy rate, all ranks at once")
     add(
@@ -209,7 +238,12 @@ def _parser() -> argparse.ArgumentParser:
         default=(),
         help=f"measured in the same run when installed: {', '.join(PEERS)}",
     )
-    add("--worlds", default="", help="world sizes of `init` (default: powers of 2 up to the world)")
+    add(
+        "--worlds",
+        type=_worlds,
+        default=(),
+        help="world sizes of `init` (default: powers of 2 up to this host's ranks)",
+    )
     add("--json", default="", metavar="FILE", help="write JSON lines")
     add("--csv", default="", metavar="FILE", help="write comma separated values")
     add("--plot", default="", metavar="FILE.png", help="draw latency and bandwidth")
@@ -235,21 +269,23 @@ def parse_options(argv: Sequence[str]) -> Options:
     if not backends:
         parser.error("--backend names no backend")
     try:
-        torch.device(found.device)
+        device = torch.device(found.device)
     except RuntimeError:
         parser.error(f"--device: torch knows no '{found.device}'")
+    if ":" in found.device:
+        parser.error(f"--device: every rank takes its own; say '{device.type}'")
     if found.minbytes < 1 or found.maxbytes < found.minbytes:
         parser.error("-b must be at least 1 and -e at least -b")
     if found.stepfactor <= 1 and not found.stepbytes:
         parser.error("-f must be more than 1")
     try:
-        worlds = tuple(int(text) for text in found.worlds.split(",") if text)
-    except ValueError:
-        parser.error(f"--worlds: '{found.worlds}' is not a list of numbers")
+        sizes = sweep(found.minbytes, found.maxbytes, found.stepfactor, found.stepbytes)
+    except ValueError as cause:
+        parser.error(str(cause))
     return Options(
         operations=found.operations,
         backends=backends,
-        sizes=sweep(found.minbytes, found.maxbytes, found.stepfactor, found.stepbytes),
+        sizes=sizes,
         iterations=found.iters,
         warmups=found.warmup_iters,
         rounds=found.rounds,
@@ -267,7 +303,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         floor=found.floor,
         limit=found.limit,
         peers=found.peers,
-        worlds=worlds,
+        worlds=found.worlds,
         nproc=found.nproc,
         json=found.json,
         csv=found.csv,

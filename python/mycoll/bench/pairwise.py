@@ -5,6 +5,7 @@ Ranks 0 and 1 talk; the others, if any, wait.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,15 +13,17 @@ import torch.distributed as dist
 
 from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.patterns import Pattern, poison, spoil
-from mycoll.bench.workload import Call, Case, Group, Unsupported, Workload
+from mycoll.bench.workload import PAIR, Call, Case, Group, Unsupported, Workload
 from mycoll.bench.world import World
 
 _WINDOW = 16
-_TALKING = (0, 1)
 
 
 class _Pairwise(Workload):
+    """`length` windows of the arena are used in a call, each for a message."""
+
     pairwise = True
+    length = 1
 
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world)
@@ -28,11 +31,11 @@ class _Pairwise(Workload):
             raise Unsupported(f"{case.op} needs two ranks")
         self.count = max(1, case.size // case.dtype.itemsize)
         self.size = self.count * case.dtype.itemsize
-        self.talks = world.rank in _TALKING
+        self.talks = world.rank in PAIR
         self.peer = 1 - world.rank
         self._offset = aligned(self.size)
         self.touched_bytes = 2 * self._offset
-        self.arena = Arena(self.touched_bytes, world, hot)
+        self.arena = Arena(self.touched_bytes, world, hot or not self.talks, self.busy_ranks)
 
     def refill(self) -> None:
         self.arena.refill(self.case.dtype)
@@ -47,27 +50,39 @@ class _Pairwise(Workload):
     def calls(self, group: Group) -> Sequence[Call]:
         if not self.talks:
             return []
-        return [self.call(index, group) for index in range(self.arena.windows)]
+        # A call begins where the one before has ended: no window is warm from that.
+        beginnings = range(0, math.lcm(self.arena.windows, self.length), self.length)
+        return [self.call(index, group) for index in beginnings]
 
     def call(self, index: int, group: Group) -> Call:
         raise NotImplementedError
 
     def received(self) -> bool:
-        """Whether this rank gets a message in a call, to be verified."""
+        """Whether this rank gets messages in a call, to be verified."""
         return True
 
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:
         if not self.talks:
             return 0
-        pattern = Pattern(self.case.dtype, "none", self.world.size, seed)
-        pattern.fill(self.outgoing(seed), self.world.rank)
-        poison([self.incoming(seed)])
+        used = range(seed, seed + min(self.length, self.arena.windows))
+        # Every message has a pattern of its own, so that exchanged ones show.
+        patterns = {
+            at: Pattern(self.case.dtype, "none", self.world.size, self.length * seed + at - seed)
+            for at in used
+        }
+        for at, pattern in patterns.items():
+            pattern.fill(self.outgoing(at), self.world.rank)
+            poison([self.incoming(at)])
         self.call(seed, group)()
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize(self.world.device)
         if plant_error:
-            spoil(self.incoming(seed))
-        return pattern.wrong_copy(self.incoming(seed), self.peer) if self.received() else 0
+            spoil(self.incoming(used[-1]))
+        if not self.received():
+            return 0
+        return sum(
+            pattern.wrong_copy(self.incoming(at), self.peer) for at, pattern in patterns.items()
+        )
 
 
 class PingPongWorkload(_Pairwise):
@@ -96,7 +111,7 @@ class PingPongWorkload(_Pairwise):
 class BandwidthWorkload(_Pairwise):
     """A window of messages under way at once, then an answer; the time is one message's."""
 
-    messages = _WINDOW
+    messages = length = _WINDOW
 
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world, hot)

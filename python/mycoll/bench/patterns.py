@@ -3,7 +3,8 @@
 An element depends on its rank, its index and the round. The period over the index is a prime, so
 that data moved by any power of two is seen; a new seed each round shows stale results. Values are
 small integers that all partial sums represent exactly, so that a sum has one right answer in any
-order; only where a dtype is too coarse for that many ranks is a distance allowed.
+order; only where a dtype is too coarse for that many ranks is a distance allowed. Imaginary parts
+are other integers than the real ones; in products, complex numbers are turned by right angles.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _MANTISSA_BITS = {
     torch.complex128: 53,
 }
 _POISON = 0x5A
+_QUARTER_TURNS = torch.tensor([1, 1j, -1, -1j], dtype=torch.complex128)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Pattern:
         return fitting[-1] if fitting else _PRIMES[0]
 
     def values(self, rank: int, begin: int) -> torch.Tensor:
-        """One period of a rank's input, from element begin on, as int64."""
+        """One period of a rank's input, from element begin on, as int64 or complex128."""
         index = torch.arange(begin, begin + self._period, dtype=torch.int64)
         # Neither factor is a multiple of a period: every rank and every round differs.
         mixed = (index + 19 * rank + 23 * self.seed) % self._period
@@ -64,11 +66,14 @@ class Pattern:
             return ((mixed == 1) | (mixed == 2) | (mixed == 4)).to(torch.int64)
         if self.redop == "prod":
             # Powers of two from few ranks, signs from the others: the product stays exact.
-            return 1 + (mixed == 0).to(torch.int64) * (1 if rank < 6 else -2)
+            lengths = 1 + (mixed == 0).to(torch.int64) * (1 if rank < 6 else -2)
+            return lengths * _QUARTER_TURNS[mixed % 4] if self.dtype.is_complex else lengths
+        if self.dtype.is_complex and self.redop not in ("min", "max"):  # these have no order
+            return torch.complex(mixed.double(), ((2 * mixed + 1) % self._period).double())
         return mixed
 
     def reduced(self, begin: int) -> torch.Tensor:
-        """One period of what reducing all inputs gives, before rounding (int64 or float64)."""
+        """One period of what reducing all inputs gives, before rounding to the dtype."""
         result = self.values(0, begin)
         for rank in range(1, self.ranks):
             other = self.values(rank, begin)
@@ -83,7 +88,7 @@ class Pattern:
         if self.redop != "avg":
             return result
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            return result.to(torch.float64) / self.ranks
+            return result.to(self._wide) / self.ranks
         return torch.div(result, self.ranks, rounding_mode="trunc")
 
     def fill(self, tensor: torch.Tensor, rank: int) -> None:
@@ -104,12 +109,18 @@ class Pattern:
             for begin, block in _blocks(tensor)
         )
 
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.complex128 if self.dtype.is_complex else torch.float64
+
     def _differing(self, found: torch.Tensor, period: torch.Tensor) -> int:
+        if self.dtype.is_complex:
+            # The sign of a zero in a complex product hangs on the order: adding 0 makes it +.
+            found, period = found + 0, period + 0
         if self._distance() == 0:
             return _different_bits(found, period.to(self.dtype))
-        wide = torch.complex128 if self.dtype.is_complex else torch.float64
-        expected = _tiled(period, found.numel()).to(torch.float64)
-        distance = (found.to(wide) - expected).abs()
+        expected = _tiled(period, found.numel()).to(self._wide)
+        distance = (found.to(self._wide) - expected).abs()
         return int((~(distance <= self._distance() * expected.abs())).sum())
 
     def _distance(self) -> float:

@@ -94,6 +94,8 @@ def _compiler(family: str) -> tuple[list[str], list[str]]:
     wrapper = [_tool("mpicc", _FAMILIES["mpich"]), "-show"]
     told = subprocess.run(wrapper, capture_output=True, text=True, timeout=_ASK_SECONDS)
     words = told.stdout.split()
+    if not words:
+        raise PeerAbsent(f"{wrapper[0]} does not say what it calls")
     return [words[0], *(word for word in words if word.startswith("-I"))], [
         str(root / _INTEL_LIBRARY)
     ]

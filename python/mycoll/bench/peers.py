@@ -75,30 +75,34 @@ class MpiContender(Contender):
     def prepare(self, workload: Workload) -> None:
         if self._died:
             raise Unsupported(self._died)
-        if not self._channels:
-            return
         case = workload.case
         if case.in_place and case.op in ("all_gather", "reduce_scatter", "gather", "scatter"):
             raise Unsupported("mpi_bench has no in-place variant")
-        windows, evict_bytes = plan(workload.touched_bytes, self.world, self._options.hot)
+        windows, evict_bytes = plan(
+            workload.touched_bytes, self.world, self._options.hot, workload.busy_ranks
+        )
         self._ask(
             f"prepare {case.op} {case.dtype_name} {case.redop} {workload.size} {case.root} "
             f"{windows} {evict_bytes}"
         )
 
     def verify(self, seed: int, plant_error: bool) -> int | None:
-        if not self._channels:
-            return None
-        return sum(int(answer["wrong"]) for answer in self._ask(f"verify {seed}"))
+        counts = [answer["wrong"] for answer in self._ask(f"verify {seed}")]
+        return sum(counts) if counts and None not in counts else None
 
     def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
         self.world.barrier()
-        if not self._channels:
-            return []
-        return [answer["ns"] for answer in self._ask(f"run {warmups} {iterations} {int(blocking)}")]
+        answers, trouble = [], ""
+        try:
+            answers = self._ask(f"run {warmups} {iterations} {int(blocking)}")
+        except Unsupported as cause:
+            trouble = str(cause)
+        if trouble := self.world.share(trouble):
+            raise Unsupported(trouble)
+        return [answer["ns"] for answer in answers]
 
     def _ask(self, line: str) -> list[dict[str, Any]]:
-        """Tells all ranks, then hears all."""
+        """Tells all of the MPI's ranks, then hears all; on our ranks but 0, nobody."""
         try:
             for channel in self._channels:
                 channel.write(line + "\n")
@@ -151,6 +155,8 @@ def gather_peers(
                     contender.start(Path(folder))
         except PeerAbsent as cause:
             reason = str(cause)
+        except (OSError, subprocess.SubprocessError) as cause:
+            reason = one_line(cause)
         reason = world.share(reason)
         if reason:
             absent.append(f"{name}: {reason}")

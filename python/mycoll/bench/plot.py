@@ -80,9 +80,8 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
     contenders = list(dict.fromkeys((row.contender, row.contender_kind) for row in rows))
     colours = iter(_COLOURS * len(contenders))
-    highest = max(
-        getattr(row, figure) for row in rows if row.contender_kind in ("backend", "peer", "limit")
-    )
+    moving = [row for row in rows if row.contender_kind != "floor"]
+    highest = max((getattr(row, figure) for row in moving), default=0)
     for name, kind in contenders:
         line = [row for row in rows if row.contender == name]
         if kind == "floor" and figure == "busbw":
@@ -106,7 +105,7 @@ def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
         if figure == "time_us" and kind == "backend":
             low, high = [row.min_us for row in line], [row.max_us for row in line]
             axes.fill_between(sizes, low, high, color=axes.lines[-1].get_color(), alpha=0.15, lw=0)
-    if figure == "busbw":
+    if figure == "busbw" and highest:
         axes.set_ylim(top=1.08 * highest)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda size, _: size_label(size))

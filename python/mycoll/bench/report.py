@@ -69,10 +69,16 @@ def table_line(row: Row) -> str:
     ]
     name = row.contender + _KINDS.get(row.contender_kind, "")
     if row.ratio is not None:
-        name += f" {row.ratio:.3g}x [{row.ratio_low:.3g} {row.ratio_high:.3g}]"
+        name += f" {ratio(row)}"
     if row.extra:
         name += " " + " ".join(f"{key}={value:.1f}" for key, value in row.extra.items())
     return _line(cells) + "  " + name
+
+
+def ratio(row: Row) -> str:
+    """With its interval, if there were rounds enough for one."""
+    value = f"{row.ratio:.3g}x"
+    return value if row.ratio_low is None else f"{value} [{row.ratio_low:.3g} {row.ratio_high:.3g}]"
 
 
 def _writer(path: str) -> IO[str] | None:
@@ -81,11 +87,11 @@ def _writer(path: str) -> IO[str] | None:
 
 def unwritable(path: str) -> str:
     """Why no file can be written there; '' where one can. Leaves what there is as it is."""
-    file = Path(path)
-    was_there = file.exists()
     try:
+        file = Path(path).resolve()  # what a link points to, which need not be there
+        was_there = file.exists()
         file.open("ab").close()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: links in a circle, before Python 3.13
         return str(error)
     if not was_there:
         file.unlink()

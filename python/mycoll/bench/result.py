@@ -21,7 +21,7 @@ class Row:
     time is the median over rounds of the mean over ranks and calls; p50, p95 and p99 are over all
     calls of all ranks; min and max are the fastest and the slowest rank's mean (median over
     rounds). ratio compares with the first backend of the run, round by round: 2 means that this
-    contender took twice its time.
+    contender took twice its time; without ratio_low and ratio_high from too few rounds.
     """
 
     op: str
@@ -64,6 +64,14 @@ class Row:
             ratio_low=ratio.low,
             ratio_high=ratio.high,
         )
+
+
+def compared(rows: Sequence[Row], subject: str) -> list[Row]:
+    """With ratios to the subject's row, or with none where it is not among them."""
+    first = next((row for row in rows if row.contender == subject), None)
+    if first is None:
+        return list(rows)
+    return [row if row is first else row.compared_to(first) for row in rows]
 
 
 def make_row(

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 
+import torch.distributed as dist
+
+from mycoll.bench.arena import MAX_WINDOWS
 from mycoll.bench.collectives import COLLECTIVES, BarrierWorkload, CollectiveWorkload
 from mycoll.bench.contenders import Contender, one_line
 from mycoll.bench.options import REDUCING, ROOTED, Options
 from mycoll.bench.pairwise import BandwidthWorkload, PingPongWorkload
-from mycoll.bench.result import Row, make_row
+from mycoll.bench.result import Row, compared, make_row
 from mycoll.bench.training import DdpWorkload, OverlapWorkload, models
 from mycoll.bench.workload import Case, Unsupported, Workload
 from mycoll.bench.world import World
 
-# A round has at most as many calls as there are buffers, and enough for a mean.
-_MOST_CALLS = 1000
+# A round has no more calls than there are buffers, and enough for a mean.
 _FEWEST_CALLS = 3
 _MOST_WARMUPS = 5
 _PROBE_CALLS = 20
@@ -52,17 +55,32 @@ def _workload(case: Case, world: World, hot: bool) -> Workload:
     return BandwidthWorkload(case, world, hot)
 
 
+@dataclass
+class History:
+    """What the cases of a run leave behind: who could do what, and which backends failed."""
+
+    able: set[tuple[str, str, str, str]] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
 class Measurement:
     """One case with everybody who can run it. `notes` says on rank 0 who could not, and why."""
 
     def __init__(
-        self, case: Case, contenders: Sequence[Contender], world: World, options: Options
+        self,
+        case: Case,
+        contenders: Sequence[Contender],
+        world: World,
+        options: Options,
+        history: History,
     ) -> None:
         self._case = case
         self._world = world
         self._options = options
         self._everybody = contenders
+        self._history = history
         self._wrong: dict[str, int | None] = {}
+        self._calls: dict[str, tuple[int, int]] = {}
         self.notes: list[str] = []
 
     def run(self) -> list[Row]:
@@ -81,15 +99,15 @@ class Measurement:
 
     def _measure(self, workload: Workload) -> list[Row]:
         able = [contender for contender in self._everybody if self._admit(contender, workload)]
-        calls = {contender.name: self._calls_per_round(contender) for contender in able}
+        able = [contender for contender in able if self._plan_calls(contender, workload)]
         rounds: dict[str, list[list[list[int]]]] = {contender.name: [] for contender in able}
         for number in range(self._options.rounds):
-            for contender in able if number % 2 == 0 else reversed(able):
-                warmups, iterations = calls[contender.name]
-                # Nobody prepares the next contender's round while somebody is still in this one's.
-                self._world.barrier()
-                times = contender.run(warmups, iterations, self._options.blocking)
-                rounds[contender.name].append(times)
+            for contender in able[:: 1 if number % 2 == 0 else -1]:
+                try:
+                    rounds[contender.name].append(self._round(contender))
+                except Unsupported as reason:
+                    able.remove(contender)
+                    self.notes.append(f"{contender.name}: {reason}")
         rows: list[Row] = []
         for contender in able:
             per_rank = self._world.gather(rounds[contender.name])
@@ -97,15 +115,22 @@ class Measurement:
             if self._world.rank == 0:
                 merged = [list(chain.from_iterable(parts)) for parts in zip(*per_rank, strict=True)]
                 wrong = self._wrong[contender.name]
-                row = make_row(
-                    self._case, workload, contender.name, contender.kind, wrong, merged, extra
+                rows.append(
+                    make_row(
+                        self._case, workload, contender.name, contender.kind, wrong, merged, extra
+                    )
                 )
-                rows.append(row.compared_to(rows[0]) if rows else row)
-        return rows
+        return compared(rows, self._options.backends[0])
+
+    def _round(self, contender: Contender) -> list[list[int]]:
+        warmups, iterations = self._calls[contender.name]
+        # Nobody prepares the next contender's round while somebody is still in this one's.
+        self._world.barrier()
+        return contender.run(warmups, iterations, self._options.blocking)
 
     def _admit(self, contender: Contender, workload: Workload) -> bool:
         """Prepares and verifies; all ranks agree on whether this contender takes part."""
-        error = ""
+        error, failed = "", False
         wrong: int | None = None
         planted = self._world.rank == self._options.plant_error
         try:
@@ -117,29 +142,48 @@ class Measurement:
         except Unsupported as reason:
             error = str(reason) or "-"
         except Exception as cause:  # a backend may raise anything for what it cannot do
-            error = one_line(cause)
-        answers = self._world.gather_all((error, wrong))
-        errors = [text for text, _ in answers if text]
-        counts = [count for _, count in answers if count is not None]
+            error, failed = one_line(cause), self._is_failure(contender, cause)
+        answers = self._world.gather_all((error, failed, wrong))
+        errors = [text for text, _, _ in answers if text]
+        counts = [count for _, _, count in answers if count is not None]
         self._wrong[contender.name] = sum(counts) if counts else None
-        if errors and errors[0] != "-":
+        if any(failed for _, failed, _ in answers):
+            self._history.failed.add(contender.name)
+        if not errors:
+            self._history.able.add(self._ability(contender))
+        elif errors[0] != "-":
             self.notes.append(f"{contender.name}: {errors[0]}")
         return not errors
 
-    def _calls_per_round(self, contender: Contender) -> tuple[int, int]:
-        """Warm-ups and calls, the same on all ranks."""
-        iterations = self._options.iterations or self._calls_by_time(contender)
+    def _is_failure(self, contender: Contender, cause: Exception) -> bool:
+        """Not a case that the backend does not have, but one in which it is in trouble."""
+        could_before = self._ability(contender) in self._history.able
+        return contender.kind == "backend" and (could_before or isinstance(cause, dist.DistError))
+
+    def _ability(self, contender: Contender) -> tuple[str, str, str, str]:
+        case = self._case
+        return contender.name, case.op, case.dtype_name, case.redop
+
+    def _plan_calls(self, contender: Contender, workload: Workload) -> bool:
+        """Warm-ups and calls of its rounds, the same on all ranks; whether it got that far."""
+        try:
+            iterations = self._options.iterations or self._calls_by_time(contender, workload)
+        except Unsupported as reason:
+            self.notes.append(f"{contender.name}: {reason}")
+            return False
         warmups = self._options.warmups
         if warmups < 0:
             warmups = max(1, min(_MOST_WARMUPS, iterations // 4))
-        return self._world.share((warmups, iterations))
+        self._calls[contender.name] = self._world.share((warmups, iterations))
+        return True
 
-    def _calls_by_time(self, contender: Contender) -> int:
+    def _calls_by_time(self, contender: Contender, workload: Workload) -> int:
         """Probes twice: the first is short, since a call may take a second, and cold."""
+        most = MAX_WINDOWS // workload.messages - _MOST_WARMUPS
         calls = 1
         for _ in range(2):
             times = contender.run(1, calls, False)
             slowest = max((median(per_call) for per_call in times if per_call), default=1.0)
             fitting = int(self._options.round_milliseconds * 1e6 / max(1.0, slowest))
             calls = self._world.share(max(_FEWEST_CALLS, min(_PROBE_CALLS, fitting)))
-        return max(_FEWEST_CALLS, min(_MOST_CALLS, fitting))
+        return max(_FEWEST_CALLS, min(most, fitting))

@@ -20,25 +20,26 @@ from torch.distributed import PrefixStore, TCPStore
 
 from mycoll.bench.clock import now
 from mycoll.bench.options import Options
-from mycoll.bench.result import Row
+from mycoll.bench.result import Row, compared
 from mycoll.bench.stats import percentile
 
-_SAMPLES = 5
+_SAMPLES = 6
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "MASTER_")
 
 
 def world_sizes(options: Options, ranks: int) -> list[int]:
+    """Those asked for, or powers of 2 up to the ranks of this host, where all processes start."""
     if options.worlds:
         return list(options.worlds)
     powers = [1 << shift for shift in range(1, 20) if 1 << shift <= ranks]
     return powers if ranks in powers else [*powers, ranks]
 
 
-def measure_startup(options: Options, ranks: int) -> tuple[list[Row], list[str]]:
-    """Called on rank 0; starts processes of its own."""
+def measure_startup(options: Options, ranks: int) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Called on rank 0; starts processes of its own. Also which backends failed, and how."""
     rows: list[Row] = []
-    notes: list[str] = []
+    failures: list[tuple[str, str]] = []
     samples = min(_SAMPLES, options.rounds)
     for size in world_sizes(options, ranks):
         times: dict[str, list[list[tuple[int, int]]]] = {name: [] for name in options.backends}
@@ -47,15 +48,11 @@ def measure_startup(options: Options, ranks: int) -> tuple[list[Row], list[str]]
                 try:
                     times[name].append(_sample(name.split("#")[0], size, options))
                 except RuntimeError as cause:
-                    notes.append(f"{name} at {size} ranks: {cause}")
+                    failures.append((name, f"at {size} ranks: {cause}"))
                     del times[name]
-        first: Row | None = None
-        for name, taken in times.items():
-            row = _row(name, size, taken)
-            first = first or row
-            row = row.compared_to(first) if row is not first else row
-            rows.append(row)
-    return rows, notes
+        measured = [_row(name, size, taken) for name, taken in times.items()]
+        rows += compared(measured, options.backends[0])
+    return rows, failures
 
 
 def _sample(backend: str, ranks: int, options: Options) -> list[tuple[int, int]]:

@@ -9,15 +9,17 @@ from statistics import median
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
+# What a bootstrap calls 95 % holds the median in 80 % of all cases with 3 rounds, 92 % with 6.
+_FEWEST_ROUNDS = 6
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the bounds of its 95 % confidence interval."""
+    """An estimate and the bounds of its 95 % confidence interval; None: too few rounds for one."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -28,7 +30,9 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def _interval(value: float, draw: Callable[[], float]) -> Interval:
+def _interval(value: float, rounds: int, draw: Callable[[], float]) -> Interval:
+    if rounds < _FEWEST_ROUNDS:
+        return Interval(value, None, None)
     draws = sorted(draw() for _ in range(_RESAMPLES))
     tail = (1 - _CONFIDENCE) / 2 * 100
     return Interval(value, percentile(draws, tail), percentile(draws, 100 - tail))
@@ -41,7 +45,8 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     """
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     generator = random.Random(0)
-    return _interval(median(ratios), lambda: median(generator.choices(ratios, k=len(ratios))))
+    count = len(ratios)
+    return _interval(median(ratios), count, lambda: median(generator.choices(ratios, k=count)))
 
 
 def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
@@ -52,4 +57,5 @@ def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -
         above = median(generator.choices(numerators, k=len(numerators)))
         return above / median(generator.choices(denominators, k=len(denominators)))
 
-    return _interval(median(numerators) / median(denominators), draw)
+    rounds = min(len(numerators), len(denominators))
+    return _interval(median(numerators) / median(denominators), rounds, draw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -39,9 +40,11 @@ class OverlapWorkload(CollectiveWorkload):
         self.copied_bytes = 0.0
         self._matrices = torch.rand(3, _MATRIX, _MATRIX, device=world.device)
         self._products = 1
-        # The run's own group is gloo's, which has no devices.
-        group = None if world.device.type == "cpu" else dist.new_group(backend="mycoll")
-        target = self._median_ns([partial(dist.all_reduce, self._buffers(0).source, group=group)])
+        # As many bytes, but of a dtype that gloo can reduce.
+        floats = torch.ones(-(-self.size // 4), device=world.device)
+        group = _yardstick(world.device.type)
+        measured = partial(dist.all_reduce, floats, op=dist.ReduceOp.MAX, group=group)
+        target = self._median_ns([measured])
         self._products = max(1, round(target / self._median_ns([self._compute])))
         self._products = world.share(self._products)
 
@@ -83,6 +86,16 @@ class OverlapWorkload(CollectiveWorkload):
         return max(self.world.gather_all(mine))
 
 
+@functools.cache
+def _yardstick(device_type: str) -> Group | None:
+    """One for the run, which ends with it. The run's own group is gloo's, which has no devices."""
+    if device_type == "cpu":
+        return None
+    group = dist.new_group(backend="mycoll")
+    assert isinstance(group, Group)
+    return group
+
+
 def _tail(case: Case) -> tuple[int, str, str, int, bool]:
     return case.size, case.dtype_name, case.redop, case.root, case.in_place
 
@@ -114,7 +127,7 @@ class DdpWorkload(Workload):
         parameters = list(self._model.parameters())
         self.count = len(parameters)
         self.size = sum(p.numel() * p.element_size() for p in parameters)
-        self._evictor = Arena(1, world, hot=False)
+        self._evictor = Arena(1, world, False, self.busy_ranks)
         self._replicas: dict[Group, DistributedDataParallel] = {}
 
     def refill(self) -> None:

@@ -14,6 +14,7 @@ from mycoll.bench.world import World
 
 Call = Callable[[], object]
 Group = dist.ProcessGroup
+PAIR = (0, 1)  # who talks where only two do
 
 
 class Unsupported(Exception):
@@ -64,6 +65,11 @@ class Workload(ABC):
     def __init__(self, case: Case, world: World) -> None:
         self.case = case
         self.world = world
+
+    @property
+    def busy_ranks(self) -> int:
+        """How many ranks of this host move data in a call."""
+        return min(len(PAIR), self.world.local_size) if self.pairwise else self.world.local_size
 
     @abstractmethod
     def refill(self) -> None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from mycoll.bench.machine import last_level_cache_bytes, usable_cpus
 from mycoll.bench.options import Options
 
 T = TypeVar("T")
@@ -20,12 +21,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
+    """cache_bytes: the last-level caches of all cores on which this host's ranks may run."""
+
     rank: int
     size: int
     local_rank: int
     local_size: int
     hosts: int
     device: torch.device
+    cache_bytes: int
 
     def barrier(self) -> None:
         """Blocks without spinning, so that others can be measured meanwhile."""
@@ -64,15 +68,18 @@ def join(options: Options) -> World:
         torch.accelerator.set_device_index(device.index)
     patience = datetime.timedelta(seconds=10 * options.timeout_seconds)
     dist.init_process_group("gloo", timeout=patience)
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
+    me = (socket.gethostname(), usable_cpus())
+    everybody = [me] * dist.get_world_size()
+    dist.all_gather_object(everybody, me)
+    neighbours = [cpus for name, cpus in everybody if name == me[0]]
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         local_rank=local_rank,
-        local_size=names.count(names[dist.get_rank()]),
-        hosts=len(set(names)),
+        local_size=len(neighbours),
+        hosts=len({name for name, _ in everybody}),
         device=device,
+        cache_bytes=last_level_cache_bytes(set().union(*neighbours)),
     )
 
 

@@ -1,0 +1,277 @@
+"""The harness itself, in this process: options, patterns, caches, contenders."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mycoll.bench import cli, main
+from mycoll.bench import world as worlds
+from mycoll.bench.contenders import Contender
+from mycoll.bench.machine import native_module
+from mycoll.bench.options import DTYPES, REDOPS, parse_options, parse_size, sweep
+from mycoll.bench.pairwise import BandwidthWorkload, PingPongWorkload
+from mycoll.bench.patterns import Pattern, spoil
+from mycoll.bench.peer_build import PeerAbsent, build
+from mycoll.bench.peers import MpiContender, gather_peers
+from mycoll.bench.report import Recorder
+from mycoll.bench.result import Row
+from mycoll.bench.rounds import History, Measurement, cases
+from mycoll.bench.workload import Case, Unsupported, Workload
+from mycoll.bench.world import World
+
+_QUICK = ["-n", "2", "-w", "1", "--rounds", "2"]
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("text", "size"),
+        [("8", 8), ("64K", 65536), ("1.5M", 3 << 19), ("1G", 1 << 30), ("4kib", 4096)],
+    )
+    def test_sizes(self, text: str, size: int) -> None:
+        assert parse_size(text) == size
+
+    def test_sweep_by_factor_and_by_step(self) -> None:
+        assert sweep(8, 600, 8, 0) == (8, 64, 512)
+        assert sweep(8, 32, 8, 10) == (8, 18, 28)
+
+    def test_names_known_from_nccl_tests(self) -> None:
+        line = "all_reduce,barrier -b 8 -e 1K -f 2 -n 5 -w 1 -d float,bf16 -o sum,max -z 1 -r 1"
+        options = parse_options([*line.split(), "--backend", "mycoll,gloo,gloo"])
+        assert options.operations == ("all_reduce", "barrier")
+        assert options.backends == ("mycoll", "gloo", "gloo#2")
+        assert options.sizes == (8, 16, 32, 64, 128, 256, 512, 1024)
+        assert (options.iterations, options.warmups, options.root) == (5, 1, 1)
+        assert options.dtypes == ("float32", "bfloat16")
+        assert options.redops == ("sum", "max")
+        assert options.blocking
+
+    @pytest.mark.parametrize(
+        "options",
+        ["-b 9 -e 8", "-e 1T -i 1", f"-e {'9' * 400}", "-f nan", "-f inf", "-f 1", "-d float3"]
+        + ["-c 0", "--timeout nan", "--timeout -1", "--round-ms inf", "--worlds 0", "--worlds 2,x"]
+        + ["--device cuda:0"],
+    )
+    def test_nonsense_is_refused(self, options: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            parse_options(["all_reduce", *options.split()])
+        assert stopped.value.code == 2
+        assert "error" in capsys.readouterr().err
+
+    def test_without_a_launcher(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.delenv("RANK", raising=False)
+        assert main(["all_reduce"]) == 2
+        assert "--nproc" in capsys.readouterr().err
+
+
+class TestPatterns:
+    @pytest.mark.parametrize("name", DTYPES)
+    def test_copies(self, name: str) -> None:
+        pattern = Pattern(getattr(torch, name), "none", ranks=4, seed=1)
+        tensor = torch.empty(1000, dtype=pattern.dtype)
+        pattern.fill(tensor, rank=2)
+        assert pattern.wrong_copy(tensor, rank=2) == 0
+        assert pattern.wrong_copy(tensor[256:], rank=2, offset=256) == 0
+        # A neighbour's data, the same rank's data moved, and the last round's.
+        assert pattern.wrong_copy(tensor, rank=1) > 0
+        assert pattern.wrong_copy(tensor[256:], rank=2) > 0
+        assert replace(pattern, seed=2).wrong_copy(tensor, rank=2) > 0
+        spoil(tensor)
+        assert pattern.wrong_copy(tensor, rank=2) == 1
+
+    @pytest.mark.parametrize("redop", REDOPS)
+    @pytest.mark.parametrize("name", DTYPES)
+    def test_reductions(self, name: str, redop: str) -> None:
+        dtype = getattr(torch, name)
+        pattern = Pattern(dtype, redop, ranks=3, seed=1)
+        period = pattern.reduced(0).to(dtype)
+        result = period.repeat(1000 // period.numel() + 1)[:1000]
+        assert pattern.wrong_reduced(result, 0) == 0
+        assert pattern.wrong_reduced(result[128:], 128) == 0
+        result[500] = result[500] == 0  # another value in every dtype
+        assert pattern.wrong_reduced(result, 0) == 1
+
+    def test_any_byte_but_0_is_true(self) -> None:
+        pattern = Pattern(torch.bool, "sum", ranks=2, seed=1)
+        added = (pattern.values(0, 0) + pattern.values(1, 0)).to(torch.uint8)
+        assert added.max() == 2
+        assert pattern.wrong_reduced(added.view(torch.bool), 0) == 0
+
+    def test_a_contribution_that_is_missing(self) -> None:
+        pattern = Pattern(torch.float32, "sum", ranks=3, seed=1)
+        partial_sum = pattern.values(0, 0) + pattern.values(1, 0)
+        assert pattern.wrong_reduced(partial_sum.to(torch.float32), 0) == partial_sum.numel() - 1
+
+    @pytest.mark.parametrize("name", ["complex64", "complex128"])
+    def test_imaginary_parts(self, name: str) -> None:
+        """Also right: any order, and whatever sign that gives a zero."""
+
+        def result(redop: str, reduce: Callable[..., torch.Tensor], *order: int) -> int:
+            pattern = Pattern(getattr(torch, name), redop, ranks=3, seed=1)
+            inputs = [torch.empty(1000, dtype=pattern.dtype) for _ in order]
+            for rank, tensor in zip(order, inputs):
+                pattern.fill(tensor, rank)
+            return pattern.wrong_reduced(functools.reduce(reduce, inputs), 0)
+
+        def by_parts(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.view_as_complex(torch.view_as_real(a) * torch.view_as_real(b))
+
+        def real_only(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.complex(a.real + b.real, a.imag)
+
+        assert result("prod", torch.mul, 0, 1, 2) == result("prod", torch.mul, 2, 1, 0) == 0
+        assert result("sum", torch.add, 2, 0, 1) == 0
+        assert result("prod", by_parts, 0, 1, 2) > 0
+        assert result("sum", real_only, 0, 1, 2) > 0
+
+
+@dataclass(frozen=True)
+class Alone(World):
+    """A world whose other ranks are only counted."""
+
+    def barrier(self) -> None:
+        pass
+
+    def share(self, value: Any, source: int = 0) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    gather_all = gather
+
+
+def alone(**changes: int) -> Alone:
+    sizes = {"size": 1, "local_size": 1, "hosts": 1, "cache_bytes": 1 << 20, **changes}
+    return Alone(rank=0, local_rank=0, device=torch.device("cpu"), **sizes)
+
+
+class TestCaches:
+    @pytest.mark.parametrize("ranks", [2, 8, 64])
+    def test_those_who_talk_cover_them(self, ranks: int) -> None:
+        world = alone(size=ranks, local_size=ranks, cache_bytes=64 << 20)
+        workload = PingPongWorkload(
+            Case("pingpong", 65536, "uint8", "none", -1, False), world, False
+        )
+        assert 2 * workload.arena.windows * workload.touched_bytes >= 2 * world.cache_bytes
+
+    def test_calls_share_no_window_with_the_one_before(self) -> None:
+        case = Case("bandwidth", 65536, "uint8", "none", -1, False)
+        workload = BandwidthWorkload(case, alone(size=2, local_size=2, cache_bytes=4 << 20), False)
+        beginnings: list[int] = []
+        workload.call = lambda index, group: beginnings.append(index)  # type: ignore[method-assign]
+        workload.calls(None)  # type: ignore[arg-type]
+        assert workload.arena.windows == 33
+        assert [index % 33 for index in beginnings[:4]] == [0, 16, 32, 15]
+        assert len({index % 33 for index in beginnings}) == len(beginnings) == 33
+
+    def test_those_of_all_ranks_of_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each bound to a core whose cache is its own."""
+
+        def gather(boxes: list[object], mine: object) -> None:
+            boxes[:] = [(socket.gethostname(), [0]), (socket.gethostname(), [1]), ("other", [2])]
+
+        for name, stub in {
+            "init_process_group": lambda *_, **__: None,
+            "get_world_size": lambda: 3,
+            "get_rank": lambda: 0,
+            "all_gather_object": gather,
+        }.items():
+            monkeypatch.setattr(worlds.dist, name, stub)
+        monkeypatch.setattr(worlds.gc, "disable", lambda: None)
+        monkeypatch.setattr(worlds, "last_level_cache_bytes", lambda cpus: 32 * len(cpus))
+        world = worlds.join(parse_options(["barrier"]))
+        assert (world.cache_bytes, world.local_size, world.hosts) == (64, 2, 2)
+
+
+class TestContenders:
+    def test_one_that_dies_is_left_out(self) -> None:
+        class Steady(Contender):
+            rounds = 0
+
+            def prepare(self, workload: Workload) -> None:
+                pass
+
+            def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+                return [[1000] * iterations]
+
+        class Dying(Steady):
+            def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+                self.rounds += 1
+                if self.rounds == 2:
+                    raise Unsupported("it is dead")
+                return super().run(warmups, iterations, blocking)
+
+        world = alone()
+        options = parse_options(["barrier", "--backend", "steady", *_QUICK])
+        contenders = [Dying("dying", "peer", world), Steady("steady", "backend", world)]
+        (case,) = cases(options, "barrier")
+        measurement = Measurement(case, contenders, world, options, History())
+        assert [row.contender for row in measurement.run()] == ["steady"]
+        assert measurement.notes == ["dying: it is dead"]
+
+    @pytest.mark.parametrize(
+        "trouble", [OSError("AF_UNIX path too long"), subprocess.TimeoutExpired("mpicc", 1)]
+    )
+    def test_trouble_of_a_peer_is_its_own(
+        self, trouble: Exception, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def start(*_: object) -> None:
+            raise trouble
+
+        monkeypatch.setattr(MpiContender, "start", start)
+        options = parse_options(["barrier", "--peers", "mpich"])
+        found, (absent,), _ = gather_peers(options, alone())
+        assert found == [] and absent.startswith("mpich: ") and str(trouble) in absent
+
+    def test_a_peer_that_died_says_so_on_all_ranks(self) -> None:
+        contender = MpiContender("mpich", alone(), parse_options(["barrier"]))
+        ours, theirs = socket.socketpair()
+        contender._channels = [ours.makefile("rw")]
+        ours.close()
+        theirs.close()
+        with pytest.raises(Unsupported, match="died or hung"):
+            contender.run(1, 1, False)
+
+    def test_init_starts_no_more_ranks_than_the_host_has(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        asked: list[int] = []
+
+        def measure(options: object, ranks: int) -> tuple[list[Row], list[tuple[str, str]]]:
+            asked.append(ranks)
+            return [], [("gloo", "at 2 ranks: failed")]
+
+        monkeypatch.setattr(cli, "measure_startup", measure)
+        history = History()
+        world = alone(size=16, local_size=8, hosts=2)
+        cli._measure_startup(parse_options(["init"]), world, Recorder({}, "", ""), history)
+        assert asked == [8] and history.failed == {"gloo"}
+        assert "on this host" in capsys.readouterr().out
+
+
+def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["all_reduce", "--nproc", "abc"])
+    assert "'abc' is not a whole number" in capsys.readouterr().err
+
+
+def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PeerAbsent, match="apt install mpich"):
+        build("mpich", tmp_path)
+
+
+def test_a_build_for_another_torch_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native_module() is not None
+    monkeypatch.setattr(torch, "__version__", "2.1.0")
+    assert native_module() is None

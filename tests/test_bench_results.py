@@ -1,0 +1,231 @@
+"""What becomes of measured rows: statistics, table, files, comparison, picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mycoll.bench import cli, main
+from mycoll.bench.compare import compare
+from mycoll.bench.plot import draw, undrawable
+from mycoll.bench.report import Recorder, table_header, table_line, unwritable
+from mycoll.bench.result import Row, compared
+from mycoll.bench.stats import paired_ratio, percentile, unpaired_ratio
+
+
+def example_row(**changes: object) -> Row:
+    row = Row(
+        op="all_reduce",
+        size=1024,
+        count=256,
+        type="float32",
+        redop="sum",
+        root=-1,
+        contender="gloo",
+        contender_kind="backend",
+        ranks=2,
+        in_place=False,
+        time_us=100.0,
+        algbw=0.01,
+        busbw=0.01,
+        wrong=0,
+        p50_us=100.0,
+        p95_us=101.0,
+        p99_us=102.0,
+        min_us=99.0,
+        max_us=101.0,
+        iterations=10,
+        rounds_us=[98.0, 99.0, 100.0, 100.0, 101.0, 102.0],
+    )
+    return replace(row, **changes)  # type: ignore[arg-type]
+
+
+class TestCompare:
+    def write(self, path: Path, rows: list[Row]) -> str:
+        recorder = Recorder({"kind": "header", "machine": {"cpu": "x"}}, str(path), "")
+        for row in rows:
+            recorder.add(row)
+        recorder.close()
+        return str(path)
+
+    def slowed(self, row: Row, factor: float) -> Row:
+        times = [time * factor for time in row.rounds_us]
+        return replace(row, time_us=row.time_us * factor, rounds_us=times)
+
+    def test_finds_a_planted_slow_down(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = [example_row(), example_row(size=4096), example_row(op="broadcast")]
+        before = self.write(tmp_path / "a.jsonl", rows)
+        changed = [rows[0], self.slowed(rows[1], 1.3), self.slowed(rows[2], 0.5)]
+        after = self.write(tmp_path / "b.jsonl", changed)
+        assert main(["compare", before, after]) == 0
+        assert main(["compare", before, after, "--fail"]) == 1
+        said = capsys.readouterr().out
+        assert "slower  all_reduce 4096 B" in said
+        assert "faster  broadcast 1024 B" in said
+        assert "1 faster, 1 slower, 1 the same" in said
+        assert main(["compare", before, before, "--fail"]) == 0
+
+    def test_nothing_to_compare_is_no_success(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = self.write(tmp_path / "a.jsonl", [example_row()])
+        after = self.write(tmp_path / "b.jsonl", [example_row(size=8)])
+        assert main(["compare", before, after, "--fail"]) == 2
+        assert "no row in common" in capsys.readouterr().err
+        assert main(["compare", before, before, "--fail", "--relative-to", "glooo"]) == 2
+        assert "'glooo'" in capsys.readouterr().err
+
+    def test_wrong_or_missing_is_worse_than_slow(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        other = example_row(contender="other", size=8)
+        rows = [example_row(), example_row(size=4096), other]
+        before = self.write(tmp_path / "a.jsonl", rows)
+        wrong = self.write(tmp_path / "b.jsonl", [*rows[:2], replace(other, wrong=3)])
+        fewer = self.write(tmp_path / "c.jsonl", [rows[0], other])
+        without_other = self.write(tmp_path / "d.jsonl", rows[:2])
+        assert main(["compare", before, wrong, "--fail"]) == 1
+        assert "wrong   all_reduce 8 B float32 sum other  3 elements" in capsys.readouterr().out
+        assert main(["compare", before, fewer, "--fail"]) == 1
+        assert "missing all_reduce 4096 B float32 sum gloo" in capsys.readouterr().out
+        assert main(["compare", before, fewer]) == 0
+        assert main(["compare", before, without_other, "--fail"]) == 0
+
+    def test_few_rounds_prove_nothing(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        few = example_row(rounds_us=[100.0] * 5)
+        before = self.write(tmp_path / "a.jsonl", [few])
+        after = self.write(tmp_path / "b.jsonl", [self.slowed(few, 9.0)])
+        assert main(["compare", before, after, "--fail"]) == 2
+        said = capsys.readouterr().out
+        assert "unsure" in said and "too few rounds" in said and "[" not in said
+
+    @pytest.mark.parametrize("threshold", ["-1", "nan", "inf"])
+    def test_nonsense_is_refused(self, threshold: str) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            main(["compare", "a", "b", "--threshold", threshold])
+        assert stopped.value.code == 2
+
+    def test_noise_is_no_change(self) -> None:
+        noisy = example_row(rounds_us=[50.0, 70.0, 100.0, 130.0, 180.0, 240.0])
+        (change,) = compare([example_row()], [noisy], 5.0)
+        assert change.verdict == "same"
+
+    def test_relative_to_another_backend(self) -> None:
+        gloo, mycoll_row = example_row(), example_row(contender="mycoll")
+        busier = [self.slowed(gloo, 3.0), self.slowed(mycoll_row, 3.0)]
+        assert [c.verdict for c in compare([gloo, mycoll_row], busier, 5.0)] == ["slower"] * 2
+        (change,) = compare([gloo, mycoll_row], busier, 5.0, "gloo")
+        assert change.after.contender == "mycoll" and change.verdict == "same"
+
+    def test_a_file_that_is_something_else(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        other = tmp_path / "other"
+        other.write_text("{}\n")
+        assert main(["compare", str(other), str(other)]) == 2
+        assert "is not a row" in capsys.readouterr().err
+
+
+class TestReport:
+    def test_heading_stands_above_its_column(self) -> None:
+        names = table_header("all_reduce", 2).splitlines()[2]
+        line = table_line(example_row(wrong=7))
+        assert line[: names.index("#wrong") + len("#wrong")].endswith(" 7")
+
+    def test_schema(self) -> None:
+        record = json.loads(json.dumps(example_row().as_json()))
+        assert record.pop("kind") == "result"
+        assert Row(**record) == example_row()
+
+    def test_percentiles(self) -> None:
+        assert percentile([1.0], 99) == 1
+        assert percentile([0.0, 10.0], 25) == 2.5
+
+    def test_pairs_take_out_what_disturbs_both(self) -> None:
+        load = [1.0, 5.0, 2.0, 9.0, 3.0, 4.0]
+        ratio = paired_ratio([2 * value for value in load], load)
+        assert (ratio.low, ratio.value, ratio.high) == (2, 2, 2)
+
+    def test_no_interval_from_few_rounds(self) -> None:
+        times = [1.0, 2.0, 3.0, 4.0, 5.0]
+        assert paired_ratio(times, times).low is None
+        assert unpaired_ratio(times, [*times, 6.0]).high is None
+        few = example_row(rounds_us=times)
+        line = table_line(replace(few, contender="other").compared_to(few))
+        assert line.endswith("other 1x")
+
+    def test_ratios_are_to_the_first_backend_or_to_none(self) -> None:
+        rows = [example_row(contender=name) for name in ("gloo", "other")]
+        assert [row.ratio_to for row in compared(rows, "gloo")] == ["", "gloo"]
+        assert [row.ratio for row in compared(rows, "absent")] == [None, None]
+
+
+class TestPlot:
+    rows = (example_row(), example_row(size=4096), example_row(contender="fake"))
+
+    def test_picture(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        picture = tmp_path / "out.png"
+        header = {"machine": {"cpu": "x", "usable_cores": 2}, "versions": {"torch": "2"}}
+        assert str(picture) in draw(str(picture), header, self.rows)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_only_the_floor(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        floor = example_row(contender="fake", contender_kind="floor")
+        picture = tmp_path / "out.png"
+        assert str(picture) in draw(str(picture), {}, [floor, replace(floor, size=4096)])
+
+    def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        assert "needs matplotlib" in draw("out.png", {}, self.rows)
+
+    def test_without_matplotlib_nothing_is_measured(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+        monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+        assert cli.main(["all_reduce", "--nproc", "2", "--plot", "out.png"]) == 2
+        assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_looking_at_files_changes_none(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("a row")
+    assert (unwritable(str(old)), unwritable(str(new))) == ("", "")
+    assert old.read_text() == "a row" and not new.exists()
+    assert "directory" in unwritable(str(tmp_path)).lower()
+
+
+def test_looking_at_files_leaves_links(tmp_path: Path) -> None:
+    link, circle = tmp_path / "link", tmp_path / "circle"
+    link.symlink_to(tmp_path / "target")
+    circle.symlink_to(circle)
+    assert unwritable(str(link)) == ""
+    assert link.is_symlink() and not link.exists()
+    assert unwritable(str(circle)) != ""
+
+
+def test_pictures_have_an_ending_that_is_known() -> None:
+    pytest.importorskip("matplotlib")
+    assert "must end in" in undrawable("out.xyz")
+    assert undrawable("out.png") == undrawable("out.PDF") == undrawable("out") == ""
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--plot"])
+def test_files_are_looked_at_first(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    monkeypatch.setenv("RANK", "1")  # exported for something else
+    monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+    assert cli.main(["all_reduce", "--nproc", "2", option, "/nonexistent/x.png"]) == 2
+    assert f"mycoll bench: {option}: " in capsys.readouterr().err

@@ -91,12 +91,11 @@ def test_no_rank_outlives_who_started_it() -> None:
         assert all(map(has_ended, ranks))
 
 
-def test_a_parent_that_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch._PARENT, "1")
-    monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr(launch, "_prctl_pr_set_pdeathsig", lambda _: None)
-    with pytest.raises(SystemExit):
-        cli.main(["all_reduce", "--nproc", "2"])
+def test_a_parent_that_ended_before() -> None:
+    command = [sys.executable, "-m", "mycoll", "bench", "all_reduce", "--nproc", "2"]
+    env = environment(**{launch._PARENT: "1"})
+    done = subprocess.run(command, env=env, capture_output=True, timeout=_TIMEOUT_SECONDS)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, b"")
 
 
 def test_interrupted_twice() -> None:

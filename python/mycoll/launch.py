@@ -8,7 +8,6 @@ fails.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import math
 import multiprocessing
@@ -25,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
+
+from mycoll._parent import end_with
 
 # How long others may take to report after the first failure: it may be the consequence of theirs.
 GRACE_SECONDS = 1.0
@@ -247,14 +248,8 @@ class _Job:
     payload: bytes
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def _run(job: _Job, sender: Connection) -> None:
-    # No rank outlives its parent.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != job.parent:
-        os._exit(128 + signal.SIGTERM)
+    end_with(job.parent)
     try:
         result = _call(job)
     except BaseException as error:

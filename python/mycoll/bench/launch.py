@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from torch.distributed import TCPStore
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+from mycoll._parent import end_with
 from mycoll._pipes import is_unread
 
 _POLL_SECONDS = 0.02
@@ -43,9 +43,7 @@ def end_with_parent() -> None:
     """In a rank: it does not outlive who started it, however that ended."""
     if _PARENT not in os.environ:
         return
-    _prctl_pr_set_pdeathsig(signal.SIGTERM)
-    if not started_here():  # the parent ended before
-        raise SystemExit(128 + signal.SIGTERM)
+    end_with(int(os.environ[_PARENT]))
 
 
 @contextlib.contextmanager

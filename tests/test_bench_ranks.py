@@ -93,7 +93,7 @@ def test_no_rank_outlives_who_started_it() -> None:
 
 def test_a_parent_that_ended_before() -> None:
     command = [sys.executable, "-m", "mycoll", "bench", "all_reduce", "--nproc", "2"]
-    env = environment(**{launch._PARENT: "1"})
+    env = environment(**{launch._PARENT: "-1"})
     done = subprocess.run(command, env=env, capture_output=True, timeout=_TIMEOUT_SECONDS)
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, b"")
 

@@ -104,6 +104,16 @@ def test_hostname(monkeypatch):
     assert "/etc/hosts" in only(doctor.check_network).fix
 
 
+def test_files_of_variables(tmp_path: Path):
+    assert not list(doctor.file_of("MYCOLL_TRACE_FILE", tmp_path / "rank_%r"))
+    assert not list(doctor.file_of("MYCOLL_TRACE_FILE", Path("off")))
+    assert not list(doctor.file_of("MYCOLL_LOG_FILE", Path("/nonexistent/%h/log")))
+    (finding,) = doctor.file_of("MYCOLL_METRICS_FILE", Path("/nonexistent/x.prom"))
+    assert finding.fix.startswith("mkdir -p /nonexistent")
+    (finding,) = doctor.file_of("MYCOLL_SECRET_FILE", tmp_path / "none")
+    assert "cannot be read" in finding.text
+
+
 def test_descriptors(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     found = doctor.examine(doctor.check_memory)

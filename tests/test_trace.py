@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -194,8 +195,8 @@ def test_files_that_are_no_traces(tmp_path) -> None:
 
 
 def test_what_else_lies_in_the_folder(fresh, failed, tmp_path) -> None:
-    """It is named, and does not keep anybody from the traces."""
-    fresh(2, "shm").run(healthy, str(tmp_path))  # rank_0.json and rank_1.json, of another job
+    """It does not keep anybody from the traces; those of an earlier job are told apart."""
+    fresh(2, "shm").run(healthy, str(tmp_path))  # rank_0.json and rank_1.json
     failed("missing", "shm")
     (tmp_path / "rank_7").touch()
     (tmp_path / "rank_8").mkdir()
@@ -203,10 +204,11 @@ def test_what_else_lies_in_the_folder(fresh, failed, tmp_path) -> None:
     assert shown.returncode == 1, shown.stderr
     assert "rank_7 is not a trace" in shown.stderr
     assert "rank_8" not in shown.stderr
-    assert shown.stderr.count("left out: rank") == 2
-    assert "rank 1 of another job (" in shown.stderr
-    assert shown.stdout.startswith("3 ranks: 0 (")
-    assert "rank 0, 2 came, rank 1 did not" in shown.stdout
+    latest, earlier = shown.stdout.split("\n\njob ")
+    assert re.match(r"job [0-9a-f]{8}: 3 ranks: 0 \(", latest), latest
+    assert "rank 0, 2 came, rank 1 did not" in latest
+    assert re.match(r"[0-9a-f]{8}, .* earlier: 2 ranks: 0 \(", earlier), earlier
+    assert "nothing is amiss" in earlier
 
 
 def test_a_folder_of_jobs(tmp_path) -> None:

@@ -255,6 +255,7 @@ GroupState* BlackBox::take() {
   }
   auto* area = new (memory) GroupState{};
   areas_.push_back(area);
+  put(area->life, uint32_t{1});  // 0 is nobody's: it stands there while an area changes hands
   put(area->capacity, capacity_);
   box_->groups.store(static_cast<uint32_t>(areas_.size()), std::memory_order_release);
   return area;

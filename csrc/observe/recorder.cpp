@@ -121,7 +121,9 @@ Entry& GroupRecord::nextEntry() {
   for (int tries = 0;; ++tries) {
     const uint64_t number = state_->written.fetch_add(1, std::memory_order_relaxed);
     Entry& entry = entries[number & (box_.capacity() - 1)];
-    if (tries == kMaxLeft || get(entry.id) == 0 || isOver(entry)) return entry;
+    // Later than in the first round, an empty one is being written by somebody else.
+    const bool isFree = number < box_.capacity() || (get(entry.id) != 0 && isOver(entry));
+    if (isFree || tries == kMaxLeft) return entry;
   }
 }
 

@@ -33,17 +33,21 @@ def quietly(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (OSError, ImportError) as error:
-        silence()
         print(f"mycoll: {error}", file=sys.stderr)
+        silence()
         return FAILED
 
 
 def silence() -> None:
     """From here on standard output leads nowhere, also what Python still holds back for it."""
-    if sys.stdout is None:
+    try:
+        held = sys.stdout.fileno() if sys.stdout is not None else None
+    except OSError:  # a notebook's, or a test's
+        held = None
+    if held is None:
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, held)
     os.close(nowhere)
 
 

@@ -140,10 +140,12 @@ def find(pids: list[int] | None = None) -> list[Process]:
 
 
 def related(processes: list[Process]) -> list[list[Process]]:
-    """Sorted by world: those that have a group in common, if by way of others, stay together."""
+    """Sorted by world: those that have a group in common, or had their first one (which is what a
+    job is called after), stay together, if by way of others."""
     worlds: list[tuple[set[str], list[Process]]] = []
     for process in processes:
-        contexts, members = {each.context for each in process.groups}, [process]
+        contexts = {each.context for each in process.groups} | {process.job or str(process.pid)}
+        members = [process]
         apart = []
         for world in worlds:
             if world[0] & contexts:

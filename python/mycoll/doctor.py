@@ -194,15 +194,24 @@ def check_variables() -> Iterator[Finding]:
     words = sorted(f"{entry['source']}={entry['value']}" for entry in rows)
     yield Finding("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")
     for entry in rows:
-        folder = Path(str(entry["value"])).parent
-        if not entry["name"].endswith("_FILE") or entry["value"] == "off" or "%" in str(folder):
-            continue
-        if not os.access(folder, os.W_OK | os.X_OK):
-            text = f"{entry['name']}={entry['value']}: no file can be written in {folder}"
-            yield Finding("variables", text, WARN, f"mkdir -p {folder}, or another place")
+        yield from file_of(str(entry["name"]), Path(str(entry["value"])))
     if "MYCOLL_CPU=gloo" in words:
         fix = "unset MYCOLL_CPU when the comparison is over"
         yield Finding("variables", "CPU tensors go over torch's gloo", WARN, fix)
+
+
+WRITTEN = ("MYCOLL_LOG_FILE", "MYCOLL_METRICS_FILE", "MYCOLL_TRACE_FILE")
+
+
+def file_of(variable: str, path: Path) -> Iterator[Finding]:
+    """Whether a file can be where a variable says; nobody would tell before it is missed."""
+    folder = path.parent
+    if variable in WRITTEN and str(path) not in ("", "off", ".") and "%" not in str(folder):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            text = f"{variable}={path}: no file can be written in {folder}"
+            yield Finding("variables", text, WARN, f"mkdir -p {folder}, or another place")
+    elif variable == "MYCOLL_SECRET_FILE" and not os.access(path, os.R_OK):
+        yield Finding("variables", f"{variable}={path} cannot be read", WARN, "see its permissions")
 
 
 # --- the machine ----------------------------------------------------------------------------------

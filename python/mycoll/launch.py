@@ -186,14 +186,13 @@ _starting = threading.Lock()  # the environment is the whole process's
 def _environment(more: Mapping[str, str]) -> Iterator[None]:
     """For a rank to inherit: what it imports before it hears of its job may look at it."""
     before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
     try:
+        os.environ.update(more)
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
 

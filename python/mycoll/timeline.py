@@ -65,7 +65,9 @@ def draw(groups: Groups, findings: Sequence[Any], path: Path, last: float | None
     clock = _Clock(lanes, last)
     height = TOP + LANE * len(lanes) + 62
     canvas: Canvas
-    canvas = SvgCanvas(WIDTH, height) if path.suffix == ".svg" else PlotCanvas(WIDTH, height)
+    canvas = (
+        SvgCanvas(WIDTH, height) if path.suffix.lower() == ".svg" else PlotCanvas(WIDTH, height)
+    )
     _Picture(canvas, lanes, clock).paint(findings)
     canvas.save(path)
 

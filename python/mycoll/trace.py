@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     parsed = parser.parse_args(list(words))
     if parsed.live == bool(parsed.dump):
         parser.error("name traces, or say --live")
-    if parsed.picture and parsed.picture.suffix not in timeline.KINDS:
+    if parsed.picture and parsed.picture.suffix.lower() not in timeline.KINDS:
         parser.error(f"--picture: a name that ends with {', '.join(timeline.KINDS)}")
     problems: list[str] = []
     if parsed.live:
@@ -53,35 +53,41 @@ def main(words: Sequence[str]) -> int:
             problems.append(status.NOT_THOSE if parsed.job else status.NOBODY)
     else:
         found, problems = load(parsed.dump)
-        found, others = newest_world(found)
-        problems += others
     for problem in problems:
         print(f"mycoll trace: {problem}", file=sys.stderr)
     if not found:
         return 2
-    results = list(analyse(found))
+    worlds = [(members, list(analyse(members))) for members in latest_first(found)]
     if parsed.json:
-        print(json.dumps({"findings": [asdict(each) for each in results]}, indent=2))
+        rows = [asdict(each) for _, findings in worlds for each in findings]
+        print(json.dumps({"findings": rows}, indent=2))
     else:
-        print(as_text(found, results))
+        print("\n\n".join(paragraphs(worlds)))
     if parsed.picture:
-        timeline.draw(by_title(found), results, parsed.picture, parsed.last)
+        members, findings = worlds[0]
+        timeline.draw(by_title(members), findings, parsed.picture, parsed.last)
         if not parsed.json:
             print(f"\ndrawn: {parsed.picture}")
-    return 1 if results else 0
+    return 1 if any(findings for _, findings in worlds) else 0
 
 
-def newest_world(processes: list[Process]) -> tuple[list[Process], list[str]]:
-    """The ranks of the latest job; and what else was there: files stay, and names come again."""
-    worlds = black_box.related([each for each in processes if each.groups])
-    worlds.sort(key=lambda members: max(each.taken for each in members))
-    notes = [
-        f"left out: rank {each.rank} of another job ({each.job[:8]}), written "
-        f"{status.seconds(worlds[-1][0].taken - each.taken)} before these"
-        for members in worlds[:-1]
-        for each in members
-    ]
-    return (worlds[-1] if worlds else processes), notes
+def latest_first(processes: list[Process]) -> list[list[Process]]:
+    """By world: files stay, and their names come again, so that a folder may hold several jobs'."""
+    return sorted(black_box.related(processes), key=written, reverse=True)
+
+
+def written(members: list[Process]) -> float:
+    return max(each.taken for each in members)
+
+
+def paragraphs(worlds: list[tuple[list[Process], list[Finding]]]) -> Iterator[str]:
+    latest = written(worlds[0][0])
+    for number, (members, findings) in enumerate(worlds):
+        heading = ""
+        if len(worlds) > 1:
+            ago = f", {status.seconds(latest - written(members))} earlier" if number else ""
+            heading = f"job {members[0].job[:8]}{ago}: "
+        yield heading + as_text(members, findings)
 
 
 def as_text(processes: list[Process], results: list[Finding]) -> str:

@@ -26,6 +26,14 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **changes}
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell has what it runs in the background ignore Ctrl-C, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextlib.contextmanager
 def measuring() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run of two ranks that goes on for long, and has begun; its ranks' process ids."""

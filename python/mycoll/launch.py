@@ -13,7 +13,6 @@ import math
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from mycoll._parent import end_with
+from mycoll._parent import end_with, signal_name
 
 # How long others may take to report after the first failure: it may be the consequence of theirs.
 GRACE_SECONDS = 1.0
@@ -161,7 +160,7 @@ def _error(failed: list[_Rank], nprocs: int) -> SpawnError:
 
 def _last_words(code: int | None) -> str:
     if code is not None and code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        name = signal_name(-code)
         hint = " (killed: perhaps the machine ran out of memory)" if name == "SIGKILL" else ""
         return f"The process was ended by {name}{hint}."
     return f"The process ended with exit code {code} and without a result; see its output."

@@ -10,7 +10,6 @@ from mycoll._pipes import quietly
 from mycoll.bench.compare import compare_main
 from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.launch import (
-    INTERRUPTED,
     end_with_parent,
     ended_when_unread,
     run_ranks,
@@ -45,10 +44,7 @@ def _main(arguments: list[str]) -> int:
         return _start_ranks(options, arguments)
     if not under_launcher():
         return _misused("run it under torchrun, or with --nproc N")
-    try:
-        return _run_rank(options, arguments)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return _run_rank(options, arguments)
 
 
 def _start_ranks(options: Options, arguments: list[str]) -> int:

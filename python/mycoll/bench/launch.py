@@ -14,14 +14,13 @@ from types import FrameType
 
 from torch.distributed import TCPStore
 
-from mycoll._parent import end_with
-from mycoll._pipes import is_unread
+from mycoll._parent import end_with, signal_name
+from mycoll._pipes import INTERRUPTED, is_unread
 
 _POLL_SECONDS = 0.02
 _STDOUT = 1
 _GRACE_SECONDS = 5.0
 _PARENT = "_MYCOLL_BENCH_PARENT"
-INTERRUPTED = 130
 
 
 def under_launcher() -> bool:
@@ -120,9 +119,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _ended_by(number: int, rank: int) -> int:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hint = " (out of memory?)" if number == signal.SIGKILL else ""
-    print(f"mycoll bench: rank {rank} was ended by {name}{hint}", file=sys.stderr)
+    print(f"mycoll bench: rank {rank} was ended by {signal_name(number)}{hint}", file=sys.stderr)
     return 128 + number
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from statistics import median
 
@@ -86,7 +85,7 @@ class OverlapWorkload(CollectiveWorkload):
         return max(self.world.gather_all(mine))
 
 
-@functools.cache
+@cache
 def _yardstick(device_type: str) -> Group | None:
     """One for the run, which ends with it. The run's own group is gloo's, which has no devices."""
     if device_type == "cpu":

@@ -1,7 +1,5 @@
 #include "backend/callback_pool.h"
 
-#include <pthread.h>
-
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -9,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/per_process.h"
 #include "base/signals.h"
 
 namespace mycoll {
@@ -37,15 +36,7 @@ CallbackPool& CallbackPool::get() {
   return pool;
 }
 
-CallbackPool::State& CallbackPool::state() {
-  // Never destroyed: threads may outlive static destruction.
-  static State* const kState = [] {
-    // A forked child has none of the threads, and perhaps a locked mutex: it starts afresh.
-    pthread_atfork(nullptr, nullptr, [] { new (&CallbackPool::state()) State; });
-    return new State;
-  }();
-  return *kState;
-}
+CallbackPool::State& CallbackPool::state() { return perProcess<State>(); }
 
 void CallbackPool::State::runTasks(std::unique_lock<std::mutex>& lock) {
   while (!tasks.empty()) {

@@ -1,7 +1,6 @@
 #include "observe/black_box.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -12,9 +11,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 
 #include "base/env.h"
+#include "base/per_process.h"
 #include "base/topology.h"
 #include "base/utf8.h"
 
@@ -115,24 +114,21 @@ struct BlackBox::Box {
 
 namespace {
 
-std::atomic<BlackBox*> processBox{nullptr};
-std::mutex* const makingMutex = new std::mutex;  // never destroyed: groups may outlive statics
+// Without a box at first, so that one is made when it is needed and not at once in each child.
+struct Holder {
+  std::atomic<BlackBox*> box{nullptr};
+  std::mutex making;
+};
 
 }  // namespace
 
 BlackBox& BlackBox::process() {
-  BlackBox* box = processBox.load(std::memory_order_acquire);
+  Holder& holder = perProcess<Holder>();
+  BlackBox* box = holder.box.load(std::memory_order_acquire);
   if (box) return *box;
-  std::lock_guard<std::mutex> lock(*makingMutex);
-  if (!processBox.load()) {
-    static const int forked [[maybe_unused]] = pthread_atfork(nullptr, nullptr, [] {
-      // The parent's, whose mapping the child does not have. Its groups are of no use here either.
-      processBox.store(nullptr);
-      new (makingMutex) std::mutex;  // another thread may have held it
-    });
-    processBox.store(new BlackBox, std::memory_order_release);
-  }
-  return *processBox.load();
+  std::lock_guard<std::mutex> lock(holder.making);
+  if (!holder.box.load()) holder.box.store(new BlackBox, std::memory_order_release);
+  return *holder.box.load();
 }
 
 BlackBox::BlackBox() {

@@ -48,6 +48,7 @@ T get(const std::atomic<T>& field) {
 }
 
 enum class OpState : uint8_t { kQueued, kStarted, kDone, kFailed };
+inline bool isOver(OpState state) { return state == OpState::kDone || state == OpState::kFailed; }
 
 // One operation. Two cache lines.
 struct alignas(64) Entry {
@@ -70,6 +71,7 @@ struct alignas(64) Entry {
   std::atomic<uint8_t> flags;  // kIs...
 };
 static_assert(sizeof(Entry) == 128);
+inline bool isOver(const Entry& entry) { return isOver(static_cast<OpState>(get(entry.state))); }
 
 constexpr uint8_t kIsComposite = 1;  // sizes are not known in advance
 constexpr uint8_t kIsOnDevice = 2;

@@ -160,7 +160,6 @@ void writeFrames(Document& out, uint32_t site) {
 
 void writeEntry(Document& out, const Snapshot& entry, const GroupState& group, uint64_t number) {
   const int64_t offset = BlackBox::process().realtimeOffset();
-  const bool isOver = entry.state == OpState::kDone || entry.state == OpState::kFailed;
   auto moment = [&](const char* key, int64_t when, bool isKnown) {
     out.key(key);
     isKnown ? out.integer(when + offset) : out.null();
@@ -189,7 +188,7 @@ void writeEntry(Document& out, const Snapshot& entry, const GroupState& group, u
   if (entry.state == OpState::kDone) {
     out.key("duration_ms").real(static_cast<double>(entry.ended - entry.started) / 1e6);
   }
-  out.key("retired").boolean(isOver);
+  out.key("retired").boolean(isOver(entry.state));
   out.key("is_p2p").boolean(entry.isMessage());
   writeFrames(out, entry.site);
   out.key("mycoll").beginMap();
@@ -203,7 +202,7 @@ void writeEntry(Document& out, const Snapshot& entry, const GroupState& group, u
   out.key("element_bytes").integer(entry.elementBytes);
   out.key("composite").boolean(entry.flags & kIsComposite);
   out.key("failed").boolean(entry.state == OpState::kFailed);
-  moment("ended_ns", entry.ended, isOver);
+  moment("ended_ns", entry.ended, isOver(entry.state));
   out.key("on_device").boolean(entry.flags & kIsOnDevice);
   out.end();
   out.end();

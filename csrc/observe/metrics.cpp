@@ -1,33 +1,28 @@
 #include "observe/metrics.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <chrono>
 #include <map>
 #include <mutex>
-#include <new>
 #include <string_view>
 #include <vector>
 
 #include "base/env.h"
 #include "base/log.h"
+#include "base/per_process.h"
 #include "observe/black_box.h"
 #include "observe/whole_file.h"
 
 namespace mycoll {
 namespace {
 
-std::mutex* const writing = new std::mutex;  // groups may end during static destruction
-std::atomic<int64_t> nextWrite{0};
-
-// Another thread of the parent's may have held it.
-void freeAfterFork() {
-  static const int forked [[maybe_unused]] =
-      pthread_atfork(nullptr, nullptr, [] { new (writing) std::mutex; });
-}
+struct Writing {
+  std::mutex mutex;
+  std::atomic<int64_t> next{0};
+};
+Writing& writing() { return perProcess<Writing>(); }
 
 struct Series {
   const char* name;
@@ -102,9 +97,8 @@ int64_t waitingSince(GroupState* group) {
   for (uint32_t i = 0; i < get(group->capacity); ++i) {
     const uint64_t id = get(entries[i].id);
     const int64_t called = get(entries[i].enqueued);
-    const auto state = static_cast<OpState>(get(entries[i].state));
-    const bool isOpen = state == OpState::kQueued || state == OpState::kStarted;
-    if (id && isOpen && get(entries[i].id) == id && (since == 0 || called < since)) since = called;
+    const bool isUnderWay = !isOver(entries[i]);
+    if (id && isUnderWay && get(entries[i].id) == id && (since == 0 || called < since)) since = called;
   }
   return since;
 }
@@ -128,19 +122,17 @@ void write() {
 void Metrics::writeIfDue() {
   if (Env::process().metricsFile.empty()) return;
   const int64_t now = steadyNanos();
-  int64_t due = nextWrite.load(std::memory_order_relaxed);
+  int64_t due = writing().next.load(std::memory_order_relaxed);
   if (now < due) return;
   const int64_t next = now + Env::process().metricsSeconds * int64_t{1'000'000'000};
-  if (!nextWrite.compare_exchange_strong(due, next)) return;
-  freeAfterFork();
-  std::lock_guard<std::mutex> lock(*writing);
+  if (!writing().next.compare_exchange_strong(due, next)) return;
+  std::lock_guard<std::mutex> lock(writing().mutex);
   write();
 }
 
 void Metrics::writeNow() {
   if (Env::process().metricsFile.empty()) return;
-  freeAfterFork();
-  std::lock_guard<std::mutex> lock(*writing);
+  std::lock_guard<std::mutex> lock(writing().mutex);
   write();
 }
 

@@ -19,11 +19,6 @@ void copyText(char (&target)[kBytes], const std::string& text) {
 // How many entries of operations under way a new one leaves alone before it takes one of them.
 constexpr int kMaxLeft = 16;
 
-bool isOver(const Entry& entry) {
-  const auto state = static_cast<OpState>(get(entry.state));
-  return state == OpState::kDone || state == OpState::kFailed;
-}
-
 uint64_t total(const std::vector<Span>& spans) {
   uint64_t bytes = 0;
   for (const Span& span : spans) bytes += span.bytes;

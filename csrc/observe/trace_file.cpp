@@ -2,7 +2,6 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,12 +10,12 @@
 #include <cerrno>
 #include <cstring>
 #include <mutex>
-#include <new>
 #include <utility>
 #include <vector>
 
 #include "base/env.h"
 #include "base/log.h"
+#include "base/per_process.h"
 #include "base/topology.h"
 #include "observe/flight_record.h"
 #include "observe/whole_file.h"
@@ -31,10 +30,12 @@ constexpr size_t kKeptJobs = 10;
 constexpr int64_t kLeftToCallers = 200'000'000;
 
 enum class Progress { kNothing, kWanted, kMeanwhile, kWritten };
-std::atomic<Progress> progress{Progress::kNothing};
-std::atomic<int64_t> wantedAt{0};
-// Threads may fail during static destruction.
-std::mutex* const writing = new std::mutex;
+struct Wish {
+  std::atomic<Progress> progress{Progress::kNothing};
+  std::atomic<int64_t> since{0};
+  std::mutex writing;
+};
+Wish& wish() { return perProcess<Wish>(); }
 
 Status failed(const std::string& what, const std::string& path) {
   return Status(Code::kInvalidArgument,
@@ -104,13 +105,13 @@ Status choosePath(std::string* path) {
 // Unless somebody has come as far, who has then done so.
 void writeUnless(Progress done) {
   const auto isDue = [done] {
-    const Progress now = progress.load(std::memory_order_acquire);
+    const Progress now = wish().progress.load(std::memory_order_acquire);
     return now != Progress::kNothing && now < done;
   };
   if (!isDue()) return;
-  std::lock_guard<std::mutex> lock(*writing);
+  std::lock_guard<std::mutex> lock(wish().writing);
   if (!isDue()) return;
-  const bool isFirst = progress.exchange(done) == Progress::kWanted;
+  const bool isFirst = wish().progress.exchange(done) == Progress::kWanted;
   if (!BlackBox::process().isOn() || Env::process().traceFile == "off") return;
   std::string path;
   const Status status = TraceFile::write("", &path);
@@ -124,17 +125,12 @@ void writeUnless(Progress done) {
 }  // namespace
 
 void TraceFile::want() {
-  static const int forked [[maybe_unused]] = pthread_atfork(nullptr, nullptr, [] {
-    // The parent's failures; and another thread of it may have held the lock.
-    progress = Progress::kNothing;
-    new (writing) std::mutex;
-  });
-  wantedAt = steadyNanos();
-  progress = Progress::kWanted;
+  wish().since = steadyNanos();
+  wish().progress = Progress::kWanted;
 }
 
 std::string TraceFile::wantedPath() {
-  if (progress.load() == Progress::kNothing) return "";
+  if (wish().progress.load() == Progress::kNothing) return "";
   if (!BlackBox::process().isOn() || Env::process().traceFile == "off") return "";
   std::string path;
   const Status status = choosePath(&path);
@@ -142,8 +138,8 @@ std::string TraceFile::wantedPath() {
 }
 
 bool TraceFile::isLeftOver() {
-  if (progress.load(std::memory_order_relaxed) != Progress::kWanted) return false;
-  return steadyNanos() - wantedAt.load() > kLeftToCallers;
+  if (wish().progress.load(std::memory_order_relaxed) != Progress::kWanted) return false;
+  return steadyNanos() - wish().since.load() > kLeftToCallers;
 }
 
 void TraceFile::writeWanted() { writeUnless(Progress::kWritten); }

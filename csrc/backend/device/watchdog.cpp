@@ -1,7 +1,5 @@
 #include "backend/device/watchdog.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "backend/device/device_group.h"
+#include "base/per_process.h"
 #include "base/signals.h"
 
 namespace mycoll {
@@ -46,14 +45,7 @@ Watchdog& Watchdog::get() {
   return watchdog;
 }
 
-Watchdog::State& Watchdog::state() {
-  // Never destroyed: the thread outlives static destruction.
-  static State* const kState = [] {
-    pthread_atfork(nullptr, nullptr, [] { new (&Watchdog::state()) State; });
-    return new State;
-  }();
-  return *kState;
-}
+Watchdog::State& Watchdog::state() { return perProcess<State>(); }
 
 void Watchdog::add(std::shared_ptr<DeviceGroup> group, bool isUrgent) {
   State& all = state();

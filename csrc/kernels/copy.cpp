@@ -26,7 +26,22 @@ constexpr size_t kCachedBytes = 32 * 1024;
 }  // namespace
 
 void copy(void* to, const void* from, size_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+  if (bytes == 0 || to == from) return;
+  char* const target = static_cast<char*>(to);
+  const char* const source = static_cast<const char*>(from);
+#if defined(__x86_64__)
+  // From about 2 KiB on memcpy is one instruction, "rep movsb", which AMD's processors do at a
+  // tenth of the speed when the target lies less than a line behind the source, seen within a page.
+  const size_t behind =
+      (reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from)) % 4096;
+  if (bytes >= kLeastBytes && behind > 0 && behind < kLineBytes) {
+    const size_t whole = bytes - bytes % kStepBytes;
+    MYCOLL_CALL_ISA(activeIsa(), copyVectors, target, source, whole);
+    std::memcpy(target + whole, source + whole, bytes - whole);
+    return;
+  }
+#endif
+  std::memcpy(target, source, bytes);
 }
 
 void copyStreamingUnfenced(void* to, const void* from, size_t bytes) {

@@ -16,6 +16,10 @@ struct FoldArguments {
   size_t count;     // lanes: elements times Fold::lanesPerElement
   int divisor;      // of the accumulator; 1 for none. Ignored by integer kernels
   bool streaming;   // non-temporal stores, not fenced: the caller does that
+  // A copy that is made on the way.
+  char* copyTo = nullptr;
+  const char* copyFrom = nullptr;
+  size_t copyBytes = 0;
 };
 
 using FoldFunction = void (*)(const FoldArguments& arguments);

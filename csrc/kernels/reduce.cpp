@@ -58,8 +58,10 @@ class Reducer {
   size_t blockCount() const { return kBlockBytes / elementBytes_; }
 
   // Elements first..first+count of the inputs, into out.
-  void run(char* out, size_t first, size_t count, bool streaming) const {
+  void run(char* out, size_t first, size_t count, bool streaming,
+           const BytesToCopy& copied = {}) const {
     if (isCopy()) {
+      copy(copied.to, copied.from, copied.bytes);
       const char* from = in_[0] + first * elementBytes_;
       if (streaming) {
         copyStreamingUnfenced(out, from, count * elementBytes_);
@@ -74,7 +76,10 @@ class Reducer {
                     .n = n_,
                     .count = count * fold_.lanesPerElement,
                     .divisor = divisor_,
-                    .streaming = streaming});
+                    .streaming = streaming,
+                    .copyTo = static_cast<char*>(copied.to),
+                    .copyFrom = static_cast<const char*>(copied.from),
+                    .copyBytes = copied.bytes});
     if (dividesIntegers()) divideIntegers(isa_, dtype_, out, count, divisor_);
   }
 
@@ -95,10 +100,16 @@ class Reducer {
 
 void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
             int divisor, bool streaming) {
-  if (count == 0) return;
+  reduceAndCopy(dtype, op, out, in, n, count, divisor, streaming, {});
+}
+
+void reduceAndCopy(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
+                   int divisor, bool streaming, const BytesToCopy& copied) {
+  if (count == 0) return copy(copied.to, copied.from, copied.bytes);
   const Reducer reducer(dtype, op, in, n, divisor);
   char* const to = static_cast<char*>(out);
   if (reducer.dividesIntegers()) {
+    copy(copied.to, copied.from, copied.bytes);
     // Divided while the block is in the cache. Stores past the cache would defeat that.
     const size_t block = reducer.blockCount();
     for (size_t first = 0; first < count; first += block) {
@@ -107,7 +118,7 @@ void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, s
     }
     return;
   }
-  reducer.run(to, 0, count, streaming);
+  reducer.run(to, 0, count, streaming, copied);
   if (streaming) streamingFence();
 }
 

@@ -23,6 +23,17 @@ namespace mycoll {
 void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
             int divisor, bool streaming);
 
+// The same, and a copy, made in one loop: what the one waits for in memory, and the other in a
+// cache shared with another core, is waited for together. The copy touches neither out nor an
+// input's bytes that out replaces.
+struct BytesToCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+void reduceAndCopy(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
+                   int divisor, bool streaming, const BytesToCopy& copied);
+
 // The same result in two places, each with its own way to be stored. out and out2 do not overlap;
 // either may be one of in, as above.
 void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const* in, int n,

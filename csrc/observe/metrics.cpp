@@ -98,7 +98,8 @@ int64_t waitingSince(GroupState* group) {
     const uint64_t id = get(entries[i].id);
     const int64_t called = get(entries[i].enqueued);
     const bool isUnderWay = !isOver(entries[i]);
-    if (id && isUnderWay && get(entries[i].id) == id && (since == 0 || called < since)) since = called;
+    if (id && isUnderWay && get(entries[i].id) == id && (since == 0 || called < since))
+      since = called;
   }
   return since;
 }

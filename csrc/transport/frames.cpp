@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/log.h"
+#include "kernels/copy.h"
 #include "transport/endpoint.h"
 
 namespace mycoll {
@@ -282,7 +283,7 @@ void Endpoint::deliverWhole(Mailbox& mailbox, const Orphan& orphan) {
   }
   if (header.kind != FrameKind::kEager && header.kind != FrameKind::kRequestToSend) return;
   Mailbox::Target target = mailbox.onFrame(header);
-  if (target.data && !payload.empty()) std::memcpy(target.data, payload.data(), payload.size());
+  if (target.data) copy(target.data, payload.data(), payload.size());
   if (header.kind == FrameKind::kEager) mailbox.onPayload(header, target);
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "kernels/copy.h"
 #include "transport/endpoint.h"
 
 namespace mycoll {
@@ -154,9 +155,7 @@ void Mailbox::acceptUnexpected(Transfer& request, std::list<Unexpected>::iterato
     clearToSend(request, message->header);
     unexpected_.erase(message);
   } else if (message->isComplete) {
-    if (request.data_.bytes) {
-      std::memcpy(request.data_.data, message->payload.get(), request.data_.bytes);
-    }
+    copy(request.data_.data, message->payload.get(), request.data_.bytes);
     countBuffered(message->header, false);
     unexpected_.erase(message);
     finish(request, Status());

@@ -152,6 +152,20 @@ void testType(DType dtype) {
                              std::to_string(variant));
               return;
             }
+            // Beside it a copy that is as long, shorter, longer or nothing.
+            const size_t copied = count * size * static_cast<size_t>(variant) * 2 / 3;
+            if (alias >= 0) std::memcpy(to, inputs[alias], count * size);
+            Placed source(copied, skew), beside(copied, size);
+            for (size_t i = 0; i < copied; ++i) source.data()[i] = static_cast<char>(i * 7);
+            reduceAndCopy(dtype, op, to, in.data(), n, count, divisor, streaming,
+                          {beside.data(), source.data(), copied});
+            if (!same(dtype, to, wanted.data(), count) || !beside.guardsHold() ||
+                std::memcmp(beside.data(), source.data(), copied) != 0) {
+              test::fail(__FILE__, __LINE__,
+                         "reduceAndCopy: " + describe(dtype, op, n, count, isa) + ", variant " +
+                             std::to_string(variant));
+              return;
+            }
           }
         }
       }
@@ -227,6 +241,28 @@ TEST(Copy, anySizeAnyAlignment) {
         copy(again.data(), source.data() + skew, bytes);
         EXPECT(bytes == 0 || std::memcmp(again.data(), source.data() + skew, bytes) == 0);
         EXPECT(again.guardsHold());
+      }
+    }
+  }
+}
+
+TEST(Copy, lessThanALineBehindItsSourceWithinAPage) {
+  std::mt19937_64 random(9);
+  std::vector<char> source(20000 + 4096);
+  for (char& byte : source) byte = static_cast<char>(random());
+  char* const from = source.data() + 4096 - reinterpret_cast<uintptr_t>(source.data()) % 4096;
+  for (const Isa isa : isas()) {
+    const ScopedIsa scoped(isa);
+    for (const size_t bytes : {2047, 2048, 2049, 4095, 15000}) {
+      for (const size_t behind : {0, 1, 4, 16, 63, 64}) {
+        Placed to(bytes + 4096, 0);
+        char* const target =
+            to.data() + (4096 - reinterpret_cast<uintptr_t>(to.data()) % 4096 + behind) % 4096;
+        copy(target, from, bytes);
+        EXPECT(std::memcmp(target, from, bytes) == 0);
+        EXPECT(std::all_of(to.data(), target, [](char byte) { return byte == 0x5a; }));
+        EXPECT(std::all_of(target + bytes, to.data() + bytes + 4096,
+                           [](char byte) { return byte == 0x5a; }));
       }
     }
   }

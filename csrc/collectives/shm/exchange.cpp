@@ -155,7 +155,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
     if (!theirs || bytes != target.bytes) {
       co_return shmSizeMismatch(group, rank, bytes, target.bytes, signature);
     }
-    if (arena.roundsOf(rank) == 0 && bytes) std::memcpy(target.data, theirs, bytes);
+    if (arena.roundsOf(rank) == 0) copy(target.data, theirs, bytes);
   }
 
   const uint64_t rounds = maxRounds(arena);
@@ -260,9 +260,8 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     if (bytes != target.bytes) {
       co_return shmSizeMismatch(group, rank, bytes, target.bytes, signature);
     }
-    if (arena.roundsOf(rank) == 0 && bytes) {
-      std::memcpy(target.data, theirs + static_cast<size_t>(ranks) * sizeof(uint64_t) + before,
-                  bytes);
+    if (arena.roundsOf(rank) == 0) {
+      copy(target.data, theirs + static_cast<size_t>(ranks) * sizeof(uint64_t) + before, bytes);
     }
   }
 

@@ -4,7 +4,8 @@
 //
 // Large ones go in rounds of one bulk area a rank. Between two ranks each stages its own input, and
 // reduces all of it. A byte crosses memory as often as if they divided the work, and they wait for
-// each other once a round instead of twice.
+// each other once a round instead of twice. Near ranks stage round k+1 in the loop that reduces
+// round k: the one waits for memory, the other for the other core's cache.
 //
 // More ranks divide it. In each round every rank owns one slice:
 //
@@ -28,6 +29,12 @@ namespace {
 
 // Beyond this, reducing everything everywhere costs more than dividing the work.
 constexpr size_t kMaxSymmetricWork = 256 * 1024;
+
+// In place, what is written has just been read: stores past the caches would have to drive it out
+// of them first.
+bool isStreamingResult(const Call& call) {
+  return call.out[0].bytes >= kStreamingOutput && call.out[0].data != call.in[0].data;
+}
 
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -118,7 +125,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   const bool wantsResult = isAll || self == call.root;
   const bool isWanted = isAll || other == call.root;
   const size_t bytes = call.in[0].bytes;
-  const bool isStreaming = wantsResult && bytes >= kStreamingOutput;
+  const bool isStreaming = wantsResult && isStreamingResult(call);
   // Large rounds are best at any distance: there is only one wait in them, which they hide.
   const size_t chunk = arena.shape().chunkBytes;
   const uint64_t rounds = roundsFor(bytes, chunk);
@@ -138,10 +145,17 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
 
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
+    bool isNextLate = false;
+    Span next;
     if (round + 1 < rounds) {
       RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
       co_await isFree;
-      fill(round + 1);
+      isNextLate = isAll && !arena.isStreaming();
+      if (isNextLate) {
+        next = piece(call.in[0], round + 1, chunk);
+      } else {
+        fill(round + 1);
+      }
     }
     if (wantsResult) {
       RoundReached isFilled(arena, Counter::kFilled, round + 1);
@@ -150,8 +164,10 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
       const void* inputs[2];
       inputs[self] = mine.data;
       inputs[other] = arena.bulk(other, round);
-      reduce(call.dtype, call.reduceOp, piece(call.out[0], round, chunk).data, inputs, 2,
-             mine.bytes / call.elementBytes, 2, isStreaming);
+      reduceAndCopy(call.dtype, call.reduceOp, piece(call.out[0], round, chunk).data, inputs, 2,
+                    mine.bytes / call.elementBytes, 2, isStreaming,
+                    {arena.bulk(self, round + 1), next.data, next.bytes});
+      if (isNextLate) arena.publish(Counter::kFilled, round + 2);
     }
     arena.publish(Counter::kDone, round + 1);
   }
@@ -165,7 +181,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   const int ranks = arena.ranks();
   const Signature signature = call.signature();
   const bool wantsResult = call.kind == OpKind::kAllReduce || self == call.root;
-  const bool isStreaming = wantsResult && call.in[0].bytes >= kStreamingOutput;
+  const bool isStreaming = wantsResult && isStreamingResult(call);
   char* const input = call.in[0].begin();
   char* const output = wantsResult ? call.out[0].begin() : nullptr;
 

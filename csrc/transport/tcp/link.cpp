@@ -5,7 +5,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
+
+#include "kernels/copy.h"
 
 namespace mycoll {
 
@@ -57,7 +58,7 @@ ssize_t TcpReceiver::read(void* data, size_t bytes, bool) {
     if (direct > 0) return std::min(got, static_cast<ssize_t>(direct));
   }
   const size_t taken = std::min(bytes, end_ - begin_);
-  std::memcpy(data, buffer_.get() + begin_, taken);
+  copy(data, buffer_.get() + begin_, taken);
   begin_ += taken;
   return static_cast<ssize_t>(taken);
 }

@@ -113,7 +113,8 @@ TEST(Distance, allGoByRankZero) {
   }
 }
 
-// Odd sizes around the borders of chunks, three times each, over all that goes in rounds.
+// Odd sizes around the borders of chunks, over all that goes in rounds: a sum in place, one
+// elsewhere, and an average, whose division comes between.
 TEST(Distance, resultsDoNotDependOnIt) {
   for (const char* choice : {"near", "far", "measured"}) {
     test::ScopedEnv distance("MYCOLL_DISTANCE", choice);
@@ -122,6 +123,8 @@ TEST(Distance, resultsDoNotDependOnIt) {
         for (size_t count : {300, 8'191, 70'001, 262'144, 262'147, 600'011}) {
           for (int repeat = 0; repeat < 3; ++repeat) {
             std::vector<int64_t> data(count), gathered(count * static_cast<size_t>(ranks));
+            std::vector<int64_t> elsewhere(count);
+            std::vector<int64_t>& result = repeat == 1 ? elsewhere : data;
             for (size_t i = 0; i < count; ++i) {
               data[i] = static_cast<int64_t>(i * 31) + group.rank() * 1'000'003 + repeat;
             }
@@ -135,8 +138,8 @@ TEST(Distance, resultsDoNotDependOnIt) {
             gather.in = {span(data, 0, count)};
             Call reduce = gather;
             reduce.kind = OpKind::kAllReduce;
-            reduce.reduceOp = ReduceOp::kSum;
-            reduce.out = {span(data, 0, count)};
+            reduce.reduceOp = repeat == 2 ? ReduceOp::kAvg : ReduceOp::kSum;
+            reduce.out = {span(result, 0, count)};
             for (int rank = 0; rank < ranks; ++rank) {
               gather.out.push_back(span(gathered, static_cast<size_t>(rank) * count, count));
             }
@@ -150,7 +153,7 @@ TEST(Distance, resultsDoNotDependOnIt) {
                 wrong += gathered[static_cast<size_t>(rank) * count + i] != value;
                 sum += value;
               }
-              wrong += data[i] != sum;
+              wrong += result[i] != (repeat == 2 ? sum / ranks : sum);
             }
             EXPECT_EQ(wrong, size_t{0});
           }

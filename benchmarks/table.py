@@ -145,9 +145,8 @@ def measure(folder: Path, only: list[str], times: int) -> int:
         command += ["--json", str(folder / f"{name}.jsonl")]
         print(f"== {name}", flush=True)
         with _busy_cores(series.is_busy):
-            worst = max(
-                worst, subprocess.run(command, env=os.environ | series.variables).returncode
-            )
+            code = subprocess.run(command, env=os.environ | series.variables).returncode
+        worst = max(worst, code if code >= 0 else 128 - code)  # ended by a signal
     return worst
 
 
@@ -200,7 +199,7 @@ def _line(goal: Goal, rows: list[_Row]) -> str:
     ours = find(lambda row: row["contender"] == "mycoll")
     peer = find(lambda row: row["contender_kind"] == "peer" and row["contender"] != "iperf3")
     beside_peer = _cell(peer, goal.peer, least=False, invert=True)
-    if peer is not None:
+    if peer is not None and peer["ratio"] is not None:
         beside_peer += f" ({peer['contender']})"
     cells = (
         goal.title,
@@ -222,6 +221,8 @@ def _dtypes(rows: list[_Row]) -> Iterator[str]:
     ours = [row for row in rows if row["contender"] == "mycoll"]
     for size in sorted({row["size"] for row in ours}):
         time = {row["type"]: row["time_us"] for row in ours if row["size"] == size}
+        if "float32" not in time:
+            continue
         ratios = {dtype: value / time["float32"] for dtype, value in time.items()}
         shown = ", ".join(
             f"{dtype} {ratio:.2f}" + (" **short**" if ratio > _DTYPE_GOAL else "")

@@ -16,7 +16,7 @@ struct FoldArguments {
   size_t count;     // lanes: elements times Fold::lanesPerElement
   int divisor;      // of the accumulator; 1 for none. Ignored by integer kernels
   bool streaming;   // non-temporal stores, not fenced: the caller does that
-  // A copy that is made on the way.
+  // Bytes to copy on the way (reduceAndCopy), however many.
   char* copyTo = nullptr;
   const char* copyFrom = nullptr;
   size_t copyBytes = 0;

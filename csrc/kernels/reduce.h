@@ -23,14 +23,15 @@ namespace mycoll {
 void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
             int divisor, bool streaming);
 
-// The same, and a copy, made in one loop: what the one waits for in memory, and the other in a
-// cache shared with another core, is waited for together. The copy touches neither out nor an
-// input's bytes that out replaces.
 struct BytesToCopy {
   void* to;
   const void* from;
   size_t bytes;
 };
+
+// The same, and a copy, made in one loop: what the one waits for in memory, and the other in a
+// cache shared with another core, is waited for together. `to` overlaps nothing else that is named
+// here; `from` may lie beside an input or out, but overlaps no byte of out.
 void reduceAndCopy(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
                    int divisor, bool streaming, const BytesToCopy& copied);
 

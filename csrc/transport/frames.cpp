@@ -1,7 +1,6 @@
 // The endpoint's half that reads and writes frames on links.
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 
 #include "base/log.h"
 #include "kernels/copy.h"

@@ -37,7 +37,8 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call);
 
 // ---- shared by them
 
-// Outputs of this size and more are written past the caches.
+// Outputs of this size and more are written past the caches, but for what all_reduce and reduce put
+// in the place of their input.
 constexpr size_t kStreamingOutput = 1024 * 1024;
 
 uint64_t roundsFor(size_t bytes, size_t perRound);

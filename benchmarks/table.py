@@ -1,6 +1,6 @@
 """What mycoll must reach on two cores beside gloo, MPI and the machine, and what was measured.
 
-    python benchmarks/table.py measure FOLDER   # every series of `mycoll bench`: about 10 minutes
+    python benchmarks/table.py measure FOLDER   # every series of `mycoll bench`: 6 minutes or more
     python benchmarks/table.py show FOLDER      # the table, in Markdown
 
 `show` takes the beginning of the files' names, too: benchmarks/results/2026-11-22b-2core-vm-
@@ -166,27 +166,26 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 2 else f"{value:.2f}"
 
 
-def _interval(row: _Row, invert: bool) -> list[float | None]:
-    """Of a row's time to mycoll's: the value, the least, the most."""
-    values = [row["ratio"], row["ratio_low"], row["ratio_high"]]
-    if not invert:
-        return values
-    return [None if x is None else 1 / x for x in (values[0], values[2], values[1])]
+def _cell(row: _Row | None, goal: float | None, is_ours_over_theirs: bool = False) -> str:
+    """`value [low high]`, and whether all of that misses the goal.
 
-
-def _cell(row: _Row | None, goal: float | None, least: bool, invert: bool = False) -> str:
-    """`value [low high]`, and whether all of that misses the goal."""
+    Theirs over ours should be large, as it stands in the row; ours over theirs should be small.
+    """
     if row is None or row["ratio"] is None:
         return "" if goal is None else "not measured"
-    value, low, high = _interval(row, invert)
-    assert value is not None
+    value, low, high = row["ratio"], row["ratio_low"], row["ratio_high"]
+    if is_ours_over_theirs:
+        value = 1 / value
+        low, high = (None if x is None else 1 / x for x in (high, low))
     text = _number(value)
     if low is not None and high is not None:
         text += f" [{_number(low)} {_number(high)}]"
     if goal is None:
         return text
-    best = value if low is None or high is None else high if least else low
-    missed = best < goal if least else best > goal
+    if is_ours_over_theirs:
+        missed = (value if low is None else low) > goal
+    else:
+        missed = (value if high is None else high) < goal
     return f"{text}, goal {_number(goal)}" + (" **short**" if missed else "")
 
 
@@ -198,21 +197,16 @@ def _line(goal: Goal, rows: list[_Row]) -> str:
 
     ours = find(lambda row: row["contender"] == "mycoll")
     peer = find(lambda row: row["contender_kind"] == "peer" and row["contender"] != "iperf3")
-    beside_peer = _cell(peer, goal.peer, least=False, invert=True)
+    beside_peer = _cell(peer, goal.peer, is_ours_over_theirs=True)
     if peer is not None and peer["ratio"] is not None:
         beside_peer += f" ({peer['contender']})"
     cells = (
         goal.title,
         _number(ours["time_us"]) if ours else "not measured",
-        _cell(find(lambda row: row["contender"] == "gloo"), goal.gloo, least=True),
+        _cell(find(lambda row: row["contender"] == "gloo"), goal.gloo),
         beside_peer,
-        _cell(find(lambda row: row["contender"] == "copy-nt"), goal.limit, least=True),
-        _cell(
-            find(lambda row: row["contender_kind"] == "floor"),
-            goal.floor,
-            least=False,
-            invert=True,
-        ),
+        _cell(find(lambda row: row["contender"] == "copy-nt"), goal.limit),
+        _cell(find(lambda row: row["contender_kind"] == "floor"), goal.floor, True),
     )
     return "| " + " | ".join(cells) + " |"
 

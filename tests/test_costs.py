@@ -87,7 +87,6 @@ def test_staging_memory(fresh, ranks):
         seen.append(staging_mib(world.pids))
     world.run(exchange)
     seen.append(staging_mib(world.pids))
-    print(seen)
     unused, first, second, messages = seen
     assert unused == 0, seen
     assert first > 0, seen
@@ -111,5 +110,4 @@ def idle(ctx: Ctx) -> float:
 def test_an_idle_group_needs_no_processor(fresh, transport):
     """Nor does one whose ranks were told to spin while they wait."""
     shares = fresh(2, transport, init=True, env=(SPIN,)).run(idle)
-    print(shares)
     assert max(shares) < IDLE_SHARE, shares

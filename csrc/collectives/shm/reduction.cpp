@@ -145,13 +145,11 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
 
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
-    bool isNextLate = false;
-    Span next;
+    Span next;  // what is staged while this round is reduced
     if (round + 1 < rounds) {
       RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
       co_await isFree;
-      isNextLate = isAll && !arena.isStreaming();
-      if (isNextLate) {
+      if (isAll && !arena.isStreaming()) {
         next = piece(call.in[0], round + 1, chunk);
       } else {
         fill(round + 1);
@@ -167,7 +165,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
       reduceAndCopy(call.dtype, call.reduceOp, piece(call.out[0], round, chunk).data, inputs, 2,
                     mine.bytes / call.elementBytes, 2, isStreaming,
                     {arena.bulk(self, round + 1), next.data, next.bytes});
-      if (isNextLate) arena.publish(Counter::kFilled, round + 2);
+      if (next.bytes > 0) arena.publish(Counter::kFilled, round + 2);
     }
     arena.publish(Counter::kDone, round + 1);
   }

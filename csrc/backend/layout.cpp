@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backend/plain_dispatch.h"
+#include "kernels/copy.h"
 
 namespace mycoll {
 namespace {
@@ -86,14 +87,14 @@ void copyInner(char* to, const char* from, bool toTensor, const Dimensions& dime
   if (inner.tensorStride == static_cast<int64_t>(kBytes)) {  // whole rows
     const int64_t rowBytes = inner.size * static_cast<int64_t>(kBytes);
     if (dimensions.size() == 1) {
-      std::memcpy(to, from, static_cast<size_t>(rowBytes));
+      copy(to, from, static_cast<size_t>(rowBytes));
       return;
     }
     const Dimension& outer = dimensions[dimensions.size() - 2];
     const int64_t toStride = toTensor ? outer.tensorStride : outer.plainStride;
     const int64_t fromStride = toTensor ? outer.plainStride : outer.tensorStride;
     for (int64_t i = 0; i < outer.size; ++i) {
-      std::memcpy(to + i * toStride, from + i * fromStride, static_cast<size_t>(rowBytes));
+      copy(to + i * toStride, from + i * fromStride, static_cast<size_t>(rowBytes));
     }
     return;
   }
@@ -129,11 +130,11 @@ void copyStrided(const at::Tensor& tensor, char* tensorData, char* plain, bool t
                                     });
     std::rotate(densest, densest + 1, dimensions.end() - 1);
   }
-  const CopyInner copy = copyInnerFor(tensor.itemsize());
+  const CopyInner copyPlanes = copyInnerFor(tensor.itemsize());
   const size_t outerCount = dimensions.size() > 2 ? dimensions.size() - 2 : 0;
   c10::SmallVector<int64_t, 8> index(outerCount, 0);
   while (true) {
-    copy(toTensor ? tensorData : plain, toTensor ? plain : tensorData, toTensor, dimensions);
+    copyPlanes(toTensor ? tensorData : plain, toTensor ? plain : tensorData, toTensor, dimensions);
     size_t i = outerCount;  // an odometer over the outer dimensions
     while (i > 0) {
       const Dimension& dimension = dimensions[--i];

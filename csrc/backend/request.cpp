@@ -5,11 +5,11 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "backend/device/copies.h"
 #include "backend/plain_dispatch.h"
 #include "backend/torch_version.h"
+#include "kernels/copy.h"
 
 namespace mycoll {
 namespace {
@@ -236,16 +236,16 @@ void Request::separateInputs(Call& call) {
     }
     if (!mustCopy) continue;
     if (isFlat() && isOnDevice()) return copyAll(call);
-    at::Tensor copy;
+    at::Tensor separate;
     if (isOnDevice()) {
       const PlainDispatch guard;
-      copy = bytesOnDevice(in, device).clone();
+      separate = bytesOnDevice(in, device).clone();
     } else {
-      copy = emptyElements(static_cast<int64_t>(in.bytes), at::kByte);
-      std::memcpy(copy.mutable_data_ptr(), in.data, in.bytes);
+      separate = emptyElements(static_cast<int64_t>(in.bytes), at::kByte);
+      copy(separate.mutable_data_ptr(), in.data, in.bytes);
     }
-    in.data = copy.mutable_data_ptr();
-    keep.push_back(std::move(copy));
+    in.data = separate.mutable_data_ptr();
+    keep.push_back(std::move(separate));
   }
 }
 

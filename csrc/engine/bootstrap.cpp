@@ -16,9 +16,23 @@
 namespace mycoll {
 namespace {
 
-// Between looks at the store.
-constexpr auto kShortestPause = std::chrono::microseconds(25);
 constexpr auto kLongestPause = std::chrono::microseconds(10'000);
+
+// Between looks at the store: none at first, as a look at a server takes as long as the shortest
+// sleep; then longer and longer ones.
+class Pauses {
+ public:
+  void take() {
+    if (looks_++ < kLooksWithout) return;
+    std::this_thread::sleep_for(pause_);
+    pause_ = std::min(pause_ * 2, kLongestPause);
+  }
+
+ private:
+  static constexpr int kLooksWithout = 4;
+  int looks_ = 0;
+  std::chrono::microseconds pause_{25};
+};
 
 Status readSecretFile(std::string* secret) {
   Env env;
@@ -72,16 +86,14 @@ Status Meeting::putCard() {
 
 Status Meeting::meetOthers() {
   MYCOLL_RETURN_IF_ERROR(putCard());
-  bool isOver = false;
-  auto pause = kShortestPause;
-  while (!isOver) {
-    bool moved = false;
-    if (isLeader()) MYCOLL_RETURN_IF_ERROR(lead(&moved));
-    MYCOLL_RETURN_IF_ERROR(follow(&moved, &isOver));
+  Pauses pauses;
+  for (;;) {
+    bool moved = false, isOver = false;
+    MYCOLL_RETURN_IF_ERROR(isLeader() ? lead(&moved, &isOver) : follow(&moved, &isOver));
     if (isOver) break;
     MYCOLL_RETURN_IF_ERROR(lookAround());
-    pause = moved ? kShortestPause : std::min(pause * 2, kLongestPause);
-    std::this_thread::sleep_for(pause);
+    if (moved) pauses = Pauses();
+    pauses.take();
   }
   MYCOLL_RETURN_IF_ERROR(store_.set(key("done", options_.rank), number_ + mine_.nonce));
   return isLeader() ? waitForTheOthers() : Status();
@@ -121,32 +133,34 @@ Status Meeting::readCards(bool* moved) {
   if (!isComplete || !isNew) return Status();
   std::string nonce;
   MYCOLL_RETURN_IF_ERROR(Card::freshNonce(&nonce));
-  standing_ = nonce.substr(0, 16);
+  number_ = nonce.substr(0, 16);
+  roster_ = cards_;
   confirmations_ = 1;
   *moved = true;
-  return store_.set("roster", encodeRoster(standing_, cards_));
+  MYCOLL_RETURN_IF_ERROR(store_.set("roster", encodeRoster(number_, roster_)));
+  return store_.set(key("ack", options_.rank), number_);
 }
 
-// Rank 0: cards -> roster, confirmations -> commit.
-Status Meeting::lead(bool* moved) {
+// Rank 0: cards -> roster, confirmations -> commit. It need not read what it has written: of two
+// processes that are both rank 0, only one can have its number confirmed by all.
+Status Meeting::lead(bool* moved, bool* isOver) {
   // Those of a roster that waits to be confirmed rarely change.
   const auto now = Clock::now();
-  if (standing_.empty() || now - cardsRead_ >= kLongestPause) {
+  if (number_.empty() || now - cardsRead_ >= kLongestPause) {
     MYCOLL_RETURN_IF_ERROR(readCards(moved));
     cardsRead_ = now;
   }
-  if (standing_.empty() || isCommitted_) return Status();
+  if (number_.empty()) return Status();
   for (; confirmations_ < options_.ranks; ++confirmations_) {
     std::string ack;
     MYCOLL_RETURN_IF_ERROR(get(key("ack", confirmations_), &ack));
-    if (ack != standing_) return Status();
+    if (ack != number_) return Status();
   }
-  isCommitted_ = true;
-  *moved = true;
-  return store_.set("commit", standing_);
+  *isOver = true;
+  return store_.set("commit", number_);
 }
 
-// Everybody: confirm the roster that holds the own card; over when it is committed.
+// The others: confirm the roster that holds the own card; over when it is committed.
 Status Meeting::follow(bool* moved, bool* isOver) {
   // Once it is confirmed the roster, which is long in a large job, rarely changes.
   const auto now = Clock::now();
@@ -172,15 +186,14 @@ Status Meeting::follow(bool* moved, bool* isOver) {
 }
 
 Status Meeting::waitForTheOthers() {
-  auto pause = kShortestPause;
+  Pauses pauses;
   for (int rank = 1; rank < options_.ranks; ++rank) {
     for (;;) {
       std::string done;
       MYCOLL_RETURN_IF_ERROR(get(key("done", rank), &done));
       if (done.starts_with(number_)) break;
       MYCOLL_RETURN_IF_ERROR(lookAround());
-      std::this_thread::sleep_for(pause);
-      pause = std::min(pause * 2, kLongestPause);
+      pauses.take();
     }
   }
   return Status();

@@ -41,7 +41,7 @@ class Meeting {
   // ---- the protocol
   Status putCard();
   Status meetOthers();
-  Status lead(bool* moved);
+  Status lead(bool* moved, bool* isOver);
   Status readCards(bool* moved);
   Status follow(bool* moved, bool* isOver);
   Status waitForTheOthers();
@@ -74,12 +74,10 @@ class Meeting {
   std::string cardText_;
   // Rank 0
   std::vector<std::string> cards_;
-  std::string standing_;   // number of the roster in the store
-  int confirmations_ = 1;  // ranks before this one have confirmed it; rank 0 is not asked
+  int confirmations_ = 1;  // ranks before this one have confirmed the roster; rank 0 is not asked
   Clock::time_point cardsRead_;
-  bool isCommitted_ = false;
   // Everybody
-  std::string number_;  // of the roster that was confirmed last
+  std::string number_;  // of the roster that was confirmed last, by rank 0 as it makes it
   std::vector<std::string> roster_;
   Clock::time_point rosterRead_;
   // What is known of another rank's card.

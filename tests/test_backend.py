@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -77,6 +78,41 @@ def power_sgd(ctx: Ctx) -> float:
 @pytest.mark.worlds(2)
 def test_power_sgd(world):
     assert len(set(world.run(power_sgd))) == 1
+
+
+# --- threads
+
+
+def signals_blocked() -> list[tuple[str, int]]:
+    """Of our threads, the name and a bit for each signal that they do not take."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        lines = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        if lines["Name"].strip().startswith("mycoll"):
+            found.append((lines["Name"].strip(), int(lines["SigBlk"], 16)))
+    return sorted(found)
+
+
+def helper_threads(ctx: Ctx) -> None:
+    """One, with device tensors two; and while callbacks are run, one that runs them. Ctrl-C and a
+    user's own handlers are the business of the user's threads."""
+    wanted = ["mycoll", *(["mycoll-watchdog"] if ctx.setup.device else [])]
+    names: list[str] = []
+    deadline = time.monotonic() + 10
+    while names != wanted and time.monotonic() < deadline:  # a thread gives itself its name
+        seen: list[tuple[str, int]] = []
+        future = dist.all_reduce(torch.ones(3, device=ctx.device), async_op=True).get_future()
+        future.then(lambda _, seen=seen: seen.extend(signals_blocked())).wait()
+        names = [name for name, _ in seen if name != "mycoll-callback"]
+        for name, mask in seen:
+            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM):
+                ctx.equal((name, each.name, mask >> (each - 1) & 1), (name, each.name, 1))
+    ctx.equal(names, wanted)
+
+
+@pytest.mark.worlds(2)
+def test_helper_threads(world):
+    world.run(helper_threads)
 
 
 # --- hooks, timing, profiler

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import test_backend
 import torch
 import torch.distributed as dist
 from standins import cuda as standin_cuda
@@ -156,6 +157,11 @@ def profiled(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_works(device_world, job):
     device_world.run(job)
+
+
+@pytest.mark.worlds(2)
+def test_helper_threads(device_world):
+    device_world.run(test_backend.helper_threads)
 
 
 # --- waiting

@@ -43,6 +43,14 @@ def receives_from_each_other(ctx: Ctx) -> None:
     dist.recv(torch.ones(10), (ctx.rank + 1) % ctx.size)
 
 
+def receives_from_itself(ctx: Ctx) -> None:
+    dist.irecv(torch.ones(10), ctx.rank).wait()
+
+
+def large_send_to_itself(ctx: Ctx) -> None:
+    dist.isend(torch.ones(LARGE), ctx.rank).wait()
+
+
 def large_sends_to_each_other(ctx: Ctx) -> None:
     dist.send(torch.ones(LARGE), (ctx.rank + 1) % ctx.size)
 
@@ -61,6 +69,8 @@ CASES: dict[Callable[[Ctx], None], tuple[int, tuple[str, ...]]] = {
     async_then_waits_in_crossed_order: (2, ("all_reduce", "group '1'", "group '2'")),
     receives_from_each_other: (3, ("recv",)),
     large_sends_to_each_other: (2, ("send",)),
+    receives_from_itself: (1, ("recv", "a message of its own")),
+    large_send_to_itself: (1, ("send", "a message of its own")),
     message_against_collective: (2, ("recv", "all_reduce")),
 }
 

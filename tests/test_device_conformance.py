@@ -48,6 +48,7 @@ NATIVE = (
     test_objects.objects,
     test_p2p.batch,
     test_p2p.batch_one_sided,
+    test_p2p.to_oneself,
     test_work.freed_at_once,
     test_work.other_orders,
     test_work.wait_with_enough_time,

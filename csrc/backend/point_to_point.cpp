@@ -8,16 +8,6 @@
 namespace mycoll {
 namespace {
 
-void checkPeer(const CallSite& site, const char* argument, int peer) {
-  checkRank(site, argument, peer);
-  if (peer != site.rank) [[likely]] {
-    return;
-  }
-  refuse(site, c10::str(argument,
-                        " must be another rank, but it is this one: a rank cannot send "
-                        "to itself"));
-}
-
 void checkTag(const CallSite& site, int tag) {
   if (tag >= 0) [[likely]] {
     return;
@@ -30,7 +20,7 @@ void checkTag(const CallSite& site, int tag) {
 MycollBackend::WorkPtr MycollBackend::send(Tensors& tensors, int destination, int tag) {
   const CallSite site = enter("send");
   const at::Tensor& tensor = single(site, "tensor", tensors);
-  checkPeer(site, "dst", destination);
+  checkRank(site, "dst", destination);
   checkTag(site, tag);
   checkTensor(site, Argument{"tensor"}, tensor);
   Request request(site, c10d::OpType::SEND, "mycoll:send", c10d::kUnsetTimeout, /*isAsync=*/true);
@@ -43,7 +33,7 @@ MycollBackend::WorkPtr MycollBackend::send(Tensors& tensors, int destination, in
 
 MycollBackend::WorkPtr MycollBackend::recv(Tensors& tensors, int source, int tag) {
   const CallSite site = enter("recv");
-  checkPeer(site, "src", source);
+  checkRank(site, "src", source);
   return receive(site, c10d::OpType::RECV, "mycoll:recv", tensors, source, tag);
 }
 

@@ -308,8 +308,10 @@ void Group::onCircle(const Question& question, const Block& block) {
       return;
     }
   }
-  std::string text =
-      "mycoll: DEADLOCK: these ranks wait for each other, each in another call, and none can go on";
+  std::string text = question.story.size() == 1
+                         ? "mycoll: DEADLOCK: this rank waits for a message of its own"
+                         : "mycoll: DEADLOCK: these ranks wait for each other, each in another "
+                           "call, and none can go on";
   for (const std::string& line : question.story) text += "\n  " + line;
   text +=
       "\n  Ranks that share groups must call their operations in the same order; an operation with "

@@ -166,12 +166,11 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
   op->tag = tag;
   op->rank = rank;
   const bool isAnyone = !isSend && rank == kAnySource;
-  if (!isAnyone && (rank < 0 || rank >= options_.ranks || rank == options_.rank)) {
-    return failedOp(
-        kind, Status(Code::kInvalidArgument,
-                     std::string(name(kind)) + ": rank " + std::to_string(rank) +
-                         (rank == options_.rank ? " is this rank itself" : " is out of range") +
-                         " in a group of " + std::to_string(options_.ranks)));
+  if (!isAnyone && (rank < 0 || rank >= options_.ranks)) {
+    return failedOp(kind,
+                    Status(Code::kInvalidArgument,
+                           std::string(name(kind)) + ": rank " + std::to_string(rank) +
+                               " is out of range in a group of " + std::to_string(options_.ranks)));
   }
   Operation operation;
   operation.kind = kind;
@@ -185,8 +184,10 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
   op->setRecord(record_.enqueue(operation, op->submitted.time_since_epoch().count(), true));
   op->self = op;
   if (isSend) {
-    sending_->fetch_add(1, std::memory_order_relaxed);
-    op->atEnd([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
+    if (rank != options_.rank) {  // nobody will take what a rank that leaves has sent to itself
+      sending_->fetch_add(1, std::memory_order_relaxed);
+      op->atEnd([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
+    }
     mailbox_.send(*op, rank, MessageClass::kPointToPoint, tag, signature, data);
   } else {
     mailbox_.receive(*op, isAnyone ? kFromAnyone : rank, MessageClass::kPointToPoint, tag,

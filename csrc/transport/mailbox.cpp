@@ -57,11 +57,11 @@ FrameHeader Mailbox::header(FrameKind kind, int destination) const {
 }
 
 bool Mailbox::checkRank(Transfer& request, int rank, const char* what) {
-  if (rank >= 0 && rank < ranks() && rank != group_.rank) return true;
-  request.status_ = Status(Code::kInvalidArgument,
-                           std::string(what) + " rank " + std::to_string(rank) +
-                               (rank == group_.rank ? " is this rank itself" : " is out of range") +
-                               " in group '" + group_.name + "' of " + std::to_string(ranks()));
+  if (rank >= 0 && rank < ranks()) return true;
+  request.status_ =
+      Status(Code::kInvalidArgument, std::string(what) + " rank " + std::to_string(rank) +
+                                         " is out of range in group '" + group_.name + "' of " +
+                                         std::to_string(ranks()));
   request.done_.store(true, std::memory_order_release);
   return false;
 }
@@ -109,7 +109,6 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   request.peer_ = destination;
   if (isOver(messageClass, tag)) return finish(request, failure_);
   if (left_[destination]) return refuse(request, destination);
-  OutLink& link = endpoint_->linkTo(group_.peers[destination]);
   OutItem item;
   item.header = header(FrameKind::kEager, destination);
   item.header.messageClass = messageClass;
@@ -126,7 +125,16 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     item.header.kind = FrameKind::kRequestToSend;
     item.header.senderRequest = request.id_;
   }
-  endpoint_->enqueue(link, std::move(item));
+  if (destination == group_.rank) return sendToSelf(request, item.header);
+  endpoint_->enqueue(endpoint_->linkTo(group_.peers[destination]), std::move(item));
+}
+
+void Mailbox::sendToSelf(Transfer& request, const FrameHeader& message) {
+  const Target target = onFrame(message);
+  if (message.kind != FrameKind::kEager || !request.isPosted_) return;  // a mismatch ends it
+  copy(target.data, request.data_.data, request.data_.bytes);
+  onPayload(message, target);
+  finish(request, Status());
 }
 
 void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, uint64_t tag,
@@ -178,6 +186,7 @@ void Mailbox::countBuffered(const FrameHeader& came, bool isMore) {
 void Mailbox::onFlow(const FrameHeader& came) {
   flows_[came.source].holdsUs = came.kind == FrameKind::kHold;
   if (came.kind == FrameKind::kGoOn) return;
+  if (came.source == group_.rank) return;
   // Also what has not left yet.
   OutLink& link = endpoint_->linkTo(group_.peers[came.source]);
   for (OutItem& item : link.queue) {
@@ -198,6 +207,14 @@ void Mailbox::onFlow(const FrameHeader& came) {
 
 void Mailbox::clearToSend(Transfer& request, const FrameHeader& came) {
   request.peer_ = came.source;
+  if (came.source == group_.rank) {
+    Transfer& sender = *inFlight_.at(came.senderRequest);
+    inFlight_.erase(sender.id_);
+    copy(request.data_.data, sender.data_.data, request.data_.bytes,
+         request.data_.bytes >= kStreamingBytes);
+    finish(sender, Status());
+    return finish(request, Status());
+  }
   request.id_ = nextId_++;
   inFlight_[request.id_] = &request;
   OutItem item;
@@ -234,6 +251,11 @@ void Mailbox::abandon(Transfer& request, Status status) {
     // Its payload is still arriving: let it, into memory that nobody asks for.
     if (message.claimedBy == &request) message.claimedBy = nullptr;
   }
+  std::erase_if(unexpected_, [&](const Unexpected& message) {  // to this rank itself
+    return message.header.source == group_.rank && !request.isReceive_ &&
+           message.header.kind == FrameKind::kRequestToSend &&
+           message.header.senderRequest == request.id_;
+  });
   finish(request, std::move(status));
 }
 

@@ -123,7 +123,8 @@ class Mailbox {
   Endpoint& endpoint() const { return *endpoint_; }
 
   // Both post and return; the request is ready when the memory may be reused (send) or holds the
-  // message (receive). Sends to oneself are refused.
+  // message (receive). A rank may be its own peer: such a message meets its receive here, as if it
+  // had come from elsewhere, and is on no link.
   void send(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
             const Signature& signature, Span data);
   void receive(Transfer& request, int source, MessageClass messageClass, uint64_t tag,
@@ -208,6 +209,7 @@ class Mailbox {
   bool needs(int rank) const;
   void refuse(Transfer& request, int rank);
   bool checkRank(Transfer& request, int rank, const char* what);
+  void sendToSelf(Transfer& request, const FrameHeader& message);
   void post(Transfer& request, MessageClass messageClass, uint64_t tag, const Signature& signature,
             Span data);
   Transfer* matchPosted(const FrameHeader& header);

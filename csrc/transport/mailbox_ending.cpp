@@ -125,6 +125,7 @@ std::string Mailbox::abortPayload() const {
 }
 
 void Mailbox::queueControl(int destination, FrameKind kind, const std::string& payload) {
+  if (destination == group_.rank) return onControl(header(kind, destination), payload);
   OutLink& link = endpoint_->linkTo(group_.peers[destination]);
   OutItem item;
   item.header = header(kind, destination);

@@ -86,8 +86,10 @@ DeviceOperationPtr Pairs::carryBy(bool isOnNccl, DeviceGroup& group, Request& re
 }
 
 DeviceOperationPtr Pairs::carry(DeviceGroup& group, Request& request, bool isTimed) {
-  // All ranks were told so.
-  if (Env::process().cuda == CudaPath::kHost) return carryBy(false, group, request, isTimed);
+  // All ranks were told so, or there is no other: alone NCCL's send would wait for its receive.
+  if (Env::process().cuda == CudaPath::kHost || request.peer == place_.rank) {
+    return carryBy(false, group, request, isTimed);
+  }
   // From any rank there is nobody to ask; NCCL's road refuses it.
   if (request.peer == kAnySource) {
     return carryBy(group.knownRoad() != DeviceRoad::kHost, group, request, isTimed);

@@ -68,6 +68,61 @@ def test_a_result_that_never_came_is_not_believed(fresh_device_world, how):
     assert NOT_TO_BE_USED in text, text
 
 
+def believe_after_another(ctx: Ctx) -> list[str]:
+    """Failures of several groups, one soon after the other, each of them caught by the program."""
+    told = []
+    for step in range(3):
+        group = dist.new_group()
+        dist.all_reduce(full(ctx, 1), group=group)
+        torch.accelerator.synchronize()
+        if step == 0:  # on the CPU
+            with ctx.raises(dist.DistBackendError, "MISMATCH"):
+                dist.all_reduce(torch.ones(2 + ctx.rank), group=group)
+        else:
+            loss = torch.ones(4 + ctx.rank, device=ctx.device)
+            try:
+                dist.all_reduce(loss, group=group)
+                ctx.fail(f"the loss is {loss[0].item()}, says the program")
+            except dist.DistBackendError as error:
+                told.append(str(error))
+        dist.barrier()
+        dist.destroy_process_group(group)
+        dist.barrier()
+    return told
+
+
+def test_a_failure_does_not_hide_the_next(fresh_device_world):
+    for told in fresh_device_world(2, "nccl").run(believe_after_another):
+        assert len(told) == 2
+        for text in told:
+            assert "MISMATCH" in text and NOT_TO_BE_USED in text, text
+
+
+def gets_through(ctx: Ctx) -> str:
+    """Ranks that differ in what the device does not look at: numbers come, and are wrong."""
+    group = dist.new_group()
+    dtype = torch.float32 if ctx.rank == 0 else torch.int32
+    parts = torch.zeros(8, dtype=dtype, device=ctx.device)
+    try:
+        dist.all_gather_into_tensor(parts, parts[:4].clone(), group=group)
+        parts[0].item()
+        dist.destroy_process_group(group)
+        ended = time.monotonic() + 3
+        while time.monotonic() < ended:
+            time.sleep(0.01)
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+def test_wrong_numbers_are_told_of(fresh_device_world):
+    """By one of the two at least, also where nothing comes after them but the end."""
+    found = [text for text in fresh_device_world(2, "nccl").run(gets_through) if text]
+    assert found
+    for text in found:
+        assert "MISMATCH" in text and NOT_TO_BE_USED in text, text
+
+
 def ends_in_good_order(ctx: Ctx) -> None:
     """A group that a graph has used is destroyed, and so is one whose failure is known. Nobody is
     interrupted: what goes on after that is the program's own affair."""

@@ -5,8 +5,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <mutex>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "backend/callback_pool.h"
 #include "base/log.h"
@@ -18,11 +22,61 @@ PythonHooks python;
 std::atomic<pthread_t> exiting{};
 
 using Clock = std::chrono::steady_clock;
-// When Python's main thread was last thrown the failure of a group.
-std::atomic<Clock::time_point> told{};
 // One cause reaches the groups of a process within this.
-constexpr auto kSameCause = std::chrono::seconds(1);
+constexpr auto kSpreading = std::chrono::seconds(1);
 thread_local int untold = 0;  // Untolds that live
+
+// The failures of groups that Python's main thread has been thrown within kSpreading.
+class Told {
+ public:
+  void add(const Status& status) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    forget();
+    latest_.push_back({status, Clock::now()});
+  }
+  bool has(const Status& status) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    forget();
+    return std::any_of(latest_.begin(), latest_.end(),
+                       [&](const Entry& entry) { return isSame(entry.status, status); });
+  }
+
+ private:
+  struct Entry {
+    Status status;
+    Clock::time_point when;
+  };
+
+  void forget() {
+    const auto now = Clock::now();
+    std::erase_if(latest_, [now](const Entry& entry) { return now - entry.when > kSpreading; });
+  }
+
+  // A group fails once; a process that is lost fails all groups that it is in; and a circle of waits
+  // has one text for all of its groups.
+  static bool isSame(const Status& a, const Status& b) {
+    const std::string group = between(a, "group '", '\'');
+    if (!group.empty() && group == between(b, "group '", '\'')) return true;
+    if (a.code() == Code::kPeerLost && b.code() == Code::kPeerLost) {
+      return between(a, " (", ')') == between(b, " (", ')');  // rank 1 (vm:4712)
+    }
+    return between(a, "", '\n') == between(b, "", '\n');
+  }
+  static std::string between(const Status& status, const std::string& before, char after) {
+    const std::string& text = status.message();
+    const size_t begin = text.find(before);
+    if (begin == text.npos) return "";
+    return text.substr(begin, text.find(after, begin + before.size()) - begin);
+  }
+
+  std::mutex mutex_;
+  std::vector<Entry> latest_;  // guarded by mutex_
+};
+
+Told& told() {
+  static Told* const kTold = new Told;
+  return *kTold;
+}
 
 }  // namespace
 
@@ -83,9 +137,7 @@ void throwStatus(const Status& status) {
     case Code::kInterrupted:
     case Code::kStore: break;
     default:
-      if (untold == 0 && isMainThread()) {
-        told.store(Clock::now(), std::memory_order_release);
-      }
+      if (untold == 0 && isMainThread()) told().add(status);
   }
   throwAs(status);
 }
@@ -95,10 +147,10 @@ Untold::~Untold() { --untold; }
 
 void raiseInMainThread(const Status& status, std::function<bool()> isWanted) {
   if (python.callInMainThread == nullptr) return;
-  const auto since = Clock::now() - kSameCause;
-  const bool isCalled = python.callInMainThread([status, since, isWanted = std::move(isWanted)] {
+  const bool isKnown = told().has(status);
+  const bool isCalled = python.callInMainThread([status, isKnown, isWanted = std::move(isWanted)] {
     const bool isExiting = exiting.load(std::memory_order_acquire) != pthread_t{};
-    if (isExiting || told.load(std::memory_order_acquire) > since || !isWanted()) return;
+    if (isExiting || isKnown || told().has(status) || !isWanted()) return;
     throwStatus(status);
   });
   if (!isCalled) MYCOLL_LOG_ERROR("%s", status.message().c_str());

@@ -23,7 +23,7 @@ namespace mycoll {
 
 // For results that nobody may ask about before they are used: throws the status in Python's main
 // thread, between two steps of what it does, as Ctrl-C would. Not where that thread has been thrown
-// the failure of a group a moment ago, or is meanwhile: one cause ends many groups, and who is
+// this group's failure a moment ago, or the same cause's in another group, or is meanwhile: who is
 // cleaning up is left alone. isWanted is asked then.
 void raiseInMainThread(const Status& status, std::function<bool()> isWanted);
 

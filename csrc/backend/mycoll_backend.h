@@ -156,7 +156,7 @@ class MycollBackend final : public c10d::Backend {
   std::string describe(const Request& request) const;
   // pg_options that a user has given, or null.
   c10::intrusive_ptr<MycollOptions> optionsFrom(
-      const CallSite& site, const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
+      const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
   std::vector<int64_t> globalRanksOf(const std::vector<int>& ranks) const;
   // Returns when all members have called it, with the same suffix: see Communicator::shrink().
   c10::intrusive_ptr<MycollBackend> childOf(const std::vector<int>& members,

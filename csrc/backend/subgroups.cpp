@@ -8,13 +8,17 @@
 
 namespace mycoll {
 
+// Null: none were given. torch gives one backend's options to all backends of a group: of another
+// one's only what all have is for this one.
 c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
-    const CallSite& site, const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
   auto given = c10::dynamic_intrusive_pointer_cast<MycollOptions>(opts);
-  if (opts && !given) {
-    refuse(site, "pg_options must be a mycoll.Options, but they are of backend " + opts->backend);
-  }
-  return given;
+  if (given || !opts) return given;
+  auto made = c10::make_intrusive<MycollOptions>(*options_);
+  made->timeout = opts->timeout;
+  made->group_name = opts->group_name;
+  made->global_ranks_in_group = opts->global_ranks_in_group;
+  return made;
 }
 
 std::vector<int64_t> MycollBackend::globalRanksOf(const std::vector<int>& ranks) const {
@@ -53,7 +57,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
     suffix.append(" ").append(std::to_string(rank));
   }
   if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) return nullptr;
-  const auto given = optionsFrom(site, opts);
+  const auto given = optionsFrom(opts);
   std::string name = opts ? opts->group_name : groupName_ + ":split";
 
   std::lock_guard<std::mutex> lock(childMutex_);
@@ -70,8 +74,8 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
 c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
     const c10::intrusive_ptr<c10d::Store>& store,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts, const int& rank, const int& size) {
-  const CallSite site = enter("merge_remote_group");
-  const auto given = optionsFrom(site, opts);
+  enter("merge_remote_group");
+  const auto given = optionsFrom(opts);
   std::string name = opts && !opts->group_name.empty() ? opts->group_name : groupName_ + ":merged";
 
   std::lock_guard<std::mutex> lock(childMutex_);
@@ -112,7 +116,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
     members.push_back(rank);
     suffix.append(" ").append(std::to_string(rank));
   }
-  const auto given = optionsFrom(site, opts);
+  const auto given = optionsFrom(opts);
   if (isExcluded[static_cast<size_t>(rank_)]) refuse(site, "this rank is to be excluded itself");
   if (flags & kAbortFirst) abort();
   return childOf(members, suffix, groupName_ + suffix, given);

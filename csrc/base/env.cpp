@@ -170,6 +170,13 @@ const Variable kVariables[] = {
      [](std::string_view value, Env* env) {
        return parseInteger(value, 1, 3600, &env->networkSeconds);
      }},
+    {"MYCOLL_KILL_AFTER_FAILURE", "0", "0 to 86400",
+     "Seconds. A process that has not destroyed a group so long after its failure is ended by "
+     "SIGABRT, so that a launcher can start it again even where its program hears no exception. 0: "
+     "never.",
+     [](std::string_view value, Env* env) {
+       return parseInteger(value, 0, 86400, &env->killAfterSeconds);
+     }},
     {"MYCOLL_SPIN_US", "-1", "-1 or a number of microseconds up to 1000000",
      "How long a waiting rank spins before it yields its core. -1: chosen by whether the host has "
      "a core for each of its ranks.",

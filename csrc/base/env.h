@@ -61,6 +61,7 @@ struct Env {
   std::string logFile;  // empty: stderr. May hold %h %p %r %%
   bool checksum = false;
   int networkSeconds = 10;
+  int killAfterSeconds = 0;
   std::string secretFile;   // empty: the secret comes through the store
   size_t traceEntries = 0;  // operations remembered of each group; 0: none
   std::string traceFile;    // as logFile; empty: chosen by observe/trace_file; "off": none

@@ -295,6 +295,8 @@ PYBIND11_MODULE(_C, module) {
              py::arg("options").none(true) = nullptr, py::arg("has_device") = false);
   module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"),
              "Where the nvidia-nccl wheel has its library; before the first group.");
+  module.def("_require_nccl_memory", &mycoll::requireNcclMemory,
+             "Raises where there is no NCCL, or it allocates no memory.");
   module.def("_use_nccl", &mycoll::useNccl, py::arg("path"),
              "For tests: NCCL is this file, also beside a copy that torch has loaded.");
   module.def("environment", &environment, "Every MYCOLL_* variable.");

@@ -226,6 +226,7 @@ void Engine::State::doChores() {
   bool isUnseen = false;
   for (auto& group : alive()) {
     isUnseen |= group->lookForFailure();
+    group->killWhereWanted();
     group->checkFutures();
   }
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();

@@ -1,7 +1,9 @@
 // The group's half that notices and tells what goes wrong: failures, timeouts, ranks that are
 // missing or gone, and the texts about them.
 #include <algorithm>
+#include <cstdlib>
 
+#include "base/env.h"
 #include "base/log.h"
 #include "base/topology.h"
 #include "engine/group.h"
@@ -102,6 +104,22 @@ bool Group::lookForFailure() {
   if (!arena || !arena->hasFailed()) return false;
   mailbox_.fail(arena->failure(), false);
   return true;
+}
+
+void Group::killWhereWanted() const {
+  const int seconds = Env::process().killAfterSeconds;
+  if (seconds == 0 || !hasFailed() || isClosed_.load()) return;
+  const Clock::time_point since{Clock::duration(failedAt_.load(std::memory_order_relaxed))};
+  const Status cause = error();
+  if (cause.code() == Code::kAborted || Clock::now() - since < std::chrono::seconds(seconds)) {
+    return;
+  }
+  MYCOLL_LOG_AT(LogLevel::kFailure,
+                "group '%s' failed %d s ago (MYCOLL_KILL_AFTER_FAILURE) and the program has not "
+                "destroyed it: this process is ended by SIGABRT",
+                options_.name.c_str(), seconds);
+  TraceFile::writeMeanwhile();
+  std::abort();
 }
 
 Status Group::calledLate(OpKind kind) const {

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from mycoll._registration import from_foreign_options, native
+
 _in_use = False
 
 # By parent: how often it has been split. The members count alike, as all of them split it.
@@ -36,6 +38,7 @@ def install() -> None:
         _replace("_set_pg_timeout", _wrap_set_pg_timeout)
     _replace("split_group", _wrap_split_group)
     _replace("shrink_group", _wrap_shrink_group)
+    _replace("_get_split_source", _wrap_get_split_source)
 
 
 def use() -> None:
@@ -116,10 +119,12 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         parent = default if parent_pg is None else parent_pg
         on_cpu = _backend_names(parent).get("cpu") == "mycoll" and default.bound_device_id is None
         if not on_cpu or not split_ranks:
+            ours = _device_backend(parent) if more.get("backend") is None else None
+            if ours is not None:
+                pg_options = _own_options(pg_options)
             make = functools.partial(
                 original, parent_pg, split_ranks, timeout, pg_options, group_desc, **more
             )
-            ours = _device_backend(parent) if more.get("backend") is None else None
             return make() if ours is None else _split_devices(ours, make)
         backend = _part_of_backends(parent, more.get("backend"))
         mine = _part_of(parent.rank(), parent.size(), split_ranks)
@@ -210,6 +215,24 @@ def _split_devices(parent: Any, make: Callable[[], ProcessGroup | None]) -> Proc
     child = _device_backend(made) if isinstance(made, ProcessGroup) else None
     parent._split_devices(child, willing=True)
     return made
+
+
+def _own_options(options: Any) -> Any:
+    from torch._C._distributed_c10d import Backend
+
+    is_foreign = isinstance(options, Backend.Options) and not isinstance(options, native().Options)
+    return from_foreign_options(options) if is_foreign else options
+
+
+def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Up to 2.13, torch hands a world that can be split to whatever backend a new group has; and
+    nccl wants nccl's. Ours meet without it."""
+
+    def get_split_source(*args: Any, **more: Any) -> Any:
+        source = original(*args, **more)
+        return None if isinstance(source, native().MycollBackend) else source
+
+    return get_split_source
 
 
 def _part_of(rank: int, size: int, split_ranks: list[list[int]]) -> list[int] | None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 NAME = "mycoll"
 
+_NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
+
 _warned = False
 _failure: Exception | None = None
 
@@ -137,13 +139,13 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
             raise TypeError(
                 f"pg_options of a mycoll group is a mycoll.Options, not {type(options).__name__}"
             )
-        options = None  # in "cpu:mycoll,cuda:nccl" they are the other backend's
+        options = from_foreign_options(options)
 
     _compat.use()
     timeout = group.timeout
     if options is not None and timeout == default_pg_timeout:
         timeout = options.timeout  # torch always passes one: nobody has given it this
-    module.set_nccl_wheel(_nccl_wheel())
+    module.set_nccl_wheel(nccl_wheel())
     return module.create_backend(  # type: ignore[no-any-return]
         group.store,
         group.group_rank,
@@ -155,6 +157,24 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         options,
         _has_device(),
     )
+
+
+def from_foreign_options(options: Any) -> Any:
+    """What torch's own NCCL options say about NCCL's communicators; None for other backends', which
+    a group like "cpu:mycoll,cuda:xccl" passes to both of its backends."""
+    config = getattr(options, "config", None)
+    if config is None or options.backend != "nccl":
+        return None
+    ours = native().Options()
+    ours.timeout = options._timeout
+    for name in dir(ours.nccl):
+        theirs = getattr(config, "blocking" if name == "is_blocking" else name, None)
+        is_set = theirs is not None and theirs != _NCCL_UNDEFINED
+        if name.startswith("_") or not is_set:
+            continue
+        is_flag = name in ("is_blocking", "split_share")
+        setattr(ours.nccl, name, bool(theirs) if is_flag else theirs)
+    return ours
 
 
 def _has_device() -> bool:
@@ -169,7 +189,7 @@ def _has_device() -> bool:
     return torch.cuda.device_count() > 0
 
 
-def _nccl_wheel() -> str:
+def nccl_wheel() -> str:
     """The library of the nvidia-nccl wheel that torch's CUDA builds depend on; '' without one."""
     import torch
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mycoll._registration import native
+from mycoll._registration import native, nccl_wheel
 
 if TYPE_CHECKING:
     from mycoll._C import MycollBackend
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 def nccl_mem_pool() -> torch.cuda.MemPool:
     """A pool of memory from NCCL's own allocator, as symmetric memory has to be."""
+    module = native()
+    module.set_nccl_wheel(nccl_wheel())
+    module._require_nccl_memory()
     allocator = torch.cuda.memory.CUDAPluggableAllocator(
-        str(native().__file__), "mycoll_nccl_alloc", "mycoll_nccl_free"
+        str(module.__file__), "mycoll_nccl_alloc", "mycoll_nccl_free"
     )
     return torch.cuda.MemPool(allocator.allocator())
 

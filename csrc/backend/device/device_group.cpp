@@ -3,6 +3,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -59,6 +60,18 @@ DeviceGroup::Inside::~Inside() { --group_.inside_; }
 
 DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
 
+void warnOfHostRoad(const Status& why) {
+  static std::mutex mutex;
+  static std::set<std::string> warnedOf;
+  const std::string& reason = why.message();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (reason.empty() || !warnedOf.insert(reason).second) return;
+  }
+  TORCH_WARN("mycoll carries device tensors through host memory: ", reason,
+             ". MYCOLL_CUDA=nccl makes this an error.");
+}
+
 // ---- choosing a road ---------------------------------------------------------------------------
 
 std::string DeviceGroup::road() const {
@@ -69,11 +82,17 @@ std::string DeviceGroup::road() const {
   }
 }
 
-void DeviceGroup::chooseRoad(c10::Device device) {
+void DeviceGroup::chooseRoad(c10::Device device, const std::string& caller) {
   if (knownRoad() != DeviceRoad::kUnknown) return;
   std::lock_guard<std::mutex> lock(chooseMutex_);
   if (knownRoad() != DeviceRoad::kUnknown) return;
-  throwIfFailed(place_.control->meetNeighbours());
+  const Status met = place_.control->meetNeighbours();
+  if (!met.ok()) {
+    throwStatus(Status(met.code(), "mycoll group '" + place_.name + "': " + caller +
+                                       " on rank " + std::to_string(place_.rank) +
+                                       " is the first of its operations on devices, for which all "
+                                       "ranks meet. " + met.message()));
+  }
   const auto ranks = static_cast<size_t>(place_.ranks);
   // Kept by the operation: a wait that a signal ends leaves it running.
   const auto kept = std::make_shared<std::vector<NcclRoad::Report>>(ranks);
@@ -98,11 +117,7 @@ void DeviceGroup::chooseRoad(c10::Device device) {
     place_.control->fail(judgement);
     throwStatus(judgement);
   }
-  if (place_.rank == 0 && !judgement.message().empty()) {
-    TORCH_WARN("mycoll group '", place_.name,
-               "' carries device tensors through host memory: ", judgement.message(),
-               ". MYCOLL_CUDA=nccl makes this an error.");
-  }
+  if (place_.rank == 0) warnOfHostRoad(judgement);
   road_.store(DeviceRoad::kHost, std::memory_order_release);
 }
 
@@ -110,7 +125,7 @@ void DeviceGroup::chooseRoad(c10::Device device) {
 
 void DeviceGroup::connect(c10::Device device) {
   const c10::DeviceGuard guard(device);
-  chooseRoad(device);
+  chooseRoad(device, "connecting");
   if (knownRoad() == DeviceRoad::kNccl) nccl_->connect(device);
 }
 
@@ -126,7 +141,7 @@ void DeviceGroup::split(DeviceGroup* child, int color, bool isWilling) {
 void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,
                                  bool isSymmetric) {
   const c10::DeviceGuard guard(device);
-  chooseRoad(device);
+  chooseRoad(device, "register_mem_pool");
   if (knownRoad() != DeviceRoad::kNccl) return;
   const Inside inside(*this);  // of symmetric memory NCCL waits for the other ranks
   throwIfFailed(nccl_->registerMemory(device, address, bytes, isSymmetric));
@@ -180,7 +195,11 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& request
   const c10::Device device = first.device;
   const c10::Stream caller = currentStream(device);
   const bool isMessage = isPointToPoint(first) && !isBatch;
-  if (!isMessage) chooseRoad(device);
+  if (!isMessage && knownRoad() == DeviceRoad::kUnknown) {
+    const bool isOne = requests.size() == 1 && first.calls.size() == 1;
+    chooseRoad(device, isOne ? first.calls.front().signature().describe()
+                             : std::string(first.site.function) + " (of several)");
+  }
   const bool isAsync = first.async;
   const bool isTimed = extras.isTimed || extras.whenOver;
   InFlight inFlight;
@@ -322,6 +341,9 @@ Status DeviceGroup::drain(Deadline deadline) const {
 
 void DeviceGroup::close(Deadline deadline) {
   if (isClosed_.exchange(true)) return;
+  // What others have said meanwhile is news to the program.
+  const bool wasDead = isDead();
+  (void)place_.control->watchExternal();
   while (isBusy() && error().ok() && !deadline.expired()) {
     Watchdog::get().wake();
     std::this_thread::sleep_for(std::chrono::microseconds(200));
@@ -335,12 +357,14 @@ void DeviceGroup::close(Deadline deadline) {
                                                                    "' was destroyed with "
                                                                    "operations that were not done")
                                       : error();
-    endWith(cause);
+    endWith(cause, !wasDead && cause.code() == Code::kMismatch);
     nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
   }
   isLeft_.store(true);
   place_.control->close(deadline);
   place_.host->close(deadline);
+  const Status last = place_.control->error();
+  if (!wasDead && last.code() == Code::kMismatch) endWith(last, /*isWrong=*/true);
   clearReleased();
 }
 

@@ -44,6 +44,9 @@ constexpr std::chrono::milliseconds kNcclAbortTime(1000);
 // In errors, where the program went on from an operation that was lost.
 constexpr char kNotToBeUsed[] = ". What the device has computed since is not to be used";
 
+// Once in a process for each reason; none where the user has asked for that road.
+void warnOfHostRoad(const Status& why);
+
 // What the parts of a DeviceGroup share.
 struct DevicePlace {
   std::string name;
@@ -78,8 +81,14 @@ struct Followed {
   // A message, or a batch of them.
   bool isMessage = false;
   // Messages on NCCL, which no group watches over.
+  struct Message {
+    int peer;
+    bool isSend;
+    size_t bytes;
+  };
+  std::vector<Message> messages;
+  std::chrono::milliseconds timeout{0};
   Deadline deadline;
-  std::string description;
   bool ownsDeadline = false;
 };
 
@@ -169,7 +178,7 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // The watchdog takes it from here.
   void follow(Followed followed);
   // The same for a message, or a batch of them, that no group of the engine watches over.
-  void followMessage(const DeviceOperationPtr& operation, const Request& request, size_t count = 1);
+  void followMessages(const DeviceOperationPtr& operation, const std::vector<Request*>& requests);
   // A graph that is captured on this stream holds an operation of this group. Nobody says when it
   // is replayed, so failures are listened for from here on.
   void followCaptured(const c10::Stream& stream);
@@ -201,7 +210,8 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   void throwIfDead() const;
   bool hasUndrained() const;
   bool mayReplay() const;
-  void chooseRoad(c10::Device device);
+  // caller: what is called, for the error when ranks do not come.
+  void chooseRoad(c10::Device device, const std::string& caller);
   // isBatch: also where it is a batch of one: the others' may have more, and all take one road.
   WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,
                 bool isBatch);
@@ -214,9 +224,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
     for (const Followed& entry : inOrder_) fn(entry);
     for (const Followed& entry : followed_) fn(entry);
   }
+  std::string describe(const Followed& followed) const;
   void takeEnded(std::vector<Followed>* ended);
   void hearOfFailures();
-  void endWith(const Status& cause);
+  void endWith(const Status& cause, bool isWrong = false);
   void tellProgram(const Status& cause, const std::string& what);
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();

@@ -57,21 +57,37 @@ void DeviceGroup::follow(Followed followed) {
   Watchdog::get().add(shared_from_this(), /*isUrgent=*/knownRoad() != DeviceRoad::kNccl);
 }
 
-void DeviceGroup::followMessage(const DeviceOperationPtr& operation, const Request& request,
-                                size_t count) {
+// Of one message, or a batch of them. No text is made before it is needed.
+void DeviceGroup::followMessages(const DeviceOperationPtr& operation,
+                                 const std::vector<Request*>& requests) {
   Followed followed;
   followed.operation = operation;
   followed.isMessage = true;
   followed.ownsDeadline = true;
-  followed.deadline = Deadline::after(place_.timeoutOf(request));
-  if (count > 1) {
-    followed.description = "a batch of " + std::to_string(count) + " sends and receives";
-  } else {
-    const bool isSend = request.calls.front().kind == OpKind::kSend;
-    followed.description =
-        (isSend ? "send to " : "recv from ") + place_.control->describeRank(request.peer);
+  followed.timeout = place_.timeoutOf(*requests.front());
+  followed.deadline = Deadline::after(followed.timeout);
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      const bool isSend = call.kind == OpKind::kSend;
+      const Span& span = isSend ? call.in.front() : call.out.front();
+      followed.messages.push_back({request->peer, isSend, span.bytes});
+    }
   }
   follow(std::move(followed));
+}
+
+std::string DeviceGroup::describe(const Followed& followed) const {
+  constexpr size_t kShown = 8;
+  std::string text;
+  for (size_t i = 0; i < std::min(followed.messages.size(), kShown); ++i) {
+    const Followed::Message& message = followed.messages[i];
+    text += std::string(i > 0 ? ", " : "") + (message.isSend ? "send to " : "recv from ") +
+            place_.control->describeRank(message.peer) + " of " + std::to_string(message.bytes) +
+            " bytes";
+  }
+  if (followed.messages.size() == 1) return text;
+  return "a batch of " + std::to_string(followed.messages.size()) + " sends and receives (" + text +
+         (followed.messages.size() > kShown ? ", ..." : "") + ")";
 }
 
 void DeviceGroup::followCaptured(const c10::Stream& stream) {
@@ -171,9 +187,10 @@ DeviceGroup::Watched DeviceGroup::watch() {
   releaseLingering();
   if (!late.empty() && error().ok()) {
     fail(Status(Code::kTimeout, "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" +
-                                    place_.name + "': " + late.front().description +
-                                    " TIMED OUT: the other side never came, or the device is busy "
-                                    "with something else."));
+                                    place_.name + "': " + describe(late.front()) + " TIMED OUT after " +
+                                    std::to_string(late.front().timeout.count()) +
+                                    " ms: the other side never came, sends and receives another "
+                                    "size, or the device is busy with something else."));
   }
   const bool hasNotes = place_.control->watchExternal();
   seen.wantsSoon = host_->advance();
@@ -203,8 +220,10 @@ void DeviceGroup::hearOfFailures() {
     }
     if (cause.ok()) return;
   }
+  // Ranks were called differently, and their devices may have got through it.
+  const bool isWrong = cause.code() == Code::kMismatch && place_.control->hasFailed();
   fail(cause);
-  endWith(cause);
+  endWith(cause, isWrong);
   if (!isSpread_) {
     isSpread_ = true;
     nccl_->beginAbort(cause);
@@ -213,7 +232,7 @@ void DeviceGroup::hearOfFailures() {
 
 // Before NCCL is told to stop: then devices go on with what is behind these operations, as if they
 // had been carried out, and so would the program.
-void DeviceGroup::endWith(const Status& cause) {
+void DeviceGroup::endWith(const Status& cause, bool isWrong) {
   place_.control->watchExternal();  // gives every operation its own text
   std::vector<Followed> followed;
   {
@@ -231,10 +250,10 @@ void DeviceGroup::endWith(const Status& cause) {
     const bool isOnNccl = entry.external || entry.ownsDeadline;
     if (isOnNccl && entry.operation->isTaken() && lost == nullptr) lost = &entry;
   }
-  if ((lost == nullptr && !isReplayed) || hasLost_.exchange(true)) return;
-  tellProgram(cause, lost != nullptr
-                         ? std::string(lost->operation->what()) + " was under way"
-                         : "a graph with operations of this group may have been under way");
+  if ((lost == nullptr && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
+  tellProgram(cause, lost != nullptr ? std::string(lost->operation->what()) + " was under way"
+                     : isReplayed ? "a graph with operations of this group may have been under way"
+                                  : "this may have been carried out");
 }
 
 // By an exception in Python's main thread, wherever that is: the next call would raise, but there

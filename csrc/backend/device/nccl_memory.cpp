@@ -3,10 +3,23 @@
 #include <sys/types.h>
 
 #include "backend/device/nccl_road.h"
+#include "backend/errors.h"
+#include "nccl/library.h"
 
 namespace mycoll {
 
 Status NcclRoad::registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = registered_.find(address);
+    if (known != registered_.end()) {
+      if ((known->second.window != nullptr) == isSymmetric) return Status();
+      return Status(Code::kInvalidArgument,
+                    std::string("this memory is registered already, ") +
+                        (isSymmetric ? "but not as symmetric" : "as symmetric") +
+                        ": call deregister_mem_pool() first");
+    }
+  }
   Registered registered{lineFor(device)->communicator, nullptr, nullptr};
   if (isSymmetric) {
     MYCOLL_RETURN_IF_ERROR(registered.communicator->registerWindow(
@@ -33,6 +46,14 @@ Status NcclRoad::deregisterMemory(void* address) {
   }
   return registered.window ? registered.communicator->deregisterWindow(registered.window)
                            : registered.communicator->deregisterBuffer(registered.handle);
+}
+
+void requireNcclMemory() {
+  const nccl::Library* library = nullptr;
+  throwIfFailed(nccl::Library::get(ncclWheelFile(), &library));
+  if (!library->has(nccl::Capability::kMemAlloc)) {
+    throwStatus(Status(Code::kUnsupported, library->describe() + " has no ncclMemAlloc"));
+  }
 }
 
 }  // namespace mycoll

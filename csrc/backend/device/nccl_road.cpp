@@ -31,11 +31,6 @@ bool isSet(const char* variable) {
   return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
 }
 
-std::string& wheelFile() {
-  static std::string* const kFile = new std::string;
-  return *kFile;
-}
-
 // "node1 0000:3b:00.0"; empty where it is not known, or where the user has told NCCL that ranks may
 // share it.
 std::string gpuOf(c10::Device device, const nccl::Library& library) {
@@ -103,7 +98,17 @@ bool isPointToPoint(const std::vector<Request*>& requests) {
 
 }  // namespace
 
+namespace {
+
+std::string& wheelFile() {
+  static std::string* const kFile = new std::string;
+  return *kFile;
+}
+
+}  // namespace
+
 void setNcclWheelFile(std::string path) { wheelFile() = std::move(path); }
+const std::string& ncclWheelFile() { return wheelFile(); }
 
 void useNccl(const std::string& path) {
   const nccl::Library* library = nullptr;
@@ -239,7 +244,7 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   if (isCaptured) {
     group.followCaptured(stream);
   } else if (isMessage) {
-    group.followMessage(operation, first, isAlone ? 1 : requests.size());
+    group.followMessages(operation, requests);
   }
   // Nobody waits for the end of what did not begin.
   struct FailUnlessEnqueued {

@@ -26,6 +26,9 @@ namespace mycoll {
 // Where the nvidia-nccl wheel beside torch has its library; empty: there is none. Once, before the
 // first group.
 void setNcclWheelFile(std::string path);
+const std::string& ncclWheelFile();
+// Finds NCCL, and throws where it cannot be found or has no memory to give.
+void requireNcclMemory();
 // For tests: NCCL is this file, also beside a copy that torch has loaded.
 void useNccl(const std::string& path);
 

@@ -129,7 +129,7 @@ DeviceOperationPtr Pairs::putAside(DeviceGroup& group, const PairPtr& pair, Requ
   operation->setTimed(isTimed);
   if (isTimed) operation->setStarted(ready);
   operation->keep(request.allTensors());
-  group.followMessage(operation, request);
+  group.followMessages(operation, {&request});
   pair->waiting.push_back({std::move(request), operation, std::move(ready)});
   if (std::exchange(pair->isBusy, true)) return operation;
   auto connecting = [this, pair, held = group.shared_from_this()] { serve(*held, *pair); };
@@ -201,6 +201,7 @@ bool Pairs::isPairOnNccl(const DeviceGroup& group, c10::Device device, int peer)
     control.fail(judgement);
     throwStatus(judgement);
   }
+  if (isFirst) warnOfHostRoad(judgement);
   return judgement.ok();
 }
 

@@ -16,7 +16,7 @@ import test_work
 import torch
 import torch.distributed as dist
 from worlds import device
-from worlds.device_tensors import full, is_all
+from worlds.device_tensors import NUMEL, full, is_all
 from worlds.worker import Ctx
 
 ROADS = ("nccl", "host")
@@ -156,8 +156,9 @@ def without_rank_1(ctx: Ctx, name: str, call: Callable[[], object]) -> tuple[str
 def miss(ctx: Ctx, kind: str) -> tuple[str, float]:
     """Rank 1 does not come; the others are told which rank is missing from what."""
     x = full(ctx, 1)
-    dist.all_reduce(x)
-    torch.accelerator.synchronize()
+    if kind != "first":
+        dist.all_reduce(x)
+        torch.accelerator.synchronize()
 
     def call() -> None:
         work = dist.all_reduce(x, async_op=kind == "async")
@@ -169,7 +170,7 @@ def miss(ctx: Ctx, kind: str) -> tuple[str, float]:
     return without_rank_1(ctx, "miss", call)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["first", "sync", "async"])
 @pytest.mark.parametrize("road", ROADS)
 def test_a_timeout_names_the_missing_rank(fresh_device_world, road, kind):
     text, took = fresh_device_world(2, road, timeout=3.0).run(miss, kind)[0]
@@ -180,17 +181,30 @@ def test_a_timeout_names_the_missing_rank(fresh_device_world, road, kind):
 
 def unanswered(ctx: Ctx, kind: str) -> tuple[str, float]:
     """Rank 1 never comes to the first message of the two."""
-    # The call itself returns, although nobody can have answered.
-    return without_rank_1(ctx, "unanswered", lambda: getattr(dist, kind)(full(ctx, 1), 1).wait())
+    if kind == "batch":
+        dist.all_reduce(full(ctx, 1))
+        torch.accelerator.synchronize()
+
+    def call() -> None:
+        x, y = full(ctx, 1), full(ctx, 1)
+        if kind == "batch":
+            ops = [dist.P2POp(dist.isend, x, 1), dist.P2POp(dist.irecv, y, 1)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        else:  # returns, although nobody can have answered
+            getattr(dist, kind)(x, 1).wait()
+
+    return without_rank_1(ctx, "unanswered", call)
 
 
 @pytest.mark.parametrize(
-    ("road", "kind"), [("nccl", "isend"), ("nccl", "irecv"), ("host", "irecv")]
+    ("road", "kind"), [("nccl", "isend"), ("nccl", "irecv"), ("nccl", "batch"), ("host", "irecv")]
 )
 def test_a_message_that_nobody_answers(fresh_device_world, road, kind):
     text, took = fresh_device_world(2, road, timeout=3.0).run(unanswered, kind)[0]
     assert "rank 1" in text, text
-    assert "send" in text if kind == "isend" else "recv" in text, text
+    assert "recv from" in text if kind in ("irecv", "batch") else "send to" in text, text
+    assert road == "host" or str(4 * NUMEL) in text, text
     assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
 
 

@@ -63,6 +63,10 @@ def memory(ctx: Ctx) -> None:
     pool = Pool({**where, "address": address or 4096, "total_size": size})
     for symmetric in (False, True):
         mycoll.register_mem_pool(pool, symmetric=symmetric)
+        mycoll.register_mem_pool(pool, symmetric=symmetric)  # what it holds by now
+        if is_nccl:
+            with ctx.raises(ValueError, "registered already"):
+                mycoll.register_mem_pool(pool, symmetric=not symmetric)
         x = full(ctx, ctx.rank)
         dist.all_reduce(x)
         is_all(ctx, x, sum(range(ctx.size)))

@@ -215,7 +215,7 @@ def test_to_oneself(world, backend):
 
 
 def to_oneself_in_store(ctx: Ctx) -> None:
-    """More than a receiver buffers, between the others' messages; and what nobody takes any more."""
+    """More than a receiver buffers, among others' messages; and what nobody takes any more."""
     group = dist.new_group()
     right, left = neighbours(ctx)
     sent = [torch.full((15_000,), float(i)) for i in range(400)]

@@ -52,8 +52,8 @@ class Told {
     std::erase_if(latest_, [now](const Entry& entry) { return now - entry.when > kSpreading; });
   }
 
-  // A group fails once; a process that is lost fails all groups that it is in; and a circle of waits
-  // has one text for all of its groups.
+  // A group fails once; a process that is lost fails all groups that it is in; and a circle of
+  // waits has one text for all of its groups.
   static bool isSame(const Status& a, const Status& b) {
     const std::string group = between(a, "group '", '\'');
     if (!group.empty() && group == between(b, "group '", '\'')) return true;

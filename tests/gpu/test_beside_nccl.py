@@ -165,5 +165,46 @@ def test_no_context_on_other_gpus(fresh_device_world, road):
     fresh_device_world(2, road).run(own_context_only)
 
 
+def mixed_worlds(ctx: Ctx, backend: str) -> None:
+    """Of a job that is bound to its GPU; torch then splits what it can."""
+    ctx.init(backend=backend, device_id=ctx.device)
+    mesh = dist.device_mesh.init_device_mesh("cuda", (ctx.size, 1), mesh_dim_names=("dp", "tp"))
+    groups = [dist.group.WORLD, mesh["dp"].get_group(), dist.new_group(backend="nccl")]
+    groups.append(dist.new_group(backend="mycoll"))
+    for group in groups:
+        x = torch.full((5,), float(ctx.rank + 1), device=ctx.device)
+        dist.all_reduce(x, group=group)
+        ctx.same(x.cpu(), torch.full((5,), float(sum(range(1, ctx.size + 1)))))
+    for group in (groups[0], groups[3]):
+        x = torch.ones(5)
+        dist.all_reduce(x, group=group)
+        ctx.same(x, torch.full((5,), float(ctx.size)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("whole", ["mycoll", "cpu:mycoll,cuda:nccl"])
+def test_worlds_of_both(fresh_device_world, whole):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    fresh_device_world(2, "nccl", init=False).run(mixed_worlds, whole)
+
+
+def foreign_options(ctx: Ctx) -> None:
+    theirs = dist.ProcessGroupNCCL.Options()
+    theirs.config.max_ctas = 4
+    theirs.config.blocking = 1
+    theirs._timeout = timedelta(seconds=77)
+    group = dist.new_group(backend="mycoll", pg_options=theirs)
+    ours = group._get_backend(ctx.device).options
+    ctx.equal((ours.nccl.max_ctas, ours.nccl.is_blocking), (4, True))
+    ctx.equal((ours.nccl.min_ctas, ours.nccl.net_name), (None, ""))
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(1, roads=["nccl"])
+def test_options_of_torchs_nccl(device_world):
+    device_world.run(foreign_options)
+
+
 def test_roads_are_known() -> None:
     assert set(device.roads("cuda", 1, ["nccl"])) == {"nccl"}

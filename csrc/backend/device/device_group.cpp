@@ -88,10 +88,11 @@ void DeviceGroup::chooseRoad(c10::Device device, const std::string& caller) {
   if (knownRoad() != DeviceRoad::kUnknown) return;
   const Status met = place_.control->meetNeighbours();
   if (!met.ok()) {
-    throwStatus(Status(met.code(), "mycoll group '" + place_.name + "': " + caller +
-                                       " on rank " + std::to_string(place_.rank) +
+    throwStatus(Status(met.code(), "mycoll group '" + place_.name + "': " + caller + " on rank " +
+                                       std::to_string(place_.rank) +
                                        " is the first of its operations on devices, for which all "
-                                       "ranks meet. " + met.message()));
+                                       "ranks meet. " +
+                                       met.message()));
   }
   const auto ranks = static_cast<size_t>(place_.ranks);
   // Kept by the operation: a wait that a signal ends leaves it running.

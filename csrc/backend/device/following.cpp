@@ -187,7 +187,8 @@ DeviceGroup::Watched DeviceGroup::watch() {
   releaseLingering();
   if (!late.empty() && error().ok()) {
     fail(Status(Code::kTimeout, "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" +
-                                    place_.name + "': " + describe(late.front()) + " TIMED OUT after " +
+                                    place_.name + "': " + describe(late.front()) +
+                                    " TIMED OUT after " +
                                     std::to_string(late.front().timeout.count()) +
                                     " ms: the other side never came, sends and receives another "
                                     "size, or the device is busy with something else."));

@@ -189,12 +189,13 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   isScaled = true;
   const auto& supplement = static_cast<const PreMulSum&>(*op.supplement_);
   const PlainDispatch guard;
+  // In the accumulator's type, with one rounding at the end; torch does so by itself with a number.
+  if (!supplement.tensor_factor.defined()) {
+    return at::mul(tensor, c10::Scalar(supplement.double_factor)).contiguous();
+  }
   const at::ScalarType type = tensor.scalar_type();
-  // In the accumulator's type, with one rounding at the end.
   const at::ScalarType wide = type == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor factor = supplement.tensor_factor.defined()
-                                ? supplement.tensor_factor.to(tensor.device(), wide).reshape({})
-                                : at::scalar_tensor(supplement.double_factor, wide);
+  const at::Tensor factor = supplement.tensor_factor.to(tensor.device(), wide).reshape({});
   return at::mul(tensor.to(wide), factor).to(type).contiguous();
 }
 

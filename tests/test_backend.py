@@ -97,17 +97,18 @@ def helper_threads(ctx: Ctx) -> None:
     """One, with device tensors two; and while callbacks are run, one that runs them. Ctrl-C and a
     user's own handlers are the business of the user's threads."""
     wanted = ["mycoll", *(["mycoll-watchdog"] if ctx.setup.device else [])]
+    seen: list[tuple[str, int]] = []
+    future = dist.all_reduce(torch.ones(3, device=ctx.device), async_op=True).get_future()
+    future.then(lambda _: seen.extend(signals_blocked())).wait()
     names: list[str] = []
     deadline = time.monotonic() + 10
     while names != wanted and time.monotonic() < deadline:  # a thread gives itself its name
-        seen: list[tuple[str, int]] = []
-        future = dist.all_reduce(torch.ones(3, device=ctx.device), async_op=True).get_future()
-        future.then(lambda _, seen=seen: seen.extend(signals_blocked())).wait()
-        names = [name for name, _ in seen if name != "mycoll-callback"]
-        for name, mask in seen:
-            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM):
-                ctx.equal((name, each.name, mask >> (each - 1) & 1), (name, each.name, 1))
+        seen += signals_blocked()
+        names = [name for name, _ in signals_blocked() if name != "mycoll-callback"]
     ctx.equal(names, wanted)
+    for name, mask in seen:
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM):
+            ctx.equal((name, each.name, mask >> (each - 1) & 1), (name, each.name, 1))
 
 
 @pytest.mark.worlds(2)

@@ -58,7 +58,7 @@ class Told {
     const std::string group = between(a, "group '", '\'');
     if (!group.empty() && group == between(b, "group '", '\'')) return true;
     if (a.code() == Code::kPeerLost && b.code() == Code::kPeerLost) {
-      return between(a, " (", ')') == between(b, " (", ')');  // rank 1 (vm:4712)
+      return between(a, "': rank ", ')') == between(b, "': rank ", ')');  // rank 1 (vm:4712)
     }
     return between(a, "", '\n') == between(b, "", '\n');
   }
@@ -147,10 +147,10 @@ Untold::~Untold() { --untold; }
 
 void raiseInMainThread(const Status& status, std::function<bool()> isWanted) {
   if (python.callInMainThread == nullptr) return;
-  const bool isKnown = told().has(status);
-  const bool isCalled = python.callInMainThread([status, isKnown, isWanted = std::move(isWanted)] {
+  if (told().has(status)) return;
+  const bool isCalled = python.callInMainThread([status, isWanted = std::move(isWanted)] {
     const bool isExiting = exiting.load(std::memory_order_acquire) != pthread_t{};
-    if (isExiting || isKnown || told().has(status) || !isWanted()) return;
+    if (isExiting || told().has(status) || !isWanted()) return;
     throwStatus(status);
   });
   if (!isCalled) MYCOLL_LOG_ERROR("%s", status.message().c_str());

@@ -141,8 +141,9 @@ Status Meeting::readCards(bool* moved) {
   return store_.set(key("ack", options_.rank), number_);
 }
 
-// Rank 0: cards -> roster, confirmations -> commit. It need not read what it has written: of two
-// processes that are both rank 0, only one can have its number confirmed by all.
+// Rank 0: cards -> roster, confirmations -> commit. It need not read what it has written: where
+// there are two of them, one is left waiting for the others to be done, and finds that its card has
+// been taken.
 Status Meeting::lead(bool* moved, bool* isOver) {
   // Those of a roster that waits to be confirmed rarely change.
   const auto now = Clock::now();

@@ -132,6 +132,7 @@ OpPtr Communicator::submitExternal(const Signature& signature, std::shared_ptr<E
   return group_->submitExternal(signature, std::move(external), timeout);
 }
 
+void Communicator::noteOtherCallers() { group_->noteOtherCallers(); }
 void Communicator::advance() { group_->run(0); }
 bool Communicator::watchExternal() { return group_->watchExternal(); }
 

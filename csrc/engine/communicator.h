@@ -167,6 +167,8 @@ class Communicator {
   // every 50 ms or so while there are any, or while it returns true: the notes on the last ones are
   // still to be compared.
   bool watchExternal();
+  // Other threads than those that have called it so far may make the call that others wait for.
+  void noteOtherCallers();
 
   // Runs the queue as far as it goes now: for who knows that a condition of a composite's own,
   // which nobody else can see, has become true.

@@ -51,6 +51,7 @@ class Group final : public MailboxListener,
   OpPtr submitExternal(const Signature& signature, std::shared_ptr<External> external,
                        std::chrono::milliseconds timeout);
   bool watchExternal();
+  void noteOtherCallers() { caller_.noteMany(); }
   Status meetNeighbours();
   OpPtr message(bool isSend, Span data, int rank, uint64_t tag, DType dtype, uint8_t opaqueType,
                 std::shared_ptr<void> keepAlive, bool willWait, std::chrono::milliseconds timeout,

@@ -72,6 +72,8 @@ class Caller {
     const uint64_t self = threadNumber();
     return thread_.load(std::memory_order_relaxed) != self && noteOther(self);
   }
+  // From here on it counts as called from many threads.
+  void noteMany() { thread_.store(kMany, std::memory_order_relaxed); }
   // 0: nobody yet.
   uint64_t thread() const { return thread_.load(std::memory_order_relaxed); }
   bool isMany() const { return thread() == kMany; }

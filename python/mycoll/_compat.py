@@ -230,7 +230,8 @@ def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_split_source(*args: Any, **more: Any) -> Any:
         source = original(*args, **more)
-        return None if isinstance(source, native().MycollBackend) else source
+        module = sys.modules.get("mycoll._C")  # not there: nor is a group of ours
+        return None if module is not None and isinstance(source, module.MycollBackend) else source
 
     return get_split_source
 

@@ -161,12 +161,12 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
 
 def from_foreign_options(options: Any) -> Any:
     """What torch's own NCCL options say about NCCL's communicators; None for other backends', which
-    a group like "cpu:mycoll,cuda:xccl" passes to both of its backends."""
+    a group like "cpu:mycoll,cuda:xccl" passes to both of its backends. Their timeout is that of
+    their backend, unless somebody has set it; torch passes the group's beside them."""
     config = getattr(options, "config", None)
     if config is None or options.backend != "nccl":
         return None
     ours = native().Options()
-    ours.timeout = options._timeout
     for name in dir(ours.nccl):
         theirs = getattr(config, "blocking" if name == "is_blocking" else name, None)
         is_set = theirs is not None and theirs != _NCCL_UNDEFINED

@@ -36,7 +36,7 @@ std::shared_ptr<DeviceGroup> DeviceGroup::create(std::string name,
   place.rank = communicator->rank();
   place.ranks = communicator->ranks();
   throwIfFailed(
-      Communicator::derive(*communicator, " on devices", /*isExternal=*/true, &place.control));
+      Communicator::derive(*communicator, kControlSuffix, /*isExternal=*/true, &place.control));
   throwIfFailed(Communicator::derive(*communicator, " on devices through host memory",
                                      /*isExternal=*/false, &place.host));
   place.cpu = std::move(communicator);
@@ -61,12 +61,15 @@ DeviceGroup::Inside::~Inside() { --group_.inside_; }
 DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
 
 void warnOfHostRoad(const Status& why) {
-  static std::mutex mutex;
-  static std::set<std::string> warnedOf;
+  struct Warned {
+    std::mutex mutex;
+    std::set<std::string> reasons;  // guarded by mutex
+  };
+  static Warned* const kWarned = new Warned;
   const std::string& reason = why.message();
   {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (reason.empty() || !warnedOf.insert(reason).second) return;
+    const std::lock_guard<std::mutex> lock(kWarned->mutex);
+    if (reason.empty() || !kWarned->reasons.insert(reason).second) return;
   }
   TORCH_WARN("mycoll carries device tensors through host memory: ", reason,
              ". MYCOLL_CUDA=nccl makes this an error.");
@@ -88,11 +91,10 @@ void DeviceGroup::chooseRoad(c10::Device device, const std::string& caller) {
   if (knownRoad() != DeviceRoad::kUnknown) return;
   const Status met = place_.control->meetNeighbours();
   if (!met.ok()) {
-    throwStatus(Status(met.code(), "mycoll group '" + place_.name + "': " + caller + " on rank " +
-                                       std::to_string(place_.rank) +
-                                       " is the first of its operations on devices, for which all "
-                                       "ranks meet. " +
-                                       met.message()));
+    throwStatus(Status(met.code(), met.message() + "\n  Here: rank " + std::to_string(place_.rank) +
+                                       ", " + caller +
+                                       ", the first of the group's operations on devices, for "
+                                       "which all ranks meet"));
   }
   const auto ranks = static_cast<size_t>(place_.ranks);
   // Kept by the operation: a wait that a signal ends leaves it running.
@@ -170,6 +172,7 @@ void DeviceGroup::throwIfDead() const {
     return;
   }
   const Status cause = error();
+  if (isMainThread()) isTold_.store(true, std::memory_order_relaxed);
   throwStatus(Status(cause.code(), cause.message() + "\n  Here: rank " +
                                        std::to_string(place_.rank) + ", called after that" +
                                        (hasLost_.load() ? kNotToBeUsed : "")));
@@ -342,9 +345,7 @@ Status DeviceGroup::drain(Deadline deadline) const {
 
 void DeviceGroup::close(Deadline deadline) {
   if (isClosed_.exchange(true)) return;
-  // What others have said meanwhile is news to the program.
-  const bool wasDead = isDead();
-  (void)place_.control->watchExternal();
+  (void)place_.control->watchExternal();  // what others have said meanwhile
   while (isBusy() && error().ok() && !deadline.expired()) {
     Watchdog::get().wake();
     std::this_thread::sleep_for(std::chrono::microseconds(200));
@@ -358,14 +359,14 @@ void DeviceGroup::close(Deadline deadline) {
                                                                    "' was destroyed with "
                                                                    "operations that were not done")
                                       : error();
-    endWith(cause, !wasDead && cause.code() == Code::kMismatch);
+    endWith(cause);
     nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
   }
   isLeft_.store(true);
   place_.control->close(deadline);
   place_.host->close(deadline);
   const Status last = place_.control->error();
-  if (!wasDead && last.code() == Code::kMismatch) endWith(last, /*isWrong=*/true);
+  if (last.code() == Code::kMismatch) endWith(last);
   clearReleased();
 }
 

@@ -44,6 +44,9 @@ constexpr std::chrono::milliseconds kNcclAbortTime(1000);
 // In errors, where the program went on from an operation that was lost.
 constexpr char kNotToBeUsed[] = ". What the device has computed since is not to be used";
 
+// Of the control group's name.
+constexpr char kControlSuffix[] = " on devices";
+
 // Once in a process for each reason; none where the user has asked for that road.
 void warnOfHostRoad(const Status& why);
 
@@ -227,7 +230,7 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::string describe(const Followed& followed) const;
   void takeEnded(std::vector<Followed>* ended);
   void hearOfFailures();
-  void endWith(const Status& cause, bool isWrong = false);
+  void endWith(const Status& cause);
   void tellProgram(const Status& cause, const std::string& what);
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();
@@ -254,9 +257,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::atomic<bool> isCaptured_{false};
   std::atomic<int> inside_{0};  // threads in NCCL for what no operation stands for
   std::atomic<bool> isClosed_{false};
-  std::atomic<bool> isLeft_{false};         // what is heard from here on is this rank's own end
-  std::atomic<bool> isAbortedHere_{false};  // by the program, which knows
-  std::atomic<bool> hasLost_{false};        // something that the program went on from
+  std::atomic<bool> isLeft_{false};          // what is heard from here on is this rank's own end
+  std::atomic<bool> isAbortedHere_{false};   // by the program, which knows
+  std::atomic<bool> hasLost_{false};         // something that the program went on from
+  mutable std::atomic<bool> isTold_{false};  // a call has thrown the failure in the main thread
   // The watchdog's own.
   // Over; their memory is not handed on yet, as after a failure the device may still use it.
   std::vector<DeviceOperationPtr> lingering_;

@@ -190,8 +190,8 @@ DeviceGroup::Watched DeviceGroup::watch() {
                                     place_.name + "': " + describe(late.front()) +
                                     " TIMED OUT after " +
                                     std::to_string(late.front().timeout.count()) +
-                                    " ms: the other side never came, sends and receives another "
-                                    "size, or the device is busy with something else."));
+                                    " ms: the other side never came or is of another size, or "
+                                    "the device is busy with something else."));
   }
   const bool hasNotes = place_.control->watchExternal();
   seen.wantsSoon = host_->advance();
@@ -221,10 +221,8 @@ void DeviceGroup::hearOfFailures() {
     }
     if (cause.ok()) return;
   }
-  // Ranks were called differently, and their devices may have got through it.
-  const bool isWrong = cause.code() == Code::kMismatch && place_.control->hasFailed();
   fail(cause);
-  endWith(cause, isWrong);
+  endWith(cause);
   if (!isSpread_) {
     isSpread_ = true;
     nccl_->beginAbort(cause);
@@ -233,7 +231,7 @@ void DeviceGroup::hearOfFailures() {
 
 // Before NCCL is told to stop: then devices go on with what is behind these operations, as if they
 // had been carried out, and so would the program.
-void DeviceGroup::endWith(const Status& cause, bool isWrong) {
+void DeviceGroup::endWith(const Status& cause) {
   place_.control->watchExternal();  // gives every operation its own text
   std::vector<Followed> followed;
   {
@@ -242,11 +240,16 @@ void DeviceGroup::endWith(const Status& cause, bool isWrong) {
   }
   const bool isReplayed = mayReplay();
   const Followed* lost = nullptr;
+  // Ranks that were called differently, which their devices may have got through: unless there is
+  // something under way that fails by it. On all ranks the text names the group that found it.
+  bool isWrong = cause.code() == Code::kMismatch && !isTold_.load(std::memory_order_relaxed) &&
+                 cause.message().find(kControlSuffix + std::string("':")) != std::string::npos;
   for (const Followed& entry : followed) {
     if (entry.operation->isOver()) continue;
     const bool hasText = entry.op && entry.op->done() && !entry.op->status().ok();
     entry.operation->fail(hasText ? entry.op->status() : cause);
     if (entry.operation->status().ok()) continue;
+    isWrong = false;
     // What the host road has enqueued has come from the other ranks by then.
     const bool isOnNccl = entry.external || entry.ownsDeadline;
     if (isOnNccl && entry.operation->isTaken() && lost == nullptr) lost = &entry;

@@ -13,14 +13,15 @@ Status NcclRoad::registerMemory(c10::Device device, void* address, size_t bytes,
     std::lock_guard<std::mutex> lock(mutex_);
     const auto known = registered_.find(address);
     if (known != registered_.end()) {
-      if ((known->second.window != nullptr) == isSymmetric) return Status();
+      const bool isSame =
+          (known->second.window != nullptr) == isSymmetric && known->second.bytes == bytes;
+      if (isSame) return Status();
       return Status(Code::kInvalidArgument,
-                    std::string("this memory is registered already, ") +
-                        (isSymmetric ? "but not as symmetric" : "as symmetric") +
-                        ": call deregister_mem_pool() first");
+                    "this memory is registered already, in another size or with another "
+                    "symmetric=: call deregister_mem_pool() first");
     }
   }
-  Registered registered{lineFor(device)->communicator, nullptr, nullptr};
+  Registered registered{lineFor(device)->communicator, nullptr, nullptr, bytes};
   if (isSymmetric) {
     MYCOLL_RETURN_IF_ERROR(registered.communicator->registerWindow(
         address, bytes, nccl::kWindowSymmetric, &registered.window));
@@ -50,7 +51,7 @@ Status NcclRoad::deregisterMemory(void* address) {
 
 void requireNcclMemory() {
   const nccl::Library* library = nullptr;
-  throwIfFailed(nccl::Library::get(ncclWheelFile(), &library));
+  requireNccl(&library);
   if (!library->has(nccl::Capability::kMemAlloc)) {
     throwStatus(Status(Code::kUnsupported, library->describe() + " has no ncclMemAlloc"));
   }

@@ -96,10 +96,6 @@ bool isPointToPoint(const std::vector<Request*>& requests) {
   return true;
 }
 
-}  // namespace
-
-namespace {
-
 std::string& wheelFile() {
   static std::string* const kFile = new std::string;
   return *kFile;
@@ -107,8 +103,13 @@ std::string& wheelFile() {
 
 }  // namespace
 
-void setNcclWheelFile(std::string path) { wheelFile() = std::move(path); }
-const std::string& ncclWheelFile() { return wheelFile(); }
+void setNcclWheelFile(std::string path) {
+  if (wheelFile().empty()) wheelFile() = std::move(path);
+}
+
+void requireNccl(const nccl::Library** library) {
+  throwIfFailed(nccl::Library::get(wheelFile(), library));
+}
 
 void useNccl(const std::string& path) {
   const nccl::Library* library = nullptr;

@@ -26,8 +26,9 @@ namespace mycoll {
 // Where the nvidia-nccl wheel beside torch has its library; empty: there is none. Once, before the
 // first group.
 void setNcclWheelFile(std::string path);
-const std::string& ncclWheelFile();
-// Finds NCCL, and throws where it cannot be found or has no memory to give.
+// Finds NCCL, or throws why there is none.
+void requireNccl(const nccl::Library** library);
+// Throws where there is none, or it has no memory to give.
 void requireNcclMemory();
 // For tests: NCCL is this file, also beside a copy that torch has loaded.
 void useNccl(const std::string& path);
@@ -101,6 +102,7 @@ class NcclRoad {
     std::shared_ptr<nccl::Communicator> communicator;
     void* handle;          // of memory
     nccl::Window* window;  // of symmetric memory
+    size_t bytes;
   };
 
   LinePtr lineFor(c10::Device device);

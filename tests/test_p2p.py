@@ -227,6 +227,13 @@ def to_oneself_in_store(ctx: Ctx) -> None:
             ctx.same(out, x)
     for work in works:
         work.wait()
+    senders = {ctx.rank, left}
+    works = [dist.isend(torch.full((5,), float(ctx.rank)), peer) for peer in {ctx.rank, right}]
+    came = torch.zeros(len(senders), 5)
+    works += [dist.irecv(row) for row in came]  # from anyone
+    for work in works:
+        work.wait()
+    ctx.equal(sorted(came[:, 0].tolist()), sorted(map(float, senders)))
     out = torch.zeros(1_000_000)
     pending = dist.irecv(out, ctx.rank, group=group), dist.isend(out, ctx.rank, group=group, tag=1)
     dist.destroy_process_group(group)
@@ -240,6 +247,31 @@ def test_to_oneself_in_store(world, backend):
     if backend != "mycoll":
         pytest.skip("gloo refuses")
     world.run(to_oneself_in_store)
+
+
+def to_oneself_mismatched(ctx: Ctx) -> None:
+    for numel in SIZES[1:]:
+        for is_sent_first in (True, False):
+            group = dist.new_group()
+            other = dist.irecv(torch.zeros(3), ctx.rank, group, tag=7)
+            calls = [
+                lambda n=numel, g=group: dist.isend(torch.ones(n), ctx.rank, g),
+                lambda n=numel, g=group: dist.irecv(torch.ones(n + 1), ctx.rank, g),
+            ]
+            works = [call() for call in (calls if is_sent_first else calls[::-1])]
+            name = f"{numel} elements, {'sent' if is_sent_first else 'received'} first"
+            # A small message has left before anybody looks at it.
+            for work in [works[1], other]:
+                with ctx.case(name), ctx.raises(dist.DistBackendError, "MISMATCH"):
+                    work.wait()
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(1, 2)
+def test_to_oneself_mismatched(world, backend):
+    if backend != "mycoll":
+        pytest.skip("gloo refuses")
+    world.run(to_oneself_mismatched)
 
 
 def batch(ctx: Ctx) -> None:

@@ -351,7 +351,7 @@ def shared_gpu(ctx: Ctx) -> None:
     os.environ["STANDIN_BUS_ID"] = "0000:3b:00.0"
     os.environ["MYCOLL_CUDA"] = "auto"
     ctx.init()
-    for variable, road in ((None, "host"), ("NCCL_HOSTID", "nccl")):
+    for variable, road in ((None, "host"), (None, "host"), ("NCCL_HOSTID", "nccl")):
         if variable:
             os.environ[variable] = f"rank{ctx.rank}"
         group = dist.new_group()
@@ -364,7 +364,25 @@ def shared_gpu(ctx: Ctx) -> None:
 def test_ranks_that_share_a_gpu(fresh_device_world, request):
     if not device.is_scripted(request.config.getoption("--device")):
         pytest.skip("needs the stand-in in NCCL's place")
-    fresh_device_world(2, "nccl", init=False).run(shared_gpu)
+    world = fresh_device_world(2, "nccl", init=False)
+    world.run(shared_gpu)
+    warned = [member.log_tail().count("through host memory") for member in world.members]
+    assert warned == [1, 0], "one warning says so"
+
+
+def options_for_nccl(ctx: Ctx) -> None:
+    """They reach NCCL, which refuses these."""
+    import mycoll
+
+    options = mycoll.Options()
+    options.nccl.min_ctas, options.nccl.max_ctas = 8, 4
+    group = dist.new_group(pg_options=options)
+    with ctx.raises(ERRORS, "ncclCommInitRankConfig"):
+        dist.all_reduce(full(ctx, 1), group=group)
+
+
+def test_options_for_nccl(fresh_device_world):
+    fresh_device_world(2, "nccl").run(options_for_nccl)
 
 
 def old_gpu(ctx: Ctx) -> None:

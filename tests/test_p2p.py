@@ -208,9 +208,7 @@ def to_oneself(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(1, 2)
-def test_to_oneself(world, backend):
-    if backend != "mycoll":
-        pytest.skip("gloo refuses")
+def test_to_oneself(world):
     world.run(to_oneself)
 
 
@@ -243,9 +241,7 @@ def to_oneself_in_store(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(1, 2)
-def test_to_oneself_in_store(world, backend):
-    if backend != "mycoll":
-        pytest.skip("gloo refuses")
+def test_to_oneself_in_store(world):
     world.run(to_oneself_in_store)
 
 
@@ -268,9 +264,7 @@ def to_oneself_mismatched(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(1, 2)
-def test_to_oneself_mismatched(world, backend):
-    if backend != "mycoll":
-        pytest.skip("gloo refuses")
+def test_to_oneself_mismatched(world):
     world.run(to_oneself_mismatched)
 
 

@@ -313,11 +313,11 @@ void Group::onCircle(const Question& question, const Block& block) {
                          : "mycoll: DEADLOCK: these ranks wait for each other, each in another "
                            "call, and none can go on";
   for (const std::string& line : question.story) text += "\n  " + line;
-  if (question.story.size() > 1)
+  if (question.story.size() > 1) {
     text +=
         "\n  Ranks that share groups must call their operations in the same order; an operation "
-        "with "
-        "async_op=True holds up nothing until it is waited for.";
+        "with async_op=True holds up nothing until it is waited for.";
+  }
   onVerdict(question.way + "\n" + text);
 }
 

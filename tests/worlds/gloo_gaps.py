@@ -33,6 +33,7 @@ GAPS: tuple[Gap, ...] = (
     Gap("test_reductions.py::test_integer_average_truncates", NO_INT_AVG),
     Gap("test_reductions.py::test_bits_do_not_depend_on_message_size", "they do: ring order"),
     Gap("reduce_scatter_tensor/stacked", "concatenated form only"),
+    Gap("test_p2p.py::test_to_oneself*", "a rank cannot send to itself"),
     # --- moves
     *(
         Gap(f"every dtype/{t}/*", NO_DTYPE)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from worlds import device
 from worlds.device_tensors import full
+from worlds.pool import World
 from worlds.worker import Ctx
 
 NOT_TO_BE_USED = "What the device has computed since is not to be used"
@@ -60,13 +61,21 @@ def believe(ctx: Ctx, how: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("how", ["sync", "wait", "future", "replay"])
-def test_a_result_that_never_came_is_not_believed(fresh_device_world, how):
-    world = fresh_device_world(2, "nccl")
+def assert_not_believed(world: World, how: str) -> None:
     world.start(believe, how)
     text = world.finish(allow_gone=True)[0]
     assert "rank 1" in text, text
     assert NOT_TO_BE_USED in text, text
+
+
+@pytest.mark.parametrize("how", ["sync", "wait", "future"])
+def test_a_result_that_never_came_is_not_believed(fresh_device_world, how):
+    assert_not_believed(fresh_device_world(2, "nccl"), how)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_replayed_result_that_never_came_is_not_believed(fresh_device_world):
+    assert_not_believed(fresh_device_world(2, "nccl"), "replay")
 
 
 def believe_after_another(ctx: Ctx) -> list[str]:
@@ -149,6 +158,7 @@ def ends_in_good_order(ctx: Ctx) -> None:
             torch.accelerator.synchronize()
 
 
+@pytest.mark.usefixtures("graphs")
 def test_nobody_is_interrupted_by_a_good_end(fresh_device_world):
     fresh_device_world(2, "nccl").run(ends_in_good_order)
 

@@ -13,11 +13,7 @@ from worlds.device import graph_on
 from worlds.device_tensors import NUMEL, full, here, is_all, slow, total, warm_up
 from worlds.worker import Ctx, called
 
-
-@pytest.fixture(autouse=True)
-def _known_to_capture(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--device") == "standin" and torch.__version__ < "2.12":
-        pytest.skip("before torch 2.12 only CUDA says that it is being captured")
+pytestmark = pytest.mark.usefixtures("graphs")
 
 
 def captured(ctx: Ctx) -> None:

@@ -4,12 +4,15 @@ and on the host road long ones travel in pieces."""
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from worlds.device_tensors import full, is_all, slow, warm_up
+from mycoll import black_box
+from worlds import device
+from worlds.device_tensors import NUMEL, full, is_all, slow, warm_up
 from worlds.worker import Ctx
 
 
@@ -109,8 +112,6 @@ def long_messages(ctx: Ctx) -> int:
 
 def longest_piece() -> int:
     """Of the messages that the engine remembers, in bytes."""
-    from mycoll import black_box
-
     groups = black_box.read(os.getpid()).groups
     sent = [op for group in groups for op in group.operations if op.kind in ("send", "recv")]
     return max(max(op.in_bytes, op.out_bytes) for op in sent)
@@ -157,3 +158,156 @@ def timed_message(ctx: Ctx) -> None:
 @pytest.mark.parametrize("road", ["nccl", "host"])
 def test_what_a_message_took(fresh_device_world, road):
     fresh_device_world(2, road).run(timed_message)
+
+
+# --- what NCCL does not look at
+
+SENT_AS, TAKEN_AS = (
+    "send float32 numel=5000 tag=0",
+    {
+        "dtype": "recv int32 numel=5000 tag=0",
+        "size": "recv float32 numel=4999 tag=0",
+        "tag": "recv float32 numel=5000 tag=1",
+    },
+)
+
+
+def messages_that_differ(ctx: Ctx, how: str, is_batch: bool) -> str:
+    """The second of three. Of another size it does not end, of another dtype it does."""
+    if is_batch:
+        warm_up(ctx)
+    try:
+        for i in range(3):
+            x, tag = full(ctx, i), 0
+            if ctx.rank == 1 and i == 1:
+                x = x.to(torch.int32) if how == "dtype" else x[1:] if how == "size" else x
+                tag = 1 if how == "tag" else 0
+            call = dist.isend if ctx.rank == 0 else dist.irecv
+            if is_batch:
+                for work in dist.batch_isend_irecv([dist.P2POp(call, x, 1 - ctx.rank, tag=tag)]):
+                    work.wait()
+            else:
+                call(x, 1 - ctx.rank, tag=tag).wait()
+        torch.accelerator.synchronize()
+        time.sleep(1)
+        dist.all_reduce(full(ctx, 1))
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("is_batch", [False, True], ids=["single", "batch"])
+@pytest.mark.parametrize("how", ["dtype", "size", "tag"])
+def test_messages_that_differ(fresh_device_world, how, is_batch):
+    world = fresh_device_world(2, "nccl")
+    for text in world.run(messages_that_differ, how, is_batch):
+        assert "MISMATCH at message #1 from rank 0 to rank 1" in text, text
+        assert SENT_AS in text, text
+        assert TAKEN_AS[how] in text, text
+
+
+def one_side_replays(ctx: Ctx) -> None:
+    """Rank 0 has recorded its sends, rank 1 calls every receive; sizes change in between. What
+    nobody can count is not compared."""
+    x = full(ctx, 7)
+    call = dist.isend if ctx.rank == 0 else dist.irecv
+    call(x, 1 - ctx.rank).wait()
+    torch.accelerator.synchronize()
+    time.sleep(0.3)  # nobody looks any more: CUDA lets no other thread in beside a capture
+    y = full(ctx, 8, 3)
+    if ctx.rank == 0:
+        graph = device.graph_on(ctx.device)
+        with graph.capture():
+            dist.isend(y, 1).wait()
+        for _ in range(5):
+            graph.replay()
+    else:
+        for _ in range(5):
+            dist.recv(y.zero_(), 0)
+            is_all(ctx, y, 8)
+    for numel in (11, 5000):
+        z = full(ctx, ctx.rank, numel)
+        call(z, 1 - ctx.rank).wait()
+        is_all(ctx, z, 0)
+    time.sleep(0.5)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    if ctx.rank == 0:
+        graph.reset()
+
+
+@pytest.mark.usefixtures("graphs")
+def test_messages_of_a_graph_are_not_held_against_anybody(fresh_device_world):
+    fresh_device_world(2, "nccl").run(one_side_replays)
+
+
+def remembered(ctx: Ctx) -> list[tuple]:
+    """Of the messages of this test, what the black box knows."""
+    peer = 1 - ctx.rank
+    x, y = full(ctx, 1), full(ctx, 1, 7)
+    (dist.send if ctx.rank == 0 else dist.recv)(x, peer)
+    ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, y, peer)]
+    if ctx.rank == 1:
+        ops = [dist.P2POp(dist.irecv, x, peer), dist.P2POp(dist.isend, y, peer)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    torch.accelerator.synchronize()
+    found, ended = [], time.monotonic() + 20
+    while time.monotonic() < ended and (len(found) < 3 or {f[-1] for f in found} != {"done"}):
+        groups = black_box.read(os.getpid()).groups
+        messages = [o for g in groups for o in g.operations if o.is_message and o.on_device]
+        found = [(o.kind, o.peer, o.in_bytes, o.out_bytes, o.dtype, o.state) for o in messages]
+    return found
+
+
+def test_messages_are_remembered(fresh_device_world):
+    long, short = 4 * NUMEL, 4 * 7
+    zero, one = fresh_device_world(2, "nccl").run(remembered)
+    assert zero == [
+        ("send", 1, long, 0, "float32", "done"),
+        ("send", 1, long, 0, "float32", "done"),
+        ("recv", 1, 0, short, "float32", "done"),
+    ]
+    assert one == [
+        ("recv", 0, 0, long, "float32", "done"),
+        ("recv", 0, 0, long, "float32", "done"),
+        ("send", 0, short, 0, "float32", "done"),
+    ]
+
+
+def late_messages(ctx: Ctx, how: str) -> str:
+    """After two good ones, the third has no partner, or one that takes another way."""
+    warm_up(ctx)
+    call = dist.isend if ctx.rank == 0 else dist.irecv
+    for _ in range(2):
+        call(full(ctx, 1), 1 - ctx.rank).wait()
+    op = dist.P2POp(call, full(ctx, 1), 1 - ctx.rank)
+    dist.batch_isend_irecv([op])[0].wait()
+    torch.accelerator.synchronize()
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    try:
+        if ctx.rank == 0:
+            dist.send(full(ctx, 1), 1)
+        elif how == "batch":
+            dist.batch_isend_irecv([op])[0].wait()
+        else:
+            time.sleep(5)
+        torch.accelerator.synchronize()
+        dist.all_reduce(full(ctx, 1))
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "how, texts",
+    [
+        ("alone", ["send to rank 1", "TIMED OUT after 2000 ms", "has called 2 of 3 of these"]),
+        ("batch", ["TIMED OUT after 2000 ms", "a batch, and this rank does not"]),
+    ],
+)
+def test_messages_without_a_partner(fresh_device_world, how, texts):
+    for found in fresh_device_world(2, "nccl").run(late_messages, how):
+        assert all(text in found for text in texts), found

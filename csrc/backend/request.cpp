@@ -250,4 +250,31 @@ void Request::separateInputs(Call& call) {
   }
 }
 
+bool isPointToPoint(const std::vector<Request*>& requests) {
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      if (!isPointToPoint(call)) return false;
+    }
+  }
+  return true;
+}
+
+std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests) {
+  std::vector<ExternalMessage> messages;
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      if (!isPointToPoint(call)) continue;
+      ExternalMessage message;
+      message.peer = request->peer;
+      message.isSend = call.kind == OpKind::kSend;
+      message.dtype = call.dtype;
+      message.opaqueType = call.opaqueType;
+      message.bytes = (message.isSend ? call.in : call.out).front().bytes;
+      message.tag = request->tag;
+      messages.push_back(message);
+    }
+  }
+  return messages;
+}
+
 }  // namespace mycoll

@@ -83,4 +83,12 @@ struct Request {
   std::optional<bool> areListsFlat_;
 };
 
+inline bool isPointToPoint(const Call& call) {
+  return call.kind == OpKind::kSend || call.kind == OpKind::kRecv;
+}
+// All that they hold are messages.
+bool isPointToPoint(const std::vector<Request*>& requests);
+// Those among them, on lane 0.
+std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests);
+
 }  // namespace mycoll

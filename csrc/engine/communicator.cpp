@@ -132,6 +132,18 @@ OpPtr Communicator::submitExternal(const Signature& signature, std::shared_ptr<E
   return group_->submitExternal(signature, std::move(external), timeout);
 }
 
+OpRecord Communicator::recordMessage(const ExternalMessage& message, uint32_t site) {
+  return group_->recordMessage(message, site);
+}
+
+void Communicator::noteMessage(const ExternalMessage& message) { group_->noteMessage(message); }
+
+std::vector<MessageCounts> Communicator::messageCounts(int peer, bool isSend) const {
+  return group_->messageCounts(peer, isSend);
+}
+
+void Communicator::noteReplayed(int peer, uint32_t lane) { group_->noteReplayed(peer, lane); }
+
 void Communicator::noteOtherCallers() { group_->noteOtherCallers(); }
 void Communicator::advance() { group_->run(0); }
 bool Communicator::watchExternal() { return group_->watchExternal(); }

@@ -119,6 +119,24 @@ class External {
   std::atomic<bool> isOver_{false};
 };
 
+// A message that runs elsewhere, between this rank and another one.
+struct ExternalMessage {
+  int peer = 0;
+  bool isSend = false;
+  uint32_t lane = 0;  // the way it takes, where there are several with an order each
+  DType dtype = DType::kOpaque;
+  uint8_t opaqueType = 0;
+  uint64_t bytes = 0;
+  uint64_t tag = 0;
+};
+
+// How far two ranks are with one kind of such messages: what each of them has noted, as far as the
+// other one has told.
+struct MessageCounts {
+  uint32_t lane = 0;
+  uint64_t mine = 0, theirs = 0;
+};
+
 class Communicator {
  public:
   // Meets the other ranks through the store; returns when all have come, or with the names of
@@ -162,7 +180,18 @@ class Communicator {
   // The op ends with it, or before it when the group dies.
   OpPtr submitExternal(const Signature& signature, std::shared_ptr<External> external,
                        std::chrono::milliseconds timeout = std::chrono::milliseconds(-1));
-  // Ends what is over; compares notes with another rank about what has begun since; looks at
+  // A message that runs elsewhere has been called, at this place of the program: for the black box.
+  // Whoever sees its end finishes the record.
+  OpRecord recordMessage(const ExternalMessage& message, uint32_t site);
+  // The same when it is carried out, in the order of its lane. What both ranks have noted is
+  // compared by watchExternal(), and the group fails where they differ.
+  void noteMessage(const ExternalMessage& message);
+  // A graph that will be replayed, nobody says how often, holds a message: those of its lane are
+  // not compared any more.
+  void noteReplayed(int peer, uint32_t lane);
+  // Of the messages to that rank, or from it. Lanes that are not compared are left out.
+  std::vector<MessageCounts> messageCounts(int peer, bool isSend) const;
+  // Ends what is over; compares notes with other ranks about what has begun since; looks at
   // deadlines and for ranks that are missing. To be called when an external operation is over, and
   // every 50 ms or so while there are any, or while it returns true: the notes on the last ones are
   // still to be compared.

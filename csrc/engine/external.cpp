@@ -1,4 +1,4 @@
-// The group's half for collectives that run elsewhere: their turn in the queue, and the comparing
+// The group's half for what runs elsewhere: the collectives' turn in the queue, and the comparing
 // of notes that finds ranks which were called differently.
 #include "engine/group.h"
 
@@ -56,27 +56,82 @@ Task Group::runExternal(CollectiveOp& op) {
   co_return op.external->status();
 }
 
+OpRecord Group::recordMessage(const ExternalMessage& message, uint32_t site) {
+  Operation operation;
+  operation.kind = message.isSend ? OpKind::kSend : OpKind::kRecv;
+  operation.dtype = message.dtype;
+  operation.opaqueType = message.opaqueType;
+  operation.flags = kIsOnDevice;
+  operation.peer = message.peer;
+  operation.elementBytes = static_cast<uint32_t>(elementSize(message.dtype));
+  operation.site = site;
+  operation.sequence = messages_.fetch_add(1, std::memory_order_relaxed);
+  operation.tag = message.tag;
+  (message.isSend ? operation.inBytes : operation.outBytes) = message.bytes;
+  return record_.enqueue(operation, Clock::now().time_since_epoch().count(), /*isStarted=*/true);
+}
+
+void Group::noteMessage(const ExternalMessage& message) { messageNotes_.add(message); }
+
+void Group::noteReplayed(int peer, uint32_t lane) { messageNotes_.stopComparing(peer, lane); }
+
+void Group::tellNews() {
+  for (const auto& [rank, news] : messageNotes_.takeNews()) {
+    if (rank == options_.rank) {
+      messageNotes_.hear(rank, news);
+    } else if (!isClosed_.load() || isConnectedTo(rank)) {  // nobody new is met at the end
+      mailbox_.tell(rank, FrameKind::kMessages, news);
+    }
+  }
+}
+
+void Group::compareMessages() {
+  const std::optional<MessageNotes::Difference> found = messageNotes_.compare();
+  if (!found) return;
+  auto describe = [](const MessageNotes::Run& run, bool isSend) {
+    Signature signature;
+    signature.kind = isSend ? OpKind::kSend : OpKind::kRecv;
+    signature.dtype = run.dtype;
+    signature.opaqueType = run.opaqueType;
+    signature.bytes = run.bytes;
+    return signature.describe() + " tag=" + std::to_string(run.tag);
+  };
+  const int sender = found->isSend ? options_.rank : found->peer;
+  const int receiver = found->isSend ? found->peer : options_.rank;
+  fail(Status(Code::kMismatch,
+              "mycoll group '" + options_.name + "': MISMATCH at message #" +
+                  std::to_string(found->number) + " from rank " + std::to_string(sender) +
+                  " to rank " + std::to_string(receiver) + "\n  " + describeRank(options_.rank) +
+                  ": " + describe(found->mine, found->isSend) + "\n  " + describeRank(found->peer) +
+                  ": " + describe(found->theirs, !found->isSend) +
+                  "\n  On devices a receive takes what is next from that rank, whatever its tag: "
+                  "both ranks must call messages of the same dtype, size and tag in the same "
+                  "order."));
+}
+
 bool Group::watchExternal() {
   run(0);
   bool hasMoreToTell = true;
   {
     std::unique_lock<std::mutex> running(runLock_, std::try_to_lock);
-    const auto now = Clock::now();
-    const bool isDue = running.owns_lock() && compared_ < started_ &&
-                       (isClosed_.load() || now - comparedAt_ > kCompareEvery);
-    if (isDue && options_.ranks > 1) {
-      compared_ = started_;
-      comparedAt_ = now;
-      running.unlock();
-      // Every rank to the next: who differs is found by one of its neighbours.
-      mailbox_.compareWith((options_.rank + 1) % options_.ranks);
-      hasMoreToTell = false;
-    } else if (running.owns_lock()) {
-      hasMoreToTell = compared_ < started_ && options_.ranks > 1;
+    if (running.owns_lock()) {
+      const bool hasBegun = compared_ < started_ && options_.ranks > 1;
+      hasMoreToTell = hasBegun || messageNotes_.hasNews();
+      const auto now = Clock::now();
+      if (hasMoreToTell && (isClosed_.load() || now - comparedAt_ > kCompareEvery)) {
+        compared_ = started_;
+        comparedAt_ = now;
+        running.unlock();
+        // Every rank to the next: who differs is found by one of its neighbours.
+        if (hasBegun) mailbox_.compareWith((options_.rank + 1) % options_.ranks);
+        tellNews();
+        hasMoreToTell = false;
+      }
     }
   }
   engine_->endpoint()->checkProcesses();
   engine_->hear();
+  compareMessages();
   checkHealth();
   // A failure ends the operations here and now, not with the next call.
   if (hasFailed()) {

@@ -228,6 +228,12 @@ void Group::setAsleep(bool asleep) {
   if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->setAsleep(asleep);
 }
 
+bool Group::isConnectedTo(int rank) {
+  Endpoint& endpoint = *engine_->endpoint();
+  std::lock_guard<std::mutex> lock(endpoint.ioMutex());
+  return endpoint.hasLinkTo(address().peers[rank]);
+}
+
 // ---- leaving -----------------------------------------------------------------------------------
 
 void Group::close(Deadline deadline) {
@@ -261,11 +267,7 @@ void Group::close(Deadline deadline) {
                                              "be called on it");
   mailbox_.sayGoodbye(destroyed);
   const int last = leavesAfter_.load();
-  auto isConnected = [&] {
-    std::lock_guard<std::mutex> lock(endpoint.ioMutex());
-    return endpoint.hasLinkTo(address().peers[last]);
-  };
-  const bool isMet = last >= 0 && (departureOf(last) != Departure::kUnknown || isConnected());
+  const bool isMet = last >= 0 && (departureOf(last) != Departure::kUnknown || isConnectedTo(last));
   const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
   auto isDone = [&] {
     if (deadline.expired()) return true;

@@ -24,6 +24,7 @@
 #include "collectives/shm/arena.h"
 #include "engine/communicator.h"
 #include "engine/engine.h"
+#include "engine/message_notes.h"
 #include "engine/op.h"
 #include "observe/recorder.h"
 #include "transport/mailbox.h"
@@ -50,6 +51,12 @@ class Group final : public MailboxListener,
                std::chrono::milliseconds timeout);
   OpPtr submitExternal(const Signature& signature, std::shared_ptr<External> external,
                        std::chrono::milliseconds timeout);
+  OpRecord recordMessage(const ExternalMessage& message, uint32_t site);
+  void noteMessage(const ExternalMessage& message);
+  void noteReplayed(int peer, uint32_t lane);
+  std::vector<MessageCounts> messageCounts(int peer, bool isSend) const {
+    return messageNotes_.counts(peer, isSend);
+  }
   bool watchExternal();
   void noteOtherCallers() { caller_.noteMany(); }
   Status meetNeighbours();
@@ -125,6 +132,9 @@ class Group final : public MailboxListener,
   Task startUnprepared(const Call& call);
   Task runComposite(const Composite& composite);
   Task runExternal(CollectiveOp& op);
+  bool isConnectedTo(int rank);
+  void tellNews();
+  void compareMessages();
   Task prepare();
   Task prepareAsLeader(bool* isShared);
   Task prepareAsMember(bool* isShared);
@@ -232,6 +242,7 @@ class Group final : public MailboxListener,
   // External groups only, guarded by runLock_: what has been compared with the next rank.
   uint64_t compared_ = 0;
   std::chrono::steady_clock::time_point comparedAt_;
+  MessageNotes messageNotes_;  // external groups only
   // Last: from its first moment on it may tell of failures, and all of the above must be there.
   Mailbox mailbox_;
 };

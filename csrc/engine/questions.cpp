@@ -266,6 +266,9 @@ void Group::hearWords() {
       onQuestion(word.source, word.payload);
     } else if (word.kind == FrameKind::kVerdict) {
       onVerdict(word.payload);
+    } else if (word.kind == FrameKind::kMessages) {
+      messageNotes_.hear(word.source, word.payload);
+      compareMessages();
     } else {
       std::lock_guard<std::mutex> lock(wordLock_);
       heard_[word.source] = {oneLine(word.payload), Clock::now()};

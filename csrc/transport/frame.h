@@ -12,6 +12,7 @@
 //   kQuestion, kAnswer, kVerdict  why a rank does not come: engine/questions.cpp
 //   kHold, kGoOn    the sender buffers much that nobody receives: what is sent to it from now on
 //                   is to wait for its receiver, however small; it may come at once again
+//   kMessages       what the sender's device sends and receives: engine/message_notes.h
 //
 // A frame may be checked (MYCOLL_CHECKSUM; its sender decides): then it says so by its magic
 // number, and holds the CRC-32C of its header, which is looked at before anything in it is
@@ -40,6 +41,7 @@ enum class FrameKind : uint8_t {
   kVerdict,
   kHold,
   kGoOn,
+  kMessages,
 };
 
 // Messages of different classes never match each other.

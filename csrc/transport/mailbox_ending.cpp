@@ -23,7 +23,7 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
     std::memcpy(&begun, payload.data(), sizeof(begun));
     reached_[came.source] = std::max(reached_[came.source], begun);
   } else if (came.kind == FrameKind::kQuestion || came.kind == FrameKind::kAnswer ||
-             came.kind == FrameKind::kVerdict) {
+             came.kind == FrameKind::kVerdict || came.kind == FrameKind::kMessages) {
     listener_->onWord(came.source, came.kind, payload);
   } else if (came.kind == FrameKind::kHold || came.kind == FrameKind::kGoOn) {
     onFlow(came);

@@ -1,5 +1,6 @@
 // Collectives that run elsewhere: their order, their deadlines, and how ranks that were called
 // differently are found, although nothing of theirs travels over the group.
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -135,6 +136,72 @@ TEST(External, theFirstCauseEndsAll) {
     const Status status = watch(group, op);
     EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kInternal));
     EXPECT(status.message().find("fell off the bus") != std::string::npos);
+  });
+}
+
+ExternalMessage message(int peer, bool isSend, DType dtype) {
+  ExternalMessage made;
+  made.peer = peer;
+  made.isSend = isSend;
+  made.dtype = dtype;
+  made.bytes = 4096;
+  made.tag = 3;
+  return made;
+}
+
+// Between two ranks of which neither knew the other before; all hear of it.
+TEST(External, messagesThatDifferAreFound) {
+  for (Road road : kRoads) {
+    runExternalWorld(4, road, [](Communicator& group) {
+      for (int i = 0; i < 3; ++i) {
+        const DType dtype = group.rank() == 2 && i == 1 ? DType::kInt32 : DType::kFloat32;
+        if (group.rank() == 0) group.noteMessage(message(2, true, dtype));
+        if (group.rank() == 2) group.noteMessage(message(0, false, dtype));
+      }
+      const auto until = Clock::now() + 20s;
+      while (group.error().ok() && Clock::now() < until) {
+        group.watchExternal();
+        std::this_thread::sleep_for(5ms);
+      }
+      EXPECT_EQ(static_cast<int>(group.error().code()), static_cast<int>(Code::kMismatch));
+      const std::string text = group.error().message();
+      EXPECT(text.find("message #1 from rank 0 to rank 2") != std::string::npos);
+      EXPECT(text.find("send float32 numel=1024 tag=3") != std::string::npos);
+      EXPECT(text.find("recv int32 numel=1024 tag=3") != std::string::npos);
+    });
+  }
+}
+
+// Nobody looks any more after the last message: the one who leaves last hears of it.
+TEST(External, messagesThatDifferAreFoundAtTheEnd) {
+  for (Road road : kRoads) {
+    std::atomic<int> heard{0};
+    runExternalWorld(2, road, [&](Communicator& group) {
+      group.noteMessage(message(1 - group.rank(), group.rank() == 0, DType::kFloat32));
+      while (group.watchExternal()) std::this_thread::sleep_for(1ms);
+      // Soon after the first ones, so that nothing is told before the end.
+      const bool isInt = group.rank() == 0;
+      group.noteMessage(
+          message(1 - group.rank(), group.rank() == 0, isInt ? DType::kInt32 : DType::kFloat32));
+      if (group.rank() == 1) std::this_thread::sleep_for(300ms);
+      group.close(Deadline::after(5s));
+      if (group.error().code() == Code::kMismatch) ++heard;
+    });
+    EXPECT(heard >= 1);
+  }
+}
+
+// To itself, as batches allow.
+TEST(External, messagesToOneself) {
+  runExternalWorld(1, Road::kShm, [](Communicator& group) {
+    group.noteMessage(message(0, true, DType::kFloat32));
+    group.noteMessage(message(0, false, DType::kFloat32));
+    while (group.watchExternal()) std::this_thread::sleep_for(1ms);
+    EXPECT(group.error().ok());
+    group.noteMessage(message(0, true, DType::kFloat32));
+    group.noteMessage(message(0, false, DType::kInt32));
+    while (group.watchExternal()) std::this_thread::sleep_for(1ms);
+    EXPECT_EQ(static_cast<int>(group.error().code()), static_cast<int>(Code::kMismatch));
   });
 }
 

@@ -37,7 +37,7 @@ std::string nonsense(std::mt19937& random) {
   const unsigned frames = 1 + random() % 6;
   for (unsigned i = 0; i < frames; ++i) {
     FrameHeader header;
-    header.kind = static_cast<FrameKind>(1 + random() % 12);
+    header.kind = static_cast<FrameKind>(1 + random() % 15);
     header.messageClass = static_cast<MessageClass>(random() % 3);
     header.source = 0;
     header.destination = 1;

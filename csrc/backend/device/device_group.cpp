@@ -21,9 +21,8 @@
 namespace mycoll {
 namespace {
 
-bool isPointToPoint(const Request& request) {
-  return request.calls.size() == 1 && (request.calls.front().kind == OpKind::kSend ||
-                                       request.calls.front().kind == OpKind::kRecv);
+bool isMessage(const Request& request) {
+  return request.calls.size() == 1 && isPointToPoint(request.calls.front());
 }
 
 }  // namespace
@@ -198,8 +197,8 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& request
   const Request& first = *requests.front();
   const c10::Device device = first.device;
   const c10::Stream caller = currentStream(device);
-  const bool isMessage = isPointToPoint(first) && !isBatch;
-  if (!isMessage && knownRoad() == DeviceRoad::kUnknown) {
+  const bool isSingle = isMessage(first) && !isBatch;
+  if (!isSingle && knownRoad() == DeviceRoad::kUnknown) {
     const bool isOne = requests.size() == 1 && first.calls.size() == 1;
     chooseRoad(device, isOne ? first.calls.front().signature().describe()
                              : std::string(first.site.function) + " (of several)");
@@ -211,7 +210,7 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& request
     for (const Request* request : requests) inFlight.add(request->allTensors());
   }
   DeviceOperationPtr operation;
-  if (isMessage) {
+  if (isSingle) {
     operation = pairs_->carry(*this, *requests.front(), isTimed);
   } else if (knownRoad() == DeviceRoad::kNccl) {
     operation = nccl_->carry(*this, requests, isTimed, isBatch);

@@ -83,13 +83,8 @@ struct Followed {
   OpPtr op;
   // A message, or a batch of them.
   bool isMessage = false;
-  // Messages on NCCL, which no group watches over.
-  struct Message {
-    int peer;
-    bool isSend;
-    size_t bytes;
-  };
-  std::vector<Message> messages;
+  std::vector<ExternalMessage> messages;  // on NCCL, which no group watches over
+  std::vector<OpRecord> records;          // of them
   std::chrono::milliseconds timeout{0};
   Deadline deadline;
   bool ownsDeadline = false;
@@ -181,7 +176,9 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // The watchdog takes it from here.
   void follow(Followed followed);
   // The same for a message, or a batch of them, that no group of the engine watches over.
-  void followMessages(const DeviceOperationPtr& operation, const std::vector<Request*>& requests);
+  // isRecorded: the black box knows of them, as parts of another operation.
+  void followMessages(const DeviceOperationPtr& operation, std::chrono::milliseconds timeout,
+                      std::vector<ExternalMessage> messages, bool isRecorded);
   // A graph that is captured on this stream holds an operation of this group. Nobody says when it
   // is replayed, so failures are listened for from here on.
   void followCaptured(const c10::Stream& stream);
@@ -228,6 +225,7 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
     for (const Followed& entry : followed_) fn(entry);
   }
   std::string describe(const Followed& followed) const;
+  std::string whyLate(const Followed& followed) const;
   void takeEnded(std::vector<Followed>* ended);
   void hearOfFailures();
   void endWith(const Status& cause);

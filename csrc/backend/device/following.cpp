@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "backend/call_site.h"
 #include "backend/device/device_group.h"
 #include "backend/device/host_road.h"
 #include "backend/device/nccl_road.h"
@@ -59,18 +60,19 @@ void DeviceGroup::follow(Followed followed) {
 
 // Of one message, or a batch of them. No text is made before it is needed.
 void DeviceGroup::followMessages(const DeviceOperationPtr& operation,
-                                 const std::vector<Request*>& requests) {
+                                 std::chrono::milliseconds timeout,
+                                 std::vector<ExternalMessage> messages, bool isRecorded) {
   Followed followed;
   followed.operation = operation;
   followed.isMessage = true;
   followed.ownsDeadline = true;
-  followed.timeout = place_.timeoutOf(*requests.front());
-  followed.deadline = Deadline::after(followed.timeout);
-  for (const Request* request : requests) {
-    for (const Call& call : request->calls) {
-      const bool isSend = call.kind == OpKind::kSend;
-      const Span& span = isSend ? call.in.front() : call.out.front();
-      followed.messages.push_back({request->peer, isSend, span.bytes});
+  followed.timeout = timeout;
+  followed.deadline = Deadline::after(timeout);
+  followed.messages = std::move(messages);
+  if (!isRecorded) {
+    const uint32_t site = callSiteOfCall();
+    for (const ExternalMessage& message : followed.messages) {
+      followed.records.push_back(place_.control->recordMessage(message, site));
     }
   }
   follow(std::move(followed));
@@ -80,7 +82,7 @@ std::string DeviceGroup::describe(const Followed& followed) const {
   constexpr size_t kShown = 8;
   std::string text;
   for (size_t i = 0; i < std::min(followed.messages.size(), kShown); ++i) {
-    const Followed::Message& message = followed.messages[i];
+    const ExternalMessage& message = followed.messages[i];
     text += std::string(i > 0 ? ", " : "") + (message.isSend ? "send to " : "recv from ") +
             place_.control->describeRank(message.peer) + " of " + std::to_string(message.bytes) +
             " bytes";
@@ -88,6 +90,28 @@ std::string DeviceGroup::describe(const Followed& followed) const {
   if (followed.messages.size() == 1) return text;
   return "a batch of " + std::to_string(followed.messages.size()) + " sends and receives (" + text +
          (followed.messages.size() > kShown ? ", ..." : "") + ")";
+}
+
+std::string DeviceGroup::whyLate(const Followed& followed) const {
+  for (const ExternalMessage& message : followed.messages) {
+    const std::string who = place_.control->describeRank(message.peer);
+    const MessageCounts* behind = nullptr;
+    const MessageCounts* ahead = nullptr;
+    const auto counts = place_.control->messageCounts(message.peer, message.isSend);
+    for (const MessageCounts& one : counts) {
+      if (one.mine > one.theirs) behind = &one;
+      if (one.mine < one.theirs) ahead = &one;
+    }
+    if (ahead != nullptr && (behind == nullptr || behind->lane != ahead->lane)) {
+      return who + " calls its side " + (isLaneOfPair(ahead->lane) ? "outside of" : "in") +
+             " a batch, and this rank does not; both must, or neither.";
+    }
+    if (behind != nullptr) {
+      return who + " has called " + std::to_string(behind->theirs) + " of " +
+             std::to_string(behind->mine) + " of these: the other side never came.";
+    }
+  }
+  return "the other side never came, or the device is busy with something else.";
 }
 
 void DeviceGroup::followCaptured(const c10::Stream& stream) {
@@ -190,8 +214,7 @@ DeviceGroup::Watched DeviceGroup::watch() {
                                     place_.name + "': " + describe(late.front()) +
                                     " TIMED OUT after " +
                                     std::to_string(late.front().timeout.count()) +
-                                    " ms: the other side never came or is of another size, or "
-                                    "the device is busy with something else."));
+                                    " ms: " + whyLate(late.front())));
   }
   const bool hasNotes = place_.control->watchExternal();
   seen.wantsSoon = host_->advance();
@@ -276,6 +299,8 @@ void DeviceGroup::tellProgram(const Status& cause, const std::string& what) {
 void DeviceGroup::endFollowed(const std::vector<Followed>& ended) {
   for (const Followed& entry : ended) {
     if (entry.external) entry.external->finish(entry.operation->status());
+    const bool isOk = entry.operation->status().ok();
+    for (const OpRecord& record : entry.records) record.finish(isOk, steadyNanos());
     lingering_.push_back(entry.operation);
   }
 }

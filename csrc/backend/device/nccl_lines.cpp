@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "backend/device/nccl_road.h"
@@ -104,6 +105,7 @@ bool NcclRoad::split(NcclRoad* child, int color, bool isWilling) {
   auto line = std::make_shared<Line>(Line{std::move(made), sideStream(device)});
   child->capability_.store(capability_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   std::lock_guard<std::mutex> lock(child->mutex_);
+  line->lane = laneOf(child->lines_.size(), /*isOfPair=*/false);
   child->lines_[device.index()] = child->keepUnlessEnded(std::move(line));
   return true;
 }
@@ -135,6 +137,7 @@ NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
                                      Deadline::never()));
   LinePtr line = join(device, place_.rank, place_.ranks, place_.name, *id);
   std::lock_guard<std::mutex> lock(mutex_);
+  line->lane = laneOf(lines_.size(), /*isOfPair=*/false);
   return lines_[device.index()] = keepUnlessEnded(std::move(line));
 }
 
@@ -173,6 +176,9 @@ NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
   LinePtr line = join(device, isLower ? 0 : 1, 2, name, *id);
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    const auto isWithPeer = [peer](const auto& entry) { return entry.first.second == peer; };
+    const auto known = std::count_if(pairs_.begin(), pairs_.end(), isWithPeer);
+    line->lane = laneOf(static_cast<size_t>(known), /*isOfPair=*/true);
     pairs_[key] = keepUnlessEnded(line);  // what hangs from here on is aborted with the others
   }
   connectBothWays(*line, isLower ? 1 : 0);

@@ -58,10 +58,6 @@ const char* nameOf(uint8_t choice) {
   }
 }
 
-bool isPointToPoint(const Call& call) {
-  return call.kind == OpKind::kSend || call.kind == OpKind::kRecv;
-}
-
 // Of a batch, one signature that differs where any of its collectives does; its messages are
 // between pairs of ranks.
 Signature signatureOf(const std::vector<Request*>& requests) {
@@ -85,15 +81,6 @@ Signature signatureOf(const std::vector<Request*>& requests) {
     }
   }
   return all;
-}
-
-bool isPointToPoint(const std::vector<Request*>& requests) {
-  for (const Request* request : requests) {
-    for (const Call& call : request->calls) {
-      if (!isPointToPoint(call)) return false;
-    }
-  }
-  return true;
 }
 
 std::string& wheelFile() {
@@ -230,6 +217,7 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   const c10::Stream caller = currentStream(first.device);
   const bool isCaptured = isCapturing(caller);
   const c10::Stream stream = first.async ? line->stream : caller;
+  const bool wasPutAside = ready != nullptr;
   auto operation = std::make_shared<DeviceOperation>(first.site.function, caller);
   operation->setCaptured(isCaptured);
   if (isMessage && isAlone) operation->setSource(first.peer);
@@ -240,12 +228,15 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   if (isTimed) operation->setStarted(recordEvent(stream, true, isCaptured));
   if (!first.async) operation->setTaken();
 
+  std::vector<ExternalMessage> messages = messagesOf(requests);
+  for (ExternalMessage& message : messages) message.lane = line->lane;
   // The operation is followed before NCCL is called: what hangs in there has a deadline too. The
   // first message to a rank does, until that rank has called as well.
   if (isCaptured) {
     group.followCaptured(stream);
+    for (const auto& message : messages) place_.control->noteReplayed(message.peer, message.lane);
   } else if (isMessage) {
-    group.followMessages(operation, requests);
+    group.followMessages(operation, place_.timeoutOf(first), messages, /*isRecorded=*/wasPutAside);
   }
   // Nobody waits for the end of what did not begin.
   struct FailUnlessEnqueued {
@@ -257,8 +248,11 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   const FailUnlessEnqueued failing{*operation};
   {
     nccl::Issue issue(*line->communicator);
+    // Under the issue's mutex, so that the group's order is NCCL's.
+    if (!isCaptured) {
+      for (const ExternalMessage& message : messages) place_.control->noteMessage(message);
+    }
     if (!isMessage && !isCaptured) {
-      // Under the issue's mutex, so that the group's order is NCCL's.
       Followed followed;
       followed.external = std::make_shared<External>();
       followed.op = place_.control->submitExternal(signatureOf(requests), followed.external,

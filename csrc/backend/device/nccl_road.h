@@ -33,6 +33,13 @@ void requireNcclMemory();
 // For tests: NCCL is this file, also beside a copy that torch has loaded.
 void useNccl(const std::string& path);
 
+// Lanes of messages between two ranks: one for each communicator of the group, and of the pair, in
+// the order in which these were made, which is the same on both.
+inline uint32_t laneOf(size_t number, bool isOfPair) {
+  return 2 * static_cast<uint32_t>(number) + (isOfPair ? 1 : 0);
+}
+inline bool isLaneOfPair(uint32_t lane) { return lane % 2 == 1; }
+
 class NcclRoad {
  public:
   explicit NcclRoad(const DevicePlace& place) : place_(place) {}
@@ -96,6 +103,7 @@ class NcclRoad {
   struct Line {  // a communicator, and the stream of its asynchronous operations
     std::shared_ptr<nccl::Communicator> communicator;
     c10::Stream stream;
+    uint32_t lane = 0;  // the same number on all its ranks, and no other's between two of them
   };
   using LinePtr = std::shared_ptr<Line>;
   struct Registered {

@@ -129,7 +129,8 @@ DeviceOperationPtr Pairs::putAside(DeviceGroup& group, const PairPtr& pair, Requ
   operation->setTimed(isTimed);
   if (isTimed) operation->setStarted(ready);
   operation->keep(request.allTensors());
-  group.followMessages(operation, {&request});
+  group.followMessages(operation, place_.timeoutOf(request), messagesOf({&request}),
+                       /*isRecorded=*/false);
   pair->waiting.push_back({std::move(request), operation, std::move(ready)});
   if (std::exchange(pair->isBusy, true)) return operation;
   auto connecting = [this, pair, held = group.shared_from_this()] { serve(*held, *pair); };

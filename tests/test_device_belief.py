@@ -61,11 +61,19 @@ def believe(ctx: Ctx, how: str) -> str:
     return text
 
 
-def assert_not_believed(world: World, how: str) -> None:
+def assert_not_believed(world: World, how: str) -> str:
     world.start(believe, how)
     text = world.finish(allow_gone=True)[0]
     assert "rank 1" in text, text
     assert NOT_TO_BE_USED in text, text
+    return text
+
+
+def test_the_line_that_called_it_is_told(fresh_device_world):
+    env = (("MYCOLL_CALL_SITES", "always"),)
+    text = assert_not_believed(fresh_device_world(2, "nccl", env=env), "wait")
+    assert "where all_reduce (test_device_belief.py:" in text, text
+    assert " in believe) was under way" in text, text
 
 
 @pytest.mark.parametrize("how", ["sync", "wait", "future"])

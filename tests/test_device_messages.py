@@ -309,5 +309,7 @@ def late_messages(ctx: Ctx, how: str) -> str:
     ],
 )
 def test_messages_without_a_partner(fresh_device_world, how, texts):
-    for found in fresh_device_world(2, "nccl").run(late_messages, how):
+    env = (("MYCOLL_CALL_SITES", "always"),)
+    for found in fresh_device_world(2, "nccl", env=env).run(late_messages, how):
         assert all(text in found for text in texts), found
+        assert "(test_device_messages.py:" in found, found

@@ -36,6 +36,12 @@ std::string describe(const CollectiveOp& op) {
   return (op.external ? op.signature : op.call.signature()).describe();
 }
 
+// "(call #4)". Of what runs elsewhere with its place in the program: nobody need be there any more.
+std::string numberOf(const CollectiveOp& op) {
+  const std::string place = op.external ? op.record().place() : "";
+  return "(call #" + std::to_string(op.sequence()) + (place.empty() ? "" : ", ") + place + ")";
+}
+
 const char* describe(ProcessLife life) {
   switch (life) {
     case ProcessLife::kAlive: return ", which is alive";
@@ -130,7 +136,7 @@ Status Group::calledLate(OpKind kind) const {
 
 Status Group::inContext(const Status& cause, const CollectiveOp& op) const {
   std::string text = cause.message() + "\n  Here: rank " + std::to_string(options_.rank) + ", " +
-                     describe(op) + " (call #" + std::to_string(op.sequence()) + ")";
+                     describe(op) + " " + numberOf(op);
   return Status(cause.code(), text + traceHint());
 }
 
@@ -162,7 +168,7 @@ std::string Group::listArrived(const std::vector<int>& missing) const {
 Status Group::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const {
   const auto waited = std::chrono::duration_cast<Milliseconds>(Clock::now() - op.submitted).count();
   const std::string here = "[Rank " + std::to_string(options_.rank) + "]: ";
-  const std::string call = "(call #" + std::to_string(op.sequence()) + ")";
+  const std::string call = numberOf(op);
   std::string text;
   if (op.kind() == OpKind::kMonitoredBarrier && !missing.empty()) {
     // In the words that people search for.

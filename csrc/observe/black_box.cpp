@@ -284,9 +284,14 @@ uint32_t BlackBox::intern(std::string_view function, std::string_view file, int 
   return number;
 }
 
-std::string BlackBox::siteText(uint32_t site) const {
-  if (site == 0 || site > box_->sites.load(std::memory_order_acquire)) return "";
-  return head_ + kSitesAt + site * kSiteBytes;
+BlackBox::Place BlackBox::placeOf(uint32_t site) const {
+  if (site == 0 || site > box_->sites.load(std::memory_order_acquire)) return {};
+  const std::string text = head_ + kSitesAt + site * kSiteBytes;
+  const size_t first = text.find('\n');
+  const size_t second = text.rfind('\n');
+  if (first == text.npos || second == first) return {};
+  return {text.substr(0, first), text.substr(first + 1, second - first - 1),
+          static_cast<int>(std::strtol(text.c_str() + second + 1, nullptr, 10))};
 }
 
 void BlackBox::join(uint64_t context, int rank) {

@@ -135,8 +135,12 @@ class BlackBox {
 
   // A number for a place in a program; 0 when there is no room for more.
   uint32_t intern(std::string_view function, std::string_view file, int line);
-  // "function\nfile\nline", of a long path the end.
-  std::string siteText(uint32_t site) const;
+  // What is remembered of it: of a long path the end. Empty and 0: it is not known.
+  struct Place {
+    std::string function, file;
+    int line = 0;
+  };
+  Place placeOf(uint32_t site) const;
 
   // A group is made. Where it is the only one, as the first of a job is, also after a restart
   // within the process: its context is the job's name, and rank this process's number in it.

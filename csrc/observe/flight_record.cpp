@@ -145,14 +145,12 @@ void writeSizes(Document& out, const char* side, int64_t elements, const Snapsho
 
 void writeFrames(Document& out, uint32_t site) {
   out.key("frames").beginList();
-  const std::string text = BlackBox::process().siteText(site);  // name, file, line
-  const size_t first = text.find('\n');
-  const size_t second = text.rfind('\n');
-  if (first != text.npos && second != first) {
+  const BlackBox::Place place = BlackBox::process().placeOf(site);
+  if (!place.file.empty()) {
     out.beginMap();
-    out.key("name").text(text.substr(0, first));
-    out.key("filename").text(text.substr(first + 1, second - first - 1));
-    out.key("line").integer(std::strtol(text.c_str() + second + 1, nullptr, 10));
+    out.key("name").text(place.function);
+    out.key("filename").text(place.file);
+    out.key("line").integer(place.line);
     out.end();
   }
   out.end();

@@ -74,6 +74,14 @@ void OpRecord::setSite(uint32_t site) const {
   if (isCurrent()) put(entry_->site, site);
 }
 
+std::string OpRecord::place() const {
+  if (!isCurrent()) return "";
+  const BlackBox::Place place = BlackBox::process().placeOf(get(entry_->site));
+  if (place.file.empty()) return "";
+  return place.file.substr(place.file.rfind('/') + 1) + ":" + std::to_string(place.line) + " in " +
+         place.function;
+}
+
 void OpRecord::finish(bool isOk, int64_t now) const {
   if (isCurrent()) {
     if (get(entry_->started) == 0) put(entry_->started, now);

@@ -55,6 +55,8 @@ class OpRecord {
   // Where the program called it; as often as more becomes known.
   void setSite(uint32_t site) const;
   bool hasSite() const { return !isCurrent() || get(entry_->site) != 0; }
+  // "train.py:57 in step"; empty where it is not known.
+  std::string place() const;
 
  private:
   friend class GroupRecord;

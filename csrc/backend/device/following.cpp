@@ -31,6 +31,12 @@ struct Released {
   std::atomic<bool> isThere{false};
 };
 
+// "train.py:57 in step", if it is known.
+std::string placeOf(const Followed& followed) {
+  if (followed.op) return followed.op->record().place();
+  return followed.records.empty() ? "" : followed.records.front().place();
+}
+
 Released& released() {
   static Released* const kReleased = new Released;
   return *kReleased;
@@ -87,9 +93,12 @@ std::string DeviceGroup::describe(const Followed& followed) const {
             place_.control->describeRank(message.peer) + " of " + std::to_string(message.bytes) +
             " bytes";
   }
-  if (followed.messages.size() == 1) return text;
-  return "a batch of " + std::to_string(followed.messages.size()) + " sends and receives (" + text +
-         (followed.messages.size() > kShown ? ", ..." : "") + ")";
+  if (followed.messages.size() > 1) {
+    text = "a batch of " + std::to_string(followed.messages.size()) + " sends and receives (" +
+           text + (followed.messages.size() > kShown ? ", ..." : "") + ")";
+  }
+  const std::string place = placeOf(followed);
+  return text + (place.empty() ? "" : " (" + place + ")");
 }
 
 std::string DeviceGroup::whyLate(const Followed& followed) const {
@@ -278,7 +287,10 @@ void DeviceGroup::endWith(const Status& cause) {
     if (isOnNccl && entry.operation->isTaken() && lost == nullptr) lost = &entry;
   }
   if ((lost == nullptr && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
-  tellProgram(cause, lost != nullptr ? std::string(lost->operation->what()) + " was under way"
+  const std::string place = lost != nullptr ? placeOf(*lost) : "";
+  tellProgram(cause, lost != nullptr
+                         ? lost->operation->what() + (place.empty() ? "" : " (" + place + ")") +
+                               " was under way"
                      : isReplayed ? "a graph with operations of this group may have been under way"
                                   : "this may have been carried out");
 }

@@ -10,6 +10,9 @@ using Clock = std::chrono::steady_clock;
 // Ranks that differ must be found before anybody uses the numbers for long; a message to one rank
 // now and then costs nothing beside a device's work.
 constexpr auto kCompareEvery = std::chrono::milliseconds(100);
+// What is to be told to a rank that this one has no connection with waits so long: a group that
+// does not last that long needs none.
+constexpr auto kMeetAfter = std::chrono::milliseconds(500);
 
 // The end of an external collective, as its task awaits it.
 class ExternalEnd final : public Condition {
@@ -71,16 +74,23 @@ OpRecord Group::recordMessage(const ExternalMessage& message, uint32_t site) {
   return record_.enqueue(operation, Clock::now().time_since_epoch().count(), /*isStarted=*/true);
 }
 
-void Group::noteMessage(const ExternalMessage& message) { messageNotes_.add(message); }
+void Group::noteMessage(const ExternalMessage& message) {
+  if (message.bytes != 0) messageNotes_.add(message);  // the others NCCL leaves out, on each side
+}
 
 void Group::noteReplayed(int peer, uint32_t lane) { messageNotes_.stopComparing(peer, lane); }
 
 void Group::tellNews() {
-  for (const auto& [rank, news] : messageNotes_.takeNews()) {
-    if (rank == options_.rank) {
-      messageNotes_.hear(rank, news);
-    } else if (!isClosed_.load() || isConnectedTo(rank)) {  // nobody new is met at the end
-      mailbox_.tell(rank, FrameKind::kMessages, news);
+  for (const auto& [rank, since] : messageNotes_.whoHasNews()) {
+    const bool isSelf = rank == options_.rank;
+    const bool mayMeet = !isClosed_.load() && Clock::now() - since > kMeetAfter;
+    if (hasFailed() || !(isSelf || mayMeet || isConnectedTo(rank))) continue;
+    for (const std::string& news : messageNotes_.takeNews(rank)) {
+      if (isSelf) {
+        messageNotes_.hear(rank, news);
+      } else {
+        mailbox_.tell(rank, FrameKind::kMessages, news);
+      }
     }
   }
 }
@@ -113,8 +123,9 @@ bool Group::watchExternal() {
   run(0);
   bool hasMoreToTell = true;
   {
-    std::unique_lock<std::mutex> running(runLock_, std::try_to_lock);
-    if (running.owns_lock()) {
+    std::unique_lock<std::mutex> running(runLock_, std::defer_lock);
+    if (isClosed_.load()) running.lock();  // the last time: nothing may be left out
+    if (running.owns_lock() || running.try_lock()) {
       const bool hasBegun = compared_ < started_ && options_.ranks > 1;
       hasMoreToTell = hasBegun || messageNotes_.hasNews();
       const auto now = Clock::now();
@@ -125,7 +136,7 @@ bool Group::watchExternal() {
         // Every rank to the next: who differs is found by one of its neighbours.
         if (hasBegun) mailbox_.compareWith((options_.rank + 1) % options_.ranks);
         tellNews();
-        hasMoreToTell = false;
+        hasMoreToTell = messageNotes_.hasNews();
       }
     }
   }

@@ -40,6 +40,7 @@ Group::Group(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress 
       crowd_(spinPolicy_.longYields),
       timeout_(options_.timeout.count()),
       left_(address.peers.size()),
+      messageNotes_(options_.rank, options_.ranks),
       mailbox_(engine_->endpoint(), address, this) {}
 
 Group::~Group() {

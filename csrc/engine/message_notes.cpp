@@ -1,7 +1,9 @@
 #include "engine/message_notes.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "transport/frame.h"
 
@@ -12,30 +14,39 @@ using Run = MessageNotes::Run;
 
 constexpr size_t kRunsInFrame = kMaxControlBytes / sizeof(Run);
 
-void append(std::deque<Run>* runs, const Run& run) {
+// False: there is no room for another run.
+bool append(std::deque<Run>* runs, const Run& run) {
   if (!runs->empty() && runs->back().end() == run.first && runs->back().isLike(run)) {
     runs->back().count += run.count;
-    return;
+    return true;
   }
+  if (runs->size() >= MessageNotes::kMaxRuns) return false;
   runs->push_back(run);
-  if (runs->size() > MessageNotes::kMaxRuns) runs->pop_front();
+  return true;
 }
 
 }  // namespace
 
-// With the mutex. Null: not compared.
+// With the mutex. Null: not compared, and never will be.
 MessageNotes::Stream* MessageNotes::streamOf(const Key& key) {
   const auto known = streams_.find(key);
   if (known != streams_.end()) return &known->second;
-  const bool isNewPeer = peers_.count(key.peer) == 0;
-  if (streams_.size() >= kMaxStreams || (isNewPeer && peers_.size() >= kMaxPeers)) return nullptr;
-  peers_.insert(key.peer);
+  const int apart = std::abs(key.peer - rank_);
+  if (std::min(apart, ranks_ - apart) > kMaxDistance || streams_.size() >= kMaxStreams) {
+    return nullptr;
+  }
   return &streams_[key];
 }
 
+// With the mutex.
+void MessageNotes::addNews(const Key& key, Stream& stream, const Run& run) {
+  if (append(&stream.news, run)) news_.try_emplace(key.peer, Clock::now());
+}
+
 void MessageNotes::add(const ExternalMessage& message) {
+  const Key key{message.peer, message.lane, message.isSend};
   std::lock_guard<std::mutex> lock(mutex_);
-  Stream* const stream = streamOf({message.peer, message.lane, message.isSend});
+  Stream* const stream = streamOf(key);
   if (stream == nullptr || stream->isStopped) return;
   Run run;
   run.first = stream->next++;
@@ -46,12 +57,11 @@ void MessageNotes::add(const ExternalMessage& message) {
   run.isSend = message.isSend ? 1 : 0;
   run.dtype = message.dtype;
   run.opaqueType = message.opaqueType;
-  append(&stream->news, run);
-  append(&stream->mine, run);
-  hasNews_ = isComparable_ = true;
+  addNews(key, *stream, run);
+  (void)append(&stream->mine, run);
+  isComparable_ = true;
 }
 
-// With the mutex.
 void MessageNotes::stop(Stream& stream) {
   stream.isStopped = true;
   stream.news.clear();
@@ -62,10 +72,14 @@ void MessageNotes::stop(Stream& stream) {
 void MessageNotes::stopComparing(int peer, uint32_t lane) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const bool isSend : {false, true}) {
-    Stream* const stream = streamOf({peer, lane, isSend});
+    const Key key{peer, lane, isSend};
+    Stream* const stream = streamOf(key);
     if (stream == nullptr || stream->isStopped) continue;
     stop(*stream);
-    hasNews_ = true;
+    Run last;
+    last.lane = lane;
+    last.isSend = isSend ? 1 : 0;
+    addNews(key, *stream, last);
   }
 }
 
@@ -81,32 +95,29 @@ std::vector<MessageCounts> MessageNotes::counts(int peer, bool isSend) const {
 
 bool MessageNotes::hasNews() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return hasNews_;
+  return !news_.empty();
 }
 
-std::vector<std::pair<int, std::string>> MessageNotes::takeNews() {
-  std::vector<std::pair<int, std::string>> news;
+std::map<int, MessageNotes::Clock::time_point> MessageNotes::whoHasNews() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!std::exchange(hasNews_, false)) return news;
-  auto tell = [&](int peer, const Run& run) {
-    const bool isFull = news.empty() || news.back().first != peer ||
-                        news.back().second.size() >= kRunsInFrame * sizeof(Run);
-    if (isFull) news.emplace_back(peer, std::string());
-    news.back().second.append(reinterpret_cast<const char*>(&run), sizeof(run));
-  };
-  for (auto& [key, stream] : streams_) {
-    if (stream.isStopped) {
-      if (std::exchange(stream.hasToldStop, true)) continue;
-      Run last;
-      last.lane = key.lane;
-      last.isSend = key.isSend ? 1 : 0;
-      tell(key.peer, last);
-      continue;
+  return news_;
+}
+
+std::vector<std::string> MessageNotes::takeNews(int peer) {
+  std::vector<std::string> frames;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (news_.erase(peer) == 0) return frames;
+  for (auto at = streams_.lower_bound({peer, 0, false});
+       at != streams_.end() && at->first.peer == peer; ++at) {
+    for (const Run& run : at->second.news) {
+      if (frames.empty() || frames.back().size() >= kRunsInFrame * sizeof(Run)) {
+        frames.emplace_back();
+      }
+      frames.back().append(reinterpret_cast<const char*>(&run), sizeof(run));
     }
-    for (const Run& run : stream.news) tell(key.peer, run);
-    stream.news.clear();
+    at->second.news.clear();
   }
-  return news;
+  return frames;
 }
 
 void MessageNotes::hear(int peer, const std::string& news) {
@@ -119,16 +130,11 @@ void MessageNotes::hear(int peer, const std::string& news) {
     if (stream == nullptr || stream->isStopped) continue;
     if (run.count == 0) {
       stop(*stream);
-      stream->hasToldStop = true;  // the other one knows
       continue;
     }
-    std::deque<Run>& theirs = stream->theirs;
-    const bool isInOrder = theirs.empty() || theirs.back().end() <= run.first;
-    if (!isInOrder || run.end() < run.first) continue;
-    stream->theirNext = std::max(stream->theirNext, run.end());
-    if (theirs.size() >= kMaxRuns) continue;
-    theirs.push_back(run);
-    isComparable_ = true;
+    if (run.end() < run.first || run.first < stream->theirNext) continue;
+    stream->theirNext = run.end();
+    isComparable_ |= append(&stream->theirs, run);
   }
 }
 

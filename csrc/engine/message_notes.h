@@ -8,23 +8,22 @@
 // other, and each compares: who leaves first may not hear of it. What is alike and in a row is one
 // run, so that a program that repeats itself has little to tell.
 //
-// What is not compared, and nobody is accused of: what another rank has not told, what is older
-// than kMaxRuns runs, and streams of which a graph holds a message, since nobody says how often
-// that is replayed. Ranks beyond the first kMaxPeers are told nothing, because a connection that
-// the program does not need would be made for it.
+// What is not compared, and nobody is accused of: what another rank has not told; what does not fit
+// into kMaxRuns runs; streams of which a graph holds a message, since nobody says how often that is
+// replayed; and messages between ranks that are more than kMaxDistance apart on the ring of all,
+// so that a rank need not be connected with thousands for it.
 //
 // Thread contract: [any thread]; its lock is a leaf, and may be taken under the I/O lock.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "engine/communicator.h"
@@ -33,9 +32,11 @@ namespace mycoll {
 
 class MessageNotes {
  public:
-  static constexpr size_t kMaxPeers = 64;
+  using Clock = std::chrono::steady_clock;
+
+  static constexpr int kMaxDistance = 32;
   static constexpr size_t kMaxRuns = 256;      // of a stream, of either end
-  static constexpr size_t kMaxStreams = 4096;  // of which others can make us remember something
+  static constexpr size_t kMaxStreams = 1024;  // others say which there are
 
   // As it travels, one after the other. count 0: this stream is not compared any more.
   struct Run {
@@ -57,6 +58,8 @@ class MessageNotes {
   };
   static_assert(sizeof(Run) == 40);
 
+  MessageNotes(int rank, int ranks) : rank_(rank), ranks_(ranks) {}
+
   // In the order in which the messages of a stream are carried out.
   void add(const ExternalMessage& message);
   // A graph holds a message of this lane.
@@ -65,8 +68,10 @@ class MessageNotes {
   std::vector<MessageCounts> counts(int peer, bool isSend) const;
 
   bool hasNews() const;
-  // What each rank is to be told, in pieces that fit into a frame; it counts as told from here on.
-  std::vector<std::pair<int, std::string>> takeNews();
+  // Who is to be told something, and since when.
+  std::map<int, Clock::time_point> whoHasNews() const;
+  // What that rank is to be told, in pieces that fit into a frame; told from here on.
+  std::vector<std::string> takeNews(int peer);
   void hear(int peer, const std::string& news);
 
   struct Difference {
@@ -88,23 +93,24 @@ class MessageNotes {
     }
   };
   struct Stream {
-    std::deque<Run> news;          // of mine, to be told
+    std::deque<Run> news;          // of mine, to be told; no more than one that says stop
     std::deque<Run> mine, theirs;  // to be compared
     uint64_t next = 0;             // number of the next message of mine
     uint64_t theirNext = 0;        // the same of theirs, as far as they have told
     uint64_t compared = 0;         // all before it
     bool isStopped = false;
-    bool hasToldStop = false;
   };
 
   Stream* streamOf(const Key& key);
-  void stop(Stream& stream);
+  void addNews(const Key& key, Stream& stream, const Run& run);
+  static void stop(Stream& stream);
+
+  const int rank_, ranks_;
 
   mutable std::mutex mutex_;
   // All guarded by mutex_.
   std::map<Key, Stream> streams_;
-  std::set<int> peers_;  // that are told
-  bool hasNews_ = false;
+  std::map<int, Clock::time_point> news_;  // who has any, and since when
   bool isComparable_ = false;  // something was added on either side since the last compare()
 };
 

@@ -284,6 +284,11 @@ uint32_t BlackBox::intern(std::string_view function, std::string_view file, int 
   return number;
 }
 
+std::string BlackBox::Place::describe() const {
+  if (file.empty()) return "";
+  return file.substr(file.rfind('/') + 1) + ":" + std::to_string(line) + " in " + function;
+}
+
 BlackBox::Place BlackBox::placeOf(uint32_t site) const {
   if (site == 0 || site > box_->sites.load(std::memory_order_acquire)) return {};
   const std::string text = head_ + kSitesAt + site * kSiteBytes;

@@ -139,6 +139,7 @@ class BlackBox {
   struct Place {
     std::string function, file;
     int line = 0;
+    std::string describe() const;  // "train.py:57 in step"; empty where it is not known
   };
   Place placeOf(uint32_t site) const;
 

@@ -75,11 +75,7 @@ void OpRecord::setSite(uint32_t site) const {
 }
 
 std::string OpRecord::place() const {
-  if (!isCurrent()) return "";
-  const BlackBox::Place place = BlackBox::process().placeOf(get(entry_->site));
-  if (place.file.empty()) return "";
-  return place.file.substr(place.file.rfind('/') + 1) + ":" + std::to_string(place.line) + " in " +
-         place.function;
+  return isCurrent() ? BlackBox::process().placeOf(get(entry_->site)).describe() : "";
 }
 
 void OpRecord::finish(bool isOk, int64_t now) const {

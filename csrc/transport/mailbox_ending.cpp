@@ -72,12 +72,19 @@ void Mailbox::endReceivesFrom(int rank) {
 }
 
 void Mailbox::fail(const Status& cause, bool tell) {
+  bool wakesOthers = false;
   {
     std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+    wakesOthers = failure_.ok() && tell && tellsOthers_;
     failLocked(cause, tell);
   }
   endpoint_->progress();
   endpoint_->sleeper().wakeAll();
+  if (!wakesOthers) return;
+  // Who is in no call does not look at rings; what it believes meanwhile may be wrong.
+  for (const PeerAddress& peer : group_.peers) {
+    if (endpoint_->isLocal(peer)) endpoint_->bellOf(peer).ring();
+  }
 }
 
 // With this failure: collectives from failedFrom_ on, and all messages.

@@ -28,16 +28,15 @@ ExternalMessage message(int peer, bool isSend, uint64_t bytes, DType dtype = DTy
 
 // Two ranks; what one tells reaches the other.
 struct Pair {
-  MessageNotes ends[2];
+  MessageNotes ends[2] = {{0, 2}, {1, 2}};
   size_t frames = 0, bytes = 0;
 
   void send(int from, const ExternalMessage& what) { ends[from].add(what); }
   void tell(int from) {
-    for (const auto& [peer, news] : ends[from].takeNews()) {
-      EXPECT_EQ(peer, 1 - from);
+    for (const std::string& news : ends[from].takeNews(1 - from)) {
       ++frames;
       bytes += news.size();
-      ends[peer].hear(from, news);
+      ends[1 - from].hear(from, news);
     }
   }
 };
@@ -128,7 +127,7 @@ TEST(MessageNotes, whatIsToldOfFitsIntoFrames) {
     }
   }
   size_t runs = 0;
-  for (const auto& [peer, news] : pair.ends[0].takeNews()) {
+  for (const std::string& news : pair.ends[0].takeNews(1)) {
     EXPECT(news.size() <= kMaxControlBytes && news.size() % sizeof(Run) == 0);
     runs += news.size() / sizeof(Run);
   }
@@ -161,7 +160,7 @@ TEST(MessageNotes, walks) {
       }
       if (random() % 3 == 0 || (done[0] == count && done[1] == count)) {
         if (loses && random() % 8 == 0) {
-          (void)pair.ends[who].takeNews();
+          (void)pair.ends[who].takeNews(1 - who);
         } else {
           pair.tell(who);
         }
@@ -184,20 +183,72 @@ TEST(MessageNotes, walks) {
   }
 }
 
+// A receiver that is idle, and hears again and again of the same.
+TEST(MessageNotes, whatIsToldInPiecesIsOneRun) {
+  Pair pair;
+  for (size_t i = 0; i < 3 * MessageNotes::kMaxRuns; ++i) {
+    pair.send(0, message(1, true, 4));
+    pair.tell(0);
+  }
+  pair.send(0, message(1, true, 8));
+  pair.tell(0);
+  for (size_t i = 0; i < 3 * MessageNotes::kMaxRuns + 1; ++i) pair.send(1, message(0, false, 4));
+  const auto found = pair.ends[1].compare();
+  ASSERT(found.has_value());
+  EXPECT_EQ(found->number, 3 * MessageNotes::kMaxRuns);
+}
+
+TEST(MessageNotes, howFarTheyAre) {
+  Pair pair;
+  for (int i = 0; i < 5; ++i) pair.send(0, message(1, true, 4, DType::kFloat32, 0, 1));
+  for (int i = 0; i < 3; ++i) pair.send(1, message(0, false, 4, DType::kFloat32, 0, 1));
+  pair.tell(1);
+  const auto counts = pair.ends[0].counts(1, true);
+  ASSERT(counts.size() == 1);
+  EXPECT_EQ(counts[0].lane, 1u);
+  EXPECT_EQ(counts[0].mine, 5u);
+  EXPECT_EQ(counts[0].theirs, 3u);
+  EXPECT(pair.ends[0].counts(1, false).empty());
+}
+
+// Both ends say the same of who is too far away.
+TEST(MessageNotes, onlyNeighboursAreTold) {
+  constexpr int kRanks = 200;
+  for (int rank : {0, 1, 77, 199}) {
+    MessageNotes notes(rank, kRanks);
+    for (int peer = 0; peer < kRanks; ++peer) {
+      notes.add(message(peer, true, 4));
+      MessageNotes other(peer, kRanks);
+      other.add(message(rank, false, 4));
+      EXPECT_EQ(notes.whoHasNews().count(peer), other.whoHasNews().count(rank));
+    }
+    EXPECT_EQ(notes.whoHasNews().size(), size_t{2 * MessageNotes::kMaxDistance + 1});
+  }
+  MessageNotes small(3, 8);
+  for (int peer = 0; peer < 8; ++peer) small.add(message(peer, true, 4));
+  EXPECT_EQ(small.whoHasNews().size(), 8u);
+}
+
+// Nothing that others say takes memory without end, or accuses anybody.
 TEST(MessageNotes, nonsenseIsNotRemembered) {
   for (unsigned seed = 0; seed < 200; ++seed) {
     std::mt19937 random(seed);
-    MessageNotes notes;
+    MessageNotes notes(0, 100);
     for (int i = 0; i < 200; ++i) {
       std::string news(random() % 5 == 0 ? random() % 100 : sizeof(Run) * (random() % 9), '\0');
       for (char& byte : news) {
         if (random() % 2) byte = static_cast<char>(random());
       }
-      notes.hear(static_cast<int>(random() % 100), news);
-      notes.add(message(static_cast<int>(random() % 100), random() % 2, random() % 3));
+      const int peer = static_cast<int>(random() % 100);
+      notes.hear(peer, news);
       (void)notes.compare();
-      if (random() % 9 == 0) (void)notes.takeNews();
     }
+    size_t streams = 0;
+    for (int peer = 0; peer < 100; ++peer) {
+      for (bool isSend : {false, true}) streams += notes.counts(peer, isSend).size();
+    }
+    EXPECT(streams <= MessageNotes::kMaxStreams);
+    EXPECT(!notes.hasNews());
   }
 }
 

@@ -85,6 +85,7 @@ struct Followed {
   bool isMessage = false;
   std::vector<ExternalMessage> messages;  // on NCCL, which no group watches over
   std::vector<OpRecord> records;          // of them
+  uint32_t calledAt = 0;                  // see Request
   std::chrono::milliseconds timeout{0};
   Deadline deadline;
   bool ownsDeadline = false;
@@ -176,9 +177,13 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // The watchdog takes it from here.
   void follow(Followed followed);
   // The same for a message, or a batch of them, that no group of the engine watches over.
-  // isRecorded: the black box knows of them, as parts of another operation.
-  void followMessages(const DeviceOperationPtr& operation, std::chrono::milliseconds timeout,
-                      std::vector<ExternalMessage> messages, bool isRecorded);
+  struct MessagesCalled {
+    std::vector<ExternalMessage> messages;
+    std::chrono::milliseconds timeout;
+    uint32_t calledAt = 0;   // see Request
+    bool isRecorded = true;  // in the black box
+  };
+  void followMessages(const DeviceOperationPtr& operation, MessagesCalled called);
   // A graph that is captured on this stream holds an operation of this group. Nobody says when it
   // is replayed, so failures are listened for from here on.
   void followCaptured(const c10::Stream& stream);

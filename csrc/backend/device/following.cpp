@@ -4,13 +4,13 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/call_site.h"
 #include "backend/device/device_group.h"
 #include "backend/device/host_road.h"
 #include "backend/device/nccl_road.h"
 #include "backend/device/watchdog.h"
 #include "backend/errors.h"
 #include "nccl/cudart.h"
+#include "observe/black_box.h"
 
 namespace mycoll {
 namespace {
@@ -34,7 +34,7 @@ struct Released {
 // "train.py:57 in step", if it is known.
 std::string placeOf(const Followed& followed) {
   if (followed.op) return followed.op->record().place();
-  return followed.records.empty() ? "" : followed.records.front().place();
+  return BlackBox::process().placeOf(followed.calledAt).describe();
 }
 
 Released& released() {
@@ -65,20 +65,18 @@ void DeviceGroup::follow(Followed followed) {
 }
 
 // Of one message, or a batch of them. No text is made before it is needed.
-void DeviceGroup::followMessages(const DeviceOperationPtr& operation,
-                                 std::chrono::milliseconds timeout,
-                                 std::vector<ExternalMessage> messages, bool isRecorded) {
+void DeviceGroup::followMessages(const DeviceOperationPtr& operation, MessagesCalled called) {
   Followed followed;
   followed.operation = operation;
   followed.isMessage = true;
   followed.ownsDeadline = true;
-  followed.timeout = timeout;
-  followed.deadline = Deadline::after(timeout);
-  followed.messages = std::move(messages);
-  if (!isRecorded) {
-    const uint32_t site = callSiteOfCall();
+  followed.timeout = called.timeout;
+  followed.deadline = Deadline::after(called.timeout);
+  followed.messages = std::move(called.messages);
+  followed.calledAt = called.calledAt;
+  if (called.isRecorded) {
     for (const ExternalMessage& message : followed.messages) {
-      followed.records.push_back(place_.control->recordMessage(message, site));
+      followed.records.push_back(place_.control->recordMessage(message, called.calledAt));
     }
   }
   follow(std::move(followed));
@@ -101,23 +99,30 @@ std::string DeviceGroup::describe(const Followed& followed) const {
   return text + (place.empty() ? "" : " (" + place + ")");
 }
 
+// By how many messages each of the two has called: which of them this one is, nobody can say before
+// it has been carried out.
 std::string DeviceGroup::whyLate(const Followed& followed) const {
   for (const ExternalMessage& message : followed.messages) {
-    const std::string who = place_.control->describeRank(message.peer);
-    const MessageCounts* behind = nullptr;
-    const MessageCounts* ahead = nullptr;
+    const bool isInBatch = !isLaneOfPair(message.lane);
+    const MessageCounts* behind = nullptr;  // where this rank has called more, on such a way
+    bool isAheadElsewhere = false;
     const auto counts = place_.control->messageCounts(message.peer, message.isSend);
     for (const MessageCounts& one : counts) {
-      if (one.mine > one.theirs) behind = &one;
-      if (one.mine < one.theirs) ahead = &one;
+      const bool isSuchAWay = isLaneOfPair(one.lane) != isInBatch;
+      if (isSuchAWay && one.theirs < one.mine) behind = &one;
+      if (!isSuchAWay && one.theirs > one.mine) isAheadElsewhere = true;
     }
-    if (ahead != nullptr && (behind == nullptr || behind->lane != ahead->lane)) {
-      return who + " calls its side " + (isLaneOfPair(ahead->lane) ? "outside of" : "in") +
-             " a batch, and this rank does not; both must, or neither.";
+    const std::string who = place_.control->describeRank(message.peer);
+    const char* const here = isInBatch ? "in batches" : "outside of batches";
+    const char* const there = isInBatch ? "outside of batches" : "in batches";
+    // One that waits for its pair is not counted yet.
+    if (isAheadElsewhere && (behind != nullptr || !followed.operation->isEnqueued())) {
+      return who + " has called more of these " + there + " than this rank, and fewer " + here +
+             ": both sides of a message must be in a batch, or neither.";
     }
     if (behind != nullptr) {
-      return who + " has called " + std::to_string(behind->theirs) + " of " +
-             std::to_string(behind->mine) + " of these: the other side never came.";
+      return who + " has called " + std::to_string(behind->theirs) + " of these " + here +
+             ", this rank " + std::to_string(behind->mine) + ".";
     }
   }
   return "the other side never came, or the device is busy with something else.";

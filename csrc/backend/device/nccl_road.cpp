@@ -217,7 +217,6 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   const c10::Stream caller = currentStream(first.device);
   const bool isCaptured = isCapturing(caller);
   const c10::Stream stream = first.async ? line->stream : caller;
-  const bool wasPutAside = ready != nullptr;
   auto operation = std::make_shared<DeviceOperation>(first.site.function, caller);
   operation->setCaptured(isCaptured);
   if (isMessage && isAlone) operation->setSource(first.peer);
@@ -236,7 +235,8 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
     group.followCaptured(stream);
     for (const auto& message : messages) place_.control->noteReplayed(message.peer, message.lane);
   } else if (isMessage) {
-    group.followMessages(operation, place_.timeoutOf(first), messages, /*isRecorded=*/wasPutAside);
+    group.followMessages(operation, {messages, place_.timeoutOf(first),
+                                     first.calledAt != 0 ? first.calledAt : callSiteOfCall()});
   }
   // Nobody waits for the end of what did not begin.
   struct FailUnlessEnqueued {

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "backend/call_site.h"
 #include "backend/device/host_road.h"
 #include "backend/device/nccl_road.h"
 #include "backend/errors.h"
@@ -94,6 +95,7 @@ DeviceOperationPtr Pairs::carry(DeviceGroup& group, Request& request, bool isTim
   if (request.peer == kAnySource) {
     return carryBy(group.knownRoad() != DeviceRoad::kHost, group, request, isTimed);
   }
+  request.calledAt = callSiteOfCall();
   const PairPtr pair = pairWith(request.peer);
   const bool isCaptured = isCapturing(currentStream(request.device));
   std::unique_lock<std::mutex> lock(pair->mutex);
@@ -129,8 +131,11 @@ DeviceOperationPtr Pairs::putAside(DeviceGroup& group, const PairPtr& pair, Requ
   operation->setTimed(isTimed);
   if (isTimed) operation->setStarted(ready);
   operation->keep(request.allTensors());
-  group.followMessages(operation, place_.timeoutOf(request), messagesOf({&request}),
-                       /*isRecorded=*/false);
+  DeviceGroup::MessagesCalled called{messagesOf({&request}), place_.timeoutOf(request),
+                                     request.calledAt};
+  called.messages.front().lane = laneOf(0, /*isOfPair=*/true);
+  called.isRecorded = false;  // that comes when it is carried out
+  group.followMessages(operation, std::move(called));
   pair->waiting.push_back({std::move(request), operation, std::move(ready)});
   if (std::exchange(pair->isBusy, true)) return operation;
   auto connecting = [this, pair, held = group.shared_from_this()] { serve(*held, *pair); };

@@ -42,8 +42,9 @@ std::string toText(PyObject* name) {
 
 // Guarded by the GIL. Never destroyed: the interpreter may be gone by then.
 struct Known {
-  std::vector<std::string> ownFolders;
-  std::unordered_map<PyCodeObject*, bool> isOwn;  // torch's or mycoll's
+  std::vector<std::string> ownFolders;  // and files
+  // torch's or mycoll's, or what stands between two of theirs: a batch ends in a context manager.
+  std::unordered_map<PyCodeObject*, bool> isOwn;
   std::unordered_map<Key, Site, KeyHash> sites;
   const BlackBox* box = nullptr;  // whose numbers these are: a child of fork has another one
 };
@@ -54,6 +55,8 @@ Known& known() {
       const std::string file = toText(py::object(py::module_::import(name).attr("__file__")).ptr());
       made->ownFolders.push_back(file.substr(0, file.rfind('/') + 1));
     }
+    made->ownFolders.push_back(
+        toText(py::object(py::module_::import("contextlib").attr("__file__")).ptr()));
     return made;
   }();
   return *kKnown;

@@ -322,7 +322,7 @@ def place_of_a_batch(ctx: Ctx) -> str:
     dist.batch_isend_irecv([dist.P2POp(op, full(ctx, 1), 1 - ctx.rank)])[0].wait()
     torch.accelerator.synchronize()
     groups = black_box.read(os.getpid()).groups
-    return [o.site for g in groups for o in g.operations if o.is_message and o.on_device][0]
+    return next(o.site for g in groups for o in g.operations if o.is_message and o.on_device)
 
 
 def test_the_place_of_a_batch(fresh_device_world):

@@ -59,21 +59,6 @@ Task Group::runExternal(CollectiveOp& op) {
   co_return op.external->status();
 }
 
-OpRecord Group::recordMessage(const ExternalMessage& message, uint32_t site) {
-  Operation operation;
-  operation.kind = message.isSend ? OpKind::kSend : OpKind::kRecv;
-  operation.dtype = message.dtype;
-  operation.opaqueType = message.opaqueType;
-  operation.flags = kIsOnDevice;
-  operation.peer = message.peer;
-  operation.elementBytes = static_cast<uint32_t>(elementSize(message.dtype));
-  operation.site = site;
-  operation.sequence = messages_.fetch_add(1, std::memory_order_relaxed);
-  operation.tag = message.tag;
-  (message.isSend ? operation.inBytes : operation.outBytes) = message.bytes;
-  return record_.enqueue(operation, Clock::now().time_since_epoch().count(), /*isStarted=*/true);
-}
-
 void Group::noteMessage(const ExternalMessage& message) {
   if (message.bytes != 0) messageNotes_.add(message);  // the others NCCL leaves out, on each side
 }

@@ -12,6 +12,19 @@ Operation toOperation(const CollectiveOp& op) {
   return Operation::of(op.signature, op.sequence(), kIsOnDevice);
 }
 
+Operation toOperation(const ExternalMessage& message, uint64_t sequence) {
+  Operation operation;
+  operation.kind = message.isSend ? OpKind::kSend : OpKind::kRecv;
+  operation.dtype = message.dtype;
+  operation.opaqueType = message.opaqueType;
+  operation.peer = message.peer;
+  operation.elementBytes = static_cast<uint32_t>(elementSize(message.dtype));
+  operation.sequence = sequence;
+  operation.tag = message.tag;
+  (message.isSend ? operation.inBytes : operation.outBytes) = message.bytes;
+  return operation;
+}
+
 }  // namespace
 
 Deadline Group::deadlineFor(Milliseconds timeout) const {
@@ -148,6 +161,13 @@ OpPtr Group::submitExternal(const Signature& signature, std::shared_ptr<External
   return op;
 }
 
+OpRecord Group::recordMessage(const ExternalMessage& message, uint32_t site) {
+  Operation operation = toOperation(message, messages_.fetch_add(1, std::memory_order_relaxed));
+  operation.flags = kIsOnDevice;
+  operation.site = site;
+  return record_.enqueue(operation, steadyNanos(), /*isStarted=*/true);
+}
+
 OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype,
                      uint8_t opaqueType, std::shared_ptr<void> keepAlive, bool willWait,
                      Milliseconds timeout, uint64_t wholeBytes) {
@@ -172,15 +192,8 @@ OpPtr Group::message(bool isSend, Span data, int rank, uint64_t tag, DType dtype
                            std::string(name(kind)) + ": rank " + std::to_string(rank) +
                                " is out of range in a group of " + std::to_string(options_.ranks)));
   }
-  Operation operation;
-  operation.kind = kind;
-  operation.dtype = dtype;
-  operation.opaqueType = opaqueType;
-  operation.peer = rank;
-  operation.elementBytes = static_cast<uint32_t>(elementSize(dtype));
-  operation.sequence = op->sequence();
-  operation.tag = tag;
-  (isSend ? operation.inBytes : operation.outBytes) = data.bytes;
+  const Operation operation =
+      toOperation({rank, isSend, 0, dtype, opaqueType, data.bytes, tag}, op->sequence());
   op->setRecord(record_.enqueue(operation, op->submitted.time_since_epoch().count(), true));
   op->self = op;
   if (isSend) {

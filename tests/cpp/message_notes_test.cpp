@@ -29,12 +29,11 @@ ExternalMessage message(int peer, bool isSend, uint64_t bytes, DType dtype = DTy
 // Two ranks; what one tells reaches the other.
 struct Pair {
   MessageNotes ends[2] = {{0, 2}, {1, 2}};
-  size_t frames = 0, bytes = 0;
+  size_t bytes = 0;  // that were told
 
   void send(int from, const ExternalMessage& what) { ends[from].add(what); }
   void tell(int from) {
     for (const std::string& news : ends[from].takeNews(1 - from)) {
-      ++frames;
       bytes += news.size();
       ends[1 - from].hear(from, news);
     }

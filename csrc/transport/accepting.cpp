@@ -150,6 +150,9 @@ Task Endpoint::acceptTask(Accepting* accepting) {
                          std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie,
                                      proof.cookie, sizeof(proof.cookie)) == 0;
   }
+  // What is left to say was dropped with the last common group. Asked again, we say that it is
+  // gone.
+  if (memberships_.count(sourceUid) == 0) co_return refused;
   WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
   co_await sendVerdict;
   if (sendVerdict.hasFailed() || !verdict.isAccepted) co_return refused;

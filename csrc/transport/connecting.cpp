@@ -19,6 +19,12 @@ constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
 constexpr auto kConnectAgain = std::chrono::milliseconds(100);
 constexpr int kMaxHangUps = 50;
 
+// In the middle of the handshake. After shared memory TCP is next, which asks again.
+Status hungUp(OutLink& link, bool isShm) {
+  if (!isShm && ++link.hangUps <= kMaxHangUps) link.standing = Standing::kNotYet;
+  return Status(Code::kNetwork, "did not answer the handshake");
+}
+
 }  // namespace
 
 OutLink& Endpoint::linkTo(const PeerAddress& peer) {
@@ -162,10 +168,7 @@ Task Endpoint::connectOver(OutLink* link, Fd socket, bool isShm) {
   Challenge challenge;
   ReadExactly readChallenge(fd, &challenge, sizeof(challenge), deadline);
   co_await readChallenge;
-  if (sendHello.hasFailed() || readChallenge.hasFailed()) {
-    if (!isShm && ++link->hangUps <= kMaxHangUps) link->standing = Standing::kNotYet;
-    co_return Status(Code::kNetwork, "did not answer the handshake");
-  }
+  if (sendHello.hasFailed() || readChallenge.hasFailed()) co_return hungUp(*link, isShm);
   if (challenge.standing == Standing::kNotYet || challenge.standing == Standing::kGone) {
     link->standing = challenge.standing;
     co_return Status(Code::kNetwork, "refused");  // seen by nobody: another attempt follows
@@ -194,7 +197,8 @@ Task Endpoint::connectOver(OutLink* link, Fd socket, bool isShm) {
   Verdict verdict;
   ReadExactly readVerdict(fd, &verdict, sizeof(verdict), deadline);
   co_await readVerdict;
-  if (readVerdict.hasFailed() || !verdict.isAccepted) {
+  if (readVerdict.hasFailed()) co_return hungUp(*link, isShm);
+  if (!verdict.isAccepted) {
     co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
   }
   if (isShm) {

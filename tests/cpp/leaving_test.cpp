@@ -1,4 +1,5 @@
 // Groups that one side has left, or has not made yet, and what that does to the others.
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -303,6 +304,42 @@ TEST(Leaving, farewellsAreKeptForTheFirstConnection) {
       world.turn();
       EXPECT_OK(listener.failure);
       EXPECT_EQ(listener.gone.size(), 1);
+    }
+  });
+}
+
+// Rank 0 leaves its last group at any moment of the handshake with rank 2, which only asks how it
+// is, and ends soon after. That it has left comes with the connection, or it is found not to listen
+// any more.
+TEST(Leaving, amidstTheHandshake) {
+  auto ask = [](Endpoints& world) {
+    for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
+    world.at(2, 1).mailbox->beginCollective(0, Endpoints::word(4));
+    world.at(2, 1).mailbox->probe();
+  };
+  forBothLinks([&](TransportChoice transport) {
+    int last = 0;  // when it has been asked, and answers
+    {
+      Endpoints world(3, transport);
+      ask(world);
+      auto answers = [&] {
+        std::lock_guard<std::mutex> lock(world.all[0]->ioMutex());
+        return world.all[0]->hasLinkTo(world.addresses[2]);
+      };
+      ASSERT(world.turnUntil([&] { return ++last, answers(); }));
+    }
+    for (int moment = std::max(0, 3 * (last - 10)); moment < 3 * (last + 5); ++moment) {
+      Endpoints world(3, transport);
+      ask(world);
+      world.turn(moment / 3);
+      world.at(0, 1).mailbox->sayGoodbye(Status(Code::kAborted, "left"));
+      EXPECT(world.turnUntil([&] { return world.at(0, 1).mailbox->isFlushed(); }));
+      world.members.erase({0, 1});
+      world.turn(moment % 3);
+      world.end(0);
+      const test::Listener& listener = world.at(2, 1).listener;
+      EXPECT(world.turnUntil([&] { return !listener.gone.empty(); }, 1000));
+      EXPECT_OK(listener.failure);
     }
   });
 }

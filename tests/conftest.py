@@ -131,7 +131,7 @@ def pool(request: pytest.FixtureRequest, backend: str) -> Iterator[Pool]:
     on_cuda = request.config.getoption("--device") == "cuda"
     options = Options(
         backend=backend,
-        deadline=request.config.getoption("--deadline") or (300 if on_cuda else 60),
+        deadline=request.config.getoption("--deadline") or (150 if on_cuda else 60),
         native_stacks=request.config.getoption("--native-stacks"),
     )
     pool = Pool(options)

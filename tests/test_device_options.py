@@ -83,6 +83,11 @@ def test_memory_for_nccl(device_world):
     device_world.run(memory)
 
 
+def test_memory_that_can_have_no_window(fresh_device_world):
+    env = (("STANDIN_NCCL", "window=none"),)
+    fresh_device_world(2, "nccl", env=env).run(memory)
+
+
 # --- hooks, works
 
 

@@ -263,7 +263,7 @@ const Variable kVariables[] = {
      }},
     {"MYCOLL_NCCL_SPLIT_SHARE", "", "0 or 1",
      "1: a subgroup made by splitting shares buffers and channels with its parent, which saves "
-     "memory; their operations must then not overlap. Unset: 0.",
+     "memory; their operations must then not overlap, and an error of one ends all. Unset: 0.",
      [](std::string_view value, Env* env) { return parseOptional(value, &env->nccl.splitShare); }},
 };
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import math
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ OPERATIONS = (
     "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier,ddp,overlap"
 )
 
-_SECONDS_TO_END = 15  # for torchrun, when it is told to
+_SECONDS_TO_END = 15  # for torchrun and pytest, when they are told to
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Plan:
     folder: Path
     stem: str  # of the files that are written
     quick: bool
+    ends: float = math.inf  # when all of it has to be over, by time.monotonic()
     results: list[Result] = field(default_factory=list)
 
     @property
@@ -64,6 +66,10 @@ def run(
 ) -> None:
     """A step, in processes of its own, and what it wrote to `rows`. Its output is kept where it
     failed."""
+    left = plan.ends - time.monotonic() - 2 * _SECONDS_TO_END
+    if left <= 0:
+        print(f"--- {name}: left out, there is no time for it", flush=True)
+        return
     print(f"--- {name}", flush=True)
     log = plan.folder / f"{plan.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.log"
     began = time.monotonic()
@@ -77,13 +83,16 @@ def run(
             env={**os.environ, **(environment or {})},
         )
         try:
-            code = process.wait(seconds)
+            code = process.wait(min(seconds, left))
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
-            # torchrun's workers are in sessions of their own: only it can end them.
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_SECONDS_TO_END)
+            # torchrun's workers are in sessions of their own: only it can end them. And pytest has
+            # something to say yet.
+            for ending in (signal.SIGINT, signal.SIGTERM):
+                process.send_signal(ending)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_SECONDS_TO_END)
+                    break
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -101,7 +110,7 @@ def run(
 
 
 def tests(plan: Plan, words: list[str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--device", plan.device, *SUITE, *words]
+    command = [sys.executable, "-m", "pytest", "-v", "--device", plan.device, *SUITE, *words]
     run(plan, "tests", command, 3600)
 
 
@@ -156,6 +165,9 @@ def main() -> int:
     parser.add_argument("--only", choices=["tests", "cpu", "benchmarks"], help="a part of it")
     parser.add_argument("--quick", action="store_true", help="tiny benchmarks: does all of it run?")
     parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="what is not over by then is left out"
+    )
+    parser.add_argument(
         "--folder", type=Path, help="where the page goes (benchmarks/results, build/rehearsal)"
     )
     parser.add_argument(
@@ -183,7 +195,8 @@ def main() -> int:
     if args.device == "cuda":
         name = torch.cuda.get_device_name(0).replace("NVIDIA", "").lower()
         what = f"{torch.cuda.device_count()}x{re.sub('[^a-z0-9]+', '', name)}"
-    plan = Plan(args.device, args.folder, f"{today}-{what}", args.quick)
+    ends = time.monotonic() + args.seconds
+    plan = Plan(args.device, args.folder, f"{today}-{what}", args.quick, ends)
     if args.only in (None, "tests"):
         tests(plan, words)
     if args.only in (None, "cpu"):

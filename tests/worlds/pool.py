@@ -181,6 +181,14 @@ class World:
 
     def _collect(self, what: str, deadline: float, allow_gone: bool = False) -> list[Any]:
         __tracebackhide__ = True
+        try:
+            return self._collect_by(what, deadline, allow_gone)
+        except BaseException:  # also of pytest's: no other test may wait for these workers
+            self.kill()
+            raise
+
+    def _collect_by(self, what: str, deadline: float, allow_gone: bool) -> list[Any]:
+        __tracebackhide__ = True
         started = time.monotonic()
         end = started + deadline
         while waiting := [m for m in self.members if m.outcome is None]:
@@ -203,9 +211,7 @@ class World:
             for m in self.members:
                 m.log_seen = m.log.stat().st_size
             return [m.outcome[1] if m.outcome[0] == "ok" else None for m in self.members]
-        text = self._report(what, time.monotonic() - started)
-        self.kill()
-        raise WorldFailure(text)
+        raise WorldFailure(self._report(what, time.monotonic() - started))
 
     def _receive(self, m: Member) -> tuple[str, Any]:
         try:

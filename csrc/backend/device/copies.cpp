@@ -7,6 +7,7 @@ namespace mycoll {
 
 at::Tensor emptyPinned(size_t bytes) {
   const auto count = static_cast<int64_t>(bytes);
+  const nccl::RelaxedCapture relaxed;
   try {
     return at::empty({count}, at::TensorOptions(at::kByte).pinned_memory(true));
   } catch (const std::exception&) {

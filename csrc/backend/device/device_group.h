@@ -210,6 +210,14 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
     std::function<void(const Status&)> fn;
   };
 
+  // Groups that share NCCL's resources since one was split off another. NCCL stops the kernels of
+  // all of them together.
+  struct Family {
+    std::mutex mutex;
+    std::vector<std::weak_ptr<DeviceGroup>> members;  // guarded by mutex
+  };
+
+  std::shared_ptr<Family> family();  // makes it
   bool isBusy() const;
   bool isDead() const;
   void throwIfDead() const;
@@ -234,6 +242,8 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   void takeEnded(std::vector<Followed>* ended);
   void hearOfFailures();
   void endWith(const Status& cause);
+  // Before NCCL is told to stop, where something may be under way.
+  void endRelatives(const Status& cause);
   void tellProgram(const Status& cause, const std::string& what);
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();
@@ -255,6 +265,7 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::deque<Followed> inOrder_;
   std::vector<Followed> followed_;
   std::vector<Awaited> awaited_;         // guarded by mutex_
+  std::shared_ptr<Family> family_;       // guarded by mutex_; null: it shares nothing
   std::vector<c10::Device> devices_;     // guarded by mutex_: that were used
   std::vector<c10::Stream> capturedOn_;  // guarded by mutex_: streams of graphs, and their devices'
   std::atomic<bool> isCaptured_{false};

@@ -23,10 +23,17 @@ constexpr uint64_t kPairTag = uint64_t{1} << 49;
 
 }  // namespace
 
-nccl::CommunicatorOptions NcclRoad::optionsOn(c10::Device device) const {
+nccl::CommunicatorOptions NcclRoad::options() const {
   nccl::CommunicatorOptions options;
   options.fillFrom(place_.options->nccl);
   options.fillFrom(Env::process().nccl);
+  return options;
+}
+
+bool NcclRoad::sharesWithSplits() const { return options().splitShare.value_or(false); }
+
+nccl::CommunicatorOptions NcclRoad::optionsOn(c10::Device device) const {
+  nccl::CommunicatorOptions options = this->options();
   // Without it recent NCCLs start a thread for every operation. Connecting has its deadline either
   // way, and what hangs in NCCL is ended by the watchdog's abort.
   if (!options.isBlocking) options.isBlocking = true;

@@ -4,6 +4,7 @@
 
 #include "backend/device/nccl_road.h"
 #include "backend/errors.h"
+#include "base/log.h"
 #include "nccl/library.h"
 
 namespace mycoll {
@@ -13,18 +14,22 @@ Status NcclRoad::registerMemory(c10::Device device, void* address, size_t bytes,
     std::lock_guard<std::mutex> lock(mutex_);
     const auto known = registered_.find(address);
     if (known != registered_.end()) {
-      const bool isSame =
-          (known->second.window != nullptr) == isSymmetric && known->second.bytes == bytes;
+      const bool isSame = known->second.isSymmetric == isSymmetric && known->second.bytes == bytes;
       if (isSame) return Status();
       return Status(Code::kInvalidArgument,
                     "this memory is registered already, in another size or with another "
                     "symmetric=: call deregister_mem_pool() first");
     }
   }
-  Registered registered{lineFor(device)->communicator, nullptr, nullptr, bytes};
+  Registered registered{lineFor(device)->communicator, nullptr, nullptr, isSymmetric, bytes};
   if (isSymmetric) {
     MYCOLL_RETURN_IF_ERROR(registered.communicator->registerWindow(
         address, bytes, nccl::kWindowSymmetric, &registered.window));
+    if (registered.window == nullptr) {
+      MYCOLL_LOG_WARN(
+          "NCCL makes no symmetric window of this memory (as GPUs without peer access, or several "
+          "hosts without GPU-initiated networking, have none); it is used like any other memory");
+    }
   } else {
     MYCOLL_RETURN_IF_ERROR(
         registered.communicator->registerBuffer(address, bytes, &registered.handle));
@@ -45,8 +50,9 @@ Status NcclRoad::deregisterMemory(void* address) {
     registered = std::move(known->second);
     registered_.erase(known);
   }
-  return registered.window ? registered.communicator->deregisterWindow(registered.window)
-                           : registered.communicator->deregisterBuffer(registered.handle);
+  if (!registered.isSymmetric) return registered.communicator->deregisterBuffer(registered.handle);
+  if (registered.window == nullptr) return Status();
+  return registered.communicator->deregisterWindow(registered.window);
 }
 
 void requireNcclMemory() {

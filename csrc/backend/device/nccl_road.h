@@ -69,6 +69,7 @@ class NcclRoad {
   // isWilling: false where this rank has no child although it should. False: no part was given, on
   // any rank, and the child connects like any other group.
   bool split(NcclRoad* child, int color, bool isWilling);
+  bool sharesWithSplits() const;  // NCCL's resources, as it was told to
 
   // The communicator of two ranks. For one thread at a time for each peer; waits for that rank.
   void connectPair(c10::Device device, int peer) { (void)pairFor(device, peer); }
@@ -109,13 +110,15 @@ class NcclRoad {
   struct Registered {
     std::shared_ptr<nccl::Communicator> communicator;
     void* handle;          // of memory
-    nccl::Window* window;  // of symmetric memory
+    nccl::Window* window;  // of symmetric memory; may be null: NCCL cannot have it here
+    bool isSymmetric;
     size_t bytes;
   };
 
   LinePtr lineFor(c10::Device device);
   LinePtr pairFor(c10::Device device, int peer);
   void connectBothWays(Line& line, int peer);  // peer: as the communicator counts
+  nccl::CommunicatorOptions options() const;   // that are the same on all devices
   nccl::CommunicatorOptions optionsOn(c10::Device device) const;
   // What ends NCCL's waits: the group's end, or a signal.
   Status interruption() const;

@@ -242,6 +242,8 @@ NCCL_API Result ncclCommWindowRegister(Handle handle, void* buffer, size_t bytes
       return invalid("window address must be aligned to NCCL_WIN_REQUIRED_ALIGNMENT");
     }
     if (flags < 0 || flags > 1) return invalid("window flags");
+    *window = nullptr;
+    if (!script().hasWindows) return Result::kSuccess;
     return comm.registerBuffer(reinterpret_cast<void**>(window));
   });
 }

@@ -45,6 +45,8 @@ Script parse(const std::string& text) {
       script.mismatchIsError = value == "error";
     } else if (key == "duplicate_gpu") {
       script.duplicateGpu = value == "1";
+    } else if (key == "window") {
+      script.hasWindows = value != "none";
     } else if (key == "peer_death") {
       script.peerDeathIsError = value != "hang";
     } else {

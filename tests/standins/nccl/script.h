@@ -20,6 +20,7 @@ struct Script {
   bool mismatchIsError = false;
   bool duplicateGpu = false;
   bool peerDeathIsError = true;
+  bool hasWindows = true;
 
   bool concerns(int ofRank) const { return rank < 0 || rank == ofRank; }
   bool hangs(const char* what, int ofRank) const;

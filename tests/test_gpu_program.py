@@ -51,6 +51,13 @@ def test_a_step_that_takes_too_long(tmp_path: Path) -> None:
     assert not Path(f"/proc/{told.read_text()}").exists()
 
 
+def test_what_there_is_no_time_for(tmp_path: Path) -> None:
+    done = program(tmp_path, "--quick", "--only", "benchmarks", "--seconds", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (page,) = tmp_path.glob("*.md")
+    assert "2 ranks by host: left out" in page.read_text()
+
+
 def test_tests_and_failures(tmp_path: Path) -> None:
     """What fails is named on the page, and its output kept."""
     done = program(tmp_path, "--only", "tests", "-k", "test_wrong_arguments")

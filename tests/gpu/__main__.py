@@ -20,7 +20,7 @@ import torch
 from standins import cuda as standin_cuda
 from worlds import device as devices
 
-from gpu.page import Result, write_page
+from gpu.page import LEFT_OUT, Result, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,7 +68,9 @@ def run(
     failed."""
     left = plan.ends - time.monotonic() - 2 * _SECONDS_TO_END
     if left <= 0:
-        print(f"--- {name}: left out, there is no time for it", flush=True)
+        plan.results.append(Result(name, LEFT_OUT, 0.0, []))
+        plan.write()
+        print(f"--- {name}: {plan.results[-1].verdict}", flush=True)
         return
     print(f"--- {name}", flush=True)
     log = plan.folder / f"{plan.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.log"

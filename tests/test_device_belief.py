@@ -81,6 +81,12 @@ def test_a_result_that_never_came_is_not_believed(fresh_device_world, how):
     assert_not_believed(fresh_device_world(2, "nccl"), how)
 
 
+@pytest.mark.parametrize("how", ["sync", "wait"])
+def test_a_driver_that_does_not_answer_hides_no_death(fresh_device_world, how):
+    """Whoever asks the device for an operation's end hangs as long as that hangs."""
+    assert_not_believed(fresh_device_world(2, "nccl", env=(("STANDIN_QUERY", "blocks"),)), how)
+
+
 @pytest.mark.usefixtures("graphs")
 def test_a_replayed_result_that_never_came_is_not_believed(fresh_device_world):
     assert_not_believed(fresh_device_world(2, "nccl"), "replay")

@@ -185,6 +185,14 @@ def test_a_timeout_names_the_missing_rank(fresh_device_world, road, kind):
     assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_timeout_where_the_driver_does_not_answer(fresh_device_world, kind):
+    world = fresh_device_world(2, "nccl", env=(("STANDIN_QUERY", "blocks"),))
+    text, took = world.run(miss, kind)[0]
+    assert "rank 1" in text and "all_reduce" in text, text
+    assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
+
+
 def unanswered(ctx: Ctx, kind: str) -> tuple[str, float]:
     """Rank 1 never comes to the first message of the two."""
     if kind == "batch":
@@ -212,6 +220,13 @@ def test_a_message_that_nobody_answers(fresh_device_world, road, kind):
     assert "rank 1" in text, text
     assert "recv from" in text if kind in ("irecv", "batch") else "send to" in text, text
     assert road == "host" or str(4 * NUMEL) in text, text
+    assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
+
+
+def test_a_message_that_nobody_answers_nor_the_driver(fresh_device_world):
+    world = fresh_device_world(2, "nccl", env=(("STANDIN_QUERY", "blocks"),))
+    text, took = world.run(unanswered, "batch")[0]
+    assert "rank 1" in text and "TIMED OUT" in text, text
     assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
 
 

@@ -146,6 +146,7 @@ void Communicator::noteReplayed(int peer, uint32_t lane) { group_->noteReplayed(
 
 void Communicator::noteOtherCallers() { group_->noteOtherCallers(); }
 void Communicator::advance() { group_->run(0); }
+void Communicator::setChore(std::function<void()> chore) { group_->setChore(std::move(chore)); }
 bool Communicator::watchExternal() { return group_->watchExternal(); }
 
 OpPtr Communicator::send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,

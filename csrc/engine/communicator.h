@@ -196,6 +196,9 @@ class Communicator {
   // every 50 ms or so while there are any, or while it returns true: the notes on the last ones are
   // still to be compared.
   bool watchExternal();
+  // What the engine's thread is to do about every 250 ms, once a second at least; it must not
+  // block.
+  void setChore(std::function<void()> chore);
   // Other threads than those that have called it so far may make the call that others wait for.
   void noteOtherCallers();
 

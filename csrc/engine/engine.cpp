@@ -228,6 +228,7 @@ void Engine::State::doChores() {
     isUnseen |= group->lookForFailure();
     group->killWhereWanted();
     group->checkFutures();
+    group->doChore();
   }
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();
   Metrics::writeIfDue();

@@ -81,6 +81,9 @@ class Group final : public MailboxListener,
   void killWhereWanted() const;
   // The deadlines of messages that futures tell of: nobody looks at them in a wait.
   void checkFutures();
+  // See Communicator.
+  void setChore(std::function<void()> chore);
+  void doChore();
   // Deadlines, ranks that have left, calls that hang: for whoever has waited a while.
   void checkHealth();
 
@@ -229,6 +232,9 @@ class Group final : public MailboxListener,
   std::map<int, Heard> heard_;      // by rank: its latest answer
   std::deque<std::string> passed_;  // questions that were passed on
   Circle circle_;                   // the last one found
+
+  std::mutex choreLock_;
+  std::function<void()> chore_;  // guarded by choreLock_
 
   mutable std::mutex failureLock_;
   Status failure_;  // guarded by failureLock_

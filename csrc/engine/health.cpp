@@ -271,6 +271,20 @@ void Group::checkMessage(const Op& waitedFor) {
                   (op.rank == kAnySource ? "" : lastWord(op.rank)) + "."));
 }
 
+void Group::setChore(std::function<void()> chore) {
+  std::lock_guard<std::mutex> lock(choreLock_);
+  chore_ = std::move(chore);
+}
+
+void Group::doChore() {
+  std::function<void()> chore;
+  {
+    std::lock_guard<std::mutex> lock(choreLock_);
+    chore = chore_;
+  }
+  if (chore) chore();
+}
+
 void Group::checkFutures() {
   if (hasFailed()) return;
   std::shared_ptr<MessageOp> late;

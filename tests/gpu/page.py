@@ -19,7 +19,6 @@ from mycoll.bench.result import Row
 from standins import cuda as standin_cuda
 from worlds.device import nccl_version
 
-
 LEFT_OUT = 1000  # no exit code is so large
 
 

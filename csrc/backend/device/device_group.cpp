@@ -41,7 +41,12 @@ std::shared_ptr<DeviceGroup> DeviceGroup::create(std::string name,
   place.cpu = std::move(communicator);
   place.options = std::move(options);
   place.waitsOnHost = Env::process().cudaBlockingWait;
-  return std::make_shared<DeviceGroup>(std::move(place));
+  auto group = std::make_shared<DeviceGroup>(std::move(place));
+  group->place_.control->setChore([known = std::weak_ptr<DeviceGroup>(group)] {
+    if (!Watchdog::get().isStuck()) return;
+    if (const std::shared_ptr<DeviceGroup> living = known.lock()) living->standIn();
+  });
+  return group;
 }
 
 DeviceGroup::DeviceGroup(DevicePlace place)
@@ -370,23 +375,24 @@ void DeviceGroup::close(Deadline deadline) {
     // Where it is late it stops what runs: replays of graphs.
     const Status closed = nccl_->close(deadline);
     if (!closed.ok()) {
-      endWith(closed);
-      endRelatives(closed);
+      endWith(closed, /*asksDevice=*/!Watchdog::get().isStuck());
+      endRelatives(closed, /*asksDevice=*/!Watchdog::get().isStuck());
     }
   } else {
     const Status cause = error().ok() ? Status(Code::kAborted, "mycoll group '" + place_.name +
                                                                    "' was destroyed with "
                                                                    "operations that were not done")
                                       : error();
-    endWith(cause);
-    endRelatives(cause);
+    const bool asksDevice = !Watchdog::get().isStuck();
+    endWith(cause, asksDevice);
+    endRelatives(cause, asksDevice);
     nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
   }
   isLeft_.store(true);
   place_.control->close(deadline);
   place_.host->close(deadline);
   const Status last = place_.control->error();
-  if (last.code() == Code::kMismatch) endWith(last);
+  if (last.code() == Code::kMismatch) endWith(last, /*asksDevice=*/!Watchdog::get().isStuck());
   clearReleased();
 }
 

@@ -197,6 +197,10 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
     bool wantsSoon = false;  // the CPU waits for a device
   };
   Watched watch();
+  // Where the watchdog hangs in the driver: what of its work can be done without asking a device.
+  // Deadlines are kept, and a dead group ends as it would, with all taken for lost that is not
+  // known to be over. [engine's thread]
+  void standIn();
   // There is more to come, or to hear of. [watchdog]
   bool needsWatch() const;
 
@@ -240,10 +244,16 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::string describe(const Followed& followed) const;
   std::string whyLate(const Followed& followed) const;
   void takeEnded(std::vector<Followed>* ended);
+  // Takes those entries of a list that are over, which is guarded by mutex_. [watchdog]
+  template <typename Entry>
+  std::vector<Entry> takeOver(std::vector<Entry>* entries);
+  void failLate();
   void hearOfFailures();
-  void endWith(const Status& cause);
+  // Fails what is followed, and then ends NCCL. asksDevice: see DeviceOperation::fail().
+  void end(const Status& cause, bool asksDevice);
+  void endWith(const Status& cause, bool asksDevice);
   // Before NCCL is told to stop, where something may be under way.
-  void endRelatives(const Status& cause);
+  void endRelatives(const Status& cause, bool asksDevice);
   void tellProgram(const Status& cause, const std::string& what);
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();
@@ -273,12 +283,12 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   std::atomic<bool> isClosed_{false};
   std::atomic<bool> isLeft_{false};          // what is heard from here on is this rank's own end
   std::atomic<bool> isAbortedHere_{false};   // by the program, which knows
+  std::atomic<bool> isSpread_{false};        // NCCL has been told to stop
   std::atomic<bool> hasLost_{false};         // something that the program went on from
   mutable std::atomic<bool> isTold_{false};  // a call has thrown the failure in the main thread
   // The watchdog's own.
   // Over; their memory is not handed on yet, as after a failure the device may still use it.
   std::vector<DeviceOperationPtr> lingering_;
-  bool isSpread_ = false;
   std::chrono::steady_clock::time_point ncclErrorSince_;
   std::chrono::steady_clock::time_point askedAt_;
 };

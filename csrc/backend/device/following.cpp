@@ -9,6 +9,7 @@
 #include "backend/device/nccl_road.h"
 #include "backend/device/watchdog.h"
 #include "backend/errors.h"
+#include "base/log.h"
 #include "nccl/cudart.h"
 #include "observe/black_box.h"
 
@@ -203,33 +204,36 @@ void DeviceGroup::takeEnded(std::vector<Followed>* ended) {
   } while (count == kAtOnce);
 }
 
+// The device is asked without the mutex, once for each: a second answer may be another one. Entries
+// are only added meanwhile, behind these.
+template <typename Entry>
+std::vector<Entry> DeviceGroup::takeOver(std::vector<Entry>* entries) {
+  std::vector<DeviceOperationPtr> operations;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Entry& entry : *entries) operations.push_back(entry.operation);
+  }
+  std::vector<bool> areOver;
+  for (const DeviceOperationPtr& operation : operations) areOver.push_back(operation->isOver());
+  std::vector<Entry> over, left;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < entries->size(); ++i) {
+    const bool isOver = i < areOver.size() && areOver[i];
+    (isOver ? over : left).push_back(std::move((*entries)[i]));
+  }
+  *entries = std::move(left);
+  return over;
+}
+
 DeviceGroup::Watched DeviceGroup::watch() {
   Watched seen;
   hearOfFailures();
-  std::vector<Followed> ended, late;
+  std::vector<Followed> ended;
   takeEnded(&ended);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<Followed> left;
-    for (Followed& entry : followed_) {
-      if (entry.operation->isOver()) {
-        ended.push_back(std::move(entry));
-        continue;
-      }
-      if (entry.ownsDeadline && entry.deadline.expired()) late.push_back(entry);
-      left.push_back(std::move(entry));
-    }
-    followed_ = std::move(left);
-  }
+  for (Followed& entry : takeOver(&followed_)) ended.push_back(std::move(entry));
   endFollowed(ended);
   releaseLingering();
-  if (!late.empty() && error().ok()) {
-    fail(Status(Code::kTimeout, "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" +
-                                    place_.name + "': " + describe(late.front()) +
-                                    " TIMED OUT after " +
-                                    std::to_string(late.front().timeout.count()) +
-                                    " ms: " + whyLate(late.front())));
-  }
+  failLate();
   const bool hasNotes = place_.control->watchExternal();
   seen.wantsSoon = host_->advance();
   tellAwaited();
@@ -237,6 +241,45 @@ DeviceGroup::Watched DeviceGroup::watch() {
   const bool isReleasing = !lingering_.empty() && !isClosed_.load();
   seen.isBusy = needsWatch() || seen.wantsSoon || hasNotes || isReleasing;
   return seen;
+}
+
+// The first message that is late ends the group.
+void DeviceGroup::failLate() {
+  Followed late;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = std::find_if(followed_.begin(), followed_.end(), [](const Followed& entry) {
+      return entry.ownsDeadline && entry.deadline.expired();
+    });
+    if (found == followed_.end()) return;
+    late = *found;
+  }
+  if (!error().ok()) return;
+  fail(Status(Code::kTimeout, "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" +
+                                  place_.name + "': " + describe(late) + " TIMED OUT after " +
+                                  std::to_string(late.timeout.count()) + " ms: " + whyLate(late)));
+}
+
+void DeviceGroup::standIn() {
+  if (isLeft_.load() || isSpread_.load()) return;
+  if (!isClosed_.load()) (void)place_.control->watchExternal();
+  failLate();
+  const Status cause = error();
+  if (cause.ok() || isLeft_.load()) return;
+  MYCOLL_LOG_WARN(
+      "mycoll group '%s': a call of the device's driver does not come back; what is not known to "
+      "be "
+      "over is taken for lost",
+      place_.name.c_str());
+  end(cause, /*asksDevice=*/false);
+}
+
+void DeviceGroup::end(const Status& cause, bool asksDevice) {
+  fail(cause);
+  endWith(cause, asksDevice);
+  if (isSpread_.exchange(true)) return;
+  endRelatives(cause, asksDevice);
+  nccl_->beginAbort(cause);
 }
 
 void DeviceGroup::hearOfFailures() {
@@ -258,34 +301,28 @@ void DeviceGroup::hearOfFailures() {
     }
     if (cause.ok()) return;
   }
-  fail(cause);
-  endWith(cause);
-  if (!isSpread_) {
-    isSpread_ = true;
-    endRelatives(cause);
-    nccl_->beginAbort(cause);
-  }
+  end(cause, /*asksDevice=*/true);
 }
 
 // Before NCCL is told to stop: then devices go on with what is behind these operations, as if they
 // had been carried out, and so would the program.
-void DeviceGroup::endWith(const Status& cause) {
+void DeviceGroup::endWith(const Status& cause, bool asksDevice) {
   place_.control->watchExternal();  // gives every operation its own text
   std::vector<Followed> followed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     forEachFollowed([&](const Followed& entry) { followed.push_back(entry); });
   }
-  const bool isReplayed = mayReplay();
+  const bool isReplayed = asksDevice ? mayReplay() : isCaptured_.load();
   const Followed* lost = nullptr;
   // Ranks that were called differently, which their devices may have got through: unless there is
   // something under way that fails by it. On all ranks the text names the group that found it.
   bool isWrong = cause.code() == Code::kMismatch && !isTold_.load(std::memory_order_relaxed) &&
                  cause.message().find(kControlSuffix + std::string("':")) != std::string::npos;
   for (const Followed& entry : followed) {
-    if (entry.operation->isOver()) continue;
+    if (asksDevice ? entry.operation->isOver() : !entry.operation->status().ok()) continue;
     const bool hasText = entry.op && entry.op->done() && !entry.op->status().ok();
-    entry.operation->fail(hasText ? entry.op->status() : cause);
+    entry.operation->fail(hasText ? entry.op->status() : cause, asksDevice);
     if (entry.operation->status().ok()) continue;
     isWrong = false;
     // What the host road has enqueued has come from the other ranks by then.
@@ -301,7 +338,7 @@ void DeviceGroup::endWith(const Status& cause) {
                                   : "this may have been carried out");
 }
 
-void DeviceGroup::endRelatives(const Status& cause) {
+void DeviceGroup::endRelatives(const Status& cause, bool asksDevice) {
   std::shared_ptr<Family> all;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -320,7 +357,7 @@ void DeviceGroup::endRelatives(const Status& cause) {
     const std::shared_ptr<DeviceGroup> other = member.lock();
     if (!other || other.get() == this || other->isClosed_.load() || other->isDead()) continue;
     other->fail(theirs);
-    other->endWith(theirs);
+    other->endWith(theirs, asksDevice);
     Watchdog::get().add(other, /*isUrgent=*/true);
   }
 }
@@ -362,17 +399,7 @@ void DeviceGroup::releaseLingering() {
 }
 
 void DeviceGroup::tellAwaited() {
-  std::vector<Awaited> over;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    // Each is asked once: a second answer may be another one, and nobody would be told.
-    std::vector<Awaited> left;
-    for (Awaited& entry : awaited_) {
-      (entry.operation->isOver() ? over : left).push_back(std::move(entry));
-    }
-    awaited_ = std::move(left);
-  }
-  for (Awaited& entry : over) entry.fn(entry.operation->status());
+  for (Awaited& entry : takeOver(&awaited_)) entry.fn(entry.operation->status());
 }
 
 void DeviceGroup::clearReleased() {

@@ -41,13 +41,18 @@ void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
   for (auto& fn : callbacks) fn();
 }
 
-void DeviceOperation::fail(const Status& cause) {
+void DeviceOperation::fail(const Status& cause, bool asksDevice) {
   std::vector<std::function<void()>> callbacks;
   OpPtr finished;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (state_ == State::kEnqueued && (asksDevice || isCaptured_)) {
+      const EventPtr ended = ended_;
+      lock.unlock();  // the device may take its time
+      if (hasPassedOrIsCaptured(*ended)) return;
+      lock.lock();
+    }
     if (state_ == State::kFailed) return;
-    if (state_ == State::kEnqueued && hasPassedOrIsCaptured(*ended_)) return;
     state_ = State::kFailed;
     status_ = cause;
     finished.swap(engineOp_);

@@ -53,8 +53,9 @@ class DeviceOperation {
   void setStarted(EventPtr started) { started_ = std::move(started); }
   // Its last work is on `stream`, and `ended` behind it.
   void setEnqueued(const c10::Stream& stream, EventPtr ended);
-  // The first cause stays.
-  void fail(const Status& cause);
+  // The first cause stays, and an end that the device has passed. asksDevice: false where that may
+  // not come back; then it fails unless it is known to be over.
+  void fail(const Status& cause, bool asksDevice = true);
   // What waitEnqueued() works on while the operation is queued; null: others do all of it.
   void setEngineOp(std::shared_ptr<Communicator> communicator, OpPtr op);
 

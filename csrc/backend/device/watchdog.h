@@ -2,6 +2,8 @@
 // errors, and moves the host road on. It never touches users' tensors and takes no GIL.
 //
 // Thread contract: [any thread].
+// Nothing is locked while it asks a device: where that does not come back, the engine's thread ends
+// the groups (DeviceGroup::standIn()).
 // Lifetimes: never destroyed; the thread starts with the first group that is busy, and sleeps while
 // none is. A process that was forked starts its own. It looks at devices at least every 20 ms while
 // there is something to follow, and for a while after, so that what comes then need not wake it.
@@ -21,6 +23,9 @@ class Watchdog {
   void add(std::shared_ptr<DeviceGroup> group, bool isUrgent);
   // There is something to look at now.
   void wake();
+  // It has been at one group for so long that a call of the device's driver must be what it hangs
+  // in: while an operation never ends, some wait for it with a lock of the driver's.
+  bool isStuck() const;
   // The process ends: devices are not asked any more when this has returned.
   void stop();
 

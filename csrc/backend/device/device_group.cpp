@@ -42,10 +42,13 @@ std::shared_ptr<DeviceGroup> DeviceGroup::create(std::string name,
   place.options = std::move(options);
   place.waitsOnHost = Env::process().cudaBlockingWait;
   auto group = std::make_shared<DeviceGroup>(std::move(place));
-  group->place_.control->setChore([known = std::weak_ptr<DeviceGroup>(group)] {
-    if (!Watchdog::get().isStuck()) return;
-    if (const std::shared_ptr<DeviceGroup> living = known.lock()) living->standIn();
-  });
+  // Seen twice: a process that was stopped goes on with all its threads, not with this one alone.
+  group->place_.control->setChore(
+      [known = std::weak_ptr<DeviceGroup>(group), seen = std::make_shared<int64_t>(0)] {
+        const int64_t since = Watchdog::get().stuckSince();
+        if (since == 0 || std::exchange(*seen, since) != since) return;
+        if (const std::shared_ptr<DeviceGroup> living = known.lock()) living->standIn();
+      });
   return group;
 }
 

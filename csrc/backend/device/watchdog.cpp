@@ -76,9 +76,9 @@ void Watchdog::wake() {
   all.woken.notify_one();
 }
 
-bool Watchdog::isStuck() const {
+int64_t Watchdog::stuckSince() const {
   const int64_t since = state().lookingSince.load(std::memory_order_acquire);
-  return since != 0 && std::chrono::nanoseconds(steadyNanos() - since) > kStuck;
+  return std::chrono::nanoseconds(steadyNanos() - since) > kStuck ? since : 0;
 }
 
 void Watchdog::stop() {

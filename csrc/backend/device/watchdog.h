@@ -9,6 +9,7 @@
 // there is something to follow, and for a while after, so that what comes then need not wake it.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 namespace mycoll {
@@ -25,7 +26,9 @@ class Watchdog {
   void wake();
   // It has been at one group for so long that a call of the device's driver must be what it hangs
   // in: while an operation never ends, some wait for it with a lock of the driver's.
-  bool isStuck() const;
+  // Since when, as steadyNanos() has it; 0: it is not.
+  int64_t stuckSince() const;
+  bool isStuck() const { return stuckSince() != 0; }
   // The process ends: devices are not asked any more when this has returned.
   void stop();
 

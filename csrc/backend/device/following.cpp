@@ -267,9 +267,8 @@ void DeviceGroup::standIn() {
   const Status cause = error();
   if (cause.ok() || isLeft_.load()) return;
   MYCOLL_LOG_WARN(
-      "mycoll group '%s': a call of the device's driver does not come back; what is not known to "
-      "be "
-      "over is taken for lost",
+      "mycoll group '%s': a call of the device's driver does not come back; what is not known "
+      "to be over is taken for lost",
       place_.name.c_str());
   end(cause, /*asksDevice=*/false);
 }

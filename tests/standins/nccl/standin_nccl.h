@@ -21,8 +21,7 @@
 //   mismatch=error       what ranks that differ get: an asynchronous error, or by default what NCCL
 //                        has for them, which is that nothing ever ends
 //   duplicate_gpu=1      init is refused: two ranks on one GPU
-//   window=none          symmetric windows are registered, and none is made: NCCL's way of saying
-//   that
+//   window=none          symmetric windows are registered, and none is made: so NCCL answers where
 //                        the machine cannot have them
 //   peer_death=hang      nobody notices that a peer's process is gone; by default that is an error
 //

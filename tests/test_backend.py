@@ -87,7 +87,11 @@ def signals_blocked() -> list[tuple[str, int]]:
     """Of our threads, the name and a bit for each signal that they do not take."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        lines = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        try:
+            status = (task / "status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # one that has just ended
+        lines = dict(line.split(":", 1) for line in status.splitlines())
         if lines["Name"].strip().startswith("mycoll"):
             found.append((lines["Name"].strip(), int(lines["SigBlk"], 16)))
     return sorted(found)

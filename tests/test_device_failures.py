@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -119,6 +120,32 @@ def test_a_hang_in_nccl_ends_with_the_rank_it_waits_for(fresh_device_world, requ
     world = fresh_device_world(2, "nccl")
     world.start(hang_in_nccl, how)
     assert "rank 1" in world.finish(allow_gone=True)[0]
+
+
+def dies_in_a_split(ctx: Ctx) -> tuple[str, float]:
+    ctx.init(device_id=ctx.device)
+    if ctx.rank == 1:
+        device.tell_nccl("hang=init")  # the others wait for it in NCCL
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    started = time.monotonic()
+    try:
+        dist.split_group(split_ranks=[[0, 1, 2]])
+    except RuntimeError as error:
+        return str(error), time.monotonic() - started
+    return "", 0.0
+
+
+def test_a_split_ends_with_a_rank_that_dies(fresh_device_world, request):
+    if not device.is_scripted(request.config.getoption("--device")):
+        pytest.skip("only the stand-in can be told to hang")
+    env = (("STANDIN_NCCL", "peer_death=hang"),)
+    world = fresh_device_world(3, "nccl", init=False, env=env)
+    world.start(dies_in_a_split)
+    answers = world.finish(allow_gone=True)
+    for rank in (0, 2):
+        text, took = answers[rank]
+        assert "rank 1" in text, text
+        assert took < SOON, f"{took:.1f} s until: {text}"
 
 
 def late_beside_destroy(ctx: Ctx) -> None:

@@ -16,6 +16,7 @@ import pytest
 import test_backend
 import torch
 import torch.distributed as dist
+from standins import accelerator
 from standins import cuda as standin_cuda
 from worlds import device
 from worlds.device_tensors import NUMEL, full, is_all
@@ -147,6 +148,37 @@ def what_a_work_tells(ctx: Ctx) -> None:
     ctx.equal(result.data_ptr(), x.data_ptr(), "result()")
     work.synchronize()
     is_all(ctx, x, sum(range(ctx.size)))
+
+
+def what_cpp_asks(ctx: Ctx) -> None:
+    """Of works on the device and on the CPU: their places in the group's order, and an end."""
+    standin = accelerator.load()
+    for where in (ctx.device, torch.device("cpu")):
+        group = dist.new_group()
+        x = torch.ones(10, device=where)
+        places = []
+        for _ in range(3):
+            work = dist.all_reduce(x, group=group, async_op=True)
+            places.append(standin.sequence_of(work))
+            work.wait()
+        ctx.equal([place - places[0] for place in places], [0, 1, 2], f"places, {where}")
+        everybody: list[Any] = [None] * ctx.size
+        dist.all_gather_object(everybody, places)
+        ctx.equal(everybody, [places] * ctx.size, f"alike on all ranks, {where}")
+        if ctx.rank == 0:  # nobody else comes
+            work = dist.all_reduce(x, group=group, async_op=True)
+            standin.abort_work(work)
+        with ctx.raises(RuntimeError, "Work.abort"):
+            for _ in range(2):
+                dist.all_reduce(x, group=group)
+                torch.accelerator.synchronize()
+
+
+def test_what_cpp_asks_of_works(fresh_device_world, request):
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("its part in C++ is built for the stand-in")
+    for road in ROADS:
+        fresh_device_world(2, road).run(what_cpp_asks)
 
 
 def profiled(ctx: Ctx) -> None:
@@ -408,11 +440,33 @@ def test_an_old_gpu(fresh_device_world, request):
     fresh_device_world(2, "nccl", init=False).run(old_gpu)
 
 
+def old_library(ctx: Ctx) -> None:
+    """Of what it lacks only that is refused which cannot be done otherwise."""
+    import mycoll
+
+    os.environ["MYCOLL_NCCL_LIBRARY"] = str(device.standins() / "required" / "libnccl.so.2")
+    ctx.init(device_id=ctx.device)
+    with ctx.raises(ERRORS, "has no ncclMemAlloc"):
+        mycoll.nccl_mem_pool()
+    child = dist.split_group(split_ranks=[[0, 1]])
+    x = full(ctx, ctx.rank)
+    dist.all_reduce(x, group=child)
+    is_all(ctx, x, sum(range(ctx.size)))
+
+
+def test_an_old_library(fresh_device_world, request):
+    kind = request.config.getoption("--device")
+    if kind != "standin" or not device.is_scripted(kind):
+        pytest.skip("needs the stand-in in NCCL's place, and no CUDA")
+    fresh_device_world(2, "nccl", init=False).run(old_library)
+
+
 def another_library(ctx: Ctx) -> None:
     """What tests of a CUDA build do, which brings an NCCL of its own."""
     from mycoll import _C
 
     _C._use_nccl(str(device.standins() / "libnccl.so.2"))
+    _C._require_nccl_memory()
     ctx.init()
     x = full(ctx, ctx.rank)
     dist.all_reduce(x)

@@ -32,10 +32,6 @@ bool isLegal(State from, State to) {
   return false;
 }
 
-[[maybe_unused]] bool isOver(State state) {
-  return state == State::kFailed || state == State::kAborted || state == State::kClosed;
-}
-
 Code codeOf(Result result) {
   switch (result) {
     case Result::kRemoteError: return Code::kPeerLost;
@@ -118,7 +114,8 @@ bool Communicator::moveTo(State next, Status cause) {
 bool Communicator::moveToLocked(State next, Status cause) {
   const State now = state();
   if (!isLegal(now, next)) {
-    assert(isOver(now) || now == next);  // anything else is a mistake of ours
+    // Anything but an end by somebody else is a mistake of ours.
+    assert(now == next || now == State::kFailed || now == State::kAborted || now == State::kClosed);
     return false;
   }
   if (cause_.ok()) cause_ = std::move(cause);

@@ -67,6 +67,23 @@ TEST(NcclConnect, endsWhenAborted) {
   EXPECT_EQ(comm->cause().message(), "on request");
 }
 
+// The abort finds no handle to free, and NCCL's call comes back before anybody looks again.
+TEST(NcclConnect, freesWhatComesAfterAnAbort) {
+  StandIn& standIn = StandIn::required();
+  const auto comm = lone(standIn, 0, 1);
+  auto hanging = std::make_unique<StandIn::Scripted>(standIn, "hang=connect");
+  const Status status = comm->connect(newId(standIn), patient(), [&] {
+    comm->beginAbort(Status(Code::kAborted, "on request"));
+    hanging.reset();
+    EXPECT(eventually([&] { return standIn.count("comms") == 1; }));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    return Status();
+  });
+  EXPECT_EQ(status.message(), "on request");
+  EXPECT_EQ(comm->handle(), static_cast<Comm*>(nullptr));
+  EXPECT(eventually([&] { return standIn.count("comms") == 0; }));
+}
+
 TEST(NcclConnect, reportsWhatNcclSays) {
   StandIn& standIn = StandIn::required();
   {

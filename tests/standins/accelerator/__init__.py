@@ -222,6 +222,16 @@ def race() -> None:
     _native.race()
 
 
+def abort_work(work: Any) -> None:
+    """Work::abort(), which torch's C++ has and its Python has not."""
+    _native.abort_work(work)
+
+
+def sequence_of(work: Any) -> int:
+    """Work::getSequencenumber(), likewise."""
+    return _native.sequence_of(work)
+
+
 class Graph:
     """What a block enqueues on a stream (and on streams that join it), to be run later.
 

@@ -4,6 +4,7 @@
 #include <torch/extension.h>
 
 #include <thread>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "accelerator.h"
 
@@ -90,4 +91,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("verify", &mycoll_standin_verify, noGil);
   m.def("counts", &counts);
   m.def("race", &race, noGil);
+  // What torch's C++ may call and its Python does not offer.
+  m.def("abort_work", [](const c10::intrusive_ptr<c10d::Work>& work) { work->abort(); }, noGil);
+  m.def("sequence_of",
+        [](const c10::intrusive_ptr<c10d::Work>& work) { return work->getSequencenumber(); });
 }

@@ -215,6 +215,7 @@ Result Comm::shrink(const std::vector<int>& excluded, bool abortsParent, Handle*
 Result Comm::makeChild(const std::vector<int>& members, int color, int key, Handle* child,
                        const Config& config) {
   *child = nullptr;
+  hangWhile("init", rank, [this] { return isAborted(); });
   const uint64_t round = ++rounds_;
   auto all = [&](auto isThere) {
     return await([&] { return std::all_of(members.begin(), members.end(), isThere); });

@@ -11,7 +11,7 @@
 //   rank=1               what follows is for this rank of a communicator only; by default for all
 //   hang=init+op         what never ends (until the script changes or, the first five, an abort):
 //                          connect  ncclCommInitRankConfig does not return
-//                          init     the communicator stays in progress
+//                          init     the communicator stays in progress, be it a child of another
 //                          enqueue  the call does not return
 //                          op       it does, and the stream stands still
 //                          finalize, destroy, abort

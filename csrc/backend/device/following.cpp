@@ -182,20 +182,24 @@ void DeviceGroup::onOver(const DeviceOperationPtr& operation,
 }
 
 // Those of inOrder_ that are over. The device is asked without the mutex, which every call of the
-// user's takes; nobody else takes entries away.
+// user's takes; nobody else takes entries away. The engine hears of each before the device is asked
+// for the next, as that may not come back: what is lost then is the next one.
 void DeviceGroup::takeEnded(std::vector<Followed>* ended) {
   constexpr size_t kAtOnce = 64;
   size_t count = 0;
   do {
-    std::vector<DeviceOperationPtr> oldest;
+    std::vector<std::pair<DeviceOperationPtr, std::shared_ptr<External>>> oldest;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       for (size_t i = 0; i < std::min(kAtOnce, inOrder_.size()); ++i) {
-        oldest.push_back(inOrder_[i].operation);
+        oldest.emplace_back(inOrder_[i].operation, inOrder_[i].external);
       }
     }
-    count = 0;
-    while (count < oldest.size() && oldest[count]->isOver()) ++count;
+    for (count = 0; count < oldest.size(); ++count) {
+      const auto& [operation, external] = oldest[count];
+      if (!operation->isOver()) break;
+      external->finish(operation->status());
+    }
     std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = 0; i < count; ++i) {
       ended->push_back(std::move(inOrder_.front()));
@@ -249,7 +253,7 @@ void DeviceGroup::failLate() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = std::find_if(followed_.begin(), followed_.end(), [](const Followed& entry) {
-      return entry.ownsDeadline && entry.deadline.expired();
+      return entry.ownsDeadline && entry.deadline.expired() && !entry.operation->isKnownOver();
     });
     if (found == followed_.end()) return;
     late = *found;
@@ -319,7 +323,7 @@ void DeviceGroup::endWith(const Status& cause, bool asksDevice) {
   bool isWrong = cause.code() == Code::kMismatch && !isTold_.load(std::memory_order_relaxed) &&
                  cause.message().find(kControlSuffix + std::string("':")) != std::string::npos;
   for (const Followed& entry : followed) {
-    if (asksDevice ? entry.operation->isOver() : !entry.operation->status().ok()) continue;
+    if (asksDevice ? entry.operation->isOver() : entry.operation->isKnownOver()) continue;
     const bool hasText = entry.op && entry.op->done() && !entry.op->status().ok();
     entry.operation->fail(hasText ? entry.op->status() : cause, asksDevice);
     if (entry.operation->status().ok()) continue;
@@ -376,7 +380,6 @@ void DeviceGroup::tellProgram(const Status& cause, const std::string& what) {
 
 void DeviceGroup::endFollowed(const std::vector<Followed>& ended) {
   for (const Followed& entry : ended) {
-    if (entry.external) entry.external->finish(entry.operation->status());
     const bool isOk = entry.operation->status().ok();
     for (const OpRecord& record : entry.records) record.finish(isOk, steadyNanos());
     lingering_.push_back(entry.operation);

@@ -46,6 +46,7 @@ void DeviceOperation::fail(const Status& cause, bool asksDevice) {
   OpPtr finished;
   {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (isPassed_.load(std::memory_order_relaxed)) return;
     if (state_ == State::kEnqueued && (asksDevice || isCaptured_)) {
       const EventPtr ended = ended_;
       lock.unlock();  // the device may take its time
@@ -111,13 +112,20 @@ bool DeviceOperation::isEnqueued() const {
 }
 
 bool DeviceOperation::isOver() const {
+  if (isPassed_.load(std::memory_order_relaxed)) return true;
   EventPtr ended;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (state_ != State::kEnqueued) return state_ == State::kFailed;
     ended = ended_;
   }
-  return hasPassedOrIsCaptured(*ended);
+  if (!hasPassedOrIsCaptured(*ended)) return false;
+  isPassed_.store(true, std::memory_order_relaxed);
+  return true;
+}
+
+bool DeviceOperation::isKnownOver() const {
+  return isPassed_.load(std::memory_order_relaxed) || !status().ok();
 }
 
 bool DeviceOperation::mayRelease() const {

@@ -65,8 +65,9 @@ class DeviceOperation {
   Status waitEnqueued(Deadline deadline);
   // Waits until the device has passed it.
   Status waitOver(Deadline deadline);
-  bool isEnqueued() const;  // or over
-  bool isOver() const;      // passed, or failed
+  bool isEnqueued() const;   // or over
+  bool isOver() const;       // passed, or failed
+  bool isKnownOver() const;  // without asking the device
   Status status() const;
   // Runs fn once, without locks: when it is enqueued or has failed, or at once.
   void onEnqueued(std::function<void()> fn);
@@ -105,6 +106,7 @@ class DeviceOperation {
   std::atomic<bool> isTaken_{false};
   bool isTimed_ = false;
   bool isCaptured_ = false;
+  mutable std::atomic<bool> isPassed_{false};  // somebody has asked, and it was
   EventPtr started_;
 
   mutable std::mutex mutex_;

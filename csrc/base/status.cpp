@@ -26,6 +26,20 @@ const std::string& Status::message() const {
   return rep_ ? rep_->message : *kEmpty;
 }
 
+const Cause& Status::cause() const {
+  static const Cause kNone;
+  return rep_ ? rep_->cause : kNone;
+}
+
+bool Status::isSameFailure(const Status& other) const {
+  if (ok() || other.ok()) return ok() == other.ok();
+  const Cause& a = cause();
+  const Cause& b = other.cause();
+  if (a.incident != 0 && a.incident == b.incident) return true;
+  if (a.group != 0 || b.group != 0) return a.group == b.group;
+  return code() == other.code() && message() == other.message();
+}
+
 std::string Status::toString() const {
   if (ok()) return name(Code::kOk);
   return std::string(name(rep_->code)) + ": " + rep_->message;

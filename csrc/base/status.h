@@ -2,6 +2,7 @@
 // the same story can be handed to every waiter from any thread.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -25,14 +26,34 @@ enum class Code {
 
 const char* name(Code code);
 
+// The facts of a group's failure. Programs decide by the code and these; the message is for people.
+// Plain bytes: it travels between ranks as it is.
+struct Cause {
+  static constexpr uint64_t kNoSequence = ~uint64_t{0};
+
+  uint64_t group = 0;     // context of the group that failed; 0: none
+  uint64_t incident = 0;  // equal where one event ended several groups; 0: it ended only this one
+  uint64_t sequence = kNoSequence;  // the collective in which it happened
+  int32_t rank = -1;                // the rank that caused it; -1: several, or unknown
+  uint32_t reserved = 0;
+
+  bool operator==(const Cause&) const = default;
+};
+static_assert(sizeof(Cause) == 32);
+
 class [[nodiscard]] Status {
  public:
   Status() = default;  // ok
-  Status(Code code, std::string message)
-      : rep_(std::make_shared<const Rep>(Rep{code, std::move(message)})) {}
+  Status(Code code, std::string message, const Cause& cause = {})
+      : rep_(std::make_shared<const Rep>(Rep{code, std::move(message), cause})) {}
+  // The same failure in other words.
+  Status withMessage(std::string message) const { return Status(code(), std::move(message), cause()); }
 
   bool ok() const { return rep_ == nullptr; }
   Code code() const { return rep_ ? rep_->code : Code::kOk; }
+  const Cause& cause() const;
+  // Both tell of one event: of one group, or of several that it ended.
+  bool isSameFailure(const Status& other) const;
   // Empty when ok.
   const std::string& message() const;
   // "kTimeout: ..." for logs and tests.
@@ -42,6 +63,7 @@ class [[nodiscard]] Status {
   struct Rep {
     Code code;
     std::string message;
+    Cause cause;
   };
   std::shared_ptr<const Rep> rep_;
 };

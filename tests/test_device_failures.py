@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from worlds import device
 from worlds.device_tensors import NUMEL, full, is_all
+from worlds.pool import World
 from worlds.worker import Ctx
 
 ROADS = ("nccl", "host")
@@ -73,15 +74,19 @@ def outlive(ctx: Ctx) -> tuple[str, float]:
     return text_of_failure(ctx)
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_dead_rank_is_named(fresh_device_world, road):
-    world = fresh_device_world(3, road)
-    world.start(outlive)
+def others_hear_of_rank_1(world: World) -> None:
     answers = world.finish(allow_gone=True)
     for rank in (0, 2):
         text, took = answers[rank]
         assert "rank 1" in text, text
         assert took < SOON, f"{took:.1f} s until: {text}"
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_dead_rank_is_named(fresh_device_world, road):
+    world = fresh_device_world(3, road)
+    world.start(outlive)
+    others_hear_of_rank_1(world)
 
 
 def hang_in_nccl(ctx: Ctx, how: str) -> str:
@@ -141,11 +146,7 @@ def test_a_split_ends_with_a_rank_that_dies(fresh_device_world, request):
     env = (("STANDIN_NCCL", "peer_death=hang"),)
     world = fresh_device_world(3, "nccl", init=False, env=env)
     world.start(dies_in_a_split)
-    answers = world.finish(allow_gone=True)
-    for rank in (0, 2):
-        text, took = answers[rank]
-        assert "rank 1" in text, text
-        assert took < SOON, f"{took:.1f} s until: {text}"
+    others_hear_of_rank_1(world)
 
 
 def late_beside_destroy(ctx: Ctx) -> None:

@@ -47,7 +47,9 @@ class [[nodiscard]] Status {
   Status(Code code, std::string message, const Cause& cause = {})
       : rep_(std::make_shared<const Rep>(Rep{code, std::move(message), cause})) {}
   // The same failure in other words.
-  Status withMessage(std::string message) const { return Status(code(), std::move(message), cause()); }
+  Status withMessage(std::string message) const {
+    return Status(code(), std::move(message), cause());
+  }
 
   bool ok() const { return rep_ == nullptr; }
   Code code() const { return rep_ ? rep_->code : Code::kOk; }

@@ -8,7 +8,7 @@
 
 #include "base/signals.h"
 #include "base/wait.h"
-#include "engine/group.h"
+#include "engine/communicator.h"
 #include "observe/metrics.h"
 #include "observe/trace_file.h"
 
@@ -19,8 +19,6 @@ using Clock = std::chrono::steady_clock;
 
 // While the user's threads work themselves, this one looks again after this time.
 constexpr auto kLurkTime = std::chrono::milliseconds(5);
-// Asleep with work that waits for peers: how often deadlines are looked at.
-constexpr auto kTick = std::chrono::milliseconds(50);
 // Failures that nobody is there to see, and records of them.
 constexpr auto kChores = std::chrono::milliseconds(250);
 // Unfinished handshakes of strangers, and the peers' processes, are looked at this often.
@@ -85,7 +83,7 @@ Engine::~Engine() {
   }
 }
 
-void Engine::add(const std::shared_ptr<Group>& group) {
+void Engine::add(const std::shared_ptr<Communicator>& group) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   std::erase_if(state_->groups, [](const auto& entry) { return entry.expired(); });
   state_->groups.push_back(group);
@@ -95,7 +93,7 @@ std::map<int64_t, Engine::Loss> Engine::losses() {
   std::map<int64_t, Loss> found;
   for (const auto& group : groups()) {
     const Status cause = group->error();
-    if (group->isClosed() || cause.ok()) continue;
+    if (group->membership().isLeaving() || cause.ok()) continue;
     const std::vector<int64_t>& numbers = group->options().globalRanks;
     for (int rank = 0; rank < group->ranks(); ++rank) {
       const PeerAddress& peer = group->address().peers[rank];
@@ -126,8 +124,8 @@ bool Engine::State::stopped() {
   return isStopped;
 }
 
-std::vector<std::shared_ptr<Group>> Engine::State::alive() {
-  std::vector<std::shared_ptr<Group>> found;
+std::vector<std::shared_ptr<Communicator>> Engine::State::alive() {
+  std::vector<std::shared_ptr<Communicator>> found;
   std::lock_guard<std::mutex> lock(mutex);
   for (auto& entry : groups) {
     if (auto group = entry.lock()) found.push_back(std::move(group));
@@ -138,19 +136,19 @@ std::vector<std::shared_ptr<Group>> Engine::State::alive() {
 void Engine::State::hear() {
   if (words.load(std::memory_order_relaxed) == 0) return;
   words.exchange(0, std::memory_order_acquire);
-  for (auto& group : alive()) group->hearWords();
+  for (auto& group : alive()) group->questions().hearWords();
 }
 
 // True if anything moved. *isNeeded: there is work that nobody else will do.
 bool Engine::State::workOnce(bool* isNeeded) {
-  const std::vector<std::shared_ptr<Group>> living = alive();
+  const std::vector<std::shared_ptr<Communicator>> living = alive();
   bool moved = endpoint->progress();
   hear();
   *isNeeded = endpoint->hasPending() && !someoneWaits();
   for (auto& group : living) {
-    if (!group->isUnattended()) continue;
+    if (!group->queue().isUnattended()) continue;
     *isNeeded = true;
-    moved |= group->run(0);
+    moved |= group->queue().run(0);
   }
   return moved;
 }
@@ -193,26 +191,23 @@ void Engine::State::run() {
       sched_yield();
       continue;
     }
-    std::vector<std::shared_ptr<Group>> asleep;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      for (auto& entry : groups) {
-        if (auto group = entry.lock(); group && group->isUnattended()) {
-          asleep.push_back(std::move(group));
-        }
-      }
-    }
+    std::vector<std::shared_ptr<Communicator>> asleep = alive();
+    std::erase_if(asleep, [](const auto& group) { return !group->queue().isUnattended(); });
     Sleeper::Nap nap(endpoint->sleeper(), generation);
     endpoint->setAsleep(true);
-    for (auto& group : asleep) group->setAsleep(true);
+    std::vector<Arena*> arenas;
+    for (auto& group : asleep) {
+      if (Arena* arena = group->membership().arena()) arenas.push_back(arena);
+    }
+    for (Arena* arena : arenas) arena->setAsleep(true);
     activity.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded)) {
-      nap.sleep(Deadline::after(kTick));
+      nap.sleep(Deadline::after(kWaitTick));
       endpoint->checkProcesses();
-      for (auto& group : asleep) group->checkHealth();
+      for (auto& group : asleep) group->diagnosis().checkHealth();
     }
     activity.exchange(kWorking, std::memory_order_seq_cst);
-    for (auto& group : asleep) group->setAsleep(false);
+    for (Arena* arena : arenas) arena->setAsleep(false);
     endpoint->setAsleep(false);
     lastMove = Clock::now();
   }
@@ -225,10 +220,9 @@ void Engine::State::doChores() {
   nextChores = now + kChores;
   bool isUnseen = false;
   for (auto& group : alive()) {
-    isUnseen |= group->lookForFailure();
-    group->killWhereWanted();
-    group->checkFutures();
-    group->doChore();
+    // A group that nobody is in a call of may have failed on another rank of the host.
+    isUnseen |= !group->queue().hasWaiters() && group->membership().lookIntoArena();
+    group->diagnosis().checkFutures();
   }
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();
   Metrics::writeIfDue();

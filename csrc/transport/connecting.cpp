@@ -88,7 +88,7 @@ void Endpoint::connectAgain() {
     Mailbox* left = link.standing == Standing::kGone
                         ? find(link.voucher.context, link.voucher.source)
                         : nullptr;
-    if (left) left->onLeft(link.voucher.destination);
+    if (left) left->owner().onLeft(link.voucher.destination);
     if (!connect(link)) drop(link);
   }
 }

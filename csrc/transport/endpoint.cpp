@@ -159,7 +159,7 @@ void Endpoint::onSenderEvent(OutLink& link) {
     Mailbox* mailbox = find(farewell.context, farewell.destination);
     if (mailbox && farewell.source >= 0 && farewell.source < mailbox->ranks() &&
         mailbox->group().peers[farewell.source].uid == link.peer.uid) {
-      mailbox->onLeft(farewell.source);
+      mailbox->owner().onLeft(farewell.source);
     }
   }
 }
@@ -316,7 +316,7 @@ void Endpoint::peerLost(const std::string& uid, const std::string& how) {
   // are then gone: who waited for one may have dropped it by now.
   std::vector<Mailbox*> mailboxes;
   for (auto& [key, mailbox] : mailboxes_) mailboxes.push_back(mailbox);
-  for (Mailbox* mailbox : mailboxes) mailbox->onPeerLost(uid, how, wasLinked);
+  for (Mailbox* mailbox : mailboxes) mailbox->owner().onPeerLost(uid, how, wasLinked);
   for (const auto& [mailbox, request] : unsent) {
     if (mailbox->isOpen(request)) {
       mailbox->abandon(*request, Status(Code::kPeerLost, "the receiving rank " + how));
@@ -354,11 +354,10 @@ void Endpoint::addMailbox(Mailbox* mailbox) {
     if (memberships_[peer.uid]++ == 0) watchProcess(peer);
   }
   if (overflown_.erase({group.context, group.rank})) {
-    mailbox->failLocked(
-        Status(Code::kInternal, "mycoll group '" + group.name + "': more was sent to rank " +
-                                    std::to_string(group.rank) +
-                                    " before it had made the group than it can keep"),
-        true);
+    mailbox->owner().onBroken(Status(
+        Code::kInternal, "mycoll group '" + group.name + "': rank " + std::to_string(group.rank) +
+                             " received more early messages than it can buffer before it "
+                             "joined the group"));
   }
   std::vector<Orphan> waiting;
   waiting.swap(orphans_);

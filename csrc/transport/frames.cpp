@@ -30,8 +30,8 @@ bool isInItsName(const Mailbox& mailbox, const FrameHeader& header, const std::s
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
          kind == FrameKind::kPosition || kind == FrameKind::kQuestion ||
-         kind == FrameKind::kAnswer || kind == FrameKind::kVerdict ||
-         kind == FrameKind::kMessages || kind == FrameKind::kHold || kind == FrameKind::kGoOn;
+         kind == FrameKind::kAnswer || kind == FrameKind::kVerdict || kind == FrameKind::kHold ||
+         kind == FrameKind::kGoOn;
 }
 
 // Of a message in pieces: nothing of the next one is prepared or has left.

@@ -35,6 +35,15 @@ struct PeerAddress {
   static Status decode(const std::string& text, PeerAddress* result);
 };
 
+// A group as one of its ranks knows it.
+struct GroupAddress {
+  uint64_t context = 0;  // the same number on all ranks, and no other group's
+  std::string name;
+  std::string secret;  // 32 bytes that only members know
+  int rank = 0;
+  std::vector<PeerAddress> peers;  // by rank
+};
+
 // What its sockets are called on its host, where all users can list their names. It does not give
 // the uid away.
 std::string publicName(const std::string& uid);

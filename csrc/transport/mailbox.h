@@ -26,12 +26,15 @@
 #include "base/status.h"
 #include "base/task.h"
 #include "transport/frame.h"
+#include "transport/loss.h"
 #include "transport/peer.h"
 
 namespace mycoll {
 
-class Endpoint;
+class Connection;
+class Mesh;
 class Mailbox;
+using Endpoint = Mesh;
 
 constexpr int kFromAnyone = -1;
 // From one rank for one group. What is under way when the sender is asked to hold comes on top.
@@ -62,7 +65,8 @@ class Transfer : public Condition {
 
  private:
   friend class Mailbox;
-  friend class Endpoint;
+  friend class Connection;
+  friend class Mesh;
 
   const bool isDelivered_ = false;
   bool isPosted_ = false;  // [I/O lock] known to the mailbox: queued, matched or waiting
@@ -190,7 +194,7 @@ class Mailbox {
   int presentRank(const std::string& uid) const;
   void failLocked(const Status& cause, bool tell, uint64_t from = 0);
   // wasLinked: there was a connection, in one direction or the other.
-  void onPeerLost(const std::string& uid, const std::string& how, bool wasLinked);
+  void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked);
   // Where the payload of this frame goes; null with skip: nowhere. May queue answers.
   struct Unexpected;
   struct Target {

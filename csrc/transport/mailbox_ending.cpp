@@ -133,7 +133,7 @@ std::string Mailbox::abortPayload() const {
 
 void Mailbox::queueControl(int destination, FrameKind kind, const std::string& payload) {
   if (destination == group_.rank) return onControl(header(kind, destination), payload);
-  OutLink& link = endpoint_->linkTo(group_.peers[destination]);
+  Connection& link = endpoint_->linkTo(group_.peers[destination]);
   OutItem item;
   item.header = header(kind, destination);
   item.header.payloadBytes = payload.size();
@@ -192,7 +192,7 @@ void Mailbox::refuse(Transfer& request, int rank) {
 // was one, those that have a connection to it know, and tell; and who needs it, now or later, is
 // failed by that. Only a rank that nobody had a connection to can die without its group hearing of
 // it before it is needed.
-void Mailbox::onPeerLost(const std::string& uid, const std::string& how, bool wasLinked) {
+void Mailbox::onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) {
   for (int rank = 0; rank < ranks(); ++rank) {
     if (group_.peers[rank].uid != uid || rank == group_.rank) continue;
     if (left_[rank]) {
@@ -204,8 +204,7 @@ void Mailbox::onPeerLost(const std::string& uid, const std::string& how, bool wa
     const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !needs(rank);
     Status story(Code::kPeerLost,
                  "mycoll group '" + group_.name + "': " + describeRank(rank) + " " +
-                     (isUnclear && how == kHasEnded ? kHasVanished : how) + " (seen by rank " +
-                     std::to_string(group_.rank) +
+                     loss.describe(isUnclear) + " (seen by rank " + std::to_string(group_.rank) +
                      "). The group is dead; see that rank's log. To go on: destroy the "
                      "group and make a new one, or restart the job (torchrun --max-restarts).");
     if (!isUnclear) return failLocked(story, true);

@@ -405,8 +405,8 @@ void Communicator::onControl(const FrameHeader& came, const std::string& payload
   }
 }
 
-void Communicator::onPeerLost(const std::string& uid, const std::string& how, bool wasLinked) {
-  membership_.onPeerLost(uid, how, wasLinked);
+void Communicator::onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) {
+  membership_.onPeerLost(uid, loss, wasLinked);
 }
 
 void Communicator::onLeft(int rank) { membership_.onLeft(rank); }

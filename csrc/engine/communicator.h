@@ -215,7 +215,7 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   bool agrees(const Transfer& request, const FrameHeader& came) override REQUIRES(ioRole);
   bool expects(const FrameHeader& came) override REQUIRES(ioRole);
   void onControl(const FrameHeader& came, const std::string& payload) override REQUIRES(ioRole);
-  void onPeerLost(const std::string& uid, const std::string& how, bool wasLinked) override
+  void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) override
       REQUIRES(ioRole);
   void onLeft(int rank) override REQUIRES(ioRole);
   void onBroken(const Status& cause) override REQUIRES(ioRole);

@@ -206,7 +206,7 @@ void Membership::onGoodbye(int rank) {
 // it was one, the ranks that have a connection to it know, and tell; and a rank that needs it, now
 // or later, fails by that. Only a rank that nobody had a connection to can die without its group
 // hearing of it before it is needed.
-void Membership::onPeerLost(const std::string& uid, const std::string& how, bool wasLinked) {
+void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) {
   const GroupAddress& group = mailbox_.group();
   for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
     if (group.peers[rank].uid != uid || rank == group.rank) continue;
@@ -222,7 +222,7 @@ void Membership::onPeerLost(const std::string& uid, const std::string& how, bool
     fields.rank = rank;
     Status story(Code::kPeerLost,
                  "mycoll group '" + group.name + "': " + mailbox_.describeRank(rank) + " " +
-                     (isUnclear && how == kHasEnded ? kHasVanished : how) + " (seen by rank " +
+                     loss.describe(isUnclear) + " (seen by rank " +
                      std::to_string(group.rank) +
                      "). The group is dead; see that rank's log. To go on: destroy the "
                      "group and make a new one, or restart the job (torchrun --max-restarts).",

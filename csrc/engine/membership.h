@@ -83,7 +83,7 @@ class Membership {
   void onAbort(const std::string& payload) REQUIRES(ioRole);
   void onGoodbye(int rank) REQUIRES(ioRole);
   void onLeft(int rank) REQUIRES(ioRole);
-  void onPeerLost(const std::string& uid, const std::string& how, bool wasLinked) REQUIRES(ioRole);
+  void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
 
  private:
   enum class State { kOpen, kFailed, kLeaving, kLeft };

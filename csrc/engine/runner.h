@@ -15,7 +15,7 @@
 namespace mycoll {
 
 class Agreement;
-class Endpoint;
+class Mesh;
 class Mailbox;
 class Membership;
 struct GroupOptions;

@@ -202,8 +202,8 @@ void Mailbox::onFlow(const FrameHeader& came) {
   if (came.kind == FrameKind::kGoOn) return;
   if (came.source == group_.rank) return;
   // Also what has not left yet.
-  OutLink& link = endpoint_->linkTo(group_.peers[came.source]);
-  for (OutItem& item : link.queue) {
+  Connection& link = endpoint_->linkTo(group_.peers[came.source]);
+  for (OutItem& item : link.queue()) {
     if (item.header.kind != FrameKind::kEager || item.header.context != group_.context ||
         item.header.destination != came.source || item.sent > 0 || !item.request) {
       continue;

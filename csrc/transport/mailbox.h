@@ -28,12 +28,15 @@
 #include "base/task.h"
 #include "transport/frame.h"
 #include "transport/io_lock.h"
+#include "transport/loss.h"
 #include "transport/peer.h"
 
 namespace mycoll {
 
-class Endpoint;
+class Connection;
+class Mesh;
 class Mailbox;
+using Endpoint = Mesh;
 
 constexpr int kFromAnyone = -1;
 // From one rank for one group. What is under way when the sender is asked to hold comes on top.
@@ -68,7 +71,8 @@ class Transfer : public Condition {
 
  private:
   friend class Mailbox;
-  friend class Endpoint;
+  friend class Connection;
+  friend class Mesh;
 
   const bool isDelivered_ = false;
   bool isPosted_ GUARDED_BY(ioRole) = false;  // known to the mailbox: queued, matched or waiting
@@ -105,7 +109,7 @@ class MailboxOwner {
   // A frame of the group itself: neither a message nor flow control.
   virtual void onControl(const FrameHeader& came, const std::string& payload) REQUIRES(ioRole) = 0;
   // The process of some rank is lost. wasLinked: there was a connection with it.
-  virtual void onPeerLost(const std::string& uid, const std::string& how, bool wasLinked)
+  virtual void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked)
       REQUIRES(ioRole) = 0;
   virtual void onLeft(int rank) REQUIRES(ioRole) = 0;
   // The peer broke the protocol, or this side cannot go on.

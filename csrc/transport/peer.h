@@ -17,7 +17,7 @@ struct TcpAddress {
 };
 
 struct PeerAddress {
-  // Of the process's endpoint: 16 random bytes in hexadecimal, which is what the handshake has room
+  // Of the process's mesh: 16 random bytes in hexadecimal, which is what the handshake has room
   // for. Only those know it who can read the rendezvous store (and the network between two hosts).
   static constexpr size_t kUidLength = 32;
   std::string uid;

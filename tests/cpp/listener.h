@@ -79,9 +79,9 @@ class Listener final : public mycoll::MailboxOwner {
       default: return;
     }
   }
-  void onPeerLost(const std::string& uid, const std::string& how, bool wasLinked) override
+  void onPeerLost(const std::string& uid, const mycoll::Loss& loss, bool wasLinked) override
       REQUIRES(mycoll::ioRole) {
-    parts_->membership.onPeerLost(uid, how, wasLinked);
+    parts_->membership.onPeerLost(uid, loss, wasLinked);
   }
   void onLeft(int rank) override REQUIRES(mycoll::ioRole) { parts_->membership.onLeft(rank); }
   void onBroken(const mycoll::Status& cause) override REQUIRES(mycoll::ioRole) {

@@ -333,7 +333,7 @@ bool Communicator::isBusy(Deadline unsent) {
          mailbox_.isReceiving(/*orPosted=*/!unsent.expired());
 }
 
-void Communicator::close(Deadline deadline) {
+void Communicator::close(Deadline deadline, Exit how) {
   if (!membership_.beginToLeave()) return;
   Endpoint& endpoint = *engine_->endpoint();
   // What nobody has begun to send may never be sent.
@@ -357,7 +357,7 @@ void Communicator::close(Deadline deadline) {
   const Status destroyed(Code::kAborted, "mycoll group '" + options_.name +
                                              "' has been destroyed on this rank; nothing more can "
                                              "be called on it");
-  membership_.sayGoodbye(destroyed);
+  membership_.sayGoodbye(destroyed, how);
   const int last = leavesAfter_.load();
   const bool isMet = last >= 0 && (membership_.departureOf(last) != Departure::kUnknown ||
                                    mailbox_.isConnectedTo(last));
@@ -395,7 +395,7 @@ bool Communicator::expects(const FrameHeader& came) { return agreement_.expects(
 void Communicator::onControl(const FrameHeader& came, const std::string& payload) {
   switch (came.kind) {
     case FrameKind::kAbort: return membership_.onAbort(payload);
-    case FrameKind::kGoodbye: return membership_.onGoodbye(came.source);
+    case FrameKind::kGoodbye: return membership_.onGoodbye(came.source, payload);
     case FrameKind::kProbe: return agreement_.onProbe(came.source, payload);
     case FrameKind::kPosition: return agreement_.onPosition(came.source, payload);
     case FrameKind::kQuestion:

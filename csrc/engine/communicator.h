@@ -189,7 +189,7 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   void abort(const std::string& reason);
   // Leaves the group: waits up to the deadline for pending operations, then says goodbye. Later
   // calls fail. Idempotent.
-  void close(Deadline deadline);
+  void close(Deadline deadline, Exit how = Exit::kInOrder);
   // Before close(): that will stay until this rank has left as well, or nearly a second.
   void leaveAfter(int rank) { leavesAfter_.store(rank); }
 

@@ -143,6 +143,15 @@ Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& 
   return Status(Code::kTimeout, text, causeOf(op, missing));
 }
 
+Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) const {
+  std::string text = "mycoll group '" + options_.name + "': ";
+  for (int rank : gone) text += membership_.describeDeparture(rank) + "; ";
+  text += "this rank (" + std::to_string(options_.rank) + ") still waits for " +
+          (gone.size() == 1 ? "it" : "them") + " in " + op.describe() + " " + numberOf(op) +
+          ". Every rank must make the same calls before it destroys the group or ends.";
+  return Status(Code::kPeerLost, text, causeOf(op, gone));
+}
+
 // ---- checks ------------------------------------------------------------------------------------
 
 // Of a monitored barrier over messages rank 0 knows most: it is to be heard first.
@@ -194,13 +203,7 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   } else if (leftSince_ == Clock::time_point{}) {
     leftSince_ = now;
   } else if (now - leftSince_ > kLeftGrace) {
-    membership_.fail(
-        Status(Code::kPeerLost,
-               "mycoll group '" + options_.name + "': " + listRanks(gone) +
-                   " left the group (destroy_process_group, an exception or the end of its "
-                   "program) while others still wait for it in " +
-                   op.describe(),
-               causeOf(op, gone)));
+    membership_.fail(hasLeft(op, gone));
   }
 }
 

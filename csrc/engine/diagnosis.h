@@ -46,6 +46,7 @@ class Diagnosis {
   void check(CollectiveOp& op, std::vector<int> missing);
   bool isLate(const CollectiveOp& op) const;
   Status timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const;
+  Status hasLeft(const CollectiveOp& op, const std::vector<int>& gone) const;
   std::string listRanks(const std::vector<int>& ranks) const;
   std::string listArrived(const std::vector<int>& missing) const;
 

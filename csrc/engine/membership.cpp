@@ -25,6 +25,8 @@ struct AbortHead {
 };
 static_assert(sizeof(AbortHead) == 48);
 
+std::string goodbyePayload(Exit how) { return std::string(1, static_cast<char>(how)); }
+
 // The same number on all ranks that lose this process.
 uint64_t incidentOf(const std::string& uid) {
   return std::strtoull(uid.substr(0, 16).c_str(), nullptr, 16);
@@ -164,15 +166,29 @@ Status Membership::failureOf(MessageClass messageClass, uint64_t tag) {
 // ---- ranks that leave or are lost --------------------------------------------------------------
 
 Departure Membership::departureOf(int rank) const {
-  if (hasLeft(rank)) return Departure::kLeft;
+  if (howLeft(rank) != 0) return Departure::kLeft;
+  return this->arena() ? Departure::kStayed : Departure::kUnknown;
+}
+
+uint32_t Membership::howLeft(int rank) const {
+  const uint32_t said = left_[rank].load(std::memory_order_acquire);
   const Arena* arena = this->arena();
-  if (!arena) return Departure::kUnknown;
-  return arena->hasLeft(rank) ? Departure::kLeft : Departure::kStayed;
+  return said == 0 && arena ? arena->howLeft(rank) : said;
+}
+
+std::string Membership::describeDeparture(int rank) const {
+  const std::string name = mailbox_.describeRank(rank);
+  const std::string group = "group '" + mailbox_.group().name + "'";
+  if (howLeft(rank) == static_cast<uint32_t>(Exit::kException)) {
+    return name + " has left " + group + ": its program ended with an exception (see its log)";
+  }
+  return name + " has left " + group;
 }
 
 Status Membership::departed(int rank) const {
-  return Status(Code::kPeerLost,
-                mailbox_.describeRank(rank) + " has left group '" + mailbox_.group().name + "'");
+  Cause fields;
+  fields.rank = rank;
+  return Status(Code::kPeerLost, describeDeparture(rank), fields);
 }
 
 Status Membership::absenceOf(int rank) {
@@ -184,8 +200,12 @@ Status Membership::absenceOf(int rank) {
   return cause_;
 }
 
-void Membership::onLeft(int rank) {
-  if (left_[rank].exchange(true, std::memory_order_acq_rel)) return;
+void Membership::onLeft(int rank, Exit how) {
+  uint8_t here = 0;
+  if (!left_[rank].compare_exchange_strong(here, static_cast<uint8_t>(how),
+                                           std::memory_order_acq_rel)) {
+    return;
+  }
   // A rank that leaves after a failure has written the cause into the arena before.
   if (const Arena* arena = this->arena(); arena && !isLeaving()) {
     if (const Status known = arena->failure(); !known.ok()) {
@@ -197,8 +217,9 @@ void Membership::onLeft(int rank) {
 
 // Its connection has said all that it will ever say for this group. The arena also tells that a
 // rank has left, and may be faster than messages that are still on the connection.
-void Membership::onGoodbye(int rank) {
-  onLeft(rank);
+void Membership::onGoodbye(int rank, const std::string& payload) {
+  const bool hasThrown = payload == goodbyePayload(Exit::kException);
+  onLeft(rank, hasThrown ? Exit::kException : Exit::kInOrder);
   mailbox_.endReceivesFrom(rank, departed(rank));
 }
 
@@ -222,8 +243,7 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
     fields.rank = rank;
     Status story(Code::kPeerLost,
                  "mycoll group '" + group.name + "': " + mailbox_.describeRank(rank) + " " +
-                     loss.describe(isUnclear) + " (seen by rank " +
-                     std::to_string(group.rank) +
+                     loss.describe(isUnclear) + " (seen by rank " + std::to_string(group.rank) +
                      "). The group is dead; see that rank's log. To go on: destroy the "
                      "group and make a new one, or restart the job (torchrun --max-restarts).",
                  fields);
@@ -248,8 +268,8 @@ bool Membership::beginToLeave() {
   return true;
 }
 
-void Membership::sayGoodbye(const Status& cause) {
-  if (Arena* arena = this->arena()) arena->leave();
+void Membership::sayGoodbye(const Status& cause, Exit how) {
+  if (Arena* arena = this->arena()) arena->leave(static_cast<uint32_t>(how));
   {
     IoLock lock(mailbox_.ioMutex());
     mailbox_.endSends(cause);
@@ -262,7 +282,7 @@ void Membership::sayGoodbye(const Status& cause) {
         if (!cause_.ok() && tellsOthers_) {
           mailbox_.sendControl(rank, FrameKind::kAbort, abortPayload());
         }
-        mailbox_.sendControl(rank, FrameKind::kGoodbye, "");
+        mailbox_.sendControl(rank, FrameKind::kGoodbye, goodbyePayload(how));
       } else {
         endpoint.sendFarewell(group.peers[rank], {group.context, group.rank, rank});
       }

@@ -33,6 +33,10 @@ namespace mycoll {
 // Where another rank is, as far as this one knows. Unknown: nothing tells a departure from a death.
 enum class Departure { kLeft, kStayed, kUnknown };
 
+// How a rank leaves: it destroys the group or its program ends, or an exception ends its program.
+// It travels with the goodbye.
+enum class Exit : uint8_t { kInOrder = 1, kException = 2 };
+
 class Membership {
  public:
   // isExternal: its operations run elsewhere, and do not hear of a failure by themselves.
@@ -59,7 +63,9 @@ class Membership {
 
   // ---- ranks
   Departure departureOf(int rank) const;
-  bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire); }
+  bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire) != 0; }
+  // "rank 1 (node1:4712) has left group 'x'", or that its program ended with an exception.
+  std::string describeDeparture(int rank) const;
 
   // ---- the arena, for as long as the group lives
   void attach(Arena* arena) { arena_.store(arena, std::memory_order_release); }
@@ -73,7 +79,7 @@ class Membership {
   // Tells the ranks that this one leaves. No connection is made for that: a rank without one may
   // see the process end and not know why; see onPeerLost(). What is still to be sent ends with
   // `cause`, as nothing of a message follows its sender's goodbye.
-  void sayGoodbye(const Status& cause);
+  void sayGoodbye(const Status& cause, Exit how = Exit::kInOrder);
   // Afterwards calls end with this.
   void endLeaving(const Status& cause);
 
@@ -81,8 +87,8 @@ class Membership {
   Status failureOf(MessageClass messageClass, uint64_t tag) REQUIRES(ioRole);
   Status absenceOf(int rank) REQUIRES(ioRole);
   void onAbort(const std::string& payload) REQUIRES(ioRole);
-  void onGoodbye(int rank) REQUIRES(ioRole);
-  void onLeft(int rank) REQUIRES(ioRole);
+  void onGoodbye(int rank, const std::string& payload) REQUIRES(ioRole);
+  void onLeft(int rank, Exit how = Exit::kInOrder) REQUIRES(ioRole);
   void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
 
  private:
@@ -94,6 +100,7 @@ class Membership {
   void tellAll() REQUIRES(ioRole);
   std::string abortPayload() const REQUIRES(ioRole);
   Status departed(int rank) const;
+  uint32_t howLeft(int rank) const;
 
   Mailbox& mailbox_;
   GroupRecord& record_;
@@ -109,7 +116,7 @@ class Membership {
   std::map<int, Status> vanished_ GUARDED_BY(ioRole);
 
   // For readers without the I/O lock.
-  std::vector<std::atomic<bool>> left_;
+  std::vector<std::atomic<uint8_t>> left_;  // an Exit; 0: it is here
   std::atomic<bool> isLeaving_{false};
   std::atomic<bool> hasFailed_{false};
   std::atomic<uint64_t> endsFrom_{0};

@@ -73,7 +73,7 @@ class Listener final : public mycoll::MailboxOwner {
       REQUIRES(mycoll::ioRole) {
     switch (came.kind) {
       case mycoll::FrameKind::kAbort: return parts_->membership.onAbort(payload);
-      case mycoll::FrameKind::kGoodbye: return parts_->membership.onGoodbye(came.source);
+      case mycoll::FrameKind::kGoodbye: return parts_->membership.onGoodbye(came.source, payload);
       case mycoll::FrameKind::kProbe: return parts_->agreement.onProbe(came.source, payload);
       case mycoll::FrameKind::kPosition: return parts_->agreement.onPosition(came.source, payload);
       default: return;

@@ -234,10 +234,12 @@ Status Arena::failure() const {
   return Status(said.code(), said.message(), header.cause);
 }
 
-void Arena::leave() { control(rank_).left.store(1, std::memory_order_seq_cst); }
+void Arena::leave(uint32_t howLeft) {
+  control(rank_).left.store(howLeft, std::memory_order_seq_cst);
+}
 
-bool Arena::hasLeft(int rank) const {
-  return control(rank).left.load(std::memory_order_seq_cst) != 0;
+uint32_t Arena::howLeft(int rank) const {
+  return control(rank).left.load(std::memory_order_seq_cst);
 }
 
 bool AllArrived::ready() {

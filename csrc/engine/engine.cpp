@@ -25,9 +25,9 @@ constexpr auto kChores = std::chrono::milliseconds(250);
 constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
 
 struct ProcessEngine {
-  std::mutex mutex;
-  std::weak_ptr<Engine> engine;
-  pid_t pid = 0;
+  Mutex mutex;
+  std::weak_ptr<Engine> engine GUARDED_BY(mutex);
+  pid_t pid GUARDED_BY(mutex) = 0;
 };
 
 ProcessEngine& processEngine() {
@@ -39,7 +39,7 @@ ProcessEngine& processEngine() {
 
 Status Engine::process(const std::string& storeHost, std::shared_ptr<Engine>* result) {
   ProcessEngine& shared = processEngine();
-  std::lock_guard<std::mutex> lock(shared.mutex);
+  MutexLock lock(shared.mutex);
   if (auto engine = shared.engine.lock(); engine && shared.pid == getpid()) {
     *result = std::move(engine);
     return Status();
@@ -70,7 +70,7 @@ Status Engine::create(const EndpointOptions& options, std::shared_ptr<Engine>* r
 Engine::~Engine() {
   if (!thread_.joinable()) return;  // create() has failed
   {
-    std::lock_guard<std::mutex> lock(state_->mutex);
+    MutexLock lock(state_->mutex);
     state_->isStopped = true;
     ++state_->pokes;
     state_->poked.notify_all();
@@ -84,7 +84,7 @@ Engine::~Engine() {
 }
 
 void Engine::add(const std::shared_ptr<Communicator>& group) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
+  MutexLock lock(state_->mutex);
   std::erase_if(state_->groups, [](const auto& entry) { return entry.expired(); });
   state_->groups.push_back(group);
 }
@@ -108,7 +108,7 @@ void Engine::State::poke() {
   // Against run(): either it sees the work, or this sees that it sleeps.
   if (activity.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     ++pokes;
     poked.notify_all();
   }
@@ -120,13 +120,13 @@ void Engine::State::nudge() {
 }
 
 bool Engine::State::stopped() {
-  std::lock_guard<std::mutex> lock(mutex);
+  MutexLock lock(mutex);
   return isStopped;
 }
 
 std::vector<std::shared_ptr<Communicator>> Engine::State::alive() {
   std::vector<std::shared_ptr<Communicator>> found;
-  std::lock_guard<std::mutex> lock(mutex);
+  MutexLock lock(mutex);
   for (auto& entry : groups) {
     if (auto group = entry.lock()) found.push_back(std::move(group));
   }
@@ -167,7 +167,7 @@ void Engine::State::run() {
     if (!isNeeded) {
       uint64_t seen;
       {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         seen = pokes;
       }
       const uint64_t waitsNow = waits.load(std::memory_order_relaxed);
@@ -231,8 +231,9 @@ void Engine::State::doChores() {
 // Nothing to do, and the user's threads wait for their operations themselves: this thread would be
 // woken by their sockets' events for nothing, so it stays away from these until things are quiet.
 void Engine::State::lurk(uint64_t seenPokes) {
-  std::unique_lock<std::mutex> lock(mutex);
-  poked.wait_for(lock, kLurkTime, [&] { return isStopped || pokes != seenPokes; });
+  MutexLock lock(mutex);
+  poked.wait_for(lock.native(), kLurkTime,
+                 [&]() REQUIRES(mutex) { return isStopped || pokes != seenPokes; });
 }
 
 }  // namespace mycoll

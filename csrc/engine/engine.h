@@ -10,11 +10,11 @@
 #include <condition_variable>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/status.h"
 #include "engine/waits.h"
 #include "transport/endpoint.h"
@@ -64,10 +64,10 @@ class Engine {
   // Outlives the engine where the thread itself drops the last group.
   struct State {
     std::shared_ptr<Endpoint> endpoint;
-    std::mutex mutex;
+    Mutex mutex;
     std::condition_variable poked;
-    std::vector<std::weak_ptr<Communicator>> groups;  // guarded by mutex
-    bool isStopped = false;                           // guarded by mutex
+    std::vector<std::weak_ptr<Communicator>> groups GUARDED_BY(mutex);
+    bool isStopped GUARDED_BY(mutex) = false;
     // Below kOneWait: threads that wait now. Above: how many waits there ever were.
     static constexpr uint64_t kOneWait = uint64_t{1} << 32;
     std::atomic<uint64_t> waits{0};
@@ -75,7 +75,7 @@ class Engine {
     // What the thread is at: who brings it work must wake it from all but the first.
     enum Activity { kWorking, kLurking, kSleeping };
     std::atomic<int> activity{kWorking};
-    uint64_t pokes = 0;                                // guarded by mutex
+    uint64_t pokes GUARDED_BY(mutex) = 0;
     std::chrono::steady_clock::time_point nextChores;  // the thread's own
     WaitBoard board;
     Caller caller;

@@ -1,10 +1,10 @@
 #include "engine/share.h"
 
 #include <cstring>
-#include <mutex>
 
 #include "base/env.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "base/sha256.h"
 #include "collectives/net/batch.h"
 #include "engine/membership.h"
@@ -37,16 +37,16 @@ Span spanOf(T& value) {
 constexpr uint64_t kManyAreas = ArenaShape().areas;
 constexpr uint64_t kFewAreas = 3;
 
-std::mutex largeArena;
-std::weak_ptr<Segment> largeSegment;  // of this process
+Mutex largeArena;
+std::weak_ptr<Segment> largeSegment GUARDED_BY(largeArena);  // of this process
 
 uint64_t chooseAreas() {
-  const std::lock_guard<std::mutex> lock(largeArena);
+  const MutexLock lock(largeArena);
   return largeSegment.expired() ? kManyAreas : kFewAreas;
 }
 
 void noteAreas(const std::shared_ptr<Segment>& segment, uint64_t areas) {
-  const std::lock_guard<std::mutex> lock(largeArena);
+  const MutexLock lock(largeArena);
   if (areas >= kManyAreas) largeSegment = segment;
 }
 

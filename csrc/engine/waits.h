@@ -10,11 +10,11 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/op.h"
 
 namespace mycoll {
@@ -60,8 +60,8 @@ class WaitBoard {
   std::optional<Wait> of(uint64_t thread) const;
 
  private:
-  mutable std::mutex mutex_;
-  std::list<Wait> waits_;
+  mutable Mutex mutex_;
+  std::list<Wait> waits_ GUARDED_BY(mutex_);
 };
 
 // The one thread that a group is called from, as far as that is known.

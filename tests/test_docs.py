@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.quick  # seconds for all of them
+
 ROOT = Path(__file__).resolve().parent.parent
 ERRORS = ROOT / "docs/errors.md"
 API = ROOT / "docs/api.md"

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 CPU = torch.device("cpu")
 
 
@@ -327,8 +329,8 @@ def forked(ctx: Ctx) -> None:
     ctx.equal(float(x[0]), float(ctx.size**2))
 
 
-def test_a_forked_child_is_refused(fresh, transport):
-    fresh(2, transport).run(forked)
+def test_a_forked_child_is_refused(reused, transport):
+    reused(2, transport).run_in_group(forked)
 
 
 BEGIN = """

@@ -13,7 +13,7 @@ from worlds.worker import Ctx
 
 MIB_FIRST = 4  # of staging memory, a rank's share, with a ring to a neighbour
 MIB_FURTHER = 1
-IDLE_SECONDS = 4
+IDLE_SECONDS = 2
 IDLE_SHARE = 0.001  # of a core
 SPIN = ("MYCOLL_SPIN_US", "100000")
 NEAR = ("MYCOLL_DISTANCE", "near")  # where rings are larger
@@ -21,10 +21,7 @@ NEAR = ("MYCOLL_DISTANCE", "near")  # where rings are larger
 groups: list[dist.ProcessGroup] = []  # of the rank that imports this, from one job to the next
 
 
-@pytest.fixture(autouse=True)
-def of_mycoll(backend):
-    if backend != "mycoll":
-        pytest.skip("gloo does not promise this")
+pytestmark = pytest.mark.usefixtures("mycoll_only")
 
 
 def collectives(ctx: Ctx, group: dist.ProcessGroup) -> None:

@@ -136,7 +136,7 @@ def many_operations(ctx: Ctx) -> float:
     return resident_mib() - before
 
 
-@pytest.mark.worlds(2)
+@pytest.mark.worlds(2, tcp=(2,))
 def test_operations_leave_no_memory_behind(world):
     for grown in world.run(many_operations):
         assert grown < 20, f"{grown:.0f} MiB"

@@ -29,10 +29,7 @@ WARN = ("MYCOLL_LOG", "warn")
 AUTO = ("MYCOLL_TRANSPORT", "auto")
 
 
-@pytest.fixture(autouse=True)
-def of_mycoll(backend):
-    if backend != "mycoll":
-        pytest.skip("gloo does not promise this")
+pytestmark = pytest.mark.usefixtures("mycoll_only")
 
 
 def works(ctx: Ctx) -> None:

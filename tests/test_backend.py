@@ -17,9 +17,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from worlds.smoke import smoke
 from worlds.worker import Ctx
 
 pytestmark = pytest.mark.transports("shm")
+
+
+def each_operation(ctx: Ctx) -> None:
+    smoke(ctx.rank, ctx.size)
+
+
+@pytest.mark.quick
+@pytest.mark.worlds(2, 4, tcp=(4,))
+def test_each_operation(world):
+    world.run(each_operation)
+
 
 CPU = torch.device("cpu")
 

@@ -104,7 +104,7 @@ def idle(ctx: Ctx) -> float:
     return (time.process_time() - before) / IDLE_SECONDS
 
 
-def test_an_idle_group_needs_no_processor(fresh, transport):
+def test_an_idle_group_uses_no_cpu_time(fresh, transport):
     """Nor does one whose ranks were told to spin while they wait."""
     shares = fresh(2, transport, init=True, env=(SPIN,)).run(idle)
     assert max(shares) < IDLE_SHARE, shares

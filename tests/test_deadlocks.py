@@ -88,7 +88,7 @@ OVER_TCP_TOO = (groups_in_crossed_order, receives_from_each_other, large_sends_t
     [*((case, "shm") for case in CASES), *((case, "tcp") for case in OVER_TCP_TOO)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_deadlock_is_named(reused, backend, case, over):
+def test_the_error_names_a_deadlock(reused, backend, case, over):
     if backend != "mycoll":
         pytest.skip("gloo does not promise this")
     size, words = CASES[case]
@@ -127,7 +127,7 @@ def a_callback_calls_later(ctx: Ctx) -> None:
 @pytest.mark.parametrize(
     ("case", "over"), [(a_thread_calls_later, "shm"), (a_callback_calls_later, "tcp")]
 )
-def test_no_deadlock_is_seen_where_there_is_none(reused, backend, case, over):
+def test_a_late_call_is_not_a_deadlock(reused, backend, case, over):
     if backend != "mycoll":
         pytest.skip("gloo has no futures of messages")
     world = reused(2, over)

@@ -24,7 +24,8 @@ def dies(ctx: Ctx) -> Seen:
     return attempt(lambda: dist.all_reduce(x))
 
 
-def test_a_death_is_called_a_death(stage):
+@pytest.mark.quick
+def test_the_error_says_that_a_rank_was_killed(stage):
     """Not "closed its connection"; and told in one line, too, though nothing else is logged."""
     with stage.world(3) as world:
         world.start(dies)
@@ -43,7 +44,7 @@ def goes_on_after_a_death(ctx: Ctx) -> str:
     return "lives"
 
 
-def test_who_does_not_react_is_killed_where_that_is_wanted(pool):
+def test_kill_after_failure_ends_a_process_that_keeps_its_group(pool):
     """MYCOLL_KILL_AFTER_FAILURE; not a rank that has destroyed its groups."""
     env = (("MYCOLL_KILL_AFTER_FAILURE", "1"),)
     with Stage(pool, "shm").world(3, env=env) as world:
@@ -63,7 +64,7 @@ def leaves(ctx: Ctx) -> Seen:
     return attempt(lambda: dist.all_reduce(x))
 
 
-def test_who_leaves_is_not_waited_for(reused, transport, mycoll_only):
+def test_a_rank_that_leaves_is_not_waited_for(reused, transport, mycoll_only):
     first, leaver, last = reused(3, transport).run_in_group(leaves, timeout=60.0)
     assert not leaver.kind, leaver
     for seen in (first, last):
@@ -85,7 +86,7 @@ def dies_before_a_new_group(ctx: Ctx) -> tuple[Seen, float]:
     return seen, took
 
 
-def test_a_group_with_the_dead_is_not_waited_for(stage):
+def test_new_group_with_a_dead_rank_fails_at_once(stage):
     """Nor are those who live kept from making one without it."""
     with stage.world(3) as world:
         world.start(dies_before_a_new_group)
@@ -128,7 +129,7 @@ def test_survivors_shrink_and_go_on(stage, victim):
             assert f"rank {victim} (" in seen.text, seen.text
 
 
-def test_a_rank_twice_is_told_to_all(reused, transport, mycoll_only):
+def test_duplicate_rank_fails_on_all_ranks(reused, transport, mycoll_only):
     for seen in reused(3, transport).run(twice, 60.0):
         assert seen.kind == "DistStoreError", seen
         assert "rank 1 is taken by" in seen.text, seen.text
@@ -145,7 +146,7 @@ def late_leader(ctx: Ctx) -> Seen:
     return seen
 
 
-def test_a_rank_twice_is_told_to_one_that_comes_late(reused, transport, mycoll_only):
+def test_duplicate_rank_fails_on_a_late_rank(reused, transport, mycoll_only):
     for seen in reused(3, transport).run(late_leader):
         assert seen.kind == "DistStoreError", seen
         assert "rank 1 is taken by" in seen.text, seen.text
@@ -162,7 +163,7 @@ def wrong_here(ctx: Ctx, culprit: int, variable: str, value: str) -> Seen:
     "variable, value",
     [("MYCOLL_SOCKET_IFNAME", "nosuch0"), ("MYCOLL_SECRET_FILE", "/no/such/file")],
 )
-def test_who_cannot_begin_says_why(pool, mycoll_only, culprit, variable, value):
+def test_failed_init_names_its_cause_on_all_ranks(pool, mycoll_only, culprit, variable, value):
     """Before it met anybody; the others are told, and do not wait for it."""
     with Stage(pool, "tcp", SUITE_PATIENCE).world(3, timeout=60.0, init=False) as world:
         world.start(wrong_here, culprit, variable, value)
@@ -194,5 +195,5 @@ def uses_all_descriptors(ctx: Ctx) -> None:
             os.close(fd)
 
 
-def test_without_descriptors_nobody_is_called_dead(reused, transport, mycoll_only):
+def test_running_out_of_descriptors_is_not_a_death(reused, transport, mycoll_only):
     reused(2, transport).run_in_group(uses_all_descriptors)

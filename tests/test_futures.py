@@ -102,7 +102,7 @@ def program_goes_on(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2)
-def test_the_program_goes_on_behind_a_future(world):
+def test_calls_after_a_pending_future(world):
     world.run(program_goes_on)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,13 +32,14 @@ def check_and_leave(ctx: Ctx) -> None:
 
 
 def by_env(ctx: Ctx, port: int) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(ctx.rank), WORLD_SIZE=str(ctx.size)
-    )
-    dist.init_process_group(ctx.backend)
-    check_and_leave(ctx)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place |= {"RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.size)}
+    with mock.patch.dict(os.environ, place):
+        dist.init_process_group(ctx.backend)
+        check_and_leave(ctx)
 
 
+@pytest.mark.quick
 def test_env(reused, transport):
     reused(2, transport).run(by_env, free_port())
 

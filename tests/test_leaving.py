@@ -46,7 +46,7 @@ def all_but_rank_0(stage: Stage, ranks: int, job: Callable[[Ctx], Seen]) -> list
     return values
 
 
-def test_who_has_gone_has_not_died(stage):
+def test_exit_after_the_last_call_is_not_a_death(stage):
     assert all_but_rank_0(stage, 4, hands_on_and_goes) == [7.0] * 3
 
 
@@ -60,7 +60,7 @@ def never_meet(ctx: Ctx) -> Seen:
     return seen
 
 
-def test_who_goes_without_a_word_has_not_died(stage):
+def test_silent_exit_is_not_a_death(stage):
     all_but_rank_0(stage, 3, never_meet)
 
 
@@ -78,7 +78,7 @@ def missed(ctx: Ctx) -> Seen:
     return seen
 
 
-def test_who_left_before_the_first_call_is_said_to_have(reused, transport, mycoll_only):
+def test_the_error_names_a_rank_that_left_before_the_first_call(reused, transport, mycoll_only):
     seen, other = reused(2, transport).run_in_group(missed, timeout=60.0)
     assert seen.kind == "DistBackendError" and not other.kind, (seen, other)
     assert "rank 1" in seen.text and "has left" in seen.text, seen.text
@@ -136,7 +136,7 @@ def goes_with_a_message(ctx: Ctx) -> Seen | None:
 
 
 @pytest.mark.transports("tcp")  # it takes 10 s; leaving_test has both
-def test_who_goes_takes_what_was_not_received(fresh, transport, mycoll_only):
+def test_unreceived_sends_are_lost_when_the_sender_leaves(fresh, transport, mycoll_only):
     world = fresh(2, transport, timeout=60.0)
     _, seen = world.run(goes_with_a_message)
     assert seen.kind == "DistBackendError", seen
@@ -161,7 +161,7 @@ def receives_while_it_leaves(ctx: Ctx) -> Seen:
     return seen
 
 
-def test_who_goes_receives_what_was_sent(reused, transport, mycoll_only):
+def test_leaving_completes_matched_messages(reused, transport, mycoll_only):
     world = reused(2, transport)
     for rank, seen in enumerate(world.run_in_group(receives_while_it_leaves, timeout=60.0)):
         assert not seen.kind, (rank, seen)

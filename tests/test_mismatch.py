@@ -126,6 +126,7 @@ def test_mismatch(reused, transport, name):
     check_mismatch(reused(3, transport), name)
 
 
+@pytest.mark.quick
 @pytest.mark.transports("shm")
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_mismatch_of_two(reused, transport, name):

@@ -199,7 +199,7 @@ def interpreter_is_held(ctx: Ctx, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["all_reduce", "recv"])
 @pytest.mark.worlds(2)
-def test_work_goes_on_while_the_interpreter_is_held(world, name):
+def test_work_proceeds_while_a_thread_holds_the_interpreter(world, name):
     world.run(interpreter_is_held, name)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,27 +55,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "large: needs 24 GiB of memory; run with --large")
     config.addinivalue_line(
-        "markers", "worlds(*sizes, transports=None): the worlds that a test runs in"
+        "markers", "worlds(*sizes, tcp=()): the worlds that a test runs in, and those over TCP, too"
     )
+    config.addinivalue_line("markers", "transports(*names): those that a test runs over")
+    config.addinivalue_line("markers", "quick: part of ./dev test --quick")
     os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests fail groups by the dozen
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(PATHS + ([inherited] if inherited else []))
 
 
-def transports_of(config: pytest.Config) -> tuple[str, ...]:
-    return ("",) if config.getoption("--backend") == "gloo" else ("shm", "tcp")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`world`: a shared world of each size (default 3) and transport. `transport`: just that."""
-    transports = transports_of(metafunc.config)
+    """`world`: a shared world of each size (default 3). Over shared memory; also over TCP with the
+    sizes that the marker's `tcp` names. `transport`: both, or those of the marker `transports`."""
+    gloo = metafunc.config.getoption("--backend") == "gloo"
     marker = metafunc.definition.get_closest_marker("worlds")
-    if marker and marker.kwargs.get("transports"):
-        wanted = marker.kwargs["transports"]
-        transports = tuple(t for t in transports if t in ("", *wanted))
     if "world" in metafunc.fixturenames:
         sizes = marker.args if marker and marker.args else (3,)
-        params = [(size, transport) for size in sizes for transport in transports]
+        params = [(size, "" if gloo else "shm") for size in sizes]
+        if marker and not gloo:
+            params += [(size, "tcp") for size in marker.kwargs.get("tcp", ())]
         ids = [f"{size}x{transport or 'gloo'}" for size, transport in params]
         metafunc.parametrize("world", params, ids=ids, indirect=True)
     elif "device_world" in metafunc.fixturenames:
@@ -83,6 +82,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         params = device_params(metafunc.config, sizes, roads)
         metafunc.parametrize("device_world", params, indirect=True)
     elif "transport" in metafunc.fixturenames:
+        only = metafunc.definition.get_closest_marker("transports")
+        transports = ("",) if gloo else only.args if only else ("shm", "tcp")
         metafunc.parametrize("transport", transports, ids=[t or "gloo" for t in transports])
 
 
@@ -98,6 +99,19 @@ def device_params(config: pytest.Config, sizes: Sequence[int], roads: Sequence[s
             marks = [pytest.mark.skip(reason=reason)] if reason else []
             params.append(pytest.param((size, road), id=f"{size}x{road}", marks=marks))
     return params
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file goes to one process, which keeps its worlds; each C++ program goes where there is
+    time, and last: xdist begins with what has most tests."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "test_cpp.py::" in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -180,8 +194,20 @@ def fresh_device_world(request: pytest.FixtureRequest, pool: Pool) -> Iterator:
 
 
 @pytest.fixture
+def reused(pool: Pool) -> Callable[..., World]:
+    """reused(size, transport, **of Spec): a shared world without a group. For tests that need one
+    of their own, or break it, and whose processes live on: see World.run_in_group()."""
+
+    def make(size: int, transport: str = "", **changes: Any) -> World:
+        return pool.get(pool.spec(size, transport, init=False, **changes))
+
+    return make
+
+
+@pytest.fixture
 def fresh(pool: Pool) -> Iterator:
-    """Makes worlds that are thrown away after the test: fresh(size, transport, **of Spec)."""
+    """Makes worlds that are thrown away after the test: fresh(size, transport, **of Spec). For
+    tests whose processes die, or are changed for good."""
     made: list[World] = []
 
     def make(size: int, transport: str = "", **changes) -> World:
@@ -194,8 +220,12 @@ def fresh(pool: Pool) -> Iterator:
 
 
 @pytest.fixture
-def stage(pool: Pool, backend: str, transport: str) -> Stage:
-    """For scenarios in which ranks die, hang or leave."""
+def mycoll_only(backend: str) -> None:
     if backend != "mycoll":
         pytest.skip("gloo does not promise this")
+
+
+@pytest.fixture
+def stage(pool: Pool, mycoll_only: None, transport: str) -> Stage:
+    """For scenarios in which ranks die, hang or leave."""
     return Stage(pool, transport, SUITE_PATIENCE)

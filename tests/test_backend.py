@@ -17,7 +17,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from worlds.smoke import smoke
 from worlds.worker import Ctx
+
+pytestmark = pytest.mark.transports("shm")
+
+
+def each_operation(ctx: Ctx) -> None:
+    smoke(ctx.rank, ctx.size)
+
+
+@pytest.mark.quick
+@pytest.mark.worlds(2, 4, tcp=(4,))
+def test_each_operation(world):
+    world.run(each_operation)
+
 
 CPU = torch.device("cpu")
 
@@ -327,8 +341,8 @@ def forked(ctx: Ctx) -> None:
     ctx.equal(float(x[0]), float(ctx.size**2))
 
 
-def test_a_forked_child_is_refused(fresh, transport):
-    fresh(2, transport).run(forked)
+def test_a_forked_child_is_refused(reused, transport):
+    reused(2, transport).run_in_group(forked)
 
 
 BEGIN = """

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 ERRORS = (RuntimeError, dist.DistBackendError)
 
 
@@ -29,7 +31,7 @@ def barriers(ctx: Ctx) -> None:
         ctx.equal(store.add(f"at{i}", 0), ctx.size, f"arrived at barrier {i}")
 
 
-@pytest.mark.worlds(1, 2, 3, 5)
+@pytest.mark.worlds(1, 2, 3, 5, tcp=(3,))
 def test_barrier(world):
     world.run(barriers)
 
@@ -81,7 +83,7 @@ def some_missing(ctx: Ctx, missing: list[int], wait_all: bool) -> str:
         ctx.store("missing").wait(["seen"], timedelta(seconds=30))
         return ""
     try:
-        dist.monitored_barrier(timeout=timedelta(seconds=2), wait_all_ranks=wait_all)
+        dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=wait_all)
     except ERRORS as error:
         return str(error)
     finally:
@@ -92,14 +94,14 @@ def some_missing(ctx: Ctx, missing: list[int], wait_all: bool) -> str:
 
 
 @pytest.mark.parametrize("wait_all", [False, True])
-def test_monitored_barrier_names_missing_ranks(fresh, transport, wait_all):
-    texts = fresh(4, transport).run(some_missing, [1, 3], wait_all)
+def test_monitored_barrier_names_missing_ranks(reused, transport, wait_all):
+    texts = reused(4, transport).run_in_group(some_missing, [1, 3], wait_all)
     named = {rank for rank in (1, 3) if str(rank) in texts[0].split("monitoredBarrier")[0]}
     assert named == {1, 3} if wait_all else named, texts[0]
     assert "2" not in texts[0].split("monitoredBarrier")[0].split("rank")[-1], texts[0]
 
 
 @pytest.mark.parametrize("missing", [[1], [2]])
-def test_monitored_barrier_names_the_one(fresh, transport, missing):
-    text = fresh(3, transport).run(some_missing, missing, True)[0]
+def test_monitored_barrier_names_the_one(reused, transport, missing):
+    text = reused(3, transport).run_in_group(some_missing, missing, True)[0]
     assert f"{missing[0]}" in text and "monitoredBarrier" in text, text

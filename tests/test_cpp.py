@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = sorted((Path(__file__).resolve().parent / "cpp").glob("*_test.cpp"))
+# These take 5 to 20 s, the others little. They are begun first.
+LONG = ["engine_test", "deadlock_test", "leaving_test", "meeting_test", "handshake_fuzz_test"]
+LONG += ["reduce_test", "transport_test"]
+SOURCES = Path(__file__).resolve().parent.glob("cpp/*_test.cpp")
+SHORT = sorted({source.stem for source in SOURCES} - set(LONG))
 
 
-@pytest.mark.parametrize("name", [source.stem for source in SOURCES])
+@pytest.mark.parametrize(
+    "name", [*LONG, *(pytest.param(name, marks=pytest.mark.quick) for name in SHORT)]
+)
 def test_cpp(name: str) -> None:
     folder = os.environ.get("CPP_TEST_DIR")
     if not folder:

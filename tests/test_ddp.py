@@ -22,6 +22,8 @@ from worlds.training import (
 )
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 
 def ddp(ctx: Ctx) -> str:
     wanted = reference(ctx)
@@ -214,8 +216,8 @@ def thrown(ctx: Ctx) -> None:
             nn.functional.mse_loss(wrapped(x), y).backward()
 
 
-def test_join_that_throws(fresh, transport):
-    fresh(2, transport).run(thrown)
+def test_join_that_throws(reused, transport):
+    reused(2, transport).run_in_group(thrown)
 
 
 def buffers(ctx: Ctx) -> str:

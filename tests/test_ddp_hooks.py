@@ -30,6 +30,8 @@ from worlds.training import (
 )
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 
 def bf16_by_another_name(group, bucket):
     """DDP keeps the name bf16_compress_hook for NCCL, and looks no further than the name."""
@@ -85,8 +87,8 @@ def quantizing(ctx: Ctx, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
-def test_quantizing_hooks(fresh, name):
-    fresh(2).run(quantizing, name)
+def test_quantizing_hooks(reused, name):
+    reused(2).run_in_group(quantizing, name)
 
 
 def deep_model() -> nn.Sequential:
@@ -192,8 +194,8 @@ def hierarchical(ctx: Ctx) -> str:
     return ctx.digests()
 
 
-def test_hierarchical_averaging(fresh, transport):
-    assert len(set(fresh(4, transport).run(hierarchical))) == 1
+def test_hierarchical_averaging(reused, transport):
+    assert len(set(reused(4, transport).run_in_group(hierarchical))) == 1
 
 
 def zero(ctx: Ctx) -> str:

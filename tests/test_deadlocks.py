@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from faults.harness import Seen, Stage, answers, attempt_and_leave
+from faults.harness import Seen, attempt_and_leave
 from worlds.worker import Ctx
 
 SECONDS = 20.0  # on a busy machine; it takes 1.5
@@ -80,25 +80,30 @@ def falls_in(ctx: Ctx, case: Callable[[Ctx], None]) -> Seen:
     return attempt_and_leave(lambda: case(ctx))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_deadlock_is_named(pool, backend, transport, case):
+OVER_TCP_TOO = (groups_in_crossed_order, receives_from_each_other, large_sends_to_each_other)
+
+
+@pytest.mark.parametrize(
+    ("case", "over"),
+    [*((case, "shm") for case in CASES), *((case, "tcp") for case in OVER_TCP_TOO)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_error_names_a_deadlock(reused, backend, case, over):
     if backend != "mycoll":
         pytest.skip("gloo does not promise this")
     size, words = CASES[case]
-    with Stage(pool, transport).world(size, TIMEOUT) as world:
-        world.start(falls_in, case)
-        for rank, seen in answers(world, limit=40).items():
-            assert isinstance(seen, Seen), (rank, seen)
-            assert seen.kind == "DistBackendError", (rank, seen)
-            assert "DEADLOCK" in seen.text, seen.text
-            for word in (*words, *(f"rank {r} (" for r in range(size))):
-                assert word in seen.text, (word, seen.text)
-            assert seen.seconds < SECONDS, f"rank {rank}: {seen.seconds:.1f} s"
+    world = reused(size, over)
+    for rank, seen in enumerate(world.run_in_group(falls_in, case, timeout=TIMEOUT)):
+        assert seen.kind == "DistBackendError", (rank, seen)
+        assert "DEADLOCK" in seen.text, seen.text
+        for word in (*words, *(f"rank {r} (" for r in range(size))):
+            assert word in seen.text, (word, seen.text)
+        assert seen.seconds < SECONDS, f"rank {rank}: {seen.seconds:.1f} s"
 
 
 def a_thread_calls_later(ctx: Ctx) -> None:
     """The thread that answers has made no call yet."""
-    answer = threading.Timer(3.0, lambda: dist.send(torch.ones(3), (ctx.rank + 1) % ctx.size))
+    answer = threading.Timer(2.5, lambda: dist.send(torch.ones(3), (ctx.rank + 1) % ctx.size))
     answer.start()
     dist.recv(torch.zeros(3), (ctx.rank + 1) % ctx.size)
     answer.join()
@@ -109,7 +114,7 @@ def a_callback_calls_later(ctx: Ctx) -> None:
     groups = [dist.new_group(timeout=ctx.timeout) for _ in range(2)]
     first = dist.all_reduce(torch.ones(3), group=groups[0], async_op=True)
     if ctx.rank == 0:
-        first.get_future().then(lambda _: time.sleep(3.0))
+        first.get_future().then(lambda _: time.sleep(2.5))
         held = dist.all_reduce(torch.ones(3), group=groups[0], async_op=True)
         dist.all_reduce(torch.ones(3), group=groups[1])
         held.wait()
@@ -120,12 +125,11 @@ def a_callback_calls_later(ctx: Ctx) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "road"), [(a_thread_calls_later, "shm"), (a_callback_calls_later, "tcp")]
+    ("case", "over"), [(a_thread_calls_later, "shm"), (a_callback_calls_later, "tcp")]
 )
-def test_no_deadlock_is_seen_where_there_is_none(pool, backend, case, road):
+def test_a_late_call_is_not_a_deadlock(reused, backend, case, over):
     if backend != "mycoll":
         pytest.skip("gloo has no futures of messages")
-    with Stage(pool, road).world(2, TIMEOUT) as world:
-        world.start(falls_in, case)
-        for rank, seen in answers(world, limit=40).items():
-            assert isinstance(seen, Seen) and not seen.kind, (rank, seen)
+    world = reused(2, over)
+    for rank, seen in enumerate(world.run_in_group(falls_in, case, timeout=TIMEOUT)):
+        assert not seen.kind, (rank, seen)

@@ -21,17 +21,13 @@ PATIENCE = 10.0  # times the limits of ./dev faults: 10 s instead of 1 s
     [deaths.in_loop, deaths.while_idle, lifecycle.exit_without_destroy, lifecycle.fork],
     ids=lambda scenario: scenario.__name__,
 )
-def test_fault(pool, backend, transport, scenario):
-    if backend != "mycoll":
-        pytest.skip("gloo does not promise this")
+def test_fault(pool, mycoll_only, transport, scenario):
     outcome = scenario(Stage(pool, transport, PATIENCE))
     assert outcome.verdict == "pass", "\n".join([*outcome.notes, outcome.sample])
 
 
-def test_junk_connections(pool, backend):
+def test_junk_connections(pool, mycoll_only):
     """The short one of scenario 20."""
-    if backend != "mycoll":
-        pytest.skip("gloo does not promise this")
     outcome = strangers.strangers(Stage(pool, "tcp", PATIENCE), 400)
     assert outcome.verdict == "pass", "\n".join([*outcome.notes, outcome.sample])
 

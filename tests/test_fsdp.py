@@ -30,6 +30,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from worlds.training import close, compare, model, reference, sgd, train
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 ON_CPU = {
     "device_id": torch.device("cpu"),  # otherwise it asks for an accelerator
     "auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=1000),
@@ -149,8 +151,8 @@ def hybrid(ctx: Ctx) -> None:
                     close(ctx, got, want, name)
 
 
-def test_hybrid_sharding(fresh, transport):
-    fresh(4, transport).run(hybrid)
+def test_hybrid_sharding(reused, transport):
+    reused(4, transport).run_in_group(hybrid)
 
 
 def fsdp1(ctx: Ctx) -> None:

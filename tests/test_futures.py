@@ -12,6 +12,8 @@ import torch.distributed as dist
 from worlds.training import close
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 
 def futures_in_order(ctx: Ctx) -> None:
     """Callbacks that begin operations of their own, beside a program that begins others."""
@@ -100,7 +102,7 @@ def program_goes_on(ctx: Ctx) -> None:
 
 
 @pytest.mark.worlds(2)
-def test_the_program_goes_on_behind_a_future(world):
+def test_calls_after_a_pending_future(world):
     world.run(program_goes_on)
 
 
@@ -198,10 +200,10 @@ def endless(ctx: Ctx) -> None:
     close(ctx, x, torch.full((3,), float(ctx.size)))
 
 
-def test_a_callback_that_does_not_return(fresh, transport, backend):
+def test_a_callback_that_does_not_return(reused, transport, backend):
     if backend == "gloo":
         pytest.skip("gloo's operations do not wait for callbacks")
-    fresh(2, transport, timeout=2.0).run(endless)
+    reused(2, transport).run_in_group(endless, timeout=1.0)
 
 
 def last_reference(ctx: Ctx) -> None:

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from worlds import arith
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 
 def check(ctx: Ctx, group: dist.ProcessGroup, members: list[int]) -> None:
     """A few operations in a group, for its members."""
@@ -37,7 +39,7 @@ def subsets(ctx: Ctx) -> None:
                 dist.destroy_process_group(group)
 
 
-@pytest.mark.worlds(2, 3, 5)
+@pytest.mark.worlds(2, 3, 5, tcp=(3,))
 def test_new_group(world):
     world.run(subsets)
 
@@ -102,8 +104,8 @@ def subgroups(ctx: Ctx) -> None:
     ctx.equal(len(groups) + len(more), 4)
 
 
-def test_new_subgroups(fresh, transport):
-    fresh(4, transport).run(subgroups)
+def test_new_subgroups(reused, transport):
+    reused(4, transport).run_in_group(subgroups)
 
 
 def meshes(ctx: Ctx) -> None:
@@ -122,8 +124,8 @@ def meshes(ctx: Ctx) -> None:
     ctx.same(local.full_tensor(), torch.ones(2))
 
 
-def test_device_mesh(fresh, transport):
-    fresh(4, transport).run(meshes)
+def test_device_mesh(reused, transport):
+    reused(4, transport).run_in_group(meshes)
 
 
 def split(ctx: Ctx) -> bool:
@@ -140,11 +142,11 @@ def split(ctx: Ctx) -> bool:
     return True
 
 
-def test_split_group(fresh, transport):
+def test_split_group(reused, transport):
     """dist.split_group itself refuses machines without an accelerator."""
     if not hasattr(dist.ProcessGroup, "split_group"):
         pytest.skip("this torch has no ProcessGroup.split_group")
-    assert all(fresh(4, transport).run(split)), "the backend does not support splitting"
+    assert all(reused(4, transport).run_in_group(split)), "the backend does not support splitting"
 
 
 def part_of(ctx: Ctx, parts: list[list[int]], group=None, members=None, **more) -> None:
@@ -186,10 +188,10 @@ def splits(ctx: Ctx) -> None:
 
 
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
-def test_split_group_of_ranks_in_different_groups(fresh, transport, backend, debug):
+def test_split_group_of_ranks_in_different_groups(reused, transport, backend, debug):
     if backend == "gloo":
         pytest.skip("torch refuses split_group without an accelerator")
-    fresh(4, transport, env=(("TORCH_DISTRIBUTED_DEBUG", debug),)).run(splits)
+    reused(4, transport, env=(("TORCH_DISTRIBUTED_DEBUG", debug),)).run_in_group(splits)
 
 
 def merge(ctx: Ctx) -> None:
@@ -211,10 +213,10 @@ def merge(ctx: Ctx) -> None:
     ctx.equal(float(x), 2.0)
 
 
-def test_merge_remote_group(fresh, transport):
+def test_merge_remote_group(reused, transport):
     if not hasattr(dist.ProcessGroup, "merge_remote_group"):
         pytest.skip("this torch has no ProcessGroup.merge_remote_group")
-    fresh(4, transport).run(merge)
+    reused(4, transport).run_in_group(merge)
 
 
 def shrink(ctx: Ctx) -> None:
@@ -240,10 +242,10 @@ def shrink(ctx: Ctx) -> None:
         ctx.equal(objects, left)
 
 
-def test_shrink_group(fresh, transport, backend):
+def test_shrink_group(reused, transport, backend):
     if backend == "gloo":
         pytest.skip("gloo cannot shrink")
-    fresh(4, transport).run(shrink)
+    reused(4, transport).run_in_group(shrink)
 
 
 def disagree(ctx: Ctx) -> str:
@@ -255,10 +257,10 @@ def disagree(ctx: Ctx) -> str:
     return "no error"
 
 
-def test_shrinking_differently(fresh, transport, backend):
+def test_shrinking_differently(reused, transport, backend):
     if backend == "gloo":
         pytest.skip("gloo cannot shrink")
-    texts = fresh(3, transport, timeout=2.0).run(disagree)
+    texts = reused(3, transport).run_in_group(disagree, timeout=2.0)
     assert all("shrunk" in text and "TIMED OUT" in text for text in texts), texts
 
 

@@ -9,12 +9,15 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from worlds.smoke import smoke
 from worlds.worker import Ctx
+
+pytestmark = pytest.mark.transports("shm")
 
 
 def free_port() -> int:
@@ -29,15 +32,16 @@ def check_and_leave(ctx: Ctx) -> None:
 
 
 def by_env(ctx: Ctx, port: int) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(ctx.rank), WORLD_SIZE=str(ctx.size)
-    )
-    dist.init_process_group(ctx.backend)
-    check_and_leave(ctx)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    place |= {"RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.size)}
+    with mock.patch.dict(os.environ, place):
+        dist.init_process_group(ctx.backend)
+        check_and_leave(ctx)
 
 
-def test_env(fresh, transport):
-    fresh(2, transport, init=False).run(by_env, free_port())
+@pytest.mark.quick
+def test_env(reused, transport):
+    reused(2, transport).run(by_env, free_port())
 
 
 def by_url(ctx: Ctx, url: str) -> None:
@@ -52,9 +56,9 @@ def by_url(ctx: Ctx, url: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_init_method(fresh, transport, kind, tmp_path):
+def test_init_method(reused, transport, kind, tmp_path):
     url = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path}/rendezvous"
-    fresh(3, transport, init=False).run(by_url, url)
+    reused(3, transport).run(by_url, url)
 
 
 def by_store(ctx: Ctx, kind: str, where: Any) -> None:
@@ -70,9 +74,9 @@ def by_store(ctx: Ctx, kind: str, where: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "prefix"])
-def test_explicit_store(fresh, transport, kind, tmp_path):
+def test_explicit_store(reused, transport, kind, tmp_path):
     where = free_port() if kind == "tcp" else str(tmp_path / "store")
-    fresh(2, transport, init=False).run(by_store, kind, where)
+    reused(2, transport).run(by_store, kind, where)
 
 
 class StoreInPython(dist.Store):
@@ -108,8 +112,8 @@ def by_store_in_python(ctx: Ctx, path: str) -> None:
                 start(store=store)
 
 
-def test_store_in_python(fresh, transport, tmp_path):
-    fresh(2, transport, init=False).run(by_store_in_python, str(tmp_path / "store"))
+def test_store_in_python(reused, transport, tmp_path):
+    reused(2, transport).run(by_store_in_python, str(tmp_path / "store"))
 
 
 def backend_object(name: str, store: dist.Store, rank: int, size: int) -> Any:
@@ -149,8 +153,8 @@ def threads_as_ranks(ctx: Ctx) -> None:
     ctx.equal(results, dict.fromkeys(range(size), 3.0))
 
 
-def test_hash_store_with_threads_as_ranks(fresh, transport):
-    fresh(1, transport, init=False).run(threads_as_ranks)
+def test_hash_store_with_threads_as_ranks(reused, transport):
+    reused(1, transport).run(threads_as_ranks)
 
 
 def same_name_other_size(ctx: Ctx, path: str) -> None:
@@ -160,17 +164,17 @@ def same_name_other_size(ctx: Ctx, path: str) -> None:
             return
         store = dist.PrefixStore("t", dist.FileStore(path, -1))
         if size == 2 and ctx.rank == 1:
-            time.sleep(1.5)
+            time.sleep(0.3)
         backend = backend_object(ctx.backend, store, ctx.rank, size)
         x = torch.full((3,), float(ctx.rank + 1))
         backend.allreduce([x]).wait()
         ctx.equal(float(x[0]), size * (size + 1) / 2)
 
 
-def test_a_name_may_come_again_with_another_size(fresh, transport, backend, tmp_path):
+def test_a_name_may_come_again_with_another_size(reused, transport, backend, tmp_path):
     if backend == "gloo":
         pytest.skip("gloo reads addresses of the first group")
-    fresh(3, transport, init=False).run(same_name_other_size, str(tmp_path / "store"))
+    reused(3, transport).run(same_name_other_size, str(tmp_path / "store"))
 
 
 def other_ranks_each_time(ctx: Ctx, path: str) -> None:
@@ -187,10 +191,10 @@ def other_ranks_each_time(ctx: Ctx, path: str) -> None:
         dist.destroy_process_group()
 
 
-def test_ranks_may_change_places(fresh, transport, backend, tmp_path):
+def test_ranks_may_change_places(reused, transport, backend, tmp_path):
     if backend == "gloo":
         pytest.skip("gloo reads addresses of the group before")
-    fresh(3, transport, init=False).run(other_ranks_each_time, str(tmp_path / "store"))
+    reused(3, transport).run(other_ranks_each_time, str(tmp_path / "store"))
 
 
 def with_backend(ctx: Ctx, backend: str | None, kwargs: dict[str, Any]) -> None:
@@ -202,15 +206,15 @@ def with_backend(ctx: Ctx, backend: str | None, kwargs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("form", ["cpu:{}", "cpu:{},cuda:nccl", "cpu:{},cuda:{}"])
-def test_backend_strings(fresh, transport, backend, form):
+def test_backend_strings(reused, transport, backend, form):
     if "nccl" in form and not (dist.is_nccl_available() and torch.cuda.is_available()):
         pytest.skip("torch's nccl needs a build with NCCL and, since 2.15, a GPU")
-    fresh(2, transport, init=False).run(with_backend, form.format(backend, backend), {})
+    reused(2, transport).run(with_backend, form.format(backend, backend), {})
 
 
-def test_timeout(fresh, transport, backend):
+def test_timeout(reused, transport, backend):
     kwargs = {"timeout": timedelta(seconds=17)}
-    fresh(2, transport, init=False).run(with_backend, backend, kwargs)
+    reused(2, transport).run(with_backend, backend, kwargs)
 
 
 def gloo_for_cpu(ctx: Ctx) -> None:
@@ -219,9 +223,9 @@ def gloo_for_cpu(ctx: Ctx) -> None:
     dist.destroy_process_group()
 
 
-def test_only_for_cuda(fresh, transport):
+def test_only_for_cuda(reused, transport):
     """CPU tensors over gloo, and mycoll beside it for tensors that are not there."""
-    fresh(2, transport, init=False).run(gloo_for_cpu)
+    reused(2, transport).run(gloo_for_cpu)
 
 
 def mixed_world(ctx: Ctx, outer: str, inner: str) -> None:
@@ -238,9 +242,9 @@ def mixed_world(ctx: Ctx, outer: str, inner: str) -> None:
 
 
 @pytest.mark.parametrize("outer", ["gloo", "mycoll"])
-def test_groups_of_two_backends(fresh, transport, outer):
+def test_groups_of_two_backends(reused, transport, outer):
     inner = "mycoll" if outer == "gloo" else "gloo"
-    fresh(2, transport, init=False).run(mixed_world, outer, inner)
+    reused(2, transport).run(mixed_world, outer, inner)
 
 
 def with_options(ctx: Ctx) -> None:
@@ -253,8 +257,8 @@ def with_options(ctx: Ctx) -> None:
     dist.destroy_process_group()
 
 
-def test_options(fresh, transport):
-    fresh(2, transport, init=False).run(with_options)
+def test_options(reused, transport):
+    reused(2, transport).run(with_options)
 
 
 def timeout_of_options(ctx: Ctx) -> None:
@@ -280,8 +284,8 @@ def timeout_of_options(ctx: Ctx) -> None:
     dist.destroy_process_group()
 
 
-def test_timeout_of_options(fresh, transport):
-    fresh(2, transport, init=False).run(timeout_of_options)
+def test_timeout_of_options(reused, transport):
+    reused(2, transport).run(timeout_of_options)
 
 
 def meaningless_timeouts(ctx: Ctx) -> None:
@@ -296,8 +300,8 @@ def meaningless_timeouts(ctx: Ctx) -> None:
     dist.destroy_process_group()
 
 
-def test_meaningless_timeouts(fresh, transport):
-    fresh(2, transport, init=False).run(meaningless_timeouts)
+def test_meaningless_timeouts(reused, transport):
+    reused(2, transport).run(meaningless_timeouts)
 
 
 def with_device_id(ctx: Ctx) -> None:
@@ -311,8 +315,8 @@ def with_device_id(ctx: Ctx) -> None:
     dist.destroy_process_group()
 
 
-def test_device_id(fresh, transport):
-    fresh(2, transport, init=False).run(with_device_id)
+def test_device_id(reused, transport):
+    reused(2, transport).run(with_device_id)
 
 
 def detail(ctx: Ctx) -> None:
@@ -326,8 +330,8 @@ def detail(ctx: Ctx) -> None:
     dist.monitored_barrier()
 
 
-def test_detail_debug_level(fresh, transport):
-    fresh(3, transport, env=(("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)).run(detail)
+def test_detail_debug_level(reused, transport):
+    reused(3, transport, env=(("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)).run_in_group(detail)
 
 
 def detail_mismatch(ctx: Ctx) -> None:
@@ -338,8 +342,8 @@ def detail_mismatch(ctx: Ctx) -> None:
             dist.broadcast(torch.ones(4), 0)
 
 
-def test_detail_debug_level_finds_mismatches(fresh, transport):
-    fresh(2, transport, env=(("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)).run(detail_mismatch)
+def test_detail_debug_level_finds_mismatches(reused, transport):
+    reused(2, transport, env=(("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)).run_in_group(detail_mismatch)
 
 
 def store_keys(ctx: Ctx) -> int:
@@ -354,6 +358,6 @@ def store_keys(ctx: Ctx) -> int:
     return after - before
 
 
-def test_operations_add_few_store_keys(fresh, transport):
+def test_operations_add_few_store_keys(reused, transport):
     """Connections may leave keys when they are first made; operations do not."""
-    assert max(fresh(3, transport, init=False).run(store_keys)) <= 12
+    assert max(reused(3, transport).run(store_keys)) <= 12

@@ -90,7 +90,7 @@ def half_begun_groups(ctx: Ctx) -> int:
     return found
 
 
-def test_memory_that_nobody_fetched_is_dropped(fresh):
+def test_unfetched_memory_is_released(fresh):
     assert max(fresh(2, "shm").run(half_begun_groups)) <= 4
 
 
@@ -136,7 +136,7 @@ def many_operations(ctx: Ctx) -> float:
     return resident_mib() - before
 
 
-@pytest.mark.worlds(2)
+@pytest.mark.worlds(2, tcp=(2,))
 def test_operations_leave_no_memory_behind(world):
     for grown in world.run(many_operations):
         assert grown < 20, f"{grown:.0f} MiB"
@@ -167,7 +167,7 @@ def memories(pid: int | str) -> set[str]:
     return found
 
 
-def test_nothing_is_left_by_the_killed(fresh, transport, tmp_path, backend):
+def test_killed_ranks_leave_nothing_behind(fresh, transport, tmp_path, backend):
     """kill -9 of all ranks at once: no process, no memory, no socket, no file."""
     if backend != "mycoll":
         pytest.skip("gloo makes other things")

@@ -21,7 +21,7 @@ def hands_on_and_goes(ctx: Ctx) -> Seen:
     """Rank 0's value goes to ranks 1 and 2, and from 2 to 3: 0 and 3 never exchange a word."""
     x = torch.full((10,), 7.0 if ctx.rank == 0 else 0.0)
     if ctx.rank == 2:
-        time.sleep(2.0)
+        time.sleep(0.7)
 
     def act() -> float:
         dist.broadcast(x, 0)
@@ -46,41 +46,43 @@ def all_but_rank_0(stage: Stage, ranks: int, job: Callable[[Ctx], Seen]) -> list
     return values
 
 
-def test_who_has_gone_has_not_died(stage):
+def test_exit_after_the_last_call_is_not_a_death(stage):
     assert all_but_rank_0(stage, 4, hands_on_and_goes) == [7.0] * 3
 
 
 def never_meet(ctx: Ctx) -> Seen:
     """A group is made, and not used: rank 0's program ends long before those of the others."""
     if ctx.rank > 0:
-        time.sleep(1.5)
+        time.sleep(0.5)
     seen = attempt(dist.destroy_process_group)
     if ctx.rank == 0:
         os._exit(0)
     return seen
 
 
-def test_who_goes_without_a_word_has_not_died(stage):
+def test_silent_exit_is_not_a_death(stage):
     all_but_rank_0(stage, 3, never_meet)
 
 
 def missed(ctx: Ctx) -> Seen:
     """Rank 1 has left before rank 0 calls it for the first time, and its process lives on."""
+    store = ctx.store("missed")
     if ctx.rank == 1:
         dist.destroy_process_group()
-        time.sleep(2.0)
-        return Seen()
-    time.sleep(1.0)
-    return attempt(lambda: dist.all_reduce(torch.ones(4)))
+        store.set("left", "")
+        store.wait(["seen"], timedelta(seconds=30))
+        return attempt(lambda: None)
+    store.wait(["left"], timedelta(seconds=30))
+    seen = attempt(lambda: dist.all_reduce(torch.ones(4)))
+    store.set("seen", "")
+    return seen
 
 
-def test_who_left_before_the_first_call_is_said_to_have(stage):
-    with stage.world(2, timeout=60.0) as world:
-        world.start(missed)
-        seen = answers(world)[0]
-        assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
-        assert "rank 1" in seen.text and "has left" in seen.text, seen.text
-        assert seen.seconds < 5.0
+def test_the_error_names_a_rank_that_left_before_the_first_call(reused, transport, mycoll_only):
+    seen, other = reused(2, transport).run_in_group(missed, timeout=60.0)
+    assert seen.kind == "DistBackendError" and not other.kind, (seen, other)
+    assert "rank 1" in seen.text and "has left" in seen.text, seen.text
+    assert seen.seconds < 5.0
 
 
 def comes_late(ctx: Ctx) -> Seen:
@@ -108,12 +110,11 @@ def comes_late(ctx: Ctx) -> Seen:
     return attempt(act)
 
 
-def test_a_late_member_is_waited_for(stage):
-    with stage.world(3, timeout=60.0) as world:
-        world.start(comes_late)
-        for rank, seen in answers(world).items():
-            assert isinstance(seen, Seen) and not seen.kind, (rank, seen)
-            assert seen.value == 5.0
+@pytest.mark.transports("tcp")
+def test_a_late_member_is_waited_for(reused, transport, mycoll_only):
+    for rank, seen in enumerate(reused(3, transport).run_in_group(comes_late, timeout=60.0)):
+        assert not seen.kind, (rank, seen)
+        assert seen.value == 5.0
 
 
 def goes_with_a_message(ctx: Ctx) -> Seen | None:
@@ -134,17 +135,14 @@ def goes_with_a_message(ctx: Ctx) -> Seen | None:
     return seen
 
 
-def test_who_goes_takes_what_was_not_received(pool, backend):
-    if backend == "gloo":
-        pytest.skip("gloo promises none of this")
-    # It takes 10 s; leaving_test has both transports.
-    with Stage(pool, "tcp").world(2, timeout=60.0) as world:
-        world.start(goes_with_a_message)
-        _, seen = answers(world).values()
-        assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
-        assert "has left group" in seen.text and "recv from rank 0" in seen.text
-        assert seen.seconds < 2.0
-        assert "(collectives: 0, sends: 1). They are lost" in world.members[0].log_tail()
+@pytest.mark.transports("tcp")  # it takes 10 s; leaving_test has both
+def test_unreceived_sends_are_lost_when_the_sender_leaves(fresh, transport, mycoll_only):
+    world = fresh(2, transport, timeout=60.0)
+    _, seen = world.run(goes_with_a_message)
+    assert seen.kind == "DistBackendError", seen
+    assert "has left group" in seen.text and "recv from rank 0" in seen.text
+    assert seen.seconds < 2.0
+    assert "(collectives: 0, sends: 1). They are lost" in world.members[0].log_tail()
 
 
 def receives_while_it_leaves(ctx: Ctx) -> Seen:
@@ -163,11 +161,10 @@ def receives_while_it_leaves(ctx: Ctx) -> Seen:
     return seen
 
 
-def test_who_goes_receives_what_was_sent(stage):
-    with stage.world(2, timeout=60.0) as world:
-        world.start(receives_while_it_leaves)
-        for rank, seen in answers(world).items():
-            assert isinstance(seen, Seen) and not seen.kind, (rank, seen)
+def test_leaving_completes_matched_messages(reused, transport, mycoll_only):
+    world = reused(2, transport)
+    for rank, seen in enumerate(world.run_in_group(receives_while_it_leaves, timeout=60.0)):
+        assert not seen.kind, (rank, seen)
 
 
 def run_ranks(text: str, ranks: int, tmp_path: Path) -> str:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from faults.harness import Seen, answers, attempt
 from faults.lifecycle import tiny_shm
+from worlds.pool import World
 from worlds.worker import Ctx
 
 MIB = 1 << 20
@@ -29,10 +30,7 @@ WARN = ("MYCOLL_LOG", "warn")
 AUTO = ("MYCOLL_TRANSPORT", "auto")
 
 
-@pytest.fixture(autouse=True)
-def of_mycoll(backend):
-    if backend != "mycoll":
-        pytest.skip("gloo does not promise this")
+pytestmark = pytest.mark.usefixtures("mycoll_only")
 
 
 def works(ctx: Ctx) -> None:
@@ -139,8 +137,7 @@ def limited(ctx: Ctx, limit: Limit) -> Seen:
     return seen
 
 
-def run_limited(fresh, transport: str, limit: Limit) -> list[Seen]:
-    world = fresh(2, transport, init=False, timeout=8.0)
+def run_limited(world: World, limit: Limit) -> list[Seen]:
     seen = world.run(limited, limit, deadline=60)
     assert all(one.kind in ("", *KINDS) for one in seen), seen
     return seen
@@ -175,8 +172,9 @@ KINDS = ("DistBackendError", "DistNetworkError", "DistStoreError", "MemoryError"
 
 
 @pytest.mark.parametrize("left", [0, 4, 8, 12, 64])
-def test_descriptors_used_up(fresh, transport, left):
-    seen = run_limited(fresh, transport, Limit(resource.RLIMIT_NOFILE, left))
+def test_descriptors_used_up(reused, transport, left):
+    world = reused(2, transport, timeout=8.0)
+    seen = run_limited(world, Limit(resource.RLIMIT_NOFILE, left))
     if left == 64:
         assert not any(one.kind for one in seen), seen
     if left == 0:
@@ -188,7 +186,8 @@ def test_descriptors_used_up(fresh, transport, left):
 @pytest.mark.parametrize("mib", [1, 9, 32, 512])
 def test_memory_used_up(fresh, transport, mib):
     """With nothing at all left, the C library ends the process for want of thread-local data."""
-    seen = run_limited(fresh, transport, Limit(resource.RLIMIT_AS, mib * MIB))
+    world = fresh(2, transport, init=False, timeout=8.0)  # with no memory to spare from before
+    seen = run_limited(world, Limit(resource.RLIMIT_AS, mib * MIB))
     if mib == 512:
         assert not any(one.kind for one in seen), seen
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from worlds.pool import World
 from worlds.worker import Ctx
 
 SOON = 20.0  # seconds; far below the timeout of the group
@@ -112,14 +113,24 @@ def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
     return text, time.monotonic() - started
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_mismatch(fresh, transport, name, size):
-    for rank, (text, seconds) in enumerate(fresh(size, transport).run(disagree, name)):
+def check_mismatch(world: World, name: str) -> None:
+    for rank, (text, seconds) in enumerate(world.run_in_group(disagree, name)):
         assert text, f"rank {rank}: no DistBackendError"
         assert seconds < SOON, f"rank {rank} took {seconds:.1f} s"
         for wanted in MISMATCHES[name].texts:
             assert wanted.lower() in text.lower(), f"rank {rank}: no {wanted!r} in: {text}"
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_mismatch(reused, transport, name):
+    check_mismatch(reused(3, transport), name)
+
+
+@pytest.mark.quick
+@pytest.mark.transports("shm")
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_mismatch_of_two(reused, transport, name):
+    check_mismatch(reused(2, transport), name)
 
 
 def message_sizes(ctx: Ctx, sent: int, expected: int) -> tuple[str, float]:
@@ -137,8 +148,8 @@ def message_sizes(ctx: Ctx, sent: int, expected: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (500_000, 8), (8, 500_000)])
-def test_sizes_of_send_and_recv(fresh, transport, sizes):
-    results = fresh(2, transport).run(message_sizes, *sizes)
+def test_sizes_of_send_and_recv(reused, transport, sizes):
+    results = reused(2, transport).run_in_group(message_sizes, *sizes)
     text, seconds = results[1]
     assert text, "the receiver got no DistBackendError"
     assert seconds < SOON
@@ -158,8 +169,8 @@ def dtypes_of_messages(ctx: Ctx) -> str:
     return ""
 
 
-def test_dtypes_of_send_and_recv(fresh, transport):
-    text = fresh(2, transport).run(dtypes_of_messages)[1].lower()
+def test_dtypes_of_send_and_recv(reused, transport):
+    text = reused(2, transport).run_in_group(dtypes_of_messages)[1].lower()
     assert "float" in text and "int" in text, text
 
 
@@ -175,5 +186,5 @@ def again(ctx: Ctx) -> None:
     ctx.equal(float(x), float(ctx.size))
 
 
-def test_a_new_group_after_a_mismatch(fresh, transport):
-    fresh(2, transport).run(again)
+def test_a_new_group_after_a_mismatch(reused, transport):
+    reused(2, transport).run_in_group(again)

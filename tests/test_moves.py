@@ -166,7 +166,7 @@ JOBS = (
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.worlds(1, 2, 3, 5)
+@pytest.mark.worlds(1, 2, 3, 5, tcp=(3,))
 def test_moves(world, job):
     world.run(job)
 
@@ -251,7 +251,7 @@ def every_dtype(ctx: Ctx) -> list[str]:
     return [arith.short(dtype) for dtype in dtypes]
 
 
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(2, 3, tcp=(3,))
 def test_every_dtype_can_be_moved(world):
     covered = set(world.run(every_dtype)[0])
     assert {arith.short(d) for d in arith.REDUCIBLE} <= covered

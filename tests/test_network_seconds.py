@@ -19,7 +19,7 @@ def cut_off(ctx: Ctx, hosts: list[str], port: int) -> Seen:
     return attempt_and_leave(lambda: all_reduce_forever(0.01))
 
 
-def test_how_long_a_silent_network_is_believed(pool, backend):
+def test_network_seconds_bounds_a_silent_network(pool, backend):
     if backend != "mycoll":
         pytest.skip("gloo believes it for ever")
     stage = Stage(pool, "tcp")

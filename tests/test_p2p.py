@@ -45,7 +45,7 @@ def ring(ctx: Ctx) -> None:
                 ctx.same(out, parts[left])
 
 
-@pytest.mark.worlds(2, 3, 5)
+@pytest.mark.worlds(2, 3, 5, tcp=(3,))
 def test_ring(world):
     world.run(ring)
 
@@ -60,7 +60,7 @@ def ping_pong(ctx: Ctx) -> None:
             ctx.equal(int(x), i)
 
 
-@pytest.mark.worlds(2)
+@pytest.mark.worlds(2, tcp=(2,))
 def test_ping_pong(world):
     world.run(ping_pong)
 
@@ -79,7 +79,7 @@ def order_kept(ctx: Ctx) -> None:
             ctx.same(out, torch.full((n,), float(i)), f"message {i}")
 
 
-@pytest.mark.worlds(2)
+@pytest.mark.worlds(2, tcp=(2,))
 def test_order_is_kept(world):
     world.run(order_kept)
 
@@ -99,7 +99,7 @@ def tags_out_of_order(ctx: Ctx) -> None:
                     ctx.same(out, torch.full((numel,), t), f"tag {t}")
 
 
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(2, 3, tcp=(3,))
 def test_tags_out_of_order(world):
     world.run(tags_out_of_order)
 
@@ -120,7 +120,7 @@ def tags_posted_first(ctx: Ctx) -> None:
                 dist.send(torch.full((100,), t), 1, tag=t)
 
 
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(2, 3, tcp=(3,))
 def test_tags_of_posted_receives(world):
     world.run(tags_posted_first)
 
@@ -140,7 +140,7 @@ def any_source(ctx: Ctx) -> None:
         dist.barrier()
 
 
-@pytest.mark.worlds(2, 3, 5)
+@pytest.mark.worlds(2, 3, 5, tcp=(3,))
 def test_recv_from_any_source(world):
     world.run(any_source)
 
@@ -159,7 +159,7 @@ def any_source_in_a_group(ctx: Ctx) -> None:
         dist.destroy_process_group(group)
 
 
-@pytest.mark.worlds(3)
+@pytest.mark.worlds(3, tcp=(3,))
 def test_recv_from_any_source_in_a_group(world):
     world.run(any_source_in_a_group)
 
@@ -177,7 +177,7 @@ def irecv_any_source(ctx: Ctx) -> None:
             dist.send(torch.ones(5), 0, tag=4)
 
 
-@pytest.mark.worlds(2)
+@pytest.mark.worlds(2, tcp=(2,))
 def test_irecv_from_any_source(world):
     world.run(irecv_any_source)
 
@@ -207,7 +207,7 @@ def to_oneself(ctx: Ctx) -> None:
     ctx.equal(x.tolist(), [float(ctx.size)] * 2)
 
 
-@pytest.mark.worlds(1, 2)
+@pytest.mark.worlds(1, 2, tcp=(2,))
 def test_to_oneself(world):
     world.run(to_oneself)
 
@@ -240,7 +240,7 @@ def to_oneself_in_store(ctx: Ctx) -> None:
             work.wait()
 
 
-@pytest.mark.worlds(1, 2)
+@pytest.mark.worlds(1, 2, tcp=(2,))
 def test_to_oneself_in_store(world):
     world.run(to_oneself_in_store)
 
@@ -263,7 +263,7 @@ def to_oneself_mismatched(ctx: Ctx) -> None:
             dist.destroy_process_group(group)
 
 
-@pytest.mark.worlds(1, 2)
+@pytest.mark.worlds(1, 2, tcp=(2,))
 def test_to_oneself_mismatched(world):
     world.run(to_oneself_mismatched)
 
@@ -288,7 +288,7 @@ def batch(ctx: Ctx) -> None:
                 ctx.same(out, message(p, ctx.rank, i), f"from {p}")
 
 
-@pytest.mark.worlds(2, 3, 4)
+@pytest.mark.worlds(2, 3, 4, tcp=(3,))
 def test_batch_isend_irecv(world):
     world.run(batch)
 
@@ -308,7 +308,7 @@ def batch_one_sided(ctx: Ctx) -> None:
     ctx.equal(float(out[0]), float(max(left, 0)))
 
 
-@pytest.mark.worlds(2, 4)
+@pytest.mark.worlds(2, 4, tcp=(4,))
 def test_batch_of_a_pipeline(world):
     world.run(batch_one_sided)
 
@@ -334,6 +334,6 @@ def beside_collectives(ctx: Ctx) -> None:
         ctx.same(out, torch.full((1000,), float(i)))
 
 
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(2, 3, tcp=(3,))
 def test_beside_collectives(world):
     world.run(beside_collectives)

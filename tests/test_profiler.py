@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 CALLED = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier"]
 
 
@@ -43,10 +45,10 @@ def named(ctx: Ctx) -> list[str]:
     return [each.name for each in seen.events()]
 
 
-def test_names_given_by_the_program(fresh, transport) -> None:
+def test_names_given_by_the_program(reused, transport) -> None:
     if not hasattr(dist, "record_comm"):
         pytest.skip("this torch has no record_comm")
-    for names in fresh(2, transport).run(named):
+    for names in reused(2, transport).run_in_group(named):
         assert names.count("of the first layer") == 2, names
         assert names.count("mycoll:all_reduce") == 1, names
 
@@ -55,8 +57,8 @@ def events(path: Path) -> list[dict[str, Any]]:
     return [each for each in json.loads(path.read_text())["traceEvents"] if each.get("ph") == "X"]
 
 
-def test_names_and_details(fresh, transport, tmp_path) -> None:
-    fresh(2, transport).run(traced, str(tmp_path))
+def test_names_and_details(reused, transport, tmp_path) -> None:
+    reused(2, transport).run_in_group(traced, str(tmp_path))
     for rank in range(2):
         found = events(tmp_path / f"{rank}.json")
         names = [each["name"] for each in found]

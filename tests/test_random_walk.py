@@ -155,7 +155,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", [seed] if seed is not None else [1, 2, 3])
 
 
-@pytest.mark.worlds(1, 2, 3, 4, 5)
+@pytest.mark.worlds(1, 2, 3, 4, 5, tcp=(3,))
 def test_random_walk(world, seed):
     world.run(walk, seed, deadline=90)
 

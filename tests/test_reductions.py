@@ -43,7 +43,7 @@ def all_reduce_cases(ctx: Ctx) -> str:
     return ctx.digests()
 
 
-@pytest.mark.worlds(1, 2, 3, 4, 5)
+@pytest.mark.worlds(1, 2, 3, 4, 5, tcp=(3,))
 def test_all_reduce_matrix(world):
     digests = world.run(all_reduce_cases)
     assert len(set(digests)) == 1, f"ranks hold different bits: {digests}"
@@ -74,7 +74,7 @@ def all_reduce_big(ctx: Ctx) -> str:
     return ctx.digests()
 
 
-@pytest.mark.worlds(2, 3, 5)
+@pytest.mark.worlds(2, 3, 5, tcp=(5,))
 def test_all_reduce_big(world):
     assert len(set(world.run(all_reduce_big))) == 1
 
@@ -118,7 +118,7 @@ def embedded(ctx: Ctx) -> None:
                     ctx.equal(bool((x[:start] == ctx.size).all()), True, "the ones around")
 
 
-@pytest.mark.worlds(3, 5)
+@pytest.mark.worlds(3, 5, tcp=(3,))
 def test_bits_do_not_depend_on_message_size(world):
     world.run(embedded)
 
@@ -144,7 +144,7 @@ def nan_cases(ctx: Ctx) -> None:
                 ctx.same(x, arith.reduced(op, parts))
 
 
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(2, 3, tcp=(3,))
 def test_nan_and_infinity(world):
     world.run(nan_cases)
 
@@ -178,7 +178,7 @@ def narrow_cases(ctx: Ctx) -> None:
             ctx.same(y, arith.reduced("AVG", parts), "AVG of the largest number")
 
 
-@pytest.mark.worlds(4, 5)
+@pytest.mark.worlds(4, 5, tcp=(5,))
 def test_narrow_floats_are_accumulated_wide(world):
     world.run(narrow_cases)
 
@@ -194,7 +194,7 @@ def integer_average(ctx: Ctx) -> None:
             ctx.same(x, torch.tensor(want, dtype=dtype), "truncates toward zero:")
 
 
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(2, 3, tcp=(3,))
 def test_integer_average_truncates(world):
     world.run(integer_average)
 
@@ -218,7 +218,7 @@ def premul_cases(ctx: Ctx) -> None:
                     ctx.same(y, want, "reduce_scatter_tensor")
 
 
-@pytest.mark.worlds(2, 4)
+@pytest.mark.worlds(2, 4, tcp=(4,))
 def test_premul_sum(world):
     world.run(premul_cases)
 
@@ -241,7 +241,7 @@ def reduce_cases(ctx: Ctx) -> None:
                 ctx.same(x, parts[ctx.rank], "a rank that is not the root: untouched:")
 
 
-@pytest.mark.worlds(1, 2, 3, 5)
+@pytest.mark.worlds(1, 2, 3, 5, tcp=(3,))
 def test_reduce_matrix(world):
     world.run(reduce_cases)
 
@@ -257,7 +257,7 @@ def reduce_big(ctx: Ctx) -> None:
             ctx.same(x, parts[ctx.rank], "a rank that is not the root: untouched:")
 
 
-@pytest.mark.worlds(2, 3, 4)
+@pytest.mark.worlds(2, 3, 4, tcp=(3,))
 def test_reduce_big(world):
     world.run(reduce_big)
 
@@ -284,7 +284,7 @@ def reduce_scatter_cases(ctx: Ctx) -> None:
             ctx.same(y, want)
 
 
-@pytest.mark.worlds(1, 2, 3, 5)
+@pytest.mark.worlds(1, 2, 3, 5, tcp=(3,))
 def test_reduce_scatter_matrix(world):
     world.run(reduce_scatter_cases)
 
@@ -304,7 +304,7 @@ def reduce_scatter_uneven(ctx: Ctx) -> None:
                     ctx.same(y, arith.reduced("SUM", [c[ctx.rank] for c in chunks]))
 
 
-@pytest.mark.worlds(2, 3, 5)
+@pytest.mark.worlds(2, 3, 5, tcp=(3,))
 def test_reduce_scatter_uneven(world):
     world.run(reduce_scatter_uneven)
 
@@ -323,6 +323,6 @@ def reduce_scatter_big(ctx: Ctx) -> None:
     ctx.same(out, want, "in place")
 
 
-@pytest.mark.worlds(2, 3, 4)
+@pytest.mark.worlds(2, 3, 4, tcp=(3,))
 def test_reduce_scatter_big_and_in_place(world):
     world.run(reduce_scatter_big)

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds.training import compare, model, reference, train
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 
 def names(ctx: Ctx) -> None:
     world = dist.group.WORLD
@@ -73,8 +75,8 @@ def debug(ctx: Ctx, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
-def test_debug_levels(fresh, transport, level):
-    fresh(3, transport, env=(("TORCH_DISTRIBUTED_DEBUG", level),)).run(debug, level)
+def test_debug_levels(reused, transport, level):
+    reused(3, transport, env=(("TORCH_DISTRIBUTED_DEBUG", level),)).run_in_group(debug, level)
 
 
 def unused_is_named(ctx: Ctx) -> None:
@@ -95,8 +97,8 @@ def unused_is_named(ctx: Ctx) -> None:
         wrapped(torch.ones(1, 2))
 
 
-def test_unused_parameters_are_named(fresh):
-    fresh(2, env=(("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)).run(unused_is_named)
+def test_unused_parameters_are_named(reused):
+    reused(2, env=(("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)).run_in_group(unused_is_named)
 
 
 BREAKPOINT = """

@@ -15,6 +15,8 @@ from faults.harness import Seen, attempt
 from worlds import arith
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 NUMEL = 100_003
 
 
@@ -157,17 +159,17 @@ def timeouts(ctx: Ctx) -> float:
         started = time.monotonic()
         work = dist.all_reduce(torch.ones(10), async_op=True)
         with ctx.raises((RuntimeError, dist.DistBackendError)):
-            work.wait(timedelta(seconds=1))
+            work.wait(timedelta(seconds=0.5))
         took = time.monotonic() - started
         ctx.store("timeouts").set("done", "")
         return took
     ctx.store("timeouts").wait(["done"], timedelta(seconds=30))
-    return 1.0
+    return 0.5
 
 
-def test_wait_with_a_timeout(fresh, transport):
-    took = fresh(2, transport).run(timeouts)[0]
-    assert 0.9 < took < 15
+def test_wait_with_a_timeout(reused, transport):
+    took = reused(2, transport).run_in_group(timeouts)[0]
+    assert 0.45 < took < 15
 
 
 def group_timeouts(ctx: Ctx, name: str) -> str:
@@ -191,8 +193,8 @@ def group_timeouts(ctx: Ctx, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "barrier", "recv", "broadcast"])
-def test_timeout_of_the_group(fresh, transport, name):
-    text = fresh(2, transport, timeout=2.0).run(group_timeouts, name)[0]
+def test_timeout_of_the_group(reused, transport, name):
+    text = reused(2, transport).run_in_group(group_timeouts, name, timeout=0.5)[0]
     assert text, "no exception"
     assert "tim" in text.lower(), text
 
@@ -341,12 +343,12 @@ def written_early(ctx: Ctx, kind: str) -> list[bool]:
 
 @pytest.mark.parametrize("kind", ["send", "all_reduce"])
 @pytest.mark.parametrize("level", ["OFF", "INFO"])
-def test_writes_to_tensors_in_flight(fresh, transport, backend, kind, level):
+def test_writes_to_tensors_in_flight(reused, transport, backend, kind, level):
     """The right warning while debugging, and no cost and no warning otherwise."""
     if backend == "gloo":
         pytest.skip("gloo does not look")
-    world = fresh(2, transport, env=(("TORCH_DISTRIBUTED_DEBUG", level),))
-    for warned in world.run(written_early, kind):
+    world = reused(2, transport, env=(("TORCH_DISTRIBUTED_DEBUG", level),))
+    for warned in world.run_in_group(written_early, kind):
         assert warned == [level == "INFO", False, False, False], warned
 
 
@@ -363,9 +365,9 @@ def futures_of_messages(ctx: Ctx) -> Seen:
     return seen
 
 
-def test_a_future_of_a_message_times_out(fresh, transport, backend):
+def test_a_future_of_a_message_times_out(reused, transport, backend):
     if backend == "gloo":
         pytest.skip("gloo has no futures of messages")
-    seen = fresh(2, transport, timeout=2.0).run(futures_of_messages)[0]
+    seen = reused(2, transport).run_in_group(futures_of_messages, timeout=0.5)[0]
     assert "TIMED OUT" in seen.text and "recv from rank 1" in seen.text, seen
-    assert 1.9 < seen.seconds < 10.0
+    assert 0.45 < seen.seconds < 10.0

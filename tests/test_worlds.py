@@ -13,6 +13,8 @@ from worlds import arith
 from worlds.pool import WorldFailure
 from worlds.worker import Ctx
 
+pytestmark = pytest.mark.transports("shm")
+
 
 def one_raises(ctx: Ctx) -> None:
     if ctx.rank == 1:
@@ -55,7 +57,7 @@ def test_failures_are_reported(pool, transport, job, texts):
     spec = pool.spec(2, transport)
     world = pool.get(spec)
     with pytest.raises(WorldFailure) as caught:
-        world.run(job, deadline=5)
+        world.run(job, deadline=3)
     for text in texts:
         assert text in str(caught.value)
     assert pool.get(spec).run(works) == [0, 1], "the world is there again"

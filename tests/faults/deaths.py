@@ -18,9 +18,9 @@ from faults.harness import (
     Seen,
     Skip,
     Stage,
-    answers,
     attempt,
     attempt_and_leave,
+    fates,
     sleep_until,
 )
 
@@ -65,7 +65,7 @@ def in_loop(stage: Stage, size: int = 5) -> Outcome:
         world.start(loop)
         time.sleep(0.5)
         killed = kill(world.pids[VICTIM])
-        judge.raised(answers(world, (VICTIM,)), killed, 1.0, rf"rank {VICTIM}\b", "all_reduce")
+        judge.raised(fates(world, (VICTIM,)), killed, 1.0, rf"rank {VICTIM}\b", "all_reduce")
     return judge.outcome()
 
 
@@ -84,7 +84,7 @@ def with_memory(stage: Stage) -> Outcome:
         time.sleep(0.5)
         judge.notes.append(f"{resident_bytes(pid) / GIB:.1f} GiB resident")
         killed = kill(pid)
-        judge.raised(answers(world, (VICTIM,)), killed, 1.0, rf"rank {VICTIM}\b", "all_reduce")
+        judge.raised(fates(world, (VICTIM,)), killed, 1.0, rf"rank {VICTIM}\b", "all_reduce")
     return judge.outcome()
 
 
@@ -102,7 +102,7 @@ def while_idle(stage: Stage) -> Outcome:
         world.start(call_later, 1.5)
         time.sleep(0.7)
         kill(world.pids[VICTIM])
-        judge.raised(answers(world, (VICTIM,)), None, 0.1, rf"rank {VICTIM}\b")
+        judge.raised(fates(world, (VICTIM,)), None, 0.1, rf"rank {VICTIM}\b")
     return judge.outcome()
 
 
@@ -128,7 +128,7 @@ def in_init(stage: Stage, points: int = INIT_POINTS) -> Outcome:
                 time.sleep(0.002)
             time.sleep(chance.uniform(0, INIT_SECONDS))
             killed = kill(world.pids[VICTIM])
-            found = answers(world, (VICTIM,))
+            found = fates(world, (VICTIM,))
             ends = [s.ended - killed for s in found.values() if isinstance(s, Seen)]
             is_late = max(ends, default=99.0) > 5.0
             # Then the text must at least say who never came.

@@ -167,17 +167,27 @@ class Stage:
             world.kill()
 
 
-def answers(world: World, but: tuple[int, ...] = (), limit: float = NO_HANG) -> dict[int, Any]:
-    """By rank, what the jobs returned, or why they did not. Leaves out the ranks in `but`."""
-    with contextlib.suppress(WorldFailure):
+def fates(world: World, but: tuple[int, ...] = (), limit: float = NO_HANG) -> dict[int, Any]:
+    """By rank, what its job returned, or Lost. Leaves out the ranks in `but`. A job that raises is
+    a mistake in the test, on any rank: jobs expect exceptions by means of attempt()."""
+    try:
         world.finish(limit, allow_gone=True)
+    except WorldFailure:
+        if any(member.outcome and member.outcome[0] == "error" for member in world.members):
+            raise
     found: dict[int, Any] = {}
     for member in world.members:
         if member.rank in but:
             continue
         kind, value = member.outcome or ("silent", f"hung for {limit:.0f} s")
-        if kind == "ok":
-            found[member.rank] = value
-        else:
-            found[member.rank] = Lost(str(value).splitlines()[-1])
+        found[member.rank] = value if kind == "ok" else Lost(str(value).splitlines()[-1])
+    return found
+
+
+def answers(world: World, but: tuple[int, ...] = (), limit: float = NO_HANG) -> dict[int, Any]:
+    """fates(), where all ranks must answer but those in `but`."""
+    found = fates(world, but, limit)
+    lost = {rank: fate.how for rank, fate in found.items() if isinstance(fate, Lost)}
+    if lost:
+        raise WorldFailure(f"ranks without an answer: {lost}")
     return found

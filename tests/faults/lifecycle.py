@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from worlds.worker import Ctx
 
-from faults.harness import Outcome, Seen, Skip, Stage, answers, attempt
+from faults.harness import Outcome, Seen, Skip, Stage, attempt, fates
 
 CLONE_NEWNS = 0x00020000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
@@ -60,7 +60,7 @@ def small_shm(stage: Stage) -> Outcome:
     judge = stage.judge()
     with stage.world(4, init=False) as world:
         world.start(tiny_shm, "1m")
-        found = answers(world)
+        found = fates(world)
         judge.fine(found)
         judge.expect(not any(s.value for s in found.values() if isinstance(s, Seen)), "wrong sums")
     return judge.outcome()
@@ -184,8 +184,9 @@ def interrupts(stage: Stage) -> Outcome:
         judge = stage.judge()
         with stage.world(2, 10.0, init=False) as world:
             world.start(interrupted, name)
-            found = answers(world)
-            judge.raised({0: found[0]}, None, 0.3, kind="KeyboardInterrupt")
+            found = fates(world)
+            judge.raised({0: found.pop(0)}, None, 0.3, kind="KeyboardInterrupt")
+            judge.fine(found)
         total.slowest = max(total.slowest or 0.0, judge.slowest or 0.0)
         for text in judge.unmet:
             total.expect(False, f"{name}: {text}")
@@ -223,7 +224,7 @@ def fork(stage: Stage) -> Outcome:
     judge = stage.judge()
     with stage.world(2) as world:
         world.start(in_fork)
-        found = answers(world)
+        found = fates(world)
         judge.raised(found, None, 0.1, "fork")
     return judge.outcome()
 

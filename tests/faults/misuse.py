@@ -14,7 +14,7 @@ import torch.distributed as dist
 from test_mismatch import MISMATCHES, Mismatch, f32
 from worlds.worker import Ctx
 
-from faults.harness import Judge, Outcome, Seen, Stage, answers, attempt_and_leave
+from faults.harness import Judge, Outcome, Seen, Stage, attempt_and_leave, fates
 
 TIMEOUT = 3.0
 
@@ -61,7 +61,7 @@ def calls(stage: Stage) -> Outcome:
         judge = stage.judge()
         with stage.world(2, TIMEOUT) as world:
             world.start(disagree, name)
-            found = answers(world, limit=10)
+            found = fates(world, limit=10)
         judge.raised(found, None, 1.0)
         seen = [s for s in found.values() if isinstance(s, Seen)]
         died += len(seen) < len(found)
@@ -101,7 +101,7 @@ def messages(stage: Stage) -> Outcome:
     for sizes in ((4, 8), (8, 4)):
         with stage.world(2, TIMEOUT) as world:
             world.start(exchange, *sizes)
-            judge.raised(answers(world, limit=10), None, 1.0, "send", "recv")
+            judge.raised(fates(world, limit=10), None, 1.0, "send", "recv")
     return judge.outcome()
 
 
@@ -140,7 +140,7 @@ def worlds(stage: Stage) -> Outcome:
         judge = Judge(stage.patience)
         with stage.world(size, init=False) as world:
             world.start(job, *args)
-            found = answers(world, limit=15)
+            found = fates(world, limit=15)
         works = all(isinstance(seen, Seen) and not seen.kind for seen in found.values())
         if works and may_work:
             total.notes.append(f"{name}: works")

@@ -21,7 +21,7 @@ from worlds.pool import World
 from worlds.worker import Ctx
 
 from faults.deaths import all_reduce_forever
-from faults.harness import Judge, Outcome, Seen, Skip, Stage, answers, attempt, attempt_and_leave
+from faults.harness import Judge, Outcome, Seen, Skip, Stage, attempt, attempt_and_leave, fates
 
 PORT = 29_733
 NUMEL = 20_000
@@ -160,7 +160,7 @@ def blackhole(stage: Stage) -> Outcome:
         wait_until_joined(world)
         net.forward(False)
         cut = time.monotonic()
-        judge.raised(answers(world), cut, 12.0, r"rank \d")
+        judge.raised(fates(world), cut, 12.0, r"rank \d")
     return judge.outcome()
 
 
@@ -173,7 +173,7 @@ def partition(stage: Stage) -> Outcome:
         net.forward(False)
         time.sleep(3.0)
         net.forward(True)
-        _finish(judge, answers(world))
+        _finish(judge, fates(world))
     return judge.outcome()
 
 
@@ -185,7 +185,7 @@ def slow_and_lossy(stage: Stage) -> Outcome:
             net.slow()
             judge.notes.append("100 Mbit/s only: this kernel has no netem for the loss")
         world.start(rounds, net.hosts, 10.0)
-        _finish(judge, answers(world, limit=60))
+        _finish(judge, fates(world, limit=60))
     return judge.outcome()
 
 

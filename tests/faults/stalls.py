@@ -12,7 +12,7 @@ from worlds.pool import World
 from worlds.worker import Ctx
 
 from faults.deaths import VICTIM, loop
-from faults.harness import Outcome, Seen, Stage, answers, attempt, attempt_and_leave
+from faults.harness import Outcome, Seen, Stage, attempt, attempt_and_leave, fates
 
 ROUNDS = 100
 WARNINGS = (("MYCOLL_LOG", "warn"),)
@@ -43,7 +43,7 @@ def stop_and_go(stage: Stage) -> Outcome:
         os.kill(world.pids[VICTIM], signal.SIGSTOP)
         time.sleep(5.0)
         os.kill(world.pids[VICTIM], signal.SIGCONT)
-        found = answers(world)
+        found = fates(world)
         judge.fine(found)
         wrong = sum(s.value or 0 for s in found.values() if isinstance(s, Seen))
         judge.expect(wrong == 0, f"{wrong} wrong results")
@@ -62,7 +62,7 @@ def stop(stage: Stage) -> Outcome:
         logs = [m.log_tail() for m in world.members if m.rank != VICTIM]
         judge.expect(any(f"rank {VICTIM}" in text for text in logs), "no log line after 2 s")
         _wait(world, 10.0)
-        found = answers(world, (VICTIM,), 5.0)
+        found = fates(world, (VICTIM,), 5.0)
         judge.raised(found, stopped, 8.0, rf"(rank {VICTIM}\b|missing.*\b{VICTIM}\b)", "stopped")
     return judge.outcome()
 
@@ -91,8 +91,8 @@ def absent(stage: Stage) -> Outcome:
     judge = stage.judge()
     with stage.world(4, 4.0, env=WARNINGS) as world:
         world.start(skip_one, 7.0)
-        found = answers(world)
-        found.pop(VICTIM)
+        found = fates(world)
+        judge.fine({VICTIM: found.pop(VICTIM)})
         judge.raised(found, None, 5.0, rf"(rank {VICTIM}\b|missing.*\b{VICTIM}\b)", "all_reduce",
                      "arrived")  # fmt: skip
         logs = "".join(m.log_tail() for m in world.members if m.rank != VICTIM and not world.broken)
@@ -120,5 +120,5 @@ def crossed_groups(stage: Stage) -> Outcome:
     judge = stage.judge()
     with stage.world(2, 6.0) as world:
         world.start(crossed)
-        judge.raised(answers(world), None, 3.0, "deadlock|order")
+        judge.raised(fates(world), None, 3.0, "deadlock|order")
     return judge.outcome()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from worlds.pool import World
 from worlds.worker import Ctx
 
-from faults.harness import Outcome, Seen, Skip, Stage, answers, attempt
+from faults.harness import Outcome, Seen, Skip, Stage, attempt, fates
 
 CONNECTIONS = int(os.environ.get("FAULTS_CONNECTIONS", "10000"))
 HELD = 400  # of them at a time
@@ -169,7 +169,7 @@ def strangers(stage: Stage, connections: int) -> Outcome:
             grown = (new.bytes - old.bytes) / MIB
             judge.expect(grown <= 4, f"{grown:+.1f} MiB")
         until.touch()
-        found = answers(world)
+        found = fates(world)
         judge.fine(found)
         for seen in found.values():
             if isinstance(seen, Seen) and seen.value:

@@ -46,7 +46,7 @@ class Spec:
     size: int
     transport: str = ""  # "shm", "tcp", or "" where the backend has one way only
     backend: str = "mycoll"  # the string given to init_process_group
-    init: bool = True  # False: workers start without a process group
+    init: bool = True  # False: there is no process group but what a job makes for itself
     env: tuple[tuple[str, str], ...] = ()
     device: str = ""  # and by which road: see worlds.device
     road: str = ""
@@ -142,6 +142,11 @@ class World:
         __tracebackhide__ = True
         self.start(job, *args)
         return self.finish(deadline)
+
+    def run_in_group(self, job: Callable[..., Any], *args: Any, timeout: float = 45.0) -> list[Any]:
+        """run(), in a new default group that the job may break: its processes live on."""
+        __tracebackhide__ = True
+        return self.run(worker.in_new_group, job, timeout, *args)
 
     def start(self, job: Callable[..., Any], *args: Any) -> None:
         """The first half of run(): for tests that do something to the ranks meanwhile."""

@@ -33,6 +33,15 @@ def smoke(rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
     same(out, ranks)
     dist.all_to_all_single(out, torch.full((size,), float(rank)), group=group)
     same(out, ranks)
+    rows = [torch.zeros(3) for _ in range(size)]
+    dist.gather(torch.full((3,), float(rank)), rows if rank == 0 else None, dst=0, group=group)
+    if rank == 0:
+        same(torch.stack(rows)[:, 2], ranks)
+    dist.scatter(x := torch.zeros(3), rows if rank == 0 else None, src=0, group=group)
+    same(x, torch.full((3,), float(rank)))
+    dist.reduce(x, 0, group=group)
+    if rank == 0:
+        same(x, torch.full((3,), float(ranks.sum())))
     piece = torch.zeros(1)
     dist.reduce_scatter_tensor(piece, ranks.clone(), group=group)
     same(piece, torch.full((1,), float(rank * size)))

@@ -16,7 +16,7 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,6 +57,7 @@ class Ctx:
     setup: Setup
     case_fd: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    jobs: int = 0  # that this world has begun
     failures: list[str] = field(default_factory=list)
     _case: str = ""
     _digest: Any = field(default_factory=hashlib.sha256)
@@ -84,9 +85,9 @@ class Ctx:
     # --- process groups
 
     def store(self, name: str = "") -> dist.Store:
-        """A connection to the store of the test run, with a prefix that all ranks share."""
+        """A connection to the store of the test run, with a prefix that a job's ranks share."""
         tcp = dist.TCPStore("127.0.0.1", self.setup.store_port, is_master=False)
-        return dist.PrefixStore(f"{self.setup.world_name}/{name}", tcp)
+        return dist.PrefixStore(f"{self.setup.world_name}/{self.jobs}/{name}", tcp)
 
     def init(self, name: str = "", **kwargs: Any) -> None:
         kwargs.setdefault("backend", self.backend)
@@ -244,16 +245,30 @@ def main(conn: Connection, setup: Setup) -> None:
             function = importlib.import_module(module)
             for part in name.split("."):
                 function = getattr(function, part)
+            ctx.jobs += 1
             try:
                 result = function(ctx, *args)
             finally:
+                if not setup.init:
+                    leave_group()
                 ctx.end_of_job()
             return result
 
         answer(conn, job)
+    leave_group()
+    write_coverage()
+
+
+def in_new_group(ctx: Ctx, job: Callable[..., Any], timeout: float, *args: Any) -> Any:
+    """Runs a job in a default group of its own; for worlds that have none."""
+    ctx.setup = replace(ctx.setup, timeout=timeout)
+    ctx.init()
+    return job(ctx, *args)
+
+
+def leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    write_coverage()
 
 
 def write_coverage() -> None:

@@ -8,7 +8,9 @@
 
 namespace mycoll {
 
-// out[i] = fold over the inputs k = 0..n-1, in that order, of in[k][i], for i < count.
+// out[i] = T[0, n) of in[k][i], for i < count, along one binary tree over the inputs' numbers:
+//
+//   T[lo, hi) = T[lo, mid) op T[mid, hi),  mid = lo + the largest power of two below hi - lo
 //
 // fp16, bf16 and fp8 accumulate in float, all others in their own type (integers wrap), and are
 // rounded once, at the end. AVG divides the accumulator by `divisor` before that (integers: as C

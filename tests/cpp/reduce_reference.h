@@ -133,31 +133,38 @@ T combine(ReduceOp op, T a, T b) {
 
 using Inputs = std::vector<const char*>;
 
+// Inputs lo to hi as the contract says: split at the largest power of two below their number.
+template <typename Leaf, typename Join>
+auto tree(size_t lo, size_t hi, const Leaf& leaf, const Join& join) -> decltype(leaf(lo)) {
+  if (hi - lo == 1) return leaf(lo);
+  size_t below = 1;
+  while (2 * below < hi - lo) below *= 2;
+  const auto left = tree(lo, lo + below, leaf, join);
+  return join(left, tree(lo + below, hi, leaf, join));
+}
+
 template <typename T>
 void referenceElement(ReduceOp op, const Inputs& in, size_t i, int divisor, char* out) {
-  T value = at<T>(in[0], i);
-  for (size_t k = 1; k < in.size(); ++k) value = combine(op, value, at<T>(in[k], i));
+  T value = tree(
+      0, in.size(), [&](size_t k) { return at<T>(in[k], i); },
+      [&](T a, T b) { return combine(op, a, b); });
   if (op == ReduceOp::kAvg) value = static_cast<T>(value / static_cast<T>(divisor));
   put(out, i, value);
 }
 
 template <typename T>
 void referenceComplex(ReduceOp op, const Inputs& in, size_t i, int divisor, char* out) {
-  T re = at<T>(in[0], 2 * i);
-  T im = at<T>(in[0], 2 * i + 1);
-  for (size_t k = 1; k < in.size(); ++k) {
-    const T re2 = at<T>(in[k], 2 * i);
-    const T im2 = at<T>(in[k], 2 * i + 1);
-    if (op == ReduceOp::kProduct) {
-      // volatile: no fused multiply-add, whatever this file is compiled for
-      const volatile T a = re * re2, b = im * im2, c = re * im2, d = im * re2;
-      re = a - b;
-      im = c + d;
-    } else {
-      re += re2;
-      im += im2;
-    }
-  }
+  struct Number {
+    T re, im;
+  };
+  auto leaf = [&](size_t k) { return Number{at<T>(in[k], 2 * i), at<T>(in[k], 2 * i + 1)}; };
+  auto join = [&](Number x, Number y) {
+    if (op != ReduceOp::kProduct) return Number{x.re + y.re, x.im + y.im};
+    // volatile: no fused multiply-add, whatever this file is compiled for
+    const volatile T a = x.re * y.re, b = x.im * y.im, c = x.re * y.im, d = x.im * y.re;
+    return Number{a - b, c + d};
+  };
+  const auto [re, im] = tree(0, in.size(), leaf, join);
   put(out, 2 * i, op == ReduceOp::kAvg ? re / static_cast<T>(divisor) : re);
   put(out, 2 * i + 1, op == ReduceOp::kAvg ? im / static_cast<T>(divisor) : im);
 }
@@ -169,10 +176,9 @@ inline uint32_t codeAt(DType dtype, const char* data, size_t i) {
 inline void referenceFormat(DType dtype, ReduceOp op, const Inputs& in, size_t i, int divisor,
                             char* out) {
   const Format& format = formatOf(dtype);
-  float value = format.decode(codeAt(dtype, in[0], i));
-  for (size_t k = 1; k < in.size(); ++k) {
-    value = combine(op, value, format.decode(codeAt(dtype, in[k], i)));
-  }
+  float value = tree(
+      0, in.size(), [&](size_t k) { return format.decode(codeAt(dtype, in[k], i)); },
+      [&](float a, float b) { return combine(op, a, b); });
   if (op == ReduceOp::kAvg) value /= static_cast<float>(divisor);
   const uint32_t code = format.encode(value);
   if (elementSize(dtype) == 2) {

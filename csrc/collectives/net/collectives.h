@@ -1,7 +1,7 @@
 // The collectives of a group that spans hosts, or may not use an arena: over messages.
 //
-// Every reduction is computed as in shared memory (one owner for each element, all inputs in rank
-// order, one rounding), so the bits are the same either way. Rank r's slice goes to its owner
+// Every reduction is computed as in shared memory (one owner for each element, all inputs by one
+// tree, one rounding), so the bits are the same either way. Rank r's slice goes to its owner
 // directly: that moves no byte more than a ring does, and rounds once instead of at every hop.
 //
 // Thread contract: as Task. Mailbox, signature, call and memory must outlive the task.

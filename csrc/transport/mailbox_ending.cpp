@@ -152,7 +152,9 @@ void Mailbox::sayGoodbye(const Status& cause) {
         if (!failure_.ok() && tellsOthers_) queueControl(rank, FrameKind::kAbort, abortPayload());
         queueControl(rank, FrameKind::kGoodbye, "");
       } else {
-        endpoint_->sendFarewell(group_.peers[rank], {group_.context, group_.rank, rank});
+        OutItem item;
+        item.header = header(FrameKind::kGoodbye, rank);
+        endpoint_->enqueueQuietly(group_.peers[rank], std::move(item));
       }
     }
   }

@@ -277,15 +277,11 @@ void Membership::sayGoodbye(const Status& cause, Exit how) {
     Endpoint& endpoint = mailbox_.endpoint();
     for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
       if (rank == group.rank) continue;
-      if (endpoint.hasLinkTo(group.peers[rank])) {
-        // Or it might hear of the departure before it hears why.
-        if (!cause_.ok() && tellsOthers_) {
-          mailbox_.sendControl(rank, FrameKind::kAbort, abortPayload());
-        }
-        mailbox_.sendControl(rank, FrameKind::kGoodbye, goodbyePayload(how));
-      } else {
-        endpoint.sendFarewell(group.peers[rank], {group.context, group.rank, rank});
+      // The other side must not hear of the departure before it hears why.
+      if (!cause_.ok() && tellsOthers_ && endpoint.hasLinkTo(group.peers[rank])) {
+        mailbox_.sendControl(rank, FrameKind::kAbort, abortPayload());
       }
+      mailbox_.sendControlIfConnected(rank, FrameKind::kGoodbye, goodbyePayload(how));
     }
   }
   mailbox_.endpoint().progress();

@@ -1,5 +1,7 @@
 #include "transport/connection.h"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -25,7 +27,7 @@ constexpr std::chrono::milliseconds kSilentHere(500);
 
 [[maybe_unused]] bool isLegal(State from, State to) {
   switch (from) {
-    case State::kIdle: return to == State::kDialing || to == State::kEnding;
+    case State::kIdle: return to == State::kDialing || to == State::kOpen || to == State::kEnding;
     case State::kDialing: return to == State::kOpen || to == State::kEnding || to == State::kIdle;
     case State::kOpen: return to == State::kEnding;
     case State::kEnding: return to == State::kLost;
@@ -121,30 +123,21 @@ void Connection::moveTo(State next) {
 }
 
 Connection::~Connection() {
-  if (sender_ && !sendsByShm_) --local_.tcpLinks;
-  closeReceiver();
+  close();
   if (state_ != State::kDialing) return;
   --local_.dialing;
   local_.pending.fetch_sub(1, std::memory_order_relaxed);
 }
 
-void Connection::closeReceiver() {
-  if (receiver_ && !receivesByShm_) --local_.tcpLinks;
-  receiver_.reset();
+void Connection::close() {
+  if (link_.sender && !link_.isShm) --local_.tcpLinks;
+  link_ = {};
 }
 
 // ---- being made --------------------------------------------------------------------------------
 
 void Connection::dial() {
   moveTo(State::kDialing);
-  for (const Farewell& farewell : std::exchange(farewells_, {})) {
-    OutItem item;
-    item.header.kind = FrameKind::kGoodbye;
-    item.header.context = farewell.context;
-    item.header.source = farewell.source;
-    item.header.destination = farewell.destination;
-    queue_.push_back(std::move(item));
-  }
   dial_ = std::make_unique<Dial>(local_, peer_);
 }
 
@@ -154,16 +147,7 @@ void Connection::goOnDialing() {
   if (dial_->state() == Dial::State::kFailed) {
     end(dial_->loss());
   } else if (dial_->state() == Dial::State::kMade) {
-    moveTo(State::kOpen);
-    sender_ = dial_->takeSender();
-    sendsByShm_ = dial_->isShm();
-    dial_.reset();
-    wasLinked_ = isNew_ = true;
-    if (!sendsByShm_) ++local_.tcpLinks;
-    MYCOLL_LOG_DEBUG("connected to %s over %s", peer_.describe().c_str(),
-                     sendsByShm_ ? "shared memory" : "tcp");
-    if (local_.asleep > 0) sender_->setAsleep(true);
-    flush();
+    open(dial_->takeLink());
   }
 }
 
@@ -177,17 +161,17 @@ std::vector<Transfer*> Connection::giveUpDialing() {
   return takeUnsent();
 }
 
-void Connection::enter(std::unique_ptr<LinkReceiver> receiver, bool isShm) {
-  closeReceiver();
-  receiver_ = std::move(receiver);
-  receivesByShm_ = isShm;
-  isReadOver_ = false;
-  headerGot_ = 0;
-  wasLinked_ = true;
-  if (!isShm) ++local_.tcpLinks;
-  if (local_.asleep > 0) receiver_->setAsleep(true);
-  sayFarewells();
-  receiver_->onEvent(false);  // what has come meanwhile raises no event any more
+void Connection::open(Link link) {
+  moveTo(State::kOpen);
+  dial_.reset();  // the peer may have been faster
+  link_ = std::move(link);
+  wasOpen_ = true;
+  if (!link_.isShm) ++local_.tcpLinks;
+  MYCOLL_LOG_DEBUG("connected to %s over %s", peer_.describe().c_str(),
+                   link_.isShm ? "shared memory" : "tcp");
+  if (local_.asleep > 0) setAsleep(true);
+  link_.receiver->onEvent(false);  // what came with the handshake raises no event any more
+  flush();
 }
 
 // ---- out ---------------------------------------------------------------------------------------
@@ -220,7 +204,7 @@ bool Connection::flush(size_t turnBytes) {
     const size_t total = sizeof(FrameHeader) + item.header.payloadBytes;
     Span parts[2];
     const int count = partsOf(item, parts);
-    const ssize_t wrote = sender_->write(parts, count);
+    const ssize_t wrote = link_.sender->write(parts, count);
     if (wrote < 0) {
       end({errno == ETIMEDOUT ? LossReason::kSilent : LossReason::kClosed, ""});
       return moved;
@@ -265,31 +249,32 @@ void Connection::forget(Transfer* request) {
 }
 
 void Connection::forget(Mailbox* mailbox) {
-  if (receiver_) receiver_->dropFds(mailbox->fdPrefix());
+  if (link_.receiver) link_.receiver->dropFds(mailbox->fdPrefix());
   if (mailbox_ != mailbox) return;
   mailbox_ = nullptr;
   target_ = {};
 }
 
 bool Connection::sendFd(int fd, const std::string& cookie) {
-  return sender_ && sendsByShm_ && sender_->sendFd(fd, cookie);
+  return link_.isShm && link_.sender->sendFd(fd, cookie);
 }
 
 Fd Connection::takeFd(const std::string& cookie) {
-  return receiver_ && receivesByShm_ ? receiver_->takeFd(cookie) : Fd();
+  return link_.isShm ? link_.receiver->takeFd(cookie) : Fd();
 }
 
 void Connection::setAsleep(bool asleep) {
-  if (receiver_) receiver_->setAsleep(asleep);
-  if (sender_) sender_->setAsleep(asleep);
+  if (!link_.sender) return;
+  link_.receiver->setAsleep(asleep);
+  link_.sender->setAsleep(asleep);
 }
 
 // ---- in ----------------------------------------------------------------------------------------
 
 bool Connection::onEvent(int fd, bool isClosed) {
-  if (receiver_ && receiver_->fd() == fd) return receiver_->onEvent(isClosed), true;
-  if (sender_ && sender_->fd() == fd) return readFarewells(), true;
-  return false;
+  if (!link_.receiver || link_.receiver->fd() != fd) return false;
+  link_.receiver->onEvent(isClosed);
+  return true;
 }
 
 void Connection::breakOff(LossReason reason) {
@@ -301,11 +286,11 @@ bool Connection::drain(size_t turnBytes) {
   bool moved = false;
   size_t movedBytes = 0;
   char discarded[4096];
-  while (receiver_ && !isReadOver_ && movedBytes < turnBytes) {
+  while (link_.receiver && !isReadOver_ && movedBytes < turnBytes) {
     if (headerGot_ < sizeof(FrameHeader)) {
-      const ssize_t got = receiver_->read(reinterpret_cast<char*>(&header_) + headerGot_,
-                                          sizeof(FrameHeader) - headerGot_, false);
-      if (got < 0) breakOff(LossReason::kClosed);
+      const ssize_t got = link_.receiver->read(reinterpret_cast<char*>(&header_) + headerGot_,
+                                               sizeof(FrameHeader) - headerGot_, false);
+      if (got < 0) breakOff(errno == ETIMEDOUT ? LossReason::kSilent : LossReason::kClosed);
       if (got <= 0) return moved;
       moved = true;
       headerGot_ += static_cast<size_t>(got);
@@ -320,9 +305,11 @@ bool Connection::drain(size_t turnBytes) {
       char* into = target_.data        ? target_.data + payloadGot_
                    : !control_.empty() ? control_.data() + payloadGot_
                                        : discarded;
-      const ssize_t got = receiver_->read(into, isKept ? left : std::min(left, sizeof(discarded)),
-                                          target_.isStreaming);
-      if (got < 0) breakOff(LossReason::kClosedInMessage);
+      const ssize_t got = link_.receiver->read(
+          into, isKept ? left : std::min(left, sizeof(discarded)), target_.isStreaming);
+      if (got < 0) {
+        breakOff(errno == ETIMEDOUT ? LossReason::kSilent : LossReason::kClosedInMessage);
+      }
       if (got <= 0) return moved;
       moved = true;
       if (header_.isChecked()) {
@@ -416,48 +403,11 @@ bool Connection::deliver(Mailbox& mailbox, const EarlyFrame& frame) {
   return true;
 }
 
-// ---- leaving -----------------------------------------------------------------------------------
-
-void Connection::readFarewells() {
-  while (sender_) {
-    char* into = reinterpret_cast<char*>(&farewell_) + farewellGot_;
-    const ssize_t got = recv(sender_->fd(), into, sizeof(Farewell) - farewellGot_, MSG_DONTWAIT);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (got <= 0) {
-      return end({got < 0 && errno == ETIMEDOUT ? LossReason::kSilent : LossReason::kClosed, ""});
-    }
-    farewellGot_ += static_cast<size_t>(got);
-    if (farewellGot_ < sizeof(Farewell)) continue;
-    farewellGot_ = 0;
-    Mailbox* mailbox = local_.groups.find(farewell_.context, farewell_.destination);
-    if (mailbox && farewell_.source >= 0 && farewell_.source < mailbox->ranks() &&
-        mailbox->group().peers[farewell_.source].uid == peer_.uid) {
-      mailbox->owner().onLeft(farewell_.source);
-    }
-  }
-}
-
-void Connection::sendFarewell(const Farewell& farewell) {
-  farewells_.push_back(farewell);
-  if (receiver_) sayFarewells();
-}
-
-void Connection::sayFarewells() {
-  for (const Farewell& farewell : std::exchange(farewells_, {})) {
-    // Fits in any socket's buffer; and if it does not, the peer hears of a lost rank instead.
-    (void)send(receiver_->fd(), &farewell, sizeof(farewell), MSG_DONTWAIT | MSG_NOSIGNAL);
-  }
-}
-
 // ---- ending ------------------------------------------------------------------------------------
 
 void Connection::end(Loss loss) {
-  if (state_ == State::kLost && isReadOver_) return closeReceiver();
-  if (state_ == State::kEnding) {
-    if (loss.reason == LossReason::kSilent) loss_ = std::move(loss);
-    return;
-  }
-  if (state_ == State::kLost) return;
+  if (state_ == State::kEnding && loss.reason == LossReason::kSilent) loss_ = std::move(loss);
+  if (state_ == State::kEnding || state_ == State::kLost) return;
   moveTo(State::kEnding);
   loss_ = std::move(loss);
   lastByte_ = Deadline::Clock::now();
@@ -465,16 +415,28 @@ void Connection::end(Loss loss) {
 }
 
 bool Connection::hasSaidAll(bool isEnded) {
-  if (receiver_) {
-    receiver_->lookAgain();
-    if (drain(kToTheEnd)) lastByte_ = Deadline::Clock::now();
-  }
-  if (!receiver_ || receivesByShm_ || isReadOver_ || loss_.reason == LossReason::kSilent) {
-    return true;
-  }
+  if (!link_.receiver) return true;
+  link_.receiver->lookAgain();
+  if (drain(kToTheEnd)) lastByte_ = Deadline::Clock::now();
+  if (link_.isShm || isReadOver_ || loss_.reason == LossReason::kSilent) return true;
   const std::chrono::milliseconds patience =
       isEnded ? kSilentHere : std::chrono::seconds(local_.options.networkSeconds);
   return Deadline::Clock::now() - lastByte_ > patience;
+}
+
+void Connection::sayNoMore() {
+  if (state_ == State::kOpen && !link_.isShm) shutdown(link_.sender->fd(), SHUT_WR);
+}
+
+bool Connection::hasArrived() {
+  if (state_ != State::kOpen || link_.isShm) return true;
+  char discarded[16 * 1024];
+  // Some of it: the peer may go on sending.
+  for (int i = 0; i < 64; ++i) {
+    if (recv(link_.sender->fd(), discarded, sizeof(discarded), MSG_DONTWAIT) <= 0) break;
+  }
+  int unacknowledged = 0;
+  return ioctl(link_.sender->fd(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
 }
 
 std::vector<Transfer*> Connection::takeUnsent() {
@@ -486,11 +448,8 @@ std::vector<Transfer*> Connection::takeUnsent() {
 }
 
 std::vector<Transfer*> Connection::lose() {
-  readFarewells();
   moveTo(State::kLost);
-  if (sender_ && !sendsByShm_) --local_.tcpLinks;
-  sender_.reset();
-  closeReceiver();
+  close();
   return takeUnsent();
 }
 

@@ -1,11 +1,14 @@
 // Connection: all that this process has with one other: what is queued to it, and the frames that
-// come from it. Each direction is a link of its own, made by its sender when it first has something
-// to send; the peer's may be there before there is one of ours.
+// come from it. There is one for a pair of processes, used both ways, whichever of them makes it
+// (handshake.h). Until one of them needs it there is none; what is not worth one waits in the
+// queue.
 //
 // States (moveTo() makes every transition):
 //
-//   kIdle -> kDialing -> kOpen -> kEnding -> kLost      kIdle, kDialing -> kEnding
-//                     -> kIdle
+//   kIdle -> kDialing -> kOpen -> kEnding -> kLost
+//   kIdle -> kOpen                the peer has dialled
+//   kIdle, kDialing -> kEnding
+//   kDialing -> kIdle             the peer has left all groups that both were in
 //
 // kEnding: it has failed, or the peer's process has ended. What the peer had sent before counts,
 // also that it was leaving: it is read first, as long as it may still be on its way.
@@ -48,14 +51,6 @@ struct OutItem {
   size_t messageSent = 0;
 };
 
-// The only thing that travels against a link's direction: its receiver leaves a group, and has no
-// link to the sender to say so.
-struct Farewell {
-  uint64_t context = 0;
-  int32_t source = 0;  // the rank that leaves
-  int32_t destination = 0;
-};
-
 class Connection {
  public:
   enum class State { kIdle, kDialing, kOpen, kEnding, kLost };
@@ -70,9 +65,8 @@ class Connection {
   State state() const { return state_; }
   // Why it is ending, or lost.
   const Loss& loss() const { return loss_; }
-  // There is, or was, a link in one direction or the other.
-  bool wasLinked() const { return wasLinked_; }
-  bool hasReceiver() const { return receiver_ != nullptr; }
+  // It is, or was, open.
+  bool wasOpen() const { return wasOpen_; }
 
   // ---- being made
 
@@ -85,12 +79,15 @@ class Connection {
   bool isToNobody() const { return dial_ && dial_->state() == Dial::State::kNobody; }
   // kDialing -> kIdle. Returns what was not sent.
   std::vector<Transfer*> giveUpDialing();
-  // The peer's link to this process.
-  void enter(std::unique_ptr<LinkReceiver> receiver, bool isShm);
+  bool isToBeMade() const { return state_ == State::kIdle || state_ == State::kDialing; }
+  // If it is to be made: it is, by this side or the other.
+  void open(Link link);
+  // kDialing: the peer may have opened it already.
+  bool mayBeOpen() const { return dial_ && dial_->hasProved(); }
 
   // ---- bytes
 
-  // Takes it, or ends its request if the peer is lost.
+  // Takes it, or ends its request if the peer is lost. kIdle: it leaves when somebody has dialled.
   void enqueue(OutItem item);
   std::deque<OutItem>& queue() { return queue_; }
   bool hasQueued(uint64_t context, int rank) const;
@@ -100,24 +97,15 @@ class Connection {
   // Both: true if anything moved.
   bool flush(size_t turnBytes = kTurnBytes);
   bool drain(size_t turnBytes = kTurnBytes);
-  bool maybeReadable() const { return receiver_ && receiver_->maybeReadable(); }
+  bool maybeReadable() const { return link_.receiver && link_.receiver->maybeReadable(); }
   void lookAgain() {
-    if (receiver_) receiver_->lookAgain();
+    if (link_.receiver) link_.receiver->lookAgain();
   }
   // False: the descriptor is none of its.
   bool onEvent(int fd, bool isClosed);
   void setAsleep(bool asleep);
   bool sendFd(int fd, const std::string& cookie);
   Fd takeFd(const std::string& cookie);
-
-  // ---- leaving
-
-  void sendFarewell(const Farewell& farewell);
-  void dropFarewells() { farewells_.clear(); }
-  // What came with the peer's consent to the connection raises no event.
-  void readFirstFarewells() {
-    if (std::exchange(isNew_, false)) readFarewells();
-  }
 
   // ---- ending
 
@@ -129,6 +117,10 @@ class Connection {
   void hasEnded() { loss_ = {LossReason::kEnded, ""}; }
   // kEnding: all has been read that will come. isEnded: its process is no more.
   bool hasSaidAll(bool isEnded);
+  // This process ends, and will send nothing more.
+  void sayNoMore();
+  // ... and what it had sent has arrived. Reads what comes, for nobody (tcp/link.h).
+  bool hasArrived();
   // kEnding -> kLost. Returns what was not sent.
   std::vector<Transfer*> lose();
 
@@ -139,29 +131,20 @@ class Connection {
   void moveTo(State next);
   bool beginFrame();
   void endFrame();
-  void readFarewells();
-  void sayFarewells();
-  void closeReceiver();
+  void close();
   std::vector<Transfer*> takeUnsent();
 
   Local& local_;
   const PeerAddress peer_;
   State state_ = State::kIdle;
   Loss loss_;
-  bool wasLinked_ = false;
+  bool wasOpen_ = false;
+  std::unique_ptr<Dial> dial_;  // kDialing
+  Link link_;                   // kOpen, kEnding
 
-  // Out.
-  std::unique_ptr<Dial> dial_;          // kDialing
-  std::unique_ptr<LinkSender> sender_;  // from kOpen on, until it is lost
-  bool sendsByShm_ = false;
-  bool isNew_ = false;  // it has just opened
-  std::deque<OutItem> queue_;
-  Farewell farewell_;  // that the peer sends back on our link, as far as it has come
-  size_t farewellGot_ = 0;
+  std::deque<OutItem> queue_;  // out
 
   // In.
-  std::unique_ptr<LinkReceiver> receiver_;
-  bool receivesByShm_ = false;
   bool isReadOver_ = false;  // nothing comes any more, or nothing that can be believed
   FrameHeader header_;
   size_t headerGot_ = 0;
@@ -169,9 +152,8 @@ class Connection {
   uint32_t payloadCheck_ = 0;   // of what was got of a checked frame
   Mailbox* mailbox_ = nullptr;  // of the frame being read; null: its payload is thrown away
   Mailbox::Target target_;
-  bool isEarly_ = false;             // the frame is kept for a group that is not made yet
-  std::string control_;              // payload of a control frame, or of an early one
-  std::vector<Farewell> farewells_;  // that there is no link to send with
+  bool isEarly_ = false;  // the frame is kept for a group that is not made yet
+  std::string control_;   // payload of a control frame, or of an early one
 
   // kEnding: when that began, or the latest bytes came.
   Deadline::Clock::time_point lastByte_;

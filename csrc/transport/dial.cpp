@@ -9,7 +9,6 @@
 #include "transport/mailbox.h"
 #include "transport/shm/link.h"
 #include "transport/tcp/address.h"
-#include "transport/tcp/link.h"
 
 namespace mycoll {
 namespace {
@@ -55,6 +54,7 @@ bool Dial::begin() {
   const GroupAddress& group = mailbox.group();
   voucher_ = {group.context, group.secret, group.rank, mailbox.presentRank(peer_.uid)};
   standing_ = Standing::kMember;
+  isCrossed_ = false;
   moveTo(State::kTrying);
   task_ = attempt();
   task_.resume();
@@ -73,7 +73,7 @@ void Dial::finish() {
   task_.reset();
   if (standing_ != Standing::kMember) {
     const bool isLater = standing_ == Standing::kNotYet;
-    notYet_ += isLater;
+    notYet_ += isLater && !isCrossed_;
     nextAttempt_ = Deadline::after(isLater ? kConnectAgain : std::chrono::milliseconds(0));
     return moveTo(State::kWaiting);
   }
@@ -135,6 +135,7 @@ Task Dial::attempt() {
 }
 
 Task Dial::shakeHands(Fd socket, bool isShm) {
+  hasProved_ = false;
   const HandshakeGroup group = voucher_;
   // The other side may be stopped, and go on: its end would end the connection.
   const Deadline deadline = Deadline::never();
@@ -165,6 +166,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   Proof proof;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(proof.cookie, sizeof(proof.cookie)));
   proof.mac = connectorProof(group.secret, hello, challenge.nonce, proof.cookie);
+  hasProved_ = true;
   std::shared_ptr<Segment> segment;
   if (isShm) {
     MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &segment));
@@ -183,17 +185,15 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   ReadExactly readVerdict(fd, &verdict, sizeof(verdict), deadline);
   co_await readVerdict;
   if (readVerdict.hasFailed()) co_return hungUp(isShm);
+  if (!verdict.isAccepted && verdict.isToAskAgain) {
+    isCrossed_ = true;
+    standing_ = Standing::kNotYet;
+    co_return Status(Code::kNetwork, "refused");
+  }
   if (!verdict.isAccepted) {
     co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
   }
-  if (isShm) {
-    sender_ =
-        std::make_unique<ShmSender>(std::move(segment), std::move(socket), local_.bellOf(peer_));
-  } else {
-    sender_ = std::make_unique<TcpSender>(std::move(socket));
-  }
-  if (local_.options.tap) sender_ = local_.options.tap->tap(std::move(sender_));
-  isShm_ = isShm;
+  link_ = local_.makeLink(peer_, std::move(socket), std::move(segment), RingSide::kMaker);
   co_return Status();
 }
 

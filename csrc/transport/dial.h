@@ -37,6 +37,8 @@ class Dial {
   // Begins the first attempt. The peer's address outlives this.
   Dial(Local& local, const PeerAddress& peer);
   State state() const { return state_; }
+  // The peer may have made the connection already: it knows that this side wants it.
+  bool hasProved() const { return state_ == State::kTrying && hasProved_; }
 
   // Goes on with an attempt if what it waits for has come.
   void goOn();
@@ -45,8 +47,7 @@ class Dial {
   void again();
 
   // kMade.
-  std::unique_ptr<LinkSender> takeSender() { return std::move(sender_); }
-  bool isShm() const { return isShm_; }
+  Link takeLink() { return std::move(link_); }
   // kFailed.
   const Loss& loss() const { return loss_; }
 
@@ -67,10 +68,11 @@ class Dial {
   // What that group is to the other side. Not kMember: another attempt follows.
   Standing standing_ = Standing::kGone;
   Deadline nextAttempt_;
-  size_t notYet_ = 0;  // how many times it had not made the group
-  int hangUps_ = 0;    // how many times it said nothing
-  std::unique_ptr<LinkSender> sender_;
-  bool isShm_ = false;
+  bool hasProved_ = false;  // in this attempt
+  bool isCrossed_ = false;  // the other side has, or makes, a connection of its own
+  size_t notYet_ = 0;       // how many times it had not made the group
+  int hangUps_ = 0;         // how many times it said nothing
+  Link link_;
   Loss loss_;
 };
 

@@ -11,7 +11,6 @@
 #include "transport/mailbox.h"
 #include "transport/shm/link.h"
 #include "transport/tcp/address.h"
-#include "transport/tcp/link.h"
 
 namespace mycoll {
 namespace {
@@ -50,11 +49,11 @@ struct Doorkeeper::Visitor {
   bool hasNews = true;   // its socket has something to be looked at
   bool namesUs = false;  // it knows this process's uid, as members do; strangers do not
   Task task;
-  Entrant entrant;  // what the handshake ends with; without a receiver when it failed
+  Entrant entrant;  // what the handshake ends with; without a link when it failed
 };
 
-Doorkeeper::Doorkeeper(Local& local, MayEnter mayEnter, Enter enter)
-    : local_(local), mayEnter_(std::move(mayEnter)), enter_(std::move(enter)) {}
+Doorkeeper::Doorkeeper(Local& local, Admit admit, Enter enter)
+    : local_(local), admit_(std::move(admit)), enter_(std::move(enter)) {}
 
 Doorkeeper::~Doorkeeper() = default;
 
@@ -191,28 +190,23 @@ Task Doorkeeper::answer(Visitor* visitor) {
     MYCOLL_LOG_WARN("refused a connection that claims to be rank %d", hello.source);
     co_return refused;
   }
+  const Admission admission = admit_(sourceUid);
+  if (admission == Admission::kGone) co_return refused;
   Verdict verdict;
-  verdict.isAccepted = 1;
+  verdict.isAccepted = admission == Admission::kEnter;
+  verdict.isToAskAgain = admission == Admission::kAskAgain;
   std::shared_ptr<Segment> segment;
-  if (hello.isShm) {
+  if (hello.isShm && verdict.isAccepted) {
     verdict.isAccepted = memory.isOpen() &&
                          Segment::adopt(std::move(memory), kRingSegmentBytes, &segment).ok() &&
                          std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie,
                                      proof.cookie, sizeof(proof.cookie)) == 0;
   }
-  if (!mayEnter_(sourceUid)) co_return refused;
   WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
   co_await sendVerdict;
   if (sendVerdict.hasFailed() || !verdict.isAccepted) co_return refused;
-  std::unique_ptr<LinkReceiver> receiver;
-  if (hello.isShm) {
-    receiver = std::make_unique<ShmReceiver>(std::move(segment), std::move(visitor->socket),
-                                             local_.bellOf(peer), local_.options.distance);
-  } else {
-    receiver = std::make_unique<TcpReceiver>(std::move(visitor->socket));
-  }
-  if (local_.options.tap) receiver = local_.options.tap->tap(std::move(receiver));
-  visitor->entrant = {peer, std::move(receiver), hello.isShm != 0};
+  visitor->entrant = {peer, local_.makeLink(peer, std::move(visitor->socket), std::move(segment),
+                                            RingSide::kTaker)};
   co_return Status();
 }
 
@@ -233,7 +227,7 @@ void Doorkeeper::goOn() {
     }
     Entrant entrant = std::move(visitor.entrant);
     visitors_.erase(visitors_.begin() + static_cast<ptrdiff_t>(i));
-    if (entrant.receiver) enter_(std::move(entrant));
+    if (entrant.link.sender) enter_(std::move(entrant));
   }
 }
 

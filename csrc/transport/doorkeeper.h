@@ -23,14 +23,19 @@ class Doorkeeper {
   // A connection whose other end has proved who it is.
   struct Entrant {
     PeerAddress peer;
-    std::unique_ptr<LinkReceiver> receiver;
-    bool isShm = false;
+    Link link;
   };
-  // Whether this process would take a connection with it now.
-  using MayEnter = std::function<bool(const std::string& uid)>;
+  enum class Admission {
+    kEnter,
+    kAskAgain,  // there is a connection with it, or one is being made
+    kRefused,   // it counts as lost
+    kGone,      // no group has it any more: when it asks again, it hears that
+  };
+  // What becomes of a peer that has proved who it is.
+  using Admit = std::function<Admission(const std::string& uid)>;
   using Enter = std::function<void(Entrant)>;
 
-  Doorkeeper(Local& local, MayEnter mayEnter, Enter enter);
+  Doorkeeper(Local& local, Admit admit, Enter enter);
   ~Doorkeeper();
 
   // Opens the listeners, and adds to the process's address where they are.
@@ -53,7 +58,7 @@ class Doorkeeper {
   Task answer(Visitor* visitor);
 
   Local& local_;
-  const MayEnter mayEnter_;
+  const Admit admit_;
   const Enter enter_;
   Fd unixListener_;
   std::vector<Fd> tcpListeners_;

@@ -7,12 +7,17 @@
 //                                       <-    Challenge: standing, nonce,
 //                                             HMAC(secret, "accept" Hello nonce)
 //   Proof: HMAC(secret, "connect" Hello nonce cookie)
-//          [shm: with the ring's memory] ->
+//          [shm: with the rings' memory] ->
 //                                       <-    Verdict
 //
 // An acceptor that does not know the group says so by its standing, and that is the end: the
 // connector asks again, or lets another group vouch. This needs no proof. Who could say it falsely
 // could as well be silent.
+//
+// Two processes may connect to each other at once, and one connection is enough. Neither opens two:
+// the process with the smaller uid lets the other one ask again from its own Proof on, as that may
+// have opened a connection already; else whoever proves itself is accepted, and the acceptor's own
+// attempt ends.
 //
 // All sizes are fixed: nothing is allocated for a stranger but a socket and a coroutine, whose
 // number and time are bounded (doorkeeper.h).
@@ -32,7 +37,7 @@
 namespace mycoll {
 
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
-constexpr uint32_t kHandshakeVersion = 2;
+constexpr uint32_t kHandshakeVersion = 3;
 
 // Which group vouches for a connection.
 struct HandshakeGroup {
@@ -67,12 +72,12 @@ struct Challenge {
   Digest mac;
 };
 struct Proof {
-  char cookie[32];  // also stands in the ring's memory, if there is one
+  char cookie[32];  // also stands in the rings' memory, if there is one
   Digest mac;
 };
 struct Verdict {
   uint32_t isAccepted = 0;
-  uint32_t reserved = 0;
+  uint32_t isToAskAgain = 0;  // not accepted, as there is a connection, or one is being made
 };
 
 Digest acceptorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32]);

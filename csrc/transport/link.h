@@ -1,7 +1,6 @@
-// A link carries bytes in one direction from one process to another, reliably and in order.
-// Two implementations: shm/link.h inside a host, tcp/link.h between hosts. A pair of processes that
-// talk both ways has two links, each made by its sender when it first has something to send: so two
-// processes that connect to each other at the same moment need no arbitration.
+// A link is this process's end of a connection with another: a LinkSender for the bytes that leave,
+// and a LinkReceiver for those that come, reliably and in order. Both share one socket.
+// Two implementations: shm/link.h inside a host, tcp/link.h between hosts.
 //
 // Thread contract: all calls under the mesh's I/O lock, except where marked.
 // Nothing here blocks. Data is accepted or delivered as far as there is room.
@@ -18,6 +17,9 @@
 
 namespace mycoll {
 
+// Closed with the later of the two that hold it.
+using Socket = std::shared_ptr<const Fd>;
+
 class LinkSender {
  public:
   virtual ~LinkSender() = default;
@@ -26,7 +28,6 @@ class LinkSender {
   virtual ssize_t write(const Span* parts, int count) = 0;
   // About to sleep (true), or awake again: while asleep and short of room, the peer must ring.
   virtual void setAsleep(bool asleep) = 0;
-  // Readable or hung up when the peer has gone; owned by the link.
   virtual int fd() const = 0;
   // Beside the bytes: hands the receiver a descriptor under a name of 32 bytes. False where links
   // of this kind cannot.
@@ -37,8 +38,8 @@ class LinkReceiver {
  public:
   virtual ~LinkReceiver() = default;
   // Up to `bytes` into `data`. Returns how many (0: nothing there now), or -1 when the peer has
-  // gone and all it had sent was read. streaming: the destination will not be read soon by this
-  // process.
+  // gone and all it had sent was read; errno says how (0: in good order). streaming: the
+  // destination will not be read soon by this process.
   virtual ssize_t read(void* data, size_t bytes, bool streaming) = 0;
   // False only if read() would surely return 0. Cheap: no system call.
   virtual bool maybeReadable() const = 0;
@@ -52,6 +53,12 @@ class LinkReceiver {
   virtual Fd takeFd(const std::string& /*cookie*/) { return Fd(); }
   // Those that nobody will take, by the beginning of their cookies.
   virtual void dropFds(const std::string& /*prefix*/) {}
+};
+
+struct Link {
+  std::unique_ptr<LinkSender> sender;
+  std::unique_ptr<LinkReceiver> receiver;
+  bool isShm = false;
 };
 
 // For tests: may put something of its own between a mesh and each new link.

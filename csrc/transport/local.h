@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "transport/group_table.h"
 #include "transport/link.h"
 #include "transport/peer.h"
+#include "transport/shm/link.h"
 #include "transport/sleeper.h"
 
 namespace mycoll {
@@ -41,6 +43,10 @@ struct Local {
     return peer.hostIdentity == address.hostIdentity;
   }
   Bell bellOf(const PeerAddress& peer) const { return bell.bellOf(peer.uid); }
+  // This process's end of a connection that both sides have agreed on. segment: of its rings; null
+  // where no memory is shared.
+  Link makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment,
+                RingSide side) const;
 
   const MeshOptions options;
   PeerAddress address;  // const once the mesh is open
@@ -49,8 +55,8 @@ struct Local {
   GroupTable groups;
   std::atomic<int> pending{0};  // requests that are posted, connections that are being made
   int dialing = 0;              // of these, connections
-  int tcpLinks = 0;
-  int asleep = 0;  // threads; while there is one, peers ring
+  int tcpLinks = 0;             // connections over TCP that are open
+  int asleep = 0;               // threads; while there is one, peers ring
 };
 
 }  // namespace mycoll

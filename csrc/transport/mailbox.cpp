@@ -394,11 +394,20 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
 
 void Mailbox::sendControl(int destination, FrameKind kind, const std::string& payload) {
   if (destination == group_.rank) return onControl(header(kind, destination), payload);
+  endpoint_->enqueue(endpoint_->linkTo(group_.peers[destination]),
+                     controlItem(destination, kind, payload));
+}
+
+void Mailbox::sendControlIfConnected(int destination, FrameKind kind, const std::string& payload) {
+  endpoint_->enqueueQuietly(group_.peers[destination], controlItem(destination, kind, payload));
+}
+
+OutItem Mailbox::controlItem(int destination, FrameKind kind, const std::string& payload) const {
   OutItem item;
   item.header = header(kind, destination);
   item.header.payloadBytes = payload.size();
   item.owned = payload;
-  endpoint_->enqueue(endpoint_->linkTo(group_.peers[destination]), std::move(item));
+  return item;
 }
 
 void Mailbox::tell(int rank, FrameKind kind, const std::string& payload) {

@@ -35,6 +35,7 @@ namespace mycoll {
 
 class Connection;
 class Mesh;
+struct OutItem;
 class Mailbox;
 using Endpoint = Mesh;
 
@@ -171,6 +172,9 @@ class Mailbox {
 
   // ---- for the owner
   void sendControl(int destination, FrameKind kind, const std::string& payload) REQUIRES(ioRole);
+  // As sendControl(), but no connection is made for it: it leaves with the first one that there is.
+  void sendControlIfConnected(int destination, FrameKind kind, const std::string& payload)
+      REQUIRES(ioRole);
   // Whether a request to or from that rank is open.
   bool needs(int rank) const REQUIRES(ioRole);
   // Messages that came before they were asked for.
@@ -223,6 +227,7 @@ class Mailbox {
   void onFlow(const FrameHeader& header) REQUIRES(ioRole);
   void clearToSend(Transfer& request, const FrameHeader& header) REQUIRES(ioRole);
   FrameHeader header(FrameKind kind, int destination) const;
+  OutItem controlItem(int destination, FrameKind kind, const std::string& payload) const;
 
   const std::shared_ptr<Endpoint> endpoint_;
   const GroupAddress group_;

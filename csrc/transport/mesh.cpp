@@ -1,6 +1,9 @@
 #include "transport/mesh.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "base/sha256.h"
@@ -9,39 +12,30 @@
 namespace mycoll {
 namespace {
 
-constexpr int kFewSockets = 8;
+constexpr int kFewSockets = 4;
+// How long the end of the process waits for what it has sent to arrive; usually it has.
+constexpr auto kLastBytes = std::chrono::milliseconds(200);
 constexpr int64_t kLookEveryMs = 50;
 
 }  // namespace
 
-Status MeshOptions::fromEnv(MeshOptions* result) {
-  Env env;
-  MYCOLL_RETURN_IF_ERROR(Env::load(&env));
-  result->transport = env.transport;
-  result->interfaces = env.socketInterfaces;
-  result->eagerBytes = env.eagerBytes;
-  result->isChecked = env.checksum;
-  result->distance = env.distance;
-  result->networkSeconds = env.networkSeconds;
-  return Status();
-}
-
 Mesh::Mesh(MeshOptions options)
     : local_(std::move(options)),
       doorkeeper_(
-          local_,
-          // What is left to say to a peer was dropped with the last common group. Asked again, we
-          // say that it is gone.
-          [this](const std::string& uid) {
-            const Connection* connection = find(uid);
-            return local_.groups.names(uid) && !(connection && connection->hasReceiver());
-          },
+          local_, [this](const std::string& uid) { return admit(uid); },
           [this](Doorkeeper::Entrant entrant) {
-            connectionWith(entrant.peer).enter(std::move(entrant.receiver), entrant.isShm);
+            Connection& connection = connectionWith(entrant.peer);
+            if (connection.isToBeMade()) connection.open(std::move(entrant.link));
           }),
       watch_(local_.sleeper) {}
 
-Mesh::~Mesh() = default;
+Mesh::~Mesh() {
+  for (auto& connection : connections_) connection->sayNoMore();
+  const Deadline deadline = Deadline::after(kLastBytes);
+  for (auto& connection : connections_) {
+    while (!connection->hasArrived() && !deadline.expired()) usleep(200);
+  }
+}
 
 Status Mesh::create(MeshOptions options, std::shared_ptr<Mesh>* result) {
   auto mesh = std::shared_ptr<Mesh>(new Mesh(std::move(options)));
@@ -152,7 +146,6 @@ bool Mesh::moveBytes() {
     if (connections_[i]->maybeReadable()) moved |= connections_[i]->drain();
   }
   for (size_t i = 0; i < connections_.size(); ++i) moved |= connections_[i]->flush();
-  for (size_t i = 0; i < connections_.size(); ++i) connections_[i]->readFirstFarewells();
   if (local_.dialing > 0) dialAgain();
   loseEnding();
   return moved;
@@ -198,8 +191,9 @@ void Mesh::forget(Transfer* request) {
 }
 
 bool Mesh::hasQueued(uint64_t context, int rank) const {
-  return std::any_of(connections_.begin(), connections_.end(),
-                     [&](const auto& connection) { return connection->hasQueued(context, rank); });
+  return std::any_of(connections_.begin(), connections_.end(), [&](const auto& connection) {
+    return connection->state() != Connection::State::kIdle && connection->hasQueued(context, rank);
+  });
 }
 
 bool Mesh::sendFd(const std::string& uid, int fd, const std::string& cookie) {
@@ -212,8 +206,24 @@ Fd Mesh::takeFd(const std::string& uid, const std::string& cookie) {
   return connection ? connection->takeFd(cookie) : Fd();
 }
 
-void Mesh::sendFarewell(const PeerAddress& peer, const Farewell& farewell) {
-  connectionWith(peer).sendFarewell(farewell);
+// Of two connections that are made at once, that of the smaller uid is the one; unless the peer is
+// so far with its own that it cannot have opened that one.
+Doorkeeper::Admission Mesh::admit(const std::string& uid) const {
+  // What was left to say to it was dropped with the last common group.
+  if (!local_.groups.names(uid)) return Doorkeeper::Admission::kGone;
+  const Connection* connection = find(uid);
+  if (!connection) return Doorkeeper::Admission::kEnter;
+  switch (connection->state()) {
+    case Connection::State::kIdle: break;
+    case Connection::State::kDialing:
+      if (connection->mayBeOpen() && address().uid < uid) return Doorkeeper::Admission::kAskAgain;
+      break;
+    // The peer asked before it had the one that is open; or has lost that, and we are about to.
+    case Connection::State::kOpen:
+    case Connection::State::kEnding: return Doorkeeper::Admission::kAskAgain;
+    case Connection::State::kLost: return Doorkeeper::Admission::kRefused;
+  }
+  return Doorkeeper::Admission::kEnter;
 }
 
 void Mesh::dialAgain() {
@@ -223,7 +233,7 @@ void Mesh::dialAgain() {
     if (!connection.isToNobody()) continue;
     // The other side has left all groups that both were in.
     const std::vector<Transfer*> unsent = connection.giveUpDialing();
-    if (!connection.hasReceiver()) erase(connection), --i;
+    erase(connection), --i;
     for (Transfer* request : unsent) {
       request->mailbox_->abandon(*request,
                                  Status(Code::kPeerLost, "the receiving rank has left the group"));
@@ -237,7 +247,7 @@ void Mesh::processEnded(const std::string& uid) {
   const Loss loss{LossReason::kEnded, ""};
   Connection* connection = find(uid);
   if (!connection || connection->state() == Connection::State::kLost) {
-    return tellGroups(uid, loss, connection && connection->wasLinked());
+    return tellGroups(uid, loss, connection && connection->wasOpen());
   }
   connection->end(loss);
   loseEnding();
@@ -265,7 +275,7 @@ void Mesh::lose(Connection& connection) {
   const Loss loss = connection.loss();
   // Groups first, so that the requests below end with the group's story where it has failed. Those
   // are then gone: whoever waited for one may have dropped it by now.
-  tellGroups(uid, loss, connection.wasLinked());
+  tellGroups(uid, loss, connection.wasOpen());
   for (const auto& [mailbox, request] : unsent) {
     if (mailbox->isOpen(request)) {
       mailbox->abandon(*request, Status(Code::kPeerLost, "the receiving rank " + loss.describe()));
@@ -345,10 +355,10 @@ void Mesh::removeMailbox(Mailbox* mailbox) {
     watch_.remove(uid);
     Connection* connection = find(uid);
     if (!connection) continue;
-    connection->dropFarewells();
-    const bool isOver = connection->state() == Connection::State::kLost ||
-                        connection->state() == Connection::State::kIdle;
-    if (isOver && !connection->hasReceiver()) erase(*connection);
+    if (connection->state() == Connection::State::kLost ||
+        connection->state() == Connection::State::kIdle) {
+      erase(*connection);
+    }
   }
   for (auto& connection : connections_) connection->forget(mailbox);
 }

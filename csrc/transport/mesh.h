@@ -69,8 +69,11 @@ class Mesh {
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
   void finishDelivered(Transfer* request) { delivered_.push_back(request); }
   bool hasLinkTo(const PeerAddress& peer) const;
-  // By a connection that there is, or by the first one.
-  void sendFarewell(const PeerAddress& peer, const Farewell& farewell);
+  // It leaves with the connection that there is, or will be: none is made for it.
+  void enqueueQuietly(const PeerAddress& peer, OutItem item) {
+    connectionWith(peer).enqueue(std::move(item));
+  }
+  // What would leave if its receiver only took it.
   bool hasQueued(uint64_t context, int rank) const;
   bool sendFd(const std::string& uid, int fd, const std::string& cookie);
   Fd takeFd(const std::string& uid, const std::string& cookie);
@@ -84,6 +87,7 @@ class Mesh {
   void goOnWithHandshakes();
   bool moveBytes();
   void dialAgain();
+  Doorkeeper::Admission admit(const std::string& uid) const;
   Connection* find(const std::string& uid) const;
   Connection& connectionWith(const PeerAddress& peer);
   void erase(const Connection& connection);

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <memory>
 #include <numeric>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -55,6 +56,38 @@ TEST(Connecting, allMembersComeBeforeTheGroup) {
     }
     EXPECT(got == values);
     EXPECT_OK(world.at(0, 1).listener.failure());
+  }
+}
+
+// However their handshakes cross, one connection comes of it, and what either has sent arrives.
+TEST(Connecting, bothSidesAtOnce) {
+  for (TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
+    for (unsigned seed = 1; seed <= 100; ++seed) {
+      std::mt19937 random(seed);
+      Endpoints world(2, transport);
+      for (int process : {0, 1}) world.join(process, 1, {0, 1});
+      const int before = test::openDescriptors();
+      int values[2] = {7, 8}, got[2] = {};
+      Transfer sending[2], receiving[2];
+      for (int rank : {0, 1}) {
+        world.at(rank, 1).mailbox->receive(receiving[rank], 1 - rank, kMessages, 7,
+                                           Endpoints::word(4), {&got[rank], 4});
+      }
+      const int first = static_cast<int>(random() % 2);
+      for (int rank : {first, 1 - first}) {
+        world.at(rank, 1).mailbox->send(sending[rank], 1 - rank, kMessages, 7, Endpoints::word(4),
+                                        {&values[rank], 4});
+        for (unsigned turns = random() % 12; turns > 0; --turns)
+          world.all[random() % 2]->progress();
+      }
+      EXPECT(world.turnUntil([&] {
+        world.all[random() % 2]->progress();
+        return receiving[0].isDone() && receiving[1].isDone();
+      }));
+      EXPECT(got[0] == values[1] && got[1] == values[0]);
+      EXPECT(world.turnUntil([&] { return test::openDescriptors() == before + 2; }));
+      for (int rank : {0, 1}) EXPECT_OK(world.at(rank, 1).listener.failure());
+    }
   }
 }
 

@@ -31,7 +31,7 @@ class Gate final : public LinkTap {
  public:
   size_t budget = ~size_t{0};
   size_t atOnce = ~size_t{0};
-  bool isShut = false;  // nothing comes in on the first link
+  bool isShut = false;  // nothing comes in on the first link before it ends
   std::function<void()> beforeRead;
 
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
@@ -71,7 +71,10 @@ class Gate final : public LinkTap {
       return link_->read(data, bytes, streaming);
     }
     bool maybeReadable() const override { return !gate_.isShut && link_->maybeReadable(); }
-    void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
+    void onEvent(bool isClosed) override {
+      gate_.isShut &= !isClosed;
+      link_->onEvent(isClosed);
+    }
     void lookAgain() override { link_->lookAgain(); }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
     int fd() const override { return link_->fd(); }

@@ -105,6 +105,8 @@ class Wire {
     return true;
   }
 
+  void hangUp() { socket_.reset(); }
+
   std::string said;  // all that was sent
   // Long enough for an endpoint without links to look at its listeners, which it does rarely.
   static constexpr int kPatience = 1200;

@@ -196,7 +196,7 @@ class Late final : public LinkTap {
 
 }  // namespace
 
-// The other connection's end overtakes the last message and the goodbye.
+// The news of the connection's end overtakes the last message and the goodbye.
 TEST(Leaving, theLastWordsOverTcpAreWaitedFor) {
   Late late;
   late.isHere = true;
@@ -286,8 +286,8 @@ TEST(Leaving, whoIsNeededIsLostAtOnce) {
 }
 
 // There was no connection when the group was left; with the first one for another group the news
-// comes, in whichever direction it is. Or that process's end would be a loss to the group.
-TEST(Leaving, farewellsAreKeptForTheFirstConnection) {
+// comes, whoever makes it. Or that process's end would be a loss to the group.
+TEST(Leaving, goodbyesAreKeptForTheFirstConnection) {
   forBothLinks([](TransportChoice transport) {
     for (const bool comes : {true, false}) {
       Endpoints world(2, transport);

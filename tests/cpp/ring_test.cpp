@@ -23,8 +23,10 @@ struct Pair {
     ASSERT(Segment::create(kRingSegmentBytes, &segment).ok());
     int sockets[2];
     ASSERT(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
-    sender = std::make_unique<ShmSender>(segment, Fd(sockets[0]), Bell());
-    receiver = std::make_unique<ShmReceiver>(segment, Fd(sockets[1]), Bell(), distance);
+    sender = std::make_unique<ShmSender>(segment, RingSide::kMaker,
+                                         std::make_shared<const Fd>(sockets[0]), Bell());
+    receiver = std::make_unique<ShmReceiver>(
+        segment, RingSide::kTaker, std::make_shared<const Fd>(sockets[1]), Bell(), distance);
   }
 
   // A period that no size in here shares.

@@ -216,7 +216,7 @@ TEST(Transport, aGoodbyeIsNoLoss) {
     pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
     pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
     ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
-    // Against the direction of the only link.
+    // Over the connection that the other side has made.
     pair.listeners[1].membership().sayGoodbye(Status(Code::kAborted, "left"));
     pair.mailboxes[1].reset();
     pair.endpoints[1].reset();
@@ -249,7 +249,7 @@ TEST(Transport, boundsWhatNobodyReceives) {
     constexpr int kMost = static_cast<int>(kMaxBufferedBytes / kBytes);
     constexpr int kCount = 4 * kMost;
     std::vector<char> out(kBytes), in(kBytes);
-    // The connection back, by which the sender hears that it is to hold, takes its time to be made.
+    // The connection, by which the sender hears that it is to hold, takes its time to be made.
     Transfer there, here;
     pair.mailboxes[0]->receive(here, 1, kMessages, 1, message(kBytes), span(in));
     pair.mailboxes[1]->send(there, 0, kMessages, 1, message(kBytes), span(out));

@@ -16,6 +16,10 @@ constexpr size_t kPieceBytes = 64 * 1024;
 // Shorter messages do not make a lap grow.
 constexpr size_t kLargeBytes = 64 * 1024;
 
+RingHeader* ringOf(const Segment& segment, bool isSecond) {
+  return reinterpret_cast<RingHeader*>(segment.data() + (isSecond ? kRingBytes : 0));
+}
+
 }  // namespace
 
 bool sendDescriptor(int socket, int fd, const char* data, size_t bytes) {
@@ -56,10 +60,10 @@ ssize_t receiveDescriptor(int socket, Fd* fd, char* data, size_t bytes) {
   return got;
 }
 
-ShmSender::ShmSender(std::shared_ptr<Segment> segment, Fd socket, Bell bell)
+ShmSender::ShmSender(std::shared_ptr<Segment> segment, RingSide side, Socket socket, Bell bell)
     : segment_(std::move(segment)),
-      ring_(reinterpret_cast<RingHeader*>(segment_->data())),
-      data_(segment_->data() + sizeof(RingHeader)),
+      ring_(ringOf(*segment_, side == RingSide::kTaker)),
+      data_(reinterpret_cast<char*>(ring_ + 1)),
       socket_(std::move(socket)),
       bell_(bell) {}
 
@@ -121,7 +125,7 @@ void ShmSender::publish() {
 }
 
 bool ShmSender::sendFd(int fd, const std::string& cookie) {
-  return sendDescriptor(socket_.get(), fd, cookie.data(), cookie.size());
+  return sendDescriptor(socket_->get(), fd, cookie.data(), cookie.size());
 }
 
 void ShmSender::setAsleep(bool asleep) {
@@ -132,11 +136,11 @@ void ShmSender::setAsleep(bool asleep) {
   if (head_ - tailSeen_ >= lap_) bell_.ring();
 }
 
-ShmReceiver::ShmReceiver(std::shared_ptr<Segment> segment, Fd socket, Bell bell,
+ShmReceiver::ShmReceiver(std::shared_ptr<Segment> segment, RingSide side, Socket socket, Bell bell,
                          DistanceChoice distance)
     : segment_(std::move(segment)),
-      ring_(reinterpret_cast<RingHeader*>(segment_->data())),
-      data_(segment_->data() + sizeof(RingHeader)),
+      ring_(ringOf(*segment_, side == RingSide::kMaker)),
+      data_(reinterpret_cast<char*>(ring_ + 1)),
       distance_(1, distance),
       socket_(std::move(socket)),
       bell_(bell) {
@@ -180,8 +184,9 @@ ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
     ring_->tail.store(tail_, std::memory_order_seq_cst);
     if (ring_->senderAsleep.load(std::memory_order_seq_cst)) bell_.ring();
   }
-  if (total == 0 && hungUp_ && bytes > 0) return -1;
-  return total;
+  if (total > 0 || !hungUp_ || bytes == 0) return total;
+  errno = 0;
+  return -1;
 }
 
 // The socket carries descriptors and, at the end, the news that the peer has gone.
@@ -189,7 +194,7 @@ void ShmReceiver::onEvent(bool) {
   for (;;) {
     Fd fd;
     char cookie[kCookieBytes];
-    ssize_t got = receiveDescriptor(socket_.get(), &fd, cookie, sizeof(cookie));
+    ssize_t got = receiveDescriptor(socket_->get(), &fd, cookie, sizeof(cookie));
     if (got == static_cast<ssize_t>(sizeof(cookie))) {
       // None where this process has no descriptor left: whoever takes it sees that. An
       // authenticated peer sends one for each group; more than this is a peer gone mad.

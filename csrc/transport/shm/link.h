@@ -1,6 +1,7 @@
-// A link inside a host: a byte ring in a segment that the sender made and the receiver mapped.
-// The connected unix socket on which the segment was handed over stays open to tell when the peer
-// has gone; wake-ups travel through the peer's bell (bell.h).
+// A link inside a host: a byte ring for each direction, both in one segment that the connecting
+// side made and the other mapped. The connected unix socket on which the segment was handed over
+// stays open to tell when the peer has gone, and carries descriptors; wake-ups travel through the
+// peer's bell (bell.h).
 //
 //   head  bytes ever published by the sender     (one writer each, on cache lines of their own)
 //   tail  bytes ever consumed by the receiver
@@ -36,14 +37,19 @@ struct RingHeader {
   alignas(128) std::atomic<uint32_t> receiverAsleep;
   alignas(128) std::atomic<uint32_t> areNear;  // by the receiver
   alignas(128) std::atomic<uint64_t> grownAt;  // by the sender; 0: laps are short
-  char cookie[32];                             // proof that both map the same memory
+  char cookie[32];                             // of the first ring: proof that both map it
   Distance::Marks marks;                       // by the sender, at the beginning of each lap
 };
 constexpr size_t kCookieBytes = 32;
 
 constexpr size_t kShortLap = 512 * 1024;
 constexpr size_t kLongLap = 1792 * 1024;
-constexpr size_t kRingSegmentBytes = sizeof(RingHeader) + kLongLap;
+// In whole pages: the rings share none.
+constexpr size_t kRingBytes = (sizeof(RingHeader) + kLongLap + 4095) / 4096 * 4096;
+constexpr size_t kRingSegmentBytes = 2 * kRingBytes;
+
+// A side of the connection. The maker of the segment writes to its first ring.
+enum class RingSide { kMaker, kTaker };
 
 // Passing descriptors over a connected unix socket, with kCookieBytes of data. receive: the bytes
 // read (0: the peer has gone), or -1 with errno.
@@ -53,10 +59,10 @@ ssize_t receiveDescriptor(int socket, Fd* fd, char* data, size_t bytes);
 class ShmSender final : public LinkSender {
  public:
   // bell: where the receiver sleeps.
-  ShmSender(std::shared_ptr<Segment> segment, Fd socket, Bell bell);
+  ShmSender(std::shared_ptr<Segment> segment, RingSide side, Socket socket, Bell bell);
   ssize_t write(const Span* parts, int count) override;
   void setAsleep(bool asleep) override;
-  int fd() const override { return socket_.get(); }
+  int fd() const override { return socket_->get(); }
   bool sendFd(int fd, const std::string& cookie) override;
 
  private:
@@ -71,19 +77,20 @@ class ShmSender final : public LinkSender {
   size_t offset_ = 0;  // of head_ in the ring
   size_t lap_ = kShortLap;
   uint64_t tailSeen_ = 0;
-  Fd socket_;
+  Socket socket_;
   Bell bell_;
 };
 
 class ShmReceiver final : public LinkReceiver {
  public:
   // bell: where the sender sleeps.
-  ShmReceiver(std::shared_ptr<Segment> segment, Fd socket, Bell bell, DistanceChoice distance);
+  ShmReceiver(std::shared_ptr<Segment> segment, RingSide side, Socket socket, Bell bell,
+              DistanceChoice distance);
   ssize_t read(void* data, size_t bytes, bool streaming) override;
   bool maybeReadable() const override;
   void onEvent(bool isClosed) override;
   void setAsleep(bool asleep) override;
-  int fd() const override { return socket_.get(); }
+  int fd() const override { return socket_->get(); }
   Fd takeFd(const std::string& cookie) override;
   void dropFds(const std::string& prefix) override;
 
@@ -99,7 +106,7 @@ class ShmReceiver final : public LinkReceiver {
   Distance distance_;
   bool hungUp_ = false;
   std::map<std::string, Fd> received_;
-  Fd socket_;
+  Socket socket_;
   Bell bell_;
 };
 

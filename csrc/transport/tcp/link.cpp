@@ -20,7 +20,7 @@ ssize_t TcpSender::write(const Span* parts, int count) {
     ++message.msg_iovlen;
   }
   for (;;) {
-    ssize_t sent = sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    ssize_t sent = sendmsg(socket_->get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) return sent;
     if (errno == EINTR) continue;
     return errno == EAGAIN || errno == ENOBUFS ? 0 : -1;
@@ -33,7 +33,7 @@ ssize_t TcpReceiver::receive(void* data, size_t bytes) {
   message.msg_iov = bytes > 0 ? vectors : vectors + 1;
   message.msg_iovlen = bytes > 0 ? 2 : 1;
   for (;;) {
-    ssize_t got = recvmsg(socket_.get(), &message, MSG_DONTWAIT);
+    ssize_t got = recvmsg(socket_->get(), &message, MSG_DONTWAIT);
     if (got > 0) {
       // Less than there was room for: the next byte raises a new event.
       if (static_cast<size_t>(got) < bytes + kBufferBytes && !closed_) readable_ = false;
@@ -42,6 +42,7 @@ ssize_t TcpReceiver::receive(void* data, size_t bytes) {
       return got;
     }
     if (got < 0 && errno == EINTR) continue;
+    if (got == 0) errno = 0;
     if (got == 0 || errno != EAGAIN) return -1;
     readable_ = false;
     return 0;

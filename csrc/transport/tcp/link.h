@@ -1,4 +1,10 @@
-// A link between hosts: one TCP connection, used in one direction.
+// A link between hosts: one TCP connection.
+//
+// What the kernel has taken arrives though its sender ends, unless bytes for the sender lie unread
+// in its socket when that is closed: then TCP resets the connection, and drops what the other side
+// has not acknowledged yet. So a process that ends in good order says first that it sends no more,
+// reads what still comes, and waits a moment for the acknowledgement (Connection::sayNoMore()). One
+// that is killed does not: its last bytes may be lost, as they may be lost with its host.
 #pragma once
 
 #include <memory>
@@ -10,18 +16,18 @@ namespace mycoll {
 
 class TcpSender final : public LinkSender {
  public:
-  explicit TcpSender(Fd socket) : socket_(std::move(socket)) {}
+  explicit TcpSender(Socket socket) : socket_(std::move(socket)) {}
   ssize_t write(const Span* parts, int count) override;
   void setAsleep(bool) override {}  // the kernel wakes the peer
-  int fd() const override { return socket_.get(); }
+  int fd() const override { return socket_->get(); }
 
  private:
-  Fd socket_;
+  Socket socket_;
 };
 
 class TcpReceiver final : public LinkReceiver {
  public:
-  explicit TcpReceiver(Fd socket) : socket_(std::move(socket)) {}
+  explicit TcpReceiver(Socket socket) : socket_(std::move(socket)) {}
   ssize_t read(void* data, size_t bytes, bool streaming) override;
   bool maybeReadable() const override { return readable_ || begin_ != end_; }
   void lookAgain() override { readable_ = true; }
@@ -30,13 +36,13 @@ class TcpReceiver final : public LinkReceiver {
     closed_ |= isClosed;
   }
   void setAsleep(bool) override {}
-  int fd() const override { return socket_.get(); }
+  int fd() const override { return socket_->get(); }
 
  private:
   // Into `data`, and what comes beyond that into the buffer, which is empty. Returns the whole.
   ssize_t receive(void* data, size_t bytes);
 
-  Fd socket_;
+  Socket socket_;
   // Set by the edge-triggered poll (or lookAgain), cleared by a read that left nothing behind.
   bool readable_ = true;
   bool closed_ = false;  // what is left to read ends with the end

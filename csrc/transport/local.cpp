@@ -1,0 +1,41 @@
+#include "transport/local.h"
+
+#include <utility>
+
+#include "transport/tcp/link.h"
+
+namespace mycoll {
+
+Status MeshOptions::fromEnv(MeshOptions* result) {
+  Env env;
+  MYCOLL_RETURN_IF_ERROR(Env::load(&env));
+  result->transport = env.transport;
+  result->interfaces = env.socketInterfaces;
+  result->eagerBytes = env.eagerBytes;
+  result->isChecked = env.checksum;
+  result->distance = env.distance;
+  result->networkSeconds = env.networkSeconds;
+  return Status();
+}
+
+Link Local::makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment,
+                     RingSide side) const {
+  const auto shared = std::make_shared<const Fd>(std::move(socket));
+  Link link;
+  link.isShm = segment != nullptr;
+  if (link.isShm) {
+    const Bell bell = bellOf(peer);
+    link.sender = std::make_unique<ShmSender>(segment, side, shared, bell);
+    link.receiver = std::make_unique<ShmReceiver>(segment, side, shared, bell, options.distance);
+  } else {
+    link.sender = std::make_unique<TcpSender>(shared);
+    link.receiver = std::make_unique<TcpReceiver>(shared);
+  }
+  if (options.tap) {
+    link.sender = options.tap->tap(std::move(link.sender));
+    link.receiver = options.tap->tap(std::move(link.receiver));
+  }
+  return link;
+}
+
+}  // namespace mycoll

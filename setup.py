@@ -1,4 +1,7 @@
-"""Drives CMake and ninja for mycoll._C; everything else about the package is in pyproject.toml."""
+"""Drives CMake and ninja for mycoll._C; everything else about the package is in pyproject.toml.
+
+What is missing is said at once, with the line to type: compiling takes minutes.
+"""
 
 import os
 import shutil
@@ -7,50 +10,127 @@ import sys
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from setuptools import Extension, setup
-from setuptools.command.build_ext import build_ext
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
+AGAIN = "pip install --no-build-isolation ."
+SECONDS_A_FILE = 10  # of one core; about
+
+
+def stop(problem: str, remedy: str) -> NoReturn:
+    sys.exit(f"{problem}\nDo: {remedy}")
+
+
+if sys.version_info < (3, 10):  # noqa: UP036  # pip may be too old to look at pyproject.toml
+    stop(
+        f"mycoll needs Python 3.10 or newer, and this is {sys.version.split()[0]}.",
+        f"python3.12 -m venv venv && . venv/bin/activate && pip install torch && {AGAIN}",
+    )
 
 try:
     TORCH = version("torch")
 except PackageNotFoundError:
-    sys.exit(
-        "mycoll is compiled against your torch; this build sees none (pip isolates builds).\n"
-        "Do: pip install torch cmake ninja wheel 'setuptools>=77'"
-        " && pip install --no-build-isolation ."
+    stop(
+        "mycoll is compiled against your torch; this build sees none (pip isolates builds).",
+        f"pip install torch cmake ninja wheel 'setuptools>=77' && {AGAIN}",
     )
 
 if int(version("setuptools").split(".")[0]) < 77:
-    sys.exit(
-        f"mycoll's build needs setuptools 77 or newer, and this is {version('setuptools')}.\n"
-        "Do: pip install 'setuptools>=77' && pip install --no-build-isolation ."
+    stop(
+        f"mycoll's build needs setuptools 77 or newer, and this is {version('setuptools')}.",
+        f"pip install 'setuptools>=77' && {AGAIN}",
     )
+
+# After the versions: an old setuptools may not import here.
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+
+
+def check_torch() -> None:
+    names: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
+    exec((ROOT / "python/mycoll/_version.py").read_text(), names)
+    first, last = names["SUPPORTED_TORCH"]
+    major, minor = (int(part) for part in TORCH.split(".")[:2])
+    if not first <= (major, minor) <= last:
+        stop(
+            f"mycoll works with torch {first[0]}.{first[1]} to {last[0]}.{last[1]}, "
+            f"and this is torch {TORCH}.",
+            f"pip install 'torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}' && {AGAIN}",
+        )
+
+
+def check_compiler() -> None:
+    compiler = os.environ.get("CXX", "c++")
+    if not shutil.which(compiler.split()[0]):
+        stop(
+            f"mycoll's build needs a C++ compiler, and there is no {compiler}.",
+            f"sudo apt-get install g++ && {AGAIN}   (Fedora: dnf install gcc-c++)",
+        )
+    command = [*compiler.split(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    done = subprocess.run(command, input=b"#include <barrier>\n", capture_output=True)
+    if done.returncode:
+        stop(
+            f"mycoll's build needs a compiler that knows C++20, and {compiler} does not.",
+            f"sudo apt-get install g++-12 && CXX=g++-12 {AGAIN}",
+        )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        stop(
+            f"The headers of {sys.executable} are missing (Python.h).",
+            f"sudo apt-get install python3-dev && {AGAIN}",
+        )
 
 
 def tool(name: str) -> str:
     """The tool beside this interpreter (pip does not put that on PATH), or the one on PATH."""
     found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
-    return found or sys.exit(f"mycoll's build needs {name}.\nDo: pip install {name}")
+    return found or stop(f"mycoll's build needs {name}.", f"pip install {name} && {AGAIN}")
+
+
+def run(command: list[str]) -> None:
+    if subprocess.run(command).returncode:
+        sys.exit(f"mycoll: {Path(command[0]).name} failed; its message stands above.")
+
+
+def announce(ninja: list[str]) -> None:
+    """How long this will take. pip hides what a build prints, so that the terminal gets the line,
+    too."""
+    plan = subprocess.run([*ninja, "-n"], capture_output=True, text=True).stdout
+    files = sum("Building CXX" in line for line in plan.splitlines())
+    if not files:
+        return
+    cores = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    minutes = max(1, round(files * SECONDS_A_FILE / cores / 60))
+    line = f"mycoll: compiling {files} files for torch {TORCH}, "
+    line += f"about {minutes} min on {cores} cores; `pip install -v` shows each."
+    print(line, file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        try:
+            with Path("/dev/tty").open("w") as terminal:
+                terminal.write(f"\r\n  {line}\r\n")
+        except OSError:
+            pass  # there is none
 
 
 class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
     """Builds in a tree of its own for each Python and torch, so that the second build is short."""
 
     def run(self) -> None:
-        tree = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{TORCH}"
         cmake, ninja = tool("cmake"), tool("ninja")
+        check_compiler()
+        tree = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{TORCH}"
         choices = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DMYCOLL_PYTHON={sys.executable}"]
-        subprocess.run([cmake, "-S", ROOT, "-B", tree, "-G", "Ninja", *choices], check=True)
-        jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
-        subprocess.run([cmake, "--build", tree, "--target", "_C", *jobs], check=True)
+        run([cmake, "-S", str(ROOT), "-B", str(tree), "-G", "Ninja", *choices])
+        build = [ninja, "-C", str(tree), "_C"]
+        build += ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
+        announce(build)
+        run(build)
         target = Path(self.get_ext_fullpath("mycoll._C")).parent  # in place when editable
         target.mkdir(parents=True, exist_ok=True)
         for built in (tree / "module").iterdir():
             shutil.copy2(built, target / built.name)
 
 
+check_torch()
 setup(
     ext_modules=[Extension("mycoll._C", sources=[])],  # empty: it only gives the wheel its tag
     cmdclass={"build_ext": CMakeBuild},

@@ -56,7 +56,7 @@ SERIES = {
         "all_reduce,pingpong --nproc 2 -b 4 -e 64K -f 16384 --peers openmpi-tcp", 6, _TCP
     ),
     "sockets-16M": Series(
-        "all_reduce,bandwidth,sendrecv --nproc 2 -b 16M -e 16M --peers openmpi-tcp,iperf3", 6, _TCP
+        "all_reduce,bandwidth,sendrecv --nproc 2 -b 16M -e 16M --peers openmpi-tcp", 6, _TCP
     ),
     "busy": Series("all_reduce,broadcast --nproc 2 -b 4 -e 16M -f 2048", 6, is_busy=True),
     "dtypes": Series(
@@ -196,7 +196,7 @@ def _line(goal: Goal, rows: list[_Row]) -> str:
         return min(filter(is_it, rows), key=lambda row: float(row["time_us"]), default=None)
 
     ours = find(lambda row: row["contender"] == "mycoll")
-    peer = find(lambda row: row["contender_kind"] == "peer" and row["contender"] != "iperf3")
+    peer = find(lambda row: row["contender_kind"] == "peer")
     beside_peer = _cell(peer, goal.peer, is_ours_over_theirs=True)
     if peer is not None and peer["ratio"] is not None:
         beside_peer += f" ({peer['contender']})"

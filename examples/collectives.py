@@ -12,7 +12,7 @@ def tensors(rank: int, size: int) -> None:
     total = float(sum(range(1, size + 1)))
 
     value = mine.clone()
-    dist.all_reduce(value, op=dist.ReduceOp.SUM)  # everybody gets the sum
+    dist.all_reduce(value, op=dist.ReduceOp.SUM)  # every rank gets the sum
     assert value.tolist() == [total] * 2
 
     value = mine.clone()
@@ -20,18 +20,18 @@ def tensors(rank: int, size: int) -> None:
     assert rank != 0 or value.tolist() == [size] * 2
 
     value = mine.clone()
-    dist.broadcast(value, src=0)  # everybody gets rank 0's
+    dist.broadcast(value, src=0)  # every rank gets rank 0's
     assert value.tolist() == [1, 1]
 
     everyone = [torch.empty(2) for _ in range(size)]
-    dist.all_gather(everyone, mine)  # everybody gets all
+    dist.all_gather(everyone, mine)  # every rank gets all
     assert [part[0].item() for part in everyone] == list(range(1, size + 1))
 
     gathered = [torch.empty(2) for _ in range(size)] if rank == 0 else None
     dist.gather(mine, gathered, dst=0)  # only rank 0 gets all
 
     part = torch.empty(2)
-    dist.scatter(part, gathered, src=0)  # and hands them out again
+    dist.scatter(part, gathered, src=0)  # rank 0 hands them out again
     assert torch.equal(part, mine)
 
     outgoing = [torch.tensor([10 * rank + to]) for to in range(size)]
@@ -43,7 +43,7 @@ def tensors(rank: int, size: int) -> None:
     dist.reduce_scatter(summed, [mine.clone() for _ in range(size)])  # a slice of the sum to each
     assert summed.tolist() == [total] * 2
 
-    dist.barrier()  # nobody goes on before all have come
+    dist.barrier()  # no rank continues before all have arrived
     if rank == 0:
         print("tensors: all as expected")
 

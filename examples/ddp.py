@@ -1,4 +1,4 @@
-"""DistributedDataParallel: each rank has a part of the data; backward() averages the gradients.
+"""DistributedDataParallel: each rank has a part of the data, and backward() averages the gradients.
 
 torchrun --nproc-per-node 2 examples/ddp.py
 """
@@ -16,7 +16,7 @@ def main() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(1024, 8)
     data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
-    sampler = DistributedSampler(data)  # a part for each rank, another one in each epoch
+    sampler = DistributedSampler(data)  # a part for each rank, shuffled in each epoch
     loader = DataLoader(data, batch_size=32, sampler=sampler)
 
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)))

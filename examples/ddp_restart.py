@@ -1,4 +1,4 @@
-"""DistributedDataParallel with checkpoints, and a job that goes on where it was after a crash.
+"""DistributedDataParallel with checkpoints, and a job that continues after a crash.
 
 torchrun --nproc-per-node 2 --max-restarts 1 examples/ddp_restart.py --folder /tmp/run --crash-at 25
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Rank 0 writes, for all have the same; under another name first, so that it is whole."""
+    """Rank 0 writes: all ranks hold the same state. The rename at the end makes it complete."""
     if dist.get_rank() == 0:
         state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, path.with_suffix(".new"))
@@ -27,7 +27,7 @@ def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The step to begin with."""
+    """Loads the checkpoint, if there is one, and returns the step to start with."""
     if not path.exists():
         return 0
     state = torch.load(path)
@@ -58,7 +58,7 @@ def main() -> None:
     for step in range(begin, options.steps):
         if step == options.crash_at and attempt == 0 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        # Another batch for each step and rank, the same again after a restart.
+        # Each step and rank has its own batch. After a restart it is the same again.
         random = torch.Generator().manual_seed(1000 * step + rank)
         data = torch.randn(64, 8, generator=random)
         loss = nn.functional.mse_loss(parallel(data), data.sum(dim=1, keepdim=True))

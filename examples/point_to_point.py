@@ -19,7 +19,7 @@ def blocking(rank: int) -> None:
 
 
 def non_blocking(rank: int) -> None:
-    """isend() and irecv() return at once: leave the tensor alone until wait() has returned."""
+    """isend() and irecv() return at once. Do not touch the tensor until wait() has returned."""
     tensor = torch.zeros(1)
     if rank == 0:
         tensor += 1
@@ -32,7 +32,7 @@ def non_blocking(rank: int) -> None:
 
 
 def from_anyone(rank: int) -> None:
-    """Without a source, recv() takes what comes first and says who sent it. Tags tell apart."""
+    """Without a source, recv() takes the first message of that tag, and returns its sender."""
     if rank == 0:
         tensor = torch.empty(2)
         for _ in range(dist.get_world_size() - 1):
@@ -43,7 +43,7 @@ def from_anyone(rank: int) -> None:
 
 
 def neighbours(rank: int, size: int) -> None:
-    """Everybody sends to the right and receives from the left; as a batch, no order can block."""
+    """Each rank sends to its right and receives from its left. The order in a batch is free."""
     outgoing, incoming = torch.tensor([rank]), torch.empty(1, dtype=torch.int64)
     requests = dist.batch_isend_irecv(
         [

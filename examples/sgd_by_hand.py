@@ -1,4 +1,4 @@
-"""Data-parallel training by hand: every rank its part of the data, gradients averaged by a ring.
+"""Data-parallel training by hand: each rank has a part of the data, and a ring averages gradients.
 
 Two rings are written here from messages, to show how an all-reduce can work: the tutorial's, which
 passes whole tensors on, and one that passes chunks. Beside them dist.all_reduce, which is what to
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def whole_ring_all_reduce(tensor: torch.Tensor) -> None:
-    """Sums in place. Each rank sends n - 1 times the tensor: what it has just got goes on."""
+    """Sums in place. Each rank sends the tensor n - 1 times: it passes on what it received."""
     rank, size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
     outgoing, incoming = tensor.clone(), torch.empty_like(tensor)
@@ -37,13 +37,13 @@ def chunked_ring_all_reduce(tensor: torch.Tensor) -> None:
         dist.recv(incoming, left)
         sending.wait()
 
-    # First round trip: a chunk grows by each rank that it passes, and is whole at its last stop.
+    # First round: each rank adds its part to a chunk. At its last stop the chunk is complete.
     for step in range(size - 1):
         mine, theirs = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         arrived = torch.empty_like(theirs)
         pass_on(mine, arrived)
         theirs += arrived
-    # Second round trip: the whole chunks go around.
+    # Second round: the complete chunks go to all ranks.
     for step in range(size - 1):
         pass_on(chunks[(rank + 1 - step) % size], chunks[(rank - step) % size])
 

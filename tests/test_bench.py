@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import socket
@@ -59,18 +58,20 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 class TestRuns:
     def test_columns_and_files(self, tmp_path: Path) -> None:
-        json_path, csv_path = tmp_path / "out.jsonl", tmp_path / "out.csv"
+        json_path = tmp_path / "out.jsonl"
         operations = ("all_reduce", "all_gather", "reduce", "sendrecv", "bandwidth", "barrier")
         done = run_bench(
             ",".join(operations),
             *("--nproc", "2", "--backend", "gloo,gloo", "--floor", "--limit"),
             *("-b", "8", "-e", "64K", "-f", "8192"),
-            *(*_QUICK, "--json", str(json_path), "--csv", str(csv_path)),
+            *(*_QUICK, "--json", str(json_path)),
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        heading = next(line for line in done.stdout.splitlines() if "algbw" in line)
-        names = "# size count type redop root time algbw busbw #wrong p50 p95 p99 min max"
-        assert heading.split("contender")[0].split() == names.split()
+        lines = done.stdout.splitlines()
+        heading = next(line for line in lines if "time us" in line)
+        assert heading.endswith("time beside gloo's")
+        assert all(len(line) <= 80 for line in lines), done.stdout
+        assert done.stderr == "", "progress belongs on a terminal"
         header, rows = read_results(str(json_path))
         assert {"machine", "versions", "environment", "arguments", "date"} <= header.keys()
         kinds = {row.contender: row.contender_kind for row in rows}
@@ -85,27 +86,25 @@ class TestRuns:
             if row.contender != "gloo":
                 assert row.ratio_to == "gloo" and row.ratio is not None
                 assert row.ratio_low is row.ratio_high is None  # 2 rounds are too few
-        with csv_path.open() as file:
-            assert len(list(csv.DictReader(file))) == len(rows)
+        assert {row.size for row in rows if row.op == "all_reduce"} == {8, 65536}
 
     def test_every_other_operation_finds_a_planted_error(self, tmp_path: Path) -> None:
         path = tmp_path / "out.jsonl"
-        names = " ".join(name for name in OPERATIONS if name != "init")
         done = run_bench(
-            names.replace(" ", ","),
+            ",".join(OPERATIONS),
             *("--nproc", "2", "--backend", "gloo", "-b", "1K", "-e", "1K", *_QUICK),
-            *("--plant-error", "1", "--root", "1", "--json", str(path)),
+            *("--plant-error", "0", "--json", str(path)),
         )
         assert done.returncode == 1, done.stdout + done.stderr
         _, rows = read_results(str(path))
-        assert {row.op for row in rows} == set(names.split())
+        assert {row.op for row in rows} == set(OPERATIONS)
         assert [row.op for row in rows if not row.wrong] == []
 
     def test_every_message_under_way_is_verified(self, tmp_path: Path) -> None:
         script, path = tmp_path / "loses.py", tmp_path / "out.jsonl"
         script.write_text(_LOSES_MESSAGES)
         done = run_bench(
-            *("bandwidth,bandwidth_bidir", "--backend", "gloo", "-b", "1K", "-e", "1K", *_QUICK),
+            *("bandwidth", "--backend", "gloo", "-b", "1K", "-e", "1K", *_QUICK),
             *("--json", str(path)),
             launcher=(*_TORCHRUN, str(script)),
         )
@@ -141,13 +140,6 @@ class TestRuns:
         other = 18 - count
         assert ratios == {("mycoll", other): "", ("gloo", other): "mycoll", ("gloo", count): ""}
 
-    def test_overlap_of_what_gloo_cannot_reduce(self) -> None:
-        done = run_bench(
-            *("overlap", "--nproc", "2", "--backend", "mycoll", "-b", "1K", "-e", "1K", *_QUICK),
-            *("-d", "int16,float8_e5m2"),
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
     def test_a_backend_that_is_not_there(self) -> None:
         done = run_bench("barrier", "--nproc", "1", "--backend", "gloo,no_such_backend", *_QUICK)
         assert done.returncode == 1
@@ -162,7 +154,7 @@ class TestRuns:
             pytest.skip(f"{peer}: {reason}")
         path = tmp_path / "out.jsonl"
         done = run_bench(
-            *("all_reduce,pingpong,bandwidth_bidir,barrier", "--nproc", "2", "--backend", "gloo"),
+            *("all_reduce,pingpong,bandwidth,barrier", "--nproc", "2", "--backend", "gloo"),
             *("--peers", peer, "-b", "1K", "-e", "1K", "-d", "complex64", *_QUICK),
             *("--json", str(path)),
         )
@@ -171,7 +163,7 @@ class TestRuns:
         wrong = {(row.op, row.contender): row.wrong for row in rows}
         assert len(wrong) == 8 and wrong.pop(("barrier", peer)) is None
         assert set(wrong.values()) == {0}
-        assert "no torch dispatch" in done.stdout
+        assert f"{peer}: in C, without torch" in done.stdout
 
     def test_nproc_beside_variables_of_another_launcher(
         self, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +186,7 @@ class TestRuns:
                 "all_reduce",
                 "--nproc",
                 "2",
-                "--round-ms",
+                "--rounds",
                 "100",
             ],
             stdout=subprocess.PIPE,
@@ -208,21 +200,16 @@ class TestRuns:
             assert errors.read() == b""
         assert process.wait(_TIMEOUT_SECONDS) == 128 + signal.SIGPIPE
 
-    def test_under_torchrun_in_place(self, tmp_path: Path) -> None:
+    def test_under_torchrun(self, tmp_path: Path) -> None:
         path = tmp_path / "out.jsonl"
         done = run_bench(
-            *("all_gather,overlap,init", "--backend", "gloo", "--in-place", "--hot"),
-            *("-b", "1K", "-e", "1K", "-z", "1", *_QUICK, "--rounds", "1", "--json", str(path)),
+            *("all_gather", "--backend", "gloo", "--hot", "-b", "1K", "-e", "1K"),
+            *(*_QUICK, "--rounds", "1", "--json", str(path)),
             launcher=(*_TORCHRUN, "-m", "mycoll.bench"),
         )
         assert done.returncode == 0, done.stdout + done.stderr
         _, rows = read_results(str(path))
-        assert [(row.op, row.in_place) for row in rows] == [
-            ("all_gather", True),
-            ("overlap", True),
-            ("init", False),
-        ]
-        assert 0 <= rows[1].extra["hidden_percent"] <= 100
+        assert [row.op for row in rows] == ["all_gather"]
 
 
 class TestDevice:
@@ -233,7 +220,7 @@ class TestDevice:
         file = tmp_path / "rows.jsonl"
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         program = ("-m", "worlds.program", "standin", "host", "mycoll.bench")
-        operations = "all_reduce,all_gather,sendrecv,barrier,overlap,ddp"
+        operations = "all_reduce,all_gather,sendrecv,barrier,ddp"
         run = run_bench(
             *program,
             *(operations, "--device", "standin", "-b", "1K", "-e", "1K", *_QUICK),

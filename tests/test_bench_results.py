@@ -11,7 +11,7 @@ import pytest
 from mycoll.bench import cli, main
 from mycoll.bench.compare import compare
 from mycoll.bench.plot import draw, undrawable
-from mycoll.bench.report import Recorder, table_header, table_line, unwritable
+from mycoll.bench.report import Recorder, ratio, read_results, table_header, table_line, unwritable
 from mycoll.bench.result import Row, compared
 from mycoll.bench.stats import paired_ratio, percentile, unpaired_ratio
 
@@ -27,7 +27,6 @@ def example_row(**changes: object) -> Row:
         contender="gloo",
         contender_kind="backend",
         ranks=2,
-        in_place=False,
         time_us=100.0,
         algbw=0.01,
         busbw=0.01,
@@ -45,7 +44,7 @@ def example_row(**changes: object) -> Row:
 
 class TestCompare:
     def write(self, path: Path, rows: list[Row]) -> str:
-        recorder = Recorder({"kind": "header", "machine": {"cpu": "x"}}, str(path), "")
+        recorder = Recorder({"kind": "header", "machine": {"cpu": "x"}}, str(path))
         for row in rows:
             recorder.add(row)
         recorder.close()
@@ -65,8 +64,8 @@ class TestCompare:
         assert main(["compare", before, after]) == 0
         assert main(["compare", before, after, "--fail"]) == 1
         said = capsys.readouterr().out
-        assert "slower  all_reduce 4096 B" in said
-        assert "faster  broadcast 1024 B" in said
+        assert "slower  all_reduce 4 KiB gloo" in said
+        assert "faster  broadcast 1 KiB gloo" in said
         assert "1 faster, 1 slower, 1 the same" in said
         assert main(["compare", before, before, "--fail"]) == 0
 
@@ -90,9 +89,9 @@ class TestCompare:
         fewer = self.write(tmp_path / "c.jsonl", [rows[0], other])
         without_other = self.write(tmp_path / "d.jsonl", rows[:2])
         assert main(["compare", before, wrong, "--fail"]) == 1
-        assert "wrong   all_reduce 8 B float32 sum other  3 elements" in capsys.readouterr().out
+        assert "wrong   all_reduce 8 B other  3 elements" in capsys.readouterr().out
         assert main(["compare", before, fewer, "--fail"]) == 1
-        assert "missing all_reduce 4096 B float32 sum gloo" in capsys.readouterr().out
+        assert "missing all_reduce 4 KiB gloo" in capsys.readouterr().out
         assert main(["compare", before, fewer]) == 0
         assert main(["compare", before, without_other, "--fail"]) == 0
 
@@ -135,14 +134,35 @@ class TestCompare:
 
 class TestReport:
     def test_heading_stands_above_its_column(self) -> None:
-        names = table_header("all_reduce", 2).splitlines()[2]
-        line = table_line(example_row(wrong=7))
-        assert line[: names.index("#wrong") + len("#wrong")].endswith(" 7")
+        slow = example_row(contender="openmpi-tcp", time_us=123456.7, ratio=17.25)
+        slow = replace(slow, ratio_low=10.01, ratio_high=123.4, busbw=100.0, size=300 << 20)
+        heading = table_header(slow, "mycoll").splitlines()[-1]
+        line = table_line(slow)
+        for name, value in {"size": "300 MiB", "time us": "123457", "bus GB/s": "100.00"}.items():
+            assert line[: heading.index(name) + len(name)].endswith(f" {value}")
+        assert line.endswith("17.2x slower [10, 123]")
+        assert len(line) <= 80
+        assert table_line(replace(slow, wrong=7)).endswith("  7 WRONG")
+
+    def test_ratios_say_which_is_slower(self) -> None:
+        row = example_row(ratio=11.42, ratio_low=8.6, ratio_high=17.31)
+        assert ratio(row) == "11.4x slower [8.6, 17.3]"
+        row = example_row(ratio=0.5, ratio_low=0.4, ratio_high=0.8)
+        assert ratio(row) == "2x faster [1.25, 2.5]"
+        assert ratio(example_row(ratio=1.0)) == "1x slower" and ratio(example_row()) == ""
 
     def test_schema(self) -> None:
         record = json.loads(json.dumps(example_row().as_json()))
         assert record.pop("kind") == "result"
         assert Row(**record) == example_row()
+
+    def test_files_of_earlier_versions(self, tmp_path: Path) -> None:
+        file = tmp_path / "old.jsonl"
+        record = {**example_row().as_json(), "in_place": False}
+        file.write_text(
+            '{"kind": "header"}\n{"kind": "header", "date": "x"}\n' + json.dumps(record)
+        )
+        assert read_results(str(file))[1] == [example_row()]
 
     def test_percentiles(self) -> None:
         assert percentile([1.0], 99) == 1
@@ -150,8 +170,8 @@ class TestReport:
 
     def test_pairs_take_out_what_disturbs_both(self) -> None:
         load = [1.0, 5.0, 2.0, 9.0, 3.0, 4.0]
-        ratio = paired_ratio([2 * value for value in load], load)
-        assert (ratio.low, ratio.value, ratio.high) == (2, 2, 2)
+        found = paired_ratio([2 * value for value in load], load)
+        assert (found.low, found.value, found.high) == (2, 2, 2)
 
     def test_no_interval_from_few_rounds(self) -> None:
         times = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -159,7 +179,7 @@ class TestReport:
         assert unpaired_ratio(times, [*times, 6.0]).high is None
         few = example_row(rounds_us=times)
         line = table_line(replace(few, contender="other").compared_to(few))
-        assert line.endswith("other 1x")
+        assert line.endswith("other        1x slower")
 
     def test_ratios_are_to_the_first_backend_or_to_none(self) -> None:
         rows = [example_row(contender=name) for name in ("gloo", "other")]
@@ -219,7 +239,7 @@ def test_pictures_have_an_ending_that_is_known() -> None:
     assert undrawable("out.png") == undrawable("out.PDF") == undrawable("out") == ""
 
 
-@pytest.mark.parametrize("option", ["--json", "--csv", "--plot"])
+@pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_files_are_looked_at_first(
     option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,52 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"mycoll [\d.]+\S*\n", capsys.readouterr().out)
 
 
+def test_help_without_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"    {verb} " in shown for verb in command_line.known_verbs())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dcotor"], "mycoll: unknown verb 'dcotor'; did you mean doctor?"),
+        (["env", "--nonsense"], "mycoll env: unrecognized arguments: --nonsense"),
+    ],
+)
+def test_bad_arguments_come_before_the_usage(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command_line.main(words)
+    assert end.value.code == 2
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == message and second.startswith("usage: mycoll")
+
+
+def test_what_differs_from_the_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
+    for name in [name for name in os.environ if name.startswith("MYCOLL_")]:
+        monkeypatch.delenv(name)
+    assert command_line.main(["env", "--changed"]) == 0
+    assert "default value" in capsys.readouterr().out
+    monkeypatch.setenv("MYCOLL_SMALL_BYTES", "1K")
+    monkeypatch.setenv("MYCOLL_TRANSPROT", "tcp")
+    assert command_line.main(["env", "--changed"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("MYCOLL_SMALL_BYTES=1K  (default: ")
+    assert lines[-1].endswith("did you mean MYCOLL_TRANSPORT?")
+    assert not any(line.startswith("MYCOLL_CPU") for line in lines)
+
+
+def test_variables_fit_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
+    assert command_line.main(["env"]) == 0
+    assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
+
+
 def test_page_is_up_to_date() -> None:
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
     from mycoll.__main__ import environment_page
@@ -127,30 +173,35 @@ def test_where_values_come_from(monkeypatch) -> None:
     assert rows["MYCOLL_CHUNK_BYTES"]["source"] == "default"
 
 
-def test_python_half_logs_through_torch(backend) -> None:
-    """TORCH_LOGS is read while torch is imported: a process of its own."""
+def test_pythons_logging_can_carry_the_lines(backend) -> None:
+    """A process of its own: the engine's log belongs to the process."""
     if backend != "mycoll":
         pytest.skip("about mycoll's lines")
     program = """
-import torch
-import torch.distributed as dist
+import logging, sys
+import mycoll, torch.distributed as dist
+form = "%(name)s %(levelname)s %(message)s"
+logging.basicConfig(stream=sys.stdout, level=logging.DEBUG, format=form)
+if sys.argv[1:]:
+    mycoll.log_to_python(logging.DEBUG)
 dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+dist.destroy_process_group()
 """
-    said = {}
-    for logs in ("distributed", None):
-        env = {k: v for k, v in os.environ.items() if k not in ("TORCH_LOGS", "MYCOLL_CPU")}
+    env = {**os.environ, "MYCOLL_LOG": "debug"}
+    env.pop("MYCOLL_CPU", None)
+    for argument in ("", "python"):
         done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**env, **({"TORCH_LOGS": logs} if logs else {})},
+            [sys.executable, "-c", program, *filter(None, [argument])],
+            env=env,
             capture_output=True,
             text=True,
             check=True,
             timeout=60,
         )
-        said[logs] = [line for line in done.stderr.splitlines() if "_registration.py" in line]
-    assert said[None] == []
-    (line,) = said["distributed"]
-    assert re.search(r"I\d+ .*mycoll \S+: group '0', rank 0 of 1, timeout", line), line
+        assert re.search(r"^mycoll INFO mycoll \S+: group '0', rank 0 of 1", done.stdout, re.M)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("mycoll DEBUG")]
+        assert ("[mycoll " in done.stderr) == (not argument), done.stderr
+        assert bool(lines) == bool(argument), done.stdout
 
 
 def test_versions_are_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:

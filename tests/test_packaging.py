@@ -197,6 +197,14 @@ def test_other_minor_is_refused(site: Site) -> None:
     message = site.fails(INIT.format(backend="mycoll"))
     assert f"compiled for torch 2.9 and cannot work with torch {torch.__version__}" in message
     assert "--no-build-isolation" in message and "or install torch 2.9" in message
+    # Under a torch that mycoll cannot be compiled for, compiling again is no advice.
+    version_file = site.package / "_version.py"
+    version_file.write_text(
+        version_file.read_text().replace("((2, 11), (2, 15))", "((3, 0), (3, 0))")
+    )
+    message = site.fails(INIT.format(backend="mycoll"))
+    assert message.endswith("pip install 'torch==2.9.*'") and "isolation" not in message
+    version_file.write_text((PACKAGE / "_version.py").read_text())
     # A patch release and another local version are the same minor.
     site.built(torch_version=f"{MINOR}.99+other").passes(INIT.format(backend="mycoll"))
 
@@ -280,6 +288,34 @@ def test_old_setuptools_is_two_readable_lines() -> None:
     lines = words_of_setup("def version(name): return '65.5.0'")
     assert "setuptools 77 or newer, and this is 65.5.0" in lines[0]
     assert "pip install 'setuptools>=77'" in lines[1]
+
+
+@pytest.mark.parametrize("torch_version", ["2.10.0", "2.16.0a0", "1.13.1"])
+def test_unsupported_torch_is_two_readable_lines(torch_version: str) -> None:
+    """Before minutes of compiling."""
+    found = f"'{torch_version}' if name == 'torch' else '80.0'"
+    lines = words_of_setup(f"def version(name): return {found}")
+    assert f"torch 2.11 to 2.15, and this is torch {torch_version}" in lines[0]
+    assert "pip install 'torch>=2.11,<2.16'" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem", "remedy"),
+    [
+        ({"CXX": "no-such-compiler"}, "there is no no-such-compiler", "apt-get install g++"),
+        ({"CXX": "false"}, "knows C++20, and false does not", "g++-12"),
+    ],
+)
+def test_no_compiler_is_two_readable_lines(
+    variables: dict[str, str], problem: str, remedy: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "setup.py", "build_ext", "-b", str(tmp_path), "-t", str(tmp_path)]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and problem in lines[-2] and remedy in lines[-1], done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_wheel(tmp_path: Path) -> None:

@@ -83,6 +83,17 @@ def test_traceback_of_the_first(backend):
     assert "launch.py" not in text
 
 
+def test_its_own_frames_stay_out_of_pytests_tracebacks():
+    def generators():
+        yield  # cannot be pickled, and neither can this function
+
+    with pytest.raises(RuntimeError) as caught:
+        mycoll.spawn(generators)
+    assert [entry.name for entry in caught.traceback.filter(caught)] == [
+        "test_its_own_frames_stay_out_of_pytests_tracebacks"
+    ]
+
+
 def test_death_without_a_word(backend):
     with pytest.raises(mycoll.SpawnError, match="rank 1 of 2 failed") as caught:
         mycoll.spawn(rank_one_dies, backend=backend)

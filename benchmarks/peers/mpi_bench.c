@@ -7,7 +7,7 @@
  *
  *   prepare OP DTYPE REDOP BYTES ROOT WINDOWS EVICT_BYTES   {"ok":1} or {"unsupported":"why"}
  *   verify SEED                                             {"wrong":N}, null where nothing can be verified
- *   run WARMUPS CALLS BLOCKING                              {"ns":[one per call]}
+ *   run WARMUPS CALLS                                       {"ns":[one per call]}
  *   quit
  */
 #define _GNU_SOURCE
@@ -34,12 +34,12 @@ typedef struct {
 
 typedef enum {
   kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll, kGather, kScatter, kBarrier, kSendRecv,
-  kPingPong, kBandwidth, kBandwidthBidir, kOpCount
+  kPingPong, kBandwidth, kOpCount
 } Op;
 
 static const char* const kOpNames[kOpCount] = {
     "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "barrier",
-    "sendrecv", "pingpong", "bandwidth", "bandwidth_bidir"};
+    "sendrecv", "pingpong", "bandwidth"};
 
 /* What `prepare` set. Sizes are in elements; part is a rank's share. */
 static struct {
@@ -153,16 +153,14 @@ static void refill(void) {
 }
 
 static void underWay(size_t first, int count, MPI_Datatype type) {
-  MPI_Request requests[2 * kMessagesUnderWay];
-  MPI_Status statuses[2 * kMessagesUnderWay];
-  const bool both = work.op == kBandwidthBidir;
+  MPI_Request requests[kMessagesUnderWay];
+  MPI_Status statuses[kMessagesUnderWay];
   const int peer = 1 - rank;
-  int posted = 0;
-  for (int i = 0; i < kMessagesUnderWay && (both || rank == 1); ++i)
-    MPI_Irecv(target(first + i), count, type, peer, 0, MPI_COMM_WORLD, &requests[posted++]);
-  for (int i = 0; i < kMessagesUnderWay && (both || rank == 0); ++i)
-    MPI_Isend(source(first + i), count, type, peer, 0, MPI_COMM_WORLD, &requests[posted++]);
-  MPI_Waitall(posted, requests, statuses);
+  for (int i = 0; i < kMessagesUnderWay; ++i) {
+    if (rank == 0) MPI_Isend(source(first + i), count, type, peer, 0, MPI_COMM_WORLD, &requests[i]);
+    else MPI_Irecv(target(first + i), count, type, peer, 0, MPI_COMM_WORLD, &requests[i]);
+  }
+  MPI_Waitall(kMessagesUnderWay, requests, statuses);
   char acknowledgement = 0;
   if (rank == 0) MPI_Recv(&acknowledgement, 1, MPI_BYTE, peer, 1, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
   else MPI_Send(&acknowledgement, 1, MPI_BYTE, peer, 1, MPI_COMM_WORLD);
@@ -170,7 +168,7 @@ static void underWay(size_t first, int count, MPI_Datatype type) {
 
 /* The windows of a call begin where those of the call before have ended. */
 static size_t windowsPerCall(void) {
-  return work.op == kBandwidth || work.op == kBandwidthBidir ? kMessagesUnderWay : 1;
+  return work.op == kBandwidth ? kMessagesUnderWay : 1;
 }
 
 static void call(size_t number) {
@@ -201,13 +199,12 @@ static void call(size_t number) {
       MPI_Recv(out, whole, type, peer, 0, world, MPI_STATUS_IGNORE);
       if (rank == 1) MPI_Send(in, whole, type, peer, 0, world);
       break;
-    case kBandwidth:
-    case kBandwidthBidir: underWay(at, whole, type); break;
+    case kBandwidth: underWay(at, whole, type); break;
     case kOpCount: break;
   }
 }
 
-static void run(int warmups, int calls, bool blocking) {
+static void run(int warmups, int calls) {
   int64_t* times = malloc(sizeof *times * (calls + 1));
   refill();
   MPI_Barrier(MPI_COMM_WORLD);
@@ -216,10 +213,6 @@ static void run(int warmups, int calls, bool blocking) {
   for (int i = 0; takesPart && i < warmups; ++i) call(i);
   int64_t before = now();
   for (int i = 0; i < calls; ++i) {
-    if (blocking && !pairwise()) {
-      MPI_Barrier(MPI_COMM_WORLD);
-      before = now();
-    }
     call(warmups + i);
     const int64_t after = now();
     times[i] = after - before;
@@ -315,7 +308,6 @@ static long wrongIn(size_t at, int seed) {
     case kScatter: wrong = differing(target(at), part, work.root, rank * part, seed); break;
     case kSendRecv: wrong = differing(target(at), whole, (rank + ranks - 1) % ranks, 0, seed); break;
     case kPingPong:
-    case kBandwidthBidir: wrong = differing(target(at), whole, 1 - rank, 0, seed); break;
     case kBandwidth: wrong = rank == 1 ? differing(target(at), whole, 0, 0, seed) : 0; break;
     default: /* parts of all ranks */
       for (int r = 0; r < ranks && (root || work.op != kGather); ++r)
@@ -339,15 +331,15 @@ static void verify(int seed) {
 static void obey(void) {
   char line[512], op[32], dtype[32], redop[16];
   size_t bytes, windows, evictBytes;
-  int root, warmups, calls, blocking, seed;
+  int root, warmups, calls, seed;
   while (fgets(line, sizeof line, commands) && strcmp(line, "quit\n") != 0) {
     if (sscanf(line, "prepare %31s %31s %15s %zu %d %zu %zu", op, dtype, redop, &bytes, &root, &windows,
                &evictBytes) == 7)
       prepare(op, dtype, redop, bytes, root, windows ? windows : 1, evictBytes);
     else if (sscanf(line, "verify %d", &seed) == 1)
       verify(seed);
-    else if (sscanf(line, "run %d %d %d", &warmups, &calls, &blocking) == 3 && calls >= 0 && calls < kMaxCalls)
-      run(warmups, calls, blocking != 0);
+    else if (sscanf(line, "run %d %d", &warmups, &calls) == 2 && calls >= 0 && calls < kMaxCalls)
+      run(warmups, calls);
     else
       answer("{\"unsupported\":\"mpi_bench did not understand the harness\"}");
   }

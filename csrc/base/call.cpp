@@ -49,6 +49,14 @@ Signature Call::signature() const {
   return result;
 }
 
+std::string mismatchText(const std::string& group, const std::string& where, const std::string& me,
+                         const Signature& mine, const std::string& other, const Signature& theirs) {
+  return "mycoll group '" + group + "': MISMATCH at " + where + "\n  " + me + ": " +
+         mine.describe() + "\n  " + other + ": " + theirs.describe() +
+         "\n  All ranks must call the same operations in the same order, with the same dtype, "
+         "size, reduce op and root.";
+}
+
 std::string Signature::describe() const {
   std::string text = name(kind);
   if (kind == OpKind::kBarrier || kind == OpKind::kMonitoredBarrier) return text;

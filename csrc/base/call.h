@@ -28,6 +28,10 @@ struct Signature {
 };
 static_assert(sizeof(Signature) == 24);
 
+// What a failure says when two ranks were called differently. me, other: as messages name ranks.
+std::string mismatchText(const std::string& group, const std::string& where, const std::string& me,
+                         const Signature& mine, const std::string& other, const Signature& theirs);
+
 // A collective on contiguous memory. `in` and `out` hold one span or one for each rank:
 //   kind              in                          out
 //   kBarrier          -                           -

@@ -16,6 +16,11 @@
 namespace mycoll {
 namespace {
 
+const char* nameOf(LogLevel level) {
+  static constexpr const char* kNames[] = {"off", "failure", "error", "warn", "info", "debug"};
+  return kNames[static_cast<size_t>(level)];
+}
+
 // Where lines go. Never destroyed: helper threads may log during static destruction.
 class Sink {
  public:
@@ -37,7 +42,7 @@ class Sink {
     if (pattern_.find("%r") != pattern_.npos) isResolved_ = false;
   }
 
-  void write(const char* text) {
+  void write(LogLevel level, const char* text) {
     char stamp[32];
     timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
@@ -50,7 +55,7 @@ class Sink {
     const pid_t pid = ::getpid();
     // A forked child goes to its own file when the name holds the pid.
     if (!isResolved_ || pid != pid_) open(pid);
-    std::string line = std::string("[mycoll ") + stamp + " rank " +
+    std::string line = std::string("[mycoll ") + stamp + " " + nameOf(level) + " rank " +
                        (rank_ < 0 ? "?" : std::to_string(rank_)) + " pid " + std::to_string(pid) +
                        "] " + text + "\n";
     const int fd = file_.isOpen() ? file_.get() : STDERR_FILENO;
@@ -123,11 +128,11 @@ void detail::logLine(LogLevel level, const char* format, ...) {
   const int length = std::vsnprintf(shortText, sizeof(shortText), format, arguments);
   va_end(arguments);
   if (length < static_cast<int>(sizeof(shortText))) {
-    Sink::get().write(length < 0 ? format : shortText);
+    Sink::get().write(level, length < 0 ? format : shortText);
   } else {
     std::string longText(static_cast<size_t>(length) + 1, '\0');
     std::vsnprintf(longText.data(), longText.size(), format, again);
-    Sink::get().write(longText.c_str());
+    Sink::get().write(level, longText.c_str());
   }
   va_end(again);
   errno = savedErrno;

@@ -2,7 +2,7 @@
 // else. All [any thread].
 //
 //   MYCOLL_LOG_INFO("connected to rank %d in %d ms", rank, elapsed);
-//   [mycoll 12:34:56.789 rank 3 pid 4711] connected to rank 5 in 12 ms
+//   [mycoll 12:34:56.789 info rank 3 pid 4711] connected to rank 5 in 12 ms
 //
 // Costs one relaxed load when its level is off; arguments are then not evaluated.
 #pragma once

@@ -18,6 +18,9 @@ inline void cpuRelax() {
 #endif
 }
 
+// While a thread sleeps in the kernel: how often it looks at signals, deadlines and peers.
+inline constexpr std::chrono::milliseconds kWaitTick(50);
+
 // Cores that this process may keep busy: the affinity mask, cut by the cgroup's cpu quota (rounded
 // down, as a spinner that exceeds its quota is stopped for the rest of the period). At least 1.
 // Read once; a change of affinity later is not seen.

@@ -21,9 +21,12 @@
 #include "backend/options.h"
 #include "backend/quantized.h"
 #include "base/env.h"
+#include "base/log.h"
+#include "base/wait.h"
 #include "bindings/call_site.h"
 #include "kernels/copy.h"
 #include "observe/trace_file.h"
+#include "transport/tcp/address.h"
 
 namespace py = pybind11;
 
@@ -177,6 +180,22 @@ py::list unknownVariables() {
   return found;
 }
 
+py::list chooseInterface(const std::string& storeHost) {
+  std::vector<mycoll::InterfaceAddress> chosen;
+  mycoll::throwIfFailed(
+      mycoll::chooseInterface(mycoll::Env::process().socketInterfaces, storeHost, &chosen));
+  py::list addresses;
+  for (const mycoll::InterfaceAddress& each : chosen) {
+    addresses.append(py::make_tuple(each.interfaceName, each.address));
+  }
+  return addresses;
+}
+
+void logTo(const std::string& file, int level) {
+  mycoll::setLogFile(file.c_str());
+  mycoll::setLogLevel(static_cast<mycoll::LogLevel>(level));
+}
+
 std::string dumpTrace(const std::string& path) {
   std::string written;
   mycoll::throwIfFailed(mycoll::TraceFile::write(path, &written));
@@ -303,6 +322,15 @@ PYBIND11_MODULE(_C, module) {
   module.def("unknown_variables", &unknownVariables,
              "MYCOLL_* variables that are set and mean nothing, each with the known name that it "
              "resembles, or ''.");
+  module.def("choose_interface", &chooseInterface, py::arg("store_host"),
+             "The name and address, IPv4 first, of the network interface that a group uses whose "
+             "store is at this host ('': not known). Raises where none can serve.");
+  module.def("usable_cores", &mycoll::usableCores,
+             "Cores that this process may keep busy: its affinity, cut by the cgroup's quota.");
+  module.def(
+      "_log_to", &logTo, py::arg("file"), py::arg("level"),
+      "Has the engine write its log to this file ('': stderr), up to the level (MYCOLL_LOG's "
+      "words, counted from off = 0).");
   module.def("dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
              "Writes what this process did last; returns the path. Empty: where failures go.");
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),

@@ -1,4 +1,4 @@
-// What ranks leave in the rendezvous store, as text: see bootstrap.h. Plain values; who reads them
+// What ranks leave in the rendezvous store, as text: see rendezvous.h. Plain values; who reads them
 // believes nothing yet.
 #pragma once
 

@@ -1,11 +1,29 @@
 #include "engine/communicator.h"
 
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+
 #include "base/log.h"
-#include "engine/bootstrap.h"
-#include "engine/group.h"
+#include "engine/engine.h"
+#include "engine/rendezvous.h"
+#include "observe/metrics.h"
+#include "observe/trace_file.h"
 
 namespace mycoll {
 namespace {
+
+// How long a group that is being destroyed offers its receives to those who are about to send.
+constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
+// For the rank of leaveAfter().
+constexpr auto kLastGrace = std::chrono::milliseconds(800);
+
+int localRanks(const Engine& engine, const GroupAddress& address) {
+  const std::string& host = engine.endpoint()->address().hostName;
+  return static_cast<int>(std::count_if(address.peers.begin(), address.peers.end(),
+                                        [&](const PeerAddress& p) { return p.hostName == host; }));
+}
 
 // Asking for shared memory only, with a rank that has none in common, cannot work.
 Status checkTransport(const Endpoint& endpoint, const GroupAddress& address) {
@@ -20,7 +38,28 @@ Status checkTransport(const Endpoint& endpoint, const GroupAddress& address) {
   return Status();
 }
 
+Operation toOperation(const ExternalMessage& message, uint64_t sequence) {
+  Operation operation;
+  operation.kind = message.isSend ? OpKind::kSend : OpKind::kRecv;
+  operation.dtype = message.dtype;
+  operation.opaqueType = message.opaqueType;
+  operation.peer = message.peer;
+  operation.elementBytes = static_cast<uint32_t>(elementSize(message.dtype));
+  operation.sequence = sequence;
+  operation.tag = message.tag;
+  (message.isSend ? operation.inBytes : operation.outBytes) = message.bytes;
+  return operation;
+}
+
+Signature signatureOf(OpKind kind) {
+  Signature signature;
+  signature.kind = kind;
+  return signature;
+}
+
 }  // namespace
+
+// ---- making one --------------------------------------------------------------------------------
 
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                             std::shared_ptr<Communicator>* result) {
@@ -43,137 +82,337 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(meet(options, *store, *engine, &address));
   MYCOLL_RETURN_IF_ERROR(checkTransport(*engine->endpoint(), address));
-  auto group = std::make_shared<Group>(std::move(options), engine, std::move(address));
-  engine->add(group);
-  *result = std::shared_ptr<Communicator>(new Communicator(std::move(group)));
+  *result = add(engine, std::move(options), std::move(address));
   return Status();
 }
 
-Status Communicator::derive(const Communicator& parent, const std::string& suffix, bool isExternal,
-                            std::shared_ptr<Communicator>* result) {
-  const Group& group = *parent.group_;
-  GroupOptions options = group.options();
+std::shared_ptr<Communicator> Communicator::add(const std::shared_ptr<Engine>& engine,
+                                                GroupOptions options, GroupAddress address) {
+  std::shared_ptr<Communicator> group(
+      new Communicator(std::move(options), engine, std::move(address)));
+  // From here on it may be told of failures, by questions of others, too.
+  group->mailbox_.open();
+  engine->add(group);
+  return group;
+}
+
+std::shared_ptr<Communicator> Communicator::derive(const Communicator& parent,
+                                                   const std::string& suffix, bool isExternal) {
+  GroupOptions options = parent.options_;
   options.name += suffix;
   options.isExternal = isExternal;
-  options.timeout = group.timeout();
-  addGroup(group.engine(), std::move(options), group.address(), result);
-  return Status();
+  options.timeout = parent.timeout();
+  GroupAddress address = parent.address();
+  address.name = options.name;
+  setContext(&address);
+  return add(parent.engine_, std::move(options), std::move(address));
 }
 
 Status Communicator::shrink(const Communicator& parent, const std::string& suffix,
                             const std::vector<int>& members,
                             std::shared_ptr<Communicator>* result) {
-  const Group& group = *parent.group_;
-  GroupOptions options = group.options();
-  GroupAddress address = group.address();
+  GroupOptions options = parent.options_;
+  GroupAddress address = parent.address();
   options.name += suffix;
   options.rank = -1;
   options.ranks = static_cast<int>(members.size());
-  options.timeout = group.timeout();
+  options.timeout = parent.timeout();
   options.globalRanks.clear();
   address.peers.clear();
   for (size_t rank = 0; rank < members.size(); ++rank) {
     const int old = members[rank];
-    if (old == group.rank()) options.rank = static_cast<int>(rank);
+    if (old == parent.rank()) options.rank = static_cast<int>(rank);
     options.globalRanks.push_back(
-        group.options().globalRanks.empty() ? old : group.options().globalRanks[old]);
-    address.peers.push_back(group.address().peers[old]);
+        parent.options_.globalRanks.empty() ? old : parent.options_.globalRanks[old]);
+    address.peers.push_back(parent.address().peers[old]);
   }
   if (options.rank < 0) {
-    return Status(Code::kInvalidArgument, "rank " + std::to_string(group.rank()) +
+    return Status(Code::kInvalidArgument, "rank " + std::to_string(parent.rank()) +
                                               " is not among those that are left of group '" +
-                                              group.options().name + "'");
+                                              parent.options_.name + "'");
   }
   address.rank = options.rank;
-  std::shared_ptr<Communicator> made;
-  addGroup(group.engine(), std::move(options), std::move(address), &made);
+  address.name = options.name;
+  setContext(&address);
+  const std::shared_ptr<Communicator> made =
+      add(parent.engine_, std::move(options), std::move(address));
   Call barrier;
   barrier.kind = OpKind::kBarrier;
   const OpPtr met = made->submit(std::move(barrier), nullptr, /*willWait=*/true);
   MYCOLL_RETURN_IF_ERROR(made->wait(met, Deadline::never()));
-  *result = std::move(made);
+  *result = made;
   return Status();
 }
 
-void Communicator::addGroup(const std::shared_ptr<Engine>& engine, GroupOptions options,
-                            GroupAddress address, std::shared_ptr<Communicator>* result) {
-  address.name = options.name;
-  setContext(&address);
-  auto group = std::make_shared<Group>(std::move(options), engine, std::move(address));
-  engine->add(group);
-  *result = std::shared_ptr<Communicator>(new Communicator(std::move(group)));
+Communicator::Communicator(GroupOptions options, std::shared_ptr<Engine> engine,
+                           GroupAddress address)
+    : options_(std::move(options)),
+      engine_(std::move(engine)),
+      timeout_(options_.timeout.count()),
+      record_({options_.name + (options_.isExternal ? ":device" : ""), address.context,
+               options_.rank, options_.ranks, options_.globalRanks}),
+      mailbox_(engine_->endpoint(), std::move(address), this),
+      membership_(mailbox_, record_, options_.isExternal),
+      agreement_(mailbox_, membership_),
+      runner_(options_, mailbox_, membership_, agreement_, record_),
+      queue_(options_, *engine_, membership_, runner_, diagnosis_, questions_, record_,
+             localRanks(*engine_, mailbox_.group())),
+      diagnosis_(options_, *engine_, mailbox_, membership_, agreement_, runner_, queue_, questions_,
+                 record_),
+      questions_(options_, *this, *engine_, mailbox_, membership_, queue_) {}
+
+Communicator::~Communicator() {
+  close(Deadline::after(Milliseconds(0)));
+  mailbox_.detach();  // before anything that answers it is gone
 }
 
-Communicator::Communicator(std::shared_ptr<Group> group) : group_(std::move(group)) {}
-Communicator::~Communicator() { group_->close(Deadline::after(std::chrono::milliseconds(0))); }
+// ---- calls -------------------------------------------------------------------------------------
 
-int Communicator::rank() const { return group_->rank(); }
-int Communicator::ranks() const { return group_->ranks(); }
-void Communicator::setTimeout(std::chrono::milliseconds timeout) { group_->setTimeout(timeout); }
+Deadline Communicator::deadlineFor(Milliseconds timeout) const {
+  return Deadline::after(timeout.count() > 0 ? timeout : this->timeout());
+}
+
+OpPtr Communicator::endAtOnce(std::shared_ptr<Op> op, const Operation& operation) {
+  const int64_t now = steadyNanos();
+  OpRecord record = record_.enqueue(operation, now, /*isStarted=*/true);
+  if (options_.callSite) record.setSite(options_.callSite());
+  op->setRecord(record);
+  op->finish(diagnosis_.calledLate(op->kind()));
+  TraceFile::writeWanted();
+  return op;
+}
+
+OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<void> keepAlive,
+                            bool willWait, Milliseconds timeout) {
+  questions_.noteCaller();
+  op->keepAlive = std::move(keepAlive);
+  op->deadline = deadlineFor(timeout);
+  if (membership_.isOver(runner_.begun())) {
+    const Operation late = Operation::of(op->call, sequence(), op->composite ? kIsComposite : 0);
+    return endAtOnce(std::move(op), late);
+  }
+  const bool isFirst = queue_.push(op);
+  if (!willWait) {
+    // As far as it goes at once: often that is the whole of this rank's part.
+    if (isFirst) queue_.run(0);
+    if (!op->done()) engine_->poke();
+  }
+  return op;
+}
 
 OpPtr Communicator::submit(Call call, std::shared_ptr<void> keepAlive, bool willWait,
-                           std::chrono::milliseconds timeout) {
-  return group_->submit(std::move(call), Composite(), std::move(keepAlive), willWait, timeout);
+                           Milliseconds timeout) {
+  auto op = std::make_shared<CollectiveOp>(call.signature());
+  op->call = std::move(call);
+  return enqueue(std::move(op), std::move(keepAlive), willWait, timeout);
 }
 
 OpPtr Communicator::submitComposite(OpKind kind, Composite composite,
                                     std::shared_ptr<void> keepAlive, bool willWait,
-                                    std::chrono::milliseconds timeout) {
-  Call call;
-  call.kind = kind;
-  return group_->submit(std::move(call), std::move(composite), std::move(keepAlive), willWait,
-                        timeout);
+                                    Milliseconds timeout) {
+  auto op = std::make_shared<CollectiveOp>(signatureOf(kind));
+  op->call.kind = kind;
+  op->composite = std::move(composite);
+  return enqueue(std::move(op), std::move(keepAlive), willWait, timeout);
 }
 
-Status Communicator::meetNeighbours() { return group_->meetNeighbours(); }
-
 OpPtr Communicator::submitExternal(const Signature& signature, std::shared_ptr<External> external,
-                                   std::chrono::milliseconds timeout) {
-  return group_->submitExternal(signature, std::move(external), timeout);
+                                   Milliseconds timeout) {
+  questions_.noteCaller();
+  auto op = std::make_shared<CollectiveOp>(signature);
+  op->external = std::move(external);
+  op->deadline = deadlineFor(timeout);
+  if (hasFailed()) {
+    op->finish(diagnosis_.calledLate(signature.kind));
+    return op;
+  }
+  if (queue_.push(op)) queue_.run(0);
+  return op;
 }
 
 OpRecord Communicator::recordMessage(const ExternalMessage& message, uint32_t site) {
-  return group_->recordMessage(message, site);
+  Operation operation = toOperation(message, messages_.fetch_add(1, std::memory_order_relaxed));
+  operation.flags = kIsOnDevice;
+  operation.site = site;
+  return record_.enqueue(operation, steadyNanos(), /*isStarted=*/true);
 }
 
-void Communicator::noteMessage(const ExternalMessage& message) { group_->noteMessage(message); }
-
-std::vector<MessageCounts> Communicator::messageCounts(int peer, bool isSend) const {
-  return group_->messageCounts(peer, isSend);
+OpPtr Communicator::send(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
+                         Milliseconds timeout) {
+  return post(/*isSend=*/true, message, std::move(keepAlive), willWait, timeout);
 }
 
-void Communicator::noteReplayed(int peer, uint32_t lane) { group_->noteReplayed(peer, lane); }
-
-void Communicator::noteOtherCallers() { group_->noteOtherCallers(); }
-void Communicator::advance() { group_->run(0); }
-void Communicator::setChore(std::function<void()> chore) { group_->setChore(std::move(chore)); }
-bool Communicator::watchExternal() { return group_->watchExternal(); }
-
-OpPtr Communicator::send(Span data, int destination, uint64_t tag, DType dtype, uint8_t opaqueType,
-                         std::shared_ptr<void> keepAlive, bool willWait,
-                         std::chrono::milliseconds timeout, uint64_t wholeBytes) {
-  return group_->message(true, data, destination, tag, dtype, opaqueType, std::move(keepAlive),
-                         willWait, timeout, wholeBytes);
+OpPtr Communicator::recv(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
+                         Milliseconds timeout) {
+  return post(/*isSend=*/false, message, std::move(keepAlive), willWait, timeout);
 }
 
-OpPtr Communicator::recv(Span data, int source, uint64_t tag, DType dtype, uint8_t opaqueType,
-                         std::shared_ptr<void> keepAlive, bool willWait,
-                         std::chrono::milliseconds timeout, uint64_t wholeBytes) {
-  return group_->message(false, data, source, tag, dtype, opaqueType, std::move(keepAlive),
-                         willWait, timeout, wholeBytes);
+OpPtr Communicator::post(bool isSend, const Message& message, std::shared_ptr<void> keepAlive,
+                         bool willWait, Milliseconds timeout) {
+  questions_.noteCaller();
+  Signature signature = signatureOf(isSend ? OpKind::kSend : OpKind::kRecv);
+  signature.dtype = message.dtype;
+  signature.opaqueType = message.opaqueType;
+  signature.bytes = message.wholeBytes ? message.wholeBytes : message.data.bytes;
+  auto op =
+      std::make_shared<MessageOp>(signature.kind, messages_.fetch_add(1, std::memory_order_relaxed),
+                                  options_.rank, message.rank, message.tag);
+  if (hasFailed()) {
+    op->finish(diagnosis_.calledLate(signature.kind));
+    return op;
+  }
+  op->keepAlive = std::move(keepAlive);
+  op->deadline = deadlineFor(timeout);
+  const Operation operation = toOperation(
+      {message.rank, isSend, message.dtype, message.opaqueType, message.data.bytes, message.tag},
+      op->sequence());
+  op->setRecord(record_.enqueue(operation, op->submitted.time_since_epoch().count(), true));
+  op->self = op;
+  if (isSend) {
+    if (message.rank != options_.rank) {  // nobody will take what a rank that leaves sent to itself
+      sending_->fetch_add(1, std::memory_order_relaxed);
+      op->atEnd([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
+    }
+    mailbox_.send(*op, message.rank, MessageClass::kPointToPoint, message.tag, signature,
+                  message.data);
+  } else {
+    mailbox_.receive(*op, message.rank, MessageClass::kPointToPoint, message.tag, signature,
+                     message.data);
+  }
+  engine_->endpoint()->progress();
+  if (!willWait && !op->done()) {
+    if (message.data.bytes <= engine_->endpoint()->options().eagerBytes) {
+      engine_->nudge();
+    } else {
+      engine_->poke();
+    }
+  }
+  return op;
 }
 
-Status Communicator::wait(const OpPtr& op, Deadline deadline) { return group_->wait(op, deadline); }
+// ---- what runs elsewhere -----------------------------------------------------------------------
 
-uint64_t Communicator::sequence() const { return group_->sequence(); }
-Status Communicator::error() const { return group_->error(); }
-bool Communicator::hasFailed() const { return group_->hasFailed(); }
-void Communicator::fail(const Status& cause) { group_->fail(cause); }
-void Communicator::abort(const std::string& reason) { group_->abort(reason); }
-void Communicator::close(Deadline deadline) { group_->close(deadline); }
-void Communicator::leaveAfter(int rank) { group_->leaveAfter(rank); }
-std::string Communicator::transport() const { return group_->transport(); }
-GroupRecord& Communicator::record() const { return group_->record(); }
-std::string Communicator::describeRank(int rank) const { return group_->describeRank(rank); }
+// The barrier finds out which rank is absent, and says so to all.
+Status Communicator::meetNeighbours() {
+  Call barrier;
+  barrier.kind = OpKind::kMonitoredBarrier;
+  barrier.waitAllRanks = true;
+  MYCOLL_RETURN_IF_ERROR(
+      wait(submit(std::move(barrier), nullptr, /*willWait=*/true), Deadline::never()));
+  if (ranks() < 2) return Status();
+  char sent = 0, got = 0;
+  const int next = (rank() + 1) % ranks();
+  const int previous = (rank() + ranks() - 1) % ranks();
+  const OpPtr sending = send({{&sent, 1}, next, 0, DType::kUInt8}, nullptr, /*willWait=*/true);
+  const OpPtr receiving = recv({{&got, 1}, previous, 0, DType::kUInt8}, nullptr, true);
+  MYCOLL_RETURN_IF_ERROR(wait(receiving, Deadline::never()));
+  return wait(sending, Deadline::never());
+}
+
+bool Communicator::watchExternal() {
+  queue_.run(0);
+  const bool hasMore = agreement_.compareWithNext(/*atOnce=*/membership_.isLeaving());
+  engine_->endpoint()->checkProcesses();
+  engine_->hear();
+  diagnosis_.checkHealth();
+  if (!hasFailed()) return hasMore;
+  queue_.run(0);  // a failure ends the operations here and now, not with the next call
+  return false;
+}
+
+// ---- the end -----------------------------------------------------------------------------------
+
+void Communicator::abort(const std::string& reason) {
+  fail(Status(Code::kAborted, "mycoll group '" + options_.name + "' was aborted on " +
+                                  describeRank(options_.rank) + ": " + reason));
+  queue_.run(0);
+}
+
+bool Communicator::isBusy(Deadline unsent) {
+  return queue_.size() > 0 || sending_->load() > 0 || !mailbox_.isFlushed() ||
+         mailbox_.isReceiving(/*orPosted=*/!unsent.expired());
+}
+
+void Communicator::close(Deadline deadline, Exit how) {
+  if (!membership_.beginToLeave()) return;
+  Endpoint& endpoint = *engine_->endpoint();
+  // What nobody has begun to send may never be sent.
+  const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
+  engine_->beginWait();
+  while (!hasFailed() && isBusy(unsent) && !deadline.expired()) {
+    bool moved = queue_.run(0);
+    moved |= endpoint.progress();
+    if (!moved) usleep(200);
+  }
+  if (!hasFailed() && isBusy(unsent)) {
+    logFailure("mycoll group '" + options_.name +
+               "': destroyed on this rank with operations that are not done (collectives: " +
+               std::to_string(queue_.size()) + ", sends: " + std::to_string(sending_->load()) +
+               "). They are lost: wait() for every operation before destroy_process_group()");
+  }
+  TraceFile::writeWanted();
+  Metrics::writeNow();
+  record_.close();
+  if (options_.isExternal) watchExternal();
+  const Status destroyed(Code::kAborted, "mycoll group '" + options_.name +
+                                             "' has been destroyed on this rank; nothing more can "
+                                             "be called on it");
+  membership_.sayGoodbye(destroyed, how);
+  const int last = leavesAfter_.load();
+  const bool isMet = last >= 0 && (membership_.departureOf(last) != Departure::kUnknown ||
+                                   mailbox_.isConnectedTo(last));
+  const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
+  auto isDone = [&] {
+    if (deadline.expired()) return true;
+    return mailbox_.isFlushed() &&
+           (!isMet || membership_.departureOf(last) == Departure::kLeft || patience.expired());
+  };
+  while (!isDone()) {
+    if (!endpoint.progress()) usleep(50);
+  }
+  engine_->endWait();
+  membership_.endLeaving(destroyed);
+  queue_.run(0);
+  endpoint.progress();
+}
+
+// ---- what the mailbox asks and passes on -------------------------------------------------------
+
+Status Communicator::failureOf(MessageClass messageClass, uint64_t tag) {
+  return membership_.failureOf(messageClass, tag);
+}
+
+Status Communicator::absenceOf(int rank) { return membership_.absenceOf(rank); }
+
+bool Communicator::isPresent(int rank) const { return !membership_.hasLeft(rank); }
+
+bool Communicator::agrees(const Transfer& request, const FrameHeader& came) {
+  return agreement_.agrees(request, came);
+}
+
+bool Communicator::expects(const FrameHeader& came) { return agreement_.expects(came); }
+
+void Communicator::onControl(const FrameHeader& came, const std::string& payload) {
+  switch (came.kind) {
+    case FrameKind::kAbort: return membership_.onAbort(payload);
+    case FrameKind::kGoodbye: return membership_.onGoodbye(came.source, payload);
+    case FrameKind::kProbe: return agreement_.onProbe(came.source, payload);
+    case FrameKind::kPosition: return agreement_.onPosition(came.source, payload);
+    case FrameKind::kQuestion:
+    case FrameKind::kAnswer:
+    case FrameKind::kVerdict: return questions_.onWord(came.source, came.kind, payload);
+    default: return;  // no frame of the group
+  }
+}
+
+void Communicator::onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) {
+  membership_.onPeerLost(uid, loss, wasLinked);
+}
+
+void Communicator::onLeft(int rank) { membership_.onLeft(rank); }
+
+void Communicator::onBroken(const Status& cause) {
+  membership_.failLocked(cause, /*tellsOthers=*/true);
+}
 
 }  // namespace mycoll

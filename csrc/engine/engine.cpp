@@ -8,7 +8,7 @@
 
 #include "base/signals.h"
 #include "base/wait.h"
-#include "engine/group.h"
+#include "engine/communicator.h"
 #include "observe/metrics.h"
 #include "observe/trace_file.h"
 
@@ -19,17 +19,15 @@ using Clock = std::chrono::steady_clock;
 
 // While the user's threads work themselves, this one looks again after this time.
 constexpr auto kLurkTime = std::chrono::milliseconds(5);
-// Asleep with work that waits for peers: how often deadlines are looked at.
-constexpr auto kTick = std::chrono::milliseconds(50);
 // Failures that nobody is there to see, and records of them.
 constexpr auto kChores = std::chrono::milliseconds(250);
 // Unfinished handshakes of strangers, and the peers' processes, are looked at this often.
 constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
 
 struct ProcessEngine {
-  std::mutex mutex;
-  std::weak_ptr<Engine> engine;
-  pid_t pid = 0;
+  Mutex mutex;
+  std::weak_ptr<Engine> engine GUARDED_BY(mutex);
+  pid_t pid GUARDED_BY(mutex) = 0;
 };
 
 ProcessEngine& processEngine() {
@@ -41,7 +39,7 @@ ProcessEngine& processEngine() {
 
 Status Engine::process(const std::string& storeHost, std::shared_ptr<Engine>* result) {
   ProcessEngine& shared = processEngine();
-  std::lock_guard<std::mutex> lock(shared.mutex);
+  MutexLock lock(shared.mutex);
   if (auto engine = shared.engine.lock(); engine && shared.pid == getpid()) {
     *result = std::move(engine);
     return Status();
@@ -72,7 +70,7 @@ Status Engine::create(const EndpointOptions& options, std::shared_ptr<Engine>* r
 Engine::~Engine() {
   if (!thread_.joinable()) return;  // create() has failed
   {
-    std::lock_guard<std::mutex> lock(state_->mutex);
+    MutexLock lock(state_->mutex);
     state_->isStopped = true;
     ++state_->pokes;
     state_->poked.notify_all();
@@ -85,8 +83,8 @@ Engine::~Engine() {
   }
 }
 
-void Engine::add(const std::shared_ptr<Group>& group) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
+void Engine::add(const std::shared_ptr<Communicator>& group) {
+  MutexLock lock(state_->mutex);
   std::erase_if(state_->groups, [](const auto& entry) { return entry.expired(); });
   state_->groups.push_back(group);
 }
@@ -95,7 +93,7 @@ std::map<int64_t, Engine::Loss> Engine::losses() {
   std::map<int64_t, Loss> found;
   for (const auto& group : groups()) {
     const Status cause = group->error();
-    if (group->isClosed() || cause.ok()) continue;
+    if (group->membership().isLeaving() || cause.ok()) continue;
     const std::vector<int64_t>& numbers = group->options().globalRanks;
     for (int rank = 0; rank < group->ranks(); ++rank) {
       const PeerAddress& peer = group->address().peers[rank];
@@ -110,7 +108,7 @@ void Engine::State::poke() {
   // Against run(): either it sees the work, or this sees that it sleeps.
   if (activity.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     ++pokes;
     poked.notify_all();
   }
@@ -122,13 +120,13 @@ void Engine::State::nudge() {
 }
 
 bool Engine::State::stopped() {
-  std::lock_guard<std::mutex> lock(mutex);
+  MutexLock lock(mutex);
   return isStopped;
 }
 
-std::vector<std::shared_ptr<Group>> Engine::State::alive() {
-  std::vector<std::shared_ptr<Group>> found;
-  std::lock_guard<std::mutex> lock(mutex);
+std::vector<std::shared_ptr<Communicator>> Engine::State::alive() {
+  std::vector<std::shared_ptr<Communicator>> found;
+  MutexLock lock(mutex);
   for (auto& entry : groups) {
     if (auto group = entry.lock()) found.push_back(std::move(group));
   }
@@ -138,19 +136,19 @@ std::vector<std::shared_ptr<Group>> Engine::State::alive() {
 void Engine::State::hear() {
   if (words.load(std::memory_order_relaxed) == 0) return;
   words.exchange(0, std::memory_order_acquire);
-  for (auto& group : alive()) group->hearWords();
+  for (auto& group : alive()) group->questions().hearWords();
 }
 
 // True if anything moved. *isNeeded: there is work that nobody else will do.
 bool Engine::State::workOnce(bool* isNeeded) {
-  const std::vector<std::shared_ptr<Group>> living = alive();
+  const std::vector<std::shared_ptr<Communicator>> living = alive();
   bool moved = endpoint->progress();
   hear();
   *isNeeded = endpoint->hasPending() && !someoneWaits();
   for (auto& group : living) {
-    if (!group->isUnattended()) continue;
+    if (!group->queue().isUnattended()) continue;
     *isNeeded = true;
-    moved |= group->run(0);
+    moved |= group->queue().run(0);
   }
   return moved;
 }
@@ -169,7 +167,7 @@ void Engine::State::run() {
     if (!isNeeded) {
       uint64_t seen;
       {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         seen = pokes;
       }
       const uint64_t waitsNow = waits.load(std::memory_order_relaxed);
@@ -193,26 +191,23 @@ void Engine::State::run() {
       sched_yield();
       continue;
     }
-    std::vector<std::shared_ptr<Group>> asleep;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      for (auto& entry : groups) {
-        if (auto group = entry.lock(); group && group->isUnattended()) {
-          asleep.push_back(std::move(group));
-        }
-      }
-    }
+    std::vector<std::shared_ptr<Communicator>> asleep = alive();
+    std::erase_if(asleep, [](const auto& group) { return !group->queue().isUnattended(); });
     Sleeper::Nap nap(endpoint->sleeper(), generation);
     endpoint->setAsleep(true);
-    for (auto& group : asleep) group->setAsleep(true);
+    std::vector<Arena*> arenas;
+    for (auto& group : asleep) {
+      if (Arena* arena = group->membership().arena()) arenas.push_back(arena);
+    }
+    for (Arena* arena : arenas) arena->setAsleep(true);
     activity.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded)) {
-      nap.sleep(Deadline::after(kTick));
+      nap.sleep(Deadline::after(kWaitTick));
       endpoint->checkProcesses();
-      for (auto& group : asleep) group->checkHealth();
+      for (auto& group : asleep) group->diagnosis().checkHealth();
     }
     activity.exchange(kWorking, std::memory_order_seq_cst);
-    for (auto& group : asleep) group->setAsleep(false);
+    for (Arena* arena : arenas) arena->setAsleep(false);
     endpoint->setAsleep(false);
     lastMove = Clock::now();
   }
@@ -225,10 +220,9 @@ void Engine::State::doChores() {
   nextChores = now + kChores;
   bool isUnseen = false;
   for (auto& group : alive()) {
-    isUnseen |= group->lookForFailure();
-    group->killWhereWanted();
-    group->checkFutures();
-    group->doChore();
+    // A group that nobody is in a call of may have failed on another rank of the host.
+    isUnseen |= !group->queue().hasWaiters() && group->membership().lookIntoArena();
+    group->diagnosis().checkFutures();
   }
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();
   Metrics::writeIfDue();
@@ -237,8 +231,9 @@ void Engine::State::doChores() {
 // Nothing to do, and the user's threads wait for their operations themselves: this thread would be
 // woken by their sockets' events for nothing, so it stays away from these until things are quiet.
 void Engine::State::lurk(uint64_t seenPokes) {
-  std::unique_lock<std::mutex> lock(mutex);
-  poked.wait_for(lock, kLurkTime, [&] { return isStopped || pokes != seenPokes; });
+  MutexLock lock(mutex);
+  poked.wait_for(lock.native(), kLurkTime,
+                 [&]() REQUIRES(mutex) { return isStopped || pokes != seenPokes; });
 }
 
 }  // namespace mycoll

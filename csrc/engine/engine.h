@@ -10,18 +10,18 @@
 #include <condition_variable>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/status.h"
 #include "engine/waits.h"
 #include "transport/endpoint.h"
 
 namespace mycoll {
 
-class Group;
+class Communicator;
 
 class Engine {
  public:
@@ -33,7 +33,7 @@ class Engine {
 
   const std::shared_ptr<Endpoint>& endpoint() const { return state_->endpoint; }
 
-  void add(const std::shared_ptr<Group>& group);
+  void add(const std::shared_ptr<Communicator>& group);
   // There is work that nobody waits for.
   void poke() { state_->poke(); }
   // As poke(), for a message: its caller most often waits for it next. A thread that has just seen
@@ -46,7 +46,7 @@ class Engine {
   // Who waits in this process, and from which thread it is called.
   WaitBoard& waits() { return state_->board; }
   Caller& caller() { return state_->caller; }
-  std::vector<std::shared_ptr<Group>> groups() { return state_->alive(); }
+  std::vector<std::shared_ptr<Communicator>> groups() { return state_->alive(); }
   // A rank of the job that a group has failed of, which is still open here: its process, and the
   // group's words.
   struct Loss {
@@ -55,7 +55,7 @@ class Engine {
   };
   // By the job's ranks.
   std::map<int64_t, Loss> losses();
-  // A rank has said something to a group (questions.cpp). [I/O lock]
+  // A rank has said something to a group (questions.h). [I/O lock]
   void wordCame() { state_->words.fetch_add(1, std::memory_order_release); }
   // Lets the groups hear what was said. For whoever has waited a while.
   void hear() { state_->hear(); }
@@ -64,10 +64,10 @@ class Engine {
   // Outlives the engine where the thread itself drops the last group.
   struct State {
     std::shared_ptr<Endpoint> endpoint;
-    std::mutex mutex;
+    Mutex mutex;
     std::condition_variable poked;
-    std::vector<std::weak_ptr<Group>> groups;  // guarded by mutex
-    bool isStopped = false;                    // guarded by mutex
+    std::vector<std::weak_ptr<Communicator>> groups GUARDED_BY(mutex);
+    bool isStopped GUARDED_BY(mutex) = false;
     // Below kOneWait: threads that wait now. Above: how many waits there ever were.
     static constexpr uint64_t kOneWait = uint64_t{1} << 32;
     std::atomic<uint64_t> waits{0};
@@ -75,13 +75,13 @@ class Engine {
     // What the thread is at: who brings it work must wake it from all but the first.
     enum Activity { kWorking, kLurking, kSleeping };
     std::atomic<int> activity{kWorking};
-    uint64_t pokes = 0;                                // guarded by mutex
+    uint64_t pokes GUARDED_BY(mutex) = 0;
     std::chrono::steady_clock::time_point nextChores;  // the thread's own
     WaitBoard board;
     Caller caller;
     std::atomic<int> words{0};
 
-    std::vector<std::shared_ptr<Group>> alive();
+    std::vector<std::shared_ptr<Communicator>> alive();
     void hear();
 
     void poke();

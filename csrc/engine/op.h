@@ -1,129 +1,164 @@
-// The two kinds of Op.
+// The operations of a group: what a caller holds of one (Op), and the two kinds that the engine
+// runs.
 //
-// Thread contract: finish() once, by whoever completes the op, without locks; the rest as Op.
+// Thread contract: an Op may be looked at from any thread. finish() is called once, by whoever
+// completes it, without locks.
+// Lifetime: shared by the caller and the group; it outlives the group safely.
 #pragma once
 
+#include <atomic>
 #include <chrono>
-#include <mutex>
+#include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/call.h"
 #include "base/deadline.h"
-#include "engine/communicator.h"
+#include "base/mutex.h"
+#include "base/status.h"
+#include "base/task.h"
 #include "observe/recorder.h"
 #include "transport/mailbox.h"
 
 namespace mycoll {
 
-class Group;
-
-class BasicOp : public Op {
+// One call, in flight or done.
+class Op {
  public:
-  void onDone(std::function<void()> fn) final {
+  virtual ~Op() = default;
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // Only when done.
+  const Status& status() const { return status_; }
+  // Position among the collectives of the group, from 0; send and recv count by themselves.
+  uint64_t sequence() const { return sequence_; }
+  OpKind kind() const { return kind_; }
+  bool isMessage() const { return kind_ == OpKind::kSend || kind_ == OpKind::kRecv; }
+  // recv: the rank whose message came. Only when done.
+  int sourceRank() const { return sourceRank_; }
+  // What is remembered of it.
+  const OpRecord& record() const { return record_; }
+  // Runs fn once, when the op is done: at once if it is, else on the thread that completes it.
+  void onDone(std::function<void()> fn) {
     isAwaited_.store(true, std::memory_order_relaxed);
     atEnd(std::move(fn));
   }
-  // The same for the engine itself, which awaits nothing.
-  void atEnd(std::function<void()> fn) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!done()) {
-        callbacks_.push_back(std::move(fn));
-        return;
-      }
-    }
-    fn();
-  }
 
+  // ---- the engine's
+
+  // As onDone(), for the engine itself, which awaits nothing.
+  void atEnd(std::function<void()> fn);
   // Publishes the outcome, lets go of the user's memory, tells those who asked.
-  void finish(Status status) {
-    record_.finish(status.ok(), steadyNanos());
-    std::vector<std::function<void()>> callbacks;
-    std::shared_ptr<void> kept = std::move(keepAlive);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      status_ = std::move(status);
-      callbacks.swap(callbacks_);
-      done_.store(true, std::memory_order_release);
-    }
-    for (auto& fn : callbacks) fn();
-  }
-
+  void finish(Status status);
   // Somebody wants to be told of its end, instead of waiting for it.
   bool isAwaited() const { return isAwaited_.load(std::memory_order_relaxed); }
-
   void setRecord(const OpRecord& record) { record_ = record; }
 
   // Holds the user's memory; dropped when the op is done.
   std::shared_ptr<void> keepAlive;
   Deadline deadline;
-  std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();
-  // When, and how often, the ranks that it waits for were asked why; guarded by the group.
-  std::chrono::steady_clock::time_point asked;
-  uint32_t rounds = 0;
+  const std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();
+
+ protected:
+  Op(OpKind kind, uint64_t sequence) : kind_(kind), sequence_(sequence) {}
+
+  const OpKind kind_;
+  uint64_t sequence_;
+  OpRecord record_;
+  int sourceRank_ = -1;
 
  private:
+  std::atomic<bool> done_{false};
   std::atomic<bool> isAwaited_{false};
-  std::mutex mutex_;
-  std::vector<std::function<void()>> callbacks_;  // guarded by mutex_
+  Status status_;
+  Mutex mutex_;
+  std::vector<std::function<void()>> callbacks_ GUARDED_BY(mutex_);
+
+ public:
+  // When, and how often, the ranks that it waits for were asked why; guarded by Questions.
+  std::chrono::steady_clock::time_point asked;
+  uint32_t rounds = 0;
 };
 
-// Queued in its group.
-class CollectiveOp final : public BasicOp {
+using OpPtr = std::shared_ptr<Op>;
+
+// Runs collectives as parts of one composite operation (see Communicator::submitComposite).
+class CollectiveRunner {
  public:
-  CollectiveOp(OpKind kind, uint64_t sequence) {
-    kind_ = kind;
-    sequence_ = sequence;
+  // The spans named in the call must live until the task ends.
+  virtual Task run(Call call) = 0;
+
+ protected:
+  ~CollectiveRunner() = default;
+};
+using Composite = std::function<Task(CollectiveRunner&)>;
+
+// A collective that runs elsewhere, on a device: the group keeps its place in the order, holds the
+// ranks to the same calls, watches its deadline and the other ranks' lives, and does not carry it
+// out. Whoever sees its end calls finish(), then Communicator::watchExternal().
+class External {
+ public:
+  virtual ~External() = default;
+  // [any thread], once.
+  void finish(Status status) {
+    status_ = std::move(status);
+    isOver_.store(true, std::memory_order_release);
   }
+  bool isOver() const { return isOver_.load(std::memory_order_acquire); }
+  // Only when over.
+  const Status& status() const { return status_; }
+
+ private:
+  Status status_;
+  std::atomic<bool> isOver_{false};
+};
+
+// Queued in its group. Has a call, or a composite, or an external: one of the three.
+class CollectiveOp final : public Op {
+ public:
+  explicit CollectiveOp(const Signature& called) : Op(called.kind, 0), signature(called) {}
   void setSequence(uint64_t sequence) { sequence_ = sequence; }
 
+  // "all_reduce SUM float32 numel=8"
+  std::string describe() const { return composite ? name(kind()) : signature.describe(); }
+  // Since when the other ranks' part of it is waited for.
+  std::chrono::steady_clock::time_point waitsSince() const { return external ? begun : submitted; }
+
+  const Signature signature;  // of the call; of a composite only its kind
   Call call;
-  Composite composite;  // empty: `call` is all
-  // Instead of both: something that runs elsewhere, with the signature of its call.
+  Composite composite;
   std::shared_ptr<External> external;
-  Signature signature;
-  std::chrono::steady_clock::time_point begun;   // external only: when it came to the queue's head
-  Task task;                                     // running, by whoever holds the group's run lock
+
+  // Guarded by the queue's run lock.
+  std::chrono::steady_clock::time_point begun;  // external only: when it came to the queue's head
+  Task task;
   std::chrono::steady_clock::time_point probed;  // when the others were last asked
   bool hasWarned = false;
 };
 
 // On its way by itself.
-class MessageOp final : public BasicOp, public Transfer {
+class MessageOp final : public Op, public Transfer {
  public:
-  MessageOp(OpKind kind, uint64_t sequence) : Transfer(true) {
-    kind_ = kind;
-    sequence_ = sequence;
-  }
+  MessageOp(OpKind kind, uint64_t sequence, int ownRank, int rank, uint64_t tag)
+      : Op(kind, sequence), Transfer(true), ownRank(ownRank), rank(rank), tag(tag) {}
 
   using Op::done;
   using Op::status;
 
+  // "recv from rank 1 with tag 0"
+  std::string describe() const;
+
   // Holds itself while the mailbox knows it.
   std::shared_ptr<MessageOp> self;
-  // "rank 3, recv from rank 1 with tag 0"
-  std::string what() const {
-    return "rank " + std::to_string(ownRank) + ", " + name(kind_) +
-           (kind_ == OpKind::kSend ? " to " : " from ") +
-           (rank == kAnySource ? "any rank" : "rank " + std::to_string(rank)) + " with tag " +
-           std::to_string(tag);
-  }
-
-  int ownRank = 0;
-  uint64_t tag = 0;
-  int rank = kAnySource;  // as asked for
+  const int ownRank;
+  const int rank;  // as asked for
+  const uint64_t tag;
 
  private:
-  void deliver() override {
-    std::shared_ptr<MessageOp> last = std::move(self);
-    sourceRank_ = peer();
-    if (rank == kAnySource) record_.setPeer(sourceRank_);
-    markDone();
-    Status outcome = Transfer::status();
-    if (!outcome.ok()) outcome = Status(outcome.code(), outcome.message() + "\n  Here: " + what());
-    finish(std::move(outcome));
-  }
+  void deliver() override;
 };
 
 }  // namespace mycoll

@@ -11,19 +11,19 @@ uint64_t threadNumber() {
 }
 
 WaitBoard::Entry::Entry(WaitBoard& board, Wait wait) : board_(board) {
-  std::lock_guard<std::mutex> lock(board_.mutex_);
+  MutexLock lock(board_.mutex_);
   at_ = board_.waits_.insert(board_.waits_.end(), std::move(wait));
 }
 
 WaitBoard::Entry::~Entry() {
   Wait last;  // dropped without the lock: it may be the op's last owner
-  std::lock_guard<std::mutex> lock(board_.mutex_);
+  MutexLock lock(board_.mutex_);
   last = std::move(*at_);
   board_.waits_.erase(at_);
 }
 
 std::optional<Wait> WaitBoard::of(uint64_t thread) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   for (const Wait& wait : waits_) {
     if (wait.thread == thread) return wait;
   }

@@ -10,30 +10,30 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "engine/communicator.h"
+#include "base/mutex.h"
+#include "engine/op.h"
 
 namespace mycoll {
 
-class Group;
+class Communicator;
 
 // Of the calling thread; never given to another. 0 is nobody's.
 uint64_t threadNumber();
 
 struct Wait {
   uint64_t thread = 0;
-  std::weak_ptr<Group> group;
+  std::weak_ptr<Communicator> group;
   OpPtr op;
   std::chrono::steady_clock::time_point since;
 };
 
 // A wait that cannot end before others have come.
 struct Block {
-  std::shared_ptr<Group> group;
+  std::shared_ptr<Communicator> group;
   uint64_t identity = 0;  // of what is waited for; another wait has another one
   std::string text;       // "all_reduce ... (call #3) of group 'x', for 2.1 s, waits for rank 1"
   bool isMessage = false;
@@ -60,8 +60,8 @@ class WaitBoard {
   std::optional<Wait> of(uint64_t thread) const;
 
  private:
-  mutable std::mutex mutex_;
-  std::list<Wait> waits_;
+  mutable Mutex mutex_;
+  std::list<Wait> waits_ GUARDED_BY(mutex_);
 };
 
 // The one thread that a group is called from, as far as that is known.

@@ -12,7 +12,7 @@
 
 namespace mycoll {
 
-// Where to ring. Copyable; `socket` is borrowed from the process's BellSocket, which the endpoint
+// Where to ring. Copyable; `socket` is borrowed from the process's BellSocket, which the mesh
 // keeps for as long as any link or group can ring.
 class Bell {
  public:

@@ -9,10 +9,9 @@
 //   kProbe          the sender tells the numbers and signatures of collectives it has begun, the
 //                   latest last, to be compared
 //   kPosition       the answer of a rank that has not come that far: how many it has begun
-//   kQuestion, kAnswer, kVerdict  why a rank does not come: engine/questions.cpp
+//   kQuestion, kAnswer, kVerdict  why a rank does not come: engine/questions.h
 //   kHold, kGoOn    the sender buffers much that nobody receives: what is sent to it from now on
 //                   is to wait for its receiver, however small; it may come at once again
-//   kMessages       what the sender's device sends and receives: engine/message_notes.h
 //
 // A frame may be checked (MYCOLL_CHECKSUM; its sender decides): then it says so by its magic
 // number, and holds the CRC-32C of its header, which is looked at before anything in it is
@@ -41,8 +40,10 @@ enum class FrameKind : uint8_t {
   kVerdict,
   kHold,
   kGoOn,
-  kMessages,
 };
+
+// Tags of collectives: the collective's number, then the step within it.
+constexpr int kStepBits = 20;
 
 // Messages of different classes never match each other.
 enum class MessageClass : uint8_t { kCollective, kPointToPoint, kControl };

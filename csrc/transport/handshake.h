@@ -15,7 +15,7 @@
 // could as well be silent.
 //
 // All sizes are fixed: nothing is allocated for a stranger but a socket and a coroutine, whose
-// number and time are bounded (endpoint).
+// number and time are bounded (doorkeeper.h).
 #pragma once
 
 #include <array>

@@ -3,7 +3,7 @@
 // talk both ways has two links, each made by its sender when it first has something to send: so two
 // processes that connect to each other at the same moment need no arbitration.
 //
-// Thread contract: all calls under the endpoint's I/O lock, except where marked.
+// Thread contract: all calls under the mesh's I/O lock, except where marked.
 // Nothing here blocks. Data is accepted or delivered as far as there is room.
 #pragma once
 
@@ -54,7 +54,7 @@ class LinkReceiver {
   virtual void dropFds(const std::string& /*prefix*/) {}
 };
 
-// For tests: may put something of its own between an endpoint and each new link.
+// For tests: may put something of its own between a mesh and each new link.
 class LinkTap {
  public:
   virtual std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) = 0;

@@ -24,24 +24,26 @@ Transfer::~Transfer() {
   if (mailbox_ != nullptr && !isDone()) mailbox_->cancel(*this);
 }
 
-Mailbox::Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group, MailboxListener* listener)
+Mailbox::Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group, MailboxOwner* owner)
     : endpoint_(std::move(endpoint)),
       group_(std::move(group)),
-      listener_(listener),
-      left_(group_.peers.size()),
-      flows_(group_.peers.size()),
-      remembered_(kRemembered),
-      reached_(group_.peers.size()) {
-  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
-  endpoint_->addMailbox(this);
-}
+      owner_(owner),
+      flows_(group_.peers.size()) {}
 
 Mailbox::~Mailbox() { detach(); }
 
-void Mailbox::detach() {
-  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
-  if (!std::exchange(isDetached_, true)) endpoint_->removeMailbox(this);
+void Mailbox::open() {
+  IoLock lock(ioMutex());
+  isOpen_ = true;
+  endpoint_->addMailbox(this);
 }
+
+void Mailbox::detach() {
+  IoLock lock(ioMutex());
+  if (std::exchange(isOpen_, false)) endpoint_->removeMailbox(this);
+}
+
+std::mutex& Mailbox::ioMutex() const { return endpoint_->ioMutex(); }
 
 std::string Mailbox::describeRank(int rank) const {
   return "rank " + std::to_string(rank) + " (" + group_.peers[rank].describe() + ")";
@@ -103,12 +105,14 @@ void Mailbox::finish(Transfer& request, Status status) {
 void Mailbox::send(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
                    const Signature& signature, Span data) {
   if (!checkRank(request, destination, "destination")) return;
-  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  IoLock lock(ioMutex());
   post(request, messageClass, tag, signature, data);
   request.isReceive_ = false;
   request.peer_ = destination;
-  if (isOver(messageClass, tag)) return finish(request, failure_);
-  if (left_[destination]) return refuse(request, destination);
+  if (!admit(request, owner_->failureOf(messageClass, tag)) ||
+      !admit(request, owner_->absenceOf(destination))) {
+    return;
+  }
   OutItem item;
   item.header = header(FrameKind::kEager, destination);
   item.header.messageClass = messageClass;
@@ -129,6 +133,13 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   endpoint_->enqueue(endpoint_->linkTo(group_.peers[destination]), std::move(item));
 }
 
+bool Mailbox::admit(Transfer& request, const Status& refusal) {
+  if (refusal.ok()) return true;
+  // The answer may have failed the group, and ended the request with it.
+  if (request.isPosted_) finish(request, refusal);
+  return false;
+}
+
 void Mailbox::sendToSelf(Transfer& request, const FrameHeader& message) {
   const Target target = onFrame(message);
   if (message.kind != FrameKind::kEager || !request.isPosted_) return;  // a mismatch ends it
@@ -140,11 +151,11 @@ void Mailbox::sendToSelf(Transfer& request, const FrameHeader& message) {
 void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, uint64_t tag,
                       const Signature& signature, Span data) {
   if (source != kFromAnyone && !checkRank(request, source, "source")) return;
-  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  IoLock lock(ioMutex());
   post(request, messageClass, tag, signature, data);
   request.isReceive_ = true;
   request.peer_ = source;
-  if (isOver(messageClass, tag)) return finish(request, failure_);
+  if (!admit(request, owner_->failureOf(messageClass, tag))) return;
   for (auto message = unexpected_.begin(); message != unexpected_.end(); ++message) {
     const FrameHeader& came = message->header;
     if (!message->claimedBy && came.messageClass == messageClass && came.tag == tag &&
@@ -152,13 +163,13 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
       return acceptUnexpected(request, message);
     }
   }
-  if (source != kFromAnyone && left_[source]) return refuse(request, source);
+  if (source != kFromAnyone && !admit(request, owner_->absenceOf(source))) return;
   posted_.push_back(&request);
 }
 
 void Mailbox::acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message) {
   request.peer_ = message->header.source;
-  if (!agrees(request, message->header)) return;  // the group has failed, and the request with it
+  if (!owner_->agrees(request, message->header)) return;
   if (message->header.kind == FrameKind::kRequestToSend) {
     clearToSend(request, message->header);
     unexpected_.erase(message);
@@ -178,9 +189,12 @@ void Mailbox::countBuffered(const FrameHeader& came, bool isMore) {
   flow.bufferedBytes += isMore ? bytes : -bytes;
   const size_t limit = flow.isHeld ? kMaxBufferedBytes / 2 : kMaxBufferedBytes;
   const bool isTooMuch = flow.bufferedBytes > limit;
-  if (isTooMuch == flow.isHeld || !failure_.ok() || left_[came.source]) return;
+  if (isTooMuch == flow.isHeld || !owner_->isPresent(came.source) ||
+      !owner_->failureOf(MessageClass::kPointToPoint, 0).ok()) {
+    return;
+  }
   flow.isHeld = isTooMuch;
-  queueControl(came.source, isTooMuch ? FrameKind::kHold : FrameKind::kGoOn, "");
+  sendControl(came.source, isTooMuch ? FrameKind::kHold : FrameKind::kGoOn, "");
 }
 
 void Mailbox::onFlow(const FrameHeader& came) {
@@ -188,8 +202,8 @@ void Mailbox::onFlow(const FrameHeader& came) {
   if (came.kind == FrameKind::kGoOn) return;
   if (came.source == group_.rank) return;
   // Also what has not left yet.
-  OutLink& link = endpoint_->linkTo(group_.peers[came.source]);
-  for (OutItem& item : link.queue) {
+  Connection& link = endpoint_->linkTo(group_.peers[came.source]);
+  for (OutItem& item : link.queue()) {
     if (item.header.kind != FrameKind::kEager || item.header.context != group_.context ||
         item.header.destination != came.source || item.sent > 0 || !item.request) {
       continue;
@@ -225,13 +239,14 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came) {
 }
 
 void Mailbox::cancel(Transfer& request) {
-  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  IoLock lock(ioMutex());
   if (request.isPosted_) abandon(request, Status(Code::kAborted, "cancelled"));
 }
 
 int Mailbox::presentRank(const std::string& uid) const {
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (rank != group_.rank && !left_[rank] && group_.peers[rank].uid == uid) return rank;
+    if (rank != group_.rank && group_.peers[rank].uid == uid && owner_->isPresent(rank))
+      return rank;
   }
   return -1;
 }
@@ -251,7 +266,7 @@ void Mailbox::abandon(Transfer& request, Status status) {
     // Its payload is still arriving: let it, into memory that nobody asks for.
     if (message.claimedBy == &request) message.claimedBy = nullptr;
   }
-  std::erase_if(unexpected_, [&](const Unexpected& message) {  // to this rank itself
+  std::erase_if(unexpected_, [&](const Unexpected& message) REQUIRES(ioRole) {  // to itself
     return message.header.source == group_.rank && !request.isReceive_ &&
            message.header.kind == FrameKind::kRequestToSend &&
            message.header.senderRequest == request.id_;
@@ -280,8 +295,8 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
     Transfer* request = found->second;
     if (!request->isReceive_ || request->peer_ != came.source ||
         request->data_.bytes - request->transferred_ < came.payloadBytes) {
-      failLocked(Status(Code::kInternal, describeRank(came.source) + " sent more than was agreed"),
-                 true);
+      owner_->onBroken(
+          Status(Code::kInternal, describeRank(came.source) + " sent more than was agreed"));
       return target;
     }
     target.request = request;
@@ -289,10 +304,10 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
     target.isStreaming = request->data_.bytes >= kStreamingBytes;
     return target;
   }
-  if (isOver(came.messageClass, came.tag)) return target;
+  if (!owner_->failureOf(came.messageClass, came.tag).ok()) return target;
   Transfer* request = matchPosted(came);
   if (request) {
-    if (!agrees(*request, came)) return target;
+    if (!owner_->agrees(*request, came)) return target;
     if (came.kind == FrameKind::kRequestToSend) {
       clearToSend(*request, came);
     } else {
@@ -301,10 +316,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
     }
     return target;
   }
-  if (came.messageClass == MessageClass::kCollective) {
-    checkAgainstCollectives(came.source, came.tag >> kStepBits, came.signature);
-    if (isOver(came.messageClass, came.tag)) return target;
-  }
+  if (!owner_->expects(came)) return target;
   Unexpected& message = unexpected_.emplace_back();
   message.header = came;
   if (came.kind == FrameKind::kEager) {
@@ -357,20 +369,127 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
 }
 
 void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {
-  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  IoLock lock(ioMutex());
   for (Transfer* request = open_; request; request = request->next_) {
     if (request->messageClass_ == MessageClass::kPointToPoint) visit(*request);
   }
 }
 
 bool Mailbox::sendFd(int destination, int fd, const std::string& cookie) {
-  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  IoLock lock(ioMutex());
   return endpoint_->sendFd(group_.peers[destination].uid, fd, cookie);
 }
 
 Fd Mailbox::takeFd(int source, const std::string& cookie) {
-  std::lock_guard<std::mutex> lock(endpoint_->ioMutex());
+  IoLock lock(ioMutex());
   return endpoint_->takeFd(group_.peers[source].uid, cookie);
+}
+
+// ---- for the owner -----------------------------------------------------------------------------
+
+void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
+  if (came.kind == FrameKind::kHold || came.kind == FrameKind::kGoOn) return onFlow(came);
+  owner_->onControl(came, payload);
+}
+
+void Mailbox::sendControl(int destination, FrameKind kind, const std::string& payload) {
+  if (destination == group_.rank) return onControl(header(kind, destination), payload);
+  OutItem item;
+  item.header = header(kind, destination);
+  item.header.payloadBytes = payload.size();
+  item.owned = payload;
+  endpoint_->enqueue(endpoint_->linkTo(group_.peers[destination]), std::move(item));
+}
+
+void Mailbox::tell(int rank, FrameKind kind, const std::string& payload) {
+  {
+    IoLock lock(ioMutex());
+    if (!isOpen_ || !owner_->isPresent(rank)) return;
+    sendControl(rank, kind, payload);
+  }
+  // A process that is idle has not asked to be rung for what comes over a ring.
+  const PeerAddress& peer = group_.peers[rank];
+  if (endpoint_->isLocal(peer)) endpoint_->bellOf(peer).ring();
+  endpoint_->progress();
+}
+
+bool Mailbox::isFlushed() {
+  IoLock lock(ioMutex());
+  return !endpoint_->hasQueued(group_.context, group_.rank);
+}
+
+bool Mailbox::isConnectedTo(int rank) {
+  IoLock lock(ioMutex());
+  return endpoint_->hasLinkTo(group_.peers[rank]);
+}
+
+// Nothing has come for it.
+bool Mailbox::isWaiting(const Transfer& request) const {
+  return std::find(posted_.begin(), posted_.end(), &request) != posted_.end();
+}
+
+bool Mailbox::isUnmatched(const Transfer& request) {
+  IoLock lock(ioMutex());
+  if (!request.isPosted_) return false;
+  if (request.isReceive_) return isWaiting(request);
+  return request.id_ != 0 && inFlight_.count(request.id_) > 0;
+}
+
+bool Mailbox::isReceiving(bool orPosted) {
+  IoLock lock(ioMutex());
+  for (const Transfer* request = open_; request; request = request->next_) {
+    if (request->messageClass_ == MessageClass::kPointToPoint && request->isReceive_ &&
+        (orPosted || !isWaiting(*request))) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Mailbox::needs(int rank) const {
+  for (const Transfer* request = open_; request; request = request->next_) {
+    if (request->peer_ == rank) return true;
+  }
+  return false;
+}
+
+void Mailbox::forEachEarly(const std::function<void(const FrameHeader&)>& visit) {
+  for (const Unexpected& message : unexpected_) visit(message.header);
+}
+
+template <typename Wanted>
+void Mailbox::abandonAll(const Status& status, Wanted isWanted) {
+  for (Transfer* request = open_; request;) {
+    Transfer* next = request->next_;
+    if (isWanted(*request)) abandon(*request, status);
+    request = next;
+  }
+}
+
+void Mailbox::endIf(const Status& status,
+                    const std::function<bool(MessageClass, uint64_t)>& isMeant) {
+  abandonAll(status,
+             [&](const Transfer& request) { return isMeant(request.messageClass_, request.tag_); });
+}
+
+void Mailbox::endSends(const Status& status) {
+  abandonAll(status, [](const Transfer& request) { return !request.isReceive_; });
+}
+
+void Mailbox::endMessagesOf(int rank, const Status& status) {
+  abandonAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
+    return request.peer_ == rank && request.messageClass_ == MessageClass::kPointToPoint &&
+           (!request.isReceive_ || isWaiting(request));
+  });
+}
+
+void Mailbox::endReceivesFrom(int rank, const Status& status) {
+  std::erase_if(unexpected_, [rank](const Unexpected& message) {
+    return message.header.source == rank && message.header.kind == FrameKind::kRequestToSend;
+  });
+  abandonAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
+    return request.isReceive_ && request.peer_ == rank && inFlight_.count(request.id_) > 0;
+  });
 }
 
 }  // namespace mycoll

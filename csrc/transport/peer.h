@@ -17,7 +17,7 @@ struct TcpAddress {
 };
 
 struct PeerAddress {
-  // Of the process's endpoint: 16 random bytes in hexadecimal, which is what the handshake has room
+  // Of the process's mesh: 16 random bytes in hexadecimal, which is what the handshake has room
   // for. Only those know it who can read the rendezvous store (and the network between two hosts).
   static constexpr size_t kUidLength = 32;
   std::string uid;
@@ -33,6 +33,15 @@ struct PeerAddress {
   std::string encode() const;
   // Of what anybody may have written: a uid is one, or it is refused.
   static Status decode(const std::string& text, PeerAddress* result);
+};
+
+// A group as one of its ranks knows it.
+struct GroupAddress {
+  uint64_t context = 0;  // the same number on all ranks, and no other group's
+  std::string name;
+  std::string secret;  // 32 bytes that only members know
+  int rank = 0;
+  std::vector<PeerAddress> peers;  // by rank
 };
 
 // What its sockets are called on its host, where all users can list their names. It does not give

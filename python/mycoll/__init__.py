@@ -14,6 +14,7 @@ from __future__ import annotations
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
+from mycoll._log import log_to_python
 from mycoll._registration import autoload, native
 from mycoll._version import __version__
 
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "deregister_mem_pool",
     "dump_trace",
+    "log_to_python",
     "nccl_mem_pool",
     "register_mem_pool",
     "spawn",

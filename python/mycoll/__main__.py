@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
+import difflib
+import importlib
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from mycoll import _terminal, faults
 from mycoll._pipes import quietly
 from mycoll._registration import native
 from mycoll._version import __version__
+
+Verb = Callable[[list[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,56 +24,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(words: list[str]) -> int:
-    # These have options of their own; argparse would want to know them.
-    if words[:1] == ["demo"]:
-        from mycoll import demo
-
-        return demo.main(words[1:])
-    if words[:1] == ["bench"]:
-        from mycoll.bench import main as bench_main
-
-        return int(bench_main(words[1:]) or 0)
-
-    if words[:1] in (["status"], ["top"]):
-        from mycoll import status
-
-        return status.main(words[1:], watch=words[0] == "top")
-    if words[:1] == ["faults"]:
-        from mycoll import faults
-
-        return faults.main(words[1:])
-    if words[:1] == ["trace"]:
-        from mycoll import trace
-
-        return trace.main(words[1:])
-
-    parser = argparse.ArgumentParser(prog="mycoll", description="A torch.distributed backend.")
+    verbs = known_verbs()
+    parser = _terminal.Parser(
+        prog="mycoll",
+        usage="mycoll VERB [options]",
+        description="A torch.distributed backend for CPU and CUDA tensors.",
+        epilog="`mycoll VERB --help` explains a verb.",
+    )
     parser.add_argument("--version", action="version", version=f"mycoll {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    verbs.add_parser("demo", help="train on two ranks, then time mycoll beside gloo")
-    verbs.add_parser("status", help="what running ranks are at, and who waits for whom")
-    verbs.add_parser("top", help="the same, again and again")
-    verbs.add_parser("trace", help="compare what the ranks did last: who did not come, who differs")
-    verbs.add_parser("bench", help="time collectives; `mycoll bench --help` tells more")
-    verbs.add_parser("faults", help="break ranks on purpose, and time the others beside gloo")
-    version = verbs.add_parser("version", help="versions of mycoll, torch and Python")
-    version.add_argument("--json", action="store_true", help="for programs")
-    doctor = verbs.add_parser("doctor", help="check this machine, and run a self-test")
-    doctor.add_argument("--json", action="store_true", help="for programs")
-    env = verbs.add_parser("env", help="every MYCOLL_* variable: value, default, meaning")
-    env.add_argument("--markdown", action="store_true", help="as docs/environment.md")
-    env.add_argument("--json", action="store_true", help="for programs")
-    parsed = parser.parse_args(words)
-    if parsed.verb == "version":
-        return show_version(parsed.json)
-    if parsed.verb == "doctor":
-        from mycoll import doctor as surgery
-
-        return surgery.main(parsed.json)
-    return show_environment(parsed.markdown, parsed.json)
+    choices = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB")
+    for name, (text, _) in verbs.items():
+        choices.add_parser(name, help=text)
+    if not words:
+        parser.print_help()
+        return 0
+    if not words[0].startswith("-") and words[0] not in verbs:
+        near = difflib.get_close_matches(words[0], verbs, 1)
+        parser.error(f"unknown verb '{words[0]}'" + (f"; did you mean {near[0]}?" if near else ""))
+    # Verbs parse their own options, so only the verb itself is this parser's business.
+    verb = parser.parse_args(words[:1]).verb
+    return verbs[verb][1](words[1:])
 
 
-def show_version(as_json: bool) -> int:
+def known_verbs() -> dict[str, tuple[str, Verb]]:
+    """Name, help text and function of each verb that can work in this installation."""
+    verbs: dict[str, tuple[str, Verb]] = {
+        "demo": ("train on two ranks, then time mycoll beside gloo", in_module("demo")),
+        "doctor": ("check this machine, and run a self-test", in_module("doctor")),
+        "env": ("every MYCOLL_* variable: value, default, meaning", show_environment),
+        "status": ("what running ranks are doing, and which rank waits for which", status),
+        "top": ("the same, updated every second", top),
+        "trace": ("what the ranks did last: which is missing, which differs", in_module("trace")),
+        "bench": ("time collectives beside gloo, MPI and nccl", in_module("bench")),
+        "faults": ("break ranks on purpose, and time how the others notice", faults.main),
+        "version": ("versions of mycoll, torch and Python", show_version),
+    }
+    if not faults.is_here():
+        del verbs["faults"]
+    return verbs
+
+
+def in_module(name: str) -> Verb:
+    """Imported when it is called: most verbs import torch, which takes seconds."""
+
+    def call(words: list[str]) -> int:
+        return int(importlib.import_module(f"mycoll.{name}").main(words) or 0)
+
+    return call
+
+
+def status(words: list[str]) -> int:
+    from mycoll import status as module
+
+    return module.main(words)
+
+
+def top(words: list[str]) -> int:
+    from mycoll import status as module
+
+    return module.main(words, watch=True)
+
+
+def show_version(words: list[str]) -> int:
+    parser = _terminal.Parser(prog="mycoll version")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    as_json = parser.parse_args(words).json
     import torch
 
     versions = {
@@ -91,22 +110,41 @@ def show_version(as_json: bool) -> int:
     return 1 if problem else 0
 
 
-def show_environment(markdown: bool, as_json: bool) -> int:
+def show_environment(words: list[str]) -> int:
+    parser = _terminal.Parser(
+        prog="mycoll env",
+        description="Every MYCOLL_* variable with its value in this environment, and its meaning.",
+    )
+    parser.add_argument("--changed", action="store_true", help="only what differs from the default")
+    parser.add_argument("--markdown", action="store_true", help="as docs/environment.md")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(words)
     entries = native().environment()
-    if as_json:
+    if options.changed:
+        entries = [entry for entry in entries if entry["source"] != "default"]
+    if options.json:
         print(json.dumps(entries, indent=2))
-    elif markdown:
+    elif options.markdown:
         print(environment_page())
-    else:
-        for entry in entries:
-            print(f"{entry['name']}={entry['value']}  ({source_of(entry)})\n    {entry['help']}")
+    elif not entries:
+        print("Every variable has its default value; `mycoll env` lists them.")
+    for entry in [] if options.json or options.markdown else entries:
+        show_variable(entry)
+    for name, near in native().unknown_variables() if options.changed and not options.json else []:
+        hint = f"; did you mean {near}?" if near else ""
+        print(_terminal.paint(f"{name} is set, but mycoll does not know it{hint}", "yellow"))
     return 0
 
 
-def source_of(entry: dict[str, Any]) -> str:
-    if entry["is_set"]:
-        return "set"
-    return "default" if entry["source"] == "default" else f"from {entry['source']}"
+def show_variable(entry: dict[str, Any]) -> None:
+    line = f"{entry['name']}={entry['value']}"
+    if entry["source"] != "default":
+        line = _terminal.paint(line, "bold")
+        origin = "" if entry["is_set"] else f"from {entry['source']}; "
+        line += f"  ({origin}default: {entry['default'] or 'empty'})"
+    print(line)
+    for text in _terminal.wrapped(entry["help"], 4):
+        print(f"    {text}")
 
 
 def environment_page() -> str:

@@ -1,12 +1,67 @@
-"""What the Python half says, beside torch.distributed's own lines.
+"""mycoll's lines in Python's logging: the logger "mycoll".
 
-Under torch's logger, so that TORCH_LOGS=distributed shows it, with torch's time, rank and place,
-and `logging.getLogger("torch.distributed.mycoll")` takes levels and handlers of one's own. The
-engine has no Python and logs for itself: MYCOLL_LOG.
+The Python half always logs there. The engine has no Python: it writes to stderr or MYCOLL_LOG_FILE,
+until log_to_python() brings its lines here as well.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import re
+import threading
 
-log = logging.getLogger("torch.distributed.mycoll")
+log = logging.getLogger("mycoll")
+
+_LINE = re.compile(r"\[mycoll \S+ (?P<level>[a-z]+) rank (?P<rank>\S+) pid \d+\] (?P<text>.*)")
+# As the engine names its levels, in its order: "off" is the first.
+_LEVELS = {
+    "off": logging.CRITICAL + 1,
+    "failure": logging.CRITICAL,
+    "error": logging.ERROR,
+    "warn": logging.WARNING,
+    "info": logging.INFO,
+    "debug": logging.DEBUG,
+}
+_END = b"\0\n"
+_pipe: tuple[int, int] | None = None
+
+
+def log_to_python(level: int = logging.INFO) -> None:
+    """Sends the engine's lines to the logger "mycoll" instead of to stderr or MYCOLL_LOG_FILE.
+
+    Lines below `level` are not made at all. The record's `rank` is the rank that wrote the line.
+    The first failure of a process, which mycoll reports in any case, is CRITICAL.
+    """
+    global _pipe
+    from mycoll._registration import native
+
+    if _pipe is None:
+        _pipe = os.pipe()
+        thread = threading.Thread(target=_forward, args=(_pipe[0],), name="mycoll log", daemon=True)
+        thread.start()
+        atexit.register(_stop, _pipe[1], thread)
+    number = max(n for n, each in enumerate(_LEVELS.values()) if each >= min(level, _LEVELS["off"]))
+    native()._log_to(f"/proc/self/fd/{_pipe[1]}", number)
+
+
+def _forward(descriptor: int) -> None:
+    with open(descriptor, "rb") as lines:  # a pipe
+        for line in lines:
+            if line == _END:
+                return
+            text = line.decode(errors="replace").rstrip("\n")
+            found = _LINE.match(text)
+            level = _LEVELS.get(found["level"], logging.INFO) if found else logging.INFO
+            rank = found["rank"] if found else "?"
+            log.log(level, "%s", found["text"] if found else text, extra={"rank": rank})
+
+
+def _stop(descriptor: int, thread: threading.Thread) -> None:
+    """At exit: what was written so far still arrives, and the rest goes to stderr."""
+    from mycoll._registration import native
+
+    native()._log_to("", list(_LEVELS).index("failure"))
+    os.write(descriptor, _END)
+    thread.join(1)

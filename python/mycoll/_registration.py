@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mycoll._log import log
-from mycoll._version import __version__
+from mycoll._version import SUPPORTED_TORCH, __version__
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
 NAME = "mycoll"
 
 _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
+
+
+class NotUsable(ImportError):
+    """mycoll cannot be used here; the fix is apart from the problem, for `mycoll doctor`."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem}: {fix}")
+        self.problem = problem
+        self.fix = fix
+
 
 _warned = False
 _failure: Exception | None = None
@@ -92,22 +102,26 @@ def native() -> ModuleType:
     try:
         from mycoll import _build
     except ImportError as error:
-        raise ImportError(
-            "mycoll's compiled module is missing: run "
-            "`pip install --no-build-isolation .` in its source folder"
+        raise NotUsable(
+            "mycoll's compiled module is missing",
+            "run `pip install --no-build-isolation .` in its source folder",
         ) from error
-    if _minor(_build.TORCH_VERSION) != _minor(torch.__version__):
-        raise ImportError(
-            f"this mycoll was compiled for torch {_minor(_build.TORCH_VERSION)} and cannot work "
-            f"with torch {torch.__version__}: run `pip install --no-build-isolation .` again in "
-            f"its source folder, or install torch {_minor(_build.TORCH_VERSION)}"
-        )
+    built, running = _minor(_build.TORCH_VERSION), _minor(torch.__version__)
+    if built != running:
+        problem = f"this mycoll was compiled for torch {built} and cannot work "
+        problem += f"with torch {torch.__version__}"
+        fix = f"pip install 'torch=={built}.*'"
+        first, last = SUPPORTED_TORCH
+        if first <= tuple(int(part) for part in running.split(".")) <= last:
+            fix = "run `pip install --no-build-isolation .` again in its source folder, "
+            fix += f"or install torch {built}"
+        raise NotUsable(problem, fix)
     try:
         from mycoll import _C
     except ImportError as error:
-        raise ImportError(
-            f"mycoll's compiled module does not load ({error}): run "
-            "`pip install --no-build-isolation .` again in its source folder"
+        raise NotUsable(
+            f"mycoll's compiled module does not load ({error})",
+            "run `pip install --no-build-isolation .` again in its source folder",
         ) from error
     return _C
 

@@ -1,8 +1,8 @@
-"""`mycoll doctor`: whether mycoll can work here, what will be used, and how to mend what is wrong.
+"""`mycoll doctor`: whether mycoll can work here, what it will use, and how to fix what is wrong.
 
 Each check is a function that yields findings. The exit code is 1 when one is a FAIL; a WARN leaves
-it at 0. Those in NEED_MODULE are left out where the compiled module does not load: check_torch says
-how to mend that, and they could only say it again, in other words.
+it at 0. Checks in NEED_MODULE are left out where the compiled module does not load: check_torch
+says how to fix that, and they could only repeat it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ import json
 import os
 import platform
 import resource
-import shutil
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mycoll import _interfaces
-from mycoll._registration import native
+from mycoll import _terminal
+from mycoll._registration import NotUsable, native
 from mycoll._version import __version__
 from mycoll.launch import spawn
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 MIB = 1 << 20
-DESCRIPTORS = 1024  # two for each peer that is talked to, and the program's own
+DESCRIPTORS = 1024  # two for each connected rank, and the program's own
+ELSEWHERE = "192.0.2.1"  # reserved for examples; only the route to it is looked up
 TEST_SECONDS = 90
-RETRY = "then run `mycoll doctor` again"
+INDENT = 17  # status and name
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,23 @@ class Finding:
     fix: str = ""
 
 
-def main(as_json: bool) -> int:
+def main(words: Sequence[str] = ()) -> int:
+    parser = _terminal.Parser(
+        prog="mycoll doctor",
+        description="Checks whether mycoll can work on this machine, says how to fix what is "
+        "wrong, and runs two ranks over shared memory and over sockets.",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    as_json = parser.parse_args(words).json
     findings: list[Finding] = []
     usable = is_usable()
+    progress = _terminal.Progress(not as_json)
     for check in CHECKS:
+        progress.show(f"checking: {title(check)}")
         is_skipped = check in NEED_MODULE and not usable
         for finding in [skipped(check)] if is_skipped else examine(check):
             findings.append(finding)
+            progress.hide()
             if not as_json:
                 show(finding)
     failed = sum(each.status == FAIL for each in findings)
@@ -60,11 +69,13 @@ def main(as_json: bool) -> int:
     if as_json:
         rows = [asdict(each) for each in findings]
         print(json.dumps({"ok": not failed, "findings": rows}, indent=2))
-    elif failed or warned:
-        print(f"\n{failed} to mend, {warned} to know about")
     else:
-        print("\nall well")
+        print(f"\n{counted(failed, 'problem')}, {counted(warned, 'warning')}")
     return 1 if failed else 0
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def is_usable() -> bool:
@@ -80,27 +91,27 @@ def title(check: Callable[[], Iterator[Finding]]) -> str:
 
 
 def skipped(check: Callable[[], Iterator[Finding]]) -> Finding:
-    text = "not looked at: it needs the compiled module, see torch"
-    return Finding(title(check), text, WARN, "mend that first")
+    text = "not checked: it needs the compiled module, see torch"
+    return Finding(title(check), text, WARN, "fix that first")
 
 
-def examine(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+def examine(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """A check that breaks is a finding, not the end of the report."""
     try:
-        return list(check())
+        yield from check()
     except Exception as error:
         text = f"the check itself failed: {error!r}"
-        return [Finding(title(check), text, WARN, "tell mycoll's authors")]
+        yield Finding(title(check), text, WARN, "report this to mycoll's authors")
 
 
 def show(finding: Finding) -> None:
-    first, *more = finding.text.splitlines() or [""]
-    width = max(60, min(100, shutil.get_terminal_size().columns)) - 16
-    print(f"{finding.name:10} {first:{width}} {finding.status}")
-    for line in more:
-        print(f"{'':10} {line}")
+    colour = {OK: "green", WARN: "yellow", FAIL: "red"}[finding.status]
+    first, *more = _terminal.wrapped(finding.text, INDENT)
+    print(f"{_terminal.paint(f'{finding.status:4}', colour)}  {finding.name:10} {first}")
     if finding.fix:
-        print(f"{'':10} fix: {finding.fix}", flush=True)
+        more += _terminal.wrapped(f"fix: {finding.fix}", INDENT)
+    for line in more:
+        print(f"{'':{INDENT}}{line}", flush=True)
 
 
 # --- the software ---------------------------------------------------------------------------------
@@ -118,9 +129,10 @@ def check_torch() -> Iterator[Finding]:
     try:
         built = native().torch_version
     except ImportError as error:
-        message = str(error)
-        fix = message[message.find("run `") :] if "run `" in message else "build mycoll again"
-        yield Finding("torch", f"{torch.__version__}: {message}", FAIL, f"{fix}, {RETRY}")
+        problem, fix = str(error), "install mycoll again"
+        if isinstance(error, NotUsable):
+            problem, fix = error.problem, error.fix
+        yield Finding("torch", f"{torch.__version__}: {problem}", FAIL, fix)
         return
     minor = ".".join(str(built).split(".")[:2])
     yield Finding("torch", f"{torch.__version__}, matches the build ({minor})")
@@ -189,7 +201,7 @@ def _is_installed(name: str) -> bool:
 def check_variables() -> Iterator[Finding]:
     for name, near in native().unknown_variables():
         fix = f"did you mean {near}?" if near else "unset it; `mycoll env` lists all"
-        yield Finding("variables", f"{name} is not known, and without effect", WARN, fix)
+        yield Finding("variables", f"{name} is unknown and has no effect", WARN, fix)
     rows = [entry for entry in native().environment() if entry["source"] != "default"]
     words = sorted(f"{entry['source']}={entry['value']}" for entry in rows)
     yield Finding("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")
@@ -204,11 +216,11 @@ WRITTEN = ("MYCOLL_LOG_FILE", "MYCOLL_METRICS_FILE", "MYCOLL_TRACE_FILE")
 
 
 def file_of(variable: str, path: Path) -> Iterator[Finding]:
-    """Whether a file can be where a variable says; nobody would tell before it is missed."""
+    """Whether a file can be where a variable says: otherwise nobody notices before it is missed."""
     folder = path.parent
     if variable in WRITTEN and str(path) not in ("", "off", ".") and "%" not in str(folder):
         if not os.access(folder, os.W_OK | os.X_OK):
-            text = f"{variable}={path}: no file can be written in {folder}"
+            text = f"{variable}={path}: cannot write in {folder}"
             yield Finding("variables", text, WARN, f"mkdir -p {folder}, or another place")
     elif variable == "MYCOLL_SECRET_FILE" and not os.access(path, os.R_OK):
         yield Finding("variables", f"{variable}={path} cannot be read", WARN, "see its permissions")
@@ -218,18 +230,21 @@ def file_of(variable: str, path: Path) -> Iterator[Finding]:
 
 
 def check_network() -> Iterator[Finding]:
-    found = _interfaces.interfaces()
     variable = "MYCOLL_SOCKET_IFNAME"
     wanted = os.environ.get(variable, "")
-    host = os.environ.get("MASTER_ADDR") or _interfaces.ELSEWHERE
-    chosen, why = _interfaces.choose(found, wanted, host)
-    all_names = ", ".join(f"{each.name} {each.address}" for each in found) or "none"
-    if chosen is None:
-        names = sorted({each.name for each in found})
+    store = os.environ.get("MASTER_ADDR", "")
+    names = sorted(name for _, name in socket.if_nameindex())
+    try:
+        chosen, own_address = native().choose_interface(store or ELSEWHERE)[0]
+    except RuntimeError as error:
         fix = f"export {variable}={names[0]}, or unset it" if names else "ip link set lo up"
-        yield Finding("network", f"nothing to use ({why}); there are: {all_names}", FAIL, fix)
+        yield Finding("network", str(error), FAIL, fix)
         return
-    yield Finding("network", f"{chosen.name} {chosen.address}: {why}\nthere are: {all_names}")
+    why = f"as {variable}={wanted} says" if wanted else ""
+    if not wanted and store:
+        why = f"as it leads to MASTER_ADDR={store}"
+    text = f"{chosen} {own_address} {why}".rstrip()
+    yield Finding("network", f"{text}, of the interfaces {', '.join(names)}")
 
     name = socket.gethostname()
     try:
@@ -237,14 +252,13 @@ def check_network() -> Iterator[Finding]:
         known.sort(key=lambda each: each[0] != socket.AF_INET)
         address = str(known[0][4][0])
     except OSError:
-        fix = f"echo '{chosen.address} {name}' >> /etc/hosts, or use addresses for MASTER_ADDR"
+        fix = f"echo '{own_address} {name}' >> /etc/hosts, or give MASTER_ADDR as an address"
         yield Finding("hostname", f"{name} does not resolve", WARN, fix)
         return
-    real = next((each for each in found if not each.is_loopback and not each.is_bridge), None)
-    if address.startswith("127.") and real is not None:
+    if address.startswith("127.") and not own_address.startswith(("127.", "::1")):
         text = f"{name} resolves to {address}, which other hosts cannot reach"
-        fix = f"for jobs on several hosts: export {variable}={real.name}"
-        fix += f", and MASTER_ADDR={real.address} if rank 0 is here"
+        fix = f"for jobs on several hosts: export {variable}={chosen}"
+        fix += f", and MASTER_ADDR={own_address} if rank 0 is here"
         yield Finding("hostname", text, OK if wanted else WARN, "" if wanted else fix)
     else:
         yield Finding("hostname", f"{name} resolves to {address}")
@@ -278,34 +292,18 @@ def check_memory() -> Iterator[Finding]:
         try:
             os.close(os.pidfd_open(os.getpid()))
         except OSError as error:
-            text = f"no pidfd_open ({error}): a rank's death may be noticed later"
+            text = f"no pidfd_open ({error}): the death of a rank may be noticed later"
             yield Finding("limits", text, WARN, "allow pidfd_open in the seccomp profile")
 
 
 def check_cores() -> Iterator[Finding]:
-    usable = len(os.sched_getaffinity(0))
-    text = f"{usable} of {os.cpu_count()} usable by this process"
-    quota = cgroup_cores()
-    if quota is not None:
-        text += f", of which the cgroup grants the time of {quota:g}"
-    cores = min(usable, quota or usable)
+    cores = native().usable_cores()
+    text = f"{cores} of {os.cpu_count()} usable (affinity and the cgroup's quota)"
     if cores < 2:
         fix = "give the job a core for each rank (taskset, --cpus-per-task, docker run --cpus)"
-        yield Finding("cores", f"{text}: ranks will take turns", WARN, fix)
+        yield Finding("cores", f"{text}: ranks take turns", WARN, fix)
     else:
-        yield Finding("cores", f"{text}: up to {int(cores)} ranks may spin")
-
-
-def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The CPU quota as a container sees it: at the root of its own cgroup tree."""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    with contextlib.suppress(OSError, ValueError):
-        quota = (root / "cpu/cpu.cfs_quota_us").read_text()
-        period = (root / "cpu/cpu.cfs_period_us").read_text()
-        return None if int(quota) <= 0 else int(quota) / int(period)
-    return None
+        yield Finding("cores", f"{text}: up to {cores} ranks may spin while they wait")
 
 
 def check_container() -> Iterator[Finding]:
@@ -319,10 +317,10 @@ def check_container() -> Iterator[Finding]:
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         kind = "Kubernetes"
     if kind:
-        text = f"{kind}\nranks share memory only within one network namespace"
+        text = f"{kind}: ranks share memory only within one network namespace"
         yield Finding("container", text)
     else:
-        yield Finding("container", "none seen")
+        yield Finding("container", "none")
 
 
 # --- a real group ---------------------------------------------------------------------------------
@@ -330,7 +328,7 @@ def check_container() -> Iterator[Finding]:
 
 def check_transports() -> Iterator[Finding]:
     for transport in ("shm", "tcp"):
-        fix = f"run it with logs: MYCOLL_LOG=debug mycoll doctor; to go on without {transport}: "
+        fix = f"look at the log: MYCOLL_LOG=debug mycoll doctor; to do without {transport}: "
         fix += "MYCOLL_TRANSPORT=tcp" if transport == "shm" else "MYCOLL_TRANSPORT=shm"
         name = f"2 ranks, {transport}"
         settings = {
@@ -345,21 +343,20 @@ def check_transports() -> Iterator[Finding]:
         except Exception as error:
             yield Finding("self-test", f"{name}: {error}", FAIL, fix)
             continue
-        wrong = sum(report["wrong"] for report in reports)
-        used = reports[0]["transport"]
-        text = f"{name}: {reports[0]['micros']:.0f} us an all_reduce of 1 MiB, {wrong} wrong"
+        wrong = sum(number for number, _ in reports)
+        used = reports[0][1]
+        text = f"{name}: all_reduce, all_gather, send and recv: {wrong} wrong"
         if wrong:
-            yield Finding(
-                "self-test", text, FAIL, "tell mycoll's authors; MYCOLL_CPU=gloo helps on"
-            )
+            fix = "report this to mycoll's authors; until then MYCOLL_CPU=gloo"
+            yield Finding("self-test", text, FAIL, fix)
         elif used != transport:
             yield Finding("self-test", f"{text}, but over {used}", FAIL, fix)
         else:
             yield Finding("self-test", text)
 
 
-def self_test() -> dict[str, Any]:
-    """On each rank: some of everything, counting elements that came out wrong."""
+def self_test() -> tuple[int, str]:
+    """On each rank: some of everything. How many elements were wrong, and the transport."""
     import torch
     import torch.distributed as dist
 
@@ -367,13 +364,9 @@ def self_test() -> dict[str, Any]:
     numel = MIB // 4
     ramp = torch.arange(numel, dtype=torch.float32) % 1021
     wrong = 0
-    times = []
     for turn in range(20):
         values = ramp + rank + turn
-        dist.barrier()
-        start = time.perf_counter()
         dist.all_reduce(values)
-        times.append(time.perf_counter() - start)
         expected = size * (ramp + turn) + size * (size - 1) / 2
         wrong += int((values != expected).sum())
 
@@ -389,8 +382,7 @@ def self_test() -> dict[str, Any]:
     wrong += int((received != ramp + (rank - 1) % size).sum())
 
     group: Any = dist.group.WORLD
-    transport = group._get_backend(torch.device("cpu")).transport()
-    return {"wrong": wrong, "transport": transport, "micros": sorted(times)[len(times) // 2] * 1e6}
+    return wrong, group._get_backend(torch.device("cpu")).transport()
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -404,4 +396,4 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_nccl,
     check_transports,
 )
-NEED_MODULE = (check_variables, check_transports)
+NEED_MODULE = (check_variables, check_network, check_cores, check_transports)

@@ -22,13 +22,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mycoll._parent import end_with, signal_name
 
 # How long others may take to report after the first failure: it may be the consequence of theirs.
 GRACE_SECONDS = 1.0
 TICK_SECONDS = 0.5
+
+T = TypeVar("T")
 
 
 class SpawnError(RuntimeError):
@@ -40,14 +42,14 @@ class SpawnError(RuntimeError):
 
 
 def spawn(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     nprocs: int = 2,
     args: Sequence[Any] = (),
     *,
     backend: str = "mycoll",
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Runs fn(*args) on `nprocs` ranks of one group, and returns their results by rank.
 
     The group is there when fn starts: fn calls torch.distributed.get_rank() and the collectives.
@@ -56,6 +58,7 @@ def spawn(
     all together. In a notebook, functions of its cells need the package cloudpickle. In a script,
     the call belongs under `if __name__ == "__main__":`.
     """
+    __tracebackhide__ = True  # pytest shows the caller, and the rank's own traceback
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, not {nprocs}")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -126,6 +129,7 @@ class _Rank:
 
 def _collect(ranks: list[_Rank], timeout: float | None) -> None:
     """Until all are done, or one has failed and the others have had their grace."""
+    __tracebackhide__ = True
     end = time.monotonic() + timeout if timeout is not None else None
     is_grace = False
     while waiting := [each for each in ranks if not each.is_done]:
@@ -217,6 +221,7 @@ def _without_phantom_script() -> Iterator[None]:
 
 
 def _pack(content: Any, fn: Callable[..., Any], what: str = "") -> bytes:
+    __tracebackhide__ = True
     problem = "it is defined in a notebook cell or at a prompt, where ranks cannot import it from"
     if _has_script() or getattr(fn, "__module__", "") != "__main__":
         try:

@@ -54,7 +54,7 @@ TEST(Connecting, allMembersComeBeforeTheGroup) {
       EXPECT_OK(transfer->status());
     }
     EXPECT(got == values);
-    EXPECT_OK(world.at(0, 1).listener.failure);
+    EXPECT_OK(world.at(0, 1).listener.failure());
   }
 }
 

@@ -105,7 +105,7 @@ TEST(Deadlock, receivesFromEachOther) {
     runGroups(2, road, {{}}, [&](int rank, Groups& groups) {
       EXPECT_OK(barrier(*groups[0]));
       int value = 0;
-      OpPtr op = groups[0]->recv({&value, 4}, 1 - rank, 3, DType::kInt32, 0, nullptr, true);
+      OpPtr op = groups[0]->recv({{&value, 4}, 1 - rank, 3, DType::kInt32}, nullptr, true);
       expectDeadlock(groups[0]->wait(op, Deadline::never()),
                      {"recv from rank 0", "recv from rank 1"});
     });
@@ -118,7 +118,7 @@ TEST(Deadlock, largeSendsToEachOther) {
       EXPECT_OK(barrier(*groups[0]));
       std::vector<char> data(1'000'000);
       OpPtr op =
-          groups[0]->send({data.data(), data.size()}, 1 - rank, 3, DType::kInt8, 0, nullptr, true);
+          groups[0]->send({{data.data(), data.size()}, 1 - rank, 3, DType::kInt8}, nullptr, true);
       expectDeadlock(groups[0]->wait(op, Deadline::never()), {"send to rank 0", "send to rank 1"});
     });
   });
@@ -129,7 +129,7 @@ TEST(Deadlock, aReceiveAgainstABarrier) {
     EXPECT_OK(barrier(*groups[0]));
     int value = 0;
     OpPtr op = rank == 0 ? begin(*groups[0])
-                         : groups[0]->recv({&value, 4}, 0, 3, DType::kInt32, 0, nullptr, true);
+                         : groups[0]->recv({{&value, 4}, 0, 3, DType::kInt32}, nullptr, true);
     expectDeadlock(groups[0]->wait(op, Deadline::never()), {"barrier", "recv from rank 0"});
   });
 }
@@ -187,7 +187,8 @@ TEST(Deadlock, timeoutsTellWhatTheMissingRankDid) {
           if (rank == 2) return std::this_thread::sleep_for(2200ms);
           const Status status = barrier(*groups[0]);
           EXPECT_EQ(status.code(), Code::kTimeout);
-          EXPECT(status.message().find("it last finished barrier (call #0") != std::string::npos);
+          EXPECT(status.message().find("the last call that it finished is barrier (call #0") !=
+                 std::string::npos);
           EXPECT(status.message().find("in no call of mycoll") != std::string::npos);
         },
         1800);

@@ -11,22 +11,12 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "listener.h"
 #include "test.h"
 #include "transport/endpoint.h"
 #include "transport/mailbox.h"
 
 namespace test {
-
-struct Listener final : mycoll::MailboxListener {
-  void onFailure(const mycoll::Status& cause, uint64_t) override { failure = cause; }
-  mycoll::Status onGoodbye(int rank) override {
-    gone.push_back(rank);
-    return mycoll::Status();
-  }
-  mycoll::Departure departureOf(int) override { return mycoll::Departure::kUnknown; }
-  mycoll::Status failure;
-  std::vector<int> gone;
-};
 
 struct Member {
   Listener listener;
@@ -60,13 +50,15 @@ class Endpoints {
     }
     auto& member = members[{process, context}];
     member = std::make_unique<Member>();
-    member->mailbox = std::make_unique<mycoll::Mailbox>(all[process], group, &member->listener);
+    member->mailbox = member->listener.join(all[process], group);
     return *member;
   }
   Member& at(int process, uint64_t context) { return *members.at({process, context}); }
 
   void leave(int process, uint64_t context) {
-    at(process, context).mailbox->sayGoodbye(mycoll::Status(mycoll::Code::kAborted, "left"));
+    at(process, context)
+        .listener.membership()
+        .sayGoodbye(mycoll::Status(mycoll::Code::kAborted, "left"));
     members.erase({process, context});
   }
   // Without a word.

@@ -158,16 +158,16 @@ struct Bench {
   void message(Communicator& group, char* data, bool isSend) const {
     const int peer = 1 - group.rank();
     const Span span{data, bytes};
-    const OpPtr done = isSend ? group.send(span, peer, 0, DType::kFloat32, 0, nullptr, true)
-                              : group.recv(span, peer, 0, DType::kFloat32, 0, nullptr, true);
+    const OpPtr done = isSend ? group.send({span, peer, 0, DType::kFloat32}, nullptr, true)
+                              : group.recv({span, peer, 0, DType::kFloat32}, nullptr, true);
     check(group.wait(done, Deadline::never()));
   }
 
   void exchange(Communicator& group, char* data) const {
     const int peer = 1 - group.rank();
-    const OpPtr sent = group.send({data, bytes}, peer, 0, DType::kFloat32, 0, nullptr, false);
+    const OpPtr sent = group.send({{data, bytes}, peer, 0, DType::kFloat32}, nullptr, false);
     const OpPtr received =
-        group.recv({data + bytes, bytes}, peer, 0, DType::kFloat32, 0, nullptr, false);
+        group.recv({{data + bytes, bytes}, peer, 0, DType::kFloat32}, nullptr, false);
     check(group.wait(sent, Deadline::never()));
     check(group.wait(received, Deadline::never()));
   }

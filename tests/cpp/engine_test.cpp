@@ -147,11 +147,11 @@ TEST(Engine, pointToPoint) {
     std::vector<int32_t> out = input(self, count), other = input(self, count, 5);
     std::vector<int32_t> in(count), second(count);
     // Two tags, received in the other order. Alone, a rank is its own neighbour.
-    OpPtr a = group.send(span(out), next, 1, DType::kInt32, 0, nullptr, false);
-    OpPtr b = group.send(span(other), next, 2, DType::kInt32, 0, nullptr, false);
-    OpPtr d = group.recv(span(second), previous, 2, DType::kInt32, 0, nullptr, !isAsync);
+    OpPtr a = group.send({span(out), next, 1, DType::kInt32}, nullptr, false);
+    OpPtr b = group.send({span(other), next, 2, DType::kInt32}, nullptr, false);
+    OpPtr d = group.recv({span(second), previous, 2, DType::kInt32}, nullptr, !isAsync);
     EXPECT(group.wait(d, Deadline::never()).ok());
-    OpPtr c = group.recv(span(in), kAnySource, 1, DType::kInt32, 0, nullptr, !isAsync);
+    OpPtr c = group.recv({span(in), kAnySource, 1, DType::kInt32}, nullptr, !isAsync);
     for (const OpPtr& op : {a, b, c}) EXPECT(group.wait(op, Deadline::never()).ok());
     EXPECT_EQ(c->sourceRank(), previous);
     expectInput(in, previous);
@@ -173,8 +173,8 @@ TEST(Engine, whoComputesStillTakesMessages) {
       for (size_t i = 0; i < kMessages; ++i) {
         if (group.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(i ? 0 : 200));
         OpPtr op = group.rank() == 0
-                       ? group.send(span(values), 1, 0, DType::kInt32, 0, nullptr, true)
-                       : group.recv(span(values), 0, 0, DType::kInt32, 0, nullptr, true);
+                       ? group.send({span(values), 1, 0, DType::kInt32}, nullptr, true)
+                       : group.recv({span(values), 0, 0, DType::kInt32}, nullptr, true);
         ASSERT_OK(group.wait(op, Deadline::never()));
       }
       const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
@@ -283,7 +283,7 @@ TEST(Engine, abortEndsReceives) {
         }
         int32_t value = 0;
         const int from = leavesAtOnce ? 2 : 1 - group.rank();
-        OpPtr op = group.recv({&value, 4}, from, 0, DType::kInt32, 0, nullptr, true);
+        OpPtr op = group.recv({{&value, 4}, from, 0, DType::kInt32}, nullptr, true);
         const Status status = group.wait(op, Deadline::after(std::chrono::milliseconds(5000)));
         EXPECT_EQ(status.code(), Code::kAborted);
         EXPECT(status.message().find("enough") != std::string::npos);

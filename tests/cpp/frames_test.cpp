@@ -108,7 +108,7 @@ TEST(Frames, anEmptyMessageIsCancelledHalfWay) {
     }
     gate.budget = ~size_t{0};
     EXPECT(world.talk(0, 1, kGroup, 0, 1));
-    EXPECT_OK(world.at(1, kGroup).listener.failure);
+    EXPECT_OK(world.at(1, kGroup).listener.failure());
   });
 }
 
@@ -134,7 +134,7 @@ TEST(Frames, anEmptyPieceLeavesInParts) {
     world.at(1, kGroup).mailbox->receive(receiving, 0, kMessages, 5, Endpoints::word(0), {});
     EXPECT(world.turnUntil([&] { return sending.isDone() && receiving.isDone(); }));
     EXPECT_OK(receiving.status());
-    EXPECT_OK(world.at(1, kGroup).listener.failure);
+    EXPECT_OK(world.at(1, kGroup).listener.failure());
   });
 }
 
@@ -162,9 +162,9 @@ TEST(Frames, linksAreAddedWhileALostOneIsRead) {
     };
     world.end(1);
     EXPECT(world.turnUntil([&] { return expected.isDone(); }));
-    EXPECT(world.at(0, kGroup).listener.failure.code() == Code::kMismatch);
-    EXPECT(world.turnUntil([&] { return !world.at(2, kGroup).listener.failure.ok(); }));
-    EXPECT(world.at(2, kGroup).listener.failure.code() == Code::kMismatch);
+    EXPECT(world.at(0, kGroup).listener.failure().code() == Code::kMismatch);
+    EXPECT(world.turnUntil([&] { return !world.at(2, kGroup).listener.failure().ok(); }));
+    EXPECT(world.at(2, kGroup).listener.failure().code() == Code::kMismatch);
   });
 }
 
@@ -204,8 +204,8 @@ TEST(Frames, whatComesEarlyIsInItsSendersOwnName) {
     world.at(1, kGroup + 1)
         .mailbox->receive(receiving, 0, kMessages, 5, Endpoints::word(4), {&got, 4});
     const test::Listener& listener = world.at(1, kGroup).listener;
-    EXPECT(world.turnUntil([&] { return !listener.failure.ok(); }, 3000));
-    EXPECT(listener.failure.message().find("in the name of another rank") != std::string::npos);
+    EXPECT(world.turnUntil([&] { return !listener.failure().ok(); }, 3000));
+    EXPECT(listener.failure().message().find("in the name of another rank") != std::string::npos);
     EXPECT(!receiving.isDone());
     EXPECT_EQ(got, 0);
   });

@@ -11,6 +11,7 @@
 #include "base/crc32c.h"
 #include "base/deadline.h"
 #include "corpus.h"
+#include "listener.h"
 #include "test.h"
 #include "transport/endpoint.h"
 #include "transport/mailbox.h"
@@ -42,7 +43,7 @@ std::string nonsense(std::mt19937& random) {
     header.source = 0;
     header.destination = 1;
     header.context = kContext;
-    header.tag = random() % 3 ? 7 : (random() % 4) << Mailbox::kStepBits;
+    header.tag = random() % 3 ? 7 : (random() % 4) << kStepBits;
     header.signature = message();
     header.messageBytes = kBytes;
     header.payloadBytes = kBytes;
@@ -108,17 +109,11 @@ class Tongue final : public LinkTap {
   std::string bytes_;
 };
 
-struct Listener final : MailboxListener {
-  void onFailure(const Status&, uint64_t) override {}
-  Status onGoodbye(int) override { return Status(); }
-  Departure departureOf(int) override { return Departure::kUnknown; }
-};
-
 // Rank 0 says this to rank 1, which waits for two messages.
 void say(const std::string& bytes, TransportChoice transport, bool isGood) {
   Tongue tongue(bytes);
   std::shared_ptr<Endpoint> endpoints[2];
-  Listener listeners[2];
+  test::Listener listeners[2];
   std::unique_ptr<Mailbox> mailboxes[2];
   for (int rank = 0; rank < 2; ++rank) {
     EndpointOptions options;
@@ -134,7 +129,7 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood) {
     group.secret = std::string(32, 's');
     group.rank = rank;
     group.peers = {endpoints[0]->address(), endpoints[1]->address()};
-    mailboxes[rank] = std::make_unique<Mailbox>(endpoints[rank], group, &listeners[rank]);
+    mailboxes[rank] = listeners[rank].join(endpoints[rank], group);
   }
   // Guarded on both sides: nothing may be written there.
   std::vector<char> memory(3 * kBytes, 'x');
@@ -145,7 +140,7 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood) {
                           {memory.data() + kBytes, kBytes});
     mailboxes[1]->receive(second, 0, MessageClass::kCollective, 7, message(),
                           {memory.data() + kBytes, kBytes});
-    mailboxes[1]->beginCollective(1, message());
+    listeners[1].agreement().begin(1, message());
     mailboxes[0]->send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
     const Deadline deadline = Deadline::after(std::chrono::milliseconds(2000));
     for (int quiet = 0; quiet < 20 && !deadline.expired();) {

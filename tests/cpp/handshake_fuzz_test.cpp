@@ -12,6 +12,7 @@
 #include "corpus.h"
 #include "handshake_script.h"
 #include "handshake_wire.h"
+#include "listener.h"
 #include "resident.h"
 #include "transport/endpoint.h"
 #include "transport/mailbox.h"
@@ -32,12 +33,6 @@ namespace {
 constexpr uint64_t kContext = 42;
 const std::string kSecret(32, 's');
 const std::string kGuess(32, 'g');
-
-struct Listener final : MailboxListener {
-  void onFailure(const Status&, uint64_t) override {}
-  Status onGoodbye(int) override { return Status(); }
-  Departure departureOf(int) override { return Departure::kUnknown; }
-};
 
 // Counts the links that an endpoint has come to believe in.
 struct Counter final : LinkTap {
@@ -84,8 +79,7 @@ struct Server {
   explicit Server(bool isUnix) : isUnix(isUnix) {
     ASSERT_OK(Endpoint::create(optionsFor(isUnix, &counter), &endpoint));
     stranger.uid = strangerUid();
-    mailbox = std::make_unique<Mailbox>(
-        endpoint, groupOf(kContext, 1, {stranger, endpoint->address()}), &listener);
+    mailbox = listener.join(endpoint, groupOf(kContext, 1, {stranger, endpoint->address()}));
   }
 
   Fd connect() const {
@@ -116,20 +110,20 @@ struct Server {
   bool serves() {
     ++visits;
     std::shared_ptr<Endpoint> visitor;
-    Listener listeners[2];
+    test::Listener listeners[2];
     ASSERT_OK(Endpoint::create(optionsFor(isUnix, nullptr), &visitor));
     std::vector<PeerAddress> peers = {visitor->address(), endpoint->address()};
-    Mailbox theirs(visitor, groupOf(kContext + visits, 0, peers), &listeners[0]);
+    auto theirs = listeners[0].join(visitor, groupOf(kContext + visits, 0, peers));
     // Its process, which is this one, is not to be watched: that would take a descriptor for good.
     peers[0].hostName = "elsewhere";
-    Mailbox ours(endpoint, groupOf(kContext + visits, 1, peers), &listeners[1]);
+    auto ours = listeners[1].join(endpoint, groupOf(kContext + visits, 1, peers));
     Signature word;
     word.kind = OpKind::kSend;
     word.bytes = 4;
     int value = visits, got = 0;
     Transfer sending, receiving;
-    ours.receive(receiving, 0, MessageClass::kPointToPoint, 1, word, {&got, 4});
-    theirs.send(sending, 1, MessageClass::kPointToPoint, 1, word, {&value, 4});
+    ours->receive(receiving, 0, MessageClass::kPointToPoint, 1, word, {&got, 4});
+    theirs->send(sending, 1, MessageClass::kPointToPoint, 1, word, {&value, 4});
     const Deadline deadline = Deadline::after(std::chrono::milliseconds(8000));
     while (!receiving.isDone() && !deadline.expired()) {
       visitor->progress();
@@ -140,7 +134,7 @@ struct Server {
 
   const bool isUnix;
   Counter counter;
-  Listener listener;
+  test::Listener listener;
   std::shared_ptr<Endpoint> endpoint;
   PeerAddress stranger;
   std::unique_ptr<Mailbox> mailbox;
@@ -280,7 +274,7 @@ class Acceptor {
  public:
   void play(const Script& script) {
     Counter counter;
-    Listener listener;
+    test::Listener listener;
     PeerAddress stranger;
     stranger.uid = strangerUid();
     Fd service;
@@ -296,13 +290,13 @@ class Acceptor {
       ASSERT_OK(listenOn({"lo", "127.0.0.1", false, true}, &service, &port));
       stranger.tcp.push_back({"127.0.0.1", port});
     }
-    Mailbox mailbox(endpoint, groupOf(kContext, 0, {endpoint->address(), stranger}), &listener);
+    auto mailbox = listener.join(endpoint, groupOf(kContext, 0, {endpoint->address(), stranger}));
     Signature word;
     word.kind = OpKind::kSend;
     word.bytes = 4;
     int value = 1;
     Transfer sending;
-    mailbox.send(sending, 1, MessageClass::kPointToPoint, 1, word, {&value, 4});
+    mailbox->send(sending, 1, MessageClass::kPointToPoint, 1, word, {&value, 4});
     Fd socket(accept4(service.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     ASSERT(socket.isOpen());
     Wire wire(std::move(socket), endpoint, script);

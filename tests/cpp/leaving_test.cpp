@@ -60,9 +60,9 @@ TEST(Leaving, aGroupThatWasLeftVouchesForNothing) {
     }
     world.leave(1, 1);
     EXPECT(world.talk(0, 1, 2, 0, 1));
-    EXPECT_EQ(world.at(0, 1).listener.gone.size(), 1);
-    EXPECT_OK(world.at(0, 1).listener.failure);
-    EXPECT_OK(world.at(0, 2).listener.failure);
+    EXPECT_EQ(world.at(0, 1).listener.gone().size(), 1);
+    EXPECT_OK(world.at(0, 1).listener.failure());
+    EXPECT_OK(world.at(0, 2).listener.failure());
   });
 }
 
@@ -74,7 +74,7 @@ TEST(Leaving, whoIsInNoCommonGroupAnyMoreIsNotLost) {
     Word word(world, 0, 1, 1);
     EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
     EXPECT(word.transfer.status().message().find("has left group 'g1'") != std::string::npos);
-    EXPECT_OK(world.at(0, 1).listener.failure);
+    EXPECT_OK(world.at(0, 1).listener.failure());
     EXPECT(!world.all[0]->hasPending());
     EXPECT(!world.all[0]->hasLost(world.addresses[1]));
   });
@@ -103,7 +103,7 @@ struct Parcel {
     EXPECT(world.turnUntil([&] { return receiving.isDone(); }, 3000));
     EXPECT(receiving.status().code() == Code::kPeerLost);
     EXPECT(receiving.status().message().find("has left group 'g1'") != std::string::npos);
-    EXPECT_OK(world.at(1, 1).listener.failure);
+    EXPECT_OK(world.at(1, 1).listener.failure());
     EXPECT(!world.all[1]->hasPending());
   }
   Endpoints& world;
@@ -218,8 +218,8 @@ TEST(Leaving, theLastWordsOverTcpAreWaitedFor) {
   EXPECT_OK(receiving.status());
   EXPECT_EQ(got, word.value);
   world.turn();
-  EXPECT_OK(world.at(1, 1).listener.failure);
-  EXPECT_EQ(world.at(1, 1).listener.gone.size(), 1);
+  EXPECT_OK(world.at(1, 1).listener.failure());
+  EXPECT_EQ(world.at(1, 1).listener.gone().size(), 1);
 }
 
 // Longer than strangers are kept waiting: the connection is tried again, and is the same then.
@@ -245,19 +245,19 @@ TEST(Leaving, whoNeverSaidAWordMayHaveLeft) {
     world.turn();
     world.end(0);
     const test::Listener& listener = world.at(2, 1).listener;
-    world.at(2, 1).mailbox->beginCollective(0, Endpoints::word(4));
-    world.at(2, 1).mailbox->probe();
-    EXPECT(world.turnUntil([&] { return !listener.gone.empty(); }, 3000));
-    EXPECT_OK(listener.failure);
+    world.at(2, 1).listener.agreement().begin(0, Endpoints::word(4));
+    world.at(2, 1).listener.agreement().probe();
+    EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 3000));
+    EXPECT_OK(listener.failure());
     EXPECT(world.talk(1, 2, 1, 1, 2));
-    EXPECT_OK(world.at(1, 1).listener.failure);
+    EXPECT_OK(world.at(1, 1).listener.failure());
     int got = 0;
     Transfer receiving;
     world.at(2, 1).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(4), {&got, 4});
     EXPECT(receiving.isDone());
-    EXPECT(listener.failure.code() == Code::kPeerLost);
-    EXPECT(listener.failure.message().find("rank 0 (") != std::string::npos);
-    EXPECT(world.turnUntil([&] { return !world.at(1, 1).listener.failure.ok(); }, 3000));
+    EXPECT(listener.failure().code() == Code::kPeerLost);
+    EXPECT(listener.failure().message().find("rank 0 (") != std::string::npos);
+    EXPECT(world.turnUntil([&] { return !world.at(1, 1).listener.failure().ok(); }, 3000));
   });
 }
 
@@ -275,12 +275,12 @@ TEST(Leaving, whoIsNeededIsLostAtOnce) {
         world.at(2, 1).mailbox->send(transfer, 0, kMessages, 7, Endpoints::word(4), {&value, 4});
       } else {
         world.at(2, 1).mailbox->receive(transfer, 0, kMessages, 7, Endpoints::word(4), {&value, 4});
-        world.at(2, 1).mailbox->beginCollective(0, Endpoints::word(4));
-        world.at(2, 1).mailbox->probe();
+        world.at(2, 1).listener.agreement().begin(0, Endpoints::word(4));
+        world.at(2, 1).listener.agreement().probe();
       }
       EXPECT(world.turnUntil([&] { return transfer.isDone(); }, 3000));
-      EXPECT(listener.failure.code() == Code::kPeerLost);
-      EXPECT(world.turnUntil([&] { return !world.at(1, 1).listener.failure.ok(); }, 3000));
+      EXPECT(listener.failure().code() == Code::kPeerLost);
+      EXPECT(world.turnUntil([&] { return !world.at(1, 1).listener.failure().ok(); }, 3000));
     }
   });
 }
@@ -297,13 +297,13 @@ TEST(Leaving, farewellsAreKeptForTheFirstConnection) {
       world.leave(1, 2);
       EXPECT(comes ? world.talk(0, 1, 1, 0, 1) : world.talk(1, 0, 1, 1, 0));
       const test::Listener& listener = world.at(0, 2).listener;
-      EXPECT(world.turnUntil([&] { return !listener.gone.empty(); }, 3000));
+      EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 3000));
       world.leave(1, 1);
       world.turn();
       world.end(1);
       world.turn();
-      EXPECT_OK(listener.failure);
-      EXPECT_EQ(listener.gone.size(), 1);
+      EXPECT_OK(listener.failure());
+      EXPECT_EQ(listener.gone().size(), 1);
     }
   });
 }
@@ -314,8 +314,8 @@ TEST(Leaving, farewellsAreKeptForTheFirstConnection) {
 TEST(Leaving, amidstTheHandshake) {
   auto ask = [](Endpoints& world) {
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
-    world.at(2, 1).mailbox->beginCollective(0, Endpoints::word(4));
-    world.at(2, 1).mailbox->probe();
+    world.at(2, 1).listener.agreement().begin(0, Endpoints::word(4));
+    world.at(2, 1).listener.agreement().probe();
   };
   forBothLinks([&](TransportChoice transport) {
     int last = 0;  // when it has been asked, and answers
@@ -332,14 +332,14 @@ TEST(Leaving, amidstTheHandshake) {
       Endpoints world(3, transport);
       ask(world);
       world.turn(moment / 3);
-      world.at(0, 1).mailbox->sayGoodbye(Status(Code::kAborted, "left"));
+      world.at(0, 1).listener.membership().sayGoodbye(Status(Code::kAborted, "left"));
       EXPECT(world.turnUntil([&] { return world.at(0, 1).mailbox->isFlushed(); }));
       world.members.erase({0, 1});
       world.turn(moment % 3);
       world.end(0);
       const test::Listener& listener = world.at(2, 1).listener;
-      EXPECT(world.turnUntil([&] { return !listener.gone.empty(); }, 1000));
-      EXPECT_OK(listener.failure);
+      EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 1000));
+      EXPECT_OK(listener.failure());
     }
   });
 }

@@ -182,9 +182,9 @@ Fate play(Communicator& group, unsigned seed) {
       }
     } else {
       ops.push_back(
-          group.send(span(in, 0), (self + 1) % ranks, 5, DType::kInt32, 0, nullptr, false));
+          group.send({span(in, 0), (self + 1) % ranks, 5, DType::kInt32}, nullptr, false));
       ops.push_back(
-          group.recv(span(out, 0), (self + ranks - 1) % ranks, 5, DType::kInt32, 0, nullptr, true));
+          group.recv({span(out, 0), (self + ranks - 1) % ranks, 5, DType::kInt32}, nullptr, true));
     }
     if (ops.empty()) ops.push_back(group.submit(call, nullptr, step % 2 == 0));
     for (const OpPtr& op : ops) {

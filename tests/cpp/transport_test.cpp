@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "listener.h"
 #include "test.h"
 #include "transport/endpoint.h"
 #include "transport/handshake.h"
@@ -23,17 +24,6 @@
 using namespace mycoll;
 
 namespace {
-
-struct Listener final : MailboxListener {
-  void onFailure(const Status& cause, uint64_t) override { failure = cause; }
-  Status onGoodbye(int rank) override {
-    gone = rank;
-    return Status();
-  }
-  Departure departureOf(int) override { return Departure::kUnknown; }
-  Status failure;
-  int gone = -1;
-};
 
 // Two ranks.
 struct Pair {
@@ -56,7 +46,7 @@ struct Pair {
     group.secret = secret;
     group.rank = rank;
     group.peers = {endpoints[0]->address(), endpoints[1]->address()};
-    mailboxes[rank] = std::make_unique<Mailbox>(endpoints[rank], group, &listeners[rank]);
+    mailboxes[rank] = listeners[rank].join(endpoints[rank], group);
   }
 
   bool pump(const std::function<bool()>& until, int milliseconds = 10'000) {
@@ -71,7 +61,7 @@ struct Pair {
   }
 
   std::shared_ptr<Endpoint> endpoints[2];
-  Listener listeners[2];
+  test::Listener listeners[2];
   std::unique_ptr<Mailbox> mailboxes[2];
 };
 
@@ -172,7 +162,7 @@ TEST(Transport, refusesAnotherSize) {
       pair.mailboxes[1]->receive(receiving, 0, kMessages, 0, message(in.size()), span(in));
       pair.mailboxes[0]->send(sending, 1, kMessages, 0, message(bytes), span(out));
       ASSERT(pair.pump(
-          [&] { return !pair.listeners[0].failure.ok() && !pair.listeners[1].failure.ok(); }));
+          [&] { return !pair.listeners[0].failure().ok() && !pair.listeners[1].failure().ok(); }));
       EXPECT_EQ(receiving.status().code(), Code::kMismatch);
     }
   });
@@ -214,7 +204,7 @@ TEST(Transport, noticesThatAPeerHasGone) {
     pair.endpoints[0].reset();
     ASSERT(pair.pump([&] { return never.isDone(); }));
     EXPECT_EQ(never.status().code(), Code::kPeerLost);
-    EXPECT_EQ(pair.listeners[1].failure.code(), Code::kPeerLost);
+    EXPECT_EQ(pair.listeners[1].failure().code(), Code::kPeerLost);
   });
 }
 
@@ -227,12 +217,12 @@ TEST(Transport, aGoodbyeIsNoLoss) {
     pair.mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
     ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
     // Against the direction of the only link.
-    pair.mailboxes[1]->sayGoodbye(Status(Code::kAborted, "left"));
+    pair.listeners[1].membership().sayGoodbye(Status(Code::kAborted, "left"));
     pair.mailboxes[1].reset();
     pair.endpoints[1].reset();
-    ASSERT(pair.pump([&] { return pair.listeners[0].gone == 1; }));
+    ASSERT(pair.pump([&] { return pair.listeners[0].gone() == std::vector<int>{1}; }));
     for (int i = 0; i < 200; ++i) pair.endpoints[0]->progress();
-    EXPECT_OK(pair.listeners[0].failure);
+    EXPECT_OK(pair.listeners[0].failure());
   });
 }
 
@@ -330,8 +320,8 @@ TEST(Transport, keepsWhatComesEarly) {
             EXPECT_OK(receiving.status());
           }
         } else {
-          ASSERT(pair.pump([&] { return !pair.listeners[0].failure.ok(); }));
-          EXPECT(pair.listeners[1].failure.message().find("before it had made the group") !=
+          ASSERT(pair.pump([&] { return !pair.listeners[0].failure().ok(); }));
+          EXPECT(pair.listeners[1].failure().message().find("before it joined the group") !=
                  std::string::npos);
         }
       }
@@ -354,9 +344,9 @@ TEST(Transport, forgetsPeersThatNoGroupNames) {
     group.name = "pair";
     group.secret = std::string(32, 's');
     group.peers = {pair.endpoints[0]->address(), pair.endpoints[1]->address()};
-    pair.mailboxes[0] = std::make_unique<Mailbox>(pair.endpoints[0], group, &pair.listeners[0]);
+    pair.mailboxes[0] = pair.listeners[0].join(pair.endpoints[0], group);
     group.rank = 1;
-    pair.mailboxes[1] = std::make_unique<Mailbox>(pair.endpoints[1], group, &pair.listeners[1]);
+    pair.mailboxes[1] = pair.listeners[1].join(pair.endpoints[1], group);
     int value = 9, got = 0;
     Transfer sending, receiving;
     pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});

@@ -62,8 +62,8 @@ inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs =
     std::shared_ptr<mycoll::Communicator> group;
     ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
     if (isExternal) {
-      std::shared_ptr<mycoll::Communicator> derived;
-      ASSERT_OK(mycoll::Communicator::derive(*group, " elsewhere", true, &derived));
+      const std::shared_ptr<mycoll::Communicator> derived =
+          mycoll::Communicator::derive(*group, " elsewhere", true);
       ASSERT_OK(derived->meetNeighbours());
       body(*derived);
       derived->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));

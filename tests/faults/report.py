@@ -10,8 +10,6 @@ from pathlib import Path
 
 from faults.harness import Outcome, show
 
-SAMPLE_CHARS = 600
-
 HEAD = Path(__file__).with_name("page.md").read_text()  # promises, and what the table is
 
 
@@ -67,16 +65,11 @@ def markdown(rows: list[Row]) -> str:
         lines.append(f"| {row.number} | {escaped(row.title)} | " + " | ".join(cells) + " |")
     lines.append(
         "\nnot run: for the reason in the notes; without one, it is still to be run\n"
-        "(`./dev faults --only N --write` puts a row's results on this page).\n\n## Notes\n"
+        "(`./dev faults --only N --write` puts a row's results on this page).\n\n"
+        "## Notes\n\n| | run | |\n|---|---|---|"
     )
     for row in rows:
         for column in columns:
-            for note in notes(row.outcomes.get(column, [])):
-                lines.append(f"- {row.number}, {column}: {escaped(note)}")
-    lines.append("\n## What the errors look like\n")
-    for row in rows:
-        for column in columns:
-            sample = next((o.sample for o in row.outcomes.get(column, []) if o.sample), "")
-            if sample:
-                lines += [f"{row.number}, {column}:", "```", sample[:SAMPLE_CHARS], "```"]
+            if found := notes(row.outcomes.get(column, [])):
+                lines.append(f"| {row.number} | {column} | {escaped('; '.join(found))} |")
     return "\n".join(lines) + "\n"

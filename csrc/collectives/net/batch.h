@@ -16,7 +16,7 @@ class Batch final : public Condition {
   Batch(Mailbox& mailbox, uint64_t sequence, const Signature& signature)
       : mailbox_(mailbox),
         messageClass_(MessageClass::kCollective),
-        base_(sequence << Mailbox::kStepBits),
+        base_(sequence << kStepBits),
         signature_(signature) {}
   // Messages of the group's own, beside all collectives.
   Batch(Mailbox& mailbox, const Signature& signature)

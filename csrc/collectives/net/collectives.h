@@ -1,10 +1,10 @@
 // The collectives of a group that spans hosts, or may not use an arena: over messages.
 //
 // Every reduction is computed as in shared memory (one owner for each element, all inputs in rank
-// order, one rounding), so the bits are the same on either road. Rank r's slice goes to its owner
+// order, one rounding), so the bits are the same either way. Rank r's slice goes to its owner
 // directly: that moves no byte more than a ring does, and rounds once instead of at every hop.
 //
-// Thread contract: as Task. Mailbox, call and memory must outlive the task.
+// Thread contract: as Task. Mailbox, signature, call and memory must outlive the task.
 #pragma once
 
 #include "base/call.h"
@@ -16,14 +16,15 @@ class Mailbox;
 
 struct NetGroup {
   Mailbox& mailbox;
-  uint64_t sequence;  // of the collective: the upper part of its messages' tags
+  uint64_t sequence;           // of the collective: the upper part of its messages' tags
+  const Signature& signature;  // of the call
 };
 
 Task netCollective(NetGroup group, const Call& call);
 
-Task netBarrier(NetGroup group, const Call& call);
+Task netBarrier(NetGroup group);
 // Through rank 0, which so knows who has not come.
-Task netMonitoredBarrier(NetGroup group, const Call& call);
+Task netMonitoredBarrier(NetGroup group);
 Task netBroadcast(NetGroup group, const Call& call);
 Task netAllGather(NetGroup group, const Call& call);
 Task netGather(NetGroup group, const Call& call);

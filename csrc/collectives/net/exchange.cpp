@@ -28,17 +28,17 @@ Task netCollective(NetGroup group, const Call& call) {
     case OpKind::kScatter: return netScatter(group, call);
     case OpKind::kReduceScatter: return netReduceScatter(group, call);
     case OpKind::kAllToAll: return netAllToAll(group, call);
-    case OpKind::kMonitoredBarrier: return netMonitoredBarrier(group, call);
-    default: return netBarrier(group, call);
+    case OpKind::kMonitoredBarrier: return netMonitoredBarrier(group);
+    default: return netBarrier(group);
   }
 }
 
 // Dissemination: in round k every rank hears from the one 2^k before it, and so, in the end, of
 // all.
-Task netBarrier(NetGroup group, const Call& call) {
+Task netBarrier(NetGroup group) {
   Mailbox& mailbox = group.mailbox;
   const int ranks = mailbox.ranks();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   uint64_t step = 0;
   for (int distance = 1; distance < ranks; distance *= 2, ++step) {
     Batch batch(mailbox, group.sequence, signature);
@@ -50,9 +50,9 @@ Task netBarrier(NetGroup group, const Call& call) {
   co_return Status();
 }
 
-Task netMonitoredBarrier(NetGroup group, const Call& call) {
+Task netMonitoredBarrier(NetGroup group) {
   Mailbox& mailbox = group.mailbox;
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   const bool isRoot = mailbox.rank() == 0;
   Batch arrivals(mailbox, group.sequence, signature);
   Batch releases(mailbox, group.sequence, signature);
@@ -71,7 +71,7 @@ Task netBroadcast(NetGroup group, const Call& call) {
   Mailbox& mailbox = group.mailbox;
   const int ranks = mailbox.ranks();
   const int self = mailbox.rank();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   const bool isRoot = self == call.root;
   const Span data = isRoot && !call.in.empty() ? call.in[0] : call.out[0];
   const int position = (self - call.root + ranks) % ranks;
@@ -127,7 +127,7 @@ Task netAllGather(NetGroup group, const Call& call) {
   Mailbox& mailbox = group.mailbox;
   const int ranks = mailbox.ranks();
   const int self = mailbox.rank();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   Batch batch(mailbox, group.sequence, signature);
   for (int step = 1; step < ranks; ++step) {
     const int from = (self - step + ranks) % ranks;
@@ -141,7 +141,7 @@ Task netAllGather(NetGroup group, const Call& call) {
 
 Task netGather(NetGroup group, const Call& call) {
   Mailbox& mailbox = group.mailbox;
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   Batch batch(mailbox, group.sequence, signature);
   if (mailbox.rank() == call.root) {
     for (int rank = 0; rank < mailbox.ranks(); ++rank) {
@@ -157,7 +157,7 @@ Task netGather(NetGroup group, const Call& call) {
 
 Task netScatter(NetGroup group, const Call& call) {
   Mailbox& mailbox = group.mailbox;
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   Batch batch(mailbox, group.sequence, signature);
   if (mailbox.rank() == call.root) {
     for (int rank = 0; rank < mailbox.ranks(); ++rank) {
@@ -175,7 +175,7 @@ Task netAllToAll(NetGroup group, const Call& call) {
   Mailbox& mailbox = group.mailbox;
   const int ranks = mailbox.ranks();
   const int self = mailbox.rank();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   Batch batch(mailbox, group.sequence, signature);
   for (int step = 1; step < ranks; ++step) {
     const int from = (self - step + ranks) % ranks;

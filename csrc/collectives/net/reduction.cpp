@@ -23,7 +23,7 @@ constexpr size_t kSliceUnit = 64;
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
 // Parts of a reduction travel with the steps from 0, results with these.
-constexpr uint64_t kResultStep = uint64_t{1} << (Mailbox::kStepBits - 1);
+constexpr uint64_t kResultStep = uint64_t{1} << (kStepBits - 1);
 
 // The same on all ranks. bytes: of the largest slice; there are steps for so many parts.
 size_t partBytesFor(int ranks, size_t bytes) {
@@ -129,7 +129,7 @@ Task netReduce(NetGroup group, const Call& call) {
   Mailbox& mailbox = group.mailbox;
   const int ranks = mailbox.ranks();
   const int self = mailbox.rank();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   const Span input = call.in[0];
   const bool isAll = call.kind == OpKind::kAllReduce;
   const bool wantsResult = isAll || self == call.root;
@@ -138,7 +138,7 @@ Task netReduce(NetGroup group, const Call& call) {
 
   if (input.bytes == 0) {
     // Nothing to compute, but all are held to the same call.
-    Status status = co_await netBarrier(group, call);
+    Status status = co_await netBarrier(group);
     co_return status;
   }
   // Between two ranks this also moves no byte more than slices would, in one exchange, not two.
@@ -188,11 +188,11 @@ Task netReduce(NetGroup group, const Call& call) {
 }
 
 Task netReduceScatter(NetGroup group, const Call& call) {
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   size_t largest = 0;
   for (const Span& span : call.in) largest = std::max(largest, span.bytes);
   // Nothing to exchange but the proof that all were called for the same.
-  if (largest == 0) co_return co_await netBarrier(group, call);
+  if (largest == 0) co_return co_await netBarrier(group);
   auto pieceFor = [&](int owner) { return call.in[owner]; };
   Status status = co_await reduceToOwner(group, call, signature, pieceFor, call.out[0], largest,
                                          [](Span, uint64_t) {});

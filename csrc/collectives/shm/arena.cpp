@@ -32,6 +32,7 @@ struct Arena::Header {
   alignas(kLine) std::atomic<uint32_t> state;
   uint32_t code;
   uint32_t textBytes;
+  Cause cause;
   char text[3072];
   alignas(kLine) std::atomic<uint32_t> areNear;  // by rank 0
 };
@@ -211,6 +212,7 @@ void Arena::fail(const Status& cause) {
   uint32_t alive = Header::kAlive;
   if (header.state.compare_exchange_strong(alive, Header::kFailing, std::memory_order_acq_rel)) {
     header.code = static_cast<uint32_t>(cause.code());
+    header.cause = cause.cause();
     header.textBytes = static_cast<uint32_t>(std::min(cause.message().size(), sizeof(header.text)));
     std::memcpy(header.text, cause.message().data(), header.textBytes);
     header.state.store(Header::kFailed, std::memory_order_seq_cst);
@@ -226,15 +228,18 @@ bool Arena::hasFailed() const {
 Status Arena::failure() const {
   const Header& header = *reinterpret_cast<const Header*>(segment_->data());
   if (header.state.load(std::memory_order_acquire) != Header::kFailed) return Status();
-  return toldStatus(
-      static_cast<int>(header.code),
-      std::string(header.text, std::min<size_t>(header.textBytes, sizeof(header.text))));
+  const Status said =
+      toldStatus(static_cast<int>(header.code),
+                 std::string(header.text, std::min<size_t>(header.textBytes, sizeof(header.text))));
+  return Status(said.code(), said.message(), header.cause);
 }
 
-void Arena::leave() { control(rank_).left.store(1, std::memory_order_seq_cst); }
+void Arena::leave(uint32_t howLeft) {
+  control(rank_).left.store(howLeft, std::memory_order_seq_cst);
+}
 
-bool Arena::hasLeft(int rank) const {
-  return control(rank).left.load(std::memory_order_seq_cst) != 0;
+uint32_t Arena::howLeft(int rank) const {
+  return control(rank).left.load(std::memory_order_seq_cst);
 }
 
 bool AllArrived::ready() {

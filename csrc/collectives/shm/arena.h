@@ -118,8 +118,10 @@ class Arena {
   void fail(const Status& cause);
   bool hasFailed() const;
   Status failure() const;
-  void leave();
-  bool hasLeft(int rank) const;
+  // howLeft: not 0; what the others see of this rank from then on.
+  void leave(uint32_t howLeft);
+  // 0: it has not left.
+  uint32_t howLeft(int rank) const;
   void wakeAll() const;
 
  private:

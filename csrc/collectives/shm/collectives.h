@@ -1,5 +1,6 @@
 // The collectives of a group whose ranks all share one host, on its arena.
-// Thread contract: as Task. The arena, the names, the call and its memory must outlive the task.
+// Thread contract: as Task. The arena, the names, the signature, the call and its memory must
+// outlive the task.
 #pragma once
 
 #include "base/call.h"
@@ -12,8 +13,9 @@ class Mailbox;
 
 struct ShmGroup {
   Arena& arena;
-  const Mailbox& names;  // of the group and its ranks, for messages
-  uint64_t sequence;     // of the collective, for messages
+  const Mailbox& names;        // of the group and its ranks, for messages
+  uint64_t sequence;           // of the collective, for messages
+  const Signature& signature;  // of the call
 };
 
 Task shmCollective(ShmGroup group, const Call& call);
@@ -21,7 +23,7 @@ Task shmCollective(ShmGroup group, const Call& call);
 // ---- by kind of work; shmCollective chooses
 
 // Nothing but the meeting.
-Task shmBarrier(ShmGroup group, const Call& call);
+Task shmBarrier(ShmGroup group);
 // Everybody publishes one piece of memory, and takes those of others that it has room for:
 // broadcast, all_gather, gather.
 Task shmPublish(ShmGroup group, const Call& call);
@@ -45,8 +47,7 @@ uint64_t roundsFor(size_t bytes, size_t perRound);
 // The part of `whole` that belongs to a round.
 Span piece(Span whole, uint64_t round, size_t perRound);
 
-Status shmMismatch(const ShmGroup& group, const Signature& mine, const AllArrived& arrived);
-Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected,
-                       const Signature& signature);
+Status shmMismatch(const ShmGroup& group, const AllArrived& arrived);
+Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected);
 
 }  // namespace mycoll

@@ -68,38 +68,41 @@ Span piece(Span whole, uint64_t round, size_t perRound) {
   return {whole.begin() + begin, std::min(perRound, whole.bytes - begin)};
 }
 
-Status shmMismatch(const ShmGroup& group, const Signature& mine, const AllArrived& arrived) {
+Status shmMismatch(const ShmGroup& group, const AllArrived& arrived) {
   const Mailbox& names = group.names;
-  return Status(Code::kMismatch,
-                "mycoll group '" + names.group().name + "': MISMATCH at collective #" +
-                    std::to_string(group.sequence) + "\n  " + names.describeRank(names.rank()) +
-                    ": " + mine.describe() + "\n  " + names.describeRank(arrived.differingRank()) +
-                    ": " + arrived.differingSignature().describe() +
-                    "\n  All ranks must call the same operations in the same order, with the same "
-                    "dtype, size, reduce op and root.");
+  Cause fields;
+  fields.sequence = group.sequence;
+  return Status(
+      Code::kMismatch,
+      mismatchText(names.group().name, "collective #" + std::to_string(group.sequence),
+                   names.describeRank(names.rank()), group.signature,
+                   names.describeRank(arrived.differingRank()), arrived.differingSignature()),
+      fields);
 }
 
-Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected,
-                       const Signature& signature) {
+Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected) {
   const Mailbox& names = group.names;
+  Cause fields;
+  fields.sequence = group.sequence;
   return Status(Code::kMismatch,
                 "mycoll group '" + names.group().name + "': MISMATCH of sizes at collective #" +
-                    std::to_string(group.sequence) + ", " + signature.describe() + "\n  " +
+                    std::to_string(group.sequence) + ", " + group.signature.describe() + "\n  " +
                     names.describeRank(rank) + " sends " + std::to_string(theirs) +
                     " bytes to this rank\n  " + names.describeRank(names.rank()) + " expects " +
                     std::to_string(expected) +
                     " bytes from it\n  Each pair of ranks must agree on the size of what one sends "
-                    "to the other.");
+                    "to the other.",
+                fields);
 }
 
-Task shmBarrier(ShmGroup group, const Call& call) {
+Task shmBarrier(ShmGroup group) {
   Arena& arena = group.arena;
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   arena.beginBlob(0);
   arena.arrive(signature, 0, 0);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
   co_return Status();
 }
 
@@ -107,7 +110,7 @@ Task shmBarrier(ShmGroup group, const Call& call) {
 Task shmPublish(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   const Published plan = published(call, self);
   const bool isSmall = plan.mine.bytes <= arena.shape().smallBytes;
   const uint64_t myBytes = plan.mine.bytes;
@@ -137,7 +140,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
   arena.arrive(signature, blobBytes, myRounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
 
   bool isStreaming = false;
   for (int rank = 0; rank < arena.ranks(); ++rank) {
@@ -153,7 +156,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
     uint64_t bytes = arena.blobBytesOf(rank);
     if (arena.roundsOf(rank) > 0) std::memcpy(&bytes, theirs, sizeof(bytes));
     if (!theirs || bytes != target.bytes) {
-      co_return shmSizeMismatch(group, rank, bytes, target.bytes, signature);
+      co_return shmSizeMismatch(group, rank, bytes, target.bytes);
     }
     if (arena.roundsOf(rank) == 0) copy(target.data, theirs, bytes);
   }
@@ -186,7 +189,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const int ranks = arena.ranks();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   const bool isScatter = call.kind == OpKind::kScatter;
   const bool sends = !isScatter || self == call.root;
   auto incoming = [&](int rank) {
@@ -232,7 +235,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   arena.arrive(signature, blobBytes, myRounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
 
   bool isStreaming = false;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -241,7 +244,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     isStreaming |= target.bytes >= kStreamingOutput / 2;
     if (rank == self) {
       if (target.bytes != call.in[self].bytes) {
-        co_return shmSizeMismatch(group, rank, call.in[self].bytes, target.bytes, signature);
+        co_return shmSizeMismatch(group, rank, call.in[self].bytes, target.bytes);
       }
       if (target.bytes && target.data != call.in[self].data) {
         copy(target.begin(), call.in[self].begin(), target.bytes, isStreaming);
@@ -258,7 +261,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
       if (to < self && to != rank) before += bytes;
     }
     if (bytes != target.bytes) {
-      co_return shmSizeMismatch(group, rank, bytes, target.bytes, signature);
+      co_return shmSizeMismatch(group, rank, bytes, target.bytes);
     }
     if (arena.roundsOf(rank) == 0) {
       copy(target.data, theirs + static_cast<size_t>(ranks) * sizeof(uint64_t) + before, bytes);

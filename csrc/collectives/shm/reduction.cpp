@@ -87,21 +87,21 @@ Task shmCollective(ShmGroup group, const Call& call) {
     case OpKind::kBroadcast:
     case OpKind::kAllGather:
     case OpKind::kGather: return shmPublish(group, call);
-    default: return shmBarrier(group, call);
+    default: return shmBarrier(group);
   }
 }
 
 Task shmReduceSmall(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   const size_t bytes = call.in[0].bytes;
   char* blob = arena.beginBlob(bytes);
   arena.fill(blob, call.in[0].data, bytes);
   arena.arrive(signature, bytes, 0);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
   if (bytes == 0 || (call.kind == OpKind::kReduce && self != call.root)) co_return Status();
 
   constexpr int kFew = 8;
@@ -120,7 +120,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const int other = 1 - self;
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   const bool isAll = call.kind == OpKind::kAllReduce;
   const bool wantsResult = isAll || self == call.root;
   const bool isWanted = isAll || other == call.root;
@@ -141,7 +141,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   arena.arrive(signature, 0, rounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
 
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
@@ -177,7 +177,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const int ranks = arena.ranks();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   const bool wantsResult = call.kind == OpKind::kAllReduce || self == call.root;
   const bool isStreaming = wantsResult && isStreamingResult(call);
   char* const input = call.in[0].begin();
@@ -198,7 +198,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   arena.arrive(signature, 0, slices.rounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
 
   std::vector<const void*> inputs(ranks);
   if (!isEarly) fill(0);
@@ -245,7 +245,7 @@ Task shmReduceScatterSmall(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const int ranks = arena.ranks();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   size_t bytes = 0, before = 0;
   for (int rank = 0; rank < ranks; ++rank) {
     if (rank < self) before += call.in[rank].bytes;
@@ -259,7 +259,7 @@ Task shmReduceScatterSmall(ShmGroup group, const Call& call) {
   arena.arrive(signature, bytes, 0);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
   if (call.out[0].bytes == 0) co_return Status();
 
   std::vector<const void*> inputs(ranks);
@@ -276,7 +276,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
   const int ranks = arena.ranks();
-  const Signature signature = call.signature();
+  const Signature& signature = group.signature;
   arena.beginBlob(0);
   const size_t stride =
       arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
@@ -301,7 +301,7 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   arena.arrive(signature, 0, rounds);
   AllArrived arrived(arena, signature);
   co_await arrived;
-  if (arrived.differingRank() >= 0) co_return shmMismatch(group, signature, arrived);
+  if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
 
   std::vector<const void*> inputs(ranks);
   if (!isEarly) fill(0);

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mycoll._pipes import quietly
+from mycoll._terminal import Progress, paint, wrapped
 from mycoll.bench.compare import compare_main
 from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.launch import (
@@ -20,10 +21,8 @@ from mycoll.bench.launch import (
 from mycoll.bench.machine import header
 from mycoll.bench.options import Options, parse_options
 from mycoll.bench.peers import gather_peers
-from mycoll.bench.progress import Progress
-from mycoll.bench.report import Recorder, table_header, table_line, unwritable
+from mycoll.bench.report import LEGEND, Recorder, table_header, table_line, unwritable
 from mycoll.bench.rounds import History, Measurement, cases
-from mycoll.bench.startup import measure_startup
 from mycoll.bench.world import World, join, leave
 
 _FAILED = 1
@@ -43,68 +42,66 @@ def _main(arguments: list[str]) -> int:
     if options.nproc and not started_here():
         return _start_ranks(options, arguments)
     if not under_launcher():
-        return _misused("run it under torchrun, or with --nproc N")
+        return _misused("add --nproc N to start N ranks here, or run it under torchrun")
     return _run_rank(options, arguments)
 
 
 def _start_ranks(options: Options, arguments: list[str]) -> int:
     if under_torchrun():
         how = "torchrun has started the ranks already; leave --nproc out"
-        return _misused(how, is_heard=os.environ.get("RANK") == "0")
+        return _misused(how, is_shown=os.environ.get("RANK") == "0")
     if wrong := _wrong_files(options):
         return _misused(wrong)
+    Progress().show(f"starting {options.nproc} ranks ...")  # rank 0 clears the line
     return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
 
 
 def _wrong_files(options: Options) -> str:
-    """What stands against the files that rank 0 will write; '' where nothing does."""
+    """Why rank 0 cannot write its files; '' where it can."""
     if options.plot:
         from mycoll.bench.plot import undrawable
 
         if reason := undrawable(options.plot):
             return f"--plot: {reason}"
-    for name in ("json", "csv", "plot"):
+    for name in ("json", "plot"):
         path = getattr(options, name)
         if path and (reason := unwritable(path)):
             return f"--{name}: {reason}"
     return ""
 
 
-def _misused(how: str, is_heard: bool = True) -> int:
-    if is_heard:  # of many ranks, one says it
+def _misused(how: str, is_shown: bool = True) -> int:
+    if is_shown:  # by one of many ranks
         print(f"mycoll bench: {how}", file=sys.stderr)
     return _BAD_USE
 
 
-def _misuse(options: Options, world: World) -> str:
-    """What stands against measuring; the same on all ranks, before minutes of it."""
-    if options.root >= world.size:
-        return f"no root {options.root} among {world.size} ranks"
-    return world.share(_wrong_files(options) if world.rank == 0 else "")
-
-
 def _run_rank(options: Options, arguments: list[str]) -> int:
     world = join(options)
-    if wrong := _misuse(options, world):
+    # The same on all ranks, before minutes of measuring.
+    if wrong := world.share(_wrong_files(options) if world.rank == 0 else ""):
         leave()
-        return _misused(wrong, is_heard=world.rank == 0)
-    contenders, absent = gather_contenders(options, world)
-    history = History(failed=set(options.backends) - {contender.name for contender in contenders})
-    peers, absent_peers, limits = gather_peers(options, world)
-    contenders += peers
+        return _misused(wrong, is_shown=world.rank == 0)
+    progress = Progress(world.rank == 0)
     record = header(options, arguments, world.size, world.hosts, world.cache_bytes)
-    recorder = Recorder(
-        record,
-        options.json if world.rank == 0 else "",
-        options.csv if world.rank == 0 else "",
-    )
-    for limit in limits:
-        recorder.write(limit)
+    recorder = Recorder(record, options.json if world.rank == 0 else "")
+    contenders: list[Contender] = []
+    history = History()
     try:
         with ended_when_unread():
             if world.rank == 0:
-                _introduce(record, [*absent, *absent_peers], limits)
-            _measure(options, world, contenders, recorder, history)
+                progress.hide()
+                _introduce(record)
+                progress.show("connecting ...")
+            contenders, absent = gather_contenders(options, world)
+            here = {contender.name for contender in contenders}
+            history.failed |= set(options.backends) - here
+            peers, absent_peers = gather_peers(options, world)
+            contenders += peers
+            progress.hide()
+            if world.rank == 0:
+                _explain(contenders, [*absent, *absent_peers])
+            _measure(options, world, contenders, recorder, history, progress)
     finally:
         for contender in contenders:
             contender.close()
@@ -122,23 +119,32 @@ def _verdict(recorder: Recorder, history: History) -> int:
     """The last lines, and the exit code."""
     wrong = sum(row.wrong or 0 for row in recorder.rows)
     if history.failed:
-        print(f"# failed: {', '.join(sorted(history.failed))}")
-    print(f"# wrong elements: {wrong}" if recorder.rows else "# nothing was measured", flush=True)
+        print(paint(f"# failed: {', '.join(sorted(history.failed))}", "red"))
+    end = f"# wrong elements: {wrong}" if recorder.rows else "# nothing was measured"
+    print(paint(end, "red") if wrong or not recorder.rows else end, flush=True)
     return _FAILED if wrong or history.failed or not recorder.rows else 0
 
 
-def _introduce(
-    record: dict[str, object], absent: list[str], limits: list[dict[str, object]]
-) -> None:
+def _introduce(record: dict[str, object]) -> None:
     machine, versions = record["machine"], record["versions"]
     assert isinstance(machine, dict) and isinstance(versions, dict)
-    print(f"# mycoll bench {record['date']}  {machine['cpu']}, {machine['usable_cores']} cores")
-    print("# " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    print(f"# mycoll bench, {machine['cpu']}, {machine['usable_cores']} cores")
+    print("# " + ", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
+
+
+def _explain(contenders: Sequence[Contender], absent: Sequence[str]) -> None:
+    for kind, meaning in LEGEND.items():
+        names = [contender.name for contender in contenders if contender.kind == kind]
+        if names:
+            print(f"# {', '.join(names)}: {meaning}")
     for line in absent:
-        print(f"# left out: {line}")
-    for limit in limits:
-        print(f"# {limit['name']}: {limit['gigabytes_per_second']:.2f} GB/s ({limit['what']})")
+        _note(f"left out: {line}")
     sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    for line in wrapped(text, 2):
+        print(paint(f"# {line}", "yellow"), flush=True)
 
 
 def _measure(
@@ -147,38 +153,22 @@ def _measure(
     contenders: Sequence[Contender],
     recorder: Recorder,
     history: History,
+    progress: Progress,
 ) -> None:
-    work = [(op, case) for op in options.operations if op != "init" for case in cases(options, op)]
-    shown = ""
-    with Progress(len(work), world.rank == 0 and "NO_COLOR" not in os.environ) as progress:
-        for op, case in work:
-            progress.begin(case.title)
-            measurement = Measurement(case, contenders, world, options, history)
-            rows = measurement.run()
-            progress.hide()
-            if world.rank == 0:
-                if op != shown:
-                    print(table_header(op, world.size))
-                shown = op
-                for row in rows:
-                    recorder.add(row)
-                    print(table_line(row), flush=True)
-                for note in measurement.notes:
-                    print(f"# {case.title}: {note}", flush=True)
-    if "init" in options.operations:
-        if world.rank == 0:
-            _measure_startup(options, world, recorder, history)
-        world.barrier()
-
-
-def _measure_startup(options: Options, world: World, recorder: Recorder, history: History) -> None:
-    print(table_header("init", world.size).replace("(B)", "(r)").replace("size", "rnks"))
-    if world.hosts > 1:
-        print("# init: all processes start on this host", flush=True)
-    rows, failures = measure_startup(options, world.local_size)
-    for row in rows:
-        recorder.add(row)
-        print(table_line(row), flush=True)
-    for name, failure in failures:
-        history.failed.add(name)
-        print(f"# init: {name} {failure}", flush=True)
+    work = [case for op in options.operations for case in cases(options, op)]
+    shown = ("", "", "")
+    for number, case in enumerate(work, 1):
+        progress.show(f"measuring {number} of {len(work)}: {case.title}")
+        measurement = Measurement(case, contenders, world, options, history)
+        rows = measurement.run()
+        progress.hide()
+        if world.rank != 0:
+            continue
+        for row in rows:
+            if shown != (row.op, row.type, row.redop):
+                print(table_header(row, options.backends[0]))
+                shown = (row.op, row.type, row.redop)
+            recorder.add(row)
+            print(table_line(row), flush=True)
+        for note in measurement.notes:
+            _note(f"{case.title}: {note}")

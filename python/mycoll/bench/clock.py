@@ -8,33 +8,21 @@ from itertools import pairwise
 
 import torch
 
-_LATE_SECONDS = 0.01
 # So few calls do not fill a device's queue: behind a full one, a call waits for the device.
 _UNTHROTTLED_CALLS = 50
 
 now = time.perf_counter_ns
 
 
-def late_entry(late: bool) -> None:
-    """Comes late, if told so, for a barrier to wait for."""
-    if late:
-        time.sleep(_LATE_SECONDS)
-
-
 def time_calls(
-    calls: Sequence[Callable[[], object]],
-    device: torch.device,
-    align: Callable[[], object] | None,
-    host_times: list[int] | None = None,
+    calls: Sequence[Callable[[], object]], device: torch.device, host_times: list[int]
 ) -> list[int]:
-    """Nanoseconds of each call. With `align` the ranks meet before each; that is not counted.
+    """Nanoseconds of each call.
 
     host_times: where the device is not the CPU, gets the nanoseconds until calls returned.
     """
     if device.type != "cpu":
-        return _time_on_device(calls, device, align, [] if host_times is None else host_times)
-    if align is not None:
-        return _time_aligned(calls, align)
+        return _time_on_device(calls, device, host_times)
     stamps = [0] * len(calls)
     begin = now()
     for index, call in enumerate(calls):
@@ -43,33 +31,9 @@ def time_calls(
     return [after - before for before, after in pairwise([begin, *stamps])]
 
 
-def _time_aligned(calls: Sequence[Callable[[], object]], align: Callable[[], object]) -> list[int]:
-    times = []
-    for call in calls:
-        align()
-        begin = now()
-        call()
-        times.append(now() - begin)
-    return times
-
-
 def _time_on_device(
-    calls: Sequence[Callable[[], object]],
-    device: torch.device,
-    align: Callable[[], object] | None,
-    host_times: list[int],
+    calls: Sequence[Callable[[], object]], device: torch.device, host_times: list[int]
 ) -> list[int]:
-    if align is not None:
-        times = []
-        for call in calls:
-            align()
-            torch.accelerator.synchronize(device)
-            begin = now()
-            call()
-            host_times.append(now() - begin)
-            torch.accelerator.synchronize(device)
-            times.append(now() - begin)
-        return times
     torch.accelerator.synchronize(device)
     events = [torch.Event(device.type, enable_timing=True) for _ in range(len(calls) + 1)]
     stamps = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from mycoll.bench.arena import Arena, aligned
-from mycoll.bench.clock import late_entry, now
+from mycoll.bench.clock import now
 from mycoll.bench.patterns import Pattern, poison, spoil
 from mycoll.bench.workload import Call, Case, Group, Unsupported, Workload
 from mycoll.bench.world import World
+
+_LATE_SECONDS = 0.01
 
 # torch 2.13 renamed these two; the old names warn at every call.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -29,69 +32,39 @@ _REDOPS = {
 
 
 @dataclass(frozen=True)
-class Buffers:
-    """`target` is `source` where torch works in place."""
+class Setting:
+    """One set of buffers of a case; `target` is `source` where torch works in place."""
 
     source: torch.Tensor
     target: torch.Tensor
+    world: World
+    group: Group
+    redop: dist.ReduceOp | dist.ReduceOp.RedOpType
+    root: int
 
-
-Bind = Callable[[Buffers, Case, World, Group], Call]
-Check = Callable[[Buffers, Case, World, Pattern], int]
+    def parts_at_root(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        return list(tensor.chunk(self.world.size)) if self.world.rank == self.root else None
 
 
 @dataclass(frozen=True)
 class Collective:
     """`source` and `target`: parts of S, the size in the table: "all" is S, "part" is S / ranks.
 
-    `traffic` is how many bytes per byte of S the ranks together must at least move through memory.
+    `bus` turns algbw into busbw. `traffic` is how many bytes per byte of S the ranks together must
+    at least move through memory. `check` counts wrong elements of the target.
     """
 
     source: str
     target: str
     bus: Callable[[int], float]
     traffic: Callable[[int], float]
-    bind: Bind
-    check: Check
+    bind: Callable[[Setting], Call]
+    check: Callable[[Setting, Pattern], int]
 
 
-def _bind_all_reduce(io: Buffers, case: Case, world: World, group: Group) -> Call:
-    return partial(dist.all_reduce, io.source, op=_REDOPS[case.redop], group=group)
-
-
-def _bind_broadcast(io: Buffers, case: Case, world: World, group: Group) -> Call:
-    return partial(dist.broadcast, io.source, src=case.root, group=group)
-
-
-def _bind_reduce(io: Buffers, case: Case, world: World, group: Group) -> Call:
-    return partial(dist.reduce, io.source, dst=case.root, op=_REDOPS[case.redop], group=group)
-
-
-def _bind_all_gather(io: Buffers, case: Case, world: World, group: Group) -> Call:
-    return partial(_all_gather, io.target, io.source, group=group)
-
-
-def _bind_reduce_scatter(io: Buffers, case: Case, world: World, group: Group) -> Call:
-    op = _REDOPS[case.redop]
-    return partial(_reduce_scatter, io.target, io.source, op=op, group=group)
-
-
-def _bind_all_to_all(io: Buffers, case: Case, world: World, group: Group) -> Call:
-    return partial(dist.all_to_all_single, io.target, io.source, group=group)
-
-
-def _bind_gather(io: Buffers, case: Case, world: World, group: Group) -> Call:
-    parts = list(io.target.chunk(world.size)) if world.rank == case.root else None
-    return partial(dist.gather, io.source, parts, dst=case.root, group=group)
-
-
-def _bind_scatter(io: Buffers, case: Case, world: World, group: Group) -> Call:
-    parts = list(io.source.chunk(world.size)) if world.rank == case.root else None
-    return partial(dist.scatter, io.target, parts, src=case.root, group=group)
-
-
-def _bind_sendrecv(io: Buffers, case: Case, world: World, group: Group) -> Call:
-    """Everybody sends to the next rank and receives from the one before."""
+def _sendrecv(io: Setting) -> Call:
+    """Every rank sends to the next one and receives from the one before."""
+    world, group = io.world, io.group
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     if world.device.type != "cpu":
         operations = [
@@ -110,44 +83,27 @@ def _bind_sendrecv(io: Buffers, case: Case, world: World, group: Group) -> Call:
     return exchange
 
 
-def _check_reduced(io: Buffers, case: Case, world: World, pattern: Pattern) -> int:
-    return pattern.wrong_reduced(io.target, 0)
+def _reduced_part(io: Setting, pattern: Pattern) -> int:
+    return pattern.wrong_reduced(io.target, io.world.rank * io.target.numel())
 
 
-def _check_broadcast(io: Buffers, case: Case, world: World, pattern: Pattern) -> int:
-    return pattern.wrong_copy(io.target, case.root)
+def _all_parts(io: Setting, pattern: Pattern) -> int:
+    parts = io.target.chunk(io.world.size)
+    return sum(pattern.wrong_copy(part, rank) for rank, part in enumerate(parts))
 
 
-def _check_at_root(io: Buffers, case: Case, world: World, pattern: Pattern) -> int:
-    return pattern.wrong_reduced(io.target, 0) if world.rank == case.root else 0
-
-
-def _check_all_gather(io: Buffers, case: Case, world: World, pattern: Pattern) -> int:
-    return sum(
-        pattern.wrong_copy(part, rank) for rank, part in enumerate(io.target.chunk(world.size))
-    )
-
-
-def _check_reduce_scatter(io: Buffers, case: Case, world: World, pattern: Pattern) -> int:
-    return pattern.wrong_reduced(io.target, world.rank * io.target.numel())
-
-
-def _check_all_to_all(io: Buffers, case: Case, world: World, pattern: Pattern) -> int:
-    parts = io.target.chunk(world.size)
-    offset = world.rank * parts[0].numel()
+def _exchanged_parts(io: Setting, pattern: Pattern) -> int:
+    parts = io.target.chunk(io.world.size)
+    offset = io.world.rank * parts[0].numel()
     return sum(pattern.wrong_copy(part, rank, offset) for rank, part in enumerate(parts))
 
 
-def _check_gather(io: Buffers, case: Case, world: World, pattern: Pattern) -> int:
-    return _check_all_gather(io, case, world, pattern) if world.rank == case.root else 0
+def _at_root(check: Callable[[Setting, Pattern], int]) -> Callable[[Setting, Pattern], int]:
+    return lambda io, pattern: check(io, pattern) if io.world.rank == io.root else 0
 
 
-def _check_scatter(io: Buffers, case: Case, world: World, pattern: Pattern) -> int:
-    return pattern.wrong_copy(io.target, case.root, world.rank * io.target.numel())
-
-
-def _check_sendrecv(io: Buffers, case: Case, world: World, pattern: Pattern) -> int:
-    return pattern.wrong_copy(io.target, (world.rank - 1) % world.size)
+def _whole(io: Setting, pattern: Pattern) -> int:
+    return pattern.wrong_reduced(io.target, 0)
 
 
 def _one(ranks: int) -> float:
@@ -164,33 +120,86 @@ COLLECTIVES = {
         "source",
         lambda p: 2 * (p - 1) / p,
         lambda p: 2 * p,
-        _bind_all_reduce,
-        _check_reduced,
+        lambda io: partial(dist.all_reduce, io.source, op=io.redop, group=io.group),
+        _whole,
     ),
-    "broadcast": Collective("all", "source", _one, lambda p: p, _bind_broadcast, _check_broadcast),
-    "reduce": Collective("all", "source", _one, lambda p: p + 1, _bind_reduce, _check_at_root),
+    "broadcast": Collective(
+        "all",
+        "source",
+        _one,
+        lambda p: p,
+        lambda io: partial(dist.broadcast, io.source, src=io.root, group=io.group),
+        lambda io, pattern: pattern.wrong_copy(io.target, io.root),
+    ),
+    "reduce": Collective(
+        "all",
+        "source",
+        _one,
+        lambda p: p + 1,
+        lambda io: partial(dist.reduce, io.source, dst=io.root, op=io.redop, group=io.group),
+        _at_root(_whole),
+    ),
     "all_gather": Collective(
-        "part", "all", _others, lambda p: p + 1, _bind_all_gather, _check_all_gather
+        "part",
+        "all",
+        _others,
+        lambda p: p + 1,
+        lambda io: partial(_all_gather, io.target, io.source, group=io.group),
+        _all_parts,
     ),
     "reduce_scatter": Collective(
-        "all", "part", _others, lambda p: p + 1, _bind_reduce_scatter, _check_reduce_scatter
+        "all",
+        "part",
+        _others,
+        lambda p: p + 1,
+        lambda io: partial(_reduce_scatter, io.target, io.source, op=io.redop, group=io.group),
+        _reduced_part,
     ),
     "all_to_all": Collective(
-        "all", "all", _others, lambda p: 2 * p, _bind_all_to_all, _check_all_to_all
+        "all",
+        "all",
+        _others,
+        lambda p: 2 * p,
+        lambda io: partial(dist.all_to_all_single, io.target, io.source, group=io.group),
+        _exchanged_parts,
     ),
-    "gather": Collective("part", "all", _others, lambda p: 2, _bind_gather, _check_gather),
-    "scatter": Collective("all", "part", _others, lambda p: 2, _bind_scatter, _check_scatter),
-    "sendrecv": Collective("all", "all", _one, lambda p: 2 * p, _bind_sendrecv, _check_sendrecv),
+    "gather": Collective(
+        "part",
+        "all",
+        _others,
+        lambda p: 2,
+        lambda io: partial(
+            dist.gather, io.source, io.parts_at_root(io.target), dst=io.root, group=io.group
+        ),
+        _at_root(_all_parts),
+    ),
+    "scatter": Collective(
+        "all",
+        "part",
+        _others,
+        lambda p: 2,
+        lambda io: partial(
+            dist.scatter, io.target, io.parts_at_root(io.source), src=io.root, group=io.group
+        ),
+        lambda io, pattern: pattern.wrong_copy(
+            io.target, io.root, io.world.rank * io.target.numel()
+        ),
+    ),
+    "sendrecv": Collective(
+        "all",
+        "all",
+        _one,
+        lambda p: 2 * p,
+        _sendrecv,
+        lambda io, pattern: pattern.wrong_copy(io.target, (io.world.rank - 1) % io.world.size),
+    ),
 }
-_IN_PLACE = ("all_gather", "reduce_scatter", "gather", "scatter")
 
 
 class CollectiveWorkload(Workload):
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world)
         self._kind = kind = COLLECTIVES[case.op]
-        if case.in_place and case.op not in _IN_PLACE and kind.target != "source":
-            raise Unsupported(f"{case.op} cannot work in place")
         if case.op == "sendrecv" and world.size < 2:
             raise Unsupported("sendrecv needs two ranks")
         whole = max(1, case.size // case.dtype.itemsize)
@@ -202,11 +211,9 @@ class CollectiveWorkload(Workload):
         self.bus_factor = kind.bus(world.size)
         self.copied_bytes = kind.traffic(world.size) * self.size / (2 * world.size)
         self._elements = {"all": whole, "part": whole // world.size, "source": 0}
-        source_bytes = aligned(self._elements[kind.source] * case.dtype.itemsize)
+        self._target_offset = aligned(self._elements[kind.source] * case.dtype.itemsize)
         target_bytes = aligned(self._elements[kind.target] * case.dtype.itemsize)
-        self._target_offset = 0 if case.in_place else source_bytes
-        both = source_bytes + target_bytes
-        self.touched_bytes = max(source_bytes, target_bytes) if case.in_place else both
+        self.touched_bytes = self._target_offset + target_bytes
         self._arena = Arena(self.touched_bytes, world, hot, self.busy_ranks)
 
     def refill(self) -> None:
@@ -214,47 +221,39 @@ class CollectiveWorkload(Workload):
 
     def calls(self, group: Group) -> Sequence[Call]:
         return [
-            self._kind.bind(self._buffers(index), self.case, self.world, group)
-            for index in range(self._arena.windows)
+            self._kind.bind(self._setting(index, group)) for index in range(self._arena.windows)
         ]
 
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:
         pattern = Pattern(self.case.dtype, self.case.redop, self.world.size, seed)
-        io = self._buffers(seed % self._arena.windows)
+        io = self._setting(seed % self._arena.windows, group)
         if self._kind.target != "source":
             poison([io.target])
         pattern.fill(io.source, self.world.rank)
-        self._kind.bind(io, self.case, self.world, group)()
+        self._kind.bind(io)()
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize(self.world.device)
         if plant_error:
             spoil(io.target)
-        wrong = self._kind.check(io, self.case, self.world, pattern)
-        if self._kind.target != "source" and not self.case.in_place:
+        wrong = self._kind.check(io, pattern)
+        if self._kind.target != "source":
             # Inputs belong to the caller: an operation that changes them is as wrong.
             wrong += pattern.wrong_copy(io.source, self.world.rank)
         return wrong
 
-    def _buffers(self, index: int) -> Buffers:
-        kind, dtype = self._kind, self.case.dtype
-        if kind.target == "source":
-            both = self._arena.window(index, 0, self._elements["all"], dtype)
-            return Buffers(both, both)
-        sources, targets = self._elements[kind.source], self._elements[kind.target]
-        source_offset, target_offset = 0, self._target_offset
-        if self.case.in_place:
-            # nccl's convention: a rank's part lies at its place in the whole.
-            part = self.world.rank * self._elements["part"] * dtype.itemsize
-            source_offset = part if kind.source == "part" else 0
-            target_offset = part if kind.target == "part" else 0
-        return Buffers(
-            self._arena.window(index, source_offset, sources, dtype),
-            self._arena.window(index, target_offset, targets, dtype),
-        )
+    def _setting(self, index: int, group: Group) -> Setting:
+        kind, case = self._kind, self.case
+        source = self._arena.window(index, 0, self._elements[kind.source], case.dtype)
+        target = source
+        if kind.target != "source":
+            elements = self._elements[kind.target]
+            target = self._arena.window(index, self._target_offset, elements, case.dtype)
+        redop = _REDOPS.get(case.redop, dist.ReduceOp.SUM)
+        return Setting(source, target, self.world, group, redop, case.root)
 
 
 class BarrierWorkload(Workload):
-    """Verified by time: nobody may leave before the last one, who comes late, has entered."""
+    """Verified by time: no rank may leave before the last one, which comes late, has entered."""
 
     def __init__(self, case: Case, world: World) -> None:
         super().__init__(case, world)
@@ -270,9 +269,9 @@ class BarrierWorkload(Workload):
         if self.world.hosts > 1:
             self.calls(group)[0]()  # clocks of two hosts cannot be compared
             return 0
-        late_entry(self.world.rank == seed % self.world.size)
-        entered = now()
-        left = now()
+        if self.world.rank == seed % self.world.size:
+            time.sleep(_LATE_SECONDS)
+        entered = left = now()
         self.calls(group)[0]()
         if not plant_error:
             left = now()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mycoll._terminal import Parser, paint, wrapped
 from mycoll.bench.options import between
-from mycoll.bench.report import duration, read_results
+from mycoll.bench.report import duration, read_results, size_label
 from mycoll.bench.result import Row
 from mycoll.bench.stats import Interval, unpaired_ratio
 
-_Key = tuple[str, int, str, str, int, str, int, bool]
+_Key = tuple[str, int, str, str, int, str, int]
 _SLOWER = 1
 _BAD_USE = 2
 
@@ -28,16 +28,7 @@ class Change:
 
 
 def _key(row: Row) -> _Key:
-    return (
-        row.op,
-        row.size,
-        row.type,
-        row.redop,
-        row.root,
-        row.contender,
-        row.ranks,
-        row.in_place,
-    )
+    return row.op, row.size, row.type, row.redop, row.root, row.contender, row.ranks
 
 
 def _relative(rows: Sequence[Row], reference: str) -> dict[_Key, tuple[Row, list[float]]]:
@@ -50,7 +41,7 @@ def _relative(rows: Sequence[Row], reference: str) -> dict[_Key, tuple[Row, list
     for key, row in by_key.items():
         times = row.rounds_us
         if reference:
-            other = by_key.get((*key[:5], reference, *key[6:]))
+            other = by_key.get((*key[:5], reference, key[6]))
             if other is None or other is row:
                 continue
             times = [a / b for a, b in zip(times, other.rounds_us, strict=True)]
@@ -93,11 +84,12 @@ def _broken(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
 
 
 def compare_main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="mycoll bench compare", description="What became faster or slower beyond the noise."
+    parser = Parser(
+        prog="mycoll bench compare",
+        description="What became faster or slower beyond the noise, between two files of --json.",
     )
-    parser.add_argument("before", metavar="A.jsonl")
-    parser.add_argument("after", metavar="B.jsonl")
+    parser.add_argument("before", metavar="BEFORE.jsonl")
+    parser.add_argument("after", metavar="AFTER.jsonl")
     parser.add_argument("--threshold", type=between(0, 1e6), default=5.0, help="percent (5)")
     parser.add_argument(
         "--relative-to",
@@ -110,7 +102,7 @@ def compare_main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--fail",
         action="store_true",
-        help="exit with 1 if anything is slower, wrong in B, or of A's first backend not in B",
+        help="exit with 1 if anything is slower, wrong, or missing of the first backend",
     )
     found = parser.parse_args(list(argv))
     try:
@@ -119,7 +111,7 @@ def compare_main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as cause:
         print(f"mycoll bench compare: {cause}", file=sys.stderr)
         return _BAD_USE
-    for name in ("machine", "versions", "device", "hot", "blocking", "threads"):
+    for name in ("machine", "versions", "device", "hot"):
         _warn_of_difference(name, old_header.get(name), new_header.get(name))
     changes = compare(old_rows, new_rows, found.threshold, found.relative_to)
     if not changes:
@@ -130,7 +122,7 @@ def compare_main(argv: Sequence[str]) -> int:
             print(_line(change))
     broken = _broken(old_rows, new_rows)
     for line in broken:
-        print(line)
+        print(paint(line, "red"))
     count = {verdict: sum(c.verdict == verdict for c in changes) for verdict in _VERDICTS}
     unmatched = len(old_rows) + len(new_rows) - 2 * len(changes)
     print(
@@ -163,17 +155,24 @@ def _warn_of_difference(name: str, old: object, new: object) -> None:
         for key in sorted({*old, *new} - {*_VOLATILE}):
             _warn_of_difference(f"{name}.{key}", old.get(key), new.get(key))
     elif old != new:
-        print(f"# the runs differ in {name}: {old} and {new}")
+        for line in wrapped(f"the runs differ in {name}: {old} and {new}", 2):
+            print(paint(f"# {line}", "yellow"))
+
+
+_COLOURS = {"slower": "red", "faster": "green", "same": "dim", "unsure": "yellow"}
 
 
 def _line(change: Change) -> str:
     row, ratio = change.after, change.ratio
     times = f"{duration(change.before.time_us)} -> {duration(row.time_us)} us"
-    line = f"{change.verdict:6}  {_name(row):50}  {times:24}  {100 * (ratio.value - 1):+.1f} %"
-    if ratio.low is None or ratio.high is None:
-        return line
-    return f"{line} [{100 * (ratio.low - 1):+.1f} {100 * (ratio.high - 1):+.1f}]"
+    line = f"{change.verdict:6}  {_name(row):28} {times:22} {100 * (ratio.value - 1):+.1f} %"
+    if ratio.low is not None and ratio.high is not None:
+        line += f" [{100 * (ratio.low - 1):+.1f}, {100 * (ratio.high - 1):+.1f}]"
+    return paint(line, _COLOURS[change.verdict])
 
 
 def _name(row: Row) -> str:
-    return f"{row.op} {row.size} B {row.type} {row.redop} {row.contender}"
+    """What is usual is left out."""
+    kind = [row.type] if row.type != "float32" else []
+    kind += [row.redop] if row.redop not in ("none", "sum") else []
+    return " ".join([row.op, size_label(row.size), *kind, row.contender])

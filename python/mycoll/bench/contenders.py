@@ -1,4 +1,4 @@
-"""Whoever is measured: torch backends, torch's floor, the memory's limit, and (in peers) MPIs.
+"""What is measured: torch backends, torch's floor, the memory's limit, and (in peers) MPIs.
 
 All take part in the same rounds, so that each can be compared with each in pairs.
 """
@@ -45,7 +45,7 @@ class Contender(ABC):
         return None
 
     @abstractmethod
-    def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+    def run(self, warmups: int, iterations: int) -> list[list[int]]:
         """One round. Nanoseconds of each call, for each rank whose times this rank knows.
 
         Raises Unsupported, on all ranks, if it is no longer there.
@@ -84,7 +84,7 @@ class TorchContender(Contender):
             return None
         return self._workload.verify(self._group, seed, plant_error)
 
-    def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+    def run(self, warmups: int, iterations: int) -> list[list[int]]:
         assert self._workload is not None
         self._workload.refill()
         for call in self._calls:
@@ -92,25 +92,21 @@ class TorchContender(Contender):
             for argument in call.args if isinstance(call, partial) else ():
                 if isinstance(argument, torch.Tensor):
                     argument.data_ptr()
-        align = partial(dist.barrier, group=self._group)
         self.world.barrier()
-        align()
+        dist.barrier(group=self._group)
         if not self._calls:
             return [[]]
         schedule = list(islice(cycle(self._calls), warmups + iterations))
         for call in schedule[:warmups]:
             call()
-        together = align if blocking and not self._workload.pairwise else None
-        return [time_calls(schedule[warmups:], self.world.device, together, self._host_times)]
+        return [time_calls(schedule[warmups:], self.world.device, self._host_times)]
 
     def extra(self) -> dict[str, float]:
         """On a device also the time until a call returned: what it costs the CPU."""
-        assert self._workload is not None
-        found = self._workload.extra(self._group) if self.kind == "backend" else {}
-        if self.world.device.type != "cpu":
-            mine = median(self._host_times) / 1e3 if self._host_times else 0.0
-            found["cpu_us"] = max(self.world.gather_all(mine))
-        return found
+        if self.world.device.type == "cpu":
+            return {}
+        mine = median(self._host_times) / 1e3 if self._host_times else 0.0
+        return {"cpu_us": max(self.world.gather_all(mine))}
 
     def release(self) -> None:
         self._workload = None
@@ -146,14 +142,14 @@ class CopyContender(Contender):
             return partial(target.copy_, source)
         return partial(self._copy, target.data_ptr(), source.data_ptr(), source.numel())
 
-    def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+    def run(self, warmups: int, iterations: int) -> list[list[int]]:
         assert self._arena is not None
         self._arena.refill(torch.uint8)
         schedule = list(islice(cycle(self._calls), warmups + iterations))
         self.world.barrier()
         for call in schedule[:warmups]:
             call()
-        return [time_calls(schedule[warmups:], self.world.device, None)]
+        return [time_calls(schedule[warmups:], self.world.device, [])]
 
     def release(self) -> None:
         self._arena = None
@@ -170,7 +166,7 @@ def _new_group(name: str, options: Options) -> Group:
 
 
 def gather_contenders(options: Options, world: World) -> tuple[list[Contender], list[str]]:
-    """Who can be measured here, and one line for each who cannot."""
+    """What can be measured here, and one line for each backend that cannot."""
     found: list[Contender] = []
     absent: list[str] = []
     kinds = [(name, "backend") for name in options.backends]

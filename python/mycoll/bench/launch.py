@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -17,8 +16,7 @@ from torch.distributed import TCPStore
 from mycoll._parent import end_with, signal_name
 from mycoll._pipes import INTERRUPTED, is_unread
 
-_POLL_SECONDS = 0.02
-_STDOUT = 1
+_POLL_SECONDS = 0.2  # seldom: a process that wakes up is in the way of ranks that are timed
 _GRACE_SECONDS = 5.0
 _PARENT = "_MYCOLL_BENCH_PARENT"
 
@@ -105,17 +103,16 @@ def _start(command: Sequence[str], rank: int, ranks: int, port: int) -> subproce
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Until all have ended, one has failed, or nobody reads the results (BrokenPipeError)."""
-    with _Watch(processes) as watch:
-        while True:
-            if is_unread():
-                raise BrokenPipeError
-            codes = [process.poll() for process in processes]
-            # A rank that a signal ended is the cause, others that failed meanwhile are not.
-            if failed := min((code for code in codes if code), default=0):
-                return failed if failed > 0 else _ended_by(-failed, codes.index(failed))
-            if None not in codes:
-                return 0
-            watch.sleep()
+    while True:
+        if is_unread():
+            raise BrokenPipeError
+        codes = [process.poll() for process in processes]
+        # A rank that a signal ended is the cause, others that failed meanwhile are not.
+        if failed := min((code for code in codes if code), default=0):
+            return failed if failed > 0 else _ended_by(-failed, codes.index(failed))
+        if None not in codes:
+            return 0
+        time.sleep(_POLL_SECONDS)
 
 
 def _ended_by(number: int, rank: int) -> int:
@@ -124,44 +121,13 @@ def _ended_by(number: int, rank: int) -> int:
     return 128 + number
 
 
-class _Watch:
-    """Sleeps until a rank ends or the reader goes away: whoever wakes up while ranks are timed is
-    in their way."""
-
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        self._poll = select.poll()
-        self._poll.register(_STDOUT, 0)  # for errors only
-        self._running: set[int] = set()
-        self._milliseconds: float | None = None
-        for process in processes:
-            try:
-                running = os.pidfd_open(process.pid)
-            except (AttributeError, OSError):  # not in every Python; some containers forbid it
-                self._milliseconds = 1e3 * _POLL_SECONDS
-                return
-            self._running.add(running)
-            self._poll.register(running, select.POLLIN)
-
-    def sleep(self) -> None:
-        for descriptor, _ in self._poll.poll(self._milliseconds):
-            # What has been told once would be told again at once.
-            self._poll.unregister(descriptor)
-
-    def __enter__(self) -> _Watch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._running:
-            os.close(descriptor)
-
-
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Gives those that are left a moment: ranks that agree to fail exit within milliseconds. To be
     interrupted again ends it."""
     deadline = time.monotonic() + _GRACE_SECONDS
     with contextlib.suppress(KeyboardInterrupt):
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS / 10)
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)

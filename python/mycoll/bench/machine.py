@@ -122,6 +122,4 @@ def header(
         "hosts": hosts,
         "device": options.device,
         "hot": options.hot,
-        "blocking": options.blocking,
-        "threads": options.threads,
     }

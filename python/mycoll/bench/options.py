@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mycoll._terminal import Parser
+
 OPERATIONS = (
     "all_reduce",
     "broadcast",
@@ -22,17 +24,14 @@ OPERATIONS = (
     "sendrecv",
     "pingpong",
     "bandwidth",
-    "bandwidth_bidir",
-    "overlap",
     "ddp",
-    "init",
 )
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDOPS = ("sum", "prod", "min", "max", "avg")
-_MOST = 1e6  # seconds, milliseconds, factors
+_MOST = 1e6  # seconds, factors
 _MOST_SIZES = 10_000
-PEERS = ("openmpi", "mpich", "openmpi-tcp", "mpich-tcp", "intelmpi", "iperf3")
+PEERS = ("openmpi", "mpich", "intelmpi", "openmpi-tcp", "mpich-tcp")
 
 # nccl-tests' names beside torch's own.
 _DTYPE_ALIASES = {
@@ -45,9 +44,7 @@ _DTYPE_ALIASES = {
     "bf16": "bfloat16",
     "bfloat": "bfloat16",
     "fp8_e4m3": "float8_e4m3fn",
-    "f8e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
-    "f8e5m2": "float8_e5m2",
     "int": "int32",
     "long": "int64",
 }
@@ -71,7 +68,7 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What one run measures. Rounds, warm-ups and iterations of 0 mean: chosen by the size."""
+    """What one run measures. Iterations of 0 and warm-ups of -1 mean: chosen by the size."""
 
     operations: tuple[str, ...]
     backends: tuple[str, ...]
@@ -79,24 +76,16 @@ class Options:
     iterations: int
     warmups: int
     rounds: int
-    round_milliseconds: float
-    checks: int
     dtypes: tuple[str, ...]
     redops: tuple[str, ...]
-    blocking: bool
-    root: int
-    in_place: bool
     hot: bool
     device: str
-    threads: int
     timeout_seconds: float
     floor: bool
     limit: bool
     peers: tuple[str, ...]
-    worlds: tuple[int, ...]
     nproc: int
     json: str
-    csv: str
     plot: str
     plant_error: int
 
@@ -119,18 +108,17 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def sweep(begin: int, end: int, factor: float, step: int) -> tuple[int, ...]:
-    """The sizes from begin to end, multiplied by the factor or, with a step, added to.
+def sweep(begin: int, end: int, factor: float) -> tuple[int, ...]:
+    """The sizes from begin, multiplied by the factor, up to the end, which is always one of them.
 
     ValueError if nobody can want that many.
     """
     sizes = [begin]
-    while len(sizes) <= _MOST_SIZES:
-        following = sizes[-1] + step if step else max(int(sizes[-1] * factor), sizes[-1] + 1)
-        if following > end:
-            return tuple(sizes)
-        sizes.append(following)
-    raise ValueError(f"more than {_MOST_SIZES} sizes: choose a larger -f or -i")
+    while sizes[-1] < end:
+        sizes.append(min(end, max(int(sizes[-1] * factor), sizes[-1] + 1)))
+        if len(sizes) > _MOST_SIZES:
+            raise ValueError(f"more than {_MOST_SIZES} sizes: choose a larger -f")
+    return tuple(sizes)
 
 
 def _names(
@@ -178,23 +166,15 @@ def between(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
-def _worlds(text: str) -> tuple[int, ...]:
-    return tuple(_at_least(1)(part) for part in text.split(",") if part)
-
-
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise argparse.ArgumentTypeError("must be 0 or 1")
-    return text == "1"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="mycoll bench",
-        description="Measure and verify collectives; several backends are interleaved round by "
-        "round and compared in pairs. Under torchrun every rank runs this command; with --nproc "
-        "it starts its own ranks on this host.",
-        epilog="`mycoll bench compare A.jsonl B.jsonl` tells what became faster or slower.",
+        usage="mycoll bench OP[,OP...] --nproc N [options]\n"
+        "       torchrun --nproc-per-node N -m mycoll bench OP[,OP...] [options]\n"
+        "       mycoll bench compare BEFORE.jsonl AFTER.jsonl",
+        description="Measures and verifies collectives. Several backends take turns, round by "
+        "round, so that a busy machine disturbs all alike.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=26),
     )
     add = parser.add_argument
     add(
@@ -203,66 +183,71 @@ def _parser() -> argparse.ArgumentParser:
         metavar="OP[,OP...]",
         help=f"all, or some of: {', '.join(OPERATIONS)}",
     )
-    add("--backend", default="mycoll", help="backends to measure; the first is the subject")
-    add("--nproc", type=_at_least(1), default=0, help="start this many ranks on this host")
-    add("-b", "--minbytes", type=parse_size, default=8, help="smallest size (default 8)")
-    add("-e", "--maxbytes", type=parse_size, default=64 << 20, help="largest size (default 64M)")
+    add("--nproc", type=_at_least(1), default=0, metavar="N", help="start N ranks on this host")
+    add(
+        "--backend",
+        default="mycoll",
+        metavar="NAMES",
+        help="backends, such as mycoll,gloo or mycoll,nccl; the first is compared with the others",
+    )
+    size = parse_size
+    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest size (default 8)")
+    add("-e", "--maxbytes", type=size, default=64 << 20, metavar="SIZE", help="largest (64M)")
     factor = between(1, _MOST)
-    add("-f", "--stepfactor", type=factor, default=8, help="factor between sizes (default 8)")
-    add("-i", "--stepbytes", type=parse_size, default=0, help="fixed step between sizes instead")
-    add("-n", "--iters", type=_at_least(0), default=0, help="calls a round (default: by time)")
-    add("-w", "--warmup_iters", type=_at_least(0), default=-1, help="untimed calls a round")
-    add("--rounds", type=_at_least(1), default=12, help="rounds of each backend (default 12)")
-    add("--round-ms", type=between(0, _MOST), default=20.0, help="time a round aims at (20 ms)")
-    add("-c", "--check", type=_at_least(1), default=2, help="verified calls (default 2)")
+    add("-f", "--stepfactor", type=factor, default=8, metavar="X", help="between sizes (default 8)")
+    count = _at_least(0)
+    add("-n", "--iters", type=count, default=0, metavar="N", help="calls a round (default: 20 ms)")
+    add("-w", "--warmup_iters", type=count, default=-1, metavar="N", help="untimed calls a round")
+    rounds = _at_least(1)
+    add("--rounds", type=rounds, default=12, metavar="N", help="turns of each backend (default 12)")
     add(
         "-d",
         "--dtype",
+        dest="dtypes",
         type=_names(DTYPES, "dtype", _DTYPE_ALIASES),
         default=("float32",),
+        metavar="NAMES",
         help=f"all, or some of: {', '.join(DTYPES)}",
     )
-    add("-o", "--op", type=_names(REDOPS, "redop"), default=("sum",), help=", ".join(REDOPS))
-    add("-z", "--blocking", type=_flag, default=False, help="1: align the ranks before each call")
-    add("-r", "--root", type=_at_least(0), default=0, help="root of rooted operations")
-    add("--in-place", action="store_true", help="where torch offers both")
-    add("--hot", action="store_true", help="reuse one buffer, so that it stays in cache")
+    add(
+        "-o",
+        "--op",
+        dest="redops",
+        type=_names(REDOPS, "redop"),
+        default=("sum",),
+        metavar="NAMES",
+        help=f"all, or some of: {', '.join(REDOPS)}",
+    )
     add("--device", default="cpu", help="where the tensors are: cpu (default) or cuda")
-    add("--threads", type=_at_least(1), default=1, help="torch threads a rank (default 1)")
-    add("--timeout", type=between(0.1, _MOST), default=120.0, help="seconds until a group gives up")
-    add("--floor", action="store_true", help="torch's own cost of a call (its `fake` backend)")
-    add("--limit", action="store_true", help="the machine's memory copy rate, all ranks at once")
+    add("--hot", action="store_true", help="reuse one buffer, so that it stays in cache")
+    add("--floor", action="store_true", help="also time torch's own cost of a call")
+    add("--limit", action="store_true", help="also time memory copies by all ranks at once")
     add(
         "--peers",
         type=_names(PEERS, "peer"),
         default=(),
-        help=f"measured in the same run when installed: {', '.join(PEERS)}",
+        metavar="NAMES",
+        help=f"also time MPIs that are installed: {', '.join(PEERS)}",
     )
-    add(
-        "--worlds",
-        type=_worlds,
-        default=(),
-        help="world sizes of `init` (default: powers of 2 up to this host's ranks)",
-    )
-    add("--json", default="", metavar="FILE", help="write JSON lines")
-    add("--csv", default="", metavar="FILE", help="write comma separated values")
-    add("--plot", default="", metavar="FILE.png", help="draw latency and bandwidth")
-    # For the harness' own tests: this rank spoils one element of every result it verifies.
+    add("--timeout", type=between(0.1, _MOST), default=120.0, metavar="S", help="of a group, in s")
+    add("--json", default="", metavar="FILE", help="write every result here, a line each")
+    add("--plot", default="", metavar="FILE", help="draw time and bandwidth against size")
+    # For tests: this rank spoils a result, which must be found.
     add("--plant-error", type=int, default=-1, help=argparse.SUPPRESS)
     return parser
 
 
-def _labels(names: list[str]) -> tuple[str, ...]:
-    """A backend named twice gets two groups, to see what a comparison of equals looks like."""
-    labels: list[str] = []
+def _labels(names: Sequence[str]) -> tuple[str, ...]:
+    """Names with a number behind those that came before: `gloo,gloo` shows the noise."""
+    found: list[str] = []
     for name in names:
-        seen = sum(label.split("#")[0] == name for label in labels)
-        labels.append(f"{name}#{seen + 1}" if seen else name)
-    return tuple(labels)
+        earlier = sum(label.split("#")[0] == name for label in found)
+        found.append(f"{name}#{earlier + 1}" if earlier else name)
+    return tuple(found)
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Exits with argparse's message where the line makes no sense."""
+    """Exits with a message where the line makes no sense."""
     parser = _parser()
     found = parser.parse_args(list(argv))
     backends = _labels([name for name in found.backend.split(",") if name])
@@ -276,10 +261,10 @@ def parse_options(argv: Sequence[str]) -> Options:
         parser.error(f"--device: every rank takes its own; say '{device.type}'")
     if found.minbytes < 1 or found.maxbytes < found.minbytes:
         parser.error("-b must be at least 1 and -e at least -b")
-    if found.stepfactor <= 1 and not found.stepbytes:
+    if found.stepfactor <= 1:
         parser.error("-f must be more than 1")
     try:
-        sizes = sweep(found.minbytes, found.maxbytes, found.stepfactor, found.stepbytes)
+        sizes = sweep(found.minbytes, found.maxbytes, found.stepfactor)
     except ValueError as cause:
         parser.error(str(cause))
     return Options(
@@ -289,24 +274,16 @@ def parse_options(argv: Sequence[str]) -> Options:
         iterations=found.iters,
         warmups=found.warmup_iters,
         rounds=found.rounds,
-        round_milliseconds=found.round_ms,
-        checks=found.check,
-        dtypes=found.dtype,
-        redops=found.op,
-        blocking=found.blocking,
-        root=found.root,
-        in_place=found.in_place,
+        dtypes=found.dtypes,
+        redops=found.redops,
         hot=found.hot,
         device=found.device,
-        threads=found.threads,
         timeout_seconds=found.timeout,
         floor=found.floor,
         limit=found.limit,
         peers=found.peers,
-        worlds=found.worlds,
         nproc=found.nproc,
         json=found.json,
-        csv=found.csv,
         plot=found.plot,
         plant_error=found.plant_error,
     )

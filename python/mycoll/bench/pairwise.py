@@ -109,37 +109,30 @@ class PingPongWorkload(_Pairwise):
 
 
 class BandwidthWorkload(_Pairwise):
-    """A window of messages under way at once, then an answer; the time is one message's."""
+    """Sixteen messages under way at once, then an answer; the time is one message's."""
 
     messages = length = _WINDOW
 
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world, hot)
-        self._both = case.op == "bandwidth_bidir"
-        directions = 2 if self._both else 1
-        self.bus_factor = float(directions)
-        self.copied_bytes = self.size * directions / world.size
+        self.copied_bytes = self.size / world.size
         self._acknowledgement = torch.zeros(1, dtype=torch.uint8, device=world.device)
 
     def received(self) -> bool:
-        return self._both or self.world.rank == 1
+        return self.world.rank == 1
 
     def call(self, index: int, group: Group) -> Call:
         peer, acknowledgement = self.peer, self._acknowledgement
         first = self.world.rank == 0
         window = range(index, index + _WINDOW)
-        outgoing = [self.outgoing(at) for at in window] if first or self._both else []
-        incoming = [self.incoming(at) for at in window] if not first or self._both else []
+        move = dist.isend if first else dist.irecv
+        tensors = [self.outgoing(at) if first else self.incoming(at) for at in window]
+        answer = dist.recv if first else dist.send
 
-        def exchange() -> None:
-            under_way = [dist.irecv(tensor, peer, group=group) for tensor in incoming]
-            under_way += [dist.isend(tensor, peer, group=group) for tensor in outgoing]
-            for work in under_way:
+        def transfer() -> None:
+            for work in [move(tensor, peer, group=group) for tensor in tensors]:
                 assert work is not None
                 work.wait()
-            if first:
-                dist.recv(acknowledgement, peer, group=group)
-            else:
-                dist.send(acknowledgement, peer, group=group)
+            answer(acknowledgement, peer, group=group)
 
-        return exchange
+        return transfer

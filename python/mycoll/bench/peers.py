@@ -18,7 +18,6 @@ from typing import Any, TextIO
 
 from mycoll.bench.arena import plan
 from mycoll.bench.contenders import Contender, one_line
-from mycoll.bench.iperf import measure_tcp
 from mycoll.bench.options import Options
 from mycoll.bench.peer_build import PeerAbsent, build, environment, launch_command
 from mycoll.bench.workload import Unsupported, Workload
@@ -76,8 +75,6 @@ class MpiContender(Contender):
         if self._died:
             raise Unsupported(self._died)
         case = workload.case
-        if case.in_place and case.op in ("all_gather", "reduce_scatter", "gather", "scatter"):
-            raise Unsupported("mpi_bench has no in-place variant")
         windows, evict_bytes = plan(
             workload.touched_bytes, self.world, self._options.hot, workload.busy_ranks
         )
@@ -90,11 +87,11 @@ class MpiContender(Contender):
         counts = [answer["wrong"] for answer in self._ask(f"verify {seed}")]
         return sum(counts) if counts and None not in counts else None
 
-    def run(self, warmups: int, iterations: int, blocking: bool) -> list[list[int]]:
+    def run(self, warmups: int, iterations: int) -> list[list[int]]:
         self.world.barrier()
         answers, trouble = [], ""
         try:
-            answers = self._ask(f"run {warmups} {iterations} {int(blocking)}")
+            answers = self._ask(f"run {warmups} {iterations}")
         except Unsupported as cause:
             trouble = str(cause)
         if trouble := self.world.share(trouble):
@@ -102,7 +99,7 @@ class MpiContender(Contender):
         return [answer["ns"] for answer in answers]
 
     def _ask(self, line: str) -> list[dict[str, Any]]:
-        """Tells all of the MPI's ranks, then hears all; on our ranks but 0, nobody."""
+        """Asks all of the MPI's ranks, then reads all answers; none except on our rank 0."""
         try:
             for channel in self._channels:
                 channel.write(line + "\n")
@@ -135,22 +132,17 @@ class MpiContender(Contender):
             process.wait()
 
 
-def gather_peers(
-    options: Options, world: World
-) -> tuple[list[Contender], list[str], list[dict[str, object]]]:
-    """The peers that run here, a line for each that does not, and what iperf3 measured."""
+def gather_peers(options: Options, world: World) -> tuple[list[Contender], list[str]]:
+    """The peers that run here, and a line for each that does not."""
     found: list[Contender] = []
     absent: list[str] = []
-    limits: list[dict[str, object]] = []
     for name in options.peers:
         reason = ""
         contender = MpiContender(name, world, options)
         try:
             if world.hosts > 1:
                 raise PeerAbsent("peers are measured on one host only")
-            if name == "iperf3":
-                limits += measure_tcp() if world.rank == 0 else []
-            elif world.rank == 0:
+            if world.rank == 0:
                 with tempfile.TemporaryDirectory(prefix="mycoll-bench-") as folder:
                     contender.start(Path(folder))
         except PeerAbsent as cause:
@@ -160,7 +152,6 @@ def gather_peers(
         reason = world.share(reason)
         if reason:
             absent.append(f"{name}: {reason}")
-        elif name != "iperf3":
-            contender.name = name
+        else:
             found.append(contender)
-    return found, absent, limits
+    return found, absent

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mycoll.bench.report import size_label
 from mycoll.bench.result import Row
 
 _SHOWN_WIDTH, _ROW_HEIGHT, _DPI = 12.0, 4.2, 130
@@ -19,14 +20,6 @@ _LABELS = {
     "copy": "memory copy, all ranks at once",
     "copy-nt": "the same, non-temporal",
 }
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-
-
-def size_label(size: float) -> str:
-    for unit, name in _UNITS:
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size:.0f} B"
 
 
 def undrawable(path: str) -> str:
@@ -69,7 +62,7 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by what stands above a pair of axes, if there is a line to draw."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        if row.op not in ("ddp", "init", "barrier"):
+        if row.op not in ("ddp", "barrier"):
             kind = row.type if row.redop == "none" else f"{row.type} {row.redop}"
             panels.setdefault(f"{row.op}, {kind}, {row.ranks} ranks", []).append(row)
     return {

@@ -1,36 +1,22 @@
-"""What a person and what a program reads: the table, JSON lines, comma separated values."""
+"""What a person and what a program reads: the table, and JSON lines."""
 
 from __future__ import annotations
 
-import csv
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
+from mycoll._terminal import paint
 from mycoll.bench.result import Row
 
-_KINDS = {
-    "floor": " (torch's floor)",
-    "limit": " (memory limit)",
-    "peer": " (no torch dispatch)",
+# What stands in the table beside backends.
+LEGEND = {
+    "floor": "torch's own cost of a call",
+    "limit": "memory copies, all ranks at once",
+    "peer": "in C, without torch",
 }
-_HEADER = (
-    ("size", "(B)", 12),
-    ("count", "(elements)", 11),
-    ("type", "", 13),
-    ("redop", "", 6),
-    ("root", "", 5),
-    ("time", "(us)", 10),
-    ("algbw", "(GB/s)", 8),
-    ("busbw", "(GB/s)", 8),
-    ("#wrong", "", 7),
-    ("p50", "(us)", 10),
-    ("p95", "(us)", 10),
-    ("p99", "(us)", 10),
-    ("min", "(us)", 10),
-    ("max", "(us)", 10),
-)
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def duration(microseconds: float) -> str:
@@ -38,51 +24,51 @@ def duration(microseconds: float) -> str:
     return f"{microseconds:.{digits}f}"
 
 
-def _line(cells: list[str]) -> str:
-    return " ".join(cell.rjust(width) for cell, (_, _, width) in zip(cells, _HEADER, strict=True))
+def size_label(size: float) -> str:
+    for unit, name in _UNITS:
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size:.0f} B"
 
 
-def table_header(op: str, ranks: int) -> str:
+def table_header(row: Row, subject: str) -> str:
+    """Above the first row of an operation, dtype and redop."""
+    kind = "" if row.op in ("barrier", "ddp") else f", {row.type}"
+    kind += "" if row.redop == "none" else f" {row.redop}"
+    third = "CPU us" if "cpu_us" in row.extra else "p99 us"
     return "\n".join(
         (
-            f"#\n# {op}, {ranks} ranks; min and max over ranks",
-            "#"
-            + _line([name for name, _, _ in _HEADER])[1:]
-            + "  contender, its time to the first's",
-            "#" + _line([unit for _, unit, _ in _HEADER])[1:] + "  [95 % confidence]",
+            f"\n# {row.op}{kind}, {row.ranks} ranks",
+            f"#{'size':>9} {'time us':>9} {third:>9} {'bus GB/s':>8}  {'contender':12}"
+            f" time beside {subject}'s",
         )
     )
 
 
 def table_line(row: Row) -> str:
-    cells = [
-        str(row.size),
-        str(row.count),
-        row.type,
-        row.redop,
-        str(row.root),
-        duration(row.time_us),
-        f"{row.algbw:.2f}",
-        f"{row.busbw:.2f}",
-        "N/A" if row.wrong is None else str(row.wrong),
-        *map(duration, (row.p50_us, row.p95_us, row.p99_us, row.min_us, row.max_us)),
-    ]
-    name = row.contender + _KINDS.get(row.contender_kind, "")
-    if row.ratio is not None:
-        name += f" {ratio(row)}"
-    if row.extra:
-        name += " " + " ".join(f"{key}={value:.1f}" for key, value in row.extra.items())
-    return _line(cells) + "  " + name
+    third = row.extra.get("cpu_us", row.p99_us)
+    line = f"{size_label(row.size):>10} {duration(row.time_us):>9} {duration(third):>9} "
+    line += f"{row.busbw:8.2f}  {row.contender:12} {ratio(row)}"
+    if row.wrong:
+        line = line.rstrip() + "  " + paint(f"{row.wrong} WRONG", "red")
+    return line.rstrip()
 
 
 def ratio(row: Row) -> str:
-    """With its interval, if there were rounds enough for one."""
-    value = f"{row.ratio:.3g}x"
-    return value if row.ratio_low is None else f"{value} [{row.ratio_low:.3g} {row.ratio_high:.3g}]"
+    """How much slower or faster than the first backend, with the interval where there is one."""
+    if row.ratio is None:
+        return ""
+    value, low, high = row.ratio, row.ratio_low, row.ratio_high
+    word = "slower"
+    if value < 1:
+        value, word = 1 / value, "faster"
+        low, high = (None if bound is None else 1 / bound for bound in (high, low))
+    text = f"{_number(value)}x {word}"
+    return text if low is None or high is None else f"{text} [{_number(low)}, {_number(high)}]"
 
 
-def _writer(path: str) -> IO[str] | None:
-    return Path(path).open("w", newline="") if path else None
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def unwritable(path: str) -> str:
@@ -99,38 +85,28 @@ def unwritable(path: str) -> str:
 
 
 class Recorder:
-    """Writes each row as it is measured, so that an interrupted run keeps what it has."""
+    """Keeps the rows, and writes each as it is measured: an interrupted run keeps what it has."""
 
-    def __init__(self, header: Mapping[str, object], json_path: str, csv_path: str) -> None:
+    def __init__(self, header: Mapping[str, object], path: str) -> None:
         self.rows: list[Row] = []
-        self._json = _writer(json_path)
-        self._csv = _writer(csv_path)
-        self.write(header)
+        self._file = Path(path).open("w") if path else None  # noqa: SIM115
+        self._write(header)
 
-    def write(self, record: Mapping[str, object]) -> None:
-        if self._json is not None:
-            self._json.write(json.dumps(record) + "\n")
-            self._json.flush()
+    def _write(self, record: Mapping[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        record = row.as_json()
-        self.write(record)
-        if self._csv is not None:
-            flat = {name: value for name, value in record.items() if name not in _NOT_IN_CSV}
-            writer = csv.DictWriter(self._csv, list(flat))
-            if len(self.rows) == 1:
-                writer.writeheader()
-            writer.writerow(flat)
-            self._csv.flush()
+        self._write(row.as_json())
 
     def close(self) -> None:
-        for file in (self._json, self._csv):
-            if file is not None:
-                file.close()
+        if self._file is not None:
+            self._file.close()
 
 
-_NOT_IN_CSV = ("kind", "rounds_us", "extra")
+_FIELDS = {field.name for field in dataclasses.fields(Row)}
 
 
 def read_results(path: str) -> tuple[dict[str, object], list[Row]]:
@@ -144,7 +120,8 @@ def read_results(path: str) -> tuple[dict[str, object], list[Row]]:
             if kind == "header":
                 header = record
             elif kind == "result":
-                rows.append(Row(**record))
+                # Files of earlier versions have fields that are gone.
+                rows.append(Row(**{name: record[name] for name in record.keys() & _FIELDS}))
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             raise ValueError(f"{path}:{number} is not a row of `mycoll bench`: {cause}") from cause
     if not header:

@@ -20,8 +20,8 @@ class Row:
 
     time is the median over rounds of the mean over ranks and calls; p50, p95 and p99 are over all
     calls of all ranks; min and max are the fastest and the slowest rank's mean (median over
-    rounds). ratio compares with the first backend of the run, round by round: 2 means that this
-    contender took twice its time; without ratio_low and ratio_high from too few rounds.
+    rounds). ratio compares the time with that of the first backend of the run, round by round: 2
+    means that this contender took twice its time; without bounds where there were too few rounds.
     """
 
     op: str
@@ -33,7 +33,6 @@ class Row:
     contender: str
     contender_kind: str
     ranks: int
-    in_place: bool
     time_us: float
     algbw: float
     busbw: float
@@ -101,7 +100,6 @@ def make_row(
         contender=contender,
         contender_kind=kind,
         ranks=workload.world.size,
-        in_place=case.in_place,
         time_us=time,
         algbw=algbw,
         busbw=algbw * workload.bus_factor,

@@ -1,4 +1,4 @@
-"""The measuring loop: verify everybody, then rounds in the order A B, B A, A B, ..."""
+"""The measuring loop: verify all contenders, then rounds in the order A B, B A, A B, ..."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mycoll.bench.contenders import Contender, one_line
 from mycoll.bench.options import REDUCING, ROOTED, Options
 from mycoll.bench.pairwise import BandwidthWorkload, PingPongWorkload
 from mycoll.bench.result import Row, compared, make_row
-from mycoll.bench.training import DdpWorkload, OverlapWorkload, models
+from mycoll.bench.training import DdpWorkload, models
 from mycoll.bench.workload import Case, Unsupported, Workload
 from mycoll.bench.world import World
 
@@ -24,21 +24,22 @@ from mycoll.bench.world import World
 _FEWEST_CALLS = 3
 _MOST_WARMUPS = 5
 _PROBE_CALLS = 20
+_ROUND_NS = 20e6
+_VERIFIED_CALLS = 2
 
 
 def cases(options: Options, op: str) -> Iterator[Case]:
     """What the options ask of an operation. DDP's size is that of its models."""
-    root = options.root if op in ROOTED else -1
+    root = 0 if op in ROOTED else -1
     if op in ("barrier", "ddp"):
         sizes: Sequence[int] = (0,) if op == "barrier" else range(len(models()))
         for size in sizes:
-            yield Case(op, size, "float32", "none", root, False)
+            yield Case(op, size, "float32", "none", root)
         return
     for dtype in options.dtypes:
-        reducing = op in REDUCING or op == "overlap"
-        for redop in options.redops if reducing else ("none",):
+        for redop in options.redops if op in REDUCING else ("none",):
             for size in options.sizes:
-                yield Case(op, size, dtype, redop, root, options.in_place)
+                yield Case(op, size, dtype, redop, root)
 
 
 def _workload(case: Case, world: World, hot: bool) -> Workload:
@@ -48,8 +49,6 @@ def _workload(case: Case, world: World, hot: bool) -> Workload:
         return BarrierWorkload(case, world)
     if case.op == "pingpong":
         return PingPongWorkload(case, world, hot)
-    if case.op == "overlap":
-        return OverlapWorkload(case, world, hot)
     if case.op == "ddp":
         return DdpWorkload(case, world, list(models())[case.size])
     return BandwidthWorkload(case, world, hot)
@@ -57,14 +56,14 @@ def _workload(case: Case, world: World, hot: bool) -> Workload:
 
 @dataclass
 class History:
-    """What the cases of a run leave behind: who could do what, and which backends failed."""
+    """What the cases of a run leave behind: which backend could do what, and which failed."""
 
     able: set[tuple[str, str, str, str]] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
 
 
 class Measurement:
-    """One case with everybody who can run it. `notes` says on rank 0 who could not, and why."""
+    """One case with all contenders that can run it. `notes` on rank 0: which cannot, and why."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Measurement:
         self._case = case
         self._world = world
         self._options = options
-        self._everybody = contenders
+        self._contenders = contenders
         self._history = history
         self._wrong: dict[str, int | None] = {}
         self._calls: dict[str, tuple[int, int]] = {}
@@ -93,12 +92,12 @@ class Measurement:
         try:
             return self._measure(workload)
         finally:
-            for contender in self._everybody:
+            for contender in self._contenders:
                 contender.release()
             gc.collect()
 
     def _measure(self, workload: Workload) -> list[Row]:
-        able = [contender for contender in self._everybody if self._admit(contender, workload)]
+        able = [contender for contender in self._contenders if self._admit(contender, workload)]
         able = [contender for contender in able if self._plan_calls(contender, workload)]
         rounds: dict[str, list[list[list[int]]]] = {contender.name: [] for contender in able}
         for number in range(self._options.rounds):
@@ -124,9 +123,9 @@ class Measurement:
 
     def _round(self, contender: Contender) -> list[list[int]]:
         warmups, iterations = self._calls[contender.name]
-        # Nobody prepares the next contender's round while somebody is still in this one's.
+        # No rank prepares the next contender's round while another is still in this one's.
         self._world.barrier()
-        return contender.run(warmups, iterations, self._options.blocking)
+        return contender.run(warmups, iterations)
 
     def _admit(self, contender: Contender, workload: Workload) -> bool:
         """Prepares and verifies; all ranks agree on whether this contender takes part."""
@@ -135,7 +134,7 @@ class Measurement:
         planted = self._world.rank == self._options.plant_error
         try:
             contender.prepare(workload)
-            for seed in range(1, self._options.checks + 1):
+            for seed in range(1, _VERIFIED_CALLS + 1):
                 found = contender.verify(seed, planted)
                 if found is not None:
                     wrong = found + (wrong or 0)
@@ -182,8 +181,8 @@ class Measurement:
         most = MAX_WINDOWS // workload.messages - _MOST_WARMUPS
         calls = 1
         for _ in range(2):
-            times = contender.run(1, calls, False)
+            times = contender.run(1, calls)
             slowest = max((median(per_call) for per_call in times if per_call), default=1.0)
-            fitting = int(self._options.round_milliseconds * 1e6 / max(1.0, slowest))
+            fitting = int(_ROUND_NS / max(1.0, slowest))
             calls = self._world.share(max(_FEWEST_CALLS, min(_PROBE_CALLS, fitting)))
         return max(_FEWEST_CALLS, min(most, fitting))

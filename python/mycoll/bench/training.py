@@ -1,102 +1,23 @@
-"""Communication beside computing: one all_reduce hidden behind it, and a training step of DDP."""
+"""A training step of DDP."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
-from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch.nn import Linear, Module, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
 from mycoll.bench.arena import Arena
-from mycoll.bench.clock import time_calls
-from mycoll.bench.collectives import CollectiveWorkload
 from mycoll.bench.workload import Call, Case, Group, Workload
 from mycoll.bench.world import World
 
-_REPEATS = 10
-_MATRIX = 64
 _BATCH = 8
 # Relative to the largest gradient; what the order of additions may change.
 _GRADIENT_DISTANCE = 1e-4
-
-
-class OverlapWorkload(CollectiveWorkload):
-    """An asynchronous all_reduce, then computing, then wait().
-
-    There is as much to compute as the run's own gloo group takes to communicate (on a device, a
-    group of mycoll's): the same for every contender, so that their times can be compared.
-    """
-
-    def __init__(self, case: Case, world: World, hot: bool) -> None:
-        super().__init__(Case("all_reduce", *_tail(case)), world, hot)
-        self.case = case
-        self.copied_bytes = 0.0
-        self._matrices = torch.rand(3, _MATRIX, _MATRIX, device=world.device)
-        self._products = 1
-        # As many bytes, but of a dtype that gloo can reduce.
-        floats = torch.ones(-(-self.size // 4), device=world.device)
-        group = _yardstick(world.device.type)
-        measured = partial(dist.all_reduce, floats, op=dist.ReduceOp.MAX, group=group)
-        target = self._median_ns([measured])
-        self._products = max(1, round(target / self._median_ns([self._compute])))
-        self._products = world.share(self._products)
-
-    def calls(self, group: Group) -> Sequence[Call]:
-        compute = self._compute
-
-        def overlapped(tensor: torch.Tensor) -> None:
-            work = dist.all_reduce(tensor, group=group, async_op=True)
-            compute()
-            assert work is not None
-            work.wait()
-
-        return [
-            partial(overlapped, self._buffers(index).source) for index in range(self._arena.windows)
-        ]
-
-    def extra(self, group: Group) -> dict[str, float]:
-        """How much of the shorter of the two was hidden behind the other."""
-        compute = self._median_ns([self._compute])
-        alone = self._median_ns(list(super().calls(group))[:_REPEATS])
-        both = self._median_ns(list(self.calls(group))[:_REPEATS])
-        hidden = 100 * (compute + alone - both) / max(1.0, min(compute, alone))
-        return {
-            "compute_us": compute / 1e3,
-            "communication_us": alone / 1e3,
-            "hidden_percent": max(0.0, min(100.0, hidden)),
-        }
-
-    def _compute(self) -> None:
-        left, right, product = self._matrices
-        for _ in range(self._products):
-            torch.mm(left, right, out=product)
-
-    def _median_ns(self, calls: list[Call]) -> float:
-        """On all ranks the slowest rank's median."""
-        schedule = (calls * _REPEATS)[:_REPEATS]
-        self.world.barrier()
-        mine = median(time_calls(schedule, self.world.device, None))
-        return max(self.world.gather_all(mine))
-
-
-@cache
-def _yardstick(device_type: str) -> Group | None:
-    """One for the run, which ends with it. The run's own group is gloo's, which has no devices."""
-    if device_type == "cpu":
-        return None
-    group = dist.new_group(backend="mycoll")
-    assert isinstance(group, Group)
-    return group
-
-
-def _tail(case: Case) -> tuple[int, str, str, int, bool]:
-    return case.size, case.dtype_name, case.redop, case.root, case.in_place
 
 
 def _layers(widths: Sequence[int]) -> Module:

@@ -14,7 +14,7 @@ from mycoll.bench.world import World
 
 Call = Callable[[], object]
 Group = dist.ProcessGroup
-PAIR = (0, 1)  # who talks where only two do
+PAIR = (0, 1)  # the ranks of operations between two
 
 
 class Unsupported(Exception):
@@ -28,7 +28,6 @@ class Case:
     dtype_name: str
     redop: str
     root: int
-    in_place: bool
 
     @property
     def title(self) -> str:
@@ -51,7 +50,7 @@ class Workload(ABC):
     bus_factor    algbw times this is busbw
     copied_bytes  what each rank would have to copy if memory were the only limit
     touched_bytes what one call reads and writes on this rank
-    pairwise      only two ranks talk, and wait for each other anyway
+    pairwise      only two ranks take part
     """
 
     size: int
@@ -82,7 +81,3 @@ class Workload(ABC):
     @abstractmethod
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:
         """Runs the operation once on telling data; the number of wrong elements on this rank."""
-
-    def extra(self, group: Group) -> dict[str, float]:
-        """Further figures for this group, measured by the workload itself."""
-        return {}

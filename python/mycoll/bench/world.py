@@ -57,7 +57,7 @@ class World:
 def join(options: Options) -> World:
     """Joins the ranks named by torchrun's environment variables."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     gc.disable()  # collected between cases instead: not while a clock runs
     device = torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,0 +1,75 @@
+// Agreement: holds the ranks of a group to the same calls, where they talk by messages. Each
+// message carries the signature of its call, compared before its payload is used. A rank that never
+// exchanges a message with the one that differs (two roots of a gather, a device's collectives)
+// finds out by notes: the numbers and signatures of the collectives that a rank has begun.
+// (Inside a host the arena compares: collectives/shm.)
+//
+// Thread contract: guarded by the I/O lock; functions that do not REQUIRE it take it.
+// Lifetime: owned by its communicator.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/call.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+class Membership;
+
+class Agreement {
+ public:
+  Agreement(Mailbox& mailbox, Membership& membership);
+
+  // The collective that runs now: messages of the same number but another signature are a mismatch,
+  // whatever their tag.
+  void begin(uint64_t sequence, const Signature& signature);
+  // This rank has waited long in the current collective: asks the others to compare. Those that are
+  // in the same one, or were, or come to it, and were called differently, then say so.
+  void probe();
+  // Tells the next rank what has begun here since the last time, as far as it is remembered: if
+  // every rank does so, one that differs is found by a neighbour. At most every 100 ms unless
+  // atOnce. True while there is more to tell.
+  bool compareWithNext(bool atOnce);
+  // The ranks that have not begun this collective, as far as they have been heard of.
+  std::vector<int> behind(uint64_t sequence);
+
+  // ---- what the mailbox asks and passes on; see MailboxOwner
+  bool agrees(const Transfer& request, const FrameHeader& came) REQUIRES(ioRole);
+  bool expects(const FrameHeader& came) REQUIRES(ioRole);
+  void onProbe(int source, const std::string& payload) REQUIRES(ioRole);
+  void onPosition(int source, const std::string& payload) REQUIRES(ioRole);
+
+ private:
+  struct Probe {
+    int rank;
+    uint64_t sequence;
+    Signature signature;
+  };
+
+  bool signaturesAgree(const Signature& mine, const FrameHeader& came) REQUIRES(ioRole);
+  void compare(int source, uint64_t sequence, const Signature& theirs) REQUIRES(ioRole);
+  void fail(const Signature& mine, int source, const Signature& theirs, const std::string& where,
+            uint64_t from, uint64_t sequence) REQUIRES(ioRole);
+  bool mayTell(int rank) REQUIRES(ioRole);
+  std::string notesSince(uint64_t first) const REQUIRES(ioRole);
+
+  Mailbox& mailbox_;
+  Membership& membership_;
+
+  // Signatures of the latest collectives, to judge what arrives late or early.
+  static constexpr uint64_t kRemembered = 256;
+  uint64_t current_ GUARDED_BY(ioRole) = 0;
+  bool hasBegun_ GUARDED_BY(ioRole) = false;
+  std::vector<Signature> remembered_ GUARDED_BY(ioRole);
+  std::vector<Probe> probes_ GUARDED_BY(ioRole);  // for collectives not begun here yet
+  uint64_t comparedUpTo_ GUARDED_BY(ioRole) = 0;  // the next rank was told of all before this one
+  std::chrono::steady_clock::time_point comparedAt_ GUARDED_BY(ioRole);
+  std::vector<uint64_t> reached_
+      GUARDED_BY(ioRole);  // by rank: collectives it is known to have begun
+};
+
+}  // namespace mycoll

@@ -1,0 +1,302 @@
+#include "engine/membership.h"
+
+#include <cassert>
+#include <cstring>
+#include <utility>
+
+#include "base/log.h"
+#include "base/told.h"
+#include "transport/endpoint.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Collectives before the one that failed may take so long to end well.
+constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
+
+// The beginning of a kAbort frame's payload; the text follows.
+struct AbortHead {
+  uint64_t from = 0;
+  Cause cause;
+  uint32_t code = 0;
+  uint32_t reserved = 0;
+};
+static_assert(sizeof(AbortHead) == 48);
+
+std::string goodbyePayload(Exit how) { return std::string(1, static_cast<char>(how)); }
+
+// The same number on all ranks that lose this process.
+uint64_t incidentOf(const std::string& uid) {
+  return std::strtoull(uid.substr(0, 16).c_str(), nullptr, 16);
+}
+
+}  // namespace
+
+Membership::Membership(Mailbox& mailbox, GroupRecord& record, bool isExternal)
+    : mailbox_(mailbox),
+      record_(record),
+      isExternal_(isExternal),
+      left_(mailbox.group().peers.size()) {}
+
+void Membership::moveTo(State next) {
+  assert((state_ == State::kOpen && (next == State::kFailed || next == State::kLeaving)) ||
+         (state_ == State::kFailed && next == State::kLeaving) ||
+         (state_ == State::kLeaving && next == State::kLeft));
+  state_ = next;
+}
+
+// ---- failure -----------------------------------------------------------------------------------
+
+Status Membership::error() const {
+  MutexLock lock(failureMutex_);
+  return failure_;
+}
+
+bool Membership::isOver(uint64_t number) const {
+  if (!hasFailed()) return false;
+  if (number >= endsFrom_.load(std::memory_order_relaxed)) return true;
+  return Clock::now() - failedAt_.load(std::memory_order_relaxed) > kCompletionGrace;
+}
+
+bool Membership::noticeFailure(uint64_t number) {
+  if (hasFailed()) return isOver(number);
+  return lookIntoArena();
+}
+
+bool Membership::lookIntoArena() {
+  const Arena* arena = this->arena();
+  if (hasFailed() || !arena || !arena->hasFailed()) return false;
+  fail(arena->failure(), /*tellsOthers=*/false);
+  return true;
+}
+
+void Membership::fail(const Status& cause, bool tellsOthers) {
+  bool wakesOthers = false;
+  {
+    IoLock lock(mailbox_.ioMutex());
+    wakesOthers = cause_.ok() && tellsOthers && tellsOthers_;
+    failLocked(cause, tellsOthers);
+  }
+  Endpoint& endpoint = mailbox_.endpoint();
+  endpoint.progress();
+  endpoint.sleeper().wakeAll();
+  if (!wakesOthers) return;
+  // A rank that is in no call does not look at rings, and what it believes meanwhile may be wrong.
+  for (const PeerAddress& peer : mailbox_.group().peers) {
+    if (endpoint.isLocal(peer)) endpoint.bellOf(peer).ring();
+  }
+}
+
+void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) {
+  if (!cause_.ok()) {
+    if (from >= failedFrom_) return;
+    failedFrom_ = from;
+    if (!isExternal_) endsFrom_.store(from, std::memory_order_relaxed);
+    return endWhatIsOver();
+  }
+  Cause fields = why.cause();
+  if (fields.group == 0) fields.group = mailbox_.group().context;
+  cause_ = Status(why.code(), why.message(), fields);
+  failedFrom_ = from;
+  if (state_ == State::kOpen) moveTo(State::kFailed);
+  // The moment it is known; leaving a group in good order is no news.
+  if (cause_.code() != Code::kAborted) {
+    logFailure(cause_.message());
+  } else if (tellsOthers) {
+    MYCOLL_LOG_ERROR("%s", cause_.message().c_str());
+  }
+  {
+    MutexLock lock(failureMutex_);
+    failure_ = cause_;
+  }
+  endsFrom_.store(isExternal_ ? 0 : from, std::memory_order_relaxed);
+  failedAt_.store(Clock::now(), std::memory_order_relaxed);
+  hasFailed_.store(true, std::memory_order_release);
+  record_.fail(cause_);
+  // A group that is only being left here lives on for the others.
+  if (Arena* arena = this->arena(); arena && !isLeaving()) arena->fail(cause_);
+  endWhatIsOver();
+  if (tellsOthers && tellsOthers_) tellAll();
+}
+
+bool Membership::endsMessage(MessageClass messageClass, uint64_t tag) const {
+  if (cause_.ok()) return false;
+  switch (messageClass) {
+    case MessageClass::kCollective: return tag >> kStepBits >= failedFrom_;
+    case MessageClass::kPointToPoint: return true;
+    case MessageClass::kControl: return failedFrom_ == 0;
+  }
+  return true;
+}
+
+void Membership::endWhatIsOver() {
+  mailbox_.endIf(cause_, [this](MessageClass messageClass, uint64_t tag)
+                             REQUIRES(ioRole) { return endsMessage(messageClass, tag); });
+}
+
+void Membership::tellAll() {
+  const std::string payload = abortPayload();
+  for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
+    if (rank != mailbox_.rank() && !hasLeft(rank)) {
+      mailbox_.sendControl(rank, FrameKind::kAbort, payload);
+    }
+  }
+}
+
+std::string Membership::abortPayload() const {
+  const AbortHead head{failedFrom_, cause_.cause(), static_cast<uint32_t>(cause_.code()), 0};
+  std::string payload(reinterpret_cast<const char*>(&head), sizeof(head));
+  return payload + cause_.message().substr(0, kMaxControlBytes - payload.size());
+}
+
+void Membership::onAbort(const std::string& payload) {
+  AbortHead head;
+  if (payload.size() < sizeof(head)) return;
+  std::memcpy(&head, payload.data(), sizeof(head));
+  const Status said = toldStatus(static_cast<int>(head.code), payload.substr(sizeof(head)));
+  failLocked(Status(said.code(), said.message(), head.cause), /*tellsOthers=*/false, head.from);
+}
+
+Status Membership::failureOf(MessageClass messageClass, uint64_t tag) {
+  return endsMessage(messageClass, tag) ? cause_ : Status();
+}
+
+// ---- ranks that leave or are lost --------------------------------------------------------------
+
+Departure Membership::departureOf(int rank) const {
+  if (howLeft(rank) != 0) return Departure::kLeft;
+  return this->arena() ? Departure::kStayed : Departure::kUnknown;
+}
+
+uint32_t Membership::howLeft(int rank) const {
+  const uint32_t said = left_[rank].load(std::memory_order_acquire);
+  const Arena* arena = this->arena();
+  return said == 0 && arena ? arena->howLeft(rank) : said;
+}
+
+std::string Membership::describeDeparture(int rank) const {
+  const std::string name = mailbox_.describeRank(rank);
+  const std::string group = "group '" + mailbox_.group().name + "'";
+  if (howLeft(rank) == static_cast<uint32_t>(Exit::kException)) {
+    return name + " has left " + group + ": its program ended with an exception (see its log)";
+  }
+  return name + " has left " + group;
+}
+
+Status Membership::departed(int rank) const {
+  Cause fields;
+  fields.rank = rank;
+  return Status(Code::kPeerLost, describeDeparture(rank), fields);
+}
+
+Status Membership::absenceOf(int rank) {
+  if (!hasLeft(rank)) return Status();
+  auto vanished = vanished_.find(rank);
+  if (vanished == vanished_.end()) return departed(rank);
+  const Status story = vanished->second;
+  failLocked(story, /*tellsOthers=*/true);
+  return cause_;
+}
+
+void Membership::onLeft(int rank, Exit how) {
+  uint8_t here = 0;
+  if (!left_[rank].compare_exchange_strong(here, static_cast<uint8_t>(how),
+                                           std::memory_order_acq_rel)) {
+    return;
+  }
+  // A rank that leaves after a failure has written the cause into the arena before.
+  if (const Arena* arena = this->arena(); arena && !isLeaving()) {
+    if (const Status known = arena->failure(); !known.ok()) {
+      return failLocked(known, /*tellsOthers=*/false);
+    }
+  }
+  mailbox_.endMessagesOf(rank, departed(rank));
+}
+
+// Its connection has said all that it will ever say for this group. The arena also tells that a
+// rank has left, and may be faster than messages that are still on the connection.
+void Membership::onGoodbye(int rank, const std::string& payload) {
+  const bool hasThrown = payload == goodbyePayload(Exit::kException);
+  onLeft(rank, hasThrown ? Exit::kException : Exit::kInOrder);
+  mailbox_.endReceivesFrom(rank, departed(rank));
+}
+
+// A rank without a connection to this one says no goodbye to it, so its end alone is no failure. If
+// it was one, the ranks that have a connection to it know, and tell; and a rank that needs it, now
+// or later, fails by that. Only a rank that nobody had a connection to can die without its group
+// hearing of it before it is needed.
+void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) {
+  const GroupAddress& group = mailbox_.group();
+  for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
+    if (group.peers[rank].uid != uid || rank == group.rank) continue;
+    if (hasLeft(rank)) {
+      mailbox_.endReceivesFrom(rank, departed(rank));
+      continue;
+    }
+    const Departure departure = departureOf(rank);
+    if (departure == Departure::kLeft) continue;
+    const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !mailbox_.needs(rank);
+    Cause fields;
+    fields.incident = incidentOf(uid);
+    fields.rank = rank;
+    Status story(Code::kPeerLost,
+                 "mycoll group '" + group.name + "': " + mailbox_.describeRank(rank) + " " +
+                     loss.describe(isUnclear) + " (seen by rank " + std::to_string(group.rank) +
+                     "). The group is dead; see that rank's log. To go on: destroy the "
+                     "group and make a new one, or restart the job (torchrun --max-restarts).",
+                 fields);
+    if (!isUnclear) return failLocked(story, /*tellsOthers=*/true);
+    vanished_.emplace(rank, std::move(story));
+    onLeft(rank);
+  }
+}
+
+// ---- this rank leaves --------------------------------------------------------------------------
+
+void Membership::trustArena() {
+  IoLock lock(mailbox_.ioMutex());
+  tellsOthers_ = false;
+}
+
+bool Membership::beginToLeave() {
+  IoLock lock(mailbox_.ioMutex());
+  if (isLeaving()) return false;
+  moveTo(State::kLeaving);
+  isLeaving_.store(true, std::memory_order_release);
+  return true;
+}
+
+void Membership::sayGoodbye(const Status& cause, Exit how) {
+  if (Arena* arena = this->arena()) arena->leave(static_cast<uint32_t>(how));
+  {
+    IoLock lock(mailbox_.ioMutex());
+    mailbox_.endSends(cause);
+    const GroupAddress& group = mailbox_.group();
+    Endpoint& endpoint = mailbox_.endpoint();
+    for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
+      if (rank == group.rank) continue;
+      if (endpoint.hasLinkTo(group.peers[rank])) {
+        // Or it might hear of the departure before it hears why.
+        if (!cause_.ok() && tellsOthers_) {
+          mailbox_.sendControl(rank, FrameKind::kAbort, abortPayload());
+        }
+        mailbox_.sendControl(rank, FrameKind::kGoodbye, goodbyePayload(how));
+      } else {
+        endpoint.sendFarewell(group.peers[rank], {group.context, group.rank, rank});
+      }
+    }
+  }
+  mailbox_.endpoint().progress();
+}
+
+void Membership::endLeaving(const Status& cause) {
+  {
+    IoLock lock(mailbox_.ioMutex());
+    moveTo(State::kLeft);
+  }
+  fail(cause, /*tellsOthers=*/false);
+}
+
+}  // namespace mycoll

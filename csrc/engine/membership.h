@@ -1,0 +1,128 @@
+// Membership: who is in the group. It knows which ranks are here, have left or are lost, whether
+// the group has failed and by what first cause, and it is the only place where a group fails,
+// whatever the sign of it: a lost process, another rank's word, the arena, a device, or a call of
+// this rank.
+//
+//   own state   kOpen -> kFailed -> kLeaving -> kLeft
+//               kOpen ------------> kLeaving
+//
+// A failure ends the collectives from a number on, and all messages; those before that number may
+// still end well for a while, as all ranks were called for them alike. The first cause wins. It is
+// written into the arena where there is one, and sent to all ranks otherwise.
+//
+// Thread contract: any thread, unless a function REQUIRES the I/O lock. The state is guarded by
+// that lock; copies of it can be read without. Lifetime: owned by its communicator, as is the
+// mailbox; attach()ed arenas outlive it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "base/status.h"
+#include "collectives/shm/arena.h"
+#include "observe/recorder.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+// Where another rank is, as far as this one knows. Unknown: nothing tells a departure from a death.
+enum class Departure { kLeft, kStayed, kUnknown };
+
+// How a rank leaves: it destroys the group or its program ends, or an exception ends its program.
+// It travels with the goodbye.
+enum class Exit : uint8_t { kInOrder = 1, kException = 2 };
+
+class Membership {
+ public:
+  // isExternal: its operations run elsewhere, and do not hear of a failure by themselves.
+  Membership(Mailbox& mailbox, GroupRecord& record, bool isExternal);
+
+  // ---- has it failed?
+  bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
+  // Not ok once it has: the first cause.
+  Status error() const EXCLUDES(failureMutex_);
+  // The failure ends the collective of this number, now.
+  bool isOver(uint64_t number) const;
+  // The same; looks into the arena, too, for whoever runs that collective.
+  bool noticeFailure(uint64_t number);
+  // The same for whoever is in no collective. True when the arena had news.
+  bool lookIntoArena();
+  // This rank has begun to leave.
+  bool isLeaving() const { return isLeaving_.load(std::memory_order_acquire); }
+
+  // ---- it fails
+  // The cause's group is filled in.
+  void fail(const Status& cause, bool tellsOthers = true);
+  // Collectives before `from` may still end well.
+  void failLocked(const Status& cause, bool tellsOthers, uint64_t from = 0) REQUIRES(ioRole);
+
+  // ---- ranks
+  Departure departureOf(int rank) const;
+  bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire) != 0; }
+  // "rank 1 (node1:4712) has left group 'x'", or that its program ended with an exception.
+  std::string describeDeparture(int rank) const;
+
+  // ---- the arena, for as long as the group lives
+  void attach(Arena* arena) { arena_.store(arena, std::memory_order_release); }
+  Arena* arena() const { return arena_.load(std::memory_order_acquire); }
+  // All ranks have it: who looks into it hears of a failure, and need not be told.
+  void trustArena();
+
+  // ---- this rank leaves
+  // False: it is leaving already.
+  bool beginToLeave();
+  // Tells the ranks that this one leaves. No connection is made for that: a rank without one may
+  // see the process end and not know why; see onPeerLost(). What is still to be sent ends with
+  // `cause`, as nothing of a message follows its sender's goodbye.
+  void sayGoodbye(const Status& cause, Exit how = Exit::kInOrder);
+  // Afterwards calls end with this.
+  void endLeaving(const Status& cause);
+
+  // ---- what the mailbox asks and passes on
+  Status failureOf(MessageClass messageClass, uint64_t tag) REQUIRES(ioRole);
+  Status absenceOf(int rank) REQUIRES(ioRole);
+  void onAbort(const std::string& payload) REQUIRES(ioRole);
+  void onGoodbye(int rank, const std::string& payload) REQUIRES(ioRole);
+  void onLeft(int rank, Exit how = Exit::kInOrder) REQUIRES(ioRole);
+  void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
+
+ private:
+  enum class State { kOpen, kFailed, kLeaving, kLeft };
+
+  void moveTo(State next) REQUIRES(ioRole);
+  bool endsMessage(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
+  void endWhatIsOver() REQUIRES(ioRole);
+  void tellAll() REQUIRES(ioRole);
+  std::string abortPayload() const REQUIRES(ioRole);
+  Status departed(int rank) const;
+  uint32_t howLeft(int rank) const;
+
+  Mailbox& mailbox_;
+  GroupRecord& record_;
+  const bool isExternal_;
+  std::atomic<Arena*> arena_{nullptr};
+
+  State state_ GUARDED_BY(ioRole) = State::kOpen;
+  Status cause_ GUARDED_BY(ioRole);                        // the first one
+  uint64_t failedFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};  // the first collective that it ends
+  bool tellsOthers_ GUARDED_BY(ioRole) = true;
+  // Ranks that count as having left because nobody needed them when their process ended without a
+  // word: what to say if somebody does.
+  std::map<int, Status> vanished_ GUARDED_BY(ioRole);
+
+  // For readers without the I/O lock.
+  std::vector<std::atomic<uint8_t>> left_;  // an Exit; 0: it is here
+  std::atomic<bool> isLeaving_{false};
+  std::atomic<bool> hasFailed_{false};
+  std::atomic<uint64_t> endsFrom_{0};
+  std::atomic<std::chrono::steady_clock::time_point> failedAt_{};
+  mutable Mutex failureMutex_;
+  Status failure_ GUARDED_BY(failureMutex_);
+};
+
+}  // namespace mycoll

@@ -1,0 +1,264 @@
+#include "engine/queue.h"
+
+#include <sched.h>
+
+#include <utility>
+
+#include "engine/communicator.h"
+#include "engine/diagnosis.h"
+#include "engine/engine.h"
+#include "engine/membership.h"
+#include "engine/questions.h"
+#include "engine/runner.h"
+#include "observe/trace_file.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpinBatch = 64;
+
+Operation toOperation(const CollectiveOp& op) {
+  if (op.external) return Operation::of(op.signature, op.sequence(), kIsOnDevice);
+  return Operation::of(op.call, op.sequence(), op.composite ? kIsComposite : 0);
+}
+
+}  // namespace
+
+Queue::Queue(const GroupOptions& options, Engine& engine, Membership& membership, Runner& runner,
+             Diagnosis& diagnosis, Questions& questions, GroupRecord& record, int localRanks)
+    : options_(options),
+      engine_(engine),
+      membership_(membership),
+      runner_(runner),
+      diagnosis_(diagnosis),
+      questions_(questions),
+      record_(record),
+      spinPolicy_(choose(localRanks)),
+      crowd_(spinPolicy_.longYields) {}
+
+bool Queue::push(std::shared_ptr<CollectiveOp> op) {
+  MutexLock lock(queueMutex_);
+  op->setSequence(submitted_.fetch_add(1, std::memory_order_relaxed));
+  op->setRecord(record_.enqueue(toOperation(*op), op->submitted.time_since_epoch().count(),
+                                /*isStarted=*/ops_.empty()));
+  record_.setSubmitted(op->sequence() + 1);
+  ops_.push_back(std::move(op));
+  size_.fetch_add(1, std::memory_order_seq_cst);
+  return ops_.size() == 1;
+}
+
+bool Queue::isUnattended() const { return !options_.isExternal && size() > 0 && !hasWaiters(); }
+
+Queue::Position Queue::position() const {
+  MutexLock lock(queueMutex_);
+  Position position{submitted(), last_, std::nullopt};
+  if (!ops_.empty()) position.head = ops_.front()->sequence();
+  return position;
+}
+
+std::shared_ptr<CollectiveOp> Queue::head() const {
+  MutexLock lock(queueMutex_);
+  return ops_.empty() ? nullptr : ops_.front();
+}
+
+bool Queue::inspectHead(const Inspect& fn) {
+  if (!runMutex_.tryLock()) return false;
+  MutexLock running(runMutex_, std::adopt_lock);
+  const std::shared_ptr<CollectiveOp> op = head();
+  if (!op) return false;
+  std::vector<int> missing;
+  const bool isWaiting = op->task.valid() && !op->task.finished() && op->task.waitingFor();
+  if (isWaiting && !op->task.waitingFor()->ready()) missing = op->task.waitingFor()->missing();
+  fn(*op, std::move(missing));
+  return true;
+}
+
+// ---- running -----------------------------------------------------------------------------------
+
+bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
+  if (!op.task.valid()) {
+    if (membership_.noticeFailure(runner_.begun())) {
+      *hasEnded = true;
+      *outcome = membership_.error();
+      return true;
+    }
+    if (!op.record().isStarted()) op.record().start(steadyNanos());
+    op.task = runner_.start(op);
+  } else {
+    Condition* condition = op.task.waitingFor();
+    bool ready = condition->ready();
+    for (int spin = 0; spin < spins && !ready; ++spin) {
+      cpuRelax();
+      ready = condition->ready();
+    }
+    if (!ready) {
+      if (!membership_.noticeFailure(runner_.current())) return false;
+      op.task.reset();
+      *hasEnded = true;
+      *outcome = membership_.error();
+      return true;
+    }
+  }
+  op.task.resume();
+  *hasEnded = op.task.finished();
+  if (*hasEnded) {
+    *outcome = op.task.result();
+    // An echo of what is known already must not take earlier collectives down with it.
+    if (!outcome->ok() && !membership_.hasFailed()) membership_.fail(*outcome);
+    op.task.reset();
+  }
+  return true;
+}
+
+bool Queue::run(int spins) {
+  bool moved = false;
+  for (;;) {
+    std::shared_ptr<CollectiveOp> op;
+    Status outcome;
+    bool isLast = false;
+    {
+      if (!runMutex_.tryLock()) return moved;
+      MutexLock running(runMutex_, std::adopt_lock);
+      op = head();
+      if (!op) return moved;
+      bool hasEnded = false;
+      if (!step(*op, spins, &hasEnded, &outcome)) return moved;
+      moved = true;
+      if (!hasEnded) continue;
+      if (!outcome.ok()) outcome = diagnosis_.inContext(membership_.error(), *op);
+      MutexLock lock(queueMutex_);
+      last_ = Finished{op->kind(), op->sequence(), op->submitted};
+      ops_.pop_front();
+      isLast = ops_.empty();
+      size_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+    op->finish(std::move(outcome));
+    engine_.endpoint()->sleeper().wakeSleepers();
+    if (isLast) return true;
+  }
+}
+
+// ---- waiting -----------------------------------------------------------------------------------
+
+namespace {
+
+// Counts a user's thread that waits, and therefore works.
+class Waiting {
+ public:
+  Waiting(Engine& engine, const Queue& queue, std::atomic<int>* waiters)
+      : engine_(engine), queue_(queue), waiters_(waiters) {
+    begin();
+  }
+  ~Waiting() { end(); }
+  void begin() {
+    engine_.beginWait();
+    if (waiters_) waiters_->fetch_add(1, std::memory_order_seq_cst);
+  }
+  void end() {
+    if (waiters_) waiters_->fetch_sub(1, std::memory_order_seq_cst);
+    engine_.endWait();
+    // What this thread worked on goes on without it.
+    if (queue_.size() > 0 || engine_.endpoint()->hasPending()) engine_.poke();
+  }
+
+ private:
+  Engine& engine_;
+  const Queue& queue_;
+  std::atomic<int>* const waiters_;
+};
+
+}  // namespace
+
+Status Queue::wait(const OpPtr& op, Deadline deadline) {
+  if (op->done()) return outcomeOf(*op);
+  const bool isMessage = op->isMessage();
+  Endpoint& endpoint = *engine_.endpoint();
+  bool isInterrupted = false;
+  {
+    Waiting waiting(engine_, *this, isMessage ? nullptr : &waiters_);
+    auto idleSince = Clock::time_point::min();
+    auto lastTick = Clock::now();
+    const auto began = lastTick;
+    std::optional<WaitBoard::Entry> entry;
+    int spins = spinPolicy_.pauses;
+    while (!op->done()) {
+      bool moved = !isMessage && run(spins);
+      if (op->done()) break;
+      if (isMessage || !membership_.arena() || endpoint.hasPending()) moved |= endpoint.progress();
+      if (moved) {
+        idleSince = Clock::time_point::min();
+        continue;
+      }
+      const auto now = Clock::now();
+      if (idleSince == Clock::time_point::min()) idleSince = now;
+      const auto idle = now - idleSince;
+      const bool isCrowded = crowd_.isHere(now);
+      if (!isCrowded && idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
+        // Over messages nothing changes unless the endpoint makes progress.
+        spins = membership_.arena() ? kSpinBatch : 0;
+        if (isMessage) cpuRelax();
+      } else if (!isCrowded && idle < std::chrono::microseconds(spinPolicy_.yieldMicros)) {
+        spins = 0;
+        sched_yield();
+        crowd_.yielded(now, Clock::now());
+      } else {
+        spins = 0;
+        sleepFor(*op, deadline);
+      }
+      if (now - lastTick < kWaitTick) continue;
+      lastTick = now;
+      // A thread that looks now and then is not stuck; one that waits for good may be.
+      if (!entry && deadline.isNever()) questions_.enter(&entry, op, began);
+      endpoint.checkProcesses();
+      engine_.hear();
+      if (isMessage) {
+        diagnosis_.checkMessage(static_cast<MessageOp&>(*op));
+      } else {
+        diagnosis_.checkHealth();
+      }
+      if (op->done()) break;
+      // Both may wait for the interpreter, which another thread may hold for long: meanwhile the
+      // engine's thread works.
+      waiting.end();
+      isInterrupted = options_.interrupted && options_.interrupted();
+      noteCallSite(*op);
+      waiting.begin();
+      if (isInterrupted || deadline.expired()) break;
+    }
+  }
+  if (op->done()) return outcomeOf(*op);
+  if (isInterrupted) return interrupted();
+  return Status(Code::kTimeout, "mycoll group '" + options_.name + "': wait() for " +
+                                    name(op->kind()) +
+                                    " timed out; the operation is still running");
+}
+
+void Queue::sleepFor(const Op& op, Deadline deadline) {
+  Endpoint& endpoint = *engine_.endpoint();
+  Arena* const arena = membership_.arena();
+  Sleeper::Nap nap(endpoint.sleeper(), endpoint.sleeper().generation());
+  endpoint.setAsleep(true);
+  if (arena) arena->setAsleep(true);
+  // Once more, now that peers would ring, and threads of this process wake this one.
+  bool moved = !op.isMessage() && run(0);
+  moved |= endpoint.progress();
+  if (!moved && !op.done()) nap.sleep(earlier(deadline, Deadline::after(kWaitTick)));
+  if (arena) arena->setAsleep(false);
+  endpoint.setAsleep(false);
+}
+
+Status Queue::outcomeOf(const Op& op) {
+  if (!op.status().ok()) {
+    noteCallSite(op);
+    TraceFile::writeWanted();
+  }
+  return op.status();
+}
+
+void Queue::noteCallSite(const Op& op) {
+  if (options_.callSite && !op.record().hasSite()) op.record().setSite(options_.callSite());
+}
+
+}  // namespace mycoll

@@ -1,0 +1,104 @@
+// Queue: the collectives that a group was asked for, in order, and who runs them.
+//
+//   push -> queue -> run(): the head's task is resumed whenever its condition is ready
+//                     |  by a user's thread inside wait(), or by the engine's thread
+//                     v
+//                    Op::finish(): done, callbacks, next
+//
+// Whoever waits works: wait() runs the queue itself instead of sleeping, so a synchronous call with
+// nothing ahead of it runs in its caller. What nobody waits for is run by the engine's thread.
+//
+// Thread contract: all [any thread]. Two locks: the run lock (who runs the queue; nothing else in
+// the engine is called a run lock) before the queue lock. Neither is held while an op is finished.
+// Lifetime: owned by its communicator, as are the parts that it refers to.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/mutex.h"
+#include "base/wait.h"
+#include "engine/op.h"
+
+namespace mycoll {
+
+class Diagnosis;
+class Engine;
+class Membership;
+class Questions;
+class Runner;
+struct GroupOptions;
+
+class Queue {
+ public:
+  // localRanks: those of this host, which compete for its cores.
+  Queue(const GroupOptions& options, Engine& engine, Membership& membership, Runner& runner,
+        Diagnosis& diagnosis, Questions& questions, GroupRecord& record, int localRanks);
+
+  // Numbers it, notes it in the record and queues it. True if nothing is ahead of it.
+  bool push(std::shared_ptr<CollectiveOp> op);
+  // Advances the queue as far as it goes now. spins: how often to look again at a condition that is
+  // not ready. True if anything moved.
+  bool run(int spins);
+  // Of a collective of this queue, or a message of its group: see Communicator::wait().
+  Status wait(const OpPtr& op, Deadline deadline);
+
+  int size() const { return size_.load(std::memory_order_seq_cst); }
+  bool hasWaiters() const { return waiters_.load(std::memory_order_seq_cst) > 0; }
+  // Collectives are queued and nobody waits for one of them.
+  bool isUnattended() const;
+  // Collectives that this rank was asked for.
+  uint64_t submitted() const { return submitted_.load(std::memory_order_relaxed); }
+
+  // Where this rank is.
+  struct Finished {
+    OpKind kind = OpKind::kBarrier;
+    uint64_t sequence = 0;
+    std::chrono::steady_clock::time_point submitted;
+  };
+  struct Position {
+    uint64_t submitted = 0;
+    std::optional<Finished> last;  // the collective that ended last
+    std::optional<uint64_t> head;  // the number of the one that runs
+  };
+  Position position() const;
+
+  // Calls fn with the head and the ranks that it waits for, under the run lock. False: the queue is
+  // empty, or somebody runs it at this moment.
+  using Inspect = std::function<void(CollectiveOp& head, std::vector<int> missing)>;
+  bool inspectHead(const Inspect& fn);
+
+ private:
+  std::shared_ptr<CollectiveOp> head() const;
+  // Resumes the head once. False: it cannot go on now. Ended: *outcome is set.
+  bool step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) REQUIRES(runMutex_);
+  void sleepFor(const Op& op, Deadline deadline);
+  Status outcomeOf(const Op& op);
+  void noteCallSite(const Op& op);
+
+  const GroupOptions& options_;
+  Engine& engine_;
+  Membership& membership_;
+  Runner& runner_;
+  Diagnosis& diagnosis_;
+  Questions& questions_;
+  GroupRecord& record_;
+  const SpinPolicy spinPolicy_;
+  Crowd crowd_;
+
+  Mutex runMutex_;
+
+  mutable Mutex queueMutex_;
+  std::deque<std::shared_ptr<CollectiveOp>> ops_ GUARDED_BY(queueMutex_);
+  std::optional<Finished> last_ GUARDED_BY(queueMutex_);
+  std::atomic<int> size_{0};
+  std::atomic<int> waiters_{0};
+  std::atomic<uint64_t> submitted_{0};
+};
+
+}  // namespace mycoll

@@ -1,0 +1,140 @@
+#include "engine/runner.h"
+
+#include "base/log.h"
+#include "collectives/net/collectives.h"
+#include "collectives/shm/collectives.h"
+#include "engine/agreement.h"
+#include "engine/communicator.h"
+#include "engine/membership.h"
+#include "engine/share.h"
+#include "kernels/copy.h"
+#include "kernels/reduce.h"
+#include "transport/endpoint.h"
+
+namespace mycoll {
+namespace {
+
+// The end of an external collective, as its task awaits it.
+class ExternalEnd final : public Condition {
+ public:
+  ExternalEnd(const External& external, Agreement& agreement, uint64_t sequence)
+      : external_(external), agreement_(agreement), sequence_(sequence) {}
+  bool ready() override { return external_.isOver(); }
+  std::vector<int> missing() const override { return agreement_.behind(sequence_); }
+
+ private:
+  const External& external_;
+  Agreement& agreement_;
+  const uint64_t sequence_;
+};
+
+}  // namespace
+
+Runner::Runner(const GroupOptions& options, Mailbox& mailbox, Membership& membership,
+               Agreement& agreement, GroupRecord& record)
+    : options_(options),
+      mailbox_(mailbox),
+      membership_(membership),
+      agreement_(agreement),
+      record_(record) {}
+
+uint64_t Runner::nextNumber() {
+  const uint64_t number = begun();
+  begun_.store(number + 1, std::memory_order_relaxed);
+  return number;
+}
+
+Task Runner::start(CollectiveOp& op) {
+  if (op.external) return awaitExternal(op);
+  if (op.composite) return runComposite(op.composite);
+  return carryOut(op.call, op.signature);
+}
+
+Task Runner::run(Call call) {
+  const Signature signature = call.signature();
+  Status status = co_await carryOut(call, signature);
+  co_return status;
+}
+
+Task Runner::runComposite(const Composite& composite) {
+  Status status = co_await composite(*this);
+  co_return status;
+}
+
+Task Runner::awaitExternal(CollectiveOp& op) {
+  const uint64_t sequence = nextNumber();
+  op.begun = std::chrono::steady_clock::now();
+  agreement_.begin(sequence, op.signature);
+  ExternalEnd end(*op.external, agreement_, sequence);
+  co_await end;
+  co_return op.external->status();
+}
+
+Task Runner::carryOut(const Call& call, const Signature& signature) {
+  if (!isPrepared_) return carryOutFirst(call, signature);
+  const uint64_t sequence = nextNumber();
+  if (options_.ranks == 1) return carryOutAlone(call);
+  if (arena_) return shmCollective(ShmGroup{*arena_, mailbox_, sequence, signature}, call);
+  agreement_.begin(sequence, signature);
+  return netCollective(NetGroup{mailbox_, sequence, signature}, call);
+}
+
+Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
+  MYCOLL_CO_RETURN_IF_ERROR(co_await prepare());
+  Status status = co_await carryOut(call, signature);
+  co_return status;
+}
+
+Task Runner::carryOutAlone(const Call& call) {
+  if (call.kind == OpKind::kBarrier || call.kind == OpKind::kMonitoredBarrier) co_return Status();
+  if (call.in.empty() || call.out.empty() || call.out[0].bytes == 0) co_return Status();
+  const Span in = call.in[0], out = call.out[0];
+  const bool reduces = call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduce ||
+                       call.kind == OpKind::kReduceScatter;
+  if (in.bytes != out.bytes) {
+    co_return Status(Code::kMismatch, "this rank sends itself " + std::to_string(in.bytes) +
+                                          " bytes and expects " + std::to_string(out.bytes));
+  }
+  if (reduces) {
+    const void* inputs[1] = {in.data};
+    reduce(call.dtype, call.reduceOp, out.data, inputs, 1, in.bytes / call.elementBytes, 1, false);
+  } else if (in.data != out.data) {
+    copy(out.data, in.data, in.bytes);
+  }
+  co_return Status();
+}
+
+bool Runner::mayShareMemory() const {
+  if (options_.isExternal) return false;
+  const Endpoint& endpoint = mailbox_.endpoint();
+  for (const PeerAddress& peer : mailbox_.group().peers) {
+    if (!endpoint.isLocal(peer)) return false;
+  }
+  return endpoint.options().transport != TransportChoice::kTcp;
+}
+
+Task Runner::prepare() {
+  if (options_.ranks > 1 && mayShareMemory()) {
+    MYCOLL_CO_RETURN_IF_ERROR(co_await shareArena(mailbox_, membership_, &arena_));
+    if (!arena_) {
+      MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory", options_.name.c_str());
+    }
+  }
+  isPrepared_ = true;
+  record_.setTransport(transport());
+  MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", options_.name.c_str(),
+                  options_.ranks, transport().c_str());
+  co_return Status();
+}
+
+std::string Runner::transport() const {
+  if (options_.ranks == 1) return "self";
+  if (membership_.arena()) return "shm";
+  const Endpoint& endpoint = mailbox_.endpoint();
+  int local = 0;
+  for (const PeerAddress& peer : mailbox_.group().peers) local += endpoint.isLocal(peer);
+  if (local == options_.ranks) return "shm";
+  return local > 1 ? "shm+tcp" : "tcp";
+}
+
+}  // namespace mycoll

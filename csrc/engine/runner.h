@@ -1,0 +1,60 @@
+// Runner: carries out a group's collectives, one after the other: in the arena where all ranks
+// share a host, over messages otherwise. Which of the two is settled with the first collective.
+//
+// Thread contract: everything but transport() and the counts by whoever holds the queue's run lock.
+// Lifetime: owned by its communicator, as are the parts that it refers to; tasks do not outlive it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "collectives/shm/arena.h"
+#include "engine/op.h"
+
+namespace mycoll {
+
+class Agreement;
+class Mesh;
+class Mailbox;
+class Membership;
+struct GroupOptions;
+
+class Runner final : public CollectiveRunner {
+ public:
+  Runner(const GroupOptions& options, Mailbox& mailbox, Membership& membership,
+         Agreement& agreement, GroupRecord& record);
+
+  // The op's task, not yet resumed. The op outlives it.
+  Task start(CollectiveOp& op);
+  // CollectiveRunner: a collective as part of a task of this group's queue.
+  Task run(Call call) override;
+
+  // Collectives begun, as all ranks count them; and the number of the one that runs.
+  uint64_t begun() const { return begun_.load(std::memory_order_relaxed); }
+  uint64_t current() const { return begun() > 0 ? begun() - 1 : 0; }
+  // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
+  std::string transport() const;
+
+ private:
+  Task carryOut(const Call& call, const Signature& signature);
+  Task carryOutFirst(const Call& call, const Signature& signature);
+  Task carryOutAlone(const Call& call);
+  Task runComposite(const Composite& composite);
+  Task awaitExternal(CollectiveOp& op);
+  Task prepare();
+  bool mayShareMemory() const;
+  uint64_t nextNumber();
+
+  const GroupOptions& options_;
+  Mailbox& mailbox_;
+  Membership& membership_;
+  Agreement& agreement_;
+  GroupRecord& record_;
+
+  bool isPrepared_ = false;
+  std::unique_ptr<Arena> arena_;
+  std::atomic<uint64_t> begun_{0};
+};
+
+}  // namespace mycoll

@@ -1,0 +1,200 @@
+#include "transport/dial.h"
+
+#include <cassert>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "base/log.h"
+#include "transport/mailbox.h"
+#include "transport/shm/link.h"
+#include "transport/tcp/address.h"
+#include "transport/tcp/link.h"
+
+namespace mycoll {
+namespace {
+
+constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
+// After a peer has said that it has not made the group yet, which it says after a while (see
+// doorkeeper.cpp); or after it has hung up without a word, which it does when there are too many at
+// a time.
+constexpr auto kConnectAgain = std::chrono::milliseconds(100);
+constexpr int kMaxHangUps = 50;
+
+[[maybe_unused]] bool isLegal(Dial::State from, Dial::State to) {
+  switch (from) {
+    case Dial::State::kTrying:
+      return to == Dial::State::kMade || to == Dial::State::kFailed || to == Dial::State::kWaiting;
+    case Dial::State::kWaiting: return to == Dial::State::kTrying || to == Dial::State::kNobody;
+    case Dial::State::kMade:
+    case Dial::State::kFailed:
+    case Dial::State::kNobody: break;
+  }
+  return false;
+}
+
+}  // namespace
+
+void Dial::moveTo(State next) {
+  assert(isLegal(state_, next));
+  state_ = next;
+}
+
+// Not kNobody at once: the caller may have something to send, which ends with the next attempt.
+Dial::Dial(Local& local, const PeerAddress& peer) : local_(local), peer_(peer) {
+  if (!begin()) nextAttempt_ = Deadline::after(std::chrono::milliseconds(0));
+}
+
+// The oldest group that both are in vouches, whichever needs the connection: the other side has
+// made it long ago, while it may be late with a new one. If not even that, the next one is asked
+// about: it may have been made while the oldest cannot be. False: there is none.
+bool Dial::begin() {
+  const std::vector<Mailbox*> common = local_.groups.commonWith(peer_.uid);
+  if (common.empty()) return false;
+  const Mailbox& mailbox = *common[notYet_ % common.size()];
+  const GroupAddress& group = mailbox.group();
+  voucher_ = {group.context, group.secret, group.rank, mailbox.presentRank(peer_.uid)};
+  standing_ = Standing::kMember;
+  moveTo(State::kTrying);
+  task_ = attempt();
+  task_.resume();
+  return true;
+}
+
+void Dial::goOn() {
+  if (state_ != State::kTrying) return;
+  Condition* condition = task_.waitingFor();
+  if (!task_.finished() && condition && condition->ready()) task_.resume();
+  if (task_.finished()) finish();
+}
+
+void Dial::finish() {
+  const bool isMade = task_.result().ok();
+  task_.reset();
+  if (standing_ != Standing::kMember) {
+    const bool isLater = standing_ == Standing::kNotYet;
+    notYet_ += isLater;
+    nextAttempt_ = Deadline::after(isLater ? kConnectAgain : std::chrono::milliseconds(0));
+    return moveTo(State::kWaiting);
+  }
+  moveTo(isMade ? State::kMade : State::kFailed);
+}
+
+void Dial::again() {
+  Mailbox* left = standing_ == Standing::kGone
+                      ? local_.groups.find(voucher_.context, voucher_.source)
+                      : nullptr;
+  if (left) left->owner().onLeft(voucher_.destination);
+  if (!begin()) moveTo(State::kNobody);
+}
+
+// In the middle of the handshake. After shared memory TCP is next, which asks again.
+Status Dial::hungUp(bool isShm) {
+  if (!isShm && ++hangUps_ <= kMaxHangUps) standing_ = Standing::kNotYet;
+  return Status(Code::kNetwork, "did not answer the handshake");
+}
+
+Task Dial::attempt() {
+  std::string reasons;
+  bool isGone = true;  // nobody listens where it did
+  if (local_.isOnThisHost(peer_)) {
+    Fd socket;
+    Status status = connectUnix(peer_.uid, &socket);
+    if (status.ok()) {
+      status = co_await shakeHands(std::move(socket), true);
+      if (status.ok() || standing_ != Standing::kMember) co_return status;
+    }
+    isGone = status.code() == Code::kPeerLost;
+    reasons = status.message();
+    MYCOLL_LOG_WARN("no shared memory with %s: %s", peer_.describe().c_str(), reasons.c_str());
+  }
+  for (const TcpAddress& entry : peer_.tcp) {
+    Fd socket;
+    Status status = startConnect(entry.address, entry.port, &socket);
+    if (status.ok()) {
+      (void)local_.sleeper.watch(socket.get());
+      Connected connected(socket.get(), Deadline::after(kConnectTime));
+      co_await connected;
+      if (connected.hasFailed()) {
+        status = connectFailure(entry.address, entry.port, connected.error());
+      } else {
+        tuneSocket(socket.get(), local_.options.networkSeconds);
+        status = co_await shakeHands(std::move(socket), false);
+        if (status.ok() || standing_ != Standing::kMember) co_return status;
+      }
+    }
+    isGone &= status.code() == Code::kPeerLost;
+    reasons += (reasons.empty() ? "" : "; ") + status.message();
+  }
+  if (isGone && !reasons.empty()) {
+    loss_ = {LossReason::kNotListening, reasons};
+    co_return Status(Code::kPeerLost, reasons);
+  }
+  loss_ = {LossReason::kUnreachable, reasons.empty() ? "it has no address in common" : reasons};
+  co_return Status(Code::kNetwork, reasons);
+}
+
+Task Dial::shakeHands(Fd socket, bool isShm) {
+  const HandshakeGroup group = voucher_;
+  // The other side may be stopped, and go on: its end would end the connection.
+  const Deadline deadline = Deadline::never();
+  const int fd = socket.get();
+  if (isShm) (void)local_.sleeper.watch(fd);
+  Hello hello;
+  hello.isShm = isShm;
+  hello.context = group.context;
+  hello.source = group.source;
+  hello.destination = group.destination;
+  std::memcpy(hello.sourceUid, local_.address.uid.data(), sizeof(hello.sourceUid));
+  std::memcpy(hello.destinationUid, peer_.uid.data(), sizeof(hello.destinationUid));
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(hello.nonce, sizeof(hello.nonce)));
+  WriteExactly sendHello(fd, &hello, sizeof(hello), deadline);
+  co_await sendHello;
+  Challenge challenge;
+  ReadExactly readChallenge(fd, &challenge, sizeof(challenge), deadline);
+  co_await readChallenge;
+  if (sendHello.hasFailed() || readChallenge.hasFailed()) co_return hungUp(isShm);
+  if (challenge.standing == Standing::kNotYet || challenge.standing == Standing::kGone) {
+    standing_ = challenge.standing;
+    co_return Status(Code::kNetwork, "refused");  // seen by nobody: another attempt follows
+  }
+  Digest expected = acceptorProof(group.secret, hello, challenge.nonce);
+  if (!constantTimeEqual(expected, challenge.mac)) {
+    co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
+  }
+  Proof proof;
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(proof.cookie, sizeof(proof.cookie)));
+  proof.mac = connectorProof(group.secret, hello, challenge.nonce, proof.cookie);
+  std::shared_ptr<Segment> segment;
+  if (isShm) {
+    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &segment));
+    auto* ring = reinterpret_cast<RingHeader*>(segment->data());
+    std::memcpy(ring->cookie, proof.cookie, sizeof(ring->cookie));
+    // A fresh socket has room for so few bytes: this never fails for want of it.
+    if (!sendDescriptor(fd, segment->fd(), reinterpret_cast<const char*>(&proof), sizeof(proof))) {
+      co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
+    }
+    segment->closeFd();
+  } else {
+    WriteExactly sendProof(fd, &proof, sizeof(proof), deadline);
+    co_await sendProof;
+  }
+  Verdict verdict;
+  ReadExactly readVerdict(fd, &verdict, sizeof(verdict), deadline);
+  co_await readVerdict;
+  if (readVerdict.hasFailed()) co_return hungUp(isShm);
+  if (!verdict.isAccepted) {
+    co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
+  }
+  if (isShm) {
+    sender_ =
+        std::make_unique<ShmSender>(std::move(segment), std::move(socket), local_.bellOf(peer_));
+  } else {
+    sender_ = std::make_unique<TcpSender>(std::move(socket));
+  }
+  if (local_.options.tap) sender_ = local_.options.tap->tap(std::move(sender_));
+  isShm_ = isShm;
+  co_return Status();
+}
+
+}  // namespace mycoll

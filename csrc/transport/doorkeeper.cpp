@@ -1,0 +1,240 @@
+#include "transport/doorkeeper.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/log.h"
+#include "transport/handshake.h"
+#include "transport/mailbox.h"
+#include "transport/shm/link.h"
+#include "transport/tcp/address.h"
+#include "transport/tcp/link.h"
+
+namespace mycoll {
+namespace {
+
+// A stranger may hold a socket of ours for so long, and so many of them may. Of those that know our
+// name: a large job's, all of which may come before we have made the group.
+constexpr auto kStrangerTime = std::chrono::milliseconds(5'000);
+constexpr size_t kMaxStrangers = 64;
+constexpr size_t kMaxNamed = 4096;
+constexpr auto kAcceptAgain = std::chrono::milliseconds(100);
+
+// The group that a stranger names may be made on this side only in a moment: it saw our address
+// before we saw all of theirs. Or it was here, and has been left.
+class GroupIsKnown final : public Condition {
+ public:
+  GroupIsKnown(const GroupTable& groups, uint64_t context, int rank, Deadline deadline)
+      : groups_(groups), context_(context), rank_(rank), deadline_(deadline) {}
+  bool ready() override {
+    return groups_.standing(context_, rank_) != Standing::kNotYet || deadline_.expired();
+  }
+
+ private:
+  const GroupTable& groups_;
+  const uint64_t context_;
+  const int rank_;
+  const Deadline deadline_;
+};
+
+}  // namespace
+
+// A connection that has not proved anything yet.
+struct Doorkeeper::Visitor {
+  Fd socket;
+  bool isUnix = false;
+  Deadline deadline;
+  bool hasNews = true;   // its socket has something to be looked at
+  bool namesUs = false;  // it knows this process's uid, as members do; strangers do not
+  Task task;
+  Entrant entrant;  // what the handshake ends with; without a receiver when it failed
+};
+
+Doorkeeper::Doorkeeper(Local& local, MayEnter mayEnter, Enter enter)
+    : local_(local), mayEnter_(std::move(mayEnter)), enter_(std::move(enter)) {}
+
+Doorkeeper::~Doorkeeper() = default;
+
+Status Doorkeeper::listen() {
+  const MeshOptions& options = local_.options;
+  if (options.transport != TransportChoice::kTcp) {
+    MYCOLL_RETURN_IF_ERROR(listenUnix(local_.address.uid, &unixListener_));
+    MYCOLL_RETURN_IF_ERROR(local_.sleeper.watch(unixListener_.get()));
+  }
+  if (options.transport == TransportChoice::kShm) return Status();
+  std::vector<InterfaceAddress> chosen;
+  MYCOLL_RETURN_IF_ERROR(chooseInterface(options.interfaces, options.storeHost, &chosen));
+  Status failure;
+  for (const InterfaceAddress& entry : chosen) {
+    Fd listener;
+    int port = 0;
+    Status status = listenOn(entry, &listener, &port);
+    if (!status.ok()) {
+      failure = status;
+      continue;
+    }
+    MYCOLL_RETURN_IF_ERROR(local_.sleeper.watch(listener.get()));
+    tcpListeners_.push_back(std::move(listener));
+    local_.address.tcp.push_back({entry.address, port});
+    MYCOLL_LOG_INFO("listening on %s port %d (%s)", entry.address.c_str(), port,
+                    entry.interfaceName.c_str());
+  }
+  return tcpListeners_.empty() ? failure : Status();
+}
+
+bool Doorkeeper::onEvent(int fd) {
+  if (fd == unixListener_.get()) return acceptFrom(fd, true), true;
+  for (Fd& listener : tcpListeners_) {
+    if (fd == listener.get()) return acceptFrom(fd, false), true;
+  }
+  for (auto& visitor : visitors_) {
+    if (visitor->socket.get() == fd) return visitor->hasNews = true;
+  }
+  return false;
+}
+
+// Those that do not know a name of ours make room, the oldest first: however many strangers there
+// are, a member that comes among them finds a place. False: there is no such stranger.
+bool Doorkeeper::dropStranger() {
+  auto found = std::find_if(visitors_.begin(), visitors_.end(),
+                            [](const auto& visitor) { return !visitor->namesUs; });
+  if (found == visitors_.end()) return false;
+  visitors_.erase(found);
+  return true;
+}
+
+void Doorkeeper::acceptFrom(int listener, bool isUnix) {
+  for (;;) {
+    const size_t named = std::count_if(visitors_.begin(), visitors_.end(),
+                                       [](const auto& visitor) { return visitor->namesUs; });
+    const bool isFull = named >= kMaxNamed;
+    Fd socket;
+    if (!isFull) socket = Fd(accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket.isOpen()) {
+      if (!isFull) {
+        if (errno == EAGAIN) return;
+        if (errno == EINTR || errno == ECONNABORTED || errno == EPROTO) continue;
+        if (errno == EMFILE && dropStranger()) continue;
+      }
+      MYCOLL_LOG_WARN("a connection has to wait: %s", isFull ? "too many" : strerror(errno));
+      acceptAgain_ = Deadline::after(kAcceptAgain);  // the kernel keeps it until then
+      return;
+    }
+    socket.keepFromChildren();
+    if (visitors_.size() - named >= kMaxStrangers) dropStranger();
+    if (isUnix && !isSameUser(socket.get())) continue;  // closes it
+    if (!isUnix) tuneSocket(socket.get(), local_.options.networkSeconds);
+    auto visitor = std::make_unique<Visitor>();
+    visitor->socket = std::move(socket);
+    visitor->isUnix = isUnix;
+    visitor->deadline = Deadline::after(kStrangerTime);
+    if (!local_.sleeper.watch(visitor->socket.get()).ok()) continue;  // we would never hear of it
+    visitor->task = answer(visitor.get());
+    visitor->task.resume();
+    visitors_.push_back(std::move(visitor));
+  }
+}
+
+void Doorkeeper::acceptAll() {
+  acceptAgain_ = Deadline::never();
+  if (unixListener_.isOpen()) acceptFrom(unixListener_.get(), true);
+  for (Fd& listener : tcpListeners_) acceptFrom(listener.get(), false);
+}
+
+Task Doorkeeper::answer(Visitor* visitor) {
+  const int fd = visitor->socket.get();
+  Deadline deadline = visitor->deadline;
+  const Status refused(Code::kNetwork, "refused");
+  Hello hello;
+  ReadExactly readHello(fd, &hello, sizeof(hello), deadline);
+  co_await readHello;
+  if (readHello.hasFailed() || hello.magic != kHandshakeMagic ||
+      hello.version != kHandshakeVersion || (hello.isShm != 0) != visitor->isUnix ||
+      std::memcmp(hello.destinationUid, local_.address.uid.data(), sizeof(hello.destinationUid)) !=
+          0) {
+    co_return refused;
+  }
+  visitor->namesUs = true;
+  GroupIsKnown known(local_.groups, hello.context, hello.destination, deadline);
+  co_await known;
+  const Mailbox* mailbox = local_.groups.find(hello.context, hello.destination);
+  if (!mailbox) {
+    Challenge answer{};
+    answer.standing = local_.groups.standing(hello.context, hello.destination);
+    WriteExactly sendAnswer(fd, &answer, sizeof(answer), deadline);
+    co_await sendAnswer;
+    co_return refused;
+  }
+  deadline = visitor->deadline = Deadline::after(kStrangerTime);  // it has waited for us
+  const std::string sourceUid(hello.sourceUid, sizeof(hello.sourceUid));
+  if (hello.source < 0 || hello.source >= mailbox->ranks() ||
+      mailbox->group().peers[hello.source].uid != sourceUid) {
+    co_return refused;
+  }
+  const std::string secret = mailbox->group().secret;
+  const PeerAddress peer = mailbox->group().peers[hello.source];
+  Challenge challenge;
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
+  challenge.mac = acceptorProof(secret, hello, challenge.nonce);
+  WriteExactly sendChallenge(fd, &challenge, sizeof(challenge), deadline);
+  co_await sendChallenge;
+  Proof proof;
+  Fd memory;
+  ReadExactly readProof(fd, &proof, sizeof(proof), deadline, hello.isShm ? &memory : nullptr);
+  co_await readProof;
+  if (sendChallenge.hasFailed() || readProof.hasFailed()) co_return refused;
+  Digest expected = connectorProof(secret, hello, challenge.nonce, proof.cookie);
+  if (!constantTimeEqual(expected, proof.mac)) {
+    MYCOLL_LOG_WARN("refused a connection that claims to be rank %d", hello.source);
+    co_return refused;
+  }
+  Verdict verdict;
+  verdict.isAccepted = 1;
+  std::shared_ptr<Segment> segment;
+  if (hello.isShm) {
+    verdict.isAccepted = memory.isOpen() &&
+                         Segment::adopt(std::move(memory), kRingSegmentBytes, &segment).ok() &&
+                         std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie,
+                                     proof.cookie, sizeof(proof.cookie)) == 0;
+  }
+  if (!mayEnter_(sourceUid)) co_return refused;
+  WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
+  co_await sendVerdict;
+  if (sendVerdict.hasFailed() || !verdict.isAccepted) co_return refused;
+  std::unique_ptr<LinkReceiver> receiver;
+  if (hello.isShm) {
+    receiver = std::make_unique<ShmReceiver>(std::move(segment), std::move(visitor->socket),
+                                             local_.bellOf(peer), local_.options.distance);
+  } else {
+    receiver = std::make_unique<TcpReceiver>(std::move(visitor->socket));
+  }
+  if (local_.options.tap) receiver = local_.options.tap->tap(std::move(receiver));
+  visitor->entrant = {peer, std::move(receiver), hello.isShm != 0};
+  co_return Status();
+}
+
+void Doorkeeper::goOn() {
+  const auto now = Deadline::Clock::now();
+  if (acceptAgain_.when() <= now) acceptAll();
+  for (size_t i = 0; i < visitors_.size();) {
+    Visitor& visitor = *visitors_[i];
+    // Those that say nothing cost no system call: a job goes on at its pace among many of them.
+    if (visitor.hasNews || visitor.namesUs || visitor.deadline.when() <= now) {
+      visitor.hasNews = false;
+      Condition* condition = visitor.task.waitingFor();
+      if (!visitor.task.finished() && condition && condition->ready()) visitor.task.resume();
+    }
+    if (!visitor.task.finished()) {
+      ++i;
+      continue;
+    }
+    Entrant entrant = std::move(visitor.entrant);
+    visitors_.erase(visitors_.begin() + static_cast<ptrdiff_t>(i));
+    if (entrant.receiver) enter_(std::move(entrant));
+  }
+}
+
+}  // namespace mycoll

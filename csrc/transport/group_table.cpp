@@ -1,0 +1,103 @@
+#include "transport/group_table.h"
+
+#include "transport/mailbox.h"
+
+namespace mycoll {
+namespace {
+
+constexpr size_t kMaxEarlyFrames = 4096;
+constexpr size_t kMaxEarlyBytes = 64 * 1024 * 1024;
+
+}  // namespace
+
+std::vector<std::string> GroupTable::add(Mailbox* mailbox) {
+  const GroupAddress& group = mailbox->group();
+  mailboxes_[{group.context, group.rank}] = mailbox;
+  byAge_.push_back(mailbox);
+  std::vector<std::string> added;
+  for (const PeerAddress& peer : group.peers) {
+    if (memberships_[peer.uid]++ == 0) added.push_back(peer.uid);
+  }
+  return added;
+}
+
+std::vector<std::string> GroupTable::remove(Mailbox* mailbox) {
+  const GroupAddress& group = mailbox->group();
+  const Key key{group.context, group.rank};
+  mailboxes_.erase(key);
+  std::erase(byAge_, mailbox);
+  closed_.insert(key);
+  // A peer that makes its groups anew comes under another uid each time.
+  std::vector<std::string> removed;
+  for (const PeerAddress& peer : group.peers) {
+    const auto membership = memberships_.find(peer.uid);
+    if (--membership->second > 0) continue;
+    memberships_.erase(membership);
+    removed.push_back(peer.uid);
+  }
+  return removed;
+}
+
+Mailbox* GroupTable::find(uint64_t context, int rank) const {
+  const auto found = mailboxes_.find({context, rank});
+  return found == mailboxes_.end() ? nullptr : found->second;
+}
+
+Standing GroupTable::standing(uint64_t context, int rank) const {
+  if (mailboxes_.count({context, rank})) return Standing::kMember;
+  return closed_.count({context, rank}) ? Standing::kGone : Standing::kNotYet;
+}
+
+std::vector<Mailbox*> GroupTable::commonWith(const std::string& uid) const {
+  std::vector<Mailbox*> common;
+  for (Mailbox* mailbox : byAge_) {
+    if (mailbox->presentRank(uid) >= 0) common.push_back(mailbox);
+  }
+  return common;
+}
+
+std::vector<Mailbox*> GroupTable::all() const {
+  std::vector<Mailbox*> mailboxes;
+  for (const auto& [key, mailbox] : mailboxes_) mailboxes.push_back(mailbox);
+  return mailboxes;
+}
+
+bool GroupTable::makeRoom(uint64_t context, int rank, size_t bytes) {
+  const Key group{context, rank};
+  while (early_.size() >= kMaxEarlyFrames || earlyBytes_ + bytes > kMaxEarlyBytes) {
+    const FrameHeader& oldest = early_.front().header;
+    const Key victim{oldest.context, oldest.destination};
+    // Nobody makes so many groups at a time: those of long ago.
+    if (overflown_.size() >= kMaxEarlyFrames) overflown_.erase(overflown_.begin());
+    overflown_.insert(victim);
+    if (victim == group) return false;
+    std::erase_if(early_, [&](const EarlyFrame& frame) {
+      if (Key{frame.header.context, frame.header.destination} != victim) return false;
+      earlyBytes_ -= frame.payload.size();
+      return true;
+    });
+  }
+  return !overflown_.count(group);
+}
+
+void GroupTable::keep(EarlyFrame frame) {
+  earlyBytes_ += frame.payload.size();
+  early_.push_back(std::move(frame));
+}
+
+std::vector<EarlyFrame> GroupTable::takeEarly(uint64_t context, int rank, bool* isComplete) {
+  *isComplete = overflown_.erase({context, rank}) == 0;
+  std::vector<EarlyFrame> all, taken;
+  all.swap(early_);
+  earlyBytes_ = 0;
+  for (EarlyFrame& frame : all) {
+    if (frame.header.context == context && frame.header.destination == rank) {
+      taken.push_back(std::move(frame));
+    } else {
+      keep(std::move(frame));
+    }
+  }
+  return taken;
+}
+
+}  // namespace mycoll

@@ -1,0 +1,66 @@
+// GroupTable: the groups that this process is in, was in, or is about to be in, as the transport
+// knows them: by context and rank. Keeps the frames that come before their group is made, as far as
+// there is room.
+//
+// Thread contract: the mesh's I/O lock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "transport/frame.h"
+#include "transport/handshake.h"
+
+namespace mycoll {
+
+class Mailbox;
+
+// A whole frame that came before its group was made here.
+struct EarlyFrame {
+  std::string uid;  // of the process that sent it
+  FrameHeader header;
+  std::string payload;
+};
+
+class GroupTable {
+ public:
+  // The uids that are in none of the groups any more, or were in none so far.
+  std::vector<std::string> add(Mailbox* mailbox);
+  std::vector<std::string> remove(Mailbox* mailbox);
+
+  Mailbox* find(uint64_t context, int rank) const;
+  // Of the group of this rank here: kNotYet if it was never made.
+  Standing standing(uint64_t context, int rank) const;
+  // Whether this process is in one of the groups.
+  bool names(const std::string& uid) const { return memberships_.count(uid) > 0; }
+  // The groups that both are in, the oldest first.
+  std::vector<Mailbox*> commonWith(const std::string& uid) const;
+  std::vector<Mailbox*> all() const;
+
+  // Whether a frame of so many bytes for a group that is not made yet can be kept: then keep() is
+  // to follow. The group that has waited longest, which is probably never made, gives way.
+  bool makeRoom(uint64_t context, int rank, size_t bytes);
+  void keep(EarlyFrame frame);
+  // Those for this group, in order of arrival. isComplete: there was room for all of them.
+  std::vector<EarlyFrame> takeEarly(uint64_t context, int rank, bool* isComplete);
+
+ private:
+  using Key = std::pair<uint64_t, int>;  // context and rank
+
+  std::map<Key, Mailbox*> mailboxes_;
+  std::vector<Mailbox*> byAge_;                       // the same, the oldest first
+  std::set<Key> closed_;                              // groups that this process has left
+  std::unordered_map<std::string, int> memberships_;  // by uid: in how many of the groups it is
+  std::vector<EarlyFrame> early_;                     // in order of arrival
+  size_t earlyBytes_ = 0;
+  // Groups some of whose frames found no room: they fail when they are made.
+  std::set<Key> overflown_;
+};
+
+}  // namespace mycoll

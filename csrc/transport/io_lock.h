@@ -1,0 +1,29 @@
+// The lock of an endpoint: it guards the connections, and the mailboxes, memberships and agreements
+// of all groups. A process has one endpoint, so one name for it is enough for clang to check who
+// holds it (base/mutex.h), whichever object's function asks.
+//
+// Never held while anything blocks or calls a user's code. Lock order: a group's run lock, its
+// queue lock, this one, then the sleeper's and leaves.
+#pragma once
+
+#include <mutex>
+
+#include "base/mutex.h"
+
+namespace mycoll {
+
+class CAPABILITY("I/O lock") IoRole {};
+inline IoRole ioRole;
+
+class SCOPED_CAPABILITY IoLock {
+ public:
+  explicit IoLock(std::mutex& mutex) ACQUIRE(ioRole) : lock_(mutex) {}
+  ~IoLock() RELEASE() {}
+  IoLock(const IoLock&) = delete;
+  IoLock& operator=(const IoLock&) = delete;
+
+ private:
+  std::lock_guard<std::mutex> lock_;
+};
+
+}  // namespace mycoll

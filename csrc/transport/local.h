@@ -1,0 +1,56 @@
+// Local: what all connections of this process share: its address, how it sleeps and is woken, the
+// groups that it is in, and what the mesh counts over all of them.
+//
+// Thread contract: the mesh's I/O lock, but for what is const and the parts that lock themselves
+// (Sleeper, Bell, pending).
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "base/env.h"
+#include "base/status.h"
+#include "transport/bell.h"
+#include "transport/group_table.h"
+#include "transport/link.h"
+#include "transport/peer.h"
+#include "transport/sleeper.h"
+
+namespace mycoll {
+
+struct MeshOptions {
+  TransportChoice transport = TransportChoice::kAuto;
+  InterfaceFilter interfaces;
+  std::string storeHost;  // empty: unknown
+  size_t eagerBytes = 64 * 1024;
+  bool isChecked = false;  // what is sent carries checksums
+  DistanceChoice distance = DistanceChoice::kMeasured;
+  int networkSeconds = 10;  // a peer beyond the network that is silent for so long is dead
+  LinkTap* tap = nullptr;   // for tests; outlives the mesh
+
+  static Status fromEnv(MeshOptions* result);
+};
+
+struct Local {
+  explicit Local(MeshOptions chosen) : options(std::move(chosen)) {}
+
+  // Whether shared memory is to be tried with this peer: both sides judge alike.
+  bool isOnThisHost(const PeerAddress& peer) const {
+    return peer.hostIdentity == address.hostIdentity;
+  }
+  Bell bellOf(const PeerAddress& peer) const { return bell.bellOf(peer.uid); }
+
+  const MeshOptions options;
+  PeerAddress address;  // const once the mesh is open
+  Sleeper sleeper;
+  BellSocket bell;
+  GroupTable groups;
+  std::atomic<int> pending{0};  // requests that are posted, connections that are being made
+  int dialing = 0;              // of these, connections
+  int tcpLinks = 0;
+  int asleep = 0;  // threads; while there is one, peers ring
+};
+
+}  // namespace mycoll

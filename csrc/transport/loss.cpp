@@ -1,0 +1,28 @@
+#include "transport/loss.h"
+
+namespace mycoll {
+
+std::string Loss::describe(bool mayHaveLeft) const {
+  switch (reason) {
+    case LossReason::kNone: break;
+    case LossReason::kEnded:
+      return mayHaveLeft ? "has ended (killed, crashed or left while others still need it)"
+                         : "has ended (killed, crashed or left without destroy_process_group)";
+    case LossReason::kClosed:
+    case LossReason::kSilent: return "closed its connection";
+    case LossReason::kClosedInMessage: return "closed its connection in the middle of a message";
+    case LossReason::kNotListening:
+      return "has left the group (destroy_process_group) or ended before anything reached it: its "
+             "process does not listen any more (" +
+             detail + ")";
+    case LossReason::kUnreachable: return "cannot be reached: " + detail;
+    case LossReason::kNotAFrame: return "sent something that is not a mycoll frame";
+    case LossReason::kChanged:
+      return "sent something that has changed on its way (MYCOLL_CHECKSUM): memory or a network "
+             "that fails, or its program wrote to a tensor that was still being sent";
+    case LossReason::kNotItsName: return "sent a message in the name of another rank";
+  }
+  return "is lost";
+}
+
+}  // namespace mycoll

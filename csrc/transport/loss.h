@@ -1,0 +1,30 @@
+// Loss: why a process counts as lost. Programs decide by the reason; the text is for people.
+#pragma once
+
+#include <string>
+
+namespace mycoll {
+
+enum class LossReason {
+  kNone,
+  kEnded,            // its process is no more
+  kClosed,           // its connection has ended
+  kSilent,           // ... as neither the network nor the process gave a sign of life
+  kClosedInMessage,  // ... in the middle of a message
+  kNotListening,     // it could not be connected to: nobody listens where it did
+  kUnreachable,      // ... for another reason
+  kNotAFrame,        // it sent what is no frame
+  kChanged,          // ... or what differs from its checksum
+  kNotItsName,       // ... or a message in the name of another rank
+};
+
+struct Loss {
+  LossReason reason = LossReason::kNone;
+  std::string detail;  // kNotListening, kUnreachable: what was tried, and with what result
+
+  // After "rank 3 (node1:4712)". mayHaveLeft: for all that is known it may have left in good order,
+  // without a connection to say so.
+  std::string describe(bool mayHaveLeft = false) const;
+};
+
+}  // namespace mycoll

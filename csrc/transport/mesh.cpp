@@ -1,0 +1,356 @@
+#include "transport/mesh.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/sha256.h"
+#include "base/topology.h"
+
+namespace mycoll {
+namespace {
+
+constexpr int kFewSockets = 8;
+constexpr int64_t kLookEveryMs = 50;
+
+}  // namespace
+
+Status MeshOptions::fromEnv(MeshOptions* result) {
+  Env env;
+  MYCOLL_RETURN_IF_ERROR(Env::load(&env));
+  result->transport = env.transport;
+  result->interfaces = env.socketInterfaces;
+  result->eagerBytes = env.eagerBytes;
+  result->isChecked = env.checksum;
+  result->distance = env.distance;
+  result->networkSeconds = env.networkSeconds;
+  return Status();
+}
+
+Mesh::Mesh(MeshOptions options)
+    : local_(std::move(options)),
+      doorkeeper_(
+          local_,
+          // What is left to say to a peer was dropped with the last common group. Asked again, we
+          // say that it is gone.
+          [this](const std::string& uid) {
+            const Connection* connection = find(uid);
+            return local_.groups.names(uid) && !(connection && connection->hasReceiver());
+          },
+          [this](Doorkeeper::Entrant entrant) {
+            connectionWith(entrant.peer).enter(std::move(entrant.receiver), entrant.isShm);
+          }),
+      watch_(local_.sleeper) {}
+
+Mesh::~Mesh() = default;
+
+Status Mesh::create(MeshOptions options, std::shared_ptr<Mesh>* result) {
+  auto mesh = std::shared_ptr<Mesh>(new Mesh(std::move(options)));
+  MYCOLL_RETURN_IF_ERROR(mesh->open());
+  *result = std::move(mesh);
+  return Status();
+}
+
+Status Mesh::open() {
+  unsigned char random[16];
+  MYCOLL_RETURN_IF_ERROR(randomBytes(random, sizeof(random)));
+  PeerAddress& address = local_.address;
+  address.uid = toHex(random, sizeof(random));
+  address.pidSpace = pidSpace();
+  address.hostName = hostName();
+  address.pid = processId();
+  address.startTicks = processStartTicks(address.pid);
+  // A process that may use no shared memory is on a host of its own, as far as peers are concerned.
+  address.hostIdentity = local_.options.transport == TransportChoice::kTcp
+                             ? "tcp-only " + address.uid
+                             : hostIdentity();
+  MYCOLL_RETURN_IF_ERROR(local_.sleeper.open(
+      [this](const epoll_event* events, int count) { handleEvents(events, count); }));
+  MYCOLL_RETURN_IF_ERROR(local_.bell.open(address.uid));
+  MYCOLL_RETURN_IF_ERROR(local_.sleeper.watch(local_.bell.fd()));
+  return doorkeeper_.listen();
+}
+
+// ---- events and bytes --------------------------------------------------------------------------
+
+void Mesh::handleEvents(const epoll_event* events, int count) {
+  bool moved;
+  std::vector<Transfer*> finished;
+  {
+    std::lock_guard<std::mutex> lock(io_);
+    for (int i = 0; i < count; ++i) onEvent(events[i]);
+    goOnWithHandshakes();
+    moved = moveBytes();
+    finished.swap(delivered_);
+  }
+  for (Transfer* request : finished) request->deliver();
+  if (moved || !finished.empty()) local_.sleeper.wakeSleepers();
+}
+
+void Mesh::onEvent(const epoll_event& event) {
+  const int fd = event.data.fd;
+  if (fd == local_.bell.fd()) {
+    hasRung_ = true;
+    return local_.bell.drain();
+  }
+  if (doorkeeper_.onEvent(fd)) return;
+  const bool isClosed = event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
+  for (size_t i = 0; i < connections_.size(); ++i) {
+    if (connections_[i]->onEvent(fd, isClosed)) return;
+  }
+  const std::string ended = watch_.endedBy(fd);
+  if (!ended.empty() && watch_.hasEnded(ended, true)) processEnded(ended);
+}
+
+void Mesh::pollEvents() {
+  epoll_event events[Sleeper::kMaxEvents];
+  const int count = epoll_wait(local_.sleeper.epollFd(), events, Sleeper::kMaxEvents, 0);
+  for (int i = 0; i < count; ++i) onEvent(events[i]);
+}
+
+bool Mesh::progress() {
+  bool moved, hasRung;
+  std::vector<Transfer*> finished;
+  {
+    std::unique_lock<std::mutex> lock(io_, std::try_to_lock);
+    if (!lock.owns_lock()) return false;
+    // Rings can be seen. A few sockets are asked one by one, which is one system call less for what
+    // arrives; many by way of epoll, which now and then is also asked for news such as hang-ups.
+    const bool asksEach = local_.tcpLinks > 0 && local_.tcpLinks <= kFewSockets;
+    if (asksEach) {
+      for (auto& connection : connections_) connection->lookAgain();
+    }
+    const uint32_t rarity = asksEach ? 32 : local_.tcpLinks > 0 ? 1 : 1024;
+    const bool shakesHands = local_.dialing > 0 || doorkeeper_.isBusy();
+    if (shakesHands || ++pollCount_ % rarity == 0) pollEvents();
+    if (shakesHands || doorkeeper_.isToLookAgain()) goOnWithHandshakes();
+    moved = moveBytes();
+    hasRung = std::exchange(hasRung_, false);
+    finished.swap(delivered_);
+  }
+  for (Transfer* request : finished) request->deliver();
+  // The bell may have meant a thread that waits for a flag in shared memory.
+  if (moved || hasRung || !finished.empty()) local_.sleeper.wakeSleepers();
+  return moved;
+}
+
+void Mesh::setAsleep(bool asleep) {
+  std::lock_guard<std::mutex> lock(io_);
+  local_.asleep += asleep ? 1 : -1;
+  if (local_.asleep != (asleep ? 1 : 0)) return;
+  for (auto& connection : connections_) connection->setAsleep(asleep);
+}
+
+void Mesh::goOnWithHandshakes() {
+  for (size_t i = 0; i < connections_.size(); ++i) connections_[i]->goOnDialing();
+  doorkeeper_.goOn();
+}
+
+// By index: what comes may be answered, to other processes too, which adds connections.
+bool Mesh::moveBytes() {
+  bool moved = false;
+  for (size_t i = 0; i < connections_.size(); ++i) {
+    if (connections_[i]->maybeReadable()) moved |= connections_[i]->drain();
+  }
+  for (size_t i = 0; i < connections_.size(); ++i) moved |= connections_[i]->flush();
+  for (size_t i = 0; i < connections_.size(); ++i) connections_[i]->readFirstFarewells();
+  if (local_.dialing > 0) dialAgain();
+  loseEnding();
+  return moved;
+}
+
+// ---- connections -------------------------------------------------------------------------------
+
+Connection* Mesh::find(const std::string& uid) const {
+  const auto found = byUid_.find(uid);
+  return found == byUid_.end() ? nullptr : found->second;
+}
+
+Connection& Mesh::connectionWith(const PeerAddress& peer) {
+  Connection*& connection = byUid_[peer.uid];
+  if (!connection) {
+    connections_.push_back(std::make_unique<Connection>(local_, peer));
+    connection = connections_.back().get();
+  }
+  return *connection;
+}
+
+void Mesh::erase(const Connection& connection) {
+  byUid_.erase(connection.peer().uid);
+  std::erase_if(connections_, [&](const auto& each) { return each.get() == &connection; });
+}
+
+Connection& Mesh::linkTo(const PeerAddress& peer) {
+  Connection& connection = connectionWith(peer);
+  if (connection.state() == Connection::State::kIdle) {
+    connection.dial();
+    goOnWithHandshakes();
+  }
+  return connection;
+}
+
+bool Mesh::hasLinkTo(const PeerAddress& peer) const {
+  const Connection* connection = find(peer.uid);
+  return connection && connection->state() != Connection::State::kIdle;
+}
+
+void Mesh::forget(Transfer* request) {
+  for (auto& connection : connections_) connection->forget(request);
+}
+
+bool Mesh::hasQueued(uint64_t context, int rank) const {
+  return std::any_of(connections_.begin(), connections_.end(),
+                     [&](const auto& connection) { return connection->hasQueued(context, rank); });
+}
+
+bool Mesh::sendFd(const std::string& uid, int fd, const std::string& cookie) {
+  Connection* connection = find(uid);
+  return connection && connection->sendFd(fd, cookie);
+}
+
+Fd Mesh::takeFd(const std::string& uid, const std::string& cookie) {
+  Connection* connection = find(uid);
+  return connection ? connection->takeFd(cookie) : Fd();
+}
+
+void Mesh::sendFarewell(const PeerAddress& peer, const Farewell& farewell) {
+  connectionWith(peer).sendFarewell(farewell);
+}
+
+void Mesh::dialAgain() {
+  for (size_t i = 0; i < connections_.size(); ++i) {
+    Connection& connection = *connections_[i];
+    connection.dialAgain();
+    if (!connection.isToNobody()) continue;
+    // The other side has left all groups that both were in.
+    const std::vector<Transfer*> unsent = connection.giveUpDialing();
+    if (!connection.hasReceiver()) erase(connection), --i;
+    for (Transfer* request : unsent) {
+      request->mailbox_->abandon(*request,
+                                 Status(Code::kPeerLost, "the receiving rank has left the group"));
+    }
+  }
+}
+
+// ---- losses ------------------------------------------------------------------------------------
+
+void Mesh::processEnded(const std::string& uid) {
+  const Loss loss{LossReason::kEnded, ""};
+  Connection* connection = find(uid);
+  if (!connection || connection->state() == Connection::State::kLost) {
+    return tellGroups(uid, loss, connection && connection->wasLinked());
+  }
+  connection->end(loss);
+  loseEnding();
+}
+
+void Mesh::loseEnding() {
+  std::vector<std::string> ending;
+  for (const auto& connection : connections_) {
+    if (connection->state() == Connection::State::kEnding) ending.push_back(connection->peer().uid);
+  }
+  for (const std::string& uid : ending) {
+    Connection* connection = find(uid);
+    if (!connection || connection->state() != Connection::State::kEnding) continue;
+    // A killed process closes its connections, too: say what it was.
+    const bool isEnded = watch_.isEnding(uid);
+    if (isEnded) connection->hasEnded();
+    if (connection->hasSaidAll(isEnded)) lose(*connection);
+  }
+}
+
+void Mesh::lose(Connection& connection) {
+  const std::string uid = connection.peer().uid;
+  std::vector<std::pair<Mailbox*, Transfer*>> unsent;
+  for (Transfer* request : connection.lose()) unsent.emplace_back(request->mailbox_, request);
+  const Loss loss = connection.loss();
+  // Groups first, so that the requests below end with the group's story where it has failed. Those
+  // are then gone: whoever waited for one may have dropped it by now.
+  tellGroups(uid, loss, connection.wasLinked());
+  for (const auto& [mailbox, request] : unsent) {
+    if (mailbox->isOpen(request)) {
+      mailbox->abandon(*request, Status(Code::kPeerLost, "the receiving rank " + loss.describe()));
+    }
+  }
+  // Groups that are made with it yet are to hear of the loss; when there are none, nobody asks.
+  if (!local_.groups.names(uid)) erase(connection);
+}
+
+void Mesh::tellGroups(const std::string& uid, const Loss& loss, bool wasLinked) {
+  for (Mailbox* mailbox : local_.groups.all()) mailbox->owner().onPeerLost(uid, loss, wasLinked);
+}
+
+bool Mesh::isVisible(const PeerAddress& peer) {
+  std::lock_guard<std::mutex> lock(io_);
+  return watch_.isVisible(peer.uid);
+}
+
+ProcessLife Mesh::lookAt(const PeerAddress& peer) {
+  return isVisible(peer) ? lookAtProcess(peer.pid, peer.startTicks) : ProcessLife::kGone;
+}
+
+bool Mesh::hasLost(const PeerAddress& peer) {
+  std::lock_guard<std::mutex> lock(io_);
+  const Connection* connection = find(peer.uid);
+  return watch_.isLost(peer.uid) || (connection && connection->state() == Connection::State::kLost);
+}
+
+void Mesh::checkProcesses() {
+  const int64_t now = nowMilliseconds();
+  int64_t last = processesChecked_.load(std::memory_order_relaxed);
+  if (now - last < kLookEveryMs || !processesChecked_.compare_exchange_strong(last, now)) return;
+  std::vector<ProcessWatch::Seen> seen;
+  {
+    std::lock_guard<std::mutex> lock(io_);
+    seen = watch_.living();
+  }
+  bool isAnyLost = false;
+  for (const ProcessWatch::Seen& each : seen) {
+    if (isLiving(lookAtProcess(each.pid, each.startTicks))) continue;
+    std::lock_guard<std::mutex> lock(io_);
+    if (!watch_.hasEnded(each.uid)) continue;
+    isAnyLost = true;
+    processEnded(each.uid);
+  }
+  if (!isAnyLost) return;
+  progress();  // the news leaves at once
+  local_.sleeper.wakeAll();
+}
+
+// ---- groups ------------------------------------------------------------------------------------
+
+void Mesh::addMailbox(Mailbox* mailbox) {
+  const GroupAddress& group = mailbox->group();
+  const std::vector<std::string> added = local_.groups.add(mailbox);
+  for (const PeerAddress& peer : group.peers) {
+    if (std::find(added.begin(), added.end(), peer.uid) == added.end()) continue;
+    watch_.add(peer, isLocal(peer), local_.address);
+  }
+  bool isComplete = true;
+  const std::vector<EarlyFrame> early =
+      local_.groups.takeEarly(group.context, group.rank, &isComplete);
+  if (!isComplete) {
+    mailbox->owner().onBroken(Status(
+        Code::kInternal, "mycoll group '" + group.name + "': rank " + std::to_string(group.rank) +
+                             " received more early messages than it can buffer before it joined "
+                             "the group"));
+  }
+  for (const EarlyFrame& frame : early) {
+    if (Connection::deliver(*mailbox, frame)) continue;
+    if (Connection* connection = find(frame.uid)) connection->breakOff(LossReason::kNotItsName);
+  }
+}
+
+void Mesh::removeMailbox(Mailbox* mailbox) {
+  for (const std::string& uid : local_.groups.remove(mailbox)) {
+    watch_.remove(uid);
+    Connection* connection = find(uid);
+    if (!connection) continue;
+    connection->dropFarewells();
+    const bool isOver = connection->state() == Connection::State::kLost ||
+                        connection->state() == Connection::State::kIdle;
+    if (isOver && !connection->hasReceiver()) erase(*connection);
+  }
+  for (auto& connection : connections_) connection->forget(mailbox);
+}
+
+}  // namespace mycoll

@@ -1,0 +1,108 @@
+// Mesh: which processes this one knows, and its connections with them. All groups of the process
+// share it, so that descriptors grow with the number of peer processes and not with the number of
+// groups. It knows who is where; how a connection is made is the business of Dial and Doorkeeper,
+// what travels on it of Connection, whether a process lives of ProcessWatch, which groups there are
+// of GroupTable.
+//
+// Thread contract: all public functions [any thread] unless marked. One lock, ioMutex(), guards the
+// connections and all mailboxes' matching; it is never held while anything blocks or calls back.
+// Lock order: a group's queue, then the I/O lock, then the sleeper's.
+// Lifetime: groups hold the mesh by shared_ptr; the last one closes it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fd.h"
+#include "base/status.h"
+#include "base/topology.h"
+#include "transport/connection.h"
+#include "transport/doorkeeper.h"
+#include "transport/local.h"
+#include "transport/mailbox.h"
+#include "transport/process_watch.h"
+
+namespace mycoll {
+
+class Mesh {
+ public:
+  static Status create(MeshOptions options, std::shared_ptr<Mesh>* result);
+  ~Mesh();
+
+  const PeerAddress& address() const { return local_.address; }
+  const MeshOptions& options() const { return local_.options; }
+  Sleeper& sleeper() { return local_.sleeper; }
+  Bell bellOf(const PeerAddress& peer) const { return local_.bellOf(peer); }
+  // Whether shared memory is to be tried with this peer: both sides judge alike.
+  bool isLocal(const PeerAddress& peer) const { return local_.isOnThisHost(peer); }
+
+  // Moves what can be moved, without blocking. True if anything did.
+  bool progress();
+  // True while something is queued, posted or being connected.
+  bool hasPending() const { return local_.pending.load(std::memory_order_relaxed) > 0; }
+  // Bracket sleep(): while asleep, peers ring.
+  void setAsleep(bool asleep);
+
+  // What can be seen of a peer's process; kGone too when it never could be seen: it is on another
+  // host, or in another pid namespace.
+  ProcessLife lookAt(const PeerAddress& peer);
+  // Whether it can be seen at all.
+  bool isVisible(const PeerAddress& peer);
+  // Whether it has been lost, by whatever sign.
+  bool hasLost(const PeerAddress& peer);
+  // Looks at all processes, at most every 50 ms: the kernel tells of a death only when it has taken
+  // the process apart, which takes seconds where there is much memory. For threads that wait.
+  void checkProcesses();
+
+  // For Mailbox. [I/O lock] from here on, but for ioMutex().
+  std::mutex& ioMutex() { return io_; }
+  void addMailbox(Mailbox* mailbox);
+  void removeMailbox(Mailbox* mailbox);
+  Connection& linkTo(const PeerAddress& peer);
+  void enqueue(Connection& connection, OutItem item) { connection.enqueue(std::move(item)); }
+  void forget(Transfer* request);  // out of all queues
+  void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
+  void finishDelivered(Transfer* request) { delivered_.push_back(request); }
+  bool hasLinkTo(const PeerAddress& peer) const;
+  // By a connection that there is, or by the first one.
+  void sendFarewell(const PeerAddress& peer, const Farewell& farewell);
+  bool hasQueued(uint64_t context, int rank) const;
+  bool sendFd(const std::string& uid, int fd, const std::string& cookie);
+  Fd takeFd(const std::string& uid, const std::string& cookie);
+
+ private:
+  explicit Mesh(MeshOptions options);
+  Status open();
+  void handleEvents(const epoll_event* events, int count);
+  void onEvent(const epoll_event& event);
+  void pollEvents();
+  void goOnWithHandshakes();
+  bool moveBytes();
+  void dialAgain();
+  Connection* find(const std::string& uid) const;
+  Connection& connectionWith(const PeerAddress& peer);
+  void erase(const Connection& connection);
+  // Now, or as soon as all has come that it had sent: loseEnding() goes on with it.
+  void processEnded(const std::string& uid);
+  void loseEnding();
+  void lose(Connection& connection);
+  void tellGroups(const std::string& uid, const Loss& loss, bool wasLinked);
+
+  Local local_;
+  std::mutex io_;
+  Doorkeeper doorkeeper_;
+  ProcessWatch watch_;
+  std::vector<std::unique_ptr<Connection>> connections_;
+  std::unordered_map<std::string, Connection*> byUid_;  // the same
+  std::vector<Transfer*> delivered_;
+  std::atomic<int64_t> processesChecked_{0};  // when, in ms of the steady clock
+  bool hasRung_ = false;                      // the bell was drained, and nobody woken for it yet
+  uint32_t pollCount_ = 0;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,79 @@
+#include "transport/process_watch.h"
+
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+
+#include "base/topology.h"
+
+namespace mycoll {
+namespace {
+
+// What a process had sent over sockets may arrive after its death; where memory is shared, not. The
+// end of its connection usually says that all has come; this is for when that is late.
+constexpr int64_t kInFlightMs = 500;
+
+}  // namespace
+
+int64_t nowMilliseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+}
+
+// Which transport is used with a peer does not matter here, only whether its pid means something.
+void ProcessWatch::add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self) {
+  if (peer.hostName != self.hostName || peer.uid == self.uid) return;
+  if (!isLiving(lookAtProcess(peer.pid, peer.startTicks))) return;  // of another pid namespace
+  Process& process = processes_[peer.uid];
+  process.pid = peer.pid;
+  process.startTicks = peer.startTicks;
+  process.sharesMemory = sharesMemory;
+#ifdef SYS_pidfd_open
+  process.fd.reset(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+  if (process.fd.isOpen()) (void)sleeper_.watch(process.fd.get());
+#endif
+}
+
+bool ProcessWatch::isEnding(const std::string& uid) const {
+  const auto found = processes_.find(uid);
+  return found != processes_.end() &&
+         !isLiving(lookAtProcess(found->second.pid, found->second.startTicks));
+}
+
+bool ProcessWatch::isLost(const std::string& uid) const {
+  const auto found = processes_.find(uid);
+  return found != processes_.end() && found->second.isLost;
+}
+
+std::string ProcessWatch::endedBy(int fd) const {
+  for (const auto& [uid, process] : processes_) {
+    if (process.fd.get() != fd) continue;
+    pollfd state{fd, POLLIN, 0};
+    return poll(&state, 1, 0) > 0 ? uid : std::string();
+  }
+  return std::string();
+}
+
+bool ProcessWatch::hasEnded(const std::string& uid, bool isKnown) {
+  const auto found = processes_.find(uid);
+  if (found == processes_.end() || found->second.isLost) return false;
+  Process& process = found->second;
+  if (!isKnown && isLiving(lookAtProcess(process.pid, process.startTicks))) return false;
+  if (process.endingSince == 0) process.endingSince = nowMilliseconds();
+  if (!process.sharesMemory && nowMilliseconds() - process.endingSince < kInFlightMs) return false;
+  process.isLost = true;
+  process.fd.reset();  // a process that survives many deaths does not collect their descriptors
+  return true;
+}
+
+std::vector<ProcessWatch::Seen> ProcessWatch::living() const {
+  std::vector<Seen> seen;
+  for (const auto& [uid, process] : processes_) {
+    if (!process.isLost) seen.push_back({uid, process.pid, process.startTicks});
+  }
+  return seen;
+}
+
+}  // namespace mycoll

@@ -87,7 +87,7 @@ class Options:
     nproc: int
     json: str
     plot: str
-    plant_error: int
+    plant_error: bool
 
 
 def parse_size(text: str) -> int:
@@ -232,8 +232,8 @@ def _parser() -> Parser:
     add("--timeout", type=between(0.1, _MOST), default=120.0, metavar="S", help="of a group, in s")
     add("--json", default="", metavar="FILE", help="write every result here, a line each")
     add("--plot", default="", metavar="FILE", help="draw time and bandwidth against size")
-    # For tests: this rank spoils a result, which must be found.
-    add("--plant-error", type=int, default=-1, help=argparse.SUPPRESS)
+    # For tests: every rank spoils its results, which must be found.
+    add("--plant-error", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -4,6 +4,7 @@ What is missing is said at once, with the line to type: compiling takes minutes.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,22 +92,26 @@ def run(command: list[str]) -> None:
         sys.exit(f"mycoll: {Path(command[0]).name} failed; its message stands above.")
 
 
-def announce(ninja: list[str]) -> None:
+def announce(ninja: str, tree: Path) -> None:
     """How long this will take. pip hides what a build prints, so that the terminal gets the line,
     too."""
-    plan = subprocess.run([*ninja, "-n"], capture_output=True, text=True).stdout
-    files = sum("Building CXX" in line for line in plan.splitlines())
+    command = [ninja, "-C", str(tree), "-t", "commands", "_C"]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout
+    objects = re.findall(r" -o (\S+\.o) -c ", lines)
+    files = sum(not (tree / name).exists() for name in objects)
     if not files:
         return
     cores = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
     minutes = max(1, round(files * SECONDS_A_FILE / cores / 60))
-    line = f"mycoll: compiling {files} files for torch {TORCH}, "
-    line += f"about {minutes} min on {cores} cores; `pip install -v` shows each."
-    print(line, file=sys.stderr, flush=True)
+    line = (
+        f"mycoll: compiling {files} files for torch {TORCH}: about {minutes} min on {cores} cores"
+    )
+    hint = "mycoll: `pip install -v` shows each file"
+    print(line, hint, sep="\n", file=sys.stderr, flush=True)
     if not sys.stderr.isatty():
         try:
             with Path("/dev/tty").open("w") as terminal:
-                terminal.write(f"\r\n  {line}\r\n")
+                terminal.write(f"\r\n{line}\r\n{hint}\r\n")
         except OSError:
             pass  # there is none
 
@@ -122,7 +127,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
         run([cmake, "-S", str(ROOT), "-B", str(tree), "-G", "Ninja", *choices])
         build = [ninja, "-C", str(tree), "_C"]
         build += ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
-        announce(build)
+        announce(ninja, tree)
         run(build)
         target = Path(self.get_ext_fullpath("mycoll._C")).parent  # in place when editable
         target.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-import os
 import statistics
 import sys
 import time
@@ -21,13 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mycoll._pipes import is_unread, silence
+from mycoll._terminal import Parser, is_terminal
 
 KIB, MIB = 1 << 10, 1 << 20
 CLASSES = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mycoll demo", description=__doc__)
+    parser = Parser(prog="mycoll demo", description=__doc__)
     parser.add_argument("--backend", default="mycoll", help="train over another backend")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3000, help="training steps")
@@ -203,7 +203,7 @@ def progress(line: str, milestone: bool) -> None:
 
 
 def on_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return is_terminal(sys.stdout)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 from mycoll import _terminal
 from mycoll._registration import NotUsable, native
 from mycoll._version import __version__
-from mycoll.launch import spawn
+from mycoll.launch import SpawnError, spawn
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 MIB = 1 << 20
@@ -341,7 +341,8 @@ def check_transports() -> Iterator[Finding]:
         try:
             reports = spawn(self_test, 2, env=settings, timeout=TEST_SECONDS)
         except Exception as error:
-            yield Finding("self-test", f"{name}: {error}", FAIL, fix)
+            cause = error.cause if isinstance(error, SpawnError) else str(error)
+            yield Finding("self-test", f"{name}: {cause}", FAIL, fix)
             continue
         wrong = sum(number for number, _ in reports)
         used = reports[0][1]

@@ -34,11 +34,13 @@ T = TypeVar("T")
 
 
 class SpawnError(RuntimeError):
-    """A rank of spawn() failed. The message holds its traceback; `rank` is its number."""
+    """A rank of spawn() failed. The message holds its traceback; `rank` is its number, `cause` its
+    exception without the traceback."""
 
-    def __init__(self, message: str, rank: int) -> None:
+    def __init__(self, message: str, rank: int, cause: str = "") -> None:
         super().__init__(message)
         self.rank = rank
+        self.cause = cause
 
 
 def spawn(
@@ -99,6 +101,7 @@ class _Failure:
     text: str
     when: float  # on the clock that all processes of the machine share
     is_consequence: bool  # it reports that another rank is in trouble
+    cause: str  # the text without the traceback
 
 
 @dataclass
@@ -119,7 +122,8 @@ class _Rank:
             kind, content = self.receiver.recv()
         except (EOFError, OSError):
             self.process.join(10)
-            self.failure = _Failure(_last_words(self.process.exitcode), time.monotonic(), False)
+            text = _last_words(self.process.exitcode)
+            self.failure = _Failure(text, time.monotonic(), False, text)
             return
         if kind == "result":
             self.result = content
@@ -159,7 +163,7 @@ def _error(failed: list[_Rank], nprocs: int) -> SpawnError:
     if others:
         numbers = ", ".join(str(number) for number in sorted(each.number for each in others))
         message += f"\n\nAfter it failed: rank {numbers}."
-    return SpawnError(message, first.number)
+    return SpawnError(message, first.number, first.failure.cause)
 
 
 def _last_words(code: int | None) -> str:
@@ -259,7 +263,8 @@ def _run(job: _Job, sender: Connection) -> None:
         when = time.monotonic()
         error.__traceback__ = _below_this_file(error.__traceback__)
         text = "".join(traceback.format_exception(error))
-        sender.send(("failure", (text, when, _is_consequence(error))))
+        cause = "".join(traceback.format_exception_only(error)).strip()
+        sender.send(("failure", (text, when, _is_consequence(error), cause)))
         sender.close()
         # Without goodbye, so that ranks that wait for this one fail rather than wait on.
         sys.stdout.flush()

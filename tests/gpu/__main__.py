@@ -25,9 +25,7 @@ from gpu.page import LEFT_OUT, Result, write_page
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SUITE = ["tests/gpu", *sorted(map(str, ROOT.glob("tests/test_device_*.py")))]
-OPERATIONS = (
-    "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier,ddp,overlap"
-)
+OPERATIONS = "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier,ddp"
 
 _SECONDS_TO_END = 15  # for torchrun and pytest, when they are told to
 

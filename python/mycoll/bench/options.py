@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -87,7 +87,7 @@ class Options:
     nproc: int
     json: str
     plot: str
-    plant_error: int
+    plant_error: bool
 
 
 def parse_size(text: str) -> int:
@@ -196,8 +196,24 @@ def _parser() -> Parser:
     factor = between(1, _MOST)
     add("-f", "--stepfactor", type=factor, default=8, metavar="X", help="between sizes (default 8)")
     count = _at_least(0)
-    add("-n", "--iters", type=count, default=0, metavar="N", help="calls a round (default: 20 ms)")
-    add("-w", "--warmup_iters", type=count, default=-1, metavar="N", help="untimed calls a round")
+    add(
+        "-n",
+        "--iters",
+        dest="iterations",
+        type=count,
+        default=0,
+        metavar="N",
+        help="calls a round (default: 20 ms)",
+    )
+    add(
+        "-w",
+        "--warmup_iters",
+        dest="warmups",
+        type=count,
+        default=-1,
+        metavar="N",
+        help="untimed calls a round",
+    )
     rounds = _at_least(1)
     add("--rounds", type=rounds, default=12, metavar="N", help="turns of each backend (default 12)")
     add(
@@ -229,11 +245,18 @@ def _parser() -> Parser:
         metavar="NAMES",
         help=f"also time MPIs that are installed: {', '.join(PEERS)}",
     )
-    add("--timeout", type=between(0.1, _MOST), default=120.0, metavar="S", help="of a group, in s")
+    add(
+        "--timeout",
+        dest="timeout_seconds",
+        type=between(0.1, _MOST),
+        default=120.0,
+        metavar="S",
+        help="of a group, in s",
+    )
     add("--json", default="", metavar="FILE", help="write every result here, a line each")
     add("--plot", default="", metavar="FILE", help="draw time and bandwidth against size")
-    # For tests: this rank spoils a result, which must be found.
-    add("--plant-error", type=int, default=-1, help=argparse.SUPPRESS)
+    # For tests: every rank spoils its results, which must be found.
+    add("--plant-error", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -267,23 +290,5 @@ def parse_options(argv: Sequence[str]) -> Options:
         sizes = sweep(found.minbytes, found.maxbytes, found.stepfactor)
     except ValueError as cause:
         parser.error(str(cause))
-    return Options(
-        operations=found.operations,
-        backends=backends,
-        sizes=sizes,
-        iterations=found.iters,
-        warmups=found.warmup_iters,
-        rounds=found.rounds,
-        dtypes=found.dtypes,
-        redops=found.redops,
-        hot=found.hot,
-        device=found.device,
-        timeout_seconds=found.timeout,
-        floor=found.floor,
-        limit=found.limit,
-        peers=found.peers,
-        nproc=found.nproc,
-        json=found.json,
-        plot=found.plot,
-        plant_error=found.plant_error,
-    )
+    chosen = {**vars(found), "backends": backends, "sizes": sizes}
+    return Options(**{each.name: chosen[each.name] for each in fields(Options)})

@@ -131,11 +131,10 @@ class Measurement:
         """Prepares and verifies; all ranks agree on whether this contender takes part."""
         error, failed = "", False
         wrong: int | None = None
-        planted = self._world.rank == self._options.plant_error
         try:
             contender.prepare(workload)
             for seed in range(1, _VERIFIED_CALLS + 1):
-                found = contender.verify(seed, planted)
+                found = contender.verify(seed, self._options.plant_error)
                 if found is not None:
                     wrong = found + (wrong or 0)
         except Unsupported as reason:

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/distributed/c10d/control_plane/Handlers.hpp>
 
-#include "observe/metrics.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -12,10 +11,6 @@ void registerControlHandlers() {
   static const bool isDone = [] {
     registerHandler("mycoll_fr_trace_json", [](const Request&, Response& response) {
       response.setContent(TraceFile::contents(true), "application/json");
-      response.setStatus(200);
-    });
-    registerHandler("mycoll_metrics", [](const Request&, Response& response) {
-      response.setContent(Metrics::text(), "text/plain; version=0.0.4");
       response.setStatus(200);
     });
     return true;

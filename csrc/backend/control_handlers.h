@@ -1,6 +1,5 @@
 // What torch's worker server (torch.distributed.debug) can ask this process: POST
 //   /handler/mycoll_fr_trace_json   its last operations, as `mycoll trace` reads them
-//   /handler/mycoll_metrics         its counters, as Prometheus does
 // Thread contract: [any thread]; the handlers run on the server's threads, and take no lock for
 // long.
 #pragma once

@@ -142,21 +142,6 @@ const Variable kVariables[] = {
                                       {"always", CallSites::kAlways}},
                                      &env->callSites);
      }},
-    {"MYCOLL_METRICS_FILE", "",
-     "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
-     "for a percent sign",
-     "Where a process writes its counters now and then, in Prometheus' text format (for the "
-     "textfile "
-     "collector of node_exporter: a name that ends with .prom). Unset: nowhere.",
-     [](std::string_view value, Env* env) {
-       if (!isValidPattern(value)) return false;
-       env->metricsFile = value;
-       return true;
-     }},
-    {"MYCOLL_METRICS_SECONDS", "15", "1 to 86400", "How often MYCOLL_METRICS_FILE is written.",
-     [](std::string_view value, Env* env) {
-       return parseInteger(value, 1, 86400, &env->metricsSeconds);
-     }},
     {"MYCOLL_SECRET_FILE", "", "a path",
      "A file whose content is the secret by which ranks prove to each other that they belong to "
      "the job. Unset: rank 0 makes one up and shares it through the rendezvous store.",

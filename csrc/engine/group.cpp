@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "base/log.h"
-#include "observe/metrics.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -259,7 +258,6 @@ void Group::close(Deadline deadline) {
                "). They are lost: wait() for every operation before destroy_process_group()");
   }
   TraceFile::writeWanted();
-  Metrics::writeNow();
   record_.close();
   if (Arena* arena = sharedArena_.load(std::memory_order_acquire)) arena->leave();
   if (options_.isExternal) watchExternal();

@@ -110,6 +110,7 @@ struct BlackBox::Box {
   std::atomic<uint64_t> job;
   char host[128];
   char version[32];
+  Tally ended[kOpKinds];  // of groups that are gone
 };
 
 namespace {
@@ -172,6 +173,7 @@ void BlackBox::open() {
 }
 
 void BlackBox::describe() {
+  const std::string tallies = std::to_string(kOpKinds * sizeof(Tally) / sizeof(uint64_t)) + "Q";
   const std::string entry = joined(
       {MYCOLL_FIELD(Entry, id), MYCOLL_FIELD(Entry, sequence), MYCOLL_FIELD(Entry, enqueued),
        MYCOLL_FIELD(Entry, started), MYCOLL_FIELD(Entry, ended), MYCOLL_FIELD(Entry, inBytes),
@@ -179,22 +181,33 @@ void BlackBox::describe() {
        MYCOLL_FIELD(Entry, elementBytes), MYCOLL_FIELD(Entry, site), MYCOLL_FIELD(Entry, kind),
        MYCOLL_FIELD(Entry, dtype), MYCOLL_FIELD(Entry, opaqueType), MYCOLL_FIELD(Entry, reduceOp),
        MYCOLL_FIELD(Entry, state), MYCOLL_FIELD(Entry, flags)});
-  const std::string group =
-      joined({MYCOLL_FIELD(GroupState, phase),       MYCOLL_FIELD(GroupState, life),
-              MYCOLL_FIELD(GroupState, capacity),    MYCOLL_FIELD(GroupState, rank),
-              MYCOLL_FIELD(GroupState, ranks),       MYCOLL_FIELD(GroupState, context),
-              MYCOLL_FIELD(GroupState, created),     MYCOLL_FIELD(GroupState, written),
-              MYCOLL_FIELD(GroupState, submitted),   MYCOLL_FIELD(GroupState, finished),
-              MYCOLL_FIELD(GroupState, waitVersion), MYCOLL_FIELD(GroupState, waitCount),
-              MYCOLL_FIELD(GroupState, waitLooked),  MYCOLL_FIELD(GroupState, waitSequence),
-              MYCOLL_FIELD(GroupState, waitRanks),   MYCOLL_FIELD(GroupState, globalRanks),
-              MYCOLL_FIELD(GroupState, name),        MYCOLL_FIELD(GroupState, transport),
-              MYCOLL_FIELD(GroupState, description), MYCOLL_FIELD(GroupState, failure),
-              MYCOLL_FIELD(GroupState, isDescribed)});
-  const std::string box = joined(
-      {MYCOLL_FIELD(Box, pid), MYCOLL_FIELD(Box, rank), MYCOLL_FIELD(Box, startTicks),
-       MYCOLL_FIELD(Box, realtimeOffset), MYCOLL_FIELD(Box, groups), MYCOLL_FIELD(Box, sites),
-       MYCOLL_FIELD(Box, job), MYCOLL_FIELD(Box, host), MYCOLL_FIELD(Box, version)});
+  const std::string group = joined({MYCOLL_FIELD(GroupState, phase),
+                                    MYCOLL_FIELD(GroupState, life),
+                                    MYCOLL_FIELD(GroupState, capacity),
+                                    MYCOLL_FIELD(GroupState, rank),
+                                    MYCOLL_FIELD(GroupState, ranks),
+                                    MYCOLL_FIELD(GroupState, context),
+                                    MYCOLL_FIELD(GroupState, created),
+                                    MYCOLL_FIELD(GroupState, written),
+                                    MYCOLL_FIELD(GroupState, submitted),
+                                    MYCOLL_FIELD(GroupState, finished),
+                                    MYCOLL_FIELD(GroupState, waitVersion),
+                                    MYCOLL_FIELD(GroupState, waitCount),
+                                    MYCOLL_FIELD(GroupState, waitLooked),
+                                    MYCOLL_FIELD(GroupState, waitSequence),
+                                    MYCOLL_FIELD(GroupState, waitRanks),
+                                    MYCOLL_FIELD(GroupState, globalRanks),
+                                    MYCOLL_FIELD(GroupState, name),
+                                    MYCOLL_FIELD(GroupState, transport),
+                                    MYCOLL_FIELD(GroupState, description),
+                                    MYCOLL_FIELD(GroupState, failure),
+                                    MYCOLL_FIELD(GroupState, isDescribed),
+                                    field("tallies", offsetof(GroupState, tallies), tallies)});
+  const std::string box =
+      joined({MYCOLL_FIELD(Box, pid), MYCOLL_FIELD(Box, rank), MYCOLL_FIELD(Box, startTicks),
+              MYCOLL_FIELD(Box, realtimeOffset), MYCOLL_FIELD(Box, groups),
+              MYCOLL_FIELD(Box, sites), MYCOLL_FIELD(Box, job), MYCOLL_FIELD(Box, host),
+              MYCOLL_FIELD(Box, version), field("ended", offsetof(Box, ended), tallies)});
   auto number = [](size_t value) { return std::to_string(value); };
   const std::string text =
       "{\"box\":{\"at\":" + number(kBoxAt) + ",\"fields\":{" + box + "}}" +
@@ -259,8 +272,18 @@ GroupState* BlackBox::take() {
 
 void BlackBox::giveBack(GroupState* area) {
   std::lock_guard<std::mutex> lock(mutex_);
+  for (int kind = 0; kind < kOpKinds; ++kind) {
+    const Tally& from = area->tallies[kind];
+    Tally& to = box_->ended[kind];
+    to.done.fetch_add(get(from.done), std::memory_order_relaxed);
+    to.failed.fetch_add(get(from.failed), std::memory_order_relaxed);
+    to.bytes.fetch_add(get(from.bytes), std::memory_order_relaxed);
+    to.nanos.fetch_add(get(from.nanos), std::memory_order_relaxed);
+  }
   returned_.push_back(area);
 }
+
+Tally& BlackBox::ended(OpKind kind) { return box_->ended[static_cast<int>(kind)]; }
 
 Entry* BlackBox::entriesOf(GroupState* area) const {
   return reinterpret_cast<Entry*>(reinterpret_cast<char*>(area) + stateBytes_);

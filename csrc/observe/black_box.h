@@ -76,7 +76,7 @@ inline bool isOver(const Entry& entry) { return isOver(static_cast<OpState>(get(
 constexpr uint8_t kIsComposite = 1;  // sizes are not known in advance
 constexpr uint8_t kIsOnDevice = 2;
 
-// What a group has done of one kind since it was made.
+// What has been done of one kind of operation.
 struct Tally {
   std::atomic<uint64_t> done;
   std::atomic<uint64_t> failed;
@@ -109,7 +109,7 @@ struct GroupState {
   std::atomic<uint64_t> waitSequence;
   std::atomic<int32_t> waitRanks[kShownWaits];
   std::atomic<int32_t> globalRanks[kShownRanks];  // -1: none; a prefix where there are more
-  Tally tallies[kOpKinds];
+  Tally tallies[kOpKinds];                        // since the group was made
   // Written once, before the phase (or the flag) that tells of them.
   char name[kNameBytes];
   char transport[16];
@@ -124,8 +124,10 @@ class BlackBox {
 
   // An area of zeroed state and entries, free of a former group's.
   GroupState* take();
-  // The group is gone. Its area stays readable until another group needs one.
+  // The group is gone. Its area stays readable until another group needs one; what it counted is
+  // added to what other groups that are gone have counted.
   void giveBack(GroupState* area);
+  Tally& ended(OpKind kind);
   Entry* entriesOf(GroupState* area) const;
   uint32_t capacity() const { return capacity_; }
   // Zero: nothing is recorded.

@@ -84,13 +84,17 @@ void OpRecord::finish(bool isOk, int64_t now) const {
     put(entry_->ended, now);
     put(entry_->state, static_cast<uint8_t>(isOk ? OpState::kDone : OpState::kFailed));
   }
-  if (!group_ || get(group_->life) != life_) return;
-  Tally& tally = group_->tallies[static_cast<int>(kind_)];
+  if (!group_) return;
+  const bool isClosed = get(group_->life) != life_ ||
+                        get(group_->phase) == static_cast<uint32_t>(GroupPhase::kClosed);
+  Tally& tally =
+      isClosed ? BlackBox::process().ended(kind_) : group_->tallies[static_cast<int>(kind_)];
   // Messages end on any thread, so these add; collectives would not need it.
   (isOk ? tally.done : tally.failed).fetch_add(1, std::memory_order_relaxed);
   tally.bytes.fetch_add(bytes_, std::memory_order_relaxed);
   tally.nanos.fetch_add(static_cast<uint64_t>(now - enqueued_), std::memory_order_relaxed);
-  if (kind_ != OpKind::kSend && kind_ != OpKind::kRecv) put(group_->finished, sequence_ + 1);
+  if (isClosed || kind_ == OpKind::kSend || kind_ == OpKind::kRecv) return;
+  put(group_->finished, sequence_ + 1);
 }
 
 GroupRecord::GroupRecord(const GroupIdentity& identity)

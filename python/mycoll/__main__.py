@@ -42,6 +42,10 @@ def run(words: list[str]) -> int:
         from mycoll import trace
 
         return trace.main(words[1:])
+    if words[:1] == ["metrics"]:
+        from mycoll import metrics
+
+        return metrics.main(words[1:])
 
     parser = argparse.ArgumentParser(prog="mycoll", description="A torch.distributed backend.")
     parser.add_argument("--version", action="version", version=f"mycoll {__version__}")
@@ -50,6 +54,7 @@ def run(words: list[str]) -> int:
     verbs.add_parser("status", help="what running ranks are at, and who waits for whom")
     verbs.add_parser("top", help="the same, again and again")
     verbs.add_parser("trace", help="compare what the ranks did last: who did not come, who differs")
+    verbs.add_parser("metrics", help="counters of this host's ranks, for Prometheus")
     verbs.add_parser("bench", help="time collectives; `mycoll bench --help` tells more")
     verbs.add_parser("faults", help="break ranks on purpose, and time the others beside gloo")
     version = verbs.add_parser("version", help="versions of mycoll, torch and Python")

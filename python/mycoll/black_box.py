@@ -77,6 +77,16 @@ class Operation:
 
 
 @dataclass
+class Counts:
+    """Of the operations of one kind."""
+
+    done: int
+    failed: int
+    bytes: int  # the larger of input and output, added up
+    seconds: float  # from call to end, added up
+
+
+@dataclass
 class Group:
     name: str
     description: str
@@ -92,6 +102,7 @@ class Group:
     waits_for: list[int] = field(default_factory=list)  # ranks of the group, as last looked at
     waits_for_more: int = 0  # so many others
     operations: list[Operation] = field(default_factory=list)
+    counts: dict[str, Counts] = field(default_factory=dict)  # by kind
 
     @property
     def title(self) -> str:
@@ -124,6 +135,7 @@ class Process:
     state: str = ""  # as ps shows it: R, S, D, T, t, Z; empty: not known
     taken: float = 0.0  # when this was read
     groups: list[Group] = field(default_factory=list)
+    ended: dict[str, Counts] = field(default_factory=dict)  # by kind: of groups that are gone
 
 
 def find(pids: list[int] | None = None) -> list[Process]:
@@ -220,6 +232,7 @@ def _read_box(path: Path, pid: int) -> Process | None:
         version=box["version"],
         state=_state_of(pid),
         taken=_monotonic() + box["realtimeOffset"] / 1e9,
+        ended=_counts(layout, box["ended"]),
     )
     groups = layout["groups"]
     of_groups, of_entries = _Struct(groups["fields"]), _Struct(layout["entries"]["fields"])
@@ -259,6 +272,7 @@ def _read_group(
         failure=state["failure"],
         submitted=state["submitted"],
         finished=state["finished"],
+        counts=_counts(layout, state["tallies"]),
     )
     if state["waitSequence"] == group.finished < group.submitted and not state["waitVersion"] % 2:
         count = max(0, state["waitCount"])
@@ -277,6 +291,15 @@ def _read_group(
     rows.sort(key=lambda row: row["id"])
     group.operations = [_to_operation(layout, box, data, row) for row in rows]
     return group
+
+
+def _counts(layout: dict[str, Any], tallies: list[int]) -> dict[str, Counts]:
+    found = {}
+    for index, kind in enumerate(layout["operations"]):
+        done, failed, bytes_, nanos = tallies[4 * index : 4 * index + 4]
+        if done or failed:
+            found[kind] = Counts(done, failed, bytes_, nanos / 1e9)
+    return found
 
 
 def _to_operation(

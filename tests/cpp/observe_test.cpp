@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "observe/document.h"
-#include "observe/metrics.h"
 #include "observe/recorder.h"
 #include "observe/trace_file.h"
 #include "test.h"
@@ -85,25 +84,25 @@ TEST(Recorder, whatIsUnderWayIsKept) {
     group.enqueue(allReduce(i), 1000).finish(true, 2000);
   }
   EXPECT_EQ(count(TraceFile::contents(true), "\"state\":\"started\""), size_t{1});
-  const std::string waits = "mycoll_waiting_seconds{rank=\"0\",group=\"kept\",name=\"kept\"} ";
-  EXPECT(contains(Metrics::text(), waits));
-  EXPECT(!contains(Metrics::text(), waits + "0\n"));
   stuck.finish(true, 3000);
   EXPECT(!contains(TraceFile::contents(true), "\"state\":\"started\""));
 }
 
-TEST(Recorder, countsWhatIsNotRemembered) {
-  GroupRecord group({"counts", 86, 0, 2, {}});
+TEST(Recorder, countsWhatIsNotRememberedAndWhatGroupsThatAreGoneDid) {
+  const Tally& ended = BlackBox::process().ended(OpKind::kAllReduce);
+  const uint64_t before = get(ended.done), bytesBefore = get(ended.bytes);
   const uint32_t total = 4 * BlackBox::process().capacity();
   std::vector<OpRecord> records;
-  for (uint32_t i = 0; i < total; ++i) records.push_back(group.enqueue(allReduce(i, 8), 1000));
-  for (const OpRecord& record : records) record.finish(true, 2000);
-  const std::string labels =
-      "{rank=\"0\",group=\"counts\",name=\"counts\",operation=\"all_reduce\"} ";
-  const std::string text = Metrics::text();
-  EXPECT(contains(text, "mycoll_operations_total" + labels + std::to_string(total) + "\n"));
-  EXPECT(
-      contains(text, "mycoll_operation_bytes_total" + labels + std::to_string(8 * total) + "\n"));
+  {
+    GroupRecord group({"counts", 86, 0, 2, {}});
+    for (uint32_t i = 0; i < total; ++i) records.push_back(group.enqueue(allReduce(i, 8), 1000));
+    for (uint32_t i = 1; i < total; ++i) records[i].finish(true, 2000);
+    EXPECT_EQ(get(ended.done), before);
+  }
+  EXPECT_EQ(get(ended.done), before + total - 1);
+  records[0].finish(true, 2000);  // late
+  EXPECT_EQ(get(ended.done), before + total);
+  EXPECT_EQ(get(ended.bytes), bytesBefore + 8 * total);
 }
 
 TEST(Recorder, aClosedGroupWritesNothing) {

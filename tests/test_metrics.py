@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from mycoll import black_box, metrics
@@ -127,27 +125,23 @@ def test_counters_outlive_their_group(fresh) -> None:
     assert values["mycoll_group_failed", "0", ""] == 0
 
 
-def command(*words: str) -> subprocess.Popen[str]:
-    run = [sys.executable, "-m", "mycoll", "metrics", *words]
-    return subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_command(fresh, tmp_path) -> None:
+def test_command(fresh, tmp_path, monkeypatch, capsys) -> None:
     numbers = fresh(2, "shm").run(work)
     path = tmp_path / "mycoll.prom"
-    writer = command("--file", str(path), "--every", "0.2")
-    try:
-        eventually(path.exists)
-        first = path.stat().st_ino
-        eventually(lambda: path.stat().st_ino != first)
-        assert f'rank="1",pid="{numbers[1]}"' in path.read_text()
-    finally:
-        writer.send_signal(signal.SIGINT)
-        assert writer.communicate(timeout=30)[1] == ""
-        assert writer.returncode == 0
-    printed, _ = command().communicate(timeout=60)
-    assert f'rank="0",pid="{numbers[0]}"' in printed
-    for words in (("--every", "1"), ("--file", f"{tmp_path}/none/x.prom")):
-        refused = command(*words)
-        assert "Traceback" not in refused.communicate(timeout=60)[1]
-        assert refused.returncode == 2
+    seen = []
+
+    def pause(seconds: float) -> None:
+        seen.append((seconds, path.read_text()))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(metrics.time, "sleep", pause)
+    assert metrics.main(["--file", str(path), "--every", "15"]) == 0
+    assert [seconds for seconds, _ in seen] == [15, 15]
+    assert all(f'rank="1",pid="{numbers[1]}"' in text for _, text in seen)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert metrics.main([]) == 0
+    assert f'rank="0",pid="{numbers[0]}"' in capsys.readouterr().out
+    assert metrics.main(["--file", f"{tmp_path}/none/x.prom"]) == 2
+    with pytest.raises(SystemExit):
+        metrics.main(["--every", "1"])

@@ -121,12 +121,11 @@ const Variable kVariables[] = {
     {"MYCOLL_TRACE_FILE", "",
      "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
      "for a percent sign; or off",
-     "Where a process writes what it did last when a group fails, for torchfrtrace and "
-     "`mycoll trace`; JSON when the name ends with .json. Unset: TORCH_FR_DUMP_TEMP_FILE followed "
-     "by "
-     "the rank where that is set, else /tmp/mycoll-UID/JOB/rank_%r, of which the latest 10 jobs "
-     "are "
-     "kept.",
+     "Where a process writes what it did last when a group fails: `mycoll trace` shows it, or "
+     "makes "
+     "files for torchfrtrace of it (--export). Unset: TORCH_FR_DUMP_TEMP_FILE followed by the rank "
+     "where that is set, else /tmp/mycoll-UID/JOB/rank_%r, where the latest 10 jobs are kept, and "
+     "up to 100 of the last 24 hours.",
      [](std::string_view value, Env* env) {
        if (!isValidPattern(value)) return false;
        env->traceFile = value;

@@ -303,8 +303,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("unknown_variables", &unknownVariables,
              "MYCOLL_* variables that are set and mean nothing, each with the known name that it "
              "resembles, or ''.");
-  module.def("dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
-             "Writes what this process did last; returns the path. Empty: where failures go.");
+  module.def(
+      "dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
+      "Writes the record of what this process did last; returns the path. Empty: where failures "
+      "go.");
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
              py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
              "The engine's copy that bypasses caches, between two addresses; for benchmarks.");

@@ -57,6 +57,7 @@ Status Communicator::derive(const Communicator& parent, const std::string& suffi
   options.isExternal = isExternal;
   options.timeout = group.timeout();
   addGroup(group.engine(), std::move(options), group.address(), result);
+  (*result)->record().setPart();
   return Status();
 }
 

@@ -33,8 +33,8 @@ int localRanks(const Engine& engine, const GroupAddress& address) {
 Group::Group(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address)
     : options_(std::move(options)),
       engine_(std::move(engine)),
-      record_({options_.name + (options_.isExternal ? ":device" : ""), address.context,
-               options_.rank, options_.ranks, options_.globalRanks}),
+      record_(
+          {options_.name, address.context, options_.rank, options_.ranks, options_.globalRanks}),
       spinPolicy_(choose(localRanks(*engine_, address))),
       crowd_(spinPolicy_.longYields),
       timeout_(options_.timeout.count()),

@@ -27,8 +27,8 @@ constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
 constexpr auto kRootGrace = std::chrono::milliseconds(1000);
 
 std::string traceHint() {
-  const std::string path = TraceFile::wantedPath();
-  return path.empty() ? "" : "\n  Trace: " + path + " (mycoll trace compares those of all ranks)";
+  const std::string command = TraceFile::command();
+  return command.empty() ? "" : "\n  Trace: " + command;
 }
 
 std::string describe(const CollectiveOp& op) {
@@ -208,7 +208,7 @@ void Group::checkHealth() {
   std::vector<int> missing;
   if (op->task.valid() && op->task.waitingFor()) missing = op->task.waitingFor()->missing();
   const auto now = Clock::now();
-  record_.waitsFor(op->sequence(), missing, now.time_since_epoch().count());
+  record_.waitsFor(op->sequence(), missing);
   if (isLate(*op)) return fail(timeoutStatus(*op, missing));
   // An external one is asked about again and again: nothing else tells who is behind.
   const auto asked = op->probed != Clock::time_point{} ? op->probed

@@ -14,11 +14,11 @@ Operation toOperation(const CollectiveOp& op) {
 
 Operation toOperation(const ExternalMessage& message, uint64_t sequence) {
   Operation operation;
-  operation.kind = message.isSend ? OpKind::kSend : OpKind::kRecv;
-  operation.dtype = message.dtype;
-  operation.opaqueType = message.opaqueType;
+  operation.signature.kind = message.isSend ? OpKind::kSend : OpKind::kRecv;
+  operation.signature.dtype = message.dtype;
+  operation.signature.opaqueType = message.opaqueType;
+  operation.signature.bytes = message.bytes;
   operation.peer = message.peer;
-  operation.elementBytes = static_cast<uint32_t>(elementSize(message.dtype));
   operation.sequence = sequence;
   operation.tag = message.tag;
   (message.isSend ? operation.inBytes : operation.outBytes) = message.bytes;

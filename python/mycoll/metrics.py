@@ -6,14 +6,13 @@ processes do nothing for it, and those that hang are seen as well.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mycoll import black_box, status
+from mycoll import _terminal, black_box, status
 from mycoll.black_box import Counts, Group, Process
 
 # Operations of groups that are gone are still counted, so that a sum over groups never falls.
@@ -54,7 +53,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Process, Group], float]], ...] = (
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _terminal.Parser(
         prog="mycoll metrics",
         description="Counters of this user's mycoll processes on this host, in Prometheus' text "
         "format: printed, or written for the textfile collector of node_exporter.",

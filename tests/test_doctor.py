@@ -126,7 +126,7 @@ def test_files_of_variables(tmp_path: Path):
     assert not list(doctor.file_of("MYCOLL_TRACE_FILE", tmp_path / "rank_%r"))
     assert not list(doctor.file_of("MYCOLL_TRACE_FILE", Path("off")))
     assert not list(doctor.file_of("MYCOLL_LOG_FILE", Path("/nonexistent/%h/log")))
-    (finding,) = doctor.file_of("MYCOLL_METRICS_FILE", Path("/nonexistent/x.prom"))
+    (finding,) = doctor.file_of("MYCOLL_LOG_FILE", Path("/nonexistent/x.log"))
     assert finding.fix.startswith("mkdir -p /nonexistent")
     (finding,) = doctor.file_of("MYCOLL_SECRET_FILE", tmp_path / "none")
     assert "cannot be read" in finding.text

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from mycoll import black_box, metrics
+from test_status import during, eventually
 from worlds.worker import Ctx
 
 LINE = re.compile(
-    r'^(\w+)\{rank="(\d+)",group="([^"]*)",name="[^"]+"(?:,operation="(\w+)")?\} (\S+)$'
+    r'^(\w+)\{rank="(\d+)",pid="\d+",group="([^"]+)"(?:,description="[^"]+")?'
+    r'(?:,operation="(\w+)")?\} (\S+)$'
 )
 
 
-def work(ctx: Ctx) -> None:
+def work(ctx: Ctx) -> int:
     for _ in range(10):
         dist.all_reduce(torch.ones(256))
     if ctx.rank == 0:
         dist.send(torch.ones(3), 1)
     if ctx.rank == 1:
         dist.recv(torch.empty(3), 0)
-    time.sleep(2.5)
+    return os.getpid()
 
 
 def stall(ctx: Ctx) -> None:
@@ -31,75 +35,113 @@ def stall(ctx: Ctx) -> None:
     dist.barrier()
 
 
-def read(path: Path) -> dict[tuple[str, str], float]:
+def read(text: str, rank: int) -> dict[tuple[str, str, str], float]:
+    """By name, group and operation."""
     found = {}
-    for line in path.read_text().splitlines():
+    for line in text.splitlines():
         if line.startswith("#"):
             assert re.match(r"^# (HELP|TYPE) mycoll_\w+ \S", line), line
             continue
-        if line.startswith("mycoll_written_timestamp_seconds{rank="):
-            found["mycoll_written_timestamp_seconds", ""] = float(line.split()[1])
-            continue
         match = LINE.match(line)
         assert match, line
-        found[match[1], match[4] or ""] = float(match[5])
-        assert match[3] == "default_pg"
+        if int(match[2]) == rank:
+            key = match[1], match[3], match[4] or ""
+            assert key not in found, line
+            found[key] = float(match[5])
     return found
 
 
-def test_counters(fresh, transport, tmp_path) -> None:
-    env = {"MYCOLL_METRICS_FILE": f"{tmp_path}/mycoll_%r.prom", "MYCOLL_METRICS_SECONDS": "1"}
-    world = fresh(2, transport, env=env)
-    world.run(work)
+def look(numbers: list[int], rank: int = 0) -> dict[tuple[str, str, str], float]:
+    return read(metrics.as_text(black_box.find(numbers)), rank)
+
+
+def test_counters(fresh, transport) -> None:
+    world = fresh(2, transport)
+    numbers = world.run(work)
     for rank, message in ((0, "send"), (1, "recv")):
-        values = read(tmp_path / f"mycoll_{rank}.prom")
-        assert values["mycoll_operations_total", "all_reduce"] == 10
-        assert values["mycoll_operation_bytes_total", "all_reduce"] == 10 * 1024
-        assert 0 < values["mycoll_operation_seconds_total", "all_reduce"] < 60
-        assert values["mycoll_operation_failures_total", "all_reduce"] == 0
-        assert values["mycoll_operation_bytes_total", message] == 12
-        assert values["mycoll_group_failed", ""] == 0
-        assert values["mycoll_waiting_seconds", ""] == 0
-        assert abs(time.time() - values["mycoll_written_timestamp_seconds", ""]) < 60
-    assert not list(tmp_path.glob("*.prom.*"))
+        values = look(numbers, rank)
+        assert values["mycoll_operations_total", "0", "all_reduce"] == 10
+        assert values["mycoll_operation_bytes_total", "0", "all_reduce"] == 10 * 1024
+        assert 0 < values["mycoll_operation_seconds_total", "0", "all_reduce"] < 60
+        assert values["mycoll_operation_failures_total", "0", "all_reduce"] == 0
+        assert values["mycoll_operation_bytes_total", "0", message] == 12
+        assert values["mycoll_group_failed", "0", ""] == 0
+        assert values["mycoll_waiting_seconds", "0", ""] == 0
 
     # Also while nothing moves: that is when somebody looks.
-    from test_status import during, eventually
-
     running = during(world, stall)
-    path = tmp_path / "mycoll_0.prom"
-    eventually(lambda: read(path)["mycoll_waiting_seconds", ""] > 1)
+    eventually(lambda: look(numbers)["mycoll_waiting_seconds", "0", ""] > 1)
     running.result()
 
 
-def twins(ctx: Ctx) -> None:
+def twins(ctx: Ctx) -> int:
     for description in (None, None, "twin", "twin"):
         group = dist.new_group(group_desc=description)
         dist.all_reduce(torch.ones(4), group=group)
-    time.sleep(2.5)
+    return os.getpid()
 
 
-def test_no_series_is_there_twice(fresh, tmp_path) -> None:
-    env = {"MYCOLL_METRICS_FILE": f"{tmp_path}/%r.prom", "MYCOLL_METRICS_SECONDS": "1"}
-    fresh(2, "shm", env=env).run(twins)
-    lines = (tmp_path / "0.prom").read_text().splitlines()
-    series = [line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")]
-    assert len([s for s in series if s.startswith("mycoll_group_failed")]) == 5
-    assert len([s for s in series if 'group="twin"' in s and "group_failed" in s]) == 2
-    assert len(series) == len(set(series))
+def test_no_series_is_there_twice(fresh) -> None:
+    values = look(fresh(2, "shm").run(twins))
+    assert len([name for name, _, _ in values if name == "mycoll_group_failed"]) == 5
 
 
-def failing(ctx: Ctx) -> None:
+def test_a_group_and_its_successor_of_one_name() -> None:
+    group = black_box.Group("0", "", "c1", 0, 2, [0, 1], phase="failed")
+    group.counts = {"barrier": black_box.Counts(2, 1, 0, 1.0)}
+    again = black_box.Group("0", "", "c2", 0, 2, [0, 1])
+    again.counts = {"barrier": black_box.Counts(3, 0, 0, 1.0)}
+    process = black_box.Process(0, 7, "vm", "j", "1", taken=3.0, groups=[group, again])
+    values = read(metrics.as_text([process]), 0)
+    assert values["mycoll_operations_total", "0", "barrier"] == 5
+    assert values["mycoll_group_failed", "0", ""] == 1
+
+
+def failing(ctx: Ctx) -> int:
     ctx.init()
     dist.barrier()
     with ctx.raises(dist.DistBackendError):
         dist.all_reduce(torch.ones(2 + ctx.rank))
+    return os.getpid()
+
+
+def leaving(ctx: Ctx) -> None:
     dist.destroy_process_group()
+    ctx.init("again")
+    dist.barrier()
 
 
-def test_failures_are_counted_to_the_end(fresh, tmp_path) -> None:
-    env = {"MYCOLL_METRICS_FILE": f"{tmp_path}/%r.prom", "MYCOLL_METRICS_SECONDS": "3600"}
-    fresh(2, "shm", init=False, env=env).run(failing)
-    values = read(tmp_path / "0.prom")
-    assert values["mycoll_operation_failures_total", "all_reduce"] == 1
-    assert values["mycoll_group_failed", ""] == 1
+def test_counters_outlive_their_group(fresh) -> None:
+    world = fresh(2, "shm", init=False)
+    numbers = world.run(failing)
+    values = look(numbers)
+    assert values["mycoll_operation_failures_total", "0", "all_reduce"] == 1
+    assert values["mycoll_group_failed", "0", ""] == 1
+    world.run(leaving)
+    values = look(numbers)
+    assert values["mycoll_operation_failures_total", metrics.ENDED, "all_reduce"] == 1
+    assert values["mycoll_operations_total", metrics.ENDED, "barrier"] == 1
+    assert values["mycoll_operations_total", "0", "barrier"] == 1
+    assert values["mycoll_group_failed", "0", ""] == 0
+
+
+def test_command(fresh, tmp_path, monkeypatch, capsys) -> None:
+    numbers = fresh(2, "shm").run(work)
+    path = tmp_path / "mycoll.prom"
+    seen = []
+
+    def pause(seconds: float) -> None:
+        seen.append((seconds, path.read_text()))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(metrics.time, "sleep", pause)
+    assert metrics.main(["--file", str(path), "--every", "15"]) == 0
+    assert [seconds for seconds, _ in seen] == [15, 15]
+    assert all(f'rank="1",pid="{numbers[1]}"' in text for _, text in seen)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert metrics.main([]) == 0
+    assert f'rank="0",pid="{numbers[0]}"' in capsys.readouterr().out
+    assert metrics.main(["--file", f"{tmp_path}/none/x.prom"]) == 2
+    with pytest.raises(SystemExit):
+        metrics.main(["--every", "1"])

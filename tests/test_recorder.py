@@ -1,9 +1,8 @@
-"""What a process did last: always remembered, written after a failure, read by torch's tools."""
+"""What a process did last: remembered, written after a failure, exported for torch's tools."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mycoll import black_box, trace_file
+from mycoll import black_box, flight_record, trace, trace_file
 from worlds.worker import Ctx
 
 SHORT = 3.0  # seconds; a group's timeout
@@ -56,15 +55,18 @@ def failing(ctx: Ctx, how: str) -> None:
         else:
             dist.all_reduce(torch.ones(1000))
     except dist.DistBackendError as error:
-        assert "Trace: " in str(error), error
+        assert "\n  Trace: mycoll trace /" in str(error), error
 
 
 def load(path: Path) -> dict[str, Any]:
+    """A trace, as it is exported."""
+
     class Plain(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            raise AssertionError(f"the dump names {module}.{name}")
+            raise AssertionError(f"the export names {module}.{name}")
 
-    return Plain(io.BytesIO(path.read_bytes())).load()
+    content = pickle.dumps(flight_record.to_flight_record(black_box.load(path)), protocol=2)
+    return Plain(io.BytesIO(content)).load()
 
 
 def fail(fresh, transport: str, how: str, tmp_path: Path) -> Path:
@@ -84,44 +86,43 @@ def analyse(folder: Path, capsys: pytest.CaptureFixture[str], partial: bool = Fa
     from torch.distributed.flight_recorder.components.builder import build_db
     from torch.distributed.flight_recorder.components.config_manager import JobConfig
 
-    words = [str(folder), "-p", "trace_", *(["--allow-incomplete-ranks"] if partial else [])]
+    exported = folder / "exported"
+    assert trace.main([str(folder), "--export", str(exported)]) in (0, 1)
+    words = [str(exported), "-p", "rank_", *(["--allow-incomplete-ranks"] if partial else [])]
     args: Namespace = JobConfig().parse_args(words)
     details, version = loader.read_dir(args)
     return build_db(details, args, version)
 
 
-def healthy(ctx: Ctx, folder: str) -> list[str]:
+def healthy(ctx: Ctx, folder: str) -> str:
     import mycoll
 
     everything(ctx)
     dist.barrier()
-    return [
-        mycoll.dump_trace(f"{folder}/trace_{ctx.rank}"),
-        mycoll.dump_trace(Path(folder) / f"json_{ctx.rank}.json"),
-    ]
+    return mycoll.dump_trace(Path(folder) / f"trace_{ctx.rank}")
 
 
 def test_dump_on_request(fresh, transport, tmp_path, capsys) -> None:
-    for pickled, as_json in fresh(3, transport).run(healthy, str(tmp_path)):
-        dump = load(Path(pickled))
+    for path in map(Path, fresh(3, transport).run(healthy, str(tmp_path))):
+        dump = load(path)
         assert dump["version"] == "2.10"
         assert dump["pg_config"]["0"]["ranks"] == "[0, 1, 2]"
-        names = [entry["mycoll"]["operation"] for entry in dump["entries"]]
-        assert names.count("all_gather") == 3
-        assert names[-1] == "barrier"
-        assert names[-2] == "all_reduce"
-        assert [e["collective_seq_id"] for e in dump["entries"]] == list(range(len(names)))
-        for entry in dump["entries"] + dump["mycoll_messages"]:
+        numbers = [entry["collective_seq_id"] for entry in dump["entries"]]
+        assert numbers == list(range(len(numbers)))
+        for entry in dump["entries"]:
             assert entry["state"] == "completed"
             moments = ("created", "discovered_started", "discovered_completed")
             created, started, ended = (entry[f"time_{moment}_ns"] for moment in moments)
             assert created <= started <= ended <= time.time_ns()
             assert ended > time.time_ns() - 600 * 10**9
-        assert len(dump["mycoll_messages"]) == 2
-        assert [e["process_group"][0] for e in dump["entries"]] == ["0"] * len(names)
-        assert json.loads(Path(as_json).read_text())["entries"][:-1] == dump["entries"][:-1]
-    for file in tmp_path.glob("json_*"):
-        file.unlink()
+        assert [e["process_group"][0] for e in dump["entries"]] == ["0"] * len(numbers)
+        (group,) = black_box.load(path).groups
+        names = [each.kind for each in group.collectives()]
+        assert len(names) == len(numbers)
+        assert names.count("all_gather") == 3
+        assert names[-1] == "barrier"
+        assert names[-2] == "all_reduce"
+        assert len(group.operations) == len(names) + 2  # messages
     database = analyse(tmp_path, capsys)
     assert all(each.pass_check for each in database.collectives)
     assert len(database.collectives) == len(names)
@@ -147,11 +148,10 @@ def test_survivors_of_a_death(fresh, transport, tmp_path, capsys) -> None:
     fail(fresh, transport, "dead", tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_0", "trace_2"]
     for rank in (0, 2):
-        dump = load(tmp_path / f"trace_{rank}")
-        (group,) = dump["mycoll"]["groups"]
-        assert "rank 1" in group["failure"]
-        assert dump["entries"][-1]["state"] == "started"
-        assert dump["entries"][-1]["mycoll"]["failed"]
+        (group,) = black_box.load(tmp_path / f"trace_{rank}").groups
+        assert "rank 1" in group.failure
+        assert group.operations[-1].state == "failed"
+        assert load(tmp_path / f"trace_{rank}")["entries"][-1]["state"] == "started"
     analyse(tmp_path, capsys, partial=True)
 
 
@@ -239,10 +239,10 @@ def test_each_failure_is_told(fresh, tmp_path) -> None:
     jobs = fresh(2, "shm", init=False, env=env).run(failing_twice)
     assert len({*jobs[0], *jobs[1]}) == 1
     for rank in range(2):
-        trace = load(tmp_path / f"rank_{rank}")
-        last = trace["entries"][-1]["mycoll"]
-        assert (last["operation"], last["failed"]) == ("broadcast", True)
-        assert trace["mycoll"]["job"] == jobs[rank][1]
+        process = black_box.load(tmp_path / f"rank_{rank}")
+        last = process.groups[0].operations[-1]
+        assert (last.kind, last.state) == ("broadcast", "failed")
+        assert process.job == jobs[rank][1]
 
 
 def uneven(ctx: Ctx, folder: str) -> list[tuple[str, str]]:
@@ -258,8 +258,7 @@ def uneven(ctx: Ctx, folder: str) -> list[tuple[str, str]]:
     dist.reduce_scatter(torch.empty(1 + ctx.rank, dtype=torch.float64), parts)
     path = mycoll.dump_trace(f"{folder}/rank_{ctx.rank}")
     in_memory = black_box.read(os.getpid()).groups[0].operations
-    (process,), _ = trace_file.load([Path(path)])
-    in_file = process.groups[0].operations
+    in_file = black_box.load(Path(path)).groups[0].operations
     return [(a.describe(), b.describe()) for a, b in zip(in_memory, in_file)]
 
 
@@ -287,10 +286,10 @@ if os.fork() == 0:
     begin()
     other()
     step()
-    mycoll.dump_trace(sys.argv[1] + "_of_child.json")
+    mycoll.dump_trace(sys.argv[1] + "_of_child")
     os._exit(0)
 os.wait()
-mycoll.dump_trace(sys.argv[1] + ".json")
+mycoll.dump_trace(sys.argv[1])
 dist.destroy_process_group()
 """
 
@@ -306,39 +305,32 @@ def test_call_sites_in_odd_places(tmp_path, folder) -> None:
     run = [sys.executable, str(program), str(out)]
     done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    for suffix, names in ((".json", ["step"]), ("_of_child.json", ["other", "step"])):
-        trace = json.loads(Path(f"{out}{suffix}").read_bytes())
-        frames = [entry["frames"][0] for entry in trace["entries"]]
+    for suffix, names in (("", ["step"]), ("_of_child", ["other", "step"])):
+        frames = [entry["frames"][0] for entry in load(Path(f"{out}{suffix}"))["entries"]]
         assert [each["name"] for each in frames] == names
         assert all(each["filename"].endswith("/train.py") for each in frames)
         assert [each["line"] for each in frames] == [5 if n == "step" else 7 for n in names]
 
 
-def ask(ctx: Ctx, socket_path: str) -> dict[str, Any]:
-    """torch's worker server, as torch.distributed.debug asks it."""
-    import http.client
-    import socket
-
-    from torch._C._distributed_c10d import _WorkerServer
-
-    dist.all_reduce(torch.ones(3))
-    server = _WorkerServer(f"{socket_path}{ctx.rank}")
-    answers = {}
-    for handler in ("mycoll_fr_trace_json", "mycoll_metrics"):
-        connection = http.client.HTTPConnection("localhost")
-        connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.connect(f"{socket_path}{ctx.rank}")
-        connection.request("POST", f"/handler/{handler}")
-        answers[handler] = connection.getresponse().read().decode()
-        connection.close()
-    server.shutdown()
-    return answers
+def failing_often(ctx: Ctx, times: int) -> None:
+    for number in range(times):
+        ctx.init(f"attempt {number}")
+        with ctx.raises(dist.DistBackendError):
+            dist.all_reduce(torch.ones(2 + ctx.rank))
+        dist.destroy_process_group()
 
 
-def test_worker_server(fresh, tmp_path) -> None:
-    for answers in fresh(2, "shm").run(ask, f"{tmp_path}/s"):
-        (entry,) = json.loads(answers["mycoll_fr_trace_json"])["entries"]
-        assert entry["mycoll"]["operation"] == "all_reduce"
-        assert (
-            'group="default_pg",name="0",operation="all_reduce"} 1\n' in answers["mycoll_metrics"]
-        )
+def test_old_folders_are_removed(fresh) -> None:
+    """Those of the last day stay, however many jobs fail after them."""
+    parent = trace_file.default_folder()
+    parent.mkdir(mode=0o700, exist_ok=True)
+    recent, old = parent / ("0" * 15 + "a"), parent / ("0" * 15 + "b")
+    for folder, age in ((recent, 3600), (old, 25 * 3600)):
+        folder.mkdir(exist_ok=True)
+        (folder / "rank_0").touch()
+        os.utime(folder, (time.time() - age, time.time() - age))
+    fresh(2, "shm", init=False, env={"MYCOLL_TRACE_FILE": ""}).run(failing_often, 11)
+    assert recent.exists()
+    assert not old.exists()
+    (recent / "rank_0").unlink()
+    recent.rmdir()

@@ -138,7 +138,7 @@ def groups(ctx: Ctx) -> int:
 
 def test_groups_come_and_go(fresh) -> None:
     found = black_box.find(fresh(3, "shm").run(groups))
-    assert [[group.title for group in each.groups] for each in found] == [
+    assert [[group.description for group in each.groups] for each in found] == [
         ["default_pg", "a pair"],
         ["default_pg", "a pair"],
         ["default_pg"],
@@ -234,3 +234,26 @@ def test_nobody_there(capsys) -> None:
     assert "no such mycoll process" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         status.main(["--watch", "inf"])
+
+
+def test_the_table_fits_80_columns(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stuck = seen(0, "aaaa", "c1", submitted=5, finished=4, waits_for=[1], waits_for_more=3)
+    stuck.groups[0].operations = [waiting()]
+    stuck.groups[0].operations[0].site = "a_program_with_a_long_name.py:4711 in a_step_of_training"
+    failed = seen(1, "aaaa", "c1", phase="failed", failure="[Rank 1]: " + "something " * 40)
+    failed.state = "t"
+    unused = [black_box.Group(str(n), "", f"d{n}", 1, 2, [0, 1]) for n in range(40)]
+    failed.groups += unused
+    table = status.as_text([stuck, failed])
+    assert max(map(len, table.splitlines())) <= 80, table
+    assert "in a debugger" in table
+    assert table.count("groups without calls: 0, 1, 2, ") == 1
+    assert "at a_program_with_a_long_name.py:4711" in table
+
+
+def test_bad_arguments_come_before_the_usage(capsys) -> None:
+    for words in (["--watch", "x"], ["--nonsense"], ["notapid"]):
+        with pytest.raises(SystemExit):
+            status.main(words)
+        assert capsys.readouterr().err.startswith("mycoll status: ")

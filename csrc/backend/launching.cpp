@@ -55,9 +55,9 @@ MycollWork::Ops submit(Communicator& communicator, Request& request, uint32_t si
 
 MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList outputs) {
   if (!isDescribed_.load(std::memory_order_relaxed)) [[unlikely]] {
-    // torch tells it some time after the group was made.
+    // torch tells it some time after the group was made; "undefined" where nobody gave one.
     isDescribed_.store(true, std::memory_order_relaxed);
-    communicator_->record().describe(pg_desc_);
+    if (pg_desc_ != "undefined") communicator_->record().describe(pg_desc_);
   }
   if (isProfiling()) [[unlikely]] {
     return runProfiled(request, outputs);

@@ -14,7 +14,6 @@
 #include "backend/call_site.h"
 #include "backend/callback_order.h"
 #include "backend/callback_pool.h"
-#include "backend/control_handlers.h"
 #include "backend/device/device_group.h"
 #include "backend/device/watchdog.h"
 #include "backend/errors.h"
@@ -83,6 +82,8 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   setLogRank(static_cast<int>(globalRanks.empty() ? rank : globalRanks[static_cast<size_t>(rank)]));
 
   GroupOptions group;
+  // torch's group_name ("0" is the default group): what errors, logs and tools call the group. Its
+  // group_desc ("default_pg") comes later, and is only shown beside the name.
   group.name = groupName;
   group.rank = rank;
   group.ranks = size;
@@ -118,7 +119,6 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
       device_(std::move(device)),
       forkCount_(forkCount.load(std::memory_order_relaxed)) {
   init();
-  registerControlHandlers();
   // torch has changed what becomes of numbers that are too large: the sums follow the torch at
   // hand.
   static const bool saturates = !std::isnan(static_cast<float>(c10::Float8_e4m3fn(1000.0f)));

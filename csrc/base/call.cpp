@@ -14,13 +14,13 @@ uint64_t hashSizes(const std::vector<Span>& spans) {
   return hash;
 }
 
+}  // namespace
+
 uint64_t totalBytes(const std::vector<Span>& spans) {
   uint64_t total = 0;
   for (const Span& span : spans) total += span.bytes;
   return total;
 }
-
-}  // namespace
 
 Signature Call::signature() const {
   Signature result;

@@ -28,6 +28,8 @@ struct Signature {
 };
 static_assert(sizeof(Signature) == 24);
 
+uint64_t totalBytes(const std::vector<Span>& spans);
+
 // What a failure says when two ranks were called differently. me, other: as messages name ranks.
 std::string mismatchText(const std::string& group, const std::string& where, const std::string& me,
                          const Signature& mine, const std::string& other, const Signature& theirs);

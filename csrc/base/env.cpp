@@ -121,12 +121,11 @@ const Variable kVariables[] = {
     {"MYCOLL_TRACE_FILE", "",
      "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
      "for a percent sign; or off",
-     "Where a process writes what it did last when a group fails, for torchfrtrace and "
-     "`mycoll trace`; JSON when the name ends with .json. Unset: TORCH_FR_DUMP_TEMP_FILE followed "
-     "by "
-     "the rank where that is set, else /tmp/mycoll-UID/JOB/rank_%r, of which the latest 10 jobs "
-     "are "
-     "kept.",
+     "Where a process writes what it did last when a group fails: `mycoll trace` shows it, or "
+     "makes "
+     "files for torchfrtrace of it (--export). Unset: TORCH_FR_DUMP_TEMP_FILE followed by the rank "
+     "where that is set, else /tmp/mycoll-UID/JOB/rank_%r, where the latest 10 jobs are kept, and "
+     "up to 100 of the last 24 hours.",
      [](std::string_view value, Env* env) {
        if (!isValidPattern(value)) return false;
        env->traceFile = value;
@@ -141,21 +140,6 @@ const Variable kVariables[] = {
                                       {"waiting", CallSites::kWaiting},
                                       {"always", CallSites::kAlways}},
                                      &env->callSites);
-     }},
-    {"MYCOLL_METRICS_FILE", "",
-     "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
-     "for a percent sign",
-     "Where a process writes its counters now and then, in Prometheus' text format (for the "
-     "textfile "
-     "collector of node_exporter: a name that ends with .prom). Unset: nowhere.",
-     [](std::string_view value, Env* env) {
-       if (!isValidPattern(value)) return false;
-       env->metricsFile = value;
-       return true;
-     }},
-    {"MYCOLL_METRICS_SECONDS", "15", "1 to 86400", "How often MYCOLL_METRICS_FILE is written.",
-     [](std::string_view value, Env* env) {
-       return parseInteger(value, 1, 86400, &env->metricsSeconds);
      }},
     {"MYCOLL_SECRET_FILE", "", "a path",
      "A file whose content is the secret by which ranks prove to each other that they belong to "

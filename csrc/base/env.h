@@ -66,8 +66,6 @@ struct Env {
   size_t traceEntries = 0;  // operations remembered of each group; 0: none
   std::string traceFile;    // as logFile; empty: chosen by observe/trace_file; "off": none
   CallSites callSites = CallSites::kWaiting;
-  std::string metricsFile;  // as logFile; empty: none
-  int metricsSeconds = 15;
   int spinMicros = -1;    // -1: chosen by base/wait
   size_t chunkBytes = 0;  // 0: chosen by engine/prepare
   DistanceChoice distance = DistanceChoice::kMeasured;

@@ -8,7 +8,6 @@
 #include "base/log.h"
 #include "engine/engine.h"
 #include "engine/rendezvous.h"
-#include "observe/metrics.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -40,11 +39,11 @@ Status checkTransport(const Endpoint& endpoint, const GroupAddress& address) {
 
 Operation toOperation(const ExternalMessage& message, uint64_t sequence) {
   Operation operation;
-  operation.kind = message.isSend ? OpKind::kSend : OpKind::kRecv;
-  operation.dtype = message.dtype;
-  operation.opaqueType = message.opaqueType;
+  operation.signature.kind = message.isSend ? OpKind::kSend : OpKind::kRecv;
+  operation.signature.dtype = message.dtype;
+  operation.signature.opaqueType = message.opaqueType;
+  operation.signature.bytes = message.bytes;
   operation.peer = message.peer;
-  operation.elementBytes = static_cast<uint32_t>(elementSize(message.dtype));
   operation.sequence = sequence;
   operation.tag = message.tag;
   (message.isSend ? operation.inBytes : operation.outBytes) = message.bytes;
@@ -105,7 +104,9 @@ std::shared_ptr<Communicator> Communicator::derive(const Communicator& parent,
   GroupAddress address = parent.address();
   address.name = options.name;
   setContext(&address);
-  return add(parent.engine_, std::move(options), std::move(address));
+  std::shared_ptr<Communicator> part = add(parent.engine_, std::move(options), std::move(address));
+  part->record().setPart();
+  return part;
 }
 
 Status Communicator::shrink(const Communicator& parent, const std::string& suffix,
@@ -149,8 +150,8 @@ Communicator::Communicator(GroupOptions options, std::shared_ptr<Engine> engine,
     : options_(std::move(options)),
       engine_(std::move(engine)),
       timeout_(options_.timeout.count()),
-      record_({options_.name + (options_.isExternal ? ":device" : ""), address.context,
-               options_.rank, options_.ranks, options_.globalRanks}),
+      record_(
+          {options_.name, address.context, options_.rank, options_.ranks, options_.globalRanks}),
       mailbox_(engine_->endpoint(), std::move(address), this),
       membership_(mailbox_, record_, options_.isExternal),
       agreement_(mailbox_, membership_),
@@ -188,7 +189,8 @@ OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<vo
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineFor(timeout);
   if (membership_.isOver(runner_.begun())) {
-    const Operation late = Operation::of(op->call, sequence(), op->composite ? kIsComposite : 0);
+    op->setSequence(sequence());
+    const Operation late = op->description();
     return endAtOnce(std::move(op), late);
   }
   const bool isFirst = queue_.push(op);
@@ -351,7 +353,6 @@ void Communicator::close(Deadline deadline, Exit how) {
                "). They are lost: wait() for every operation before destroy_process_group()");
   }
   TraceFile::writeWanted();
-  Metrics::writeNow();
   record_.close();
   if (options_.isExternal) watchExternal();
   const Status destroyed(Code::kAborted, "mycoll group '" + options_.name +

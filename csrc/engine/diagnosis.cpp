@@ -32,8 +32,8 @@ constexpr auto kLeftGrace = Milliseconds(500);
 constexpr auto kRootGrace = Milliseconds(1000);
 
 std::string traceHint() {
-  const std::string path = TraceFile::wantedPath();
-  return path.empty() ? "" : "\n  Trace: " + path + " (mycoll trace compares those of all ranks)";
+  const std::string command = TraceFile::command();
+  return command.empty() ? "" : "\n  Trace: " + command;
 }
 
 // "(call #4)". Of what runs elsewhere with its place in the program: nobody need be there any more.
@@ -178,7 +178,7 @@ void Diagnosis::checkHealth() {
 
 void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   const auto now = Clock::now();
-  record_.waitsFor(op.sequence(), missing, now.time_since_epoch().count());
+  record_.waitsFor(op.sequence(), missing);
   if (isLate(op)) return membership_.fail(timeoutStatus(op, missing));
   // An external one is asked about again and again: nothing else tells which rank is behind.
   const auto asked = op.probed != Clock::time_point{} ? op.probed : op.waitsSince();

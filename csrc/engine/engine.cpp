@@ -9,7 +9,6 @@
 #include "base/signals.h"
 #include "base/wait.h"
 #include "engine/communicator.h"
-#include "observe/metrics.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -225,7 +224,6 @@ void Engine::State::doChores() {
     group->diagnosis().checkFutures();
   }
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();
-  Metrics::writeIfDue();
 }
 
 // Nothing to do, and the user's threads wait for their operations themselves: this thread would be

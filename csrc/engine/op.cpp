@@ -26,6 +26,16 @@ void Op::finish(Status status) {
   for (auto& fn : callbacks) fn();
 }
 
+Operation CollectiveOp::description() const {
+  const uint8_t flags = external ? kIsOnDevice : composite ? kIsComposite : 0;
+  Operation operation = Operation::of(signature, sequence(), flags);
+  if (!external) {
+    operation.inBytes = totalBytes(call.in);
+    operation.outBytes = totalBytes(call.out);
+  }
+  return operation;
+}
+
 std::string MessageOp::describe() const {
   return std::string(name(kind())) + (kind() == OpKind::kSend ? " to " : " from ") +
          (rank == kFromAnyone ? "any rank" : "rank " + std::to_string(rank)) + " with tag " +

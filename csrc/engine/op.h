@@ -124,6 +124,8 @@ class CollectiveOp final : public Op {
 
   // "all_reduce SUM float32 numel=8"
   std::string describe() const { return composite ? name(kind()) : signature.describe(); }
+  // For the record.
+  Operation description() const;
   // Since when the other ranks' part of it is waited for.
   std::chrono::steady_clock::time_point waitsSince() const { return external ? begun : submitted; }
 

@@ -19,11 +19,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kSpinBatch = 64;
 
-Operation toOperation(const CollectiveOp& op) {
-  if (op.external) return Operation::of(op.signature, op.sequence(), kIsOnDevice);
-  return Operation::of(op.call, op.sequence(), op.composite ? kIsComposite : 0);
-}
-
 }  // namespace
 
 Queue::Queue(const GroupOptions& options, Engine& engine, Membership& membership, Runner& runner,
@@ -41,7 +36,7 @@ Queue::Queue(const GroupOptions& options, Engine& engine, Membership& membership
 bool Queue::push(std::shared_ptr<CollectiveOp> op) {
   MutexLock lock(queueMutex_);
   op->setSequence(submitted_.fetch_add(1, std::memory_order_relaxed));
-  op->setRecord(record_.enqueue(toOperation(*op), op->submitted.time_since_epoch().count(),
+  op->setRecord(record_.enqueue(op->description(), op->submitted.time_since_epoch().count(),
                                 /*isStarted=*/ops_.empty()));
   record_.setSubmitted(op->sequence() + 1);
   ops_.push_back(std::move(op));

@@ -34,50 +34,38 @@ constexpr size_t kGroupsAt = kSitesAt + kSites * kSiteBytes;
 
 size_t wholePages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// How Python's struct module calls the type of a field.
+// What Python's struct module calls the type of a field.
 template <typename T>
-struct Format;
-template <>
-struct Format<uint8_t> {
-  static constexpr char kLetter = 'B';
-};
-template <>
-struct Format<uint32_t> {
-  static constexpr char kLetter = 'I';
-};
-template <>
-struct Format<int32_t> {
-  static constexpr char kLetter = 'i';
-};
-template <>
-struct Format<uint64_t> {
-  static constexpr char kLetter = 'Q';
-};
-template <>
-struct Format<int64_t> {
-  static constexpr char kLetter = 'q';
-};
-template <typename T>
-struct Format<std::atomic<T>> : Format<T> {};
-template <>
-struct Format<char> {
-  static constexpr char kLetter = 's';
-};
+constexpr char letter() {
+  if constexpr (requires { typename T::value_type; }) {
+    return letter<typename T::value_type>();  // of an atomic
+  } else if constexpr (std::is_same_v<T, Tally>) {
+    return letter<decltype(Tally::done)>();
+  } else if constexpr (std::is_same_v<T, char>) {
+    return 's';
+  } else {
+    constexpr int kPower = std::countr_zero(sizeof(T));
+    return std::is_signed_v<T> ? "bhiq"[kPower] : "BHIQ"[kPower];
+  }
+}
 
 template <typename Field>
 std::string format() {
-  if constexpr (std::is_array_v<Field>) {
-    return std::to_string(std::extent_v<Field>) + format<std::remove_extent_t<Field>>();
-  } else {
-    return std::string(1, Format<Field>::kLetter);
-  }
+  using Element = std::remove_extent_t<Field>;
+  const size_t each = std::is_same_v<Element, Tally> ? sizeof(uint64_t) : sizeof(Element);
+  const size_t count = sizeof(Field) / each;
+  return (count == 1 ? "" : std::to_string(count)) + letter<Element>();
 }
 
 std::string field(const char* name, size_t offset, const std::string& format) {
   return std::string("\"") + name + "\":[" + std::to_string(offset) + ",\"" + format + "\"]";
 }
 
+// Of a structure; and of a Signature in it.
 #define MYCOLL_FIELD(type, name) field(#name, offsetof(type, name), format<decltype(type::name)>())
+#define MYCOLL_PART(type, signature, name)                            \
+  field(#name, offsetof(type, signature) + offsetof(Signature, name), \
+        format<decltype(Signature::name)>())
 
 std::string joined(const std::vector<std::string>& parts) {
   std::string text;
@@ -98,18 +86,28 @@ std::string names(int count) {
   return text += ']';
 }
 
+// Others may be writing: each word is what it was at some moment.
+void copyWords(const void* from, char* to, size_t bytes) {
+  const auto* words = static_cast<const uint64_t*>(from);
+  for (size_t i = 0; i < bytes / sizeof(uint64_t); ++i) {
+    const uint64_t word = __atomic_load_n(words + i, __ATOMIC_ACQUIRE);
+    std::memcpy(to + i * sizeof(word), &word, sizeof(word));
+  }
+}
+
 }  // namespace
 
 struct BlackBox::Box {
   int32_t pid;
   std::atomic<int32_t> rank;
-  uint64_t startTicks;
-  int64_t realtimeOffset;
+  int64_t realtimeOffset;       // what to add to the steady clock for the time of day, ns
+  std::atomic<int64_t> copied;  // when snapshot() made this copy; steady clock, ns
   std::atomic<uint32_t> groups;
   std::atomic<uint32_t> sites;
   std::atomic<uint64_t> job;
   char host[128];
   char version[32];
+  Tally ended[kOpKinds];  // of groups that are gone
 };
 
 namespace {
@@ -136,9 +134,6 @@ BlackBox::BlackBox() {
   capacity_ = wanted == 0 ? 0 : std::bit_ceil(static_cast<uint32_t>(wanted));
   stateBytes_ = wholePages(sizeof(GroupState));
   areaBytes_ = stateBytes_ + wholePages(capacity_ * sizeof(Entry));
-  timespec realtime;
-  clock_gettime(CLOCK_REALTIME, &realtime);
-  realtimeOffset_ = realtime.tv_sec * int64_t{1'000'000'000} + realtime.tv_nsec - steadyNanos();
   open();
 }
 
@@ -164,37 +159,44 @@ void BlackBox::open() {
   box_ = new (head_ + kBoxAt) Box{};
   box_->pid = processId();
   box_->rank.store(-1);
-  box_->startTicks = processStartTicks(box_->pid);
-  box_->realtimeOffset = realtimeOffset_;
+  timespec realtime;
+  clock_gettime(CLOCK_REALTIME, &realtime);
+  box_->realtimeOffset =
+      realtime.tv_sec * int64_t{1'000'000'000} + realtime.tv_nsec - steadyNanos();
   std::strncpy(box_->host, hostName().c_str(), sizeof(box_->host) - 1);
   std::strncpy(box_->version, version(), sizeof(box_->version) - 1);
   describe();
 }
 
 void BlackBox::describe() {
-  const std::string entry = joined(
-      {MYCOLL_FIELD(Entry, id), MYCOLL_FIELD(Entry, sequence), MYCOLL_FIELD(Entry, enqueued),
-       MYCOLL_FIELD(Entry, started), MYCOLL_FIELD(Entry, ended), MYCOLL_FIELD(Entry, inBytes),
-       MYCOLL_FIELD(Entry, outBytes), MYCOLL_FIELD(Entry, tag), MYCOLL_FIELD(Entry, peer),
-       MYCOLL_FIELD(Entry, elementBytes), MYCOLL_FIELD(Entry, site), MYCOLL_FIELD(Entry, kind),
-       MYCOLL_FIELD(Entry, dtype), MYCOLL_FIELD(Entry, opaqueType), MYCOLL_FIELD(Entry, reduceOp),
-       MYCOLL_FIELD(Entry, state), MYCOLL_FIELD(Entry, flags)});
+  const std::string entry =
+      joined({MYCOLL_FIELD(Entry, id), MYCOLL_FIELD(Entry, sequence), MYCOLL_FIELD(Entry, enqueued),
+              MYCOLL_FIELD(Entry, started), MYCOLL_FIELD(Entry, ended),
+              MYCOLL_FIELD(Entry, inBytes), MYCOLL_FIELD(Entry, outBytes), MYCOLL_FIELD(Entry, tag),
+              MYCOLL_FIELD(Entry, peer), MYCOLL_FIELD(Entry, site), MYCOLL_FIELD(Entry, state),
+              MYCOLL_FIELD(Entry, flags), MYCOLL_PART(Entry, signature, kind),
+              MYCOLL_PART(Entry, signature, dtype), MYCOLL_PART(Entry, signature, opaqueType),
+              MYCOLL_PART(Entry, signature, reduceOp), MYCOLL_PART(Entry, signature, root),
+              MYCOLL_PART(Entry, signature, bytes), MYCOLL_PART(Entry, signature, layout)});
   const std::string group =
-      joined({MYCOLL_FIELD(GroupState, phase),       MYCOLL_FIELD(GroupState, life),
-              MYCOLL_FIELD(GroupState, capacity),    MYCOLL_FIELD(GroupState, rank),
-              MYCOLL_FIELD(GroupState, ranks),       MYCOLL_FIELD(GroupState, context),
-              MYCOLL_FIELD(GroupState, created),     MYCOLL_FIELD(GroupState, written),
-              MYCOLL_FIELD(GroupState, submitted),   MYCOLL_FIELD(GroupState, finished),
-              MYCOLL_FIELD(GroupState, waitVersion), MYCOLL_FIELD(GroupState, waitCount),
-              MYCOLL_FIELD(GroupState, waitLooked),  MYCOLL_FIELD(GroupState, waitSequence),
-              MYCOLL_FIELD(GroupState, waitRanks),   MYCOLL_FIELD(GroupState, globalRanks),
-              MYCOLL_FIELD(GroupState, name),        MYCOLL_FIELD(GroupState, transport),
-              MYCOLL_FIELD(GroupState, description), MYCOLL_FIELD(GroupState, failure),
-              MYCOLL_FIELD(GroupState, isDescribed)});
-  const std::string box = joined(
-      {MYCOLL_FIELD(Box, pid), MYCOLL_FIELD(Box, rank), MYCOLL_FIELD(Box, startTicks),
-       MYCOLL_FIELD(Box, realtimeOffset), MYCOLL_FIELD(Box, groups), MYCOLL_FIELD(Box, sites),
-       MYCOLL_FIELD(Box, job), MYCOLL_FIELD(Box, host), MYCOLL_FIELD(Box, version)});
+      joined({MYCOLL_FIELD(GroupState, phase), MYCOLL_FIELD(GroupState, life),
+              MYCOLL_FIELD(GroupState, capacity), MYCOLL_FIELD(GroupState, rank),
+              MYCOLL_FIELD(GroupState, ranks), MYCOLL_FIELD(GroupState, context),
+              MYCOLL_FIELD(GroupState, isPart), MYCOLL_FIELD(GroupState, submitted),
+              MYCOLL_FIELD(GroupState, finished), MYCOLL_FIELD(GroupState, waitVersion),
+              MYCOLL_FIELD(GroupState, waitCount), MYCOLL_FIELD(GroupState, waitSequence),
+              MYCOLL_FIELD(GroupState, waitRanks), MYCOLL_FIELD(GroupState, globalRanks),
+              MYCOLL_FIELD(GroupState, tallies), MYCOLL_FIELD(GroupState, name),
+              MYCOLL_FIELD(GroupState, description), MYCOLL_FIELD(GroupState, transport),
+              MYCOLL_FIELD(GroupState, failure)});
+  const std::string box =
+      joined({MYCOLL_FIELD(Box, pid), MYCOLL_FIELD(Box, rank), MYCOLL_FIELD(Box, realtimeOffset),
+              MYCOLL_FIELD(Box, copied), MYCOLL_FIELD(Box, groups), MYCOLL_FIELD(Box, job),
+              MYCOLL_FIELD(Box, host), MYCOLL_FIELD(Box, version), MYCOLL_FIELD(Box, ended)});
+  std::vector<std::string> elementBytes;
+  for (int i = 0; i < static_cast<int>(DType::kCount); ++i) {
+    elementBytes.push_back(std::to_string(elementSize(static_cast<DType>(i))));
+  }
   auto number = [](size_t value) { return std::to_string(value); };
   const std::string text =
       "{\"box\":{\"at\":" + number(kBoxAt) + ",\"fields\":{" + box + "}}" +
@@ -203,8 +205,9 @@ void BlackBox::describe() {
       ",\"fields\":{" + group + "}}" + ",\"entries\":{\"at\":" + number(stateBytes_) +
       ",\"bytes\":" + number(sizeof(Entry)) + ",\"fields\":{" + entry + "}}" +
       ",\"operations\":" + names<OpKind>(kOpKinds) +
-      ",\"dtypes\":" + names<DType>(static_cast<int>(DType::kCount)) +
-      ",\"reduce_ops\":" + names<ReduceOp>(static_cast<int>(ReduceOp::kCount)) +
+      ",\"dtypes\":" + names<DType>(static_cast<int>(DType::kCount)) + ",\"element_bytes\":[" +
+      joined(elementBytes) +
+      "],\"reduce_ops\":" + names<ReduceOp>(static_cast<int>(ReduceOp::kCount)) +
       ",\"states\":[\"queued\",\"started\",\"done\",\"failed\"]"
       ",\"phases\":[\"unused\",\"open\",\"failed\",\"closed\"]"
       ",\"flags\":[\"composite\",\"device\"]}";
@@ -259,8 +262,18 @@ GroupState* BlackBox::take() {
 
 void BlackBox::giveBack(GroupState* area) {
   std::lock_guard<std::mutex> lock(mutex_);
+  for (int kind = 0; kind < kOpKinds; ++kind) {
+    const Tally& from = area->tallies[kind];
+    Tally& to = box_->ended[kind];
+    to.done.fetch_add(get(from.done), std::memory_order_relaxed);
+    to.failed.fetch_add(get(from.failed), std::memory_order_relaxed);
+    to.bytes.fetch_add(get(from.bytes), std::memory_order_relaxed);
+    to.nanos.fetch_add(get(from.nanos), std::memory_order_relaxed);
+  }
   returned_.push_back(area);
 }
+
+Tally& BlackBox::ended(OpKind kind) { return box_->ended[static_cast<int>(kind)]; }
 
 Entry* BlackBox::entriesOf(GroupState* area) const {
   return reinterpret_cast<Entry*>(reinterpret_cast<char*>(area) + stateBytes_);
@@ -316,9 +329,24 @@ std::string toContext(uint64_t context) {
   return text;
 }
 
-std::vector<GroupState*> BlackBox::areas() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return areas_;
+std::string BlackBox::snapshot() const {
+  std::lock_guard<std::mutex> lock(mutex_);  // no area changes hands meanwhile
+  put(box_->copied, steadyNanos());
+  std::string bytes(kGroupsAt + areas_.size() * areaBytes_, '\0');
+  copyWords(head_, bytes.data(), kGroupsAt);
+  char* copy = bytes.data() + kGroupsAt;
+  for (GroupState* area : areas_) {
+    copyWords(area, copy, areaBytes_);
+    const Entry* entries = entriesOf(area);
+    for (uint32_t i = 0; i < capacity_; ++i) {
+      const uint64_t id = get(entries[i].id);
+      char* copiedId = copy + stateBytes_ + i * sizeof(Entry) + offsetof(Entry, id);
+      // Else it was written over meanwhile.
+      if (std::memcmp(copiedId, &id, sizeof(id)) != 0) std::memset(copiedId, 0, sizeof(id));
+    }
+    copy += areaBytes_;
+  }
+  return bytes;
 }
 
 }  // namespace mycoll

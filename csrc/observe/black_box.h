@@ -4,9 +4,12 @@
 //
 //   0      magic, version, a description of everything below (JSON), so that a reader of another
 //          version finds its way
-//   box    the process: pid, rank, clock
+//   box    the process: pid, rank, clocks
 //   sites  texts: where in the program operations were called
 //   groups one area for each group: its state, then the ring of its last operations
+//
+// The same bytes are the trace that is written when a group fails (trace_file.h). Only Python reads
+// them: python/mycoll/black_box.py.
 //
 // Where no shared memory can be had, the areas are ordinary memory: recording goes on, and only
 // readers from outside see nothing.
@@ -30,8 +33,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/call.h"
 #include "base/fd.h"
-#include "base/types.h"
 
 namespace mycoll {
 
@@ -57,26 +60,23 @@ struct alignas(64) Entry {
   std::atomic<int64_t> enqueued;  // steady clock, ns
   std::atomic<int64_t> started;   // 0: not yet
   std::atomic<int64_t> ended;
-  std::atomic<uint64_t> inBytes;
+  std::atomic<uint64_t> inBytes;  // of this rank
   std::atomic<uint64_t> outBytes;
   std::atomic<uint64_t> tag;
-  std::atomic<int32_t> peer;  // root; of a message the other rank; -1: none, or any
-  std::atomic<uint32_t> elementBytes;
-  std::atomic<uint32_t> site;  // 0: not known
-  std::atomic<uint8_t> kind;
-  std::atomic<uint8_t> dtype;
-  std::atomic<uint8_t> opaqueType;
-  std::atomic<uint8_t> reduceOp;
+  std::atomic<uint64_t> signature[3];  // a Signature, as the ranks compare it
+  std::atomic<int32_t> peer;           // of a message the other rank; -1: any
+  std::atomic<uint32_t> site;          // 0: not known
   std::atomic<uint8_t> state;
   std::atomic<uint8_t> flags;  // kIs...
 };
+static_assert(sizeof(Entry::signature) == sizeof(Signature));
 static_assert(sizeof(Entry) == 128);
 inline bool isOver(const Entry& entry) { return isOver(static_cast<OpState>(get(entry.state))); }
 
 constexpr uint8_t kIsComposite = 1;  // sizes are not known in advance
 constexpr uint8_t kIsOnDevice = 2;
 
-// What a group has done of one kind since it was made.
+// What has been done of one kind of operation.
 struct Tally {
   std::atomic<uint64_t> done;
   std::atomic<uint64_t> failed;
@@ -97,25 +97,24 @@ struct GroupState {
   std::atomic<uint32_t> capacity;
   std::atomic<int32_t> rank;
   std::atomic<int32_t> ranks;
-  std::atomic<uint64_t> context;  // the same on all ranks, and no other group's
-  std::atomic<int64_t> created;
+  std::atomic<uint64_t> context;    // the same on all ranks, and no other group's
   std::atomic<uint64_t> written;    // where the next entry goes, counted up
   std::atomic<uint64_t> submitted;  // collectives
   std::atomic<uint64_t> finished;
   // Who the current collective waits for, as last looked at.
   std::atomic<uint32_t> waitVersion;  // odd: being written
   std::atomic<int32_t> waitCount;
-  std::atomic<int64_t> waitLooked;
   std::atomic<uint64_t> waitSequence;
   std::atomic<int32_t> waitRanks[kShownWaits];
   std::atomic<int32_t> globalRanks[kShownRanks];  // -1: none; a prefix where there are more
-  Tally tallies[kOpKinds];
-  // Written once, before the phase (or the flag) that tells of them.
+  Tally tallies[kOpKinds];                        // since the group was made
+  // A part of another group, as those for tensors on devices are: shown once it has done something.
+  std::atomic<uint32_t> isPart;
+  // Each written once.
   char name[kNameBytes];
   char transport[16];
   char description[kNameBytes];
   char failure[kFailureBytes];
-  std::atomic<uint32_t> isDescribed;
 };
 
 class BlackBox {
@@ -124,8 +123,10 @@ class BlackBox {
 
   // An area of zeroed state and entries, free of a former group's.
   GroupState* take();
-  // The group is gone. Its area stays readable until another group needs one.
+  // The group is gone. Its area stays readable until another group needs one; what it counted is
+  // added to what other groups that are gone have counted.
   void giveBack(GroupState* area);
+  Tally& ended(OpKind kind);
   Entry* entriesOf(GroupState* area) const;
   uint32_t capacity() const { return capacity_; }
   // Zero: nothing is recorded.
@@ -150,10 +151,8 @@ class BlackBox {
   int rank() const;
   // The same for all ranks of a job; 16 hexadecimal digits.
   std::string job() const;
-  // All areas, also of groups that are gone.
-  std::vector<GroupState*> areas() const;
-  // What to add to the steady clock for the time of day, ns.
-  int64_t realtimeOffset() const { return realtimeOffset_; }
+  // All of it, as a reader would find it now: each operation is whole, or left out.
+  std::string snapshot() const;
 
  private:
   BlackBox();
@@ -164,7 +163,6 @@ class BlackBox {
   uint32_t capacity_ = 0;
   size_t stateBytes_ = 0;
   size_t areaBytes_ = 0;
-  int64_t realtimeOffset_ = 0;
   Fd fd_;                 // closed: ordinary memory
   char* head_ = nullptr;  // everything before the groups
   Box* box_ = nullptr;

@@ -1,6 +1,7 @@
 #include "observe/recorder.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "base/utf8.h"
@@ -9,53 +10,25 @@
 namespace mycoll {
 namespace {
 
-// Keeps the last byte zero.
+// Keeps the last byte zero. Byte by byte, as somebody may be reading: then the text is cut.
 template <size_t kBytes>
 void copyText(char (&target)[kBytes], const std::string& text) {
   const std::string_view shown = beginning(text, kBytes - 1);
-  std::memcpy(target, shown.data(), shown.size());
+  for (size_t i = 0; i < shown.size(); ++i) {
+    __atomic_store_n(&target[i], shown[i], __ATOMIC_RELAXED);
+  }
 }
 
 // How many entries of operations under way a new one leaves alone before it takes one of them.
 constexpr int kMaxLeft = 16;
 
-uint64_t total(const std::vector<Span>& spans) {
-  uint64_t bytes = 0;
-  for (const Span& span : spans) bytes += span.bytes;
-  return bytes;
-}
-
 }  // namespace
-
-Operation Operation::of(const Call& call, uint64_t sequence, uint8_t flags) {
-  Operation result;
-  result.kind = call.kind;
-  result.dtype = call.dtype;
-  result.opaqueType = call.opaqueType;
-  result.reduceOp = call.kind == OpKind::kAllReduce || call.kind == OpKind::kReduce ||
-                            call.kind == OpKind::kReduceScatter
-                        ? call.reduceOp
-                        : ReduceOp::kCount;
-  result.flags = flags;
-  result.peer = call.root;
-  result.elementBytes = static_cast<uint32_t>(call.elementBytes);
-  result.sequence = sequence;
-  result.inBytes = total(call.in);
-  result.outBytes = total(call.out);
-  return result;
-}
 
 Operation Operation::of(const Signature& signature, uint64_t sequence, uint8_t flags) {
   Operation result;
-  result.kind = signature.kind;
-  result.dtype = signature.dtype;
-  result.opaqueType = signature.opaqueType;
-  result.reduceOp = signature.reduceOp;
+  result.signature = signature;
   result.flags = flags;
-  result.peer = signature.root;
-  result.elementBytes = std::max<uint32_t>(1, static_cast<uint32_t>(elementSize(signature.dtype)));
   result.sequence = sequence;
-  // What all ranks know alike: of an all_gather all of it, of a reduce_scatter as well.
   result.inBytes = result.outBytes = signature.bytes;
   return result;
 }
@@ -84,13 +57,17 @@ void OpRecord::finish(bool isOk, int64_t now) const {
     put(entry_->ended, now);
     put(entry_->state, static_cast<uint8_t>(isOk ? OpState::kDone : OpState::kFailed));
   }
-  if (!group_ || get(group_->life) != life_) return;
-  Tally& tally = group_->tallies[static_cast<int>(kind_)];
+  if (!group_) return;
+  const bool isClosed = get(group_->life) != life_ ||
+                        get(group_->phase) == static_cast<uint32_t>(GroupPhase::kClosed);
+  Tally& tally =
+      isClosed ? BlackBox::process().ended(kind_) : group_->tallies[static_cast<int>(kind_)];
   // Messages end on any thread, so these add; collectives would not need it.
   (isOk ? tally.done : tally.failed).fetch_add(1, std::memory_order_relaxed);
   tally.bytes.fetch_add(bytes_, std::memory_order_relaxed);
   tally.nanos.fetch_add(static_cast<uint64_t>(now - enqueued_), std::memory_order_relaxed);
-  if (kind_ != OpKind::kSend && kind_ != OpKind::kRecv) put(group_->finished, sequence_ + 1);
+  if (isClosed || kind_ == OpKind::kSend || kind_ == OpKind::kRecv) return;
+  put(group_->finished, sequence_ + 1);
 }
 
 GroupRecord::GroupRecord(const GroupIdentity& identity)
@@ -98,7 +75,6 @@ GroupRecord::GroupRecord(const GroupIdentity& identity)
   put(state_->context, identity.context);
   put(state_->rank, static_cast<int32_t>(identity.rank));
   put(state_->ranks, static_cast<int32_t>(identity.ranks));
-  put(state_->created, steadyNanos());
   for (int i = 0; i < GroupState::kShownRanks; ++i) {
     const int64_t rank = i >= identity.ranks            ? -1
                          : identity.globalRanks.empty() ? i
@@ -131,7 +107,7 @@ OpRecord GroupRecord::enqueue(const Operation& operation, int64_t now, bool isSt
   if (isClosed_.load(std::memory_order_relaxed)) return record;
   record.group_ = state_;
   record.life_ = get(state_->life);
-  record.kind_ = operation.kind;
+  record.kind_ = operation.signature.kind;
   record.sequence_ = operation.sequence;
   record.bytes_ = std::max(operation.inBytes, operation.outBytes);
   record.enqueued_ = now;
@@ -147,24 +123,21 @@ OpRecord GroupRecord::enqueue(const Operation& operation, int64_t now, bool isSt
   put(entry.inBytes, operation.inBytes);
   put(entry.outBytes, operation.outBytes);
   put(entry.tag, operation.tag);
+  std::array<uint64_t, 3> words;
+  std::memcpy(words.data(), &operation.signature, sizeof(words));
+  for (size_t i = 0; i < words.size(); ++i) put(entry.signature[i], words[i]);
   put(entry.peer, static_cast<int32_t>(operation.peer));
-  put(entry.elementBytes, operation.elementBytes);
   put(entry.site, operation.site);
-  put(entry.kind, static_cast<uint8_t>(operation.kind));
-  put(entry.dtype, static_cast<uint8_t>(operation.dtype));
-  put(entry.opaqueType, operation.opaqueType);
-  put(entry.reduceOp, static_cast<uint8_t>(operation.reduceOp));
   put(entry.state, static_cast<uint8_t>(isStarted ? OpState::kStarted : OpState::kQueued));
   put(entry.flags, operation.flags);
   put(entry.id, id);
   return record;
 }
 
-void GroupRecord::waitsFor(uint64_t sequence, const std::vector<int>& ranks, int64_t now) {
+void GroupRecord::waitsFor(uint64_t sequence, const std::vector<int>& ranks) {
   if (isClosed_.load()) return;  // the area may be another group's by now; so below
   const uint32_t version = state_->waitVersion.load(std::memory_order_relaxed);
   put(state_->waitVersion, version + 1);
-  put(state_->waitLooked, now);
   put(state_->waitSequence, sequence);
   put(state_->waitCount, static_cast<int32_t>(ranks.size()));
   const size_t shown = std::min<size_t>(ranks.size(), GroupState::kShownWaits);
@@ -178,9 +151,7 @@ void GroupRecord::setTransport(const std::string& name) {
 
 void GroupRecord::describe(const std::string& text) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (isClosed_.load() || get(state_->isDescribed)) return;
-  copyText(state_->description, text);
-  put(state_->isDescribed, uint32_t{1});
+  if (!isClosed_.load() && !state_->description[0]) copyText(state_->description, text);
 }
 
 void GroupRecord::fail(const Status& cause) {

@@ -25,20 +25,15 @@ namespace mycoll {
 
 // What is to be remembered of a call.
 struct Operation {
-  OpKind kind = OpKind::kBarrier;
-  DType dtype = DType::kOpaque;
-  uint8_t opaqueType = 0;
-  ReduceOp reduceOp = ReduceOp::kCount;
-  uint8_t flags = 0;  // kIs...
-  int peer = -1;      // root; of a message the other rank, -1: any
-  uint32_t elementBytes = 1;
-  uint32_t site = 0;  // see BlackBox::intern
+  Signature signature;  // of a message between two ranks: without a root
+  uint8_t flags = 0;    // kIs...
+  int peer = -1;        // of a message: the other rank, -1: any
+  uint32_t site = 0;    // see BlackBox::intern
   uint64_t sequence = 0;
   uint64_t tag = 0;
-  uint64_t inBytes = 0;
+  uint64_t inBytes = 0;  // of this rank
   uint64_t outBytes = 0;
 
-  static Operation of(const Call& call, uint64_t sequence, uint8_t flags);
   static Operation of(const Signature& signature, uint64_t sequence, uint8_t flags);
 };
 
@@ -93,10 +88,12 @@ class GroupRecord {
     if (!isClosed_.load(std::memory_order_relaxed)) put(state_->submitted, count);
   }
   // The collective of this number waits for these ranks.
-  void waitsFor(uint64_t sequence, const std::vector<int>& ranks, int64_t now);
+  void waitsFor(uint64_t sequence, const std::vector<int>& ranks);
   void setTransport(const std::string& name);
-  // What the group is for, in its maker's words.
+  // What the group is for, in its maker's words. Once.
   void describe(const std::string& text);
+  // See GroupState::isPart.
+  void setPart() { put(state_->isPart, uint32_t{1}); }
   // First cause; wants a dump of everything unless the group was only ended.
   void fail(const Status& cause);
   // The area may be another group's from now on: nothing is written any more.

@@ -7,26 +7,33 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
+#include <ctime>
 #include <mutex>
 #include <utility>
 #include <vector>
 
 #include "base/env.h"
+#include "base/fd.h"
 #include "base/log.h"
 #include "base/per_process.h"
 #include "base/topology.h"
-#include "observe/flight_record.h"
-#include "observe/whole_file.h"
+#include "observe/black_box.h"
 
 namespace mycoll {
 namespace {
 
+// How many jobs' folders are kept whatever their age, and how many at most.
 constexpr size_t kKeptJobs = 10;
+constexpr size_t kMaxJobs = 100;
+// Others are kept for so long, in seconds.
+constexpr int64_t kKeptSeconds = 24 * 3600;
 
-// How long the background leaves it to those who were in a call when the group failed: they know
-// where in the program that was.
+// How long the background leaves it to the calls that fail, in ns: those know where in the program
+// they were made.
 constexpr int64_t kLeftToCallers = 200'000'000;
 
 enum class Progress { kNothing, kWanted, kMeanwhile, kWritten };
@@ -40,6 +47,39 @@ Wish& wish() { return perProcess<Wish>(); }
 Status failed(const std::string& what, const std::string& path) {
   return Status(Code::kInvalidArgument,
                 "the trace could not be written: " + what + " " + path + ": " + strerror(errno));
+}
+
+// Most of the box is zeros, and stays a hole in the file.
+bool writeBytes(int fd, const std::string& bytes) {
+  constexpr size_t kPage = 4096;
+  static const char kZeros[kPage] = {};
+  for (size_t at = 0; at < bytes.size();) {
+    const size_t part = std::min(kPage, bytes.size() - at);
+    ssize_t n = static_cast<ssize_t>(part);
+    if (std::memcmp(bytes.data() + at, kZeros, part) != 0) {
+      n = pwrite(fd, bytes.data() + at, part, static_cast<off_t>(at));
+    }
+    if (n == 0 || (n < 0 && errno != EINTR)) return false;
+    if (n > 0) at += static_cast<size_t>(n);
+  }
+  return ftruncate(fd, static_cast<off_t>(bytes.size())) == 0;
+}
+
+Status writeWhole(const std::string& path, const std::string& bytes) {
+  static std::atomic<unsigned> count{0};
+  const std::string unfinished = path + "." + std::to_string(processId()) + "-" +
+                                 std::to_string(count.fetch_add(1)) + ".unfinished";
+  unlink(unfinished.c_str());  // of a former process of this number; or somebody laid it there
+  const Fd fd(open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  if (!fd.isOpen()) return failed("open", unfinished);
+  Status problem;
+  if (!writeBytes(fd.get(), bytes)) {
+    problem = failed("write", unfinished);
+  } else if (rename(unfinished.c_str(), path.c_str()) != 0) {
+    problem = failed("rename", path);
+  }
+  if (!problem.ok()) unlink(unfinished.c_str());
+  return problem;
 }
 
 // A directory that is this user's alone, whoever else may write beside it.
@@ -66,7 +106,7 @@ void removeFolder(const std::string& path) {
   rmdir(path.c_str());  // stays if it holds anything that is not ours
 }
 
-// Traces are for the day after, not for ever.
+// A job that fails is followed by others within minutes: the folder that its error names stays.
 void removeOldJobs(const std::string& parent) {
   std::vector<std::pair<int64_t, std::string>> jobs;
   if (DIR* folder = opendir(parent.c_str())) {
@@ -80,9 +120,11 @@ void removeOldJobs(const std::string& parent) {
     }
     closedir(folder);
   }
-  if (jobs.size() <= kKeptJobs) return;
-  std::sort(jobs.begin(), jobs.end());
-  for (size_t i = 0; i + kKeptJobs < jobs.size(); ++i) removeFolder(jobs[i].second);
+  std::sort(jobs.rbegin(), jobs.rend());
+  const int64_t oldest = time(nullptr) - kKeptSeconds;
+  for (size_t i = kKeptJobs; i < jobs.size(); ++i) {
+    if (i >= kMaxJobs || jobs[i].first < oldest) removeFolder(jobs[i].second);
+  }
 }
 
 Status defaultPath(std::string* path) {
@@ -102,6 +144,19 @@ Status choosePath(std::string* path) {
   return Status();
 }
 
+bool isOff() { return !BlackBox::process().isOn() || Env::process().traceFile == "off"; }
+
+// For a shell.
+std::string quoted(const std::string& path) {
+  const bool isPlain = std::all_of(path.begin(), path.end(), [](unsigned char letter) {
+    return std::isalnum(letter) || std::strchr("/._-+:,@%=", letter) != nullptr;
+  });
+  if (isPlain) return path;
+  std::string text = "'";
+  for (const char letter : path) text += letter == '\'' ? "'\\''" : std::string(1, letter);
+  return text + "'";
+}
+
 // Unless somebody has come as far, who has then done so.
 void writeUnless(Progress done) {
   const auto isDue = [done] {
@@ -112,7 +167,7 @@ void writeUnless(Progress done) {
   std::lock_guard<std::mutex> lock(wish().writing);
   if (!isDue()) return;
   const bool isFirst = wish().progress.exchange(done) == Progress::kWanted;
-  if (!BlackBox::process().isOn() || Env::process().traceFile == "off") return;
+  if (isOff()) return;
   std::string path;
   const Status status = TraceFile::write("", &path);
   if (!status.ok()) {
@@ -129,12 +184,13 @@ void TraceFile::want() {
   wish().progress = Progress::kWanted;
 }
 
-std::string TraceFile::wantedPath() {
-  if (wish().progress.load() == Progress::kNothing) return "";
-  if (!BlackBox::process().isOn() || Env::process().traceFile == "off") return "";
+std::string TraceFile::command() {
+  if (wish().progress.load() == Progress::kNothing || isOff()) return "";
   std::string path;
-  const Status status = choosePath(&path);
-  return status.ok() ? path : "";
+  if (!choosePath(&path).ok()) return "";
+  const size_t slash = path.rfind('/');
+  const std::string folder = slash == path.npos ? "." : path.substr(0, std::max<size_t>(1, slash));
+  return "mycoll trace " + quoted(folder);
 }
 
 bool TraceFile::isLeftOver() {
@@ -149,16 +205,9 @@ void TraceFile::writeMeanwhile() { writeUnless(Progress::kMeanwhile); }
 Status TraceFile::write(const std::string& path, std::string* written) {
   std::string target = path;
   if (target.empty()) MYCOLL_RETURN_IF_ERROR(choosePath(&target));
-  const bool asJson = target.size() > 5 && target.compare(target.size() - 5, 5, ".json") == 0;
-  MYCOLL_RETURN_IF_ERROR(writeWhole(target, contents(asJson), 0600));
+  MYCOLL_RETURN_IF_ERROR(writeWhole(target, BlackBox::process().snapshot()));
   *written = std::move(target);
   return Status();
-}
-
-std::string TraceFile::contents(bool asJson) {
-  const std::unique_ptr<Document> document = asJson ? Document::json() : Document::pickle();
-  writeFlightRecord(*document);
-  return document->finish();
 }
 
 }  // namespace mycoll

@@ -39,11 +39,10 @@ autoload()
 
 
 def dump_trace(path: str | PathLike[str] | None = None) -> str:
-    """Writes what this process did last, for `mycoll trace` and torchfrtrace; returns the path.
+    """Writes the record of what this process did last, for `mycoll trace`; returns the path.
 
-    The file is JSON when its name ends with .json, else a pickle. Without a path it goes where it
-    would go after a failure (MYCOLL_TRACE_FILE). Nothing is disturbed: any thread may call it at
-    any time.
+    Without a path it goes where it would go after a failure (MYCOLL_TRACE_FILE). Nothing is
+    disturbed: any thread may call it at any time.
     """
     return str(native().dump_trace("" if path is None else fspath(path)))
 

@@ -55,6 +55,7 @@ def known_verbs() -> dict[str, tuple[str, Verb]]:
         "status": ("what running ranks are doing, and which rank waits for which", status),
         "top": ("the same, updated every second", top),
         "trace": ("what the ranks did last: which is missing, which differs", in_module("trace")),
+        "metrics": ("counters of this host's ranks, for Prometheus", in_module("metrics")),
         "bench": ("time collectives beside gloo, MPI and nccl", in_module("bench")),
         "faults": ("break ranks on purpose, and time how the others notice", faults.main),
         "version": ("versions of mycoll, torch and Python", show_version),

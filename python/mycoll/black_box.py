@@ -1,8 +1,10 @@
 """What mycoll processes remember of themselves, read from outside, also while they hang.
 
 Each process keeps its last operations in a memfd (csrc/observe/black_box.h), which its own user
-(and root) can open through /proc. Nothing has to answer there. The memory describes its own layout,
-so this reads processes of other versions, too.
+(and root) can open through /proc. Nothing has to answer there. A trace is a copy of it in a file.
+The memory describes its own layout, so this reads processes of other versions, too.
+
+status.py, trace.py and metrics.py show what this finds.
 """
 
 from __future__ import annotations
@@ -36,10 +38,16 @@ class Operation:
     reduce_op: str = ""
     peer: int = -1  # root; of a message the other rank of the group, -1: any
     tag: int = 0
-    in_bytes: int = 0
+    bytes: int = 0  # of the part that all ranks know alike; 0 where sizes differ by rank
+    layout: int = 0  # hash of the sizes of all ranks, where they all know them
+    in_bytes: int = 0  # of this rank
     out_bytes: int = 0
-    element_bytes: int = 1
+    element_bytes: int = 1  # 0: not known
     site: str = ""  # "train.py:57 in step"
+    function: str = ""  # the same, in parts
+    file: str = ""
+    line: int = 0
+    id: int = 0  # counts the calls of the process
     on_device: bool = False
     composite: bool = False
 
@@ -59,21 +67,24 @@ class Operation:
             words.append(f"{way} {'any rank' if self.peer < 0 else f'rank {self.peer}'}")
         if "barrier" not in self.kind and not self.composite:
             words.append(self.dtype)
-            if (bytes_ := self.agreed_bytes()) is not None:
-                words.append(f"numel={bytes_ // max(1, self.element_bytes)}")
+            if self.kind not in ("gather", "scatter", "all_to_all"):
+                size = self.element_bytes
+                words.append(f"numel={self.bytes // size}" if size else f"bytes={self.bytes}")
         if self.is_message:
             words.append(f"tag={self.tag}" if self.tag else "")
         elif self.peer >= 0:
             words.append(f"root={self.peer}")
         return " ".join(filter(None, words))
 
-    def agreed_bytes(self) -> int | None:
-        """The size that all ranks know alike; None where it is between pairs."""
-        if self.kind in ("all_reduce", "reduce", "reduce_scatter", "send"):
-            return self.in_bytes
-        if self.kind in ("broadcast", "all_gather", "recv"):
-            return self.out_bytes
-        return None
+
+@dataclass
+class Counts:
+    """Of the operations of one kind."""
+
+    done: int
+    failed: int
+    bytes: int  # the larger of input and output, added up
+    seconds: float  # from call to end, added up
 
 
 @dataclass
@@ -92,10 +103,16 @@ class Group:
     waits_for: list[int] = field(default_factory=list)  # ranks of the group, as last looked at
     waits_for_more: int = 0  # so many others
     operations: list[Operation] = field(default_factory=list)
+    counts: dict[str, Counts] = field(default_factory=dict)  # by kind
 
     @property
     def title(self) -> str:
-        return self.description or self.name
+        """torch's name of the group, as errors have it, and what its maker says it is for."""
+        return f"{self.name} ({self.description})" if self.description else self.name
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.submitted or self.operations or self.phase == "failed")
 
     def to_global(self, rank: int) -> int:
         return self.global_ranks[rank] if 0 <= rank < len(self.global_ranks) else rank
@@ -124,6 +141,7 @@ class Process:
     state: str = ""  # as ps shows it: R, S, D, T, t, Z; empty: not known
     taken: float = 0.0  # when this was read
     groups: list[Group] = field(default_factory=list)
+    ended: dict[str, Counts] = field(default_factory=dict)  # by kind: of groups that are gone
 
 
 def find(pids: list[int] | None = None) -> list[Process]:
@@ -162,15 +180,36 @@ def related(processes: list[Process]) -> list[list[Process]]:
 def read(pid: int) -> Process | None:
     """None when there is no such process, it is another user's, or it has made no group."""
     # It goes on meanwhile, and may be of a version that nobody knows here.
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, struct.error):
+    with contextlib.suppress(OSError, *_MALFORMED):
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 if not str(path.readlink()).startswith(LINK):
                     continue
-                process = _read_box(path, pid)
-                if process is not None:
+                with path.open("rb", buffering=0) as file:
+                    data = file.read()
+                    again = os.pread(file.fileno(), len(data), 0)
+                process = _to_process(data, again)
+                # A child of fork has its parent's descriptor; it is not what the box tells about.
+                if process.pid in _numbers_of(pid):
+                    process.pid, process.state = pid, _state_of(pid)
                     return process
     return None
+
+
+def load(path: Path) -> Process:
+    """A trace. Raises TraceError when it is none."""
+    try:
+        data = path.read_bytes()
+        return _to_process(data, data)
+    except (OSError, *_MALFORMED) as error:
+        raise TraceError(f"{path} is not a trace: {error}") from error
+
+
+class TraceError(ValueError):
+    """A file that is no trace; the message says which, and why."""
+
+
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError)
 
 
 class _Struct:
@@ -200,26 +239,23 @@ class _Struct:
         return values
 
 
-def _read_box(path: Path, pid: int) -> Process | None:
-    with path.open("rb", buffering=0) as file:
-        data = file.read()
-        again = os.pread(file.fileno(), len(data), 0)
-    magic, _, length = struct.unpack_from("<8sII", data)
-    if magic != MAGIC:
-        return None
+def _to_process(data: bytes, again: bytes) -> Process:
+    """again: the same, read a moment later; an operation that differs was being written over."""
+    if data[:8] != MAGIC:
+        raise ValueError("it does not begin as one")
+    (length,) = struct.unpack_from("<I", data, 12)
     layout = json.loads(data[16 : 16 + length])
     box = _Struct(layout["box"]["fields"]).read(data, layout["box"]["at"])
-    # A child of fork has its parent's descriptor; it is not what the box tells about.
-    if box["pid"] not in _numbers_of(pid):
-        return None
     process = Process(
         rank=box["rank"],
-        pid=pid,
+        pid=box["pid"],
         host=box["host"],
         job=f"{box['job']:016x}",
         version=box["version"],
-        state=_state_of(pid),
-        taken=_monotonic() + box["realtimeOffset"] / 1e9,
+        # A copy says when it was made.
+        taken=((box["copied"] if data is again else 0) or time.monotonic_ns()) / 1e9
+        + box["realtimeOffset"] / 1e9,
+        ended=_counts(layout, box["ended"]),
     )
     groups = layout["groups"]
     of_groups, of_entries = _Struct(groups["fields"]), _Struct(layout["entries"]["fields"])
@@ -229,16 +265,14 @@ def _read_box(path: Path, pid: int) -> Process | None:
             break
         state = of_groups.read(data, at)
         if layout["phases"][state["phase"]] not in ("unused", "closed"):
-            group = _read_group(layout, box, data, again, at, state, of_entries)
-            # Each group has halves for tensors on devices where torch knows devices: there may be
-            # none, and most programs use one half.
-            if group.operations or " on devices" not in group.name:
+            group = _to_group(layout, box, data, again, at, state, of_entries)
+            if group.operations or not state["isPart"]:
                 process.groups.append(group)
     process.groups.sort(key=lambda each: each.name)
     return process
 
 
-def _read_group(
+def _to_group(
     layout: dict[str, Any],
     box: dict[str, Any],
     data: bytes,
@@ -259,6 +293,7 @@ def _read_group(
         failure=state["failure"],
         submitted=state["submitted"],
         finished=state["finished"],
+        counts=_counts(layout, state["tallies"]),
     )
     if state["waitSequence"] == group.finished < group.submitted and not state["waitVersion"] % 2:
         count = max(0, state["waitCount"])
@@ -279,6 +314,15 @@ def _read_group(
     return group
 
 
+def _counts(layout: dict[str, Any], tallies: list[int]) -> dict[str, Counts]:
+    found = {}
+    for index, kind in enumerate(layout["operations"]):
+        done, failed, bytes_, nanos = tallies[4 * index : 4 * index + 4]
+        if done or failed:
+            found[kind] = Counts(done, failed, bytes_, nanos / 1e9)
+    return found
+
+
 def _to_operation(
     layout: dict[str, Any], box: dict[str, Any], data: bytes, row: dict[str, Any]
 ) -> Operation:
@@ -289,34 +333,40 @@ def _to_operation(
         return names[index] if index < len(names) else other
 
     flags = {name for bit, name in enumerate(layout["flags"]) if row["flags"] >> bit & 1}
-    site = ""
+    function = file = line = ""
     if row["site"]:
         start = layout["sites"]["at"] + row["site"] * layout["sites"]["bytes"]
         text = data[start : start + layout["sites"]["bytes"]].split(b"\0", 1)[0]
-        site = site_text(*text.decode(errors="replace").split("\n"))
-    state = layout["states"][row["state"]]
+        function, file, line = text.decode(errors="replace").split("\n")
+    kind = layout["operations"][row["kind"]]
+    dtype = named(layout["dtypes"], row["dtype"], f"dtype#{row['opaqueType']}")
+    is_known = row["dtype"] < len(layout["dtypes"])
+    scaled = "PREMUL_" if is_known and row["opaqueType"] else ""
+    reduce_op = named(layout["reduce_ops"], row["reduceOp"])
     return Operation(
-        kind=layout["operations"][row["kind"]],
+        kind=kind,
         sequence=row["sequence"],
-        state=state,
+        state=layout["states"][row["state"]],
         enqueued=moment(row["enqueued"]) or 0.0,
         started=moment(row["started"]),
         ended=moment(row["ended"]),
-        dtype=named(layout["dtypes"], row["dtype"], f"dtype#{row['opaqueType']}"),
-        reduce_op=named(layout["reduce_ops"], row["reduceOp"]),
-        peer=row["peer"],
+        dtype=dtype,
+        reduce_op=reduce_op and scaled + reduce_op,
+        peer=row["peer"] if kind in MESSAGES else row["root"],
         tag=row["tag"],
+        bytes=row["bytes"],
+        layout=row["layout"],
         in_bytes=row["inBytes"],
         out_bytes=row["outBytes"],
-        element_bytes=row["elementBytes"],
-        site=site,
+        element_bytes=layout["element_bytes"][row["dtype"]] if is_known else 0,
+        site=f"{Path(file).name}:{line} in {function}" if file else "",
+        function=function,
+        file=file,
+        line=int(line or 0),
+        id=row["id"],
         on_device="device" in flags,
         composite="composite" in flags,
     )
-
-
-def site_text(function: str, file: str = "", line: str = "") -> str:
-    return f"{Path(file).name}:{line} in {function}" if file else function
 
 
 def _numbers_of(pid: int) -> Iterator[int]:
@@ -329,7 +379,3 @@ def _numbers_of(pid: int) -> Iterator[int]:
 
 def _state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
-def _monotonic() -> float:
-    return time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -212,7 +212,7 @@ def check_variables() -> Iterator[Finding]:
         yield Finding("variables", "CPU tensors go over torch's gloo", WARN, fix)
 
 
-WRITTEN = ("MYCOLL_LOG_FILE", "MYCOLL_METRICS_FILE", "MYCOLL_TRACE_FILE")
+WRITTEN = ("MYCOLL_LOG_FILE", "MYCOLL_TRACE_FILE")
 
 
 def file_of(variable: str, path: Path) -> Iterator[Finding]:
@@ -335,7 +335,6 @@ def check_transports() -> Iterator[Finding]:
             "MYCOLL_TRANSPORT": transport,
             "MYCOLL_CPU": "engine",
             "OMP_NUM_THREADS": "1",
-            "MYCOLL_METRICS_FILE": "",  # a running job's, perhaps
             "MYCOLL_TRACE_FILE": "off",
         }
         try:

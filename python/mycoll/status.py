@@ -1,4 +1,4 @@
-"""`mycoll status` and `mycoll top`: what the mycoll processes of this host are at, right now.
+"""`mycoll status` and `mycoll top`: what the mycoll processes of this host do, right now.
 
 It asks nobody: it reads what the processes keep in memory (black_box.py), so it works while they
 hang or are stopped, and needs no preparation.
@@ -7,13 +7,15 @@ hang or are stopped, and needs no preparation.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from mycoll import black_box
+from mycoll import _terminal, black_box
 from mycoll.black_box import Group, Operation, Process
 
 NOT_RUNNING = {
@@ -30,10 +32,10 @@ LONG_SECONDS = 2.0
 
 
 def main(words: Sequence[str], watch: bool = False) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _terminal.Parser(
         prog="mycoll top" if watch else "mycoll status",
-        description="What the mycoll processes of this user on this host are at, and who waits for "
-        "whom. Works on processes that hang or are stopped.",
+        description="What the mycoll processes of this user on this host do, and which rank waits "
+        "for which. Works on processes that hang or are stopped.",
     )
     parser.add_argument("pid", nargs="*", type=int, help="only these processes")
     parser.add_argument("--job", help="only this job (its beginning is enough)")
@@ -71,10 +73,10 @@ def main(words: Sequence[str], watch: bool = False) -> int:
 
 def positive(text: str) -> float:
     """For argparse."""
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds to wait")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < 1e6:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
 
 
 def as_json(processes: list[Process]) -> str:
@@ -90,52 +92,65 @@ def as_json(processes: list[Process]) -> str:
             entry["waits_for_global"] = [group.to_global(r) for r in waits_for(group, processes)]
             row["groups"].append(entry)
         rows.append(row)
-    told = [each for world in black_box.related(processes) for each in findings(world)]
-    return json.dumps({"processes": rows, "findings": told}, indent=2)
+    found = [each for world in black_box.related(processes) for each in findings(world)]
+    return json.dumps({"processes": rows, "findings": found}, indent=2)
 
 
 def as_text(processes: list[Process]) -> str:
     lines: list[str] = []
     for members in black_box.related(processes):
         world = max((group.ranks for each in members for group in each.groups), default=0)
-        lines.append(
+        lines += folded(
             f"job {members[0].job[:8]} on {members[0].host}: {len(members)} processes here, "
             f"largest group {world} ranks, mycoll {members[0].version}"
         )
-        table = [("rank", "pid", "state", "group", "operation", "for", "waits for", "called from")]
+        table: list[tuple[str, ...]] = [
+            ("rank", "pid", "state", "group", "for", "waits for", "operation")
+        ]
         for process in members:
-            groups: Sequence[Group | None] = process.groups or [None]
+            used = [each for each in process.groups if each.is_used]
+            groups: Sequence[Group | None] = used or process.groups[:1] or [None]
             table += [row_of(process, group, members) for group in groups]
         lines += aligned(table)
-        told = list(findings(members))
-        lines += ["", *told, ""] if told else [""]
+        lines += without_calls(members)
+        found = list(findings(members))
+        lines += ["", *(line for each in found for line in folded(each)), ""] if found else [""]
     return "\n".join(lines).rstrip()
 
 
-def row_of(
-    process: Process, group: Group | None, members: list[Process]
-) -> tuple[str, str, str, str, str, str, str, str]:
-    state = NOT_RUNNING.get(process.state, "runs" if process.state == "R" else "sleeps")
-    who = (str(process.rank), str(process.pid), state)
+def without_calls(members: list[Process]) -> list[str]:
+    """One line for all groups in which no rank has called anything."""
+    titles = {group.title: False for each in members for group in each.groups}
+    for process in members:
+        for group in process.groups:
+            titles[group.title] |= group.is_used
+    unused = [title for title, is_used in titles.items() if not is_used]
+    return folded(f"groups without calls: {', '.join(unused)}") if unused else []
+
+
+def row_of(process: Process, group: Group | None, members: list[Process]) -> tuple[str, ...]:
+    # Running or sleeping says nothing about a rank.
+    first = (str(process.rank), str(process.pid), NOT_RUNNING.get(process.state, ""))
     if group is None:
-        return (*who, "-", "no group", "", "", "")
+        return (*first, "-", "", "", "in no group")
     if group.phase == "failed":
         reason = next(iter(group.failure.splitlines()), "")
-        return (*who, group.title, f"failed: {reason}"[:70], "", "", "")
+        reason = textwrap.shorten(reason, 100, placeholder=" ...")
+        return (*first, group.title, "", "", f"failed: {reason}")
     operation = busy_with(group)
     if operation is None:
         last = group.last()
-        text = (
-            f"idle, {group.submitted} collectives" if last is None else f"idle, last {call(last)}"
-        )
-        ago = "" if last is None or last.ended is None else seconds(process.taken - last.ended)
-        return (*who, group.title, text, ago, "", "")
+        if last is None:
+            return (*first, group.title, "", "", "no calls")
+        ago = "" if last.ended is None else seconds(process.taken - last.ended)
+        return (*first, group.title, ago, "", f"idle, last {call(last)}")
     waits = ", ".join(str(group.to_global(r)) for r in waits_for(group, members))
     waits += f" and {group.waits_for_more} more" if waits and group.waits_for_more else ""
     if operation.is_message:
         waits = "any" if operation.peer < 0 else str(group.to_global(operation.peer))
     since = seconds(process.taken - operation.enqueued)
-    return (*who, group.title, call(operation), since, waits, operation.site)
+    site = f", at {operation.site}" if operation.site else ""
+    return (*first, group.title, since, waits, f"{call(operation)}{site}")
 
 
 def busy_with(group: Group) -> Operation | None:
@@ -171,8 +186,8 @@ def peers(group: Group, processes: list[Process]) -> dict[int, tuple[Process, Gr
 def waits_for(group: Group, processes: list[Process]) -> list[int]:
     """Ranks of the group that its current collective waits for here.
 
-    Who has not called it yet is told by that rank's own memory, where it is on this host; else by
-    what this rank has seen.
+    A rank on this host says by its own memory whether it has called it; of the others this rank
+    knows what it has seen.
     """
     current = group.current()
     if current is None:
@@ -184,7 +199,7 @@ def waits_for(group: Group, processes: list[Process]) -> list[int]:
 
 
 def findings(processes: list[Process]) -> Iterator[str]:
-    """Sentences about who waits for whom: one for each group in which somebody waits long."""
+    """Which rank waits for which: a sentence for each group in which a rank waits long."""
     by_rank = {each.rank: each for each in processes}
     for context in sorted({group.context for each in processes for group in each.groups}):
         known = {
@@ -237,6 +252,26 @@ def absence(
 
 
 def aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    keep = [i for i, title in enumerate(table[0]) if any(row[i] for row in table[1:])]
-    return ["  ".join(row[i].ljust(widths[i]) for i in keep).rstrip() for row in table]
+    """Columns without a value are left out. The last one stands below its row where one of its
+    cells is too long for the width."""
+    keep = [i for i in range(len(table[0])) if any(row[i] for row in table[1:])]
+    *columns, last = keep
+    widths = [max(len(row[i]) for row in table) for i in columns]
+    room = _terminal.width() - sum(widths) - 2 * len(widths)
+    is_below = any(len(row[last]) > room for row in table)
+    lines = []
+    for number, row in enumerate(table):
+        cells = [row[i].ljust(width) for i, width in zip(columns, widths)]
+        if is_below and number:
+            lines += ["  ".join(cells).rstrip(), *folded(" " * 6 + row[last])]
+        else:
+            lines.append("  ".join(cells if is_below else [*cells, row[last]]).rstrip())
+    return lines
+
+
+def folded(sentence: str) -> list[str]:
+    """Keeps what it is indented by, and indents what follows by two more."""
+    indent = " " * (len(sentence) - len(sentence.lstrip()))
+    return textwrap.wrap(
+        sentence, _terminal.width(), initial_indent="", subsequent_indent=f"{indent}    "
+    )

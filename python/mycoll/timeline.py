@@ -1,4 +1,5 @@
-"""Draws what the ranks did last: a lane for each rank and group, a bar for each operation.
+"""Draws what the ranks did last: a lane for each rank and group, a bar for each operation. Beside a
+lane stands its call that did not end well, so that the eye can compare those of all ranks.
 
 A picture whose name ends with .svg is written by hand, without anything installed; other kinds
 (.png, .pdf) need matplotlib.
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from mycoll.black_box import Group, Operation, Process
 from mycoll.status import seconds
 
-# Distinguishable also by those who see no red or green (Okabe and Ito).
+# Also for people who cannot tell red from green (Okabe and Ito).
 COLOURS = {
     "all_reduce": "#0072B2",
     "all_gather": "#009E73",
@@ -35,7 +36,8 @@ PALE = "#f4f4f4"
 INK = "#222222"
 
 WIDTH = 1180
-LEFT, RIGHT, TOP = 190, 24, 64
+LEFT, RIGHT, TOP = 190, 310, 64  # behind the lanes is room for a call in words
+WORDS = 50  # letters that fit there
 LANE = 30
 BAR = 16
 
@@ -81,6 +83,20 @@ class Lane:
     wrong: set[int] = field(default_factory=set)  # numbers of collectives to look at
     is_culprit: bool = False
 
+    def is_wrong(self, operation: Operation) -> bool:
+        return operation.state != "done" or (
+            not operation.is_message and operation.sequence in self.wrong
+        )
+
+    def words(self) -> str:
+        """What to compare with the other lanes."""
+        calls = {each.sequence: each for each in self.operations if not each.is_message}
+        for sequence in sorted(self.wrong):
+            if sequence not in calls:
+                return f"#{sequence} was not called"
+            return f"#{sequence} {calls[sequence].describe()}"
+        return next((each.describe() for each in self.operations if self.is_wrong(each)), "")
+
 
 def _lanes(groups: Groups, findings: Sequence[Any]) -> list[Lane]:
     lanes: list[Lane] = []
@@ -90,6 +106,8 @@ def _lanes(groups: Groups, findings: Sequence[Any]) -> list[Lane]:
         of_group = [each for each in findings if each.group == title]
         blamed = {rank for each in of_group for rank in each.ranks}
         wrong = {each.sequence for each in of_group if each.sequence >= 0}
+        if not any(each.is_used for _, each in members.values()):
+            continue
         for rank in group.global_ranks or sorted(members):
             name = f"rank {rank}" if len(groups) == 1 else f"rank {rank}, group {title}"
             if rank not in members:
@@ -102,7 +120,7 @@ def _lanes(groups: Groups, findings: Sequence[Any]) -> list[Lane]:
     return lanes
 
 
-# How many of a lane's operations are drawn when nobody says how much.
+# How many of a lane's operations are drawn without --last.
 SHOWN = 40
 
 
@@ -156,6 +174,12 @@ def _begin(lane: Lane) -> float:
     return lane.operations[-SHOWN:][0].enqueued
 
 
+def paler(colour: str) -> str:
+    """Of a call that ended well: half way to white."""
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{(part + 255) // 2:02x}" for part in parts)
+
+
 class _Picture:
     def __init__(self, canvas: Canvas, lanes: list[Lane], clock: _Clock) -> None:
         self.canvas, self.lanes, self.clock = canvas, lanes, clock
@@ -166,7 +190,7 @@ class _Picture:
     def paint(self, findings: Sequence[Any]) -> None:
         canvas = self.canvas
         canvas.text(LEFT, 26, "What the ranks did last", 16, INK)
-        headline = next((each.text.splitlines()[0] for each in findings), "nothing is amiss")
+        headline = next((each.text.splitlines()[0] for each in findings), "no difference")
         canvas.text(LEFT, 46, headline[:150], 12, WRONG if findings else INK)
         for index, lane in enumerate(self.lanes):
             self.ground(lane, TOP + index * LANE)
@@ -189,31 +213,33 @@ class _Picture:
                 LEFT + 8, y + 20, "no trace of it: it had died, or could not write", 11, WRONG
             )
             return
-        labelled = LEFT - 1.0
         for operation in lane.operations:
             stop = operation.ended if operation.is_over and operation.ended else lane.process.taken
             if stop < self.clock.begin:
                 continue
             x0, x1 = self.x(operation.enqueued), self.x(stop)
-            width = max(1.5, x1 - x0)
-            is_wrong = operation.state != "done" or (
-                not operation.is_message and operation.sequence in lane.wrong
-            )
-            fill = COLOURS.get(operation.kind, OTHER)
-            top = y + (LANE - BAR) / 2
+            is_wrong = lane.is_wrong(operation)
+            colour = COLOURS.get(operation.kind, OTHER)
             tip = f"#{operation.sequence} {operation.describe()}, {operation.state}, "
             tip += f"{(stop - operation.enqueued) * 1e3:.3f} ms"
             tip += f", {operation.site}" if operation.site else ""
-            canvas.box(x0, top, width, BAR, fill, WRONG if is_wrong else "", tip)
-            label = f"#{operation.sequence} {operation.kind}"
-            if is_wrong and not operation.is_message and x0 > labelled:
-                place = min(x0 + 4, WIDTH - RIGHT - 7 * len(label))
-                canvas.text(place, top + 12, label, 10, "#ffffff" if width > 90 else WRONG)
-                labelled = place + 7 * len(label)
+            canvas.box(
+                x0,
+                y + (LANE - BAR) / 2,
+                max(1.5, x1 - x0),
+                BAR,
+                colour if is_wrong else paler(colour),
+                INK if is_wrong else "",
+                tip,
+            )
+        words = lane.words()
+        if len(words) > WORDS:
+            words = words[: WORDS - 1] + "\u2026"
+        canvas.text(WIDTH - RIGHT + 12, y + 20, words, 11, WRONG if lane.is_culprit else INK)
         if lane.is_culprit and lane.operations:
             # From here on it did nothing in this group that the others waited for.
             final = max(each.ended or lane.process.taken for each in lane.operations)
-            if self.x(final) < WIDTH - RIGHT - 60:
+            if self.x(final) < WIDTH - RIGHT - 10:
                 y_mid = y + LANE / 2
                 canvas.line(self.x(final), y_mid, WIDTH - RIGHT, y_mid, WRONG, dashed=True)
 
@@ -235,8 +261,8 @@ class _Picture:
             self.canvas.box(x, y - 9, 10, 10, COLOURS.get(kind, OTHER))
             self.canvas.text(x + 14, y, kind, 10, INK)
             x += 26 + 6.2 * len(kind)
-        self.canvas.box(x, y - 9, 10, 10, "#ffffff", WRONG)
-        self.canvas.text(x + 14, y, "not over, or not alike", 10, INK)
+        self.canvas.box(x, y - 9, 10, 10, "#ffffff", INK)
+        self.canvas.text(x + 14, y, "failed, not over, or different", 10, INK)
 
 
 class SvgCanvas:

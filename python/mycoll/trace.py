@@ -1,22 +1,24 @@
-"""`mycoll trace`: compares what the ranks did last: who did not come, who differs, who waits.
+"""`mycoll trace`: compares what the ranks did last: which is missing, differs, or waits.
 
 It reads the files that processes write at a failure (or mycoll.dump_trace), or, with --live, the
-memory of those that run here. `--picture` draws a lane for each rank.
+memory of those that run here. `--picture` draws a lane for each rank; `--export` writes files for
+torchfrtrace.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mycoll import black_box, status, timeline
+from mycoll import _terminal, black_box, flight_record, status, timeline
 from mycoll.black_box import Group, Operation, Process
-from mycoll.trace_file import load
+from mycoll.trace_file import default_folder, load
 
 
 @dataclass
@@ -24,26 +26,32 @@ class Finding:
     """Something that is not as it should be, in one group."""
 
     kind: str  # "differs", "absent", "no trace", "unfinished", "message", "failed"
-    group: str
+    group: str  # its title
     text: str
     sequence: int = -1
-    ranks: list[int] = field(default_factory=list)  # of the job: who is to be looked at
+    ranks: list[int] = field(default_factory=list)  # of the job: those to look at
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _terminal.Parser(
         prog="mycoll trace",
-        description="Compares what the ranks did last: who did not come, who differs, who waits.",
+        description="Compares what the ranks did last: which is missing, differs, or waits.",
     )
-    parser.add_argument("dump", nargs="*", type=Path, help="traces, or folders of them")
+    parser.add_argument(
+        "trace",
+        nargs="*",
+        type=Path,
+        help=f"files, or folders of them (default: the latest job in {default_folder()})",
+    )
     parser.add_argument("--live", action="store_true", help="the processes that run here, instead")
     parser.add_argument("--job", default="", help="with --live: only this job")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: .svg, .png or .pdf")
     parser.add_argument("--last", type=status.positive, metavar="SECONDS", help="draw only the end")
+    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write it for torchfrtrace")
     parser.add_argument("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(list(words))
-    if parsed.live == bool(parsed.dump):
-        parser.error("name traces, or say --live")
+    if parsed.live and parsed.trace:
+        parser.error("--live compares processes that run; name no traces with it")
     if parsed.picture and parsed.picture.suffix.lower() not in timeline.KINDS:
         parser.error(f"--picture: a name that ends with {', '.join(timeline.KINDS)}")
     problems: list[str] = []
@@ -51,8 +59,11 @@ def main(words: Sequence[str]) -> int:
         found = [each for each in black_box.find() if each.job.startswith(parsed.job)]
         if not found:
             problems.append(status.NOT_THOSE if parsed.job else status.NOBODY)
+    elif parsed.trace or default_folder().is_dir():
+        found, problems = load(parsed.trace or [default_folder()])
     else:
-        found, problems = load(parsed.dump)
+        found = []
+        problems.append(f"no traces in {default_folder()}, where groups that fail leave them")
     for problem in problems:
         print(f"mycoll trace: {problem}", file=sys.stderr)
     if not found:
@@ -62,12 +73,20 @@ def main(words: Sequence[str]) -> int:
         rows = [asdict(each) for _, findings in worlds for each in findings]
         print(json.dumps({"findings": rows}, indent=2))
     else:
+        if not parsed.trace and not parsed.live:
+            ago = status.seconds(time.time() - written(found))
+            print(f"the latest job that failed, {ago} ago: {default_folder() / found[0].job}\n")
         print("\n\n".join(paragraphs(worlds)))
+    members, findings = worlds[0]
+    notes = []
     if parsed.picture:
-        members, findings = worlds[0]
         timeline.draw(by_title(members), findings, parsed.picture, parsed.last)
-        if not parsed.json:
-            print(f"\ndrawn: {parsed.picture}")
+        notes.append(f"drawn: {parsed.picture}")
+    if parsed.export:
+        flight_record.write(members, parsed.export)
+        notes.append(f"to read it: torchfrtrace {shlex.quote(str(parsed.export))} --prefix rank_")
+    if notes and not parsed.json:
+        print("\n" + "\n".join(notes))
     return 1 if any(findings for _, findings in worlds) else 0
 
 
@@ -91,15 +110,18 @@ def paragraphs(worlds: list[tuple[list[Process], list[Finding]]]) -> Iterator[st
 
 
 def as_text(processes: list[Process], results: list[Finding]) -> str:
-    lines = [f"{len(processes)} ranks: " + ", ".join(_place(each) for each in processes)]
+    ranks = ", ".join(_place(each) for each in processes)
+    lines = [f"{len(processes)} ranks: {ranks}"]
     for name, members in by_title(processes).items():
         group = members[min(members)][1]
         calls = sum(len(each.operations) for _, each in members.values())
-        lines.append(f"group {name}: {group.ranks} ranks, {calls} calls remembered")
-    lines.append("")
-    for result in results:
-        lines.append(result.text)
-    return "\n".join(lines if results else [*lines, "nothing is amiss in what they remember"])
+        if calls:
+            lines.append(f"group {name}: {group.ranks} ranks, {calls} calls remembered")
+    lines += [*status.without_calls(processes), ""]
+    lines += [line for each in results for line in each.text.splitlines()]
+    if not results:
+        lines.append("no difference in what they remember, and nothing waits")
+    return "\n".join(part for line in lines for part in status.folded(line) or [""])
 
 
 def _place(process: Process) -> str:
@@ -137,7 +159,7 @@ def _first_difference(name: str, members: dict[int, tuple[Process, Group]]) -> I
         rank: {each.sequence: each for each in group.collectives()}
         for rank, (_, group) in members.items()
     }
-    # From where on all remember; who has called nothing at all remembers everything.
+    # From where on all remember; a rank that has called nothing remembers everything.
     first = max((min(each) for each in calls.values() if each), default=0)
     last = max((max(each) for each in calls.values() if each), default=-1)
     for sequence in range(first, last + 1):
@@ -160,20 +182,26 @@ def _difference(
     here: dict[int, Operation],
     members: dict[int, tuple[Process, Group]],
 ) -> Finding | None:
-    said = Counter(each.describe() for each in here.values())
+    said = Counter(signature(each) for each in here.values())
     if len(said) == 1:
         return None
     usual, often = said.most_common(1)[0]
-    # With as many on one side as on the other nobody is right.
+    # With as many on one side as on the other there is no usual one.
     tied = list(said.values()).count(often) > 1
-    odd = [rank for rank, each in here.items() if tied or each.describe() != usual]
+    odd = [rank for rank, each in here.items() if tied or signature(each) != usual]
     lines = [f"group {name}, call #{sequence}: the ranks were called differently"]
     for text, _ in said.most_common():
-        ranks = [rank for rank, each in here.items() if each.describe() == text]
+        ranks = [rank for rank, each in here.items() if signature(each) == text]
         sites = sorted({here[rank].site for rank in ranks} - {""})
         place = f", at {', '.join(sites)}" if sites else ""
         lines.append(f"  rank {_numbers(ranks, members)}: {text}{place}")
     return Finding("differs", name, "\n".join(lines), sequence, _globals(odd, members))
+
+
+def signature(operation: Operation) -> str:
+    """Also the sizes of single ranks, where all know them: they have to agree about each."""
+    sizes = f" sizes#{operation.layout & 0xFFFF:04x}" if operation.layout else ""
+    return operation.describe() + sizes
 
 
 def _absence(
@@ -185,10 +213,11 @@ def _absence(
 ) -> Finding:
     some = next(iter(here.values()))
     sites = sorted({each.site for each in here.values()} - {""})
-    place = f" (at {', '.join(sites)})" if sites else ""
+    place = f", at {', '.join(sites)}" if sites else ""
     lines = [
-        f"group {name}, call #{sequence}: {some.describe()}{place}: "
-        f"rank {_numbers(list(here), members)} came, rank {_numbers(absent, members)} did not"
+        f"group {name}, call #{sequence}: "
+        f"rank {_numbers(list(here), members)} came, rank {_numbers(absent, members)} did not",
+        f"  {some.describe()}{place}",
     ]
     for rank in absent:
         process, group = members[rank]
@@ -221,15 +250,13 @@ def _unfinished(
     }
     _, group = next(iter(members.values()))
     nowhere = [rank for rank in range(group.ranks) if rank not in members]
-    text = (
-        f"group {name}, call #{sequence}: {some.describe()} is not over on rank "
-        f"{_numbers(list(waiting), members)}"
-    )
-    if some.site:
-        text += f" (at {some.site})"
     blamed = sorted(missing) or nowhere
+    text = f"group {name}, call #{sequence}: not over on rank {_numbers(list(waiting), members)}"
     if blamed:
-        text += f"; waited for rank {', '.join(str(group.to_global(r)) for r in blamed)}"
+        text += f", waits for rank {', '.join(str(group.to_global(r)) for r in blamed)}"
+    text += f"\n  {some.describe()}"
+    if some.site:
+        text += f", at {some.site}"
     return Finding("unfinished", name, text, sequence, [group.to_global(rank) for rank in blamed])
 
 
@@ -262,7 +289,7 @@ def _without_trace(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
 
 
 def _failures(name: str, members: dict[int, tuple[Process, Group]]) -> list[Finding]:
-    """What the ranks were told; most say the same."""
+    """What the ranks raised; most the same."""
     said: dict[str, list[int]] = {}
     for process, group in members.values():
         if group.failure:

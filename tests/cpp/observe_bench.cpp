@@ -12,9 +12,8 @@ int main() {
   constexpr int kRounds = 21, kOperations = 200'000;
   mycoll::GroupRecord group({"bench", 1, 0, 2, {}});
   mycoll::Operation operation;
-  operation.kind = mycoll::OpKind::kAllReduce;
+  operation.signature.kind = mycoll::OpKind::kAllReduce;
   operation.inBytes = operation.outBytes = 4;
-  operation.elementBytes = 4;
   std::vector<double> recorded, clocks;
   for (int round = 0; round < kRounds; ++round) {
     auto begin = Clock::now();

@@ -1,6 +1,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <fstream>
@@ -8,8 +9,6 @@
 #include <thread>
 #include <vector>
 
-#include "observe/document.h"
-#include "observe/metrics.h"
 #include "observe/recorder.h"
 #include "observe/trace_file.h"
 #include "test.h"
@@ -20,10 +19,7 @@ namespace {
 
 Operation allReduce(uint64_t sequence, uint64_t bytes = 4) {
   Operation operation;
-  operation.kind = OpKind::kAllReduce;
-  operation.dtype = DType::kFloat32;
-  operation.reduceOp = ReduceOp::kSum;
-  operation.elementBytes = 4;
+  operation.signature = {OpKind::kAllReduce, DType::kFloat32, 0, ReduceOp::kSum, -1, bytes, 0};
   operation.inBytes = operation.outBytes = bytes;
   operation.sequence = sequence;
   return operation;
@@ -33,9 +29,71 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != text.npos;
 }
 
-size_t count(const std::string& text, const std::string& part) {
-  size_t found = 0;
-  for (size_t at = text.find(part); at != text.npos; at = text.find(part, at + 1)) ++found;
+// One operation as a reader finds it.
+struct Row {
+  uint64_t id, sequence, bytes;
+  OpState state;
+};
+struct Area {
+  std::string name, description, failure;
+  GroupPhase phase;
+  uint64_t submitted, finished;
+  std::vector<Row> rows;  // by their age
+
+  size_t count(OpState state) const {
+    return static_cast<size_t>(std::count_if(rows.begin(), rows.end(),
+                                             [&](const Row& row) { return row.state == state; }));
+  }
+};
+
+// The number behind a name in the description at the beginning of the box.
+size_t described(const std::string& box, const std::string& name, const std::string& what) {
+  const size_t at = box.find("\"" + what + "\":", box.find("\"" + name + "\":"));
+  return static_cast<size_t>(std::atoll(box.c_str() + at + what.size() + 3));
+}
+
+template <typename T>
+T at(const std::string& box, size_t offset) {
+  T value;
+  std::memcpy(static_cast<void*>(&value), box.data() + offset, sizeof(T));
+  return value;
+}
+
+#define FIELD(box, base, Type, field) \
+  at<decltype(Type::field)::value_type>(box, (base) + offsetof(Type, field))
+
+std::vector<Area> areasOf(const std::string& box) {
+  std::vector<Area> areas;
+  const size_t bytes = described(box, "groups", "bytes");
+  for (size_t base = described(box, "groups", "at"); base < box.size(); base += bytes) {
+    Area area{box.c_str() + base + offsetof(GroupState, name),
+              box.c_str() + base + offsetof(GroupState, description),
+              box.c_str() + base + offsetof(GroupState, failure),
+              static_cast<GroupPhase>(FIELD(box, base, GroupState, phase)),
+              FIELD(box, base, GroupState, submitted),
+              FIELD(box, base, GroupState, finished),
+              {}};
+    const size_t first = base + described(box, "entries", "at");
+    for (uint32_t i = 0; i < BlackBox::process().capacity(); ++i) {
+      const size_t entry = first + i * sizeof(Entry);
+      const Row row{FIELD(box, entry, Entry, id), FIELD(box, entry, Entry, sequence),
+                    FIELD(box, entry, Entry, inBytes),
+                    static_cast<OpState>(FIELD(box, entry, Entry, state))};
+      if (row.id) area.rows.push_back(row);
+    }
+    std::sort(area.rows.begin(), area.rows.end(),
+              [](const Row& a, const Row& b) { return a.id < b.id; });
+    areas.push_back(std::move(area));
+  }
+  return areas;
+}
+
+// The latest group of this name that is not closed; without one, an area without a name.
+Area areaOf(const std::string& name) {
+  Area found{};
+  for (Area& area : areasOf(BlackBox::process().snapshot())) {
+    if (area.name == name && area.phase != GroupPhase::kClosed) found = std::move(area);
+  }
   return found;
 }
 
@@ -50,12 +108,11 @@ TEST(Recorder, remembersTheLatest) {
     group.setSubmitted(i + 1);
     if (i + 1 < total) record.finish(true, 1002);
   }
-  const std::string text = TraceFile::contents(true);
-  EXPECT(contains(text, "\"collective_seq_id\":10,"));
-  EXPECT(!contains(text, "\"collective_seq_id\":9,"));
-  EXPECT(contains(text, "\"collective_seq_id\":" + std::to_string(total - 1) + ","));
-  EXPECT_EQ(count(text, "\"state\":\"started\""), size_t{1});
-  EXPECT(contains(text, "\"last_completed_collective\":" + std::to_string(total - 2)));
+  const Area area = areaOf("remembers");
+  EXPECT_EQ(area.rows.front().sequence, uint64_t{10});
+  EXPECT_EQ(area.rows.back().sequence, total - 1);
+  EXPECT_EQ(area.count(OpState::kStarted), size_t{1});
+  EXPECT_EQ(area.finished, total - 1);
 }
 
 TEST(Recorder, aLateEndLeavesOthersAlone) {
@@ -67,15 +124,14 @@ TEST(Recorder, aLateEndLeavesOthersAlone) {
       (void)group.enqueue(allReduce(i), 1000);
     }
     late.finish(true, 2000);  // its entry is another's by now
-    EXPECT(!contains(TraceFile::contents(true), "\"state\":\"completed\""));
+    EXPECT_EQ(areaOf("late").count(OpState::kDone), size_t{0});
   }
   GroupRecord next({"next", 79, 0, 2, {}});  // in the same memory
   late.finish(false, 3000);
   (void)next.enqueue(allReduce(0), 1000);
-  const std::string text = TraceFile::contents(true);
-  EXPECT(!contains(text, "\"name\":\"late\""));
-  EXPECT(contains(text, "\"name\":\"next\""));
-  EXPECT(!contains(text, "\"failed\":true"));
+  EXPECT_EQ(areaOf("late").name, "");
+  EXPECT_EQ(areaOf("next").rows.size(), size_t{1});
+  EXPECT_EQ(areaOf("next").count(OpState::kFailed), size_t{0});
 }
 
 TEST(Recorder, whatIsUnderWayIsKept) {
@@ -84,26 +140,26 @@ TEST(Recorder, whatIsUnderWayIsKept) {
   for (uint32_t i = 1; i <= 3 * BlackBox::process().capacity(); ++i) {
     group.enqueue(allReduce(i), 1000).finish(true, 2000);
   }
-  EXPECT_EQ(count(TraceFile::contents(true), "\"state\":\"started\""), size_t{1});
-  const std::string waits = "mycoll_waiting_seconds{rank=\"0\",group=\"kept\",name=\"kept\"} ";
-  EXPECT(contains(Metrics::text(), waits));
-  EXPECT(!contains(Metrics::text(), waits + "0\n"));
+  EXPECT_EQ(areaOf("kept").count(OpState::kStarted), size_t{1});
   stuck.finish(true, 3000);
-  EXPECT(!contains(TraceFile::contents(true), "\"state\":\"started\""));
+  EXPECT_EQ(areaOf("kept").count(OpState::kStarted), size_t{0});
 }
 
-TEST(Recorder, countsWhatIsNotRemembered) {
-  GroupRecord group({"counts", 86, 0, 2, {}});
+TEST(Recorder, countsWhatIsNotRememberedAndWhatGroupsThatAreGoneDid) {
+  const Tally& ended = BlackBox::process().ended(OpKind::kAllReduce);
+  const uint64_t before = get(ended.done), bytesBefore = get(ended.bytes);
   const uint32_t total = 4 * BlackBox::process().capacity();
   std::vector<OpRecord> records;
-  for (uint32_t i = 0; i < total; ++i) records.push_back(group.enqueue(allReduce(i, 8), 1000));
-  for (const OpRecord& record : records) record.finish(true, 2000);
-  const std::string labels =
-      "{rank=\"0\",group=\"counts\",name=\"counts\",operation=\"all_reduce\"} ";
-  const std::string text = Metrics::text();
-  EXPECT(contains(text, "mycoll_operations_total" + labels + std::to_string(total) + "\n"));
-  EXPECT(
-      contains(text, "mycoll_operation_bytes_total" + labels + std::to_string(8 * total) + "\n"));
+  {
+    GroupRecord group({"counts", 86, 0, 2, {}});
+    for (uint32_t i = 0; i < total; ++i) records.push_back(group.enqueue(allReduce(i, 8), 1000));
+    for (uint32_t i = 1; i < total; ++i) records[i].finish(true, 2000);
+    EXPECT_EQ(get(ended.done), before);
+  }
+  EXPECT_EQ(get(ended.done), before + total - 1);
+  records[0].finish(true, 2000);  // late
+  EXPECT_EQ(get(ended.done), before + total);
+  EXPECT_EQ(get(ended.bytes), bytesBefore + 8 * total);
 }
 
 TEST(Recorder, aClosedGroupWritesNothing) {
@@ -112,10 +168,10 @@ TEST(Recorder, aClosedGroupWritesNothing) {
   GroupRecord next({"its successor", 88, 0, 2, {}});  // in the same memory
   old.enqueue(allReduce(0), 1000).finish(false, 2000);
   old.setSubmitted(7);
-  const std::string text = TraceFile::contents(true);
-  EXPECT(contains(text, "its successor"));
-  EXPECT(!contains(text, "all_reduce"));
-  EXPECT(contains(text, "\"submitted\":0"));
+  const Area area = areaOf("its successor");
+  EXPECT_EQ(area.name, "its successor");
+  EXPECT(area.rows.empty());
+  EXPECT_EQ(area.submitted, uint64_t{0});
 }
 
 TEST(Recorder, aJobIsWhatBeginsAlone) {
@@ -138,8 +194,7 @@ TEST(Recorder, textsAreCutBetweenCharacters) {
   std::string letters;
   for (int i = 0; i < 80; ++i) letters += "\u6570";
   group.describe("a" + letters);
-  const std::string shown = "\"desc\":\"a" + letters.substr(0, 3 * 42) + "\"";
-  EXPECT(contains(TraceFile::contents(true), shown));
+  EXPECT_EQ(areaOf("cut").description, "a" + letters.substr(0, 3 * 42));
   const uint32_t site =
       BlackBox::process().intern("step", "/" + letters + letters + "/train.py", 57);
   const BlackBox::Place place = BlackBox::process().placeOf(site);
@@ -155,7 +210,7 @@ TEST(Recorder, oldGroupsAreNotBlamedForNewOnes) {
   old->close();
   GroupRecord fresh({"fresh", 81, 0, 2, {}});
   old->fail(Status(Code::kTimeout, "too late"));
-  EXPECT(!contains(TraceFile::contents(true), "too late"));
+  EXPECT_EQ(areaOf("fresh").failure, "");
 }
 
 // Others read while operations are recorded: what they see is whole.
@@ -169,13 +224,7 @@ TEST(Recorder, readersSeeWholeEntries) {
     }
   });
   for (int round = 0; round < 20; ++round) {
-    const std::string text = TraceFile::contents(true);
-    for (size_t at = text.find("\"collective_seq_id\":"); at != text.npos;
-         at = text.find("\"collective_seq_id\":", at + 1)) {
-      const std::string sequence = std::to_string(std::atoll(text.c_str() + at + 20));
-      const size_t sizes = text.find("\"input_sizes\":[[", at);
-      EXPECT_EQ(std::to_string(std::atoll(text.c_str() + sizes + 16)), sequence);
-    }
+    for (const Row& row : areaOf("whole").rows) EXPECT_EQ(row.bytes, row.sequence * 4);
   }
   isOver.store(true);
   writer.join();
@@ -185,24 +234,26 @@ TEST(Recorder, aChildHasABoxOfItsOwn) {
   GroupRecord group({"parent", 83, 0, 2, {}});
   (void)group.enqueue(allReduce(0), 1000);
   const pid_t child = fork();
-  if (child == 0) _exit(contains(TraceFile::contents(true), "parent") ? 1 : 0);
+  if (child == 0) _exit(areaOf("parent").name.empty() ? 0 : 1);
   int status = -1;
   waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
 }
 
-TEST(TraceFile, isWrittenWholeAndPrivate) {
+TEST(TraceFile, isTheBoxAndPrivate) {
   char folder[] = "/tmp/mycoll_test_XXXXXX";
   ASSERT(mkdtemp(folder) != nullptr);
-  const std::string path = std::string(folder) + "/rank_0.json";
+  const std::string path = std::string(folder) + "/rank_0";
   GroupRecord group({"file", 84, 1, 3, {4, 5, 6}});
   group.describe("tensor parallel");
   std::string written;
   ASSERT_OK(TraceFile::write(path, &written));
   EXPECT_EQ(written, path);
   std::ifstream file(path);
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  EXPECT(contains(text, "\"desc\":\"tensor parallel\",\"ranks\":\"[4, 5, 6]\""));
+  const std::string box((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  EXPECT_EQ(box.substr(0, 8), "mycollBB");
+  EXPECT_EQ(box.size(), BlackBox::process().snapshot().size());
+  EXPECT_EQ(std::string(areasOf(box).back().description), "tensor parallel");
   EXPECT(!TraceFile::write("/nowhere/at/all", &written).ok());
   unlink(path.c_str());
   rmdir(folder);
@@ -212,19 +263,20 @@ TEST(TraceFile, isWrittenWholeAndPrivate) {
 TEST(TraceFile, manyMayWriteAtOnce) {
   char folder[] = "/tmp/mycoll_test_XXXXXX";
   ASSERT(mkdtemp(folder) != nullptr);
-  const std::string path = std::string(folder) + "/rank_0.json";
+  const std::string path = std::string(folder) + "/rank_0";
   GroupRecord group({"written at once", 90, 0, 2, {}});
+  const size_t whole = BlackBox::process().snapshot().size();
   std::atomic<int> failures{0};
   std::vector<std::thread> writers;
   for (int i = 0; i < 4; ++i) {
     writers.emplace_back([&] {
       std::string written;
-      for (int round = 0; round < 50; ++round) {
+      for (int round = 0; round < 20; ++round) {
         if (!TraceFile::write(path, &written).ok()) failures.fetch_add(1);
         std::ifstream file(path);
-        const std::string text((std::istreambuf_iterator<char>(file)),
-                               std::istreambuf_iterator<char>());
-        if (text.size() < 2 || text.substr(text.size() - 2) != "}\n") failures.fetch_add(1);
+        const std::string box((std::istreambuf_iterator<char>(file)),
+                              std::istreambuf_iterator<char>());
+        if (box.size() != whole) failures.fetch_add(1);
       }
     });
   }
@@ -232,34 +284,4 @@ TEST(TraceFile, manyMayWriteAtOnce) {
   EXPECT_EQ(failures.load(), 0);
   unlink(path.c_str());
   EXPECT_EQ(rmdir(folder), 0);  // nothing else was left there
-}
-
-TEST(Document, picklesAsPythonDoes) {
-  auto pickle = Document::pickle();
-  pickle->beginMap();
-  pickle->key("a").integer(-2);
-  pickle->key("b").beginList();
-  pickle->null();
-  pickle->boolean(true);
-  pickle->real(1.0);
-  pickle->end();
-  pickle->end();
-  const std::string expected(
-      "\x80\x02}(X\x01\0\0\0a\x8a\x08\xfe\xff\xff\xff\xff\xff\xff\xffX\x01\0\0\0b](N\x88G\x3f\xf0"
-      "\0\0\0\0\0\0eu.",
-      42);
-  EXPECT(pickle->finish() == expected);
-}
-
-TEST(Document, escapesJson) {
-  auto json = Document::json();
-  json->beginMap();
-  json->key("text").text("a\"b\\c\nd");
-  json->key("list").beginList();
-  json->integer(1);
-  json->beginMap();
-  json->end();
-  json->end();
-  json->end();
-  EXPECT_EQ(json->finish(), std::string("{\"text\":\"a\\\"b\\\\c\\u000ad\",\"list\":[1,{}]}\n"));
 }

@@ -1,0 +1,142 @@
+"""`mycoll metrics`: counters of the mycoll processes of this host, in Prometheus' text format.
+
+They are read from outside, out of the same memory that `mycoll status` reads (black_box.py): the
+processes do nothing for it, and those that hang are seen as well.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mycoll import _terminal, black_box, status
+from mycoll.black_box import Counts, Group, Process
+
+# Operations of groups that are gone are still counted, so that a sum over groups never falls.
+ENDED = "(ended)"
+
+
+def waited(process: Process, group: Group) -> float:
+    since = [each.enqueued for each in group.operations if not each.is_over]
+    return max(0.0, process.taken - min(since, default=process.taken))
+
+
+COUNTERS: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (
+    ("mycoll_operations_total", "Operations that have ended well.", lambda c: c.done),
+    ("mycoll_operation_failures_total", "Operations that have failed.", lambda c: c.failed),
+    (
+        "mycoll_operation_bytes_total",
+        "The larger of input and output of this rank, added up.",
+        lambda c: c.bytes,
+    ),
+    (
+        "mycoll_operation_seconds_total",
+        "Time from call to end, added up.",
+        lambda c: c.seconds,
+    ),
+)
+GAUGES: tuple[tuple[str, str, Callable[[Process, Group], float]], ...] = (
+    (
+        "mycoll_group_failed",
+        "1 when the group is dead.",
+        lambda _, group: int(group.phase == "failed"),
+    ),
+    (
+        "mycoll_waiting_seconds",
+        "For how long the oldest operation that is not over has waited.",
+        waited,
+    ),
+)
+
+
+def main(words: Sequence[str]) -> int:
+    parser = _terminal.Parser(
+        prog="mycoll metrics",
+        description="Counters of this user's mycoll processes on this host, in Prometheus' text "
+        "format: printed, or written for the textfile collector of node_exporter.",
+    )
+    parser.add_argument(
+        "--file", type=Path, metavar="PATH", help="write there, whole or not at all (NAME.prom)"
+    )
+    parser.add_argument(
+        "--every", type=status.positive, metavar="SECONDS", help="with --file: until Ctrl-C"
+    )
+    parsed = parser.parse_args(list(words))
+    if parsed.every and not parsed.file:
+        parser.error("--every needs --file: what is printed is printed once")
+    if not parsed.file:
+        processes = black_box.find()
+        print(as_text(processes), end="")
+        if not processes:
+            print(f"mycoll metrics: {status.NOBODY}", file=sys.stderr)
+        return 0 if processes else 1
+    try:
+        write(parsed.file)
+        while parsed.every:
+            time.sleep(parsed.every)
+            write(parsed.file)
+    except OSError as error:
+        print(f"mycoll metrics: {parsed.file} could not be written: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def write(path: Path) -> None:
+    """Readers see all of it or the one before."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(as_text(black_box.find()), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def as_text(processes: list[Process]) -> str:
+    lines = []
+    for name, meaning, value in COUNTERS:
+        rows = [
+            (labelled(process, group, operation=kind), value(counts))
+            for process in processes
+            for group, by_kind in counted(process)
+            for kind, counts in by_kind.items()
+        ]
+        lines += family(name, "counter", meaning, rows)
+    for name, meaning, look in GAUGES:
+        rows = [
+            (labelled(process, group), look(process, group))
+            for process in processes
+            for group in process.groups
+        ]
+        lines += family(name, "gauge", meaning, rows)
+    return "\n".join([*lines, ""])
+
+
+def family(name: str, kind: str, meaning: str, rows: list[tuple[str, float]]) -> list[str]:
+    """Readers refuse a file in which a series is there twice; a group that has failed and is still
+    there may have the name of its successor."""
+    series: dict[str, float] = {}
+    for labels, value in rows:
+        before = series.get(labels, 0)
+        series[labels] = before + value if kind == "counter" else max(before, value)
+    lines = [f"{name}{labels} {value}" for labels, value in series.items()]
+    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", *lines]
+
+
+def counted(process: Process) -> Iterator[tuple[Group | None, dict[str, Counts]]]:
+    for group in process.groups:
+        yield group, group.counts
+    yield None, process.ended
+
+
+def labelled(process: Process, group: Group | None, **more: str) -> str:
+    labels = {"rank": str(process.rank), "pid": str(process.pid)}
+    labels["group"] = group.name if group else ENDED
+    labels["description"] = group.description if group else ""
+    pairs = [f'{key}="{escaped(text)}"' for key, text in {**labels, **more}.items() if text]
+    return "{" + ",".join(pairs) + "}"
+
+
+def escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

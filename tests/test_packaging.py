@@ -177,6 +177,37 @@ def test_restarts_do_not_see_old_keys(site: Site) -> None:
     assert again == "PrefixStore\n"
 
 
+def test_a_process_without_a_group_keeps_torch_as_it_is(site: Site) -> None:
+    """What torch's import does for mycoll replaces nothing in torch; the first group does."""
+    site.built().passes("""if True:
+        import sys, types, torch, torch.distributed as dist
+        from importlib.metadata import entry_points
+
+        def held():
+            return {
+                (module.__name__, name): value
+                for module in list(sys.modules.values())
+                if isinstance(module, types.ModuleType) and module.__name__.startswith("torch")
+                for name, value in vars(module).items()
+            }
+
+        before, modules = held(), set(sys.modules)
+        (entry,) = entry_points(group="torch.backends", name="mycoll")
+        entry.load()()
+        assert "mycoll" in dist.Backend.backend_list
+        after = held()
+        assert before.keys() == after.keys()
+        assert [name for name in before if before[name] is not after[name]] == []
+        assert {name.partition(".")[0] for name in set(sys.modules) - modules} == {"mycoll"}
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.new_group()
+        assert dist.monitored_barrier is before["torch.distributed", "monitored_barrier"]
+        dist.new_group(backend="mycoll")
+        assert dist.monitored_barrier is not before["torch.distributed", "monitored_barrier"]
+        """, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
 def test_missing_module(site: Site) -> None:
     site.passes("import torch, mycoll; torch.ones(1)")
     message = site.fails(INIT.format(backend="mycoll"))

@@ -51,10 +51,6 @@ def register() -> None:
         # A list: torch up to 2.13 reads the string "cpu" as the devices c, p and u.
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
         register_mpi_scheme()
-
-        from mycoll import _compat
-
-        _compat.install()
         # The first of all: what programs register runs before it, and may still communicate.
         atexit.register(close_all)
 
@@ -129,7 +125,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     )
     group.store = _store_of_this_attempt(group.store)
     if _gloo.is_wanted(options):
-        _compat.use()
+        _compat.install()
         return _gloo.create(group)
 
     module = native()
@@ -141,7 +137,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
             )
         options = from_foreign_options(options)
 
-    _compat.use()
+    _compat.install()
     timeout = group.timeout
     if options is not None and timeout == default_pg_timeout:
         timeout = options.timeout  # torch always passes one: nobody has given it this

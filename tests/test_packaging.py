@@ -232,6 +232,17 @@ def test_other_minor_is_refused(site: Site) -> None:
     site.built(torch_version=f"{MINOR}.99+other").passes(INIT.format(backend="mycoll"))
 
 
+def test_an_unsupported_torch_is_not_compiled_for(site: Site) -> None:
+    """There the advice to compile again would cost minutes and fail."""
+    init = "import torch; torch.__version__ = '2.10.0+cpu'\n" + INIT.format(backend="mycoll")
+    for code in (init, "import torch; torch.__version__ = '2.16.0'\nimport mycoll; mycoll.Options"):
+        message = site.fails(code)
+        assert "supports torch 2.11 to 2.15, and this is torch 2.1" in message
+        assert "--no-build-isolation" not in message
+    message = site.built(torch_version="2.13.0").fails(init)
+    assert message.endswith("supports torch 2.11 to 2.15. Install torch 2.13")
+
+
 def test_failed_registration_does_not_break_torch(site: Site) -> None:
     registration = site.package / "_registration.py"
     registration.write_text(

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 NAME = "mycoll"
 
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+
 _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
 
 _warned = False
@@ -85,25 +87,31 @@ def native() -> ModuleType:
         raise ImportError(f"mycoll could not register itself: {_failure!r}") from _failure
     import torch
 
+    here = _minor(torch.__version__)
+    is_supported = OLDEST_TORCH <= tuple(map(int, here.split("."))) <= NEWEST_TORCH
+    oldest, newest = (".".join(map(str, minor)) for minor in (OLDEST_TORCH, NEWEST_TORCH))
+    supported = f"mycoll supports torch {oldest} to {newest}"
+    again = "run `pip install --no-build-isolation .` in mycoll's source folder"
     try:
         from mycoll import _build
     except ImportError as error:
         raise ImportError(
-            "mycoll's compiled module is missing: run "
-            "`pip install --no-build-isolation .` in its source folder"
+            "mycoll's compiled module is missing: "
+            + (again if is_supported else f"{supported}, and this is torch {torch.__version__}")
         ) from error
-    if _minor(_build.TORCH_VERSION) != _minor(torch.__version__):
+    built = _minor(_build.TORCH_VERSION)
+    if built != here:
         raise ImportError(
-            f"this mycoll was compiled for torch {_minor(_build.TORCH_VERSION)} and cannot work "
-            f"with torch {torch.__version__}: run `pip install --no-build-isolation .` again in "
-            f"its source folder, or install torch {_minor(_build.TORCH_VERSION)}"
+            f"this mycoll was compiled for torch {built} and cannot work with torch "
+            f"{torch.__version__}: "
+            + (f"{again} again, or install" if is_supported else f"{supported}. Install")
+            + f" torch {built}"
         )
     try:
         from mycoll import _C
     except ImportError as error:
         raise ImportError(
-            f"mycoll's compiled module does not load ({error}): run "
-            "`pip install --no-build-isolation .` again in its source folder"
+            f"mycoll's compiled module does not load ({error}): {again} again"
         ) from error
     return _C
 

@@ -35,26 +35,6 @@ def test_a_death_is_called_a_death(stage):
             assert len(lines) == 1 and "has ended (killed" in lines[0], lines
 
 
-def goes_on_after_a_death(ctx: Ctx) -> str:
-    dies(ctx)
-    if ctx.rank == 2:
-        dist.destroy_process_group()
-    time.sleep(4.0 if ctx.rank == 2 else 60.0)
-    return "lives"
-
-
-def test_who_does_not_react_is_killed_where_that_is_wanted(pool):
-    """MYCOLL_KILL_AFTER_FAILURE; not a rank that has destroyed its groups."""
-    env = (("MYCOLL_KILL_AFTER_FAILURE", "1"),)
-    with Stage(pool, "shm").world(3, env=env) as world:
-        world.start(goes_on_after_a_death)
-        assert answers(world, (0, 1)) == {2: "lives"}
-        killed = world.members[0]
-        killed.process.join(10)
-        assert killed.process.exitcode == -signal.SIGABRT
-        assert env[0][0] in killed.log_tail()
-
-
 def leaves(ctx: Ctx) -> Seen | None:
     x = torch.ones(10)
     dist.all_reduce(x)

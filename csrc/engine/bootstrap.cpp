@@ -35,8 +35,8 @@ class Pauses {
 };
 
 Status readSecretFile(std::string* secret) {
-  Env env;
-  MYCOLL_RETURN_IF_ERROR(Env::load(&env));
+  MYCOLL_RETURN_IF_ERROR(Env::check());
+  const Env& env = Env::process();
   if (env.secretFile.empty()) return Status();
   std::ifstream file(env.secretFile, std::ios::binary);
   std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());

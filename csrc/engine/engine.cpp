@@ -6,7 +6,7 @@
 #include <system_error>
 #include <utility>
 
-#include "base/signals.h"
+#include "base/os.h"
 #include "base/wait.h"
 #include "engine/group.h"
 #include "observe/metrics.h"
@@ -226,7 +226,6 @@ void Engine::State::doChores() {
   bool isUnseen = false;
   for (auto& group : alive()) {
     isUnseen |= group->lookForFailure();
-    group->killWhereWanted();
     group->checkFutures();
     group->doChore();
   }

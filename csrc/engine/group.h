@@ -77,8 +77,6 @@ class Group final : public MailboxListener,
   // For a group that nobody is in a call of: has it failed on another rank of the host? True when
   // that is news.
   bool lookForFailure();
-  // MYCOLL_KILL_AFTER_FAILURE: ends this process where its time is over.
-  void killWhereWanted() const;
   // The deadlines of messages that futures tell of: nobody looks at them in a wait.
   void checkFutures();
   // See Communicator.

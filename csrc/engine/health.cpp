@@ -112,22 +112,6 @@ bool Group::lookForFailure() {
   return true;
 }
 
-void Group::killWhereWanted() const {
-  const int seconds = Env::process().killAfterSeconds;
-  if (seconds == 0 || !hasFailed() || isClosed_.load()) return;
-  const Clock::time_point since{Clock::duration(failedAt_.load(std::memory_order_relaxed))};
-  const Status cause = error();
-  if (cause.code() == Code::kAborted || Clock::now() - since < std::chrono::seconds(seconds)) {
-    return;
-  }
-  MYCOLL_LOG_AT(LogLevel::kFailure,
-                "group '%s' failed %d s ago (MYCOLL_KILL_AFTER_FAILURE) and the program has not "
-                "destroyed it: this process is ended by SIGABRT",
-                options_.name.c_str(), seconds);
-  TraceFile::writeMeanwhile();
-  std::abort();
-}
-
 Status Group::calledLate(OpKind kind) const {
   const Status cause = error();
   return Status(cause.code(), cause.message() + "\n  Here: rank " + std::to_string(options_.rank) +

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "base/told.h"
+#include "base/sanitize.h"
 #include "base/topology.h"
 #include "engine/meeting.h"
 #include "transport/bell.h"
@@ -105,7 +105,7 @@ Status Meeting::checkRefusal() {
   MYCOLL_RETURN_IF_ERROR(get("refused/" + mine_.nonce, &text));
   if (text.size() < 3) return Status();
   isToldByLeader_ = text[0] == 'l';
-  return toldStatus(text[1] - 'a', text.substr(2));
+  return statusFromPeer(text[1] - 'a', text.substr(2));
 }
 
 Status Meeting::differentWorlds(int rank, const Card& other) const {
@@ -155,7 +155,7 @@ Status Meeting::hasGivenUp(int rank, const Card& card) {
   std::string why;
   MYCOLL_RETURN_IF_ERROR(get("why/" + card.nonce, &why));
   return Status(Code::kStore, "group '" + options_.name + "': rank " + std::to_string(rank) + " (" +
-                                  card.address.describe() + ") has given up: " + readable(why));
+                                  card.address.describe() + ") has given up: " + sanitized(why));
 }
 
 // Now and then: signals, the deadline, and what makes waiting pointless.

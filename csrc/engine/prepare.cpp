@@ -148,8 +148,7 @@ Task Group::prepare() {
 Task Group::prepareAsLeader(bool* isShared) {
   const Signature signature = groupSignature();
   const int ranks = options_.ranks;
-  Env env;
-  MYCOLL_CO_RETURN_IF_ERROR(Env::load(&env));
+  const Env& env = Env::process();
   ArenaShape shape;
   shape.ranks = ranks;
   shape.smallBytes = env.smallBytes;

@@ -11,7 +11,7 @@
 
 #include "base/env.h"
 #include "base/log.h"
-#include "base/per_process.h"
+#include "base/os.h"
 #include "observe/black_box.h"
 #include "observe/whole_file.h"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/utf8.h"
+#include "base/sanitize.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {

@@ -15,7 +15,7 @@
 
 #include "base/env.h"
 #include "base/log.h"
-#include "base/per_process.h"
+#include "base/os.h"
 #include "base/topology.h"
 #include "observe/flight_record.h"
 #include "observe/whole_file.h"

@@ -30,8 +30,8 @@ constexpr std::chrono::milliseconds kSilentHere(500);
 }  // namespace
 
 Status EndpointOptions::fromEnv(EndpointOptions* result) {
-  Env env;
-  MYCOLL_RETURN_IF_ERROR(Env::load(&env));
+  MYCOLL_RETURN_IF_ERROR(Env::check());
+  const Env& env = Env::process();
   result->transport = env.transport;
   result->interfaces = env.socketInterfaces;
   result->eagerBytes = env.eagerBytes;

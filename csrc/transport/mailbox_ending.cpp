@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/log.h"
-#include "base/told.h"
+#include "base/sanitize.h"
 #include "transport/endpoint.h"
 #include "transport/mailbox.h"
 
@@ -30,7 +30,7 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   } else if (came.kind == FrameKind::kAbort && payload.size() > 1 + sizeof(uint64_t)) {
     uint64_t from = 0;
     std::memcpy(&from, payload.data() + 1, sizeof(from));
-    failLocked(toldStatus(payload[0] - 'a', payload.substr(1 + sizeof(from))), false, from);
+    failLocked(statusFromPeer(payload[0] - 'a', payload.substr(1 + sizeof(from))), false, from);
   }
 }
 

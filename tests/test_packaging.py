@@ -179,7 +179,8 @@ def test_restarts_do_not_see_old_keys(site: Site) -> None:
 
 def test_a_process_without_a_group_keeps_torch_as_it_is(site: Site) -> None:
     """What torch's import does for mycoll replaces nothing in torch; the first group does."""
-    site.built().passes("""if True:
+    site.built().passes(
+        """if True:
         import sys, types, torch, torch.distributed as dist
         from importlib.metadata import entry_points
 
@@ -205,7 +206,9 @@ def test_a_process_without_a_group_keeps_torch_as_it_is(site: Site) -> None:
         assert dist.monitored_barrier is before["torch.distributed", "monitored_barrier"]
         dist.new_group(backend="mycoll")
         assert dist.monitored_barrier is not before["torch.distributed", "monitored_barrier"]
-        """, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
 
 
 def test_missing_module(site: Site) -> None:

@@ -8,19 +8,21 @@
 #include <condition_variable>
 #include <map>
 #include <thread>
+#include <torch/csrc/distributed/c10d/control_plane/Handlers.hpp>
 #include <unordered_set>
 #include <utility>
 
 #include "backend/call_site.h"
 #include "backend/callback_order.h"
 #include "backend/callback_pool.h"
-#include "backend/control_handlers.h"
 #include "backend/device/device_group.h"
 #include "backend/device/watchdog.h"
 #include "backend/errors.h"
 #include "backend/torch_store.h"
 #include "base/log.h"
 #include "kernels/reduce.h"
+#include "observe/metrics.h"
+#include "observe/trace_file.h"
 
 namespace mycoll {
 namespace {
@@ -44,6 +46,27 @@ struct Registry {
 Registry& registry() {
   static Registry* const kRegistry = new Registry;
   return *kRegistry;
+}
+
+// What torch's worker server (torch.distributed.debug) can ask this process: POST
+//   /handler/mycoll_fr_trace_json   its last operations, as `mycoll trace` reads them
+//   /handler/mycoll_metrics         its counters, as Prometheus does
+// They run on the server's threads, and take no lock for long. Once in a process.
+void registerHandlers() {
+  using c10d::control_plane::registerHandler;
+  using c10d::control_plane::Response;
+  using Asked = c10d::control_plane::Request;
+  [[maybe_unused]] static const bool isDone = [] {
+    registerHandler("mycoll_fr_trace_json", [](const Asked&, Response& response) {
+      response.setContent(TraceFile::contents(true), "application/json");
+      response.setStatus(200);
+    });
+    registerHandler("mycoll_metrics", [](const Asked&, Response& response) {
+      response.setContent(Metrics::text(), "text/plain; version=0.0.4");
+      response.setStatus(200);
+    });
+    return true;
+  }();
 }
 
 }  // namespace
@@ -118,7 +141,7 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
       device_(std::move(device)),
       forkCount_(forkCount.load(std::memory_order_relaxed)) {
   init();
-  registerControlHandlers();
+  registerHandlers();
   // torch has changed what becomes of numbers that are too large: the sums follow the torch at
   // hand.
   static const bool saturates = !std::isnan(static_cast<float>(c10::Float8_e4m3fn(1000.0f)));

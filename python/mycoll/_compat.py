@@ -1,7 +1,7 @@
 """Documented torch functions that ask for a backend's name, made to work for mycoll's groups.
 
-torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to every group that is not gloo's,
-ignores `_set_pg_timeout` for groups of other backends than gloo and NCCL, and refuses
+torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to all groups but gloo's, ignores
+`_set_pg_timeout` for groups of other backends than gloo and NCCL, and refuses
 `dist.split_group` where no accelerator is bound to the job; a group made by `dist.shrink_group`
 serves one kind of device, where its parent may have served several. They are wrapped when the
 process makes its first mycoll group; a process that makes none keeps torch's own functions. For

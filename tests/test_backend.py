@@ -308,6 +308,13 @@ def test_options(backend):
     assert "5 s" in repr(options) and "engine" in repr(options)
     with pytest.raises(ValueError, match="cpu"):
         mycoll.Options(cpu="abacus")
+    for name, said in (
+        ("tiemout", "no field 'tiemout'; did you mean 'timeout'"),
+        ("nccl", "options.nccl.min_ctas"),
+        ("bandwidth", "it has timeout and cpu"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            mycoll.Options(**{name: 1})
 
 
 # --- fork and the end of a process

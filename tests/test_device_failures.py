@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import pytest
 import test_mismatch
-import test_work
 import torch
 import torch.distributed as dist
 from worlds import device
@@ -320,15 +319,3 @@ def test_survivors_shrink_and_go_on(fresh_device_world, road):
     world.start(shrinks, 1)
     for rank, seen in enumerate(world.finish(allow_gone=True)):
         assert rank == 1 or "rank 1 (" in seen[0], seen
-
-
-@pytest.mark.parametrize("road", ROADS)
-def test_writes_to_tensors_in_flight(fresh_device_world, road):
-    world = fresh_device_world(2, road, env=(("TORCH_DISTRIBUTED_DEBUG", "INFO"),))
-    for warned in world.run(written_early_on_device):
-        assert warned == [True, False, False, False], warned
-
-
-def written_early_on_device(ctx: Ctx) -> list[bool]:
-    with ctx.device:
-        return test_work.written_early(ctx, "all_reduce")

@@ -161,11 +161,26 @@ def test_misspelt_names_are_warned_about(fresh) -> None:
     ]
 
 
-def test_where_values_come_from(monkeypatch) -> None:
-    native = pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
-    monkeypatch.setenv("MYCOLL_SMALL_BYTES", "1K")
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "64")
-    rows = {row["name"]: row for row in native.environment()}
+def test_where_values_come_from() -> None:
+    """And they are kept: what the program changes later counts no more."""
+    pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
+    program = """
+import json, os, torch
+from mycoll import _C
+_C.environment()
+os.environ["MYCOLL_SMALL_BYTES"] = "2K"
+print(json.dumps(_C.environment()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "MYCOLL_SMALL_BYTES": "1K", "TORCH_FR_BUFFER_SIZE": "64"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert rows["MYCOLL_SMALL_BYTES"]["value"] == "1K"
     assert rows["MYCOLL_SMALL_BYTES"]["source"] == "MYCOLL_SMALL_BYTES"
     assert rows["MYCOLL_SMALL_BYTES"]["is_set"]
     assert rows["MYCOLL_TRACE_ENTRIES"]["source"] == "TORCH_FR_BUFFER_SIZE"

@@ -177,6 +177,40 @@ def test_restarts_do_not_see_old_keys(site: Site) -> None:
     assert again == "PrefixStore\n"
 
 
+def test_a_process_without_a_group_keeps_torch_as_it_is(site: Site) -> None:
+    """What torch's import does for mycoll replaces nothing in torch; the first group does."""
+    site.built().passes(
+        """if True:
+        import sys, types, torch, torch.distributed as dist
+        from importlib.metadata import entry_points
+
+        def held():
+            return {
+                (module.__name__, name): value
+                for module in list(sys.modules.values())
+                if isinstance(module, types.ModuleType) and module.__name__.startswith("torch")
+                for name, value in vars(module).items()
+            }
+
+        before, modules = held(), set(sys.modules)
+        (entry,) = entry_points(group="torch.backends", name="mycoll")
+        entry.load()()
+        assert "mycoll" in dist.Backend.backend_list
+        after = held()
+        assert before.keys() == after.keys()
+        assert [name for name in before if before[name] is not after[name]] == []
+        assert {name.partition(".")[0] for name in set(sys.modules) - modules} == {"mycoll"}
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.new_group()
+        assert dist.monitored_barrier is before["torch.distributed", "monitored_barrier"]
+        dist.new_group(backend="mycoll")
+        assert dist.monitored_barrier is not before["torch.distributed", "monitored_barrier"]
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+
+
 def test_missing_module(site: Site) -> None:
     site.passes("import torch, mycoll; torch.ones(1)")
     message = site.fails(INIT.format(backend="mycoll"))
@@ -207,6 +241,17 @@ def test_other_minor_is_refused(site: Site) -> None:
     version_file.write_text((PACKAGE / "_version.py").read_text())
     # A patch release and another local version are the same minor.
     site.built(torch_version=f"{MINOR}.99+other").passes(INIT.format(backend="mycoll"))
+
+
+def test_an_unsupported_torch_is_not_compiled_for(site: Site) -> None:
+    """There the advice to compile again would cost minutes and fail."""
+    init = "import torch; torch.__version__ = '2.10.0+cpu'\n" + INIT.format(backend="mycoll")
+    for code in (init, "import torch; torch.__version__ = '2.16.0'\nimport mycoll; mycoll.Options"):
+        message = site.fails(code)
+        assert "supports torch 2.11 to 2.15, and this is torch 2.1" in message
+        assert "--no-build-isolation" not in message
+    message = site.built(torch_version="2.13.0").fails(init)
+    assert message.endswith("supports torch 2.11 to 2.15. Install torch 2.13")
 
 
 def test_failed_registration_does_not_break_torch(site: Site) -> None:

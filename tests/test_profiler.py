@@ -53,6 +53,44 @@ def test_names_given_by_the_program(reused, transport) -> None:
         assert names.count("mycoll:all_reduce") == 1, names
 
 
+def shapes(ctx: Ctx, family: str) -> list[tuple[str, bool, list[list[int]]]]:
+    """What the events of each operation say about its inputs."""
+    group = dist.new_group(backend=family)
+    me, size = ctx.rank, ctx.size
+    column = [torch.ones(2, 3) for _ in range(size)]
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        dist.all_reduce(torch.ones(10, 20), group=group)
+        dist.all_reduce(torch.ones(7), group=group, async_op=True).wait()
+        dist.all_reduce_coalesced([torch.ones(3), torch.ones(4, 2)], group=group)
+        dist.broadcast(torch.ones(5), 1, group=group)
+        dist.reduce(torch.ones(6, 2), 0, group=group)
+        dist.all_gather(column, torch.ones(2, 3), group=group)
+        dist.gather(torch.ones(2, 3), column if me == 0 else None, 0, group=group)
+        dist.scatter(torch.ones(2, 3), column if me == 0 else None, 0, group=group)
+        dist.all_to_all_single(torch.ones(size, 4), torch.ones(size, 4), group=group)
+        if me == 0:
+            dist.send(torch.ones(6), 1, group=group)
+        if me == 1:
+            dist.recv(torch.ones(6), 0, group=group)
+        dist.barrier(group=group)
+    found = [each for each in seen.events() if each.name.startswith(f"{family}:")]
+    return [(each.name.partition(":")[2], each.is_async, each.input_shapes) for each in found]
+
+
+def both_shapes(ctx: Ctx) -> list[Any]:
+    return [shapes(ctx, family) for family in ("gloo", "mycoll")]
+
+
+def test_events_have_the_shapes_of_gloos(fresh, transport, backend) -> None:
+    """torch's own tests compare them."""
+    if backend != "mycoll":
+        pytest.skip("compares both")
+    for theirs, ours in fresh(2, transport).run(both_shapes):
+        assert len(theirs) == len(ours), (theirs, ours)
+        for their, our in zip(theirs, ours, strict=True):
+            assert their[1:] == our[1:], (their, our)
+
+
 def events(path: Path) -> list[dict[str, Any]]:
     return [each for each in json.loads(path.read_text())["traceEvents"] if each.get("ph") == "X"]
 

@@ -52,7 +52,8 @@ def parameters(function: Any) -> list[list[str]]:
             while text != before:
                 before, text = text, re.sub(r"\[[^\[\]]*\]|\([^()]*\)|<[^<>]*>", "", text)
             names = [part.split(":")[0].split("=")[0].strip() for part in text.split(",")]
-            found.append([name for name in names if name and name not in {"/", "*"}])
+            # **kwargs is there to refuse what is not known: the stub has none.
+            found.append([n for n in names if n and n not in {"/", "*"} and n[:2] != "**"])
     return found
 
 

@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -309,47 +308,6 @@ def overlap(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_overlap_with_computing(world):
     world.run(overlap)
-
-
-def written_early(ctx: Ctx, kind: str) -> list[bool]:
-    """Whether a warning came for: a write before the end, none, one after it, another tensor's."""
-    other = 1 - ctx.rank
-    log = Path(ctx.setup.log)
-    warned = []
-
-    def pending(x: torch.Tensor) -> list[dist.Work]:
-        if kind == "send":
-            work = dist.isend(x, other)
-            return [work, dist.irecv(torch.empty_like(x), other)]
-        return [dist.all_reduce(x, async_op=True)]
-
-    for write in ("before", "never", "after", "elsewhere"):
-        x, y = torch.ones(2_000_000), torch.ones(10)
-        seen = log.stat().st_size
-        works = pending(x)
-        if write == "before":
-            x[7] = 1.0
-        if write == "elsewhere":
-            y.add_(1)
-        for work in works:
-            work.wait()
-        if write == "after":
-            x.add_(1)
-        said = log.read_bytes()[seen:].decode()
-        warned.append("was written to before the operation was over" in said)
-        dist.barrier()
-    return warned
-
-
-@pytest.mark.parametrize("kind", ["send", "all_reduce"])
-@pytest.mark.parametrize("level", ["OFF", "INFO"])
-def test_writes_to_tensors_in_flight(reused, transport, backend, kind, level):
-    """The right warning while debugging, and no cost and no warning otherwise."""
-    if backend == "gloo":
-        pytest.skip("gloo does not look")
-    world = reused(2, transport, env=(("TORCH_DISTRIBUTED_DEBUG", level),))
-    for warned in world.run_in_group(written_early, kind):
-        assert warned == [level == "INFO", False, False, False], warned
 
 
 def futures_of_messages(ctx: Ctx) -> Seen:

@@ -32,7 +32,7 @@ OrderPtr CallbackOrder::here() {
 CallbackOrder::TurnPtr CallbackOrder::add() {
   auto turn = std::make_shared<Turn>();
   turn->order = shared_from_this();
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   turns_.push_back(turn);
   count(1);
   return turn;
@@ -41,7 +41,7 @@ CallbackOrder::TurnPtr CallbackOrder::add() {
 void CallbackOrder::ready(const TurnPtr& turn, std::function<void()> complete) {
   const OrderPtr order = turn->order;
   {
-    std::lock_guard<std::mutex> lock(order->mutex_);
+    const MutexLock lock(order->mutex_);
     turn->complete = std::move(complete);
     if (order->isRunning_ || order->turns_.front() != turn) return;
     order->isRunning_ = true;
@@ -51,7 +51,7 @@ void CallbackOrder::ready(const TurnPtr& turn, std::function<void()> complete) {
 
 void CallbackOrder::hold(std::function<void()> begin) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!turns_.empty()) {
       auto turn = std::make_shared<Turn>();
       turn->complete = std::move(begin);
@@ -70,7 +70,7 @@ void CallbackOrder::count(int change) {
 }
 
 void CallbackOrder::run() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   while (!turns_.empty() && turns_.front()->complete) {
     const TurnPtr turn = turns_.front();
     std::function<void()> complete = std::move(turn->complete);
@@ -95,9 +95,9 @@ void CallbackOrder::run() {
 }
 
 CallbackOrder::Outcome CallbackOrder::wait(Deadline deadline, bool (*isInterrupted)()) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   while (!turns_.empty()) {
-    changed_.wait_for(lock, kTick);
+    changed_.wait_for(lock.native(), kTick);
     if (turns_.empty()) break;
     if (deadline.expired()) return Outcome::kTimeout;
     if (isInterrupted == nullptr) continue;

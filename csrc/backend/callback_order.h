@@ -25,13 +25,12 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 
 namespace mycoll {
 
@@ -49,7 +48,10 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
 
   // Of a group, or beneath a callback of the group whose order is `root`.
   explicit CallbackOrder(const CallbackOrder* root = nullptr) : root_(root ? root : this) {}
-  ~CallbackOrder() { count(-static_cast<int>(pending_.load())); }
+  ~CallbackOrder() {
+    const MutexLock lock(mutex_);
+    count(-static_cast<int>(pending_.load()));
+  }
 
   // Of a group's order: the one that this thread is subject to. Inside a callback of that group it
   // is the one beneath the callback.
@@ -72,15 +74,15 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
 
  private:
   void run();
-  void count(int change);  // with the mutex
+  void count(int change) REQUIRES(mutex_);
 
   static inline std::atomic<int64_t> allPending_{0};
   const CallbackOrder* const root_;  // only compared: it may be gone
   std::atomic<size_t> pending_{0};
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable changed_;
-  std::deque<TurnPtr> turns_;  // guarded by mutex_
-  bool isRunning_ = false;     // guarded by mutex_
+  std::deque<TurnPtr> turns_ GUARDED_BY(mutex_);
+  bool isRunning_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mycoll

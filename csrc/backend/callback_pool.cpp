@@ -2,26 +2,26 @@
 
 #include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
 
-#include "base/per_process.h"
-#include "base/signals.h"
+#include "base/mutex.h"
+#include "base/os.h"
 
 namespace mycoll {
 
 struct CallbackPool::State {
-  std::mutex mutex;
+  Mutex mutex;
   std::condition_variable posted;
   std::condition_variable ended;
-  std::deque<std::function<void()>> tasks;
-  size_t idle = 0;
-  size_t threads = 0;
-  bool draining = false;
+  std::deque<std::function<void()>> tasks GUARDED_BY(mutex);
+  size_t idle GUARDED_BY(mutex) = 0;
+  size_t threads GUARDED_BY(mutex) = 0;
+  bool draining GUARDED_BY(mutex) = false;
 
-  void runTasks(std::unique_lock<std::mutex>& lock);
+  // Lets go of the lock, which is the mutex's, while a task runs.
+  void runTasks(MutexLock& lock) REQUIRES(mutex);
   void serve();
 };
 
@@ -38,7 +38,7 @@ CallbackPool& CallbackPool::get() {
 
 CallbackPool::State& CallbackPool::state() { return perProcess<State>(); }
 
-void CallbackPool::State::runTasks(std::unique_lock<std::mutex>& lock) {
+void CallbackPool::State::runTasks(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
   while (!tasks.empty()) {
     {
       std::function<void()> next = std::move(tasks.front());
@@ -53,12 +53,15 @@ void CallbackPool::State::runTasks(std::unique_lock<std::mutex>& lock) {
 void CallbackPool::State::serve() {
   pthread_setname_np(pthread_self(), "mycoll-callback");
   isPoolThread = true;
-  std::unique_lock<std::mutex> lock(mutex);
+  MutexLock lock(mutex);
   while (true) {
     runTasks(lock);
     if (draining) break;
     ++idle;
-    posted.wait_for(lock, std::chrono::seconds(1), [this] { return !tasks.empty() || draining; });
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    while (tasks.empty() && !draining &&
+           posted.wait_until(lock.native(), end) != std::cv_status::timeout) {
+    }
     --idle;
     if (tasks.empty()) break;
   }
@@ -68,7 +71,7 @@ void CallbackPool::State::serve() {
 
 void CallbackPool::post(std::function<void()> task) {
   State& pool = state();
-  std::unique_lock<std::mutex> lock(pool.mutex);
+  MutexLock lock(pool.mutex);
   pool.tasks.push_back(std::move(task));
   if (pool.idle >= pool.tasks.size()) {
     lock.unlock();
@@ -92,12 +95,15 @@ void CallbackPool::post(std::function<void()> task) {
 
 bool CallbackPool::drain(std::chrono::milliseconds timeout) {
   State& pool = state();
-  std::unique_lock<std::mutex> lock(pool.mutex);
+  MutexLock lock(pool.mutex);
   pool.draining = true;
   pool.posted.notify_all();
-  const bool isEmpty = pool.ended.wait_for(lock, timeout, [&pool] { return pool.threads == 0; });
+  const auto end = std::chrono::steady_clock::now() + timeout;
+  while (pool.threads != 0 &&
+         pool.ended.wait_until(lock.native(), end) != std::cv_status::timeout) {
+  }
   pool.draining = false;
-  return isEmpty;
+  return pool.threads == 0;
 }
 
 }  // namespace mycoll

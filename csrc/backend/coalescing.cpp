@@ -61,7 +61,6 @@ MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
     checkOutput(site, argument, tensors[i]);
     checkSameType(site, argument, tensors[i], Argument{"tensors", 0}, tensors[0]);
   }
-  const ReduceOp reduceOp = checkReduceOp(site, opts.reduceOp, tensors[0]);
   Request request(site, c10d::OpType::ALLREDUCE_COALESCED, "mycoll:all_reduce_coalesced",
                   opts.timeout, opts.asyncOp);
   for (size_t i = 0; i < tensors.size();) {
@@ -87,13 +86,12 @@ MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
       request.copyBacks.push_back({bucket, tensors[i], offset});
       offset += static_cast<int64_t>(tensors[i].nbytes());
     }
-    Call& call = request.addCall(OpKind::kAllReduce, bucket);
-    call.reduceOp = reduceOp;
+    Call& call = request.addReduction(OpKind::kAllReduce, bucket, opts.reduceOp);
     call.in.push_back(span);
     call.out.push_back(span);
     request.keep.push_back(std::move(bucket));
   }
-  return run(request, given);
+  return run(request, given, given);
 }
 
 MycollBackend::WorkPtr MycollBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
@@ -120,7 +118,7 @@ MycollBackend::WorkPtr MycollBackend::allgather_coalesced(TensorLists& outputs, 
     addAllGatherList(request, column, inputs[i]);
     results.insert(results.end(), column.begin(), column.end());
   }
-  return run(request, results);
+  return run(request, inputs, results);
 }
 
 MycollBackend::WorkPtr MycollBackend::allgather_into_tensor_coalesced(
@@ -135,7 +133,7 @@ MycollBackend::WorkPtr MycollBackend::allgather_into_tensor_coalesced(
   for (size_t i = 0; i < inputs.size(); ++i) {
     addAllGatherInto(request, outputs[i], inputs[i], static_cast<int64_t>(i));
   }
-  return run(request, outputs);
+  return run(request, inputs, outputs);
 }
 
 MycollBackend::WorkPtr MycollBackend::reduce_scatter_tensor_coalesced(
@@ -150,7 +148,7 @@ MycollBackend::WorkPtr MycollBackend::reduce_scatter_tensor_coalesced(
   for (size_t i = 0; i < inputs.size(); ++i) {
     addReduceScatterFrom(request, outputs[i], inputs[i], opts.reduceOp, static_cast<int64_t>(i));
   }
-  return run(request, outputs);
+  return run(request, inputs, outputs);
 }
 
 }  // namespace mycoll

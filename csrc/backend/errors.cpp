@@ -5,15 +5,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "backend/callback_pool.h"
 #include "base/log.h"
+#include "base/mutex.h"
 
 namespace mycoll {
 namespace {
@@ -24,21 +23,27 @@ std::atomic<pthread_t> exiting{};
 using Clock = std::chrono::steady_clock;
 // One cause reaches the groups of a process within this.
 constexpr auto kSpreading = std::chrono::seconds(1);
-thread_local int untold = 0;  // Untolds that live
+thread_local int quietScopes = 0;  // those that live
 
-// The failures of groups that Python's main thread has been thrown within kSpreading.
-class Told {
+// The failures of groups that Python's main thread has been thrown within kSpreading. [any thread]
+class RaisedFailures {
  public:
+  static RaisedFailures& get() {
+    static RaisedFailures* const kProcess = new RaisedFailures;
+    return *kProcess;
+  }
   void add(const Status& status) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     forget();
     latest_.push_back({status, Clock::now()});
   }
   bool has(const Status& status) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     forget();
-    return std::any_of(latest_.begin(), latest_.end(),
-                       [&](const Entry& entry) { return isSame(entry.status, status); });
+    for (const Entry& entry : latest_) {
+      if (entry.status.isSameFailure(status)) return true;
+    }
+    return false;
   }
 
  private:
@@ -47,36 +52,14 @@ class Told {
     Clock::time_point when;
   };
 
-  void forget() {
+  void forget() REQUIRES(mutex_) {
     const auto now = Clock::now();
     std::erase_if(latest_, [now](const Entry& entry) { return now - entry.when > kSpreading; });
   }
 
-  // A group fails once; a process that is lost fails all groups that it is in; and a circle of
-  // waits has one text for all of its groups.
-  static bool isSame(const Status& a, const Status& b) {
-    const std::string group = between(a, "group '", '\'');
-    if (!group.empty() && group == between(b, "group '", '\'')) return true;
-    if (a.code() == Code::kPeerLost && b.code() == Code::kPeerLost) {
-      return between(a, "': rank ", ')') == between(b, "': rank ", ')');  // rank 1 (vm:4712)
-    }
-    return between(a, "", '\n') == between(b, "", '\n');
-  }
-  static std::string between(const Status& status, const std::string& before, char after) {
-    const std::string& text = status.message();
-    const size_t begin = text.find(before);
-    if (begin == text.npos) return "";
-    return text.substr(begin, text.find(after, begin + before.size()) - begin);
-  }
-
-  std::mutex mutex_;
-  std::vector<Entry> latest_;  // guarded by mutex_
+  Mutex mutex_;
+  std::vector<Entry> latest_ GUARDED_BY(mutex_);
 };
-
-Told& told() {
-  static Told* const kTold = new Told;
-  return *kTold;
-}
 
 }  // namespace
 
@@ -137,20 +120,20 @@ void throwStatus(const Status& status) {
     case Code::kInterrupted:
     case Code::kStore: break;
     default:
-      if (untold == 0 && isMainThread()) told().add(status);
+      if (quietScopes == 0 && isMainThread()) RaisedFailures::get().add(status);
   }
   throwAs(status);
 }
 
-Untold::Untold() { ++untold; }
-Untold::~Untold() { --untold; }
+QuietScope::QuietScope() { ++quietScopes; }
+QuietScope::~QuietScope() { --quietScopes; }
 
 void raiseInMainThread(const Status& status, std::function<bool()> isWanted) {
   if (python.callInMainThread == nullptr) return;
-  if (told().has(status)) return;
+  if (RaisedFailures::get().has(status)) return;
   const bool isCalled = python.callInMainThread([status, isWanted = std::move(isWanted)] {
     const bool isExiting = exiting.load(std::memory_order_acquire) != pthread_t{};
-    if (isExiting || told().has(status) || !isWanted()) return;
+    if (isExiting || RaisedFailures::get().has(status) || !isWanted()) return;
     throwStatus(status);
   });
   if (!isCalled) MYCOLL_LOG_ERROR("%s", status.message().c_str());

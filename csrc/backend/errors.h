@@ -21,10 +21,10 @@ namespace mycoll {
 // The status must not be ok.
 [[noreturn]] void throwStatus(const Status& status);
 
-// For results that nobody may ask about before they are used: throws the status in Python's main
-// thread, between two steps of what it does, as Ctrl-C would. Not where that thread has been thrown
-// this group's failure a moment ago, or the same cause's in another group, or is meanwhile: who is
-// cleaning up is left alone. isWanted is asked then.
+// For results that a program may use without asking whether they are valid: throws the status in
+// Python's main thread, between two steps of what it does, as Ctrl-C would. Not where that thread
+// has just been thrown the same failure (Status::isSameFailure()), or is meanwhile: a program that
+// is cleaning up is left alone. isWanted is asked at that moment.
 void raiseInMainThread(const Status& status, std::function<bool()> isWanted);
 
 inline void throwIfFailed(const Status& status) {
@@ -38,13 +38,14 @@ c10d::WorkResult toWorkResult(const Status& status);
 // The same, to be thrown elsewhere; null when ok. Ignores interrupts: they belong to one wait().
 std::exception_ptr toException(const Status& status);
 
-// While it lives, what this thread throws is not the failure of a group, or does not get out.
-class Untold {
+// While it lives, what this thread throws is not the failure of a group, or does not reach the
+// program.
+class QuietScope {
  public:
-  Untold();
-  ~Untold();
-  Untold(const Untold&) = delete;
-  Untold& operator=(const Untold&) = delete;
+  QuietScope();
+  ~QuietScope();
+  QuietScope(const QuietScope&) = delete;
+  QuietScope& operator=(const QuietScope&) = delete;
 };
 
 // What backend/, which knows no Python, has to ask it. Set once by bindings/, before the first

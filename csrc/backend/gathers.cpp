@@ -13,7 +13,7 @@ MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& i
   checkTensor(site, Argument{"tensor"}, input);
   Request request(site, c10d::OpType::ALLGATHER, "mycoll:all_gather", opts.timeout, opts.asyncOp);
   addAllGatherList(request, list, input);
-  return run(request, list);
+  return run(request, inputs, list);
 }
 
 void MycollBackend::addAllGatherList(Request& request, const Tensors& outputs,
@@ -37,7 +37,7 @@ MycollBackend::WorkPtr MycollBackend::_allgather_base(at::Tensor& output, at::Te
   Request request(site, c10d::OpType::_ALLGATHER_BASE, "mycoll:all_gather_into_tensor",
                   opts.timeout, opts.asyncOp);
   addAllGatherInto(request, output, input, /*index=*/-1);
-  return run(request, output);
+  return run(request, input, output);
 }
 
 void MycollBackend::addAllGatherInto(Request& request, const at::Tensor& output,
@@ -47,7 +47,6 @@ void MycollBackend::addAllGatherInto(Request& request, const at::Tensor& output,
   checkTensor(request.site, inputArgument, input);
   checkOutput(request.site, outputArgument, output);
   checkSameType(request.site, outputArgument, output, inputArgument, input);
-  checkDivisible(request.site, outputArgument, output);
   // Any shape of the right number of elements: concatenated, stacked, or (1, n) of SyncBatchNorm.
   checkElements(request.site, outputArgument, output, input.numel() * size_,
                 "the input's times the number of ranks");
@@ -90,7 +89,7 @@ MycollBackend::WorkPtr MycollBackend::gather(TensorLists& outputs, Tensors& inpu
   call.in.push_back(in);
   call.out = std::move(out);
   request.separateInputs(call);
-  return run(request, isRoot ? at::TensorList(outputs.front()) : at::TensorList());
+  return run(request, inputs, isRoot ? at::TensorList(outputs.front()) : at::TensorList());
 }
 
 }  // namespace mycoll

@@ -1,12 +1,13 @@
 // How a request becomes operations of the engine's: at once, when callbacks have run, or on a
 // device.
+#include <ATen/record_function.h>
+
 #include <utility>
 
 #include "backend/call_site.h"
 #include "backend/device/device_group.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
-#include "backend/profiling.h"
 
 namespace mycoll {
 namespace {
@@ -15,6 +16,11 @@ namespace {
 bool isMessage(c10d::OpType type) {
   return type == c10d::OpType::SEND || type == c10d::OpType::RECV ||
          type == c10d::OpType::RECVANYSOURCE;
+}
+
+// Cheap enough for every call.
+bool isProfiling() {
+  return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value();
 }
 
 // The tensors behind the spans of a call; the engine holds this until the operation is done.
@@ -53,13 +59,16 @@ MycollWork::Ops submit(Communicator& communicator, Request& request, uint32_t si
 
 }  // namespace
 
-MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList outputs) {
+MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList inputs,
+                                          at::TensorList outputs) {
   if (!isDescribed_.load(std::memory_order_relaxed)) [[unlikely]] {
-    // torch tells it some time after the group was made; "undefined" where nobody gave one.
+    // A group has torch's name everywhere ("0" is the world's), and beside it the description, if
+    // somebody has given one; torch sets it some time after the group was made.
     isDescribed_.store(true, std::memory_order_relaxed);
-    if (pg_desc_ != "undefined") communicator_->record().describe(pg_desc_);
+    communicator_->record().describe(pg_desc_ == "undefined" ? std::string() : pg_desc_);
   }
   if (isProfiling()) [[unlikely]] {
+    request.given = inputs;
     return runProfiled(request, outputs);
   }
   return launch(request, outputs, /*isProfiled=*/false);
@@ -86,17 +95,13 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
     if (request.async) return hold(request, outputs, isProfiled);
     awaitCallbacks(request);
   }
-  InFlight inFlight;
-  if (request.async && InFlight::isWanted()) inFlight.add(request.allTensors());
   MycollWork::Ops ops = submit(*communicator_, request, callSiteOfCall());
-  return finishLaunch(request, outputs, std::move(ops), std::move(inFlight), isProfiled);
+  return finishLaunch(request, outputs, std::move(ops), isProfiled);
 }
 
 MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outputs,
                                            bool isProfiled) {
-  InFlight inFlight;
-  if (InFlight::isWanted()) inFlight.add(request.allTensors());
-  MycollWork::Extras extras = extrasOf(request, outputs, std::move(inFlight), isProfiled);
+  MycollWork::Extras extras = extrasOf(request, isProfiled);
   extras.heldCall = describe(request);
   const auto work = track(request, outputs, {}, std::move(extras));
   callbacks_->here()->hold([communicator = communicator_, work, site = callSiteOfCall(),
@@ -119,15 +124,12 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
 }
 
 MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,
-                                                   MycollWork::Ops ops, InFlight inFlight,
-                                                   bool isProfiled) {
+                                                   MycollWork::Ops ops, bool isProfiled) {
   if (request.async) {
-    return track(request, outputs, std::move(ops),
-                 extrasOf(request, outputs, std::move(inFlight), isProfiled));
+    return track(request, outputs, std::move(ops), extrasOf(request, isProfiled));
   }
   if (hook_) [[unlikely]] {
-    track(request, outputs, std::move(ops), extrasOf(request, outputs, InFlight(), isProfiled))
-        ->wait();
+    track(request, outputs, std::move(ops), extrasOf(request, isProfiled))->wait();
     return nullptr;
   }
   for (const OpPtr& op : ops) {
@@ -141,19 +143,17 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorL
   return nullptr;
 }
 
-MycollWork::Extras MycollBackend::extrasOf(Request& request, at::TensorList outputs,
-                                           InFlight inFlight, bool isProfiled) {
+MycollWork::Extras MycollBackend::extrasOf(Request& request, bool isProfiled) {
   MycollWork::Extras extras;
   extras.copyBacks = std::move(request.copyBacks);
   extras.isTimed = isTimed_;
   extras.started = MycollWork::Clock::now();
   extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
   if (!isMessage(request.type)) extras.order = callbacks_;
-  extras.inFlight = std::move(inFlight);
   extras.hook = workHook();
   if (isProfiled && request.async) {
     extras.profilingTitle = request.title;
-    extras.profiledInputs = outputs.vec();
+    extras.profiledInputs = request.given.vec();
   }
   return extras;
 }

@@ -191,15 +191,6 @@ at::Tensor emptyLike(const at::Tensor& tensor) {
       at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type(), /*pin_memory=*/false));
 }
 
-// As torch allocates them: every row of the last dimension begins a byte.
-size_t subByteBytes(const at::Tensor& plain) {
-  const int64_t elementsPerByte = plain.scalar_type() == at::ScalarType::QUInt4x2 ? 2 : 4;
-  if (plain.numel() == 0) return 0;
-  const int64_t rowElements = plain.dim() == 0 ? 1 : plain.size(-1);
-  const int64_t rows = plain.numel() / rowElements;
-  return static_cast<size_t>(rows * ((rowElements + elementsPerByte - 1) / elementsPerByte));
-}
-
 void pack(const at::Tensor& tensor, void* plain) {
   if (tensor.numel() == 0) return;
   copyStrided(tensor, static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())),

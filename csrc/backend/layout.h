@@ -34,27 +34,13 @@ bool mayOverlapItself(const at::Tensor& tensor);
 // done to each element of a tensor, in place, is done once then. Else the tensor itself.
 at::Tensor withoutRepeats(const at::Tensor& tensor);
 
-// Several elements of these types share a byte (quantized, without arithmetic): such a tensor can
-// be moved as a whole, but not packed or cut.
-inline bool isSubByte(at::ScalarType type) {
-  return type == at::ScalarType::QUInt4x2 || type == at::ScalarType::QUInt2x4;
-}
-size_t subByteBytes(const at::Tensor& plain);
-
-inline size_t plainBytes(const at::Tensor& plain) {
-  if (isSubByte(plain.scalar_type())) [[unlikely]] {
-    return subByteBytes(plain);
-  }
-  return plain.nbytes();
-}
-
 // Memory of a plain tensor: for reading, and for writing (which un-shares copy-on-write memory).
 inline Span readable(const at::Tensor& plain) {
-  const size_t bytes = plainBytes(plain);
+  const size_t bytes = plain.nbytes();
   return Span{bytes == 0 ? nullptr : const_cast<void*>(plain.const_data_ptr()), bytes};
 }
 inline Span writable(const at::Tensor& plain) {
-  const size_t bytes = plainBytes(plain);
+  const size_t bytes = plain.nbytes();
   return Span{bytes == 0 ? nullptr : plain.mutable_data_ptr(), bytes};
 }
 

@@ -1,12 +1,14 @@
 // MycollBackend: what torch.distributed calls for a group. It checks a call, translates it for the
 // engine, and either waits for it (the caller wants to) or returns a Work.
 //
-//   mycoll_backend.cpp  life of a group, running a Request
+//   mycoll_backend.cpp  the life of a group: made, closed, aborted; what torch asks about it
 //   reductions.cpp gathers.cpp scatters.cpp point_to_point.cpp sparse.cpp  the operations
 //   coalescing.cpp      many tensors in one call, many calls in one Work
+//   launching.cpp       how a Request becomes operations of the engine; profiling.cpp: when watched
+//   subgroups.cpp       split, merge and shrink
 //
-// Thread contract: [any thread], never with the GIL held, except where a function says otherwise.
-// Between startCoalescing() and endCoalescing() the calls of that one thread belong together.
+// Thread contract: [any thread], never with the GIL held. Between startCoalescing() and
+// endCoalescing() the calls of that one thread belong together.
 // Lifetime: a process that forks cannot use its groups in the child: every call there is refused.
 // Works outlive the backend safely.
 #pragma once
@@ -163,8 +165,9 @@ class MycollBackend final : public c10d::Backend {
                                             const std::string& suffix, std::string name,
                                             const c10::intrusive_ptr<MycollOptions>& given);
   // Submits the calls, and waits for them unless the request is asynchronous; torch takes a null
-  // Work for "done". outputs: what Work.result() and its future hold.
-  WorkPtr run(Request& request, at::TensorList outputs);
+  // Work for "done". inputs: what a profiler shows. outputs: what Work.result() and its future
+  // hold.
+  WorkPtr run(Request& request, at::TensorList inputs, at::TensorList outputs);
   WorkPtr runProfiled(Request& request, at::TensorList outputs);
   WorkPtr launch(Request& request, at::TensorList outputs, bool isProfiled);
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
@@ -172,13 +175,12 @@ class MycollBackend final : public c10d::Backend {
   std::function<void(std::chrono::nanoseconds took)> hookFor(c10d::OpType type);
   MycollWork::Hook workHook();  // the same for a Work
   WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops,
-                       InFlight inFlight, bool isProfiled);
+                       bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
                   int source, int tag);
   // Of an asynchronous collective: it is submitted when the callbacks before it have run.
   WorkPtr hold(Request& request, at::TensorList outputs, bool isProfiled);
-  MycollWork::Extras extrasOf(Request& request, at::TensorList outputs, InFlight inFlight,
-                              bool isProfiled);
+  MycollWork::Extras extrasOf(Request& request, bool isProfiled);
   c10::intrusive_ptr<MycollWork> track(const Request& request, at::TensorList outputs,
                                        MycollWork::Ops ops, MycollWork::Extras extras);
 

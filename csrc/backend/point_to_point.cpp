@@ -28,7 +28,7 @@ MycollBackend::WorkPtr MycollBackend::send(Tensors& tensors, int destination, in
   request.tag = static_cast<uint64_t>(tag);
   const Span span = request.input(tensor);
   request.addCall(OpKind::kSend, tensor).in.push_back(span);
-  return run(request, tensors);
+  return run(request, tensors, tensors);
 }
 
 MycollBackend::WorkPtr MycollBackend::recv(Tensors& tensors, int source, int tag) {
@@ -53,7 +53,7 @@ MycollBackend::WorkPtr MycollBackend::receive(const CallSite& site, c10d::OpType
   request.tag = static_cast<uint64_t>(tag);
   const Span span = request.output(tensor);
   request.addCall(OpKind::kRecv, tensor).out.push_back(span);
-  return run(request, tensors);
+  return run(request, tensors, tensors);
 }
 
 }  // namespace mycoll

@@ -1,4 +1,6 @@
-#include "backend/profiling.h"
+// What torch.profiler sees of an operation: a record_param_comms event around its submission, and
+// an event "mycoll:<function>" from its start to its end.
+#include <ATen/record_function.h>
 
 #include <optional>
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
@@ -44,7 +46,7 @@ const char* titleOf(const Request& request) {
 
 MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorList results) {
   const Tensors outputs = results.vec();
-  const Tensors inputs(request.keep.begin(), request.keep.end());
+  const Tensors inputs = request.given.vec();
   const bool isPointToPoint = c10d::isP2POp(request.type);
   const std::vector<int64_t> noSplits;
   int globalStart = globalRanks_.empty() ? 0 : static_cast<int>(globalRanks_.front());
@@ -61,6 +63,7 @@ MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorLi
   if (!request.async) {
     span.emplace(at::RecordScope::USER_SCOPE);
     if (span->isActive()) {
+      span->_setAsync();  // as torch's own backends mark theirs
       const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
       span->before(titleOf(request),
                    c10::ArrayRef<const c10::IValue>(values.data(), values.size()));

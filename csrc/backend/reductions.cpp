@@ -42,7 +42,7 @@ MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
   Call& call = request.addCall(OpKind::kBroadcast, tensor);
   call.root = static_cast<int>(opts.rootRank);
   call.out.push_back(span);
-  return run(request, tensors);
+  return run(request, tensors, tensors);
 }
 
 MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
@@ -59,24 +59,19 @@ MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
   checkOutput(site, Argument{"tensor"}, tensor);
   Request request(site, c10d::OpType::ALLREDUCE, "mycoll:all_reduce", opts.timeout, opts.asyncOp);
   addAllReduce(request, tensor, opts.reduceOp);
-  return run(request, tensors);
+  return run(request, tensors, tensors);
 }
 
 void MycollBackend::addAllReduce(Request& request, const at::Tensor& tensor,
                                  const c10d::ReduceOp& op) {
-  const ReduceOp reduceOp = checkReduceOp(request.site, op, tensor);
-  Span in;
-  Span out;
-  if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-    in = request.input(request.premultiply(tensor, op));
-    out = request.output(tensor);
+  Call& call = request.addReduction(OpKind::kAllReduce, tensor, op);
+  if (call.isScaled) {
+    call.in.push_back(request.input(request.premultiply(tensor, op)));
+    call.out.push_back(request.output(tensor));
   } else {
-    in = out = request.inOut(tensor);
+    call.in.push_back(request.inOut(tensor));
+    call.out.push_back(call.in.front());
   }
-  Call& call = request.addCall(OpKind::kAllReduce, tensor);
-  call.reduceOp = reduceOp;
-  call.in.push_back(in);
-  call.out.push_back(out);
 }
 
 MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -89,17 +84,17 @@ MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::Reduc
   } else {
     checkTensor(site, Argument{"tensor"}, tensor);
   }
-  const ReduceOp reduceOp = checkReduceOp(site, opts.reduceOp, tensor);
   Request request(site, c10d::OpType::REDUCE, "mycoll:reduce", opts.timeout, opts.asyncOp);
-  const bool isInPlace = isRoot && opts.reduceOp.op_ != c10d::ReduceOp::PREMUL_SUM;
-  const Span in =
-      isInPlace ? request.inOut(tensor) : request.input(request.premultiply(tensor, opts.reduceOp));
-  Call& call = request.addCall(OpKind::kReduce, tensor);
-  call.reduceOp = reduceOp;
+  Call& call = request.addReduction(OpKind::kReduce, tensor, opts.reduceOp);
   call.root = static_cast<int>(opts.rootRank);
-  call.in.push_back(in);
-  if (isRoot) call.out.push_back(isInPlace ? in : request.output(tensor));
-  return run(request, tensors);
+  if (isRoot && !call.isScaled) {
+    call.in.push_back(request.inOut(tensor));
+    call.out.push_back(call.in.front());
+  } else {
+    call.in.push_back(request.input(request.premultiply(tensor, opts.reduceOp)));
+    if (isRoot) call.out.push_back(request.output(tensor));
+  }
+  return run(request, tensors, tensors);
 }
 
 MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) {
@@ -111,11 +106,11 @@ MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) 
   if (!fence.isEmpty() && opts.asyncOp) {
     request.compositeKind = OpKind::kBarrier;
     request.composite = [fence](CollectiveRunner& runner) { return fencedBarrier(fence, runner); };
-    return run(request, at::TensorList());
+    return run(request, {}, {});
   }
   if (!fence.isEmpty()) throwIfFailed(device_->waitFor(fence));
   request.calls.emplace_back().kind = OpKind::kBarrier;
-  return run(request, at::TensorList());
+  return run(request, {}, {});
 }
 
 void MycollBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
@@ -125,7 +120,7 @@ void MycollBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait
   Call& call = request.calls.emplace_back();
   call.kind = OpKind::kMonitoredBarrier;
   call.waitAllRanks = waitAllRanks;
-  run(request, at::TensorList());
+  run(request, {}, {});
 }
 
 }  // namespace mycoll

@@ -79,7 +79,13 @@ Call& Request::addCall(OpKind kind, const at::Tensor& tensor) {
   call.dtype = element.dtype;
   call.opaqueType = element.opaqueType;
   call.elementBytes = element.bytes;
-  call.isScaled = isScaled;
+  return call;
+}
+
+Call& Request::addReduction(OpKind kind, const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  Call& call = addCall(kind, tensor);
+  call.reduceOp = checkReduceOp(site, op, tensor, call.dtype);
+  call.isScaled = op.op_ == c10d::ReduceOp::PREMUL_SUM;
   return call;
 }
 
@@ -87,11 +93,6 @@ void Request::admit(const at::Tensor& tensor) {
   if (!keep.empty()) {
     refuse(site, c10::str("all tensors of a call must be on one device, but there are ", device,
                           " and ", tensor.device()));
-  }
-  if (isSubByte(tensor.scalar_type())) {
-    refuse(site,
-           c10::str("tensors of ", c10::toString(tensor.scalar_type()),
-                    ", whose elements share bytes, must be on the CPU, not on ", tensor.device()));
   }
   device = tensor.device();
 }
@@ -186,7 +187,6 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) [[likely]] {
     return tensor;
   }
-  isScaled = true;
   const auto& supplement = static_cast<const PreMulSum&>(*op.supplement_);
   const PlainDispatch guard;
   // In the accumulator's type, with one rounding at the end; torch does so by itself with a number.

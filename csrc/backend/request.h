@@ -35,6 +35,7 @@ struct Request {
   const char* title;                  // "mycoll:all_reduce"; a literal
   std::chrono::milliseconds timeout;  // as torch says it: not positive means the group's
   bool async;
+  at::TensorList given;  // for a profiler: the inputs as the caller has them; not kept alive
   // Point to point only; the one call then has one span, `in` to send and `out` to receive.
   int peer = -1;
   uint64_t tag = 0;
@@ -44,13 +45,16 @@ struct Request {
   // equal in size and lie one after the other. No list, no promise.
   bool isFlat() const { return areListsFlat_.value_or(false); }
   void addList(bool isFlatList) { areListsFlat_ = areListsFlat_.value_or(true) && isFlatList; }
-  bool isScaled = false;  // premultiply() did: the calls that are added from then on say so
   OpKind compositeKind = OpKind::kAllReduce;
   Composite composite;                   // instead of calls, where these depend on each other
   c10::SmallVector<at::Tensor, 2> keep;  // the memory behind the spans of the calls
   c10::SmallVector<CopyBack, 1> copyBacks;
 
+  // The description of the next call, for elements as the tensor's. What is still to be added are
+  // its spans and its root. The reference holds until the next call is added.
   Call& addCall(OpKind kind, const at::Tensor& tensor);
+  // Of one that reduces. Refuses an operation that the elements do not have.
+  Call& addReduction(OpKind kind, const at::Tensor& tensor, const c10d::ReduceOp& op);
 
   // Memory for a tensor that is read; a packed copy unless it is plain.
   Span input(const at::Tensor& tensor);

@@ -85,7 +85,7 @@ MycollBackend::WorkPtr MycollBackend::scatter(Tensors& outputs, TensorLists& inp
   call.in = std::move(in);
   call.out.push_back(out);
   request.separateInputs(call);
-  return run(request, outputs);
+  return run(request, inputs.empty() ? at::TensorList() : at::TensorList(inputs.front()), outputs);
 }
 
 MycollBackend::WorkPtr MycollBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -97,22 +97,18 @@ MycollBackend::WorkPtr MycollBackend::reduce_scatter(Tensors& outputs, TensorLis
   checkPerRank(site, "input_list", list, Argument{"output"}, output, /*areOutputs=*/false);
   checkSameShape(site, Argument{"input_list", rank_}, list[static_cast<size_t>(rank_)],
                  Argument{"output"}, output);
-  const ReduceOp reduceOp = checkReduceOp(site, opts.reduceOp, output);
   Request request(site, c10d::OpType::REDUCE_SCATTER, "mycoll:reduce_scatter", opts.timeout,
                   opts.asyncOp);
-  const Span out = request.output(output);
+  Call& call = request.addReduction(OpKind::kReduceScatter, output, opts.reduceOp);
+  call.out.push_back(request.output(output));
   Tensors factored;
   factored.reserve(list.size());
   for (const at::Tensor& input : list) {
     factored.push_back(request.premultiply(input, opts.reduceOp));
   }
-  std::vector<Span> in = request.inputs(factored);
-  Call& call = request.addCall(OpKind::kReduceScatter, output);
-  call.reduceOp = reduceOp;
-  call.in = std::move(in);
-  call.out.push_back(out);
+  call.in = request.inputs(factored);
   request.separateInputs(call);
-  return run(request, outputs);
+  return run(request, list, outputs);
 }
 
 MycollBackend::WorkPtr MycollBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -121,7 +117,7 @@ MycollBackend::WorkPtr MycollBackend::_reduce_scatter_base(at::Tensor& output, a
   Request request(site, c10d::OpType::_REDUCE_SCATTER_BASE, "mycoll:reduce_scatter_tensor",
                   opts.timeout, opts.asyncOp);
   addReduceScatterFrom(request, output, input, opts.reduceOp, /*index=*/-1);
-  return run(request, output);
+  return run(request, input, output);
 }
 
 void MycollBackend::addReduceScatterFrom(Request& request, const at::Tensor& output,
@@ -134,12 +130,10 @@ void MycollBackend::addReduceScatterFrom(Request& request, const at::Tensor& out
   checkSameType(request.site, inputArgument, input, outputArgument, output);
   checkElements(request.site, inputArgument, input, output.numel() * size_,
                 "the output's times the number of ranks");
-  const ReduceOp reduceOp = checkReduceOp(request.site, op, output);
+  Call& call = request.addReduction(OpKind::kReduceScatter, output, op);
   const Span out = request.output(output);
   const Span whole = request.input(request.premultiply(input, op));
   request.addList(true);
-  Call& call = request.addCall(OpKind::kReduceScatter, output);
-  call.reduceOp = reduceOp;
   call.in = cut(whole, std::vector<size_t>(static_cast<size_t>(size_), out.bytes));
   call.out.push_back(out);
   request.separateInputs(call);
@@ -153,7 +147,6 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
   checkTensor(site, Argument{"input"}, input);
   checkOutput(site, Argument{"output"}, output);
   checkSameType(site, Argument{"output"}, output, Argument{"input"}, input);
-  checkDivisible(site, Argument{"input"}, input);
   const std::vector<size_t> inBytes =
       partBytes(site, "input", "input_split_sizes", input, inputSplits);
   const std::vector<size_t> outBytes =
@@ -174,7 +167,7 @@ MycollBackend::WorkPtr MycollBackend::alltoall_base(at::Tensor& output, at::Tens
   call.in = cut(in, inBytes);
   call.out = cut(out, outBytes);
   request.separateInputs(call);
-  return run(request, output);
+  return run(request, input, output);
 }
 
 MycollBackend::WorkPtr MycollBackend::alltoall(Tensors& outputs, Tensors& inputs,
@@ -201,7 +194,7 @@ MycollBackend::WorkPtr MycollBackend::alltoall(Tensors& outputs, Tensors& inputs
   call.in = std::move(in);
   call.out = std::move(out);
   request.separateInputs(call);
-  return run(request, outputs);
+  return run(request, inputs, outputs);
 }
 
 }  // namespace mycoll

@@ -139,7 +139,7 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
     refuse(site, c10::str("sparse tensors can be reduced with SUM only, but op is ",
                           name(opts.reduceOp.op_)));
   }
-  checkReduceOp(site, opts.reduceOp, tensor);
+  checkReduceOp(site, opts.reduceOp, tensor, elementType(tensor).dtype);
   if (tensor.dim() > kMaxDimensions) {
     refuse(site, c10::str("a sparse tensor may have up to ", kMaxDimensions,
                           " dimensions, but its shape is ", tensor.sizes()));
@@ -164,7 +164,7 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
   Request request(site, c10d::OpType::_ALLREDUCE_SPARSE, "mycoll:sparse_all_reduce", opts.timeout,
                   opts.asyncOp);
   request.composite = [sum](CollectiveRunner& runner) { return gatherAndAdd(runner, sum); };
-  return run(request, tensors);
+  return run(request, tensors, tensors);
 }
 
 }  // namespace mycoll

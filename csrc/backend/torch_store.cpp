@@ -2,10 +2,10 @@
 
 #include <c10/util/Exception.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "base/env.h"
 
 namespace mycoll {
 namespace {
@@ -70,8 +70,7 @@ std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
 }
 
 bool isServedByRankZero(const c10::intrusive_ptr<c10d::Store>& store) {
-  const char* const agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
-  return !hostOf(store).empty() && (agent == nullptr || std::strcmp(agent, "True") != 0);
+  return !hostOf(store).empty() && !Env::process().isStoreOfAgent;
 }
 
 }  // namespace mycoll

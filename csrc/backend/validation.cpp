@@ -32,10 +32,10 @@ void refuseTensor(const CallSite& site, const Argument& argument, const at::Tens
   if (tensor.is_nested()) {
     refuse(site, name + " must be a dense tensor, but it is a nested one");
   }
-  if (tensor.layout() == at::kStrided) {
-    refuse(site, c10::str(name, " of ", c10::toString(tensor.scalar_type()),
-                          ", whose elements share bytes, must be contiguous and at the start of "
-                          "its storage"));
+  if (tensor.is_quantized()) {
+    refuse(site,
+           c10::str(name, " must not be quantized, but it is ", c10::toString(tensor.scalar_type()),
+                    "; pass its int_repr(), and its scale and zero point beside it"));
   }
   refuse(site, c10::str(name, " must be a dense tensor, but its layout is ", tensor.layout()));
 }
@@ -117,7 +117,8 @@ void checkTimeout(const CallSite& site, std::chrono::milliseconds timeout) {
   refuse(site, c10::str("timeout must be positive, but it is ", timeout.count(), " ms"));
 }
 
-ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor) {
+ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor,
+                       DType dtype) {
   const c10d::ReduceOp::RedOpType type = op;
   if (type == c10d::ReduceOp::PREMUL_SUM) {
     if (!isPremultipliable(tensor.scalar_type())) {
@@ -131,19 +132,11 @@ ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at:
     return ReduceOp::kSum;
   }
   const ReduceOp reduceOp = toReduceOp(type);
-  if (reduceOp != ReduceOp::kCount && isSupported(elementType(tensor).dtype, reduceOp)) [[likely]] {
+  if (reduceOp != ReduceOp::kCount && isSupported(dtype, reduceOp)) [[likely]] {
     return reduceOp;
   }
   refuse(site, c10::str("op ", name(type), " is not defined for tensors of ",
                         c10::toString(tensor.scalar_type())));
-}
-
-void checkDivisible(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
-  if (!isSubByte(tensor.scalar_type())) [[likely]] {
-    return;
-  }
-  refuse(site, c10::str(argument.text(), " of ", c10::toString(tensor.scalar_type()),
-                        ", whose elements share bytes, cannot be cut; use lists of tensors"));
 }
 
 void checkElements(const CallSite& site, const Argument& argument, const at::Tensor& tensor,

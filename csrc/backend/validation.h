@@ -33,12 +33,10 @@ struct Argument {
 
 [[noreturn]] void refuse(const CallSite& site, const std::string& what);
 
-// A defined, strided tensor with memory of its own, on the CPU or a device.
+// A defined, dense tensor with memory of its own, on the CPU or a device.
 inline bool isUsable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
-         !tensor.is_nested() &&
-         (!isSubByte(tensor.scalar_type()) ||
-          (tensor.is_contiguous() && tensor.storage_offset() == 0));
+         !tensor.is_nested() && !tensor.is_quantized();
 }
 [[noreturn]] void refuseTensor(const CallSite& site, const Argument& argument,
                                const at::Tensor& tensor);
@@ -73,11 +71,10 @@ void checkRank(const CallSite& site, const char* argument, int64_t rank);
 // A group's. Python's largest timedelta comes as a negative number.
 void checkTimeout(const CallSite& site, std::chrono::milliseconds timeout);
 
-// The engine's reduce operation for a type; PREMUL_SUM is kSum here (see Request::premultiply).
-ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor);
-
-// For tensors that are cut into parts.
-void checkDivisible(const CallSite& site, const Argument& argument, const at::Tensor& tensor);
+// The engine's reduce operation for elements of this type, which are the tensor's; PREMUL_SUM is
+// kSum here (see Request::premultiply).
+ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor,
+                       DType dtype);
 
 // numel must be `expected`, and is described as `why` ("2 x the elements of input").
 void checkElements(const CallSite& site, const Argument& argument, const at::Tensor& tensor,

@@ -65,8 +65,7 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType 
       order_(std::move(extras.order)),
       unfinishedOps_(ops_.size()),
       copyBacks_(std::move(extras.copyBacks)),
-      hook_(std::move(extras.hook)),
-      inFlight_(std::move(extras.inFlight)) {}
+      hook_(std::move(extras.hook)) {}
 
 void MycollWork::start() {
   const bool hasMoreToDo =
@@ -140,7 +139,6 @@ void MycollWork::finish() {
   FuturePtr future;
   CallbackOrder::TurnPtr turn;
   FuturePtr resultFuture;
-  InFlight inFlight;
   {
     std::lock_guard<std::mutex> lock(lock_);
     if (isDone()) return;
@@ -150,7 +148,6 @@ void MycollWork::finish() {
         break;
       }
     }
-    std::swap(inFlight, inFlight_);
     copyBacks.swap(copyBacks_);
     if (status_.ok()) {
       for (const CopyBack& copy : copyBacks) {
@@ -165,9 +162,6 @@ void MycollWork::finish() {
     resultFuture = resultFuture_;
     if (isTimed_ || hook) ended_ = Clock::now();
     state_.store(State::kDone, std::memory_order_release);
-  }
-  if (!inFlight.isEmpty()) [[unlikely]] {
-    inFlight.check(c10::str(name(ops_.front()->kind()), " (call #", getSequencenumber(), ")"));
   }
   if (endProfiling) endProfiling();
   auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
@@ -225,7 +219,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
       const Status status = communicator_->wait(op, deadline);
       // The wait's time is up, or there is a signal to handle: the operation itself goes on.
       if (!op->done()) {
-        const Untold untold;  // the wait is over, not the operation
+        const QuietScope quiet;  // the wait is over, not the operation
         throwStatus(status);
       }
     }

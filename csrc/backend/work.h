@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "backend/callback_order.h"
-#include "backend/in_flight.h"
 #include "backend/request.h"
 #include "backend/torch_version.h"
 #include "engine/communicator.h"
@@ -45,7 +44,6 @@ class MycollWork final : public c10d::Work {
     Clock::time_point started;
     std::chrono::milliseconds timeout{0};
     std::shared_ptr<CallbackOrder> order;  // null: callbacks of the future run when they can
-    InFlight inFlight;
     std::string heldCall;  // not empty: begin() brings the operations, and this describes the call
   };
 
@@ -112,7 +110,6 @@ class MycollWork final : public c10d::Work {
   bool isWatched_ = false;
   c10::SmallVector<CopyBack, 1> copyBacks_;
   Hook hook_;
-  InFlight inFlight_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   CallbackOrder::TurnPtr turn_;  // of future_, when Python asked for it before it was done
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;

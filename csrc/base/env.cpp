@@ -1,11 +1,14 @@
 #include "base/env.h"
 
 #include <algorithm>
+#include <atomic>
+#include <charconv>
 #include <cstdint>
 #include <cstdlib>
-#include <optional>
+#include <functional>
+#include <memory>
+#include <mutex>
 
-#include "base/env_values.h"
 #include "base/topology.h"
 
 #ifndef MYCOLL_VERSION  // CMakeLists.txt has it from python/mycoll/_version.py
@@ -17,239 +20,242 @@ extern "C" char** environ;
 namespace mycoll {
 namespace {
 
-// A parser returns false when it does not accept the value; `accepted` then tells the user why.
+// ---- how values are written --------------------------------------------------------------------
+
+// What a variable may be, for people, and its reader. A reader that does not accept a value returns
+// false and leaves the field alone.
+struct Kind {
+  std::string accepted;
+  std::function<bool(std::string_view value, Env* env)> read;
+};
+
+bool parseInteger(std::string_view text, int64_t least, int64_t most, int64_t* result) {
+  int64_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end || value < least || value > most) return false;
+  *result = value;
+  return true;
+}
+
+// The words stand for 0, 1, 2 and so on: the values of an enum, or a bool.
+template <typename T>
+Kind choice(T Env::* field, std::vector<std::string> words) {
+  std::string accepted = words.front();
+  for (size_t i = 1; i < words.size(); ++i) {
+    accepted += (i + 1 < words.size() ? ", " : " or ") + words[i];
+  }
+  return {accepted, [field, words](std::string_view value, Env* env) {
+            const auto found = std::find(words.begin(), words.end(), value);
+            if (found == words.end()) return false;
+            env->*field = static_cast<T>(found - words.begin());
+            return true;
+          }};
+}
+Kind flag(bool Env::* field) { return choice(field, {"0", "1"}); }
+
+template <typename T>
+Kind number(T Env::* field, int64_t least, int64_t most) {
+  return {std::to_string(least) + " to " + std::to_string(most),
+          [=](std::string_view value, Env* env) {
+            int64_t parsed = 0;
+            if (!parseInteger(value, least, most, &parsed)) return false;
+            env->*field = static_cast<T>(parsed);
+            return true;
+          }};
+}
+
+// "262144", "256K", "1M".
+Kind bytes(size_t Env::* field, size_t most, const char* mostText, size_t multipleOf = 1) {
+  std::string accepted = std::string("0 to ") + mostText;
+  if (multipleOf > 1) accepted += ", a multiple of " + std::to_string(multipleOf);
+  return {accepted + "; suffixes K, M and G", [=](std::string_view value, Env* env) {
+            const std::string_view suffixes = "KMG";
+            int shift = 0;
+            if (!value.empty()) {
+              const size_t suffix = suffixes.find(static_cast<char>(std::toupper(value.back())));
+              if (suffix != suffixes.npos) {
+                shift = 10 * (static_cast<int>(suffix) + 1);
+                value.remove_suffix(1);
+              }
+            }
+            int64_t parsed = 0;
+            if (!parseInteger(value, 0, static_cast<int64_t>(most >> shift), &parsed)) return false;
+            const size_t scaled = static_cast<size_t>(parsed) << shift;
+            if (scaled % multipleOf != 0) return false;
+            env->*field = scaled;
+            return true;
+          }};
+}
+
+Kind path(std::string Env::* field) {
+  return {"a path", [field](std::string_view value, Env* env) {
+            env->*field = value;
+            return true;
+          }};
+}
+
+Kind pattern(std::string Env::* field) {
+  return {"a path; %h is the host, %p the process, %r the rank, %% a percent sign",
+          [field](std::string_view value, Env* env) {
+            for (size_t i = 0; i < value.size(); ++i) {
+              if (value[i] != '%') continue;
+              ++i;
+              if (i == value.size() || std::string_view("hpr%").find(value[i]) == value.npos) {
+                return false;
+              }
+            }
+            env->*field = value;
+            return true;
+          }};
+}
+
+Kind interfaces() {
+  return {"name prefixes (eth,ib), exact names (=eth0,eth1), or what to leave out (^docker,^=eth3)",
+          [](std::string_view value, Env* env) {
+            InterfaceFilter parsed;
+            if ((parsed.isExclusion = value.starts_with('^'))) value.remove_prefix(1);
+            if ((parsed.isExact = value.starts_with('='))) value.remove_prefix(1);
+            for (bool isLast = value.empty() && !parsed.isExclusion && !parsed.isExact; !isLast;) {
+              const size_t comma = value.find(',');
+              const std::string_view word = value.substr(0, comma);
+              if (word.empty() || word.find_first_of(" \t^=/:") != word.npos) return false;
+              parsed.names.emplace_back(word);
+              isLast = comma == value.npos;
+              if (!isLast) value.remove_prefix(comma + 1);
+            }
+            env->socketInterfaces = std::move(parsed);
+            return true;
+          }};
+}
+
+// Nothing: NCCL's own choice.
+template <typename T>
+Kind ncclNumber(std::optional<T> NcclEnv::* field, int least, int most) {
+  return {std::to_string(least) + " to " + std::to_string(most),
+          [=](std::string_view value, Env* env) {
+            int64_t parsed = 0;
+            if (!value.empty() && !parseInteger(value, least, most, &parsed)) return false;
+            if (!value.empty()) env->nccl.*field = static_cast<T>(parsed);
+            return true;
+          }};
+}
+
+// ---- the table ---------------------------------------------------------------------------------
+
 struct Variable {
   const char* name;
   const char* defaultValue;
-  const char* accepted;
+  Kind kind;
   const char* help;
-  bool (*parse)(std::string_view value, Env* env);
   // torch's variables for the same, in force where this one is not set.
-  const char* elsewhere[2] = {};
+  std::vector<const char*> others = {};
 };
 
 constexpr size_t kGiB = size_t{1} << 30;
 
-const Variable kVariables[] = {
-    {"MYCOLL_TRANSPORT", "auto", "auto, shm or tcp",
-     "How ranks of one host reach each other. auto: shared memory inside a host, sockets between "
-     "hosts; shm: refuse groups that span hosts; tcp: sockets everywhere.",
-     [](std::string_view value, Env* env) {
-       return parseChoice<TransportChoice>(value,
-                                           {{"auto", TransportChoice::kAuto},
-                                            {"shm", TransportChoice::kShm},
-                                            {"tcp", TransportChoice::kTcp}},
-                                           &env->transport);
-     }},
-    {"MYCOLL_SOCKET_IFNAME", "",
-     "a comma-separated list of interface name prefixes, such as eth,ib; =eth0 for exact names; "
-     "^docker,lo to exclude; ^=eth3 to exclude exact names",
-     "Network interfaces that may be used, written as for NCCL_SOCKET_IFNAME. Unset: the interface "
-     "that leads to the other ranks.",
-     [](std::string_view value, Env* env) {
-       return parseInterfaces(value, &env->socketInterfaces);
-     }},
-    {"MYCOLL_CHECKSUM", "0", "0 or 1",
-     "1: what is sent to other ranks over links (sockets, and messages through shared memory) "
-     "carries a CRC-32C; what arrives changed ends the operation in an error.",
-     [](std::string_view value, Env* env) {
-       if (value != "0" && value != "1") return false;
-       env->checksum = value == "1";
-       return true;
-     }},
-    {"MYCOLL_CPU", "engine", "engine or gloo",
-     "Who serves CPU tensors: mycoll's own engine, or torch's gloo (to compare or to rule mycoll "
-     "out).",
-     [](std::string_view value, Env* env) {
-       return parseChoice<CpuBackend>(
-           value, {{"engine", CpuBackend::kEngine}, {"gloo", CpuBackend::kGloo}}, &env->cpu);
-     }},
-    {"MYCOLL_CUDA", "auto", "auto, nccl or host",
-     "Who serves CUDA tensors. auto: NCCL, and where it cannot (no library, two ranks on one GPU) "
-     "the engine, through pinned host memory; nccl: NCCL or an error; host: always through host "
-     "memory.",
-     [](std::string_view value, Env* env) {
-       return parseChoice<CudaPath>(
-           value, {{"auto", CudaPath::kAuto}, {"nccl", CudaPath::kNccl}, {"host", CudaPath::kHost}},
-           &env->cuda);
-     }},
-    {"MYCOLL_CUDA_BLOCKING_WAIT", "0", "0 or 1",
-     "1: wait() of an operation on a CUDA tensor, and a synchronous operation, return when it is "
-     "over, and raise when it failed; 0: they return when the current stream waits for it, as with "
-     "NCCL.",
-     [](std::string_view value, Env* env) {
-       if (value != "0" && value != "1") return false;
-       env->cudaBlockingWait = value == "1";
-       return true;
-     }},
-    {"MYCOLL_LOG", "failure", "off, failure, error, warn, info or debug",
-     "What mycoll logs. failure: only the first failure of a group in each process, the moment it "
-     "is known (a launcher may end the process before its exception is seen).",
-     [](std::string_view value, Env* env) {
-       return parseChoice<LogLevel>(value,
-                                    {{"off", LogLevel::kOff},
-                                     {"failure", LogLevel::kFailure},
-                                     {"error", LogLevel::kError},
-                                     {"warn", LogLevel::kWarn},
-                                     {"info", LogLevel::kInfo},
-                                     {"debug", LogLevel::kDebug}},
-                                    &env->logLevel);
-     }},
-    {"MYCOLL_LOG_FILE", "",
-     "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
-     "for a percent sign",
-     "Where the log goes. Unset: stderr.",
-     [](std::string_view value, Env* env) {
-       if (!isValidPattern(value)) return false;
-       env->logFile = value;
-       return true;
-     }},
-    {"MYCOLL_TRACE_ENTRIES",
-     "512",
-     "0 to 65536",
-     "How many operations of each group are remembered, for `mycoll status` and for the file that "
-     "is "
-     "written when a group fails; rounded up to a power of two. 0: none, there are only the "
-     "counters. Where it is not set, TORCH_FR_BUFFER_SIZE counts.",
-     [](std::string_view value, Env* env) {
-       const std::optional<int64_t> entries = parseInteger(value);
-       if (!entries || *entries < 0 || *entries > 65536) return false;
-       env->traceEntries = static_cast<size_t>(*entries);
-       return true;
-     },
-     {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}},
-    {"MYCOLL_TRACE_FILE", "",
-     "a path in which %h stands for the host name, %p for the process id, %r for the rank and %% "
-     "for a percent sign; or off",
-     "Where a process writes what it did last when a group fails: `mycoll trace` shows it, or "
-     "makes "
-     "files for torchfrtrace of it (--export). Unset: TORCH_FR_DUMP_TEMP_FILE followed by the rank "
-     "where that is set, else /tmp/mycoll-UID/JOB/rank_%r, where the latest 10 jobs are kept, and "
-     "up to 100 of the last 24 hours.",
-     [](std::string_view value, Env* env) {
-       if (!isValidPattern(value)) return false;
-       env->traceFile = value;
-       return true;
-     }},
-    {"MYCOLL_CALL_SITES", "waiting", "never, waiting or always",
-     "Whose place in the program is remembered. waiting: of operations that have waited a while; "
-     "always: of all, which costs time in every call.",
-     [](std::string_view value, Env* env) {
-       return parseChoice<CallSites>(value,
-                                     {{"never", CallSites::kNever},
-                                      {"waiting", CallSites::kWaiting},
-                                      {"always", CallSites::kAlways}},
-                                     &env->callSites);
-     }},
-    {"MYCOLL_SECRET_FILE", "", "a path",
-     "A file whose content is the secret by which ranks prove to each other that they belong to "
-     "the job. Unset: rank 0 makes one up and shares it through the rendezvous store.",
-     [](std::string_view value, Env* env) {
-       env->secretFile = value;
-       return true;
-     }},
-    {"MYCOLL_NETWORK_SECONDS", "10", "1 to 3600",
-     "A rank on another host that the network has swallowed for so long is dead. All ranks need "
-     "about the same.",
-     [](std::string_view value, Env* env) {
-       return parseInteger(value, 1, 3600, &env->networkSeconds);
-     }},
-    {"MYCOLL_KILL_AFTER_FAILURE", "0", "0 to 86400",
-     "Seconds. A process that has not destroyed a group so long after its failure is ended by "
-     "SIGABRT, so that a launcher can start it again even where its program hears no exception. 0: "
-     "never.",
-     [](std::string_view value, Env* env) {
-       return parseInteger(value, 0, 86400, &env->killAfterSeconds);
-     }},
-    {"MYCOLL_SPIN_US", "-1", "-1 or a number of microseconds up to 1000000",
-     "How long a waiting rank spins before it yields its core. -1: chosen by whether the host has "
-     "a core for each of its ranks.",
-     [](std::string_view value, Env* env) {
-       return parseInteger(value, -1, 1000000, &env->spinMicros);
-     }},
-    {"MYCOLL_CHUNK_BYTES", "0", "0, or 4096 to 1G, a multiple of 4096; suffixes K, M and G",
-     "Large messages pass through shared memory in chunks of up to this size (larger where more "
-     "than 64 ranks would not find room in one); a rank has memory for eight in a process's first "
-     "group, and for three in further ones. 0: 256K.",
-     [](std::string_view value, Env* env) {
-       size_t bytes = 0;
-       if (!parseBytes(value, 0, kGiB, &bytes) || bytes % 4096 != 0) return false;
-       env->chunkBytes = bytes;
-       return true;
-     }},
-    {"MYCOLL_DISTANCE", "measured", "measured, near or far",
-     "How shared memory is written: through the caches when the ranks' cores share one (near), or "
-     "past them (far). Measured again and again unless it is said. Rank 0 of a group decides.",
-     [](std::string_view value, Env* env) {
-       return parseChoice<DistanceChoice>(value,
-                                          {{"measured", DistanceChoice::kMeasured},
-                                           {"near", DistanceChoice::kNear},
-                                           {"far", DistanceChoice::kFar}},
-                                          &env->distance);
-     }},
-    {"MYCOLL_SMALL_BYTES", "32768", "0 to 1G; suffixes K, M and G",
-     "Messages up to this size take the algorithms of lowest latency. All ranks need the same.",
-     [](std::string_view value, Env* env) { return parseBytes(value, 0, kGiB, &env->smallBytes); }},
-    {"MYCOLL_EAGER_BYTES", "65536", "0 to 16M; suffixes K, M and G",
-     "A send up to this size completes without waiting for its receiver. All ranks need the same.",
-     [](std::string_view value, Env* env) {
-       return parseBytes(value, 0, kMaxEagerBytes, &env->eagerBytes);
-     }},
-    {"MYCOLL_NCCL_LIBRARY", "", "a path",
-     "The NCCL to load. Unset: the one that torch has loaded, that of the nvidia-nccl wheel, or "
-     "libnccl.so.2 where the system finds it. A second copy beside torch's is refused.",
-     [](std::string_view value, Env* env) {
-       env->ncclLibrary = value;
-       return true;
-     }},
-    {"MYCOLL_NCCL_BLOCKING", "", "0 or 1",
-     "1: calls into NCCL return when their work is enqueued; 0: they may return earlier, and "
-     "mycoll "
-     "waits for them where it can be interrupted. Unset: 1.",
-     [](std::string_view value, Env* env) { return parseOptional(value, &env->nccl.isBlocking); }},
-    {"MYCOLL_NCCL_MIN_CTAS", "", "1 to 64",
-     "The least number of thread blocks that NCCL uses for a collective. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 1, 64, &env->nccl.minCtas);
-     }},
-    {"MYCOLL_NCCL_MAX_CTAS", "", "1 to 64",
-     "The largest number of thread blocks that NCCL uses for a collective: fewer leave more of the "
-     "GPU to computations beside it. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 1, 64, &env->nccl.maxCtas);
-     }},
-    {"MYCOLL_NCCL_CGA_CLUSTER_SIZE", "", "0 to 8",
-     "Thread blocks in a cluster of NCCL's kernels. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 0, 8, &env->nccl.cgaClusterSize);
-     }},
-    {"MYCOLL_NCCL_NVLS_CTAS", "", "1 to 64",
-     "Thread blocks for NVLink SHARP (NCCL 2.28). Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 1, 64, &env->nccl.nvlsCtas);
-     }},
-    {"MYCOLL_NCCL_CTA_POLICY", "", "0, 1 or 2",
-     "What NCCL (2.27) optimises for. 0: speed; 1: few thread blocks; 2: none where copy engines "
-     "can serve. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 0, 2, &env->nccl.ctaPolicy);
-     }},
-    {"MYCOLL_NCCL_TRAFFIC_CLASS", "", "0 to 255",
-     "The network's traffic class (quality of service). Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 0, 255, &env->nccl.trafficClass);
-     }},
-    {"MYCOLL_NCCL_NET_NAME", "", "the name of a network module of NCCL, such as Socket or IB",
-     "The network module that NCCL uses. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       env->nccl.netName = value;
-       return true;
-     }},
-    {"MYCOLL_NCCL_SPLIT_SHARE", "", "0 or 1",
-     "1: a subgroup made by splitting shares buffers and channels with its parent, which saves "
-     "memory; their operations must then not overlap, and an error of one ends all. Unset: 0.",
-     [](std::string_view value, Env* env) { return parseOptional(value, &env->nccl.splitShare); }},
-};
+// Never destroyed: helper threads may log during static destruction.
+const std::vector<Variable>& variables() {
+  static const auto* const kVariables = new std::vector<Variable>{
+      {"MYCOLL_TRANSPORT", "auto", choice(&Env::transport, {"auto", "shm", "tcp"}),
+       "auto: shared memory within a host, sockets between hosts. shm: refuse groups that span "
+       "hosts. tcp: sockets everywhere."},
+      {"MYCOLL_SOCKET_IFNAME", "", interfaces(),
+       "Network interfaces to use, written as for NCCL_SOCKET_IFNAME. Unset: the one that leads to "
+       "the other ranks."},
+      {"MYCOLL_CHECKSUM", "0", flag(&Env::checksum),
+       "1: every message between ranks carries a CRC-32C, and data that arrives damaged raises an "
+       "error."},
+      {"MYCOLL_CPU", "engine", choice(&Env::cpu, {"engine", "gloo"}),
+       "What carries CPU tensors: mycoll's engine, or torch's gloo (to compare, or to rule mycoll "
+       "out)."},
+      {"MYCOLL_CUDA", "auto", choice(&Env::cuda, {"auto", "nccl", "host"}),
+       "What carries CUDA tensors. nccl: NCCL, or an error. host: host memory and the engine. "
+       "auto: "
+       "NCCL, or host memory where NCCL cannot work (no library, two ranks on one GPU)."},
+      {"MYCOLL_CUDA_BLOCKING_WAIT", "0", flag(&Env::cudaBlockingWait),
+       "0: waiting for CUDA tensors makes the current stream wait, as with NCCL. 1: it returns "
+       "when "
+       "the operation is over, and raises if it failed."},
+      {"MYCOLL_LOG", "failure",
+       choice(&Env::logLevel, {"off", "failure", "error", "warn", "info", "debug"}),
+       "What mycoll logs. failure: one line for the first failure of a group in the process."},
+      {"MYCOLL_LOG_FILE", "", pattern(&Env::logFile), "Where the log goes. Unset: stderr."},
+      {"MYCOLL_TRACE_ENTRIES",
+       "512",
+       number(&Env::traceEntries, 0, 65536),
+       "How many recent operations each group remembers for `mycoll status` and traces, rounded up "
+       "to a power of two. 0: none. Unset: TORCH_FR_BUFFER_SIZE, where that is set.",
+       {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}},
+      {"MYCOLL_TRACE_FILE", "", pattern(&Env::traceFile),
+       "Where a process writes its record when a group fails, for `mycoll trace`; off: nowhere. "
+       "Unset: TORCH_FR_DUMP_TEMP_FILE and the rank, else /tmp/mycoll-UID/JOB/rank_%r, where the "
+       "latest 10 jobs are kept, and up to 100 of the last 24 hours."},
+      {"MYCOLL_CALL_SITES", "waiting", choice(&Env::callSites, {"never", "waiting", "always"}),
+       "Which operations remember the line of the program that called them. waiting: those that "
+       "wait a while. always: all of them, which makes every call slower."},
+      {"MYCOLL_SECRET_FILE", "", path(&Env::secretFile),
+       "File with the secret by which the job's ranks recognise each other. Unset: rank 0 makes "
+       "one "
+       "up and shares it through the store."},
+      {"MYCOLL_NETWORK_SECONDS", "10", number(&Env::networkSeconds, 1, 3600),
+       "How many seconds a rank on another host may be silent before it is declared dead. Use "
+       "similar values on all ranks."},
+      {"MYCOLL_SPIN_US", "-1", number(&Env::spinMicros, -1, 1000000),
+       "How many microseconds a waiting rank spins before it yields its core. -1: chosen by "
+       "whether "
+       "the host has a core for each of its ranks."},
+      {"MYCOLL_CHUNK_BYTES", "0", bytes(&Env::chunkBytes, kGiB, "1G", 4096),
+       "Size of the shared-memory buffers that large messages pass through, rounded up if needed "
+       "so "
+       "that every rank gets a slice. A rank has eight of them in the first group and three in "
+       "each "
+       "later one. 0: 256K."},
+      {"MYCOLL_DISTANCE", "measured", choice(&Env::distance, {"measured", "near", "far"}),
+       "How shared memory is written. near: through the CPU's caches. far: past them. measured: "
+       "the "
+       "faster of both. The value of rank 0 counts."},
+      {"MYCOLL_SMALL_BYTES", "32768", bytes(&Env::smallBytes, kGiB, "1G"),
+       "Messages up to this size use the algorithms with the lowest latency. Must be the same on "
+       "all ranks."},
+      {"MYCOLL_EAGER_BYTES", "65536", bytes(&Env::eagerBytes, kMaxEagerBytes, "16M"),
+       "A send up to this size completes without waiting for its receiver. Must be the same on all "
+       "ranks."},
+      {"MYCOLL_NCCL_LIBRARY", "", path(&Env::ncclLibrary),
+       "The NCCL to load; a second copy beside torch's is refused. Unset: the one that torch has "
+       "loaded, that of the nvidia-nccl wheel, or the system's libnccl.so.2."},
+      {"MYCOLL_NCCL_BLOCKING", "", ncclNumber(&NcclEnv::isBlocking, 0, 1),
+       "1: calls into NCCL return when their work is enqueued. 0: they may return earlier, and "
+       "mycoll waits where it can be interrupted. Unset: 1."},
+      {"MYCOLL_NCCL_MIN_CTAS", "", ncclNumber(&NcclEnv::minCtas, 1, 64),
+       "The least number of thread blocks that NCCL uses. Unset: NCCL's own choice."},
+      {"MYCOLL_NCCL_MAX_CTAS", "", ncclNumber(&NcclEnv::maxCtas, 1, 64),
+       "The largest number of thread blocks that NCCL uses. Unset: NCCL's own choice."},
+      {"MYCOLL_NCCL_CGA_CLUSTER_SIZE", "", ncclNumber(&NcclEnv::cgaClusterSize, 0, 8),
+       "Thread blocks in a cluster of NCCL's kernels. Unset: NCCL's own choice."},
+      {"MYCOLL_NCCL_NVLS_CTAS", "", ncclNumber(&NcclEnv::nvlsCtas, 1, 64),
+       "Thread blocks for NVLink SHARP (NCCL 2.28). Unset: NCCL's own choice."},
+      {"MYCOLL_NCCL_CTA_POLICY", "", ncclNumber(&NcclEnv::ctaPolicy, 0, 2),
+       "What NCCL (2.27) optimises for. 0: speed. 1: few thread blocks. 2: none where copy engines "
+       "can serve. Unset: NCCL's own choice."},
+      {"MYCOLL_NCCL_TRAFFIC_CLASS", "", ncclNumber(&NcclEnv::trafficClass, 0, 255),
+       "The network's traffic class (quality of service). Unset: NCCL's own choice."},
+      {"MYCOLL_NCCL_NET_NAME",
+       "",
+       {"the name of a network module of NCCL, such as Socket or IB",
+        [](std::string_view value, Env* env) {
+          env->nccl.netName = value;
+          return true;
+        }},
+       "The network module that NCCL uses. Unset: NCCL's own choice."},
+      {"MYCOLL_NCCL_SPLIT_SHARE", "", ncclNumber(&NcclEnv::splitShare, 0, 1),
+       "1: a subgroup made by splitting shares buffers with its parent; their operations must not "
+       "overlap, and an error in one ends all. Unset: 0."},
+  };
+  return *kVariables;
+}
+
+// ---- reading -----------------------------------------------------------------------------------
 
 // An empty value counts as unset, as in NCCL: launchers often export empty variables.
 const char* valueOf(const char* name) {
@@ -257,20 +263,68 @@ const char* valueOf(const char* name) {
   return value != nullptr && value[0] != '\0' ? value : nullptr;
 }
 
-// source: the variable that it comes from.
-const char* valueOf(const Variable& variable, const char** source = nullptr) {
-  const char* unused;
-  if (!source) source = &unused;
-  *source = variable.name;
-  if (const char* value = valueOf(variable.name)) return value;
-  for (const char* other : variable.elsewhere) {
-    const char* value = other ? valueOf(other) : nullptr;
-    if (value) {
-      *source = other;
-      return value;
+struct Reading {
+  Env env;
+  Status error;                   // of the first invalid value
+  std::vector<EnvEntry> entries;  // as the table
+};
+
+std::unique_ptr<const Reading> readEnvironment() {
+  auto reading = std::make_unique<Reading>();
+  Env* const env = &reading->env;
+  for (const Variable& variable : variables()) {
+    const char* source = variable.name;
+    const char* value = valueOf(source);
+    for (auto other = variable.others.begin(); !value && other != variable.others.end(); ++other) {
+      value = valueOf(source = *other);
     }
+    const bool isOwn = value != nullptr && source == variable.name;
+    EnvEntry& entry = reading->entries.emplace_back();
+    entry.name = variable.name;
+    entry.defaultValue = variable.defaultValue;
+    entry.help = std::string(variable.help) + " Accepts " + variable.kind.accepted + ".";
+    entry.value = value ? value : variable.defaultValue;
+    entry.isSet = isOwn;
+    entry.source = value ? source : "default";
+    if (value && variable.kind.read(value, env)) continue;
+    // What torch accepts in its own variables is torch's business.
+    if (isOwn && reading->error.ok()) {
+      reading->error =
+          Status(Code::kInvalidArgument, std::string(variable.name) + "=" + value +
+                                             " is not valid: expected " + variable.kind.accepted);
+    }
+    (void)variable.kind.read(variable.defaultValue, env);
   }
-  return nullptr;
+  for (const char* name : {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}) {
+    const char* prefix = env->traceFile.empty() ? valueOf(name) : nullptr;
+    if (!prefix) continue;
+    for (const char* letter = prefix; *letter; ++letter) {
+      env->traceFile += *letter == '%' ? "%%" : std::string(1, *letter);
+    }
+    env->traceFile += "%r";
+  }
+  const char* const agent = valueOf("TORCHELASTIC_USE_AGENT_STORE");
+  env->isStoreOfAgent = agent && std::string_view(agent) == "True";
+  return reading;
+}
+
+// Readings are kept for ever, as there may be references to them.
+std::atomic<const Reading*> inForce{nullptr};
+std::mutex readingLock;
+
+const Reading& read(bool again = false) {
+  std::lock_guard<std::mutex> lock(readingLock);
+  static auto* const kAll = new std::vector<std::unique_ptr<const Reading>>;
+  if (kAll->empty() || again) {
+    kAll->push_back(readEnvironment());
+    inForce.store(kAll->back().get(), std::memory_order_release);
+  }
+  return *kAll->back();
+}
+
+const Reading& reading() {
+  const Reading* const found = inForce.load(std::memory_order_acquire);
+  return found ? *found : read();
 }
 
 size_t editDistance(std::string_view a, std::string_view b) {
@@ -288,8 +342,6 @@ size_t editDistance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
-constexpr std::string_view kPrefix = "MYCOLL_";
-
 }  // namespace
 
 const char* version() { return MYCOLL_VERSION; }
@@ -302,60 +354,16 @@ bool InterfaceFilter::matches(std::string_view interfaceName) const {
   return isListed != isExclusion;
 }
 
-Status Env::load(Env* env) {
-  *env = Env();
-  Status first;
-  for (const Variable& variable : kVariables) {
-    const char* source;
-    const char* value = valueOf(variable, &source);
-    if (value != nullptr && variable.parse(value, env)) continue;
-    // What torch accepts elsewhere is torch's business.
-    if (value != nullptr && source == variable.name && first.ok()) {
-      first = Status(Code::kInvalidArgument, std::string(variable.name) + "=" + value +
-                                                 " is not valid: expected " + variable.accepted);
-    }
-    if (!variable.parse(variable.defaultValue, env)) {
-      return Status(Code::kInternal,
-                    std::string("the default of ") + variable.name + " is invalid");
-    }
-  }
-  if (env->traceFile.empty()) {
-    for (const char* name : {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}) {
-      const char* prefix = valueOf(name);
-      if (!prefix) continue;
-      for (const char* letter = prefix; *letter; ++letter) {
-        env->traceFile += *letter == '%' ? "%%" : std::string(1, *letter);
-      }
-      env->traceFile += "%r";
-      break;
-    }
-  }
-  return first;
+const Env& Env::process() { return reading().env; }
+
+Status Env::check() {
+  const Reading& now = reading();
+  return now.error.ok() ? Status() : read(/*again=*/true).error;
 }
 
-const Env& Env::process() {
-  // Never destroyed: helper threads may log during static destruction.
-  static const Env* const kEnv = [] {
-    Env* env = new Env;
-    (void)Env::load(env).ok();
-    return env;
-  }();
-  return *kEnv;
-}
+void Env::readAgainForTest() { (void)read(/*again=*/true); }
 
-std::vector<EnvEntry> describeEnv() {
-  std::vector<EnvEntry> entries;
-  for (const Variable& variable : kVariables) {
-    const char* source;
-    const char* value = valueOf(variable, &source);
-    entries.push_back({variable.name, variable.defaultValue,
-                       std::string(variable.help) + " Accepts " + variable.accepted + ".",
-                       value != nullptr ? value : variable.defaultValue,
-                       value != nullptr && source == variable.name,
-                       value != nullptr ? source : "default"});
-  }
-  return entries;
-}
+std::vector<EnvEntry> describeEnv() { return reading().entries; }
 
 std::string expandPattern(std::string_view pattern, int rank) {
   std::string path;
@@ -374,27 +382,33 @@ std::string expandPattern(std::string_view pattern, int rank) {
   return path;
 }
 
+std::string nearestName(std::string_view given, const std::vector<std::string>& names,
+                        size_t same) {
+  // Beyond half of the letters a likeness is chance.
+  size_t best = (given.size() - std::min(same, given.size())) / 2 + 1;
+  std::string nearest;
+  for (const std::string& name : names) {
+    const size_t distance = editDistance(given, name);
+    if (distance >= best) continue;
+    best = distance;
+    nearest = name;
+  }
+  return nearest;
+}
+
 std::vector<UnknownVariable> unknownVariables() {
+  constexpr std::string_view kPrefix = "MYCOLL_";
+  std::vector<std::string> names;
+  for (const Variable& variable : variables()) names.emplace_back(variable.name);
   std::vector<UnknownVariable> unknown;
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
     const std::string_view text(*entry);
     const std::string_view given = text.substr(0, text.find('='));
-    if (!given.starts_with(kPrefix)) continue;
-    if (std::any_of(std::begin(kVariables), std::end(kVariables),
-                    [&](const Variable& variable) { return given == variable.name; })) {
+    if (!given.starts_with(kPrefix) ||
+        std::find(names.begin(), names.end(), given) != names.end()) {
       continue;
     }
-    UnknownVariable found{std::string(given), ""};
-    // Beyond half of the letters after the prefix a likeness is chance.
-    size_t best = (given.size() - kPrefix.size()) / 2 + 1;
-    for (const Variable& variable : kVariables) {
-      const size_t distance = editDistance(given, variable.name);
-      if (distance < best) {
-        best = distance;
-        found.nearest = variable.name;
-      }
-    }
-    unknown.push_back(std::move(found));
+    unknown.push_back({std::string(given), nearestName(given, names, kPrefix.size())});
   }
   std::sort(unknown.begin(), unknown.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });

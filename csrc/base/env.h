@@ -1,5 +1,9 @@
-// Every MYCOLL_* variable, documented in one table (env.cpp). Nothing else reads the environment.
-// Thread contract: all [any thread], as long as nobody calls setenv() at the same time.
+// Every MYCOLL_* variable, documented in one table (env.cpp). Nothing else in csrc reads the
+// environment.
+//
+// Lifetime: read when the first group is made (or by the first line of the log, should that come
+// before) and kept for the process: what a program changes in its environment later counts no more.
+// Thread contract: all [any thread], as long as nobody calls setenv() during that first reading.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +19,7 @@ namespace mycoll {
 // mycoll's own, "1.2.3".
 const char* version();
 
+// In the order in which the table names them.
 enum class TransportChoice { kAuto, kShm, kTcp };
 enum class DistanceChoice { kMeasured, kNear, kFar };
 enum class CpuBackend { kEngine, kGloo };
@@ -53,36 +58,40 @@ struct NcclEnv {
 // its sender says: receivers take a larger one for an attack.
 constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
 
+// What each field means stands in the table, which also has the defaults.
 struct Env {
-  TransportChoice transport = TransportChoice::kAuto;
+  TransportChoice transport{};
   InterfaceFilter socketInterfaces;
-  CpuBackend cpu = CpuBackend::kEngine;
-  LogLevel logLevel = LogLevel::kFailure;
-  std::string logFile;  // empty: stderr. May hold %h %p %r %%
   bool checksum = false;
-  int networkSeconds = 10;
-  int killAfterSeconds = 0;
-  std::string secretFile;   // empty: the secret comes through the store
-  size_t traceEntries = 0;  // operations remembered of each group; 0: none
-  std::string traceFile;    // as logFile; empty: chosen by observe/trace_file; "off": none
-  CallSites callSites = CallSites::kWaiting;
-  int spinMicros = -1;    // -1: chosen by base/wait
-  size_t chunkBytes = 0;  // 0: chosen by engine/prepare
-  DistanceChoice distance = DistanceChoice::kMeasured;
+  CpuBackend cpu{};
+  CudaPath cuda{};
+  bool cudaBlockingWait = false;
+  LogLevel logLevel{};
+  std::string logFile;  // a pattern, see expandPattern(); empty: stderr
+  size_t traceEntries = 0;
+  std::string traceFile;  // a pattern; empty: chosen by observe/trace_file
+  CallSites callSites{};
+  std::string secretFile;  // empty: the secret comes through the store
+  int networkSeconds = 0;
+  int spinMicros = 0;     // -1: chosen by base/wait
+  size_t chunkBytes = 0;  // 0: chosen by the engine
+  DistanceChoice distance{};
   size_t smallBytes = 0;
   size_t eagerBytes = 0;
-  CudaPath cuda = CudaPath::kAuto;
-  bool cudaBlockingWait = false;
   std::string ncclLibrary;  // empty: found by itself
   NcclEnv nccl;
+  // torch's TORCHELASTIC_USE_AGENT_STORE: the rendezvous store is torchrun's, not rank 0's.
+  bool isStoreOfAgent = false;
 
-  // Reads the environment afresh. The first invalid value is an error that names the variable,
-  // the value and what is accepted; *env then holds defaults in place of every invalid value.
-  static Status load(Env* env);
-
-  // As it was at the first call, with defaults in place of invalid values: for those that cannot
-  // fail, such as the log. Whoever starts a group calls load() and reports.
+  // The process's, with defaults in place of invalid values.
   static const Env& process();
+  // The first invalid value, as an error that names the variable, the value and what is accepted.
+  // Asked by each new group: as nothing was made of it, a wrong environment may be corrected, and
+  // is then read again.
+  static Status check();
+  // For tests: what the environment says now is the process's from here on. Earlier references stay
+  // valid.
+  static void readAgainForTest();
 };
 
 struct EnvEntry {
@@ -96,7 +105,7 @@ struct EnvEntry {
 
 std::vector<EnvEntry> describeEnv();
 
-// A path with %h, %p, %r and %% filled in; rank below 0: not known.
+// A path with %h (host), %p (process), %r (rank) and %% filled in; rank below 0: not known.
 std::string expandPattern(std::string_view pattern, int rank);
 
 // MYCOLL_* variables in the environment that mycoll does not know, most likely misspelt.
@@ -106,5 +115,9 @@ struct UnknownVariable {
 };
 
 std::vector<UnknownVariable> unknownVariables();
+
+// The one of `names` that `given` resembles; empty when none does. The first `same` letters, which
+// all of them share, are no likeness.
+std::string nearestName(std::string_view given, const std::vector<std::string>& names, size_t same);
 
 }  // namespace mycoll

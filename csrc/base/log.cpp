@@ -104,12 +104,11 @@ void setLogFile(const char* pattern) { Sink::get().setPattern(pattern); }
 void setLogRank(int rank) { Sink::get().setRank(rank); }
 
 void logFailure(const std::string& text) {
-  static std::atomic<bool> isTold{false};
+  static std::atomic<bool> wasThereOne{false};
   if (!isLogged(LogLevel::kFailure)) return;
-  std::string line;
-  for (const char c : text) line += c == '\n' ? std::string(" |") : std::string(1, c);
-  const bool isFirst = !isTold.exchange(true, std::memory_order_relaxed);
-  detail::logLine(isFirst ? LogLevel::kFailure : LogLevel::kError, "%s", line.c_str());
+  const bool isFirst = !wasThereOne.exchange(true, std::memory_order_relaxed);
+  detail::logLine(isFirst ? LogLevel::kFailure : LogLevel::kError, "%s",
+                  text.substr(0, text.find('\n')).c_str());
 }
 
 void detail::logLine(LogLevel level, const char* format, ...) {

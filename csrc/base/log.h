@@ -27,7 +27,8 @@ inline bool isLogged(LogLevel level) {
   return static_cast<int>(level) <= detail::logLevel.load(std::memory_order_relaxed);
 }
 
-// A group has failed. In one line, whatever the text has; at the level kFailure only the first one.
+// A group has failed. Logs the first line of the text: the exception has all of it, and every rank
+// logs one. At the level kFailure only the process's first failure is logged.
 void logFailure(const std::string& text);
 
 // Overrides MYCOLL_LOG from here on.

@@ -132,10 +132,7 @@ void Crowd::yielded(Clock::time_point from, Clock::time_point back) {
 }
 
 SpinPolicy choose(int localRanks) {
-  Env env;
-  // An invalid value is reported by whoever starts the group; here its default is right.
-  (void)Env::load(&env).ok();
-  return detail::choosePolicy(localRanks, usableCores(), env.spinMicros);
+  return detail::choosePolicy(localRanks, usableCores(), Env::process().spinMicros);
 }
 
 }  // namespace mycoll

@@ -19,7 +19,6 @@
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/options.h"
-#include "backend/quantized.h"
 #include "base/env.h"
 #include "base/log.h"
 #include "base/wait.h"
@@ -157,6 +156,15 @@ void checkCpu(const std::string& cpu) {
                         "'");
 }
 
+[[noreturn]] void refuseField(const std::string& name) {
+  const std::string nearest = mycoll::nearestName(name, {"timeout", "cpu", "nccl"}, 0);
+  throw py::type_error(
+      "mycoll.Options() has no field '" + name + "'" +
+      (nearest == "nccl" ? "; what is for NCCL is set afterwards, as in options.nccl.min_ctas = 4"
+       : nearest.empty() ? "; it has timeout and cpu, and options.nccl for NCCL"
+                         : "; did you mean '" + nearest + "'?"));
+}
+
 py::list environment() {
   py::list entries;
   for (const mycoll::EnvEntry& entry : mycoll::describeEnv()) {
@@ -244,7 +252,8 @@ PYBIND11_MODULE(_C, module) {
 
   py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options>(
       module, "Options", "What may be chosen for one group: pg_options= of init_process_group.")
-      .def(py::init([](Milliseconds timeout, std::string cpu) {
+      .def(py::init([](Milliseconds timeout, std::string cpu, const py::kwargs& others) {
+             for (const auto& each : others) refuseField(py::cast<std::string>(each.first));
              checkCpu(cpu);
              auto options = c10::make_intrusive<MycollOptions>(timeout);
              options->cpu = std::move(cpu);
@@ -341,7 +350,6 @@ PYBIND11_MODULE(_C, module) {
       "Groups that were never destroyed end with the interpreter, while there still is one.");
   module.attr("torch_version") = TORCH_VERSION;
 
-  mycoll::registerQuantizedMoves();
   mycoll::setPythonHooks(
       {&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads, &callInMainThread});
   mycoll::setCallSiteHook(&mycoll::findCallSite);

@@ -6,7 +6,7 @@
 #include <system_error>
 #include <utility>
 
-#include "base/signals.h"
+#include "base/os.h"
 #include "base/wait.h"
 #include "engine/communicator.h"
 #include "observe/trace_file.h"

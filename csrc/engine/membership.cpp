@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/log.h"
-#include "base/told.h"
+#include "base/sanitize.h"
 #include "transport/endpoint.h"
 
 namespace mycoll {
@@ -155,8 +155,8 @@ void Membership::onAbort(const std::string& payload) {
   AbortHead head;
   if (payload.size() < sizeof(head)) return;
   std::memcpy(&head, payload.data(), sizeof(head));
-  const Status said = toldStatus(static_cast<int>(head.code), payload.substr(sizeof(head)));
-  failLocked(Status(said.code(), said.message(), head.cause), /*tellsOthers=*/false, head.from);
+  failLocked(statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)), head.cause),
+             /*tellsOthers=*/false, head.from);
 }
 
 Status Membership::failureOf(MessageClass messageClass, uint64_t tag) {

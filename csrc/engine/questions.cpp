@@ -6,7 +6,7 @@
 #include <sstream>
 #include <thread>
 
-#include "base/told.h"
+#include "base/sanitize.h"
 #include "engine/communicator.h"
 #include "engine/engine.h"
 #include "engine/membership.h"
@@ -289,7 +289,7 @@ void Questions::hearWords() {
       onVerdict(word.payload);
     } else {
       MutexLock lock(mutex_);
-      answers_[word.source] = {readable(oneLine(word.payload)), Clock::now()};
+      answers_[word.source] = {sanitized(oneLine(word.payload)), Clock::now()};
     }
   }
 }
@@ -361,7 +361,7 @@ void Questions::onVerdict(const std::string& payload) {
       }
       Cause fields;
       fields.incident = incidentOf(circle);
-      group->membership().fail(Status(Code::kDeadlock, readable(payload.substr(end + 1)), fields));
+      group->membership().fail(Status(Code::kDeadlock, sanitized(payload.substr(end + 1)), fields));
       return;
     }
   }

@@ -13,8 +13,8 @@
 
 #include "base/deadline.h"
 #include "base/env.h"
+#include "base/sanitize.h"
 #include "base/sha256.h"
-#include "base/told.h"
 #include "base/topology.h"
 #include "engine/card.h"
 #include "engine/engine.h"
@@ -42,8 +42,8 @@ class Pauses {
 };
 
 Status readSecretFile(std::string* secret) {
-  Env env;
-  MYCOLL_RETURN_IF_ERROR(Env::load(&env));
+  MYCOLL_RETURN_IF_ERROR(Env::check());
+  const Env& env = Env::process();
   if (env.secretFile.empty()) return Status();
   std::ifstream file(env.secretFile, std::ios::binary);
   std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
@@ -380,7 +380,7 @@ Status Meeting::checkRefusal() {
   MYCOLL_RETURN_IF_ERROR(get("refused/" + mine_.nonce, &text));
   if (text.size() < 3) return Status();
   isToldByLeader_ = text[0] == 'l';
-  return toldStatus(text[1] - 'a', text.substr(2));
+  return statusFromPeer(text[1] - 'a', text.substr(2));
 }
 
 Status Meeting::differentWorlds(int rank, const Card& other) const {
@@ -430,7 +430,7 @@ Status Meeting::hasGivenUp(int rank, const Card& card) {
   std::string why;
   MYCOLL_RETURN_IF_ERROR(get("why/" + card.nonce, &why));
   return Status(Code::kStore, "group '" + options_.name + "': rank " + std::to_string(rank) + " (" +
-                                  card.address.describe() + ") has given up: " + readable(why));
+                                  card.address.describe() + ") has given up: " + sanitized(why));
 }
 
 // Now and then: signals, the deadline, and what makes waiting pointless.

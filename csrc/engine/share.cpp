@@ -83,8 +83,7 @@ Status makeOffer(const Mailbox& mailbox, const Env& env, ArenaShape* shape,
 Task offerArena(Mailbox& mailbox, Membership& membership, std::unique_ptr<Arena>* arena) {
   const Signature signature;
   const int ranks = mailbox.ranks();
-  Env env;
-  MYCOLL_CO_RETURN_IF_ERROR(Env::load(&env));
+  const Env& env = Env::process();
   ArenaShape shape;
   std::shared_ptr<Segment> segment;
   Offer offer;

@@ -181,9 +181,7 @@ Status Library::get(const std::string& wheelFile, const Library** library) {
   *library = loaded();
   if (*library != nullptr) return {};
 
-  Env env;
-  MYCOLL_RETURN_IF_ERROR(Env::load(&env));
-  const std::string& asked = env.ncclLibrary;
+  const std::string& asked = Env::process().ncclLibrary;
   const Resident resident = findResident();
   Status found;
   if (!asked.empty() && isResident(resident) && !isSameFile(asked, resident.path)) {

@@ -13,9 +13,9 @@
 #include <cstring>
 
 #include "base/env.h"
-#include "base/per_process.h"
+#include "base/os.h"
+#include "base/sanitize.h"
 #include "base/topology.h"
-#include "base/utf8.h"
 
 namespace mycoll {
 namespace {

@@ -4,7 +4,7 @@
 #include <array>
 #include <cstring>
 
-#include "base/utf8.h"
+#include "base/sanitize.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {

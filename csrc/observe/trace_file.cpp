@@ -19,7 +19,7 @@
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/log.h"
-#include "base/per_process.h"
+#include "base/os.h"
 #include "base/topology.h"
 #include "observe/black_box.h"
 

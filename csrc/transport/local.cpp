@@ -7,8 +7,8 @@
 namespace mycoll {
 
 Status MeshOptions::fromEnv(MeshOptions* result) {
-  Env env;
-  MYCOLL_RETURN_IF_ERROR(Env::load(&env));
+  MYCOLL_RETURN_IF_ERROR(Env::check());
+  const Env& env = Env::process();
   result->transport = env.transport;
   result->interfaces = env.socketInterfaces;
   result->eagerBytes = env.eagerBytes;

@@ -153,8 +153,8 @@ def environment_page() -> str:
     lines = [
         "# Environment variables",
         "",
-        "Read once, when a group is made. `mycoll env` shows the values in force. Written by",
-        "`mycoll env --markdown` from the table in `csrc/base/env.cpp`.",
+        "Read when a process makes its first group, and kept. `mycoll env` shows the values in",
+        "force. Written by `mycoll env --markdown` from the table in `csrc/base/env.cpp`.",
         "",
         "| Variable | Default | Meaning |",
         "|---|---|---|",

@@ -1,12 +1,11 @@
 """Documented torch functions that ask for a backend's name, made to work for mycoll's groups.
 
-torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to whatever is not called gloo,
-ignores `_set_pg_timeout` for whatever is not gloo or NCCL, and refuses `dist.split_group` where no
-accelerator is bound to the job; a group made by `dist.shrink_group` serves one kind of device,
-where its parent may have served several. They are wrapped when mycoll is registered, which is while
-torch is imported: a program may bind their names at its top. Until the process has made a mycoll
-group, and for every group that has no mycoll in it, torch's own function is called with the same
-arguments.
+torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to all groups but gloo's, ignores
+`_set_pg_timeout` for groups of other backends than gloo and NCCL, and refuses
+`dist.split_group` where no accelerator is bound to the job; a group made by `dist.shrink_group`
+serves one kind of device, where its parent may have served several. They are wrapped when the
+process makes its first mycoll group; a process that makes none keeps torch's own functions. For
+groups that have no mycoll in them, torch's function is called with the same arguments.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,14 +25,18 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from mycoll._registration import from_foreign_options, native
 
-_in_use = False
+_installed = False
 
 # By parent: how often it has been split. The members count alike, as all of them split it.
 _splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
-    """Wraps the functions; once in a process."""
+    """Wraps the functions, once in a process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
     _replace("monitored_barrier", _wrap_monitored_barrier)
     if not hasattr(distributed_c10d, "set_timeout"):  # which serves every backend
         _replace("_set_pg_timeout", _wrap_set_pg_timeout)
@@ -41,26 +45,18 @@ def install() -> None:
     _replace("_get_split_source", _wrap_get_split_source)
 
 
-def use() -> None:
-    """There is a mycoll group now: calls are looked at."""
-    global _in_use
-    _in_use = True
-
-
 def _replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(distributed_c10d, name, None)
     if original is None:
         return
-    ours = wrap(original)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **more: Any) -> Any:
-        return (ours if _in_use else original)(*args, **more)
-
-    # device_mesh takes its own reference to split_group when it is imported.
-    for module in (distributed_c10d, dist, sys.modules.get("torch.distributed.device_mesh")):
-        if getattr(module, name, None) is original:
-            setattr(module, name, wrapped)
+    wrapped = functools.wraps(original)(wrap(original))
+    # Also where a program, or torch's device_mesh, has imported the function by its name already.
+    # Not by getattr, which would run the code of modules that load themselves when they are used.
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            names = object.__getattribute__(module, "__dict__")
+            if names.get(name) is original:
+                names[name] = wrapped
 
 
 def _backend_names(group: ProcessGroup | None) -> dict[str, str]:

@@ -6,6 +6,7 @@ needs it.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,11 @@ def is_wanted(options: Any) -> bool:
     chosen: str = getattr(options, "cpu", "")
     if chosen:
         return chosen == "gloo"
+    return _is_gloo_by_default()
+
+
+@functools.cache  # as of every variable, the first group's value counts
+def _is_gloo_by_default() -> bool:
     value = os.environ.get(VARIABLE, "") or "engine"
     if value not in ("engine", "gloo"):
         raise ValueError(f"{VARIABLE}={value} is not valid: expected engine or gloo")

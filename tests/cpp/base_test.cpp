@@ -21,9 +21,9 @@
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/log.h"
+#include "base/sanitize.h"
 #include "base/status.h"
 #include "base/task.h"
-#include "base/told.h"
 #include "base/topology.h"
 #include "base/types.h"
 #include "base/wait.h"
@@ -110,8 +110,8 @@ TEST(Base, tasksMayComeAfterTheThreadsCache) {
 }
 
 TEST(Base, envDefaults) {
-  Env env;
-  EXPECT(Env::load(&env).ok());
+  EXPECT(Env::check().ok());
+  const Env& env = Env::process();
   EXPECT(env.transport == TransportChoice::kAuto);
   EXPECT(env.cpu == CpuBackend::kEngine);
   EXPECT_EQ(env.spinMicros, -1);
@@ -121,13 +121,30 @@ TEST(Base, envDefaults) {
   EXPECT(env.socketInterfaces.matches("anything"));
 }
 
-TEST(Base, envReadsAfresh) {
+// What a program changes later counts no more, except for a group that could not be made.
+TEST(Base, envIsKept) {
+  ScopedEnv spin("MYCOLL_SPIN_US", "5");
+  EXPECT_EQ(Env::process().spinMicros, 5);
+  ::setenv("MYCOLL_SPIN_US", "6", 1);
+  EXPECT(Env::check().ok());
+  EXPECT_EQ(Env::process().spinMicros, 5);
+  {
+    ScopedEnv wrong("MYCOLL_EAGER_BYTES", "nonsense");
+    EXPECT(Env::check().code() == Code::kInvalidArgument);
+    EXPECT(Env::check().code() == Code::kInvalidArgument);
+    ::setenv("MYCOLL_EAGER_BYTES", "1K", 1);
+    EXPECT(Env::check().ok());
+    EXPECT_EQ(Env::process().eagerBytes, size_t{1024});
+  }
+}
+
+TEST(Base, envValues) {
   ScopedEnv transport("MYCOLL_TRANSPORT", "tcp");
   ScopedEnv chunk("MYCOLL_CHUNK_BYTES", "1M");
   ScopedEnv spin("MYCOLL_SPIN_US", "0");
   ScopedEnv empty("MYCOLL_SMALL_BYTES", "");
-  Env env;
-  EXPECT(Env::load(&env).ok());
+  EXPECT(Env::check().ok());
+  const Env& env = Env::process();
   EXPECT(env.transport == TransportChoice::kTcp);
   EXPECT_EQ(env.chunkBytes, size_t{1} << 20);
   EXPECT_EQ(env.spinMicros, 0);
@@ -159,6 +176,8 @@ TEST(Base, envRefusesInvalidValues) {
       {"MYCOLL_SMALL_BYTES", "-1"},
       {"MYCOLL_EAGER_BYTES", "64 K"},
       {"MYCOLL_EAGER_BYTES", "9000000000G"},
+      {"MYCOLL_TRACE_ENTRIES", "65537"},
+      {"MYCOLL_NCCL_MIN_CTAS", "0"},
       {"MYCOLL_EAGER_BYTES", "16777217"},
       {"MYCOLL_SOCKET_IFNAME", "eth0,"},
       {"MYCOLL_SOCKET_IFNAME", "^"},
@@ -167,8 +186,8 @@ TEST(Base, envRefusesInvalidValues) {
   };
   for (const auto& [variable, value] : cases) {
     ScopedEnv scoped(variable, value);
-    Env env;
-    const Status status = Env::load(&env);
+    const Env& env = Env::process();
+    const Status status = Env::check();
     EXPECT(status.code() == Code::kInvalidArgument);
     EXPECT(contains(status.message(), std::string(variable) + "=" + value));
     EXPECT(contains(status.message(), "expected "));
@@ -180,9 +199,8 @@ TEST(Base, envRefusesInvalidValues) {
 TEST(Base, envInterfaceFilter) {
   const auto matches = [](const char* value, const char* interfaceName) {
     ScopedEnv scoped("MYCOLL_SOCKET_IFNAME", value);
-    Env env;
-    EXPECT(Env::load(&env).ok());
-    return env.socketInterfaces.matches(interfaceName);
+    EXPECT(Env::check().ok());
+    return Env::process().socketInterfaces.matches(interfaceName);
   };
   EXPECT(matches("eth", "eth0"));
   EXPECT(matches("ib,eth", "eth0"));
@@ -325,16 +343,16 @@ TEST(Base, aProcessIsSeenToEnd) {
 }
 
 TEST(Base, whatOthersSayIsMadeReadable) {
-  EXPECT_EQ(readable("rank 1:\tgone\n"), "rank 1:\tgone\n");
-  EXPECT_EQ(readable("h\u00f6st \u20ac \U0001f310"), "h\u00f6st \u20ac \U0001f310");
-  EXPECT_EQ(readable(std::string("a\0b\x1b[2J\x7f", 8)), "a?b?[2J?");
+  EXPECT_EQ(sanitized("rank 1:\tgone\n"), "rank 1:\tgone\n");
+  EXPECT_EQ(sanitized("h\u00f6st \u20ac \U0001f310"), "h\u00f6st \u20ac \U0001f310");
+  EXPECT_EQ(sanitized(std::string("a\0b\x1b[2J\x7f", 8)), "a?b?[2J?");
   // Alone, cut short, longer than needed, half of a pair, beyond the last one.
-  EXPECT_EQ(readable("\x80|\xe2\x82|\xc0\xaf|\xed\xa0\x80|\xf4\x90\x80\x80|\xff"),
+  EXPECT_EQ(sanitized("\x80|\xe2\x82|\xc0\xaf|\xed\xa0\x80|\xf4\x90\x80\x80|\xff"),
             "?|??|??|???|????|?");
-  EXPECT(toldStatus(static_cast<int>(Code::kDeadlock), "x").code() == Code::kDeadlock);
-  EXPECT(toldStatus(static_cast<int>(Code::kOk), "x").code() == Code::kInternal);
-  EXPECT(toldStatus(-7, "x").code() == Code::kInternal);
-  EXPECT(toldStatus(99, "x").code() == Code::kInternal);
+  EXPECT(statusFromPeer(static_cast<int>(Code::kDeadlock), "x").code() == Code::kDeadlock);
+  EXPECT(statusFromPeer(static_cast<int>(Code::kOk), "x").code() == Code::kInternal);
+  EXPECT(statusFromPeer(-7, "x").code() == Code::kInternal);
+  EXPECT(statusFromPeer(99, "x").code() == Code::kInternal);
 }
 
 TEST(Base, crc32cKnownAnswers) {

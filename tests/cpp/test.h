@@ -25,6 +25,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/env.h"
+
 namespace test {
 
 struct Case {
@@ -76,7 +78,8 @@ class Threads {
   Threads(int count, const std::function<void(int rank)>& body);
 };
 
-// Sets an environment variable for a scope. While no other thread reads any.
+// Sets an environment variable for a scope, and has mycoll read it. While no other thread reads
+// any.
 class ScopedEnv {
  public:
   ScopedEnv(const char* name, const char* value) : name_(name) {
@@ -84,6 +87,7 @@ class ScopedEnv {
     hadValue_ = old != nullptr;
     if (hadValue_) old_ = old;
     ::setenv(name, value, 1);
+    mycoll::Env::readAgainForTest();
   }
   ~ScopedEnv() {
     if (hadValue_) {
@@ -91,6 +95,7 @@ class ScopedEnv {
     } else {
       ::unsetenv(name_.c_str());
     }
+    mycoll::Env::readAgainForTest();
   }
 
  private:

@@ -230,10 +230,6 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& request
   }
   const bool isAsync = first.async;
   const bool isTimed = extras.isTimed || extras.whenOver;
-  InFlight inFlight;
-  if (isAsync && InFlight::isWanted()) {
-    for (const Request* request : requests) inFlight.add(request->allTensors());
-  }
   DeviceOperationPtr operation;
   if (isSingle) {
     operation = pairs_->carry(*this, *requests.front(), isTimed);
@@ -261,7 +257,7 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& request
   }
   return c10::make_intrusive<DeviceWork>(shared_from_this(), first.type, sequence(),
                                          place_.timeoutOf(first), operation, outputs.vec(),
-                                         std::move(inFlight), place_.waitsOnHost);
+                                         place_.waitsOnHost);
 }
 
 void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {

@@ -27,15 +27,14 @@ void complete(Future& future, DeviceOperation& operation, const std::vector<at::
 
 DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
                        std::chrono::milliseconds timeout, DeviceOperationPtr operation,
-                       std::vector<at::Tensor> outputs, InFlight inFlight, bool waitsOnHost)
+                       std::vector<at::Tensor> outputs, bool waitsOnHost)
     : c10d::Work(group->rank(), type),
       group_(std::move(group)),
       sequence_(sequence),
       timeout_(timeout),
       operation_(std::move(operation)),
       outputs_(std::move(outputs)),
-      waitsOnHost_(waitsOnHost),
-      inFlight_(std::move(inFlight)) {}
+      waitsOnHost_(waitsOnHost) {}
 
 DeviceWork::~DeviceWork() {
   // Before its end the watchdog hands the memory on (see DeviceGroup::clearReleased()).
@@ -46,7 +45,6 @@ std::exception_ptr DeviceWork::exception() const { return toException(operation_
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   group_->clearReleased();
-  checkInFlight();
   const bool isTimed = timeout > std::chrono::milliseconds(0);
   const Deadline deadline = isTimed ? Deadline::after(timeout) : Deadline::never();
   const Status enqueued = operation_->waitEnqueued(deadline);
@@ -67,19 +65,9 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
 // Of a wait: its deadline may have come, and the operation go on.
 void DeviceWork::throwFailure(const Status& status) const {
   if (status.ok()) return;
-  std::optional<Untold> untold;
-  if (operation_->status().ok()) untold.emplace();
+  std::optional<QuietScope> quiet;
+  if (operation_->status().ok()) quiet.emplace();
   throwStatus(status);
-}
-
-// Whatever the device is at: what is on the current stream by now is not ordered after it.
-void DeviceWork::checkInFlight() {
-  InFlight inFlight;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::swap(inFlight, inFlight_);
-  }
-  if (!inFlight.isEmpty()) inFlight.check(operation_->what());
 }
 
 void DeviceWork::synchronize() { wait(kNoTimeout); }

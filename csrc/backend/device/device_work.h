@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "backend/device/operation.h"
-#include "backend/in_flight.h"
 #include "backend/torch_version.h"
 
 namespace mycoll {
@@ -23,7 +22,7 @@ class DeviceWork final : public c10d::Work {
   // waitsOnHost: wait() returns when the operation is over, as MYCOLL_CUDA_BLOCKING_WAIT asks for.
   DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
              std::chrono::milliseconds timeout, DeviceOperationPtr operation,
-             std::vector<at::Tensor> outputs, InFlight inFlight, bool waitsOnHost);
+             std::vector<at::Tensor> outputs, bool waitsOnHost);
   ~DeviceWork() override;
 
   bool isCompleted() override { return operation_->isOver(); }
@@ -45,7 +44,6 @@ class DeviceWork final : public c10d::Work {
 #endif
 
  private:
-  void checkInFlight();
   void throwFailure(const Status& status) const;
 
   const std::shared_ptr<DeviceGroup> group_;
@@ -56,7 +54,6 @@ class DeviceWork final : public c10d::Work {
   const bool waitsOnHost_;
 
   std::mutex mutex_;  // guards what follows
-  InFlight inFlight_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;
 };

@@ -33,7 +33,7 @@ struct Note {
 // Runs fn where torch's exceptions must not get out.
 template <typename Fn>
 Status attempt(const DeviceGroup& group, const Fn& fn) {
-  const Untold untold;
+  const QuietScope quiet;
   try {
     fn();
     return Status();

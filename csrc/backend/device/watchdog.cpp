@@ -10,8 +10,7 @@
 #include <vector>
 
 #include "backend/device/device_group.h"
-#include "base/per_process.h"
-#include "base/signals.h"
+#include "base/os.h"
 
 namespace mycoll {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "base/told.h"
+#include "base/sanitize.h"
 #include "kernels/copy.h"
 
 namespace mycoll {
@@ -228,10 +228,10 @@ bool Arena::hasFailed() const {
 Status Arena::failure() const {
   const Header& header = *reinterpret_cast<const Header*>(segment_->data());
   if (header.state.load(std::memory_order_acquire) != Header::kFailed) return Status();
-  const Status said =
-      toldStatus(static_cast<int>(header.code),
-                 std::string(header.text, std::min<size_t>(header.textBytes, sizeof(header.text))));
-  return Status(said.code(), said.message(), header.cause);
+  return statusFromPeer(
+      static_cast<int>(header.code),
+      std::string(header.text, std::min<size_t>(header.textBytes, sizeof(header.text))),
+      header.cause);
 }
 
 void Arena::leave(uint32_t howLeft) {

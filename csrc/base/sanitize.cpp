@@ -1,9 +1,11 @@
-#include "base/told.h"
+#include "base/sanitize.h"
 
 #include <cstddef>
 
 namespace mycoll {
 namespace {
+
+bool isInsideCharacter(char byte) { return (static_cast<unsigned char>(byte) & 0xc0) == 0x80; }
 
 // How many bytes the character at the beginning takes; 0: there is none.
 size_t characterBytes(std::string_view text) {
@@ -16,7 +18,7 @@ size_t characterBytes(std::string_view text) {
                                                        : 0;
   if (bytes == 0 || bytes > text.size()) return 0;
   for (size_t at = 1; at < bytes; ++at) {
-    if ((byte(at) & 0xc0) != 0x80) return 0;
+    if (!isInsideCharacter(text[at])) return 0;
   }
   // Longer than needed, surrogates, beyond the last one.
   const bool isWrong = (first == 0xe0 && byte(1) < 0xa0) || (first == 0xed && byte(1) >= 0xa0) ||
@@ -26,7 +28,7 @@ size_t characterBytes(std::string_view text) {
 
 }  // namespace
 
-std::string readable(std::string_view text) {
+std::string sanitized(std::string_view text) {
   std::string result;
   result.reserve(text.size());
   while (!text.empty()) {
@@ -41,10 +43,23 @@ std::string readable(std::string_view text) {
   return result;
 }
 
-Status toldStatus(int code, std::string_view text) {
+Status statusFromPeer(int code, std::string_view text, const Cause& cause) {
   const bool isKnown =
       code > static_cast<int>(Code::kOk) && code <= static_cast<int>(Code::kDeadlock);
-  return Status(isKnown ? static_cast<Code>(code) : Code::kInternal, readable(text));
+  return Status(isKnown ? static_cast<Code>(code) : Code::kInternal, sanitized(text), cause);
+}
+
+std::string_view beginning(std::string_view text, size_t bytes) {
+  if (text.size() <= bytes) return text;
+  while (bytes > 0 && isInsideCharacter(text[bytes])) --bytes;
+  return text.substr(0, bytes);
+}
+
+std::string_view ending(std::string_view text, size_t bytes) {
+  if (text.size() <= bytes) return text;
+  text.remove_prefix(text.size() - bytes);
+  while (!text.empty() && isInsideCharacter(text.front())) text.remove_prefix(1);
+  return text;
 }
 
 }  // namespace mycoll

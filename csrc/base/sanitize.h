@@ -1,0 +1,23 @@
+// Text that comes from other processes, or is cut to fit: always valid UTF-8, as readers refuse
+// anything else. [any thread]
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+
+#include "base/status.h"
+
+namespace mycoll {
+
+// Lines of valid UTF-8 without control characters; every byte that is neither becomes '?'.
+std::string sanitized(std::string_view text);
+
+// A failure as another process describes it. A code that does not exist becomes kInternal.
+Status statusFromPeer(int code, std::string_view text, const Cause& cause = {});
+
+// The beginning or the end of a text, in at most so many bytes; no character is cut in two.
+std::string_view beginning(std::string_view text, size_t bytes);
+std::string_view ending(std::string_view text, size_t bytes);
+
+}  // namespace mycoll

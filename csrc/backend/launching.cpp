@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "backend/call_site.h"
-#include "backend/device/device_group.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/profiling.h"

@@ -87,9 +87,7 @@ struct Request {
 inline bool isPointToPoint(const Call& call) {
   return call.kind == OpKind::kSend || call.kind == OpKind::kRecv;
 }
-// All that they hold are messages.
-bool isPointToPoint(const std::vector<Request*>& requests);
-// Those among them, on lane 0.
-std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests);
+// Bytes of device memory as a tensor that owns nothing.
+at::Tensor bytesOnDevice(const Span& span, c10::Device device);
 
 }  // namespace mycoll

@@ -15,13 +15,15 @@
 #include <thread>
 
 #include "backend/call_site.h"
-#include "backend/device/nccl_road.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/options.h"
 #include "backend/quantized.h"
 #include "base/env.h"
 #include "bindings/call_site.h"
+#include "device/device_group.h"
+#include "device/nccl_road.h"
+#include "device/watchdog.h"
 #include "kernels/copy.h"
 #include "observe/trace_file.h"
 
@@ -102,6 +104,7 @@ void closeAll() {
   const bool hasOthers = countPythonThreads() > 1;
   const py::gil_scoped_release release;
   MycollBackend::closeAll(std::chrono::seconds(2));
+  mycoll::Watchdog::get().stop();  // the driver may be unloaded at any time
   // Daemon threads whose wait has ended just before are still to take the GIL: see beginExit().
   if (hasOthers) std::this_thread::sleep_for(std::chrono::milliseconds(20));
 }
@@ -140,7 +143,8 @@ NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& sto
   own->global_ranks_in_group.assign(globalRanks.begin(), globalRanks.end());
   const py::gil_scoped_release release;
   return MycollBackend::create(store, rank, size, std::move(groupId), std::move(globalRanks),
-                               std::move(own), hasDevice);
+                               std::move(own),
+                               hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory());
 }
 
 std::string describeOptions(const MycollOptions& options) {

@@ -1,4 +1,4 @@
-#include "backend/device/pairs.h"
+#include "device/pairs.h"
 
 #include <c10/core/DeviceGuard.h>
 
@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "backend/call_site.h"
-#include "backend/device/host_road.h"
-#include "backend/device/nccl_road.h"
 #include "backend/errors.h"
 #include "base/env.h"
+#include "device/host_road.h"
+#include "device/nccl_road.h"
 #include "nccl/cudart.h"
 
 namespace mycoll {

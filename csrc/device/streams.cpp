@@ -1,4 +1,4 @@
-#include "backend/device/streams.h"
+#include "device/streams.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,4 +1,4 @@
-#include "backend/device/device_group.h"
+#include "device/device_group.h"
 
 #include <c10/core/DeviceGuard.h>
 
@@ -8,15 +8,15 @@
 #include <utility>
 
 #include "backend/callback_pool.h"
-#include "backend/device/device_work.h"
-#include "backend/device/host_road.h"
-#include "backend/device/nccl_road.h"
-#include "backend/device/pairs.h"
-#include "backend/device/pause.h"
-#include "backend/device/watchdog.h"
 #include "backend/errors.h"
 #include "base/env.h"
 #include "base/log.h"
+#include "device/device_work.h"
+#include "device/host_road.h"
+#include "device/nccl_road.h"
+#include "device/pairs.h"
+#include "device/pause.h"
+#include "device/watchdog.h"
 
 namespace mycoll {
 namespace {
@@ -27,9 +27,9 @@ bool isMessage(const Request& request) {
 
 }  // namespace
 
-std::shared_ptr<DeviceGroup> DeviceGroup::create(std::string name,
-                                                 std::shared_ptr<Communicator> communicator,
-                                                 c10::intrusive_ptr<MycollOptions> options) {
+std::shared_ptr<DeviceSupport> DeviceGroup::create(std::string name,
+                                                   std::shared_ptr<Communicator> communicator,
+                                                   c10::intrusive_ptr<MycollOptions> options) {
   DevicePlace place;
   place.name = std::move(name);
   place.rank = communicator->rank();
@@ -84,7 +84,7 @@ void warnOfHostRoad(const Status& why) {
 
 // ---- choosing a road ---------------------------------------------------------------------------
 
-std::string DeviceGroup::road() const {
+std::string DeviceGroup::path() const {
   switch (knownRoad()) {
     case DeviceRoad::kNccl: return "nccl";
     case DeviceRoad::kHost: return "host";
@@ -139,8 +139,9 @@ void DeviceGroup::connect(c10::Device device) {
   if (knownRoad() == DeviceRoad::kNccl) nccl_->connect(device);
 }
 
-void DeviceGroup::split(DeviceGroup* child, int color, bool isWilling) {
+void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
   throwIfDead();
+  auto* const child = static_cast<DeviceGroup*>(made);
   if (knownRoad() != DeviceRoad::kNccl) return;
   if (!nccl_->split(child ? child->nccl_.get() : nullptr, color, isWilling) || !child) return;
   throwIfFailed(child->place_.control->meetNeighbours());
@@ -288,9 +289,9 @@ DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
   return carry(requests, outputs, std::move(extras), /*isBatch=*/true);
 }
 
-bool DeviceFence::hasPassed() const {
+bool DeviceFence::ready() {
   for (const EventPtr& event : events) {
-    if (!mycoll::hasPassed(*event)) return false;
+    if (!hasPassed(*event)) return false;
   }
   for (const DeviceOperationPtr& operation : operations) {
     if (!operation->isOver()) return false;
@@ -298,8 +299,8 @@ bool DeviceFence::hasPassed() const {
   return true;
 }
 
-DeviceFence DeviceGroup::fence() {
-  DeviceFence fence;
+std::shared_ptr<Condition> DeviceGroup::fence() {
+  auto fence = std::make_shared<DeviceFence>();
   std::vector<c10::Stream> streams;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -307,20 +308,21 @@ DeviceFence DeviceGroup::fence() {
     forEachFollowed([&](const Followed& entry) {
       // Not for messages: their other ends may come after the barrier.
       if (entry.isMessage || entry.operation->isEnqueued()) return;
-      fence.operations.push_back(entry.operation);
+      fence->operations.push_back(entry.operation);
     });
   }
   nccl_->addStreams(&streams);
   for (const c10::Stream& stream : streams) {
     const c10::DeviceGuard guard(stream.device());
-    if (!isCapturing(stream)) fence.events.push_back(recordEvent(stream));
+    if (!isCapturing(stream)) fence->events.push_back(recordEvent(stream));
   }
+  if (fence->events.empty() && fence->operations.empty()) return nullptr;
   return fence;
 }
 
-Status DeviceGroup::waitFor(const DeviceFence& fence) const {
+Status DeviceGroup::waitFor(Condition& fence) const {
   Pause pause;
-  while (!fence.hasPassed()) {
+  while (!fence.ready()) {
     MYCOLL_RETURN_IF_ERROR(error());
     if (pause.rest() && isInterruptPending()) return interrupted();
   }

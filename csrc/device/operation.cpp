@@ -1,11 +1,11 @@
-#include "backend/device/operation.h"
+#include "device/operation.h"
 
 #include <c10/core/DeviceGuard.h>
 
 #include <utility>
 
-#include "backend/device/pause.h"
 #include "backend/errors.h"
+#include "device/pause.h"
 
 namespace mycoll {
 namespace {

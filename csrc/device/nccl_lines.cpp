@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/device/nccl_road.h"
-#include "backend/device/pairs.h"
 #include "backend/errors.h"
 #include "base/env.h"
+#include "device/nccl_road.h"
+#include "device/pairs.h"
 #include "nccl/library.h"
 
 // What ranks tell each other here is kept by the operation that carries it: a wait that a signal

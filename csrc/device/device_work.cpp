@@ -1,12 +1,12 @@
-#include "backend/device/device_work.h"
+#include "device/device_work.h"
 
 #include <c10/core/StreamGuard.h>
 
 #include <optional>
 
 #include "backend/callback_pool.h"
-#include "backend/device/device_group.h"
 #include "backend/errors.h"
+#include "device/device_group.h"
 
 namespace mycoll {
 namespace {

@@ -21,8 +21,8 @@
 #include <mutex>
 #include <vector>
 
-#include "backend/device/device_group.h"
-#include "backend/device/host_collective.h"
+#include "device/device_group.h"
+#include "device/host_collective.h"
 
 namespace mycoll {
 

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "backend/device/device_group.h"
+#include "device/device_group.h"
 #include "nccl/collectives.h"
 #include "nccl/communicator.h"
 
@@ -39,6 +39,11 @@ inline uint32_t laneOf(size_t number, bool isOfPair) {
   return 2 * static_cast<uint32_t>(number) + (isOfPair ? 1 : 0);
 }
 inline bool isLaneOfPair(uint32_t lane) { return lane % 2 == 1; }
+
+// All that they hold are messages.
+bool isPointToPoint(const std::vector<Request*>& requests);
+// Those among them, on lane 0.
+std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests);
 
 class NcclRoad {
  public:

@@ -1,4 +1,4 @@
-#include "backend/device/host_road.h"
+#include "device/host_road.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "backend/call_site.h"
-#include "backend/device/copies.h"
+#include "device/copies.h"
 
 namespace mycoll {
 

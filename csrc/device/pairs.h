@@ -13,7 +13,7 @@
 #include <memory>
 #include <mutex>
 
-#include "backend/device/device_group.h"
+#include "device/device_group.h"
 
 namespace mycoll {
 

@@ -1,4 +1,4 @@
-#include "backend/device/watchdog.h"
+#include "device/watchdog.h"
 
 #include <algorithm>
 #include <atomic>
@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "backend/device/device_group.h"
 #include "base/per_process.h"
 #include "base/signals.h"
+#include "device/device_group.h"
 
 namespace mycoll {
 namespace {

@@ -17,8 +17,8 @@
 #include <memory>
 #include <vector>
 
-#include "backend/device/operation.h"
 #include "backend/request.h"
+#include "device/operation.h"
 #include "engine/communicator.h"
 
 namespace mycoll {

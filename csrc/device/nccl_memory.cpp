@@ -2,9 +2,9 @@
 // allocator that such memory is from.
 #include <sys/types.h>
 
-#include "backend/device/nccl_road.h"
 #include "backend/errors.h"
 #include "base/log.h"
+#include "device/nccl_road.h"
 #include "nccl/library.h"
 
 namespace mycoll {

@@ -26,9 +26,9 @@
 #include <string>
 #include <vector>
 
-#include "backend/device/streams.h"
 #include "base/deadline.h"
 #include "base/status.h"
+#include "device/streams.h"
 #include "engine/communicator.h"
 
 namespace mycoll {

@@ -4,12 +4,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/device/device_group.h"
-#include "backend/device/host_road.h"
-#include "backend/device/nccl_road.h"
-#include "backend/device/watchdog.h"
 #include "backend/errors.h"
 #include "base/log.h"
+#include "device/device_group.h"
+#include "device/host_road.h"
+#include "device/nccl_road.h"
+#include "device/watchdog.h"
 #include "nccl/cudart.h"
 #include "observe/black_box.h"
 

@@ -25,9 +25,8 @@
 #include <string>
 #include <vector>
 
-#include "backend/device/operation.h"
-#include "backend/options.h"
-#include "backend/request.h"
+#include "backend/device_support.h"
+#include "device/operation.h"
 #include "engine/communicator.h"
 
 namespace mycoll {
@@ -67,12 +66,12 @@ struct DevicePlace {
 };
 
 // What has to be over before a barrier.
-struct DeviceFence {
+class DeviceFence final : public Condition {
+ public:
   std::vector<EventPtr> events;
   std::vector<DeviceOperationPtr> operations;  // not all on their streams yet
 
-  bool isEmpty() const { return events.empty() && operations.empty(); }
-  bool hasPassed() const;
+  bool ready() override;
 };
 
 // An operation that the watchdog follows to its end.
@@ -91,51 +90,38 @@ struct Followed {
   bool ownsDeadline = false;
 };
 
-class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
+class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_this<DeviceGroup> {
  public:
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
   // With nothing exchanged, on all ranks that have an accelerator.
-  static std::shared_ptr<DeviceGroup> create(std::string name,
-                                             std::shared_ptr<Communicator> communicator,
-                                             c10::intrusive_ptr<MycollOptions> options);
+  static std::shared_ptr<DeviceSupport> create(std::string name,
+                                               std::shared_ptr<Communicator> communicator,
+                                               c10::intrusive_ptr<MycollOptions> options);
   explicit DeviceGroup(DevicePlace place);
-  ~DeviceGroup();
+  ~DeviceGroup() override;
 
   int rank() const { return place_.rank; }
 
-  // All ranks: makes the connections that the first collective would make.
-  void connect(c10::Device device);
-
-  // On all ranks of the group, after some of them have made `child` (null: this one has none): see
-  // NcclRoad::split(). Where NCCL does not serve, nothing happens.
-  void split(DeviceGroup* child, int color, bool isWilling);
-
-  // See NcclRoad; the host road needs nothing of the kind, and ignores them.
-  void registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric);
-  void deregisterMemory(void* address);
-
-  // Called once on the callback pool, with how long it took, when an operation is over.
-  using WhenOver = std::function<void(std::chrono::nanoseconds took)>;
-  struct Extras {
-    bool isTimed = false;
-    WhenOver whenOver;  // may be empty; timed then
-  };
-
-  // Carries the request out: a Work, or null when there is nothing left to wait for on the caller's
-  // stream.
-  WorkPtr launch(Request& request, at::TensorList outputs, Extras extras);
-
-  // The requests of a batch leave together with endBatch(), as one launch of NCCL's.
-  void addToBatch(Request request, at::TensorList outputs);
-  bool hasBatch() const { return !batch_.empty(); }
-  WorkPtr endBatch(Extras extras);  // where there is one
-  void dropBatch();
-
-  // For a barrier: what has been enqueued on this thread's current streams, and by this group.
-  DeviceFence fence();
-  // Waits on the host for all of it, or for the group's end.
-  Status waitFor(const DeviceFence& fence) const;
+  WorkPtr launch(Request& request, at::TensorList outputs, Extras extras) override;
+  void addToBatch(Request request, at::TensorList outputs) override;
+  bool hasBatch() const override { return !batch_.empty(); }
+  WorkPtr endBatch(Extras extras) override;
+  void dropBatch() override;
+  std::shared_ptr<Condition> fence() override;
+  Status waitFor(Condition& fence) const override;
+  // Of these four the host road needs nothing, and ignores them.
+  void connect(c10::Device device) override;
+  void split(DeviceSupport* child, int color, bool isWilling) override;
+  void registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric) override;
+  void deregisterMemory(void* address) override;
+  uint64_t sequence() const override {
+    return place_.control->sequence() + place_.host->sequence();
+  }
+  std::string path() const override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  Status error() const override;
+  void abort(const std::string& reason) override;
+  Status drain(Deadline deadline) const override;
+  void close(Deadline deadline) override;
 
   // Runs fn once on the watchdog (it must not block) when the operation is over.
   void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
@@ -143,21 +129,7 @@ class DeviceGroup final : public std::enable_shared_from_this<DeviceGroup> {
   // then.
   static void clearReleased();
 
-  // How many collectives went to devices so far.
-  uint64_t sequence() const { return place_.control->sequence() + place_.host->sequence(); }
-  void setTimeout(std::chrono::milliseconds timeout);
-  Status error() const;
   void fail(const Status& cause);
-  void abort(const std::string& reason);
-  // Waits until devices have passed all collectives, and all messages that were waited for on a
-  // stream: to the program they are done. They have deadlines of their own; everything else is
-  // waited for up to this one. Fails where a signal ends the wait; other failures are told
-  // otherwise.
-  Status drain(Deadline deadline) const;
-  // Waits for what is pending, up to the deadline, and leaves. Idempotent.
-  void close(Deadline deadline);
-  // "nccl", "host", or "" while it is not known; for logs and tests.
-  std::string road() const;
 
   // --- for the roads
 

@@ -1,4 +1,4 @@
-#include "backend/device/nccl_road.h"
+#include "device/nccl_road.h"
 
 #include <c10/core/StreamGuard.h>
 #include <unistd.h>
@@ -8,11 +8,11 @@
 #include <utility>
 
 #include "backend/call_site.h"
-#include "backend/device/copies.h"
 #include "backend/errors.h"
 #include "base/crc32c.h"
 #include "base/env.h"
 #include "base/topology.h"
+#include "device/copies.h"
 #include "nccl/cudart.h"
 #include "nccl/library.h"
 
@@ -89,6 +89,33 @@ std::string& wheelFile() {
 }
 
 }  // namespace
+
+bool isPointToPoint(const std::vector<Request*>& requests) {
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      if (!isPointToPoint(call)) return false;
+    }
+  }
+  return true;
+}
+
+std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests) {
+  std::vector<ExternalMessage> messages;
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      if (!isPointToPoint(call)) continue;
+      ExternalMessage message;
+      message.peer = request->peer;
+      message.isSend = call.kind == OpKind::kSend;
+      message.dtype = call.dtype;
+      message.opaqueType = call.opaqueType;
+      message.bytes = (message.isSend ? call.in : call.out).front().bytes;
+      message.tag = request->tag;
+      messages.push_back(message);
+    }
+  }
+  return messages;
+}
 
 void setNcclWheelFile(std::string path) {
   if (wheelFile().empty()) wheelFile() = std::move(path);

@@ -68,7 +68,7 @@ def problems(csrc: Path) -> list[str]:
             target = included.relative_to(csrc).parent.as_posix()
             if is_in(target, folder):
                 continue
-            # A folder above may be named without its sub-folders: the one that includes is among them.
+            # The folder above is allowed without its sub-folders, of which this one is one.
             allowed = (
                 target == each if is_in(folder, each) else is_in(target, each)
                 for each in ALLOWED[folder]

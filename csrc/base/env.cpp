@@ -219,52 +219,9 @@ const Variable kVariables[] = {
        return true;
      }},
     {"MYCOLL_NCCL_BLOCKING", "", "0 or 1",
-     "1: calls into NCCL return when their work is enqueued; 0: they may return earlier, and "
-     "mycoll "
+     "1: calls into NCCL return when their work is enqueued; 0: they may return earlier, and mycoll "
      "waits for them where it can be interrupted. Unset: 1.",
      [](std::string_view value, Env* env) { return parseOptional(value, &env->nccl.isBlocking); }},
-    {"MYCOLL_NCCL_MIN_CTAS", "", "1 to 64",
-     "The least number of thread blocks that NCCL uses for a collective. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 1, 64, &env->nccl.minCtas);
-     }},
-    {"MYCOLL_NCCL_MAX_CTAS", "", "1 to 64",
-     "The largest number of thread blocks that NCCL uses for a collective: fewer leave more of the "
-     "GPU to computations beside it. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 1, 64, &env->nccl.maxCtas);
-     }},
-    {"MYCOLL_NCCL_CGA_CLUSTER_SIZE", "", "0 to 8",
-     "Thread blocks in a cluster of NCCL's kernels. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 0, 8, &env->nccl.cgaClusterSize);
-     }},
-    {"MYCOLL_NCCL_NVLS_CTAS", "", "1 to 64",
-     "Thread blocks for NVLink SHARP (NCCL 2.28). Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 1, 64, &env->nccl.nvlsCtas);
-     }},
-    {"MYCOLL_NCCL_CTA_POLICY", "", "0, 1 or 2",
-     "What NCCL (2.27) optimises for. 0: speed; 1: few thread blocks; 2: none where copy engines "
-     "can serve. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 0, 2, &env->nccl.ctaPolicy);
-     }},
-    {"MYCOLL_NCCL_TRAFFIC_CLASS", "", "0 to 255",
-     "The network's traffic class (quality of service). Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       return parseOptional(value, 0, 255, &env->nccl.trafficClass);
-     }},
-    {"MYCOLL_NCCL_NET_NAME", "", "the name of a network module of NCCL, such as Socket or IB",
-     "The network module that NCCL uses. Unset: NCCL's own choice.",
-     [](std::string_view value, Env* env) {
-       env->nccl.netName = value;
-       return true;
-     }},
-    {"MYCOLL_NCCL_SPLIT_SHARE", "", "0 or 1",
-     "1: a subgroup made by splitting shares buffers and channels with its parent, which saves "
-     "memory; their operations must then not overlap, and an error of one ends all. Unset: 0.",
-     [](std::string_view value, Env* env) { return parseOptional(value, &env->nccl.splitShare); }},
 };
 
 // An empty value counts as unset, as in NCCL: launchers often export empty variables.

@@ -213,7 +213,7 @@ PYBIND11_MODULE(_C, module) {
   using mycoll::NcclEnv;
   py::class_<NcclEnv>(module, "NcclOptions",
                       "What NCCL's communicators of a group are made with. None, or '' for a name: "
-                      "as MYCOLL_NCCL_* say, and then NCCL's own choice.")
+                      "NCCL's own choice.")
       .def_readwrite("is_blocking", &NcclEnv::isBlocking,
                      "Whether calls into NCCL return only when their work is enqueued.")
       .def_readwrite("min_ctas", &NcclEnv::minCtas, "The least number of thread blocks.")
@@ -223,8 +223,6 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("cta_policy", &NcclEnv::ctaPolicy,
                      "0: speed; 1: few thread blocks; 2: none where copy engines can serve.")
       .def_readwrite("traffic_class", &NcclEnv::trafficClass, "The network's quality of service.")
-      .def_readwrite("split_share", &NcclEnv::splitShare,
-                     "Whether a subgroup made by splitting shares buffers with its parent.")
       .def_readwrite("net_name", &NcclEnv::netName, "The network module, such as Socket or IB.");
 
   py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options>(

@@ -147,23 +147,6 @@ void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
   throwIfFailed(child->place_.control->meetNeighbours());
   std::lock_guard<std::mutex> lock(child->chooseMutex_);
   child->road_.store(DeviceRoad::kNccl, std::memory_order_release);
-  if (!nccl_->sharesWithSplits()) return;
-  const std::shared_ptr<Family> all = family();
-  {
-    std::lock_guard<std::mutex> joining(all->mutex);
-    all->members.push_back(child->weak_from_this());
-  }
-  std::lock_guard<std::mutex> entry(child->mutex_);
-  child->family_ = all;
-}
-
-std::shared_ptr<DeviceGroup::Family> DeviceGroup::family() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!family_) {
-    family_ = std::make_shared<Family>();
-    family_->members.push_back(weak_from_this());
-  }
-  return family_;
 }
 
 void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,
@@ -381,7 +364,6 @@ void DeviceGroup::close(Deadline deadline) {
     const Status closed = nccl_->close(deadline);
     if (!closed.ok()) {
       endWith(closed, /*asksDevice=*/!Watchdog::get().isStuck());
-      endRelatives(closed, /*asksDevice=*/!Watchdog::get().isStuck());
     }
   } else {
     const Status cause = error().ok() ? Status(Code::kAborted, "mycoll group '" + place_.name +
@@ -390,7 +372,6 @@ void DeviceGroup::close(Deadline deadline) {
                                       : error();
     const bool asksDevice = !Watchdog::get().isStuck();
     endWith(cause, asksDevice);
-    endRelatives(cause, asksDevice);
     nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
   }
   isLeft_.store(true);

@@ -186,14 +186,6 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
     std::function<void(const Status&)> fn;
   };
 
-  // Groups that share NCCL's resources since one was split off another. NCCL stops the kernels of
-  // all of them together.
-  struct Family {
-    std::mutex mutex;
-    std::vector<std::weak_ptr<DeviceGroup>> members;  // guarded by mutex
-  };
-
-  std::shared_ptr<Family> family();  // makes it
   bool isBusy() const;
   bool isDead() const;
   void throwIfDead() const;
@@ -224,8 +216,6 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   // Fails what is followed, and then ends NCCL. asksDevice: see DeviceOperation::fail().
   void end(const Status& cause, bool asksDevice);
   void endWith(const Status& cause, bool asksDevice);
-  // Before NCCL is told to stop, where something may be under way.
-  void endRelatives(const Status& cause, bool asksDevice);
   void tellProgram(const Status& cause, const std::string& what);
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();
@@ -247,7 +237,6 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   std::deque<Followed> inOrder_;
   std::vector<Followed> followed_;
   std::vector<Awaited> awaited_;         // guarded by mutex_
-  std::shared_ptr<Family> family_;       // guarded by mutex_; null: it shares nothing
   std::vector<c10::Device> devices_;     // guarded by mutex_: that were used
   std::vector<c10::Stream> capturedOn_;  // guarded by mutex_: streams of graphs, and their devices'
   std::atomic<bool> isCaptured_{false};

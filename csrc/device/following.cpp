@@ -281,7 +281,6 @@ void DeviceGroup::end(const Status& cause, bool asksDevice) {
   fail(cause);
   endWith(cause, asksDevice);
   if (isSpread_.exchange(true)) return;
-  endRelatives(cause, asksDevice);
   nccl_->beginAbort(cause);
 }
 
@@ -339,30 +338,6 @@ void DeviceGroup::endWith(const Status& cause, bool asksDevice) {
                                " was under way"
                      : isReplayed ? "a graph with operations of this group may have been under way"
                                   : "this may have been carried out");
-}
-
-void DeviceGroup::endRelatives(const Status& cause, bool asksDevice) {
-  std::shared_ptr<Family> all;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    all = family_;
-  }
-  if (!all) return;
-  std::vector<std::weak_ptr<DeviceGroup>> members;
-  {
-    std::lock_guard<std::mutex> lock(all->mutex);
-    members = all->members;
-  }
-  const Status theirs(cause.code(), cause.message() +
-                                        "\n  Groups that share NCCL's resources with that one "
-                                        "(MYCOLL_NCCL_SPLIT_SHARE) end with it.");
-  for (const auto& member : members) {
-    const std::shared_ptr<DeviceGroup> other = member.lock();
-    if (!other || other.get() == this || other->isClosed_.load() || other->isDead()) continue;
-    other->fail(theirs);
-    other->endWith(theirs, asksDevice);
-    Watchdog::get().add(other, /*isUrgent=*/true);
-  }
 }
 
 // By an exception in Python's main thread, wherever that is: the next call would raise, but there

@@ -23,20 +23,14 @@ constexpr uint64_t kPairTag = uint64_t{1} << 49;
 
 }  // namespace
 
-nccl::CommunicatorOptions NcclRoad::options() const {
-  nccl::CommunicatorOptions options;
-  options.fillFrom(place_.options->nccl);
-  options.fillFrom(Env::process().nccl);
-  return options;
-}
-
-bool NcclRoad::sharesWithSplits() const { return options().splitShare.value_or(false); }
-
-nccl::CommunicatorOptions NcclRoad::optionsOn(c10::Device device) const {
-  nccl::CommunicatorOptions options = this->options();
+nccl::CommOptions NcclRoad::optionsOn(c10::Device device) const {
+  nccl::CommOptions options;
+  options.nccl = place_.options->nccl;
   // Without it recent NCCLs start a thread for every operation. Connecting has its deadline either
   // way, and what hangs in NCCL is ended by the watchdog's abort.
-  if (!options.isBlocking) options.isBlocking = true;
+  if (!options.nccl.isBlocking) {
+    options.nccl.isBlocking = Env::process().nccl.isBlocking.value_or(true);
+  }
   options.bindDevice = [device] {
     c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
   };
@@ -61,10 +55,9 @@ void NcclRoad::failConnecting(const Status& status) {
 
 NcclRoad::LinePtr NcclRoad::join(c10::Device device, int rank, int ranks, const std::string& name,
                                  const nccl::UniqueId& id) {
-  auto line = std::make_shared<Line>(
-      Line{std::make_shared<nccl::Communicator>(*nccl::Library::loaded(), rank, ranks, name,
-                                                optionsOn(device)),
-           sideStream(device)});
+  auto line = std::make_shared<Line>(Line{
+      std::make_shared<nccl::Comm>(*nccl::Library::loaded(), rank, ranks, name, optionsOn(device)),
+      sideStream(device)});
   const Status status = line->communicator->connect(id, Deadline::after(place_.options->timeout),
                                                     [this] { return interruption(); });
   if (!status.ok()) failConnecting(status);
@@ -98,11 +91,11 @@ bool NcclRoad::split(NcclRoad* child, int color, bool isWilling) {
 
   const c10::Device device = parent->stream.device();
   const c10::DeviceGuard guard(device);
-  std::shared_ptr<nccl::Communicator> made;
+  std::shared_ptr<nccl::Comm> made;
   if (child != nullptr) {
     const DevicePlace& place = child->place_;
-    made = std::make_shared<nccl::Communicator>(library, place.rank, place.ranks, place.name,
-                                                child->optionsOn(device));
+    made = std::make_shared<nccl::Comm>(library, place.rank, place.ranks, place.name,
+                                        child->optionsOn(device));
   }
   const Status status = parent->communicator->split(
       child != nullptr ? color : nccl::kSplitNoColor, child != nullptr ? child->place_.rank : 0,
@@ -131,7 +124,7 @@ NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
   if (LinePtr known = find(lines_, device.index())) return known;
   const auto id = std::make_shared<nccl::UniqueId>();
   if (place_.rank == 0) {
-    const Status made = nccl::Communicator::createId(*nccl::Library::loaded(), id.get());
+    const Status made = nccl::Comm::createId(*nccl::Library::loaded(), id.get());
     if (!made.ok()) place_.control->fail(made);
     throwIfFailed(made);
   }
@@ -171,7 +164,7 @@ NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
   Communicator& control = *place_.control;
   const auto id = std::make_shared<nccl::UniqueId>();
   const bool isLower = place_.rank < peer;
-  if (isLower) throwIfFailed(nccl::Communicator::createId(*nccl::Library::loaded(), id.get()));
+  if (isLower) throwIfFailed(nccl::Comm::createId(*nccl::Library::loaded(), id.get()));
   const Span span{id.get(), sizeof(*id)};
   const OpPtr told = isLower ? control.send(span, peer, kPairTag, DType::kUInt8, 0, id,
                                             /*willWait=*/true, kNoDeadline)

@@ -72,7 +72,7 @@ __attribute__((visibility("default"))) void* mycoll_nccl_alloc(ssize_t bytes, in
   const mycoll::nccl::Library* library = mycoll::nccl::Library::loaded();
   void* memory = nullptr;
   if (library == nullptr || bytes <= 0 ||
-      !mycoll::nccl::Communicator::allocate(*library, static_cast<size_t>(bytes), &memory).ok()) {
+      !mycoll::nccl::Comm::allocate(*library, static_cast<size_t>(bytes), &memory).ok()) {
     return nullptr;  // torch says that it is out of memory
   }
   return memory;
@@ -80,7 +80,7 @@ __attribute__((visibility("default"))) void* mycoll_nccl_alloc(ssize_t bytes, in
 
 __attribute__((visibility("default"))) void mycoll_nccl_free(void* memory, ssize_t, int, void*) {
   if (const mycoll::nccl::Library* library = mycoll::nccl::Library::loaded()) {
-    (void)mycoll::nccl::Communicator::free(*library, memory);
+    (void)mycoll::nccl::Comm::free(*library, memory);
   }
 }
 }

@@ -19,7 +19,7 @@
 
 #include "device/device_group.h"
 #include "nccl/collectives.h"
-#include "nccl/communicator.h"
+#include "nccl/comm.h"
 
 namespace mycoll {
 
@@ -74,7 +74,6 @@ class NcclRoad {
   // isWilling: false where this rank has no child although it should. False: no part was given, on
   // any rank, and the child connects like any other group.
   bool split(NcclRoad* child, int color, bool isWilling);
-  bool sharesWithSplits() const;  // NCCL's resources, as it was told to
 
   // The communicator of two ranks. For one thread at a time for each peer; waits for that rank.
   void connectPair(c10::Device device, int peer) { (void)pairFor(device, peer); }
@@ -107,13 +106,13 @@ class NcclRoad {
 
  private:
   struct Line {  // a communicator, and the stream of its asynchronous operations
-    std::shared_ptr<nccl::Communicator> communicator;
+    std::shared_ptr<nccl::Comm> communicator;
     c10::Stream stream;
     uint32_t lane = 0;  // the same number on all its ranks, and no other's between two of them
   };
   using LinePtr = std::shared_ptr<Line>;
   struct Registered {
-    std::shared_ptr<nccl::Communicator> communicator;
+    std::shared_ptr<nccl::Comm> communicator;
     void* handle;          // of memory
     nccl::Window* window;  // of symmetric memory; may be null: NCCL cannot have it here
     bool isSymmetric;
@@ -123,8 +122,7 @@ class NcclRoad {
   LinePtr lineFor(c10::Device device);
   LinePtr pairFor(c10::Device device, int peer);
   void connectBothWays(Line& line, int peer);  // peer: as the communicator counts
-  nccl::CommunicatorOptions options() const;   // that are the same on all devices
-  nccl::CommunicatorOptions optionsOn(c10::Device device) const;
+  nccl::CommOptions optionsOn(c10::Device device) const;
   // What ends NCCL's waits: the group's end, or a signal.
   Status interruption() const;
   // The group's error, and its end, if it has none yet.

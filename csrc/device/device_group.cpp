@@ -7,19 +7,30 @@
 #include <thread>
 #include <utility>
 
+#include "backend/call_site.h"
 #include "backend/callback_pool.h"
 #include "backend/errors.h"
 #include "base/env.h"
-#include "base/log.h"
 #include "device/device_work.h"
 #include "device/host_road.h"
 #include "device/nccl_road.h"
-#include "device/pairs.h"
 #include "device/pause.h"
 #include "device/watchdog.h"
+#include "nccl/cudart.h"
 
 namespace mycoll {
 namespace {
+
+// Marks the notes of two ranks that agree on a road, beside any tag of a user's.
+constexpr uint64_t kRoadTag = uint64_t{1} << 48;
+// How often a thread that waits for another one looks at signals.
+constexpr auto kTick = std::chrono::milliseconds(50);
+
+// What each of two ranks tells the other, once, before its first message to it.
+struct Note {
+  DeviceRoad road = DeviceRoad::kUnknown;  // the group's, where this rank knows it already
+  NcclRoad::Report report;
+};
 
 bool isMessage(const Request& request) {
   return request.calls.size() == 1 && isPointToPoint(request.calls.front());
@@ -41,29 +52,13 @@ std::shared_ptr<DeviceSupport> DeviceGroup::create(std::string name,
   place.cpu = std::move(communicator);
   place.options = std::move(options);
   place.waitsOnHost = Env::process().cudaBlockingWait;
-  auto group = std::make_shared<DeviceGroup>(std::move(place));
-  // Seen twice: a process that was stopped goes on with all its threads, not with this one alone.
-  group->place_.control->setChore(
-      [known = std::weak_ptr<DeviceGroup>(group), seen = std::make_shared<int64_t>(0)] {
-        const int64_t since = Watchdog::get().stuckSince();
-        if (since == 0 || std::exchange(*seen, since) != since) return;
-        if (const std::shared_ptr<DeviceGroup> living = known.lock()) living->standIn();
-      });
-  return group;
+  return std::make_shared<DeviceGroup>(std::move(place));
 }
 
 DeviceGroup::DeviceGroup(DevicePlace place)
     : place_(std::move(place)),
       nccl_(std::make_unique<NcclRoad>(place_)),
-      host_(std::make_unique<HostRoad>(place_)),
-      pairs_(std::make_unique<Pairs>(place_, *nccl_, *host_)) {}
-
-DeviceGroup::Inside::Inside(DeviceGroup& group) : group_(group) {
-  ++group_.inside_;
-  Watchdog::get().add(group_.shared_from_this(), /*isUrgent=*/false);
-}
-
-DeviceGroup::Inside::~Inside() { --group_.inside_; }
+      host_(std::make_unique<HostRoad>(place_)) {}
 
 DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
 
@@ -154,7 +149,8 @@ void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes
   const c10::DeviceGuard guard(device);
   chooseRoad(device, "register_mem_pool");
   if (knownRoad() != DeviceRoad::kNccl) return;
-  const Inside inside(*this);  // of symmetric memory NCCL waits for the other ranks
+  // For symmetric memory NCCL waits for the other ranks.
+  const Waiting waiting(*this, "register_mem_pool", currentStream(device));
   throwIfFailed(nccl_->registerMemory(device, address, bytes, isSymmetric));
 }
 
@@ -220,7 +216,7 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& request
   }
   DeviceOperationPtr operation;
   if (isSingle) {
-    operation = pairs_->carry(*this, *requests.front(), isTimed);
+    operation = carryMessage(*requests.front(), isTimed);
   } else if (knownRoad() == DeviceRoad::kNccl) {
     operation = nccl_->carry(*this, requests, isTimed, isBatch);
   } else {
@@ -247,6 +243,98 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& request
                                          place_.timeoutOf(first), operation, outputs.vec(),
                                          std::move(inFlight), place_.waitsOnHost);
 }
+
+// ---- messages between two ranks ----------------------------------------------------------------
+
+DeviceOperationPtr DeviceGroup::carryMessage(Request& request, bool isTimed) {
+  const int peer = request.peer;
+  bool isOnNccl = false;
+  if (Env::process().cuda == CudaPath::kHost || peer == place_.rank) {
+    // All ranks were told so, or there is no other: alone NCCL's send would wait for its receive.
+  } else if (peer == kAnySource) {
+    isOnNccl = knownRoad() != DeviceRoad::kHost;  // there is nobody to ask; NCCL's road refuses it
+  } else {
+    isOnNccl = connectWith(request);
+  }
+  return isOnNccl ? nccl_->carry(*this, {&request}, isTimed, /*isBatch=*/false)
+                  : host_->carry(*this, {&request}, isTimed);
+}
+
+std::optional<bool> DeviceGroup::pairOnNccl(c10::Device device, int peer) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto known = pairs_.find(peer);
+  if (known == pairs_.end() || (known->second && !nccl_->hasPair(device, peer))) return {};
+  return known->second;
+}
+
+// As with torch's nccl, the first message of two ranks waits in its caller for the other rank's
+// first one: NCCL must not connect on a second thread beside the caller's operations.
+bool DeviceGroup::connectWith(Request& request) {
+  const int peer = request.peer;
+  if (const auto known = pairOnNccl(request.device, peer)) return *known;
+  const Waiting waiting(*this, request);
+  std::unique_lock<std::timed_mutex> lock(pairMutex_, std::defer_lock);
+  while (!lock.try_lock_for(kTick)) {
+    throwIfDead();
+    if (isInterruptPending()) throwStatus(interrupted());
+  }
+  if (const auto known = pairOnNccl(request.device, peer)) return *known;
+  const nccl::RelaxedCapture relaxed;  // NCCL allocates
+  std::optional<bool> isOnNccl;
+  {
+    std::lock_guard<std::mutex> reading(mutex_);
+    const auto known = pairs_.find(peer);
+    if (known != pairs_.end()) isOnNccl = known->second;
+  }
+  if (!isOnNccl) isOnNccl = agreeWith(request.device, peer);
+  if (*isOnNccl) nccl_->connectPair(request.device, peer);
+  std::lock_guard<std::mutex> writing(mutex_);
+  return pairs_[peer] = *isOnNccl;
+}
+
+// Both ranks come to the same answer: the group's, if one of them knows it, else what fits the two.
+bool DeviceGroup::agreeWith(c10::Device device, int peer) {
+  Communicator& control = *place_.control;
+  auto mine = std::make_shared<Note>();
+  mine->road = knownRoad();
+  mine->report = NcclRoad::report(device);
+  const OpPtr sent = control.send({mine.get(), sizeof(Note)}, peer, kRoadTag, DType::kUInt8, 0,
+                                  mine, /*willWait=*/false, kNoDeadline);
+  if (mine->road != DeviceRoad::kUnknown) return mine->road == DeviceRoad::kNccl;
+  auto theirs = std::make_shared<Note>();
+  const OpPtr came = control.recv({theirs.get(), sizeof(Note)}, peer, kRoadTag, DType::kUInt8, 0,
+                                  theirs, /*willWait=*/true, kNoDeadline);
+  for (const OpPtr& op : {came, sent}) nccl_->connected(control.wait(op, Deadline::never()));
+  if (theirs->road != DeviceRoad::kUnknown) return theirs->road == DeviceRoad::kNccl;
+  const bool isFirst = place_.rank < peer;
+  const Status judgement =
+      isFirst ? NcclRoad::judge({mine->report, theirs->report}, {place_.rank, peer})
+              : NcclRoad::judge({theirs->report, mine->report}, {peer, place_.rank});
+  if (!judgement.ok() && judgement.code() != Code::kUnsupported) {
+    control.fail(judgement);
+    throwStatus(judgement);
+  }
+  if (isFirst) warnOfHostRoad(judgement);
+  return judgement.ok();
+}
+
+DeviceGroup::Waiting::Waiting(DeviceGroup& group, const char* what, const c10::Stream& caller)
+    : operation_(std::make_shared<DeviceOperation>(what, caller)) {
+  Followed followed;
+  followed.operation = operation_;
+  followed.isMessage = true;  // no barrier waits for it
+  group.follow(std::move(followed));
+}
+
+DeviceGroup::Waiting::Waiting(DeviceGroup& group, Request& request)
+    : operation_(
+          std::make_shared<DeviceOperation>(request.site.function, currentStream(request.device))) {
+  MessagesCalled called{messagesOf({&request}), group.place_.timeoutOf(request), callSiteOfCall()};
+  called.isRecorded = false;  // that comes when it is carried out
+  group.followMessages(operation_, std::move(called));
+}
+
+DeviceGroup::Waiting::~Waiting() { operation_->fail(Status(Code::kInternal, "it has come back")); }
 
 void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {
   batch_.push_back({std::move(request), outputs.vec()});
@@ -363,22 +451,21 @@ void DeviceGroup::close(Deadline deadline) {
     // Where it is late it stops what runs: replays of graphs.
     const Status closed = nccl_->close(deadline);
     if (!closed.ok()) {
-      endWith(closed, /*asksDevice=*/!Watchdog::get().isStuck());
+      endWith(closed);
     }
   } else {
     const Status cause = error().ok() ? Status(Code::kAborted, "mycoll group '" + place_.name +
                                                                    "' was destroyed with "
                                                                    "operations that were not done")
                                       : error();
-    const bool asksDevice = !Watchdog::get().isStuck();
-    endWith(cause, asksDevice);
+    endWith(cause);
     nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
   }
   isLeft_.store(true);
   place_.control->close(deadline);
   place_.host->close(deadline);
   const Status last = place_.control->error();
-  if (last.code() == Code::kMismatch) endWith(last, /*asksDevice=*/!Watchdog::get().isStuck());
+  if (last.code() == Code::kMismatch) endWith(last);
   clearReleased();
 }
 

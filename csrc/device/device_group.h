@@ -5,7 +5,7 @@
 //   host   (host_road.h)  through pinned memory and the CPU engine, where one has not
 //
 // Which one is agreed on by all ranks at the first collective; two ranks that only send to each
-// other agree between themselves (pairs.h).
+// other agree between themselves.
 //
 // Order, agreement, deadlines and deaths are the engine's: NCCL's operations are external ones of a
 // group of their own, `control`; the host road has another, so that neither shares an order with
@@ -20,8 +20,10 @@
 #include <chrono>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,9 +35,12 @@ namespace mycoll {
 
 class HostRoad;
 class NcclRoad;
-class Pairs;
 
 enum class DeviceRoad : uint8_t { kUnknown, kNccl, kHost };
+
+// Of what two ranks tell each other while they connect: the message that waits for it has a
+// deadline of its own, and its text names what the user called.
+constexpr std::chrono::milliseconds kNoDeadline = std::chrono::milliseconds::max();
 
 // For NCCL to stop when a group ends; what takes longer goes on without us.
 constexpr std::chrono::milliseconds kNcclAbortTime(1000);
@@ -84,7 +89,7 @@ struct Followed {
   bool isMessage = false;
   std::vector<ExternalMessage> messages;  // on NCCL, which no group watches over
   std::vector<OpRecord> records;          // of them
-  uint32_t calledAt = 0;                  // see Request
+  uint32_t calledAt = 0;                  // place in the program; 0: not known
   std::chrono::milliseconds timeout{0};
   Deadline deadline;
   bool ownsDeadline = false;
@@ -133,29 +138,29 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
 
   // --- for the roads
 
-  // While it lives, a thread is in NCCL for what no operation stands for: the group is watched, so
-  // that a failure ends that, too.
-  class Inside {
-   public:
-    explicit Inside(DeviceGroup& group);
-    ~Inside();
-    Inside(const Inside&) = delete;
-    Inside& operator=(const Inside&) = delete;
-
-   private:
-    DeviceGroup& group_;
-  };
-
   // The watchdog takes it from here.
   void follow(Followed followed);
   // The same for a message, or a batch of them, that no group of the engine watches over.
   struct MessagesCalled {
     std::vector<ExternalMessage> messages;
     std::chrono::milliseconds timeout;
-    uint32_t calledAt = 0;   // see Request
+    uint32_t calledAt = 0;   // place in the program; 0: not known
     bool isRecorded = true;  // in the black box
   };
   void followMessages(const DeviceOperationPtr& operation, MessagesCalled called);
+  // While it lives, a thread waits for other ranks in a way that no operation stands for: the group
+  // is watched, so that a failure, or the message's deadline, ends that, too.
+  class Waiting {
+   public:
+    Waiting(DeviceGroup& group, const char* what, const c10::Stream& caller);
+    Waiting(DeviceGroup& group, Request& request);  // a message
+    ~Waiting();
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+
+   private:
+    const DeviceOperationPtr operation_;
+  };
   // A graph that is captured on this stream holds an operation of this group. Nobody says when it
   // is replayed, so failures are listened for from here on.
   void followCaptured(const c10::Stream& stream);
@@ -169,10 +174,6 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
     bool wantsSoon = false;  // the CPU waits for a device
   };
   Watched watch();
-  // Where the watchdog hangs in the driver: what of its work can be done without asking a device.
-  // Deadlines are kept, and a dead group ends as it would, with all taken for lost that is not
-  // known to be over. [engine's thread]
-  void standIn();
   // There is more to come, or to hear of. [watchdog]
   bool needsWatch() const;
 
@@ -206,16 +207,19 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
     for (const Followed& entry : followed_) fn(entry);
   }
   std::string describe(const Followed& followed) const;
-  std::string whyLate(const Followed& followed) const;
+  // A message between two ranks: whether it goes by NCCL is theirs to agree on.
+  DeviceOperationPtr carryMessage(Request& request, bool isTimed);
+  bool connectWith(Request& request);
+  bool agreeWith(c10::Device device, int peer);
+  std::optional<bool> pairOnNccl(c10::Device device, int peer) const;  // empty: not connected yet
   void takeEnded(std::vector<Followed>* ended);
   // Takes those entries of a list that are over, which is guarded by mutex_. [watchdog]
   template <typename Entry>
   std::vector<Entry> takeOver(std::vector<Entry>* entries);
   void failLate();
   void hearOfFailures();
-  // Fails what is followed, and then ends NCCL. asksDevice: see DeviceOperation::fail().
-  void end(const Status& cause, bool asksDevice);
-  void endWith(const Status& cause, bool asksDevice);
+  // Fails what is followed.
+  void endWith(const Status& cause);
   void tellProgram(const Status& cause, const std::string& what);
   void endFollowed(const std::vector<Followed>& ended);
   void releaseLingering();
@@ -227,7 +231,9 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   std::atomic<DeviceRoad> road_{DeviceRoad::kUnknown};
   const std::unique_ptr<NcclRoad> nccl_;
   const std::unique_ptr<HostRoad> host_;
-  const std::unique_ptr<Pairs> pairs_;
+
+  std::timed_mutex pairMutex_;  // one connects with another rank at a time; before mutex_
+  std::map<int, bool> pairs_;   // guarded by mutex_: by peer, whether they are on NCCL
 
   std::vector<Batched> batch_;  // of the thread that is coalescing
 
@@ -240,7 +246,6 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   std::vector<c10::Device> devices_;     // guarded by mutex_: that were used
   std::vector<c10::Stream> capturedOn_;  // guarded by mutex_: streams of graphs, and their devices'
   std::atomic<bool> isCaptured_{false};
-  std::atomic<int> inside_{0};  // threads in NCCL for what no operation stands for
   std::atomic<bool> isClosed_{false};
   std::atomic<bool> isLeft_{false};          // what is heard from here on is this rank's own end
   std::atomic<bool> isAbortedHere_{false};   // by the program, which knows

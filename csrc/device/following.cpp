@@ -100,35 +100,6 @@ std::string DeviceGroup::describe(const Followed& followed) const {
   return text + (place.empty() ? "" : " (" + place + ")");
 }
 
-// By how many messages each of the two has called: which of them this one is, nobody can say before
-// it has been carried out.
-std::string DeviceGroup::whyLate(const Followed& followed) const {
-  for (const ExternalMessage& message : followed.messages) {
-    const bool isInBatch = !isLaneOfPair(message.lane);
-    const MessageCounts* behind = nullptr;  // where this rank has called more, on such a way
-    bool isAheadElsewhere = false;
-    const auto counts = place_.control->messageCounts(message.peer, message.isSend);
-    for (const MessageCounts& one : counts) {
-      const bool isSuchAWay = isLaneOfPair(one.lane) != isInBatch;
-      if (isSuchAWay && one.theirs < one.mine) behind = &one;
-      if (!isSuchAWay && one.theirs > one.mine) isAheadElsewhere = true;
-    }
-    const std::string who = place_.control->describeRank(message.peer);
-    const char* const here = isInBatch ? "in batches" : "outside of batches";
-    const char* const there = isInBatch ? "outside of batches" : "in batches";
-    // One that waits for its pair is not counted yet.
-    if (isAheadElsewhere && (behind != nullptr || !followed.operation->isEnqueued())) {
-      return who + " has called more of these " + there + " than this rank, and fewer " + here +
-             ": both sides of a message must be in a batch, or neither.";
-    }
-    if (behind != nullptr) {
-      return who + " has called " + std::to_string(behind->theirs) + " of these " + here +
-             ", this rank " + std::to_string(behind->mine) + ".";
-    }
-  }
-  return "the other side never came, or the device is busy with something else.";
-}
-
 void DeviceGroup::followCaptured(const c10::Stream& stream) {
   const c10::Stream usual =
       c10::impl::VirtualGuardImpl(stream.device_type()).getDefaultStream(stream.device());
@@ -163,7 +134,6 @@ bool DeviceGroup::mayReplay() const {
 }
 
 bool DeviceGroup::isBusy() const {
-  if (inside_.load() > 0) return true;
   std::lock_guard<std::mutex> lock(mutex_);
   return !inOrder_.empty() || !followed_.empty() || !awaited_.empty();
 }
@@ -182,8 +152,7 @@ void DeviceGroup::onOver(const DeviceOperationPtr& operation,
 }
 
 // Those of inOrder_ that are over. The device is asked without the mutex, which every call of the
-// user's takes; nobody else takes entries away. The engine hears of each before the device is asked
-// for the next, as that may not come back: what is lost then is the next one.
+// user's takes; nobody else takes entries away.
 void DeviceGroup::takeEnded(std::vector<Followed>* ended) {
   constexpr size_t kAtOnce = 64;
   size_t count = 0;
@@ -253,35 +222,16 @@ void DeviceGroup::failLate() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = std::find_if(followed_.begin(), followed_.end(), [](const Followed& entry) {
-      return entry.ownsDeadline && entry.deadline.expired() && !entry.operation->isKnownOver();
+      return entry.ownsDeadline && entry.deadline.expired();
     });
     if (found == followed_.end()) return;
     late = *found;
   }
-  if (!error().ok()) return;
-  fail(Status(Code::kTimeout, "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" +
-                                  place_.name + "': " + describe(late) + " TIMED OUT after " +
-                                  std::to_string(late.timeout.count()) + " ms: " + whyLate(late)));
-}
-
-void DeviceGroup::standIn() {
-  if (isLeft_.load() || isSpread_.load()) return;
-  if (!isClosed_.load()) (void)place_.control->watchExternal();
-  failLate();
-  const Status cause = error();
-  if (cause.ok() || isLeft_.load()) return;
-  MYCOLL_LOG_WARN(
-      "mycoll group '%s': a call of the device's driver does not come back; what is not known "
-      "to be over is taken for lost",
-      place_.name.c_str());
-  end(cause, /*asksDevice=*/false);
-}
-
-void DeviceGroup::end(const Status& cause, bool asksDevice) {
-  fail(cause);
-  endWith(cause, asksDevice);
-  if (isSpread_.exchange(true)) return;
-  nccl_->beginAbort(cause);
+  if (late.operation->isOver() || !error().ok()) return;
+  fail(Status(Code::kTimeout,
+              "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" + place_.name + "': " +
+                  describe(late) + " TIMED OUT after " + std::to_string(late.timeout.count()) +
+                  " ms: the other side never came, or the device is busy with something else."));
 }
 
 void DeviceGroup::hearOfFailures() {
@@ -303,28 +253,30 @@ void DeviceGroup::hearOfFailures() {
     }
     if (cause.ok()) return;
   }
-  end(cause, /*asksDevice=*/true);
+  fail(cause);
+  endWith(cause);
+  if (!isSpread_.exchange(true)) nccl_->beginAbort(cause);
 }
 
 // Before NCCL is told to stop: then devices go on with what is behind these operations, as if they
 // had been carried out, and so would the program.
-void DeviceGroup::endWith(const Status& cause, bool asksDevice) {
+void DeviceGroup::endWith(const Status& cause) {
   place_.control->watchExternal();  // gives every operation its own text
   std::vector<Followed> followed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     forEachFollowed([&](const Followed& entry) { followed.push_back(entry); });
   }
-  const bool isReplayed = asksDevice ? mayReplay() : isCaptured_.load();
+  const bool isReplayed = mayReplay();
   const Followed* lost = nullptr;
   // Ranks that were called differently, which their devices may have got through: unless there is
   // something under way that fails by it. On all ranks the text names the group that found it.
   bool isWrong = cause.code() == Code::kMismatch && !isTold_.load(std::memory_order_relaxed) &&
                  cause.message().find(kControlSuffix + std::string("':")) != std::string::npos;
   for (const Followed& entry : followed) {
-    if (asksDevice ? entry.operation->isOver() : entry.operation->isKnownOver()) continue;
+    if (entry.operation->isOver()) continue;
     const bool hasText = entry.op && entry.op->done() && !entry.op->status().ok();
-    entry.operation->fail(hasText ? entry.op->status() : cause, asksDevice);
+    entry.operation->fail(hasText ? entry.op->status() : cause);
     if (entry.operation->status().ok()) continue;
     isWrong = false;
     // What the host road has enqueued has come from the other ranks by then.

@@ -101,7 +101,7 @@ HostRoad::HostRoad(const DevicePlace& place)
       queued_(std::make_shared<std::atomic<int>>(0)) {}
 
 DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request*>& requests,
-                                   bool isTimed, EventPtr ready) {
+                                   bool isTimed) {
   const Request& first = *requests.front();
   const c10::Device device = first.device;
   const c10::Stream caller = currentStream(device);
@@ -111,7 +111,7 @@ DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request
            "device tensors travel (see MYCOLL_CUDA)");
   }
   // All parts of a batch begin behind it, so that it has passed when any of them has.
-  if (!ready) ready = recordEvent(caller, isTimed);
+  const EventPtr ready = recordEvent(caller, isTimed);
   std::vector<DeviceOperationPtr> parts;
   for (Request* request : requests) parts.push_back(carryOne(group, *request, isTimed, ready));
   if (parts.size() == 1) return parts.front();

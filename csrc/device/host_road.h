@@ -30,10 +30,8 @@ class HostRoad {
  public:
   explicit HostRoad(const DevicePlace& place);
 
-  // requests: one, or those of a batch, in order; the operation stands for all of them. ready:
-  // behind it the tensors may be used; null: where this thread's current stream is.
-  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed,
-                           EventPtr ready = nullptr);
+  // requests: one, or those of a batch, in order; the operation stands for all of them.
+  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed);
 
   // Goes on with what waited for a device. True while there is something of the kind. [watchdog]
   bool advance();

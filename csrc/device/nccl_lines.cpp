@@ -10,7 +10,6 @@
 #include "backend/errors.h"
 #include "base/env.h"
 #include "device/nccl_road.h"
-#include "device/pairs.h"
 #include "nccl/library.h"
 
 // What ranks tell each other here is kept by the operation that carries it: a wait that a signal
@@ -46,7 +45,8 @@ Status NcclRoad::interruption() const {
 }
 
 // The first cause is the group's; where this rank is the first to know, it tells the others.
-void NcclRoad::failConnecting(const Status& status) {
+void NcclRoad::connected(const Status& status) {
+  if (status.ok()) return;
   place_.control->fail(status.code() == Code::kInterrupted
                            ? Status(Code::kAborted, "interrupted while NCCL connected")
                            : status);
@@ -60,7 +60,7 @@ NcclRoad::LinePtr NcclRoad::join(c10::Device device, int rank, int ranks, const 
       sideStream(device)});
   const Status status = line->communicator->connect(id, Deadline::after(place_.options->timeout),
                                                     [this] { return interruption(); });
-  if (!status.ok()) failConnecting(status);
+  connected(status);
   return line;
 }
 
@@ -100,12 +100,11 @@ bool NcclRoad::split(NcclRoad* child, int color, bool isWilling) {
   const Status status = parent->communicator->split(
       child != nullptr ? color : nccl::kSplitNoColor, child != nullptr ? child->place_.rank : 0,
       made.get(), Deadline::after(place_.options->timeout), [this] { return interruption(); });
-  if (!status.ok()) failConnecting(status);
+  connected(status);
   if (child == nullptr) return true;
   auto line = std::make_shared<Line>(Line{std::move(made), sideStream(device)});
   child->capability_.store(capability_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   std::lock_guard<std::mutex> lock(child->mutex_);
-  line->lane = laneOf(child->lines_.size(), /*isOfPair=*/false);
   child->lines_[device.index()] = child->keepUnlessEnded(std::move(line));
   return true;
 }
@@ -137,7 +136,6 @@ NcclRoad::LinePtr NcclRoad::lineFor(c10::Device device) {
                                      Deadline::never()));
   LinePtr line = join(device, place_.rank, place_.ranks, place_.name, *id);
   std::lock_guard<std::mutex> lock(mutex_);
-  line->lane = laneOf(lines_.size(), /*isOfPair=*/false);
   return lines_[device.index()] = keepUnlessEnded(std::move(line));
 }
 
@@ -155,7 +153,7 @@ void NcclRoad::connectBothWays(Line& line, int peer) {
   (void)nccl::send(issue, {memory, 1}, peer, line.stream.native_handle());
   (void)nccl::receive(issue, {memory + 1, 1}, peer, line.stream.native_handle());
   const Status status = issue.end();
-  if (!status.ok()) failConnecting(status);
+  connected(status);
 }
 
 NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
@@ -170,15 +168,12 @@ NcclRoad::LinePtr NcclRoad::pairFor(c10::Device device, int peer) {
                                             /*willWait=*/true, kNoDeadline)
                              : control.recv(span, peer, kPairTag, DType::kUInt8, 0, id,
                                             /*willWait=*/true, kNoDeadline);
-  throwIfFailed(control.wait(told, Deadline::never()));
+  connected(control.wait(told, Deadline::never()));
   const std::string name = place_.name + " " + std::to_string(std::min(place_.rank, peer)) + "-" +
                            std::to_string(std::max(place_.rank, peer));
   LinePtr line = join(device, isLower ? 0 : 1, 2, name, *id);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto isWithPeer = [peer](const auto& entry) { return entry.first.second == peer; };
-    const auto known = std::count_if(pairs_.begin(), pairs_.end(), isWithPeer);
-    line->lane = laneOf(static_cast<size_t>(known), /*isOfPair=*/true);
     pairs_[key] = keepUnlessEnded(line);  // what hangs from here on is aborted with the others
   }
   connectBothWays(*line, isLower ? 1 : 0);

@@ -219,7 +219,7 @@ void NcclRoad::enqueue(nccl::Issue& issue, const Request& request, int peer, voi
 }
 
 DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request*>& requests,
-                                   bool isTimed, bool isBatch, EventPtr ready) {
+                                   bool isTimed, bool isBatch) {
   const Request& first = *requests.front();
   for (const Request* request : requests) {
     for (const Call& call : request->calls) {
@@ -248,22 +248,18 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   operation->setCaptured(isCaptured);
   if (isMessage && isAlone) operation->setSource(first.peer);
   if (first.async) {
-    if (!ready) ready = recordEvent(caller, false, isCaptured);
-    ready->block(stream);
+    recordEvent(caller, false, isCaptured)->block(stream);
   }
   if (isTimed) operation->setStarted(recordEvent(stream, true, isCaptured));
   if (!first.async) operation->setTaken();
 
   std::vector<ExternalMessage> messages = messagesOf(requests);
-  for (ExternalMessage& message : messages) message.lane = line->lane;
-  // The operation is followed before NCCL is called: what hangs in there has a deadline too. The
-  // first message to a rank does, until that rank has called as well.
+  // The operation is followed before NCCL is called: what hangs in there has a deadline too.
   if (isCaptured) {
     group.followCaptured(stream);
-    for (const auto& message : messages) place_.control->noteReplayed(message.peer, message.lane);
   } else if (isMessage) {
-    group.followMessages(operation, {messages, place_.timeoutOf(first),
-                                     first.calledAt != 0 ? first.calledAt : callSiteOfCall()});
+    group.followMessages(operation,
+                         {std::move(messages), place_.timeoutOf(first), callSiteOfCall()});
   }
   // Nobody waits for the end of what did not begin.
   struct FailUnlessEnqueued {
@@ -276,9 +272,6 @@ DeviceOperationPtr NcclRoad::carry(DeviceGroup& group, const std::vector<Request
   {
     nccl::Issue issue(*line->communicator);
     // Under the issue's mutex, so that the group's order is NCCL's.
-    if (!isCaptured) {
-      for (const ExternalMessage& message : messages) place_.control->noteMessage(message);
-    }
     if (!isMessage && !isCaptured) {
       Followed followed;
       followed.external = std::make_shared<External>();

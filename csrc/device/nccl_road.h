@@ -33,16 +33,9 @@ void requireNcclMemory();
 // For tests: NCCL is this file, also beside a copy that torch has loaded.
 void useNccl(const std::string& path);
 
-// Lanes of messages between two ranks: one for each communicator of the group, and of the pair, in
-// the order in which these were made, which is the same on both.
-inline uint32_t laneOf(size_t number, bool isOfPair) {
-  return 2 * static_cast<uint32_t>(number) + (isOfPair ? 1 : 0);
-}
-inline bool isLaneOfPair(uint32_t lane) { return lane % 2 == 1; }
-
 // All that they hold are messages.
 bool isPointToPoint(const std::vector<Request*>& requests);
-// Those among them, on lane 0.
+// Those among them.
 std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests);
 
 class NcclRoad {
@@ -75,6 +68,8 @@ class NcclRoad {
   // any rank, and the child connects like any other group.
   bool split(NcclRoad* child, int color, bool isWilling);
 
+  // Throws where connecting has failed, which ends the group, if nothing has yet.
+  void connected(const Status& status);
   // The communicator of two ranks. For one thread at a time for each peer; waits for that rank.
   void connectPair(c10::Device device, int peer) { (void)pairFor(device, peer); }
   bool hasPair(c10::Device device, int peer) const {
@@ -82,10 +77,9 @@ class NcclRoad {
   }
 
   // All of the same device. requests: one, or those of a batch, which become one launch.
-  // A batch goes by the group's communicator, even one of a single message. ready: behind it the
-  // tensors may be used; null: where this thread's current stream is.
+  // A batch goes by the group's communicator, even one of a single message.
   DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed,
-                           bool isBatch, EventPtr ready = nullptr);
+                           bool isBatch);
 
   // Memory of the device that NCCL may then use without copies. isSymmetric: on all ranks, in the
   // same order and sizes.
@@ -108,7 +102,6 @@ class NcclRoad {
   struct Line {  // a communicator, and the stream of its asynchronous operations
     std::shared_ptr<nccl::Comm> communicator;
     c10::Stream stream;
-    uint32_t lane = 0;  // the same number on all its ranks, and no other's between two of them
   };
   using LinePtr = std::shared_ptr<Line>;
   struct Registered {
@@ -125,8 +118,6 @@ class NcclRoad {
   nccl::CommOptions optionsOn(c10::Device device) const;
   // What ends NCCL's waits: the group's end, or a signal.
   Status interruption() const;
-  // The group's error, and its end, if it has none yet.
-  [[noreturn]] void failConnecting(const Status& status);
   LinePtr join(c10::Device device, int rank, int ranks, const std::string& name,
                const nccl::UniqueId& id);
   LinePtr keepUnlessEnded(LinePtr line);

@@ -9,7 +9,6 @@
 // there is something to follow, and for a while after, so that what comes then need not wake it.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 
 namespace mycoll {
@@ -24,11 +23,6 @@ class Watchdog {
   void add(std::shared_ptr<DeviceGroup> group, bool isUrgent);
   // There is something to look at now.
   void wake();
-  // It has been at one group for so long that a call of the device's driver must be what it hangs
-  // in: while an operation never ends, some wait for it with a lock of the driver's.
-  // Since when, as steadyNanos() has it; 0: it is not.
-  int64_t stuckSince() const;
-  bool isStuck() const { return stuckSince() != 0; }
   // The process ends: devices are not asked any more when this has returned.
   void stop();
 

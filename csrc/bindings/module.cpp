@@ -22,7 +22,7 @@
 #include "base/env.h"
 #include "bindings/call_site.h"
 #include "device/device_group.h"
-#include "device/nccl_road.h"
+#include "device/nccl_memory.h"
 #include "device/watchdog.h"
 #include "kernels/copy.h"
 #include "observe/trace_file.h"

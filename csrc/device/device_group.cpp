@@ -3,17 +3,15 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
-#include <set>
 #include <thread>
 #include <utility>
 
 #include "backend/call_site.h"
 #include "backend/callback_pool.h"
 #include "backend/errors.h"
+#include "backend/in_flight.h"
 #include "base/env.h"
 #include "device/device_work.h"
-#include "device/host_road.h"
-#include "device/nccl_road.h"
 #include "device/pause.h"
 #include "device/watchdog.h"
 #include "nccl/cudart.h"
@@ -21,19 +19,54 @@
 namespace mycoll {
 namespace {
 
-// Marks the notes of two ranks that agree on a road, beside any tag of a user's.
-constexpr uint64_t kRoadTag = uint64_t{1} << 48;
-// How often a thread that waits for another one looks at signals.
-constexpr auto kTick = std::chrono::milliseconds(50);
+using Clock = std::chrono::steady_clock;
 
-// What each of two ranks tells the other, once, before its first message to it.
-struct Note {
-  DeviceRoad road = DeviceRoad::kUnknown;  // the group's, where this rank knows it already
-  NcclRoad::Report report;
+// Of the control group's name.
+constexpr char kControlSuffix[] = " on devices";
+// In errors, where the program went on from an operation that was lost.
+constexpr char kNotToBeUsed[] = ". What the device has computed since is not to be used";
+// For NCCL to stop when a group ends; what takes longer goes on without us.
+constexpr std::chrono::milliseconds kNcclAbortTime(1000);
+// NCCL often sees that a rank is gone before anybody knows why; the engine is given this time to
+// find the cause.
+constexpr auto kCauseGrace = std::chrono::milliseconds(1000);
+// The engine's group and NCCL are asked about failures this often.
+constexpr auto kAskEvery = std::chrono::milliseconds(20);
+
+// What has to be over before a barrier.
+class Fence final : public Condition {
+ public:
+  bool ready() override {
+    return std::all_of(events.begin(), events.end(),
+                       [](const EventPtr& event) { return hasPassed(*event); }) &&
+           std::all_of(operations.begin(), operations.end(),
+                       [](const DeviceOperationPtr& operation) { return operation->isOver(); });
+  }
+
+  std::vector<EventPtr> events;
+  std::vector<DeviceOperationPtr> operations;  // not all on their streams yet
 };
 
 bool isMessage(const Request& request) {
   return request.calls.size() == 1 && isPointToPoint(request.calls.front());
+}
+
+std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests) {
+  std::vector<ExternalMessage> messages;
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      if (!isPointToPoint(call)) continue;
+      ExternalMessage message;
+      message.peer = request->peer;
+      message.isSend = call.kind == OpKind::kSend;
+      message.dtype = call.dtype;
+      message.opaqueType = call.opaqueType;
+      message.bytes = (message.isSend ? call.in : call.out).front().bytes;
+      message.tag = request->tag;
+      messages.push_back(message);
+    }
+  }
+  return messages;
 }
 
 }  // namespace
@@ -57,138 +90,135 @@ std::shared_ptr<DeviceSupport> DeviceGroup::create(std::string name,
 
 DeviceGroup::DeviceGroup(DevicePlace place)
     : place_(std::move(place)),
-      nccl_(std::make_unique<NcclRoad>(place_)),
-      host_(std::make_unique<HostRoad>(place_)) {}
+      choice_(place_),
+      channels_(place_),
+      nccl_(place_, channels_, choice_),
+      host_(place_) {}
 
 DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
 
-void warnOfHostRoad(const Status& why) {
-  struct Warned {
-    std::mutex mutex;
-    std::set<std::string> reasons;  // guarded by mutex
-  };
-  static Warned* const kWarned = new Warned;
-  const std::string& reason = why.message();
-  {
-    const std::lock_guard<std::mutex> lock(kWarned->mutex);
-    if (reason.empty() || !kWarned->reasons.insert(reason).second) return;
-  }
-  TORCH_WARN("mycoll carries device tensors through host memory: ", reason,
-             ". MYCOLL_CUDA=nccl makes this an error.");
-}
-
-// ---- choosing a road ---------------------------------------------------------------------------
-
 std::string DeviceGroup::path() const {
-  switch (knownRoad()) {
-    case DeviceRoad::kNccl: return "nccl";
-    case DeviceRoad::kHost: return "host";
+  switch (choice_.known()) {
+    case DevicePath::kNccl: return "nccl";
+    case DevicePath::kHost: return "host";
     default: return "";
   }
 }
 
-void DeviceGroup::chooseRoad(c10::Device device, const std::string& caller) {
-  if (knownRoad() != DeviceRoad::kUnknown) return;
-  std::lock_guard<std::mutex> lock(chooseMutex_);
-  if (knownRoad() != DeviceRoad::kUnknown) return;
-  const Status met = place_.control->meetNeighbours();
-  if (!met.ok()) {
-    throwStatus(Status(met.code(), met.message() + "\n  Here: rank " + std::to_string(place_.rank) +
-                                       ", " + caller +
-                                       ", the first of the group's operations on devices, for "
-                                       "which all ranks meet"));
+// While it lives, a thread waits for other ranks in a way that no operation stands for: a failure
+// of the group, or the message's deadline, ends that, too.
+class DeviceGroup::Waiting {
+ public:
+  Waiting(DeviceGroup& group, const char* what, c10::Device device)
+      : operation_(std::make_shared<DeviceOperation>(what, currentStream(device))) {
+    Watched watched;
+    watched.operation = operation_;
+    watched.isMessage = true;  // no barrier waits for it
+    group.watch(std::move(watched));
   }
-  const auto ranks = static_cast<size_t>(place_.ranks);
-  // Kept by the operation: a wait that a signal ends leaves it running.
-  const auto kept = std::make_shared<std::vector<NcclRoad::Report>>(ranks);
-  std::vector<NcclRoad::Report>& reports = *kept;
-  reports[static_cast<size_t>(place_.rank)] = NcclRoad::report(device);
-  Call exchange;
-  exchange.kind = OpKind::kAllGather;
-  exchange.dtype = DType::kUInt8;
-  exchange.in = {{&reports[static_cast<size_t>(place_.rank)], sizeof(NcclRoad::Report)}};
-  for (auto& entry : reports) exchange.out.push_back({&entry, sizeof(entry)});
-  throwIfFailed(place_.control->wait(
-      place_.control->submit(std::move(exchange), kept, /*willWait=*/true), Deadline::never()));
-  std::vector<int> everybody;
-  for (int rank = 0; rank < place_.ranks; ++rank) everybody.push_back(rank);
-  const Status judgement = NcclRoad::judge(reports, everybody);
-  if (judgement.ok()) {
-    nccl_->setCapability(reports);
-    road_.store(DeviceRoad::kNccl, std::memory_order_release);
-    return;
+  Waiting(DeviceGroup& group, Request& message)
+      : operation_(std::make_shared<DeviceOperation>(message.site.function,
+                                                     currentStream(message.device))) {
+    group.watchMessages(operation_, {&message}, /*isRecorded=*/false);  // when it is carried out
   }
-  if (judgement.code() != Code::kUnsupported) {
-    place_.control->fail(judgement);
-    throwStatus(judgement);
-  }
-  if (place_.rank == 0) warnOfHostRoad(judgement);
-  road_.store(DeviceRoad::kHost, std::memory_order_release);
-}
+  ~Waiting() { operation_->fail(Status(Code::kInternal, "the wait is over")); }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
 
-// ---- carrying ----------------------------------------------------------------------------------
+ private:
+  const DeviceOperationPtr operation_;
+};
+
+// ---- connecting
+// --------------------------------------------------------------------------------
 
 void DeviceGroup::connect(c10::Device device) {
   const c10::DeviceGuard guard(device);
-  chooseRoad(device, "connecting");
-  if (knownRoad() == DeviceRoad::kNccl) nccl_->connect(device);
+  choice_.agree(device, "connecting");
+  if (choice_.known() == DevicePath::kNccl) (void)channels_.ofGroup(device);
 }
 
 void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
   throwIfDead();
+  if (choice_.known() != DevicePath::kNccl) return;
   auto* const child = static_cast<DeviceGroup*>(made);
-  if (knownRoad() != DeviceRoad::kNccl) return;
-  if (!nccl_->split(child ? child->nccl_.get() : nullptr, color, isWilling) || !child) return;
+  const bool isSplit =
+      channels_.split(child != nullptr ? &child->channels_ : nullptr, color, isWilling);
+  if (!isSplit || child == nullptr) return;
   throwIfFailed(child->place_.control->meetNeighbours());
-  std::lock_guard<std::mutex> lock(child->chooseMutex_);
-  child->road_.store(DeviceRoad::kNccl, std::memory_order_release);
+  child->choice_.adoptNccl(choice_);
 }
 
 void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,
                                  bool isSymmetric) {
   const c10::DeviceGuard guard(device);
-  chooseRoad(device, "register_mem_pool");
-  if (knownRoad() != DeviceRoad::kNccl) return;
+  choice_.agree(device, "register_mem_pool");
+  if (choice_.known() != DevicePath::kNccl) return;
   // For symmetric memory NCCL waits for the other ranks.
-  const Waiting waiting(*this, "register_mem_pool", currentStream(device));
-  throwIfFailed(nccl_->registerMemory(device, address, bytes, isSymmetric));
+  const Waiting waiting(*this, "register_mem_pool", device);
+  throwIfFailed(memory_.add(channels_.ofGroup(device).comm, address, bytes, isSymmetric));
 }
 
 void DeviceGroup::deregisterMemory(void* address) {
-  if (knownRoad() != DeviceRoad::kNccl) return;
-  throwIfFailed(nccl_->deregisterMemory(address));
+  if (choice_.known() == DevicePath::kNccl) throwIfFailed(memory_.remove(address));
 }
 
-Status DeviceGroup::error() const {
-  for (const auto& group : {place_.control, place_.host, place_.cpu}) {
-    Status status = group->error();
-    if (!status.ok()) return status;
+// As with torch's nccl, the first message of two ranks waits in its caller for the other rank's
+// first one: NCCL must not connect on a second thread beside the caller's operations.
+DevicePath DeviceGroup::connectWith(Request& request) {
+  const c10::Device device = request.device;
+  const int peer = request.peer;
+  const auto connected = [&]() -> std::optional<DevicePath> {
+    const std::optional<DevicePath> path = choice_.knownWith(peer);
+    const bool isReady = path && (path == DevicePath::kHost || peer == kAnySource ||
+                                  channels_.hasPair(device, peer));
+    return isReady ? path : std::nullopt;
+  };
+  if (const auto path = connected()) return *path;
+  const Waiting waiting(*this, request);
+  std::unique_lock<std::timed_mutex> lock(pairMutex_, std::defer_lock);
+  while (!lock.try_lock_for(kSignalTick)) {
+    throwIfDead();
+    if (isInterruptPending()) throwStatus(interrupted());
   }
-  return Status();
+  if (const auto path = connected()) return *path;
+  const nccl::RelaxedCapture relaxed;  // NCCL allocates
+  const DevicePath path = choice_.agreeWith(device, peer);
+  if (path == DevicePath::kNccl) (void)channels_.ofPair(device, peer);
+  return path;
 }
 
-bool DeviceGroup::isDead() const {
-  return place_.control->hasFailed() || place_.host->hasFailed() || place_.cpu->hasFailed();
-}
-
-void DeviceGroup::throwIfDead() const {
-  if (!isDead()) [[likely]] {
-    return;
-  }
-  const Status cause = error();
-  if (isMainThread()) isTold_.store(true, std::memory_order_relaxed);
-  throwStatus(Status(cause.code(), cause.message() + "\n  Here: rank " +
-                                       std::to_string(place_.rank) + ", called after that" +
-                                       (hasLost_.load() ? kNotToBeUsed : "")));
-}
+// ---- carrying
+// ----------------------------------------------------------------------------------
 
 DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
   return carry({&request}, outputs, std::move(extras), /*isBatch=*/false);
 }
 
+void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {
+  batch_.push_back({std::move(request), outputs.vec()});
+}
+
+DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
+  std::vector<Batched> batch = std::exchange(batch_, {});
+  std::vector<Request*> requests;
+  std::vector<at::Tensor> outputs;
+  for (Batched& entry : batch) {
+    entry.request.async = true;
+    requests.push_back(&entry.request);
+    outputs.insert(outputs.end(), entry.outputs.begin(), entry.outputs.end());
+    if (entry.request.device != batch.front().request.device) {
+      refuse(entry.request.site,
+             c10::str("operations that are coalesced must be on one device, but there are ",
+                      batch.front().request.device, " and ", entry.request.device));
+    }
+  }
+  return carry(requests, outputs, std::move(extras), /*isBatch=*/true);
+}
+
 DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
                                         at::TensorList outputs, Extras extras, bool isBatch) {
-  clearReleased();
+  WatchList::clearReleased();
   throwIfDead();
   const c10::Device device = requests.front()->device;
   // A guard asks the driver when it ends: only where it is needed.
@@ -197,31 +227,33 @@ DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
   return carryHere(requests, outputs, std::move(extras), isBatch);
 }
 
+DeviceOperationPtr DeviceGroup::carryBy(DevicePath path, const std::vector<Request*>& requests,
+                                        bool isTimed, bool isBatch) {
+  return path == DevicePath::kNccl ? nccl_.carry(*this, requests, isTimed, isBatch)
+                                   : host_.carry(*this, requests, isTimed);
+}
+
 DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& requests,
                                             at::TensorList outputs, Extras extras, bool isBatch) {
   const Request& first = *requests.front();
   const c10::Device device = first.device;
   const c10::Stream caller = currentStream(device);
-  const bool isSingle = isMessage(first) && !isBatch;
-  if (!isSingle && knownRoad() == DeviceRoad::kUnknown) {
+  DevicePath path = choice_.known();
+  if (isMessage(first) && !isBatch) {
+    path = connectWith(*requests.front());
+  } else if (path == DevicePath::kUnknown) {
     const bool isOne = requests.size() == 1 && first.calls.size() == 1;
-    chooseRoad(device, isOne ? first.calls.front().signature().describe()
-                             : std::string(first.site.function) + " (of several)");
+    choice_.agree(device, isOne ? first.calls.front().signature().describe()
+                                : std::string(first.site.function) + " (of several)");
+    path = choice_.known();
   }
-  const bool isAsync = first.async;
   const bool isTimed = extras.isTimed || extras.whenOver;
   InFlight inFlight;
-  if (isAsync && InFlight::isWanted()) {
+  if (first.async && InFlight::isWanted()) {
     for (const Request* request : requests) inFlight.add(request->allTensors());
   }
-  DeviceOperationPtr operation;
-  if (isSingle) {
-    operation = carryMessage(*requests.front(), isTimed);
-  } else if (knownRoad() == DeviceRoad::kNccl) {
-    operation = nccl_->carry(*this, requests, isTimed, isBatch);
-  } else {
-    operation = host_->carry(*this, requests, isTimed);
-  }
+  const bool isAsync = first.async;
+  const DeviceOperationPtr operation = carryBy(path, requests, isTimed, isBatch);
   if (extras.whenOver) {
     onOver(operation, [operation, whenOver = std::move(extras.whenOver)](const Status&) {
       const std::chrono::duration<double, std::milli> took(operation->milliseconds());
@@ -231,7 +263,7 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& request
     });
   }
   if (!isAsync) {
-    // NCCL's ran on the caller's stream; the host road's end is waited for by it.
+    // NCCL's ran on the caller's stream; the host path's end is waited for by it.
     throwIfFailed(operation->waitEnqueued(Deadline::never()));
     if (operation->stream() != caller) operation->block(caller);
     operation->release();
@@ -244,145 +276,12 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& request
                                          std::move(inFlight), place_.waitsOnHost);
 }
 
-// ---- messages between two ranks ----------------------------------------------------------------
-
-DeviceOperationPtr DeviceGroup::carryMessage(Request& request, bool isTimed) {
-  const int peer = request.peer;
-  bool isOnNccl = false;
-  if (Env::process().cuda == CudaPath::kHost || peer == place_.rank) {
-    // All ranks were told so, or there is no other: alone NCCL's send would wait for its receive.
-  } else if (peer == kAnySource) {
-    isOnNccl = knownRoad() != DeviceRoad::kHost;  // there is nobody to ask; NCCL's road refuses it
-  } else {
-    isOnNccl = connectWith(request);
-  }
-  return isOnNccl ? nccl_->carry(*this, {&request}, isTimed, /*isBatch=*/false)
-                  : host_->carry(*this, {&request}, isTimed);
-}
-
-std::optional<bool> DeviceGroup::pairOnNccl(c10::Device device, int peer) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto known = pairs_.find(peer);
-  if (known == pairs_.end() || (known->second && !nccl_->hasPair(device, peer))) return {};
-  return known->second;
-}
-
-// As with torch's nccl, the first message of two ranks waits in its caller for the other rank's
-// first one: NCCL must not connect on a second thread beside the caller's operations.
-bool DeviceGroup::connectWith(Request& request) {
-  const int peer = request.peer;
-  if (const auto known = pairOnNccl(request.device, peer)) return *known;
-  const Waiting waiting(*this, request);
-  std::unique_lock<std::timed_mutex> lock(pairMutex_, std::defer_lock);
-  while (!lock.try_lock_for(kTick)) {
-    throwIfDead();
-    if (isInterruptPending()) throwStatus(interrupted());
-  }
-  if (const auto known = pairOnNccl(request.device, peer)) return *known;
-  const nccl::RelaxedCapture relaxed;  // NCCL allocates
-  std::optional<bool> isOnNccl;
-  {
-    std::lock_guard<std::mutex> reading(mutex_);
-    const auto known = pairs_.find(peer);
-    if (known != pairs_.end()) isOnNccl = known->second;
-  }
-  if (!isOnNccl) isOnNccl = agreeWith(request.device, peer);
-  if (*isOnNccl) nccl_->connectPair(request.device, peer);
-  std::lock_guard<std::mutex> writing(mutex_);
-  return pairs_[peer] = *isOnNccl;
-}
-
-// Both ranks come to the same answer: the group's, if one of them knows it, else what fits the two.
-bool DeviceGroup::agreeWith(c10::Device device, int peer) {
-  Communicator& control = *place_.control;
-  auto mine = std::make_shared<Note>();
-  mine->road = knownRoad();
-  mine->report = NcclRoad::report(device);
-  const OpPtr sent = control.send({mine.get(), sizeof(Note)}, peer, kRoadTag, DType::kUInt8, 0,
-                                  mine, /*willWait=*/false, kNoDeadline);
-  if (mine->road != DeviceRoad::kUnknown) return mine->road == DeviceRoad::kNccl;
-  auto theirs = std::make_shared<Note>();
-  const OpPtr came = control.recv({theirs.get(), sizeof(Note)}, peer, kRoadTag, DType::kUInt8, 0,
-                                  theirs, /*willWait=*/true, kNoDeadline);
-  for (const OpPtr& op : {came, sent}) nccl_->connected(control.wait(op, Deadline::never()));
-  if (theirs->road != DeviceRoad::kUnknown) return theirs->road == DeviceRoad::kNccl;
-  const bool isFirst = place_.rank < peer;
-  const Status judgement =
-      isFirst ? NcclRoad::judge({mine->report, theirs->report}, {place_.rank, peer})
-              : NcclRoad::judge({theirs->report, mine->report}, {peer, place_.rank});
-  if (!judgement.ok() && judgement.code() != Code::kUnsupported) {
-    control.fail(judgement);
-    throwStatus(judgement);
-  }
-  if (isFirst) warnOfHostRoad(judgement);
-  return judgement.ok();
-}
-
-DeviceGroup::Waiting::Waiting(DeviceGroup& group, const char* what, const c10::Stream& caller)
-    : operation_(std::make_shared<DeviceOperation>(what, caller)) {
-  Followed followed;
-  followed.operation = operation_;
-  followed.isMessage = true;  // no barrier waits for it
-  group.follow(std::move(followed));
-}
-
-DeviceGroup::Waiting::Waiting(DeviceGroup& group, Request& request)
-    : operation_(
-          std::make_shared<DeviceOperation>(request.site.function, currentStream(request.device))) {
-  MessagesCalled called{messagesOf({&request}), group.place_.timeoutOf(request), callSiteOfCall()};
-  called.isRecorded = false;  // that comes when it is carried out
-  group.followMessages(operation_, std::move(called));
-}
-
-DeviceGroup::Waiting::~Waiting() { operation_->fail(Status(Code::kInternal, "it has come back")); }
-
-void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {
-  batch_.push_back({std::move(request), outputs.vec()});
-}
-
-void DeviceGroup::dropBatch() { batch_.clear(); }
-
-DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
-  std::vector<Batched> batch = std::exchange(batch_, {});
-  std::vector<Request*> requests;
-  std::vector<at::Tensor> outputs;
-  for (Batched& entry : batch) {
-    entry.request.async = true;
-    requests.push_back(&entry.request);
-    outputs.insert(outputs.end(), entry.outputs.begin(), entry.outputs.end());
-    if (entry.request.device != batch.front().request.device) {
-      refuse(entry.request.site,
-             c10::str("operations that are coalesced must be on one device, but "
-                      "there are ",
-                      batch.front().request.device, " and ", entry.request.device));
-    }
-  }
-  return carry(requests, outputs, std::move(extras), /*isBatch=*/true);
-}
-
-bool DeviceFence::ready() {
-  for (const EventPtr& event : events) {
-    if (!hasPassed(*event)) return false;
-  }
-  for (const DeviceOperationPtr& operation : operations) {
-    if (!operation->isOver()) return false;
-  }
-  return true;
-}
-
 std::shared_ptr<Condition> DeviceGroup::fence() {
-  auto fence = std::make_shared<DeviceFence>();
+  auto fence = std::make_shared<Fence>();
+  fence->operations = watched_.queued();
   std::vector<c10::Stream> streams;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const c10::Device device : devices_) streams.push_back(currentStream(device));
-    forEachFollowed([&](const Followed& entry) {
-      // Not for messages: their other ends may come after the barrier.
-      if (entry.isMessage || entry.operation->isEnqueued()) return;
-      fence->operations.push_back(entry.operation);
-    });
-  }
-  nccl_->addStreams(&streams);
+  for (const c10::Device device : watched_.devices()) streams.push_back(currentStream(device));
+  channels_.addStreams(&streams);
   for (const c10::Stream& stream : streams) {
     const c10::DeviceGuard guard(stream.device());
     if (!isCapturing(stream)) fence->events.push_back(recordEvent(stream));
@@ -400,17 +299,179 @@ Status DeviceGroup::waitFor(Condition& fence) const {
   return Status();
 }
 
-// ---- ending ------------------------------------------------------------------------------------
+// ---- watching
+// ----------------------------------------------------------------------------------
+
+void DeviceGroup::watch(Watched watched) {
+  if (!watched_.add(std::move(watched))) return;
+  // Where the device does all of it, its end may be seen a little later: to wake a thread for every
+  // operation would cost more than the operation. The host path's next step waits for us.
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/choice_.known() != DevicePath::kNccl);
+}
+
+void DeviceGroup::watchMessages(const DeviceOperationPtr& operation,
+                                const std::vector<Request*>& requests, bool isRecorded) {
+  Watched watched;
+  watched.operation = operation;
+  watched.isMessage = true;
+  watched.ownsDeadline = true;
+  watched.timeout = place_.timeoutOf(*requests.front());
+  watched.deadline = Deadline::after(watched.timeout);
+  watched.messages = messagesOf(requests);
+  watched.calledAt = callSiteOfCall();
+  if (isRecorded) {
+    for (const ExternalMessage& message : watched.messages) {
+      watched.records.push_back(place_.control->recordMessage(message, watched.calledAt));
+    }
+  }
+  watch(std::move(watched));
+}
+
+void DeviceGroup::watchCaptured(const c10::Stream& stream) {
+  captured_.add(stream);
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/false);
+}
+
+void DeviceGroup::onOver(const DeviceOperationPtr& operation,
+                         std::function<void(const Status&)> fn) {
+  watched_.onOver(operation, std::move(fn));
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
+}
+
+bool DeviceGroup::needsWatch() const {
+  return watched_.isBusy() || (isOpen() && !isNcclStopped_ && (!captured_.isEmpty() || isDead()));
+}
+
+DeviceGroup::Seen DeviceGroup::look() {
+  Seen seen;
+  hearOfFailures();
+  seen.hasMoved = watched_.takeOver();
+  const bool isReleasing = !watched_.releaseMemory() && isOpen();
+  failLate();
+  const bool hasNotes = place_.control->watchExternal();
+  seen.wantsSoon = host_.advance();
+  watched_.callAwaited();
+  seen.isBusy = needsWatch() || seen.wantsSoon || hasNotes || isReleasing;
+  return seen;
+}
+
+std::string DeviceGroup::describe(const Watched& watched) const {
+  constexpr size_t kShown = 8;
+  std::string text;
+  for (size_t i = 0; i < std::min(watched.messages.size(), kShown); ++i) {
+    const ExternalMessage& message = watched.messages[i];
+    text += std::string(i > 0 ? ", " : "") + (message.isSend ? "send to " : "recv from ") +
+            place_.control->describeRank(message.peer) + " of " + std::to_string(message.bytes) +
+            " bytes";
+  }
+  if (watched.messages.size() > 1) {
+    text = "a batch of " + std::to_string(watched.messages.size()) + " sends and receives (" +
+           text + (watched.messages.size() > kShown ? ", ..." : "") + ")";
+  }
+  const std::string place = watched.place();
+  return text + (place.empty() ? "" : " (" + place + ")");
+}
+
+// The first message that is late ends the group.
+void DeviceGroup::failLate() {
+  const std::optional<Watched> late = watched_.late();
+  if (!late || isDead()) return;
+  fail(Status(Code::kTimeout,
+              "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" + place_.name + "': " +
+                  describe(*late) + " TIMED OUT after " + std::to_string(late->timeout.count()) +
+                  " ms: the other side never came, or the device is busy with something else."));
+}
+
+// ---- failing
+// -----------------------------------------------------------------------------------
+
+Status DeviceGroup::error() const {
+  for (const auto& group : {place_.control, place_.host, place_.cpu}) {
+    MYCOLL_RETURN_IF_ERROR(group->error());
+  }
+  return Status();
+}
+
+bool DeviceGroup::isDead() const {
+  return place_.control->hasFailed() || place_.host->hasFailed() || place_.cpu->hasFailed();
+}
+
+void DeviceGroup::throwIfDead() const {
+  if (!isDead()) [[likely]] {
+    return;
+  }
+  const Status cause = error();
+  if (isMainThread()) isRaised_.store(true, std::memory_order_relaxed);
+  throwStatus(cause.withMessage(cause.message() + "\n  Here: rank " + std::to_string(place_.rank) +
+                                ", called after that" + (hasLost_.load() ? kNotToBeUsed : "")));
+}
+
+void DeviceGroup::fail(const Status& cause) {
+  for (const auto& group : {place_.control, place_.host, place_.cpu}) group->fail(cause);
+}
+
+void DeviceGroup::hearOfFailures() {
+  const auto now = Clock::now();
+  const bool isNews = isDead() && !isNcclStopped_;
+  if (!isNews && now - askedAt_ < kAskEvery) return;
+  askedAt_ = now;
+  Status cause = error();
+  if (hasLeft()) return;  // in this order: it is set before the groups end
+  if (cause.ok()) {
+    const Status ofNccl = channels_.check();
+    if (ofNccl.ok()) {
+      ncclErrorSince_ = {};
+    } else if (ncclErrorSince_ == Clock::time_point{}) {
+      ncclErrorSince_ = now;
+    } else if (now - ncclErrorSince_ > kCauseGrace) {
+      cause = ofNccl.withMessage("mycoll group '" + place_.name + "': rank " +
+                                 std::to_string(place_.rank) + ": " + ofNccl.message());
+    }
+    if (cause.ok()) return;
+  }
+  fail(cause);
+  failWatched(cause);
+  if (!isNcclStopped_.exchange(true)) channels_.beginAbort(cause);
+}
+
+// Before NCCL is told to stop: then devices go on with what is behind these operations, as if they
+// had been carried out, and so would the program.
+void DeviceGroup::failWatched(const Status& cause) {
+  place_.control->watchExternal();  // gives every operation its own text
+  const bool isReplayed = captured_.isAnyBusy();
+  const WatchList::Failed failed = watched_.failAll(cause);
+  // Ranks that were called differently, which their devices may have got through: unless something
+  // under way fails by it.
+  const bool isWrong =
+      cause.code() == Code::kMismatch && !failed.isAny && !isRaised_.load() &&
+      cause.message().find(kControlSuffix + std::string("':")) != std::string::npos;
+  if ((!failed.lost && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
+  const std::string place = failed.lost ? failed.lost->place() : "";
+  raise(cause, failed.lost  ? failed.lost->operation->what() +
+                                  (place.empty() ? "" : " (" + place + ")") + " was under way"
+               : isReplayed ? "a graph with operations of this group may have been under way"
+                            : "this may have been carried out");
+}
+
+// By an exception in Python's main thread, wherever that is: the next call would raise, but there
+// may be none before the numbers are believed.
+void DeviceGroup::raise(const Status& cause, const std::string& what) {
+  const Status raised =
+      cause.withMessage(cause.message() + "\n  Here: rank " + std::to_string(place_.rank) +
+                        ", where " + what + " on the device" + kNotToBeUsed);
+  // Not when the program has ended the group itself meanwhile.
+  raiseInMainThread(raised, [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
+    const std::shared_ptr<DeviceGroup> living = group.lock();
+    return !(living ? living->isAbortedHere_.load() : isAborted);
+  });
+}
+
+// ---- ending
+// ------------------------------------------------------------------------------------
 
 void DeviceGroup::setTimeout(std::chrono::milliseconds timeout) {
   place_.control->setTimeout(timeout);
   place_.host->setTimeout(timeout);
-}
-
-void DeviceGroup::fail(const Status& cause) {
-  place_.control->fail(cause);
-  place_.host->fail(cause);
-  place_.cpu->fail(cause);
 }
 
 void DeviceGroup::abort(const std::string& reason) {
@@ -420,18 +481,13 @@ void DeviceGroup::abort(const std::string& reason) {
   Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
 }
 
-bool DeviceGroup::hasUndrained() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return !inOrder_.empty() ||
-         std::any_of(followed_.begin(), followed_.end(),
-                     [](const Followed& entry) { return entry.operation->isTaken(); });
-}
-
 Status DeviceGroup::drain(Deadline deadline) const {
   Pause pause;
   bool isLong = false;
-  auto isAwaited = [&] { return hasUndrained() || (isBusy() && !deadline.expired()); };
-  while (isAwaited() && !isDead() && !isClosed_.load()) {
+  auto isAwaited = [&] {
+    return watched_.hasUndrained() || (watched_.isBusy() && !deadline.expired());
+  };
+  while (isAwaited() && !isDead() && isOpen()) {
     if (!isLong) Watchdog::get().wake();
     if (!pause.rest()) continue;
     isLong = true;
@@ -441,32 +497,33 @@ Status DeviceGroup::drain(Deadline deadline) const {
 }
 
 void DeviceGroup::close(Deadline deadline) {
-  if (isClosed_.exchange(true)) return;
+  State open = State::kOpen;
+  if (!state_.compare_exchange_strong(open, State::kClosing)) return;
   (void)place_.control->watchExternal();  // what others have said meanwhile
-  while (isBusy() && error().ok() && !deadline.expired()) {
+  while (watched_.isBusy() && !isDead() && !deadline.expired()) {
     Watchdog::get().wake();
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
-  if (error().ok() && !isBusy()) {
+  if (!isDead() && !watched_.isBusy()) {
     // Where it is late it stops what runs: replays of graphs.
-    const Status closed = nccl_->close(deadline);
-    if (!closed.ok()) {
-      endWith(closed);
-    }
+    const Status closed = channels_.close(deadline);
+    if (!closed.ok()) failWatched(closed);
   } else {
-    const Status cause = error().ok() ? Status(Code::kAborted, "mycoll group '" + place_.name +
-                                                                   "' was destroyed with "
-                                                                   "operations that were not done")
-                                      : error();
-    endWith(cause);
-    nccl_->abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
+    const Status known = error();
+    const Status cause =
+        known.ok()
+            ? Status(Code::kAborted, "mycoll group '" + place_.name +
+                                         "' was destroyed with operations that were not done")
+            : known;
+    failWatched(cause);
+    channels_.abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
   }
-  isLeft_.store(true);
+  state_.store(State::kLeft);  // what is heard from here on is this rank's own end
   place_.control->close(deadline);
   place_.host->close(deadline);
   const Status last = place_.control->error();
-  if (last.code() == Code::kMismatch) endWith(last);
-  clearReleased();
+  if (last.code() == Code::kMismatch) failWatched(last);
+  WatchList::clearReleased();
 }
 
 }  // namespace mycoll

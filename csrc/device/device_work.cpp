@@ -38,14 +38,14 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, ui
       inFlight_(std::move(inFlight)) {}
 
 DeviceWork::~DeviceWork() {
-  // Before its end the watchdog hands the memory on (see DeviceGroup::clearReleased()).
+  // Before its end the watchdog hands the memory on (see WatchList::clearReleased()).
   if (operation_->mayRelease()) operation_->release();
 }
 
 std::exception_ptr DeviceWork::exception() const { return toException(operation_->status()); }
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
-  group_->clearReleased();
+  WatchList::clearReleased();
   checkInFlight();
   const bool isTimed = timeout > std::chrono::milliseconds(0);
   const Deadline deadline = isTimed ? Deadline::after(timeout) : Deadline::never();
@@ -93,7 +93,7 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
                                             std::vector<c10::Device>{operation_->device()});
   future_ = future;
   lock.unlock();
-  // On NCCL's road it is enqueued by now, and the future complete at once: what is chained to it is
+  // On NCCL's path it is enqueued by now, and the future complete at once: what is chained to it is
   // then enqueued behind it, in the same order on all ranks.
   if (operation_->isEnqueued()) {
     complete(*future, *operation_, outputs_);

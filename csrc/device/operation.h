@@ -1,11 +1,11 @@
-// One operation on a device, from its call to its end: what its Work, the road that carries it and
+// One operation on a device, from its call to its end: what its Work, the path that carries it and
 // the watchdog know of it.
 //
 //   kQueued -> kEnqueued -> (the device passes `ended`) over
 //      \__________\________> kFailed
 //
 // kQueued: a part of it still has to happen on the CPU before its last work is on a stream; only
-// the host road knows this state for longer than a call.
+// the host path knows this state for longer than a call.
 //
 // Under graph capture it is over as soon as it is enqueued: what is recorded runs when the graph is
 // replayed, and nobody may ask for an event that belongs to a graph.

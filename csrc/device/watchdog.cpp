@@ -20,7 +20,7 @@ namespace {
 constexpr auto kSoon = std::chrono::microseconds(100);
 constexpr auto kLeast = std::chrono::microseconds(1'000);
 constexpr auto kMost = std::chrono::microseconds(20'000);
-// Rounds of kMost without anything to follow, before it sleeps.
+// Rounds of kMost without anything to watch, before it sleeps.
 constexpr int kLinger = 50;
 
 }  // namespace
@@ -102,10 +102,10 @@ void Watchdog::State::run() {
     std::vector<std::shared_ptr<DeviceGroup>> round = groups;
     isLooking = true;
     lock.unlock();
-    DeviceGroup::Watched all;
+    DeviceGroup::Seen all;
     std::vector<DeviceGroup*> idle;
     for (const auto& group : round) {
-      const DeviceGroup::Watched seen = group->watch();
+      const DeviceGroup::Seen seen = group->look();
       all.hasMoved |= seen.hasMoved;
       all.wantsSoon |= seen.wantsSoon;
       if (!seen.isBusy) idle.push_back(group.get());

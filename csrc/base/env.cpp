@@ -219,7 +219,8 @@ const Variable kVariables[] = {
        return true;
      }},
     {"MYCOLL_NCCL_BLOCKING", "", "0 or 1",
-     "1: calls into NCCL return when their work is enqueued; 0: they may return earlier, and mycoll "
+     "1: calls into NCCL return when their work is enqueued; 0: they may return earlier, and "
+     "mycoll "
      "waits for them where it can be interrupted. Unset: 1.",
      [](std::string_view value, Env* env) { return parseOptional(value, &env->nccl.isBlocking); }},
 };

@@ -76,19 +76,9 @@ bool isValidPattern(std::string_view text) {
   return true;
 }
 
-bool parseOptional(std::string_view text, int64_t least, int64_t most, std::optional<int>* number) {
-  number->reset();
-  if (text.empty()) return true;
-  const std::optional<int64_t> value = parseInteger(text);
-  if (!value || *value < least || *value > most) return false;
-  *number = static_cast<int>(*value);
-  return true;
-}
-
 bool parseOptional(std::string_view text, std::optional<bool>* flag) {
-  std::optional<int> number;
-  if (!parseOptional(text, 0, 1, &number)) return false;
-  *flag = number ? std::optional<bool>(*number != 0) : std::nullopt;
+  if (!text.empty() && text != "0" && text != "1") return false;
+  *flag = text.empty() ? std::optional<bool>() : text == "1";
   return true;
 }
 

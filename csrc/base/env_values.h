@@ -19,7 +19,6 @@ bool parseInteger(std::string_view text, int least, int most, int* result);
 // "262144", "256K", "1M".
 bool parseBytes(std::string_view text, size_t least, size_t most, size_t* bytes);
 // An empty text unsets the result.
-bool parseOptional(std::string_view text, int64_t least, int64_t most, std::optional<int>* number);
 bool parseOptional(std::string_view text, std::optional<bool>* flag);
 bool parseInterfaces(std::string_view text, InterfaceFilter* filter);
 // Of a file's name: %h, %p, %r and %% only.

@@ -121,7 +121,7 @@ class DeviceGroup::Waiting {
                                                      currentStream(message.device))) {
     group.watchMessages(operation_, {&message}, /*isRecorded=*/false);  // when it is carried out
   }
-  ~Waiting() { operation_->fail(Status(Code::kInternal, "the wait is over")); }
+  ~Waiting() { operation_->fail(Status(Code::kAborted, operation_->what())); }  // nobody reads it
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
 

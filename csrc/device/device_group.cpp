@@ -21,8 +21,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Of the control group's name.
-constexpr char kControlSuffix[] = " on devices";
 // In errors, where the program went on from an operation that was lost.
 constexpr char kNotToBeUsed[] = ". What the device has computed since is not to be used";
 // For NCCL to stop when a group ends; what takes longer goes on without us.
@@ -79,7 +77,7 @@ std::shared_ptr<DeviceSupport> DeviceGroup::create(std::string name,
   place.rank = communicator->rank();
   place.ranks = communicator->ranks();
   throwIfFailed(
-      Communicator::derive(*communicator, kControlSuffix, /*isExternal=*/true, &place.control));
+      Communicator::derive(*communicator, " on devices", /*isExternal=*/true, &place.control));
   throwIfFailed(Communicator::derive(*communicator, " on devices through host memory",
                                      /*isExternal=*/false, &place.host));
   place.cpu = std::move(communicator);
@@ -440,11 +438,10 @@ void DeviceGroup::failWatched(const Status& cause) {
   place_.control->watchExternal();  // gives every operation its own text
   const bool isReplayed = captured_.isAnyBusy();
   const WatchList::Failed failed = watched_.failAll(cause);
-  // Ranks that were called differently, which their devices may have got through: unless something
+  // Ranks that were called differently on devices, which may have got through: unless something
   // under way fails by it.
-  const bool isWrong =
-      cause.code() == Code::kMismatch && !failed.isAny && !isRaised_.load() &&
-      cause.message().find(kControlSuffix + std::string("':")) != std::string::npos;
+  const bool isWrong = cause.code() == Code::kMismatch && !failed.isAny && !isRaised_.load() &&
+                       cause.cause().group == place_.control->context();
   if ((!failed.lost && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
   const std::string place = failed.lost ? failed.lost->place() : "";
   raise(cause, failed.lost  ? failed.lost->operation->what() +

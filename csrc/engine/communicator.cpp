@@ -165,6 +165,7 @@ OpPtr Communicator::recv(Span data, int source, uint64_t tag, DType dtype, uint8
 
 Status Communicator::wait(const OpPtr& op, Deadline deadline) { return group_->wait(op, deadline); }
 
+uint64_t Communicator::context() const { return group_->address().context; }
 uint64_t Communicator::sequence() const { return group_->sequence(); }
 Status Communicator::error() const { return group_->error(); }
 bool Communicator::hasFailed() const { return group_->hasFailed(); }

@@ -222,6 +222,8 @@ class Communicator {
   // kInterrupted, with the op still running. Works on the queue instead of sleeping.
   Status wait(const OpPtr& op, Deadline deadline);
 
+  // By which Cause::group names it: the same number on all ranks.
+  uint64_t context() const;
   // Number of collectives submitted so far.
   uint64_t sequence() const;
   // Not ok once the group is dead: the first cause.

@@ -1,6 +1,6 @@
 """Which lines and functions of some folders of csrc/ ran, from what gcov counted in a build tree.
 
-python tests/coverage_report.py TREE csrc/nccl csrc/backend/device      (./dev coverage)
+python tests/coverage_report.py TREE csrc/nccl csrc/device      (./dev coverage)
 """
 
 from __future__ import annotations

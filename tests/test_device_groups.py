@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from unittest import mock
 
 import pytest
@@ -58,31 +57,6 @@ def splits(ctx: Ctx) -> None:
         works(ctx, alone, [ctx.rank], "a split of a split")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def shares(ctx: Ctx) -> None:
-    """What ends one of those that share ends them all: NCCL would stop their kernels silently."""
-    ctx.init(device_id=ctx.device)
-    parts = [[0, 1], [2, 3]]
-    apart = dist.new_group(list(range(ctx.size)))
-    works(ctx, apart, list(range(ctx.size)), "a group of its own")
-    child = dist.split_group(split_ranks=parts)
-    works(ctx, child, parts[ctx.rank // 2], "a split")
-    dist.barrier(group=apart)
-    if ctx.rank == 0:
-        child.abort()
-    with ctx.raises(RuntimeError, "MYCOLL_NCCL_SPLIT_SHARE"):
-        for _ in range(600):
-            dist.all_reduce(torch.ones(1000, device=ctx.device), async_op=True)
-            time.sleep(0.05)
-    works(ctx, apart, list(range(ctx.size)), "a group of its own, afterwards")
-    dist.barrier(group=apart)
-    dist.destroy_process_group()
-
-
-def test_who_shares_with_a_group_ends_with_it(fresh_device_world):
-    env = (("MYCOLL_NCCL_SPLIT_SHARE", "1"),)
-    fresh_device_world(4, "nccl", init=False, env=env).run(shares)
 
 
 def unwilling(ctx: Ctx) -> None:

@@ -1,5 +1,4 @@
 // Many tensors in one call, and many calls in one Work.
-#include "backend/device/device_group.h"
 #include "backend/mycoll_backend.h"
 
 namespace mycoll {

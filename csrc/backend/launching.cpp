@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "backend/call_site.h"
-#include "backend/device/device_group.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 
@@ -30,9 +29,8 @@ struct Kept {
 
 // Consumes the request's calls.
 MycollWork::Ops submit(Communicator& communicator, Request& request, uint32_t site) {
-  const std::chrono::milliseconds timeout = request.timeout > std::chrono::milliseconds(0)
-                                                ? request.timeout
-                                                : std::chrono::milliseconds(-1);
+  const std::chrono::milliseconds timeout =
+      request.timeout > std::chrono::milliseconds(0) ? request.timeout : kGroupTimeout;
   auto kept = std::make_shared<Kept>();
   kept->tensors = std::move(request.keep);
   MycollWork::Ops ops;
@@ -42,11 +40,13 @@ MycollWork::Ops submit(Communicator& communicator, Request& request, uint32_t si
   }
   for (Call& call : request.calls) {
     if (call.kind == OpKind::kSend) {
-      ops.push_back(communicator.send(call.in.front(), request.peer, request.tag, call.dtype,
-                                      call.opaqueType, kept, !request.async, timeout));
+      ops.push_back(communicator.send(
+          {call.in.front(), request.peer, request.tag, call.dtype, call.opaqueType}, kept,
+          !request.async, timeout));
     } else if (call.kind == OpKind::kRecv) {
-      ops.push_back(communicator.recv(call.out.front(), request.peer, request.tag, call.dtype,
-                                      call.opaqueType, kept, !request.async, timeout));
+      ops.push_back(communicator.recv(
+          {call.out.front(), request.peer, request.tag, call.dtype, call.opaqueType}, kept,
+          !request.async, timeout));
     } else {
       ops.push_back(communicator.submit(std::move(call), kept, !request.async, timeout));
     }

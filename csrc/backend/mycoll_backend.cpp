@@ -14,8 +14,6 @@
 #include "backend/call_site.h"
 #include "backend/callback_order.h"
 #include "backend/callback_pool.h"
-#include "backend/device/device_group.h"
-#include "backend/device/watchdog.h"
 #include "backend/errors.h"
 #include "backend/torch_store.h"
 #include "base/log.h"
@@ -70,7 +68,8 @@ struct MycollBackend::CompletionHook {
 
 c10::intrusive_ptr<MycollBackend> MycollBackend::create(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string groupName,
-    std::vector<int64_t> globalRanks, c10::intrusive_ptr<MycollOptions> options, bool hasDevice) {
+    std::vector<int64_t> globalRanks, c10::intrusive_ptr<MycollOptions> options,
+    DeviceFactory makeDevice) {
   const CallSite site{"mycoll", rank, size};
   if (!store) refuse(site, "a group needs a store for its ranks to meet");
   if (size < 1) refuse(site, c10::str("the group's size must be at least 1, but it is ", size));
@@ -97,11 +96,9 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
-  std::shared_ptr<DeviceGroup> device;
-  if (hasDevice) device = DeviceGroup::create(groupName, communicator, options);
   auto made = c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator),
                                                  std::move(groupName), std::move(globalRanks),
-                                                 std::move(options), std::move(device));
+                                                 std::move(options), std::move(makeDevice));
   std::lock_guard<std::mutex> lock(registry().mutex);
   const bool isFirst = registry().groups.size() == 1;
   made->outstaysStore_ = rank != 0 && isFirst && isServedByRankZero(store);
@@ -110,14 +107,14 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
 
 MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
                              std::string groupName, std::vector<int64_t> globalRanks,
-                             c10::intrusive_ptr<MycollOptions> options,
-                             std::shared_ptr<DeviceGroup> device)
+                             c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice)
     : c10d::Backend(rank, size),
       communicator_(std::move(communicator)),
       groupName_(std::move(groupName)),
       globalRanks_(std::move(globalRanks)),
       options_(std::move(options)),
-      device_(std::move(device)),
+      makeDevice_(std::move(makeDevice)),
+      device_(makeDevice_ ? makeDevice_(groupName_, communicator_, options_) : nullptr),
       forkCount_(forkCount.load(std::memory_order_relaxed)) {
   init();
   // torch has changed what becomes of numbers that are too large: the sums follow the torch at
@@ -137,7 +134,7 @@ MycollBackend::~MycollBackend() {
   if (isForked()) {
     // The parent's connections must not hear from its child: nothing is closed, nothing is freed.
     new std::shared_ptr<Communicator>(communicator_);
-    new std::shared_ptr<DeviceGroup>(device_);
+    new std::shared_ptr<DeviceSupport>(device_);
     return;
   }
   {
@@ -154,7 +151,7 @@ void MycollBackend::closeAll(Milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   std::vector<std::shared_ptr<Communicator>> open;
   // By name: NCCL may wait for other ranks, so all of them leave in one order.
-  std::multimap<std::string, std::shared_ptr<DeviceGroup>> devices;
+  std::multimap<std::string, std::shared_ptr<DeviceSupport>> devices;
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
     const int forks = forkCount.load(std::memory_order_relaxed);
@@ -165,7 +162,6 @@ void MycollBackend::closeAll(Milliseconds timeout) {
     }
   }
   for (const auto& [name, device] : devices) device->close(deadline);
-  Watchdog::get().stop();  // the driver may be unloaded at any time
   for (const auto& communicator : open) communicator->close(deadline);
   if (!CallbackPool::get().drain(deadline.remaining())) {
     MYCOLL_LOG_WARN("a callback of a future has not returned in time for the process's exit");
@@ -199,7 +195,7 @@ uint64_t MycollBackend::getSequenceNumberForGroup() {
   return communicator_->sequence() + (device_ ? device_->sequence() : 0);
 }
 
-std::string MycollBackend::deviceTransport() const { return device_ ? device_->road() : ""; }
+std::string MycollBackend::deviceTransport() const { return device_ ? device_->path() : ""; }
 
 c10d::ErrorType MycollBackend::getError() {
   switch ((device_ ? device_->error() : communicator_->error()).code()) {

@@ -23,14 +23,13 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "backend/device_support.h"
 #include "backend/options.h"
 #include "backend/request.h"
 #include "backend/work.h"
 #include "engine/communicator.h"
 
 namespace mycoll {
-
-class DeviceGroup;
 
 class MycollBackend final : public c10d::Backend {
  public:
@@ -41,16 +40,16 @@ class MycollBackend final : public c10d::Backend {
 
   // Meets the other ranks; returns when all have come. groupName: the same on all ranks.
   // globalRanks: the job's rank of each member; empty when the group is the whole job.
-  // hasDevice: this process can have tensors on a device.
+  // makeDevice: empty where this process has no accelerator.
   static c10::intrusive_ptr<MycollBackend> create(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size, std::string groupName,
                                                   std::vector<int64_t> globalRanks,
                                                   c10::intrusive_ptr<MycollOptions> options,
-                                                  bool hasDevice);
+                                                  DeviceFactory makeDevice);
   // For create(), and c10::make_intrusive.
   MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
                 std::string groupName, std::vector<int64_t> globalRanks,
-                c10::intrusive_ptr<MycollOptions> options, std::shared_ptr<DeviceGroup> device);
+                c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice);
   ~MycollBackend() override;
 
   // Closes every group of the process, within the timeout altogether: for the interpreter's exit.
@@ -60,7 +59,7 @@ class MycollBackend final : public c10d::Backend {
   std::string transport() const { return communicator_->transport(); }
   // How tensors on devices travel: "nccl" or "host"; "" while that is not decided.
   std::string deviceTransport() const;
-  // Memory that NCCL may use without copies: see NcclRoad.
+  // Memory that NCCL may use without copies: see DeviceSupport.
   void registerMemory(at::Device device, void* address, size_t bytes, bool isSymmetric);
   void deregisterMemory(void* address);
   const c10::intrusive_ptr<MycollOptions>& options() const { return options_; }
@@ -195,7 +194,8 @@ class MycollBackend final : public c10d::Backend {
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;
   const c10::intrusive_ptr<MycollOptions> options_;
-  const std::shared_ptr<DeviceGroup> device_;  // null where there is no accelerator
+  const DeviceFactory makeDevice_;               // also for the groups made of this one
+  const std::shared_ptr<DeviceSupport> device_;  // null where there is no accelerator
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
   // The job's own group, and its store is rank 0's and ends with its group: a rank that is back
   // from destroy_process_group() before, and makes a new group at once, would find the store of the

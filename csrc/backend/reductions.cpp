@@ -1,23 +1,12 @@
 // broadcast, all_reduce, reduce, and the barriers.
-#include "backend/device/device_group.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 
 namespace mycoll {
 namespace {
 
-class FencePassed final : public Condition {
- public:
-  explicit FencePassed(const DeviceFence& fence) : fence_(fence) {}
-  bool ready() override { return fence_.hasPassed(); }
-
- private:
-  const DeviceFence& fence_;
-};
-
-Task fencedBarrier(DeviceFence fence, CollectiveRunner& runner) {
-  FencePassed passed(fence);
-  co_await passed;
+Task fencedBarrier(std::shared_ptr<Condition> fence, CollectiveRunner& runner) {
+  co_await *fence;
   Call barrier;
   barrier.kind = OpKind::kBarrier;
   Status status = co_await runner.run(std::move(barrier));
@@ -102,13 +91,13 @@ MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) 
   const CallSite site = enter("barrier");
   Request request(site, c10d::OpType::BARRIER, "mycoll:barrier", opts.timeout, opts.asyncOp);
   // What was enqueued before it on devices is over behind it, as with NCCL's.
-  const DeviceFence fence = device_ ? device_->fence() : DeviceFence();
-  if (!fence.isEmpty() && opts.asyncOp) {
+  const std::shared_ptr<Condition> fence = device_ ? device_->fence() : nullptr;
+  if (fence && opts.asyncOp) {
     request.compositeKind = OpKind::kBarrier;
     request.composite = [fence](CollectiveRunner& runner) { return fencedBarrier(fence, runner); };
     return run(request, {}, {});
   }
-  if (!fence.isEmpty()) throwIfFailed(device_->waitFor(fence));
+  if (fence) throwIfFailed(device_->waitFor(*fence));
   request.calls.emplace_back().kind = OpKind::kBarrier;
   return run(request, {}, {});
 }

@@ -1,12 +1,13 @@
 #include "backend/request.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 
-#include "backend/device/copies.h"
+#include "backend/layout.h"
 #include "backend/plain_dispatch.h"
 #include "backend/torch_version.h"
 #include "kernels/copy.h"
@@ -71,6 +72,12 @@ bool areAdjacent(const std::vector<at::Tensor>& tensors) {
 }
 
 }  // namespace
+
+at::Tensor bytesOnDevice(const Span& span, c10::Device device) {
+  return at::from_blob(
+      span.data, {static_cast<int64_t>(span.bytes)}, [](void*) {},
+      at::TensorOptions(at::kByte).device(device), device);
+}
 
 Call& Request::addCall(OpKind kind, const at::Tensor& tensor) {
   const ElementType element = elementType(tensor);
@@ -248,33 +255,6 @@ void Request::separateInputs(Call& call) {
     in.data = separate.mutable_data_ptr();
     keep.push_back(std::move(separate));
   }
-}
-
-bool isPointToPoint(const std::vector<Request*>& requests) {
-  for (const Request* request : requests) {
-    for (const Call& call : request->calls) {
-      if (!isPointToPoint(call)) return false;
-    }
-  }
-  return true;
-}
-
-std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests) {
-  std::vector<ExternalMessage> messages;
-  for (const Request* request : requests) {
-    for (const Call& call : request->calls) {
-      if (!isPointToPoint(call)) continue;
-      ExternalMessage message;
-      message.peer = request->peer;
-      message.isSend = call.kind == OpKind::kSend;
-      message.dtype = call.dtype;
-      message.opaqueType = call.opaqueType;
-      message.bytes = (message.isSend ? call.in : call.out).front().bytes;
-      message.tag = request->tag;
-      messages.push_back(message);
-    }
-  }
-  return messages;
 }
 
 }  // namespace mycoll

@@ -39,7 +39,6 @@ struct Request {
   // Point to point only; the one call then has one span, `in` to send and `out` to receive.
   int peer = -1;
   uint64_t tag = 0;
-  uint32_t calledAt = 0;            // place in the program; 0: not known
   c10::SmallVector<Call, 1> calls;  // run in this order
   // A promise that holds on all ranks or on none, for devices: the parts of each call's lists are
   // equal in size and lie one after the other. No list, no promise.
@@ -91,9 +90,7 @@ struct Request {
 inline bool isPointToPoint(const Call& call) {
   return call.kind == OpKind::kSend || call.kind == OpKind::kRecv;
 }
-// All that they hold are messages.
-bool isPointToPoint(const std::vector<Request*>& requests);
-// Those among them, on lane 0.
-std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests);
+// Bytes of device memory as a tensor that owns nothing.
+at::Tensor bytesOnDevice(const Span& span, c10::Device device);
 
 }  // namespace mycoll

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/device/device_group.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 
@@ -37,12 +36,10 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(Communicator::shrink(*communicator_, suffix, members, &communicator));
   communicator->setTimeout(options->timeout);
-  std::shared_ptr<DeviceGroup> device;
-  if (device_) device = DeviceGroup::create(name, communicator, options);
   const int rank = communicator->rank(), ranks = communicator->ranks();
   return c10::make_intrusive<MycollBackend>(rank, ranks, std::move(communicator), std::move(name),
                                             globalRanksOf(members), std::move(options),
-                                            std::move(device));
+                                            makeDevice_);
 }
 
 // The members know each other, and need no store: torch gives the members of one split different
@@ -83,7 +80,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
   if (!lastMerged_ || lastMergedBy_ != store) {
     lastMerged_ =
         create(store, rank, size, std::move(name), /*globalRanks=*/{},
-               c10::make_intrusive<MycollOptions>(given ? *given : *options_), device_ != nullptr);
+               c10::make_intrusive<MycollOptions>(given ? *given : *options_), makeDevice_);
     lastMergedBy_ = store;
   }
   return lastMerged_;

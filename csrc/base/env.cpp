@@ -227,30 +227,6 @@ const std::vector<Variable>& variables() {
       {"MYCOLL_NCCL_BLOCKING", "", ncclNumber(&NcclEnv::isBlocking, 0, 1),
        "1: calls into NCCL return when their work is enqueued. 0: they may return earlier, and "
        "mycoll waits where it can be interrupted. Unset: 1."},
-      {"MYCOLL_NCCL_MIN_CTAS", "", ncclNumber(&NcclEnv::minCtas, 1, 64),
-       "The least number of thread blocks that NCCL uses. Unset: NCCL's own choice."},
-      {"MYCOLL_NCCL_MAX_CTAS", "", ncclNumber(&NcclEnv::maxCtas, 1, 64),
-       "The largest number of thread blocks that NCCL uses. Unset: NCCL's own choice."},
-      {"MYCOLL_NCCL_CGA_CLUSTER_SIZE", "", ncclNumber(&NcclEnv::cgaClusterSize, 0, 8),
-       "Thread blocks in a cluster of NCCL's kernels. Unset: NCCL's own choice."},
-      {"MYCOLL_NCCL_NVLS_CTAS", "", ncclNumber(&NcclEnv::nvlsCtas, 1, 64),
-       "Thread blocks for NVLink SHARP (NCCL 2.28). Unset: NCCL's own choice."},
-      {"MYCOLL_NCCL_CTA_POLICY", "", ncclNumber(&NcclEnv::ctaPolicy, 0, 2),
-       "What NCCL (2.27) optimises for. 0: speed. 1: few thread blocks. 2: none where copy engines "
-       "can serve. Unset: NCCL's own choice."},
-      {"MYCOLL_NCCL_TRAFFIC_CLASS", "", ncclNumber(&NcclEnv::trafficClass, 0, 255),
-       "The network's traffic class (quality of service). Unset: NCCL's own choice."},
-      {"MYCOLL_NCCL_NET_NAME",
-       "",
-       {"the name of a network module of NCCL, such as Socket or IB",
-        [](std::string_view value, Env* env) {
-          env->nccl.netName = value;
-          return true;
-        }},
-       "The network module that NCCL uses. Unset: NCCL's own choice."},
-      {"MYCOLL_NCCL_SPLIT_SHARE", "", ncclNumber(&NcclEnv::splitShare, 0, 1),
-       "1: a subgroup made by splitting shares buffers with its parent; their operations must not "
-       "overlap, and an error in one ends all. Unset: 0."},
   };
   return *kVariables;
 }

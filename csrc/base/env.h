@@ -41,10 +41,10 @@ struct InterfaceFilter {
   bool matches(std::string_view interfaceName) const;
 };
 
-// For ncclConfig_t; what is not set is left to NCCL.
+// What a group asks of NCCL (ncclConfig_t); what is not set is left to NCCL. MYCOLL_NCCL_BLOCKING
+// fills in isBlocking, the rest are a program's Options.
 struct NcclEnv {
   std::optional<bool> isBlocking;
-  std::optional<bool> splitShare;
   std::optional<int> minCtas;
   std::optional<int> maxCtas;
   std::optional<int> cgaClusterSize;

@@ -15,7 +15,6 @@
 #include <thread>
 
 #include "backend/call_site.h"
-#include "backend/device/nccl_road.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/options.h"
@@ -23,6 +22,9 @@
 #include "base/log.h"
 #include "base/wait.h"
 #include "bindings/call_site.h"
+#include "device/device_group.h"
+#include "device/nccl_memory.h"
+#include "device/watchdog.h"
 #include "kernels/copy.h"
 #include "observe/trace_file.h"
 #include "transport/tcp/address.h"
@@ -104,6 +106,7 @@ void closeAll() {
   const bool hasOthers = countPythonThreads() > 1;
   const py::gil_scoped_release release;
   MycollBackend::closeAll(std::chrono::seconds(2));
+  mycoll::Watchdog::get().stop();  // the driver may be unloaded at any time
   // Daemon threads whose wait has ended just before are still to take the GIL: see beginExit().
   if (hasOthers) std::this_thread::sleep_for(std::chrono::milliseconds(20));
 }
@@ -142,7 +145,8 @@ NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& sto
   own->global_ranks_in_group.assign(globalRanks.begin(), globalRanks.end());
   const py::gil_scoped_release release;
   return MycollBackend::create(store, rank, size, std::move(groupId), std::move(globalRanks),
-                               std::move(own), hasDevice);
+                               std::move(own),
+                               hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory());
 }
 
 std::string describeOptions(const MycollOptions& options) {
@@ -236,7 +240,7 @@ PYBIND11_MODULE(_C, module) {
   using mycoll::NcclEnv;
   py::class_<NcclEnv>(module, "NcclOptions",
                       "What NCCL's communicators of a group are made with. None, or '' for a name: "
-                      "as MYCOLL_NCCL_* say, and then NCCL's own choice.")
+                      "NCCL's own choice.")
       .def_readwrite("is_blocking", &NcclEnv::isBlocking,
                      "Whether calls into NCCL return only when their work is enqueued.")
       .def_readwrite("min_ctas", &NcclEnv::minCtas, "The least number of thread blocks.")
@@ -246,8 +250,6 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("cta_policy", &NcclEnv::ctaPolicy,
                      "0: speed; 1: few thread blocks; 2: none where copy engines can serve.")
       .def_readwrite("traffic_class", &NcclEnv::trafficClass, "The network's quality of service.")
-      .def_readwrite("split_share", &NcclEnv::splitShare,
-                     "Whether a subgroup made by splitting shares buffers with its parent.")
       .def_readwrite("net_name", &NcclEnv::netName, "The network module, such as Socket or IB.");
 
   py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options>(

@@ -8,7 +8,7 @@
 
 namespace mycoll::nccl {
 
-struct Comm;               // behind ncclComm_t
+struct RawComm;            // behind ncclComm_t
 struct Window;             // behind ncclWindow_t
 using CudaStream = void*;  // cudaStream_t
 
@@ -43,16 +43,10 @@ enum class DataType : int {
   kFloat8E5M2 = 11,
 };
 
-// Values from 5 up are made by redOpCreatePreMulSum.
 enum class RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
-
-// Where a factor lies: in memory that the device reads while the collective runs, or in host memory
-// that is read before redOpCreatePreMulSum returns.
-enum class ScalarResidence : int { kDevice = 0, kHostImmediate = 1 };
 
 inline constexpr int kUndefined = INT_MIN;  // of a Config: NCCL's own choice
 inline constexpr int kSplitNoColor = -1;
-inline constexpr int kShrinkDefault = 0, kShrinkAbort = 1;
 inline constexpr int kWindowDefault = 0, kWindowSymmetric = 1;
 inline constexpr size_t kWindowAlignment = 4096;
 inline constexpr int kCtaPolicyDefault = 0, kCtaPolicyEfficiency = 1, kCtaPolicyZero = 2;
@@ -92,60 +86,56 @@ struct Config {
   X(getVersion, ncclGetVersion, Result, (int* version))                                            \
   X(getUniqueId, ncclGetUniqueId, Result, (UniqueId * id))                                         \
   X(getErrorString, ncclGetErrorString, const char*, (Result result))                              \
-  X(getLastError, ncclGetLastError, const char*, (Comm * comm))                                    \
+  X(getLastError, ncclGetLastError, const char*, (RawComm * comm))                                 \
   X(commInitRankConfig, ncclCommInitRankConfig, Result,                                            \
-    (Comm * *comm, int ranks, UniqueId id, int rank, Config* config))                              \
-  X(commFinalize, ncclCommFinalize, Result, (Comm * comm))                                         \
-  X(commDestroy, ncclCommDestroy, Result, (Comm * comm))                                           \
-  X(commAbort, ncclCommAbort, Result, (Comm * comm))                                               \
-  X(commGetAsyncError, ncclCommGetAsyncError, Result, (Comm * comm, Result * error))               \
+    (RawComm * *comm, int ranks, UniqueId id, int rank, Config* config))                           \
+  X(commFinalize, ncclCommFinalize, Result, (RawComm * comm))                                      \
+  X(commDestroy, ncclCommDestroy, Result, (RawComm * comm))                                        \
+  X(commAbort, ncclCommAbort, Result, (RawComm * comm))                                            \
+  X(commGetAsyncError, ncclCommGetAsyncError, Result, (RawComm * comm, Result * error))            \
   X(groupStart, ncclGroupStart, Result, ())                                                        \
   X(groupEnd, ncclGroupEnd, Result, ())                                                            \
   X(allReduce, ncclAllReduce, Result,                                                              \
-    (const void* send, void* receive, size_t count, DataType type, RedOp op, Comm* comm,           \
+    (const void* send, void* receive, size_t count, DataType type, RedOp op, RawComm* comm,        \
      CudaStream stream))                                                                           \
   X(broadcast, ncclBroadcast, Result,                                                              \
-    (const void* send, void* receive, size_t count, DataType type, int root, Comm* comm,           \
+    (const void* send, void* receive, size_t count, DataType type, int root, RawComm* comm,        \
      CudaStream stream))                                                                           \
   X(reduce, ncclReduce, Result,                                                                    \
-    (const void* send, void* receive, size_t count, DataType type, RedOp op, int root, Comm* comm, \
-     CudaStream stream))                                                                           \
+    (const void* send, void* receive, size_t count, DataType type, RedOp op, int root,             \
+     RawComm* comm, CudaStream stream))                                                            \
   X(allGather, ncclAllGather, Result,                                                              \
-    (const void* send, void* receive, size_t sendCount, DataType type, Comm* comm,                 \
+    (const void* send, void* receive, size_t sendCount, DataType type, RawComm* comm,              \
      CudaStream stream))                                                                           \
   X(reduceScatter, ncclReduceScatter, Result,                                                      \
-    (const void* send, void* receive, size_t receiveCount, DataType type, RedOp op, Comm* comm,    \
+    (const void* send, void* receive, size_t receiveCount, DataType type, RedOp op, RawComm* comm, \
      CudaStream stream))                                                                           \
   X(send, ncclSend, Result,                                                                        \
-    (const void* buffer, size_t count, DataType type, int peer, Comm* comm, CudaStream stream))    \
+    (const void* buffer, size_t count, DataType type, int peer, RawComm* comm, CudaStream stream)) \
   X(recv, ncclRecv, Result,                                                                        \
-    (void* buffer, size_t count, DataType type, int peer, Comm* comm, CudaStream stream))
+    (void* buffer, size_t count, DataType type, int peer, RawComm* comm, CudaStream stream))
 
 // Null where the library at hand does not have them: see Capability.
-#define MYCOLL_NCCL_OPTIONAL(X)                                                                    \
-  X(redOpCreatePreMulSum, ncclRedOpCreatePreMulSum, Result,                                        \
-    (RedOp * op, void* scalar, DataType type, ScalarResidence residence, Comm* comm))              \
-  X(redOpDestroy, ncclRedOpDestroy, Result, (RedOp op, Comm * comm))                               \
-  X(commSplit, ncclCommSplit, Result,                                                              \
-    (Comm * comm, int color, int key, Comm** child, Config* config))                               \
-  X(memAlloc, ncclMemAlloc, Result, (void** memory, size_t bytes))                                 \
-  X(memFree, ncclMemFree, Result, (void* memory))                                                  \
-  X(commRegister, ncclCommRegister, Result,                                                        \
-    (Comm * comm, void* buffer, size_t bytes, void** handle))                                      \
-  X(commDeregister, ncclCommDeregister, Result, (Comm * comm, void* handle))                       \
-  X(commWindowRegister, ncclCommWindowRegister, Result,                                            \
-    (Comm * comm, void* buffer, size_t bytes, Window** window, int flags))                         \
-  X(commWindowDeregister, ncclCommWindowDeregister, Result, (Comm * comm, Window * window))        \
-  X(commShrink, ncclCommShrink, Result,                                                            \
-    (Comm * comm, int* excluded, int excludedCount, Comm** child, Config* config, int flags))      \
-  X(commRevoke, ncclCommRevoke, Result, (Comm * comm, int flags))                                  \
-  X(alltoAll, ncclAlltoAll, Result,                                                                \
-    (const void* send, void* receive, size_t count, DataType type, Comm* comm, CudaStream stream)) \
-  X(gather, ncclGather, Result,                                                                    \
-    (const void* send, void* receive, size_t count, DataType type, int root, Comm* comm,           \
-     CudaStream stream))                                                                           \
-  X(scatter, ncclScatter, Result,                                                                  \
-    (const void* send, void* receive, size_t count, DataType type, int root, Comm* comm,           \
+#define MYCOLL_NCCL_OPTIONAL(X)                                                                \
+  X(commSplit, ncclCommSplit, Result,                                                          \
+    (RawComm * comm, int color, int key, RawComm** child, Config* config))                     \
+  X(memAlloc, ncclMemAlloc, Result, (void** memory, size_t bytes))                             \
+  X(memFree, ncclMemFree, Result, (void* memory))                                              \
+  X(commRegister, ncclCommRegister, Result,                                                    \
+    (RawComm * comm, void* buffer, size_t bytes, void** handle))                               \
+  X(commDeregister, ncclCommDeregister, Result, (RawComm * comm, void* handle))                \
+  X(commWindowRegister, ncclCommWindowRegister, Result,                                        \
+    (RawComm * comm, void* buffer, size_t bytes, Window** window, int flags))                  \
+  X(commWindowDeregister, ncclCommWindowDeregister, Result, (RawComm * comm, Window * window)) \
+  X(commRevoke, ncclCommRevoke, Result, (RawComm * comm, int flags))                           \
+  X(alltoAll, ncclAlltoAll, Result,                                                            \
+    (const void* send, void* receive, size_t count, DataType type, RawComm* comm,              \
+     CudaStream stream))                                                                       \
+  X(gather, ncclGather, Result,                                                                \
+    (const void* send, void* receive, size_t count, DataType type, int root, RawComm* comm,    \
+     CudaStream stream))                                                                       \
+  X(scatter, ncclScatter, Result,                                                              \
+    (const void* send, void* receive, size_t count, DataType type, int root, RawComm* comm,    \
      CudaStream stream))
 
 namespace mycoll::nccl {

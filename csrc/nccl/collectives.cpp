@@ -93,15 +93,6 @@ Status findReduction(const Library& library, const Call& call, const Form& form,
     return refuse(call, "that takes GPUs from sm_90 on, and a rank has one of sm_" +
                             std::to_string(form.capability));
   }
-  if (form.preMulSum == nullptr) return {};
-  if (call.reduceOp != ReduceOp::kSum || isFloat8 ||
-      !(call.dtype == DType::kFloat32 || call.dtype == DType::kFloat64 ||
-        call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16)) {
-    return refuse(call, "PREMUL_SUM is for sums of float16, bfloat16, float32 and float64");
-  }
-  if (!library.has(Capability::kPreMulSum)) {
-    return refuse(call, "PREMUL_SUM is not in " + library.describe());
-  }
   return {};
 }
 
@@ -121,42 +112,42 @@ class Enqueuer {
   Enqueuer(Issue& issue, CudaStream stream)
       : issue_(issue), functions_(issue.functions()), stream_(stream) {}
 
-  int rank() const { return issue_.communicator().rank(); }
-  int ranks() const { return issue_.communicator().ranks(); }
-  const Library& library() const { return issue_.communicator().library(); }
+  int rank() const { return issue_.comm().rank(); }
+  int ranks() const { return issue_.comm().ranks(); }
+  const Library& library() const { return issue_.comm().library(); }
 
   Status group() { return issue_.group(); }
 
   Status send(Span data, int peer) {
     if (data.bytes == 0) return {};
-    return issue_.take(functions_.send(data.data, data.bytes, kBytes, peer, issue_.comm(), stream_),
-                       "ncclSend");
+    return issue_.take(
+        functions_.send(data.data, data.bytes, kBytes, peer, issue_.handle(), stream_), "ncclSend");
   }
 
   Status receive(Span data, int peer) {
     if (data.bytes == 0) return {};
-    return issue_.take(functions_.recv(data.data, data.bytes, kBytes, peer, issue_.comm(), stream_),
-                       "ncclRecv");
+    return issue_.take(
+        functions_.recv(data.data, data.bytes, kBytes, peer, issue_.handle(), stream_), "ncclRecv");
   }
 
   Status broadcast(const void* from, Span to, int root) {
     if (to.bytes == 0) return {};
     return issue_.take(
-        functions_.broadcast(from, to.data, to.bytes, kBytes, root, issue_.comm(), stream_),
+        functions_.broadcast(from, to.data, to.bytes, kBytes, root, issue_.handle(), stream_),
         "ncclBroadcast");
   }
 
   Status allReduce(Span from, Span to, const Reduction& how) {
     if (from.bytes == 0) return {};
     return issue_.take(functions_.allReduce(from.data, to.data, from.bytes / how.unitBytes,
-                                            how.type, how.op, issue_.comm(), stream_),
+                                            how.type, how.op, issue_.handle(), stream_),
                        "ncclAllReduce");
   }
 
   Status reduce(Span from, void* to, const Reduction& how, int root) {
     if (from.bytes == 0) return {};
     return issue_.take(functions_.reduce(from.data, to, from.bytes / how.unitBytes, how.type,
-                                         how.op, root, issue_.comm(), stream_),
+                                         how.op, root, issue_.handle(), stream_),
                        "ncclReduce");
   }
 
@@ -164,7 +155,7 @@ class Enqueuer {
     if (isFlat) {
       if (out.bytes == 0) return {};
       return issue_.take(functions_.reduceScatter(in[0].data, out.data, out.bytes / how.unitBytes,
-                                                  how.type, how.op, issue_.comm(), stream_),
+                                                  how.type, how.op, issue_.handle(), stream_),
                          "ncclReduceScatter");
     }
     MYCOLL_RETURN_IF_ERROR(group());
@@ -178,7 +169,7 @@ class Enqueuer {
     if (isFlat) {
       if (in.bytes == 0) return {};
       return issue_.take(
-          functions_.allGather(in.data, out[0].data, in.bytes, kBytes, issue_.comm(), stream_),
+          functions_.allGather(in.data, out[0].data, in.bytes, kBytes, issue_.handle(), stream_),
           "ncclAllGather");
     }
     MYCOLL_RETURN_IF_ERROR(group());
@@ -194,7 +185,7 @@ class Enqueuer {
       if (in.bytes == 0) return {};
       void* const to = rank() == root ? out[0].data : nullptr;
       return issue_.take(
-          functions_.gather(in.data, to, in.bytes, kBytes, root, issue_.comm(), stream_),
+          functions_.gather(in.data, to, in.bytes, kBytes, root, issue_.handle(), stream_),
           "ncclGather");
     }
     if (rank() != root) return send(in, root);
@@ -212,7 +203,7 @@ class Enqueuer {
       if (out.bytes == 0) return {};
       const void* const from = rank() == root ? in[0].data : nullptr;
       return issue_.take(
-          functions_.scatter(from, out.data, out.bytes, kBytes, root, issue_.comm(), stream_),
+          functions_.scatter(from, out.data, out.bytes, kBytes, root, issue_.handle(), stream_),
           "ncclScatter");
     }
     if (rank() != root) return receive(out, root);
@@ -228,9 +219,9 @@ class Enqueuer {
   Status allToAll(const std::vector<Span>& in, const std::vector<Span>& out, bool isFlat) {
     if (isFlat && library().has(Capability::kAllToAll)) {
       if (in[0].bytes == 0) return {};
-      return issue_.take(
-          functions_.alltoAll(in[0].data, out[0].data, in[0].bytes, kBytes, issue_.comm(), stream_),
-          "ncclAlltoAll");
+      return issue_.take(functions_.alltoAll(in[0].data, out[0].data, in[0].bytes, kBytes,
+                                             issue_.handle(), stream_),
+                         "ncclAlltoAll");
     }
     MYCOLL_RETURN_IF_ERROR(group());
     // Beginning with the next rank, so that not all send to rank 0 first.
@@ -255,9 +246,8 @@ Status enqueueReduction(Issue& issue, Enqueuer& nccl, const Call& call, const Re
   switch (call.kind) {
     case OpKind::kAllReduce: return nccl.allReduce(call.in[0], call.out[0], how);
     case OpKind::kReduce:
-      return nccl.reduce(call.in[0],
-                         issue.communicator().rank() == call.root ? call.out[0].data : nullptr, how,
-                         call.root);
+      return nccl.reduce(call.in[0], issue.comm().rank() == call.root ? call.out[0].data : nullptr,
+                         how, call.root);
     default: return nccl.reduceScatter(call.in, call.out[0], how, isFlat);
   }
 }
@@ -284,7 +274,7 @@ Status check(const Library& library, const Call& call, const Form& form) {
 }
 
 Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& form) {
-  MYCOLL_RETURN_IF_ERROR(check(issue.communicator().library(), call, form));
+  MYCOLL_RETURN_IF_ERROR(check(issue.comm().library(), call, form));
   MYCOLL_RETURN_IF_ERROR(issue.status());
   Enqueuer nccl(issue, stream);
   switch (call.kind) {
@@ -299,27 +289,8 @@ Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& fo
   }
 
   Reduction how;
-  MYCOLL_RETURN_IF_ERROR(findReduction(issue.communicator().library(), call, form, &how));
-  if (form.preMulSum == nullptr) return enqueueReduction(issue, nccl, call, how, form.isFlat);
-  // NCCL copies what it needs of the operator with each call, so it can go at once.
-  const Functions& functions = issue.functions();
-  MYCOLL_RETURN_IF_ERROR(issue.take(
-      functions.redOpCreatePreMulSum(
-          &how.op, const_cast<void*>(form.preMulSum->factor), how.type,
-          form.preMulSum->isOnDevice ? ScalarResidence::kDevice : ScalarResidence::kHostImmediate,
-          issue.comm()),
-      "ncclRedOpCreatePreMulSum"));
-  const Status enqueued = enqueueReduction(issue, nccl, call, how, form.isFlat);
-  if (!enqueued.ok()) return enqueued;  // the communicator has failed, and takes the operator along
-  return issue.take(functions.redOpDestroy(how.op, issue.comm()), "ncclRedOpDestroy");
-}
-
-Status enqueue(Communicator& communicator, const Call& call, CudaStream stream, const Form& form) {
-  // Refused before the mutex: what cannot be done harms nobody.
-  MYCOLL_RETURN_IF_ERROR(check(communicator.library(), call, form));
-  Issue issue(communicator);
-  (void)enqueue(issue, call, stream, form).ok();  // its failure is end()'s, too
-  return issue.end();
+  MYCOLL_RETURN_IF_ERROR(findReduction(issue.comm().library(), call, form, &how));
+  return enqueueReduction(issue, nccl, call, how, form.isFlat);
 }
 
 Status send(Issue& issue, Span data, int peer, CudaStream stream) {

@@ -6,15 +6,9 @@
 #pragma once
 
 #include "base/call.h"
-#include "nccl/communicator.h"
+#include "nccl/issue.h"
 
 namespace mycoll::nccl {
-
-// PREMUL_SUM: each rank's values are multiplied by its factor before they are added.
-struct PreMulSum {
-  const void* factor = nullptr;  // one element of the call's dtype
-  bool isOnDevice = false;       // then it is read while the operation runs, else at the call
-};
 
 // How a call is to be carried out, where the call itself does not say it.
 struct Form {
@@ -23,7 +17,6 @@ struct Form {
   // it, even if it is true here, a list travels as a group of transfers: another rank's may not be.
   bool isFlat = false;
   int capability = 0;  // of the oldest GPU of all ranks, 90 for sm_90; 0: not known
-  const PreMulSum* preMulSum = nullptr;  // with reduceOp kSum; null: none
 };
 
 // Whether NCCL can do it, before anything is sent: the same answer on all ranks that ask the same.
@@ -34,8 +27,6 @@ Status check(const Library& library, const Call& call, const Form& form = {});
 //   kBarrier   out[0] is 4 bytes of device memory whose content does not matter (an all_reduce)
 // Elements are moved as bytes whatever their type. Parts of no length are left out on both sides.
 Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& form = {});
-Status enqueue(Communicator& communicator, const Call& call, CudaStream stream,
-               const Form& form = {});
 
 // Point to point. Both of a pair in one group (Issue::group()) if this rank sends and receives.
 Status send(Issue& issue, Span data, int peer, CudaStream stream);

@@ -75,12 +75,10 @@ std::string lastLinkerError() {
 std::string Library::describeCapabilities() const {
   static constexpr std::pair<Capability, const char*> kNames[] = {
       {Capability::kSplit, "split"},
-      {Capability::kPreMulSum, "pre_mul_sum"},
       {Capability::kMemAlloc, "mem_alloc"},
       {Capability::kRegister, "register"},
       {Capability::kFloat8, "float8"},
       {Capability::kWindows, "windows"},
-      {Capability::kShrink, "shrink"},
       {Capability::kRevoke, "revoke"},
       {Capability::kAllToAll, "all_to_all"},
       {Capability::kGatherScatter, "gather_scatter"},
@@ -139,15 +137,12 @@ Status Library::load(void* handle, const std::string& where, const Library** lib
     if (isThere) made->capabilities_ |= static_cast<uint32_t>(capability);
   };
   grant(Capability::kSplit, functions.commSplit != nullptr);
-  grant(Capability::kPreMulSum,
-        functions.redOpCreatePreMulSum != nullptr && functions.redOpDestroy != nullptr);
   grant(Capability::kMemAlloc, functions.memAlloc != nullptr && functions.memFree != nullptr);
   grant(Capability::kRegister,
         functions.commRegister != nullptr && functions.commDeregister != nullptr);
   grant(Capability::kFloat8, made->version_ >= versionCode(2, 24, 0));
   grant(Capability::kWindows,
         functions.commWindowRegister != nullptr && functions.commWindowDeregister != nullptr);
-  grant(Capability::kShrink, functions.commShrink != nullptr);
   grant(Capability::kRevoke, functions.commRevoke != nullptr);
   grant(Capability::kAllToAll, functions.alltoAll != nullptr);
   grant(Capability::kGatherScatter, functions.gather != nullptr && functions.scatter != nullptr);

@@ -15,12 +15,10 @@ namespace mycoll::nccl {
 // What an NCCL may lack. Bits, so that a set of them is a number.
 enum class Capability : uint32_t {
   kSplit = 1u << 0,                // ncclCommSplit, 2.18
-  kPreMulSum = 1u << 1,            // ncclRedOpCreatePreMulSum, 2.11
   kMemAlloc = 1u << 2,             // ncclMemAlloc, 2.19
   kRegister = 1u << 3,             // ncclCommRegister, 2.19
   kFloat8 = 1u << 4,               // reductions of float8, 2.24
   kWindows = 1u << 5,              // ncclCommWindowRegister, 2.27
-  kShrink = 1u << 6,               // ncclCommShrink, 2.27
   kRevoke = 1u << 7,               // ncclCommRevoke, 2.28.7
   kAllToAll = 1u << 8,             // ncclAlltoAll, 2.28
   kGatherScatter = 1u << 9,        // ncclGather and ncclScatter, 2.28

@@ -23,7 +23,7 @@ class EnvEntry(TypedDict):
 class NcclOptions:
     """What NCCL's communicators of a group are made with.
 
-    None, or "" for a name: as MYCOLL_NCCL_* say, and then NCCL's own choice.
+    None, or "" for a name: NCCL's own choice.
     """
 
     # Whether calls into NCCL return only when their work is enqueued.
@@ -38,8 +38,6 @@ class NcclOptions:
     cta_policy: int | None
     # The network's quality of service.
     traffic_class: int | None
-    # Whether a subgroup made by splitting shares buffers with its parent.
-    split_share: bool | None
     # The network module, such as Socket or IB.
     net_name: str
 

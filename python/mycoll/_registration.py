@@ -186,8 +186,7 @@ def from_foreign_options(options: Any) -> Any:
         is_set = theirs is not None and theirs != _NCCL_UNDEFINED
         if name.startswith("_") or not is_set:
             continue
-        is_flag = name in ("is_blocking", "split_share")
-        setattr(ours.nccl, name, bool(theirs) if is_flag else theirs)
+        setattr(ours.nccl, name, bool(theirs) if name == "is_blocking" else theirs)
     return ours
 
 

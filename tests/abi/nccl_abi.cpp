@@ -19,7 +19,7 @@ using ours = typename Ours<T>::type;
 
 template <>
 struct Ours<ncclComm> {
-  using type = Comm;
+  using type = RawComm;
 };
 template <>
 struct Ours<std::remove_pointer_t<ncclWindow_t>> {
@@ -40,10 +40,6 @@ struct Ours<ncclDataType_t> {
 template <>
 struct Ours<ncclRedOp_t> {
   using type = RedOp;
-};
-template <>
-struct Ours<ncclScalarResidence_t> {
-  using type = ScalarResidence;
 };
 template <>
 struct Ours<ncclConfig_t> {
@@ -112,8 +108,6 @@ SAME_VALUE(ScalarResidence::kDevice, ncclScalarDevice);
 SAME_VALUE(ScalarResidence::kHostImmediate, ncclScalarHostImmediate);
 SAME_VALUE(kUndefined, NCCL_CONFIG_UNDEF_INT);
 SAME_VALUE(kSplitNoColor, NCCL_SPLIT_NOCOLOR);
-SAME_VALUE(kShrinkDefault, NCCL_SHRINK_DEFAULT);
-SAME_VALUE(kShrinkAbort, NCCL_SHRINK_ABORT);
 SAME_VALUE(kWindowDefault, NCCL_WIN_DEFAULT);
 SAME_VALUE(kWindowSymmetric, NCCL_WIN_COLL_SYMMETRIC);
 SAME_VALUE(kWindowAlignment, NCCL_WIN_REQUIRED_ALIGNMENT);

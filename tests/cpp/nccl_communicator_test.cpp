@@ -1,19 +1,19 @@
 // Communicators: connecting, enqueuing, and errors that come later.
-#include "nccl/communicator.h"
+#include "nccl/comm.h"
 #include "nccl_world.h"
 
 namespace mycoll::nccl::world {
 namespace {
 
-using State = Communicator::State;
+using State = Comm::State;
 
 // --- connecting
 
 TEST(NcclConnect, endsByItsDeadline) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {false, true}) {
-    CommunicatorOptions options;
-    options.isBlocking = isBlocking;
+    CommOptions options;
+    options.nccl.isBlocking = isBlocking;
     const auto comm = lone(standIn, 0, 2, options);
     const Clock::time_point start = Clock::now();
     const Status status = comm->connect(newId(standIn), in(200), nullptr);
@@ -23,7 +23,7 @@ TEST(NcclConnect, endsByItsDeadline) {
     EXPECT(secondsSince(start) < kSoon);
     EXPECT_EQ(comm->state(), State::kAborted);
     EXPECT_EQ(comm->cause().message(), status.message());
-    EXPECT_EQ(comm->handle(), static_cast<Comm*>(nullptr));
+    EXPECT_EQ(comm->handle(), static_cast<RawComm*>(nullptr));
     // A blocking call is left alone in NCCL, which has no way to end it.
     if (!isBlocking) EXPECT(eventually([&] { return standIn.count("comms") == 0; }));
   }
@@ -80,7 +80,7 @@ TEST(NcclConnect, freesWhatComesAfterAnAbort) {
     return Status();
   });
   EXPECT_EQ(status.message(), "on request");
-  EXPECT_EQ(comm->handle(), static_cast<Comm*>(nullptr));
+  EXPECT_EQ(comm->handle(), static_cast<RawComm*>(nullptr));
   EXPECT(eventually([&] { return standIn.count("comms") == 0; }));
 }
 
@@ -92,33 +92,26 @@ TEST(NcclConnect, reportsWhatNcclSays) {
     EXPECT_EQ(status.code(), Code::kInternal);
     EXPECT(
         contains(status, "ncclCommInitRankConfig failed on rank 0 of 1 in 'lone': internal error"));
-    EXPECT(!isSharedGpuRefused(status));
   }
   const auto script = standIn.scripted("duplicate_gpu=1");
   const UniqueId id = newId(standIn);
   test::Threads(2, [&](int rank) {
     const Status status = lone(standIn, rank)->connect(id, patient(), nullptr);
     EXPECT(contains(status, "invalid usage; last error: stand-in: Duplicate GPU detected"));
-    EXPECT(isSharedGpuRefused(status));
   });
 }
 
 TEST(NcclConnect, passesOptionsOn) {
   StandIn& standIn = StandIn::full();
-  Env env;
-  env.nccl.minCtas = 3;
-  env.nccl.maxCtas = 5;
-  env.nccl.cgaClusterSize = 2;
-  env.nccl.trafficClass = 7;
-  env.nccl.splitShare = true;
-  env.nccl.nvlsCtas = 4;
-  env.nccl.ctaPolicy = 1;
-  env.nccl.isBlocking = true;
-  env.nccl.netName = "Socket";
-  CommunicatorOptions options;
-  options.maxCtas = 9;  // the program's word counts more
-  options.fillFrom(env.nccl);
-  EXPECT_EQ(options.netName, "Socket");
+  CommOptions options;
+  options.nccl.minCtas = 3;
+  options.nccl.maxCtas = 9;
+  options.nccl.cgaClusterSize = 2;
+  options.nccl.trafficClass = 7;
+  options.nccl.nvlsCtas = 4;
+  options.nccl.ctaPolicy = 1;
+  options.nccl.isBlocking = true;
+  options.nccl.netName = "Socket";
   World world(standIn, 1, options);
   Config config;
   reinterpret_cast<void (*)(void*, uint64_t)>(standIn.symbol("mycoll_standin_nccl_last_config"))(
@@ -127,15 +120,15 @@ TEST(NcclConnect, passesOptionsOn) {
   EXPECT_EQ(config.maxCtas, 9);
   EXPECT_EQ(config.cgaClusterSize, 2);
   EXPECT_EQ(config.trafficClass, 7);
-  EXPECT_EQ(config.splitShare, 1);
+  EXPECT_EQ(config.splitShare, 0);
   EXPECT_EQ(config.nvlsCtas, 4);
   EXPECT_EQ(config.ctaPolicy, 1);
   EXPECT_EQ(config.blocking, 1);
   EXPECT_EQ(config.shrinkShare, kUndefined);
 
-  CommunicatorOptions wrong;
-  wrong.minCtas = 9;
-  wrong.maxCtas = 2;
+  CommOptions wrong;
+  wrong.nccl.minCtas = 9;
+  wrong.nccl.maxCtas = 2;
   EXPECT(contains(lone(standIn, 0, 1, wrong)->connect(newId(standIn), patient(), nullptr),
                   "invalid argument"));
 }
@@ -167,7 +160,6 @@ TEST(NcclIssue, refusesBeforeAndAfter) {
   EXPECT_EQ(rank.comm->state(), State::kClosed);
   EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "late")));
   EXPECT(contains(sum(rank, data), "cannot be used: it is closed"));
-  EXPECT(contains(rank.comm->revoke(patient()), "cannot be used"));
 }
 
 TEST(NcclIssue, failsForGoodWhenACallFails) {

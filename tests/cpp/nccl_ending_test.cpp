@@ -3,10 +3,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <cstdlib>
 
-#include "nccl/communicator.h"
+#include "nccl/comm.h"
 #include "nccl_world.h"
 
 extern char** environ;
@@ -14,7 +15,7 @@ extern char** environ;
 namespace mycoll::nccl::world {
 namespace {
 
-using State = Communicator::State;
+using State = Comm::State;
 
 // --- abort, whatever hangs
 
@@ -37,8 +38,8 @@ TEST(NcclAbort, freesAStreamThatWaits) {
 TEST(NcclAbort, endsAnEnqueueThatHangs) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {true, false}) {
-    CommunicatorOptions options;
-    options.isBlocking = isBlocking;
+    CommOptions options;
+    options.nccl.isBlocking = isBlocking;
     World world(standIn, 1, options);
     Rank& rank = world[0];
     Buffer data(filled(1), rank.stream);
@@ -56,6 +57,26 @@ TEST(NcclAbort, endsAnEnqueueThatHangs) {
     EXPECT_EQ(first.message(), "rank 7 never called it");
     EXPECT_EQ(second.message(), "rank 7 never called it");
   }
+}
+
+// Where NCCL can revoke, nothing is freed before the thread that is inside has come back.
+TEST(NcclAbort, letsAThreadComeBackFirst) {
+  StandIn& standIn = StandIn::full();
+  World world(standIn, 1);
+  Rank& rank = world[0];
+  Buffer data(filled(1), rank.stream);
+  const auto script = standIn.scripted("hang=enqueue");
+  const int64_t entered = standIn.count("ncclAllReduce"), revoked = standIn.count("ncclCommRevoke");
+  std::atomic<bool> isBack{false};
+  std::thread hanging([&] {
+    (void)sum(rank, data);
+    isBack = true;
+  });
+  EXPECT(eventually([&] { return standIn.count("ncclAllReduce") > entered; }));
+  EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "enough")));
+  EXPECT_EQ(standIn.count("ncclCommRevoke"), revoked + 1);
+  EXPECT(eventually([&] { return isBack.load(); }));
+  hanging.join();
 }
 
 TEST(NcclAbort, returnsByItsDeadlineWhenNcclDoesNot) {
@@ -84,7 +105,7 @@ TEST(NcclAbort, returnsByItsDeadlineWhenNcclDoesNot) {
 
 TEST(NcclAbort, anEnqueueEndsByItsTimeout) {
   StandIn& standIn = StandIn::full();
-  CommunicatorOptions options;
+  CommOptions options;
   options.issueTimeout = std::chrono::milliseconds(100);
   World world(standIn, 1, options);
   const auto script = standIn.scripted("progress_ms=1000000");
@@ -100,8 +121,8 @@ TEST(NcclAbort, anEnqueueEndsByItsTimeout) {
 TEST(NcclClose, waitsForWhatRuns) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {true, false}) {
-    CommunicatorOptions options;
-    options.isBlocking = isBlocking;
+    CommOptions options;
+    options.nccl.isBlocking = isBlocking;
     World world(standIn, 2, options);
     world.run([](Rank& rank) {
       Buffer data(filled(1), rank.stream);
@@ -114,7 +135,7 @@ TEST(NcclClose, waitsForWhatRuns) {
       EXPECT_OK(rank.comm->close(patient()));
       opening.join();
       EXPECT(isSumOf(data, 2));
-      EXPECT_EQ(rank.comm->handle(), static_cast<Comm*>(nullptr));
+      EXPECT_EQ(rank.comm->handle(), static_cast<RawComm*>(nullptr));
     });
   }
 }
@@ -122,8 +143,8 @@ TEST(NcclClose, waitsForWhatRuns) {
 TEST(NcclClose, endsByItsDeadline) {
   StandIn& standIn = StandIn::full();
   for (const std::string what : {"finalize", "destroy", "pending", "pending without blocking"}) {
-    CommunicatorOptions options;
-    options.isBlocking = what.find("without") == what.npos;
+    CommOptions options;
+    options.nccl.isBlocking = what.find("without") == what.npos;
     const bool isPending = what.starts_with("pending");
     const int64_t comms = standIn.count("comms");
     {
@@ -138,7 +159,7 @@ TEST(NcclClose, endsByItsDeadline) {
       EXPECT_EQ(world[0].comm->close(in(0)).message(), status.message());
       EXPECT_EQ(world[0].comm->abort(in(0), Status(Code::kAborted, "x")).code(), Code::kOk);
       // Nobody takes the handle from the thread that is inside NCCL with it.
-      EXPECT_EQ(world[0].comm->handle(), static_cast<Comm*>(nullptr));
+      EXPECT_EQ(world[0].comm->handle(), static_cast<RawComm*>(nullptr));
       if (isPending) EXPECT_OK(sum(world[1], late));
     }
     EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
@@ -150,8 +171,8 @@ TEST(NcclClose, endsByItsDeadline) {
 TEST(NcclSplit, byColorAndKey) {
   StandIn& standIn = StandIn::full();
   for (bool isBlocking : {true, false}) {
-    CommunicatorOptions options;
-    options.isBlocking = isBlocking;
+    CommOptions options;
+    options.nccl.isBlocking = isBlocking;
     World world(standIn, 4, options);
     for (int round = 0; round < 3; ++round) {
       world.run([&](Rank& rank) {
@@ -160,7 +181,7 @@ TEST(NcclSplit, byColorAndKey) {
         const int place = me == 3 ? 0 : me == 1 ? 1 : 2;
         const bool isMember = me != 2;
         const auto child =
-            std::make_shared<Communicator>(standIn.library(), place, 3, "child", options);
+            std::make_shared<Comm>(standIn.library(), place, 3, "child", options);
         ASSERT_OK(rank.comm->split(isMember ? 5 : kSplitNoColor, place,
                                    isMember ? child.get() : nullptr, patient(), nullptr));
         if (!isMember) {
@@ -201,60 +222,20 @@ TEST(NcclSplit, endsWhenOthersDoNotCome) {
             "rank 0 has left");
 }
 
-TEST(NcclShrink, withoutTheLost) {
-  StandIn& standIn = StandIn::full();
-  World world(standIn, 3);
-  world.run([&](Rank& rank) {
-    const int me = rank.comm->rank();
-    if (me == 1) return;  // lost
-    Buffer data(filled(1), rank.stream);
-    ASSERT_OK(sum(rank, data));  // cannot end
-    const auto child =
-        std::make_shared<Communicator>(standIn.library(), me == 0 ? 0 : 1, 2, "rest");
-    ASSERT_OK(rank.comm->shrink({1}, true, child.get(), patient(), nullptr));
-    Rank inChild{child, rank.stream};
-    Buffer rest(filled(me + 1), rank.stream);
-    ASSERT_OK(sum(inChild, rest));
-    EXPECT(isSumOf(rest, 4));
-    EXPECT_OK(child->close(patient()));
-    EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "shrunk")));
-  });
-  EXPECT_OK(world[1].comm->abort(patient(), Status(Code::kAborted, "lost")));
-}
-
-TEST(NcclRevoke, stopsAndKeepsTheCommunicator) {
-  StandIn& standIn = StandIn::full();
-  World world(standIn, 3);
-  world.run([&](Rank& rank) {
-    const int me = rank.comm->rank();
-    if (me == 2) return;
-    Buffer data(filled(1), rank.stream);
-    ASSERT_OK(sum(rank, data));
-    ASSERT_OK(rank.comm->revoke(patient()));
-    EXPECT(mycoll_standin_stream_synchronize(rank.stream) == nullptr);
-    EXPECT(contains(sum(rank, data), "was revoked"));
-    const auto child = std::make_shared<Communicator>(standIn.library(), me, 2, "rest");
-    ASSERT_OK(rank.comm->shrink({2}, false, child.get(), patient(), nullptr));
-    EXPECT_OK(child->close(patient()));
-  });
-}
-
 TEST(NcclLacks, saysWhichFunction) {
   StandIn& standIn = StandIn::required();
   World world(standIn, 1);
-  Communicator& comm = *world[0].comm;
+  Comm& comm = *world[0].comm;
   void* memory = nullptr;
   Window* window = nullptr;
   for (const auto& [status, function] :
        {std::pair(comm.split(0, 0, nullptr, patient(), nullptr), "ncclCommSplit"),
-        {comm.shrink({}, false, nullptr, patient(), nullptr), "ncclCommShrink"},
-        {comm.revoke(patient()), "ncclCommRevoke"},
         {comm.registerBuffer(nullptr, 1, &memory), "ncclCommRegister"},
         {comm.deregisterBuffer(nullptr), "ncclCommDeregister"},
         {comm.registerWindow(nullptr, 1, 0, &window), "ncclCommWindowRegister"},
         {comm.deregisterWindow(nullptr), "ncclCommWindowDeregister"},
-        {Communicator::allocate(standIn.library(), 1, &memory), "ncclMemAlloc"},
-        {Communicator::free(standIn.library(), nullptr), "ncclMemFree"}}) {
+        {Comm::allocate(standIn.library(), 1, &memory), "ncclMemAlloc"},
+        {Comm::free(standIn.library(), nullptr), "ncclMemFree"}}) {
     EXPECT_EQ(status.code(), Code::kUnsupported);
     EXPECT(contains(status, std::string("has no ") + function));
   }
@@ -266,7 +247,7 @@ TEST(NcclMemory, isRegisteredAndLetGo) {
   World world(standIn, 2);
   world.run([&](Rank& rank) {
     void* memory = nullptr;
-    ASSERT_OK(Communicator::allocate(standIn.library(), 10000, &memory));
+    ASSERT_OK(Comm::allocate(standIn.library(), 10000, &memory));
     EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % kWindowAlignment, 0);
     void* handle = nullptr;
     ASSERT_OK(rank.comm->registerBuffer(memory, 10000, &handle));
@@ -276,8 +257,8 @@ TEST(NcclMemory, isRegisteredAndLetGo) {
     EXPECT_OK(rank.comm->deregisterWindow(window));
     EXPECT_OK(rank.comm->deregisterBuffer(handle));
     EXPECT(contains(rank.comm->deregisterBuffer(handle), "ncclCommDeregister failed on rank"));
-    EXPECT_OK(Communicator::free(standIn.library(), memory));
-    EXPECT(contains(Communicator::free(standIn.library(), memory), "ncclMemFree failed"));
+    EXPECT_OK(Comm::free(standIn.library(), memory));
+    EXPECT(contains(Comm::free(standIn.library(), memory), "ncclMemFree failed"));
     int onHost = 0;
     EXPECT(!rank.comm->registerBuffer(&onHost, 4, &handle).ok());
     EXPECT_EQ(rank.comm->state(), State::kReady);

@@ -131,8 +131,8 @@ TEST(NcclLibrary, refusesWhatItCannotUse) {
     });
   }
   inChild([] {
-    setenv("MYCOLL_NCCL_MAX_CTAS", "many", 1);
-    return refused("", Code::kInvalidArgument, "MYCOLL_NCCL_MAX_CTAS=many is not valid");
+    setenv("MYCOLL_NCCL_BLOCKING", "perhaps", 1);
+    return refused("", Code::kInvalidArgument, "MYCOLL_NCCL_BLOCKING=perhaps is not valid");
   });
 }
 
@@ -151,7 +151,7 @@ TEST(NcclLibrary, knowsWhatItLacks) {
     if (library->versionText() != "2.30.4") return library->versionText();
     const std::string text = library->describeCapabilities();
     const std::string all =
-        "split pre_mul_sum mem_alloc register float8 windows shrink revoke all_to_all "
+        "split mem_alloc register float8 windows revoke all_to_all "
         "gather_scatter several_ranks_per_gpu";
     return text == all ? "" : text;
   });

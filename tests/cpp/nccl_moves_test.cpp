@@ -123,8 +123,8 @@ TEST(NcclMoves, listsWithoutTheNewerFunctions) {
 }
 
 TEST(NcclMoves, blockingCommunicators) {
-  CommunicatorOptions options;
-  options.isBlocking = true;
+  CommOptions options;
+  options.nccl.isBlocking = true;
   World world(StandIn::full(), 3, options);
   world.run([](Rank& rank) {
     for (int round = 0; round < 20; ++round) {

@@ -153,41 +153,5 @@ TEST(NcclReduceScatter, flatAndUneven) {
   }
 }
 
-TEST(NcclPreMulSum, hostAndDeviceFactors) {
-  World world(StandIn::full(), 3);
-  world.run([](Rank& rank) {
-    for (bool isOnDevice : {false, true}) {
-      const float factor = static_cast<float>(rank.comm->rank() + 2);
-      std::vector<char> bytes(sizeof(factor));
-      std::memcpy(bytes.data(), &factor, sizeof(factor));
-      Buffer onDevice(bytes, rank.stream);
-      PreMulSum preMulSum{isOnDevice ? onDevice.span().data : &factor, isOnDevice};
-      Form form;
-      form.preMulSum = &preMulSum;
-      Buffer data(numbers(DType::kFloat32, 100, rank.comm->rank()), rank.stream);
-      ASSERT_OK(enqueue(*rank.comm,
-                        callOf(OpKind::kAllReduce, DType::kFloat32, {data.span()}, {data.span()}),
-                        rank.stream, form));
-      const std::vector<char> content = data.read();
-      for (size_t i = 0; i < 100; ++i) {
-        float expected = 0;
-        for (int peer = 0; peer < 3; ++peer) {
-          expected += reference::at<float>(numbers(DType::kFloat32, 100, peer).data(), i) *
-                      static_cast<float>(peer + 2);
-        }
-        EXPECT_EQ(reference::at<float>(content.data(), i), expected);
-      }
-    }
-    PreMulSum factor{&rank, false};
-    Form form;
-    form.preMulSum = &factor;
-    Buffer data(numbers(DType::kInt32, 10, 0), rank.stream);
-    for (DType dtype : {DType::kInt32, DType::kComplex64, DType::kFloat8E5M2, DType::kBool}) {
-      const Call call = callOf(OpKind::kAllReduce, dtype, {data.span()}, {data.span()});
-      EXPECT_EQ(check(rank.comm->library(), call, form).code(), Code::kUnsupported);
-    }
-  });
-}
-
 }  // namespace
 }  // namespace mycoll::nccl::world

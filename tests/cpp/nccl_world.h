@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "nccl/collectives.h"
-#include "nccl/communicator.h"
+#include "nccl/comm.h"
 #include "standin_device.h"
 #include "test.h"
 
@@ -101,20 +101,20 @@ class Buffer {
 };
 
 struct Rank {
-  std::shared_ptr<Communicator> comm;
+  std::shared_ptr<Comm> comm;
   void* stream = nullptr;
 };
 
 // All ranks connect, run `body` and close. Streams are reused: each is a thread for good.
 class World {
  public:
-  World(StandIn& standIn, int ranks, CommunicatorOptions options = {}) : standIn_(standIn) {
+  World(StandIn& standIn, int ranks, CommOptions options = {}) : standIn_(standIn) {
     UniqueId id;
-    const Status made = Communicator::createId(standIn.library(), &id);
+    const Status made = Comm::createId(standIn.library(), &id);
     if (!made.ok()) test::fail(__FILE__, __LINE__, made.toString());
     for (int rank = 0; rank < ranks; ++rank) {
       ranks_.push_back(
-          {std::make_shared<Communicator>(standIn.library(), rank, ranks, "world", options),
+          {std::make_shared<Comm>(standIn.library(), rank, ranks, "world", options),
            streamOf(rank)});
     }
     test::Threads(ranks, [&](int rank) {
@@ -124,9 +124,9 @@ class World {
   }
   ~World() {
     test::Threads(static_cast<int>(ranks_.size()), [&](int rank) {
-      const Communicator::State state = ranks_[rank].comm->state();
+      const Comm::State state = ranks_[rank].comm->state();
       const Status closed = ranks_[rank].comm->close(patient());
-      if (state == Communicator::State::kReady) EXPECT_OK(closed);
+      if (state == Comm::State::kReady) EXPECT_OK(closed);
     });
   }
 
@@ -203,15 +203,23 @@ inline bool contains(const Status& status, const std::string& words) {
   return false;
 }
 
-inline std::shared_ptr<Communicator> lone(StandIn& standIn, int rank = 0, int ranks = 2,
-                                          CommunicatorOptions options = {}) {
-  return std::make_shared<Communicator>(standIn.library(), rank, ranks, "lone", options);
+inline std::shared_ptr<Comm> lone(StandIn& standIn, int rank = 0, int ranks = 2,
+                                          CommOptions options = {}) {
+  return std::make_shared<Comm>(standIn.library(), rank, ranks, "lone", options);
 }
 
 inline UniqueId newId(StandIn& standIn) {
   UniqueId id;
-  EXPECT_OK(Communicator::createId(standIn.library(), &id));
+  EXPECT_OK(Comm::createId(standIn.library(), &id));
   return id;
+}
+
+// One call, as a launch of its own.
+inline Status enqueue(Comm& comm, const Call& call, CudaStream stream, const Form& form = {}) {
+  MYCOLL_RETURN_IF_ERROR(check(comm.library(), call, form));
+  Issue issue(comm);
+  (void)nccl::enqueue(issue, call, stream, form).ok();  // its failure is end()'s, too
+  return issue.end();
 }
 
 inline Status sum(Rank& rank, const Buffer& data) {

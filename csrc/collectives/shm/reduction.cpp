@@ -1,6 +1,6 @@
 // Collectives that compute. Every element is reduced over all ranks' inputs by one tree
-// (kernels/reduce.h) and with one rounding, by one rank or by each in the same way: so all ranks hold
-// the same bits, whatever the size or the transport.
+// (kernels/reduce.h) and with one rounding, by one rank or by each in the same way: so all ranks
+// hold the same bits, whatever the size or the transport.
 //
 // Large ones go in rounds of one bulk area a rank. Between two ranks each stages its own input, and
 // reduces all of it. A byte crosses memory as often as if they divided the work, and they wait for

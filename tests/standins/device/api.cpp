@@ -152,8 +152,6 @@ const char* mycoll_standin_event_query(void* handle, int* isDone) {
   if (const char* refusal = standin::refuseDuringCapture("an event was queried")) return refusal;
   std::shared_ptr<Moment> moment;
   const char* refusal = lastOf(event(handle), &moment);
-  static const bool kBlocks = std::getenv("STANDIN_QUERY") != nullptr;
-  if (kBlocks && moment) moment->await();
   *isDone = refusal == nullptr && (!moment || moment->isPassed()) ? 1 : 0;
   return refusal;
 }

@@ -70,8 +70,6 @@ STANDIN_API void mycoll_standin_event_destroy(void* event);
 STANDIN_API const char* mycoll_standin_event_record(void* event, void* stream);
 STANDIN_API const char* mycoll_standin_event_block(void* event, void* stream);
 // An event that was never recorded is done.
-// With STANDIN_QUERY set it comes back when the event has passed, as a driver does that is kept
-// busy.
 STANDIN_API const char* mycoll_standin_event_query(void* event, int* isDone);
 STANDIN_API const char* mycoll_standin_event_synchronize(void* event);
 STANDIN_API const char* mycoll_standin_event_elapsed(void* start, void* end, double* milliseconds);

@@ -12,7 +12,6 @@
 namespace standin::nccl {
 namespace {
 
-using mycoll::nccl::ScalarResidence;
 using mycoll::nccl::Window;
 
 std::mutex lastConfigMutex;
@@ -87,7 +86,6 @@ Result childConfig(const Comm& parent, const Config* given, Config* config) {
 
 using namespace standin::nccl;
 using mycoll::nccl::CudaStream;
-using mycoll::nccl::ScalarResidence;
 using mycoll::nccl::Window;
 
 NCCL_API Result ncclGetVersion(int* version) {
@@ -137,25 +135,6 @@ NCCL_API Result ncclCommSplit(Handle handle, int color, int key, Handle* child, 
     *child = nullptr;
     return comm.split(color, key, child, config);
   });
-}
-
-NCCL_API Result ncclCommShrink(Handle handle, int* excluded, int excludedCount, Handle* child,
-                               Config* given, int flags) {
-  count("ncclCommShrink");
-  const std::shared_ptr<Comm> comm = find(handle, "ncclCommShrink");
-  const Entry entry(*comm, "ncclCommShrink", false);
-  const bool aborts = flags == mycoll::nccl::kShrinkAbort;
-  const Result ready = comm->readiness();
-  if (!aborts && !comm->isStopped() && ready != Result::kSuccess) return ready;
-  Config config;
-  const Result valid = childConfig(*comm, given, &config);
-  if (valid != Result::kSuccess) return valid;
-  const std::vector<int> list(excluded, excluded + excludedCount);
-  for (int rank : list) {
-    if (rank < 0 || rank >= comm->ranks || rank == comm->rank) return invalid("excludeRanksList");
-  }
-  *child = nullptr;
-  return comm->shrink(list, aborts, child, config);
 }
 
 NCCL_API Result ncclCommFinalize(Handle handle) {
@@ -251,27 +230,6 @@ NCCL_API Result ncclCommWindowRegister(Handle handle, void* buffer, size_t bytes
 NCCL_API Result ncclCommWindowDeregister(Handle handle, Window* window) {
   return with(handle, "ncclCommWindowDeregister",
               [&](Comm& comm) { return comm.deregisterBuffer(window); });
-}
-
-NCCL_API Result ncclRedOpCreatePreMulSum(RedOp* op, void* scalar, DataType type,
-                                         ScalarResidence residence, Handle handle) {
-  return with(handle, "ncclRedOpCreatePreMulSum", [&](Comm& comm) {
-    Factor factor;
-    factor.type = type;
-    if (residence == ScalarResidence::kDevice) {
-      factor.device = scalar;
-    } else {
-      const char* const bytes = static_cast<const char*>(scalar);
-      factor.value.assign(bytes, bytes + sizeOf(type));
-    }
-    return comm.createOp(std::move(factor), op);
-  });
-}
-
-// Also while the call that used it is in progress: NCCL has its copy.
-NCCL_API Result ncclRedOpDestroy(RedOp op, Handle handle) {
-  count("ncclRedOpDestroy");
-  return find(handle, "ncclRedOpDestroy")->destroyOp(op);
 }
 
 extern "C" void mycoll_standin_nccl_last_config(void* config, uint64_t bytes) {

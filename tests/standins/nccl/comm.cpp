@@ -155,7 +155,7 @@ Result Comm::background(std::function<Result()> job) {
 Result Comm::connect(const UniqueId& id) {
   id_ = id;
   auto job = [self = shared_from_this()] {
-    auto aborted = [&] { return self->isAborted(); };
+    auto aborted = [&] { return self->isStopped(); };
     hangWhile("init", self->rank, aborted);
     const Script now = script();
     if (now.fails("init", self->rank)) return complain(Result::kInternalError, "told to fail");
@@ -190,32 +190,12 @@ Result Comm::split(int color, int key, Handle* child, const Config& config) {
   });
 }
 
-Result Comm::shrink(const std::vector<int>& excluded, bool abortsParent, Handle* child,
-                    const Config& config) {
-  std::vector<int> members;
-  for (int each = 0; each < ranks; ++each) {
-    if (std::find(excluded.begin(), excluded.end(), each) == excluded.end()) {
-      members.push_back(each);
-    }
-  }
-  if (abortsParent) {
-    isRevoked_ = true;  // ends what runs
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.notify_all();
-    changed_.wait(lock, [this] { return !isRunning_; });
-    state_ = Result::kSuccess;
-  }
-  return background([self = shared_from_this(), members, child, config] {
-    return self->makeChild(members, 0, self->rank, child, config);
-  });
-}
-
 // The members agree in a round of bulletins: wishes, then the leader's id, then all are done with
 // it.
 Result Comm::makeChild(const std::vector<int>& members, int color, int key, Handle* child,
                        const Config& config) {
   *child = nullptr;
-  hangWhile("init", rank, [this] { return isAborted(); });
+  hangWhile("init", rank, [this] { return isStopped(); });
   const uint64_t round = ++rounds_;
   auto all = [&](auto isThere) {
     return await([&] { return std::all_of(members.begin(), members.end(), isThere); });
@@ -377,25 +357,6 @@ Result Comm::revoke() {
 }
 
 // --- what it holds
-
-Result Comm::createOp(Factor factor, RedOp* op) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  *op = static_cast<RedOp>(nextOp_);
-  factors_.emplace(nextOp_++, std::make_shared<Factor>(std::move(factor)));
-  return Result::kSuccess;
-}
-
-Result Comm::destroyOp(RedOp op) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (factors_.erase(static_cast<int>(op)) == 1) return Result::kSuccess;
-  return complain(Result::kInvalidArgument, "no such operator");
-}
-
-std::shared_ptr<Factor> Comm::factorOf(RedOp op) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = factors_.find(static_cast<int>(op));
-  return found == factors_.end() ? nullptr : found->second;
-}
 
 Result Comm::registerBuffer(void** handle) {
   std::lock_guard<std::mutex> lock(mutex_);

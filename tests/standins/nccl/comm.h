@@ -29,7 +29,7 @@ using mycoll::nccl::DataType;
 using mycoll::nccl::RedOp;
 using mycoll::nccl::Result;
 using mycoll::nccl::UniqueId;
-using Handle = mycoll::nccl::Comm*;
+using Handle = mycoll::nccl::RawComm*;
 
 enum class Kind : uint32_t {
   kAllReduce,
@@ -44,13 +44,6 @@ enum class Kind : uint32_t {
   kReceive,
 };
 
-// Of a PREMUL_SUM.
-struct Factor {
-  DataType type{};
-  std::vector<char> value;       // taken at creation...
-  const void* device = nullptr;  // ... or read when the operation runs
-};
-
 struct Operation {
   Kind kind{};
   const char* name = "";
@@ -60,7 +53,6 @@ struct Operation {
   DataType type{};
   RedOp op{};
   int root = -1;                   // or the peer of kSend and kReceive
-  std::shared_ptr<Factor> factor;  // null: none
 };
 
 size_t sizeOf(DataType type);
@@ -76,8 +68,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // --- what ncclX of a handle does
   Result connect(const UniqueId& id);
   Result split(int color, int key, Handle* child, const Config& config);
-  Result shrink(const std::vector<int>& excluded, bool abortsParent, Handle* child,
-                const Config& config);
   Result issue(std::vector<Operation> operations, void* stream);
   Result finalize();
   Result destroy();
@@ -87,9 +77,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // Not ready: what a call with this communicator returns.
   Result readiness();
 
-  Result createOp(Factor factor, RedOp* op);
-  Result destroyOp(RedOp op);
-  std::shared_ptr<Factor> factorOf(RedOp op);  // null: no such operator
 
   Result registerBuffer(void** handle);
   Result deregisterBuffer(void* handle);
@@ -126,8 +113,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
   bool isRunning_ = false;
   uint64_t issued_ = 0, passed_ = 0;  // launches; those of graphs are not among them
   int64_t operations_ = 0;
-  std::map<int, std::shared_ptr<Factor>> factors_;
-  int nextOp_ = 5;
   std::map<void*, int> buffers_;
 
   uint64_t collectives_ = 0;  // of the running launch
@@ -167,7 +152,7 @@ inline Result invalid(std::string sentence) {
 template <typename Predicate>
 Result Comm::await(Predicate isTrue) {
   for (int poll = 0; !isTrue(); ++poll) {
-    if (isAborted_) return complain(Result::kInternalError, "aborted");
+    if (isStopped()) return complain(Result::kInternalError, "aborted or revoked");
     if (poll % 16 == 0 && segment_ && script().peerDeathIsError) {
       for (int peer = 0; peer < ranks; ++peer) {
         if (segment_->isPeerDead(peer)) {

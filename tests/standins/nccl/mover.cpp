@@ -52,7 +52,7 @@ ReduceOp opOf(RedOp op) {
     case RedOp::kMax: return ReduceOp::kMax;
     case RedOp::kMin: return ReduceOp::kMin;
     case RedOp::kAvg: return ReduceOp::kAvg;
-    default: return ReduceOp::kSum;  // and PREMUL_SUM
+    default: return ReduceOp::kSum;
   }
 }
 
@@ -107,21 +107,6 @@ class Mover {
     finishers_.push_back([=] { std::memmove(to, from, bytes); });
   }
 
-  // This rank's values of a PREMUL_SUM are multiplied before they go anywhere.
-  char* scaled(const Operation& op, char* values, size_t count) {
-    if (!op.factor || count == 0) return values;
-    const size_t size = sizeOf(op.type);
-    const char* factor = op.factor->value.data();
-    if (op.factor->device != nullptr)
-      factor = touch(op.factor->device, size, "PREMUL_SUM's factor");
-    char* const factors = scratch(count * size);
-    for (size_t i = 0; i < count; ++i) std::memcpy(factors + i * size, factor, size);
-    char* const result = scratch(count * size);
-    const void* inputs[] = {values, factors};
-    mycoll::reduce(dtypeOf(op.type), ReduceOp::kProduct, result, inputs, 2, count, 1, false);
-    return result;
-  }
-
   // All ranks' values of one part meet here.
   void reduceHere(const Operation& op, char* own, char* to, Tag tag) {
     const size_t bytes = op.count * sizeOf(op.type);
@@ -150,7 +135,7 @@ class Mover {
     const bool isRoot = op.root == rank_;
     switch (op.kind) {
       case Kind::kAllReduce: {
-        char* const own = scaled(op, touch(op.send, bytes, op.name), op.count);
+        char* const own = touch(op.send, bytes, op.name);
         for (int peer = 0; peer < ranks_; ++peer) {
           if (peer != rank_) put(peer, own, bytes, tag);
         }
@@ -158,7 +143,7 @@ class Mover {
         break;
       }
       case Kind::kReduce: {
-        char* const own = scaled(op, touch(op.send, bytes, op.name), op.count);
+        char* const own = touch(op.send, bytes, op.name);
         if (isRoot) {
           reduceHere(op, own, touch(op.receive, bytes, op.name), tag);
         } else {
@@ -167,7 +152,7 @@ class Mover {
         break;
       }
       case Kind::kReduceScatter: {
-        char* const all = scaled(op, touch(op.send, ranks_ * bytes, op.name), ranks_ * op.count);
+        char* const all = touch(op.send, ranks_ * bytes, op.name);
         for (int peer = 0; peer < ranks_; ++peer) {
           if (peer != rank_) put(peer, all + peer * bytes, bytes, tag);
         }

@@ -83,19 +83,12 @@ Result add(Handle handle, Operation op, void* stream, Reach reach) {
   const Entry entry(*comm, op.name, group.depth > 0);
   Result result = comm->readiness();
   if (result == Result::kSuccess) {
-    hangWhile("enqueue", comm->rank, [&] { return comm->isAborted(); });
-    if (comm->isAborted() || script().fails("enqueue", comm->rank)) {
+    hangWhile("enqueue", comm->rank, [&] { return comm->isStopped(); });
+    if (comm->isStopped() || script().fails("enqueue", comm->rank)) {
       result = complain(Result::kInternalError, "aborted, or told to fail");
     }
   }
   if (result == Result::kSuccess) result = checkArguments(*comm, op, reach);
-  if (result == Result::kSuccess && static_cast<int>(op.op) >= 5) {
-    op.factor = comm->factorOf(op.op);
-    if (!op.factor || op.factor->type != op.type) {
-      result = invalid(std::string(op.name) + ": no such operator for this type");
-    }
-    op.op = static_cast<RedOp>(5);  // its number differs between ranks
-  }
   stream = Device::get().stream(stream);
   if (group.depth > 0) {
     if (result != Result::kSuccess) {

@@ -1,11 +1,11 @@
-#include "backend/device/operation.h"
+#include "device/operation.h"
 
 #include <c10/core/DeviceGuard.h>
 
 #include <utility>
 
-#include "backend/device/pause.h"
 #include "backend/errors.h"
+#include "device/pause.h"
 
 namespace mycoll {
 namespace {
@@ -41,13 +41,13 @@ void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
   for (auto& fn : callbacks) fn();
 }
 
-void DeviceOperation::fail(const Status& cause, bool asksDevice) {
+void DeviceOperation::fail(const Status& cause) {
   std::vector<std::function<void()>> callbacks;
   OpPtr finished;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     if (isPassed_.load(std::memory_order_relaxed)) return;
-    if (state_ == State::kEnqueued && (asksDevice || isCaptured_)) {
+    if (state_ == State::kEnqueued) {
       const EventPtr ended = ended_;
       lock.unlock();  // the device may take its time
       if (hasPassedOrIsCaptured(*ended)) return;
@@ -122,10 +122,6 @@ bool DeviceOperation::isOver() const {
   if (!hasPassedOrIsCaptured(*ended)) return false;
   isPassed_.store(true, std::memory_order_relaxed);
   return true;
-}
-
-bool DeviceOperation::isKnownOver() const {
-  return isPassed_.load(std::memory_order_relaxed) || !status().ok();
 }
 
 bool DeviceOperation::mayRelease() const {

@@ -1,4 +1,4 @@
-#include "backend/device/host_collective.h"
+#include "device/host_collective.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "backend/device/copies.h"
+#include "device/copies.h"
 
 namespace mycoll {
 namespace {

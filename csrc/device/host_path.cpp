@@ -1,4 +1,4 @@
-#include "backend/device/host_road.h"
+#include "device/host_path.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
@@ -8,7 +8,8 @@
 #include <utility>
 
 #include "backend/call_site.h"
-#include "backend/device/copies.h"
+#include "device/copies.h"
+#include "device/device_group.h"
 
 namespace mycoll {
 
@@ -51,7 +52,7 @@ struct Cut {
 }  // namespace
 
 // A piece that is being copied from the device before it is sent.
-struct HostRoad::Outgoing {
+struct HostPath::Outgoing {
   DeviceOperationPtr operation;
   std::shared_ptr<std::atomic<size_t>> left;  // pieces of the message that were not sent
   c10::Stream stream;
@@ -67,7 +68,7 @@ struct HostRoad::Outgoing {
 };
 
 // A message that is being received. Held by its pieces.
-struct HostRoad::Incoming {
+struct HostPath::Incoming {
   std::shared_ptr<Communicator> group;
   DeviceOperationPtr operation;
   Cut cut;
@@ -95,13 +96,13 @@ struct HostRoad::Incoming {
   }
 };
 
-HostRoad::HostRoad(const DevicePlace& place)
+HostPath::HostPath(const DevicePlace& place)
     : place_(place),
       staging_(std::make_shared<HostStaging>()),
       queued_(std::make_shared<std::atomic<int>>(0)) {}
 
-DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request*>& requests,
-                                   bool isTimed, EventPtr ready) {
+DeviceOperationPtr HostPath::carry(DeviceGroup& group, const std::vector<Request*>& requests,
+                                   bool isTimed) {
   const Request& first = *requests.front();
   const c10::Device device = first.device;
   const c10::Stream caller = currentStream(device);
@@ -111,7 +112,7 @@ DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request
            "device tensors travel (see MYCOLL_CUDA)");
   }
   // All parts of a batch begin behind it, so that it has passed when any of them has.
-  if (!ready) ready = recordEvent(caller, isTimed);
+  const EventPtr ready = recordEvent(caller, isTimed);
   std::vector<DeviceOperationPtr> parts;
   for (Request* request : requests) parts.push_back(carryOne(group, *request, isTimed, ready));
   if (parts.size() == 1) return parts.front();
@@ -137,7 +138,7 @@ DeviceOperationPtr HostRoad::carry(DeviceGroup& group, const std::vector<Request
   return whole;
 }
 
-DeviceOperationPtr HostRoad::carryOne(DeviceGroup& group, Request& request, bool isTimed,
+DeviceOperationPtr HostPath::carryOne(DeviceGroup& group, Request& request, bool isTimed,
                                       EventPtr ready) {
   const c10::Stream caller = currentStream(request.device);
   auto operation = std::make_shared<DeviceOperation>(request.site.function, caller);
@@ -153,14 +154,14 @@ DeviceOperationPtr HostRoad::carryOne(DeviceGroup& group, Request& request, bool
   } else {
     carryCollective(request, operation, std::move(ready));
   }
-  Followed followed;
-  followed.operation = operation;
-  followed.isMessage = kind == OpKind::kSend || kind == OpKind::kRecv;
-  group.follow(std::move(followed));
+  Watched watched;
+  watched.operation = operation;
+  watched.isMessage = kind == OpKind::kSend || kind == OpKind::kRecv;
+  group.watch(std::move(watched));
   return operation;
 }
 
-void HostRoad::carryCollective(Request& request, const DeviceOperationPtr& operation,
+void HostPath::carryCollective(Request& request, const DeviceOperationPtr& operation,
                                EventPtr ready) {
   auto collective = std::make_shared<HostCollective>(
       staging_, operation, std::move(ready), place_.rank, place_.ranks,
@@ -178,7 +179,7 @@ void HostRoad::carryCollective(Request& request, const DeviceOperationPtr& opera
   });
 }
 
-void HostRoad::send(Request& request, const DeviceOperationPtr& operation, const EventPtr& ready) {
+void HostPath::send(Request& request, const DeviceOperationPtr& operation, const EventPtr& ready) {
   const Call& call = request.calls.front();
   const Span span = call.in.front();
   const Cut cut(span.bytes);
@@ -212,10 +213,10 @@ void HostRoad::send(Request& request, const DeviceOperationPtr& operation, const
   outgoing_.insert(outgoing_.end(), pieces.begin(), pieces.end());
 }
 
-void HostRoad::dispatch(const Outgoing& piece) {
-  const OpPtr op = place_.host->send(piece.span, piece.peer, piece.tag, piece.dtype,
-                                     piece.opaqueType, std::make_shared<at::Tensor>(piece.staging),
-                                     /*willWait=*/false, piece.timeout, piece.wholeBytes);
+void HostPath::dispatch(const Outgoing& piece) {
+  const OpPtr op = place_.host->send(
+      {piece.span, piece.peer, piece.tag, piece.dtype, piece.opaqueType, piece.wholeBytes},
+      std::make_shared<at::Tensor>(piece.staging), /*willWait=*/false, piece.timeout);
   piece.operation->setEngineOp(place_.host, op);
   op->onDone([operation = piece.operation, left = piece.left, stream = piece.stream,
               copied = piece.copied, op] {
@@ -224,7 +225,7 @@ void HostRoad::dispatch(const Outgoing& piece) {
   });
 }
 
-void HostRoad::receive(Request& request, const DeviceOperationPtr& operation, EventPtr ready) {
+void HostPath::receive(Request& request, const DeviceOperationPtr& operation, EventPtr ready) {
   const Call& call = request.calls.front();
   const Span target = call.out.front();
   const Cut cut(target.bytes);
@@ -237,12 +238,12 @@ void HostRoad::receive(Request& request, const DeviceOperationPtr& operation, Ev
   receivePiece(message, 0, request.peer, request.tag);
 }
 
-void HostRoad::receivePiece(const std::shared_ptr<Incoming>& message, size_t piece, int source,
+void HostPath::receivePiece(const std::shared_ptr<Incoming>& message, size_t piece, int source,
                             uint64_t tag) {
-  const OpPtr op =
-      message->group->recv(message->cut.span(message->staging, piece), source, tag, message->dtype,
-                           message->opaqueType, std::make_shared<at::Tensor>(message->staging),
-                           /*willWait=*/false, message->timeout, message->cut.bytes);
+  const OpPtr op = message->group->recv({message->cut.span(message->staging, piece), source, tag,
+                                         message->dtype, message->opaqueType, message->cut.bytes},
+                                        std::make_shared<at::Tensor>(message->staging),
+                                        /*willWait=*/false, message->timeout);
   message->operation->setEngineOp(message->group, op);
   op->onDone([message, piece, op] {
     const DeviceOperationPtr& operation = message->operation;
@@ -262,7 +263,7 @@ void HostRoad::receivePiece(const std::shared_ptr<Incoming>& message, size_t pie
   });
 }
 
-bool HostRoad::advance() {
+bool HostPath::advance() {
   for (;;) {
     std::shared_ptr<Outgoing> next;
     {

@@ -9,8 +9,11 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include "base/status.h"
 #include "base/task.h"
@@ -49,6 +52,21 @@ class EventPassed final : public Condition {
 
  private:
   const EventPtr event_;
+};
+
+// The streams on which graphs with operations of a group were captured, and their devices' usual
+// ones, on which graphs are replayed as a rule.
+class CapturedStreams {
+ public:
+  void add(const c10::Stream& stream);
+  bool isEmpty() const { return !isAny_.load(std::memory_order_acquire); }
+  // A captured operation may be under way.
+  bool isAnyBusy() const;
+
+ private:
+  std::atomic<bool> isAny_{false};
+  mutable std::mutex mutex_;
+  std::vector<c10::Stream> streams_;  // guarded by mutex_
 };
 
 }  // namespace mycoll

@@ -1,7 +1,6 @@
-#include "backend/device/watchdog.h"
+#include "device/watchdog.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -9,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "backend/device/device_group.h"
 #include "base/os.h"
+#include "device/device_group.h"
 
 namespace mycoll {
 namespace {
@@ -20,8 +19,7 @@ namespace {
 constexpr auto kSoon = std::chrono::microseconds(100);
 constexpr auto kLeast = std::chrono::microseconds(1'000);
 constexpr auto kMost = std::chrono::microseconds(20'000);
-constexpr auto kStuck = std::chrono::milliseconds(2'000);
-// Rounds of kMost without anything to follow, before it sleeps.
+// Rounds of kMost without anything to watch, before it sleeps.
 constexpr int kLinger = 50;
 
 }  // namespace
@@ -36,7 +34,6 @@ struct Watchdog::State {
   bool isLooking = false;  // at groups, without the mutex
   bool isStopped = false;
   std::condition_variable hasLooked;
-  std::atomic<int64_t> lookingSince{0};  // at one group, as steadyNanos() has it; 0: at none
 
   void run();
   void awaitGroups(std::unique_lock<std::mutex>& lock);
@@ -75,11 +72,6 @@ void Watchdog::wake() {
   all.woken.notify_one();
 }
 
-int64_t Watchdog::stuckSince() const {
-  const int64_t since = state().lookingSince.load(std::memory_order_acquire);
-  return std::chrono::nanoseconds(steadyNanos() - since) > kStuck ? since : 0;
-}
-
 void Watchdog::stop() {
   State& all = state();
   std::unique_lock<std::mutex> lock(all.mutex);
@@ -109,16 +101,14 @@ void Watchdog::State::run() {
     std::vector<std::shared_ptr<DeviceGroup>> round = groups;
     isLooking = true;
     lock.unlock();
-    DeviceGroup::Watched all;
+    DeviceGroup::Seen all;
     std::vector<DeviceGroup*> idle;
     for (const auto& group : round) {
-      lookingSince.store(steadyNanos(), std::memory_order_release);
-      const DeviceGroup::Watched seen = group->watch();
+      const DeviceGroup::Seen seen = group->look();
       all.hasMoved |= seen.hasMoved;
       all.wantsSoon |= seen.wantsSoon;
       if (!seen.isBusy) idle.push_back(group.get());
     }
-    lookingSince.store(0, std::memory_order_release);
     lock.lock();
     for (DeviceGroup* group : idle) {
       // What came since its round counts: add() and this are ordered by the mutex.

@@ -1,9 +1,10 @@
-#include "backend/device/streams.h"
+#include "device/streams.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -111,6 +112,36 @@ bool hasPassed(const c10::Event& event) {
     if (!isTold.exchange(true)) MYCOLL_LOG_WARN("%s", status.message().c_str());
   }
   return isPassed;
+}
+
+void CapturedStreams::add(const c10::Stream& stream) {
+  const c10::Stream usual =
+      c10::impl::VirtualGuardImpl(stream.device_type()).getDefaultStream(stream.device());
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const c10::Stream& one : {stream, usual}) {
+      const bool isKnown = std::find(streams_.begin(), streams_.end(), one) != streams_.end();
+      if (!isKnown) streams_.push_back(one);
+    }
+  }
+  isAny_.store(true, std::memory_order_release);
+}
+
+bool CapturedStreams::isAnyBusy() const {
+  if (isEmpty()) return false;
+  std::vector<c10::Stream> streams;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    streams = streams_;
+  }
+  const nccl::RelaxedCapture relaxed;
+  return std::any_of(streams.begin(), streams.end(), [](const c10::Stream& stream) {
+    try {
+      return !isCapturing(stream) && !stream.query();
+    } catch (const std::exception&) {
+      return false;  // the device tells its users itself
+    }
+  });
 }
 
 }  // namespace mycoll

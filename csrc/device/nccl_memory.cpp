@@ -1,15 +1,45 @@
-// Memory that NCCL reads and writes without a copy: registered with a group's communicator, and the
-// allocator that such memory is from.
+#include "device/nccl_memory.h"
+
 #include <sys/types.h>
 
-#include "backend/device/nccl_road.h"
+#include <utility>
+
 #include "backend/errors.h"
 #include "base/log.h"
 #include "nccl/library.h"
 
 namespace mycoll {
+namespace {
 
-Status NcclRoad::registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric) {
+std::string& wheelFile() {
+  static std::string* const kFile = new std::string;
+  return *kFile;
+}
+
+}  // namespace
+
+void setNcclWheelFile(std::string path) {
+  if (wheelFile().empty()) wheelFile() = std::move(path);
+}
+
+Status findNccl(const nccl::Library** library) { return nccl::Library::get(wheelFile(), library); }
+
+void useNccl(const std::string& path) {
+  const nccl::Library* library = nullptr;
+  throwIfFailed(nccl::Library::open(path, &library));
+  nccl::Library::adopt(library);
+}
+
+void requireNcclMemory() {
+  const nccl::Library* library = nullptr;
+  throwIfFailed(findNccl(&library));
+  if (!library->has(nccl::Capability::kMemAlloc)) {
+    throwStatus(Status(Code::kUnsupported, library->describe() + " has no ncclMemAlloc"));
+  }
+}
+
+Status NcclMemory::add(std::shared_ptr<nccl::Comm> comm, void* address, size_t bytes,
+                       bool isSymmetric) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto known = registered_.find(address);
@@ -21,25 +51,24 @@ Status NcclRoad::registerMemory(c10::Device device, void* address, size_t bytes,
                     "symmetric=: call deregister_mem_pool() first");
     }
   }
-  Registered registered{lineFor(device)->communicator, nullptr, nullptr, isSymmetric, bytes};
+  Registered registered{std::move(comm), nullptr, nullptr, isSymmetric, bytes};
   if (isSymmetric) {
-    MYCOLL_RETURN_IF_ERROR(registered.communicator->registerWindow(
-        address, bytes, nccl::kWindowSymmetric, &registered.window));
+    MYCOLL_RETURN_IF_ERROR(registered.comm->registerWindow(address, bytes, nccl::kWindowSymmetric,
+                                                           &registered.window));
     if (registered.window == nullptr) {
       MYCOLL_LOG_WARN(
           "NCCL makes no symmetric window of this memory (as GPUs without peer access, or several "
           "hosts without GPU-initiated networking, have none); it is used like any other memory");
     }
   } else {
-    MYCOLL_RETURN_IF_ERROR(
-        registered.communicator->registerBuffer(address, bytes, &registered.handle));
+    MYCOLL_RETURN_IF_ERROR(registered.comm->registerBuffer(address, bytes, &registered.handle));
   }
   std::lock_guard<std::mutex> lock(mutex_);
   registered_[address] = std::move(registered);
   return Status();
 }
 
-Status NcclRoad::deregisterMemory(void* address) {
+Status NcclMemory::remove(void* address) {
   Registered registered;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -50,17 +79,9 @@ Status NcclRoad::deregisterMemory(void* address) {
     registered = std::move(known->second);
     registered_.erase(known);
   }
-  if (!registered.isSymmetric) return registered.communicator->deregisterBuffer(registered.handle);
+  if (!registered.isSymmetric) return registered.comm->deregisterBuffer(registered.handle);
   if (registered.window == nullptr) return Status();
-  return registered.communicator->deregisterWindow(registered.window);
-}
-
-void requireNcclMemory() {
-  const nccl::Library* library = nullptr;
-  requireNccl(&library);
-  if (!library->has(nccl::Capability::kMemAlloc)) {
-    throwStatus(Status(Code::kUnsupported, library->describe() + " has no ncclMemAlloc"));
-  }
+  return registered.comm->deregisterWindow(registered.window);
 }
 
 }  // namespace mycoll
@@ -72,7 +93,7 @@ __attribute__((visibility("default"))) void* mycoll_nccl_alloc(ssize_t bytes, in
   const mycoll::nccl::Library* library = mycoll::nccl::Library::loaded();
   void* memory = nullptr;
   if (library == nullptr || bytes <= 0 ||
-      !mycoll::nccl::Communicator::allocate(*library, static_cast<size_t>(bytes), &memory).ok()) {
+      !mycoll::nccl::Comm::allocate(*library, static_cast<size_t>(bytes), &memory).ok()) {
     return nullptr;  // torch says that it is out of memory
   }
   return memory;
@@ -80,7 +101,7 @@ __attribute__((visibility("default"))) void* mycoll_nccl_alloc(ssize_t bytes, in
 
 __attribute__((visibility("default"))) void mycoll_nccl_free(void* memory, ssize_t, int, void*) {
   if (const mycoll::nccl::Library* library = mycoll::nccl::Library::loaded()) {
-    (void)mycoll::nccl::Communicator::free(*library, memory);
+    (void)mycoll::nccl::Comm::free(*library, memory);
   }
 }
 }

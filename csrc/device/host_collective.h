@@ -8,7 +8,7 @@
 // to it. All ranks cut into as many chunks: each is an operation of the engine's, matched as such.
 //
 // Thread contract: one thread at a time, whoever runs the group's queue; no GIL.
-// Lifetimes: held by its task. The staging belongs to the road and is used by one task at a time:
+// Lifetimes: held by its task. The staging belongs to the path and is used by one task at a time:
 // that at the queue's head.
 #pragma once
 
@@ -17,8 +17,8 @@
 #include <memory>
 #include <vector>
 
-#include "backend/device/operation.h"
 #include "backend/request.h"
+#include "device/operation.h"
 #include "engine/communicator.h"
 
 namespace mycoll {

@@ -17,8 +17,6 @@ namespace mycoll {
 
 // Pinned, as far as the device has such memory.
 at::Tensor emptyPinned(size_t bytes);
-// Bytes of device memory as a tensor that owns nothing.
-at::Tensor bytesOnDevice(const Span& span, c10::Device device);
 
 // From plain memory of ours to the user's tensors.
 void copyBackOnDevice(c10::ArrayRef<CopyBack> copies);

@@ -1,12 +1,12 @@
-#include "backend/device/device_work.h"
+#include "device/device_work.h"
 
 #include <c10/core/StreamGuard.h>
 
 #include <optional>
 
 #include "backend/callback_pool.h"
-#include "backend/device/device_group.h"
 #include "backend/errors.h"
+#include "device/device_group.h"
 
 namespace mycoll {
 namespace {
@@ -37,14 +37,14 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, ui
       waitsOnHost_(waitsOnHost) {}
 
 DeviceWork::~DeviceWork() {
-  // Before its end the watchdog hands the memory on (see DeviceGroup::clearReleased()).
+  // Before its end the watchdog hands the memory on (see WatchList::clearReleased()).
   if (operation_->mayRelease()) operation_->release();
 }
 
 std::exception_ptr DeviceWork::exception() const { return toException(operation_->status()); }
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
-  group_->clearReleased();
+  WatchList::clearReleased();
   const bool isTimed = timeout > std::chrono::milliseconds(0);
   const Deadline deadline = isTimed ? Deadline::after(timeout) : Deadline::never();
   const Status enqueued = operation_->waitEnqueued(deadline);
@@ -81,7 +81,7 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
                                             std::vector<c10::Device>{operation_->device()});
   future_ = future;
   lock.unlock();
-  // On NCCL's road it is enqueued by now, and the future complete at once: what is chained to it is
+  // On NCCL's path it is enqueued by now, and the future complete at once: what is chained to it is
   // then enqueued behind it, in the same order on all ranks.
   if (operation_->isEnqueued()) {
     complete(*future, *operation_, outputs_);

@@ -10,8 +10,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "backend/device/operation.h"
 #include "backend/torch_version.h"
+#include "device/operation.h"
 
 namespace mycoll {
 

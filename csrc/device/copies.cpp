@@ -1,7 +1,6 @@
-#include "backend/device/copies.h"
+#include "device/copies.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 
 namespace mycoll {
 
@@ -13,12 +12,6 @@ at::Tensor emptyPinned(size_t bytes) {
   } catch (const std::exception&) {
     return at::empty({count}, at::TensorOptions(at::kByte));
   }
-}
-
-at::Tensor bytesOnDevice(const Span& span, c10::Device device) {
-  return at::from_blob(
-      span.data, {static_cast<int64_t>(span.bytes)}, [](void*) {},
-      at::TensorOptions(at::kByte).device(device), device);
 }
 
 void copyBackOnDevice(c10::ArrayRef<CopyBack> copies) {

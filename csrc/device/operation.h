@@ -1,11 +1,11 @@
-// One operation on a device, from its call to its end: what its Work, the road that carries it and
+// One operation on a device, from its call to its end: what its Work, the path that carries it and
 // the watchdog know of it.
 //
 //   kQueued -> kEnqueued -> (the device passes `ended`) over
 //      \__________\________> kFailed
 //
 // kQueued: a part of it still has to happen on the CPU before its last work is on a stream; only
-// the host road knows this state for longer than a call.
+// the host path knows this state for longer than a call.
 //
 // Under graph capture it is over as soon as it is enqueued: what is recorded runs when the graph is
 // replayed, and nobody may ask for an event that belongs to a graph.
@@ -26,9 +26,9 @@
 #include <string>
 #include <vector>
 
-#include "backend/device/streams.h"
 #include "base/deadline.h"
 #include "base/status.h"
+#include "device/streams.h"
 #include "engine/communicator.h"
 
 namespace mycoll {
@@ -53,9 +53,8 @@ class DeviceOperation {
   void setStarted(EventPtr started) { started_ = std::move(started); }
   // Its last work is on `stream`, and `ended` behind it.
   void setEnqueued(const c10::Stream& stream, EventPtr ended);
-  // The first cause stays, and an end that the device has passed. asksDevice: false where that may
-  // not come back; then it fails unless it is known to be over.
-  void fail(const Status& cause, bool asksDevice = true);
+  // The first cause stays, and an end that the device has passed.
+  void fail(const Status& cause);
   // What waitEnqueued() works on while the operation is queued; null: others do all of it.
   void setEngineOp(std::shared_ptr<Communicator> communicator, OpPtr op);
 
@@ -65,9 +64,8 @@ class DeviceOperation {
   Status waitEnqueued(Deadline deadline);
   // Waits until the device has passed it.
   Status waitOver(Deadline deadline);
-  bool isEnqueued() const;   // or over
-  bool isOver() const;       // passed, or failed
-  bool isKnownOver() const;  // without asking the device
+  bool isEnqueued() const;  // or over
+  bool isOver() const;      // passed, or failed
   Status status() const;
   // Runs fn once, without locks: when it is enqueued or has failed, or at once.
   void onEnqueued(std::function<void()> fn);

@@ -1,4 +1,4 @@
-// HostRoad: requests of device tensors carried by the CPU engine, through pinned host memory, where
+// HostPath: requests of device tensors carried by the CPU engine, through pinned host memory, where
 // NCCL cannot serve. Slower, and right: every operation, dtype and reduce op that the engine knows.
 // Collectives go chunk by chunk (host_collective.h), and so do messages: while one piece travels,
 // the next is copied.
@@ -21,19 +21,20 @@
 #include <mutex>
 #include <vector>
 
-#include "backend/device/device_group.h"
-#include "backend/device/host_collective.h"
+#include "device/host_collective.h"
+#include "device/operation.h"
+#include "device/place.h"
 
 namespace mycoll {
 
-class HostRoad {
- public:
-  explicit HostRoad(const DevicePlace& place);
+class DeviceGroup;
 
-  // requests: one, or those of a batch, in order; the operation stands for all of them. ready:
-  // behind it the tensors may be used; null: where this thread's current stream is.
-  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed,
-                           EventPtr ready = nullptr);
+class HostPath {
+ public:
+  explicit HostPath(const DevicePlace& place);
+
+  // requests: one, or those of a batch, in order; the operation stands for all of them.
+  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed);
 
   // Goes on with what waited for a device. True while there is something of the kind. [watchdog]
   bool advance();
@@ -52,7 +53,7 @@ class HostRoad {
 
   const DevicePlace& place_;
   const std::shared_ptr<HostStaging> staging_;
-  // Operations that are not yet on their streams; shared with them, as they may outlive the road.
+  // Operations that are not yet on their streams; shared with them, as they may outlive the path.
   const std::shared_ptr<std::atomic<int>> queued_;
 
   std::atomic<uint64_t> longMessages_{0};  // sent so far

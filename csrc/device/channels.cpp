@@ -1,0 +1,238 @@
+#include "device/channels.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backend/errors.h"
+#include "base/env.h"
+#include "nccl/collectives.h"
+#include "nccl/library.h"
+
+// What ranks tell each other here is kept by the operation that carries it: a wait that a signal
+// ends leaves it running.
+namespace mycoll {
+namespace {
+
+// Marks the note by which the lower rank of a pair tells NCCL's id, beside any tag of a user's.
+constexpr uint64_t kPairTag = uint64_t{1} << 49;
+
+}  // namespace
+
+void throwUnlessConnected(const DevicePlace& place, const Status& status) {
+  if (status.ok()) return;
+  place.control->fail(status.code() == Code::kInterrupted
+                          ? Status(Code::kAborted, "interrupted while NCCL connected")
+                          : status);
+  throwStatus(status);
+}
+
+nccl::CommOptions Channels::optionsOn(c10::Device device) const {
+  nccl::CommOptions options;
+  options.nccl = place_.options->nccl;
+  // Without it recent NCCLs start a thread for every operation. Connecting has its deadline either
+  // way, and what hangs in NCCL is ended by the watchdog's abort.
+  if (!options.nccl.isBlocking) {
+    options.nccl.isBlocking = Env::process().nccl.isBlocking.value_or(true);
+  }
+  options.bindDevice = [device] {
+    c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
+  };
+  return options;
+}
+
+Status Channels::interruption() const {
+  for (const auto& group : {place_.control, place_.cpu}) MYCOLL_RETURN_IF_ERROR(group->error());
+  return isInterruptPending() ? interrupted() : Status();
+}
+
+Channel Channels::join(c10::Device device, int rank, int ranks, const std::string& name,
+                       const nccl::UniqueId& id) const {
+  Channel channel{
+      std::make_shared<nccl::Comm>(*nccl::Library::loaded(), rank, ranks, name, optionsOn(device)),
+      sideStream(device)};
+  throwUnlessConnected(place_, channel.comm->connect(id, Deadline::after(place_.options->timeout),
+                                                     [this] { return interruption(); }));
+  return channel;
+}
+
+template <typename Map, typename Key>
+Channel Channels::add(Map* channels, const Key& key, Channel channel) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (isEnded_) {
+    const Status ended(Code::kAborted, "the group has ended while NCCL connected");
+    (void)channel.comm->abort(Deadline::after(std::chrono::seconds(1)), ended);
+    throwStatus(ended);
+  }
+  return channels->insert_or_assign(key, std::move(channel)).first->second;
+}
+
+Channel Channels::ofGroup(c10::Device device) {
+  const auto known = [&]() -> const Channel* {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = ofGroup_.find(device.index());
+    return found == ofGroup_.end() ? nullptr : &found->second;  // never erased
+  };
+  if (const Channel* channel = known()) return *channel;
+  std::lock_guard<std::mutex> connecting(connectMutex_);
+  if (const Channel* channel = known()) return *channel;
+  const auto id = std::make_shared<nccl::UniqueId>();
+  if (place_.rank == 0) {
+    const Status made = nccl::Comm::createId(*nccl::Library::loaded(), id.get());
+    if (!made.ok()) place_.control->fail(made);
+    throwIfFailed(made);
+  }
+  Call tell;
+  tell.kind = OpKind::kBroadcast;
+  tell.dtype = DType::kUInt8;
+  tell.root = 0;
+  tell.out = {{id.get(), sizeof(*id)}};
+  throwIfFailed(place_.control->wait(place_.control->submit(std::move(tell), id, /*willWait=*/true),
+                                     Deadline::never()));
+  return add(&ofGroup_, device.index(), join(device, place_.rank, place_.ranks, place_.name, *id));
+}
+
+bool Channels::hasPair(c10::Device device, int peer) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return readyPairs_.count({device.index(), peer}) != 0;
+}
+
+Channel Channels::ofPair(c10::Device device, int peer) {
+  const Pair key(device.index(), peer);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = ofPairs_.find(key);
+    if (found != ofPairs_.end()) return found->second;
+  }
+  Communicator& control = *place_.control;
+  const auto id = std::make_shared<nccl::UniqueId>();
+  const bool isLower = place_.rank < peer;
+  if (isLower) throwIfFailed(nccl::Comm::createId(*nccl::Library::loaded(), id.get()));
+  const Message message{{id.get(), sizeof(*id)}, peer, kPairTag, DType::kUInt8};
+  const OpPtr exchanged = isLower ? control.send(message, id, /*willWait=*/true, kNoDeadline)
+                                  : control.recv(message, id, /*willWait=*/true, kNoDeadline);
+  throwUnlessConnected(place_, control.wait(exchanged, Deadline::never()));
+  const std::string name = place_.name + " " + std::to_string(std::min(place_.rank, peer)) + "-" +
+                           std::to_string(std::max(place_.rank, peer));
+  // What hangs from here on is aborted with the others.
+  const Channel channel = add(&ofPairs_, key, join(device, isLower ? 0 : 1, 2, name, *id));
+  connectBothWays(channel, isLower ? 1 : 0);
+  std::lock_guard<std::mutex> lock(mutex_);
+  readyPairs_.insert(key);
+  return channel;
+}
+
+// NCCL connects two ranks at their first message in each direction, and takes for granted there
+// that what one of them sends the other one receives: if both send first, each takes the other's
+// send buffer for a receive buffer. It also waits for the other rank meanwhile, in the calling
+// thread. So one byte goes both ways before the first message does.
+void Channels::connectBothWays(const Channel& channel, int peer) const {
+  const c10::StreamGuard guard(channel.stream);
+  const at::Tensor bytes =
+      at::empty({2}, at::TensorOptions(at::kByte).device(channel.stream.device()));
+  auto* const memory = static_cast<char*>(bytes.mutable_data_ptr());
+  nccl::Issue issue(*channel.comm);
+  (void)issue.group();
+  (void)nccl::send(issue, {memory, 1}, peer, channel.stream.native_handle());
+  (void)nccl::receive(issue, {memory + 1, 1}, peer, channel.stream.native_handle());
+  throwUnlessConnected(place_, issue.end());
+}
+
+bool Channels::split(Channels* child, int color, bool isWilling) {
+  const Channel* parent = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // Of several devices nobody could say which one the child will use.
+    if (!isEnded_ && ofGroup_.size() == 1) parent = &ofGroup_.begin()->second;
+  }
+  const nccl::Library& library = *nccl::Library::loaded();
+  // All or none: one rank that stays away would keep the others waiting in NCCL.
+  struct Vote {
+    int32_t mine, all;
+  };
+  const auto vote = std::make_shared<Vote>();
+  vote->mine = isWilling && parent != nullptr && library.has(nccl::Capability::kSplit) ? 1 : 0;
+  Call agree;
+  agree.kind = OpKind::kAllReduce;
+  agree.dtype = DType::kInt32;
+  agree.elementBytes = sizeof(vote->mine);
+  agree.reduceOp = ReduceOp::kMin;
+  agree.in = {{&vote->mine, sizeof(vote->mine)}};
+  agree.out = {{&vote->all, sizeof(vote->all)}};
+  throwIfFailed(place_.control->wait(
+      place_.control->submit(std::move(agree), vote, /*willWait=*/true), Deadline::never()));
+  if (vote->all == 0) return false;
+
+  const c10::Device device = parent->stream.device();
+  const c10::DeviceGuard guard(device);
+  std::shared_ptr<nccl::Comm> made;
+  if (child != nullptr) {
+    const DevicePlace& place = child->place_;
+    made = std::make_shared<nccl::Comm>(library, place.rank, place.ranks, place.name,
+                                        child->optionsOn(device));
+  }
+  throwUnlessConnected(place_,
+                       parent->comm->split(child != nullptr ? color : nccl::kSplitNoColor,
+                                           child != nullptr ? child->place_.rank : 0, made.get(),
+                                           Deadline::after(place_.options->timeout),
+                                           [this] { return interruption(); }));
+  if (child != nullptr) {
+    child->add(&child->ofGroup_, device.index(), {std::move(made), sideStream(device)});
+  }
+  return true;
+}
+
+Channels::Comms Channels::all() const {
+  Comms found;
+  for (const auto& [pair, channel] : ofPairs_) found.push_back(channel.comm);
+  for (const auto& [index, channel] : ofGroup_) found.push_back(channel.comm);
+  return found;
+}
+
+Channels::Comms Channels::end() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(isEnded_, true) ? Comms() : all();
+}
+
+Status Channels::check() const {
+  Comms open;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!isEnded_) open = all();
+  }
+  for (const auto& comm : open) MYCOLL_RETURN_IF_ERROR(comm->check());
+  return Status();
+}
+
+// All at once: one communicator's abort may wait for what another one has running.
+void Channels::beginAbort(const Status& why) {
+  for (const auto& comm : end()) comm->beginAbort(why);
+}
+
+void Channels::abort(Deadline deadline, const Status& why) {
+  beginAbort(why);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const Comms comms = all();
+  lock.unlock();
+  for (const auto& comm : comms) (void)comm->abort(deadline, why);
+}
+
+Status Channels::close(Deadline deadline) {
+  Status first;
+  for (const auto& comm : end()) {
+    const Status closed = comm->close(deadline);
+    if (first.ok()) first = closed;
+  }
+  return first;
+}
+
+void Channels::addStreams(std::vector<c10::Stream>* streams) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [index, channel] : ofGroup_) streams->push_back(channel.stream);
+}
+
+}  // namespace mycoll

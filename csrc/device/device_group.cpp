@@ -1,0 +1,520 @@
+#include "device/device_group.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "backend/call_site.h"
+#include "backend/callback_pool.h"
+#include "backend/errors.h"
+#include "base/env.h"
+#include "device/device_work.h"
+#include "device/pause.h"
+#include "device/watchdog.h"
+#include "nccl/cudart.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// In errors, where the program went on from an operation that was lost.
+constexpr char kNotToBeUsed[] = ". What the device has computed since is not to be used";
+// For NCCL to stop when a group ends; what takes longer goes on without us.
+constexpr std::chrono::milliseconds kNcclAbortTime(1000);
+// NCCL often sees that a rank is gone before anybody knows why; the engine is given this time to
+// find the cause.
+constexpr auto kCauseGrace = std::chrono::milliseconds(1000);
+// The engine's group and NCCL are asked about failures this often.
+constexpr auto kAskEvery = std::chrono::milliseconds(20);
+
+// What has to be over before a barrier.
+class Fence final : public Condition {
+ public:
+  bool ready() override {
+    return std::all_of(events.begin(), events.end(),
+                       [](const EventPtr& event) { return hasPassed(*event); }) &&
+           std::all_of(operations.begin(), operations.end(),
+                       [](const DeviceOperationPtr& operation) { return operation->isOver(); });
+  }
+
+  std::vector<EventPtr> events;
+  std::vector<DeviceOperationPtr> operations;  // not all on their streams yet
+};
+
+bool isMessage(const Request& request) {
+  return request.calls.size() == 1 && isPointToPoint(request.calls.front());
+}
+
+std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests) {
+  std::vector<ExternalMessage> messages;
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      if (!isPointToPoint(call)) continue;
+      ExternalMessage message;
+      message.peer = request->peer;
+      message.isSend = call.kind == OpKind::kSend;
+      message.dtype = call.dtype;
+      message.opaqueType = call.opaqueType;
+      message.bytes = (message.isSend ? call.in : call.out).front().bytes;
+      message.tag = request->tag;
+      messages.push_back(message);
+    }
+  }
+  return messages;
+}
+
+}  // namespace
+
+std::shared_ptr<DeviceSupport> DeviceGroup::create(std::string name,
+                                                   std::shared_ptr<Communicator> communicator,
+                                                   c10::intrusive_ptr<MycollOptions> options) {
+  DevicePlace place;
+  place.name = std::move(name);
+  place.rank = communicator->rank();
+  place.ranks = communicator->ranks();
+  place.control = Communicator::derive(*communicator, " on devices", /*isExternal=*/true);
+  place.host = Communicator::derive(*communicator, " on devices through host memory",
+                                    /*isExternal=*/false);
+  place.cpu = std::move(communicator);
+  place.options = std::move(options);
+  place.waitsOnHost = Env::process().cudaBlockingWait;
+  return std::make_shared<DeviceGroup>(std::move(place));
+}
+
+DeviceGroup::DeviceGroup(DevicePlace place)
+    : place_(std::move(place)),
+      choice_(place_),
+      channels_(place_),
+      nccl_(place_, channels_, choice_),
+      host_(place_) {}
+
+DeviceGroup::~DeviceGroup() { close(Deadline::after(std::chrono::milliseconds(0))); }
+
+std::string DeviceGroup::path() const {
+  switch (choice_.known()) {
+    case DevicePath::kNccl: return "nccl";
+    case DevicePath::kHost: return "host";
+    default: return "";
+  }
+}
+
+// While it lives, a thread waits for other ranks in a way that no operation stands for: a failure
+// of the group, or the message's deadline, ends that, too.
+class DeviceGroup::Waiting {
+ public:
+  Waiting(DeviceGroup& group, const char* what, c10::Device device)
+      : operation_(std::make_shared<DeviceOperation>(what, currentStream(device))) {
+    Watched watched;
+    watched.operation = operation_;
+    watched.isMessage = true;  // no barrier waits for it
+    group.watch(std::move(watched));
+  }
+  Waiting(DeviceGroup& group, Request& message)
+      : operation_(std::make_shared<DeviceOperation>(message.site.function,
+                                                     currentStream(message.device))) {
+    group.watchMessages(operation_, {&message}, /*isRecorded=*/false);  // when it is carried out
+  }
+  ~Waiting() { operation_->fail(Status(Code::kAborted, operation_->what())); }  // nobody reads it
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+ private:
+  const DeviceOperationPtr operation_;
+};
+
+// ---- connecting
+// --------------------------------------------------------------------------------
+
+void DeviceGroup::connect(c10::Device device) {
+  const c10::DeviceGuard guard(device);
+  choice_.agree(device, "connecting");
+  if (choice_.known() == DevicePath::kNccl) (void)channels_.ofGroup(device);
+}
+
+void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
+  throwIfDead();
+  if (choice_.known() != DevicePath::kNccl) return;
+  auto* const child = static_cast<DeviceGroup*>(made);
+  const bool isSplit =
+      channels_.split(child != nullptr ? &child->channels_ : nullptr, color, isWilling);
+  if (!isSplit || child == nullptr) return;
+  throwIfFailed(child->place_.control->meetNeighbours());
+  child->choice_.adoptNccl(choice_);
+}
+
+void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,
+                                 bool isSymmetric) {
+  const c10::DeviceGuard guard(device);
+  choice_.agree(device, "register_mem_pool");
+  if (choice_.known() != DevicePath::kNccl) return;
+  // For symmetric memory NCCL waits for the other ranks.
+  const Waiting waiting(*this, "register_mem_pool", device);
+  throwIfFailed(memory_.add(channels_.ofGroup(device).comm, address, bytes, isSymmetric));
+}
+
+void DeviceGroup::deregisterMemory(void* address) {
+  if (choice_.known() == DevicePath::kNccl) throwIfFailed(memory_.remove(address));
+}
+
+// As with torch's nccl, the first message of two ranks waits in its caller for the other rank's
+// first one: NCCL must not connect on a second thread beside the caller's operations.
+DevicePath DeviceGroup::connectWith(Request& request) {
+  const c10::Device device = request.device;
+  const int peer = request.peer;
+  const auto connected = [&]() -> std::optional<DevicePath> {
+    const std::optional<DevicePath> path = choice_.knownWith(peer);
+    const bool isReady = path && (path == DevicePath::kHost || peer == kAnySource ||
+                                  channels_.hasPair(device, peer));
+    return isReady ? path : std::nullopt;
+  };
+  if (const auto path = connected()) return *path;
+  const Waiting waiting(*this, request);
+  std::unique_lock<std::timed_mutex> lock(pairMutex_, std::defer_lock);
+  while (!lock.try_lock_for(kSignalTick)) {
+    throwIfDead();
+    if (isInterruptPending()) throwStatus(interrupted());
+  }
+  if (const auto path = connected()) return *path;
+  const nccl::RelaxedCapture relaxed;  // NCCL allocates
+  const DevicePath path = choice_.agreeWith(device, peer);
+  if (path == DevicePath::kNccl) (void)channels_.ofPair(device, peer);
+  return path;
+}
+
+// ---- carrying
+// ----------------------------------------------------------------------------------
+
+DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
+  return carry({&request}, outputs, std::move(extras), /*isBatch=*/false);
+}
+
+void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {
+  batch_.push_back({std::move(request), outputs.vec()});
+}
+
+DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
+  std::vector<Batched> batch = std::exchange(batch_, {});
+  std::vector<Request*> requests;
+  std::vector<at::Tensor> outputs;
+  for (Batched& entry : batch) {
+    entry.request.async = true;
+    requests.push_back(&entry.request);
+    outputs.insert(outputs.end(), entry.outputs.begin(), entry.outputs.end());
+    if (entry.request.device != batch.front().request.device) {
+      refuse(entry.request.site,
+             c10::str("operations that are coalesced must be on one device, but there are ",
+                      batch.front().request.device, " and ", entry.request.device));
+    }
+  }
+  return carry(requests, outputs, std::move(extras), /*isBatch=*/true);
+}
+
+DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
+                                        at::TensorList outputs, Extras extras, bool isBatch) {
+  WatchList::clearReleased();
+  throwIfDead();
+  const c10::Device device = requests.front()->device;
+  // A guard asks the driver when it ends: only where it is needed.
+  if (isCurrent(device)) return carryHere(requests, outputs, std::move(extras), isBatch);
+  const c10::DeviceGuard guard(device);
+  return carryHere(requests, outputs, std::move(extras), isBatch);
+}
+
+DeviceOperationPtr DeviceGroup::carryBy(DevicePath path, const std::vector<Request*>& requests,
+                                        bool isTimed, bool isBatch) {
+  return path == DevicePath::kNccl ? nccl_.carry(*this, requests, isTimed, isBatch)
+                                   : host_.carry(*this, requests, isTimed);
+}
+
+DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& requests,
+                                            at::TensorList outputs, Extras extras, bool isBatch) {
+  const Request& first = *requests.front();
+  const c10::Device device = first.device;
+  const c10::Stream caller = currentStream(device);
+  DevicePath path = choice_.known();
+  if (isMessage(first) && !isBatch) {
+    path = connectWith(*requests.front());
+  } else if (path == DevicePath::kUnknown) {
+    const bool isOne = requests.size() == 1 && first.calls.size() == 1;
+    choice_.agree(device, isOne ? first.calls.front().signature().describe()
+                                : std::string(first.site.function) + " (of several)");
+    path = choice_.known();
+  }
+  const bool isTimed = extras.isTimed || extras.whenOver;
+  const bool isAsync = first.async;
+  const DeviceOperationPtr operation = carryBy(path, requests, isTimed, isBatch);
+  if (extras.whenOver) {
+    onOver(operation, [operation, whenOver = std::move(extras.whenOver)](const Status&) {
+      const std::chrono::duration<double, std::milli> took(operation->milliseconds());
+      CallbackPool::get().post([whenOver, took] {
+        whenOver(std::chrono::duration_cast<std::chrono::nanoseconds>(took));
+      });
+    });
+  }
+  if (!isAsync) {
+    // NCCL's ran on the caller's stream; the host path's end is waited for by it.
+    throwIfFailed(operation->waitEnqueued(Deadline::never()));
+    if (operation->stream() != caller) operation->block(caller);
+    operation->release();
+    if (!place_.waitsOnHost) return nullptr;
+    throwIfFailed(operation->waitOver(Deadline::never()));
+    return nullptr;
+  }
+  return c10::make_intrusive<DeviceWork>(shared_from_this(), first.type, sequence(),
+                                         place_.timeoutOf(first), operation, outputs.vec(),
+                                         place_.waitsOnHost);
+}
+
+std::shared_ptr<Condition> DeviceGroup::fence() {
+  auto fence = std::make_shared<Fence>();
+  fence->operations = watched_.queued();
+  std::vector<c10::Stream> streams;
+  for (const c10::Device device : watched_.devices()) streams.push_back(currentStream(device));
+  channels_.addStreams(&streams);
+  for (const c10::Stream& stream : streams) {
+    const c10::DeviceGuard guard(stream.device());
+    if (!isCapturing(stream)) fence->events.push_back(recordEvent(stream));
+  }
+  if (fence->events.empty() && fence->operations.empty()) return nullptr;
+  return fence;
+}
+
+Status DeviceGroup::waitFor(Condition& fence) const {
+  Pause pause;
+  while (!fence.ready()) {
+    MYCOLL_RETURN_IF_ERROR(error());
+    if (pause.rest() && isInterruptPending()) return interrupted();
+  }
+  return Status();
+}
+
+// ---- watching
+// ----------------------------------------------------------------------------------
+
+void DeviceGroup::watch(Watched watched) {
+  if (!watched_.add(std::move(watched))) return;
+  // Where the device does all of it, its end may be seen a little later: to wake a thread for every
+  // operation would cost more than the operation. The host path's next step waits for us.
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/choice_.known() != DevicePath::kNccl);
+}
+
+void DeviceGroup::watchMessages(const DeviceOperationPtr& operation,
+                                const std::vector<Request*>& requests, bool isRecorded) {
+  Watched watched;
+  watched.operation = operation;
+  watched.isMessage = true;
+  watched.ownsDeadline = true;
+  watched.timeout = place_.timeoutOf(*requests.front());
+  watched.deadline = Deadline::after(watched.timeout);
+  watched.messages = messagesOf(requests);
+  watched.calledAt = callSiteOfCall();
+  if (isRecorded) {
+    for (const ExternalMessage& message : watched.messages) {
+      watched.records.push_back(place_.control->recordMessage(message, watched.calledAt));
+    }
+  }
+  watch(std::move(watched));
+}
+
+void DeviceGroup::watchCaptured(const c10::Stream& stream) {
+  captured_.add(stream);
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/false);
+}
+
+void DeviceGroup::onOver(const DeviceOperationPtr& operation,
+                         std::function<void(const Status&)> fn) {
+  watched_.onOver(operation, std::move(fn));
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
+}
+
+bool DeviceGroup::needsWatch() const {
+  return watched_.isBusy() || (isOpen() && !isNcclStopped_ && (!captured_.isEmpty() || isDead()));
+}
+
+DeviceGroup::Seen DeviceGroup::look() {
+  Seen seen;
+  hearOfFailures();
+  seen.hasMoved = watched_.takeOver();
+  const bool isReleasing = !watched_.releaseMemory() && isOpen();
+  failLate();
+  const bool hasNotes = place_.control->watchExternal();
+  seen.wantsSoon = host_.advance();
+  watched_.callAwaited();
+  seen.isBusy = needsWatch() || seen.wantsSoon || hasNotes || isReleasing;
+  return seen;
+}
+
+std::string DeviceGroup::describe(const Watched& watched) const {
+  constexpr size_t kShown = 8;
+  std::string text;
+  for (size_t i = 0; i < std::min(watched.messages.size(), kShown); ++i) {
+    const ExternalMessage& message = watched.messages[i];
+    text += std::string(i > 0 ? ", " : "") + (message.isSend ? "send to " : "recv from ") +
+            place_.control->describeRank(message.peer) + " of " + std::to_string(message.bytes) +
+            " bytes";
+  }
+  if (watched.messages.size() > 1) {
+    text = "a batch of " + std::to_string(watched.messages.size()) + " sends and receives (" +
+           text + (watched.messages.size() > kShown ? ", ..." : "") + ")";
+  }
+  const std::string place = watched.place();
+  return text + (place.empty() ? "" : " (" + place + ")");
+}
+
+// The first message that is late ends the group.
+void DeviceGroup::failLate() {
+  const std::optional<Watched> late = watched_.late();
+  if (!late || isDead()) return;
+  fail(Status(Code::kTimeout,
+              "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" + place_.name + "': " +
+                  describe(*late) + " TIMED OUT after " + std::to_string(late->timeout.count()) +
+                  " ms: the other side never came, or the device is busy with something else."));
+}
+
+// ---- failing
+// -----------------------------------------------------------------------------------
+
+Status DeviceGroup::error() const {
+  for (const auto& group : {place_.control, place_.host, place_.cpu}) {
+    MYCOLL_RETURN_IF_ERROR(group->error());
+  }
+  return Status();
+}
+
+bool DeviceGroup::isDead() const {
+  return place_.control->hasFailed() || place_.host->hasFailed() || place_.cpu->hasFailed();
+}
+
+void DeviceGroup::throwIfDead() const {
+  if (!isDead()) [[likely]] {
+    return;
+  }
+  const Status cause = error();
+  if (isMainThread()) isRaised_.store(true, std::memory_order_relaxed);
+  throwStatus(cause.withMessage(cause.message() + "\n  Here: rank " + std::to_string(place_.rank) +
+                                ", called after that" + (hasLost_.load() ? kNotToBeUsed : "")));
+}
+
+void DeviceGroup::fail(const Status& cause) {
+  for (const auto& group : {place_.control, place_.host, place_.cpu}) group->fail(cause);
+}
+
+void DeviceGroup::hearOfFailures() {
+  const auto now = Clock::now();
+  const bool isNews = isDead() && !isNcclStopped_;
+  if (!isNews && now - askedAt_ < kAskEvery) return;
+  askedAt_ = now;
+  Status cause = error();
+  if (hasLeft()) return;  // in this order: it is set before the groups end
+  if (cause.ok()) {
+    const Status ofNccl = channels_.check();
+    if (ofNccl.ok()) {
+      ncclErrorSince_ = {};
+    } else if (ncclErrorSince_ == Clock::time_point{}) {
+      ncclErrorSince_ = now;
+    } else if (now - ncclErrorSince_ > kCauseGrace) {
+      cause = ofNccl.withMessage("mycoll group '" + place_.name + "': rank " +
+                                 std::to_string(place_.rank) + ": " + ofNccl.message());
+    }
+    if (cause.ok()) return;
+  }
+  fail(cause);
+  failWatched(cause);
+  if (!isNcclStopped_.exchange(true)) channels_.beginAbort(cause);
+}
+
+// Before NCCL is told to stop: then devices go on with what is behind these operations, as if they
+// had been carried out, and so would the program.
+void DeviceGroup::failWatched(const Status& cause) {
+  place_.control->watchExternal();  // gives every operation its own text
+  const bool isReplayed = captured_.isAnyBusy();
+  const WatchList::Failed failed = watched_.failAll(cause);
+  // Ranks that were called differently on devices, which may have got through: unless something
+  // under way fails by it.
+  const bool isWrong = cause.code() == Code::kMismatch && !failed.isAny && !isRaised_.load() &&
+                       cause.cause().group == place_.control->context();
+  if ((!failed.lost && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
+  const std::string place = failed.lost ? failed.lost->place() : "";
+  raise(cause, failed.lost  ? failed.lost->operation->what() +
+                                  (place.empty() ? "" : " (" + place + ")") + " was under way"
+               : isReplayed ? "a graph with operations of this group may have been under way"
+                            : "this may have been carried out");
+}
+
+// By an exception in Python's main thread, wherever that is: the next call would raise, but there
+// may be none before the numbers are believed.
+void DeviceGroup::raise(const Status& cause, const std::string& what) {
+  const Status raised =
+      cause.withMessage(cause.message() + "\n  Here: rank " + std::to_string(place_.rank) +
+                        ", where " + what + " on the device" + kNotToBeUsed);
+  // Not when the program has ended the group itself meanwhile.
+  raiseInMainThread(raised, [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
+    const std::shared_ptr<DeviceGroup> living = group.lock();
+    return !(living ? living->isAbortedHere_.load() : isAborted);
+  });
+}
+
+// ---- ending
+// ------------------------------------------------------------------------------------
+
+void DeviceGroup::setTimeout(std::chrono::milliseconds timeout) {
+  place_.control->setTimeout(timeout);
+  place_.host->setTimeout(timeout);
+}
+
+void DeviceGroup::abort(const std::string& reason) {
+  isAbortedHere_.store(true);
+  place_.cpu->abort(reason);
+  fail(place_.cpu->error());
+  Watchdog::get().add(shared_from_this(), /*isUrgent=*/true);
+}
+
+Status DeviceGroup::drain(Deadline deadline) const {
+  Pause pause;
+  bool isLong = false;
+  auto isAwaited = [&] {
+    return watched_.hasUndrained() || (watched_.isBusy() && !deadline.expired());
+  };
+  while (isAwaited() && !isDead() && isOpen()) {
+    if (!isLong) Watchdog::get().wake();
+    if (!pause.rest()) continue;
+    isLong = true;
+    if (isInterruptPending()) return interrupted();
+  }
+  return Status();
+}
+
+void DeviceGroup::close(Deadline deadline) {
+  State open = State::kOpen;
+  if (!state_.compare_exchange_strong(open, State::kClosing)) return;
+  (void)place_.control->watchExternal();  // what others have said meanwhile
+  while (watched_.isBusy() && !isDead() && !deadline.expired()) {
+    Watchdog::get().wake();
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  if (!isDead() && !watched_.isBusy()) {
+    // Where it is late it stops what runs: replays of graphs.
+    const Status closed = channels_.close(deadline);
+    if (!closed.ok()) failWatched(closed);
+  } else {
+    const Status known = error();
+    const Status cause =
+        known.ok()
+            ? Status(Code::kAborted, "mycoll group '" + place_.name +
+                                         "' was destroyed with operations that were not done")
+            : known;
+    failWatched(cause);
+    channels_.abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
+  }
+  state_.store(State::kLeft);  // what is heard from here on is this rank's own end
+  place_.control->close(deadline);
+  place_.host->close(deadline);
+  const Status last = place_.control->error();
+  if (last.code() == Code::kMismatch) failWatched(last);
+  WatchList::clearReleased();
+}
+
+}  // namespace mycoll

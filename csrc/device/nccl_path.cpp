@@ -1,0 +1,173 @@
+#include "device/nccl_path.h"
+
+#include <c10/core/StreamGuard.h>
+
+#include <cstring>
+#include <utility>
+
+#include "backend/call_site.h"
+#include "backend/errors.h"
+#include "device/copies.h"
+#include "device/device_group.h"
+#include "nccl/library.h"
+
+namespace mycoll {
+namespace {
+
+// Of a batch, one signature that differs where any of its collectives does; its messages are
+// between pairs of ranks.
+Signature signatureOf(const std::vector<Request*>& requests) {
+  Signature all;
+  bool isFirst = true;
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      if (isPointToPoint(call)) continue;
+      const Signature one = call.signature();
+      if (std::exchange(isFirst, false)) {
+        all = one;
+        continue;
+      }
+      all.bytes += one.bytes;
+      uint64_t words[3];
+      std::memcpy(words, &one, sizeof(words));
+      for (const uint64_t word : words) {
+        all.layout = (all.layout ^ word) * 0x9e3779b97f4a7c15u;
+        all.layout ^= all.layout >> 29;
+      }
+    }
+  }
+  return all;
+}
+
+bool areMessages(const std::vector<Request*>& requests) {
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      if (!isPointToPoint(call)) return false;
+    }
+  }
+  return true;
+}
+
+// Nobody waits for the end of what did not begin.
+class FailUnlessEnqueued {
+ public:
+  explicit FailUnlessEnqueued(DeviceOperation& operation) : operation_(operation) {}
+  ~FailUnlessEnqueued() {
+    if (!operation_.isEnqueued()) operation_.fail(Status(Code::kInternal, "it was not enqueued"));
+  }
+
+ private:
+  DeviceOperation& operation_;
+};
+
+}  // namespace
+
+nccl::Form NcclPath::formOf(const Request& request) const {
+  return {request.isFlat(), choice_.capability()};
+}
+
+// Before anything is sent.
+void NcclPath::check(const std::vector<Request*>& requests) const {
+  for (const Request* request : requests) {
+    for (const Call& call : request->calls) {
+      if (isPointToPoint(call)) continue;
+      const Status possible = nccl::check(*nccl::Library::loaded(), call, formOf(*request));
+      if (!possible.ok()) refuse(request->site, possible.message());
+    }
+    if (request->calls.front().kind == OpKind::kRecv && request->peer == kAnySource) {
+      refuse(request->site,
+             "NCCL cannot receive from any rank: name the source, or set MYCOLL_CUDA=host");
+    }
+  }
+}
+
+void NcclPath::watchCollective(DeviceGroup& group, const std::vector<Request*>& requests,
+                               const DeviceOperationPtr& operation) {
+  Watched watched;
+  watched.external = std::make_shared<External>();
+  watched.op = place_.control->submitExternal(signatureOf(requests), watched.external,
+                                              place_.timeoutOf(*requests.front()));
+  if (watched.op->done() && !watched.op->status().ok()) throwStatus(watched.op->status());
+  if (const uint32_t site = callSiteOfCall()) watched.op->record().setSite(site);
+  watched.operation = operation;
+  group.watch(std::move(watched));
+}
+
+void NcclPath::enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream) const {
+  for (const Call& call : request.calls) {
+    Status status;
+    if (call.kind == OpKind::kSend) {
+      status = nccl::send(issue, call.in.front(), peer, stream);
+    } else if (call.kind == OpKind::kRecv) {
+      status = nccl::receive(issue, call.out.front(), peer, stream);
+    } else {
+      status = nccl::enqueue(issue, call, stream, formOf(request));
+    }
+    if (!status.ok()) return;  // issue.end() says it
+  }
+}
+
+DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request*>& requests,
+                                   bool isTimed, bool isBatch) {
+  check(requests);
+  const Request& first = *requests.front();
+  const bool isAlone = requests.size() == 1 && first.calls.size() == 1;
+  const bool isMessage = areMessages(requests);
+  const bool isOfPair = isMessage && !isBatch;
+  const Channel channel =
+      isOfPair ? channels_.ofPair(first.device, first.peer) : channels_.ofGroup(first.device);
+
+  const c10::Stream caller = currentStream(first.device);
+  const bool isCaptured = isCapturing(caller);
+  const c10::Stream stream = first.async ? channel.stream : caller;
+  auto operation = std::make_shared<DeviceOperation>(first.site.function, caller);
+  operation->setCaptured(isCaptured);
+  if (isMessage && isAlone) operation->setSource(first.peer);
+  if (first.async) recordEvent(caller, false, isCaptured)->block(stream);
+  if (isTimed) operation->setStarted(recordEvent(stream, true, isCaptured));
+  if (!first.async) operation->setTaken();
+
+  // Watched before NCCL is called: what hangs in there has a deadline, too.
+  if (isCaptured) {
+    group.watchCaptured(stream);
+  } else if (isMessage) {
+    group.watchMessages(operation, requests, /*isRecorded=*/true);
+  }
+  const FailUnlessEnqueued failing(*operation);
+  {
+    nccl::Issue issue(*channel.comm);
+    // Under the issue's mutex, so that the group's order is NCCL's.
+    if (!isMessage && !isCaptured) watchCollective(group, requests, operation);
+    if (!isAlone && issue.status().ok()) (void)issue.group();
+    for (const Request* request : requests) {
+      if (!issue.status().ok()) break;
+      const int peer = isOfPair ? (place_.rank < request->peer ? 1 : 0) : request->peer;
+      enqueue(issue, *request, peer, stream.native_handle());
+    }
+    const Status status = issue.end();
+    if (!status.ok()) {
+      // Often the consequence of another rank's end: the engine may know the cause by now.
+      const Status known = group.error();
+      if (known.ok()) place_.control->fail(status);
+      operation->fail(known.ok() ? status : known);
+      throwStatus(known.ok() ? status : known);
+    }
+  }
+
+  for (const Request* request : requests) {
+    if (request->copyBacks.empty()) continue;
+    const c10::StreamGuard guard(stream);
+    copyBackOnDevice(request->copyBacks);
+  }
+  operation->setEnqueued(stream, recordEvent(stream, isTimed, isCaptured));
+  if (first.async) {
+    std::vector<at::Tensor> kept;
+    for (Request* request : requests) {
+      for (at::Tensor& tensor : request->allTensors()) kept.push_back(std::move(tensor));
+    }
+    operation->keep(std::move(kept));
+  }
+  return operation;
+}
+
+}  // namespace mycoll

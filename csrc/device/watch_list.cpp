@@ -1,0 +1,197 @@
+#include "device/watch_list.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "observe/black_box.h"
+
+namespace mycoll {
+namespace {
+
+// Dropped by threads of the user's, as it may need the GIL, and calls the allocator. Those of any
+// group: one that is not called again would keep it for ever.
+struct Released {
+  std::mutex mutex;
+  std::vector<at::Tensor> tensors;  // guarded by mutex
+  std::atomic<bool> isThere{false};
+};
+
+Released& released() {
+  static Released* const kReleased = new Released;
+  return *kReleased;
+}
+
+}  // namespace
+
+std::string Watched::place() const {
+  if (op) return op->record().place();
+  return BlackBox::process().placeOf(calledAt).describe();
+}
+
+bool WatchList::add(Watched watched) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const c10::Device device = watched.operation->device();
+  if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
+    devices_.push_back(device);
+  }
+  const bool wasEmpty = collectives_.empty() && others_.empty();
+  if (watched.external) {
+    collectives_.push_back(std::move(watched));
+  } else {
+    others_.push_back(std::move(watched));
+  }
+  return wasEmpty;
+}
+
+void WatchList::onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  awaited_.push_back({operation, std::move(fn)});
+}
+
+bool WatchList::isBusy() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !collectives_.empty() || !others_.empty() || !awaited_.empty();
+}
+
+bool WatchList::hasUndrained() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !collectives_.empty() ||
+         std::any_of(others_.begin(), others_.end(),
+                     [](const Watched& each) { return each.operation->isTaken(); });
+}
+
+std::vector<c10::Device> WatchList::devices() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return devices_;
+}
+
+std::vector<DeviceOperationPtr> WatchList::queued() const {
+  std::vector<DeviceOperationPtr> found;
+  std::lock_guard<std::mutex> lock(mutex_);
+  forEach([&](const Watched& each) {
+    if (!each.isMessage && !each.operation->isEnqueued()) found.push_back(each.operation);
+  });
+  return found;
+}
+
+// The oldest of them; nobody else takes entries away.
+void WatchList::takeEndedCollectives(std::vector<Watched>* ended) {
+  constexpr size_t kAtOnce = 64;
+  size_t count = 0;
+  do {
+    std::vector<std::pair<DeviceOperationPtr, std::shared_ptr<External>>> oldest;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (size_t i = 0; i < std::min(kAtOnce, collectives_.size()); ++i) {
+        oldest.emplace_back(collectives_[i].operation, collectives_[i].external);
+      }
+    }
+    for (count = 0; count < oldest.size(); ++count) {
+      const auto& [operation, external] = oldest[count];
+      if (!operation->isOver()) break;
+      external->finish(operation->status());
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < count; ++i) {
+      ended->push_back(std::move(collectives_.front()));
+      collectives_.pop_front();
+    }
+  } while (count == kAtOnce);
+}
+
+// Each device is asked once: a second answer may be another one. Entries are only added meanwhile,
+// behind these.
+template <typename Entry>
+std::vector<Entry> WatchList::takeOverOf(std::vector<Entry>* entries) {
+  std::vector<DeviceOperationPtr> operations;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Entry& entry : *entries) operations.push_back(entry.operation);
+  }
+  std::vector<bool> areOver;
+  for (const DeviceOperationPtr& operation : operations) areOver.push_back(operation->isOver());
+  std::vector<Entry> over, left;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < entries->size(); ++i) {
+    const bool isOver = i < areOver.size() && areOver[i];
+    (isOver ? over : left).push_back(std::move((*entries)[i]));
+  }
+  *entries = std::move(left);
+  return over;
+}
+
+bool WatchList::takeOver() {
+  std::vector<Watched> ended;
+  takeEndedCollectives(&ended);
+  for (Watched& each : takeOverOf(&others_)) ended.push_back(std::move(each));
+  for (const Watched& each : ended) {
+    const bool isOk = each.operation->status().ok();
+    for (const OpRecord& record : each.records) record.finish(isOk, steadyNanos());
+    lingering_.push_back(each.operation);
+  }
+  return !ended.empty();
+}
+
+void WatchList::callAwaited() {
+  for (Awaited& entry : takeOverOf(&awaited_)) entry.fn(entry.operation->status());
+}
+
+std::optional<Watched> WatchList::late() const {
+  Watched found;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto first = std::find_if(others_.begin(), others_.end(), [](const Watched& each) {
+      return each.ownsDeadline && each.deadline.expired();
+    });
+    if (first == others_.end()) return {};
+    found = *first;
+  }
+  if (found.operation->isOver()) return {};
+  return found;
+}
+
+WatchList::Failed WatchList::failAll(const Status& cause) {
+  std::vector<Watched> all;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    forEach([&](const Watched& each) { all.push_back(each); });
+  }
+  Failed failed;
+  for (const Watched& each : all) {
+    if (each.operation->isOver()) continue;
+    const bool hasText = each.op && each.op->done() && !each.op->status().ok();
+    each.operation->fail(hasText ? each.op->status() : cause);
+    if (each.operation->status().ok()) continue;
+    failed.isAny = true;
+    const bool isOnNccl = each.external || each.ownsDeadline;
+    if (isOnNccl && each.operation->isTaken() && !failed.lost) failed.lost = each;
+  }
+  return failed;
+}
+
+bool WatchList::releaseMemory() {
+  std::vector<at::Tensor> tensors;
+  std::erase_if(lingering_, [&](const DeviceOperationPtr& operation) {
+    if (!operation->mayRelease()) return false;
+    for (at::Tensor& tensor : operation->release()) tensors.push_back(std::move(tensor));
+    return true;
+  });
+  if (!tensors.empty()) {
+    Released& all = released();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (at::Tensor& tensor : tensors) all.tensors.push_back(std::move(tensor));
+    all.isThere.store(true, std::memory_order_release);
+  }
+  return lingering_.empty();
+}
+
+void WatchList::clearReleased() {
+  Released& all = released();
+  if (!all.isThere.load(std::memory_order_acquire)) return;
+  std::vector<at::Tensor> tensors;
+  std::lock_guard<std::mutex> lock(all.mutex);
+  tensors.swap(all.tensors);
+  all.isThere.store(false, std::memory_order_relaxed);
+}
+
+}  // namespace mycoll

@@ -1,0 +1,105 @@
+// WatchList: a group's operations that the watchdog watches to their end, and the memory of those
+// that are over until it can be handed back.
+//
+// Threads: add(), onOver() and what only reads are for [any thread]; the functions under "for the
+// watchdog" are for one thread at a time. Devices are asked without the mutex, which every call of
+// the user's takes. Lifetimes: a part of its DeviceGroup.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "device/operation.h"
+#include "engine/communicator.h"
+
+namespace mycoll {
+
+// An operation that is watched.
+struct Watched {
+  DeviceOperationPtr operation;
+  // A collective of NCCL's: its place in the control group. Null: a message, or the host path.
+  std::shared_ptr<External> external;
+  OpPtr op;
+  // A message, or a batch of them. Those on NCCL have a deadline, as no group of the engine's
+  // watches over them.
+  bool isMessage = false;
+  bool ownsDeadline = false;
+  std::vector<ExternalMessage> messages;
+  std::vector<OpRecord> records;  // of the messages
+  uint32_t calledAt = 0;          // place in the program; 0: not known
+  std::chrono::milliseconds timeout{0};
+  Deadline deadline;
+
+  // "train.py:57 in step", if it is known.
+  std::string place() const;
+};
+
+class WatchList {
+ public:
+  // False: others were watched already.
+  bool add(Watched watched);
+  // Runs fn once on the watchdog (it must not block) when the operation is over.
+  void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
+
+  bool isBusy() const;
+  // Devices have not passed all collectives, or messages that were waited for on a stream.
+  bool hasUndrained() const;
+  std::vector<c10::Device> devices() const;  // that were used
+  // What is not on its stream yet. No messages: their other ends may come after a barrier.
+  std::vector<DeviceOperationPtr> queued() const;
+
+  // --- for the watchdog
+
+  // Lets go of what is over, finishes its records and calls who waits for it. False: nothing is.
+  bool takeOver();
+  void callAwaited();
+  // The first message that is past its deadline.
+  std::optional<Watched> late() const;
+  // Fails what is not over, each with its own text where the engine has one. What the program went
+  // on from, as if it were over, is lost; so are results on NCCL only: what the host path has
+  // enqueued has come from the other ranks by then.
+  struct Failed {
+    bool isAny = false;
+    std::optional<Watched> lost;  // the first
+  };
+  Failed failAll(const Status& cause);
+  // Hands on the memory of what is over, once devices do not use it any more. False: there is more.
+  bool releaseMemory();
+
+  // Drops the memory that was handed on, of any group; for the user's threads, now and then.
+  static void clearReleased();
+
+ private:
+  struct Awaited {
+    DeviceOperationPtr operation;
+    std::function<void(const Status&)> fn;
+  };
+
+  void takeEndedCollectives(std::vector<Watched>* ended);
+  template <typename Entry>
+  std::vector<Entry> takeOverOf(std::vector<Entry>* entries);
+  template <typename Fn>
+  void forEach(Fn fn) const {  // with mutex_
+    for (const Watched& each : collectives_) fn(each);
+    for (const Watched& each : others_) fn(each);
+  }
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_, oldest first: NCCL's collectives, which end one after another, of which
+  // there are thousands where a program runs ahead of its device; and all others.
+  std::deque<Watched> collectives_;
+  std::vector<Watched> others_;
+  std::vector<Awaited> awaited_;      // guarded by mutex_
+  std::vector<c10::Device> devices_;  // guarded by mutex_
+  // The watchdog's own: over, but after a failure the device may still use their memory.
+  std::vector<DeviceOperationPtr> lingering_;
+};
+
+}  // namespace mycoll

@@ -1,0 +1,563 @@
+#include "nccl/comm.h"
+
+#include <atomic>
+#include <cassert>
+#include <system_error>
+#include <thread>
+
+#include "base/log.h"
+#include "nccl/cudart.h"
+#include "nccl/issue.h"
+
+namespace mycoll::nccl {
+namespace {
+
+using State = Comm::State;
+
+constexpr std::chrono::milliseconds kCheckInterval{5};
+
+bool isLegal(State from, State to) {
+  switch (from) {
+    case State::kNew:
+      return to == State::kConnecting || to == State::kClosed || to == State::kAborted;
+    case State::kConnecting:
+      return to == State::kReady || to == State::kFailed || to == State::kAborted;
+    case State::kReady:
+      return to == State::kClosing || to == State::kFailed || to == State::kAborted;
+    case State::kClosing:
+      return to == State::kClosed || to == State::kFailed || to == State::kAborted;
+    case State::kFailed: return to == State::kAborted;
+    case State::kClosed:
+    case State::kAborted: break;
+  }
+  return false;
+}
+
+Code codeOf(Result result) {
+  switch (result) {
+    case Result::kRemoteError: return Code::kPeerLost;
+    case Result::kTimeout: return Code::kTimeout;
+    case Result::kSystemError: return Code::kNetwork;
+    default: return Code::kInternal;
+  }
+}
+
+// For those who have no communicator yet.
+Status describeWithout(const Library& library, Result result, const char* function) {
+  if (result == Result::kSuccess) return {};
+  const char* const error = library.functions().getErrorString(result);
+  const char* const last = library.functions().getLastError(nullptr);
+  std::string text = std::string(function) + " failed: " + (error ? error : "unknown error");
+  if (last != nullptr && *last != '\0') text += std::string("; last error: ") + last;
+  return Status(Code::kInternal, text + "; " + library.describe());
+}
+
+Status lacks(const Library& library, const char* function) {
+  return Status(Code::kUnsupported, library.describe() + " has no " + function);
+}
+
+// How long an abort waits for a thread that is inside NCCL with this communicator. Threads of ours
+// look at the state every millisecond; one that has not left by then hangs in NCCL.
+constexpr std::chrono::milliseconds kGrace{200};
+// How long it waits for that thread once NCCL has been told to let it go.
+constexpr std::chrono::seconds kEviction{10};
+
+bool lockBy(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  while (!lock.try_lock()) {
+    if (deadline.expired()) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+}  // namespace
+
+const char* name(State state) {
+  switch (state) {
+    case State::kNew: return "new";
+    case State::kConnecting: return "connecting";
+    case State::kReady: return "ready";
+    case State::kClosing: return "closing";
+    case State::kClosed: return "closed";
+    case State::kFailed: return "failed";
+    case State::kAborted: return "aborted";
+  }
+  return "unknown state";
+}
+
+Comm::Comm(const Library& library, int rank, int ranks, std::string name, CommOptions options)
+    : library_(library),
+      rank_(rank),
+      ranks_(ranks),
+      name_(std::move(name)),
+      options_(std::move(options)) {}
+
+Comm::~Comm() {
+  if (comm_.load(std::memory_order_acquire) != nullptr) {
+    MYCOLL_LOG_WARN("NCCL communicator '%s' was dropped without close() or abort(); %s keeps it",
+                    name_.c_str(), library_.describe().c_str());
+  }
+}
+
+Status Comm::describe(Result result, const char* function, const std::string& context) const {
+  if (result == Result::kSuccess) return {};
+  const Functions& functions = library_.functions();
+  const char* const error = functions.getErrorString(result);
+  const char* const last = functions.getLastError(nullptr);
+  std::string text = std::string(function) + " failed on rank " + std::to_string(rank_) + " of " +
+                     std::to_string(ranks_) + " in '" + name_ +
+                     "': " + (error != nullptr ? error : "unknown error");
+  if (last != nullptr && *last != '\0') text += std::string("; last error: ") + last;
+  if (!context.empty()) text += " [" + context + "]";
+  return Status(codeOf(result), text + "; " + library_.describe());
+}
+
+Status Comm::cause() const {
+  std::lock_guard<std::mutex> lock(stateMutex_);
+  return cause_;
+}
+
+// The one place where the state changes. False: somebody ended the communicator first.
+bool Comm::moveTo(State next, Status cause) {
+  std::lock_guard<std::mutex> lock(stateMutex_);
+  const State now = state();
+  if (!isLegal(now, next)) {
+    // Anything but an end by somebody else is a mistake of ours.
+    assert(now == next || now == State::kFailed || now == State::kAborted || now == State::kClosed);
+    return false;
+  }
+  if (cause_.ok()) cause_ = std::move(cause);
+  state_.store(next, std::memory_order_release);
+  MYCOLL_LOG_DEBUG("NCCL communicator '%s': %s -> %s%s%s", name_.c_str(), nccl::name(now),
+                   nccl::name(next), cause_.ok() ? "" : ": ", cause_.message().c_str());
+  return true;
+}
+
+// Returns the first cause, which may be another than this one.
+Status Comm::fail(Status cause) {
+  moveTo(State::kFailed, cause);
+  const Status first = this->cause();
+  return first.ok() ? cause : first;
+}
+
+// Why a state other than kReady can enqueue nothing.
+Status Comm::unusable() const {
+  std::lock_guard<std::mutex> lock(stateMutex_);
+  if (!cause_.ok()) return cause_;
+  return Status(Code::kAborted,
+                "NCCL communicator '" + name_ + "' cannot be used: it is " + nccl::name(state()));
+}
+
+Status Comm::late(const char* function, Deadline::Clock::time_point since) const {
+  const auto elapsed =
+      std::chrono::duration_cast<std::chrono::milliseconds>(Deadline::Clock::now() - since);
+  return Status(Code::kTimeout, std::string(function) + " TIMED OUT after " +
+                                    std::to_string(elapsed.count()) + " ms on rank " +
+                                    std::to_string(rank_) + " of " + std::to_string(ranks_) +
+                                    " in '" + name_ + "'; " + library_.describe());
+}
+
+// --- waiting for NCCL
+
+// Waits until NCCL has finished in the background what `function` began.
+Status Comm::settle(const char* function, RawComm* comm, Deadline deadline, const Check& check) {
+  const auto since = Deadline::Clock::now();
+  auto nextCheck = since + kCheckInterval;
+  for (int poll = 0;; ++poll) {
+    {
+      std::lock_guard<std::mutex> lock(inspect_);
+      // Past this line nobody frees it until we let go.
+      if (handle() != comm || state() == State::kAborted) return unusable();
+      Result error = Result::kSuccess;
+      const Result asked = library_.functions().commGetAsyncError(comm, &error);
+      if (asked != Result::kSuccess) return describe(asked, "ncclCommGetAsyncError", function);
+      if (error != Result::kInProgress) return describe(error, function);
+    }
+    const auto now = Deadline::Clock::now();
+    if (!deadline.isNever() && now >= deadline.when()) return late(function, since);
+    if (now >= nextCheck) {
+      if (check) MYCOLL_RETURN_IF_ERROR(check());
+      nextCheck = now + kCheckInterval;
+    }
+    pauseBefore(poll);
+  }
+}
+
+struct Comm::Apart {
+  std::mutex mutex;
+  std::condition_variable done;
+  bool isDone = false;
+  bool isLeft = false;  // nobody waits any more
+  Result result = Result::kSuccess;
+};
+
+// Runs `call` on a thread of its own. Ok when it returned kSuccess or kInProgress in time;
+// otherwise the thread is left to itself and does whenLate() once the call has come back.
+Status Comm::runApart(const char* function, Call call, Deadline deadline, const Check& check,
+                      std::function<void()> whenLate) {
+  const auto since = Deadline::Clock::now();
+  auto shared = std::make_shared<Apart>();
+  try {
+    std::thread([self = shared_from_this(), shared, function, call = std::move(call),
+                 whenLate = std::move(whenLate)] {
+      if (self->options_.bindDevice) self->options_.bindDevice();
+      const RelaxedCapture relaxed;  // NCCL allocates and frees
+      const Result result = call();
+      bool isLeft = false;
+      {
+        std::lock_guard<std::mutex> lock(shared->mutex);
+        shared->result = result;
+        shared->isDone = true;
+        isLeft = shared->isLeft;
+        shared->done.notify_all();
+      }
+      if (!isLeft) return;
+      MYCOLL_LOG_WARN("%s of '%s' has come back after all", function, self->name_.c_str());
+      if (whenLate) whenLate();
+    }).detach();
+  } catch (const std::system_error& error) {
+    return Status(Code::kInternal, std::string("no thread for ") + function + ": " + error.what());
+  }
+
+  Status why;
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  while (!shared->isDone) {
+    const auto pause = std::min<std::chrono::milliseconds>(kCheckInterval, deadline.remaining());
+    if (shared->done.wait_for(lock, pause, [&] { return shared->isDone; })) break;
+    lock.unlock();
+    if (deadline.expired()) {
+      why = late(function, since);
+    } else if (state() == State::kAborted) {
+      why = unusable();
+    } else if (check) {
+      why = check();
+    }
+    lock.lock();
+    if (why.ok() || shared->isDone) continue;
+    shared->isLeft = true;
+    MYCOLL_LOG_WARN("%s of '%s' has not come back; it is left on a thread of its own: %s", function,
+                    name_.c_str(), why.message().c_str());
+    return why;
+  }
+  if (shared->result == Result::kInProgress) return {};
+  return describe(shared->result, function);
+}
+
+// --- watching
+
+Status Comm::check() {
+  if (state() != State::kReady) return cause();
+  std::unique_lock<std::mutex> lock(inspect_, std::try_to_lock);
+  if (!lock.owns_lock()) return {};  // somebody is asking already
+  RawComm* const comm = handle();
+  if (comm == nullptr || state() != State::kReady) return cause();
+  Result error = Result::kSuccess;
+  const Result asked = library_.functions().commGetAsyncError(comm, &error);
+  lock.unlock();
+  if (asked != Result::kSuccess) return fail(describe(asked, "ncclCommGetAsyncError"));
+  if (error == Result::kSuccess || error == Result::kInProgress) return {};
+  return fail(describe(error, "an operation", "asynchronous error"));
+}
+
+// --- making
+
+// Its strings are this communicator's.
+Config Comm::config() const {
+  Config config;
+  const NcclEnv& asked = options_.nccl;
+  config.blocking = asked.isBlocking.value_or(false) ? 1 : 0;
+  config.minCtas = asked.minCtas.value_or(kUndefined);
+  config.maxCtas = asked.maxCtas.value_or(kUndefined);
+  config.cgaClusterSize = asked.cgaClusterSize.value_or(kUndefined);
+  config.nvlsCtas = asked.nvlsCtas.value_or(kUndefined);
+  config.ctaPolicy = asked.ctaPolicy.value_or(kUndefined);
+  config.trafficClass = asked.trafficClass.value_or(kUndefined);
+  // NCCL would stop the kernels of all that share resources when one of them is aborted.
+  config.splitShare = 0;
+  if (!asked.netName.empty()) config.netName = asked.netName.c_str();
+  if (!name_.empty()) config.commName = name_.c_str();
+  return config;
+}
+
+Status Comm::createId(const Library& library, UniqueId* id) {
+  return describeWithout(library, library.functions().getUniqueId(id), "ncclGetUniqueId");
+}
+
+Status Comm::connect(const UniqueId& id, Deadline deadline, const Check& check) {
+  if (!moveTo(State::kConnecting)) return unusable();
+  constexpr const char* kFunction = "ncclCommInitRankConfig";
+  const Slot slot = std::make_shared<RawComm*>(nullptr);
+  auto call = [this, slot, id] {
+    Config config = this->config();
+    return library_.functions().commInitRankConfig(slot.get(), ranks_, id, rank_, &config);
+  };
+  auto whenLate = [this, slot] {
+    if (*slot != nullptr) (void)library_.functions().commAbort(*slot);
+  };
+  const Status called = runApart(kFunction, call, deadline, check, whenLate);
+  if (!called.ok()) {
+    const Status why = fail(called);
+    (void)abort(Deadline::after(std::chrono::seconds(1)), why).ok();
+    return why;
+  }
+  return becomeReady(slot, kFunction, deadline, check);
+}
+
+// NCCL has made a handle, and may still be at work on it.
+Status Comm::becomeReady(const Slot& slot, const char* function, Deadline deadline,
+                         const Check& check) {
+  RawComm* const comm = *slot;
+  bool isOurs = false;
+  {
+    std::lock_guard<std::mutex> lock(stateMutex_);
+    isOurs = state() == State::kConnecting;
+    if (isOurs) comm_.store(comm, std::memory_order_release);
+  }
+  if (!isOurs) {  // aborted meanwhile, by somebody who did not have the handle
+    auto free = [this, comm] { return library_.functions().commAbort(comm); };
+    (void)runApart("ncclCommAbort", free, Deadline::after(std::chrono::seconds(1)), nullptr).ok();
+    return unusable();
+  }
+  Status settled = comm == nullptr
+                       ? Status(Code::kInternal, std::string(function) + " gave no communicator")
+                       : settle(function, comm, deadline, check);
+  if (settled.ok() && !moveTo(State::kReady)) settled = unusable();
+  if (!settled.ok()) {
+    settled = fail(settled);
+    (void)abort(Deadline::after(std::chrono::seconds(1)), settled).ok();
+    return settled;
+  }
+  MYCOLL_LOG_INFO("NCCL communicator '%s': rank %d of %d is ready, %s", name_.c_str(), rank_,
+                  ranks_, library_.describe().c_str());
+  return {};
+}
+
+Status Comm::split(int color, int key, Comm* child, Deadline deadline, const Check& check) {
+  constexpr const char* kFunction = "ncclCommSplit";
+  const auto commSplit = library_.functions().commSplit;
+  if (commSplit == nullptr) return lacks(library_, kFunction);
+  const auto since = Deadline::Clock::now();
+  std::unique_lock<std::mutex> lock(issue_, std::defer_lock);
+  if (!lockBy(lock, deadline)) return late(kFunction, since);
+  RawComm* const comm = handle();
+  if (comm == nullptr || state() != State::kReady) return unusable();
+  if (child != nullptr && !child->moveTo(State::kConnecting)) return child->unusable();
+
+  const Slot slot = std::make_shared<RawComm*>(nullptr);
+  auto keepsChild = child != nullptr ? child->shared_from_this() : nullptr;
+  const Config config = child != nullptr ? child->config() : this->config();
+  auto call = [commSplit, color, key, comm, slot, config, keepsChild] {
+    Config copy = config;
+    return commSplit(comm, color, key, slot.get(), &copy);
+  };
+  Status status = runApart(kFunction, call, deadline, check);
+  if (status.ok()) status = settle(kFunction, comm, deadline, check);
+  if (!status.ok()) {
+    {
+      std::lock_guard<std::mutex> guard(stateMutex_);
+      unfinished_.push_back(slot);
+    }
+    status = fail(status);
+    lock.unlock();
+    if (child != nullptr) {
+      (void)child->abort(Deadline::after(std::chrono::seconds(1)), status).ok();
+    }
+    return status;
+  }
+  lock.unlock();
+  return child != nullptr ? child->becomeReady(slot, kFunction, deadline, check) : Status();
+}
+
+// --- memory
+
+// An error here is the call's own; the communicator lives on.
+Status Comm::managed(const char* function, bool isThere,
+                     const std::function<Result(RawComm*)>& call) {
+  if (!isThere) return lacks(library_, function);
+  Issue issue(*this);
+  if (!issue.status().ok()) return issue.status();
+  RawComm* const comm = issue.handle();
+  const Deadline deadline = Deadline::after(options_.issueTimeout);
+  MYCOLL_RETURN_IF_ERROR(
+      runApart(function, [call, comm] { return call(comm); }, deadline, nullptr));
+  return settle(function, comm, deadline, nullptr);
+}
+
+Status Comm::registerBuffer(void* memory, size_t bytes, void** handle) {
+  const auto made = std::make_shared<void*>(nullptr);
+  const auto function = library_.functions().commRegister;
+  MYCOLL_RETURN_IF_ERROR(managed("ncclCommRegister", function != nullptr, [=](RawComm* comm) {
+    return function(comm, memory, bytes, made.get());
+  }));
+  *handle = *made;
+  return {};
+}
+
+Status Comm::deregisterBuffer(void* handle) {
+  const auto function = library_.functions().commDeregister;
+  return managed("ncclCommDeregister", function != nullptr,
+                 [=](RawComm* comm) { return function(comm, handle); });
+}
+
+Status Comm::registerWindow(void* memory, size_t bytes, int flags, Window** window) {
+  const auto made = std::make_shared<Window*>(nullptr);
+  const auto function = library_.functions().commWindowRegister;
+  MYCOLL_RETURN_IF_ERROR(managed("ncclCommWindowRegister", function != nullptr, [=](RawComm* comm) {
+    return function(comm, memory, bytes, made.get(), flags);
+  }));
+  *window = *made;
+  return {};
+}
+
+Status Comm::deregisterWindow(Window* window) {
+  const auto function = library_.functions().commWindowDeregister;
+  return managed("ncclCommWindowDeregister", function != nullptr,
+                 [=](RawComm* comm) { return function(comm, window); });
+}
+
+Status Comm::allocate(const Library& library, size_t bytes, void** memory) {
+  *memory = nullptr;
+  const auto function = library.functions().memAlloc;
+  if (function == nullptr) return lacks(library, "ncclMemAlloc");
+  return describeWithout(library, function(memory, bytes), "ncclMemAlloc");
+}
+
+Status Comm::free(const Library& library, void* memory) {
+  const auto function = library.functions().memFree;
+  if (function == nullptr) return lacks(library, "ncclMemFree");
+  return describeWithout(library, function(memory), "ncclMemFree");
+}
+
+// --- ending
+
+Status Comm::abort(Deadline deadline, Status why) {
+  if (state() == State::kClosed) return {};
+  beginAbort(std::move(why));
+  std::unique_lock<std::mutex> lock(stateMutex_);
+  if (state() == State::kClosed) return {};
+  auto isDone = [this] { return isAbortDone_; };
+  const auto since = Deadline::Clock::now();
+  if (deadline.isNever()) {
+    abortDone_.wait(lock, isDone);
+  } else if (!abortDone_.wait_until(lock, deadline.when(), isDone)) {
+    lock.unlock();
+    MYCOLL_LOG_WARN("ncclCommAbort of '%s' has not come back; it is left on a thread of its own",
+                    name_.c_str());
+    return late("ncclCommAbort", since);
+  }
+  return {};
+}
+
+void Comm::beginAbort(Status why) {
+  if (!moveTo(State::kAborted, std::move(why))) return;
+  auto run = [self = shared_from_this()] { self->runAbort(); };
+  try {
+    std::thread(run).detach();
+  } catch (const std::system_error& error) {
+    MYCOLL_LOG_WARN("no thread for ncclCommAbort (%s): it runs in its caller", error.what());
+    run();
+  }
+}
+
+void Comm::runAbort() {
+  if (options_.bindDevice) options_.bindDevice();
+  const RelaxedCapture relaxed;  // NCCL frees
+  Result result = Result::kSuccess;
+  {
+    std::unique_lock<std::mutex> issuing(issue_, std::defer_lock);
+    std::unique_lock<std::mutex> inspecting(inspect_, std::defer_lock);
+    const Deadline grace = Deadline::after(kGrace);
+    if (!lockBy(issuing, grace) && !evict(issuing)) {
+      MYCOLL_LOG_WARN("a thread hangs in NCCL with communicator '%s'; aborting nevertheless",
+                      name_.c_str());
+    }
+    (void)lockBy(inspecting, grace);
+    RawComm* comm = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(stateMutex_);
+      comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
+    }
+    // With both locks let go: the handle is ours alone now, and others must not wait for NCCL.
+    inspecting = {};
+    issuing = {};
+    if (comm != nullptr) result = library_.functions().commAbort(comm);
+  }
+  // kInProgress: NCCL goes on by itself, and the handle is gone either way.
+  if (result != Result::kSuccess && result != Result::kInProgress) {
+    MYCOLL_LOG_WARN("%s", describe(result, "ncclCommAbort").message().c_str());
+  }
+  std::lock_guard<std::mutex> lock(stateMutex_);
+  isAbortDone_ = true;
+  unfinished_.clear();
+  abortDone_.notify_all();
+}
+
+// ncclCommAbort would free the communicator under the thread that is inside. Revoking only stops
+// what runs, and so lets that thread come back. False: it did not, or this NCCL cannot revoke.
+bool Comm::evict(std::unique_lock<std::mutex>& issuing) {
+  const auto revoke = library_.functions().commRevoke;
+  RawComm* const comm = handle();
+  if (revoke == nullptr || comm == nullptr) return false;
+  return revoke(comm, 0) == Result::kSuccess && lockBy(issuing, Deadline::after(kEviction));
+}
+
+Status Comm::close(Deadline deadline) {
+  const auto since = Deadline::Clock::now();
+  if (state() == State::kNew) moveTo(State::kClosed);
+  if (state() == State::kClosed) return {};
+  Status status;
+  {
+    std::unique_lock<std::mutex> issuing(issue_, std::defer_lock);
+    if (!lockBy(issuing, deadline)) {
+      status = late("close()", since);
+    } else if (state() == State::kReady && moveTo(State::kClosing)) {
+      return leave(deadline);
+    } else {
+      status = unusable();  // failed, aborted, or still connecting in another thread
+    }
+  }
+  // The first reason stays; the deadline may have passed, so nobody waits much longer.
+  beginAbort(status);
+  (void)abort(earlier(deadline, Deadline::after(std::chrono::seconds(5))), status).ok();
+  return status;
+}
+
+// All of it on one thread, which has the handle to itself from here on: NCCL frees much of a
+// communicator in any of these calls, so that no second one may begin beside it. An abort from
+// elsewhere, as past the deadline, only ends our wait.
+Status Comm::leave(Deadline deadline) {
+  RawComm* comm = nullptr;
+  {
+    std::lock_guard<std::mutex> inspecting(inspect_);
+    std::lock_guard<std::mutex> lock(stateMutex_);
+    if (state() == State::kClosing) comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
+  }
+  if (comm == nullptr) return unusable();  // abort() was quicker
+  const auto since = Deadline::Clock::now();
+  auto isLate = std::make_shared<std::atomic<bool>>(false);
+  auto call = [this, comm, deadline, isLate] {
+    const Functions& functions = library_.functions();
+    Result result = functions.commFinalize(comm);
+    while (result == Result::kInProgress && !deadline.expired()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      const Result asked = functions.commGetAsyncError(comm, &result);
+      if (asked != Result::kSuccess) result = asked;
+    }
+    if (result == Result::kSuccess) return functions.commDestroy(comm);
+    isLate->store(result == Result::kInProgress);
+    (void)functions.commAbort(comm);
+    return result;
+  };
+  Status status = runApart("close()", call, deadline, nullptr);
+  if (status.ok() && isLate->load()) status = late("close()", since);
+  if (status.ok() && moveTo(State::kClosed)) return {};
+  moveTo(State::kAborted, status);
+  {
+    std::lock_guard<std::mutex> lock(stateMutex_);
+    isAbortDone_ = true;
+    abortDone_.notify_all();
+  }
+  return status.ok() ? unusable() : status;
+}
+
+}  // namespace mycoll::nccl

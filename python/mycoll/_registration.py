@@ -61,10 +61,6 @@ def register() -> None:
         # A list: torch up to 2.13 reads the string "cpu" as the devices c, p and u.
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
         register_mpi_scheme()
-
-        from mycoll import _compat
-
-        _compat.install()
         # The first of all: what programs register runs before it, and may still communicate.
         atexit.register(close_all)
 
@@ -99,20 +95,25 @@ def native() -> ModuleType:
         raise ImportError(f"mycoll could not register itself: {_failure!r}") from _failure
     import torch
 
+    running = _minor(torch.__version__)
+    oldest, newest = SUPPORTED_TORCH
+    is_supported = oldest <= tuple(int(part) for part in running.split(".")) <= newest
     try:
         from mycoll import _build
     except ImportError as error:
         raise NotUsable(
             "mycoll's compiled module is missing",
-            "run `pip install --no-build-isolation .` in its source folder",
+            "run `pip install --no-build-isolation .` in its source folder"
+            if is_supported
+            else f"mycoll supports torch {'.'.join(map(str, oldest))} to "
+            f"{'.'.join(map(str, newest))}, and this is torch {torch.__version__}",
         ) from error
-    built, running = _minor(_build.TORCH_VERSION), _minor(torch.__version__)
+    built = _minor(_build.TORCH_VERSION)
     if built != running:
         problem = f"this mycoll was compiled for torch {built} and cannot work "
         problem += f"with torch {torch.__version__}"
         fix = f"pip install 'torch=={built}.*'"
-        first, last = SUPPORTED_TORCH
-        if first <= tuple(int(part) for part in running.split(".")) <= last:
+        if is_supported:
             fix = "run `pip install --no-build-isolation .` again in its source folder, "
             fix += f"or install torch {built}"
         raise NotUsable(problem, fix)
@@ -143,7 +144,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     )
     group.store = _store_of_this_attempt(group.store)
     if _gloo.is_wanted(options):
-        _compat.use()
+        _compat.install()
         return _gloo.create(group)
 
     module = native()
@@ -155,7 +156,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
             )
         options = from_foreign_options(options)
 
-    _compat.use()
+    _compat.install()
     timeout = group.timeout
     if options is not None and timeout == default_pg_timeout:
         timeout = options.timeout  # torch always passes one: nobody has given it this

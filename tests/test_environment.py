@@ -111,18 +111,19 @@ def test_bad_arguments_come_before_the_usage(
     assert first == message and second.startswith("usage: mycoll")
 
 
-def test_what_differs_from_the_default(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_differs_from_the_default() -> None:
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
-    for name in [name for name in os.environ if name.startswith("MYCOLL_")]:
-        monkeypatch.delenv(name)
-    assert command_line.main(["env", "--changed"]) == 0
-    assert "default value" in capsys.readouterr().out
-    monkeypatch.setenv("MYCOLL_SMALL_BYTES", "1K")
-    monkeypatch.setenv("MYCOLL_TRANSPROT", "tcp")
-    assert command_line.main(["env", "--changed"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MYCOLL_")}
+
+    def changed(**variables: str) -> list[str]:
+        words = [sys.executable, "-m", "mycoll", "env", "--changed"]
+        done = subprocess.run(
+            words, env=plain | variables, capture_output=True, text=True, check=True
+        )
+        return done.stdout.splitlines()
+
+    assert "default value" in changed()[0]
+    lines = changed(MYCOLL_SMALL_BYTES="1K", MYCOLL_TRANSPROT="tcp")
     assert lines[0].startswith("MYCOLL_SMALL_BYTES=1K  (default: ")
     assert lines[-1].endswith("did you mean MYCOLL_TRANSPORT?")
     assert not any(line.startswith("MYCOLL_CPU") for line in lines)

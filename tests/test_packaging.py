@@ -251,7 +251,7 @@ def test_an_unsupported_torch_is_not_compiled_for(site: Site) -> None:
         assert "supports torch 2.11 to 2.15, and this is torch 2.1" in message
         assert "--no-build-isolation" not in message
     message = site.built(torch_version="2.13.0").fails(init)
-    assert message.endswith("supports torch 2.11 to 2.15. Install torch 2.13")
+    assert message.endswith("supports torch 2.11 to 2.15: pip install 'torch==2.13.*'")
 
 
 def test_failed_registration_does_not_break_torch(site: Site) -> None:

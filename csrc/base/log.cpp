@@ -103,12 +103,12 @@ void setLogFile(const char* pattern) { Sink::get().setPattern(pattern); }
 
 void setLogRank(int rank) { Sink::get().setRank(rank); }
 
-void logFailure(const std::string& text) {
+void logFailure(const std::string& story) {
   static std::atomic<bool> wasThereOne{false};
   if (!isLogged(LogLevel::kFailure)) return;
   const bool isFirst = !wasThereOne.exchange(true, std::memory_order_relaxed);
   detail::logLine(isFirst ? LogLevel::kFailure : LogLevel::kError, "%s",
-                  text.substr(0, text.find('\n')).c_str());
+                  story.substr(0, story.find('\n')).c_str());
 }
 
 void detail::logLine(LogLevel level, const char* format, ...) {

@@ -29,7 +29,7 @@ inline bool isLogged(LogLevel level) {
 
 // A group has failed. Logs the first line of the text: the exception has all of it, and every rank
 // logs one. At the level kFailure only the process's first failure is logged.
-void logFailure(const std::string& text);
+void logFailure(const std::string& story);
 
 // Overrides MYCOLL_LOG from here on.
 void setLogLevel(LogLevel level);

@@ -72,31 +72,31 @@ class Connection {
 
   // kIdle only.
   void dial();
-  void goOnDialing();
+  void goOnDialing() REQUIRES(ioRole);
   // The next attempt, if it is due.
-  void dialAgain();
+  void dialAgain() REQUIRES(ioRole);
   // There is no group any more that both are in.
   bool isToNobody() const { return dial_ && dial_->state() == Dial::State::kNobody; }
   // kDialing -> kIdle. Returns what was not sent.
   std::vector<Transfer*> giveUpDialing();
   bool isToBeMade() const { return state_ == State::kIdle || state_ == State::kDialing; }
   // If it is to be made: it is, by this side or the other.
-  void open(Link link);
+  void open(Link link) REQUIRES(ioRole);
   // kDialing: the peer may have opened it already.
   bool mayBeOpen() const { return dial_ && dial_->hasProved(); }
 
   // ---- bytes
 
   // Takes it, or ends its request if the peer is lost. kIdle: it leaves when somebody has dialled.
-  void enqueue(OutItem item);
+  void enqueue(OutItem item) REQUIRES(ioRole);
   std::deque<OutItem>& queue() { return queue_; }
   bool hasQueued(uint64_t context, int rank) const;
   // Drops what of this request has not left, and where it is being received.
   void forget(Transfer* request);
   void forget(Mailbox* mailbox);
   // Both: true if anything moved.
-  bool flush(size_t turnBytes = kTurnBytes);
-  bool drain(size_t turnBytes = kTurnBytes);
+  bool flush(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
+  bool drain(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
   bool maybeReadable() const { return link_.receiver && link_.receiver->maybeReadable(); }
   void lookAgain() {
     if (link_.receiver) link_.receiver->lookAgain();
@@ -116,7 +116,7 @@ class Connection {
   // kEnding: its process has ended, which says more than what was seen of it.
   void hasEnded() { loss_ = {LossReason::kEnded, ""}; }
   // kEnding: all has been read that will come. isEnded: its process is no more.
-  bool hasSaidAll(bool isEnded);
+  bool hasSaidAll(bool isEnded) REQUIRES(ioRole);
   // This process ends, and will send nothing more.
   void sayNoMore();
   // ... and what it had sent has arrived. Reads what comes, for nobody (tcp/link.h).
@@ -125,12 +125,12 @@ class Connection {
   std::vector<Transfer*> lose();
 
   // A whole frame that came before its group. False: it is not in its sender's own name.
-  static bool deliver(Mailbox& mailbox, const EarlyFrame& frame);
+  static bool deliver(Mailbox& mailbox, const EarlyFrame& frame) REQUIRES(ioRole);
 
  private:
   void moveTo(State next);
-  bool beginFrame();
-  void endFrame();
+  bool beginFrame() REQUIRES(ioRole);
+  void endFrame() REQUIRES(ioRole);
   void close();
   std::vector<Transfer*> takeUnsent();
 

@@ -17,6 +17,7 @@
 #include "base/fd.h"
 #include "base/task.h"
 #include "transport/handshake.h"
+#include "transport/io_lock.h"
 #include "transport/link.h"
 #include "transport/local.h"
 #include "transport/loss.h"
@@ -44,7 +45,7 @@ class Dial {
   void goOn();
   // Whether the next attempt is due; begins it.
   bool isDue() const { return state_ == State::kWaiting && nextAttempt_.expired(); }
-  void again();
+  void again() REQUIRES(ioRole);
 
   // kMade.
   Link takeLink() { return std::move(link_); }
@@ -53,7 +54,7 @@ class Dial {
 
  private:
   void moveTo(State next);
-  bool begin();
+  bool begin() REQUIRES(ioRole);
   void finish();
   void waitFor(Standing refusal);
   Status hungUp(bool isShm);

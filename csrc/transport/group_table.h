@@ -16,6 +16,7 @@
 
 #include "transport/frame.h"
 #include "transport/handshake.h"
+#include "transport/io_lock.h"
 
 namespace mycoll {
 
@@ -40,7 +41,7 @@ class GroupTable {
   // Whether this process is in one of the groups.
   bool names(const std::string& uid) const { return memberships_.count(uid) > 0; }
   // The groups that both are in, the oldest first.
-  std::vector<Mailbox*> commonWith(const std::string& uid) const;
+  std::vector<Mailbox*> commonWith(const std::string& uid) const REQUIRES(ioRole);
   std::vector<Mailbox*> all() const;
 
   // Whether a frame of so many bytes for a group that is not made yet can be kept: then keep() is

@@ -18,6 +18,8 @@ inline IoRole ioRole;
 class SCOPED_CAPABILITY IoLock {
  public:
   explicit IoLock(std::mutex& mutex) ACQUIRE(ioRole) : lock_(mutex) {}
+  // Takes over a mutex that try_lock() has taken.
+  IoLock(std::mutex& mutex, std::adopt_lock_t adopt) ACQUIRE(ioRole) : lock_(mutex, adopt) {}
   ~IoLock() RELEASE() {}
   IoLock(const IoLock&) = delete;
   IoLock& operator=(const IoLock&) = delete;

@@ -23,7 +23,7 @@ Mesh::Mesh(MeshOptions options)
     : local_(std::move(options)),
       doorkeeper_(
           local_, [this](const std::string& uid) { return admit(uid); },
-          [this](Doorkeeper::Entrant entrant) {
+          [this](Doorkeeper::Entrant entrant) REQUIRES(ioRole) {
             Connection& connection = connectionWith(entrant.peer);
             if (connection.isToBeMade()) connection.open(std::move(entrant.link));
           }),
@@ -70,7 +70,7 @@ void Mesh::handleEvents(const epoll_event* events, int count) {
   bool moved;
   std::vector<Transfer*> finished;
   {
-    std::lock_guard<std::mutex> lock(io_);
+    IoLock lock(io_);
     for (int i = 0; i < count; ++i) onEvent(events[i]);
     goOnWithHandshakes();
     moved = moveBytes();
@@ -105,8 +105,8 @@ bool Mesh::progress() {
   bool moved, hasRung;
   std::vector<Transfer*> finished;
   {
-    std::unique_lock<std::mutex> lock(io_, std::try_to_lock);
-    if (!lock.owns_lock()) return false;
+    if (!io_.try_lock()) return false;
+    IoLock lock(io_, std::adopt_lock);
     // Rings can be seen. A few sockets are asked one by one, which is one system call less for what
     // arrives; many by way of epoll, which now and then is also asked for news such as hang-ups.
     const bool asksEach = local_.tcpLinks > 0 && local_.tcpLinks <= kFewSockets;
@@ -128,7 +128,7 @@ bool Mesh::progress() {
 }
 
 void Mesh::setAsleep(bool asleep) {
-  std::lock_guard<std::mutex> lock(io_);
+  IoLock lock(io_);
   local_.asleep += asleep ? 1 : -1;
   if (local_.asleep != (asleep ? 1 : 0)) return;
   for (auto& connection : connections_) connection->setAsleep(asleep);
@@ -290,7 +290,7 @@ void Mesh::tellGroups(const std::string& uid, const Loss& loss, bool wasLinked) 
 }
 
 bool Mesh::isVisible(const PeerAddress& peer) {
-  std::lock_guard<std::mutex> lock(io_);
+  IoLock lock(io_);
   return watch_.isVisible(peer.uid);
 }
 
@@ -299,7 +299,7 @@ ProcessLife Mesh::lookAt(const PeerAddress& peer) {
 }
 
 bool Mesh::hasLost(const PeerAddress& peer) {
-  std::lock_guard<std::mutex> lock(io_);
+  IoLock lock(io_);
   const Connection* connection = find(peer.uid);
   return watch_.isLost(peer.uid) || (connection && connection->state() == Connection::State::kLost);
 }
@@ -310,13 +310,13 @@ void Mesh::checkProcesses() {
   if (now - last < kLookEveryMs || !processesChecked_.compare_exchange_strong(last, now)) return;
   std::vector<ProcessWatch::Seen> seen;
   {
-    std::lock_guard<std::mutex> lock(io_);
+    IoLock lock(io_);
     seen = watch_.living();
   }
   bool isAnyLost = false;
   for (const ProcessWatch::Seen& each : seen) {
     if (isLiving(lookAtProcess(each.pid, each.startTicks))) continue;
-    std::lock_guard<std::mutex> lock(io_);
+    IoLock lock(io_);
     if (!watch_.hasEnded(each.uid)) continue;
     isAnyLost = true;
     processEnded(each.uid);

@@ -61,16 +61,18 @@ class Mesh {
 
   // For Mailbox. [I/O lock] from here on, but for ioMutex().
   std::mutex& ioMutex() { return io_; }
-  void addMailbox(Mailbox* mailbox);
+  void addMailbox(Mailbox* mailbox) REQUIRES(ioRole);
   void removeMailbox(Mailbox* mailbox);
-  Connection& linkTo(const PeerAddress& peer);
-  void enqueue(Connection& connection, OutItem item) { connection.enqueue(std::move(item)); }
+  Connection& linkTo(const PeerAddress& peer) REQUIRES(ioRole);
+  void enqueue(Connection& connection, OutItem item) REQUIRES(ioRole) {
+    connection.enqueue(std::move(item));
+  }
   void forget(Transfer* request);  // out of all queues
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
   void finishDelivered(Transfer* request) { delivered_.push_back(request); }
   bool hasLinkTo(const PeerAddress& peer) const;
   // It leaves with the connection that there is, or will be: none is made for it.
-  void enqueueQuietly(const PeerAddress& peer, OutItem item) {
+  void enqueueQuietly(const PeerAddress& peer, OutItem item) REQUIRES(ioRole) {
     connectionWith(peer).enqueue(std::move(item));
   }
   // What would leave if its receiver only took it.
@@ -82,20 +84,20 @@ class Mesh {
   explicit Mesh(MeshOptions options);
   Status open();
   void handleEvents(const epoll_event* events, int count);
-  void onEvent(const epoll_event& event);
-  void pollEvents();
-  void goOnWithHandshakes();
-  bool moveBytes();
-  void dialAgain();
+  void onEvent(const epoll_event& event) REQUIRES(ioRole);
+  void pollEvents() REQUIRES(ioRole);
+  void goOnWithHandshakes() REQUIRES(ioRole);
+  bool moveBytes() REQUIRES(ioRole);
+  void dialAgain() REQUIRES(ioRole);
   Doorkeeper::Admission admit(const std::string& uid) const;
   Connection* find(const std::string& uid) const;
   Connection& connectionWith(const PeerAddress& peer);
   void erase(const Connection& connection);
   // Now, or as soon as all has come that it had sent: loseEnding() goes on with it.
-  void processEnded(const std::string& uid);
-  void loseEnding();
-  void lose(Connection& connection);
-  void tellGroups(const std::string& uid, const Loss& loss, bool wasLinked);
+  void processEnded(const std::string& uid) REQUIRES(ioRole);
+  void loseEnding() REQUIRES(ioRole);
+  void lose(Connection& connection) REQUIRES(ioRole);
+  void tellGroups(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
 
   Local local_;
   std::mutex io_;

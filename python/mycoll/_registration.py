@@ -112,7 +112,8 @@ def native() -> ModuleType:
     if built != running:
         problem = f"this mycoll was compiled for torch {built} and cannot work "
         problem += f"with torch {torch.__version__}"
-        fix = f"pip install 'torch=={built}.*'"
+        fix = f"mycoll supports torch {'.'.join(map(str, oldest))} to "
+        fix += f"{'.'.join(map(str, newest))}: pip install 'torch=={built}.*'"
         if is_supported:
             fix = "run `pip install --no-build-isolation .` again in its source folder, "
             fix += f"or install torch {built}"

@@ -177,7 +177,6 @@ TEST(Base, envRefusesInvalidValues) {
       {"MYCOLL_EAGER_BYTES", "64 K"},
       {"MYCOLL_EAGER_BYTES", "9000000000G"},
       {"MYCOLL_TRACE_ENTRIES", "65537"},
-      {"MYCOLL_NCCL_MIN_CTAS", "0"},
       {"MYCOLL_EAGER_BYTES", "16777217"},
       {"MYCOLL_SOCKET_IFNAME", "eth0,"},
       {"MYCOLL_SOCKET_IFNAME", "^"},

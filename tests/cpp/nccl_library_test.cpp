@@ -7,6 +7,7 @@
 #include <functional>
 #include <string>
 
+#include "base/env.h"
 #include "nccl/cudart.h"
 #include "nccl/library.h"
 #include "test.h"
@@ -55,7 +56,10 @@ std::string found(const std::string& wheel, const std::string& path) {
   return Library::loaded() == library ? "" : "loaded() does not know it";
 }
 
-void ask(const std::string& file) { setenv("MYCOLL_NCCL_LIBRARY", file.c_str(), 1); }
+void ask(const std::string& file) {
+  setenv("MYCOLL_NCCL_LIBRARY", file.c_str(), 1);
+  Env::readAgainForTest();
+}
 
 TEST(NcclLibrary, isTheOneThatWasAskedFor) {
   inChild([] {

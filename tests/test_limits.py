@@ -67,13 +67,15 @@ def without_shared_memory(ctx: Ctx) -> None:
 
 
 def test_without_shared_memory(fresh):
-    """Over TCP instead, and each rank says so once for each peer."""
+    """Over TCP instead, and the rank that connects says so once for each peer."""
     world = fresh(3, init=False, env=(AUTO, WARN))
     world.run(without_shared_memory)
+    every = []
     for member in world.members:
         lines = [x for x in member.log.read_text().splitlines() if "no shared memory with" in x]
-        assert 1 <= len(lines) <= 2, lines
         assert len(set(lines)) == len(lines)
+        every += lines
+    assert 3 <= len(every) <= 6, every  # three pairs, in which both may try
 
 
 @dataclass(frozen=True)

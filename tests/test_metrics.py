@@ -97,32 +97,30 @@ def test_a_group_and_its_successor_of_one_name() -> None:
     assert values["mycoll_group_failed", "0", ""] == 1
 
 
-def failing(ctx: Ctx) -> int:
+Values = dict[tuple[str, str, str], float]
+
+
+def fails_and_begins_again(ctx: Ctx) -> tuple[Values, Values]:
+    """What can be read of this process while its group is dead, and in the next one."""
     ctx.init()
     dist.barrier()
     with ctx.raises(dist.DistBackendError):
         dist.all_reduce(torch.ones(2 + ctx.rank))
-    return os.getpid()
-
-
-def leaving(ctx: Ctx) -> None:
+    dead = look([os.getpid()], ctx.rank)
     dist.destroy_process_group()
     ctx.init("again")
     dist.barrier()
+    return dead, look([os.getpid()], ctx.rank)
 
 
 def test_counters_outlive_their_group(fresh) -> None:
-    world = fresh(2, "shm", init=False)
-    numbers = world.run(failing)
-    values = look(numbers)
-    assert values["mycoll_operation_failures_total", "0", "all_reduce"] == 1
-    assert values["mycoll_group_failed", "0", ""] == 1
-    world.run(leaving)
-    values = look(numbers)
-    assert values["mycoll_operation_failures_total", metrics.ENDED, "all_reduce"] == 1
-    assert values["mycoll_operations_total", metrics.ENDED, "barrier"] == 1
-    assert values["mycoll_operations_total", "0", "barrier"] == 1
-    assert values["mycoll_group_failed", "0", ""] == 0
+    dead, again = fresh(2, "shm", init=False).run(fails_and_begins_again)[0]
+    assert dead["mycoll_operation_failures_total", "0", "all_reduce"] == 1
+    assert dead["mycoll_group_failed", "0", ""] == 1
+    assert again["mycoll_operation_failures_total", metrics.ENDED, "all_reduce"] == 1
+    assert again["mycoll_operations_total", metrics.ENDED, "barrier"] == 1
+    assert again["mycoll_operations_total", "0", "barrier"] == 1
+    assert again["mycoll_group_failed", "0", ""] == 0
 
 
 def test_command(fresh, tmp_path, monkeypatch, capsys) -> None:

@@ -97,8 +97,8 @@ def on_two_hosts(ctx: Ctx, names: tuple[str, str], family: str, interface: str) 
     inputs = ctx.inputs(torch.float32, 70_001)
     x = inputs[ctx.rank].clone()
     dist.all_reduce(x)
-    want = inputs[0] + inputs[1]
-    ctx.same(x, want + inputs[2] + inputs[3], "the bits of a mixed group")
+    want = (inputs[0] + inputs[1]) + (inputs[2] + inputs[3])
+    ctx.same(x, want, "the bits of a mixed group")
     inside = sockets_inside_a_host(ADDRESSES[family][host])
     dist.destroy_process_group()
     return inside

@@ -136,6 +136,7 @@ TEST(NcclLibrary, refusesWhatItCannotUse) {
   }
   inChild([] {
     setenv("MYCOLL_NCCL_BLOCKING", "perhaps", 1);
+    Env::readAgainForTest();
     return refused("", Code::kInvalidArgument, "MYCOLL_NCCL_BLOCKING=perhaps is not valid");
   });
 }

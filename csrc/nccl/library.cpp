@@ -176,6 +176,7 @@ Status Library::get(const std::string& wheelFile, const Library** library) {
   *library = loaded();
   if (*library != nullptr) return {};
 
+  MYCOLL_RETURN_IF_ERROR(Env::check());
   const std::string& asked = Env::process().ncclLibrary;
   const Resident resident = findResident();
   Status found;

@@ -71,7 +71,7 @@ class Connection {
   // ---- being made
 
   // kIdle only.
-  void dial();
+  void dial() REQUIRES(ioRole);
   void goOnDialing() REQUIRES(ioRole);
   // The next attempt, if it is due.
   void dialAgain() REQUIRES(ioRole);

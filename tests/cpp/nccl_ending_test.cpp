@@ -180,8 +180,7 @@ TEST(NcclSplit, byColorAndKey) {
         // Ranks 3, 1, 0 in this order; rank 2 has no part in it.
         const int place = me == 3 ? 0 : me == 1 ? 1 : 2;
         const bool isMember = me != 2;
-        const auto child =
-            std::make_shared<Comm>(standIn.library(), place, 3, "child", options);
+        const auto child = std::make_shared<Comm>(standIn.library(), place, 3, "child", options);
         ASSERT_OK(rank.comm->split(isMember ? 5 : kSplitNoColor, place,
                                    isMember ? child.get() : nullptr, patient(), nullptr));
         if (!isMember) {

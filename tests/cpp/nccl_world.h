@@ -113,9 +113,8 @@ class World {
     const Status made = Comm::createId(standIn.library(), &id);
     if (!made.ok()) test::fail(__FILE__, __LINE__, made.toString());
     for (int rank = 0; rank < ranks; ++rank) {
-      ranks_.push_back(
-          {std::make_shared<Comm>(standIn.library(), rank, ranks, "world", options),
-           streamOf(rank)});
+      ranks_.push_back({std::make_shared<Comm>(standIn.library(), rank, ranks, "world", options),
+                        streamOf(rank)});
     }
     test::Threads(ranks, [&](int rank) {
       const Status connected = ranks_[rank].comm->connect(id, patient(), nullptr);
@@ -204,7 +203,7 @@ inline bool contains(const Status& status, const std::string& words) {
 }
 
 inline std::shared_ptr<Comm> lone(StandIn& standIn, int rank = 0, int ranks = 2,
-                                          CommOptions options = {}) {
+                                  CommOptions options = {}) {
   return std::make_shared<Comm>(standIn.library(), rank, ranks, "lone", options);
 }
 

@@ -52,7 +52,7 @@ struct Operation {
   size_t count = 0;
   DataType type{};
   RedOp op{};
-  int root = -1;                   // or the peer of kSend and kReceive
+  int root = -1;  // or the peer of kSend and kReceive
 };
 
 size_t sizeOf(DataType type);
@@ -76,7 +76,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Result asyncError();
   // Not ready: what a call with this communicator returns.
   Result readiness();
-
 
   Result registerBuffer(void** handle);
   Result deregisterBuffer(void* handle);

@@ -221,3 +221,30 @@ dist.init_process_group("mycoll")
 
 def test_exit_handlers_may_communicate(tmp_path):
     assert run_ranks(LAST_WORDS, 2, tmp_path).count("sum [2.0, 2.0]") == 2
+
+
+THROWS = """
+import sys, torch, torch.distributed as dist
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("mycoll", store=store, rank=rank, world_size=2)
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    raise ValueError("of rank 1")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_an_exception_on_one_rank_is_named_on_the_other(tmp_path, backend) -> None:
+    if backend != "mycoll":
+        pytest.skip("gloo does not say why a rank has gone")
+    words = [sys.executable, "-c", THROWS]
+    ranks = [
+        subprocess.Popen(
+            [*words, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert "ValueError: of rank 1" in said[1]
+    assert "rank 1 (" in said[0] and "its program ended with an exception" in said[0], said[0]

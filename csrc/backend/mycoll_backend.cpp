@@ -146,7 +146,7 @@ MycollBackend::~MycollBackend() {
   communicator_->close(deadline);
 }
 
-void MycollBackend::closeAll(Milliseconds timeout) {
+void MycollBackend::closeAll(Milliseconds timeout, Exit how) {
   beginExit();
   const Deadline deadline = Deadline::after(timeout);
   std::vector<std::shared_ptr<Communicator>> open;
@@ -162,7 +162,7 @@ void MycollBackend::closeAll(Milliseconds timeout) {
     }
   }
   for (const auto& [name, device] : devices) device->close(deadline);
-  for (const auto& communicator : open) communicator->close(deadline);
+  for (const auto& communicator : open) communicator->close(deadline, how);
   if (!CallbackPool::get().drain(deadline.remaining())) {
     MYCOLL_LOG_WARN("a callback of a future has not returned in time for the process's exit");
   }

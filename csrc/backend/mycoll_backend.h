@@ -52,8 +52,9 @@ class MycollBackend final : public c10d::Backend {
                 c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice);
   ~MycollBackend() override;
 
-  // Closes every group of the process, within the timeout altogether: for the interpreter's exit.
-  static void closeAll(Milliseconds timeout);
+  // Closes every group of the process, within the timeout altogether: for the interpreter's exit,
+  // and the others hear whether an exception is the reason for it.
+  static void closeAll(Milliseconds timeout, Exit how);
 
   // "shm", "tcp", "shm+tcp" or "self".
   std::string transport() const { return communicator_->transport(); }

@@ -102,10 +102,11 @@ void raiseInterrupt() {
   if (pendingInterrupt) std::rethrow_exception(std::exchange(pendingInterrupt, nullptr));
 }
 
-void closeAll() {
+void closeAll(bool hasException) {
   const bool hasOthers = countPythonThreads() > 1;
   const py::gil_scoped_release release;
-  MycollBackend::closeAll(std::chrono::seconds(2));
+  MycollBackend::closeAll(std::chrono::seconds(2),
+                          hasException ? mycoll::Exit::kException : mycoll::Exit::kInOrder);
   mycoll::Watchdog::get().stop();  // the driver may be unloaded at any time
   // Daemon threads whose wait has ended just before are still to take the GIL: see beginExit().
   if (hasOthers) std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -348,7 +349,7 @@ PYBIND11_MODULE(_C, module) {
              py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
              "The engine's copy that bypasses caches, between two addresses; for benchmarks.");
   module.def(
-      "_close_all", &closeAll,
+      "_close_all", &closeAll, py::arg("has_exception"),
       "Groups that were never destroyed end with the interpreter, while there still is one.");
   module.attr("torch_version") = TORCH_VERSION;
 

@@ -21,14 +21,11 @@
 #define CAPABILITY(name) MYCOLL_THREAD_ANNOTATION(capability(name))
 #define SCOPED_CAPABILITY MYCOLL_THREAD_ANNOTATION(scoped_lockable)
 #define GUARDED_BY(...) MYCOLL_THREAD_ANNOTATION(guarded_by(__VA_ARGS__))
-#define PT_GUARDED_BY(...) MYCOLL_THREAD_ANNOTATION(pt_guarded_by(__VA_ARGS__))
 #define REQUIRES(...) MYCOLL_THREAD_ANNOTATION(requires_capability(__VA_ARGS__))
 #define EXCLUDES(...) MYCOLL_THREAD_ANNOTATION(locks_excluded(__VA_ARGS__))
 #define ACQUIRE(...) MYCOLL_THREAD_ANNOTATION(acquire_capability(__VA_ARGS__))
 #define RELEASE(...) MYCOLL_THREAD_ANNOTATION(release_capability(__VA_ARGS__))
 #define TRY_ACQUIRE(...) MYCOLL_THREAD_ANNOTATION(try_acquire_capability(__VA_ARGS__))
-#define RETURN_CAPABILITY(...) MYCOLL_THREAD_ANNOTATION(lock_returned(__VA_ARGS__))
-#define ASSERT_CAPABILITY(...) MYCOLL_THREAD_ANNOTATION(assert_capability(__VA_ARGS__))
 // For a function that the analysis cannot follow; say why beside it.
 #define NO_THREAD_SAFETY_ANALYSIS MYCOLL_THREAD_ANNOTATION(no_thread_safety_analysis)
 
@@ -39,8 +36,6 @@ class CAPABILITY("mutex") Mutex {
   void lock() ACQUIRE() { mutex_.lock(); }
   bool tryLock() TRY_ACQUIRE(true) { return mutex_.try_lock(); }
   void unlock() RELEASE() { mutex_.unlock(); }
-  // Tells the analysis that the caller holds it where it cannot see that. Does nothing.
-  void assertHeld() const ASSERT_CAPABILITY(this) {}
 
  private:
   friend class MutexLock;

@@ -13,7 +13,8 @@ from worlds.worker import Ctx
 
 MIB_FIRST = 4  # of staging memory, a rank's share, with a ring to a neighbour
 MIB_FURTHER = 1
-IDLE_SECONDS = 2
+IDLE_SECONDS = 1
+IDLE_WINDOWS = 3
 IDLE_SHARE = 0.001  # of a core
 SPIN = ("MYCOLL_SPIN_US", "100000")
 NEAR = ("MYCOLL_DISTANCE", "near")  # where rings are larger
@@ -99,9 +100,12 @@ def idle(ctx: Ctx) -> float:
         message_to_neighbour(ctx, group)
     dist.barrier()
     time.sleep(0.5)  # a thread may linger a moment for what comes next
-    before = time.process_time()
-    time.sleep(IDLE_SECONDS)
-    return (time.process_time() - before) / IDLE_SECONDS
+    shares = []
+    for _ in range(IDLE_WINDOWS):  # what is done all the time shows in each of them
+        before = time.process_time()
+        time.sleep(IDLE_SECONDS)
+        shares.append((time.process_time() - before) / IDLE_SECONDS)
+    return min(shares)
 
 
 def test_an_idle_group_uses_no_cpu_time(fresh, transport):

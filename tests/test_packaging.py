@@ -42,7 +42,7 @@ def set_nccl_wheel(path):
 def unknown_variables():
     return []
 
-def _close_all():
+def _close_all(has_exception):
     pass
 """
 INIT = """

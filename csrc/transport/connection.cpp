@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "base/crc32c.h"
@@ -97,6 +98,11 @@ int partsOf(OutItem& item, Span parts[2]) {
                       item.header.payloadBytes - payloadSent};
   }
   return count;
+}
+
+// What a link's -1 means: errno says why, 0 is an end in good order.
+Loss closed(LossReason reason) {
+  return {errno == ETIMEDOUT ? LossReason::kSilent : reason, errno == 0 ? "" : strerror(errno)};
 }
 
 }  // namespace
@@ -208,7 +214,7 @@ bool Connection::flush(size_t turnBytes) {
     const int count = partsOf(item, parts);
     const ssize_t wrote = link_.sender->write(parts, count);
     if (wrote < 0) {
-      end({errno == ETIMEDOUT ? LossReason::kSilent : LossReason::kClosed, ""});
+      end(closed(LossReason::kClosed));
       return moved;
     }
     if (wrote == 0) return moved;
@@ -279,9 +285,9 @@ bool Connection::onEvent(int fd, bool isClosed) {
   return true;
 }
 
-void Connection::breakOff(LossReason reason) {
+void Connection::breakOff(Loss loss) {
   isReadOver_ = true;
-  end({reason, ""});
+  end(std::move(loss));
 }
 
 bool Connection::drain(size_t turnBytes) {
@@ -292,7 +298,7 @@ bool Connection::drain(size_t turnBytes) {
     if (headerGot_ < sizeof(FrameHeader)) {
       const ssize_t got = link_.receiver->read(reinterpret_cast<char*>(&header_) + headerGot_,
                                                sizeof(FrameHeader) - headerGot_, false);
-      if (got < 0) breakOff(errno == ETIMEDOUT ? LossReason::kSilent : LossReason::kClosed);
+      if (got < 0) breakOff(closed(LossReason::kClosed));
       if (got <= 0) return moved;
       moved = true;
       headerGot_ += static_cast<size_t>(got);
@@ -309,9 +315,7 @@ bool Connection::drain(size_t turnBytes) {
                                        : discarded;
       const ssize_t got = link_.receiver->read(
           into, isKept ? left : std::min(left, sizeof(discarded)), target_.isStreaming);
-      if (got < 0) {
-        breakOff(errno == ETIMEDOUT ? LossReason::kSilent : LossReason::kClosedInMessage);
-      }
+      if (got < 0) breakOff(closed(LossReason::kClosedInMessage));
       if (got <= 0) return moved;
       moved = true;
       if (header_.isChecked()) {
@@ -323,7 +327,7 @@ bool Connection::drain(size_t turnBytes) {
     }
     headerGot_ = 0;
     if (header_.isChecked() && header_.payloadCheck != payloadCheck_) {
-      breakOff(LossReason::kChanged);
+      breakOff({LossReason::kChanged, ""});
       return moved;
     }
     endFrame();
@@ -338,12 +342,12 @@ bool Connection::beginFrame() {
   control_.clear();
   isEarly_ = false;
   if (header_.isChecked() && header_.headerCheck != header_.check()) {
-    return breakOff(LossReason::kChanged), false;
+    return breakOff({LossReason::kChanged, ""}), false;
   }
   if ((header_.magic != FrameHeader::kMagic && !header_.isChecked()) ||
       header_.payloadBytes > mostPayload(header_.kind) ||
       (header_.kind == FrameKind::kEager && header_.messageBytes != header_.payloadBytes)) {
-    return breakOff(LossReason::kNotAFrame), false;
+    return breakOff({LossReason::kNotAFrame, ""}), false;
   }
   Mailbox* mailbox = local_.groups.find(header_.context, header_.destination);
   if (!mailbox) {
@@ -359,7 +363,7 @@ bool Connection::beginFrame() {
     return true;
   }
   if (!isInItsName(*mailbox, header_, peer_.uid)) {
-    return breakOff(LossReason::kNotItsName), false;
+    return breakOff({LossReason::kNotItsName, ""}), false;
   }
   mailbox_ = mailbox;
   if (isControlFrame(header_.kind)) {
@@ -376,7 +380,7 @@ void Connection::endFrame() {
     EarlyFrame frame{peer_.uid, header_, std::exchange(control_, {})};
     if (Mailbox* late = local_.groups.find(header_.context, header_.destination)) {
       // Its group was made while the payload was arriving.
-      if (!deliver(*late, frame)) breakOff(LossReason::kNotItsName);
+      if (!deliver(*late, frame)) breakOff({LossReason::kNotItsName, ""});
     } else if (local_.groups.standing(header_.context, header_.destination) != Standing::kGone) {
       local_.groups.keep(std::move(frame));
     }

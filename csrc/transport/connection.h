@@ -112,7 +112,7 @@ class Connection {
   // The first reason stays.
   void end(Loss loss);
   // The same, and nothing more is read.
-  void breakOff(LossReason reason);
+  void breakOff(Loss loss);
   // kEnding: its process has ended, which says more than what was seen of it.
   void hasEnded() { loss_ = {LossReason::kEnded, ""}; }
   // kEnding: all has been read that will come. isEnded: its process is no more.

@@ -24,7 +24,7 @@ class LinkSender {
  public:
   virtual ~LinkSender() = default;
   // Takes bytes from the parts in order. Returns how many (0: no room now), or -1 when the peer is
-  // gone.
+  // gone; errno says how.
   virtual ssize_t write(const Span* parts, int count) = 0;
   // About to sleep (true), or awake again: while asleep and short of room, the peer must ring.
   virtual void setAsleep(bool asleep) = 0;

@@ -1,6 +1,13 @@
 #include "transport/loss.h"
 
 namespace mycoll {
+namespace {
+
+std::string inBrackets(const std::string& detail) {
+  return detail.empty() ? "" : " (" + detail + ")";
+}
+
+}  // namespace
 
 std::string Loss::describe(bool mayHaveLeft) const {
   switch (reason) {
@@ -9,8 +16,10 @@ std::string Loss::describe(bool mayHaveLeft) const {
       return mayHaveLeft ? "has ended (killed, crashed or left while others still need it)"
                          : "has ended (killed, crashed or left without destroy_process_group)";
     case LossReason::kClosed:
-    case LossReason::kSilent: return "closed its connection";
-    case LossReason::kClosedInMessage: return "closed its connection in the middle of a message";
+    case LossReason::kSilent:
+      return "closed its connection" + inBrackets(detail);
+    case LossReason::kClosedInMessage:
+      return "closed its connection in the middle of a message" + inBrackets(detail);
     case LossReason::kNotListening:
       return "has left the group (destroy_process_group) or ended before anything reached it: its "
              "process does not listen any more (" +

@@ -20,7 +20,9 @@ enum class LossReason {
 
 struct Loss {
   LossReason reason = LossReason::kNone;
-  std::string detail;  // kNotListening, kUnreachable: what was tried, and with what result
+  // kNotListening, kUnreachable: what was tried, and with what result. kClosed, kSilent,
+  // kClosedInMessage: the network's error, if it was one.
+  std::string detail;
 
   // After "rank 3 (node1:4712)". mayHaveLeft: for all that is known it may have left in good order,
   // without a connection to say so.

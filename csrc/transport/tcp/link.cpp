@@ -23,7 +23,7 @@ ssize_t TcpSender::write(const Span* parts, int count) {
     ssize_t sent = sendmsg(socket_->get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) return sent;
     if (errno == EINTR) continue;
-    return errno == EAGAIN || errno == ENOBUFS ? 0 : -1;
+    return errno == EAGAIN || errno == ENOBUFS || errno == ENOMEM ? 0 : -1;
   }
 }
 

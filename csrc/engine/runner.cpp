@@ -1,7 +1,10 @@
 #include "engine/runner.h"
 
+#include <map>
+#include <vector>
+
 #include "base/log.h"
-#include "collectives/net/collectives.h"
+#include "collectives/run/run.h"
 #include "collectives/shm/collectives.h"
 #include "engine/agreement.h"
 #include "engine/communicator.h"
@@ -27,6 +30,17 @@ class ExternalEnd final : public Condition {
   Agreement& agreement_;
   const uint64_t sequence_;
 };
+
+// By rank: the first rank of the same host.
+std::vector<int> hostsOf(const GroupAddress& group) {
+  std::map<std::string, int> known;
+  std::vector<int> hosts;
+  for (const PeerAddress& peer : group.peers) {
+    const int rank = static_cast<int>(hosts.size());
+    hosts.push_back(known.try_emplace(peer.hostIdentity, rank).first->second);
+  }
+  return hosts;
+}
 
 }  // namespace
 
@@ -76,7 +90,7 @@ Task Runner::carryOut(const Call& call, const Signature& signature) {
   if (options_.ranks == 1) return carryOutAlone(call);
   if (arena_) return shmCollective(ShmGroup{*arena_, mailbox_, sequence, signature}, call);
   agreement_.begin(sequence, signature);
-  return netCollective(NetGroup{mailbox_, sequence, signature}, call);
+  return netCollective({mailbox_, *shape_, scratch_, sequence, signature}, call);
 }
 
 Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
@@ -120,6 +134,7 @@ Task Runner::prepare() {
       MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory", options_.name.c_str());
     }
   }
+  if (!arena_) shape_ = std::make_unique<Shape>(hostsOf(mailbox_.group()));
   isPrepared_ = true;
   record_.setTransport(transport());
   MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", options_.name.c_str(),

@@ -6,7 +6,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/sha256.h"
-#include "collectives/net/batch.h"
+#include "collectives/run/batch.h"
 #include "engine/membership.h"
 #include "transport/endpoint.h"
 #include "transport/shm/link.h"

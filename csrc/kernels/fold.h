@@ -31,6 +31,14 @@ struct Fold {
   size_t lanesPerElement = 1;
 };
 
+// Narrow floats to float, in order, and back with one rounding: `count` elements.
+struct Conversion {
+  void (*widen)(char* out, const char* in, size_t count);
+  void (*narrow)(char* out, const char* in, size_t count);
+};
+Conversion conversionForHalf(Isa isa, DType dtype);
+Conversion conversionForFloat8(Isa isa, DType dtype, bool saturates);
+
 // nullptr inside where the pair is not one of the family's.
 Fold foldForFloat(Isa isa, DType dtype, ReduceOp op);  // float32, float64; sums of complex
 Fold foldForHalf(Isa isa, DType dtype, ReduceOp op);   // float16, bfloat16

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <vector>
 
 #include "kernels/copy.h"
 #include "kernels/fold.h"
@@ -96,6 +97,105 @@ class Reducer {
   Fold fold_;
 };
 
+Conversion conversionFor(DType dtype) {
+  const Isa isa = activeIsa();
+  if (dtype == DType::kFloat16 || dtype == DType::kBFloat16) return conversionForHalf(isa, dtype);
+  return conversionForFloat8(isa, dtype, float8Saturates.load(std::memory_order_relaxed));
+}
+
+int largestPowerBelow(int n) { return 1 << (31 - __builtin_clz(static_cast<unsigned>(n - 1))); }
+
+// One call of foldTree(). Works on blocks that stay in the first-level cache.
+class TreeFold {
+ public:
+  TreeFold(DType dtype, ReduceOp op, const Partial* partials, int n)
+      : dtype_(dtype),
+        wide_(wideType(dtype)),
+        op_(op == ReduceOp::kAvg ? ReduceOp::kSum : op),
+        isAverage_(op == ReduceOp::kAvg),
+        partials_(partials),
+        n_(n) {}
+
+  void run(char* out, bool isResult, size_t count, int divisor) {
+    const bool isNarrow = dtype_ != wide_;
+    const int by = isAverage_ && isResult ? divisor : 1;
+    // The usual cases: blocks of one size are the leaves of a tree of the same form.
+    if (!isNarrow && isEven()) {
+      std::vector<const void*> in(n_);
+      for (int i = 0; i < n_; ++i) in[i] = partials_[i].data;
+      return mycoll::reduce(dtype_, by > 1 ? ReduceOp::kAvg : op_, out, in.data(), n_, count, by, false);
+    }
+    const size_t outBytes = elementSize(isResult ? dtype_ : wide_);
+    alignas(64) char folded[kBlockBytes];
+    const size_t block = kBlockBytes / elementSize(wide_);
+    memory_.resize(2 * static_cast<size_t>(n_) * kBlockBytes);  // all widened, and all sums
+    for (size_t first = 0; first < count; first += block) {
+      first_ = first;
+      length_ = std::min(block, count - first);
+      used_ = 0;
+      next_ = 0;
+      const void* node[1] = {foldNode(partials_[0].lo, partials_[n_ - 1].hi)};
+      // Also where nothing is divided: a bool becomes 0 or 1.
+      mycoll::reduce(wide_, by > 1 ? ReduceOp::kAvg : op_, folded, node, 1, length_, by, false);
+      char* const to = out + first * outBytes;
+      if (isResult && isNarrow) {
+        conversionFor(dtype_).narrow(to, folded, length_);
+      } else {
+        copy(to, folded, length_ * outBytes);
+      }
+    }
+  }
+
+ private:
+  // All partials but the last are blocks of one size, aligned to it.
+  bool isEven() const {
+    const int size = partials_[0].hi - partials_[0].lo;
+    for (int i = 0; i < n_; ++i) {
+      const int length = partials_[i].hi - partials_[i].lo;
+      if (i + 1 < n_ ? length != size : length > size) return false;
+    }
+    return (size & (size - 1)) == 0 || n_ == 1;
+  }
+
+  // The block of T[lo, hi), wide. Partials are met from left to right.
+  const char* foldNode(int lo, int hi) {
+    const Partial& partial = partials_[next_];
+    if (partial.lo == lo && partial.hi == hi) {
+      ++next_;
+      return blockOf(partial);
+    }
+    const int middle = lo + largestPowerBelow(hi - lo);
+    const char* left = foldNode(lo, middle);
+    const char* right = foldNode(middle, hi);
+    char* const sum = newBlock();
+    const void* both[2] = {left, right};
+    mycoll::reduce(wide_, op_, sum, both, 2, length_, 1, false);
+    return sum;
+  }
+
+  const char* blockOf(const Partial& partial) {
+    const bool isWide = partial.isWide || dtype_ == wide_;
+    const char* from = static_cast<const char*>(partial.data) +
+                       first_ * elementSize(isWide ? wide_ : dtype_);
+    if (isWide) return from;
+    char* const block = newBlock();
+    conversionFor(dtype_).widen(block, from, length_);
+    return block;
+  }
+
+  char* newBlock() { return memory_.data() + kBlockBytes * used_++; }
+
+  const DType dtype_, wide_;
+  const ReduceOp op_;
+  const bool isAverage_;
+  const Partial* const partials_;
+  const int n_;
+  std::vector<char> memory_;
+  size_t used_ = 0;  // blocks
+  int next_ = 0;     // partial
+  size_t first_ = 0, length_ = 0;
+};
+
 }  // namespace
 
 void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
@@ -146,6 +246,21 @@ void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const*
     }
   }
   if (streaming || streaming2) streamingFence();
+}
+
+DType wideType(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+    case DType::kBFloat16:
+    case DType::kFloat8E4M3:
+    case DType::kFloat8E5M2: return DType::kFloat32;
+    default: return dtype;
+  }
+}
+
+void foldTree(DType dtype, ReduceOp op, void* out, bool isResult, const Partial* partials, int n,
+              size_t count, int divisor) {
+  TreeFold(dtype, op, partials, n).run(static_cast<char*>(out), isResult, count, divisor);
 }
 
 void setFloat8Saturates(bool saturates) {

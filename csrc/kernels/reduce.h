@@ -42,6 +42,23 @@ void reduceAndCopy(DType dtype, ReduceOp op, void* out, const void* const* in, i
 void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const* in, int n,
              size_t count, int divisor, bool streaming, bool streaming2);
 
+// An input of foldTree(): what has been combined of some inputs that stand in a row.
+struct Partial {
+  int lo;       // combined are the inputs lo to hi: one, or a node of the tree over all
+  int hi;
+  const void* data;
+  bool isWide;  // in wideType(); otherwise it is one input as it was given
+};
+
+// What reduce() accumulates in.
+DType wideType(DType dtype);
+
+// reduce() in steps: combines the partials, which are in order and leave out nothing, into the node
+// that they make up. The same bits as if it were done at once, for every way to cut the tree.
+// isResult: divided by `divisor` (AVG) and rounded to dtype; otherwise in wideType().
+void foldTree(DType dtype, ReduceOp op, void* out, bool isResult, const Partial* partials, int n,
+              size_t count, int divisor);
+
 // What becomes of numbers beyond 448 in float8_e4m3fn: the largest number (true, as torch since
 // 2.13), or NaN (torch before). Whoever knows the torch sets it once; all ranks alike.
 void setFloat8Saturates(bool saturates);

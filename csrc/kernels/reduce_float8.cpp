@@ -12,6 +12,10 @@
 
 namespace mycoll {
 
+Conversion conversionForFloat8(Isa isa, DType dtype, bool saturates) {
+  return MYCOLL_CALL_ISA(isa, conversionForFloat8, dtype, saturates);
+}
+
 Fold foldForFloat8(Isa isa, DType dtype, ReduceOp op, bool saturates) {
   return MYCOLL_CALL_ISA(isa, foldForFloat8, dtype, op, saturates);
 }

@@ -12,6 +12,10 @@
 
 namespace mycoll {
 
+Conversion conversionForHalf(Isa isa, DType dtype) {
+  return MYCOLL_CALL_ISA(isa, conversionForHalf, dtype);
+}
+
 Fold foldForHalf(Isa isa, DType dtype, ReduceOp op) {
   return MYCOLL_CALL_ISA(isa, foldForHalf, dtype, op);
 }

@@ -30,7 +30,9 @@ struct MeshOptions {
   bool isChecked = false;  // what is sent carries checksums
   DistanceChoice distance = DistanceChoice::kMeasured;
   int networkSeconds = 10;  // a peer beyond the network that is silent for so long is dead
-  LinkTap* tap = nullptr;   // for tests; outlives the mesh
+  // For tests:
+  LinkTap* tap = nullptr;  // outlives the mesh
+  std::string host;        // the host that this process pretends to be on; empty: none
 
   static Status fromEnv(MeshOptions* result);
 };

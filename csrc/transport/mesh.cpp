@@ -54,9 +54,9 @@ Status Mesh::open() {
   address.pid = processId();
   address.startTicks = processStartTicks(address.pid);
   // A process that may use no shared memory is on a host of its own, as far as peers are concerned.
-  address.hostIdentity = local_.options.transport == TransportChoice::kTcp
-                             ? "tcp-only " + address.uid
-                             : hostIdentity();
+  const std::string host = hostIdentity() + local_.options.host;
+  address.hostIdentity =
+      local_.options.transport == TransportChoice::kTcp ? "tcp-only " + address.uid : host;
   MYCOLL_RETURN_IF_ERROR(local_.sleeper.open(
       [this](const epoll_event* events, int count) { handleEvents(events, count); }));
   MYCOLL_RETURN_IF_ERROR(local_.bell.open(address.uid));

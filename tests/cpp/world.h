@@ -43,6 +43,30 @@ inline const char* name(Road road) {
 
 using RankBody = std::function<void(mycoll::Communicator& group)>;
 
+// On hosts that they pretend to be on: hostOf[rank].
+inline void runHosts(const std::vector<int>& hostOf, const RankBody& body,
+                     mycoll::LinkTap* tap = nullptr) {
+  auto store = std::make_shared<MemoryStore>();
+  const int ranks = static_cast<int>(hostOf.size());
+  Threads(ranks, [&](int rank) {
+    mycoll::EndpointOptions endpoint;
+    endpoint.storeHost = "127.0.0.1";
+    endpoint.host = " host " + std::to_string(hostOf[rank]);
+    endpoint.tap = tap;
+    std::shared_ptr<mycoll::Engine> engine;
+    ASSERT_OK(mycoll::Engine::create(endpoint, &engine));
+    mycoll::GroupOptions options;
+    options.name = "hosts";
+    options.rank = rank;
+    options.ranks = ranks;
+    options.timeout = std::chrono::milliseconds(60'000);
+    std::shared_ptr<mycoll::Communicator> group;
+    ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
+    body(*group);
+    group->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
+  });
+}
+
 // Runs the body on every rank, with a group of its own each time.
 inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs = 60'000,
                      bool isExternal = false) {

@@ -1,0 +1,90 @@
+// Plan: what one rank does in a collective between hosts, as a list of steps. It is a pure function
+// of the operation, the sizes and the shape of the world: all ranks plan alike, a verifier proves
+// plans without running them (verify.h), and a model tells what they cost (cost.h).
+//
+// Bytes cross the network once for each host that needs them, not once for each rank:
+//
+//   reduce     ranks of a host -> its driver of the lane: adds up the nodes of the tree that the
+//              host has -> the owner of the piece, which adds up the rest and rounds once
+//   gather     the owner of a piece -> a driver on each other host -> the ranks of that host
+//   all_reduce is the one and then the other; broadcast deals pieces out and gathers them
+//
+// A small all_reduce ("whole") has no owner: each host adds up everything, one hop instead of two.
+// What is large goes in chunks, of which several are under way, each in another phase (run.h).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/types.h"
+#include "collectives/plan/shape.h"
+
+namespace mycoll {
+
+enum class Space : uint8_t { kInput, kOutput, kScratch };
+
+// Memory of this rank. block: which of the call's spans.
+struct Place {
+  Space space = Space::kScratch;
+  int block = 0;
+  uint64_t begin = 0;
+  uint64_t bytes = 0;
+};
+
+struct Step {
+  enum class Act : uint8_t {
+    kCopy,  // from inputs[first] to place
+    kFold,  // inputs to place
+    kSend,
+    kReceive,
+  };
+  Act act = Act::kSend;
+  uint8_t phase = 0;
+  bool isResult = false;  // kFold: rounded, and divided
+  int peer = -1;
+  Place place;
+  // kFold, kCopy: of Plan::inputs.
+  uint32_t first = 0;
+  uint32_t inputs = 0;
+  uint64_t count = 0;  // kFold: elements
+};
+
+struct FoldInput {
+  Node node;
+  Place place;
+  bool isWide = false;
+};
+
+// Steps are in order of their phases. In a phase first memory is worked on, in order; then all
+// messages are under way together, those between two ranks in the order that they stand here. The
+// next phase begins when they are over.
+struct Plan {
+  std::vector<Step> steps;
+  std::vector<FoldInput> inputs;
+  uint64_t scratchBytes = 0;
+  int phases = 0;
+};
+
+// A collective as plans see it.
+struct Job {
+  OpKind kind = OpKind::kBarrier;
+  int root = -1;
+  uint64_t elementBytes = 1;
+  uint64_t wideBytes = 1;  // of an element while it is being reduced
+  // As in Call: the sizes of this rank's blocks. Those that plans of other ranks depend on are
+  // equal on all of them.
+  std::vector<uint64_t> in;
+  std::vector<uint64_t> out;
+};
+
+// A job is done in so many chunks; that number is the same on all ranks. Of every block a chunk has
+// the bytes from chunk * chunkBytes.
+struct Chunking {
+  uint64_t chunks = 1;
+  uint64_t chunkBytes = ~uint64_t{0};
+};
+
+Chunking chunkingOf(const Shape& shape, const Job& job);
+Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking, uint64_t chunk);
+
+}  // namespace mycoll

@@ -1,0 +1,51 @@
+#include "collectives/plan/shape.h"
+
+#include <algorithm>
+#include <map>
+
+namespace mycoll {
+namespace {
+
+// More flows between two hosts gain nothing.
+constexpr int kMostLanes = 16;
+
+// Whether left and right are the two halves of a node.
+bool areSiblings(Node left, Node right, int ranks) {
+  const int size = left.ranks();
+  return left.hi == right.lo && (size & (size - 1)) == 0 && left.lo % (2 * size) == 0 &&
+         right.hi == std::min(left.lo + 2 * size, ranks);
+}
+
+}  // namespace
+
+std::vector<Node> largestNodes(const std::vector<int>& members, int ranks) {
+  std::vector<Node> nodes;
+  for (const int rank : members) {
+    nodes.push_back({rank, rank + 1});
+    while (nodes.size() > 1 && areSiblings(nodes[nodes.size() - 2], nodes.back(), ranks)) {
+      const int end = nodes.back().hi;
+      nodes.pop_back();
+      nodes.back().hi = end;
+    }
+  }
+  return nodes;
+}
+
+Shape::Shape(const std::vector<int>& hostOf) {
+  std::map<int, int> known;
+  for (int rank = 0; rank < static_cast<int>(hostOf.size()); ++rank) {
+    const int host =
+        known.try_emplace(hostOf[rank], static_cast<int>(members_.size())).first->second;
+    if (host == hosts()) members_.emplace_back();
+    hostOf_.push_back(host);
+    indexOf_.push_back(static_cast<int>(members_[host].size()));
+    members_[host].push_back(rank);
+  }
+  for (const std::vector<int>& members : members_) {
+    nodes_.push_back(largestNodes(members, ranks()));
+    lanes_ = std::max(lanes_, static_cast<int>(members.size()));
+  }
+  lanes_ = std::min(lanes_, kMostLanes);
+}
+
+}  // namespace mycoll

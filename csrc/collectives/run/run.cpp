@@ -1,0 +1,154 @@
+#include "collectives/run/run.h"
+
+#include <deque>
+#include <optional>
+
+#include "collectives/run/batch.h"
+#include "kernels/copy.h"
+#include "kernels/reduce.h"
+
+namespace mycoll {
+namespace {
+
+// Messages of a collective are told apart by chunk and phase; those of one phase between two ranks
+// are matched in order.
+constexpr uint64_t kPhases = 16;
+constexpr size_t kMostKept = 16 * 1024 * 1024;  // bytes of one piece of scratch memory
+
+std::vector<uint64_t> sizesOf(const std::vector<Span>& spans) {
+  std::vector<uint64_t> sizes;
+  sizes.reserve(spans.size());
+  for (const Span& span : spans) sizes.push_back(span.bytes);
+  return sizes;
+}
+
+Job jobOf(const Call& call) {
+  Job job{call.kind,         call.root, call.elementBytes, call.elementBytes, sizesOf(call.in),
+          sizesOf(call.out)};
+  if (call.dtype != DType::kOpaque) job.wideBytes = elementSize(wideType(call.dtype));
+  return job;
+}
+
+// A chunk under way.
+class Chunk {
+ public:
+  Chunk(NetGroup group, const Call& call, const Job& job, const Chunking& chunking, uint64_t number)
+      : group_(group),
+        call_(call),
+        number_(number),
+        plan_(planOf(group.shape, job, group.mailbox.rank(), chunking, number)),
+        scratch_(group.scratch.take(plan_.scratchBytes)) {}
+  ~Chunk() { group_.scratch.giveBack(std::move(scratch_)); }
+  Chunk(const Chunk&) = delete;
+  Chunk& operator=(const Chunk&) = delete;
+
+  // The messages of the phase that was begun; null: it has none.
+  Batch* messages() { return batch_ ? &*batch_ : nullptr; }
+  bool isOver() const { return phase_ > plan_.phases; }
+
+  // The one before is over. After the last one: nothing.
+  void beginPhase() {
+    batch_.reset();
+    for (; next_ < plan_.steps.size() && plan_.steps[next_].phase == phase_; ++next_) {
+      const Step& step = plan_.steps[next_];
+      switch (step.act) {
+        case Step::Act::kCopy: copyFor(step); break;
+        case Step::Act::kFold: foldFor(step); break;
+        case Step::Act::kSend: messagesToBegin().send(step.peer, at(step.place), tag()); break;
+        case Step::Act::kReceive: messagesToBegin().receive(step.peer, at(step.place), tag()); break;
+      }
+    }
+    ++phase_;
+  }
+
+ private:
+  uint64_t tag() const { return number_ * kPhases + static_cast<uint64_t>(phase_); }
+
+  Batch& messagesToBegin() {
+    if (!batch_) batch_.emplace(group_.mailbox, group_.sequence, group_.signature);
+    return *batch_;
+  }
+
+  Span at(const Place& place) const {
+    if (place.bytes == 0) return {};
+    char* base = scratch_.data.get();
+    if (place.space == Space::kInput) base = call_.in[place.block].begin();
+    if (place.space == Space::kOutput) base = outputOf(place.block).begin();
+    return {base + place.begin, place.bytes};
+  }
+
+  // The root of a broadcast may have its data among the inputs.
+  const Span& outputOf(int block) const {
+    const bool isSource = call_.kind == OpKind::kBroadcast && call_.root == group_.mailbox.rank();
+    return isSource && !call_.in.empty() ? call_.in[0] : call_.out[block];
+  }
+
+  void copyFor(const Step& step) const {
+    const Span to = at(step.place), from = at(plan_.inputs[step.first].place);
+    if (to.data != from.data) copy(to.data, from.data, to.bytes);
+  }
+
+  void foldFor(const Step& step) const {
+    std::vector<Partial> partials;
+    partials.reserve(step.inputs);
+    for (uint32_t i = 0; i < step.inputs; ++i) {
+      const FoldInput& input = plan_.inputs[step.first + i];
+      partials.push_back({input.node.lo, input.node.hi, at(input.place).data, input.isWide});
+    }
+    foldTree(call_.dtype, call_.reduceOp, at(step.place).data, step.isResult, partials.data(),
+             static_cast<int>(partials.size()), step.count, group_.mailbox.ranks());
+  }
+
+  const NetGroup group_;
+  const Call& call_;
+  const uint64_t number_;
+  const Plan plan_;
+  ScratchPool::Memory scratch_;
+  std::optional<Batch> batch_;
+  size_t next_ = 0;  // step
+  int phase_ = 0;
+};
+
+}  // namespace
+
+ScratchPool::Memory ScratchPool::take(size_t bytes) {
+  if (bytes == 0) return {};
+  for (Memory& memory : free_) {
+    if (memory.bytes < bytes) continue;
+    std::swap(memory, free_.back());
+    Memory taken = std::move(free_.back());
+    free_.pop_back();
+    return taken;
+  }
+  return {std::unique_ptr<char[]>(new char[bytes]), bytes};
+}
+
+void ScratchPool::giveBack(Memory memory) {
+  constexpr size_t kMostPieces = 5;
+  if (memory.bytes == 0 || memory.bytes > kMostKept) return;
+  if (free_.size() == kMostPieces) free_.erase(free_.begin());
+  free_.push_back(std::move(memory));
+}
+
+Task netCollective(NetGroup group, const Call& call) {
+  const Job job = jobOf(call);
+  const Chunking chunking = chunkingOf(group.shape, job);
+  std::deque<Chunk> underWay;
+  for (uint64_t begun = 0; begun < chunking.chunks || !underWay.empty();) {
+    for (Chunk& chunk : underWay) {
+      if (Batch* messages = chunk.messages()) {
+        co_await *messages;
+        MYCOLL_CO_RETURN_IF_ERROR(messages->status());
+      }
+      chunk.beginPhase();
+    }
+    // The oldest is the first to end.
+    while (!underWay.empty() && underWay.front().isOver()) underWay.pop_front();
+    if (begun < chunking.chunks) {
+      underWay.emplace_back(group, call, job, chunking, begun++).beginPhase();
+    }
+  }
+  co_return Status();
+}
+
+}  // namespace mycoll

@@ -1,0 +1,48 @@
+// Carries out plans (plan/plan.h) over messages: the collectives of a group that spans hosts, or may
+// not use an arena.
+//
+// Chunks follow each other phase by phase: in its n-th step a rank begins phase 0 of chunk n, phase
+// 1 of chunk n - 1 and so on, and waits for what it began in the step before. All ranks do the same,
+// so nobody waits for what another would begin later.
+//
+// Thread contract: as Task. What a NetGroup refers to, the call and its memory outlive the task.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/call.h"
+#include "base/task.h"
+#include "collectives/plan/plan.h"
+
+namespace mycoll {
+
+class Mailbox;
+
+// Memory that a group's plans work in, kept from call to call as long as it is not much.
+class ScratchPool {
+ public:
+  struct Memory {
+    std::unique_ptr<char[]> data;  // not zeroed
+    size_t bytes = 0;
+  };
+  Memory take(size_t bytes);
+  void giveBack(Memory memory);
+
+ private:
+  std::vector<Memory> free_;
+};
+
+struct NetGroup {
+  Mailbox& mailbox;
+  const Shape& shape;
+  ScratchPool& scratch;
+  uint64_t sequence;           // of the collective: the upper part of its messages' tags
+  const Signature& signature;  // of the call
+};
+
+Task netCollective(NetGroup group, const Call& call);
+
+}  // namespace mycoll

@@ -1,0 +1,260 @@
+// collectives/plan/: plans of all operations for all kinds of worlds, proven by the verifier, and the
+// bytes that they put on the network, counted.
+#include "collectives/plan/plan.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "collectives/plan/verify.h"
+#include "test.h"
+
+using namespace mycoll;
+
+namespace {
+
+// Large elements: few of them make a large tensor.
+constexpr uint64_t kElement = 4096;
+
+constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduce,    OpKind::kReduceScatter,
+                             OpKind::kAllGather, OpKind::kBroadcast, OpKind::kGather,
+                             OpKind::kScatter,   OpKind::kAllToAll,  OpKind::kBarrier,
+                             OpKind::kMonitoredBarrier};
+
+std::vector<int> uniform(int hosts, int ranks) {
+  std::vector<int> hostOf;
+  for (int host = 0; host < hosts; ++host) hostOf.insert(hostOf.end(), ranks, host);
+  return hostOf;
+}
+
+std::vector<int> inARow(const std::vector<int>& sizes) {
+  std::vector<int> hostOf;
+  for (size_t host = 0; host < sizes.size(); ++host) {
+    hostOf.insert(hostOf.end(), sizes[host], static_cast<int>(host));
+  }
+  return hostOf;
+}
+
+std::string describe(const std::vector<int>& hostOf) {
+  std::string text;
+  for (const int host : hostOf) text += std::to_string(host) + " ";
+  return text;
+}
+
+std::vector<Job> jobsOf(OpKind kind, int ranks, int root, uint64_t bytes, bool isNarrow) {
+  std::vector<Job> jobs;
+  for (int rank = 0; rank < ranks; ++rank) {
+    jobs.push_back(evenJob(kind, ranks, rank, root, bytes, kElement, isNarrow ? 2 * kElement : kElement));
+  }
+  return jobs;
+}
+
+// In chunks of few elements.
+Chunking inChunks(const Job& job, uint64_t chunkBytes) {
+  uint64_t block = 0;
+  for (const uint64_t bytes : job.in) block = std::max(block, bytes);
+  for (const uint64_t bytes : job.out) block = std::max(block, bytes);
+  const bool isCut = job.kind == OpKind::kAllReduce || job.kind == OpKind::kReduce ||
+                     job.kind == OpKind::kBroadcast || job.kind == OpKind::kReduceScatter ||
+                     job.kind == OpKind::kAllGather;
+  if (!isCut || block == 0) return {};
+  return {(block + chunkBytes - 1) / chunkBytes, chunkBytes};
+}
+
+void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements, bool isNarrow) {
+  const int ranks = static_cast<int>(hostOf.size());
+  const Shape shape(hostOf);
+  const std::vector<Job> jobs = jobsOf(kind, ranks, root, elements * kElement, isNarrow);
+  const Chunking chunkings[] = {{}, inChunks(jobs[root], 7 * kElement)};
+  for (const Chunking& chunking : chunkings) {
+    const std::string wrong = verify(shape, jobs, chunking);
+    if (wrong.empty()) continue;
+    test::fail(__FILE__, __LINE__,
+               std::string(name(kind)) + " of " + std::to_string(elements) + " elements, root " +
+                   std::to_string(root) + (isNarrow ? ", narrow" : "") + ", in " +
+                   std::to_string(chunking.chunks) + " chunks, hosts " + describe(hostOf) + ": " +
+                   wrong);
+    return;
+  }
+}
+
+void checkAll(const std::vector<int>& hostOf, std::mt19937& random) {
+  const int ranks = static_cast<int>(hostOf.size());
+  for (const OpKind kind : kKinds) {
+    const int root = static_cast<int>(random() % ranks);
+    const uint64_t few = kind == OpKind::kReduceScatter ? ranks : 1;
+    check(hostOf, kind, root, few, random() % 2);
+    check(hostOf, kind, root, few * (5 + random() % 40), random() % 2);
+  }
+}
+
+// Calls visit(sizes) for all ways to put `ranks` ranks on up to `hosts` hosts in a row.
+template <typename Visit>
+void forPartitions(int ranks, int hosts, std::vector<int>& sizes, const Visit& visit) {
+  if (ranks == 0) return visit(sizes);
+  if (hosts == 0) return;
+  for (int size = 1; size <= ranks; ++size) {
+    if (hosts == 1 && size < ranks) continue;
+    sizes.push_back(size);
+    forPartitions(ranks - size, hosts - 1, sizes, visit);
+    sizes.pop_back();
+  }
+}
+
+// What each host sends to others, and the most bytes of scratch and peers of a rank.
+struct Cost {
+  std::vector<uint64_t> sent;
+  std::vector<uint64_t> received;
+  uint64_t messages = 0;  // between hosts
+  uint64_t scratch = 0;
+  size_t peers = 0;  // on other hosts
+  uint64_t most() const { return *std::max_element(sent.begin(), sent.end()); }
+};
+
+Cost costOf(const Shape& shape, const std::vector<Job>& jobs) {
+  Cost cost;
+  cost.sent.resize(shape.hosts());
+  cost.received.resize(shape.hosts());
+  const Chunking chunking = chunkingOf(shape, jobs[0]);
+  for (int rank = 0; rank < shape.ranks(); ++rank) {
+    std::set<int> peers;
+    for (uint64_t chunk = 0; chunk < chunking.chunks; ++chunk) {
+      const Plan plan = planOf(shape, jobs[rank], rank, chunking, chunk);
+      cost.scratch = std::max(cost.scratch, plan.scratchBytes * plan.phases);
+      for (const Step& step : plan.steps) {
+        if (step.act < Step::Act::kSend || shape.hostOf(step.peer) == shape.hostOf(rank)) continue;
+        peers.insert(step.peer);
+        auto& bytes = step.act == Step::Act::kSend ? cost.sent : cost.received;
+        bytes[shape.hostOf(rank)] += step.place.bytes;
+        cost.messages += step.act == Step::Act::kSend;
+      }
+    }
+    cost.peers = std::max(cost.peers, peers.size());
+  }
+  return cost;
+}
+
+Cost costOf(const std::vector<int>& hostOf, OpKind kind, uint64_t bytes, uint64_t wide = 4) {
+  const Shape shape(hostOf);
+  std::vector<Job> jobs;
+  for (int rank = 0; rank < shape.ranks(); ++rank) {
+    jobs.push_back(evenJob(kind, shape.ranks(), rank, 0, bytes, wide == 4 ? 4 : 2, 4));
+  }
+  return costOf(shape, jobs);
+}
+
+}  // namespace
+
+TEST(Shape, takesHostsInTheOrderOfTheirLowestRanks) {
+  const Shape shape({7, 7, 3, 7, 3});
+  EXPECT_EQ(shape.hosts(), 2);
+  EXPECT(shape.membersOf(0) == (std::vector<int>{0, 1, 3}));
+  EXPECT(shape.membersOf(1) == (std::vector<int>{2, 4}));
+  EXPECT_EQ(shape.hostOf(4), 1);
+  EXPECT_EQ(shape.indexOf(3), 2);
+  EXPECT_EQ(shape.lanes(), 3);
+  EXPECT_EQ(shape.driver(1, 2), 2);
+}
+
+TEST(Shape, knowsTheNodesThatAHostHas) {
+  using Nodes = std::vector<Node>;
+  EXPECT(largestNodes({0, 1, 2, 3}, 8) == (Nodes{{0, 4}}));
+  EXPECT(largestNodes({4, 5, 6}, 7) == (Nodes{{4, 7}}));
+  EXPECT(largestNodes({3, 4, 5, 6, 7}, 8) == (Nodes{{3, 4}, {4, 8}}));
+  EXPECT(largestNodes({1, 2}, 4) == (Nodes{{1, 2}, {2, 3}}));
+  EXPECT(largestNodes({0, 2, 4}, 6) == (Nodes{{0, 1}, {2, 3}, {4, 5}}));
+  EXPECT(largestNodes({0, 1, 2, 3, 4}, 5) == (Nodes{{0, 5}}));
+}
+
+TEST(Plan, isRightForAllSmallWorlds) {
+  std::mt19937 random(1);
+  for (int ranks = 1; ranks <= 12; ++ranks) {
+    std::vector<int> sizes;
+    forPartitions(ranks, 4, sizes,
+                  [&](const std::vector<int>& hosts) { checkAll(inARow(hosts), random); });
+  }
+}
+
+TEST(Plan, isRightForRandomWorlds) {
+  const unsigned seed = std::random_device{}();
+  std::mt19937 random(seed);
+  for (int i = 0; i < 400; ++i) {
+    const int ranks = 2 + static_cast<int>(random() % 63);
+    const int hosts = 1 + static_cast<int>(random() % std::min(ranks, 24));
+    std::vector<int> hostOf(ranks);
+    for (int& host : hostOf) host = static_cast<int>(random() % hosts);
+    if (random() % 2) std::sort(hostOf.begin(), hostOf.end());
+    const int before = test::failureCount();
+    checkAll(hostOf, random);
+    if (test::failureCount() > before) {
+      test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
+      return;
+    }
+  }
+}
+
+TEST(Plan, isRightForLargeWorlds) {
+  for (const int ranks : {999, 1000, 1001, 1024}) {
+    std::vector<int> hostOf;
+    for (int rank = 0; rank < ranks; ++rank) hostOf.push_back(rank / 8);
+    for (const OpKind kind : {OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kBarrier}) {
+      check(hostOf, kind, 17, 3, false);
+    }
+  }
+}
+
+// Of S bytes for each rank, what all hosts must send at least.
+TEST(Plan, sendsNoByteTwiceToAHost) {
+  constexpr uint64_t kBytes = 16 << 20;
+  for (const auto& [hosts, ranks] : {std::pair(2, 2), std::pair(2, 4), std::pair(4, 2), std::pair(4, 4)}) {
+    const std::vector<int> hostOf = uniform(hosts, ranks);
+    const double share = kBytes * (hosts - 1.0) / hosts;
+    const struct {
+      OpKind kind;
+      double bound;
+    } bounds[] = {{OpKind::kAllReduce, 2 * share},
+                  {OpKind::kReduceScatter, share},
+                  {OpKind::kReduce, 1.0 * kBytes},
+                  {OpKind::kAllGather, 1.0 * kBytes * ranks * (hosts - 1)},
+                  {OpKind::kBroadcast, 1.0 * kBytes}};
+    for (const auto& [kind, bound] : bounds) {
+      const Cost cost = costOf(hostOf, kind, kBytes);
+      EXPECT(cost.most() <= 1.01 * bound);
+    }
+  }
+  // Unequal hosts: what is only moved costs no more; what is added up, what the tree's nodes cost.
+  const std::vector<int> unequal = inARow({3, 5});
+  EXPECT(costOf(unequal, OpKind::kAllGather, kBytes).most() <= 5 * kBytes * 1.01);
+  EXPECT(costOf(unequal, OpKind::kBroadcast, kBytes).most() <= kBytes * 1.01);
+  EXPECT(costOf(unequal, OpKind::kAllReduce, kBytes).most() <= kBytes * 1.6);
+  // Narrow floats travel wide where a host has added them up.
+  EXPECT(costOf(uniform(2, 4), OpKind::kAllReduce, kBytes, 2).most() <= kBytes * 1.51);
+}
+
+TEST(Plan, needsLittleMemoryAndFewMessages) {
+  for (const int hosts : {2, 4, 32}) {
+    for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
+      EXPECT(costOf(uniform(hosts, 8), kind, 64 << 20).scratch <= 24 << 20);
+    }
+  }
+  // Small: one message from each host to each other one.
+  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kAllReduce, 4).messages, 4u * 3);
+  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kBarrier, 0).messages, 4u * 2);
+  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kBroadcast, 4).messages, 3u);
+  EXPECT(costOf(uniform(125, 8), OpKind::kAllReduce, 1 << 20).peers <= 124);
+}
+
+// A plan that is wrong is found out.
+TEST(Verifier, findsAJobThatDiffers) {
+  const Shape shape(uniform(2, 2));
+  std::vector<Job> jobs = jobsOf(OpKind::kAllReduce, 4, 0, 64 * kElement, false);
+  EXPECT_EQ(verify(shape, jobs, {}), "");
+  jobs[3].in[0] = jobs[3].out[0] = 63 * kElement;
+  EXPECT(verify(shape, jobs, {}) != "");
+  jobs = jobsOf(OpKind::kBroadcast, 4, 0, 64 * kElement, false);
+  jobs[2].root = 1;
+  EXPECT(verify(shape, jobs, {}) != "");
+}

@@ -11,8 +11,12 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "backend/call_site.h"
 #include "backend/errors.h"
@@ -22,6 +26,7 @@
 #include "base/log.h"
 #include "base/wait.h"
 #include "bindings/call_site.h"
+#include "collectives/plan/cost.h"
 #include "device/device_group.h"
 #include "device/nccl_memory.h"
 #include "device/watchdog.h"
@@ -220,6 +225,48 @@ void copyStreaming(uintptr_t destination, uintptr_t source, size_t bytes) {
                         bytes);
 }
 
+using PlanNumbers = std::map<std::string, double>;
+
+// Of the whole, and of each phase.
+std::pair<PlanNumbers, std::vector<PlanNumbers>> planCost(const std::string& operation,
+                                                          const std::vector<int>& hosts,
+                                                          uint64_t bytes, uint64_t elementBytes,
+                                                          uint64_t wideBytes, double bandwidth,
+                                                          double latency) {
+  using namespace mycoll;
+  int kind = 0;
+  while (kind < static_cast<int>(OpKind::kSend) && operation != name(static_cast<OpKind>(kind))) {
+    ++kind;
+  }
+  if (kind == static_cast<int>(OpKind::kSend)) throw py::value_error("no such operation");
+  std::vector<int> hostOf;
+  for (size_t host = 0; host < hosts.size(); ++host) {
+    hostOf.insert(hostOf.end(), hosts[host], static_cast<int>(host));
+  }
+  Network network;
+  network.bandwidth = bandwidth;
+  network.latency = latency;
+  const PlanCost cost = costOf(Shape(hostOf), static_cast<OpKind>(kind), 0, bytes, elementBytes,
+                               wideBytes, network);
+  auto number = [](uint64_t value) { return static_cast<double>(value); };
+  std::vector<PlanNumbers> phases;
+  for (const PhaseCost& phase : cost.phases) {
+    phases.push_back({{"messages", number(phase.messages)},
+                      {"per_rank", number(phase.perRank)},
+                      {"sent", number(phase.sent)},
+                      {"received", number(phase.received)},
+                      {"inside", number(phase.inside)},
+                      {"seconds", phase.seconds}});
+  }
+  return {{{"chunks", number(cost.chunks)},
+           {"sent", number(cost.sent)},
+           {"messages", number(cost.messages)},
+           {"scratch", number(cost.scratch)},
+           {"peers", number(cost.peers)},
+           {"seconds", cost.seconds}},
+          phases};
+}
+
 }  // namespace
 
 #ifdef MYCOLL_COVERAGE
@@ -345,6 +392,12 @@ PYBIND11_MODULE(_C, module) {
       "words, counted from off = 0).");
   module.def("dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
              "Writes what this process did last; returns the path. Empty: where failures go.");
+  module.def(
+      "_plan_cost", &planCost, py::arg("operation"), py::arg("hosts"), py::arg("bytes"),
+      py::arg("element_bytes"), py::arg("wide_bytes"), py::arg("bandwidth"), py::arg("latency"),
+      py::call_guard<py::gil_scoped_release>(),
+      "What a collective would do between hosts with so many ranks each, and how long it would "
+      "take; see `mycoll plan`.");
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
              py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
              "The engine's copy that bypasses caches, between two addresses; for benchmarks.");

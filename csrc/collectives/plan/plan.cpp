@@ -12,7 +12,7 @@ constexpr uint64_t kWholeBytes = 16 * 1024;
 // Up to here a tree of whole messages is fastest for a broadcast.
 constexpr uint64_t kTreeBytes = 64 * 1024;
 // One chunk is added up while the next one is on its way; each needs scratch memory.
-constexpr uint64_t kChunkBytes = 2 * 1024 * 1024;
+constexpr uint64_t kChunkBytes = 1024 * 1024;
 constexpr uint64_t kLeastBlock = 4 * 1024;  // of a chunk that has a block for each rank
 constexpr uint64_t kMostChunks = 60'000;     // messages are told apart by chunk and phase
 // Pieces begin at cache lines.

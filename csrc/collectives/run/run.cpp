@@ -13,6 +13,8 @@ namespace {
 // Messages of a collective are told apart by chunk and phase; those of one phase between two ranks
 // are matched in order.
 constexpr uint64_t kPhases = 16;
+// A phase has so many steps' time, so that the network has something to do while a step ends.
+constexpr uint64_t kSteps = 2;
 constexpr size_t kMostKept = 16 * 1024 * 1024;  // bytes of one piece of scratch memory
 
 std::vector<uint64_t> sizesOf(const std::vector<Span>& spans) {
@@ -42,6 +44,7 @@ class Chunk {
   Chunk(const Chunk&) = delete;
   Chunk& operator=(const Chunk&) = delete;
 
+  uint64_t number() const { return number_; }
   // The messages of the phase that was begun; null: it has none.
   Batch* messages() { return batch_ ? &*batch_ : nullptr; }
   bool isOver() const { return phase_ > plan_.phases; }
@@ -124,7 +127,7 @@ ScratchPool::Memory ScratchPool::take(size_t bytes) {
 }
 
 void ScratchPool::giveBack(Memory memory) {
-  constexpr size_t kMostPieces = 5;
+  constexpr size_t kMostPieces = 8;
   if (memory.bytes == 0 || memory.bytes > kMostKept) return;
   if (free_.size() == kMostPieces) free_.erase(free_.begin());
   free_.push_back(std::move(memory));
@@ -134,8 +137,9 @@ Task netCollective(NetGroup group, const Call& call) {
   const Job job = jobOf(call);
   const Chunking chunking = chunkingOf(group.shape, job);
   std::deque<Chunk> underWay;
-  for (uint64_t begun = 0; begun < chunking.chunks || !underWay.empty();) {
+  for (uint64_t step = 0; step < chunking.chunks || !underWay.empty(); ++step) {
     for (Chunk& chunk : underWay) {
+      if ((step - chunk.number()) % kSteps != 0) continue;
       if (Batch* messages = chunk.messages()) {
         co_await *messages;
         MYCOLL_CO_RETURN_IF_ERROR(messages->status());
@@ -144,8 +148,8 @@ Task netCollective(NetGroup group, const Call& call) {
     }
     // The oldest is the first to end.
     while (!underWay.empty() && underWay.front().isOver()) underWay.pop_front();
-    if (begun < chunking.chunks) {
-      underWay.emplace_back(group, call, job, chunking, begun++).beginPhase();
+    if (step < chunking.chunks) {
+      underWay.emplace_back(group, call, job, chunking, step).beginPhase();
     }
   }
   co_return Status();

@@ -2,7 +2,7 @@
 // not use an arena.
 //
 // Chunks follow each other phase by phase: in its n-th step a rank begins phase 0 of chunk n, phase
-// 1 of chunk n - 1 and so on, and waits for what it began in the step before. All ranks do the same,
+// 1 of chunk n - 2 and so on, and waits for what it began two steps before. All ranks do the same,
 // so nobody waits for what another would begin later.
 //
 // Thread contract: as Task. What a NetGroup refers to, the call and its memory outlive the task.

@@ -37,7 +37,7 @@ def show(count: int) -> str:
     return str(count)
 
 
-# ---- the hosts ------------------------------------------------------------------------------------
+# ---- the hosts -----------------------------------------------------------------------------------
 
 
 def run(*words: str) -> None:
@@ -80,7 +80,7 @@ class Network:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-# ---- a rank ---------------------------------------------------------------------------------------
+# ---- a rank --------------------------------------------------------------------------------------
 
 
 def sent_bytes() -> int:
@@ -120,7 +120,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
         timeout=timedelta(seconds=300))  # fmt: skip
     groups = {"mycoll": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     for operation in arguments.operations.split(","):
-        sizes = [0] if operation == "barrier" else [size(each) for each in arguments.sizes.split(",")]
+        sizes = (
+            [0] if operation == "barrier" else [size(each) for each in arguments.sizes.split(",")]
+        )
         for bytes_each in sizes:
             row = measure(arguments, dist, torch, groups, operation, bytes_each)
             if arguments.rank == 0:
@@ -156,7 +158,7 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
     return {"operation": operation, "bytes": bytes_each, "times": times, "sent": traffic}
 
 
-# ---- the table ------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def bound(operation: str, hosts: int) -> float:
@@ -189,7 +191,9 @@ def line(row: dict[str, Any], arguments: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="on each host")
     parser.add_argument("--rate", default="", help="of each host's link, as tc takes it: 1gbit")
@@ -200,17 +204,22 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank >= 0:
-        return rank_main(arguments)
+        rank_main(arguments)
+        return
     words = [sys.executable, __file__, *sys.argv[1:]]
     rate = f" at {arguments.rate}" if arguments.rate else ""
-    print(f"{arguments.hosts} hosts of {arguments.ranks} ranks{rate}; ms, and how often gloo's time\n")
+    print(
+        f"{arguments.hosts} hosts of {arguments.ranks} ranks{rate}; ms, and how often gloo's time\n"
+    )
     print("| operation | bytes | mycoll | gloo | gloo/mycoll | sent: mycoll | gloo | bound |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     with Network(arguments.hosts, arguments.rate) as network:
         ranks = [
             subprocess.Popen(
                 ["ip", "netns", "exec", name, *words, "--rank", str(host * arguments.ranks + i)],
-                stdout=subprocess.PIPE, text=True)  # fmt: skip
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             for host, name in enumerate(network.names)
             for i in range(arguments.ranks)
         ]

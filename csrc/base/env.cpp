@@ -129,6 +129,56 @@ Kind interfaces() {
           }};
 }
 
+bool parsePort(std::string_view text, int* port) {
+  int64_t parsed = 0;
+  if (!parseInteger(text, 1, 65535, &parsed)) return false;
+  *port = static_cast<int>(parsed);
+  return true;
+}
+
+Kind ports() {
+  return {"a range (20000-20099) within 1 to 65535", [](std::string_view value, Env* env) {
+            PortRange range;
+            const size_t dash = value.find('-');
+            if (!value.empty()) {
+              if (dash == value.npos || !parsePort(value.substr(0, dash), &range.first) ||
+                  !parsePort(value.substr(dash + 1), &range.last) || range.last < range.first) {
+                return false;
+              }
+            }
+            env->ports = range;
+            return true;
+          }};
+}
+
+Kind advertised() {
+  return {"an address, and a port if it differs: 203.0.113.7, 203.0.113.7:9000, [2001:db8::7]:9000",
+          [](std::string_view value, Env* env) {
+            AdvertisedAddress parsed;
+            std::string_view address = value;
+            const bool isBracketed = value.starts_with('[');
+            size_t end = isBracketed ? value.find(']') : value.find(':');
+            // Several colons and no brackets: IPv6 without a port.
+            if (!isBracketed && end != value.rfind(':')) end = value.npos;
+            if (isBracketed && end == value.npos) return false;
+            if (end != value.npos) {
+              address = isBracketed ? value.substr(1, end - 1) : value.substr(0, end);
+              std::string_view rest = value.substr(end + (isBracketed ? 1 : 0));
+              if (!rest.empty() && (rest[0] != ':' || !parsePort(rest.substr(1), &parsed.port))) {
+                return false;
+              }
+            }
+            if (!value.empty() &&
+                (address.empty() ||
+                 address.find_first_not_of("0123456789abcdefABCDEF.:") != address.npos)) {
+              return false;
+            }
+            parsed.address = address;
+            env->advertised = parsed;
+            return true;
+          }};
+}
+
 // Nothing: NCCL's own choice.
 template <typename T>
 Kind ncclNumber(std::optional<T> NcclEnv::* field, int least, int most) {
@@ -163,6 +213,14 @@ const std::vector<Variable>& variables() {
       {"MYCOLL_SOCKET_IFNAME", "", interfaces(),
        "Network interfaces to use, written as for NCCL_SOCKET_IFNAME. Unset: the one that leads to "
        "the other ranks."},
+      {"MYCOLL_PORTS", "", ports(),
+       "Ports to listen on, for firewalls: each process takes the first free one. Unset: the "
+       "system "
+       "chooses."},
+      {"MYCOLL_ADVERTISE", "", advertised(),
+       "The address by which ranks on other hosts reach this process, behind NAT or in a "
+       "container. "
+       "Unset: the interface's own."},
       {"MYCOLL_CHECKSUM", "0", flag(&Env::checksum),
        "1: every message between ranks carries a CRC-32C, and data that arrives damaged raises an "
        "error."},

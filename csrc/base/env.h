@@ -58,10 +58,24 @@ struct NcclEnv {
 // its sender says: receivers take a larger one for an attack.
 constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
 
+// From first to last; first 0: the system chooses.
+struct PortRange {
+  int first = 0;
+  int last = 0;
+};
+
+// An address that others are told instead of this host's own; empty: none. port 0: the listener's.
+struct AdvertisedAddress {
+  std::string address;
+  int port = 0;
+};
+
 // What each field means stands in the table, which also has the defaults.
 struct Env {
   TransportChoice transport{};
   InterfaceFilter socketInterfaces;
+  PortRange ports;
+  AdvertisedAddress advertised;
   bool checksum = false;
   CpuBackend cpu{};
   CudaPath cuda{};

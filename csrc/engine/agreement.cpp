@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "engine/membership.h"
-#include "transport/endpoint.h"
+#include "transport/mesh.h"
 
 namespace mycoll {
 namespace {
@@ -141,7 +141,7 @@ void Agreement::probe() {
       mailbox_.sendControl(rank, FrameKind::kProbe, note);
     }
   }
-  mailbox_.endpoint().progress();
+  mailbox_.mesh().progress();
 }
 
 bool Agreement::compareWithNext(bool atOnce) {
@@ -157,7 +157,7 @@ bool Agreement::compareWithNext(bool atOnce) {
     comparedAt_ = now;
     mailbox_.sendControl(next, FrameKind::kProbe, notes);
   }
-  mailbox_.endpoint().progress();
+  mailbox_.mesh().progress();
   return false;
 }
 

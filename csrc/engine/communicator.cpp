@@ -19,16 +19,16 @@ constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
 constexpr auto kLastGrace = std::chrono::milliseconds(800);
 
 int localRanks(const Engine& engine, const GroupAddress& address) {
-  const std::string& host = engine.endpoint()->address().hostName;
+  const std::string& host = engine.mesh()->address().hostName;
   return static_cast<int>(std::count_if(address.peers.begin(), address.peers.end(),
                                         [&](const PeerAddress& p) { return p.hostName == host; }));
 }
 
 // Asking for shared memory only, with a rank that has none in common, cannot work.
-Status checkTransport(const Endpoint& endpoint, const GroupAddress& address) {
-  if (endpoint.options().transport != TransportChoice::kShm) return Status();
+Status checkTransport(const Mesh& mesh, const GroupAddress& address) {
+  if (mesh.options().transport != TransportChoice::kShm) return Status();
   for (size_t rank = 0; rank < address.peers.size(); ++rank) {
-    if (!endpoint.isLocal(address.peers[rank])) {
+    if (!mesh.isLocal(address.peers[rank])) {
       return Status(Code::kNetwork, "MYCOLL_TRANSPORT=shm, but rank " + std::to_string(rank) +
                                         " (" + address.peers[rank].describe() +
                                         ") is not on this host, or uses another transport");
@@ -80,7 +80,7 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
   }
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(meet(options, *store, *engine, &address));
-  MYCOLL_RETURN_IF_ERROR(checkTransport(*engine->endpoint(), address));
+  MYCOLL_RETURN_IF_ERROR(checkTransport(*engine->mesh(), address));
   *result = add(engine, std::move(options), std::move(address));
   return Status();
 }
@@ -152,7 +152,7 @@ Communicator::Communicator(GroupOptions options, std::shared_ptr<Engine> engine,
       timeout_(options_.timeout.count()),
       record_(
           {options_.name, address.context, options_.rank, options_.ranks, options_.globalRanks}),
-      mailbox_(engine_->endpoint(), std::move(address), this),
+      mailbox_(engine_->mesh(), std::move(address), this),
       membership_(mailbox_, record_, options_.isExternal),
       agreement_(mailbox_, membership_),
       runner_(options_, mailbox_, membership_, agreement_, record_),
@@ -281,9 +281,9 @@ OpPtr Communicator::post(bool isSend, const Message& message, std::shared_ptr<vo
     mailbox_.receive(*op, message.rank, MessageClass::kPointToPoint, message.tag, signature,
                      message.data);
   }
-  engine_->endpoint()->progress();
+  engine_->mesh()->progress();
   if (!willWait && !op->done()) {
-    if (message.data.bytes <= engine_->endpoint()->options().eagerBytes) {
+    if (message.data.bytes <= engine_->mesh()->options().eagerBytes) {
       engine_->nudge();
     } else {
       engine_->poke();
@@ -314,7 +314,7 @@ Status Communicator::meetNeighbours() {
 bool Communicator::watchExternal() {
   queue_.run(0);
   const bool hasMore = agreement_.compareWithNext(/*atOnce=*/membership_.isLeaving());
-  engine_->endpoint()->checkProcesses();
+  engine_->mesh()->checkProcesses();
   engine_->hear();
   diagnosis_.checkHealth();
   if (!hasFailed()) return hasMore;
@@ -337,13 +337,13 @@ bool Communicator::isBusy(Deadline unsent) {
 
 void Communicator::close(Deadline deadline, Exit how) {
   if (!membership_.beginToLeave()) return;
-  Endpoint& endpoint = *engine_->endpoint();
+  Mesh& mesh = *engine_->mesh();
   // What nobody has begun to send may never be sent.
   const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
   engine_->beginWait();
   while (!hasFailed() && isBusy(unsent) && !deadline.expired()) {
     bool moved = queue_.run(0);
-    moved |= endpoint.progress();
+    moved |= mesh.progress();
     if (!moved) usleep(200);
   }
   if (!hasFailed() && isBusy(unsent)) {
@@ -369,12 +369,12 @@ void Communicator::close(Deadline deadline, Exit how) {
            (!isMet || membership_.departureOf(last) == Departure::kLeft || patience.expired());
   };
   while (!isDone()) {
-    if (!endpoint.progress()) usleep(50);
+    if (!mesh.progress()) usleep(50);
   }
   engine_->endWait();
   membership_.endLeaving(destroyed);
   queue_.run(0);
-  endpoint.progress();
+  mesh.progress();
 }
 
 // ---- what the mailbox asks and passes on -------------------------------------------------------

@@ -99,8 +99,8 @@ std::string Diagnosis::listRanks(const std::vector<int>& ranks) const {
     // What a rank that has gone did before is no longer of use.
     if (membership_.departureOf(rank) == Departure::kLeft) continue;
     const PeerAddress& peer = mailbox_.group().peers[rank];
-    Endpoint& endpoint = *engine_.endpoint();
-    if (endpoint.isVisible(peer)) text += describe(endpoint.lookAt(peer));
+    Mesh& mesh = *engine_.mesh();
+    if (mesh.isVisible(peer)) text += describe(mesh.lookAt(peer));
     text += questions_.lastAnswer(rank);
   }
   return text;

@@ -43,8 +43,8 @@ Status Engine::process(const std::string& storeHost, std::shared_ptr<Engine>* re
     *result = std::move(engine);
     return Status();
   }
-  EndpointOptions options;
-  MYCOLL_RETURN_IF_ERROR(EndpointOptions::fromEnv(&options));
+  MeshOptions options;
+  MYCOLL_RETURN_IF_ERROR(MeshOptions::fromEnv(&options));
   options.storeHost = storeHost;
   MYCOLL_RETURN_IF_ERROR(create(options, result));
   shared.engine = *result;
@@ -52,9 +52,9 @@ Status Engine::process(const std::string& storeHost, std::shared_ptr<Engine>* re
   return Status();
 }
 
-Status Engine::create(const EndpointOptions& options, std::shared_ptr<Engine>* result) {
+Status Engine::create(const MeshOptions& options, std::shared_ptr<Engine>* result) {
   auto engine = std::shared_ptr<Engine>(new Engine);
-  MYCOLL_RETURN_IF_ERROR(Endpoint::create(options, &engine->state_->endpoint));
+  MYCOLL_RETURN_IF_ERROR(Mesh::create(options, &engine->state_->mesh));
   try {
     const SignalsBlocked blocked;
     engine->thread_ = std::thread([state = engine->state_] { state->run(); });
@@ -74,7 +74,7 @@ Engine::~Engine() {
     ++state_->pokes;
     state_->poked.notify_all();
   }
-  state_->endpoint->sleeper().wakeAll();
+  state_->mesh->sleeper().wakeAll();
   if (std::this_thread::get_id() == thread_.get_id()) {
     thread_.detach();  // it dropped the last group itself, and ends now
   } else {
@@ -96,7 +96,7 @@ std::map<int64_t, Engine::Loss> Engine::losses() {
     const std::vector<int64_t>& numbers = group->options().globalRanks;
     for (int rank = 0; rank < group->ranks(); ++rank) {
       const PeerAddress& peer = group->address().peers[rank];
-      if (rank == group->rank() || !endpoint()->hasLost(peer)) continue;
+      if (rank == group->rank() || !mesh()->hasLost(peer)) continue;
       found.emplace(numbers.empty() ? rank : numbers[rank], Loss{peer.uid, cause});
     }
   }
@@ -111,7 +111,7 @@ void Engine::State::poke() {
     ++pokes;
     poked.notify_all();
   }
-  endpoint->sleeper().wakeAll();
+  mesh->sleeper().wakeAll();
 }
 
 void Engine::State::nudge() {
@@ -141,9 +141,9 @@ void Engine::State::hear() {
 // True if anything moved. *isNeeded: there is work that nobody else will do.
 bool Engine::State::workOnce(bool* isNeeded) {
   const std::vector<std::shared_ptr<Communicator>> living = alive();
-  bool moved = endpoint->progress();
+  bool moved = mesh->progress();
   hear();
-  *isNeeded = endpoint->hasPending() && !someoneWaits();
+  *isNeeded = mesh->hasPending() && !someoneWaits();
   for (auto& group : living) {
     if (!group->queue().isUnattended()) continue;
     *isNeeded = true;
@@ -156,7 +156,7 @@ void Engine::State::run() {
   auto lastMove = Clock::now();
   uint64_t lastWaits = 0;
   while (!stopped()) {
-    const uint64_t generation = endpoint->sleeper().generation();
+    const uint64_t generation = mesh->sleeper().generation();
     bool isNeeded = false;
     doChores();
     if (workOnce(&isNeeded)) {
@@ -177,8 +177,8 @@ void Engine::State::run() {
         if (areOthersAtIt) {
           lurk(seen);
         } else {
-          endpoint->sleeper().idle(generation, Deadline::after(kHousekeeping));
-          endpoint->checkProcesses();
+          mesh->sleeper().idle(generation, Deadline::after(kHousekeeping));
+          mesh->checkProcesses();
         }
       }
       activity.exchange(kWorking, std::memory_order_seq_cst);
@@ -192,8 +192,8 @@ void Engine::State::run() {
     }
     std::vector<std::shared_ptr<Communicator>> asleep = alive();
     std::erase_if(asleep, [](const auto& group) { return !group->queue().isUnattended(); });
-    Sleeper::Nap nap(endpoint->sleeper(), generation);
-    endpoint->setAsleep(true);
+    Sleeper::Nap nap(mesh->sleeper(), generation);
+    mesh->setAsleep(true);
     std::vector<Arena*> arenas;
     for (auto& group : asleep) {
       if (Arena* arena = group->membership().arena()) arenas.push_back(arena);
@@ -202,12 +202,12 @@ void Engine::State::run() {
     activity.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded)) {
       nap.sleep(Deadline::after(kWaitTick));
-      endpoint->checkProcesses();
+      mesh->checkProcesses();
       for (auto& group : asleep) group->diagnosis().checkHealth();
     }
     activity.exchange(kWorking, std::memory_order_seq_cst);
     for (Arena* arena : arenas) arena->setAsleep(false);
-    endpoint->setAsleep(false);
+    mesh->setAsleep(false);
     lastMove = Clock::now();
   }
 }

@@ -1,8 +1,8 @@
-// Engine: what all groups of a process share: the endpoint, and the one thread that works on
+// Engine: what all groups of a process share: the mesh, and the one thread that works on
 // operations nobody waits for.
 //
 // Thread contract: all [any thread].
-// Lifetime: groups hold it by shared_ptr; the last one stops the thread and closes the endpoint.
+// Lifetime: groups hold it by shared_ptr; the last one stops the thread and closes the mesh.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@
 #include "base/mutex.h"
 #include "base/status.h"
 #include "engine/waits.h"
-#include "transport/endpoint.h"
+#include "transport/mesh.h"
 
 namespace mycoll {
 
@@ -25,13 +25,13 @@ class Communicator;
 
 class Engine {
  public:
-  // The process's, made when there is none. storeHost: as in EndpointOptions.
+  // The process's, made when there is none. storeHost: as in MeshOptions.
   static Status process(const std::string& storeHost, std::shared_ptr<Engine>* result);
   // One of its own: tests give each rank-thread one.
-  static Status create(const EndpointOptions& options, std::shared_ptr<Engine>* result);
+  static Status create(const MeshOptions& options, std::shared_ptr<Engine>* result);
   ~Engine();
 
-  const std::shared_ptr<Endpoint>& endpoint() const { return state_->endpoint; }
+  const std::shared_ptr<Mesh>& mesh() const { return state_->mesh; }
 
   void add(const std::shared_ptr<Communicator>& group);
   // There is work that nobody waits for.
@@ -63,7 +63,7 @@ class Engine {
  private:
   // Outlives the engine where the thread itself drops the last group.
   struct State {
-    std::shared_ptr<Endpoint> endpoint;
+    std::shared_ptr<Mesh> mesh;
     Mutex mutex;
     std::condition_variable poked;
     std::vector<std::weak_ptr<Communicator>> groups GUARDED_BY(mutex);

@@ -6,7 +6,7 @@
 
 #include "base/log.h"
 #include "base/sanitize.h"
-#include "transport/endpoint.h"
+#include "transport/mesh.h"
 
 namespace mycoll {
 namespace {
@@ -79,13 +79,13 @@ void Membership::fail(const Status& cause, bool tellsOthers) {
     wakesOthers = cause_.ok() && tellsOthers && tellsOthers_;
     failLocked(cause, tellsOthers);
   }
-  Endpoint& endpoint = mailbox_.endpoint();
-  endpoint.progress();
-  endpoint.sleeper().wakeAll();
+  Mesh& mesh = mailbox_.mesh();
+  mesh.progress();
+  mesh.sleeper().wakeAll();
   if (!wakesOthers) return;
   // A rank that is in no call does not look at rings, and what it believes meanwhile may be wrong.
   for (const PeerAddress& peer : mailbox_.group().peers) {
-    if (endpoint.isLocal(peer)) endpoint.bellOf(peer).ring();
+    if (mesh.isLocal(peer)) mesh.bellOf(peer).ring();
   }
 }
 
@@ -274,17 +274,17 @@ void Membership::sayGoodbye(const Status& cause, Exit how) {
     IoLock lock(mailbox_.ioMutex());
     mailbox_.endSends(cause);
     const GroupAddress& group = mailbox_.group();
-    Endpoint& endpoint = mailbox_.endpoint();
+    Mesh& mesh = mailbox_.mesh();
     for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
       if (rank == group.rank) continue;
       // The other side must not hear of the departure before it hears why.
-      if (!cause_.ok() && tellsOthers_ && endpoint.hasLinkTo(group.peers[rank])) {
+      if (!cause_.ok() && tellsOthers_ && mesh.hasLinkTo(group.peers[rank])) {
         mailbox_.sendControl(rank, FrameKind::kAbort, abortPayload());
       }
       mailbox_.sendControlIfConnected(rank, FrameKind::kGoodbye, goodbyePayload(how));
     }
   }
-  mailbox_.endpoint().progress();
+  mailbox_.mesh().progress();
 }
 
 void Membership::endLeaving(const Status& cause) {

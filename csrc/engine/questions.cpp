@@ -11,7 +11,7 @@
 #include "engine/engine.h"
 #include "engine/membership.h"
 #include "engine/queue.h"
-#include "transport/endpoint.h"
+#include "transport/mesh.h"
 
 namespace mycoll {
 namespace {
@@ -247,7 +247,7 @@ void Questions::ask(const Block& block, uint32_t round) {
 void Questions::passOn(Question question, const Block& block) {
   question.isMessage = block.isMessage;
   question.number = block.number;
-  question.way += encodeStep(engine_.endpoint()->address().uid, block.identity);
+  question.way += encodeStep(engine_.mesh()->address().uid, block.identity);
   Mailbox& mailbox = block.group->mailbox();
   question.story.push_back(oneLine(mailbox.describeRank(mailbox.rank()) + ": " + block.text));
   const std::string text = question.encode();
@@ -302,7 +302,7 @@ void Questions::onQuestion(int source, const std::string& text) {
   mailbox_.tell(source, FrameKind::kAnswer, answer.substr(0, kMaxAnswer));
   const auto way = decodeWay(question.way);
   if (!block || way.empty()) return;
-  const std::string& self = engine_.endpoint()->address().uid;
+  const std::string& self = engine_.mesh()->address().uid;
   if (way.front().first == self) {
     if (way.front().second == block->identity) onCircle(question, *block);
     return;
@@ -349,7 +349,7 @@ void Questions::onVerdict(const std::string& payload) {
   if (end == payload.npos) return;
   const std::string circle = payload.substr(0, end);
   const auto way = decodeWay(circle);
-  const std::string& self = engine_.endpoint()->address().uid;
+  const std::string& self = engine_.mesh()->address().uid;
   for (size_t i = 0; i < way.size(); ++i) {
     if (way[i].first != self) continue;
     for (const std::shared_ptr<Communicator>& group : engine_.groups()) {

@@ -130,7 +130,7 @@ bool Queue::run(int spins) {
       size_.fetch_sub(1, std::memory_order_seq_cst);
     }
     op->finish(std::move(outcome));
-    engine_.endpoint()->sleeper().wakeSleepers();
+    engine_.mesh()->sleeper().wakeSleepers();
     if (isLast) return true;
   }
 }
@@ -155,7 +155,7 @@ class Waiting {
     if (waiters_) waiters_->fetch_sub(1, std::memory_order_seq_cst);
     engine_.endWait();
     // What this thread worked on goes on without it.
-    if (queue_.size() > 0 || engine_.endpoint()->hasPending()) engine_.poke();
+    if (queue_.size() > 0 || engine_.mesh()->hasPending()) engine_.poke();
   }
 
  private:
@@ -169,7 +169,7 @@ class Waiting {
 Status Queue::wait(const OpPtr& op, Deadline deadline) {
   if (op->done()) return outcomeOf(*op);
   const bool isMessage = op->isMessage();
-  Endpoint& endpoint = *engine_.endpoint();
+  Mesh& mesh = *engine_.mesh();
   bool isInterrupted = false;
   {
     Waiting waiting(engine_, *this, isMessage ? nullptr : &waiters_);
@@ -181,7 +181,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
     while (!op->done()) {
       bool moved = !isMessage && run(spins);
       if (op->done()) break;
-      if (isMessage || !membership_.arena() || endpoint.hasPending()) moved |= endpoint.progress();
+      if (isMessage || !membership_.arena() || mesh.hasPending()) moved |= mesh.progress();
       if (moved) {
         idleSince = Clock::time_point::min();
         continue;
@@ -191,7 +191,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       const auto idle = now - idleSince;
       const bool isCrowded = crowd_.isHere(now);
       if (!isCrowded && idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
-        // Over messages nothing changes unless the endpoint makes progress.
+        // Over messages nothing changes unless the mesh makes progress.
         spins = membership_.arena() ? kSpinBatch : 0;
         if (isMessage) cpuRelax();
       } else if (!isCrowded && idle < std::chrono::microseconds(spinPolicy_.yieldMicros)) {
@@ -206,7 +206,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       lastTick = now;
       // A thread that looks now and then is not stuck; one that waits for good may be.
       if (!entry && deadline.isNever()) questions_.enter(&entry, op, began);
-      endpoint.checkProcesses();
+      mesh.checkProcesses();
       engine_.hear();
       if (isMessage) {
         diagnosis_.checkMessage(static_cast<MessageOp&>(*op));
@@ -231,17 +231,17 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
 }
 
 void Queue::sleepFor(const Op& op, Deadline deadline) {
-  Endpoint& endpoint = *engine_.endpoint();
+  Mesh& mesh = *engine_.mesh();
   Arena* const arena = membership_.arena();
-  Sleeper::Nap nap(endpoint.sleeper(), endpoint.sleeper().generation());
-  endpoint.setAsleep(true);
+  Sleeper::Nap nap(mesh.sleeper(), mesh.sleeper().generation());
+  mesh.setAsleep(true);
   if (arena) arena->setAsleep(true);
   // Once more, now that peers would ring, and threads of this process wake this one.
   bool moved = !op.isMessage() && run(0);
-  moved |= endpoint.progress();
+  moved |= mesh.progress();
   if (!moved && !op.done()) nap.sleep(earlier(deadline, Deadline::after(kWaitTick)));
   if (arena) arena->setAsleep(false);
-  endpoint.setAsleep(false);
+  mesh.setAsleep(false);
 }
 
 Status Queue::outcomeOf(const Op& op) {

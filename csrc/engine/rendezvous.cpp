@@ -172,7 +172,7 @@ Status Meeting::run() {
 }
 
 Status Meeting::putCard() {
-  mine_.address = engine_->endpoint()->address();
+  mine_.address = engine_->mesh()->address();
   MYCOLL_RETURN_IF_ERROR(readSecretFile(&fileSecret_));
   MYCOLL_RETURN_IF_ERROR(checkEarlierSelf());
   MYCOLL_RETURN_IF_ERROR(Card::freshNonce(&mine_.nonce));
@@ -361,7 +361,7 @@ void Meeting::markCard(const Status& status) {
   (void)store_.set(key("card", options_.rank), marked.encode());
 }
 
-// There is no endpoint, so this rank cannot take part. It says so on a card that looks as if it had
+// There is no mesh, so this rank cannot take part. It says so on a card that looks as if it had
 // been in the meeting and had left, unless a living process has the rank.
 void Meeting::giveUp(const Status& why) {
   mine_.address.uid.assign(PeerAddress::kUidLength, '0');  // nobody's

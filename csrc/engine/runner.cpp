@@ -12,7 +12,7 @@
 #include "engine/share.h"
 #include "kernels/copy.h"
 #include "kernels/reduce.h"
-#include "transport/endpoint.h"
+#include "transport/mesh.h"
 
 namespace mycoll {
 namespace {
@@ -120,11 +120,11 @@ Task Runner::carryOutAlone(const Call& call) {
 
 bool Runner::mayShareMemory() const {
   if (options_.isExternal) return false;
-  const Endpoint& endpoint = mailbox_.endpoint();
+  const Mesh& mesh = mailbox_.mesh();
   for (const PeerAddress& peer : mailbox_.group().peers) {
-    if (!endpoint.isLocal(peer)) return false;
+    if (!mesh.isLocal(peer)) return false;
   }
-  return endpoint.options().transport != TransportChoice::kTcp;
+  return mesh.options().transport != TransportChoice::kTcp;
 }
 
 Task Runner::prepare() {
@@ -145,9 +145,9 @@ Task Runner::prepare() {
 std::string Runner::transport() const {
   if (options_.ranks == 1) return "self";
   if (membership_.arena()) return "shm";
-  const Endpoint& endpoint = mailbox_.endpoint();
+  const Mesh& mesh = mailbox_.mesh();
   int local = 0;
-  for (const PeerAddress& peer : mailbox_.group().peers) local += endpoint.isLocal(peer);
+  for (const PeerAddress& peer : mailbox_.group().peers) local += mesh.isLocal(peer);
   if (local == options_.ranks) return "shm";
   return local > 1 ? "shm+tcp" : "tcp";
 }

@@ -8,7 +8,7 @@
 #include "base/sha256.h"
 #include "collectives/run/batch.h"
 #include "engine/membership.h"
-#include "transport/endpoint.h"
+#include "transport/mesh.h"
 #include "transport/shm/link.h"
 
 namespace mycoll {
@@ -55,7 +55,7 @@ std::unique_ptr<Arena> makeArena(const Mailbox& mailbox, std::shared_ptr<Segment
   noteAreas(segment, shape.areas);
   std::vector<Bell> bells;
   for (const PeerAddress& peer : mailbox.group().peers) {
-    bells.push_back(mailbox.endpoint().bellOf(peer));
+    bells.push_back(mailbox.mesh().bellOf(peer));
   }
   return std::make_unique<Arena>(std::move(segment), shape, mailbox.rank(), std::move(bells),
                                  distance);

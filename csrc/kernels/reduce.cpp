@@ -123,7 +123,8 @@ class TreeFold {
     if (!isNarrow && isEven()) {
       std::vector<const void*> in(n_);
       for (int i = 0; i < n_; ++i) in[i] = partials_[i].data;
-      return mycoll::reduce(dtype_, by > 1 ? ReduceOp::kAvg : op_, out, in.data(), n_, count, by, false);
+      return mycoll::reduce(dtype_, by > 1 ? ReduceOp::kAvg : op_, out, in.data(), n_, count, by,
+                            false);
     }
     const size_t outBytes = elementSize(isResult ? dtype_ : wide_);
     alignas(64) char folded[kBlockBytes];
@@ -175,8 +176,8 @@ class TreeFold {
 
   const char* blockOf(const Partial& partial) {
     const bool isWide = partial.isWide || dtype_ == wide_;
-    const char* from = static_cast<const char*>(partial.data) +
-                       first_ * elementSize(isWide ? wide_ : dtype_);
+    const char* from =
+        static_cast<const char*>(partial.data) + first_ * elementSize(isWide ? wide_ : dtype_);
     if (isWide) return from;
     char* const block = newBlock();
     conversionFor(dtype_).widen(block, from, length_);

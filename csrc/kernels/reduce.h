@@ -44,7 +44,7 @@ void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const*
 
 // An input of foldTree(): what has been combined of some inputs that stand in a row.
 struct Partial {
-  int lo;       // combined are the inputs lo to hi: one, or a node of the tree over all
+  int lo;  // combined are the inputs lo to hi: one, or a node of the tree over all
   int hi;
   const void* data;
   bool isWide;  // in wideType(); otherwise it is one input as it was given

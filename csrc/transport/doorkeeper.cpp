@@ -70,14 +70,19 @@ Status Doorkeeper::listen() {
   for (const InterfaceAddress& entry : chosen) {
     Fd listener;
     int port = 0;
-    Status status = listenOn(entry, &listener, &port);
+    Status status = listenOn(entry, options.ports, &listener, &port);
     if (!status.ok()) {
       failure = status;
       continue;
     }
     MYCOLL_RETURN_IF_ERROR(local_.sleeper.watch(listener.get()));
     tcpListeners_.push_back(std::move(listener));
-    local_.address.tcp.push_back({entry.address, port});
+    const AdvertisedAddress& advertised = options.advertised;
+    if (advertised.address.empty()) {
+      local_.address.tcp.push_back({entry.address, port});
+    } else if (local_.address.tcp.empty()) {
+      local_.address.tcp.push_back({advertised.address, advertised.port ? advertised.port : port});
+    }
     MYCOLL_LOG_INFO("listening on %s port %d (%s)", entry.address.c_str(), port,
                     entry.interfaceName.c_str());
   }

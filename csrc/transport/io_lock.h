@@ -1,5 +1,5 @@
-// The lock of an endpoint: it guards the connections, and the mailboxes, memberships and agreements
-// of all groups. A process has one endpoint, so one name for it is enough for clang to check who
+// The lock of an mesh: it guards the connections, and the mailboxes, memberships and agreements
+// of all groups. A process has one mesh, so one name for it is enough for clang to check who
 // holds it (base/mutex.h), whichever object's function asks.
 //
 // Never held while anything blocks or calls a user's code. Lock order: a group's run lock, its

@@ -11,6 +11,8 @@ Status MeshOptions::fromEnv(MeshOptions* result) {
   const Env& env = Env::process();
   result->transport = env.transport;
   result->interfaces = env.socketInterfaces;
+  result->ports = env.ports;
+  result->advertised = env.advertised;
   result->eagerBytes = env.eagerBytes;
   result->isChecked = env.checksum;
   result->distance = env.distance;

@@ -25,6 +25,8 @@ namespace mycoll {
 struct MeshOptions {
   TransportChoice transport = TransportChoice::kAuto;
   InterfaceFilter interfaces;
+  PortRange ports;
+  AdvertisedAddress advertised;
   std::string storeHost;  // empty: unknown
   size_t eagerBytes = 64 * 1024;
   bool isChecked = false;  // what is sent carries checksums

@@ -6,7 +6,7 @@
 
 #include "base/log.h"
 #include "kernels/copy.h"
-#include "transport/endpoint.h"
+#include "transport/mesh.h"
 
 namespace mycoll {
 namespace {
@@ -24,8 +24,8 @@ Transfer::~Transfer() {
   if (mailbox_ != nullptr && !isDone()) mailbox_->cancel(*this);
 }
 
-Mailbox::Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group, MailboxOwner* owner)
-    : endpoint_(std::move(endpoint)),
+Mailbox::Mailbox(std::shared_ptr<Mesh> mesh, GroupAddress group, MailboxOwner* owner)
+    : mesh_(std::move(mesh)),
       group_(std::move(group)),
       owner_(owner),
       flows_(group_.peers.size()) {}
@@ -35,15 +35,15 @@ Mailbox::~Mailbox() { detach(); }
 void Mailbox::open() {
   IoLock lock(ioMutex());
   isOpen_ = true;
-  endpoint_->addMailbox(this);
+  mesh_->addMailbox(this);
 }
 
 void Mailbox::detach() {
   IoLock lock(ioMutex());
-  if (std::exchange(isOpen_, false)) endpoint_->removeMailbox(this);
+  if (std::exchange(isOpen_, false)) mesh_->removeMailbox(this);
 }
 
-std::mutex& Mailbox::ioMutex() const { return endpoint_->ioMutex(); }
+std::mutex& Mailbox::ioMutex() const { return mesh_->ioMutex(); }
 
 std::string Mailbox::describeRank(int rank) const {
   return "rank " + std::to_string(rank) + " (" + group_.peers[rank].describe() + ")";
@@ -82,7 +82,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
   request.next_ = open_;
   if (open_) open_->previous_ = &request;
   open_ = &request;
-  endpoint_->addPending(1);
+  mesh_->addPending(1);
 }
 
 void Mailbox::finish(Transfer& request, Status status) {
@@ -94,9 +94,9 @@ void Mailbox::finish(Transfer& request, Status status) {
   if (request.next_) request.next_->previous_ = request.previous_;
   request.isPosted_ = false;
   request.status_ = std::move(status);
-  endpoint_->addPending(-1);
+  mesh_->addPending(-1);
   if (request.isDelivered_) {
-    endpoint_->finishDelivered(&request);
+    mesh_->finishDelivered(&request);
   } else {
     request.done_.store(true, std::memory_order_release);
   }
@@ -119,7 +119,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   item.header.tag = tag;
   item.header.signature = signature;
   item.header.messageBytes = data.bytes;
-  if (data.bytes <= endpoint_->options().eagerBytes && !flows_[destination].holdsUs) {
+  if (data.bytes <= mesh_->options().eagerBytes && !flows_[destination].holdsUs) {
     item.header.payloadBytes = data.bytes;
     item.payload = data.begin();
     item.request = &request;
@@ -130,7 +130,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     item.header.senderRequest = request.id_;
   }
   if (destination == group_.rank) return sendToSelf(request, item.header);
-  endpoint_->enqueue(endpoint_->linkTo(group_.peers[destination]), std::move(item));
+  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
 }
 
 bool Mailbox::admit(Transfer& request, const Status& refusal) {
@@ -202,7 +202,7 @@ void Mailbox::onFlow(const FrameHeader& came) {
   if (came.kind == FrameKind::kGoOn) return;
   if (came.source == group_.rank) return;
   // Also what has not left yet.
-  Connection& link = endpoint_->linkTo(group_.peers[came.source]);
+  Connection& link = mesh_->linkTo(group_.peers[came.source]);
   for (OutItem& item : link.queue()) {
     if (item.header.kind != FrameKind::kEager || item.header.context != group_.context ||
         item.header.destination != came.source || item.sent > 0 || !item.request) {
@@ -235,7 +235,7 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came) {
   item.header = header(FrameKind::kClearToSend, came.source);
   item.header.senderRequest = came.senderRequest;
   item.header.receiverRequest = request.id_;
-  endpoint_->enqueue(endpoint_->linkTo(group_.peers[came.source]), std::move(item));
+  mesh_->enqueue(mesh_->linkTo(group_.peers[came.source]), std::move(item));
 }
 
 void Mailbox::cancel(Transfer& request) {
@@ -259,7 +259,7 @@ bool Mailbox::isOpen(const Transfer* request) const {
 }
 
 void Mailbox::abandon(Transfer& request, Status status) {
-  endpoint_->forget(&request);
+  mesh_->forget(&request);
   std::erase(posted_, &request);
   inFlight_.erase(request.id_);
   for (Unexpected& message : unexpected_) {
@@ -365,7 +365,7 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
   item.header.messageBytes = request->data_.bytes;
   item.message = request->data_;
   item.request = request;
-  endpoint_->enqueue(endpoint_->linkTo(group_.peers[came.source]), std::move(item));
+  mesh_->enqueue(mesh_->linkTo(group_.peers[came.source]), std::move(item));
 }
 
 void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {
@@ -377,12 +377,12 @@ void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {
 
 bool Mailbox::sendFd(int destination, int fd, const std::string& cookie) {
   IoLock lock(ioMutex());
-  return endpoint_->sendFd(group_.peers[destination].uid, fd, cookie);
+  return mesh_->sendFd(group_.peers[destination].uid, fd, cookie);
 }
 
 Fd Mailbox::takeFd(int source, const std::string& cookie) {
   IoLock lock(ioMutex());
-  return endpoint_->takeFd(group_.peers[source].uid, cookie);
+  return mesh_->takeFd(group_.peers[source].uid, cookie);
 }
 
 // ---- for the owner -----------------------------------------------------------------------------
@@ -394,12 +394,11 @@ void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
 
 void Mailbox::sendControl(int destination, FrameKind kind, const std::string& payload) {
   if (destination == group_.rank) return onControl(header(kind, destination), payload);
-  endpoint_->enqueue(endpoint_->linkTo(group_.peers[destination]),
-                     controlItem(destination, kind, payload));
+  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), controlItem(destination, kind, payload));
 }
 
 void Mailbox::sendControlIfConnected(int destination, FrameKind kind, const std::string& payload) {
-  endpoint_->enqueueQuietly(group_.peers[destination], controlItem(destination, kind, payload));
+  mesh_->enqueueQuietly(group_.peers[destination], controlItem(destination, kind, payload));
 }
 
 OutItem Mailbox::controlItem(int destination, FrameKind kind, const std::string& payload) const {
@@ -418,18 +417,18 @@ void Mailbox::tell(int rank, FrameKind kind, const std::string& payload) {
   }
   // A process that is idle has not asked to be rung for what comes over a ring.
   const PeerAddress& peer = group_.peers[rank];
-  if (endpoint_->isLocal(peer)) endpoint_->bellOf(peer).ring();
-  endpoint_->progress();
+  if (mesh_->isLocal(peer)) mesh_->bellOf(peer).ring();
+  mesh_->progress();
 }
 
 bool Mailbox::isFlushed() {
   IoLock lock(ioMutex());
-  return !endpoint_->hasQueued(group_.context, group_.rank);
+  return !mesh_->hasQueued(group_.context, group_.rank);
 }
 
 bool Mailbox::isConnectedTo(int rank) {
   IoLock lock(ioMutex());
-  return endpoint_->hasLinkTo(group_.peers[rank]);
+  return mesh_->hasLinkTo(group_.peers[rank]);
 }
 
 // Nothing has come for it.

@@ -9,7 +9,7 @@
 //
 // Thread contract: functions may be called from any thread unless they REQUIRE the I/O lock; they
 // take it themselves.
-// Lifetime: a mailbox is registered at the endpoint from open() to detach(), and its owner must be
+// Lifetime: a mailbox is registered at the mesh from open() to detach(), and its owner must be
 // able to answer meanwhile. Requests must not outlive it. The memory of a posted request must live
 // until it is done or destroyed.
 #pragma once
@@ -37,7 +37,6 @@ class Connection;
 class Mesh;
 struct OutItem;
 class Mailbox;
-using Endpoint = Mesh;
 
 constexpr int kFromAnyone = -1;
 // From one rank for one group. What is under way when the sender is asked to hold comes on top.
@@ -122,9 +121,9 @@ class MailboxOwner {
 
 class Mailbox {
  public:
-  Mailbox(std::shared_ptr<Endpoint> endpoint, GroupAddress group, MailboxOwner* owner);
+  Mailbox(std::shared_ptr<Mesh> mesh, GroupAddress group, MailboxOwner* owner);
   ~Mailbox();
-  // Registers it at the endpoint: what has come for the group before is handed over now.
+  // Registers it at the mesh: what has come for the group before is handed over now.
   void open();
   // Takes it off: its owner is not called any more. For an owner that goes first.
   void detach();
@@ -132,7 +131,7 @@ class Mailbox {
   int rank() const { return group_.rank; }
   int ranks() const { return static_cast<int>(group_.peers.size()); }
   const GroupAddress& group() const { return group_; }
-  Endpoint& endpoint() const { return *endpoint_; }
+  Mesh& mesh() const { return *mesh_; }
   std::mutex& ioMutex() const;
   // "rank 3 (node1:4712)": for messages.
   std::string describeRank(int rank) const;
@@ -188,7 +187,7 @@ class Mailbox {
   // Receives whose payload has not come from that rank, and never will.
   void endReceivesFrom(int rank, const Status& status) REQUIRES(ioRole);
 
-  // ---- for the endpoint
+  // ---- for the mesh
   MailboxOwner& owner() const { return *owner_; }
   void finish(Transfer& request, Status status) REQUIRES(ioRole);
   // As finish(), for a request that may still be known elsewhere.
@@ -229,7 +228,7 @@ class Mailbox {
   FrameHeader header(FrameKind kind, int destination) const;
   OutItem controlItem(int destination, FrameKind kind, const std::string& payload) const;
 
-  const std::shared_ptr<Endpoint> endpoint_;
+  const std::shared_ptr<Mesh> mesh_;
   const GroupAddress group_;
   MailboxOwner* const owner_;
   bool isOpen_ GUARDED_BY(ioRole) = false;

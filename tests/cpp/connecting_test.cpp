@@ -13,12 +13,12 @@
 #include <vector>
 
 #include "base/fd.h"
-#include "endpoints.h"
+#include "meshes.h"
 #include "test.h"
 #include "transport/bell.h"
 
 using namespace mycoll;
-using test::Endpoints;
+using test::Meshes;
 
 namespace {
 
@@ -26,12 +26,40 @@ constexpr auto kMessages = MessageClass::kPointToPoint;
 
 }  // namespace
 
+// A range of ports, for firewalls, and an address that others see, for NAT.
+TEST(Connecting, listensWhereItIsTold) {
+  auto meshOn = [](PortRange ports, const std::string& advertised, std::shared_ptr<Mesh>* mesh) {
+    MeshOptions options;
+    options.transport = TransportChoice::kTcp;
+    options.storeHost = "127.0.0.1";
+    options.ports = ports;
+    options.advertised.address = advertised;
+    return Mesh::create(options, mesh);
+  };
+  std::shared_ptr<Mesh> any, first, second, none, known;
+  ASSERT_OK(meshOn({}, "", &any));
+  // Most likely free, as the system goes on from here.
+  const int port = 20'000 + any->address().tcp[0].port % 10'000;
+  ASSERT_OK(meshOn({port, port + 1}, "", &first));
+  ASSERT_OK(meshOn({port, port + 1}, "", &second));
+  EXPECT(first->address().tcp[0].port != second->address().tcp[0].port);
+  for (const auto& mesh : {first, second}) {
+    const int chosen = mesh->address().tcp[0].port;
+    EXPECT(chosen == port || chosen == port + 1);
+  }
+  const Status full = meshOn({port, port + 1}, "", &none);
+  EXPECT(full.message().find("all ports of MYCOLL_PORTS=") != std::string::npos);
+  ASSERT_OK(meshOn({}, "203.0.113.7", &known));
+  EXPECT_EQ(known->address().tcp.size(), 1u);
+  EXPECT_EQ(known->address().tcp[0].address, "203.0.113.7");
+}
+
 // More than as many strangers as are admitted: all ranks of a job connect to one of them, which has
 // not made the group yet.
 TEST(Connecting, allMembersComeBeforeTheGroup) {
   constexpr int kRanks = 100;
   for (TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
-    Endpoints world(kRanks, transport);
+    Meshes world(kRanks, transport);
     std::vector<int> processes(kRanks);
     std::iota(processes.begin(), processes.end(), 0);
     for (int rank = 1; rank < kRanks; ++rank) world.join(rank, 1, processes);
@@ -40,14 +68,14 @@ TEST(Connecting, allMembersComeBeforeTheGroup) {
     for (int rank = 1; rank < kRanks; ++rank) {
       values[rank] = rank;
       sending.push_back(std::make_unique<Transfer>());
-      world.at(rank, 1).mailbox->send(*sending.back(), 0, kMessages, 7, Endpoints::word(4),
+      world.at(rank, 1).mailbox->send(*sending.back(), 0, kMessages, 7, Meshes::word(4),
                                       {&values[rank], 4});
     }
     world.turn(20);
     world.join(0, 1, processes);
     for (int rank = 1; rank < kRanks; ++rank) {
       receiving.push_back(std::make_unique<Transfer>());
-      world.at(0, 1).mailbox->receive(*receiving.back(), rank, kMessages, 7, Endpoints::word(4),
+      world.at(0, 1).mailbox->receive(*receiving.back(), rank, kMessages, 7, Meshes::word(4),
                                       {&got[rank], 4});
     }
     for (auto& transfer : receiving) {
@@ -64,18 +92,18 @@ TEST(Connecting, bothSidesAtOnce) {
   for (TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
     for (unsigned seed = 1; seed <= 100; ++seed) {
       std::mt19937 random(seed);
-      Endpoints world(2, transport);
+      Meshes world(2, transport);
       for (int process : {0, 1}) world.join(process, 1, {0, 1});
       const int before = test::openDescriptors();
       int values[2] = {7, 8}, got[2] = {};
       Transfer sending[2], receiving[2];
       for (int rank : {0, 1}) {
-        world.at(rank, 1).mailbox->receive(receiving[rank], 1 - rank, kMessages, 7,
-                                           Endpoints::word(4), {&got[rank], 4});
+        world.at(rank, 1).mailbox->receive(receiving[rank], 1 - rank, kMessages, 7, Meshes::word(4),
+                                           {&got[rank], 4});
       }
       const int first = static_cast<int>(random() % 2);
       for (int rank : {first, 1 - first}) {
-        world.at(rank, 1).mailbox->send(sending[rank], 1 - rank, kMessages, 7, Endpoints::word(4),
+        world.at(rank, 1).mailbox->send(sending[rank], 1 - rank, kMessages, 7, Meshes::word(4),
                                         {&values[rank], 4});
         for (unsigned turns = random() % 12; turns > 0; --turns)
           world.all[random() % 2]->progress();
@@ -93,7 +121,7 @@ TEST(Connecting, bothSidesAtOnce) {
 
 // The names of sockets can be listed by all users of a host; who knows a uid counts as a member.
 TEST(Connecting, namesOfSocketsHideTheUid) {
-  Endpoints world(1, TransportChoice::kAuto);
+  Meshes world(1, TransportChoice::kAuto);
   std::ifstream file("/proc/net/unix");
   const std::string names((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
   const std::string& uid = world.addresses[0].uid;

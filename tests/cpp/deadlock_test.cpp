@@ -23,11 +23,11 @@ void runGroups(int ranks, Road road, const std::vector<std::vector<int>>& member
   std::vector<std::shared_ptr<test::MemoryStore>> stores(members.size());
   for (auto& store : stores) store = std::make_shared<test::MemoryStore>();
   test::Threads(ranks, [&](int rank) {
-    EndpointOptions endpoint;
-    endpoint.transport = road == Road::kTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
-    endpoint.storeHost = "127.0.0.1";
+    MeshOptions mesh;
+    mesh.transport = road == Road::kTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
+    mesh.storeHost = "127.0.0.1";
     std::shared_ptr<Engine> engine;
-    ASSERT_OK(Engine::create(endpoint, &engine));
+    ASSERT_OK(Engine::create(mesh, &engine));
     Groups groups(members.size());
     for (size_t i = 0; i < members.size(); ++i) {
       const auto at = std::find(members[i].begin(), members[i].end(), rank);

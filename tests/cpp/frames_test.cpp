@@ -7,17 +7,17 @@
 #include <utility>
 #include <vector>
 
-#include "endpoints.h"
+#include "meshes.h"
 #include "resident.h"
 #include "test.h"
-#include "transport/endpoint.h"
 #include "transport/frame.h"
 #include "transport/link.h"
 #include "transport/mailbox.h"
+#include "transport/mesh.h"
 
 using namespace mycoll;
-using test::Endpoints;
 using test::kKeepsFreedMemory;
+using test::Meshes;
 using test::residentMiB;
 
 namespace {
@@ -98,13 +98,13 @@ void forBothLinks(const std::function<void(TransportChoice)>& body) {
 TEST(Frames, anEmptyMessageIsCancelledHalfWay) {
   forBothLinks([](TransportChoice transport) {
     Gate gate;
-    Endpoints world(2, transport, {{0, &gate}});
+    Meshes world(2, transport, {{0, &gate}});
     for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
     ASSERT(world.talk(0, 1, kGroup, 0, 1));
     gate.budget = 40;
     {
       Transfer cancelled;
-      world.at(0, kGroup).mailbox->send(cancelled, 1, kMessages, 5, Endpoints::word(0), {});
+      world.at(0, kGroup).mailbox->send(cancelled, 1, kMessages, 5, Meshes::word(0), {});
       world.turn(100);
       EXPECT_EQ(gate.budget, 0);
       EXPECT(!cancelled.isDone());
@@ -119,13 +119,13 @@ TEST(Frames, anEmptyMessageIsCancelledHalfWay) {
 TEST(Frames, anEmptyPieceLeavesInParts) {
   forBothLinks([](TransportChoice transport) {
     Gate gate;
-    Endpoints world(2, transport, {{0, &gate}});
+    Meshes world(2, transport, {{0, &gate}});
     for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
     // More than is kept, so that all that follows waits.
     std::vector<char> filler(64 * 1024);
     std::vector<Transfer> unheard(kMaxBufferedBytes / filler.size() + 8);
     for (Transfer& each : unheard) {
-      world.at(0, kGroup).mailbox->send(each, 1, kMessages, 1, Endpoints::word(filler.size()),
+      world.at(0, kGroup).mailbox->send(each, 1, kMessages, 1, Meshes::word(filler.size()),
                                         {filler.data(), filler.size()});
       world.turn(20);
     }
@@ -133,8 +133,8 @@ TEST(Frames, anEmptyPieceLeavesInParts) {
     EXPECT(!unheard.back().isDone());
     gate.atOnce = 10;
     Transfer sending, receiving;
-    world.at(0, kGroup).mailbox->send(sending, 1, kMessages, 5, Endpoints::word(0), {});
-    world.at(1, kGroup).mailbox->receive(receiving, 0, kMessages, 5, Endpoints::word(0), {});
+    world.at(0, kGroup).mailbox->send(sending, 1, kMessages, 5, Meshes::word(0), {});
+    world.at(1, kGroup).mailbox->receive(receiving, 0, kMessages, 5, Meshes::word(0), {});
     EXPECT(world.turnUntil([&] { return sending.isDone() && receiving.isDone(); }));
     EXPECT_OK(receiving.status());
     EXPECT_OK(world.at(1, kGroup).listener.failure());
@@ -146,7 +146,7 @@ TEST(Frames, anEmptyPieceLeavesInParts) {
 TEST(Frames, linksAreAddedWhileALostOneIsRead) {
   forBothLinks([](TransportChoice transport) {
     Gate gate;
-    Endpoints world(4, transport, {{0, &gate}});
+    Meshes world(4, transport, {{0, &gate}});
     for (int rank : {0, 1, 2, 3}) world.join(rank, kGroup, {0, 1, 2, 3});
     ASSERT(world.talk(1, 0, kGroup, 1, 0));
     ASSERT(world.talk(3, 0, kGroup, 3, 0));
@@ -154,11 +154,11 @@ TEST(Frames, linksAreAddedWhileALostOneIsRead) {
     gate.isShut = true;
     char data[8] = {};
     Transfer expected, differs, coming;
-    world.at(0, kGroup).mailbox->receive(expected, 1, kMessages, 5, Endpoints::word(8), {data, 8});
-    world.at(1, kGroup).mailbox->send(differs, 0, kMessages, 5, Endpoints::word(4), {data, 4});
+    world.at(0, kGroup).mailbox->receive(expected, 1, kMessages, 5, Meshes::word(8), {data, 8});
+    world.at(1, kGroup).mailbox->send(differs, 0, kMessages, 5, Meshes::word(4), {data, 4});
     world.turn(20);
     // Rank 2 has said hello, and has been answered.
-    world.at(2, kGroup).mailbox->send(coming, 0, kMessages, 6, Endpoints::word(4), {data, 4});
+    world.at(2, kGroup).mailbox->send(coming, 0, kMessages, 6, Meshes::word(4), {data, 4});
     for (int i = 0; i < 3000; ++i) world.all[0]->progress();
     gate.beforeRead = [&] {
       for (int i = 0; i < 100; ++i) world.all[2]->progress();
@@ -174,7 +174,7 @@ TEST(Frames, linksAreAddedWhileALostOneIsRead) {
 // For a group that is never made: those without a payload need room, too.
 TEST(Frames, emptyMessagesThatComeEarlyAreBounded) {
   if (kKeepsFreedMemory) SKIP("memory cannot be measured under this sanitizer");
-  Endpoints world(2, TransportChoice::kAuto);
+  Meshes world(2, TransportChoice::kAuto);
   for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
   ASSERT(world.talk(0, 1, kGroup, 0, 1));
   world.join(0, kGroup + 1, {0, 1});
@@ -183,7 +183,7 @@ TEST(Frames, emptyMessagesThatComeEarlyAreBounded) {
   for (int round = 0; round < 2000; ++round) {
     if (round == 100) before = residentMiB();
     for (Transfer& each : sending) {
-      world.at(0, kGroup + 1).mailbox->send(each, 1, kMessages, 5, Endpoints::word(0), {});
+      world.at(0, kGroup + 1).mailbox->send(each, 1, kMessages, 5, Meshes::word(0), {});
     }
     ASSERT(world.turnUntil([&] { return sending.back().isDone(); }));
   }
@@ -193,19 +193,18 @@ TEST(Frames, emptyMessagesThatComeEarlyAreBounded) {
 // What comes before its group is made is held to the same as what comes later.
 TEST(Frames, whatComesEarlyIsInItsSendersOwnName) {
   forBothLinks([](TransportChoice transport) {
-    Endpoints world(3, transport);
+    Meshes world(3, transport);
     for (int rank : {0, 1, 2}) world.join(rank, kGroup, {0, 1, 2});
     ASSERT(world.talk(2, 1, kGroup, 2, 1));
     world.join(2, kGroup + 1, {2, 1});  // in truth 0 and 1
     int value = 7, got = 0;
     Transfer sending, receiving;
-    world.at(2, kGroup + 1)
-        .mailbox->send(sending, 1, kMessages, 5, Endpoints::word(4), {&value, 4});
+    world.at(2, kGroup + 1).mailbox->send(sending, 1, kMessages, 5, Meshes::word(4), {&value, 4});
     ASSERT(world.turnUntil([&] { return sending.isDone(); }));
     world.turn();
     world.join(1, kGroup + 1, {0, 1});
     world.at(1, kGroup + 1)
-        .mailbox->receive(receiving, 0, kMessages, 5, Endpoints::word(4), {&got, 4});
+        .mailbox->receive(receiving, 0, kMessages, 5, Meshes::word(4), {&got, 4});
     const test::Listener& listener = world.at(1, kGroup).listener;
     EXPECT(world.turnUntil([&] { return !listener.failure().ok(); }, 3000));
     EXPECT(listener.failure().message().find("in the name of another rank") != std::string::npos);

@@ -13,8 +13,8 @@
 #include "corpus.h"
 #include "listener.h"
 #include "test.h"
-#include "transport/endpoint.h"
 #include "transport/mailbox.h"
+#include "transport/mesh.h"
 
 using namespace mycoll;
 
@@ -112,15 +112,15 @@ class Tongue final : public LinkTap {
 // Rank 0 says this to rank 1, which waits for two messages.
 void say(const std::string& bytes, TransportChoice transport, bool isGood) {
   Tongue tongue(bytes);
-  std::shared_ptr<Endpoint> endpoints[2];
+  std::shared_ptr<Mesh> meshes[2];
   test::Listener listeners[2];
   std::unique_ptr<Mailbox> mailboxes[2];
   for (int rank = 0; rank < 2; ++rank) {
-    EndpointOptions options;
+    MeshOptions options;
     options.transport = transport;
     options.storeHost = "127.0.0.1";
     if (rank == 1) options.tap = &tongue;
-    ASSERT_OK(Endpoint::create(options, &endpoints[rank]));
+    ASSERT_OK(Mesh::create(options, &meshes[rank]));
   }
   for (int rank = 0; rank < 2; ++rank) {
     GroupAddress group;
@@ -128,8 +128,8 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood) {
     group.name = "fuzz";
     group.secret = std::string(32, 's');
     group.rank = rank;
-    group.peers = {endpoints[0]->address(), endpoints[1]->address()};
-    mailboxes[rank] = listeners[rank].join(endpoints[rank], group);
+    group.peers = {meshes[0]->address(), meshes[1]->address()};
+    mailboxes[rank] = listeners[rank].join(meshes[rank], group);
   }
   // Guarded on both sides: nothing may be written there.
   std::vector<char> memory(3 * kBytes, 'x');
@@ -144,8 +144,8 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood) {
     mailboxes[0]->send(sending, 1, MessageClass::kPointToPoint, 7, message(), {word, kBytes});
     const Deadline deadline = Deadline::after(std::chrono::milliseconds(2000));
     for (int quiet = 0; quiet < 20 && !deadline.expired();) {
-      bool moved = endpoints[0]->progress();
-      moved |= endpoints[1]->progress();
+      bool moved = meshes[0]->progress();
+      moved |= meshes[1]->progress();
       quiet = moved || !tongue.isUsed ? 0 : quiet + 1;
     }
     EXPECT(tongue.isUsed);

@@ -1,7 +1,7 @@
 // Handshakes that are wrong in every way that a seed can think of (handshake_script.h), against an
-// endpoint that accepts and one that connects. Who does not know the secret never gets a link; who
+// mesh that accepts and one that connects. Who does not know the secret never gets a link; who
 // does gets one exactly when what was sent makes a whole, right handshake; and afterwards the
-// endpoint serves its own, with no more descriptors and memory than before.
+// mesh serves its own, with no more descriptors and memory than before.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -14,8 +14,8 @@
 #include "handshake_wire.h"
 #include "listener.h"
 #include "resident.h"
-#include "transport/endpoint.h"
 #include "transport/mailbox.h"
+#include "transport/mesh.h"
 #include "transport/shm/link.h"
 #include "transport/tcp/address.h"
 
@@ -34,7 +34,7 @@ constexpr uint64_t kContext = 42;
 const std::string kSecret(32, 's');
 const std::string kGuess(32, 'g');
 
-// Counts the links that an endpoint has come to believe in.
+// Counts the links that an mesh has come to believe in.
 struct Counter final : LinkTap {
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override { return link; }
   std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {
@@ -44,8 +44,8 @@ struct Counter final : LinkTap {
   int links = 0;
 };
 
-EndpointOptions optionsFor(bool isUnix, LinkTap* tap) {
-  EndpointOptions options;
+MeshOptions optionsFor(bool isUnix, LinkTap* tap) {
+  MeshOptions options;
   options.transport = isUnix ? TransportChoice::kShm : TransportChoice::kTcp;
   options.storeHost = "127.0.0.1";
   options.tap = tap;
@@ -71,10 +71,10 @@ std::string strangerUid() {
 
 // ---- scripts that connect ----------------------------------------------------------------------
 
-// An endpoint that serves: a group with a rank that is not there, and others as they come.
+// An mesh that serves: a group with a rank that is not there, and others as they come.
 struct Server {
   explicit Server(bool isUnix) : isUnix(isUnix) {
-    ASSERT_OK(Endpoint::create(optionsFor(isUnix, &counter), &endpoint));
+    ASSERT_OK(Mesh::create(optionsFor(isUnix, &counter), &mesh));
     stranger.uid = strangerUid();
     join();
   }
@@ -83,22 +83,22 @@ struct Server {
   // come again.
   void join() {
     mailbox.reset();
-    mailbox = listener.join(endpoint, groupOf(kContext, 1, {stranger, endpoint->address()}));
+    mailbox = listener.join(mesh, groupOf(kContext, 1, {stranger, mesh->address()}));
   }
   void forgetStranger() {
     const Deadline deadline = Deadline::after(std::chrono::milliseconds(3000));
-    while (!endpoint->hasLost(stranger) && !deadline.expired()) endpoint->progress();
-    EXPECT(endpoint->hasLost(stranger));
+    while (!mesh->hasLost(stranger) && !deadline.expired()) mesh->progress();
+    EXPECT(mesh->hasLost(stranger));
     join();
   }
 
   Fd connect() const {
     Fd socket;
     if (isUnix) {
-      EXPECT_OK(connectUnix(endpoint->address().uid, &socket));
+      EXPECT_OK(connectUnix(mesh->address().uid, &socket));
     } else {
-      EXPECT_OK(startConnect(endpoint->address().tcp.front().address,
-                             endpoint->address().tcp.front().port, &socket));
+      EXPECT_OK(startConnect(mesh->address().tcp.front().address, mesh->address().tcp.front().port,
+                             &socket));
     }
     return socket;
   }
@@ -110,8 +110,7 @@ struct Server {
     result.source = 0;
     result.destination = 1;
     std::memcpy(result.sourceUid, stranger.uid.data(), sizeof(result.sourceUid));
-    std::memcpy(result.destinationUid, endpoint->address().uid.data(),
-                sizeof(result.destinationUid));
+    std::memcpy(result.destinationUid, mesh->address().uid.data(), sizeof(result.destinationUid));
     EXPECT_OK(randomBytes(result.nonce, sizeof(result.nonce)));
     return result;
   }
@@ -119,14 +118,14 @@ struct Server {
   // A member comes, says a word and leaves.
   bool serves() {
     ++visits;
-    std::shared_ptr<Endpoint> visitor;
+    std::shared_ptr<Mesh> visitor;
     test::Listener listeners[2];
-    ASSERT_OK(Endpoint::create(optionsFor(isUnix, nullptr), &visitor));
-    std::vector<PeerAddress> peers = {visitor->address(), endpoint->address()};
+    ASSERT_OK(Mesh::create(optionsFor(isUnix, nullptr), &visitor));
+    std::vector<PeerAddress> peers = {visitor->address(), mesh->address()};
     auto theirs = listeners[0].join(visitor, groupOf(kContext + visits, 0, peers));
     // Its process, which is this one, is not to be watched: that would take a descriptor for good.
     peers[0].hostName = "elsewhere";
-    auto ours = listeners[1].join(endpoint, groupOf(kContext + visits, 1, peers));
+    auto ours = listeners[1].join(mesh, groupOf(kContext + visits, 1, peers));
     Signature word;
     word.kind = OpKind::kSend;
     word.bytes = 4;
@@ -137,7 +136,7 @@ struct Server {
     const Deadline deadline = Deadline::after(std::chrono::milliseconds(8000));
     while (!receiving.isDone() && !deadline.expired()) {
       visitor->progress();
-      endpoint->progress();
+      mesh->progress();
     }
     return receiving.isDone() && receiving.status().ok() && got == value;
   }
@@ -145,7 +144,7 @@ struct Server {
   const bool isUnix;
   Counter counter;
   test::Listener listener;
-  std::shared_ptr<Endpoint> endpoint;
+  std::shared_ptr<Mesh> mesh;
   PeerAddress stranger;
   std::unique_ptr<Mailbox> mailbox;
   std::string recordedHello, recordedProof;
@@ -181,7 +180,7 @@ std::vector<Fd> memoryFor(const Line& line, const char cookie[32], bool* isGood)
 class Connector : public Wire {
  public:
   Connector(Server& server, const Script& script)
-      : Wire(server.connect(), server.endpoint, script), server_(server) {}
+      : Wire(server.connect(), server.mesh, script), server_(server) {}
 
   void play() {
     for (const Line& line : script_.lines) {
@@ -290,19 +289,19 @@ class Acceptor {
     PeerAddress stranger;
     stranger.uid = strangerUid();
     Fd service;
-    std::shared_ptr<Endpoint> endpoint;
-    ASSERT_OK(Endpoint::create(optionsFor(script.isUnix, &counter), &endpoint));
+    std::shared_ptr<Mesh> mesh;
+    ASSERT_OK(Mesh::create(optionsFor(script.isUnix, &counter), &mesh));
     if (script.isUnix) {
       ASSERT_OK(listenUnix(stranger.uid, &service));
-      stranger.hostIdentity = endpoint->address().hostIdentity;
-      stranger.pid = endpoint->address().pid;
-      stranger.startTicks = endpoint->address().startTicks;
+      stranger.hostIdentity = mesh->address().hostIdentity;
+      stranger.pid = mesh->address().pid;
+      stranger.startTicks = mesh->address().startTicks;
     } else {
       int port = 0;
-      ASSERT_OK(listenOn({"lo", "127.0.0.1", false, true}, &service, &port));
+      ASSERT_OK(listenOn({"lo", "127.0.0.1", false, true}, {}, &service, &port));
       stranger.tcp.push_back({"127.0.0.1", port});
     }
-    auto mailbox = listener.join(endpoint, groupOf(kContext, 0, {endpoint->address(), stranger}));
+    auto mailbox = listener.join(mesh, groupOf(kContext, 0, {mesh->address(), stranger}));
     Signature word;
     word.kind = OpKind::kSend;
     word.bytes = 4;
@@ -311,7 +310,7 @@ class Acceptor {
     mailbox->send(sending, 1, MessageClass::kPointToPoint, 1, word, {&value, 4});
     Fd socket(accept4(service.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     ASSERT(socket.isOpen());
-    Wire wire(std::move(socket), endpoint, script);
+    Wire wire(std::move(socket), mesh, script);
     Hello hello;
     ASSERT(wire.read(&hello, sizeof(hello)));
     for (const Line& line : script.lines) {
@@ -399,7 +398,7 @@ TEST(Fuzz, handshakes) {
   silent.clear();
   const Deadline deadline = Deadline::after(std::chrono::milliseconds(8000));
   while (test::openDescriptors() > descriptors && !deadline.expired()) {
-    for (Server& server : servers) server.endpoint->progress();
+    for (Server& server : servers) server.mesh->progress();
   }
   EXPECT(test::openDescriptors() <= descriptors);
   if (!kKeepsFreedMemory && resident > 0) EXPECT(residentMiB() <= resident + 8);

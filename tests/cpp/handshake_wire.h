@@ -1,5 +1,5 @@
 // The peer's end of a connection in the fuzz test of handshakes: says what it is told to, and lets
-// the endpoint at the other end, which lives in the same thread, go on meanwhile.
+// the mesh at the other end, which lives in the same thread, go on meanwhile.
 #pragma once
 
 #include <sys/socket.h>
@@ -16,19 +16,19 @@
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "handshake_script.h"
-#include "transport/endpoint.h"
+#include "transport/mesh.h"
 #include "transport/shm/link.h"
 #include "transport/tcp/address.h"
 
 namespace test {
 
 using mycoll::Deadline;
-using mycoll::Endpoint;
 using mycoll::Fd;
+using mycoll::Mesh;
 
 class Wire {
  public:
-  Wire(Fd socket, std::shared_ptr<Endpoint> other, const Script& script)
+  Wire(Fd socket, std::shared_ptr<Mesh> other, const Script& script)
       : socket_(std::move(socket)), other_(std::move(other)), script_(script) {
     mycoll::tuneSocket(socket_.get(), 10);  // single bytes leave at once
   }
@@ -108,12 +108,12 @@ class Wire {
   void hangUp() { socket_.reset(); }
 
   std::string said;  // all that was sent
-  // Long enough for an endpoint without links to look at its listeners, which it does rarely.
+  // Long enough for an mesh without links to look at its listeners, which it does rarely.
   static constexpr int kPatience = 1200;
 
  protected:
   Fd socket_;
-  std::shared_ptr<Endpoint> other_;
+  std::shared_ptr<Mesh> other_;
   const Script& script_;
 };
 

@@ -28,7 +28,8 @@ const std::vector<std::vector<int>> kPlacements = {
 };
 constexpr int kRanks = 8;
 
-// Any bits, but no infinities and NaNs: two of these may meet in an order that the tree leaves open.
+// Any bits, but no infinities and NaNs: two of these may meet in an order that the tree leaves
+// open.
 std::vector<char> randomInput(DType dtype, int rank, size_t count) {
   std::mt19937 random(static_cast<unsigned>(rank + 1));
   const size_t bytes = elementSize(dtype);
@@ -81,7 +82,8 @@ void expectBits(Communicator& group, DType dtype, ReduceOp op, size_t count) {
   const std::string what = std::string(name(dtype)) + " " + name(op) + " " + std::to_string(count);
   auto isRight = [&](const char* got, const char* right, size_t length, const char* kind) {
     if (areEqual(got, right, length)) return;
-    test::fail(__FILE__, __LINE__, std::string(kind) + " " + what + ", rank " + std::to_string(self));
+    test::fail(__FILE__, __LINE__,
+               std::string(kind) + " " + what + ", rank " + std::to_string(self));
   };
 
   std::vector<char> data = randomInput(dtype, self, count), out(bytes);
@@ -155,7 +157,8 @@ TEST(Hosts, dataThatIsMoved) {
       std::vector<int32_t> in = input(self, count), out(count * kRanks);
       Call gather = call(OpKind::kAllGather);
       gather.in = {span(in)};
-      for (int rank = 0; rank < kRanks; ++rank) gather.out.push_back(span(out, rank * count, count));
+      for (int rank = 0; rank < kRanks; ++rank)
+        gather.out.push_back(span(out, rank * count, count));
       EXPECT(run(group, gather).ok());
       for (int rank = 0; rank < kRanks; ++rank) {
         expectInput({out.begin() + rank * count, out.begin() + (rank + 1) * count}, rank);
@@ -181,7 +184,8 @@ TEST(Hosts, dataThatIsMoved) {
       }
       EXPECT(run(group, exchange).ok());
       for (int rank = 0; rank < kRanks; ++rank) {
-        expectInput({out.begin() + rank * count, out.begin() + (rank + 1) * count}, rank, self * count);
+        expectInput({out.begin() + rank * count, out.begin() + (rank + 1) * count}, rank,
+                    self * count);
       }
       EXPECT(run(group, call(OpKind::kBarrier)).ok());
     }

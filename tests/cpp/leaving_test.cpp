@@ -5,13 +5,13 @@
 #include <mutex>
 #include <vector>
 
-#include "endpoints.h"
+#include "meshes.h"
 #include "test.h"
-#include "transport/endpoint.h"
 #include "transport/mailbox.h"
+#include "transport/mesh.h"
 
 using namespace mycoll;
-using test::Endpoints;
+using test::Meshes;
 
 namespace {
 
@@ -24,9 +24,9 @@ void forBothLinks(const std::function<void(TransportChoice)>& body) {
 
 // A message of 4 bytes under way.
 struct Word {
-  Word(Endpoints& world, int from, uint64_t context, int rank) {
+  Word(Meshes& world, int from, uint64_t context, int rank) {
     world.at(from, context)
-        .mailbox->send(transfer, rank, kMessages, 77, Endpoints::word(4), {&value, 4});
+        .mailbox->send(transfer, rank, kMessages, 77, Meshes::word(4), {&value, 4});
   }
   int value = 7;
   Transfer transfer;
@@ -37,7 +37,7 @@ struct Word {
 // The first word between two processes is for a group that one of them makes much later.
 TEST(Leaving, anOlderGroupVouchesForANewOne) {
   forBothLinks([](TransportChoice transport) {
-    Endpoints world(2, transport);
+    Meshes world(2, transport);
     for (int process : {0, 1}) world.join(process, 1, {0, 1});
     world.join(0, 2, {0, 1});
     Word word(world, 0, 2, 1);
@@ -45,7 +45,7 @@ TEST(Leaving, anOlderGroupVouchesForANewOne) {
     world.join(1, 2, {0, 1});
     int got = 0;
     Transfer receiving;
-    world.at(1, 2).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(4), {&got, 4});
+    world.at(1, 2).mailbox->receive(receiving, 0, kMessages, 77, Meshes::word(4), {&got, 4});
     EXPECT(world.turnUntil([&] { return receiving.isDone(); }));
     EXPECT_EQ(got, word.value);
   });
@@ -54,7 +54,7 @@ TEST(Leaving, anOlderGroupVouchesForANewOne) {
 // ... or that one of them has left, as no link told the other. It learns of it, and no more.
 TEST(Leaving, aGroupThatWasLeftVouchesForNothing) {
   forBothLinks([](TransportChoice transport) {
-    Endpoints world(2, transport);
+    Meshes world(2, transport);
     for (uint64_t context : {1, 2}) {
       for (int process : {0, 1}) world.join(process, context, {0, 1});
     }
@@ -68,7 +68,7 @@ TEST(Leaving, aGroupThatWasLeftVouchesForNothing) {
 
 TEST(Leaving, whoIsInNoCommonGroupAnyMoreIsNotLost) {
   forBothLinks([](TransportChoice transport) {
-    Endpoints world(2, transport);
+    Meshes world(2, transport);
     for (int process : {0, 1}) world.join(process, 1, {0, 1});
     world.leave(1, 1);
     Word word(world, 0, 1, 1);
@@ -87,15 +87,15 @@ constexpr size_t kLarge = size_t{64} << 20;
 
 // A message under way that needs its receiver.
 struct Parcel {
-  explicit Parcel(Endpoints& world) : world(world) {
+  explicit Parcel(Meshes& world) : world(world) {
     for (int process : {0, 1}) world.join(process, 1, {0, 1});
   }
   void send() {
-    world.at(0, 1).mailbox->send(sending, 1, kMessages, 77, Endpoints::word(kLarge),
+    world.at(0, 1).mailbox->send(sending, 1, kMessages, 77, Meshes::word(kLarge),
                                  {sent.data(), sent.size()});
   }
   void receive() {
-    world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(kLarge),
+    world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Meshes::word(kLarge),
                                     {got.data(), got.size()});
   }
   void expectLost() {
@@ -106,7 +106,7 @@ struct Parcel {
     EXPECT_OK(world.at(1, 1).listener.failure());
     EXPECT(!world.all[1]->hasPending());
   }
-  Endpoints& world;
+  Meshes& world;
   std::vector<char> sent = std::vector<char>(kLarge, 1), got = std::vector<char>(kLarge, 0);
   Transfer sending, receiving;
 };
@@ -116,7 +116,7 @@ struct Parcel {
 // Its sender leaves, and does not wait for it: the receiver must not, either.
 TEST(Leaving, aMessageThatNobodyReceivesYetLeavesWithItsSender) {
   forBothLinks([](TransportChoice transport) {
-    Endpoints world(2, transport);
+    Meshes world(2, transport);
     Parcel parcel(world);
     parcel.send();
     world.turn();
@@ -129,7 +129,7 @@ TEST(Leaving, aMessageThatNobodyReceivesYetLeavesWithItsSender) {
 
 TEST(Leaving, aMessageUnderWayLeavesWithItsSender) {
   forBothLinks([](TransportChoice transport) {
-    Endpoints world(2, transport);
+    Meshes world(2, transport);
     Parcel parcel(world);
     parcel.receive();
     parcel.send();
@@ -144,7 +144,7 @@ TEST(Leaving, aMessageUnderWayLeavesWithItsSender) {
 // heard of the departure, and of the sender's end, before.
 TEST(Leaving, aMessageThatWasSentOutlivesItsSender) {
   forBothLinks([](TransportChoice transport) {
-    Endpoints world(2, transport);
+    Meshes world(2, transport);
     for (int process : {0, 1}) world.join(process, 1, {0, 1});
     ASSERT(world.talk(0, 1, 1, 0, 1));
     Word word(world, 0, 1, 1);
@@ -154,7 +154,7 @@ TEST(Leaving, aMessageThatWasSentOutlivesItsSender) {
     }));
     int got = 0;
     Transfer receiving;
-    world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(4), {&got, 4});
+    world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Meshes::word(4), {&got, 4});
     world.leave(0, 1);
     world.end(0);
     EXPECT(world.turnUntil([&] { return receiving.isDone(); }, 3000));
@@ -200,7 +200,7 @@ class Late final : public LinkTap {
 TEST(Leaving, theLastWordsOverTcpAreWaitedFor) {
   Late late;
   late.isHere = true;
-  Endpoints world(2, TransportChoice::kTcp, {{1, &late}});
+  Meshes world(2, TransportChoice::kTcp, {{1, &late}});
   for (int process : {0, 1}) world.join(process, 1, {0, 1});
   ASSERT(world.talk(0, 1, 1, 0, 1));
   ASSERT(world.talk(1, 0, 1, 1, 0));
@@ -209,7 +209,7 @@ TEST(Leaving, theLastWordsOverTcpAreWaitedFor) {
   EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }));
   int got = 0;
   Transfer receiving;
-  world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(4), {&got, 4});
+  world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Meshes::word(4), {&got, 4});
   world.leave(0, 1);
   world.end(0);
   EXPECT(!world.turnUntil([&] { return receiving.isDone(); }, 300));
@@ -224,7 +224,7 @@ TEST(Leaving, theLastWordsOverTcpAreWaitedFor) {
 
 // Longer than strangers are kept waiting: the connection is tried again, and is the same then.
 TEST(Leaving, theOnlyGroupIsMadeLate) {
-  Endpoints world(2, TransportChoice::kAuto);
+  Meshes world(2, TransportChoice::kAuto);
   world.join(0, 1, {0, 1});
   Word word(world, 0, 1, 1);
   EXPECT(!world.turnUntil([&] { return word.transfer.isDone(); }, 5500));
@@ -238,14 +238,14 @@ TEST(Leaving, theOnlyGroupIsMadeLate) {
 // somebody else, and finds nobody. That is no failure, until it needs rank 0.
 TEST(Leaving, whoNeverSaidAWordMayHaveLeft) {
   forBothLinks([](TransportChoice transport) {
-    Endpoints world(3, transport);
+    Meshes world(3, transport);
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
     ASSERT(world.talk(0, 1, 1, 0, 1));
     world.leave(0, 1);
     world.turn();
     world.end(0);
     const test::Listener& listener = world.at(2, 1).listener;
-    world.at(2, 1).listener.agreement().begin(0, Endpoints::word(4));
+    world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
     world.at(2, 1).listener.agreement().probe();
     EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 3000));
     EXPECT_OK(listener.failure());
@@ -253,7 +253,7 @@ TEST(Leaving, whoNeverSaidAWordMayHaveLeft) {
     EXPECT_OK(world.at(1, 1).listener.failure());
     int got = 0;
     Transfer receiving;
-    world.at(2, 1).mailbox->receive(receiving, 0, kMessages, 77, Endpoints::word(4), {&got, 4});
+    world.at(2, 1).mailbox->receive(receiving, 0, kMessages, 77, Meshes::word(4), {&got, 4});
     EXPECT(receiving.isDone());
     EXPECT(listener.failure().code() == Code::kPeerLost);
     EXPECT(listener.failure().message().find("rank 0 (") != std::string::npos);
@@ -265,17 +265,17 @@ TEST(Leaving, whoNeverSaidAWordMayHaveLeft) {
 TEST(Leaving, whoIsNeededIsLostAtOnce) {
   forBothLinks([](TransportChoice transport) {
     for (const bool isSend : {true, false}) {
-      Endpoints world(3, transport);
+      Meshes world(3, transport);
       for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
       const test::Listener& listener = world.at(2, 1).listener;
       world.end(0);
       int value = 0;
       Transfer transfer;
       if (isSend) {
-        world.at(2, 1).mailbox->send(transfer, 0, kMessages, 7, Endpoints::word(4), {&value, 4});
+        world.at(2, 1).mailbox->send(transfer, 0, kMessages, 7, Meshes::word(4), {&value, 4});
       } else {
-        world.at(2, 1).mailbox->receive(transfer, 0, kMessages, 7, Endpoints::word(4), {&value, 4});
-        world.at(2, 1).listener.agreement().begin(0, Endpoints::word(4));
+        world.at(2, 1).mailbox->receive(transfer, 0, kMessages, 7, Meshes::word(4), {&value, 4});
+        world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
         world.at(2, 1).listener.agreement().probe();
       }
       EXPECT(world.turnUntil([&] { return transfer.isDone(); }, 3000));
@@ -290,7 +290,7 @@ TEST(Leaving, whoIsNeededIsLostAtOnce) {
 TEST(Leaving, goodbyesAreKeptForTheFirstConnection) {
   forBothLinks([](TransportChoice transport) {
     for (const bool comes : {true, false}) {
-      Endpoints world(2, transport);
+      Meshes world(2, transport);
       for (uint64_t context : {1, 2}) {
         for (int process : {0, 1}) world.join(process, context, {0, 1});
       }
@@ -312,15 +312,15 @@ TEST(Leaving, goodbyesAreKeptForTheFirstConnection) {
 // is, and ends soon after. That it has left comes with the connection, or it is found not to listen
 // any more.
 TEST(Leaving, amidstTheHandshake) {
-  auto ask = [](Endpoints& world) {
+  auto ask = [](Meshes& world) {
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
-    world.at(2, 1).listener.agreement().begin(0, Endpoints::word(4));
+    world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
     world.at(2, 1).listener.agreement().probe();
   };
   forBothLinks([&](TransportChoice transport) {
     int last = 0;  // when it has been asked, and answers
     {
-      Endpoints world(3, transport);
+      Meshes world(3, transport);
       ask(world);
       auto answers = [&] {
         std::lock_guard<std::mutex> lock(world.all[0]->ioMutex());
@@ -329,7 +329,7 @@ TEST(Leaving, amidstTheHandshake) {
       ASSERT(world.turnUntil([&] { return ++last, answers(); }));
     }
     for (int moment = std::max(0, 3 * (last - 10)); moment < 3 * (last + 5); ++moment) {
-      Endpoints world(3, transport);
+      Meshes world(3, transport);
       ask(world);
       world.turn(moment / 3);
       world.at(0, 1).listener.membership().sayGoodbye(Status(Code::kAborted, "left"));
@@ -349,7 +349,7 @@ TEST(Leaving, amidstTheHandshake) {
 TEST(Leaving, whoEndsAfterTheLastGroupIsForgotten) {
   forBothLinks([](TransportChoice transport) {
     for (const bool endsFirst : {true, false}) {
-      Endpoints world(2, transport);
+      Meshes world(2, transport);
       for (int process : {0, 1}) world.join(process, 1, {0, 1});
       ASSERT(world.talk(0, 1, 1, 0, 1));
       if (!endsFirst) world.leave(0, 1);

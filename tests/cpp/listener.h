@@ -18,9 +18,9 @@ namespace test {
 class Listener final : public mycoll::MailboxOwner {
  public:
   // The mailbox of this group, open. The listener outlives it.
-  std::unique_ptr<mycoll::Mailbox> join(std::shared_ptr<mycoll::Endpoint> endpoint,
+  std::unique_ptr<mycoll::Mailbox> join(std::shared_ptr<mycoll::Mesh> mesh,
                                         const mycoll::GroupAddress& group) {
-    auto mailbox = std::make_unique<mycoll::Mailbox>(std::move(endpoint), group, this);
+    auto mailbox = std::make_unique<mycoll::Mailbox>(std::move(mesh), group, this);
     parts_.reset();
     parts_.emplace(*mailbox);
     mailbox->open();

@@ -64,10 +64,10 @@ Card cardOf(std::string uid) {
 Status meetStranger(const Card& card, const std::string& earlier = "",
                     milliseconds cardAfter = milliseconds(0),
                     milliseconds yesAfter = milliseconds(0)) {
-  EndpointOptions endpoint;
-  endpoint.storeHost = "127.0.0.1";
+  MeshOptions mesh;
+  mesh.storeHost = "127.0.0.1";
   std::shared_ptr<Engine> engine;
-  ASSERT_OK(Engine::create(endpoint, &engine));
+  ASSERT_OK(Engine::create(mesh, &engine));
   GroupOptions options;
   options.name = "test";
   options.ranks = 2;

@@ -1,5 +1,5 @@
-// collectives/plan/: plans of all operations for all kinds of worlds, proven by the verifier, and the
-// bytes that they put on the network, counted.
+// collectives/plan/: plans of all operations for all kinds of worlds, proven by the verifier, and
+// the bytes that they put on the network, counted.
 #include "collectives/plan/plan.h"
 
 #include <algorithm>
@@ -19,9 +19,9 @@ namespace {
 // Large elements: few of them make a large tensor.
 constexpr uint64_t kElement = 4096;
 
-constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduce,    OpKind::kReduceScatter,
-                             OpKind::kAllGather, OpKind::kBroadcast, OpKind::kGather,
-                             OpKind::kScatter,   OpKind::kAllToAll,  OpKind::kBarrier,
+constexpr OpKind kKinds[] = {OpKind::kAllReduce,       OpKind::kReduce,    OpKind::kReduceScatter,
+                             OpKind::kAllGather,       OpKind::kBroadcast, OpKind::kGather,
+                             OpKind::kScatter,         OpKind::kAllToAll,  OpKind::kBarrier,
                              OpKind::kMonitoredBarrier};
 
 std::vector<int> uniform(int hosts, int ranks) {
@@ -47,7 +47,8 @@ std::string describe(const std::vector<int>& hostOf) {
 std::vector<Job> jobsOf(OpKind kind, int ranks, int root, uint64_t bytes, bool isNarrow) {
   std::vector<Job> jobs;
   for (int rank = 0; rank < ranks; ++rank) {
-    jobs.push_back(evenJob(kind, ranks, rank, root, bytes, kElement, isNarrow ? 2 * kElement : kElement));
+    jobs.push_back(
+        evenJob(kind, ranks, rank, root, bytes, kElement, isNarrow ? 2 * kElement : kElement));
   }
   return jobs;
 }
@@ -64,7 +65,8 @@ Chunking inChunks(const Job& job, uint64_t chunkBytes) {
   return {(block + chunkBytes - 1) / chunkBytes, chunkBytes};
 }
 
-void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements, bool isNarrow) {
+void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements,
+           bool isNarrow) {
   const int ranks = static_cast<int>(hostOf.size());
   const Shape shape(hostOf);
   const std::vector<Job> jobs = jobsOf(kind, ranks, root, elements * kElement, isNarrow);
@@ -209,7 +211,8 @@ TEST(Plan, isRightForLargeWorlds) {
 // Of S bytes for each rank, what all hosts must send at least.
 TEST(Plan, sendsNoByteTwiceToAHost) {
   constexpr uint64_t kBytes = 16 << 20;
-  for (const auto& [hosts, ranks] : {std::pair(2, 2), std::pair(2, 4), std::pair(4, 2), std::pair(4, 4)}) {
+  for (const auto& [hosts, ranks] :
+       {std::pair(2, 2), std::pair(2, 4), std::pair(4, 2), std::pair(4, 4)}) {
     const std::vector<int> hostOf = uniform(hosts, ranks);
     const double share = kBytes * (hosts - 1.0) / hosts;
     const struct {

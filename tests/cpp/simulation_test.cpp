@@ -38,7 +38,7 @@ void forSeeds(unsigned few, const std::function<void(unsigned seed)>& body) {
   for (unsigned seed = 1; seed <= count; ++seed) body(seed);
 }
 
-// One rank's network. Called under the endpoint's I/O lock, but for kill().
+// One rank's network. Called under the mesh's I/O lock, but for kill().
 class Weather final : public LinkTap {
  public:
   Weather(unsigned seed, int rank) : random_(seed * 31 + static_cast<unsigned>(rank)) {
@@ -217,19 +217,19 @@ std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>&
   std::atomic<int> running{kRanks};
   // Bytes that were held back raise no event: somebody has to look again.
   for (int rank = 0; rank < kRanks; ++rank) {
-    EndpointOptions endpoint;
+    MeshOptions mesh;
     const bool isTcp = seed % 2 || rank == 1;
-    endpoint.transport = isTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
-    endpoint.storeHost = "127.0.0.1";
-    endpoint.eagerBytes = 16 * 1024;
-    endpoint.isChecked = isChecked;
-    endpoint.tap = weather[static_cast<size_t>(rank)].get();
-    ASSERT_OK(Engine::create(endpoint, &engines[static_cast<size_t>(rank)]));
+    mesh.transport = isTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
+    mesh.storeHost = "127.0.0.1";
+    mesh.eagerBytes = 16 * 1024;
+    mesh.isChecked = isChecked;
+    mesh.tap = weather[static_cast<size_t>(rank)].get();
+    ASSERT_OK(Engine::create(mesh, &engines[static_cast<size_t>(rank)]));
   }
   std::thread clock([&] {
     while (running.load() > 0) {
       std::this_thread::sleep_for(300us);
-      for (auto& engine : engines) engine->endpoint()->sleeper().wakeAll();
+      for (auto& engine : engines) engine->mesh()->sleeper().wakeAll();
     }
   });
   test::Threads(kRanks, [&](int rank) {

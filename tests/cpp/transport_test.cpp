@@ -1,4 +1,4 @@
-// Endpoints and mailboxes, two in one thread, on each kind of link: what every link must do, and
+// Meshes and mailboxes, two in one thread, on each kind of link: what every link must do, and
 // what strangers must not be able to.
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -17,9 +17,9 @@
 #include "base/deadline.h"
 #include "listener.h"
 #include "test.h"
-#include "transport/endpoint.h"
 #include "transport/handshake.h"
 #include "transport/mailbox.h"
+#include "transport/mesh.h"
 
 using namespace mycoll;
 
@@ -29,11 +29,11 @@ namespace {
 struct Pair {
   explicit Pair(TransportChoice transport, const std::string& secondSecret = std::string(32, 's'),
                 int count = 2) {
-    EndpointOptions options;
+    MeshOptions options;
     options.transport = transport;
     options.storeHost = "127.0.0.1";
-    ASSERT_OK(Endpoint::create(options, &endpoints[0]));
-    ASSERT_OK(Endpoint::create(options, &endpoints[1]));
+    ASSERT_OK(Mesh::create(options, &meshes[0]));
+    ASSERT_OK(Mesh::create(options, &meshes[1]));
     for (int rank = 0; rank < count; ++rank) {
       join(rank, 42, rank == 0 ? std::string(32, 's') : secondSecret);
     }
@@ -45,22 +45,22 @@ struct Pair {
     group.name = "pair";
     group.secret = secret;
     group.rank = rank;
-    group.peers = {endpoints[0]->address(), endpoints[1]->address()};
-    mailboxes[rank] = listeners[rank].join(endpoints[rank], group);
+    group.peers = {meshes[0]->address(), meshes[1]->address()};
+    mailboxes[rank] = listeners[rank].join(meshes[rank], group);
   }
 
   bool pump(const std::function<bool()>& until, int milliseconds = 10'000) {
     const Deadline deadline = Deadline::after(std::chrono::milliseconds(milliseconds));
     while (!until()) {
-      for (auto& endpoint : endpoints) {
-        if (endpoint) endpoint->progress();
+      for (auto& mesh : meshes) {
+        if (mesh) mesh->progress();
       }
       if (deadline.expired()) return false;
     }
     return true;
   }
 
-  std::shared_ptr<Endpoint> endpoints[2];
+  std::shared_ptr<Mesh> meshes[2];
   test::Listener listeners[2];
   std::unique_ptr<Mailbox> mailboxes[2];
 };
@@ -115,7 +115,7 @@ TEST(Transport, carriesMessagesOfAllSizes) {
         if (isPostedFirst) post();
         pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(bytes), span(out));
         if (!isPostedFirst) {
-          for (int i = 0; i < 50; ++i) pair.endpoints[1]->progress();
+          for (int i = 0; i < 50; ++i) pair.meshes[1]->progress();
           post();
         }
         ASSERT(pair.pump([&] { return sending.isDone() && receiving.isDone(); }));
@@ -124,8 +124,8 @@ TEST(Transport, carriesMessagesOfAllSizes) {
         EXPECT(in == out);
       }
     }
-    EXPECT(!pair.endpoints[0]->hasPending());
-    EXPECT(!pair.endpoints[1]->hasPending());
+    EXPECT(!pair.meshes[0]->hasPending());
+    EXPECT(!pair.meshes[1]->hasPending());
   });
 }
 
@@ -177,8 +177,8 @@ TEST(Transport, cancelsWhatIsUnderWay) {
       pair.mailboxes[1]->receive(receiving, 0, kMessages, 0, message(in.size()), span(in));
       pair.mailboxes[0]->send(sending, 1, kMessages, 0, message(out.size()), span(out));
       for (int i = 0; i < 20; ++i) {
-        pair.endpoints[0]->progress();
-        pair.endpoints[1]->progress();
+        pair.meshes[0]->progress();
+        pair.meshes[1]->progress();
       }
     }
     // The link is still in step.
@@ -201,7 +201,7 @@ TEST(Transport, noticesThatAPeerHasGone) {
     ASSERT(pair.pump([&] { return receiving.isDone(); }));
     pair.mailboxes[1]->receive(never, 0, kMessages, 1, message(4), {&got, 4});
     pair.mailboxes[0].reset();
-    pair.endpoints[0].reset();
+    pair.meshes[0].reset();
     ASSERT(pair.pump([&] { return never.isDone(); }));
     EXPECT_EQ(never.status().code(), Code::kPeerLost);
     EXPECT_EQ(pair.listeners[1].failure().code(), Code::kPeerLost);
@@ -219,9 +219,9 @@ TEST(Transport, aGoodbyeIsNoLoss) {
     // Over the connection that the other side has made.
     pair.listeners[1].membership().sayGoodbye(Status(Code::kAborted, "left"));
     pair.mailboxes[1].reset();
-    pair.endpoints[1].reset();
+    pair.meshes[1].reset();
     ASSERT(pair.pump([&] { return pair.listeners[0].gone() == std::vector<int>{1}; }));
-    for (int i = 0; i < 200; ++i) pair.endpoints[0]->progress();
+    for (int i = 0; i < 200; ++i) pair.meshes[0]->progress();
     EXPECT_OK(pair.listeners[0].failure());
   });
 }
@@ -267,7 +267,7 @@ TEST(Transport, boundsWhatNobodyReceives) {
         sending.push_back(std::make_unique<Transfer>());
         pair.mailboxes[0]->send(*sending.back(), 1, kMessages, 3, message(kBytes),
                                 span(payloads.back()));
-        for (auto& endpoint : pair.endpoints) endpoint->progress();
+        for (auto& mesh : pair.meshes) mesh->progress();
       }
       EXPECT(pair.pump([&] { return done() >= kMost; }));
       EXPECT(!pair.pump([&] { return done() == kCount; }, 300));
@@ -310,7 +310,7 @@ TEST(Transport, keepsWhatComesEarly) {
           pair.mailboxes[0]->send(*sending.back(), 1, kMessages, 3, message(bytes), span(out));
         }
         ASSERT(pair.pump([&] { return sending.back()->isDone(); }));
-        for (int i = 0; i < 100; ++i) pair.endpoints[1]->progress();
+        for (int i = 0; i < 100; ++i) pair.meshes[1]->progress();
         pair.join(1, 43);
         if (count == 100) {
           for (int i = 0; i < count; ++i) {
@@ -334,19 +334,19 @@ TEST(Transport, forgetsPeersThatNoGroupNames) {
   Pair pair(TransportChoice::kTcp);
   int before = 0;
   for (int i = 0; i < 40; ++i) {
-    EndpointOptions options = pair.endpoints[1]->options();
+    MeshOptions options = pair.meshes[1]->options();
     pair.mailboxes[0].reset();
     pair.mailboxes[1].reset();
-    pair.endpoints[1].reset();
-    ASSERT_OK(Endpoint::create(options, &pair.endpoints[1]));
+    pair.meshes[1].reset();
+    ASSERT_OK(Mesh::create(options, &pair.meshes[1]));
     GroupAddress group;
     group.context = 100 + static_cast<uint64_t>(i);
     group.name = "pair";
     group.secret = std::string(32, 's');
-    group.peers = {pair.endpoints[0]->address(), pair.endpoints[1]->address()};
-    pair.mailboxes[0] = pair.listeners[0].join(pair.endpoints[0], group);
+    group.peers = {pair.meshes[0]->address(), pair.meshes[1]->address()};
+    pair.mailboxes[0] = pair.listeners[0].join(pair.meshes[0], group);
     group.rank = 1;
-    pair.mailboxes[1] = pair.listeners[1].join(pair.endpoints[1], group);
+    pair.mailboxes[1] = pair.listeners[1].join(pair.meshes[1], group);
     int value = 9, got = 0;
     Transfer sending, receiving;
     pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
@@ -359,9 +359,9 @@ TEST(Transport, forgetsPeersThatNoGroupNames) {
 
 // What is there, or comes, between a thread's last look and its sleep wakes it all the same.
 TEST(Transport, nobodySleepsThroughANap) {
-  const auto napsThrough = [](const std::shared_ptr<Endpoint>& endpoint,
+  const auto napsThrough = [](const std::shared_ptr<Mesh>& mesh,
                               const std::function<void()>& news) {
-    Sleeper& sleeper = endpoint->sleeper();
+    Sleeper& sleeper = mesh->sleeper();
     const Deadline deadline = Deadline::after(std::chrono::milliseconds(5000));
     Sleeper::Nap nap(sleeper, sleeper.generation());
     news();
@@ -369,19 +369,19 @@ TEST(Transport, nobodySleepsThroughANap) {
     return deadline.expired();
   };
   Pair pair(TransportChoice::kTcp);
-  const std::shared_ptr<Endpoint>& endpoint = pair.endpoints[0];
-  EXPECT(!napsThrough(endpoint, [&] { endpoint->sleeper().wakeSleepers(); }));
+  const std::shared_ptr<Mesh>& mesh = pair.meshes[0];
+  EXPECT(!napsThrough(mesh, [&] { mesh->sleeper().wakeSleepers(); }));
   // Another thread, which waits for something else, took the ringing of the bell.
-  EXPECT(!napsThrough(endpoint, [&] {
-    pair.endpoints[1]->bellOf(endpoint->address()).ring();
-    for (int i = 0; i < 3000; ++i) endpoint->progress();
+  EXPECT(!napsThrough(mesh, [&] {
+    pair.meshes[1]->bellOf(mesh->address()).ring();
+    for (int i = 0; i < 3000; ++i) mesh->progress();
   }));
 }
 
 // Garbage, truncated handshakes, and connections that say nothing.
 TEST(Transport, strangersChangeNothing) {
   Pair pair(TransportChoice::kTcp);
-  const TcpAddress target = pair.endpoints[1]->address().tcp.front();
+  const TcpAddress target = pair.meshes[1]->address().tcp.front();
   const int before = test::openDescriptors();
   std::mt19937 random(3);
   for (int i = 0; i < 300; ++i) {
@@ -389,14 +389,14 @@ TEST(Transport, strangersChangeNothing) {
     ASSERT(socket.isOpen());
     Hello hello;
     std::memset(hello.sourceUid, 'a', sizeof(hello.sourceUid));
-    std::memcpy(hello.destinationUid, pair.endpoints[1]->address().uid.data(), 32);
+    std::memcpy(hello.destinationUid, pair.meshes[1]->address().uid.data(), 32);
     hello.context = 42;
     hello.destination = 1;
     std::vector<char> bytes = pattern(sizeof(hello), random());
     if (i % 3 == 0) std::memcpy(bytes.data(), &hello, sizeof(hello));
     if (i % 5 == 0) bytes.resize(random() % bytes.size());
     (void)!send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-    pair.endpoints[1]->progress();
+    pair.meshes[1]->progress();
   }
   int value = 9, got = 0;
   Transfer sending, receiving;
@@ -413,10 +413,10 @@ TEST(Transport, strangersDoNotTakeTheMembersPlaces) {
   Pair pair(TransportChoice::kTcp);
   std::vector<Fd> strangers;
   for (int i = 0; i < 200; ++i) {
-    strangers.push_back(connectTo(pair.endpoints[1]->address().tcp.front()));
+    strangers.push_back(connectTo(pair.meshes[1]->address().tcp.front()));
     ASSERT(strangers.back().isOpen());
   }
-  for (int i = 0; i < 3000; ++i) pair.endpoints[1]->progress();
+  for (int i = 0; i < 3000; ++i) pair.meshes[1]->progress();
   int value = 9, got = 0;
   Transfer sending, receiving;
   pair.mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});

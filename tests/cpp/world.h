@@ -49,12 +49,12 @@ inline void runHosts(const std::vector<int>& hostOf, const RankBody& body,
   auto store = std::make_shared<MemoryStore>();
   const int ranks = static_cast<int>(hostOf.size());
   Threads(ranks, [&](int rank) {
-    mycoll::EndpointOptions endpoint;
-    endpoint.storeHost = "127.0.0.1";
-    endpoint.host = " host " + std::to_string(hostOf[rank]);
-    endpoint.tap = tap;
+    mycoll::MeshOptions mesh;
+    mesh.storeHost = "127.0.0.1";
+    mesh.host = " host " + std::to_string(hostOf[rank]);
+    mesh.tap = tap;
     std::shared_ptr<mycoll::Engine> engine;
-    ASSERT_OK(mycoll::Engine::create(endpoint, &engine));
+    ASSERT_OK(mycoll::Engine::create(mesh, &engine));
     mycoll::GroupOptions options;
     options.name = "hosts";
     options.rank = rank;
@@ -73,11 +73,11 @@ inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs =
   auto store = std::make_shared<MemoryStore>();
   Threads(ranks, [&](int rank) {
     const bool isTcp = road == Road::kTcp || (road == Road::kMixed && rank % 2 == 1);
-    mycoll::EndpointOptions endpoint;
-    endpoint.transport = isTcp ? mycoll::TransportChoice::kTcp : mycoll::TransportChoice::kAuto;
-    endpoint.storeHost = "127.0.0.1";
+    mycoll::MeshOptions mesh;
+    mesh.transport = isTcp ? mycoll::TransportChoice::kTcp : mycoll::TransportChoice::kAuto;
+    mesh.storeHost = "127.0.0.1";
     std::shared_ptr<mycoll::Engine> engine;
-    ASSERT_OK(mycoll::Engine::create(endpoint, &engine));
+    ASSERT_OK(mycoll::Engine::create(mesh, &engine));
     mycoll::GroupOptions options;
     options.name = "test";
     options.rank = rank;

@@ -29,7 +29,7 @@ double chunksOf(const Job& job, const Chunking& chunking) {
 PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint64_t elementBytes,
                 uint64_t wideBytes, const Network& network) {
   PlanCost cost;
-  double chunks = 1;  // the last one may be smaller
+  double chunks = 1;                                  // the last one may be smaller
   std::vector<std::vector<uint64_t>> sent, received;  // by phase and host
   std::vector<uint64_t> longest;                      // message, by phase
   for (int rank = 0; rank < shape.ranks(); ++rank) {
@@ -38,8 +38,9 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
     const Plan plan = planOf(shape, job, rank, chunking, 0);
     cost.chunks = chunking.chunks;
     chunks = chunksOf(job, chunking);
-    cost.scratch = std::max(cost.scratch, plan.scratchBytes * std::min<uint64_t>(
-                                              chunking.chunks, static_cast<uint64_t>(plan.phases)));
+    cost.scratch = std::max(
+        cost.scratch, plan.scratchBytes *
+                          std::min<uint64_t>(chunking.chunks, static_cast<uint64_t>(plan.phases)));
     if (cost.phases.size() < static_cast<size_t>(plan.phases)) {
       cost.phases.resize(plan.phases);
       longest.resize(plan.phases);

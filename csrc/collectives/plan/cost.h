@@ -1,5 +1,6 @@
-// What plans cost: a walk over the plans of all ranks that counts messages and bytes, and a model of
-// the time that they take. For people who want to know what a cluster would do before they have it.
+// What plans cost: a walk over the plans of all ranks that counts messages and bytes, and a model
+// of the time that they take. For people who want to know what a cluster would do before they have
+// it.
 //
 // Plain functions: nothing blocks.
 #pragma once
@@ -12,19 +13,19 @@
 namespace mycoll {
 
 struct Network {
-  double bandwidth = 1.25e9;   // of a host's link, bytes a second in each direction
-  double latency = 50e-6;      // one way
-  double overhead = 5e-6;      // of a rank, for a message
-  double memoryRate = 5e9;     // of a rank, for bytes that it copies or adds up
+  double bandwidth = 1.25e9;        // of a host's link, bytes a second in each direction
+  double latency = 50e-6;           // one way
+  double overhead = 5e-6;           // of a rank, for a message
+  double memoryRate = 5e9;          // of a rank, for bytes that it copies or adds up
   uint64_t eagerBytes = 64 * 1024;  // longer messages ask first
 };
 
 struct PhaseCost {
-  uint64_t messages = 0;   // between hosts, of all ranks
-  uint64_t perRank = 0;    // most messages of a rank
-  uint64_t sent = 0;       // most bytes that a host sends to others
-  uint64_t received = 0;   // and receives from others
-  uint64_t inside = 0;     // most bytes of a rank: messages inside the host, copied, added up
+  uint64_t messages = 0;  // between hosts, of all ranks
+  uint64_t perRank = 0;   // most messages of a rank
+  uint64_t sent = 0;      // most bytes that a host sends to others
+  uint64_t received = 0;  // and receives from others
+  uint64_t inside = 0;    // most bytes of a rank: messages inside the host, copied, added up
   double seconds = 0;
 };
 

@@ -14,7 +14,7 @@ constexpr uint64_t kTreeBytes = 64 * 1024;
 // One chunk is added up while the next one is on its way; each needs scratch memory.
 constexpr uint64_t kChunkBytes = 1024 * 1024;
 constexpr uint64_t kLeastBlock = 4 * 1024;  // of a chunk that has a block for each rank
-constexpr uint64_t kMostChunks = 60'000;     // messages are told apart by chunk and phase
+constexpr uint64_t kMostChunks = 60'000;    // messages are told apart by chunk and phase
 // Pieces begin at cache lines.
 constexpr uint64_t kUnit = 64;
 
@@ -168,8 +168,9 @@ class Planner {
     auto inputOf = [](const Slot& slot) { return slot.in; };
     auto mine = [&](const Slot& slot) { return holderHere(slot) == rank_ ? rank_ : -1; };
     // Inputs of the host's ranks meet.
-    forRuns(slots, [&](const Slot& slot) { return holderHere(slot) == rank_ ? -1 : holderHere(slot); },
-            inputOf, [&](int peer, const Place& run) { send(phase, peer, run); });
+    forRuns(
+        slots, [&](const Slot& slot) { return holderHere(slot) == rank_ ? -1 : holderHere(slot); },
+        inputOf, [&](int peer, const Place& run) { send(phase, peer, run); });
     std::vector<std::vector<std::pair<Place, Place>>> came(members.size());  // input, where it is
     for (size_t i = 0; i < members.size(); ++i) {
       if (members[i] == rank_) continue;
@@ -263,22 +264,25 @@ class Planner {
     // Inside the host: its own slots at once, the others when they have come.
     for (const bool ofHome : {true, false}) {
       const int when = phase + (ofHome ? 0 : 1);
-      forRuns(slots,
-              [&](const Slot& slot) {
-                return isHome(slot) == ofHome && holder(slot, host_) == rank_ ? rank_ : -1;
-              },
-              resultOf, [&](int, const Place& run) {
-                for (const int member : shape_.membersOf(host_)) {
-                  if (member != rank_ && member != except) send(when, member, run);
-                }
-              });
+      forRuns(
+          slots,
+          [&](const Slot& slot) {
+            return isHome(slot) == ofHome && holder(slot, host_) == rank_ ? rank_ : -1;
+          },
+          resultOf,
+          [&](int, const Place& run) {
+            for (const int member : shape_.membersOf(host_)) {
+              if (member != rank_ && member != except) send(when, member, run);
+            }
+          });
       if (rank_ == except) continue;
-      forRuns(slots,
-              [&](const Slot& slot) {
-                const int from = holder(slot, host_);
-                return isHome(slot) == ofHome && from != rank_ ? from : -1;
-              },
-              resultOf, [&](int from, const Place& run) { receive(when, from, run); });
+      forRuns(
+          slots,
+          [&](const Slot& slot) {
+            const int from = holder(slot, host_);
+            return isHome(slot) == ofHome && from != rank_ ? from : -1;
+          },
+          resultOf, [&](int from, const Place& run) { receive(when, from, run); });
     }
   }
 
@@ -332,11 +336,12 @@ class Planner {
     const int phase = reduceSlots(0, slots);
     if (isAll) return shareSlots(phase, slots, allHosts());
     auto ownerOf = [&](const Slot& slot) { return slot.owner == job_.root ? -1 : slot.owner; };
-    forRuns(slots, ownerOf, [](const Slot& slot) { return slot.result; },
-            [&](int owner, const Place& run) {
-              if (owner == rank_) send(phase, job_.root, run);
-              if (rank_ == job_.root) receive(phase, owner, run);
-            });
+    forRuns(
+        slots, ownerOf, [](const Slot& slot) { return slot.result; },
+        [&](int owner, const Place& run) {
+          if (owner == rank_) send(phase, job_.root, run);
+          if (rank_ == job_.root) receive(phase, owner, run);
+        });
   }
 
   void reduceScatter() {
@@ -473,8 +478,7 @@ class Planner {
   // No two ranks begin with the same one.
   void allToAll() {
     const int ranks = shape_.ranks();
-    copy(0, {Space::kOutput, rank_, 0, job_.out[rank_]},
-         {Space::kInput, rank_, 0, job_.in[rank_]});
+    copy(0, {Space::kOutput, rank_, 0, job_.out[rank_]}, {Space::kInput, rank_, 0, job_.in[rank_]});
     for (int distance = 1; distance < ranks; ++distance) {
       const int from = (rank_ - distance + ranks) % ranks;
       receive(0, from, {Space::kOutput, from, 0, job_.out[from]});

@@ -23,7 +23,9 @@ std::string describe(const Cell& cell) {
   if (cell.block < 0) return "nothing";
   return "element " + std::to_string(cell.element) + " of block " + std::to_string(cell.block) +
          " of ranks " + std::to_string(cell.node.lo) + " to " + std::to_string(cell.node.hi) +
-         (cell.isResult ? ", rounded" : cell.isWide ? ", wide" : "");
+         (cell.isResult ? ", rounded"
+          : cell.isWide ? ", wide"
+                        : "");
 }
 
 bool reduces(OpKind kind) {
@@ -42,8 +44,8 @@ struct Rank {
   Plan plan;
   std::vector<std::vector<Cell>> in, out;
   std::vector<Cell> scratch;
-  size_t next = 0;       // step
-  size_t underWay = 0;   // messages of the phase
+  size_t next = 0;      // step
+  size_t underWay = 0;  // messages of the phase
 
   Cell* at(const Place& place) {
     std::vector<Cell>& memory = place.space == Space::kScratch  ? scratch
@@ -129,10 +131,12 @@ class Verifier {
       const Step& step = each.plan.steps[each.next];
       if (step.phase != phase) break;
       if (step.act == Step::Act::kFold) fold(rank, step);
-      if (step.act == Step::Act::kCopy) copy(each, each.plan.inputs[step.first].place, each, step.place);
+      if (step.act == Step::Act::kCopy)
+        copy(each, each.plan.inputs[step.first].place, each, step.place);
       if (step.act < Step::Act::kSend) continue;
       const bool isSend = step.act == Step::Act::kSend;
-      const auto pair = isSend ? std::tuple(rank, step.peer, phase) : std::tuple(step.peer, rank, phase);
+      const auto pair =
+          isSend ? std::tuple(rank, step.peer, phase) : std::tuple(step.peer, rank, phase);
       auto& waiting = (isSend ? receives_ : sends_)[pair];
       ++each.underWay;
       if (waiting.empty()) {
@@ -220,8 +224,14 @@ class Verifier {
           case OpKind::kBroadcast: expected.node = {job.root, job.root + 1}; break;
           case OpKind::kAllGather:
           case OpKind::kGather: expected.node = {from, from + 1}; break;
-          case OpKind::kScatter: expected.block = rank; expected.node = {job.root, job.root + 1}; break;
-          case OpKind::kAllToAll: expected.block = rank; expected.node = {from, from + 1}; break;
+          case OpKind::kScatter:
+            expected.block = rank;
+            expected.node = {job.root, job.root + 1};
+            break;
+          case OpKind::kAllToAll:
+            expected.block = rank;
+            expected.node = {from, from + 1};
+            break;
           default: break;
         }
         if (cell == expected) continue;

@@ -25,8 +25,8 @@ std::vector<uint64_t> sizesOf(const std::vector<Span>& spans) {
 }
 
 Job jobOf(const Call& call) {
-  Job job{call.kind,         call.root, call.elementBytes, call.elementBytes, sizesOf(call.in),
-          sizesOf(call.out)};
+  Job job{call.kind,         call.root,        call.elementBytes,
+          call.elementBytes, sizesOf(call.in), sizesOf(call.out)};
   if (call.dtype != DType::kOpaque) job.wideBytes = elementSize(wideType(call.dtype));
   return job;
 }
@@ -58,7 +58,9 @@ class Chunk {
         case Step::Act::kCopy: copyFor(step); break;
         case Step::Act::kFold: foldFor(step); break;
         case Step::Act::kSend: messagesToBegin().send(step.peer, at(step.place), tag()); break;
-        case Step::Act::kReceive: messagesToBegin().receive(step.peer, at(step.place), tag()); break;
+        case Step::Act::kReceive:
+          messagesToBegin().receive(step.peer, at(step.place), tag());
+          break;
       }
     }
     ++phase_;

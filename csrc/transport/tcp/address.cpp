@@ -148,25 +148,44 @@ Status failed(const std::string& what) {
   return Status(Code::kNetwork, what + ": " + strerror(errno));
 }
 
-}  // namespace
-
-Status listenOn(const InterfaceAddress& address, Fd* listener, int* port) {
+// port 0: a free one. *isTaken: it is not free.
+Status listenOnPort(const InterfaceAddress& address, int port, Fd* listener, int* chosen,
+                    bool* isTaken) {
   sockaddr_storage where{};
   socklen_t length = 0;
-  MYCOLL_RETURN_IF_ERROR(resolveNumeric(address.address, 0, &where, &length));
+  MYCOLL_RETURN_IF_ERROR(resolveNumeric(address.address, port, &where, &length));
   Fd socket(::socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   std::string what = "cannot listen on " + address.address + " (" + address.interfaceName + ")";
   if (!socket.isOpen()) return failed(what);
-  if (bind(socket.get(), reinterpret_cast<sockaddr*>(&where), length) != 0) return failed(what);
-  if (listen(socket.get(), SOMAXCONN) != 0) return failed(what);
+  // What an earlier process of this port has left behind is no listener.
+  const int reuse = port != 0;
+  setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
+  if (bind(socket.get(), reinterpret_cast<sockaddr*>(&where), length) != 0 ||
+      listen(socket.get(), SOMAXCONN) != 0) {
+    *isTaken = errno == EADDRINUSE && port != 0;
+    return failed(what);
+  }
   if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&where), &length) != 0) {
     return failed(what);
   }
-  *port = ntohs(where.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&where)->sin6_port
-                                            : reinterpret_cast<sockaddr_in*>(&where)->sin_port);
+  *chosen = ntohs(where.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&where)->sin6_port
+                                              : reinterpret_cast<sockaddr_in*>(&where)->sin_port);
   socket.keepFromChildren();
   *listener = std::move(socket);
   return Status();
+}
+
+}  // namespace
+
+Status listenOn(const InterfaceAddress& address, const PortRange& ports, Fd* listener, int* port) {
+  for (int tried = ports.first; tried <= ports.last; ++tried) {
+    bool isTaken = false;
+    const Status status = listenOnPort(address, tried, listener, port, &isTaken);
+    if (!isTaken) return status;
+  }
+  return Status(Code::kNetwork, "all ports of MYCOLL_PORTS=" + std::to_string(ports.first) + "-" +
+                                    std::to_string(ports.last) + " are taken on " +
+                                    address.address + ": each process of a host needs one");
 }
 
 Status startConnect(const std::string& address, int port, Fd* result) {

@@ -30,7 +30,7 @@ Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHo
                        std::vector<InterfaceAddress>* chosen);
 
 // A non-blocking listener on a free port of this address alone, never on all interfaces.
-Status listenOn(const InterfaceAddress& address, Fd* listener, int* port);
+Status listenOn(const InterfaceAddress& address, const PortRange& ports, Fd* listener, int* port);
 
 // Starts a non-blocking connection to a numeric address. Finished when writable.
 Status startConnect(const std::string& address, int port, Fd* socket);

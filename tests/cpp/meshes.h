@@ -1,6 +1,6 @@
-// Some endpoints in one thread, for tests of what happens between processes below the engine:
+// Some meshes in one thread, for tests of what happens between processes below the engine:
 // nothing moves but what the test lets move. All are of this process, whose end none of them sees;
-// a process "ends" when its endpoint is destroyed.
+// a process "ends" when its mesh is destroyed.
 #pragma once
 
 #include <functional>
@@ -13,8 +13,8 @@
 #include "base/deadline.h"
 #include "listener.h"
 #include "test.h"
-#include "transport/endpoint.h"
 #include "transport/mailbox.h"
+#include "transport/mesh.h"
 
 namespace test {
 
@@ -23,21 +23,21 @@ struct Member {
   std::unique_ptr<mycoll::Mailbox> mailbox;
 };
 
-class Endpoints {
+class Meshes {
  public:
-  Endpoints(int count, mycoll::TransportChoice transport,
-            const std::map<int, mycoll::LinkTap*>& taps = {}) {
+  Meshes(int count, mycoll::TransportChoice transport,
+         const std::map<int, mycoll::LinkTap*>& taps = {}) {
     for (int i = 0; i < count; ++i) {
-      mycoll::EndpointOptions options;
+      mycoll::MeshOptions options;
       options.transport = transport;
       options.storeHost = "127.0.0.1";
       if (taps.count(i)) options.tap = taps.at(i);
-      ASSERT_OK(mycoll::Endpoint::create(options, &all.emplace_back()));
+      ASSERT_OK(mycoll::Mesh::create(options, &all.emplace_back()));
       addresses.push_back(all.back()->address());
     }
   }
 
-  // What endpoint `process` needs to be in the group of these processes.
+  // What mesh `process` needs to be in the group of these processes.
   Member& join(int process, uint64_t context, const std::vector<int>& processes) {
     mycoll::GroupAddress group;
     group.context = context;
@@ -69,8 +69,8 @@ class Endpoints {
 
   void turn(int times = 2000) {
     for (int i = 0; i < times; ++i) {
-      for (auto& endpoint : all) {
-        if (endpoint) endpoint->progress();
+      for (auto& mesh : all) {
+        if (mesh) mesh->progress();
       }
     }
   }
@@ -100,7 +100,7 @@ class Endpoints {
     return result;
   }
 
-  std::vector<std::shared_ptr<mycoll::Endpoint>> all;
+  std::vector<std::shared_ptr<mycoll::Mesh>> all;
   std::vector<mycoll::PeerAddress> addresses;
   std::map<std::pair<int, uint64_t>, std::unique_ptr<Member>> members;
 };

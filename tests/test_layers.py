@@ -21,7 +21,7 @@ ALLOWED = {
     "transport/tcp": {"base", "kernels", "transport"},
     "collectives": {"base", "kernels", "transport"},
     "collectives/plan": {"base", "collectives/plan"},
-    "collectives/run": {"base", "kernels", "transport", "collectives"},
+    "collectives/run": {"base", "kernels", "transport", "collectives/plan"},
     "collectives/shm": {"base", "kernels", "transport", "collectives"},
     "observe": {"base"},
     "engine": ENGINE,

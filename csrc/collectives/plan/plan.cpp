@@ -11,8 +11,11 @@ namespace {
 constexpr uint64_t kWholeBytes = 16 * 1024;
 // Up to here a tree of whole messages is fastest for a broadcast.
 constexpr uint64_t kTreeBytes = 64 * 1024;
-// One chunk is added up while the next one is on its way; each needs scratch memory.
-constexpr uint64_t kChunkBytes = 1024 * 1024;
+// One chunk is added up while the next one is on its way. Each needs scratch memory, which is to
+// stay in caches; but messages should be long enough for what each costs.
+constexpr uint64_t kMessageBytes = 256 * 1024;
+constexpr uint64_t kLeastChunk = 512 * 1024;
+constexpr uint64_t kMostChunk = 2 * 1024 * 1024;
 constexpr uint64_t kLeastBlock = 4 * 1024;  // of a chunk that has a block for each rank
 constexpr uint64_t kMostChunks = 60'000;    // messages are told apart by chunk and phase
 // Pieces begin at cache lines.
@@ -501,7 +504,8 @@ class Planner {
 }  // namespace
 
 Chunking chunkingOf(const Shape& shape, const Job& job) {
-  uint64_t block = 0, bytes = kChunkBytes;
+  const auto pieces = static_cast<uint64_t>(shape.lanes() * shape.hosts());
+  uint64_t block = 0, bytes = std::clamp(pieces * kMessageBytes, kLeastChunk, kMostChunk);
   switch (job.kind) {
     case OpKind::kAllReduce:
     case OpKind::kReduce: block = job.in[0]; break;
@@ -511,7 +515,7 @@ Chunking chunkingOf(const Shape& shape, const Job& job) {
     default: return {};
   }
   if (job.kind == OpKind::kReduceScatter || job.kind == OpKind::kAllGather) {
-    bytes = std::max(kLeastBlock, kChunkBytes / static_cast<uint64_t>(shape.ranks()));
+    bytes = std::max(kLeastBlock, bytes / static_cast<uint64_t>(shape.ranks()));
   }
   const uint64_t unit = std::lcm(kUnit, job.elementBytes);
   bytes = roundUp(std::max(bytes, block / kMostChunks), unit);

@@ -246,8 +246,8 @@ std::pair<PlanNumbers, std::vector<PlanNumbers>> planCost(const std::string& ope
   Network network;
   network.bandwidth = bandwidth;
   network.latency = latency;
-  const PlanCost cost = costOf(Shape(hostOf), static_cast<OpKind>(kind), 0, bytes, elementBytes,
-                               wideBytes, network);
+  const PlanCost cost =
+      costOf(Shape(hostOf), static_cast<OpKind>(kind), 0, bytes, elementBytes, wideBytes, network);
   auto number = [](uint64_t value) { return static_cast<double>(value); };
   std::vector<PlanNumbers> phases;
   for (const PhaseCost& phase : cost.phases) {

@@ -346,7 +346,8 @@ void Mesh::addMailbox(Mailbox* mailbox) {
   }
   for (const EarlyFrame& frame : early) {
     if (Connection::deliver(*mailbox, frame)) continue;
-    if (Connection* connection = find(frame.uid)) connection->breakOff({LossReason::kNotItsName, ""});
+    if (Connection* connection = find(frame.uid))
+      connection->breakOff({LossReason::kNotItsName, ""});
   }
 }
 

@@ -1,5 +1,5 @@
-// Carries out plans (plan/plan.h) over messages: the collectives of a group that spans hosts, or may
-// not use an arena.
+// Carries out plans (plan/plan.h) over messages: the collectives of a group that spans hosts, or
+// may not use an arena.
 //
 // Chunks follow each other phase by phase: in its n-th step a rank begins phase 0 of chunk n, phase
 // 1 of chunk n - 2 and so on, and waits for what it began two steps before. All ranks do the same,

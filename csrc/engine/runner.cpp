@@ -90,7 +90,7 @@ Task Runner::carryOut(const Call& call, const Signature& signature) {
   if (options_.ranks == 1) return carryOutAlone(call);
   if (arena_) return shmCollective(ShmGroup{*arena_, mailbox_, sequence, signature}, call);
   agreement_.begin(sequence, signature);
-  return netCollective({mailbox_, *shape_, scratch_, sequence, signature}, call);
+  return netCollective({mailbox_, *shape_, sequence, signature}, call);
 }
 
 Task Runner::carryOutFirst(const Call& call, const Signature& signature) {

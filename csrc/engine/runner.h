@@ -9,7 +9,7 @@
 #include <memory>
 #include <string>
 
-#include "collectives/run/run.h"
+#include "collectives/plan/shape.h"
 #include "collectives/shm/arena.h"
 #include "engine/op.h"
 
@@ -56,7 +56,6 @@ class Runner final : public CollectiveRunner {
   bool isPrepared_ = false;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Shape> shape_;  // where there is no arena
-  ScratchPool scratch_;
   std::atomic<uint64_t> begun_{0};
 };
 

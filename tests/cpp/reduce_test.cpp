@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <random>
 #include <string>
 #include <vector>
@@ -175,7 +176,96 @@ void testType(DType dtype) {
   }
 }
 
+// Random bits, but no infinities and NaNs: of two NaNs the processor takes one, and the compiler
+// may choose which.
+std::vector<char> finiteArray(DType dtype, std::mt19937_64& random) {
+  const size_t bytes = elementSize(dtype);
+  const bool isComplex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
+  const size_t number = isComplex ? bytes / 2 : bytes;
+  std::vector<char> data(kMostElements * bytes);
+  for (char& byte : data) byte = static_cast<char>(random());
+  if (!isComplex && dtype > DType::kFloat8E5M2) return data;
+  for (size_t at = number - 1; at < data.size(); at += number) {
+    data[at] = static_cast<char>(data[at] & ~0x40);  // the highest bit of the exponent
+  }
+  return data;
+}
+
+// The tree over lo to hi, cut at random: single inputs, and nodes that are combined on their own.
+class RandomCut {
+ public:
+  RandomCut(DType dtype, ReduceOp op, const std::vector<std::vector<char>>& arrays, size_t count,
+            std::mt19937_64& random)
+      : dtype_(dtype), op_(op), arrays_(arrays), count_(count), random_(random) {}
+
+  void cut(int lo, int hi, std::vector<Partial>* partials) {
+    if (hi - lo == 1) {
+      partials->push_back({lo, hi, arrays_[lo].data(), false});
+      return;
+    }
+    const int middle = lo + largestPowerBelow(hi - lo);
+    if (random_() % 2) {
+      cut(lo, middle, partials);
+      return cut(middle, hi, partials);
+    }
+    std::vector<Partial> parts;
+    cut(lo, middle, &parts);
+    cut(middle, hi, &parts);
+    std::vector<char>& node = nodes_.emplace_back(count_ * elementSize(wideType(dtype_)));
+    foldTree(dtype_, op_, node.data(), false, parts.data(), static_cast<int>(parts.size()), count_,
+             1);
+    partials->push_back({lo, hi, node.data(), true});
+  }
+
+ private:
+  static int largestPowerBelow(int n) {
+    int power = 1;
+    while (2 * power < n) power *= 2;
+    return power;
+  }
+
+  const DType dtype_;
+  const ReduceOp op_;
+  const std::vector<std::vector<char>>& arrays_;
+  const size_t count_;
+  std::mt19937_64& random_;
+  std::deque<std::vector<char>> nodes_;
+};
+
 }  // namespace
+
+TEST(Reduce, inStepsYieldsTheSameBits) {
+  std::mt19937_64 random(3);
+  for (int type = 0; type < static_cast<int>(DType::kCount); ++type) {
+    const auto dtype = static_cast<DType>(type);
+    std::vector<std::vector<char>> arrays;
+    std::vector<const void*> pointers;
+    for (int k = 0; k < kMostInputs; ++k) arrays.push_back(finiteArray(dtype, random));
+    for (const auto& array : arrays) pointers.push_back(array.data());
+    for (int each = 0; each < static_cast<int>(ReduceOp::kCount); ++each) {
+      const auto op = static_cast<ReduceOp>(each);
+      if (!isSupported(dtype, op)) continue;
+      for (const Isa isa : isas()) {
+        const ScopedIsa scoped(isa);
+        for (int n = 1; n <= kMostInputs; ++n) {
+          const size_t count = n % 2 ? kMostElements : static_cast<size_t>(1 + n);
+          const size_t bytes = count * elementSize(dtype);
+          std::vector<char> whole(bytes), inSteps(bytes);
+          reduce(dtype, op, whole.data(), pointers.data(), n, count, n, false);
+          RandomCut tree(dtype, op, arrays, count, random);
+          std::vector<Partial> partials;
+          tree.cut(0, n, &partials);
+          foldTree(dtype, op, inSteps.data(), true, partials.data(),
+                   static_cast<int>(partials.size()), count, n);
+          if (whole == inSteps) continue;
+          test::fail(__FILE__, __LINE__,
+                     std::string(name(dtype)) + " " + name(op) + " of " + std::to_string(n) +
+                         " inputs, " + name(isa));
+        }
+      }
+    }
+  }
+}
 
 TEST(Reduce, float32) { testType(DType::kFloat32); }
 TEST(Reduce, float64) { testType(DType::kFloat64); }

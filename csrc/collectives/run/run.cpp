@@ -15,7 +15,7 @@ namespace {
 constexpr uint64_t kPhases = 16;
 // A phase has so many steps' time, so that the network has something to do while a step ends.
 constexpr uint64_t kSteps = 2;
-constexpr size_t kMostKept = 16 * 1024 * 1024;  // bytes of one piece of scratch memory
+constexpr size_t kMostKept = 32 * 1024 * 1024;  // bytes of scratch memory
 
 std::vector<uint64_t> sizesOf(const std::vector<Span>& spans) {
   std::vector<uint64_t> sizes;
@@ -39,8 +39,8 @@ class Chunk {
         call_(call),
         number_(number),
         plan_(planOf(group.shape, job, group.mailbox.rank(), chunking, number)),
-        scratch_(group.scratch.take(plan_.scratchBytes)) {}
-  ~Chunk() { group_.scratch.giveBack(std::move(scratch_)); }
+        scratch_(ScratchPool::process().take(plan_.scratchBytes)) {}
+  ~Chunk() { ScratchPool::process().giveBack(std::move(scratch_)); }
   Chunk(const Chunk&) = delete;
   Chunk& operator=(const Chunk&) = delete;
 
@@ -116,22 +116,31 @@ class Chunk {
 
 }  // namespace
 
+ScratchPool& ScratchPool::process() {
+  static ScratchPool* const pool = new ScratchPool;  // groups may outlive static objects
+  return *pool;
+}
+
 ScratchPool::Memory ScratchPool::take(size_t bytes) {
   if (bytes == 0) return {};
-  for (Memory& memory : free_) {
-    if (memory.bytes < bytes) continue;
-    std::swap(memory, free_.back());
-    Memory taken = std::move(free_.back());
-    free_.pop_back();
-    return taken;
+  {
+    const MutexLock lock(mutex_);
+    for (Memory& memory : free_) {
+      if (memory.bytes < bytes) continue;
+      std::swap(memory, free_.back());
+      Memory taken = std::move(free_.back());
+      free_.pop_back();
+      freeBytes_ -= taken.bytes;
+      return taken;
+    }
   }
   return {std::unique_ptr<char[]>(new char[bytes]), bytes};
 }
 
 void ScratchPool::giveBack(Memory memory) {
-  constexpr size_t kMostPieces = 8;
-  if (memory.bytes == 0 || memory.bytes > kMostKept) return;
-  if (free_.size() == kMostPieces) free_.erase(free_.begin());
+  const MutexLock lock(mutex_);
+  if (memory.bytes == 0 || freeBytes_ + memory.bytes > kMostKept) return;
+  freeBytes_ += memory.bytes;
   free_.push_back(std::move(memory));
 }
 

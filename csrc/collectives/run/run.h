@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/call.h"
+#include "base/mutex.h"
 #include "base/task.h"
 #include "collectives/plan/plan.h"
 
@@ -21,9 +22,12 @@ namespace mycoll {
 
 class Mailbox;
 
-// Memory that a group's plans work in, kept from call to call as long as it is not much.
+// Memory that plans work in, kept from call to call as long as it is not much. All groups of the
+// process share it. [any thread]
 class ScratchPool {
  public:
+  static ScratchPool& process();
+
   struct Memory {
     std::unique_ptr<char[]> data;  // not zeroed
     size_t bytes = 0;
@@ -32,13 +36,14 @@ class ScratchPool {
   void giveBack(Memory memory);
 
  private:
-  std::vector<Memory> free_;
+  Mutex mutex_;
+  std::vector<Memory> free_ GUARDED_BY(mutex_);
+  size_t freeBytes_ GUARDED_BY(mutex_) = 0;
 };
 
 struct NetGroup {
   Mailbox& mailbox;
   const Shape& shape;
-  ScratchPool& scratch;
   uint64_t sequence;           // of the collective: the upper part of its messages' tags
   const Signature& signature;  // of the call
 };

@@ -142,6 +142,11 @@ TEST(Hosts, bitsAreThoseOfOneHost) {
   });
 }
 
+TEST(Hosts, bitsOfAFewChunks) {
+  forAllPlacements(
+      [](Communicator& group) { expectBits(group, DType::kFloat32, ReduceOp::kSum, 400'007); });
+}
+
 TEST(Hosts, bitsOfLargeTensors) {
   forAllPlacements([](Communicator& group) {
     expectBits(group, DType::kFloat32, ReduceOp::kSum, 1'500'007);

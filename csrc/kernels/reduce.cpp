@@ -120,7 +120,9 @@ class TreeFold {
     const bool isNarrow = dtype_ != wide_;
     const int by = isAverage_ && isResult ? divisor : 1;
     // The usual cases: blocks of one size are the leaves of a tree of the same form.
-    if (!isNarrow && isEven()) {
+    const bool isAsGiven =
+        std::none_of(partials_, partials_ + n_, [](const Partial& each) { return each.isWide; });
+    if (isEven() && (!isNarrow || (isResult && isAsGiven))) {
       std::vector<const void*> in(n_);
       for (int i = 0; i < n_; ++i) in[i] = partials_[i].data;
       return mycoll::reduce(dtype_, by > 1 ? ReduceOp::kAvg : op_, out, in.data(), n_, count, by,

@@ -1,15 +1,15 @@
 #include "base/call.h"
 
+#include "base/hash.h"
+
 namespace mycoll {
 namespace {
 
-// FNV-1a over the sizes: any change of any of them changes it.
 uint64_t hashSizes(const std::vector<Span>& spans) {
-  uint64_t hash = 0xcbf29ce484222325ULL;
+  uint64_t hash = kEmptyHash;
   for (const Span& span : spans) {
-    for (int shift = 0; shift < 64; shift += 8) {
-      hash = (hash ^ ((span.bytes >> shift) & 0xff)) * 0x100000001b3ULL;
-    }
+    const uint64_t bytes = span.bytes;
+    hash = fnv1a({reinterpret_cast<const char*>(&bytes), sizeof(bytes)}, hash);
   }
   return hash;
 }

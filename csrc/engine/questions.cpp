@@ -6,6 +6,7 @@
 #include <sstream>
 #include <thread>
 
+#include "base/hash.h"
 #include "base/sanitize.h"
 #include "engine/communicator.h"
 #include "engine/engine.h"
@@ -34,11 +35,7 @@ std::string seconds(Clock::duration time) {
 
 // The same number on all ranks that find this circle.
 uint64_t incidentOf(const std::string& way) {
-  uint64_t hash = 0xcbf29ce484222325ULL;
-  for (const char byte : way) {
-    hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3ULL;
-  }
-  return hash | 1;
+  return fnv1a(way) | 1;
 }
 
 std::string oneLine(std::string text) {

@@ -34,9 +34,7 @@ std::string seconds(Clock::duration time) {
 }
 
 // The same number on all ranks that find this circle.
-uint64_t incidentOf(const std::string& way) {
-  return fnv1a(way) | 1;
-}
+uint64_t incidentOf(const std::string& way) { return fnv1a(way) | 1; }
 
 std::string oneLine(std::string text) {
   std::replace(text.begin(), text.end(), '\n', ' ');

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -103,8 +104,6 @@ Conversion conversionFor(DType dtype) {
   return conversionForFloat8(isa, dtype, float8Saturates.load(std::memory_order_relaxed));
 }
 
-int largestPowerBelow(int n) { return 1 << (31 - __builtin_clz(static_cast<unsigned>(n - 1))); }
-
 // One call of foldTree(). Works on blocks that stay in the first-level cache.
 class TreeFold {
  public:
@@ -167,7 +166,7 @@ class TreeFold {
       ++next_;
       return blockOf(partial);
     }
-    const int middle = lo + largestPowerBelow(hi - lo);
+    const int middle = lo + static_cast<int>(std::bit_floor(static_cast<unsigned>(hi - lo - 1)));
     const char* left = foldNode(lo, middle);
     const char* right = foldNode(middle, hi);
     char* const sum = newBlock();

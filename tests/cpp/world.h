@@ -43,38 +43,12 @@ inline const char* name(Road road) {
 
 using RankBody = std::function<void(mycoll::Communicator& group)>;
 
-// On hosts that they pretend to be on: hostOf[rank].
-inline void runHosts(const std::vector<int>& hostOf, const RankBody& body,
-                     mycoll::LinkTap* tap = nullptr) {
-  auto store = std::make_shared<MemoryStore>();
-  const int ranks = static_cast<int>(hostOf.size());
-  Threads(ranks, [&](int rank) {
-    mycoll::MeshOptions mesh;
-    mesh.storeHost = "127.0.0.1";
-    mesh.host = " host " + std::to_string(hostOf[rank]);
-    mesh.tap = tap;
-    std::shared_ptr<mycoll::Engine> engine;
-    ASSERT_OK(mycoll::Engine::create(mesh, &engine));
-    mycoll::GroupOptions options;
-    options.name = "hosts";
-    options.rank = rank;
-    options.ranks = ranks;
-    options.timeout = std::chrono::milliseconds(60'000);
-    std::shared_ptr<mycoll::Communicator> group;
-    ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
-    body(*group);
-    group->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
-  });
-}
-
-// Runs the body on every rank, with a group of its own each time.
-inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs = 60'000,
-                     bool isExternal = false) {
+// Runs the body on every rank, with a group of its own each time. meshOf(rank): its options.
+inline void runMeshes(int ranks, const std::function<mycoll::MeshOptions(int)>& meshOf,
+                      const RankBody& body, int timeoutMs = 60'000) {
   auto store = std::make_shared<MemoryStore>();
   Threads(ranks, [&](int rank) {
-    const bool isTcp = road == Road::kTcp || (road == Road::kMixed && rank % 2 == 1);
-    mycoll::MeshOptions mesh;
-    mesh.transport = isTcp ? mycoll::TransportChoice::kTcp : mycoll::TransportChoice::kAuto;
+    mycoll::MeshOptions mesh = meshOf(rank);
     mesh.storeHost = "127.0.0.1";
     std::shared_ptr<mycoll::Engine> engine;
     ASSERT_OK(mycoll::Engine::create(mesh, &engine));
@@ -85,17 +59,37 @@ inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs =
     options.timeout = std::chrono::milliseconds(timeoutMs);
     std::shared_ptr<mycoll::Communicator> group;
     ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
-    if (isExternal) {
-      const std::shared_ptr<mycoll::Communicator> derived =
-          mycoll::Communicator::derive(*group, " elsewhere", true);
-      ASSERT_OK(derived->meetNeighbours());
-      body(*derived);
-      derived->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
-    } else {
-      body(*group);
-    }
+    body(*group);
     group->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
   });
+}
+
+// On hosts that they pretend to be on: hostOf[rank].
+inline void runHosts(const std::vector<int>& hostOf, const RankBody& body) {
+  auto meshOf = [&](int rank) {
+    mycoll::MeshOptions mesh;
+    mesh.host = " host " + std::to_string(hostOf[rank]);
+    return mesh;
+  };
+  runMeshes(static_cast<int>(hostOf.size()), meshOf, body);
+}
+
+inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs = 60'000,
+                     bool isExternal = false) {
+  auto meshOf = [&](int rank) {
+    const bool isTcp = road == Road::kTcp || (road == Road::kMixed && rank % 2 == 1);
+    mycoll::MeshOptions mesh;
+    mesh.transport = isTcp ? mycoll::TransportChoice::kTcp : mycoll::TransportChoice::kAuto;
+    return mesh;
+  };
+  auto external = [&](mycoll::Communicator& group) {
+    const std::shared_ptr<mycoll::Communicator> derived =
+        mycoll::Communicator::derive(group, " elsewhere", true);
+    ASSERT_OK(derived->meetNeighbours());
+    body(*derived);
+    derived->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
+  };
+  runMeshes(ranks, meshOf, isExternal ? RankBody(external) : body, timeoutMs);
 }
 
 }  // namespace test

@@ -38,9 +38,8 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
     const Plan plan = planOf(shape, job, rank, chunking, 0);
     cost.chunks = chunking.chunks;
     chunks = chunksOf(job, chunking);
-    cost.scratch = std::max(
-        cost.scratch, plan.scratchBytes *
-                          std::min<uint64_t>(chunking.chunks, static_cast<uint64_t>(plan.phases)));
+    const uint64_t underWay = kStepsOfAPhase * static_cast<uint64_t>(plan.phases);
+    cost.scratch = std::max(cost.scratch, plan.scratchBytes * std::min(chunking.chunks, underWay));
     if (cost.phases.size() < static_cast<size_t>(plan.phases)) {
       cost.phases.resize(plan.phases);
       longest.resize(plan.phases);

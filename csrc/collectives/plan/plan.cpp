@@ -317,7 +317,6 @@ class Planner {
     const bool hasOutput = isAll || rank_ == job_.root;
     const Place out{hasOutput ? Space::kOutput : Space::kScratch, 0, hasOutput ? in.begin : 0,
                     in.bytes};
-    if (!hasOutput) plan_.scratchBytes = roundUp(in.bytes, kUnit);
     std::vector<Slot> slots;
     if (!isAll && bytes <= kWholeBytes) {
       slots.push_back({job_.root, 0, in, out});
@@ -335,6 +334,9 @@ class Planner {
                            piece(out, index, lanes * hosts)});
         }
       }
+    }
+    for (Slot& slot : slots) {
+      if (!hasOutput && isOwner(slot)) slot.result = scratch(slot.result.bytes);
     }
     const int phase = reduceSlots(0, slots);
     if (isAll) return shareSlots(phase, slots, allHosts());

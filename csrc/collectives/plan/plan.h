@@ -84,6 +84,10 @@ struct Chunking {
   uint64_t chunkBytes = ~uint64_t{0};
 };
 
+// A phase has so many steps' time (run.h), so that the network has something to do while a step
+// ends.
+constexpr uint64_t kStepsOfAPhase = 2;
+
 Chunking chunkingOf(const Shape& shape, const Job& job);
 Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking, uint64_t chunk);
 

@@ -1,6 +1,7 @@
 #include "collectives/plan/verify.h"
 
 #include <algorithm>
+#include <bit>
 #include <deque>
 #include <map>
 #include <tuple>
@@ -30,12 +31,6 @@ std::string describe(const Cell& cell) {
 
 bool reduces(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
-}
-
-int largestPowerBelow(int n) {
-  int power = 1;
-  while (2 * power < n) power *= 2;
-  return power;
 }
 
 // One rank's memory and how far it is.
@@ -207,7 +202,7 @@ class Verifier {
     const Node node = cells[*next].node;
     if (node.lo == lo && node.hi == hi) return ++*next, true;
     if (hi - lo < 2) return false;
-    const int middle = lo + largestPowerBelow(hi - lo);
+    const int middle = lo + static_cast<int>(std::bit_floor(static_cast<unsigned>(hi - lo - 1)));
     return isTree(cells, lo, middle, next) && isTree(cells, middle, hi, next);
   }
 

@@ -13,8 +13,6 @@ namespace {
 // Messages of a collective are told apart by chunk and phase; those of one phase between two ranks
 // are matched in order.
 constexpr uint64_t kPhases = 16;
-// A phase has so many steps' time, so that the network has something to do while a step ends.
-constexpr uint64_t kSteps = 2;
 constexpr size_t kMostKept = 32 * 1024 * 1024;  // bytes of scratch memory
 
 std::vector<uint64_t> sizesOf(const std::vector<Span>& spans) {
@@ -150,7 +148,7 @@ Task netCollective(NetGroup group, const Call& call) {
   std::deque<Chunk> underWay;
   for (uint64_t step = 0; step < chunking.chunks || !underWay.empty(); ++step) {
     for (Chunk& chunk : underWay) {
-      if ((step - chunk.number()) % kSteps != 0) continue;
+      if ((step - chunk.number()) % kStepsOfAPhase != 0) continue;
       if (Batch* messages = chunk.messages()) {
         co_await *messages;
         MYCOLL_CO_RETURN_IF_ERROR(messages->status());

@@ -1,9 +1,13 @@
 """Drives CMake and ninja for mycoll._C; everything else about the package is in pyproject.toml.
 
 What is missing is said at once, with the line to type: compiling takes minutes.
+
+`./dev wheel` sets TORCH_DIRS, torch's headers of several minors: the wheel then serves each of
+these, and this environment needs no torch.
 """
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -16,6 +20,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent
 AGAIN = "pip install --no-build-isolation ."
 SECONDS_A_FILE = 10  # of one core; about
+TORCH_DIRS = [folder for folder in os.environ.get("TORCH_DIRS", "").split(os.pathsep) if folder]
 
 
 def stop(problem: str, remedy: str) -> NoReturn:
@@ -29,7 +34,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  # pip may be too old to look at p
     )
 
 try:
-    TORCH = version("torch")
+    TORCH = "" if TORCH_DIRS else version("torch")
 except PackageNotFoundError:
     stop(
         "mycoll is compiled against your torch; this build sees none (pip isolates builds).",
@@ -47,17 +52,27 @@ from setuptools import Extension, setup  # noqa: E402
 from setuptools.command.build_ext import build_ext  # noqa: E402
 
 
-def check_torch() -> None:
+def supported_torch() -> tuple[tuple[int, int], tuple[int, int]]:
     names: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
     exec((ROOT / "python/mycoll/_version.py").read_text(), names)
-    first, last = names["SUPPORTED_TORCH"]
+    return names["SUPPORTED_TORCH"]
+
+
+def required_torch() -> str:
+    """What the metadata says. Virtual functions of c10d::Backend move between minors of torch:
+    there is a module for each."""
+    first, last = supported_torch()
+    span = f"torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    if TORCH_DIRS:
+        return span
     major, minor = (int(part) for part in TORCH.split(".")[:2])
     if not first <= (major, minor) <= last:
         stop(
             f"mycoll works with torch {first[0]}.{first[1]} to {last[0]}.{last[1]}, "
             f"and this is torch {TORCH}.",
-            f"pip install 'torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}' && {AGAIN}",
+            f"pip install '{span}' && {AGAIN}",
         )
+    return f"torch=={major}.{minor}.*"
 
 
 def check_compiler() -> None:
@@ -103,9 +118,8 @@ def announce(ninja: str, tree: Path) -> None:
         return
     cores = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
     minutes = max(1, round(files * SECONDS_A_FILE / cores / 60))
-    line = (
-        f"mycoll: compiling {files} files for torch {TORCH}: about {minutes} min on {cores} cores"
-    )
+    which = f"torch {TORCH}" if TORCH else f"{len(TORCH_DIRS)} versions of torch"
+    line = f"mycoll: compiling {files} files for {which}: about {minutes} min on {cores} cores"
     hint = "mycoll: `pip install -v` shows each file"
     print(line, hint, sep="\n", file=sys.stderr, flush=True)
     if not sys.stderr.isatty():
@@ -117,29 +131,40 @@ def announce(ninja: str, tree: Path) -> None:
 
 
 class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
-    """Builds in a tree of its own for each Python and torch, so that the second build is short."""
+    """Builds in a tree of its own for each Python and torch, so that the second build is short;
+    wheels for several Pythons in one, as only csrc/bindings depends on Python."""
 
     def run(self) -> None:
         cmake, ninja = tool("cmake"), tool("ninja")
         check_compiler()
-        tree = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{TORCH}"
         choices = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DMYCOLL_PYTHON={sys.executable}"]
+        if TORCH_DIRS:
+            tree = ROOT / "build/wheel"
+            is_portable = platform.machine() == "x86_64"  # the versions in portable.cpp are its
+            choices += [f"-DMYCOLL_TORCH_DIRS={';'.join(TORCH_DIRS)}"]
+            choices += [f"-DMYCOLL_PORTABLE={int(is_portable)}"]
+        else:
+            tree = ROOT / "build" / f"{sys.implementation.cache_tag}-torch{TORCH}"
         run([cmake, "-S", str(ROOT), "-B", str(tree), "-G", "Ninja", *choices])
         build = [ninja, "-C", str(tree), "_C"]
         build += ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
         announce(ninja, tree)
         run(build)
         target = Path(self.get_ext_fullpath("mycoll._C")).parent  # in place when editable
-        target.mkdir(parents=True, exist_ok=True)
-        for built in (tree / "module").iterdir():
-            shutil.copy2(built, target / built.name)
+        # What an earlier build left would be installed, too.
+        for left in target.glob("torch[0-9]*"):
+            shutil.rmtree(left)
+        for left in target.glob("_C.*.so"):
+            left.unlink()
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        for module in (tree / "module").glob(f"torch*/_C{suffix}"):
+            (target / module.parent.name).mkdir(parents=True)
+            shutil.copy2(module, target / module.parent.name)
 
 
-check_torch()
 setup(
     ext_modules=[Extension("mycoll._C", sources=[])],  # empty: it only gives the wheel its tag
     cmdclass={"build_ext": CMakeBuild},
-    # Virtual functions of c10d::Backend move between minors of torch: one build, one minor.
     # torch does not ask for numpy, but its object collectives (all_gather_object, ...) need it.
-    install_requires=[f"torch=={'.'.join(TORCH.split('.')[:2])}.*", "numpy"],
+    install_requires=[required_torch(), "numpy"],
 )

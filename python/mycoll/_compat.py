@@ -3,9 +3,11 @@
 torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to all groups but gloo's, ignores
 `_set_pg_timeout` for groups of other backends than gloo and NCCL, and refuses
 `dist.split_group` where no accelerator is bound to the job; a group made by `dist.shrink_group`
-serves one kind of device, where its parent may have served several. They are wrapped when the
+serves one kind of device, where its parent may have served several; torch.distributed.nn has no
+gradient of `all_gather_into_tensor` but over NCCL. They are wrapped when the
 process makes its first mycoll group; a process that makes none keeps torch's own functions. For
-groups that have no mycoll in them, torch's function is called with the same arguments.
+groups that have no mycoll in them, torch's function is called with the same arguments. Collectives
+of objects are in objects.py.
 """
 
 from __future__ import annotations
@@ -37,26 +39,32 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    _replace("monitored_barrier", _wrap_monitored_barrier)
+    replace("monitored_barrier", _wrap_monitored_barrier)
     if not hasattr(distributed_c10d, "set_timeout"):  # which serves every backend
-        _replace("_set_pg_timeout", _wrap_set_pg_timeout)
-    _replace("split_group", _wrap_split_group)
-    _replace("shrink_group", _wrap_shrink_group)
-    _replace("_get_split_source", _wrap_get_split_source)
+        replace("_set_pg_timeout", _wrap_set_pg_timeout)
+    replace("split_group", _wrap_split_group)
+    replace("shrink_group", _wrap_shrink_group)
+    replace("_get_split_source", _wrap_get_split_source)
+    _give_all_gather_a_gradient()
 
 
-def _replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wraps torch's function of this name, if this torch has it."""
     original = getattr(distributed_c10d, name, None)
     if original is None:
         return
-    wrapped = functools.wraps(original)(wrap(original))
+    rebind(name, original, functools.wraps(original)(wrap(original)))
+
+
+def rebind(name: str, original: Any, new: Any) -> None:
+    """Puts `new` wherever `original` stands under its name."""
     # Also where a program, or torch's device_mesh, has imported the function by its name already.
     # Not by getattr, which would run the code of modules that load themselves when they are used.
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             names = object.__getattribute__(module, "__dict__")
             if names.get(name) is original:
-                names[name] = wrapped
+                names[name] = new
 
 
 def _backend_names(group: ProcessGroup | None) -> dict[str, str]:
@@ -230,6 +238,28 @@ def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
         return None if module is not None and isinstance(source, module.MycollBackend) else source
 
     return get_split_source
+
+
+def _give_all_gather_a_gradient() -> None:
+    """torch.distributed.nn refuses the gradient of all_gather_into_tensor to all backends but nccl
+    and xccl."""
+    from torch.distributed.nn import functional
+
+    function = getattr(functional, "_AllGatherBase", None)
+    if function is None:
+        return
+    original = function.backward
+
+    @functools.wraps(original)
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if _backend_names(ctx.group).get(grad.device.type) != "mycoll":
+            return original(ctx, grad)
+        rows = grad.size(0) // dist.get_world_size(ctx.group)
+        mine = grad.new_empty((rows, *grad.shape[1:]))
+        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
+        return None, mine, None
+
+    function.backward = staticmethod(backward)
 
 
 def _part_of(rank: int, size: int, split_ranks: list[list[int]]) -> list[int] | None:

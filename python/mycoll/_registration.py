@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
 NAME = "mycoll"
+REPLACE = "MYCOLL_REPLACE"  # replace.py
 
 _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
 
@@ -45,12 +47,17 @@ _failure: Exception | None = None
 
 
 def autoload() -> None:
-    """Registers the backend; never raises."""
+    """Registers the backend; raises nothing but what is wrong with MYCOLL_REPLACE."""
     global _failure
     try:
         register()
     except Exception as error:
         _failure = error
+    if os.environ.get(REPLACE):
+        from mycoll import replace
+
+        if replace.is_wanted():
+            replace.install()
 
 
 def register() -> None:
@@ -87,46 +94,57 @@ def register_mpi_scheme() -> None:
 
 
 def native() -> ModuleType:
-    """mycoll._C, loaded on first use; an ImportError says what to do.
-
-    The version is compared before the load: the virtual functions of torch's C++ classes differ
-    between minors, and a module built for another one imports happily and then crashes.
-    """
+    """mycoll._C, loaded on first use; an ImportError says what to do."""
     if _failure is not None:
         raise ImportError(f"mycoll could not register itself: {_failure!r}") from _failure
+    from mycoll import _C
+
+    return _C
+
+
+def load() -> ModuleType:
+    """The compiled module for the torch that is running, for mycoll._C to become.
+
+    Each minor of torch has its own, in a folder of its own: the virtual functions of torch's C++
+    classes differ between minors, and a module built for another one imports happily and then
+    crashes.
+    """
     import torch
 
     running = _minor(torch.__version__)
+    folders = {
+        folder.name.removeprefix("torch"): folder
+        for folder in Path(__file__).parent.glob("torch[0-9]*")
+    }
+    built = sorted(folders, key=_numbers)
     oldest, newest = SUPPORTED_TORCH
-    is_supported = oldest <= tuple(int(part) for part in running.split(".")) <= newest
-    try:
-        from mycoll import _build
-    except ImportError as error:
+    is_supported = oldest <= _numbers(running) <= newest
+    supported = f"mycoll supports torch {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    if built and running not in folders:
+        problem = f"this mycoll was compiled for torch {', '.join(built)} and cannot work "
+        problem += f"with torch {torch.__version__}"
+        fix = f"{supported}: pip install 'torch=={built[-1]}.*'"
+        if is_supported:
+            fix = "run `pip install --no-build-isolation .` again in its source folder, "
+            fix += f"or install torch {built[-1]}"
+        raise NotUsable(problem, fix)
+    spec = PathFinder.find_spec("mycoll._C", [str(folders[running])]) if built else None
+    if spec is None or spec.loader is None:
         raise NotUsable(
             "mycoll's compiled module is missing",
             "run `pip install --no-build-isolation .` in its source folder"
             if is_supported
-            else f"mycoll supports torch {'.'.join(map(str, oldest))} to "
-            f"{'.'.join(map(str, newest))}, and this is torch {torch.__version__}",
-        ) from error
-    built = _minor(_build.TORCH_VERSION)
-    if built != running:
-        problem = f"this mycoll was compiled for torch {built} and cannot work "
-        problem += f"with torch {torch.__version__}"
-        fix = f"mycoll supports torch {'.'.join(map(str, oldest))} to "
-        fix += f"{'.'.join(map(str, newest))}: pip install 'torch=={built}.*'"
-        if is_supported:
-            fix = "run `pip install --no-build-isolation .` again in its source folder, "
-            fix += f"or install torch {built}"
-        raise NotUsable(problem, fix)
+            else f"{supported}, and this is torch {torch.__version__}",
+        )
     try:
-        from mycoll import _C
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     except ImportError as error:
         raise NotUsable(
             f"mycoll's compiled module does not load ({error})",
             "run `pip install --no-build-isolation .` again in its source folder",
         ) from error
-    return _C
+    return module
 
 
 def create(group: _DistributedBackendOptions, options: Any) -> Backend:
@@ -144,13 +162,13 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         group.group_size,
         group.timeout,
     )
-    group.store = _store_of_this_attempt(group.store)
+    group.store = store_of_this_attempt(group.store)
     if _gloo.is_wanted(options):
         _compat.install()
         return _gloo.create(group)
 
     module = native()
-    warn_of_unknown_variables(module)
+    prepare(module)
     if options is not None and not isinstance(options, module.Options):
         if not isinstance(options, Backend.Options):
             raise TypeError(
@@ -162,8 +180,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     timeout = group.timeout
     if options is not None and timeout == default_pg_timeout:
         timeout = options.timeout  # torch always passes one: nobody has given it this
-    module.set_nccl_wheel(nccl_wheel())
-    return module.create_backend(  # type: ignore[no-any-return]
+    return module.MycollBackend(  # type: ignore[no-any-return]
         group.store,
         group.group_rank,
         group.group_size,
@@ -172,8 +189,17 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         # Empty: the world.
         list(group.global_ranks_in_group) or list(range(group.group_size)),
         options,
-        _has_device(),
+        has_device(),
     )
+
+
+def prepare(module: ModuleType) -> None:
+    """Before a group is made."""
+    from mycoll import objects
+
+    objects.install()
+    warn_of_unknown_variables(module)
+    module.set_nccl_wheel(nccl_wheel())
 
 
 def from_foreign_options(options: Any) -> Any:
@@ -193,7 +219,7 @@ def from_foreign_options(options: Any) -> Any:
     return ours
 
 
-def _has_device() -> bool:
+def has_device() -> bool:
     """Whether this process can have tensors on a device: only then a group is made for those."""
     import torch
 
@@ -235,7 +261,11 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _store_of_this_attempt(store: Store) -> Store:
+def _numbers(minor: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in minor.split("."))
+
+
+def store_of_this_attempt(store: Store) -> Store:
     """Hides what earlier attempts of a torchrun job wrote: its store outlives a restart.
 
     Only with one agent: several count the failures of their own workers each, and do not agree.

@@ -1,3 +1,0 @@
-"""Written by the build, beside _C."""
-
-TORCH_VERSION: str

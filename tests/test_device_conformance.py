@@ -88,8 +88,10 @@ def test_mirrored(device_world, job):
     device_world.run(mirrored, job.__module__, job.__name__)
 
 
+# The host path copies around the engine, whose own tests these are, and that does not depend on
+# the size.
 @pytest.mark.parametrize("job", MIRRORED[: len(test_moves.JOBS) + 2], ids=named)
-@pytest.mark.worlds(1, 2)
+@pytest.mark.worlds(1, 2, roads=["nccl"])
 def test_mirrored_in_small_worlds(device_world, job):
     device_world.run(mirrored, job.__module__, job.__name__)
 
@@ -107,13 +109,13 @@ def test_native(device_world, job):
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.worlds(1, 3)
+@pytest.mark.worlds(3)
 def test_coalesced_calls(device_world, mode):
     device_world.run(native, "test_coalesced", test_coalesced.coalesced_calls.__name__, mode)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.worlds(1, 3)
+@pytest.mark.worlds(3)
 def test_coalescing_manager(device_world, mode):
     device_world.run(native, "test_coalesced", test_coalesced.manager.__name__, mode)
 
@@ -172,7 +174,7 @@ def messages_and_collectives(ctx: Ctx) -> None:
 @pytest.mark.parametrize(
     "job", [shared_memory, even_and_uneven, messages_and_collectives], ids=named
 )
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(3)
 def test_unusual_arguments(device_world, job):
     device_world.run(job)
 

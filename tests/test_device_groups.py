@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from worlds import device
+from worlds.device_tensors import full, is_all, slow, warm_up
 from worlds.worker import Ctx
 
 
-def calls(ctx: Ctx) -> dict[str, int]:
+def calls(
+    ctx: Ctx, names: Sequence[str] = ("ncclCommInitRankConfig", "ncclCommSplit")
+) -> dict[str, int]:
     """How often this process has called NCCL to make communicators; on the stand-in only."""
     kind = ctx.device.type
     if ctx.setup.road != "nccl" or not (kind == "standin" or device.is_scripted(kind)):
         return {}
     standin = ctypes.CDLL(str(device.standins() / "libnccl.so.2"))
     standin.mycoll_standin_nccl_count.restype = ctypes.c_int64
-    names = ("ncclCommInitRankConfig", "ncclCommSplit")
     return {name: standin.mycoll_standin_nccl_count(name.encode()) for name in names}
 
 
@@ -33,8 +36,20 @@ def works(ctx: Ctx, group: dist.ProcessGroup, ranks: list[int], what: str) -> No
 def splits(ctx: Ctx) -> None:
     ctx.init(device_id=ctx.device)
     before = calls(ctx)
+    # NCCL splits nothing that operations are under way on.
+    x, y = full(ctx, 1), full(ctx, 1)
+    slow(ctx)
+    pending = [dist.all_reduce(x, async_op=True)]
+    ring = [
+        dist.P2POp(dist.isend, y, (ctx.rank + 1) % ctx.size),
+        dist.P2POp(dist.irecv, full(ctx, 0), (ctx.rank - 1) % ctx.size),
+    ]
+    pending += dist.batch_isend_irecv(ring)
     # Rank 3 is in none of them.
     child = dist.split_group(split_ranks=[[0, 1], [2]])
+    for work in pending:
+        work.wait()
+    is_all(ctx, x, ctx.size)
     parts = {0: [0, 1], 1: [0, 1], 2: [2]}
     is_member = isinstance(child, dist.ProcessGroup)
     ctx.equal(is_member, ctx.rank in parts, "membership")
@@ -111,13 +126,30 @@ def meshes(ctx: Ctx) -> None:
 
 @pytest.mark.parametrize("job", [splits, subgroups, meshes], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("road", ["nccl", "host"])
-def test_groups_of_a_bound_job(fresh_device_world, road, job):
-    fresh_device_world(4, road, init=False).run(job)
+def test_groups_of_a_bound_job(reused_device_world, road, job):
+    reused_device_world(4, road).run(job)
 
 
 @pytest.mark.parametrize("road", ["nccl", "host"])
-def test_a_rank_that_cannot_split(fresh_device_world, road):
-    fresh_device_world(3, road, init=False).run(unwilling)
+def test_a_rank_that_cannot_split(reused_device_world, road):
+    reused_device_world(3, road).run(unwilling)
+
+
+def ends_without_destroy(ctx: Ctx) -> dict[str, int]:
+    """What the end of the program calls of NCCL's: to end a communicator is a call of all ranks of
+    the host, of which the others may go on for minutes."""
+    from mycoll import _registration
+
+    warm_up(ctx)
+    names = ("ncclCommFinalize", "ncclCommDestroy", "ncclCommAbort", "ncclCommRevoke")
+    before = calls(ctx, names)
+    _registration.close_all()
+    return {name: count - before[name] for name, count in calls(ctx, names).items()}
+
+
+def test_the_end_of_a_program_leaves_nccl_alone(fresh_device_world):
+    for called in fresh_device_world(2, "nccl").run(ends_without_destroy):
+        assert set(called.values()) <= {0}, called
 
 
 def without_gpu(ctx: Ctx, count: int) -> None:
@@ -137,5 +169,5 @@ def without_gpu(ctx: Ctx, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_no_groups_for_devices_without_one(fresh_device_world, count):
-    fresh_device_world(2, "host", init=False).run(without_gpu, count)
+def test_no_groups_for_devices_without_one(reused_device_world, count):
+    reused_device_world(2, "host").run(without_gpu, count)

@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import black_box
-from worlds.device_tensors import NUMEL, full, is_all, slow, warm_up
+from worlds.device_tensors import NUMEL, full, is_all, slow, wait_for_all, warm_up
 from worlds.worker import Ctx
 
 
 def ring(ctx: Ctx) -> None:
     """Everybody calls isend first: once two ranks are connected, it does not wait for the other."""
-    if ctx.setup.road == "nccl":  # every pair after the one before it, or all would wait in a ring
+    if ctx.setup.road.startswith(
+        "nccl"
+    ):  # every pair after the one before it, or all would wait in a ring
         x = full(ctx, 0)
         for sender in range(ctx.size):
             receiver = (sender + 1) % ctx.size
@@ -43,8 +45,8 @@ def ring(ctx: Ctx) -> None:
 
 
 @pytest.mark.parametrize("road", ["nccl", "host"])
-def test_a_ring_of_messages(fresh_device_world, road):
-    fresh_device_world(3, road).run(ring)
+def test_a_ring_of_messages(reused_device_world, road):
+    reused_device_world(3, road).run_in_group(ring)
 
 
 def around_the_first_collective(ctx: Ctx) -> None:
@@ -71,6 +73,13 @@ def around_the_first_collective(ctx: Ctx) -> None:
 @pytest.mark.parametrize("road", ["nccl", "host", "auto"])
 def test_a_message_around_the_first_collective(fresh_device_world, road):
     fresh_device_world(3, road).run(around_the_first_collective)
+
+
+@pytest.mark.parametrize("job", [ring, around_the_first_collective], ids=lambda job: job.__name__)
+def test_nothing_connects_beside_what_runs(fresh_device_world, job):
+    """Where connecting waits for the device, and NCCL dies of two threads of one device."""
+    env = (("STANDIN_NCCL", "init_syncs=1,one_thread=1,connect=lazily"),)
+    fresh_device_world(3, "nccl", env=env).run(job)
 
 
 # More than the host road copies and sends at a time, just that, and just more.
@@ -129,20 +138,22 @@ def test_long_messages_travel_in_pieces(device_world):
 
 
 def sizes_differ(ctx: Ctx, numels: tuple[int, int]) -> str:
+    text = ""
     try:
         x = full(ctx, 1, numels[ctx.rank])
         (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank)
         torch.accelerator.synchronize()
         dist.all_reduce(full(ctx, 1))
     except RuntimeError as error:
-        return str(error)
-    return ""
+        text = str(error)
+    wait_for_all(ctx)
+    return text
 
 
 @pytest.mark.parametrize("numels", [(LONG[0], LONG[2]), (LONG[2], 7), (7, LONG[0])])
-def test_sizes_of_long_messages(fresh_device_world, numels):
+def test_sizes_of_long_messages(reused_device_world, numels):
     """Of the messages, not of the pieces that they travel in."""
-    for text in fresh_device_world(2, "host").run(sizes_differ, numels):
+    for text in reused_device_world(2, "host").run_in_group(sizes_differ, numels):
         assert "MISMATCH" in text, text
         for numel in numels:
             assert f"numel={numel}" in text, text
@@ -161,8 +172,8 @@ def timed_message(ctx: Ctx) -> None:
 
 
 @pytest.mark.parametrize("road", ["nccl", "host"])
-def test_what_a_message_took(fresh_device_world, road):
-    fresh_device_world(2, road).run(timed_message)
+def test_what_a_message_took(reused_device_world, road):
+    reused_device_world(2, road).run_in_group(timed_message)
 
 
 def remembered(ctx: Ctx) -> list[tuple]:
@@ -228,7 +239,7 @@ def late_messages(ctx: Ctx, how: str) -> str:
 def test_messages_without_a_partner(fresh_device_world, how):
     env = (("MYCOLL_CALL_SITES", "always"),)
     for found in fresh_device_world(2, "nccl", env=env).run(late_messages, how):
-        assert "TIMED OUT after 2000 ms" in found, found
+        assert "timed out after 2000 ms" in found, found
         assert "(test_device_messages.py:" in found, found
         if how == "alone":
             assert "send to rank 1" in found, found

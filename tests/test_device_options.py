@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import test_backend
+import test_fsdp
 import torch
 import torch.distributed as dist
 from standins import accelerator
 from standins import cuda as standin_cuda
-from worlds import device
+from worlds import device, training
 from worlds.device_tensors import NUMEL, full, is_all
 from worlds.worker import Ctx, write_coverage
 
@@ -75,6 +76,9 @@ def memory(ctx: Ctx) -> None:
         if is_nccl:
             with ctx.raises(ValueError, "not registered with the group"):
                 mycoll.deregister_mem_pool(pool)
+        backend = dist.group.WORLD._get_backend(ctx.device)
+        backend.register_mem_pool(pool, symm=symmetric)
+        backend.deregister_mem_pool(pool)
     if address is not None:
         allocator.mycoll_nccl_free(address, size, ctx.device.index, None)
 
@@ -82,6 +86,54 @@ def memory(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_memory_for_nccl(device_world):
     device_world.run(memory)
+
+
+def memory_by_torchs_names(ctx: Ctx) -> None:
+    """What programs that are written for torch's nccl ask the group's backend for."""
+    backend = dist.group.WORLD._get_backend(ctx.device)
+    ctx.equal(
+        backend.supports_tensor_alloc(ctx.device), False, "before it is known how they travel"
+    )
+    warm_up(ctx)
+    is_nccl = ctx.setup.road.startswith("nccl")
+    where = {"device_type": ctx.device.type, "device": ctx.device.index}
+    pool = Pool({**where, "address": full(ctx, 1).data_ptr(), "total_size": 4096})
+    backend.register_mem_pool(pool)
+    backend.deregister_mem_pool(pool)
+    if is_nccl:
+        with ctx.raises(ValueError, "not registered with the group"):
+            backend.deregister_mem_pool(pool)
+    can = backend.supports_tensor_alloc(ctx.device)
+    ctx.equal(can, is_nccl and ctx.device.type == "cuda", "memory to give")
+    if not can:
+        with ctx.raises(ValueError, "has no memory of NCCL's"):
+            backend.allocate_tensor(10, dtype=torch.float32, device=ctx.device)
+        return
+    tensors = []
+    for numel in (10, 0, 1 << 20, 10 << 20):
+        x = backend.allocate_tensor(numel, dtype=torch.float32, device=ctx.device)
+        ctx.equal((x.shape, x.dtype, x.device), ((numel,), torch.float32, ctx.device))
+        tensors.append(x.fill_(ctx.rank))
+        dist.all_reduce(x)
+    for x in tensors:
+        is_all(ctx, x, sum(range(ctx.size)))
+    own = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(own):
+        y = full(ctx, ctx.rank, 1 << 20)
+    backend.register_mem_pool(own)
+    dist.all_reduce(y)
+    is_all(ctx, y, sum(range(ctx.size)))
+    backend.deregister_mem_pool(own)
+    with ctx.device:
+        net = test_fsdp.sharded(training.model())
+        net.set_allocate_memory_from_process_group_for_comm(True)
+        training.train(net, [ctx.rank])
+        training.compare(ctx, net, training.reference(ctx))
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_memory_by_torchs_names(fresh_device_world, road):
+    fresh_device_world(2, road).run(memory_by_torchs_names)
 
 
 def test_memory_that_can_have_no_window(fresh_device_world):
@@ -332,8 +384,8 @@ def heard(ctx: Ctx) -> str:
     [
         ("fail=init", ["ncclCommInitRankConfig", "internal error", "NCCL 2."]),
         ("duplicate_gpu=1", ["Duplicate GPU detected"]),
-        ("rank=1,hang=init", ["TIMED OUT", "ncclCommInitRankConfig"]),
-        ("hang=connect", ["TIMED OUT", "ncclCommInitRankConfig"]),
+        ("rank=1,hang=init", ["timed out", "ncclCommInitRankConfig"]),
+        ("hang=connect", ["timed out", "ncclCommInitRankConfig"]),
         ("fail=enqueue", ["ncclAllReduce", "internal error", "rank "]),
         ("rank=1,error_after=2,error=1", ["unhandled cuda error", "rank 1"]),
     ],

@@ -57,7 +57,7 @@ def host_goes_on(ctx: Ctx) -> None:
             is_all(ctx, y, total(ctx))
 
 
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(3)
 def test_order_on_the_current_stream(device_world):
     device_world.run(after_the_current_stream)
 
@@ -86,7 +86,7 @@ def side_by_side(ctx: Ctx) -> None:
     is_all(ctx, x, total(ctx))
 
 
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(3)
 def test_async_work_beside_the_current_stream(device_world):
     device_world.run(side_by_side)
 
@@ -240,7 +240,7 @@ def dropped_tensors(ctx: Ctx, is_waited: bool) -> None:
 
 
 @pytest.mark.parametrize("is_waited", [True, False], ids=["waited", "unwaited"])
-@pytest.mark.worlds(1, 2, 3)
+@pytest.mark.worlds(1, 3)
 def test_dropped_tensors(device_world, is_waited):
     device_world.run(dropped_tensors, is_waited)
 
@@ -319,7 +319,7 @@ def mixed_orders(ctx: Ctx) -> None:
 
 
 @pytest.mark.parametrize("job", [mixed, mixed_orders], ids=lambda job: job.__name__)
-@pytest.mark.worlds(2, 3)
+@pytest.mark.worlds(3)
 def test_cpu_and_device_tensors(device_world, job):
     device_world.run(job)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from gpu import page
 from gpu.__main__ import Plan, run
+from gpu.smoke import STEPS, STOPPED, chosen
 from mycoll.bench.report import read_results
 from worlds import device
 
@@ -17,9 +21,110 @@ if device.missing("standin", "nccl"):
     pytest.skip(device.missing("standin", "nccl"), allow_module_level=True)
 
 
-def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def program(
+    folder: Path, *words: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gpu", "--device", "standin", "--folder", str(folder), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+def smoke(
+    folder: Path, *words: str, nccl: str = ""
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Its program and what that printed; nccl: what the stand-in for NCCL is told."""
+    command = [sys.executable, "-m", "gpu", "smoke", "--device", "standin", "--seconds", "240"]
+    environment = {**os.environ, "STANDIN_NCCL": nccl}
+    done = subprocess.run(
+        [*command, "--folder", str(folder), *words],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env=environment,
+    )
+    return done, done.stdout + done.stderr
+
+
+def test_smoke(tmp_path: Path) -> None:
+    done, text = smoke(tmp_path)
+    assert done.returncode == 0, text
+    assert "12 of 12" in text
+    for number, step in enumerate(STEPS, 1):
+        line = next(line for line in text.splitlines() if line.startswith(f"{number:2}  "))
+        assert step.name in line
+        is_tried = step.name != "capture and replay" or torch.__version__ >= "2.12"
+        assert ("ok" if is_tried else "--") in line
+    assert "the stand-in's times say nothing of a GPU" in text
+    assert not list(tmp_path.glob("nccl-*")), "NCCL's logs, although nothing failed"
+
+
+def test_a_red_step_has_a_control(tmp_path: Path) -> None:
+    done, text = smoke(tmp_path, "--only", "init,messages", nccl="fail=enqueue")
+    assert done.returncode == 1, text
+    assert "0 of 2" in text
+    assert text.count("control: over host memory it passes") == 2
+    assert "ncclAllReduce" in text, "the failure's own words"
+    assert "ncclAllReduce" in (tmp_path / "02-init.log").read_text()
+
+
+def test_the_smoke_stops_where_nothing_works(tmp_path: Path) -> None:
+    done, text = smoke(tmp_path, nccl="version=21000")
+    assert done.returncode == STOPPED, text
+    assert "NCCL 2.10.0" in text
+    assert "0 of 12: the first three failed" in text
+    assert "no control: torch's nccl has its own" in text
+
+
+def test_steps_are_chosen_by_name_or_number() -> None:
+    assert chosen("2,ddp,capture") == [2, 5, 8]
+    with pytest.raises(SystemExit, match="'13'"):
+        chosen("13")
+
+
+def test_smoke_comes_first_and_is_on_the_page(tmp_path: Path) -> None:
+    """And where it says that nothing works, nothing else is tried."""
+    environment = {"STANDIN_NCCL": "version=21000"}
+    done = program(tmp_path, environment=environment)
+    assert done.returncode == 1
+    assert "0 of 12" in done.stdout
+    assert "the rest is left out" in done.stdout
+    (page,) = tmp_path.glob("*.md")
+    text = page.read_text()
+    assert "smoke: FAILED (exit code 2)" in text
+    assert "library and version" in text
+    assert "tests" not in text
+    assert list(tmp_path.glob("*-smoke/01-*.log"))
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+  *driver_version*) printf '580.1\\n580.1\\n';;
+  *mig.mode*) printf 'Disabled\\nEnabled\\n';;
+  topo*) printf '\\tGPU0\\tGPU1\\nGPU0\\t X \\tNV18\\n';;
+esac
+"""
+
+
+def test_the_driver_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(NVIDIA_SMI)
+    tool.chmod(0o755)
+    (tmp_path / "control").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    page.driver.cache_clear()
+    driver, mig, mps, *topology = page.driver()
+    page.driver.cache_clear()
+    assert (driver, mig) == ("driver 580.1", "MIG: Disabled, Enabled")
+    assert mps == f"MPS: a server at {tmp_path}"
+    assert topology == ["`\tGPU0\tGPU1`", "`GPU0\t X \tNV18`"]
 
 
 def test_benchmarks_and_page(tmp_path: Path) -> None:

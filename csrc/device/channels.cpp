@@ -1,7 +1,6 @@
 #include "device/channels.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -10,6 +9,7 @@
 
 #include "backend/errors.h"
 #include "base/env.h"
+#include "base/log.h"
 #include "nccl/collectives.h"
 #include "nccl/library.h"
 
@@ -34,13 +34,19 @@ void throwUnlessConnected(const DevicePlace& place, const Status& status) {
 nccl::CommOptions Channels::optionsOn(c10::Device device) const {
   nccl::CommOptions options;
   options.nccl = place_.options->nccl;
-  // Without it recent NCCLs start a thread for every operation. Connecting has its deadline either
-  // way, and what hangs in NCCL is ended by the watchdog's abort.
+  // Blocking where a thread that hangs in NCCL can be let go: without it recent NCCLs start a
+  // thread for every operation.
   if (!options.nccl.isBlocking) {
-    options.nccl.isBlocking = Env::process().nccl.isBlocking.value_or(true);
+    options.nccl.isBlocking = Env::process().nccl.isBlocking.value_or(
+        nccl::Library::loaded()->has(nccl::Capability::kRevoke));
   }
+  // For good, and at once: what c10's guards do where there is no context yet only c10 knows of.
   options.bindDevice = [device] {
-    c10::impl::VirtualGuardImpl(device.type()).uncheckedSetDevice(device);
+    try {
+      c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+    } catch (const std::exception& error) {
+      MYCOLL_LOG_WARN("a thread for NCCL could not choose its device: %s", error.what());
+    }
   };
   return options;
 }
@@ -168,7 +174,7 @@ bool Channels::split(Channels* child, int color, bool isWilling) {
   if (vote->all == 0) return false;
 
   const c10::Device device = parent->stream.device();
-  const c10::DeviceGuard guard(device);
+  const OnDevice guard(device);
   std::shared_ptr<nccl::Comm> made;
   if (child != nullptr) {
     const DevicePlace& place = child->place_;

@@ -11,6 +11,7 @@
 #include "backend/plain_dispatch.h"
 #include "backend/request.h"
 #include "base/status.h"
+#include "device/streams.h"
 #include "nccl/cudart.h"
 
 namespace mycoll {
@@ -21,11 +22,12 @@ at::Tensor emptyPinned(size_t bytes);
 // From plain memory of ours to the user's tensors.
 void copyBackOnDevice(c10::ArrayRef<CopyBack> copies);
 
-// Runs `copies` where torch's exceptions must not get out.
+// Runs `copies` with the device as the current one, where torch's exceptions must not get out.
 template <typename Copies>
-Status copying(const Copies& copies) {
+Status copying(c10::Device device, const Copies& copies) {
   try {
     const PlainDispatch plain;
+    const OnDevice guard(device);
     const nccl::RelaxedCapture relaxed;  // torch's allocators allocate, and ask for events
     copies();
     return Status();

@@ -1,7 +1,5 @@
 #include "device/device_group.h"
 
-#include <c10/core/DeviceGuard.h>
-
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -115,7 +113,8 @@ class DeviceGroup::Waiting {
   Waiting(DeviceGroup& group, Request& message)
       : operation_(std::make_shared<DeviceOperation>(message.site.function,
                                                      currentStream(message.device))) {
-    group.watchMessages(operation_, {&message}, /*isRecorded=*/false);  // when it is carried out
+    group.watchMessages(operation_, {&message}, /*isOfPair=*/true,
+                        /*isRecorded=*/false);  // when it is carried out
   }
   ~Waiting() { operation_->fail(Status(Code::kAborted, operation_->what())); }  // nobody reads it
   Waiting(const Waiting&) = delete;
@@ -129,7 +128,7 @@ class DeviceGroup::Waiting {
 // --------------------------------------------------------------------------------
 
 void DeviceGroup::connect(c10::Device device) {
-  const c10::DeviceGuard guard(device);
+  const OnDevice guard(device);
   choice_.agree(device, "connecting");
   if (choice_.known() == DevicePath::kNccl) (void)channels_.ofGroup(device);
 }
@@ -138,6 +137,11 @@ void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
   throwIfDead();
   if (choice_.known() != DevicePath::kNccl) return;
   auto* const child = static_cast<DeviceGroup*>(made);
+  // NCCL wants nothing outstanding on a communicator that it splits.
+  for (Pause pause; watched_.hasOfGroup();) {
+    throwIfDead();
+    if (pause.rest() && isInterruptPending()) throwStatus(interrupted());
+  }
   const bool isSplit =
       channels_.split(child != nullptr ? &child->channels_ : nullptr, color, isWilling);
   if (!isSplit || child == nullptr) return;
@@ -147,7 +151,7 @@ void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
 
 void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,
                                  bool isSymmetric) {
-  const c10::DeviceGuard guard(device);
+  const OnDevice guard(device);
   choice_.agree(device, "register_mem_pool");
   if (choice_.known() != DevicePath::kNccl) return;
   // For symmetric memory NCCL waits for the other ranks.
@@ -216,10 +220,7 @@ DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
                                         at::TensorList outputs, Extras extras, bool isBatch) {
   WatchList::clearReleased();
   throwIfDead();
-  const c10::Device device = requests.front()->device;
-  // A guard asks the driver when it ends: only where it is needed.
-  if (isCurrent(device)) return carryHere(requests, outputs, std::move(extras), isBatch);
-  const c10::DeviceGuard guard(device);
+  const OnDevice guard(requests.front()->device);
   return carryHere(requests, outputs, std::move(extras), isBatch);
 }
 
@@ -275,7 +276,7 @@ std::shared_ptr<Condition> DeviceGroup::fence() {
   for (const c10::Device device : watched_.devices()) streams.push_back(currentStream(device));
   channels_.addStreams(&streams);
   for (const c10::Stream& stream : streams) {
-    const c10::DeviceGuard guard(stream.device());
+    const OnDevice guard(stream.device());
     if (!isCapturing(stream)) fence->events.push_back(recordEvent(stream));
   }
   if (fence->events.empty() && fence->operations.empty()) return nullptr;
@@ -302,10 +303,12 @@ void DeviceGroup::watch(Watched watched) {
 }
 
 void DeviceGroup::watchMessages(const DeviceOperationPtr& operation,
-                                const std::vector<Request*>& requests, bool isRecorded) {
+                                const std::vector<Request*>& requests, bool isOfPair,
+                                bool isRecorded) {
   Watched watched;
   watched.operation = operation;
   watched.isMessage = true;
+  watched.isOfPair = isOfPair;
   watched.ownsDeadline = true;
   watched.timeout = place_.timeoutOf(*requests.front());
   watched.deadline = Deadline::after(watched.timeout);
@@ -369,8 +372,8 @@ void DeviceGroup::failLate() {
   const std::optional<Watched> late = watched_.late();
   if (!late || isDead()) return;
   fail(Status(Code::kTimeout,
-              "[Rank " + std::to_string(place_.rank) + "]: mycoll group '" + place_.name + "': " +
-                  describe(*late) + " TIMED OUT after " + std::to_string(late->timeout.count()) +
+              "mycoll group '" + place_.name + "': [Rank " + std::to_string(place_.rank) + "]: " +
+                  describe(*late) + " timed out after " + std::to_string(late->timeout.count()) +
                   " ms: the other side never came, or the device is busy with something else."));
 }
 
@@ -495,17 +498,19 @@ void DeviceGroup::close(Deadline deadline) {
     Watchdog::get().wake();
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
-  if (!isDead() && !watched_.isBusy()) {
+  if (Watchdog::get().isExiting()) {
+    new std::shared_ptr<DeviceGroup>(shared_from_this());  // and so NCCL's communicators
+  } else if (!isDead() && !watched_.isBusy()) {
     // Where it is late it stops what runs: replays of graphs.
     const Status closed = channels_.close(deadline);
     if (!closed.ok()) failWatched(closed);
   } else {
     const Status known = error();
     const Status cause =
-        known.ok()
-            ? Status(Code::kAborted, "mycoll group '" + place_.name +
-                                         "' was destroyed with operations that were not done")
-            : known;
+        known.ok() ? Status(Code::kAborted,
+                            "mycoll group '" + place_.name +
+                                "': the group was destroyed with operations that were not done")
+                   : known;
     failWatched(cause);
     channels_.abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
   }

@@ -78,7 +78,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   // A message, or a batch of them, that no group of the engine watches over. isRecorded: in the
   // black box.
   void watchMessages(const DeviceOperationPtr& operation, const std::vector<Request*>& requests,
-                     bool isRecorded);
+                     bool isOfPair, bool isRecorded);
   // A graph that is captured on this stream holds an operation of this group. Nobody says when it
   // is replayed, so failures are listened for from here on.
   void watchCaptured(const c10::Stream& stream);

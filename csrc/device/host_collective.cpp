@@ -1,6 +1,5 @@
 #include "device/host_collective.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -114,15 +113,14 @@ size_t HostCollective::chunkBytesOf(const Call& call) const {
 }
 
 Status HostCollective::begin() {
-  return copying([&] {
-    const c10::DeviceGuard guard(operation_->device());  // on whichever thread
+  return copying(operation_->device(), [&] {
     ready_->block(inward_);
     ready_->block(outward_);
   });
 }
 
 Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
-  return copying([&] {
+  return copying(operation_->device(), [&] {
     HostStaging::Half& to = half(chunk);
     const c10::StreamGuard guard(inward_);
     grow(to.in, sides.reads.size() * chunkBytes);
@@ -137,7 +135,7 @@ Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t ch
 }
 
 Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
-  return copying([&] {
+  return copying(operation_->device(), [&] {
     HostStaging::Half& from = half(chunk);
     const c10::StreamGuard guard(outward_);
     for (size_t i = 0; i < sides.writes.size(); ++i) {
@@ -152,7 +150,7 @@ Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t c
 
 Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chunkBytes,
                                uint64_t chunk, Call* chunked) {
-  return copying([&] {
+  return copying(operation_->device(), [&] {
     HostStaging::Half& at = half(chunk);
     grow(at.out, sides.writes.size() * chunkBytes);  // nothing is copied from it any more
     const auto place = [&](const std::vector<Span>& spans, const at::Tensor& buffer) {
@@ -182,7 +180,7 @@ Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chun
 }
 
 Status HostCollective::end() {
-  return copying([&] {
+  return copying(operation_->device(), [&] {
     const c10::StreamGuard guard(outward_);
     // Before the caller may write to what was read.
     for (const HostStaging::Half& half : staging_->halves) {

@@ -1,6 +1,5 @@
 #include "device/host_path.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -83,7 +82,7 @@ struct HostPath::Incoming {
 
   // Of a piece that has arrived; the last one ends the operation.
   Status copyOut(size_t piece) {
-    return copying([&] {
+    return copying(operation->device(), [&] {
       const c10::StreamGuard guard(stream);
       if (cut.length(piece) > 0) {
         bytesOnDevice(cut.part(target, piece), operation->device())
@@ -127,8 +126,7 @@ DeviceOperationPtr HostPath::carry(DeviceGroup& group, const std::vector<Request
       for (const DeviceOperationPtr& each : parts) {
         if (!each->status().ok()) return whole->fail(each->status());
       }
-      const Status status = copying([&] {
-        const c10::DeviceGuard guard(joint.device());  // on whichever thread
+      const Status status = copying(joint.device(), [&] {
         for (const DeviceOperationPtr& each : parts) each->block(joint);
         whole->setEnqueued(joint, recordEvent(joint, isTimed));
       });

@@ -131,7 +131,7 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
   if (isCaptured) {
     group.watchCaptured(stream);
   } else if (isMessage) {
-    group.watchMessages(operation, requests, /*isRecorded=*/true);
+    group.watchMessages(operation, requests, isOfPair, /*isRecorded=*/true);
   }
   const FailUnlessEnqueued failing(*operation);
   {

@@ -1,7 +1,5 @@
 #include "device/operation.h"
 
-#include <c10/core/DeviceGuard.h>
-
 #include <utility>
 
 #include "backend/errors.h"
@@ -151,11 +149,14 @@ void DeviceOperation::onEnqueued(std::function<void()> fn) {
   fn();
 }
 
-void DeviceOperation::block(const c10::Stream& stream) const { ended_->block(stream); }
+void DeviceOperation::block(const c10::Stream& stream) const {
+  const OnDevice guard(stream.device());
+  ended_->block(stream);
+}
 
 float DeviceOperation::milliseconds() const {
   if (!started_ || !ended_ || isCaptured_) return 0.0f;
-  const c10::DeviceGuard guard(device());
+  const OnDevice guard(device());
   return static_cast<float>(started_->elapsedTime(*ended_));
 }
 

@@ -1,6 +1,5 @@
 #include "device/streams.h"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/version.h>
 
@@ -49,8 +48,9 @@ EventPool& pool() {
 
 }  // namespace
 
-bool isCurrent(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getDevice() == device;
+OnDevice::OnDevice(c10::Device device) {
+  const bool isCurrent = c10::impl::VirtualGuardImpl(device.type()).getDevice() == device;
+  if (!isCurrent) guard_.reset_device(device);
 }
 
 c10::Stream currentStream(c10::Device device) {
@@ -93,9 +93,7 @@ EventPtr recordEvent(const c10::Stream& stream, bool isTimed, bool isCaptured) {
 Status ask(const c10::Event& event, bool* hasPassed) {
   *hasPassed = true;
   try {
-    // To ask makes a context on the current device, which on a thread of ours is the first one of
-    // all until somebody says otherwise: half a GiB of its memory for every rank of the node.
-    const c10::DeviceGuard guard(event.device());
+    const OnDevice guard(event.device());
     const nccl::RelaxedCapture relaxed;
     *hasPassed = event.query();
   } catch (const std::exception& error) {
@@ -134,9 +132,10 @@ bool CapturedStreams::isAnyBusy() const {
     std::lock_guard<std::mutex> lock(mutex_);
     streams = streams_;
   }
-  const nccl::RelaxedCapture relaxed;
   return std::any_of(streams.begin(), streams.end(), [](const c10::Stream& stream) {
     try {
+      const OnDevice guard(stream.device());
+      const nccl::RelaxedCapture relaxed;
       return !isCapturing(stream) && !stream.query();
     } catch (const std::exception&) {
       return false;  // the device tells its users itself

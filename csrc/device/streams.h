@@ -6,6 +6,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
@@ -22,7 +23,18 @@ namespace mycoll {
 
 using EventPtr = std::shared_ptr<c10::Event>;
 
-bool isCurrent(c10::Device device);  // of this thread
+// While it lives, the device is this thread's current one. Before any call of CUDA's runtime: most
+// make a context on the current device, which on a thread of ours is the first one of all until
+// somebody says otherwise, and half a GiB of its memory for every rank of the node. Where it is
+// current already this costs nothing, while c10's own guard asks the driver when it ends.
+class OnDevice {
+ public:
+  explicit OnDevice(c10::Device device);
+
+ private:
+  c10::OptionalDeviceGuard guard_;
+};
+
 c10::Stream currentStream(c10::Device device);
 // One of the device's pool, of high priority: what travels on it starts before what computes.
 c10::Stream sideStream(c10::Device device);

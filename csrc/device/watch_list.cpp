@@ -60,6 +60,13 @@ bool WatchList::hasUndrained() const {
                      [](const Watched& each) { return each.operation->isTaken(); });
 }
 
+bool WatchList::hasOfGroup() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !collectives_.empty() || std::any_of(others_.begin(), others_.end(), [](const auto& each) {
+    return each.ownsDeadline && !each.isOfPair;
+  });
+}
+
 std::vector<c10::Device> WatchList::devices() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return devices_;

@@ -30,6 +30,7 @@ struct Watched {
   // A message, or a batch of them. Those on NCCL have a deadline, as no group of the engine's
   // watches over them.
   bool isMessage = false;
+  bool isOfPair = false;  // a communicator of its own carries it
   bool ownsDeadline = false;
   std::vector<ExternalMessage> messages;
   std::vector<OpRecord> records;  // of the messages
@@ -51,6 +52,8 @@ class WatchList {
   bool isBusy() const;
   // Devices have not passed all collectives, or messages that were waited for on a stream.
   bool hasUndrained() const;
+  // The group's communicator has operations outstanding.
+  bool hasOfGroup() const;
   std::vector<c10::Device> devices() const;  // that were used
   // What is not on its stream yet. No messages: their other ends may come after a barrier.
   std::vector<DeviceOperationPtr> queued() const;

@@ -1,6 +1,7 @@
 #include "device/watchdog.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -34,6 +35,7 @@ struct Watchdog::State {
   bool isLooking = false;  // at groups, without the mutex
   bool isStopped = false;
   std::condition_variable hasLooked;
+  std::atomic<bool> isExiting{false};
 
   void run();
   void awaitGroups(std::unique_lock<std::mutex>& lock);
@@ -71,6 +73,10 @@ void Watchdog::wake() {
   all.isWoken = true;
   all.woken.notify_one();
 }
+
+void Watchdog::beginExit() { state().isExiting.store(true); }
+
+bool Watchdog::isExiting() { return state().isExiting.load(); }
 
 void Watchdog::stop() {
   State& all = state();

@@ -23,7 +23,11 @@ class Watchdog {
   void add(std::shared_ptr<DeviceGroup> group, bool isUrgent);
   // There is something to look at now.
   void wake();
-  // The process ends: devices are not asked any more when this has returned.
+  // The process ends: groups that still live leave NCCL alone from here on. Its ending is a call of
+  // all ranks of the host, of which the others may be busy with something else for minutes.
+  void beginExit();
+  bool isExiting();
+  // Devices are not asked any more when this has returned.
   void stop();
 
  private:

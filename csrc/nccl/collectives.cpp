@@ -183,7 +183,8 @@ class Enqueuer {
   Status gather(Span in, const std::vector<Span>& out, int root, bool isFlat) {
     if (isFlat && library().has(Capability::kGatherScatter)) {
       if (in.bytes == 0) return {};
-      void* const to = rank() == root ? out[0].data : nullptr;
+      // Others write to none, but with NCCL_CHECK_POINTERS a null pointer is refused.
+      void* const to = rank() == root ? out[0].data : in.data;
       return issue_.take(
           functions_.gather(in.data, to, in.bytes, kBytes, root, issue_.handle(), stream_),
           "ncclGather");
@@ -201,7 +202,7 @@ class Enqueuer {
   Status scatter(const std::vector<Span>& in, Span out, int root, bool isFlat) {
     if (isFlat && library().has(Capability::kGatherScatter)) {
       if (out.bytes == 0) return {};
-      const void* const from = rank() == root ? in[0].data : nullptr;
+      const void* const from = rank() == root ? in[0].data : out.data;  // see gather()
       return issue_.take(
           functions_.scatter(from, out.data, out.bytes, kBytes, root, issue_.handle(), stream_),
           "ncclScatter");

@@ -59,8 +59,6 @@ Status lacks(const Library& library, const char* function) {
 // How long an abort waits for a thread that is inside NCCL with this communicator. Threads of ours
 // look at the state every millisecond; one that has not left by then hangs in NCCL.
 constexpr std::chrono::milliseconds kGrace{200};
-// How long it waits for that thread once NCCL has been told to let it go.
-constexpr std::chrono::seconds kEviction{10};
 
 bool lockBy(std::unique_lock<std::mutex>& lock, Deadline deadline) {
   while (!lock.try_lock()) {
@@ -151,7 +149,7 @@ Status Comm::unusable() const {
 Status Comm::late(const char* function, Deadline::Clock::time_point since) const {
   const auto elapsed =
       std::chrono::duration_cast<std::chrono::milliseconds>(Deadline::Clock::now() - since);
-  return Status(Code::kTimeout, std::string(function) + " TIMED OUT after " +
+  return Status(Code::kTimeout, std::string(function) + " timed out after " +
                                     std::to_string(elapsed.count()) + " ms on rank " +
                                     std::to_string(rank_) + " of " + std::to_string(ranks_) +
                                     " in '" + name_ + "'; " + library_.describe());
@@ -191,18 +189,21 @@ struct Comm::Apart {
   Result result = Result::kSuccess;
 };
 
-// Runs `call` on a thread of its own. Ok when it returned kSuccess or kInProgress in time;
-// otherwise the thread is left to itself and does whenLate() once the call has come back.
+// Runs `call` on a thread of its own. Ok when it returned kSuccess or kInProgress in time. The
+// thread does undo() where the call has failed, and where it has come back too late, for which
+// nobody waits.
 Status Comm::runApart(const char* function, Call call, Deadline deadline, const Check& check,
-                      std::function<void()> whenLate) {
+                      std::function<void()> undo) {
   const auto since = Deadline::Clock::now();
   auto shared = std::make_shared<Apart>();
   try {
+    apart_.fetch_add(1);
     std::thread([self = shared_from_this(), shared, function, call = std::move(call),
-                 whenLate = std::move(whenLate)] {
+                 undo = std::move(undo)] {
       if (self->options_.bindDevice) self->options_.bindDevice();
       const RelaxedCapture relaxed;  // NCCL allocates and frees
       const Result result = call();
+      self->apart_.fetch_sub(1);
       bool isLeft = false;
       {
         std::lock_guard<std::mutex> lock(shared->mutex);
@@ -211,11 +212,14 @@ Status Comm::runApart(const char* function, Call call, Deadline deadline, const 
         isLeft = shared->isLeft;
         shared->done.notify_all();
       }
-      if (!isLeft) return;
-      MYCOLL_LOG_WARN("%s of '%s' has come back after all", function, self->name_.c_str());
-      if (whenLate) whenLate();
+      if (isLeft) {
+        MYCOLL_LOG_WARN("%s of '%s' has come back after all", function, self->name_.c_str());
+      }
+      const bool isGood = result == Result::kSuccess || result == Result::kInProgress;
+      if (undo && (isLeft || !isGood)) undo();
     }).detach();
   } catch (const std::system_error& error) {
+    apart_.fetch_sub(1);
     return Status(Code::kInternal, std::string("no thread for ") + function + ": " + error.what());
   }
 
@@ -291,10 +295,11 @@ Status Comm::connect(const UniqueId& id, Deadline deadline, const Check& check) 
     Config config = this->config();
     return library_.functions().commInitRankConfig(slot.get(), ranks_, id, rank_, &config);
   };
-  auto whenLate = [this, slot] {
+  // NCCL leaves a handle behind also where it fails.
+  auto undo = [this, slot] {
     if (*slot != nullptr) (void)library_.functions().commAbort(*slot);
   };
-  const Status called = runApart(kFunction, call, deadline, check, whenLate);
+  const Status called = runApart(kFunction, call, deadline, check, undo);
   if (!called.ok()) {
     const Status why = fail(called);
     (void)abort(Deadline::after(std::chrono::seconds(1)), why).ok();
@@ -463,25 +468,17 @@ void Comm::runAbort() {
   if (options_.bindDevice) options_.bindDevice();
   const RelaxedCapture relaxed;  // NCCL frees
   Result result = Result::kSuccess;
+  std::unique_lock<std::mutex> issuing = evict();
+  std::unique_lock<std::mutex> inspecting(inspect_);
+  RawComm* comm = nullptr;
   {
-    std::unique_lock<std::mutex> issuing(issue_, std::defer_lock);
-    std::unique_lock<std::mutex> inspecting(inspect_, std::defer_lock);
-    const Deadline grace = Deadline::after(kGrace);
-    if (!lockBy(issuing, grace) && !evict(issuing)) {
-      MYCOLL_LOG_WARN("a thread hangs in NCCL with communicator '%s'; aborting nevertheless",
-                      name_.c_str());
-    }
-    (void)lockBy(inspecting, grace);
-    RawComm* comm = nullptr;
-    {
-      std::lock_guard<std::mutex> lock(stateMutex_);
-      comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
-    }
-    // With both locks let go: the handle is ours alone now, and others must not wait for NCCL.
-    inspecting = {};
-    issuing = {};
-    if (comm != nullptr) result = library_.functions().commAbort(comm);
+    std::lock_guard<std::mutex> lock(stateMutex_);
+    comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
   }
+  // With both locks let go: the handle is ours alone now, and others must not wait for NCCL.
+  inspecting = {};
+  issuing = {};
+  if (comm != nullptr) result = library_.functions().commAbort(comm);
   // kInProgress: NCCL goes on by itself, and the handle is gone either way.
   if (result != Result::kSuccess && result != Result::kInProgress) {
     MYCOLL_LOG_WARN("%s", describe(result, "ncclCommAbort").message().c_str());
@@ -492,13 +489,33 @@ void Comm::runAbort() {
   abortDone_.notify_all();
 }
 
-// ncclCommAbort would free the communicator under the thread that is inside. Revoking only stops
-// what runs, and so lets that thread come back. False: it did not, or this NCCL cannot revoke.
-bool Comm::evict(std::unique_lock<std::mutex>& issuing) {
+// ncclCommAbort frees the communicator, also under a thread that is inside: that has to come back
+// first. Revoking stops what runs and frees nothing, so it lets the thread go. Where NCCL cannot
+// revoke, communicators do not block unless the user wants it, and no thread stays inside for long.
+std::unique_lock<std::mutex> Comm::evict() {
+  std::unique_lock<std::mutex> issuing(issue_, std::defer_lock);
+  const auto leave = [&](Deadline deadline) {
+    if (!issuing.owns_lock() && !lockBy(issuing, deadline)) return false;
+    while (handle() != nullptr && apart_.load() > 0) {
+      if (deadline.expired()) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+  };
+  if (leave(Deadline::after(kGrace))) return issuing;
   const auto revoke = library_.functions().commRevoke;
+  MYCOLL_LOG_WARN("a thread hangs in NCCL with communicator '%s', which %s", name_.c_str(),
+                  revoke != nullptr ? "is revoked, and freed when the thread has come back"
+                                    : "stays until the thread comes back");
   RawComm* const comm = handle();
-  if (revoke == nullptr || comm == nullptr) return false;
-  return revoke(comm, 0) == Result::kSuccess && lockBy(issuing, Deadline::after(kEviction));
+  if (revoke != nullptr && comm != nullptr) {
+    const Result revoked = revoke(comm, 0);
+    if (revoked != Result::kSuccess && revoked != Result::kInProgress) {
+      MYCOLL_LOG_WARN("%s", describe(revoked, "ncclCommRevoke").message().c_str());
+    }
+  }
+  (void)leave(Deadline::never());
+  return issuing;
 }
 
 Status Comm::close(Deadline deadline) {

@@ -16,11 +16,12 @@
 //
 // Threads: every function [any thread] unless marked. connect(), split() and close() are for one
 // thread at a time; Issue serialises the rest by a mutex that is held around enqueues only.
-// abort(), check(), state() and cause() never wait for that mutex beyond a moment. While NCCL works
-// on something the calling thread waits in short steps, and abort() ends that wait.
-// NCCL's enqueues run in their caller. What makes, registers or ends something runs on a
-// short-lived thread of ours, so that a call that hangs in NCCL is left there, logged, and nobody
-// waits for it longer than until his deadline.
+// check(), state() and cause() never wait for that mutex, and abort() by its deadline. While NCCL
+// works on something the calling thread waits in short steps, and abort() ends that wait.
+// NCCL's enqueues run in their caller. A communicator is freed when no thread is inside NCCL with
+// it: one that hangs there is let go by ncclCommRevoke, where the library has it. What makes,
+// registers or ends something runs on a short-lived thread of ours, so that a call that hangs in
+// NCCL is left there, logged, and nobody waits for it longer than until his deadline.
 //
 // Lifetimes: held by shared_ptr only; threads left behind hold one. close() or abort() come before
 // the last reference goes; without either, NCCL's resources are abandoned and the log says so.
@@ -140,12 +141,12 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Status late(const char* function, Deadline::Clock::time_point since) const;
   Status settle(const char* function, RawComm* comm, Deadline deadline, const Check& check);
   Status runApart(const char* function, Call call, Deadline deadline, const Check& check,
-                  std::function<void()> whenLate = {});
+                  std::function<void()> undo = {});
   Config config() const;
   Status becomeReady(const Slot& slot, const char* function, Deadline deadline, const Check& check);
   Status managed(const char* function, bool isThere, const std::function<Result(RawComm*)>& call);
   void runAbort();
-  bool evict(std::unique_lock<std::mutex>& issuing);
+  std::unique_lock<std::mutex> evict();
   Status leave(Deadline deadline);
 
   const Library& library_;
@@ -154,9 +155,11 @@ class Comm : public std::enable_shared_from_this<Comm> {
   const std::string name_;
   const CommOptions options_;
 
-  // In this order, where both are held. abort() goes on without them after a moment.
+  // In this order, where both are held.
   std::mutex issue_;    // around enqueues, and around what must not meet one
   std::mutex inspect_;  // around ncclCommGetAsyncError, so that nobody frees the handle under it
+
+  std::atomic<int> apart_{0};  // threads of ours that are inside NCCL
 
   std::atomic<State> state_{State::kNew};
   std::atomic<RawComm*> comm_{nullptr};  // set and cleared under stateMutex_

@@ -18,7 +18,7 @@ TEST(NcclConnect, endsByItsDeadline) {
     const Clock::time_point start = Clock::now();
     const Status status = comm->connect(newId(standIn), in(200), nullptr);
     EXPECT_EQ(status.code(), Code::kTimeout);
-    EXPECT(contains(status, "ncclCommInitRankConfig TIMED OUT after"));
+    EXPECT(contains(status, "ncclCommInitRankConfig timed out after"));
     EXPECT(contains(status, "rank 0 of 2 in 'lone'; NCCL 2.28.9"));
     EXPECT(secondsSince(start) < kSoon);
     EXPECT_EQ(comm->state(), State::kAborted);
@@ -86,9 +86,13 @@ TEST(NcclConnect, freesWhatComesAfterAnAbort) {
 
 TEST(NcclConnect, reportsWhatNcclSays) {
   StandIn& standIn = StandIn::required();
-  {
+  for (bool isBlocking : {true, false}) {
     const auto script = standIn.scripted("fail=init");
-    const Status status = lone(standIn, 0, 1)->connect(newId(standIn), patient(), nullptr);
+    CommOptions options;
+    options.nccl.isBlocking = isBlocking;
+    const int64_t comms = standIn.count("comms");
+    const Status status = lone(standIn, 0, 1, options)->connect(newId(standIn), patient(), nullptr);
+    EXPECT(eventually([&] { return standIn.count("comms") == comms; }));  // no handle is left
     EXPECT_EQ(status.code(), Code::kInternal);
     EXPECT(
         contains(status, "ncclCommInitRankConfig failed on rank 0 of 1 in 'lone': internal error"));
@@ -189,8 +193,12 @@ TEST(NcclIssue, failsForGoodWhenACallFails) {
 TEST(NcclIssue, takesTurnsBetweenThreads) {
   StandIn& standIn = StandIn::full();
   World world(standIn, 1);
+  // Of the communicator's device; each is a thread for good.
+  static void* const kStreams[] = {World::streamOf(0), World::streamOf(4),
+                                   mycoll_standin_stream_create(0, 0),
+                                   mycoll_standin_stream_create(0, 0)};
   test::Threads(4, [&](int thread) {
-    Rank rank{world[0].comm, World::streamOf(thread)};
+    Rank rank{world[0].comm, kStreams[thread]};
     for (int round = 0; round < 50; ++round) {
       Buffer data(filled(thread + 1, 10), rank.stream);
       ASSERT_OK(sum(rank, data));

@@ -105,6 +105,12 @@ struct Rank {
   void* stream = nullptr;
 };
 
+// Each rank has a device of its own, as its stream.
+inline CommOptions onDeviceOf(int rank, CommOptions options) {
+  options.bindDevice = [rank] { mycoll_standin_set_current_device(rank % 4); };
+  return options;
+}
+
 // All ranks connect, run `body` and close. Streams are reused: each is a thread for good.
 class World {
  public:
@@ -113,7 +119,8 @@ class World {
     const Status made = Comm::createId(standIn.library(), &id);
     if (!made.ok()) test::fail(__FILE__, __LINE__, made.toString());
     for (int rank = 0; rank < ranks; ++rank) {
-      ranks_.push_back({std::make_shared<Comm>(standIn.library(), rank, ranks, "world", options),
+      ranks_.push_back({std::make_shared<Comm>(standIn.library(), rank, ranks, "world",
+                                               onDeviceOf(rank, options)),
                         streamOf(rank)});
     }
     test::Threads(ranks, [&](int rank) {
@@ -204,7 +211,8 @@ inline bool contains(const Status& status, const std::string& words) {
 
 inline std::shared_ptr<Comm> lone(StandIn& standIn, int rank = 0, int ranks = 2,
                                   CommOptions options = {}) {
-  return std::make_shared<Comm>(standIn.library(), rank, ranks, "lone", options);
+  return std::make_shared<Comm>(standIn.library(), rank, ranks, "lone",
+                                onDeviceOf(rank, std::move(options)));
 }
 
 inline UniqueId newId(StandIn& standIn) {

@@ -1,5 +1,6 @@
-"""All tests of device tensors on CUDA, then the benchmarks beside torch's nccl, and a dated page of
-what came out in benchmarks/results. `./dev gpu` builds first."""
+"""On CUDA: twelve steps that say within 90 seconds whether it works (smoke.py, also alone, as
+`./dev gpu smoke`), the CPU time of calls and benchmarks beside torch's nccl, all tests of device
+tensors; and a dated page of what came out in benchmarks/results. `./dev gpu` builds first."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +22,23 @@ import torch
 from standins import cuda as standin_cuda
 from worlds import device as devices
 
+from gpu import smoke
+from gpu.evidence import drop_silent, nccl_log
 from gpu.page import LEFT_OUT, Result, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-SUITE = ["tests/gpu", *sorted(map(str, ROOT.glob("tests/test_device_*.py")))]
+# What most programs need comes first.
+FIRST = ("streams", "training", "capture", "messages", "contexts")
+SUITE = [
+    *(f"tests/test_device_{name}.py" for name in FIRST),
+    "tests/gpu",
+    *(
+        str(file.relative_to(ROOT))
+        for file in sorted(ROOT.glob("tests/test_device_*.py"))
+        if file.stem.removeprefix("test_device_") not in FIRST
+    ),
+]
 OPERATIONS = "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier,ddp"
 
 _SECONDS_TO_END = 15  # for torchrun and pytest, when they are told to
@@ -38,6 +52,10 @@ class Plan:
     quick: bool
     ends: float = math.inf  # when all of it has to be over, by time.monotonic()
     results: list[Result] = field(default_factory=list)
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic() - 2 * _SECONDS_TO_END
 
     @property
     def page(self) -> Path:
@@ -61,17 +79,20 @@ def run(
     seconds: float,
     rows: Path | None = None,
     environment: dict[str, str] | None = None,
+    shows: bool = False,
 ) -> None:
-    """A step, in processes of its own, and what it wrote to `rows`. Its output is kept where it
-    failed."""
-    left = plan.ends - time.monotonic() - 2 * _SECONDS_TO_END
+    """A step, in processes of its own, and what it wrote to `rows`. Its output and what NCCL said
+    are kept where it failed; `shows`: the output is seen while it comes."""
+    left = plan.left
     if left <= 0:
         plan.results.append(Result(name, LEFT_OUT, 0.0, []))
         plan.write()
         print(f"--- {name}: {plan.results[-1].verdict}", flush=True)
         return
     print(f"--- {name}", flush=True)
-    log = plan.folder / f"{plan.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.log"
+    words = f"{plan.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}"
+    log = plan.folder / f"{words}.log"
+    told = {} if shows else dict(nccl_log(plan.folder, f"{words}-nccl"))  # the smoke has its own
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -80,10 +101,11 @@ def run(
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             start_new_session=True,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **told, **(environment or {})},
         )
+        shower = Shower(log) if shows else None
         try:
-            code = process.wait(min(seconds, left))
+            code = process.wait(max(1.0, min(seconds, left)))
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
             # torchrun's workers are in sessions of their own: only it can end them. And pytest has
@@ -97,16 +119,59 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if shower:
+                shower.end()
     lines = log.read_text(errors="replace").splitlines()
     result = Result(name, code, time.monotonic() - began, lines, log.name if code else "")
     if rows is not None and rows.exists():
         result.rows = rows.name
+    if code == 0:
+        for each in plan.folder.glob(f"{words}-nccl-*.log"):
+            each.unlink()
+    else:
+        drop_silent(plan.folder, f"{words}-nccl")
     plan.results.append(result)
     plan.write()
-    print("\n".join(lines[-12:] if code == 0 else lines[-60:]), flush=True)
+    if not shows:
+        print("\n".join(lines[-12:] if code == 0 else lines[-60:]), flush=True)
     print(f"--- {name}: {result.verdict} after {result.seconds:.0f} s", flush=True)
     if code == 0:
         log.unlink()
+
+
+class Shower:
+    """Prints what is written to a file, as it comes."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._body)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _body(self) -> None:
+        with self._file.open(errors="replace") as file:
+            is_last = False
+            while True:
+                print(file.read(), end="", flush=True)
+                if is_last:
+                    return
+                is_last = self._ends.wait(0.2)
+
+
+def smoke_test(plan: Plan) -> bool:
+    """False: nothing works, and there is no use in going on."""
+    folder = plan.folder / f"{plan.stem}-smoke"
+    command = [sys.executable, "-m", "gpu", "smoke", "--device", plan.device]
+    command += ["--folder", str(folder)]
+    run(plan, "smoke", command, 150, shows=True)
+    code = plan.results[-1].code
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
+    return code != smoke.STOPPED
 
 
 def tests(plan: Plan, words: list[str]) -> None:
@@ -114,13 +179,18 @@ def tests(plan: Plan, words: list[str]) -> None:
     run(plan, "tests", command, 3600)
 
 
-def benchmarks(plan: Plan) -> None:
-    """Each world by each road that it can take; where NCCL serves, beside torch's nccl."""
-    for size in plan.worlds:
-        for road in [*devices.roads(plan.device, size, ["nccl"]), "host"]:
-            if (road == "host" and size == 1) or devices.missing(plan.device, road):
-                continue
-            measure(plan, size, road)
+def benchmarks(plan: Plan, seconds: float) -> None:
+    """Each world by each road that it can take, the largest first; where NCCL serves, beside
+    torch's nccl."""
+    pairs = [
+        (size, road)
+        for size in reversed(plan.worlds)
+        for road in [*devices.roads(plan.device, size, ["nccl"]), "host"]
+        if not (road == "host" and size == 1) and not devices.missing(plan.device, road)
+    ]
+    ends = time.monotonic() + seconds
+    for done, (size, road) in enumerate(pairs):
+        measure(plan, size, road, (ends - time.monotonic()) / (len(pairs) - done))
 
 
 def launcher(size: int) -> list[str]:
@@ -129,7 +199,7 @@ def launcher(size: int) -> list[str]:
     return [*command, "--local-addr", "127.0.0.1", "--nproc-per-node", str(size)]
 
 
-def cpu_time(plan: Plan) -> None:
+def cpu_time(plan: Plan, seconds: float) -> None:
     """Beside torch's nccl, where a GPU serves each rank. In a rehearsal on idle stand-ins: with
     calls that cost nothing, and with such as real ones may cost (a guess)."""
     if plan.device != "cuda":
@@ -142,10 +212,16 @@ def cpu_time(plan: Plan) -> None:
             command = [*launcher(size), "-m", "worlds.program", "cuda", "nccl", "gpu.cpu_time"]
             command += ["2" if plan.quick else "30"]
             name = f"CPU time, {size} ranks{f', idle, {cost}' if cost else ''}"
-            run(plan, name, command, 300, environment={"STANDIN_IDLE": cost} if cost else None)
+            run(
+                plan,
+                name,
+                command,
+                min(300, seconds),
+                environment={"STANDIN_IDLE": cost} if cost else None,
+            )
 
 
-def measure(plan: Plan, size: int, road: str) -> None:
+def measure(plan: Plan, size: int, road: str, seconds: float) -> None:
     rivals = "mycoll,nccl" if road != "host" and plan.device == "cuda" else "mycoll"
     # Ranks that share a GPU take turns on it: large sizes would only take long.
     most = "64M" if road == "nccl" else "4M"
@@ -157,15 +233,36 @@ def measure(plan: Plan, size: int, road: str) -> None:
         command += ["-n", "2", "-w", "1", "--rounds", "2"]
     elif road.startswith("nccl-"):
         command += ["--rounds", "4"]
-    run(plan, f"benchmark, {size} ranks by {road}", command, 300, rows)
+    run(plan, f"benchmark, {size} ranks by {road}", command, min(300, seconds), rows)
+
+
+def rehearse() -> None:
+    """Goes on in a process that has the stand-ins instead of CUDA's runtime and NCCL."""
+    if not (torch.version.cuda or "").startswith("13."):
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        sys.exit(
+            f"mycoll: a rehearsal needs a torch that is built for CUDA 13, and {torch.__version__} "
+            f"is built {built}: take another interpreter, ./dev gpu --rehearse --python PATH"
+        )
+    if not standin_cuda.is_here():
+        os.environ["LD_PRELOAD"] = standin_cuda.preload()
+        os.execv(sys.executable, [sys.executable, "-m", "gpu", *sys.argv[1:]])
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["smoke"]:
+        if "--rehearse" in sys.argv:
+            rehearse()
+        return smoke.main(sys.argv[2:])
     parser = argparse.ArgumentParser("./dev gpu", description=__doc__)
-    parser.add_argument("--only", choices=["tests", "cpu", "benchmarks"], help="a part of it")
+    parts = ["smoke", "tests", "cpu", "benchmarks"]
+    parser.add_argument("--only", choices=parts, help="a part of it")
     parser.add_argument("--quick", action="store_true", help="tiny benchmarks: does all of it run?")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="what is not over by then is left out"
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="for all of it, shared by the parts; what is not over by then is left out",
     )
     parser.add_argument(
         "--folder", type=Path, help="where the page goes (benchmarks/results, build/rehearsal)"
@@ -179,15 +276,8 @@ def main() -> int:
         "--device", choices=["cuda", "standin"], default="cuda", help="standin: to try this program"
     )
     args, words = parser.parse_known_args()  # the rest is pytest's
-    if args.rehearse and not (torch.version.cuda or "").startswith("13."):
-        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        sys.exit(
-            f"mycoll: a rehearsal needs a torch that is built for CUDA 13, and {torch.__version__} "
-            f"is built {built}: take another interpreter, ./dev gpu --rehearse --python PATH"
-        )
-    if args.rehearse and not standin_cuda.is_here():
-        os.environ["LD_PRELOAD"] = standin_cuda.preload()
-        os.execv(sys.executable, [sys.executable, "-m", "gpu", *sys.argv[1:]])
+    if args.rehearse:
+        rehearse()
     args.folder = args.folder or (ROOT / "build" / "rehearsal" if args.rehearse else RESULTS)
     args.folder.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
@@ -197,12 +287,17 @@ def main() -> int:
         what = f"{torch.cuda.device_count()}x{re.sub('[^a-z0-9]+', '', name)}"
     ends = time.monotonic() + args.seconds
     plan = Plan(args.device, args.folder, f"{today}-{what}", args.quick, ends)
-    if args.only in (None, "tests"):
+    wanted = [args.only] if args.only else ["smoke", "cpu", "benchmarks", "tests"]
+    if "smoke" in wanted and not smoke_test(plan):
+        wanted = []
+        print("the rest is left out: nothing of it can work")
+    # Of the time that there is, a sixth, then a third of what is left; the tests take the rest.
+    if "cpu" in wanted:
+        cpu_time(plan, plan.left / (6 if len(wanted) > 1 else 1))
+    if "benchmarks" in wanted:
+        benchmarks(plan, plan.left / (3 if len(wanted) > 1 else 1))
+    if "tests" in wanted:
         tests(plan, words)
-    if args.only in (None, "cpu"):
-        cpu_time(plan)
-    if args.only in (None, "benchmarks"):
-        benchmarks(plan)
     print(f"written to {plan.page}")
     return 1 if any(result.code for result in plan.results) else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import platform
 import shutil
@@ -56,14 +57,34 @@ def machine(device: str) -> Iterator[str]:
         preloaded = os.environ.get("LD_PRELOAD")
         if preloaded:
             yield f"LD_PRELOAD: {preloaded}"
-        if shutil.which("nvidia-smi"):
-            ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            answer = subprocess.run(ask, capture_output=True, text=True).stdout.split()
-            if answer:
-                yield f"driver {answer[0]}"
+        yield from driver()
+        preset = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "CUDA_"))]
+        yield from (f"{name}={os.environ[name]}" for name in preset)
     else:
         yield f"no GPU: the stand-in device ({device}), whose times say nothing"
     yield f"{os.cpu_count()} CPU cores, {platform.platform()}"
+
+
+@functools.cache
+def driver() -> tuple[str, ...]:
+    """What nvidia-smi says, where there is one."""
+    if not shutil.which("nvidia-smi"):
+        return ()
+
+    def ask(*words: str) -> list[str]:
+        answer = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True)
+        return answer.stdout.splitlines() if answer.returncode == 0 else []
+
+    def of_each(field: str) -> str:
+        return ", ".join(dict.fromkeys(ask(f"--query-gpu={field}", "--format=csv,noheader")))
+
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    return (
+        f"driver {of_each('driver_version') or 'unknown'}",
+        f"MIG: {of_each('mig.mode.current') or 'unknown'}",
+        f"MPS: {f'a server at {pipes}' if (pipes / 'control').exists() else 'none'}",
+        *(f"`{line}`" for line in ask("topo", "-m") if line.strip()),
+    )
 
 
 def summary(result: Result) -> Iterator[str]:
@@ -71,6 +92,9 @@ def summary(result: Result) -> Iterator[str]:
     tables = [line for line in result.lines if line.startswith("|")]
     if tables:
         yield from (*tables, "")
+    if result.name == "smoke":
+        yield from (f"    {line}" for line in result.lines)
+        return
     named = [line for line in result.lines if line.startswith(("FAILED ", "ERROR ", "SKIPPED "))]
     yield from (f"    {line[:200]}" for line in named)
     yield from (f"    {line.strip('= ')}" for line in result.lines[-1:])

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from worlds import arith, device
-from worlds.worker import Ctx, called
+from worlds.worker import Ctx
+
+from gpu import results
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU that torch can use: ./dev gpu runs these"
@@ -21,59 +23,6 @@ NUMELS = (1, 1000, 1 << 20)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
 
-def run(name: str, mode: str, mine: torch.Tensor, group: dist.ProcessGroup, ctx: Ctx):
-    """The operation's outputs on this rank."""
-    n, size = mine.numel(), ctx.size
-    x = mine.clone()
-    if name.startswith("all_reduce"):
-        called(mode, dist.all_reduce, x, op=getattr(dist.ReduceOp, name.split()[1]), group=group)
-        return [x]
-    if name == "broadcast":
-        called(mode, dist.broadcast, x, size - 1, group=group)
-        return [x]
-    if name == "reduce":
-        called(mode, dist.reduce, x, 0, group=group)
-        return [x] if ctx.rank == 0 else []
-    if name == "all_gather":
-        outs = [torch.zeros_like(x) for _ in range(size)]
-        called(mode, dist.all_gather, outs, x, group=group)
-        return outs
-    if name == "all_gather_into_tensor":
-        out = x.new_zeros(n * size)
-        called(mode, dist.all_gather_into_tensor, out, x, group=group)
-        return [out]
-    if name == "reduce_scatter_tensor":
-        out = torch.zeros_like(x)
-        called(mode, dist.reduce_scatter_tensor, out, x.repeat(size), group=group)
-        return [out]
-    if name == "all_to_all_single":
-        out = x.new_zeros(n * size)
-        called(mode, dist.all_to_all_single, out, x.repeat(size), group=group)
-        return [out]
-    if name == "gather":
-        outs = [torch.zeros_like(x) for _ in range(size)] if ctx.rank == 0 else None
-        called(mode, dist.gather, x, outs, dst=0, group=group)
-        return outs or []
-    assert name == "scatter"
-    out = torch.zeros_like(x)
-    parts = [x * (r + 1) for r in range(size)] if ctx.rank == 0 else None
-    called(mode, dist.scatter, out, parts, src=0, group=group)
-    return [out]
-
-
-OPERATIONS = (
-    *(f"all_reduce {op}" for op in ("SUM", "MIN", "MAX", "PRODUCT", "AVG")),
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "gather",
-    "scatter",
-)
-
-
 def compare(ctx: Ctx) -> None:
     rival = dist.new_group(backend="nccl")
     ours = dist.new_group()
@@ -81,14 +30,14 @@ def compare(ctx: Ctx) -> None:
         for numel in NUMELS:
             # Small whole numbers: every order of adding gives the same, and none overflows.
             mine = (torch.arange(numel) % 3 + ctx.rank % 2).to(dtype).to(ctx.device)
-            for name in OPERATIONS:
+            for name in results.OPERATIONS:
                 if name.endswith("AVG") and not dtype.is_floating_point:
                     continue
                 for mode in ("sync", "async"):
                     with ctx.case(f"{name}/{arith.short(dtype)}/{numel}/{mode}"):
-                        want = run(name, mode, mine, rival, ctx)
+                        want = results.run(name, mode, mine, rival)
                         torch.cuda.synchronize()  # two communicators must not run at once
-                        got = run(name, mode, mine, ours, ctx)
+                        got = results.run(name, mode, mine, ours)
                         for a, b in zip(got, want, strict=True):
                             ctx.same(a, b.cpu(), "against nccl:")
                         torch.cuda.synchronize()

@@ -77,10 +77,12 @@ def roads(device: str, size: int, wanted: Sequence[str]) -> list[str]:
 
 def nccl_version() -> int:
     """Of the library that torch calls, which LD_PRELOAD may have replaced; 0 where it has none."""
+    from mycoll import doctor
+
     if not torch.distributed.is_nccl_available():
         return 0
-    major, minor, patch = torch.cuda.nccl.version()[:3]
-    return int(major * 10000 + minor * 100 + patch)
+    major, minor, patch = doctor.nccl_version()
+    return major * 10000 + minor * 100 + patch
 
 
 def environment(device: str, road: str, rank: int) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -30,6 +32,13 @@ def warm_up(ctx: Ctx) -> None:
     """Connects: that may wait for the device, and is done once."""
     dist.all_reduce(full(ctx, 1))
     here(ctx).synchronize()
+
+
+def wait_for_all(ctx: Ctx) -> None:
+    """So that no rank leaves a group that has failed before the others have heard why."""
+    store = ctx.store("all")
+    store.set(str(ctx.rank), "")
+    store.wait([str(rank) for rank in range(ctx.size)], timedelta(seconds=60))
 
 
 def slow(ctx: Ctx) -> None:

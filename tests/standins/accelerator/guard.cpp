@@ -1,3 +1,4 @@
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/version.h>
 
@@ -77,10 +78,36 @@ struct Event {
   bool hasTiming;
 };
 
+// As c10's CUDA guards: who leaves for a device without a context there only says so to c10, and
+// the runtime still has the one before. -1: they agree.
+thread_local c10::DeviceIndex wanted = -1;
+
+// Whoever comes to a device makes a context there.
+void choose(c10::DeviceIndex index) {
+  wanted = -1;
+  if (mycoll_standin_current_device() == index) return;
+  mycoll_standin_set_current_device(index);
+  mycoll_standin_enter();
+}
+
+// As c10 does it around what belongs to a device: it comes back for good, so that it makes a
+// context where it was before, too.
+class On {
+ public:
+  explicit On(c10::DeviceIndex index) : before_(currentDevice()) {
+    choose(index);
+    mycoll_standin_enter();
+  }
+  ~On() { choose(before_); }
+
+ private:
+  const c10::DeviceIndex before_;
+};
+
 }  // namespace
 
 c10::DeviceIndex currentDevice() {
-  return static_cast<c10::DeviceIndex>(mycoll_standin_current_device());
+  return wanted >= 0 ? wanted : static_cast<c10::DeviceIndex>(mycoll_standin_current_device());
 }
 
 c10::Stream currentStream(c10::DeviceIndex index) {
@@ -101,10 +128,14 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {kDevice, currentDevice()}; }
   void setDevice(c10::Device to) const override {
     device(to.index());  // throws where there is none
-    mycoll_standin_set_current_device(to.index());
+    choose(to.index());
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override {
-    mycoll_standin_set_current_device(to.index());
+    if ((mycoll_standin_device_contexts() >> to.index() & 1) != 0) {
+      choose(to.index());
+    } else {
+      wanted = to.index();
+    }
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(mycoll_standin_device_count());
@@ -131,11 +162,15 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream stream) const override { return handleOf(stream); }
 
   bool queryStream(const c10::Stream& stream) const override {
+    const c10::DeviceGuard guard(stream.device());
+    mycoll_standin_enter();
     int isDone = 0;
     check(mycoll_standin_stream_query(handleOf(stream), &isDone));
     return isDone != 0;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    const c10::DeviceGuard guard(stream.device());
+    mycoll_standin_enter();
     check(mycoll_standin_stream_synchronize(handleOf(stream)));
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
@@ -143,13 +178,16 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 12
   bool isStreamCapturing(const c10::Stream& stream) const override {
+    const c10::DeviceGuard guard(stream.device());
+    mycoll_standin_enter();
     return mycoll_standin_is_capturing(handleOf(stream)) != 0;
   }
 #endif
 
-  void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
     auto* held = static_cast<Event*>(event);
     if (held == nullptr) return;
+    const On on(device);
     mycoll_standin_event_destroy(held->handle);
     delete held;
   }
@@ -158,6 +196,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(index == -1 || index == stream.device_index(),
                 "the event belongs to standin:", static_cast<int>(index), ", the stream to ",
                 stream.device());
+    const On on(stream.device_index());
     if (*event == nullptr) {
       *event = new Event{mycoll_standin_event_create(), flag == c10::EventFlag::BACKEND_DEFAULT};
     }
@@ -165,16 +204,19 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
+    const On on(stream.device_index());
     check(mycoll_standin_event_block(static_cast<Event*>(event)->handle, handleOf(stream)));
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
+    mycoll_standin_enter();
     int isDone = 0;
     check(mycoll_standin_event_query(static_cast<Event*>(event)->handle, &isDone));
     return isDone != 0;
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
+    mycoll_standin_enter();
     check(mycoll_standin_event_synchronize(static_cast<Event*>(event)->handle));
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex /*device*/) const override {

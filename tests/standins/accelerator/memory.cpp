@@ -16,6 +16,7 @@ struct DeviceAllocator final : c10::Allocator {
     const c10::Device device(kDevice, currentDevice());
     void* memory = nullptr;
     if (bytes != 0) {
+      mycoll_standin_enter();
       memory = mycoll_standin_malloc(bytes, handleOf(currentStream()));
       TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "the stand-in device has no ", bytes,
                        " bytes left; STANDIN_MEMORY_MB says how many it has");

@@ -33,11 +33,13 @@ const char* known(const char* variable, const char* otherwise) {
 extern "C" {
 
 STANDIN_API int cudaStreamIsCapturing(void* stream, int* status) {
+  mycoll_standin_enter();
   *status = mycoll_standin_is_capturing(stream) ? kActive : 0;
   return kSuccess;
 }
 
 STANDIN_API int cudaThreadExchangeStreamCaptureMode(int* mode) {
+  mycoll_standin_enter();
   *mode = mycoll_standin_exchange_capture_mode(*mode);
   return kSuccess;
 }

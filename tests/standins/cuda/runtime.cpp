@@ -10,7 +10,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -62,14 +61,9 @@ Error missing(const char* function) {
   return fail(kNotSupported, std::string(function) + " is not in the stand-in for CUDA's runtime");
 }
 
-// Devices on which there is a context, as bits. One comes with the first call that needs it: on the
-// thread's current device, so that a thread that never chose one makes it on device 0.
-std::atomic<uint64_t> contexts{0};
-
 // What every call of the runtime does that needs a device.
 void enter() {
-  const uint64_t bit = uint64_t{1} << mycoll_standin_current_device();
-  if ((contexts.load(std::memory_order_relaxed) & bit) == 0) contexts |= bit;
+  mycoll_standin_enter();
   mycoll_standin_spend(0);
 }
 
@@ -407,7 +401,7 @@ API cudaGraphGetNodes(void*, void*, size_t* count) {
 
 API cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* isActive) {
   *flags = 0;
-  *isActive = (contexts >> device & 1) != 0;
+  *isActive = (mycoll_standin_device_contexts() >> device & 1) != 0;
   return kSuccess;
 }
 
@@ -438,7 +432,9 @@ API cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsign
 }
 
 // For tests.
-extern "C" STANDIN_API uint64_t mycoll_standin_contexts() { return contexts; }
+extern "C" STANDIN_API uint64_t mycoll_standin_contexts() {
+  return mycoll_standin_device_contexts();
+}
 
 // --- kernels
 

@@ -1,4 +1,5 @@
 // The C functions of standin_device.h over Stream and Memory.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -20,6 +21,7 @@ using standin::Moment;
 using standin::Stream;
 
 thread_local int currentDevice = 0;
+std::atomic<uint64_t> contexts{0};
 
 Stream* stream(void* handle) {
   return handle != nullptr ? static_cast<Stream*>(handle) : standin::defaultStream(currentDevice);
@@ -86,6 +88,12 @@ const char* mycoll_standin_device_synchronize(int device) {
 
 int mycoll_standin_current_device(void) { return currentDevice; }
 void mycoll_standin_set_current_device(int device) { currentDevice = device; }
+
+void mycoll_standin_enter(void) {
+  const uint64_t bit = uint64_t{1} << currentDevice;
+  if ((contexts.load(std::memory_order_relaxed) & bit) == 0) contexts |= bit;
+}
+uint64_t mycoll_standin_device_contexts(void) { return contexts; }
 
 void* mycoll_standin_default_stream(int device) { return standin::defaultStream(device); }
 void* mycoll_standin_stream(void* handle) { return stream(handle); }

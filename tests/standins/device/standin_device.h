@@ -36,6 +36,11 @@ STANDIN_API int mycoll_standin_device_count(void);
 STANDIN_API const char* mycoll_standin_device_synchronize(int device);
 STANDIN_API int mycoll_standin_current_device(void);  // of this thread: 0, until it is set
 STANDIN_API void mycoll_standin_set_current_device(int device);
+// Devices on which this process has a context, as bits. One comes with the first call that needs
+// it, which says so by enter(): on the thread's current device, so that a thread that never chose
+// one makes it on device 0. On a GPU each takes half a gigabyte.
+STANDIN_API void mycoll_standin_enter(void);
+STANDIN_API uint64_t mycoll_standin_device_contexts(void);
 
 // --- streams. Null stands for the current device's default stream, as in CUDA.
 

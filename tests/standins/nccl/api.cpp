@@ -68,8 +68,10 @@ Result connect(Handle* made, int ranks, const UniqueId& id, int rank, const Conf
     return complain(Result::kInvalidUsage, "communicators in groups are more than I can do");
   }
   hangWhile("connect", rank, [] { return false; });
-  auto comm = std::make_shared<Comm>(rank, ranks, config);
+  Device::get().enter();
+  auto comm = std::make_shared<Comm>(rank, ranks, Device::get().currentDevice(), config);
   *made = publish(comm);
+  const DeviceEntry entry(comm->device, "ncclCommInitRankConfig");
   return comm->connect(id);
 }
 
@@ -204,6 +206,7 @@ NCCL_API Result ncclMemFree(void* memory) {
 NCCL_API Result ncclCommRegister(const Handle handle, void* buffer, size_t bytes, void** made) {
   return with(handle, "ncclCommRegister", [&](Comm& comm) {
     if (bytes == 0 || !isDevicePointer(buffer)) return invalid("not device memory");
+    comm.mayWaitForDevice();
     return comm.registerBuffer(made);
   });
 }
@@ -222,6 +225,7 @@ NCCL_API Result ncclCommWindowRegister(Handle handle, void* buffer, size_t bytes
     }
     if (flags < 0 || flags > 1) return invalid("window flags");
     *window = nullptr;
+    comm.mayWaitForDevice();
     if (!script().hasWindows) return Result::kSuccess;
     return comm.registerBuffer(reinterpret_cast<void**>(window));
   });

@@ -73,7 +73,39 @@ std::shared_ptr<Comm> find(Handle handle, const char* function) {
   return found->second;
 }
 
-Entry::Entry(Comm& comm, const char* function, bool isGrouped) : comm_(comm) {
+namespace {
+
+struct Inside {
+  std::thread::id thread;
+  int depth = 0;
+  const char* function = "";
+};
+std::mutex insideMutex;
+std::map<int, Inside>& inside() {
+  static std::map<int, Inside>& all = *new std::map<int, Inside>;
+  return all;
+}
+
+}  // namespace
+
+DeviceEntry::DeviceEntry(int device, const char* function) : device_(device) {
+  std::lock_guard<std::mutex> lock(insideMutex);
+  Inside& here = inside()[device];
+  const std::thread::id me = std::this_thread::get_id();
+  if (here.depth > 0 && here.thread != me && script().oneThread) {
+    die(std::string(function) + " beside " + here.function +
+        " of another thread, on the same device");
+  }
+  if (++here.depth == 1) here = {me, 1, function};
+}
+
+DeviceEntry::~DeviceEntry() {
+  std::lock_guard<std::mutex> lock(insideMutex);
+  --inside()[device_].depth;
+}
+
+Entry::Entry(Comm& comm, const char* function, bool isGrouped)
+    : comm_(comm), onDevice_(comm.device, function) {
   const std::thread::id me = std::this_thread::get_id();
   const std::thread::id owner = comm.groupOwner_;
   if (comm.isEntered_.exchange(true) || (owner != std::thread::id() && owner != me)) {
@@ -98,8 +130,8 @@ size_t sizeOf(DataType type) {
   }
 }
 
-Comm::Comm(int rank, int ranks, const Config& config)
-    : rank(rank), ranks(ranks), config(config), isBlocking(config.blocking != 0) {}
+Comm::Comm(int rank, int ranks, int device, const Config& config)
+    : rank(rank), ranks(ranks), device(device), config(config), isBlocking(config.blocking != 0) {}
 
 // --- states
 
@@ -150,6 +182,12 @@ Result Comm::background(std::function<Result()> job) {
   return Result::kInProgress;
 }
 
+void Comm::mayWaitForDevice() const {
+  if (script().initSyncs) (void)Device::get().synchronize(device);
+}
+
+bool Comm::isEntered() const { return isEntered_ || groupOwner_.load() != std::thread::id(); }
+
 // --- making
 
 Result Comm::connect(const UniqueId& id) {
@@ -157,6 +195,7 @@ Result Comm::connect(const UniqueId& id) {
   auto job = [self = shared_from_this()] {
     auto aborted = [&] { return self->isStopped(); };
     hangWhile("init", self->rank, aborted);
+    self->mayWaitForDevice();
     const Script now = script();
     if (now.fails("init", self->rank)) return complain(Result::kInternalError, "told to fail");
     self->segment_ = Segment::attach(self->id_, self->rank, self->ranks);
@@ -183,6 +222,14 @@ Result Comm::meet() {
 }
 
 Result Comm::split(int color, int key, Handle* child, const Config& config) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (passed_ < issued_) {
+      die("ncclCommSplit of rank " + std::to_string(rank) +
+          " with operations outstanding on the communicator");
+    }
+  }
+  mayWaitForDevice();
   std::vector<int> members;
   for (int each = 0; each < ranks; ++each) members.push_back(each);
   return background([self = shared_from_this(), members, color, key, child, config] {
@@ -229,7 +276,7 @@ Result Comm::makeChild(const std::vector<int>& members, int color, int key, Hand
   if (color < 0) return Result::kSuccess;
 
   const int place = static_cast<int>(std::find(mine.begin(), mine.end(), rank) - mine.begin());
-  auto made = std::make_shared<Comm>(place, static_cast<int>(mine.size()), config);
+  auto made = std::make_shared<Comm>(place, static_cast<int>(mine.size()), device, config);
   made->id_ = id;
   made->segment_ = Segment::attach(id, place, made->ranks);
   if (!made->segment_) return complain(Result::kSystemError, "the child's leader is gone");
@@ -243,6 +290,16 @@ Result Comm::makeChild(const std::vector<int>& members, int color, int key, Hand
 // --- operations
 
 struct Comm::Launch {
+  Launch() = default;
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+  ~Launch() {
+    if (!isCaptured) return;
+    std::lock_guard<std::mutex> lock(comm->mutex_);
+    --comm->graphs_;
+    comm->changed_.notify_all();
+  }
+
   std::shared_ptr<Comm> comm;
   std::vector<Operation> operations;
   bool isCaptured = false;
@@ -251,6 +308,10 @@ struct Comm::Launch {
 };
 
 Result Comm::issue(std::vector<Operation> operations, void* stream) {
+  if (Device::get().streamDevice(stream) != device) {
+    die("a stream of device " + std::to_string(Device::get().streamDevice(stream)) +
+        " with a communicator of device " + std::to_string(device));
+  }
   auto launch = std::make_shared<Launch>();
   launch->comm = shared_from_this();
   launch->isCaptured = Device::get().isCapturing(stream) != 0;
@@ -259,7 +320,11 @@ Result Comm::issue(std::vector<Operation> operations, void* stream) {
     std::lock_guard<std::mutex> lock(mutex_);
     operations_ += static_cast<int64_t>(operations.size());
     launch->isBroken = now.errorAfter >= 0 && now.concerns(rank) && operations_ > now.errorAfter;
-    if (!launch->isCaptured) launch->turn = issued_++;
+    if (launch->isCaptured) {
+      ++graphs_;
+    } else {
+      launch->turn = issued_++;
+    }
   }
   launch->operations = std::move(operations);
   return background([launch, stream] {
@@ -315,23 +380,47 @@ Result Comm::finalize() {
   hangWhile("finalize", rank, [this] { return isAborted(); });
   std::unique_lock<std::mutex> lock(mutex_);
   isFinalizing_ = true;
+  if (segment_) segment_->bulletin(rank).isLeaving = 1;
   if (!isBlocking) return passed_ < issued_ ? Result::kInProgress : Result::kSuccess;
-  changed_.wait(lock, [this] { return isAborted() || passed_ == issued_; });
+  changed_.wait(lock, [this] { return isAborted() || (passed_ == issued_ && graphs_ == 0); });
+  lock.unlock();
+  waitForOthersToLeave();
   return Result::kSuccess;
+}
+
+// Ending is a collective call of the ranks of a host, and all of ours are on one.
+void Comm::waitForOthersToLeave() {
+  if (!segment_) return;
+  for (int peer = 0; peer < ranks; ++peer) {
+    const Segment::Bulletin& other = segment_->bulletin(peer);
+    while (!isAborted() && !other.isLeaving && !other.isGone && !segment_->isPeerDead(peer)) nap();
+  }
+}
+
+void Comm::dieUnderThread(const char* function) {
+  if (!isEntered()) return;
+  die(std::string(function) + " of rank " + std::to_string(rank) +
+      " frees the communicator under a thread that is inside NCCL with it");
 }
 
 Result Comm::destroy() {
   hangWhile("destroy", rank, [this] { return isAborted(); });
+  dieUnderThread("ncclCommDestroy");
+  if (segment_) segment_->bulletin(rank).isLeaving = 1;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return isAborted() || (passed_ == issued_ && jobs_ == 0); });
+    changed_.wait(
+        lock, [this] { return isAborted() || (passed_ == issued_ && jobs_ == 0 && graphs_ == 0); });
   }
+  waitForOthersToLeave();
+  mayWaitForDevice();
   if (segment_) segment_->bulletin(rank).isGone = 1;
   withdraw(this);
   return Result::kSuccess;
 }
 
 Result Comm::abort() {
+  dieUnderThread("ncclCommAbort");
   {
     std::lock_guard<std::mutex> lock(mutex_);
     isAborted_ = true;

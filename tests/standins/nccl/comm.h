@@ -59,9 +59,10 @@ size_t sizeOf(DataType type);
 
 class Comm : public std::enable_shared_from_this<Comm> {
  public:
-  Comm(int rank, int ranks, const Config& config);
+  // device: of the thread that makes it, for good.
+  Comm(int rank, int ranks, int device, const Config& config);
 
-  const int rank, ranks;
+  const int rank, ranks, device;
   const Config config;
   const bool isBlocking;
 
@@ -80,6 +81,10 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Result registerBuffer(void** handle);
   Result deregisterBuffer(void* handle);
 
+  // As cudaMalloc and cudaFree, which NCCL calls there.
+  void mayWaitForDevice() const;
+  bool isEntered() const;
+
   // --- for launches
   const Segment& segment() const { return *segment_; }
   bool isAborted() const { return isAborted_; }
@@ -94,6 +99,9 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Result background(std::function<Result()> job);
   Result meet();
   Result dial(const std::vector<Operation>& operations);
+  Result dialAll(const Operation& operation);
+  void waitForOthersToLeave();
+  void dieUnderThread(const char* function);
   Result makeChild(const std::vector<int>& members, int color, int key, Handle* child,
                    const Config& config);
   void run(const Launch& launch);
@@ -113,6 +121,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   uint64_t issued_ = 0, passed_ = 0;  // launches; those of graphs are not among them
   int64_t operations_ = 0;
   std::map<void*, int> buffers_;
+  int graphs_ = 0;  // launches that graphs hold
 
   uint64_t collectives_ = 0;  // of the running launch
   uint64_t rounds_ = 0;       // children, of one thread at a time
@@ -128,16 +137,31 @@ void withdraw(const Comm* comm);
 // Ends the process when it is none, or was one.
 std::shared_ptr<Comm> find(Handle handle, const char* function);
 
+// This thread is inside NCCL for a device: see one_thread in standin_nccl.h.
+class DeviceEntry {
+ public:
+  DeviceEntry(int device, const char* function);
+  ~DeviceEntry();
+  DeviceEntry(const DeviceEntry&) = delete;
+  DeviceEntry& operator=(const DeviceEntry&) = delete;
+
+ private:
+  const int device_;
+};
+
 // Two threads inside one communicator end the process.
 class Entry {
  public:
   Entry(Comm& comm, const char* function, bool isGrouped);
   ~Entry() { comm_.isEntered_ = false; }
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
   // The thread's group is over.
   static void leaveGroup(Comm& comm) { comm.groupOwner_ = std::thread::id(); }
 
  private:
   Comm& comm_;
+  const DeviceEntry onDevice_;
 };
 
 // ncclGetLastError: of the process, and stale ones too, as in NCCL.

@@ -34,6 +34,10 @@ Device load() {
   find(handle, "mycoll_standin_spend", device.spend);
   find(handle, "mycoll_standin_malloc", device.allocate);
   find(handle, "mycoll_standin_free", device.release);
+  find(handle, "mycoll_standin_current_device", device.currentDevice);
+  find(handle, "mycoll_standin_stream_device", device.streamDevice);
+  find(handle, "mycoll_standin_enter", device.enter);
+  find(handle, "mycoll_standin_device_synchronize", device.synchronize);
   return device;
 }
 

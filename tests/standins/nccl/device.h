@@ -18,6 +18,10 @@ struct Device {
   void (*spend)(int isNccl);
   void* (*allocate)(size_t bytes, void* stream);
   void (*release)(void* address);
+  int (*currentDevice)();
+  int (*streamDevice)(void* stream);
+  void (*enter)();  // as a call of CUDA's runtime does
+  const char* (*synchronize)(int device);
 
   static const Device& get();
 };

@@ -15,7 +15,29 @@ bool areOpposite(int rank, int peer, int ranks) {
   return (peer - rank + ranks) % ranks * 2 == ranks;
 }
 
+// Of collectives whose algorithm may be the same: bits from 0 to 29.
+int connectionOf(const Operation& op) {
+  const size_t bytes = op.count * sizeOf(op.type);
+  const int sizeClass = bytes <= (64 << 10) ? 0 : bytes <= (1 << 20) ? 1 : 2;
+  return 3 * static_cast<int>(op.kind) + sizeClass;
+}
+
 }  // namespace
+
+// NCCL connects what an algorithm needs at the first collective that uses it: in its caller, which
+// waits there for all ranks.
+Result Comm::dialAll(const Operation& operation) {
+  if (!script().connectsLazily) return Result::kSuccess;
+  const uint64_t bit = uint64_t{1} << connectionOf(operation);
+  if ((segment().bulletin(rank).connected.fetch_or(bit) & bit) != 0) return Result::kSuccess;
+  mayWaitForDevice();
+  return await([&] {
+    for (int peer = 0; peer < ranks; ++peer) {
+      if ((segment().bulletin(peer).connected & bit) == 0) return false;
+    }
+    return true;
+  });
+}
 
 Result Comm::dial(const std::vector<Operation>& operations) {
   struct Line {
@@ -23,6 +45,10 @@ Result Comm::dial(const std::vector<Operation>& operations) {
   };
   std::map<int, Line> lines;
   for (const Operation& op : operations) {
+    if (op.kind != Kind::kSend && op.kind != Kind::kReceive) {
+      const Result connected = dialAll(op);
+      if (connected != Result::kSuccess) return connected;
+    }
     if (op.root == rank) continue;
     if (op.kind == Kind::kSend && segment().ring(rank, op.root).isSenderHere.exchange(1) == 0) {
       lines[op.root].sends = true;
@@ -32,6 +58,7 @@ Result Comm::dial(const std::vector<Operation>& operations) {
       lines[op.root].receives = true;
     }
   }
+  if (!lines.empty()) mayWaitForDevice();
   for (const auto& [peer, line] : lines) {
     const Segment::Ring& out = segment().ring(rank, peer);
     const Segment::Ring& in = segment().ring(peer, rank);

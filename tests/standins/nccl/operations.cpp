@@ -19,6 +19,7 @@ struct Group {
   int depth = 0;
   Result error = Result::kSuccess;
   std::vector<Pending> pending;
+  std::vector<std::shared_ptr<Comm>> entered;  // also by what was refused
 };
 
 thread_local Group group;
@@ -34,7 +35,7 @@ Result endGroup() {
   }
   if (--group.depth > 0) return Result::kSuccess;
   const Group ended = std::exchange(group, Group());
-  for (const auto& pending : ended.pending) Entry::leaveGroup(*pending.comm);
+  for (const auto& comm : ended.entered) Entry::leaveGroup(*comm);
   if (ended.error != Result::kSuccess) return ended.error;
   Result result = Result::kSuccess;
   for (const auto& pending : ended.pending) {
@@ -81,6 +82,7 @@ Result add(Handle handle, Operation op, void* stream, Reach reach) {
   count(op.name);
   const std::shared_ptr<Comm> comm = find(handle, op.name);
   const Entry entry(*comm, op.name, group.depth > 0);
+  if (group.depth > 0) group.entered.push_back(comm);
   Result result = comm->readiness();
   if (result == Result::kSuccess) {
     hangWhile("enqueue", comm->rank, [&] { return comm->isStopped(); });
@@ -187,18 +189,17 @@ NCCL_API Result ncclAlltoAll(const void* send, void* receive, size_t count, Data
              stream, {});
 }
 
+// NCCL_CHECK_POINTERS wants both buffers of a gather and a scatter on every rank, used or not.
 NCCL_API Result ncclGather(const void* send, void* receive, size_t count, DataType type, int root,
                            Handle comm, CudaStream stream) {
-  const bool isRoot = find(comm, "ncclGather")->rank == root;
   return add(comm, operation(Kind::kGather, "ncclGather", send, receive, count, type, {}, root),
-             stream, {true, isRoot});
+             stream, {});
 }
 
 NCCL_API Result ncclScatter(const void* send, void* receive, size_t count, DataType type, int root,
                             Handle comm, CudaStream stream) {
-  const bool isRoot = find(comm, "ncclScatter")->rank == root;
   return add(comm, operation(Kind::kScatter, "ncclScatter", send, receive, count, type, {}, root),
-             stream, {isRoot, true});
+             stream, {});
 }
 
 NCCL_API Result ncclSend(const void* buffer, size_t count, DataType type, int peer, Handle comm,

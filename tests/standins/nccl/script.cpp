@@ -47,6 +47,12 @@ Script parse(const std::string& text) {
       script.duplicateGpu = value == "1";
     } else if (key == "window") {
       script.hasWindows = value != "none";
+    } else if (key == "init_syncs") {
+      script.initSyncs = value == "1";
+    } else if (key == "one_thread") {
+      script.oneThread = value == "1";
+    } else if (key == "connect") {
+      script.connectsLazily = value == "lazily";
     } else if (key == "peer_death") {
       script.peerDeathIsError = value != "hang";
     } else {

@@ -35,6 +35,8 @@ class Segment {
     std::atomic<int32_t> pid;  // 0: not here yet
     std::atomic<uint64_t> startTicks;
     std::atomic<uint32_t> isGone;
+    std::atomic<uint32_t> isLeaving;  // has begun to finalize or to destroy
+    std::atomic<uint64_t> connected;  // kinds and size classes of collectives, as bits
     // Making a child communicator, round by round: what this rank wants...
     std::atomic<uint64_t> asked;
     std::atomic<int32_t> color, key;

@@ -1,0 +1,297 @@
+"""./dev gpu smoke: in at most 90 seconds, does mycoll work on these GPUs? A line for each of twelve
+steps, as it happens. A step that fails is run over torch's own nccl as a control (on the stand-in
+device over host memory), so that its line says whether the fault is mycoll's.
+
+It needs one GPU, and takes as many ranks as there are GPUs, up to eight. On a single one it asks
+once whether torch's nccl can serve two ranks there; where not, it goes on with one rank, and does
+what needs two through host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mycoll
+import torch
+from standins import cuda as standin_cuda
+from worlds import device as devices
+from worlds.pool import Options, Pool, Spec, World, WorldFailure
+from worlds.worker import Ctx
+
+from gpu import steps
+from gpu.evidence import drop_silent, nccl_log, nccl_words
+from gpu.leaving import LATE
+from gpu.steps import Found
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWN = 8  # lines of a failure; all of it is in the folder
+STOPPED = 2  # the exit code where the first three steps failed
+NOT_PROMISED = "no control: torch's nccl ends the process of those that are left"
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    job: Callable[[Ctx], Found] | None  # on all ranks; None: programs that end by themselves
+    needs_two: bool = False
+    no_control: str = ""  # why
+
+
+STEPS = (
+    Step("library and version", steps.library, no_control="no control: torch's nccl has its own"),
+    Step("init", steps.init),
+    Step("results", steps.same_results),
+    Step("asynchronous, on streams", steps.streams),
+    Step("DDP", steps.ddp),
+    Step("FSDP2", steps.fsdp2),
+    Step("messages", steps.messages, needs_two=True),
+    Step("capture and replay", steps.capture),
+    Step("contexts on each GPU", steps.contexts),
+    Step("call time, bandwidth", steps.speed),
+    Step("a killed rank", steps.killed, needs_two=True, no_control=NOT_PROMISED),
+    Step("late destroy, and none", None),
+)
+
+
+class Failed(Exception):
+    """Of programs; the text says how."""
+
+
+class Smoke:
+    def __init__(self, device: str, folder: Path, seconds: float) -> None:
+        self.device = device
+        self.folder = folder
+        self.ends = time.monotonic() + seconds
+        self.most = seconds / 2.5  # for one step
+        self.pool = Pool(Options(deadline=self.most))
+        self.spec = self.pool.spec(1)
+        self.names = itertools.count()
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    def settle(self, ranks: int | None) -> str:
+        """Chooses the world; returns what to say about it."""
+        count = torch.cuda.device_count() if self.device == "cuda" else 2
+        size = ranks or min(max(count, 2), 8)
+        roads = devices.roads(self.device, size, ["nccl"])
+        road = next((each for each in reversed(roads) if not self.missing(each)), roads[0])
+        self.spec = self.pool.spec(
+            size, device=self.device, road=road, timeout=25.0, env=tuple(nccl_log(self.folder))
+        )
+        if size <= count:
+            return f"{size} ranks, a GPU each" if size > 1 else "one rank"
+        # Ranks that share a GPU: NCCL takes that for a mistake, unless it can be talked out of it.
+        control = self.control(self.spec)
+        try:
+            self.in_world(control, steps.init)
+        except WorldFailure as failure:
+            (self.folder / "several-ranks-on-one-gpu.log").write_text(str(failure))
+            self.spec = replace(self.spec, size=1, road="nccl")
+            return (
+                f"torch's nccl cannot serve {size} ranks on one GPU here (several-ranks-on-one-gpu"
+                ".log): one rank, for which NCCL launches no kernel; what needs two goes through "
+                "host memory"
+            )
+        finally:
+            self.end(control)
+        return f"{size} ranks on {count} GPU ({road}: torch's nccl can do that here)"
+
+    def missing(self, road: str) -> str:
+        return devices.missing(self.device, road)
+
+    def control(self, spec: Spec) -> Spec:
+        if self.device == "cuda":
+            return replace(spec, backend="cpu:gloo,cuda:nccl")
+        return replace(spec, road="host")
+
+    def beside(self) -> str:
+        return "torch's nccl" if self.device == "cuda" else "host memory"
+
+    def in_world(self, spec: Spec, job: Callable[[Ctx], Found]) -> Found:
+        seconds = max(1.0, min(self.most, self.left))
+        self.pool.options.deadline = seconds
+        world: World = self.pool.get(spec)
+        if job is not steps.killed:
+            answers = world.run(job, deadline=seconds)
+        else:
+            world.start(job)
+            answers = world.finish(seconds, allow_gone=True)
+            world.kill()
+        found: Found = answers[0]
+        return found
+
+    def end(self, spec: Spec) -> None:
+        """Its ranks, which would hold memory and perhaps hang on the device."""
+        if world := self.pool.worlds.pop(spec, None):
+            world.kill()
+
+    def programs(self, spec: Spec) -> Found:
+        """Ranks that are processes of their own, for their exit codes."""
+        prefix = f"leaving{next(self.names)}"
+        command = [sys.executable, "-m", "worlds.program", spec.device, spec.road, "gpu.leaving"]
+        command += [spec.backend, str(self.pool.store_port), prefix]
+        seconds = max(1.0, min(self.most, self.left))
+        running, texts, slow = [], [], []
+        for rank in range(spec.size):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec.size)}
+            environment = {**os.environ, **dict(spec.env), **place}
+            log = (self.folder / f"{prefix}-rank{rank}.log").open("w+")
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+            )
+            running.append((process, log))
+        until = time.monotonic() + seconds
+        for rank, (process, log) in enumerate(running):
+            with log:
+                try:
+                    code: int | str = process.wait(max(0.1, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    code = f"none after {seconds:.0f} s"
+                    process.kill()
+                    process.wait()
+                ended = time.monotonic()
+                log.seek(0)
+                output = log.read()
+            told = re.search(r"ends at ([\d.]+)", output)
+            if code != 0 or not told:
+                texts.append(f"rank {rank}: exit code {code}\n{output[-2000:]}")
+            else:
+                slow.append(ended - float(told[1]))
+                words = [line for line in output.splitlines() if "mycoll" in line]
+                texts += [f"rank {rank} ended well, but says: {line}" for line in words]
+        if texts:
+            raise Failed("\n".join(texts))
+        text = f"left {LATE:.0f} s apart; without destroy: exit code 0, {max(slow):.1f} s to end"
+        return Found(text)
+
+    def do(self, step: Step, spec: Spec) -> Found:
+        return self.programs(spec) if step.job is None else self.in_world(spec, step.job)
+
+    def run(self, number: int, step: Step) -> Found | None:
+        """Prints a step's line, and what a failure left. None: it failed."""
+        print(f"{number:2}  {step.name:26}", end="", flush=True)
+        if self.left < 3:
+            print("red        there was no time left for it", flush=True)
+            return None
+        spec, by = self.spec, ""
+        if step.needs_two and spec.size == 1:
+            spec, by = replace(spec, size=2, road="host"), ", through host memory"
+        began = time.monotonic()
+        try:
+            found = self.do(step, spec)
+        except (WorldFailure, Failed) as failure:
+            self.explain(number, step, spec, str(failure), time.monotonic() - began)
+            return None
+        word = "ok " if found.is_tried else "-- "
+        print(f"{word} {time.monotonic() - began:5.1f} s  {found.text}{by}", flush=True)
+        return found
+
+    def explain(self, number: int, step: Step, spec: Spec, text: str, took: float) -> None:
+        log = self.folder / f"{number:02}-{re.sub('[^a-z0-9]+', '-', step.name.lower())}.log"
+        log.write_text(text)
+        print(f"red {took:5.1f} s  all of it: {log}", flush=True)
+        for line in itertools.islice(lines_of(text), SHOWN):
+            print(f"      {line[:200]}")
+        for line in nccl_words(self.folder):
+            print(f"      NCCL: {line[:200]}")
+        print(f"      {self.verdict(step, spec)}", flush=True)
+
+    def verdict(self, step: Step, spec: Spec) -> str:
+        """Of the control."""
+        if step.no_control:
+            return step.no_control
+        if spec.road == "host":
+            return "no control: it went through host memory"
+        if self.left < 5:
+            return f"no control: there is no time left to try {self.beside()}"
+        control = self.control(spec)
+        try:
+            found = self.do(step, control)
+        except (WorldFailure, Failed) as failure:
+            last = list(lines_of(str(failure)))[-1:]
+            return f"control: over {self.beside()} it fails, too: {''.join(last)[:160]}"
+        finally:
+            self.end(control)
+        if not found.is_tried:
+            return f"no control: {found.text}"
+        return f"control: over {self.beside()} it passes, so look for the fault in mycoll" + (
+            "" if self.device == "cuda" else "'s way to NCCL, or in NCCL"
+        )
+
+
+def lines_of(failure: str) -> Iterator[str]:
+    """Of a WorldFailure what tells most: who failed and by which words, without any stacks."""
+    for line in failure.splitlines():
+        if line.startswith(("--- its output", "--- native stacks")):
+            return
+        is_frame = line.startswith(("  File ", "    "))
+        if line.strip() and not is_frame:
+            yield line
+
+
+def chosen(words: str) -> list[int]:
+    """Of "2,5" or "ddp,messages"."""
+    found = []
+    for word in words.lower().split(","):
+        hits = [
+            number
+            for number, step in enumerate(STEPS, 1)
+            if word == str(number) or (not word.isdigit() and word in step.name.lower())
+        ]
+        if not hits:
+            sys.exit(f"mycoll: no step is called '{word}'; there are 1 to {len(STEPS)}")
+        found += hits
+    return sorted(set(found))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("./dev gpu smoke", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=90, help="for all of it (90)")
+    parser.add_argument("--only", default="", help="these steps: numbers or names, 2,7 or ddp")
+    parser.add_argument("--ranks", type=int, help="how many (one for each GPU, up to eight)")
+    parser.add_argument("--folder", type=Path, help="for logs of what fails (build/smoke)")
+    parser.add_argument("--rehearse", action="store_true", help="without a GPU, on stand-ins")
+    parser.add_argument("--device", choices=["cuda", "standin"], default="cuda")
+    args = parser.parse_args(arguments)
+    wanted = chosen(args.only) if args.only else list(range(1, len(STEPS) + 1))
+    folder = args.folder or ROOT / "build" / "smoke"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.log"):
+        old.unlink()
+    smoke = Smoke(args.device, folder.resolve(), args.seconds)
+    began = time.monotonic()
+    what = "the stand-in device" if args.device == "standin" else torch.cuda.get_device_name(0)
+    if standin_cuda.is_here():
+        what += ", a rehearsal without a GPU"
+    print(f"mycoll {mycoll.__version__}, torch {torch.__version__}, {what}", flush=True)
+    try:
+        print(smoke.settle(args.ranks), flush=True)
+        return run_all(smoke, wanted, began)
+    finally:
+        smoke.pool.close()
+        drop_silent(smoke.folder)
+
+
+def run_all(smoke: Smoke, wanted: list[int], began: float) -> int:
+    good, untried = 0, 0
+    for done, number in enumerate(wanted):
+        found = smoke.run(number, STEPS[number - 1])
+        good += found is not None
+        untried += found is not None and not found.is_tried
+        if done == 2 and number == 3 and good == 0:
+            print("0 of 12: the first three failed, and the others need them")
+            return STOPPED
+    note = f", of which {untried} cannot be tried here (--)" if untried else ""
+    print(f"{good} of {len(wanted)}{note}, in {time.monotonic() - began:.0f} s")
+    return 0 if good == len(wanted) else 1

@@ -1,0 +1,68 @@
+"""A process makes a context on the GPU that it uses and on no other, whatever thread of ours or of
+the user's does the work: each takes half a gigabyte of the GPU's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import device
+from worlds.device_tensors import NUMEL, full, is_all, total
+from worlds.worker import Ctx
+
+
+def contexts(ctx: Ctx) -> list[int]:
+    if ctx.device.type == "cuda":
+        count = torch.cuda.device_count()
+        return [index for index in range(count) if torch._C._cuda_hasPrimaryContext(index)]
+    library = ctypes.CDLL(str(device.standins() / "libmycoll_standin_device.so"))
+    library.mycoll_standin_device_contexts.restype = ctypes.c_uint64
+    found = library.mycoll_standin_device_contexts()
+    return [index for index in range(64) if found >> index & 1]
+
+
+def everything(ctx: Ctx) -> None:
+    x = full(ctx, ctx.rank + 1)
+    dist.all_reduce(x)
+    is_all(ctx, x, total(ctx))
+    out = full(ctx, 0, ctx.size * NUMEL)
+    dist.all_gather_into_tensor(out, x, async_op=True).wait()
+    is_all(ctx, out, total(ctx))
+    works = [dist.all_reduce(full(ctx, 1), async_op=True) for _ in range(5)]
+    for work in works:
+        work.wait()
+    peer = 1 - ctx.rank
+    ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, full(ctx, 0), peer)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    y = full(ctx, 0, 3 << 20)
+    (dist.isend if ctx.rank == 0 else dist.irecv)(y, peer).wait()
+    dist.barrier()
+
+
+def in_a_thread(ctx: Ctx) -> list[int]:
+    """That never chose a device: the first one is current there."""
+    failures: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            everything(ctx)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    for failure in failures:
+        raise failure
+    dist.destroy_process_group()
+    return contexts(ctx)
+
+
+@pytest.mark.parametrize("road", ["nccl", "host"])
+def test_no_context_on_another_gpu(fresh_device_world, road):
+    for rank, found in enumerate(fresh_device_world(2, road).run(in_a_thread)):
+        assert found == [rank]

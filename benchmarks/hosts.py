@@ -6,16 +6,22 @@ Makes the namespaces, joins them by a bridge, limits each host's link to the rat
 removes it all at the end. Needs the right to do that (root). Both backends run in the same
 processes, in turns; a row has the medians over the rounds with their quartiles, and the bytes that
 the host that sent most has put on its link, as a multiple of the tensor.
+
+--mpi adds Open MPI (Debian: openmpi-bin libopenmpi-dev), which takes its turn in the same rounds,
+with each of the components that it has for this: tuned, han and adapt. The row has the fastest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -48,8 +54,9 @@ class Network:
     """Namespaces a bridge joins. Host i has the address 10.214.0.(i + 1)."""
 
     def __init__(self, hosts: int, rate: str) -> None:
-        self.names = [f"mycoll-{os.getpid()}-{i}" for i in range(hosts)]
-        self.bridge = f"mycoll-{os.getpid()}-sw"
+        self.prefix = f"mycoll-{os.getpid()}"
+        self.names = [f"{self.prefix}-{i}" for i in range(hosts)]
+        self.bridge = f"{self.prefix}-sw"
         self.rate = rate
 
     def __enter__(self) -> Network:
@@ -78,6 +85,83 @@ class Network:
     def __exit__(self, *_: object) -> None:
         for name in [*self.names, self.bridge]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+# ---- Open MPI ------------------------------------------------------------------------------------
+
+COMPONENTS = {
+    "tuned": [],
+    "han": ["--mca", "coll_han_priority", "100"],
+    "adapt": ["--mca", "coll_adapt_priority", "100"],
+}
+# How mpirun starts something on another host: there, with a name of its own, as Open MPI takes
+# processes for neighbours whose hosts have one name.
+AGENT = """#!/bin/sh
+number=$(($(echo "$1" | cut -d. -f4) - 1))
+shift
+exec ip netns exec {prefix}-$number unshare --uts sh -c "hostname host$number; $*"
+"""
+
+
+class Mpi:
+    """The ranks of one mpirun, which wait for lines and answer them (peers/mpi_bench.c)."""
+
+    def __init__(self, name: str, hosts: int, ranks: int, network: str, folder: Path) -> None:
+        agent = folder / "agent"
+        agent.write_text(AGENT.format(prefix=network))
+        agent.chmod(0o755)
+        address = str(folder / name)
+        where = ",".join(f"10.214.0.{host + 1}:{ranks}" for host in range(hosts))
+        command = [
+            "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(hosts * ranks),
+            "--host", where, "--map-by", "slot", "--mca", "plm_rsh_agent", str(agent),
+            "--mca", "oob_tcp_if_include", "veth0", "--mca", "btl_tcp_if_include", "veth0",
+            "--mca", "mpi_yield_when_idle", "1",  # all hosts have the same cores
+            "--mca", "pml", "ob1", "--mca", "btl", "self,vader,tcp",
+            *COMPONENTS[name], str(folder / "mpi_bench"), address,
+        ]  # fmt: skip
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(hosts * ranks)
+            listener.settimeout(60)
+            self.process = subprocess.Popen(
+                ["unshare", "--uts", "sh", "-c", 'hostname host0; exec "$@"', "sh", *command],
+                env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            self.channels: list[Any] = []
+            for _ in range(hosts * ranks):
+                self.channels.append(listener.accept()[0].makefile("rw"))
+                self.channels[-1].readline()
+
+    def ask(self, words: str) -> list[dict[str, Any]]:
+        for channel in self.channels:
+            channel.write(words + "\n")
+            channel.flush()
+        return [json.loads(channel.readline()) for channel in self.channels]
+
+    def run(self, operation: str, count: int, repeats: int) -> float:
+        """Seconds for each call, of the slowest rank; infinite once a rank has died."""
+        if self.process.poll() is not None:
+            return math.inf
+        try:
+            # Of what ranks have parts of, each has an element.
+            elements = max(count, len(self.channels))
+            self.ask(f"prepare {operation} float32 sum {elements * 4} 0 1 0")
+            self.ask("run 0 1")
+            answers = self.ask(f"run 0 {repeats}")
+        except (OSError, ValueError):  # Open MPI 4.1.4's han dies of large in-place all_reduces
+            self.process.wait()
+            return math.inf
+        return max(sum(answer["ns"]) for answer in answers) / repeats / 1e9
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            for channel in self.channels:
+                channel.write("quit\n")
+                channel.close()
+        self.process.wait(timeout=30)
 
 
 # ---- a rank --------------------------------------------------------------------------------------
@@ -119,21 +203,39 @@ def rank_main(arguments: argparse.Namespace) -> None:
         "mycoll", init_method=f"tcp://10.214.0.1:{PORT}", rank=arguments.rank, world_size=ranks,
         timeout=timedelta(seconds=300))  # fmt: skip
     groups = {"mycoll": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    peers = {name: None for name in COMPONENTS if arguments.mpi}
+    with tempfile.TemporaryDirectory(prefix="mycoll-hosts-") as folder:
+        if arguments.rank == 0 and arguments.mpi:
+            source = Path(__file__).parent / "peers" / "mpi_bench.c"
+            run("mpicc", "-O2", str(source), "-o", f"{folder}/mpi_bench")
+            peers = {
+                name: Mpi(name, arguments.hosts, arguments.ranks, arguments.network, Path(folder))
+                for name in COMPONENTS
+            }
+        work(arguments, dist, torch, groups, peers)
+        for peer in peers.values():
+            if peer:
+                peer.close()
+    dist.destroy_process_group()
+
+
+def work(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[str, Any],
+         peers: dict[str, Mpi | None]) -> None:  # fmt: skip
     for operation in arguments.operations.split(","):
         sizes = (
             [0] if operation == "barrier" else [size(each) for each in arguments.sizes.split(",")]
         )
         for bytes_each in sizes:
-            row = measure(arguments, dist, torch, groups, operation, bytes_each)
+            row = measure(arguments, dist, torch, groups, peers, operation, bytes_each)
             if arguments.rank == 0:
                 print(json.dumps(row), flush=True)
-    dist.destroy_process_group()
 
 
 def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[str, Any],
-            operation: str, bytes_each: int) -> dict[str, Any]:  # fmt: skip
+            peers: dict[str, Mpi | None], operation: str,
+            bytes_each: int) -> dict[str, Any]:  # fmt: skip
     ranks = arguments.hosts * arguments.ranks
-    times: dict[str, list[float]] = {name: [] for name in groups}
+    times: dict[str, list[float]] = {name: [] for name in [*groups, *peers]}
     traffic: dict[str, float] = {}
     calls = {
         name: call(dist, torch, operation, bytes_each // 4, ranks, group)
@@ -155,6 +257,10 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
                 dist.all_reduce(each_value, dist.ReduceOp.MAX)
             times[name].append(float(seconds))
             traffic[name] = float(load)
+        for name, peer in peers.items():
+            if peer:  # on rank 0; the other ranks wait for it
+                times[name].append(peer.run(operation, bytes_each // 4, repeats))
+            dist.barrier()
     return {"operation": operation, "bytes": bytes_each, "times": times, "sent": traffic}
 
 
@@ -176,14 +282,23 @@ def bound(operation: str, hosts: int) -> float:
 def line(row: dict[str, Any], arguments: argparse.Namespace) -> str:
     cells = [row["operation"], show(row["bytes"]) if row["bytes"] else ""]
     middle = {}
-    for name, times in row["times"].items():
+    for name in ("mycoll", "gloo"):
+        times = row["times"][name]
         low, middle[name], high = statistics.quantiles(times, n=4)
         cells.append(f"{middle[name] * 1e3:.3g} [{low * 1e3:.3g} {high * 1e3:.3g}]")
     ratios = [g / m for m, g in zip(row["times"]["mycoll"], row["times"]["gloo"], strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4)
     cells.append(f"{ratio:.2f} [{low:.2f} {high:.2f}]")
+    if arguments.mpi:
+        best = min(COMPONENTS, key=lambda name: statistics.median(row["times"][name]))
+        theirs = row["times"][best]
+        low, ratio, high = statistics.quantiles(
+            [m / o for m, o in zip(row["times"]["mycoll"], theirs, strict=True)], n=4
+        )
+        cells += [f"{statistics.median(theirs) * 1e3:.3g} {best}"]
+        cells += [f"{ratio:.2f} [{low:.2f} {high:.2f}]"]
     if row["bytes"] >= 2**20:
-        cells += [f"{row['sent'][name] / row['bytes']:.2f}" for name in row["times"]]
+        cells += [f"{row['sent'][name] / row['bytes']:.2f}" for name in ("mycoll", "gloo")]
         cells.append(f"{bound(row['operation'], arguments.hosts):.2f}")
     else:
         cells += ["", "", ""]
@@ -201,7 +316,9 @@ def main() -> None:
     parser.add_argument("--operations", default=",".join(OPERATIONS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=1, help="of a call in a round")
+    parser.add_argument("--mpi", action="store_true", help="beside Open MPI, too")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--network", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank >= 0:
         rank_main(arguments)
@@ -211,12 +328,23 @@ def main() -> None:
     print(
         f"{arguments.hosts} hosts of {arguments.ranks} ranks{rate}; ms, and how often gloo's time\n"
     )
-    print("| operation | bytes | mycoll | gloo | gloo/mycoll | sent: mycoll | gloo | bound |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    mpi = " Open MPI's best | mycoll/Open MPI |" if arguments.mpi else ""
+    print(f"| operation | bytes | mycoll | gloo | gloo/mycoll |{mpi} sent: mycoll | gloo | bound |")
+    print("|---|---|---|---|---|---|---|---|" + "---|---|" * arguments.mpi, flush=True)
     with Network(arguments.hosts, arguments.rate) as network:
         ranks = [
             subprocess.Popen(
-                ["ip", "netns", "exec", name, *words, "--rank", str(host * arguments.ranks + i)],
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    *words,
+                    "--network",
+                    network.prefix,
+                    "--rank",
+                    str(host * arguments.ranks + i),
+                ],
                 stdout=subprocess.PIPE,
                 text=True,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faults.harness import SUITE_PATIENCE, Seen, answers, attempt
 from worlds.smoke import smoke
 from worlds.worker import Ctx
 
 CLONE_NEWNET = 0x40000000
+SUITE_TIMEOUT = timedelta(seconds=40)
 PORT = 29_731  # nobody else is in these namespaces
 ADDRESSES = {"ipv4": ("10.213.0.1", "10.213.0.2"), "ipv6": ("fd21:3::1", "fd21:3::2")}
 
@@ -81,7 +84,7 @@ def on_two_hosts(ctx: Ctx, names: tuple[str, str], family: str, interface: str) 
         init_method=url,
         rank=ctx.rank,
         world_size=ctx.size,
-        timeout=timedelta(seconds=40),
+        timeout=SUITE_TIMEOUT,
     )
     smoke(ctx.rank, ctx.size)
     one_host = [dist.new_group([0, 1]), dist.new_group([2, 3])][host]
@@ -115,6 +118,37 @@ def test_two_hosts(fresh, backend, hosts, family, interface):
 @pytest.mark.parametrize("transport_between", ["tcp"])
 def test_two_hosts_forced_to_tcp(fresh, backend, hosts, transport_between):
     fresh(4, transport_between, init=False).run(on_two_hosts, hosts, "ipv4", "")
+
+
+def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) -> Seen:
+    enter(names[ctx.rank // 3])
+    url = f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}"
+    dist.init_process_group(
+        ctx.backend, init_method=url, rank=ctx.rank, world_size=ctx.size, timeout=SUITE_TIMEOUT
+    )
+    x = torch.ones(numel)
+    for _ in range(3):
+        dist.all_reduce(x)
+    if ctx.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def go_on() -> None:
+        while True:
+            dist.all_reduce(x)
+
+    return attempt(go_on)
+
+
+@pytest.mark.parametrize("numel", [10, 3_000_000])
+@pytest.mark.parametrize("victim", [3, 4])
+def test_a_rank_dies_on_one_of_two_hosts(fresh, mycoll_only, hosts, victim, numel):
+    """Ranks of its host wait for it in shared memory, the others for messages. All hear of it."""
+    world = fresh(6, init=False)
+    world.start(dies_on_a_host, hosts, victim, numel)
+    for seen in answers(world, (victim,)).values():
+        assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
+        assert f"rank {victim} (" in seen.text and "has ended (killed" in seen.text, seen.text
+        assert seen.seconds < SUITE_PATIENCE / 2, seen
 
 
 def no_shared_memory(ctx: Ctx, names: tuple[str, str]) -> str:

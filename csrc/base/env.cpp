@@ -129,6 +129,11 @@ Kind interfaces() {
           }};
 }
 
+// Read by Python, when torch is imported (python/mycoll/replace.py).
+Kind replaced() {
+  return {"gloo", [](std::string_view value, Env*) { return value.empty() || value == "gloo"; }};
+}
+
 bool parsePort(std::string_view text, int* port) {
   int64_t parsed = 0;
   if (!parseInteger(text, 1, 65535, &parsed)) return false;
@@ -227,6 +232,9 @@ const std::vector<Variable>& variables() {
       {"MYCOLL_CPU", "engine", choice(&Env::cpu, {"engine", "gloo"}),
        "What carries CPU tensors: mycoll's engine, or torch's gloo (to compare, or to rule mycoll "
        "out)."},
+      {"MYCOLL_REPLACE", "", replaced(),
+       "gloo: in this process and all that it starts, mycoll is in gloo's place: every group that "
+       "would be gloo's is mycoll's. Read when torch is imported."},
       {"MYCOLL_CUDA", "auto", choice(&Env::cuda, {"auto", "nccl", "host"}),
        "What carries CUDA tensors. nccl: NCCL, or an error. host: host memory and the engine. "
        "auto: "
@@ -279,12 +287,19 @@ const std::vector<Variable>& variables() {
       {"MYCOLL_EAGER_BYTES", "65536", bytes(&Env::eagerBytes, kMaxEagerBytes, "16M"),
        "A send up to this size completes without waiting for its receiver. Must be the same on all "
        "ranks."},
+      {"MYCOLL_PARTIALS", "wide", choice(&Env::partials, {"wide", "rounded"}),
+       "How sums of 8- and 16-bit floats over the ranks of one host travel to other hosts. wide: "
+       "as "
+       "float32, so that the result is rounded once and does not depend on where ranks are. "
+       "rounded: in the tensor's own type, in half of the bytes or fewer. Must be the same on all "
+       "ranks."},
       {"MYCOLL_NCCL_LIBRARY", "", path(&Env::ncclLibrary),
        "The NCCL to load; a second copy beside torch's is refused. Unset: the one that torch has "
        "loaded, that of the nvidia-nccl wheel, or the system's libnccl.so.2."},
       {"MYCOLL_NCCL_BLOCKING", "", ncclNumber(&NcclEnv::isBlocking, 0, 1),
        "1: calls into NCCL return when their work is enqueued. 0: they may return earlier, and "
-       "mycoll waits where it can be interrupted. Unset: 1."},
+       "mycoll waits where it can be interrupted. Unset: 1, or 0 with an NCCL older than 2.28.7, "
+       "where a thread that hangs in it cannot be let go."},
   };
   return *kVariables;
 }

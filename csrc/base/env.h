@@ -22,6 +22,7 @@ const char* version();
 // In the order in which the table names them.
 enum class TransportChoice { kAuto, kShm, kTcp };
 enum class DistanceChoice { kMeasured, kNear, kFar };
+enum class Partials { kWide, kRounded };
 enum class CpuBackend { kEngine, kGloo };
 enum class CudaPath { kAuto, kNccl, kHost };
 enum class CallSites { kNever, kWaiting, kAlways };
@@ -92,6 +93,7 @@ struct Env {
   DistanceChoice distance{};
   size_t smallBytes = 0;
   size_t eagerBytes = 0;
+  Partials partials{};
   std::string ncclLibrary;  // empty: found by itself
   NcclEnv nccl;
   // torch's TORCHELASTIC_USE_AGENT_STORE: the rendezvous store is torchrun's, not rank 0's.

@@ -2,7 +2,9 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstdint>
@@ -42,6 +44,17 @@ void Fd::keepFromChildren() {
 void Fd::endKeeping() {
   isOurs_ = false;
   kept[fd_ / 64].fetch_and(~bitOf(fd_), std::memory_order_relaxed);
+}
+
+void raiseDescriptorLimit(int ranks) {
+  constexpr rlim_t kForTheProgram = 512, kForEachRank = 4;
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  const rlim_t needed =
+      std::min(limit.rlim_max, kForTheProgram + kForEachRank * static_cast<rlim_t>(ranks));
+  if (limit.rlim_cur >= needed) return;
+  limit.rlim_cur = needed;
+  (void)::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 }  // namespace mycoll

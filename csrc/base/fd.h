@@ -56,4 +56,8 @@ class Fd {
   bool isOurs_ = false;  // kept from children
 };
 
+// Raises this process's soft limit of descriptors, as far as the hard one allows, where a group of
+// so many ranks may need more. Small groups leave it alone. [any thread]
+void raiseDescriptorLimit(int ranks);
+
 }  // namespace mycoll

@@ -4,18 +4,23 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/control_tree.h"
 #include "engine/membership.h"
 #include "transport/mesh.h"
 
 namespace mycoll {
 namespace {
 
-// What a kProbe frame's payload is made of.
-struct Note {
-  uint64_t sequence = 0;
-  Signature signature;
+// After the note of a kArrived frame: ranks that have begun its collective.
+struct Run {
+  int32_t first = 0;
+  int32_t last = 0;
 };
-static_assert(256 * sizeof(Note) <= kMaxControlBytes);  // all that is remembered, at once
+
+// News is passed on at most so often in each direction.
+constexpr auto kNewsEvery = std::chrono::milliseconds(20);
+// Of the ranks that are waited for so many are told at once; all hear of it along the tree.
+constexpr size_t kMostAwaited = 64;
 
 // Ranks that differ must be found before anybody uses the numbers for long; a message to one rank
 // now and then costs nothing beside a device's work.
@@ -29,11 +34,14 @@ uint64_t sequenceOf(const FrameHeader& came) { return came.tag >> kStepBits; }
 
 }  // namespace
 
-Agreement::Agreement(Mailbox& mailbox, Membership& membership)
+Agreement::Agreement(Mailbox& mailbox, const ControlTree& tree, Membership& membership)
     : mailbox_(mailbox),
+      tree_(tree),
       membership_(membership),
       remembered_(kRemembered),
-      reached_(mailbox.group().peers.size()) {}
+      reached_(mailbox.group().peers.size()) {
+  static_assert(kRemembered * sizeof(Note) <= kMaxControlBytes);  // all of them, at once
+}
 
 void Agreement::fail(const Signature& mine, int source, const Signature& theirs,
                      const std::string& where, uint64_t from, uint64_t sequence) {
@@ -92,6 +100,7 @@ void Agreement::begin(uint64_t sequence, const Signature& signature) {
   current_ = sequence;
   hasBegun_ = true;
   remembered_[sequence % kRemembered] = signature;
+  noteArrived(mailbox_.rank(), sequence);
   // Copied, as a mismatch drops messages.
   std::vector<FrameHeader> early;
   mailbox_.forEachEarly([&](const FrameHeader& came) {
@@ -100,14 +109,14 @@ void Agreement::begin(uint64_t sequence, const Signature& signature) {
   for (const FrameHeader& came : early) {
     if (!signaturesAgree(signature, came)) return;
   }
-  if (probes_.empty()) return;
-  std::vector<Probe> probes;
-  probes.swap(probes_);
-  for (Probe& probe : probes) {
-    if (probe.sequence > sequence) {
-      probes_.push_back(probe);
+  if (early_.empty()) return;
+  std::vector<Note> notes;
+  notes.swap(early_);
+  for (const Note& note : notes) {
+    if (note.sequence > sequence) {
+      early_.push_back(note);
     } else {
-      compare(probe.rank, probe.sequence, probe.signature);
+      compare(note.rank, note.sequence, note.signature);
     }
   }
 }
@@ -122,7 +131,7 @@ void Agreement::compare(int source, uint64_t sequence, const Signature& theirs) 
 std::string Agreement::notesSince(uint64_t first) const {
   std::string notes;
   for (uint64_t sequence = first; sequence <= current_; ++sequence) {
-    const Note note{sequence, remembered_[sequence % kRemembered]};
+    const Note note{sequence, remembered_[sequence % kRemembered], mailbox_.rank(), 0};
     notes.append(reinterpret_cast<const char*>(&note), sizeof(note));
   }
   return notes;
@@ -132,16 +141,70 @@ bool Agreement::mayTell(int rank) {
   return hasBegun_ && !membership_.hasFailed() && !membership_.hasLeft(rank);
 }
 
-void Agreement::probe() {
+void Agreement::tellArrived(const std::vector<int>& awaited) {
   {
     IoLock lock(mailbox_.ioMutex());
-    const std::string note = notesSince(current_);
-    for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
-      if (rank == mailbox_.rank() || !mayTell(rank)) continue;
-      mailbox_.sendControl(rank, FrameKind::kProbe, note);
+    if (!hasBegun_ || membership_.hasFailed()) return;
+    const Note note{current_, remembered_[current_ % kRemembered], mailbox_.rank(), 0};
+    const int up = parent();
+    if (up >= 0) {
+      tellArrived(up, note);
+    } else {
+      passOn(mailbox_.rank(), note, isNews(note));
+    }
+    for (size_t i = 0; i < std::min(awaited.size(), kMostAwaited); ++i) {
+      if (awaited[i] != up) tellArrived(awaited[i], note);
     }
   }
   mailbox_.mesh().progress();
+}
+
+// The next rank on the way to the root that has not left; -1: this one stands for the root.
+int Agreement::parent() const {
+  int rank = tree_.parentOf(mailbox_.rank());
+  while (rank >= 0 && membership_.hasLeft(rank)) rank = tree_.parentOf(rank);
+  return rank;
+}
+
+void Agreement::tellArrived(int rank, const Note& note) {
+  if (rank == mailbox_.rank() || membership_.hasFailed() || membership_.hasLeft(rank)) return;
+  std::string payload(reinterpret_cast<const char*>(&note), sizeof(note));
+  for (int first = 0; first < mailbox_.ranks(); ++first) {
+    if (reached_[first] <= note.sequence) continue;
+    int last = first;
+    while (last + 1 < mailbox_.ranks() && reached_[last + 1] > note.sequence) ++last;
+    const Run run{first, last};
+    if (payload.size() + sizeof(run) > kMaxControlBytes) break;
+    payload.append(reinterpret_cast<const char*>(&run), sizeof(run));
+    first = last;
+  }
+  mailbox_.sendControl(rank, FrameKind::kArrived, payload);
+}
+
+bool Agreement::isTimeFor(Way& way, bool isNew) const {
+  if (!isNew && !way.isOwed) return false;
+  const auto now = Clock::now();
+  way.isOwed = now - way.last < kNewsEvery;
+  if (way.isOwed) return false;
+  way.last = now;
+  return true;
+}
+
+// From below to the root, and from the root, or what stands for it, down to all.
+void Agreement::passOn(int source, const Note& note, bool isNew) {
+  const int up = parent();
+  if (up >= 0 && source != up) {
+    if (isTimeFor(up_, isNew)) tellArrived(up, note);
+    return;
+  }
+  if (!isTimeFor(down_, isNew)) return;
+  for (const int child : tree_.childrenOf(mailbox_.rank())) tellArrived(child, note);
+}
+
+bool Agreement::noteArrived(int rank, uint64_t sequence) {
+  if (reached_[rank] > sequence) return false;
+  reached_[rank] = sequence + 1;
+  return true;
 }
 
 bool Agreement::compareWithNext(bool atOnce) {
@@ -173,28 +236,60 @@ std::vector<int> Agreement::behind(uint64_t sequence) {
 void Agreement::onProbe(int source, const std::string& payload) {
   if (payload.empty() || payload.size() % sizeof(Note) != 0) return;
   Note note;
-  bool isAhead = false;
   for (size_t at = 0; at < payload.size(); at += sizeof(Note)) {
     std::memcpy(&note, payload.data() + at, sizeof(note));
-    if (hasBegun_ && note.sequence <= current_) {
-      compare(source, note.sequence, note.signature);
-    } else {
-      isAhead = true;
-      if (probes_.size() < kRemembered) probes_.push_back({source, note.sequence, note.signature});
-    }
+    note.rank = source;
+    hear(note);
   }
-  reached_[source] = std::max(reached_[source], note.sequence + 1);
-  if (!isAhead || membership_.hasFailed() || membership_.hasLeft(source)) return;
-  const uint64_t begun = hasBegun_ ? current_ + 1 : 0;
-  mailbox_.sendControl(source, FrameKind::kPosition,
-                       std::string(reinterpret_cast<const char*>(&begun), sizeof(begun)));
+  noteArrived(source, note.sequence);
 }
 
-void Agreement::onPosition(int source, const std::string& payload) {
-  uint64_t begun = 0;
-  if (payload.size() != sizeof(begun)) return;
-  std::memcpy(&begun, payload.data(), sizeof(begun));
-  reached_[source] = std::max(reached_[source], begun);
+// Of a later collective than all before, or of another call.
+bool Agreement::isNews(const Note& note) {
+  const bool isNewer = note.sequence > latest_.sequence || !hasHeard_;
+  if (!isNewer && (note.sequence < latest_.sequence || note.signature == latest_.signature)) {
+    return false;
+  }
+  latest_ = note;
+  hasHeard_ = true;
+  return true;
+}
+
+// To be compared with what this rank was called for, now or when it comes to it.
+void Agreement::hear(const Note& note) {
+  if (hasBegun_ && note.sequence <= current_) {
+    compare(note.rank, note.sequence, note.signature);
+    return;
+  }
+  auto isSame = [&](const Note& other) {
+    return other.rank == note.rank && other.sequence == note.sequence;
+  };
+  if (early_.size() < kRemembered && std::none_of(early_.begin(), early_.end(), isSame)) {
+    early_.push_back(note);
+  }
+}
+
+void Agreement::onArrived(int source, const std::string& payload) {
+  Note note;
+  if (payload.size() < sizeof(note) || (payload.size() - sizeof(note)) % sizeof(Run) != 0) return;
+  std::memcpy(&note, payload.data(), sizeof(note));
+  if (note.rank < 0 || note.rank >= mailbox_.ranks()) return;
+  bool isNew = isNews(note), isKnownToCome = false;
+  hear(note);
+  for (size_t at = sizeof(note); at < payload.size(); at += sizeof(Run)) {
+    Run run;
+    std::memcpy(&run, payload.data() + at, sizeof(run));
+    if (run.first < 0 || run.last >= mailbox_.ranks()) return;
+    for (int rank = run.first; rank <= run.last; ++rank) {
+      isKnownToCome |= rank == mailbox_.rank();
+      if (rank != mailbox_.rank()) isNew |= noteArrived(rank, note.sequence);
+    }
+  }
+  if (membership_.hasFailed()) return;
+  passOn(source, note, isNew);
+  // Who asks counts this rank among the missing, as it has not waited long itself.
+  const bool hasCome = reached_[mailbox_.rank()] > note.sequence;
+  if (const int up = parent(); hasCome && !isKnownToCome && source == up) tellArrived(up, note);
 }
 
 }  // namespace mycoll

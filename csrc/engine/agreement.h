@@ -4,6 +4,11 @@
 // finds out by notes: the numbers and signatures of the collectives that a rank has begun.
 // (Inside a host the arena compares: collectives/shm.)
 //
+// A rank that waits long says so along the control tree, up to the root and from there down to all,
+// with what it was called for and the ranks that it knows to have come. Each rank on the way
+// compares and adds what it knows. So all hear who is missing by a few messages for each rank,
+// however many wait.
+//
 // Thread contract: guarded by the I/O lock; functions that do not REQUIRE it take it.
 // Lifetime: owned by its communicator.
 #pragma once
@@ -18,18 +23,20 @@
 
 namespace mycoll {
 
+class ControlTree;
 class Membership;
 
 class Agreement {
  public:
-  Agreement(Mailbox& mailbox, Membership& membership);
+  Agreement(Mailbox& mailbox, const ControlTree& tree, Membership& membership);
 
   // The collective that runs now: messages of the same number but another signature are a mismatch,
   // whatever their tag.
   void begin(uint64_t sequence, const Signature& signature);
-  // This rank has waited long in the current collective: asks the others to compare. Those that are
-  // in the same one, or were, or come to it, and were called differently, then say so.
-  void probe();
+  // This rank has waited long in the current collective: says so to the others. Those that are in
+  // the same one, or were, or come to it, and were called differently, fail the group. awaited: the
+  // ranks that it waits for, as far as it knows; they are told at once.
+  void tellArrived(const std::vector<int>& awaited);
   // Tells the next rank what has begun here since the last time, as far as it is remembered: if
   // every rank does so, one that differs is found by a neighbour. At most every 100 ms unless
   // atOnce. True while there is more to tell.
@@ -41,13 +48,21 @@ class Agreement {
   bool agrees(const Transfer& request, const FrameHeader& came) REQUIRES(ioRole);
   bool expects(const FrameHeader& came) REQUIRES(ioRole);
   void onProbe(int source, const std::string& payload) REQUIRES(ioRole);
-  void onPosition(int source, const std::string& payload) REQUIRES(ioRole);
+  void onArrived(int source, const std::string& payload) REQUIRES(ioRole);
 
  private:
-  struct Probe {
-    int rank;
-    uint64_t sequence;
+  using Clock = std::chrono::steady_clock;
+  // A collective that some rank has begun.
+  struct Note {
+    uint64_t sequence = 0;
     Signature signature;
+    int32_t rank = 0;
+    uint32_t reserved = 0;
+  };
+  // A direction of the tree in which news goes.
+  struct Way {
+    Clock::time_point last;  // news went there
+    bool isOwed = false;     // there is some that was held back, as the last was just before
   };
 
   bool signaturesAgree(const Signature& mine, const FrameHeader& came) REQUIRES(ioRole);
@@ -55,9 +70,17 @@ class Agreement {
   void fail(const Signature& mine, int source, const Signature& theirs, const std::string& where,
             uint64_t from, uint64_t sequence) REQUIRES(ioRole);
   bool mayTell(int rank) REQUIRES(ioRole);
+  int parent() const;
+  bool isNews(const Note& note) REQUIRES(ioRole);
+  void hear(const Note& note) REQUIRES(ioRole);
+  void tellArrived(int rank, const Note& note) REQUIRES(ioRole);
+  void passOn(int source, const Note& note, bool isNew) REQUIRES(ioRole);
+  bool isTimeFor(Way& way, bool isNew) const REQUIRES(ioRole);
+  bool noteArrived(int rank, uint64_t sequence) REQUIRES(ioRole);
   std::string notesSince(uint64_t first) const REQUIRES(ioRole);
 
   Mailbox& mailbox_;
+  const ControlTree& tree_;
   Membership& membership_;
 
   // Signatures of the latest collectives, to judge what arrives late or early.
@@ -65,11 +88,14 @@ class Agreement {
   uint64_t current_ GUARDED_BY(ioRole) = 0;
   bool hasBegun_ GUARDED_BY(ioRole) = false;
   std::vector<Signature> remembered_ GUARDED_BY(ioRole);
-  std::vector<Probe> probes_ GUARDED_BY(ioRole);  // for collectives not begun here yet
+  std::vector<Note> early_ GUARDED_BY(ioRole);    // for collectives not begun here yet
   uint64_t comparedUpTo_ GUARDED_BY(ioRole) = 0;  // the next rank was told of all before this one
-  std::chrono::steady_clock::time_point comparedAt_ GUARDED_BY(ioRole);
+  Clock::time_point comparedAt_ GUARDED_BY(ioRole);
   std::vector<uint64_t> reached_
-      GUARDED_BY(ioRole);  // by rank: collectives it is known to have begun
+      GUARDED_BY(ioRole);           // by rank: collectives it is known to have begun
+  Note latest_ GUARDED_BY(ioRole);  // that somebody waits long in
+  bool hasHeard_ GUARDED_BY(ioRole) = false;
+  Way up_ GUARDED_BY(ioRole), down_ GUARDED_BY(ioRole);
 };
 
 }  // namespace mycoll

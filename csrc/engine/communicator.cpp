@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cassert>
 
+#include "base/fd.h"
 #include "base/log.h"
 #include "engine/engine.h"
 #include "engine/rendezvous.h"
@@ -63,11 +64,14 @@ Signature signatureOf(OpKind kind) {
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                             std::shared_ptr<Communicator>* result) {
   std::shared_ptr<Engine> engine;
-  const Status made = Engine::process(options.storeHost, &engine);
+  std::shared_ptr<const Engine::Seat> seat;
+  const Status made = Engine::process(options.storeHost,
+                                      {options.name, options.rank, options.ranks}, &engine, &seat);
   if (!made.ok()) {
     stayAway(options, *store, made);
     return made;
   }
+  options.seat = std::move(seat);
   return create(std::move(options), std::move(store), std::move(engine), result);
 }
 
@@ -78,6 +82,7 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                                               " is out of range in a group of " +
                                               std::to_string(options.ranks));
   }
+  raiseDescriptorLimit(options.ranks);
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(meet(options, *store, *engine, &address));
   MYCOLL_RETURN_IF_ERROR(checkTransport(*engine->mesh(), address));
@@ -153,8 +158,9 @@ Communicator::Communicator(GroupOptions options, std::shared_ptr<Engine> engine,
       record_(
           {options_.name, address.context, options_.rank, options_.ranks, options_.globalRanks}),
       mailbox_(engine_->mesh(), std::move(address), this),
-      membership_(mailbox_, record_, options_.isExternal),
-      agreement_(mailbox_, membership_),
+      tree_(mailbox_.group()),
+      membership_(mailbox_, tree_, record_, options_.isExternal),
+      agreement_(mailbox_, tree_, membership_),
       runner_(options_, mailbox_, membership_, agreement_, record_),
       queue_(options_, *engine_, membership_, runner_, diagnosis_, questions_, record_,
              localRanks(*engine_, mailbox_.group())),
@@ -325,7 +331,7 @@ bool Communicator::watchExternal() {
 // ---- the end -----------------------------------------------------------------------------------
 
 void Communicator::abort(const std::string& reason) {
-  fail(Status(Code::kAborted, "mycoll group '" + options_.name + "' was aborted on " +
+  fail(Status(Code::kAborted, "mycoll group '" + options_.name + "': the group was aborted on " +
                                   describeRank(options_.rank) + ": " + reason));
   queue_.run(0);
 }
@@ -355,9 +361,10 @@ void Communicator::close(Deadline deadline, Exit how) {
   TraceFile::writeWanted();
   record_.close();
   if (options_.isExternal) watchExternal();
-  const Status destroyed(Code::kAborted, "mycoll group '" + options_.name +
-                                             "' has been destroyed on this rank; nothing more can "
-                                             "be called on it");
+  const Status destroyed(Code::kAborted,
+                         "mycoll group '" + options_.name +
+                             "': the group has been destroyed on this rank; nothing more can "
+                             "be called on it");
   membership_.sayGoodbye(destroyed, how);
   const int last = leavesAfter_.load();
   const bool isMet = last >= 0 && (membership_.departureOf(last) != Departure::kUnknown ||
@@ -398,7 +405,7 @@ void Communicator::onControl(const FrameHeader& came, const std::string& payload
     case FrameKind::kAbort: return membership_.onAbort(payload);
     case FrameKind::kGoodbye: return membership_.onGoodbye(came.source, payload);
     case FrameKind::kProbe: return agreement_.onProbe(came.source, payload);
-    case FrameKind::kPosition: return agreement_.onPosition(came.source, payload);
+    case FrameKind::kArrived: return agreement_.onArrived(came.source, payload);
     case FrameKind::kQuestion:
     case FrameKind::kAnswer:
     case FrameKind::kVerdict: return questions_.onWord(came.source, came.kind, payload);

@@ -3,6 +3,7 @@
 // own one thing:
 //
 //   mailbox     messages: what was posted, what has come            [I/O lock]
+//   tree        along which ranks news travels
 //   membership  who is here, has left or is lost; the first cause   [I/O lock]
 //   agreement   that ranks were called alike, by messages           [I/O lock]
 //   queue       calls in order, and who runs them                   [run lock, queue lock]
@@ -31,6 +32,7 @@
 #include "base/deadline.h"
 #include "base/status.h"
 #include "engine/agreement.h"
+#include "engine/control_tree.h"
 #include "engine/diagnosis.h"
 #include "engine/membership.h"
 #include "engine/op.h"
@@ -61,6 +63,11 @@ struct GroupOptions {
   bool isExternal = false;
   // The job's rank of each member; empty: the ranks themselves. For records and messages only.
   std::vector<int64_t> globalRanks;
+  // Its ranks are ranks of the job that this process was started as a part of. False: somebody has
+  // numbered them for this group alone, so what becomes of them says nothing about other groups.
+  bool isOfJob = true;
+  // Held while the group lives; may be empty. See Engine::process().
+  std::shared_ptr<const void> seat;
   // Asked now and then while a user's thread waits (about every 50 ms); true ends the wait with
   // kInterrupted and leaves the operation running. May be empty. Called without locks.
   std::function<bool()> interrupted;
@@ -124,6 +131,7 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   void setTimeout(Milliseconds timeout) { timeout_.store(timeout.count()); }
   // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
   std::string transport() const { return runner_.transport(); }
+  Arena* arena() const { return runner_.arena(); }  // see Runner
   // "rank 0 (node1:4712)": for messages.
   std::string describeRank(int rank) const { return mailbox_.describeRank(rank); }
   // What the group has done and is at. The engine records what is submitted here; others may add
@@ -235,6 +243,7 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   std::atomic<int64_t> timeout_;  // milliseconds
   GroupRecord record_;
   Mailbox mailbox_;
+  const ControlTree tree_;
   Membership membership_;
   Agreement agreement_;
   Runner runner_;

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "base/log.h"
+#include "base/text.h"
 #include "base/topology.h"
 #include "base/wait.h"
 #include "engine/agreement.h"
@@ -21,13 +22,15 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-// A collective that has waited for so long asks the others what they are at.
-constexpr auto kProbeAfter = Milliseconds(250);
+// A collective that has waited for so long tells the others, again and again.
+constexpr auto kTellEvery = Milliseconds(250);
 // One that has waited for so long says so in the log.
 constexpr auto kWarnAfter = Milliseconds(1000);
 // A rank that has left cannot come any more. It said so after all that it had to say, which this
 // rank may not have looked at yet.
 constexpr auto kLeftGrace = Milliseconds(500);
+// Of so many ranks that are missing it is told what they do.
+constexpr size_t kMostDescribed = 16;
 // By how much the root of a monitored barrier is let go first with its verdict.
 constexpr auto kRootGrace = Milliseconds(1000);
 
@@ -53,6 +56,26 @@ const char* describe(ProcessLife life) {
 
 int64_t millisecondsSince(Clock::time_point when) {
   return std::chrono::duration_cast<Milliseconds>(Clock::now() - when).count();
+}
+
+bool contains(const std::vector<int>& ranks, int rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+}
+
+// Where plans pass things on, a rank may wait for others that wait themselves. Of those that it
+// waits for: the ones that have not been heard to come; else all that have not. Only where nobody
+// ends before all have come: elsewhere a rank that is not heard of may have been long since.
+std::vector<int> causeOfWait(OpKind kind, const std::vector<int>& missing,
+                             const std::vector<int>& behind) {
+  const bool needsAll = kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter ||
+                        kind == OpKind::kAllGather || kind == OpKind::kAllToAll ||
+                        kind == OpKind::kBarrier;
+  if (!needsAll || missing.empty() || behind.empty()) return missing;
+  std::vector<int> both;
+  for (const int rank : missing) {
+    if (contains(behind, rank)) both.push_back(rank);
+  }
+  return both.empty() ? behind : both;
 }
 
 Cause causeOf(const CollectiveOp& op, const std::vector<int>& ranks) {
@@ -87,12 +110,21 @@ Status Diagnosis::calledLate(OpKind kind) const {
 }
 
 Status Diagnosis::inContext(const Status& cause, const CollectiveOp& op) const {
-  return cause.withMessage(cause.message() + "\n  On this rank (" + std::to_string(options_.rank) +
-                           "): " + op.describe() + " " + numberOf(op) + traceHint());
+  std::string here = "\n  On this rank (" + std::to_string(options_.rank) + "): " + op.describe() +
+                     " " + numberOf(op);
+  if (op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0) {
+    // As gloo says it.
+    here += "\n  Rank " + std::to_string(options_.rank) +
+            " successfully reached monitoredBarrier, but received errors while waiting for "
+            "send/recv from rank 0";
+  }
+  return cause.withMessage(cause.message() + here + traceHint());
 }
 
-// "rank 2 (node1:4712), which is stopped": what can be seen of it from here.
+// "rank 2 (node1:4712), which is stopped": what can be seen of it from here. Of many only the
+// numbers.
 std::string Diagnosis::listRanks(const std::vector<int>& ranks) const {
+  if (ranks.size() > kMostDescribed) return "ranks " + listNumbers(ranks);
   std::string text;
   for (int rank : ranks) {
     text += (text.empty() ? "" : ", ") + mailbox_.describeRank(rank);
@@ -106,23 +138,25 @@ std::string Diagnosis::listRanks(const std::vector<int>& ranks) const {
   return text;
 }
 
-// All but this rank and those that are missing.
-std::string Diagnosis::listArrived(const std::vector<int>& missing) const {
-  std::string text;
+// All but this rank and those that are missing, or not known to have come.
+std::string Diagnosis::listArrived(const std::vector<int>& missing,
+                                   const std::vector<int>& behind) const {
+  std::vector<int> arrived;
   for (int rank = 0; rank < options_.ranks; ++rank) {
-    if (rank == options_.rank || std::find(missing.begin(), missing.end(), rank) != missing.end()) {
-      continue;
+    if (rank != options_.rank && !contains(missing, rank) && !contains(behind, rank)) {
+      arrived.push_back(rank);
     }
-    text += (text.empty() ? "" : ", ") + std::to_string(rank);
   }
-  return text.empty() ? "nobody else" : text;
+  return arrived.empty() ? "nobody else" : listNumbers(arrived);
 }
 
-Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const {
+Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing,
+                                const std::vector<int>& behind) const {
   const auto waited = std::to_string(millisecondsSince(op.submitted));
-  const std::string here = "[Rank " + std::to_string(options_.rank) + "]: ";
+  // The prefix that all errors of a group have.
+  std::string text =
+      "mycoll group '" + options_.name + "': [Rank " + std::to_string(options_.rank) + "]: ";
   const std::string call = numberOf(op);
-  std::string text;
   if (op.kind() == OpKind::kMonitoredBarrier && !missing.empty()) {
     // In the words that people search for.
     std::string numbers;
@@ -131,20 +165,22 @@ Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& 
       if (!op.call.waitAllRanks) break;
     }
     const bool isOne = numbers.find(',') == numbers.npos;
-    text = here + (isOne ? "Rank " : "Ranks ") + numbers + " failed to pass monitoredBarrier in " +
-           waited + " ms, in mycoll group '" + options_.name + "' " + call + ".";
+    text += (isOne ? "Rank " : "Ranks ") + numbers + " failed to pass monitoredBarrier in " +
+            waited + " ms " + call + ".";
   } else {
-    text = here + "mycoll group '" + options_.name + "': " + op.describe() + " " + call +
-           " TIMED OUT after " + waited + " ms.";
+    text += op.describe() + " " + call + " timed out after " + waited + " ms.";
   }
-  if (!missing.empty()) {
-    text += " Arrived: " + listArrived(missing) + ". Waiting for " + listRanks(missing) + ".";
-  }
+  // gloo's words, which programs look for.
+  const auto patience =
+      std::chrono::duration_cast<Milliseconds>(op.deadline.when() - op.submitted).count();
+  text += " Timed out waiting " + std::to_string(patience) + "ms for ";
+  if (missing.empty()) return Status(Code::kTimeout, text + "its end.", causeOf(op, missing));
+  text += listRanks(missing) + ". Arrived: " + listArrived(missing, behind) + ".";
   return Status(Code::kTimeout, text, causeOf(op, missing));
 }
 
 Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) const {
-  std::string text = "mycoll group '" + options_.name + "': ";
+  std::string text = "mycoll group '" + options_.name + "': Connection closed by peer: ";
   for (int rank : gone) text += membership_.describeDeparture(rank) + "; ";
   text += "this rank (" + std::to_string(options_.rank) + ") still waits for " +
           (gone.size() == 1 ? "it" : "them") + " in " + op.describe() + " " + numberOf(op) +
@@ -179,13 +215,16 @@ void Diagnosis::checkHealth() {
 void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   const auto now = Clock::now();
   record_.waitsFor(op.sequence(), missing);
-  if (isLate(op)) return membership_.fail(timeoutStatus(op, missing));
-  // An external one is asked about again and again: nothing else tells which rank is behind.
-  const auto asked = op.probed != Clock::time_point{} ? op.probed : op.waitsSince();
-  const bool mayProbe = op.external || op.probed == Clock::time_point{};
-  if (mayProbe && !membership_.arena() && now - asked > kProbeAfter) {
-    op.probed = now;
-    agreement_.probe();
+  if (isLate(op)) {
+    const std::vector<int> behind =
+        membership_.arena() ? missing : agreement_.behind(runner_.current());
+    return membership_.fail(timeoutStatus(op, causeOfWait(op.kind(), missing, behind), behind));
+  }
+  const auto told = op.told != Clock::time_point{} ? op.told : op.waitsSince();
+  if (!membership_.arena() && now - told > kTellEvery) {
+    op.told = now;
+    // Whom an external one waits for is only known by what the others tell.
+    agreement_.tellArrived(op.external ? std::vector<int>() : missing);
   }
   if (!op.hasWarned && !missing.empty() && now - op.waitsSince() > kWarnAfter) {
     op.hasWarned = true;
@@ -217,15 +256,16 @@ void Diagnosis::checkMessage(MessageOp& op) {
   const bool isAnyone = op.rank == kFromAnyone;
   Cause fields;
   fields.rank = isAnyone ? -1 : op.rank;
-  membership_.fail(Status(
-      Code::kTimeout,
-      "[Rank " + std::to_string(options_.rank) + "]: mycoll group '" + options_.name +
-          "': " + (op.kind() == OpKind::kSend ? "send to " : "recv from ") +
-          (isAnyone ? "any rank" : mailbox_.describeRank(op.rank)) + " with tag " +
-          std::to_string(op.tag) + " TIMED OUT after " +
-          std::to_string(millisecondsSince(op.submitted)) + " ms: the other side never came" +
-          (isAnyone ? "" : questions_.lastAnswer(op.rank)) + ".",
-      fields));
+  membership_.fail(Status(Code::kTimeout,
+                          "mycoll group '" + options_.name + "': [Rank " +
+                              std::to_string(options_.rank) +
+                              "]: " + (op.kind() == OpKind::kSend ? "send to " : "recv from ") +
+                              (isAnyone ? "any rank" : mailbox_.describeRank(op.rank)) +
+                              " with tag " + std::to_string(op.tag) + " timed out after " +
+                              std::to_string(millisecondsSince(op.submitted)) +
+                              " ms. Timed out waiting for the other side, which never came" +
+                              (isAnyone ? "" : questions_.lastAnswer(op.rank)) + ".",
+                          fields));
 }
 
 void Diagnosis::checkFutures() {

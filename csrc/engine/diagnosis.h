@@ -45,10 +45,11 @@ class Diagnosis {
  private:
   void check(CollectiveOp& op, std::vector<int> missing);
   bool isLate(const CollectiveOp& op) const;
-  Status timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing) const;
+  Status timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing,
+                       const std::vector<int>& behind) const;
   Status hasLeft(const CollectiveOp& op, const std::vector<int>& gone) const;
   std::string listRanks(const std::vector<int>& ranks) const;
-  std::string listArrived(const std::vector<int>& missing) const;
+  std::string listArrived(const std::vector<int>& missing, const std::vector<int>& behind) const;
 
   const GroupOptions& options_;
   Engine& engine_;

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <system_error>
 #include <utility>
@@ -23,33 +24,53 @@ constexpr auto kChores = std::chrono::milliseconds(250);
 // Unfinished handshakes of strangers, and the peers' processes, are looked at this often.
 constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
 
-struct ProcessEngine {
+// The first one serves nearly all groups.
+struct ProcessEngines {
   Mutex mutex;
-  std::weak_ptr<Engine> engine GUARDED_BY(mutex);
+  std::vector<std::weak_ptr<Engine>> engines GUARDED_BY(mutex);
   pid_t pid GUARDED_BY(mutex) = 0;
 };
 
-ProcessEngine& processEngine() {
-  static ProcessEngine* instance = new ProcessEngine;  // groups may outlive static objects
+ProcessEngines& processEngines() {
+  static ProcessEngines* instance = new ProcessEngines;  // groups may outlive static objects
   return *instance;
 }
 
 }  // namespace
 
-Status Engine::process(const std::string& storeHost, std::shared_ptr<Engine>* result) {
-  ProcessEngine& shared = processEngine();
+Status Engine::process(const std::string& storeHost, Seat rank, std::shared_ptr<Engine>* result,
+                       std::shared_ptr<const Seat>* seat) {
+  ProcessEngines& shared = processEngines();
+  std::vector<std::shared_ptr<Engine>> living;  // released without the lock
   MutexLock lock(shared.mutex);
-  if (auto engine = shared.engine.lock(); engine && shared.pid == getpid()) {
-    *result = std::move(engine);
-    return Status();
+  if (std::exchange(shared.pid, getpid()) != getpid()) shared.engines.clear();
+  std::erase_if(shared.engines, [&](const auto& entry) {
+    living.push_back(entry.lock());
+    return living.back() == nullptr;
+  });
+  const auto isFree = [&](const auto& engine) { return engine && !engine->isTakenFor(rank); };
+  const auto found = std::find_if(living.begin(), living.end(), isFree);
+  if (found != living.end()) {
+    *result = *found;
+  } else {
+    MeshOptions options;
+    MYCOLL_RETURN_IF_ERROR(MeshOptions::fromEnv(&options));
+    options.storeHost = storeHost;
+    MYCOLL_RETURN_IF_ERROR(create(options, result));
+    shared.engines.push_back(*result);
   }
-  MeshOptions options;
-  MYCOLL_RETURN_IF_ERROR(MeshOptions::fromEnv(&options));
-  options.storeHost = storeHost;
-  MYCOLL_RETURN_IF_ERROR(create(options, result));
-  shared.engine = *result;
-  shared.pid = getpid();
+  *seat = std::make_shared<const Seat>(std::move(rank));
+  std::erase_if((*result)->seats_, [](const auto& entry) { return entry.expired(); });
+  (*result)->seats_.push_back(*seat);
   return Status();
+}
+
+bool Engine::isTakenFor(const Seat& rank) const {
+  return std::any_of(seats_.begin(), seats_.end(), [&](const auto& entry) {
+    const std::shared_ptr<const Seat> seat = entry.lock();
+    return seat && seat->group == rank.group && seat->ranks == rank.ranks &&
+           seat->rank != rank.rank;
+  });
 }
 
 Status Engine::create(const MeshOptions& options, std::shared_ptr<Engine>* result) {
@@ -92,7 +113,7 @@ std::map<int64_t, Engine::Loss> Engine::losses() {
   std::map<int64_t, Loss> found;
   for (const auto& group : groups()) {
     const Status cause = group->error();
-    if (group->membership().isLeaving() || cause.ok()) continue;
+    if (!group->options().isOfJob || group->membership().isLeaving() || cause.ok()) continue;
     const std::vector<int64_t>& numbers = group->options().globalRanks;
     for (int rank = 0; rank < group->ranks(); ++rank) {
       const PeerAddress& peer = group->address().peers[rank];
@@ -196,7 +217,7 @@ void Engine::State::run() {
     mesh->setAsleep(true);
     std::vector<Arena*> arenas;
     for (auto& group : asleep) {
-      if (Arena* arena = group->membership().arena()) arenas.push_back(arena);
+      if (Arena* arena = group->arena()) arenas.push_back(arena);
     }
     for (Arena* arena : arenas) arena->setAsleep(true);
     activity.exchange(kSleeping, std::memory_order_seq_cst);

@@ -25,8 +25,18 @@ class Communicator;
 
 class Engine {
  public:
-  // The process's, made when there is none. storeHost: as in MeshOptions.
-  static Status process(const std::string& storeHost, std::shared_ptr<Engine>* result);
+  // A rank of a group, for as long as somebody holds it.
+  struct Seat {
+    std::string group;
+    int rank;
+    int ranks;
+  };
+  // The process's, made when there is none. A process may be several ranks of one group, as threads
+  // are in tests and actors in one process: to the others each of them is a process of its own,
+  // with an engine of its own. *seat: to be held while the rank is in the group. storeHost: as in
+  // MeshOptions.
+  static Status process(const std::string& storeHost, Seat rank, std::shared_ptr<Engine>* result,
+                        std::shared_ptr<const Seat>* seat);
   // One of its own: tests give each rank-thread one.
   static Status create(const MeshOptions& options, std::shared_ptr<Engine>* result);
   ~Engine();
@@ -94,7 +104,11 @@ class Engine {
   };
 
   Engine() = default;
+  // Another rank of the same group has its seat here.
+  bool isTakenFor(const Seat& rank) const;
 
+  // Those of its ranks. Under the lock of all engines of the process.
+  std::vector<std::weak_ptr<const Seat>> seats_;
   std::shared_ptr<State> state_ = std::make_shared<State>();
   std::thread thread_;
 };

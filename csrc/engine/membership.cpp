@@ -15,6 +15,8 @@ using Clock = std::chrono::steady_clock;
 
 // Collectives before the one that failed may take so long to end well.
 constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
+// In groups of more ranks news of a failure is passed on from rank to rank.
+constexpr int kMostToldDirectly = 64;
 
 // The beginning of a kAbort frame's payload; the text follows.
 struct AbortHead {
@@ -34,8 +36,10 @@ uint64_t incidentOf(const std::string& uid) {
 
 }  // namespace
 
-Membership::Membership(Mailbox& mailbox, GroupRecord& record, bool isExternal)
+Membership::Membership(Mailbox& mailbox, const ControlTree& tree, GroupRecord& record,
+                       bool isExternal)
     : mailbox_(mailbox),
+      tree_(tree),
       record_(record),
       isExternal_(isExternal),
       left_(mailbox.group().peers.size()) {}
@@ -72,12 +76,12 @@ bool Membership::lookIntoArena() {
   return true;
 }
 
-void Membership::fail(const Status& cause, bool tellsOthers) {
+void Membership::fail(const Status& cause, bool tellsOthers, uint64_t from) {
   bool wakesOthers = false;
   {
     IoLock lock(mailbox_.ioMutex());
     wakesOthers = cause_.ok() && tellsOthers && tellsOthers_;
-    failLocked(cause, tellsOthers);
+    failLocked(cause, tellsOthers, from);
   }
   Mesh& mesh = mailbox_.mesh();
   mesh.progress();
@@ -94,7 +98,9 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
     if (from >= failedFrom_) return;
     failedFrom_ = from;
     if (!isExternal_) endsFrom_.store(from, std::memory_order_relaxed);
-    return endWhatIsOver();
+    endWhatIsOver();
+    if (isLarge()) this->tellOthers();
+    return;
   }
   Cause fields = why.cause();
   if (fields.group == 0) fields.group = mailbox_.group().context;
@@ -118,7 +124,7 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   // A group that is only being left here lives on for the others.
   if (Arena* arena = this->arena(); arena && !isLeaving()) arena->fail(cause_);
   endWhatIsOver();
-  if (tellsOthers && tellsOthers_) tellAll();
+  if (tellsOthers && tellsOthers_) this->tellOthers();
 }
 
 bool Membership::endsMessage(MessageClass messageClass, uint64_t tag) const {
@@ -136,10 +142,23 @@ void Membership::endWhatIsOver() {
                              REQUIRES(ioRole) { return endsMessage(messageClass, tag); });
 }
 
-void Membership::tellAll() {
+bool Membership::isLarge() const { return mailbox_.ranks() > kMostToldDirectly; }
+
+void Membership::tellOthers() {
+  const GroupAddress& group = mailbox_.group();
+  std::vector<bool> isMeant(mailbox_.ranks(), !isLarge());
+  auto addNeighbours = [&](int rank) {
+    for (const int child : tree_.childrenOf(rank)) isMeant[child] = true;
+    if (const int parent = tree_.parentOf(rank); parent >= 0) isMeant[parent] = true;
+  };
+  addNeighbours(group.rank);
+  // Who is lost passes nothing on.
+  const int lost = cause_.cause().rank;
+  if (lost >= 0 && lost < mailbox_.ranks()) addNeighbours(lost);
   const std::string payload = abortPayload();
   for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
-    if (rank != mailbox_.rank() && !hasLeft(rank)) {
+    if (rank == group.rank || hasLeft(rank)) continue;
+    if (isMeant[rank] || mailbox_.mesh().hasLinkTo(group.peers[rank])) {
       mailbox_.sendControl(rank, FrameKind::kAbort, payload);
     }
   }
@@ -156,7 +175,7 @@ void Membership::onAbort(const std::string& payload) {
   if (payload.size() < sizeof(head)) return;
   std::memcpy(&head, payload.data(), sizeof(head));
   failLocked(statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)), head.cause),
-             /*tellsOthers=*/false, head.from);
+             /*tellsOthers=*/isLarge(), head.from);
 }
 
 Status Membership::failureOf(MessageClass messageClass, uint64_t tag) {
@@ -178,17 +197,19 @@ uint32_t Membership::howLeft(int rank) const {
 
 std::string Membership::describeDeparture(int rank) const {
   const std::string name = mailbox_.describeRank(rank);
-  const std::string group = "group '" + mailbox_.group().name + "'";
   if (howLeft(rank) == static_cast<uint32_t>(Exit::kException)) {
-    return name + " has left " + group + ": its program ended with an exception (see its log)";
+    return name + " has left the group: its program ended with an exception (see its log)";
   }
-  return name + " has left " + group;
+  return name + " has left the group";
 }
 
 Status Membership::departed(int rank) const {
   Cause fields;
   fields.rank = rank;
-  return Status(Code::kPeerLost, describeDeparture(rank), fields);
+  return Status(Code::kPeerLost,
+                "mycoll group '" + mailbox_.group().name +
+                    "': Connection closed by peer: " + describeDeparture(rank),
+                fields);
 }
 
 Status Membership::absenceOf(int rank) {
@@ -242,8 +263,10 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
     fields.incident = incidentOf(uid);
     fields.rank = rank;
     Status story(Code::kPeerLost,
-                 "mycoll group '" + group.name + "': " + mailbox_.describeRank(rank) + " " +
-                     loss.describe(isUnclear) + " (seen by rank " + std::to_string(group.rank) +
+                 "mycoll group '" + group.name +
+                     "': " + (isUnclear || !loss.isClosed() ? "" : "Connection closed by peer: ") +
+                     mailbox_.describeRank(rank) + " " + loss.describe(isUnclear) +
+                     " (seen by rank " + std::to_string(group.rank) +
                      "). The group is dead; see that rank's log. To go on: destroy the "
                      "group and make a new one, or restart the job (torchrun --max-restarts).",
                  fields);

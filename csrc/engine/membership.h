@@ -8,7 +8,8 @@
 //
 // A failure ends the collectives from a number on, and all messages; those before that number may
 // still end well for a while, as all ranks were called for them alike. The first cause wins. It is
-// written into the arena where there is one, and sent to all ranks otherwise.
+// written into the arena where there is one. Otherwise it is sent to all ranks; in a large group to
+// those that this one has a connection to, and along the control tree, and each passes it on.
 //
 // Thread contract: any thread, unless a function REQUIRES the I/O lock. The state is guarded by
 // that lock; copies of it can be read without. Lifetime: owned by its communicator, as is the
@@ -25,6 +26,7 @@
 #include "base/mutex.h"
 #include "base/status.h"
 #include "collectives/shm/arena.h"
+#include "engine/control_tree.h"
 #include "observe/recorder.h"
 #include "transport/mailbox.h"
 
@@ -40,7 +42,7 @@ enum class Exit : uint8_t { kInOrder = 1, kException = 2 };
 class Membership {
  public:
   // isExternal: its operations run elsewhere, and do not hear of a failure by themselves.
-  Membership(Mailbox& mailbox, GroupRecord& record, bool isExternal);
+  Membership(Mailbox& mailbox, const ControlTree& tree, GroupRecord& record, bool isExternal);
 
   // ---- has it failed?
   bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
@@ -56,15 +58,14 @@ class Membership {
   bool isLeaving() const { return isLeaving_.load(std::memory_order_acquire); }
 
   // ---- it fails
-  // The cause's group is filled in.
-  void fail(const Status& cause, bool tellsOthers = true);
-  // Collectives before `from` may still end well.
+  // The cause's group is filled in. Collectives before `from` may still end well.
+  void fail(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
   void failLocked(const Status& cause, bool tellsOthers, uint64_t from = 0) REQUIRES(ioRole);
 
   // ---- ranks
   Departure departureOf(int rank) const;
   bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire) != 0; }
-  // "rank 1 (node1:4712) has left group 'x'", or that its program ended with an exception.
+  // "rank 1 (node1:4712) has left the group", or that its program ended with an exception.
   std::string describeDeparture(int rank) const;
 
   // ---- the arena, for as long as the group lives
@@ -97,12 +98,14 @@ class Membership {
   void moveTo(State next) REQUIRES(ioRole);
   bool endsMessage(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
   void endWhatIsOver() REQUIRES(ioRole);
-  void tellAll() REQUIRES(ioRole);
+  bool isLarge() const;
+  void tellOthers() REQUIRES(ioRole);
   std::string abortPayload() const REQUIRES(ioRole);
   Status departed(int rank) const;
   uint32_t howLeft(int rank) const;
 
   Mailbox& mailbox_;
+  const ControlTree& tree_;
   GroupRecord& record_;
   const bool isExternal_;
   std::atomic<Arena*> arena_{nullptr};

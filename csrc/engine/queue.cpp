@@ -100,8 +100,12 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
   *hasEnded = op.task.finished();
   if (*hasEnded) {
     *outcome = op.task.result();
-    // An echo of what is known already must not take earlier collectives down with it.
-    if (!outcome->ok() && !membership_.hasFailed()) membership_.fail(*outcome);
+    // An echo of what is known already must not take earlier collectives down with it, nor a call
+    // that differs those that others are still at.
+    if (!outcome->ok() && !membership_.hasFailed()) {
+      const uint64_t from = outcome->code() == Code::kMismatch ? runner_.current() : 0;
+      membership_.fail(*outcome, /*tellsOthers=*/true, from);
+    }
     op.task.reset();
   }
   return true;
@@ -171,11 +175,12 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
   const bool isMessage = op->isMessage();
   Mesh& mesh = *engine_.mesh();
   bool isInterrupted = false;
+  Clock::time_point began;
   {
     Waiting waiting(engine_, *this, isMessage ? nullptr : &waiters_);
     auto idleSince = Clock::time_point::min();
     auto lastTick = Clock::now();
-    const auto began = lastTick;
+    began = lastTick;
     std::optional<WaitBoard::Entry> entry;
     int spins = spinPolicy_.pauses;
     while (!op->done()) {
@@ -225,14 +230,16 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
   }
   if (op->done()) return outcomeOf(*op);
   if (isInterrupted) return interrupted();
+  const auto waited = std::chrono::ceil<std::chrono::milliseconds>(deadline.when() - began);
   return Status(Code::kTimeout, "mycoll group '" + options_.name + "': wait() for " +
-                                    name(op->kind()) +
-                                    " timed out; the operation is still running");
+                                    name(op->kind()) + " timed out: Timed out waiting " +
+                                    std::to_string(waited.count()) +
+                                    "ms; the operation is still running");
 }
 
 void Queue::sleepFor(const Op& op, Deadline deadline) {
   Mesh& mesh = *engine_.mesh();
-  Arena* const arena = membership_.arena();
+  Arena* const arena = runner_.arena();
   Sleeper::Nap nap(mesh.sleeper(), mesh.sleeper().generation());
   mesh.setAsleep(true);
   if (arena) arena->setAsleep(true);

@@ -15,6 +15,7 @@
 #include "base/env.h"
 #include "base/sanitize.h"
 #include "base/sha256.h"
+#include "base/text.h"
 #include "base/topology.h"
 #include "engine/card.h"
 #include "engine/engine.h"
@@ -23,20 +24,26 @@
 namespace mycoll {
 namespace {
 
-constexpr auto kLongestPause = std::chrono::microseconds(10'000);
+// Between two looks at the store of one rank that waits long: all of them together are not to ask
+// one server more than it can answer.
+std::chrono::microseconds longestPause(int ranks) {
+  return std::max(std::chrono::microseconds(10'000), ranks * std::chrono::microseconds(100));
+}
 
 // Between looks at the store: none at first, as a look at a server takes as long as the shortest
 // sleep; then longer and longer ones.
 class Pauses {
  public:
+  explicit Pauses(int ranks) : longest_(longestPause(ranks)) {}
   void take() {
     if (looks_++ < kLooksWithout) return;
     std::this_thread::sleep_for(pause_);
-    pause_ = std::min(pause_ * 2, kLongestPause);
+    pause_ = std::min(pause_ * 2, longest_);
   }
 
  private:
   static constexpr int kLooksWithout = 4;
+  std::chrono::microseconds longest_;
   int looks_ = 0;
   std::chrono::microseconds pause_{25};
 };
@@ -80,7 +87,7 @@ class Meeting {
   Status run();
   void giveUp(const Status& why);
   // After run() has ended well.
-  Status result(GroupAddress* address) const;
+  Status result(GroupAddress* address);
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -97,6 +104,7 @@ class Meeting {
   Status meetOthers();
   Status lead(bool* moved, bool* isOver);
   Status readCards(bool* moved);
+  Status decodeRosterCards();
   Status follow(bool* moved, bool* isOver);
   Status waitForTheOthers();
 
@@ -133,7 +141,9 @@ class Meeting {
   // Everybody
   std::string number_;  // of the roster that was confirmed last, by rank 0 as it makes it
   std::vector<std::string> roster_;
-  Clock::time_point rosterRead_;
+  std::vector<Card> known_;      // the roster's
+  std::vector<int> neighbours_;  // whose processes can be looked at, where this is not rank 0
+  std::string notOurs_;          // the number of a roster without this rank's card
   // What is known of another rank's card.
   struct Life {
     std::string text;  // empty: there was none yet
@@ -182,31 +192,39 @@ Status Meeting::putCard() {
 
 Status Meeting::meetOthers() {
   MYCOLL_RETURN_IF_ERROR(putCard());
-  Pauses pauses;
+  Pauses pauses(options_.ranks);
   for (;;) {
     bool moved = false, isOver = false;
     MYCOLL_RETURN_IF_ERROR(isLeader() ? lead(&moved, &isOver) : follow(&moved, &isOver));
     if (isOver) break;
     MYCOLL_RETURN_IF_ERROR(lookAround());
-    if (moved) pauses = Pauses();
+    if (moved) pauses = Pauses(options_.ranks);
     pauses.take();
   }
   MYCOLL_RETURN_IF_ERROR(store_.set(key("done", options_.rank), number_ + mine_.nonce));
   return isLeader() ? waitForTheOthers() : Status();
 }
 
-Status Meeting::result(GroupAddress* address) const {
-  std::vector<Card> cards(cards_.size());
-  for (size_t rank = 0; rank < cards.size(); ++rank) {
-    MYCOLL_RETURN_IF_ERROR(Card::decode(roster_[rank], &cards[rank]));
-  }
-  const std::string shared = cards[0].nonce + number_;
+Status Meeting::result(GroupAddress* address) {
+  if (isLeader()) MYCOLL_RETURN_IF_ERROR(decodeRosterCards());
+  const std::string shared = known_[0].nonce + number_;
   Digest digest = fileSecret_.empty() ? sha256(shared) : hmacSha256(fileSecret_, shared);
   address->secret.assign(reinterpret_cast<const char*>(digest.data()), digest.size());
   address->name = options_.name;
   setContext(address);
   address->rank = options_.rank;
-  for (Card& card : cards) address->peers.push_back(std::move(card.address));
+  address->peers.reserve(known_.size());
+  for (Card& card : known_) address->peers.push_back(std::move(card.address));
+  return Status();
+}
+
+Status Meeting::decodeRosterCards() {
+  known_.assign(roster_.size(), Card());
+  neighbours_.clear();
+  for (size_t rank = 0; rank < roster_.size(); ++rank) {
+    MYCOLL_RETURN_IF_ERROR(Card::decode(roster_[rank], &known_[rank]));
+    if (isVisible(known_[rank])) neighbours_.push_back(static_cast<int>(rank));
+  }
   return Status();
 }
 
@@ -234,6 +252,7 @@ Status Meeting::readCards(bool* moved) {
   confirmations_ = 1;
   *moved = true;
   MYCOLL_RETURN_IF_ERROR(store_.set("roster", encodeRoster(number_, roster_)));
+  MYCOLL_RETURN_IF_ERROR(store_.set("latest", number_));
   return store_.set(key("ack", options_.rank), number_);
 }
 
@@ -243,7 +262,7 @@ Status Meeting::readCards(bool* moved) {
 Status Meeting::lead(bool* moved, bool* isOver) {
   // Those of a roster that waits to be confirmed rarely change.
   const auto now = Clock::now();
-  if (number_.empty() || now - cardsRead_ >= kLongestPause) {
+  if (number_.empty() || now - cardsRead_ >= longestPause(options_.ranks)) {
     MYCOLL_RETURN_IF_ERROR(readCards(moved));
     cardsRead_ = now;
   }
@@ -259,31 +278,34 @@ Status Meeting::lead(bool* moved, bool* isOver) {
 
 // The others: confirm the roster that holds the own card; over when it is committed.
 Status Meeting::follow(bool* moved, bool* isOver) {
-  // Once it is confirmed the roster, which is long in a large job, rarely changes.
-  const auto now = Clock::now();
   if (!number_.empty()) {
     std::string commit;
     MYCOLL_RETURN_IF_ERROR(get("commit", &commit));
     *isOver = commit == number_;
-    if (*isOver || now - rosterRead_ < kLongestPause) return Status();
+    if (*isOver) return Status();
   }
-  rosterRead_ = now;
+  // The roster is long in a large job: it is read once.
+  std::string number;
+  MYCOLL_RETURN_IF_ERROR(get("latest", &number));
+  if (number.empty() || number == number_ || number == notOurs_) return Status();
   std::string text;
   MYCOLL_RETURN_IF_ERROR(get("roster", &text));
-  std::string number;
   std::vector<std::string> roster;
-  if (!decodeRoster(text, cards_.size(), &number, &roster) || roster[options_.rank] != cardText_) {
+  const bool isOne = decodeRoster(text, cards_.size(), &number, &roster);
+  if (!isOne || roster[options_.rank] != cardText_) {
+    notOurs_ = number;
     return Status();
   }
   if (number == number_) return Status();
-  number_ = number;
-  roster_ = roster;
+  number_ = std::move(number);
+  roster_ = std::move(roster);
+  MYCOLL_RETURN_IF_ERROR(decodeRosterCards());
   *moved = true;
   return store_.set(key("ack", options_.rank), number_);
 }
 
 Status Meeting::waitForTheOthers() {
-  Pauses pauses;
+  Pauses pauses(options_.ranks);
   for (int rank = 1; rank < options_.ranks; ++rank) {
     for (;;) {
       std::string done;
@@ -323,7 +345,7 @@ Status Meeting::checkEarlierSelf() {
 Status Meeting::takenBy(const Card& other) {
   concerned_.push_back(other.nonce);
   return Status(Code::kStore,
-                "group '" + options_.name + "': rank " + std::to_string(options_.rank) +
+                "mycoll group '" + options_.name + "': rank " + std::to_string(options_.rank) +
                     " is taken by " + other.address.describe() + ", and this is " +
                     mine_.address.describe() + ". Two processes were started with one rank.");
 }
@@ -385,7 +407,7 @@ Status Meeting::checkRefusal() {
 
 Status Meeting::differentWorlds(int rank, const Card& other) const {
   return Status(Code::kStore,
-                "group '" + options_.name + "': rank " + std::to_string(options_.rank) +
+                "mycoll group '" + options_.name + "': rank " + std::to_string(options_.rank) +
                     " was started with " + std::to_string(options_.ranks) + " ranks, rank " +
                     std::to_string(rank) + " (" + other.address.describe() + ") with " +
                     std::to_string(other.ranks) + ": the world sizes must be equal");
@@ -421,16 +443,17 @@ Status Meeting::checkOther(int rank, const std::string& text) {
   if (!isVisible(life.card) || !life.isOfNow || Clock::now() - life.lastAlive < kSettled) {
     return Status();
   }
-  return Status(Code::kPeerLost, "group '" + options_.name + "': rank " + std::to_string(rank) +
-                                     " (" + life.card.address.describe() +
+  return Status(Code::kPeerLost, "mycoll group '" + options_.name + "': rank " +
+                                     std::to_string(rank) + " (" + life.card.address.describe() +
                                      ") has ended before the group was made; see its log");
 }
 
 Status Meeting::hasGivenUp(int rank, const Card& card) {
   std::string why;
   MYCOLL_RETURN_IF_ERROR(get("why/" + card.nonce, &why));
-  return Status(Code::kStore, "group '" + options_.name + "': rank " + std::to_string(rank) + " (" +
-                                  card.address.describe() + ") has given up: " + sanitized(why));
+  return Status(Code::kStore, "mycoll group '" + options_.name + "': rank " + std::to_string(rank) +
+                                  " (" + card.address.describe() +
+                                  ") has given up: " + sanitized(why));
 }
 
 // Now and then: signals, the deadline, and what makes waiting pointless.
@@ -447,21 +470,26 @@ Status Meeting::lookAround() {
   MYCOLL_RETURN_IF_ERROR(get(key("card", options_.rank), &text));
   Card card;
   if (text != cardText_ && Card::decode(text, &card).ok()) return takenBy(card);
-  // Rank 0 sees all cards as they stand now; the others its own, and otherwise those of the roster.
-  if (!isLeader()) {
-    MYCOLL_RETURN_IF_ERROR(get(key("card", 0), &text));
-    MYCOLL_RETURN_IF_ERROR(checkOther(0, text));
+  // Rank 0 sees all cards as they stand now; the others its own, and those in the roster of whom
+  // they can see the process.
+  if (isLeader()) {
+    for (int rank = 1; rank < options_.ranks; ++rank) {
+      MYCOLL_RETURN_IF_ERROR(checkOther(rank, cards_[rank]));
+    }
+    return checkLosses();
   }
-  const std::vector<std::string>& seen = isLeader() ? cards_ : roster_;
-  for (size_t rank = 1; rank < seen.size(); ++rank) {
-    if (static_cast<int>(rank) == options_.rank) continue;
-    MYCOLL_RETURN_IF_ERROR(checkOther(static_cast<int>(rank), seen[rank]));
+  MYCOLL_RETURN_IF_ERROR(get(key("card", 0), &text));
+  MYCOLL_RETURN_IF_ERROR(checkOther(0, text));
+  for (const int rank : neighbours_) {
+    if (rank == 0 || rank == options_.rank) continue;
+    MYCOLL_RETURN_IF_ERROR(checkOther(rank, roster_[rank]));
   }
   return checkLosses();
 }
 
 // Ranks that were lost to another group, unless another process has come in their place.
 Status Meeting::checkLosses() {
+  if (!options_.isOfJob) return Status();
   const std::map<int64_t, Engine::Loss> losses = engine_->losses();
   for (int rank = 0; rank < options_.ranks && !losses.empty(); ++rank) {
     const auto loss = losses.find(options_.globalRanks.empty() ? rank : options_.globalRanks[rank]);
@@ -470,14 +498,15 @@ Status Meeting::checkLosses() {
     MYCOLL_RETURN_IF_ERROR(get(key("card", rank), &text));
     Card card;
     if (Card::decode(text, &card).ok() && card.address.uid != loss->second.uid) continue;
-    return Status(Code::kPeerLost, "group '" + options_.name + "' cannot be made with rank " +
+    return Status(Code::kPeerLost, "mycoll group '" + options_.name +
+                                       "': the group cannot be made with rank " +
                                        std::to_string(rank) + ": " + loss->second.cause.message());
   }
   return Status();
 }
 
 Status Meeting::tooLate() {
-  std::string missing;
+  std::vector<int> missing;
   for (int rank = 0; rank < options_.ranks; ++rank) {
     if (rank == options_.rank) continue;
     std::string card, ack;
@@ -488,13 +517,14 @@ Status Meeting::tooLate() {
         !card.empty() && Card::decode(card, &known).ok() && isVisible(known) && !isAliveHere(known);
     // Without a roster nobody could confirm anything.
     if (!card.empty() && !isDead && (number_.empty() || ack == number_)) continue;
-    missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+    missing.push_back(rank);
   }
   return Status(Code::kTimeout,
-                "group '" + options_.name + "': rank " + std::to_string(options_.rank) +
-                    " waited " + std::to_string(options_.timeout.count()) +
-                    " ms for the other ranks of " + std::to_string(options_.ranks) +
-                    (missing.empty() ? "" : "; missing: " + missing) +
+                "mycoll group '" + options_.name + "': timeout after " +
+                    std::to_string(options_.timeout.count()) + "ms: rank " +
+                    std::to_string(options_.rank) + " waited for the other ranks of " +
+                    std::to_string(options_.ranks) +
+                    (missing.empty() ? "" : "; missing: " + listNumbers(missing)) +
                     ". Were they all started, with the same world size and the same store?");
 }
 

@@ -5,7 +5,8 @@
 // it:
 //
 //   every rank    card/<rank> = a fresh number, world size, address
-//   rank 0        reads the cards; roster = all of them; again whenever a card changes
+//   rank 0        reads the cards; roster = all of them, latest = its number; again whenever a card
+//                 changes
 //   every rank    whose own fresh card is in the roster: ack/<rank> = the roster's number
 //   rank 0        when all have confirmed the roster that stands: commit = its number
 //   every rank    done/<rank> = its number, and that of the own card, which is an old one now

@@ -1,6 +1,5 @@
 #include "engine/runner.h"
 
-#include <map>
 #include <vector>
 
 #include "base/log.h"
@@ -8,6 +7,7 @@
 #include "collectives/shm/collectives.h"
 #include "engine/agreement.h"
 #include "engine/communicator.h"
+#include "engine/control_tree.h"
 #include "engine/membership.h"
 #include "engine/share.h"
 #include "kernels/copy.h"
@@ -31,17 +31,6 @@ class ExternalEnd final : public Condition {
   const uint64_t sequence_;
 };
 
-// By rank: the first rank of the same host.
-std::vector<int> hostsOf(const GroupAddress& group) {
-  std::map<std::string, int> known;
-  std::vector<int> hosts;
-  for (const PeerAddress& peer : group.peers) {
-    const int rank = static_cast<int>(hosts.size());
-    hosts.push_back(known.try_emplace(peer.hostIdentity, rank).first->second);
-  }
-  return hosts;
-}
-
 }  // namespace
 
 Runner::Runner(const GroupOptions& options, Mailbox& mailbox, Membership& membership,
@@ -50,7 +39,8 @@ Runner::Runner(const GroupOptions& options, Mailbox& mailbox, Membership& member
       mailbox_(mailbox),
       membership_(membership),
       agreement_(agreement),
-      record_(record) {}
+      record_(record),
+      memory_(options.rank) {}
 
 uint64_t Runner::nextNumber() {
   const uint64_t number = begun();
@@ -88,9 +78,11 @@ Task Runner::carryOut(const Call& call, const Signature& signature) {
   if (!isPrepared_) return carryOutFirst(call, signature);
   const uint64_t sequence = nextNumber();
   if (options_.ranks == 1) return carryOutAlone(call);
-  if (arena_) return shmCollective(ShmGroup{*arena_, mailbox_, sequence, signature}, call);
+  if (!shape_) {
+    return shmCollective(ShmGroup{*arena_, memory_, mailbox_, sequence, signature}, call);
+  }
   agreement_.begin(sequence, signature);
-  return netCollective({mailbox_, *shape_, sequence, signature}, call);
+  return netCollective({mailbox_, *shape_, arena_.get(), sequence, signature}, call);
 }
 
 Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
@@ -118,23 +110,39 @@ Task Runner::carryOutAlone(const Call& call) {
   co_return Status();
 }
 
-bool Runner::mayShareMemory() const {
-  if (options_.isExternal) return false;
+bool Runner::mayShareMemory(const std::vector<int>& ranks) const {
+  if (options_.isExternal || ranks.size() < 2) return false;
   const Mesh& mesh = mailbox_.mesh();
-  for (const PeerAddress& peer : mailbox_.group().peers) {
-    if (!mesh.isLocal(peer)) return false;
+  for (const int rank : ranks) {
+    if (!mesh.isLocal(mailbox_.group().peers[rank])) return false;
   }
   return mesh.options().transport != TransportChoice::kTcp;
 }
 
-Task Runner::prepare() {
-  if (options_.ranks > 1 && mayShareMemory()) {
+// Where all ranks are on this host, the arena does everything; otherwise plans use it.
+Task Runner::shareWithHost() {
+  auto shape = std::make_unique<Shape>(hostsOf(mailbox_.group()));
+  const std::vector<int>& members = shape->membersOf(shape->hostOf(options_.rank));
+  const bool mayShare = mayShareMemory(members);
+  if (mayShare && shape->hosts() == 1) {
     MYCOLL_CO_RETURN_IF_ERROR(co_await shareArena(mailbox_, membership_, &arena_));
-    if (!arena_) {
-      MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory", options_.name.c_str());
-    }
+  } else if (mayShare) {
+    ArenaShape wanted;
+    wanted.smallBytes = 0;
+    wanted.chunkBytes = areaBytes(*shape);
+    wanted.areas = areaCount(*shape);
+    MYCOLL_CO_RETURN_IF_ERROR(co_await shareHostArena(mailbox_, members, wanted, &arena_));
   }
-  if (!arena_) shape_ = std::make_unique<Shape>(hostsOf(mailbox_.group()));
+  if (mayShare && !arena_) {
+    MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory", options_.name.c_str());
+  }
+  sharedArena_.store(arena_.get(), std::memory_order_release);
+  if (!arena_ || shape->hosts() > 1) shape_ = std::move(shape);
+  co_return Status();
+}
+
+Task Runner::prepare() {
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shareWithHost());
   isPrepared_ = true;
   record_.setTransport(transport());
   MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", options_.name.c_str(),

@@ -1,16 +1,19 @@
 // Runner: carries out a group's collectives, one after the other: in the arena where all ranks
-// share a host, over messages otherwise. Which of the two is settled with the first collective.
+// share a host, by plans otherwise. Which of the two is settled with the first collective.
 //
-// Thread contract: everything but transport() and the counts by whoever holds the queue's run lock.
+// Thread contract: everything but transport(), arena() and the counts by whoever holds the queue's
+// run lock.
 // Lifetime: owned by its communicator, as are the parts that it refers to; tasks do not outlive it.
 #pragma once
 
 #include <atomic>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "collectives/plan/shape.h"
 #include "collectives/shm/arena.h"
+#include "collectives/shm/peer_memory.h"
 #include "engine/op.h"
 
 namespace mycoll {
@@ -36,6 +39,9 @@ class Runner final : public CollectiveRunner {
   uint64_t current() const { return begun() > 0 ? begun() - 1 : 0; }
   // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
   std::string transport() const;
+  // The memory that it shares with ranks of its host, once there is some: whoever sleeps until
+  // something changes in there says so to it.
+  Arena* arena() const { return sharedArena_.load(std::memory_order_acquire); }
 
  private:
   Task carryOut(const Call& call, const Signature& signature);
@@ -44,7 +50,8 @@ class Runner final : public CollectiveRunner {
   Task runComposite(const Composite& composite);
   Task awaitExternal(CollectiveOp& op);
   Task prepare();
-  bool mayShareMemory() const;
+  Task shareWithHost();
+  bool mayShareMemory(const std::vector<int>& ranks) const;
   uint64_t nextNumber();
 
   const GroupOptions& options_;
@@ -55,7 +62,9 @@ class Runner final : public CollectiveRunner {
 
   bool isPrepared_ = false;
   std::unique_ptr<Arena> arena_;
-  std::unique_ptr<Shape> shape_;  // where there is no arena
+  std::atomic<Arena*> sharedArena_{nullptr};
+  PeerMemory memory_;             // beside an arena of all ranks
+  std::unique_ptr<Shape> shape_;  // where the arena is not of all ranks
   std::atomic<uint64_t> begun_{0};
 };
 

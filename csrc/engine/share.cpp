@@ -1,12 +1,14 @@
 #include "engine/share.h"
 
 #include <cstring>
+#include <numeric>
+#include <utility>
 
 #include "base/env.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/sha256.h"
-#include "collectives/run/batch.h"
+#include "collectives/batch.h"
 #include "engine/membership.h"
 #include "transport/mesh.h"
 #include "transport/shm/link.h"
@@ -14,7 +16,7 @@
 namespace mycoll {
 namespace {
 
-// Rank 0's offer of shared memory to the other ranks.
+// An offer of shared memory to the other ranks.
 struct Offer {
   uint64_t smallBytes = 0;
   uint64_t chunkBytes = 0;
@@ -50,138 +52,171 @@ void noteAreas(const std::shared_ptr<Segment>& segment, uint64_t areas) {
   if (areas >= kManyAreas) largeSegment = segment;
 }
 
-std::unique_ptr<Arena> makeArena(const Mailbox& mailbox, std::shared_ptr<Segment> segment,
+// Who shares an arena. members[0] offers it; shape: how it would have it.
+struct Sharing {
+  Mailbox& mailbox;
+  Membership* membership;  // null: these are not all ranks of the group
+  std::vector<int> members;
+  ArenaShape shape;
+
+  bool isFirst() const { return mailbox.rank() == members[0]; }
+};
+
+std::unique_ptr<Arena> makeArena(const Sharing& sharing, std::shared_ptr<Segment> segment,
                                  const ArenaShape& shape, DistanceChoice distance) {
-  noteAreas(segment, shape.areas);
+  const Mailbox& mailbox = sharing.mailbox;
+  if (sharing.membership) noteAreas(segment, shape.areas);
   std::vector<Bell> bells;
-  for (const PeerAddress& peer : mailbox.group().peers) {
-    bells.push_back(mailbox.mesh().bellOf(peer));
+  int self = 0;
+  for (const int rank : sharing.members) {
+    if (rank == mailbox.rank()) self = static_cast<int>(bells.size());
+    bells.push_back(mailbox.mesh().bellOf(mailbox.group().peers[rank]));
   }
-  return std::make_unique<Arena>(std::move(segment), shape, mailbox.rank(), std::move(bells),
+  return std::make_unique<Arena>(std::move(segment), shape, self, std::move(bells), sharing.members,
                                  distance);
 }
 
-Status makeOffer(const Mailbox& mailbox, const Env& env, ArenaShape* shape,
-                 std::shared_ptr<Segment>* segment, Offer* offer) {
-  shape->ranks = mailbox.ranks();
-  shape->smallBytes = env.smallBytes;
-  if (env.chunkBytes > 0) shape->chunkBytes = env.chunkBytes;
-  shape->areas = chooseAreas();
-  *shape = shape->enlarged();
-  const Status made = Segment::create(shape->totalBytes(), segment);
+Status makeOffer(const Sharing& sharing, std::shared_ptr<Segment>* segment, Offer* offer) {
+  const ArenaShape& shape = sharing.shape;
+  const Status made = Segment::create(shape.totalBytes(), segment);
   if (!made.ok()) MYCOLL_LOG_WARN("%s", made.message().c_str());
-  offer->smallBytes = shape->smallBytes;
-  offer->chunkBytes = shape->chunkBytes;
-  offer->areas = shape->areas;
+  offer->smallBytes = shape.smallBytes;
+  offer->chunkBytes = shape.chunkBytes;
+  offer->areas = shape.areas;
   offer->isOffered = made.ok();
   MYCOLL_RETURN_IF_ERROR(randomBytes(offer->cookie, sizeof(offer->cookie)));
-  const std::string prefix = mailbox.fdPrefix();
+  const std::string prefix = sharing.mailbox.fdPrefix();
   std::memcpy(offer->cookie, prefix.data(), prefix.size());
   return Status();
 }
 
-Task offerArena(Mailbox& mailbox, Membership& membership, std::unique_ptr<Arena>* arena) {
+Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
+  Mailbox& mailbox = sharing.mailbox;
   const Signature signature;
-  const int ranks = mailbox.ranks();
-  const Env& env = Env::process();
-  ArenaShape shape;
+  const std::vector<int> others(sharing.members.begin() + 1, sharing.members.end());
   std::shared_ptr<Segment> segment;
   Offer offer;
-  MYCOLL_CO_RETURN_IF_ERROR(makeOffer(mailbox, env, &shape, &segment, &offer));
+  MYCOLL_CO_RETURN_IF_ERROR(makeOffer(sharing, &segment, &offer));
 
   Batch offers(mailbox, signature);
-  for (int rank = 1; rank < ranks; ++rank) offers.send(rank, spanOf(offer), kOfferStep);
+  for (const int rank : others) offers.send(rank, spanOf(offer), kOfferStep);
   co_await offers;
   MYCOLL_CO_RETURN_IF_ERROR(offers.status());
   if (!offer.isOffered) co_return Status();
 
   // The offers have left, so there is a connection to each.
-  std::vector<uint64_t> flags(ranks);
+  std::vector<uint64_t> flags(others.size());
   Batch sent(mailbox, signature);
-  for (int rank = 1; rank < ranks; ++rank) {
-    flags[rank] = mailbox.sendFd(rank, segment->fd(), offer.cookieText());
-    sent.send(rank, spanOf(flags[rank]), kSentStep);
+  for (size_t i = 0; i < others.size(); ++i) {
+    flags[i] = mailbox.sendFd(others[i], segment->fd(), offer.cookieText());
+    sent.send(others[i], spanOf(flags[i]), kSentStep);
   }
   co_await sent;
   MYCOLL_CO_RETURN_IF_ERROR(sent.status());
   Batch answers(mailbox, signature);
-  for (int rank = 1; rank < ranks; ++rank) answers.receive(rank, spanOf(flags[rank]), kAnswerStep);
+  for (size_t i = 0; i < others.size(); ++i) {
+    answers.receive(others[i], spanOf(flags[i]), kAnswerStep);
+  }
   co_await answers;
   MYCOLL_CO_RETURN_IF_ERROR(answers.status());
   segment->closeFd();
   uint64_t verdict = 1;
-  for (int rank = 1; rank < ranks; ++rank) verdict &= flags[rank];
+  for (const uint64_t flag : flags) verdict &= flag;
   // Known here before anybody hears of it: a failure is then written where all will look.
   if (verdict) {
-    *arena = makeArena(mailbox, std::move(segment), shape, env.distance);
-    membership.attach(arena->get());
+    *arena = makeArena(sharing, std::move(segment), sharing.shape, Env::process().distance);
+    if (sharing.membership) sharing.membership->attach(arena->get());
   }
   Batch verdicts(mailbox, signature);
-  for (int rank = 1; rank < ranks; ++rank) verdicts.send(rank, spanOf(verdict), kVerdictStep);
+  for (const int rank : others) verdicts.send(rank, spanOf(verdict), kVerdictStep);
   co_await verdicts;
   // Until then some rank may not have it yet, and hears of a failure by a message only.
   MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
-  if (verdict) membership.trustArena();
+  if (verdict && sharing.membership) sharing.membership->trustArena();
   co_return Status();
 }
 
-Status takeSegment(Mailbox& mailbox, const Offer& offer, const ArenaShape& shape,
+Status takeSegment(const Sharing& sharing, const Offer& offer, const ArenaShape& shape,
                    std::shared_ptr<Segment>* segment) {
-  if (!shape.isUsable()) {
+  Mailbox& mailbox = sharing.mailbox;
+  const int first = sharing.members[0];
+  const bool isAsWanted = sharing.membership || shape == sharing.shape;  // plans rely on it
+  if (!shape.isUsable() || !isAsWanted) {
     return Status(Code::kNetwork,
-                  mailbox.describeRank(0) + " offers shared memory that cannot be used");
+                  mailbox.describeRank(first) + " offers shared memory that cannot be used");
   }
-  Fd memory = mailbox.takeFd(0, offer.cookieText());
+  Fd memory = mailbox.takeFd(first, offer.cookieText());
   if (!memory.isOpen()) return Status(Code::kNetwork, "shared memory did not come");
   return Segment::adopt(std::move(memory), shape.totalBytes(), segment);
 }
 
-Task acceptArena(Mailbox& mailbox, Membership& membership, std::unique_ptr<Arena>* arena) {
+Task acceptArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
+  Mailbox& mailbox = sharing.mailbox;
+  const int first = sharing.members[0];
   const Signature signature;
   Offer offer;
   Batch offers(mailbox, signature);
-  offers.receive(0, spanOf(offer), kOfferStep);
+  offers.receive(first, spanOf(offer), kOfferStep);
   co_await offers;
   MYCOLL_CO_RETURN_IF_ERROR(offers.status());
   if (!offer.isOffered) co_return Status();
   uint64_t flag = 0;
   Batch sent(mailbox, signature);
-  sent.receive(0, spanOf(flag), kSentStep);
+  sent.receive(first, spanOf(flag), kSentStep);
   co_await sent;
   MYCOLL_CO_RETURN_IF_ERROR(sent.status());
 
   ArenaShape shape;
-  shape.ranks = mailbox.ranks();
+  shape.ranks = static_cast<int>(sharing.members.size());
   shape.smallBytes = offer.smallBytes;
   shape.chunkBytes = offer.chunkBytes;
   shape.areas = offer.areas;
   std::shared_ptr<Segment> segment;
   if (flag) {
-    const Status taken = takeSegment(mailbox, offer, shape, &segment);
+    const Status taken = takeSegment(sharing, offer, shape, &segment);
     if (!taken.ok()) MYCOLL_LOG_WARN("%s", taken.message().c_str());
     flag = taken.ok();
   }
   Batch answer(mailbox, signature);
-  answer.send(0, spanOf(flag), kAnswerStep);
+  answer.send(first, spanOf(flag), kAnswerStep);
   co_await answer;
   MYCOLL_CO_RETURN_IF_ERROR(answer.status());
   uint64_t verdict = 0;
   Batch verdicts(mailbox, signature);
-  verdicts.receive(0, spanOf(verdict), kVerdictStep);
+  verdicts.receive(first, spanOf(verdict), kVerdictStep);
   co_await verdicts;
   MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
   if (!verdict) co_return Status();
-  *arena = makeArena(mailbox, std::move(segment), shape, DistanceChoice::kMeasured);
-  membership.attach(arena->get());
-  membership.trustArena();
+  *arena = makeArena(sharing, std::move(segment), shape, DistanceChoice::kMeasured);
+  if (!sharing.membership) co_return Status();
+  sharing.membership->attach(arena->get());
+  sharing.membership->trustArena();
   co_return Status();
+}
+
+Task share(Sharing sharing, std::unique_ptr<Arena>* arena) {
+  const bool isFirst = sharing.isFirst();
+  return isFirst ? offerArena(std::move(sharing), arena) : acceptArena(std::move(sharing), arena);
 }
 
 }  // namespace
 
 Task shareArena(Mailbox& mailbox, Membership& membership, std::unique_ptr<Arena>* arena) {
-  return mailbox.rank() == 0 ? offerArena(mailbox, membership, arena)
-                             : acceptArena(mailbox, membership, arena);
+  const Env& env = Env::process();
+  std::vector<int> all(mailbox.ranks());
+  std::iota(all.begin(), all.end(), 0);
+  ArenaShape shape;
+  shape.ranks = mailbox.ranks();
+  shape.smallBytes = env.smallBytes;
+  if (env.chunkBytes > 0) shape.chunkBytes = env.chunkBytes;
+  shape.areas = chooseAreas();
+  return share({mailbox, &membership, std::move(all), shape.enlarged()}, arena);
+}
+
+Task shareHostArena(Mailbox& mailbox, std::vector<int> members, ArenaShape shape,
+                    std::unique_ptr<Arena>* arena) {
+  shape.ranks = static_cast<int>(members.size());
+  return share({mailbox, nullptr, std::move(members), shape.enlarged()}, arena);
 }
 
 }  // namespace mycoll

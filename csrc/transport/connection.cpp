@@ -46,7 +46,7 @@ bool isInItsName(const Mailbox& mailbox, const FrameHeader& header, const std::s
 // Frames of the group itself; their payload is short and handed over whole.
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
-         kind == FrameKind::kPosition || kind == FrameKind::kQuestion ||
+         kind == FrameKind::kArrived || kind == FrameKind::kQuestion ||
          kind == FrameKind::kAnswer || kind == FrameKind::kVerdict || kind == FrameKind::kHold ||
          kind == FrameKind::kGoOn;
 }

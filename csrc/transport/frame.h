@@ -8,7 +8,7 @@
 //   kGoodbye        the sender has left the group in good order
 //   kProbe          the sender tells the numbers and signatures of collectives it has begun, the
 //                   latest last, to be compared
-//   kPosition       the answer of a rank that has not come that far: how many it has begun
+//   kArrived        a collective that somebody waits long in, and who is known to have come to it
 //   kQuestion, kAnswer, kVerdict  why a rank does not come: engine/questions.h
 //   kHold, kGoOn    the sender buffers much that nobody receives: what is sent to it from now on
 //                   is to wait for its receiver, however small; it may come at once again
@@ -34,7 +34,7 @@ enum class FrameKind : uint8_t {
   kAbort,
   kGoodbye,
   kProbe,
-  kPosition,
+  kArrived,
   kQuestion,
   kAnswer,
   kVerdict,

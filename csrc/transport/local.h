@@ -29,6 +29,9 @@ struct MeshOptions {
   AdvertisedAddress advertised;
   std::string storeHost;  // empty: unknown
   size_t eagerBytes = 64 * 1024;
+  // Its receiver is about to ask for it, and would have room for it: asking first would only cost
+  // the time to the other host and back.
+  size_t eagerInCollectives = 1024 * 1024;
   bool isChecked = false;  // what is sent carries checksums
   DistanceChoice distance = DistanceChoice::kMeasured;
   int networkSeconds = 10;  // a peer beyond the network that is silent for so long is dead

@@ -24,6 +24,11 @@ struct Loss {
   // kClosedInMessage: the network's error, if it was one.
   std::string detail;
 
+  // There was a connection, and the other side has ended it.
+  bool isClosed() const {
+    return reason == LossReason::kEnded || reason == LossReason::kClosed ||
+           reason == LossReason::kClosedInMessage;
+  }
   // After "rank 3 (node1:4712)". mayHaveLeft: for all that is known it may have left in good order,
   // without a connection to say so.
   std::string describe(bool mayHaveLeft = false) const;

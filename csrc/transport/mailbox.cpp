@@ -119,7 +119,10 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   item.header.tag = tag;
   item.header.signature = signature;
   item.header.messageBytes = data.bytes;
-  if (data.bytes <= mesh_->options().eagerBytes && !flows_[destination].holdsUs) {
+  const MeshOptions& options = mesh_->options();
+  const size_t eagerBytes =
+      messageClass == MessageClass::kCollective ? options.eagerInCollectives : options.eagerBytes;
+  if (data.bytes <= eagerBytes && !flows_[destination].holdsUs) {
     item.header.payloadBytes = data.bytes;
     item.payload = data.begin();
     item.request = &request;

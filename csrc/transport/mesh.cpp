@@ -49,8 +49,8 @@ Status Mesh::open() {
   MYCOLL_RETURN_IF_ERROR(randomBytes(random, sizeof(random)));
   PeerAddress& address = local_.address;
   address.uid = toHex(random, sizeof(random));
-  address.pidSpace = pidSpace();
-  address.hostName = hostName();
+  address.pidSpace = pidSpace() + local_.options.host;
+  address.hostName = hostName() + local_.options.host;
   address.pid = processId();
   address.startTicks = processStartTicks(address.pid);
   // A process that may use no shared memory is on a host of its own, as far as peers are concerned.

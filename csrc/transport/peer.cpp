@@ -1,5 +1,7 @@
 #include "transport/peer.h"
 
+#include <algorithm>
+#include <cstdlib>
 #include <sstream>
 
 #include "base/sha256.h"
@@ -24,22 +26,28 @@ std::string PeerAddress::encode() const {
 }
 
 Status PeerAddress::decode(const std::string& text, PeerAddress* result) {
-  std::istringstream lines(text);
-  std::string number[2];
-  PeerAddress peer;
-  bool complete = std::getline(lines, peer.uid) && std::getline(lines, peer.hostIdentity) &&
-                  std::getline(lines, peer.pidSpace) && std::getline(lines, peer.hostName) &&
-                  std::getline(lines, number[0]) && std::getline(lines, number[1]);
-  if (!complete || !isUid(peer.uid)) {
+  std::vector<std::string> lines;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find('\n', at), text.size());
+    lines.push_back(text.substr(at, end - at));
+    at = end + 1;
+  }
+  constexpr size_t kFixed = 6;
+  if (lines.size() < kFixed || !isUid(lines[0])) {
     return Status(Code::kStore, "the store holds an address that mycoll did not write");
   }
-  peer.pid = static_cast<pid_t>(strtol(number[0].c_str(), nullptr, 10));
-  peer.startTicks = strtoull(number[1].c_str(), nullptr, 10);
-  std::string line;
-  while (std::getline(lines, line)) {
-    std::istringstream fields(line);
-    TcpAddress entry;
-    if (fields >> entry.address >> entry.port) peer.tcp.push_back(entry);
+  PeerAddress peer;
+  peer.uid = lines[0];
+  peer.hostIdentity = lines[1];
+  peer.pidSpace = lines[2];
+  peer.hostName = lines[3];
+  peer.pid = static_cast<pid_t>(strtol(lines[4].c_str(), nullptr, 10));
+  peer.startTicks = strtoull(lines[5].c_str(), nullptr, 10);
+  for (size_t i = kFixed; i < lines.size(); ++i) {
+    const size_t space = lines[i].find(' ');
+    if (space == 0 || space == std::string::npos) continue;
+    const int port = static_cast<int>(strtol(lines[i].c_str() + space, nullptr, 10));
+    peer.tcp.push_back({lines[i].substr(0, space), port});
   }
   *result = std::move(peer);
   return Status();

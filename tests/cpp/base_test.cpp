@@ -1,6 +1,7 @@
 // base/: status, task, types, env, log, fd, deadline, wait, topology, crc32c.
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,6 +25,7 @@
 #include "base/sanitize.h"
 #include "base/status.h"
 #include "base/task.h"
+#include "base/text.h"
 #include "base/topology.h"
 #include "base/types.h"
 #include "base/wait.h"
@@ -375,4 +377,33 @@ TEST(Base, crc32cTableAgrees) {
     const size_t half = length / 2;
     EXPECT_EQ(crc32c(bytes.data() + half, length - half, crc32c(bytes.data(), half)), whole);
   }
+}
+
+TEST(Text, listsNumbersWithIntervals) {
+  EXPECT_EQ(listNumbers({}), "");
+  EXPECT_EQ(listNumbers({3}), "3");
+  EXPECT_EQ(listNumbers({0, 1, 2}), "0, 1, 2");
+  EXPECT_EQ(listNumbers({0, 2, 8, 9, 10, 11}), "0, 2, 8-11");
+  EXPECT_EQ(listNumbers({0, 1, 2, 3, 5}), "0-3, 5");
+}
+
+TEST(Fd, raisesTheLimitForLargeGroupsOnly) {
+  rlimit before{};
+  ASSERT(::getrlimit(RLIMIT_NOFILE, &before) == 0);
+  rlimit low = before;
+  low.rlim_cur = 1024;
+  ASSERT(::setrlimit(RLIMIT_NOFILE, &low) == 0);
+  auto limit = [] {
+    rlimit now{};
+    EXPECT(::getrlimit(RLIMIT_NOFILE, &now) == 0);
+    return now.rlim_cur;
+  };
+  const rlim_t expected = std::min<rlim_t>(before.rlim_max, 4512);
+  raiseDescriptorLimit(64);
+  EXPECT_EQ(limit(), 1024u);
+  raiseDescriptorLimit(1000);
+  EXPECT_EQ(limit(), expected);
+  raiseDescriptorLimit(2);
+  EXPECT_EQ(limit(), expected);
+  ASSERT(::setrlimit(RLIMIT_NOFILE, &before) == 0);
 }

@@ -3,6 +3,7 @@
 #include "transport/shm/distance.h"
 
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "collectives/shm/arena.h"
@@ -25,9 +26,11 @@ struct Ranks {
     shape.ranks = ranks;
     std::shared_ptr<Segment> segment;
     ASSERT(Segment::create(shape.totalBytes(), &segment).ok());
+    std::vector<int> members(ranks);
+    std::iota(members.begin(), members.end(), 0);
     for (int rank = 0; rank < ranks; ++rank) {
       arenas.push_back(
-          std::make_unique<Arena>(segment, shape, rank, std::vector<Bell>(ranks), choice));
+          std::make_unique<Arena>(segment, shape, rank, std::vector<Bell>(ranks), members, choice));
     }
   }
 
@@ -121,6 +124,7 @@ TEST(Distance, resultsDoNotDependOnIt) {
     for (int ranks = 2; ranks <= 4; ++ranks) {
       runWorld(ranks, Road::kShm, [&](Communicator& group) {
         for (size_t count : {300, 8'191, 70'001, 262'144, 262'147, 600'011}) {
+          if (test::isShort() && count > 100'000 && count != 262'147) continue;
           for (int repeat = 0; repeat < 3; ++repeat) {
             std::vector<int64_t> data(count), gathered(count * static_cast<size_t>(ranks));
             std::vector<int64_t> elsewhere(count);

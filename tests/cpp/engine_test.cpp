@@ -243,13 +243,13 @@ TEST(Engine, timeoutNamesWhoIsMissing) {
         [&](Communicator& group) {
           EXPECT(run(group, call(OpKind::kBarrier)).ok());
           if (group.rank() == 2) {
-            std::this_thread::sleep_for(std::chrono::milliseconds(900));
+            std::this_thread::sleep_for(std::chrono::milliseconds(1600));
             return;
           }
           Status status = run(group, call(OpKind::kBarrier));
           EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
         },
-        400);
+        1000);  // in which the group is made, too
   }
 }
 

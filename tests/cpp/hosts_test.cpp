@@ -7,12 +7,16 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
+#include "base/env.h"
 #include "calls.h"
 #include "kernels/reduce.h"
 #include "test.h"
+#include "transport/frame.h"
+#include "transport/link.h"
 #include "world.h"
 
 using namespace mycoll;
@@ -127,7 +131,126 @@ void forAllPlacements(const RankBody& body) {
   for (const std::vector<int>& hostOf : kPlacements) runHosts(hostOf, body);
 }
 
+// What ranks have written to their connections, by frames. Ranks share one.
+class FrameCounter final : public LinkTap {
+ public:
+  explicit FrameCounter(std::vector<int> hostOf) : hostOf_(std::move(hostOf)) {}
+
+  struct Count {
+    int requests = 0;           // kRequestToSend
+    int insideHosts = 0;        // frames of collectives between ranks of one host
+    uint64_t betweenHosts = 0;  // bytes of payload
+  };
+  Count count() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return count_;
+  }
+
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
+    return std::make_unique<Sender>(*this, std::move(link));
+  }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
+
+ private:
+  class Sender final : public LinkSender {
+   public:
+    Sender(FrameCounter& counter, std::unique_ptr<LinkSender> link)
+        : counter_(counter), link_(std::move(link)) {}
+    ssize_t write(const Span* parts, int count) override {
+      const ssize_t written = link_->write(parts, count);
+      auto left = static_cast<size_t>(std::max<ssize_t>(written, 0));
+      for (int i = 0; i < count && left > 0; ++i) {
+        const size_t bytes = std::min(left, parts[i].bytes);
+        follow(parts[i].begin(), bytes);
+        left -= bytes;
+      }
+      return written;
+    }
+    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
+    int fd() const override { return link_->fd(); }
+    bool sendFd(int fd, const std::string& cookie) override { return link_->sendFd(fd, cookie); }
+
+   private:
+    void follow(const char* data, size_t bytes) {
+      while (bytes > 0) {
+        const size_t step =
+            std::min<uint64_t>(bytes, payload_ > 0 ? payload_ : sizeof(header_) - known_);
+        if (payload_ > 0) {
+          payload_ -= step;
+        } else {
+          std::memcpy(reinterpret_cast<char*>(&header_) + known_, data, step);
+          known_ += step;
+          if (known_ == sizeof(header_)) {
+            counter_.add(header_);
+            payload_ = header_.payloadBytes;
+            known_ = 0;
+          }
+        }
+        data += step;
+        bytes -= step;
+      }
+    }
+
+    FrameCounter& counter_;
+    std::unique_ptr<LinkSender> link_;
+    FrameHeader header_;
+    size_t known_ = 0;
+    uint64_t payload_ = 0;
+  };
+
+  void add(const FrameHeader& header) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool isInside = hostOf_[header.source] == hostOf_[header.destination];
+    const bool isOfCollective =
+        header.messageClass == MessageClass::kCollective && header.kind <= FrameKind::kData;
+    count_.requests += header.kind == FrameKind::kRequestToSend;
+    count_.insideHosts += isInside && isOfCollective;
+    if (!isInside) count_.betweenHosts += header.payloadBytes;
+  }
+
+  const std::vector<int> hostOf_;
+  mutable std::mutex mutex_;
+  Count count_;
+};
+
 }  // namespace
+
+// Ranks of a host pass what they add up and share through memory, and send to other hosts without
+// asking first.
+TEST(Hosts, sendOnlyBetweenHosts) {
+  const std::vector<int> hostOf = {0, 0, 0, 1, 1};
+  constexpr size_t kCount = 1'000'003;
+  FrameCounter counter(hostOf);
+  runHosts(
+      hostOf,
+      [&](Communicator& group) {
+        const int self = group.rank(), ranks = group.ranks();
+        for (const size_t count : {size_t{1}, kCount}) {
+          std::vector<int32_t> data(count), all(count * static_cast<size_t>(ranks));
+          for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kBroadcast,
+                                    OpKind::kAllGather, OpKind::kReduceScatter, OpKind::kBarrier}) {
+            Call c = call(kind);
+            c.root = kind == OpKind::kReduce || kind == OpKind::kBroadcast ? 1 : -1;
+            const bool isReceiver = kind != OpKind::kReduce || self == c.root;
+            std::vector<Span> each;
+            for (int rank = 0; rank < ranks; ++rank) each.push_back(span(all, rank * count, count));
+            if (kind == OpKind::kReduceScatter) c.in = each;
+            if (kind == OpKind::kAllGather) c.out = each;
+            if (kind != OpKind::kReduceScatter && kind != OpKind::kBroadcast &&
+                kind != OpKind::kBarrier)
+              c.in = {span(data)};
+            if (kind != OpKind::kAllGather && kind != OpKind::kBarrier && isReceiver)
+              c.out = {span(data)};
+            EXPECT(run(group, c).ok());
+          }
+        }
+      },
+      60'000, &counter);
+  const FrameCounter::Count count = counter.count();
+  EXPECT_EQ(count.requests, 0);
+  EXPECT_EQ(count.insideHosts, 0);
+  EXPECT(count.betweenHosts > 4 * kCount * sizeof(int32_t));
+}
 
 TEST(Hosts, bitsAreThoseOfOneHost) {
   forAllPlacements([](Communicator& group) {
@@ -155,10 +278,46 @@ TEST(Hosts, bitsOfLargeTensors) {
   });
 }
 
+// Sums of 16-bit floats take half of the bytes where they may be rounded on their way.
+TEST(Hosts, roundedPartialsAreShorter) {
+  constexpr size_t kCount = 300'000;
+  const std::vector<int> hostOf = {0, 0, 1, 1};
+  uint64_t bytes[2];
+  for (const bool isRounded : {false, true}) {
+    const ScopedEnv choice("MYCOLL_PARTIALS", isRounded ? "rounded" : "wide");
+    Env::readAgainForTest();
+    FrameCounter counter(hostOf);
+    runHosts(
+        hostOf,
+        [&](Communicator& group) {
+          // Their sums are whole numbers that bfloat16 has.
+          std::vector<uint16_t> data(kCount);
+          for (size_t i = 0; i < kCount; ++i)
+            data[i] = static_cast<uint16_t>(0x3f80 + 0x80 * (i % 2));
+          Call c = reduction(OpKind::kAllReduce, DType::kBFloat16, ReduceOp::kAvg);
+          c.in = c.out = {{data.data(), kCount * 2}};
+          EXPECT(run(group, c).ok());
+          for (size_t i = 0; i < kCount; ++i) {
+            if (data[i] == static_cast<uint16_t>(0x3f80 + 0x80 * (i % 2))) continue;
+            EXPECT_EQ(data[i], 0x3f80 + 0x80 * (i % 2));
+            break;
+          }
+        },
+        60'000, &counter);
+    bytes[isRounded] = counter.count().betweenHosts;
+  }
+  Env::readAgainForTest();
+  // Of two bytes an element, each host sends what it has added up of half of them, and the result
+  // of the other half; or all that it has added up.
+  EXPECT(bytes[0] >= 2 * 3 * kCount);
+  EXPECT(bytes[1] <= 2 * 2 * kCount + 10'000);
+}
+
 TEST(Hosts, dataThatIsMoved) {
   forAllPlacements([](Communicator& group) {
     const int self = group.rank();
     for (const size_t count : {0, 1, 1000, 70'001, 900'001}) {
+      if (isShort() && count > 100'000) continue;
       std::vector<int32_t> in = input(self, count), out(count * kRanks);
       Call gather = call(OpKind::kAllGather);
       gather.in = {span(in)};
@@ -195,6 +354,33 @@ TEST(Hosts, dataThatIsMoved) {
       EXPECT(run(group, call(OpKind::kBarrier)).ok());
     }
   });
+}
+
+// Ranks that wait for it in memory, and those that wait for messages, name the rank that is
+// missing, and no other.
+TEST(Hosts, aMissingRankIsNamed) {
+  const std::vector<int> hostOf = {0, 0, 0, 1, 1, 1};
+  constexpr int kMissing = 4;
+  runHosts(
+      hostOf,
+      [&](Communicator& group) {
+        std::vector<int32_t> data(100'000);
+        Call c = call(OpKind::kAllReduce);
+        c.in = c.out = {span(data)};
+        EXPECT(run(group, c).ok());
+        if (group.rank() == kMissing) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(3000));
+          return;
+        }
+        const Status status = run(group, c);
+        EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
+        EXPECT_EQ(status.cause().rank, kMissing);
+        const std::string& text = status.message();
+        EXPECT(text.find("for rank " + std::to_string(kMissing) + " (") != std::string::npos);
+        const std::string arrived = text.substr(text.find("Arrived: "));
+        EXPECT(arrived.find(std::to_string(kMissing)) > arrived.find('.'));
+      },
+      2000);  // in which the group is made, too
 }
 
 // Different calls are found out, also between ranks that have no message for each other.

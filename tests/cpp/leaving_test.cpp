@@ -73,7 +73,7 @@ TEST(Leaving, whoIsInNoCommonGroupAnyMoreIsNotLost) {
     world.leave(1, 1);
     Word word(world, 0, 1, 1);
     EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
-    EXPECT(word.transfer.status().message().find("has left group 'g1'") != std::string::npos);
+    EXPECT(word.transfer.status().message().find("has left the group") != std::string::npos);
     EXPECT_OK(world.at(0, 1).listener.failure());
     EXPECT(!world.all[0]->hasPending());
     EXPECT(!world.all[0]->hasLost(world.addresses[1]));
@@ -102,7 +102,7 @@ struct Parcel {
     EXPECT(sending.status().message() == "left");
     EXPECT(world.turnUntil([&] { return receiving.isDone(); }, 3000));
     EXPECT(receiving.status().code() == Code::kPeerLost);
-    EXPECT(receiving.status().message().find("has left group 'g1'") != std::string::npos);
+    EXPECT(receiving.status().message().find("has left the group") != std::string::npos);
     EXPECT_OK(world.at(1, 1).listener.failure());
     EXPECT(!world.all[1]->hasPending());
   }
@@ -246,7 +246,7 @@ TEST(Leaving, whoNeverSaidAWordMayHaveLeft) {
     world.end(0);
     const test::Listener& listener = world.at(2, 1).listener;
     world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
-    world.at(2, 1).listener.agreement().probe();
+    world.at(2, 1).listener.agreement().tellArrived({});
     EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 3000));
     EXPECT_OK(listener.failure());
     EXPECT(world.talk(1, 2, 1, 1, 2));
@@ -276,7 +276,7 @@ TEST(Leaving, whoIsNeededIsLostAtOnce) {
       } else {
         world.at(2, 1).mailbox->receive(transfer, 0, kMessages, 7, Meshes::word(4), {&value, 4});
         world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
-        world.at(2, 1).listener.agreement().probe();
+        world.at(2, 1).listener.agreement().tellArrived({});
       }
       EXPECT(world.turnUntil([&] { return transfer.isDone(); }, 3000));
       EXPECT(listener.failure().code() == Code::kPeerLost);
@@ -315,7 +315,7 @@ TEST(Leaving, amidstTheHandshake) {
   auto ask = [](Meshes& world) {
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
     world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
-    world.at(2, 1).listener.agreement().probe();
+    world.at(2, 1).listener.agreement().tellArrived({});
   };
   forBothLinks([&](TransportChoice transport) {
     int last = 0;  // when it has been asked, and answers

@@ -44,10 +44,12 @@ class Listener final : public mycoll::MailboxOwner {
     explicit Parts(mycoll::Mailbox& mailbox)
         : ranks(mailbox.ranks()),
           record({mailbox.group().name, mailbox.group().context, mailbox.rank(), ranks, {}}),
-          membership(mailbox, record, false),
-          agreement(mailbox, membership) {}
+          tree(mailbox.group()),
+          membership(mailbox, tree, record, false),
+          agreement(mailbox, tree, membership) {}
     const int ranks;
     mycoll::GroupRecord record;
+    const mycoll::ControlTree tree;
     mycoll::Membership membership;
     mycoll::Agreement agreement;
   };
@@ -75,7 +77,7 @@ class Listener final : public mycoll::MailboxOwner {
       case mycoll::FrameKind::kAbort: return parts_->membership.onAbort(payload);
       case mycoll::FrameKind::kGoodbye: return parts_->membership.onGoodbye(came.source, payload);
       case mycoll::FrameKind::kProbe: return parts_->agreement.onProbe(came.source, payload);
-      case mycoll::FrameKind::kPosition: return parts_->agreement.onPosition(came.source, payload);
+      case mycoll::FrameKind::kArrived: return parts_->agreement.onArrived(came.source, payload);
       default: return;
     }
   }

@@ -65,31 +65,43 @@ Chunking inChunks(const Job& job, uint64_t chunkBytes) {
   return {(block + chunkBytes - 1) / chunkBytes, chunkBytes};
 }
 
-void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements,
-           bool isNarrow) {
+void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements, bool isNarrow,
+           int mostInUnit = Shape::kMostInUnit) {
   const int ranks = static_cast<int>(hostOf.size());
-  const Shape shape(hostOf);
+  const Shape shape(hostOf, mostInUnit);
   const std::vector<Job> jobs = jobsOf(kind, ranks, root, elements * kElement, isNarrow);
-  const Chunking chunkings[] = {{}, inChunks(jobs[root], 7 * kElement)};
-  for (const Chunking& chunking : chunkings) {
-    const std::string wrong = verify(shape, jobs, chunking);
+  // In one piece or in several; memory shared on no host, on all, on every other one.
+  const Chunking chunkings[] = {inChunks(jobs[root], 60 * kElement),
+                                inChunks(jobs[root], 7 * kElement)};
+  for (int i = 0; i < 6; ++i) {
+    const Chunking& chunking = chunkings[i % 2];
+    std::vector<bool> sharesMemory(shape.hosts(), i / 2 == 1);
+    for (size_t host = 0; host < sharesMemory.size() && i / 2 == 2; host += 2) {
+      sharesMemory[host] = true;
+    }
+    const std::string wrong = verify(shape, jobs, chunking, sharesMemory);
     if (wrong.empty()) continue;
     test::fail(__FILE__, __LINE__,
                std::string(name(kind)) + " of " + std::to_string(elements) + " elements, root " +
                    std::to_string(root) + (isNarrow ? ", narrow" : "") + ", in " +
-                   std::to_string(chunking.chunks) + " chunks, hosts " + describe(hostOf) + ": " +
-                   wrong);
+                   std::to_string(chunking.chunks) + " chunks, memory shared on " +
+                   (i / 2 == 0   ? "no host"
+                    : i / 2 == 1 ? "all"
+                                 : "some") +
+                   ", units of up to " + std::to_string(mostInUnit) + ", hosts " +
+                   describe(hostOf) + ": " + wrong);
     return;
   }
 }
 
-void checkAll(const std::vector<int>& hostOf, std::mt19937& random) {
+void checkAll(const std::vector<int>& hostOf, std::mt19937& random,
+              int mostInUnit = Shape::kMostInUnit) {
   const int ranks = static_cast<int>(hostOf.size());
   for (const OpKind kind : kKinds) {
     const int root = static_cast<int>(random() % ranks);
     const uint64_t few = kind == OpKind::kReduceScatter ? ranks : 1;
-    check(hostOf, kind, root, few, random() % 2);
-    check(hostOf, kind, root, few * (5 + random() % 40), random() % 2);
+    check(hostOf, kind, root, few, random() % 2, mostInUnit);
+    check(hostOf, kind, root, few * (5 + random() % 40), random() % 2, mostInUnit);
   }
 }
 
@@ -133,6 +145,20 @@ TEST(Shape, knowsTheNodesThatAHostHas) {
   EXPECT(largestNodes({0, 1, 2, 3, 4}, 5) == (Nodes{{0, 5}}));
 }
 
+TEST(Shape, putsManyHostsIntoUnits) {
+  const Shape few(uniform(16, 1));
+  EXPECT_EQ(few.levels(), 1);
+  const Shape many(uniform(125, 1));
+  EXPECT_EQ(many.levels(), 2);
+  EXPECT_EQ(many.unitSize(1), 8);
+  EXPECT_EQ(many.unitOf(1, 124), 15);
+  EXPECT_EQ(many.hostsIn(1, 15), 5);
+  EXPECT_EQ(many.agent(1, 2, 27), 19);    // the fourth of its unit, too
+  EXPECT_EQ(many.agent(1, 15, 23), 122);  // which has no eighth
+  EXPECT(many.nodesOf(1, 15) == (std::vector<Node>{{120, 125}}));
+  EXPECT_EQ(Shape(uniform(1250, 1)).levels(), 3);
+}
+
 TEST(Plan, isRightForAllSmallWorlds) {
   std::mt19937 random(1);
   for (int ranks = 1; ranks <= 12; ++ranks) {
@@ -152,7 +178,8 @@ TEST(Plan, isRightForRandomWorlds) {
     for (int& host : hostOf) host = static_cast<int>(random() % hosts);
     if (random() % 2) std::sort(hostOf.begin(), hostOf.end());
     const int before = test::failureCount();
-    checkAll(hostOf, random);
+    // Two to five levels.
+    checkAll(hostOf, random, i % 2 ? Shape::kMostInUnit : 2 << random() % 3);
     if (test::failureCount() > before) {
       test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
       return;
@@ -202,24 +229,27 @@ TEST(Plan, sendsNoByteTwiceToAHost) {
 TEST(Plan, needsLittleMemoryAndFewMessages) {
   for (const int hosts : {2, 4, 32}) {
     for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
-      EXPECT(costOf(uniform(hosts, 8), kind, 64 << 20).scratch <= 24 << 20);
+      EXPECT(costOf(uniform(hosts, 8), kind, 64 << 20).scratch <= 32 << 20);
     }
   }
   // Small: one message from each host to each other one.
   EXPECT_EQ(costOf(uniform(4, 2), OpKind::kAllReduce, 4).messages, 4u * 3);
   EXPECT_EQ(costOf(uniform(4, 2), OpKind::kBarrier, 0).messages, 4u * 2);
   EXPECT_EQ(costOf(uniform(4, 2), OpKind::kBroadcast, 4).messages, 3u);
-  EXPECT(costOf(uniform(125, 8), OpKind::kAllReduce, 1 << 20).peers <= 124);
+  // In a large world a rank talks to few others.
+  EXPECT(costOf(uniform(125, 8), OpKind::kAllReduce, 1 << 20).peers <= 34);
+  EXPECT(costOf(uniform(125, 8), OpKind::kAllReduce, 4).messages <= 125 * 24);
 }
 
 // A plan that is wrong is found out.
 TEST(Verifier, findsAJobThatDiffers) {
   const Shape shape(uniform(2, 2));
   std::vector<Job> jobs = jobsOf(OpKind::kAllReduce, 4, 0, 64 * kElement, false);
-  EXPECT_EQ(verify(shape, jobs, {}), "");
+  const std::vector<bool> alone(2, false);
+  EXPECT_EQ(verify(shape, jobs, {}, alone), "");
   jobs[3].in[0] = jobs[3].out[0] = 63 * kElement;
-  EXPECT(verify(shape, jobs, {}) != "");
+  EXPECT(verify(shape, jobs, {}, alone) != "");
   jobs = jobsOf(OpKind::kBroadcast, 4, 0, 64 * kElement, false);
   jobs[2].root = 1;
-  EXPECT(verify(shape, jobs, {}) != "");
+  EXPECT(verify(shape, jobs, {}, alone) != "");
 }

@@ -222,6 +222,7 @@ std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>&
     mesh.transport = isTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
     mesh.storeHost = "127.0.0.1";
     mesh.eagerBytes = 16 * 1024;
+    if (seed % 3) mesh.eagerInCollectives = 16 * 1024;
     mesh.isChecked = isChecked;
     mesh.tap = weather[static_cast<size_t>(rank)].get();
     ASSERT_OK(Engine::create(mesh, &engines[static_cast<size_t>(rank)]));

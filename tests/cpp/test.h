@@ -78,6 +78,10 @@ class Threads {
   Threads(int count, const std::function<void(int rank)>& body);
 };
 
+// Whether the smaller sizes will do, as where everything takes ten times as long:
+// `./dev sanitize --short`.
+inline bool isShort() { return std::getenv("SHORT_TESTS") != nullptr; }
+
 // Sets an environment variable for a scope, and has mycoll read it. While no other thread reads
 // any.
 class ScopedEnv {

@@ -49,7 +49,7 @@ struct Pair {
     mailboxes[rank] = listeners[rank].join(meshes[rank], group);
   }
 
-  bool pump(const std::function<bool()>& until, int milliseconds = 10'000) {
+  bool pump(const std::function<bool()>& until, int milliseconds = 60'000) {
     const Deadline deadline = Deadline::after(std::chrono::milliseconds(milliseconds));
     while (!until()) {
       for (auto& mesh : meshes) {

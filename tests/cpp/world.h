@@ -64,14 +64,16 @@ inline void runMeshes(int ranks, const std::function<mycoll::MeshOptions(int)>& 
   });
 }
 
-// On hosts that they pretend to be on: hostOf[rank].
-inline void runHosts(const std::vector<int>& hostOf, const RankBody& body) {
+// On hosts that they pretend to be on: hostOf[rank]. tap: of all ranks' connections.
+inline void runHosts(const std::vector<int>& hostOf, const RankBody& body, int timeoutMs = 60'000,
+                     mycoll::LinkTap* tap = nullptr) {
   auto meshOf = [&](int rank) {
     mycoll::MeshOptions mesh;
     mesh.host = " host " + std::to_string(hostOf[rank]);
+    mesh.tap = tap;
     return mesh;
   };
-  runMeshes(static_cast<int>(hostOf.size()), meshOf, body);
+  runMeshes(static_cast<int>(hostOf.size()), meshOf, body, timeoutMs);
 }
 
 inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs = 60'000,

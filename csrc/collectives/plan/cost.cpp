@@ -35,11 +35,16 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
   for (int rank = 0; rank < shape.ranks(); ++rank) {
     const Job job = evenJob(kind, shape.ranks(), rank, root, bytes, elementBytes, wideBytes);
     const Chunking chunking = chunkingOf(shape, job);
-    const Plan plan = planOf(shape, job, rank, chunking, 0);
+    const int host = shape.hostOf(rank);
+    const bool shares = shape.membersOf(host).size() > 1 && isShared(shape, job, chunking);
+    const Plan plan = planOf(shape, job, rank, chunking, 0, shares);
     cost.chunks = chunking.chunks;
     chunks = chunksOf(job, chunking);
     const uint64_t underWay = kStepsOfAPhase * static_cast<uint64_t>(plan.phases);
-    cost.scratch = std::max(cost.scratch, plan.scratchBytes * std::min(chunking.chunks, underWay));
+    const uint64_t shared =
+        shares ? areaBytes(shape) * std::min(chunking.chunks, areaCount(shape)) : 0;
+    cost.scratch =
+        std::max(cost.scratch, plan.scratchBytes * std::min(chunking.chunks, underWay) + shared);
     if (cost.phases.size() < static_cast<size_t>(plan.phases)) {
       cost.phases.resize(plan.phases);
       longest.resize(plan.phases);
@@ -48,7 +53,6 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
     }
     std::set<int> peers;
     std::vector<uint64_t> messages(plan.phases), inside(plan.phases);
-    const int host = shape.hostOf(rank);
     for (const Step& step : plan.steps) {
       const bool isMessage = step.act >= Step::Act::kSend;
       if (!isMessage || shape.hostOf(step.peer) == host) {

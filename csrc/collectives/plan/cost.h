@@ -13,11 +13,11 @@
 namespace mycoll {
 
 struct Network {
-  double bandwidth = 1.25e9;        // of a host's link, bytes a second in each direction
-  double latency = 50e-6;           // one way
-  double overhead = 5e-6;           // of a rank, for a message
-  double memoryRate = 5e9;          // of a rank, for bytes that it copies or adds up
-  uint64_t eagerBytes = 64 * 1024;  // longer messages ask first
+  double bandwidth = 1.25e9;          // of a host's link, bytes a second in each direction
+  double latency = 50e-6;             // one way
+  double overhead = 5e-6;             // of a rank, for a message
+  double memoryRate = 5e9;            // of a rank, for bytes that it copies or adds up
+  uint64_t eagerBytes = 1024 * 1024;  // longer messages ask first
 };
 
 struct PhaseCost {

@@ -1,6 +1,7 @@
 #include "collectives/plan/plan.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -39,8 +40,12 @@ bool follows(const Place& left, const Place& right) {
 
 class Planner {
  public:
-  Planner(const Shape& shape, const Job& job, int rank)
-      : shape_(shape), job_(job), rank_(rank), host_(shape.hostOf(rank)) {}
+  Planner(const Shape& shape, const Job& job, int rank, bool sharesMemory)
+      : shape_(shape),
+        job_(job),
+        rank_(rank),
+        host_(shape.hostOf(rank)),
+        isShared_(sharesMemory && shape.membersOf(host_).size() > 1) {}
 
   Plan plan(const Chunking& chunking, uint64_t chunk) {
     begin_ = chunk == 0 ? 0 : chunk * chunking.chunkBytes;
@@ -57,6 +62,7 @@ class Planner {
       case OpKind::kMonitoredBarrier: monitoredBarrier(); break;
       default: barrier(0); break;
     }
+    if (isShared_) mark(lastShared_, Mark::kDone);
     auto order = [](const Step& step) { return 2 * step.phase + (step.act >= Step::Act::kSend); };
     std::stable_sort(plan_.steps.begin(), plan_.steps.end(),
                      [&](const Step& a, const Step& b) { return order(a) < order(b); });
@@ -107,6 +113,16 @@ class Planner {
     plan_.inputs.push_back({{}, from, false});
     plan_.steps.push_back(step);
   }
+  void meet(Step::Act act, int phase, Mark mark) {
+    Step step;
+    step.act = act;
+    step.phase = static_cast<uint8_t>(phase);
+    step.mark = mark;
+    plan_.steps.push_back(step);
+    lastShared_ = std::max(lastShared_, phase);
+  }
+  void mark(int phase, Mark mark) { meet(Step::Act::kMark, phase, mark); }
+  void waitFor(int phase, Mark mark) { meet(Step::Act::kWait, phase, mark); }
   Place scratch(uint64_t bytes) {
     const Place place{Space::kScratch, 0, plan_.scratchBytes, bytes};
     plan_.scratchBytes += roundUp(bytes, kUnit);
@@ -127,6 +143,12 @@ class Planner {
     const uint64_t lo = std::min(units * i / n * unit, whole.bytes);
     const uint64_t hi = std::min(units * (i + 1) / n * unit, whole.bytes);
     return {whole.space, whole.block, whole.begin + lo, hi - lo};
+  }
+  // Where a rank of this host puts its part of a place in an input or output.
+  Place shared(int rank, const Place& place) const {
+    const bool isOfOneRank = job_.kind == OpKind::kReduceScatter || job_.kind == OpKind::kAllGather;
+    const uint64_t block = isOfOneRank ? static_cast<uint64_t>(place.block) * length_ : 0;
+    return {Space::kShared, shape_.indexOf(rank), block + place.begin - begin_, place.bytes};
   }
   bool isWhole(const Slot& slot) const { return slot.owner < 0; }
   // Who on a host has the slot, or gets it there for the others.
@@ -167,15 +189,29 @@ class Planner {
 
   int reduceSlots(int phase, const std::vector<Slot>& slots) {
     const std::vector<int>& members = shape_.membersOf(host_);
+    const int end = phase + shape_.levels() + 1;
     auto holderHere = [&](const Slot& slot) { return holder(slot, host_); };
     auto inputOf = [](const Slot& slot) { return slot.in; };
     auto mine = [&](const Slot& slot) { return holderHere(slot) == rank_ ? rank_ : -1; };
     // Inputs of the host's ranks meet.
-    forRuns(
-        slots, [&](const Slot& slot) { return holderHere(slot) == rank_ ? -1 : holderHere(slot); },
-        inputOf, [&](int peer, const Place& run) { send(phase, peer, run); });
+    if (isShared_) {
+      waitFor(phase + 1, Mark::kDone);
+      forRuns(
+          slots, [&](const Slot& slot) { return holderHere(slot) == rank_ ? -1 : 0; }, inputOf,
+          [&](int, const Place& run) { copy(phase + 1, shared(rank_, run), run); });
+      mark(phase + 1, Mark::kGiven);
+      const bool holdsSome = std::any_of(
+          slots.begin(), slots.end(), [&](const Slot& slot) { return holderHere(slot) == rank_; });
+      if (holdsSome) waitFor(phase + 1, Mark::kGiven);
+      lastShared_ = std::max(lastShared_, end);
+    } else {
+      forRuns(
+          slots,
+          [&](const Slot& slot) { return holderHere(slot) == rank_ ? -1 : holderHere(slot); },
+          inputOf, [&](int peer, const Place& run) { send(phase, peer, run); });
+    }
     std::vector<std::vector<std::pair<Place, Place>>> came(members.size());  // input, where it is
-    for (size_t i = 0; i < members.size(); ++i) {
+    for (size_t i = 0; i < members.size() && !isShared_; ++i) {
       if (members[i] == rank_) continue;
       forRuns(slots, mine, inputOf, [&](int, const Place& run) {
         came[i].emplace_back(run, scratch(run.bytes));
@@ -184,6 +220,7 @@ class Planner {
     }
     auto rawInput = [&](size_t i, const Place& wanted) {
       if (members[i] == rank_) return wanted;
+      if (isShared_) return shared(members[i], wanted);
       for (const auto& [input, at] : came[i]) {
         if (input.block == wanted.block && input.begin <= wanted.begin &&
             wanted.begin + wanted.bytes <= input.begin + input.bytes) {
@@ -192,81 +229,198 @@ class Planner {
       }
       return Place{};
     };
+    std::vector<Held> held;
     for (const Slot& slot : slots) {
       if (slot.in.bytes == 0 || holderHere(slot) != rank_) continue;
-      std::vector<FoldInput> raw;
+      Held& mine = held.emplace_back(slot, slot.in.bytes / job_.elementBytes);
       for (size_t i = 0; i < members.size(); ++i) {
-        raw.push_back({{members[i], members[i] + 1}, rawInput(i, slot.in), false});
+        mine.inputs.push_back({{members[i], members[i] + 1}, rawInput(i, slot.in), false});
       }
-      const uint64_t count = slot.in.bytes / job_.elementBytes;
-      const bool isOurs = isOwner(slot);
-      std::vector<FoldInput> inputs = std::move(raw);
-      // The nodes of this host, for the owners on others.
-      const bool leaves = !isOurs || (isWhole(slot) && shape_.hosts() > 1);
-      if (leaves) {
-        inputs = foldNodes(phase + 1, inputs, count);
-        for (int host = 0; host < shape_.hosts(); ++host) {
-          const bool isWanted = isWhole(slot) ? host != host_ : host == shape_.hostOf(slot.owner);
-          if (!isWanted) continue;
-          for (const FoldInput& node : inputs) send(phase + 1, holder(slot, host), node.place);
-        }
-      }
-      if (!isOurs) continue;
-      for (int host = 0; host < shape_.hosts(); ++host) {
-        if (host == host_) continue;
-        for (const Node& node : shape_.nodesOf(host)) {
-          const bool isWide = node.ranks() > 1;
-          const Place at = scratch(count * (isWide ? job_.wideBytes : job_.elementBytes));
-          receive(phase + 1, holder(slot, host), at);
-          inputs.push_back({node, at, isWide});
-        }
-      }
-      fold(phase + 2, slot.result, true, count, std::move(inputs));
     }
-    return phase + 2;
+    for (int level = 1; level <= shape_.levels(); ++level) {
+      std::map<int, std::vector<Place>> leaving;
+      std::map<int, std::vector<Coming>> coming;
+      for (Held& mine : held) {
+        isWhole(mine.slot) ? exchangeNodes(phase + level, level, mine, &leaving, &coming)
+                           : moveNodes(phase + level, level, mine, &leaving, &coming);
+      }
+      for (const auto& [peer, places] : leaving)
+        send(phase + level, peer, pack(phase + level, places));
+      for (const auto& [peer, nodes] : coming) receiveNodes(phase + level, peer, nodes);
+    }
+    for (const Held& mine : held) {
+      if (isOwner(mine.slot)) fold(end, mine.slot.result, true, mine.count, mine.inputs);
+    }
+    return end;
   }
 
-  // A node of one rank stays as it is.
-  std::vector<FoldInput> foldNodes(int phase, const std::vector<FoldInput>& raw, uint64_t count) {
+  // A slot whose inputs on this host meet here, and what this rank has of it.
+  struct Held {
+    Held(const Slot& which, uint64_t elements) : slot(which), count(elements) {}
+    const Slot& slot;
+    uint64_t count;
+    std::vector<FoldInput> inputs;
+  };
+  // A node that another rank sends for it.
+  struct Coming {
+    Held* held;
+    Node node;
+  };
+
+  // All hosts of a unit get what its parts have, each from one host of the part.
+  void exchangeNodes(int phase, int level, Held& held, std::map<int, std::vector<Place>>* leaving,
+                     std::map<int, std::vector<Coming>>* coming) {
+    const int unit = shape_.unitOf(level, host_), part = shape_.unitOf(level - 1, host_);
+    const int first = shape_.firstHost(level, unit), hosts = shape_.hostsIn(level, unit);
+    bool isFolded = false;
+    for (int host = first; host < first + hosts; ++host) {
+      if (shape_.unitOf(level - 1, host) == part) continue;
+      if (shape_.agent(level - 1, part, host) != host_) continue;
+      if (!isFolded) foldNodes(phase, shape_.nodesOf(level - 1, part), held);
+      isFolded = true;
+      for (const FoldInput& node : held.inputs) {
+        (*leaving)[holder(held.slot, host)].push_back(node.place);
+      }
+    }
+    forParts(level, unit, [&](int other) {
+      if (other == part) return;
+      const int from = holder(held.slot, shape_.agent(level - 1, other, host_));
+      for (const Node& node : shape_.nodesOf(level - 1, other)) {
+        (*coming)[from].push_back({&held, node});
+      }
+    });
+  }
+
+  // One host of a unit gets what its parts have: on the last level the owner's.
+  void moveNodes(int phase, int level, Held& held, std::map<int, std::vector<Place>>* leaving,
+                 std::map<int, std::vector<Coming>>* coming) {
+    const int home = shape_.hostOf(held.slot.owner);
+    const int unit = shape_.unitOf(level, host_), part = shape_.unitOf(level - 1, host_);
+    const int to = shape_.agent(level, unit, home);
+    if (to != host_) {
+      if (shape_.agent(level - 1, part, home) != host_) return;
+      foldNodes(phase, shape_.nodesOf(level - 1, part), held);
+      for (const FoldInput& node : held.inputs) {
+        (*leaving)[holder(held.slot, to)].push_back(node.place);
+      }
+      held.inputs.clear();
+      return;
+    }
+    forParts(level, unit, [&](int other) {
+      const int from = shape_.agent(level - 1, other, home);
+      if (from == host_) return;
+      for (const Node& node : shape_.nodesOf(level - 1, other)) {
+        (*coming)[holder(held.slot, from)].push_back({&held, node});
+      }
+    });
+  }
+
+  // All nodes for one rank go in one message, each at a multiple of kUnit: as they lie, or in a
+  // copy.
+  Place pack(int phase, const std::vector<Place>& places) {
+    Place message = places[0];
+    bool isInARow = true;
+    for (size_t i = 1; i < places.size(); ++i) {
+      const Place& last = places[i - 1];
+      isInARow &= last.space == places[i].space && last.block == places[i].block &&
+                  last.begin + roundUp(last.bytes, kUnit) == places[i].begin;
+    }
+    message.bytes = packedBytes(places);
+    if (isInARow) return message;
+    message = scratch(message.bytes);
+    uint64_t at = message.begin;
+    for (const Place& place : places) {
+      copy(phase, {message.space, message.block, at, place.bytes}, place);
+      at += roundUp(place.bytes, kUnit);
+    }
+    return message;
+  }
+
+  static uint64_t packedBytes(const std::vector<Place>& places) {
+    uint64_t bytes = 0;
+    for (const Place& place : places) bytes = roundUp(bytes, kUnit) + place.bytes;
+    return bytes;
+  }
+
+  void receiveNodes(int phase, int peer, const std::vector<Coming>& nodes) {
+    std::vector<Place> places;
+    for (const Coming& each : nodes) {
+      places.push_back(
+          {Space::kScratch, 0, 0,
+           each.held->count * (isWide(each.node) ? job_.wideBytes : job_.elementBytes)});
+    }
+    const Place message = scratch(packedBytes(places));
+    receive(phase, peer, message);
+    uint64_t at = message.begin;
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      const Node& node = nodes[i].node;
+      nodes[i].held->inputs.push_back(
+          {node, {Space::kScratch, 0, at, places[i].bytes}, isWide(node)});
+      at += roundUp(places[i].bytes, kUnit);
+    }
+  }
+
+  bool isWide(const Node& node) const {
+    return node.ranks() > 1 && job_.wideBytes > job_.elementBytes;
+  }
+
+  // The units of the level below that a unit is made of.
+  template <typename Visit>
+  void forParts(int level, int unit, Visit visit) const {
+    const int size = shape_.unitSize(level - 1);
+    const int end = shape_.firstHost(level, unit) + shape_.hostsIn(level, unit);
+    for (int first = shape_.firstHost(level, unit); first < end; first += size) {
+      visit(first / size);
+    }
+  }
+
+  // A node of one rank stays as it is, and so does what was folded before.
+  void foldNodes(int phase, const std::vector<Node>& wanted, Held& held) {
     std::vector<FoldInput> nodes;
-    for (const Node& node : shape_.nodesOf(host_)) {
+    for (const Node& node : wanted) {
       std::vector<FoldInput> inputs;
-      for (const FoldInput& each : raw) {
+      for (const FoldInput& each : held.inputs) {
         if (each.node.lo >= node.lo && each.node.hi <= node.hi) inputs.push_back(each);
       }
       if (inputs.size() == 1) {
         nodes.push_back(inputs[0]);
         continue;
       }
-      const Place at = scratch(count * job_.wideBytes);
-      nodes.push_back({node, at, true});
-      fold(phase, at, false, count, std::move(inputs));
+      const Place at = scratch(held.count * job_.wideBytes);
+      nodes.push_back({node, at, isWide(node)});
+      fold(phase, at, false, held.count, std::move(inputs));
     }
-    return nodes;
+    held.inputs = std::move(nodes);
   }
 
   // ---- gather: from the owners to all ranks of some hosts but one
 
+  // except: a rank that has all of it. On whose behalf its host passes slots on, where it is none
+  // of these hosts.
   void shareSlots(int phase, const std::vector<Slot>& slots, const std::vector<int>& hosts,
                   int except = -1) {
     auto resultOf = [](const Slot& slot) { return slot.result; };
-    if (std::find(hosts.begin(), hosts.end(), host_) == hosts.end()) return;
+    const bool isOneOfThem = std::find(hosts.begin(), hosts.end(), host_) != hosts.end();
+    if (!isOneOfThem && rank_ != except) return;
     auto isHome = [&](const Slot& slot) {
       return isWhole(slot) || shape_.hostOf(slot.owner) == host_;
     };
-    for (const int host : hosts) {
-      if (host == host_) continue;
+    for (int level = shape_.levels(); level > 0; --level) {
+      const int when = phase + shape_.levels() - level;
+      Runs leaving, coming;
       for (const Slot& slot : slots) {
-        if (isWhole(slot) || slot.result.bytes == 0) continue;
-        if (slot.owner == rank_) send(phase, holder(slot, host), slot.result);
-        if (shape_.hostOf(slot.owner) == host && holder(slot, host_) == rank_) {
-          receive(phase, slot.owner, slot.result);
-        }
+        const bool isMine = isOneOfThem ? holder(slot, host_) == rank_ : true;
+        if (isWhole(slot) || !isMine) continue;
+        shareSlot(level, slot, hosts, except, &leaving, &coming);
       }
+      leaving.addTo(*this, Step::Act::kSend, when);
+      coming.addTo(*this, Step::Act::kReceive, when);
     }
+    if (!isOneOfThem) return;
+    if (isShared_) return shareInMemory(phase, slots, except);
     // Inside the host: its own slots at once, the others when they have come.
     for (const bool ofHome : {true, false}) {
-      const int when = phase + (ofHome ? 0 : 1);
+      const int when = phase + (ofHome ? 0 : shape_.levels());
       forRuns(
           slots,
           [&](const Slot& slot) {
@@ -289,6 +443,91 @@ class Planner {
     }
   }
 
+  // Those that hold slots on this host put them where the others find them.
+  void shareInMemory(int phase, const std::vector<Slot>& slots, int except) {
+    const bool isThere = !slots.empty() && isWhole(slots[0]);
+    const int when = phase + (isThere ? 0 : shape_.levels());
+    auto resultOf = [](const Slot& slot) { return slot.result; };
+    waitFor(when, Mark::kDone);
+    forRuns(
+        slots, [&](const Slot& slot) { return holder(slot, host_) == rank_ ? 0 : -1; }, resultOf,
+        [&](int, const Place& run) { copy(when, shared(rank_, run), run); });
+    mark(when, Mark::kShared);
+    const bool holdsAll = std::all_of(
+        slots.begin(), slots.end(), [&](const Slot& slot) { return holder(slot, host_) == rank_; });
+    if (rank_ == except || holdsAll) return;
+    waitFor(when, Mark::kShared);
+    forRuns(
+        slots,
+        [&](const Slot& slot) {
+          const int from = holder(slot, host_);
+          return from == rank_ ? -1 : from;
+        },
+        resultOf, [&](int from, const Place& run) { copy(when, run, shared(from, run)); });
+  }
+
+  // From one rank to the others of its host.
+  void giveInMemory(int phase, int from, const Place& data) {
+    waitFor(phase, Mark::kDone);
+    if (rank_ == from) copy(phase, shared(rank_, data), data);
+    mark(phase, Mark::kGiven);
+    if (rank_ == from) return;
+    waitFor(phase, Mark::kGiven);
+    copy(phase, data, shared(from, data));
+  }
+
+  // What goes to, or comes from, each rank; what lies side by side goes in one message.
+  class Runs {
+   public:
+    void add(int peer, const Place& place) {
+      const auto [last, isFirst] = last_.try_emplace(peer, runs_.size());
+      if (!isFirst && follows(runs_[last->second].second, place)) {
+        runs_[last->second].second.bytes += place.bytes;
+        return;
+      }
+      last->second = runs_.size();
+      runs_.emplace_back(peer, place);
+    }
+    void addTo(Planner& planner, Step::Act act, int phase) const {
+      for (const auto& [peer, run] : runs_) planner.message(act, phase, peer, run);
+    }
+
+   private:
+    std::vector<std::pair<int, Place>> runs_;
+    std::map<int, size_t> last_;  // by rank
+  };
+
+  // From the host that acts for a unit to those that act for its parts.
+  void shareSlot(int level, const Slot& slot, const std::vector<int>& hosts, int except,
+                 Runs* leaving, Runs* coming) {
+    if (slot.result.bytes == 0) return;
+    const int home = shape_.hostOf(slot.owner);
+    auto isMeant = [&](int host) {
+      return std::find(hosts.begin(), hosts.end(), host) != hosts.end();
+    };
+    const int unit = shape_.unitOf(level, host_);
+    const int from = shape_.agent(level, unit, home);
+    forParts(level, unit, [&](int part) {
+      const int to = shape_.agent(level - 1, part, home);
+      if (to == from || !isMeant(to)) return;
+      if (from == host_) leaving->add(holder(slot, to), slot.result);
+      if (to == host_) coming->add(isMeant(from) ? holder(slot, from) : except, slot.result);
+    });
+  }
+
+  // All hosts, so that pieces of those side by side go the same way for as many levels as can be.
+  std::vector<int> inOrderOfTheirWays() const {
+    std::vector<int> hosts = allHosts();
+    std::stable_sort(hosts.begin(), hosts.end(), [&](int a, int b) {
+      for (int level = 1; level <= shape_.levels(); ++level) {
+        const int size = shape_.unitSize(level);
+        if (a % size != b % size) return a % size < b % size;
+      }
+      return false;
+    });
+    return hosts;
+  }
+
   std::vector<int> allHosts() const {
     std::vector<int> hosts(shape_.hosts());
     std::iota(hosts.begin(), hosts.end(), 0);
@@ -303,8 +542,7 @@ class Planner {
     if (shape_.hosts() != 2) return false;
     for (int host = 0; host < 2; ++host) {
       const std::vector<Node>& nodes = shape_.nodesOf(host);
-      const bool isWider = nodes[0].ranks() > 1 && job_.wideBytes > job_.elementBytes;
-      if (nodes.size() > 1 || isWider) return false;
+      if (nodes.size() > 1 || isWide(nodes[0])) return false;
     }
     return true;
   }
@@ -326,27 +564,51 @@ class Planner {
         slots.push_back({-1, lane, piece(in, lane, lanes), piece(out, lane, lanes)});
       }
     } else {
-      const int lanes = shape_.lanes(), hosts = shape_.hosts();
-      for (int lane = 0; lane < lanes; ++lane) {
-        for (int host = 0; host < hosts; ++host) {
-          const int index = lane * hosts + host;
-          slots.push_back({shape_.driver(host, lane), lane, piece(in, index, lanes * hosts),
-                           piece(out, index, lanes * hosts)});
+      const std::vector<int> owners = inOrderOfTheirWays();
+      const int pieces = shape_.lanes() * shape_.hosts();
+      for (int lane = 0; lane < shape_.lanes(); ++lane) {
+        for (const int host : owners) {
+          const int index = static_cast<int>(slots.size());
+          slots.push_back({shape_.driver(host, lane), lane, piece(in, index, pieces),
+                           piece(out, index, pieces)});
         }
       }
     }
+    if (isAll) return shareSlots(reduceSlots(0, slots), slots, allHosts());
+    std::vector<std::vector<int>> ways;
     for (Slot& slot : slots) {
-      if (!hasOutput && isOwner(slot)) slot.result = scratch(slot.result.bytes);
+      const std::vector<int>& way = ways.emplace_back(wayFromRoot(slot));
+      const bool isOnWay = std::find(way.begin(), way.end(), rank_) != way.end();
+      if (!hasOutput && isOnWay) slot.result = scratch(slot.result.bytes);
     }
     const int phase = reduceSlots(0, slots);
-    if (isAll) return shareSlots(phase, slots, allHosts());
-    auto ownerOf = [&](const Slot& slot) { return slot.owner == job_.root ? -1 : slot.owner; };
-    forRuns(
-        slots, ownerOf, [](const Slot& slot) { return slot.result; },
-        [&](int owner, const Place& run) {
-          if (owner == rank_) send(phase, job_.root, run);
-          if (rank_ == job_.root) receive(phase, owner, run);
-        });
+    const int home = shape_.hostOf(job_.root);
+    auto isAtHome = [&](int rank) { return isShared_ && shape_.hostOf(rank) == home; };
+    for (size_t i = 0; i < slots.size(); ++i) {
+      const std::vector<int>& way = ways[i];
+      const int last = static_cast<int>(way.size()) - 1;
+      for (int at = last; at > 0 && slots[i].result.bytes > 0; --at) {
+        if (isAtHome(way[at])) continue;
+        pass(phase + last - at, way[at], way[at - 1], slots[i].result);
+      }
+    }
+    if (isAtHome(rank_)) giveToRoot(phase, slots);
+  }
+
+  // What the other ranks of its host own.
+  void giveToRoot(int phase, const std::vector<Slot>& slots) {
+    for (const Slot& slot : slots) {
+      if (slot.owner == rank_ && rank_ != job_.root) {
+        copy(phase, shared(rank_, slot.in), slot.result);
+      }
+    }
+    mark(phase, Mark::kShared);
+    if (rank_ != job_.root) return;
+    waitFor(phase, Mark::kShared);
+    for (const Slot& slot : slots) {
+      const bool isNear = slot.owner != rank_ && shape_.hostOf(slot.owner) == host_;
+      if (isNear) copy(phase, slot.result, shared(slot.owner, slot.in));
+    }
   }
 
   void reduceScatter() {
@@ -379,29 +641,61 @@ class Planner {
     std::vector<int> others = allHosts();
     std::erase(others, home);
     std::vector<int> away, near;
-    for (const int host : others) {
-      const std::vector<int>& members = shape_.membersOf(host);
-      away.insert(away.end(), members.begin(), members.end());
+    const std::vector<int> ordered = inOrderOfTheirWays();
+    const size_t wanted = shape_.ranks() - shape_.membersOf(home).size();
+    for (size_t index = 0; away.size() < wanted; ++index) {
+      for (const int host : ordered) {
+        const std::vector<int>& members = shape_.membersOf(host);
+        if (host != home && index < members.size()) away.push_back(members[index]);
+      }
     }
     for (const int member : shape_.membersOf(home)) {
       if (member != job_.root) near.push_back(member);
     }
-    deal(away, data, others, -1);
-    deal(near, data, {home}, job_.root);
+    deal(away, data, others);
+    if (!isShared_) return deal(near, data, {home});
+    if (host_ == home) giveInMemory(0, job_.root, data);
   }
 
-  void deal(const std::vector<int>& owners, const Place& data, const std::vector<int>& hosts,
-            int except) {
+  void deal(const std::vector<int>& owners, const Place& data, const std::vector<int>& hosts) {
     std::vector<Slot> slots;
     const int n = static_cast<int>(owners.size());
     for (int i = 0; i < n; ++i) {
       slots.push_back({owners[i], shape_.indexOf(owners[i]), {}, piece(data, i, n)});
-      const Slot& slot = slots.back();
-      if (slot.result.bytes == 0) continue;
-      if (rank_ == job_.root) send(0, slot.owner, slot.result);
-      if (rank_ == slot.owner) receive(0, job_.root, slot.result);
     }
-    if (n > 0) shareSlots(1, slots, hosts, except);
+    for (int at = 0; at < shape_.levels(); ++at) {
+      Runs leaving, coming;
+      for (const Slot& slot : slots) {
+        const std::vector<int> way = wayFromRoot(slot);
+        if (slot.result.bytes == 0 || way[at] == way[at + 1]) continue;
+        if (way[at] == rank_) leaving.add(way[at + 1], slot.result);
+        if (way[at + 1] == rank_) coming.add(way[at], slot.result);
+      }
+      leaving.addTo(*this, Step::Act::kSend, at);
+      coming.addTo(*this, Step::Act::kReceive, at);
+    }
+    if (n > 0) shareSlots(shape_.levels(), slots, hosts, job_.root);
+  }
+
+  // By which ranks a slot goes from the root to its owner: the root, then one for each level.
+  std::vector<int> wayFromRoot(const Slot& slot) const {
+    const int home = shape_.hostOf(job_.root), goal = shape_.hostOf(slot.owner);
+    std::vector<int> way{job_.root};
+    for (int level = 1; level < shape_.levels(); ++level) {
+      const int host = shape_.agent(level, shape_.unitOf(level, home), goal);
+      way.push_back(host == home ? job_.root : holder(slot, host));
+    }
+    way.push_back(slot.owner);
+    // Units of unequal size may lead back to the root: there it begins.
+    const auto last = std::find(way.rbegin(), way.rend(), job_.root);
+    std::fill(last, way.rend(), job_.root);
+    return way;
+  }
+
+  void pass(int phase, int from, int to, const Place& place) {
+    if (from == to) return;
+    if (rank_ == from) send(phase, to, place);
+    if (rank_ == to) receive(phase, from, place);
   }
 
   // A binomial tree over hosts, then one inside each.
@@ -411,6 +705,7 @@ class Planner {
     std::vector<int> agents;
     for (int i = 0; i < shape_.hosts(); ++i) agents.push_back(agent((home + i) % shape_.hosts()));
     const int phase = treeFrom(0, agents, data);
+    if (isShared_) return giveInMemory(phase, agent(host_), data);
     std::vector<int> members = shape_.membersOf(host_);
     std::erase(members, agent(host_));
     members.insert(members.begin(), agent(host_));
@@ -435,8 +730,9 @@ class Planner {
     const std::vector<int>& members = shape_.membersOf(host_);
     const int first = members[0];
     const int hosts = shape_.hosts();
+    // Those that share memory have met there before.
     for (const int member : members) {
-      if (member == first) continue;
+      if (member == first || isShared_) continue;
       if (rank_ == first) receive(phase, member, {});
       if (rank_ == member) send(phase, first, {});
     }
@@ -447,6 +743,11 @@ class Planner {
       send(phase, shape_.membersOf((host_ + distance) % hosts)[0], {});
     }
     ++phase;
+    if (isShared_) {
+      mark(phase, Mark::kShared);
+      if (rank_ != first) waitFor(phase, Mark::kShared);
+      return;
+    }
     for (const int member : members) {
       if (member == first) continue;
       if (rank_ == first) send(phase, member, {});
@@ -498,16 +799,22 @@ class Planner {
   const Job& job_;
   const int rank_;
   const int host_;
+  const bool isShared_;  // through memory, with the other ranks of the host
   uint64_t begin_ = 0;
   uint64_t length_ = 0;
+  int lastShared_ = 0;  // the last phase in which areas of the host are needed
   Plan plan_;
 };
+
+uint64_t usualChunk(const Shape& shape) {
+  const auto pieces = static_cast<uint64_t>(shape.lanes() * shape.hosts());
+  return std::clamp(pieces * kMessageBytes, kLeastChunk, kMostChunk);
+}
 
 }  // namespace
 
 Chunking chunkingOf(const Shape& shape, const Job& job) {
-  const auto pieces = static_cast<uint64_t>(shape.lanes() * shape.hosts());
-  uint64_t block = 0, bytes = std::clamp(pieces * kMessageBytes, kLeastChunk, kMostChunk);
+  uint64_t block = 0, bytes = usualChunk(shape);
   switch (job.kind) {
     case OpKind::kAllReduce:
     case OpKind::kReduce: block = job.in[0]; break;
@@ -524,9 +831,32 @@ Chunking chunkingOf(const Shape& shape, const Job& job) {
   return {std::max<uint64_t>(1, (block + bytes - 1) / bytes), bytes};
 }
 
-Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking,
-            uint64_t chunk) {
-  return Planner(shape, job, rank).plan(chunking, chunk);
+Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking, uint64_t chunk,
+            bool sharesMemory) {
+  return Planner(shape, job, rank, sharesMemory).plan(chunking, chunk);
+}
+
+bool isShared(const Shape& shape, const Job& job, const Chunking& chunking) {
+  if (shape.hosts() == 1) return false;
+  switch (job.kind) {
+    case OpKind::kAllReduce:
+    case OpKind::kReduce:
+    case OpKind::kBroadcast: return chunking.chunkBytes <= areaBytes(shape);
+    case OpKind::kReduceScatter:
+    case OpKind::kAllGather:
+      return chunking.chunkBytes <= areaBytes(shape) / static_cast<uint64_t>(shape.ranks());
+    case OpKind::kBarrier: return true;
+    default: return false;
+  }
+}
+
+uint64_t areaBytes(const Shape& shape) {
+  return usualChunk(shape) + static_cast<uint64_t>(shape.ranks()) * kUnit;  // which were rounded up
+}
+
+// In an all_reduce an area is filled in phase 1 and read up to phase 2 * levels + 1.
+uint64_t areaCount(const Shape& shape) {
+  return kStepsOfAPhase * 2 * static_cast<uint64_t>(shape.levels()) + 1;
 }
 
 }  // namespace mycoll

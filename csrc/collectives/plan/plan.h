@@ -9,8 +9,15 @@
 //   gather     the owner of a piece -> a driver on each other host -> the ranks of that host
 //   all_reduce is the one and then the other; broadcast deals pieces out and gathers them
 //
+// Where the ranks of a host share memory (shm/arena.h), they pass bytes to each other through it:
+// in phase 1 each puts what others need into its area, and what is to be shared at the end, its
+// holder puts there. Messages between hosts are the same with and without it, so each host may do
+// as it can.
+//
 // A small all_reduce ("whole") has no owner: each host adds up everything, one hop instead of two.
-// What is large goes in chunks, of which several are under way, each in another phase (run.h).
+// Between more than 16 hosts all of this goes from level to level (shape.h), so that a rank talks
+// to few others. What is large goes in chunks, of which several are under way, each in another
+// phase (run.h).
 #pragma once
 
 #include <cstdint>
@@ -21,9 +28,10 @@
 
 namespace mycoll {
 
-enum class Space : uint8_t { kInput, kOutput, kScratch };
+enum class Space : uint8_t { kInput, kOutput, kScratch, kShared };
 
-// Memory of this rank. block: which of the call's spans.
+// Memory of this rank. block: which of the call's spans. kShared: the area of a rank of this host;
+// block: which one, as Shape::indexOf() counts.
 struct Place {
   Space space = Space::kScratch;
   int block = 0;
@@ -31,14 +39,25 @@ struct Place {
   uint64_t bytes = 0;
 };
 
+// What the ranks of a host tell each other, each once for a chunk, in the order of chunks.
+enum class Mark : uint8_t {
+  kGiven,   // what the others need of its input is in its area
+  kShared,  // what it holds of the result, too
+  kDone,    // it needs the areas of this chunk no more; waiting for it is waiting for an area that
+            // is free
+};
+
 struct Step {
   enum class Act : uint8_t {
     kCopy,  // from inputs[first] to place
     kFold,  // inputs to place
+    kMark,  // says to the ranks of this host that it has come so far
+    kWait,  // for all of them to have come so far
     kSend,
     kReceive,
   };
   Act act = Act::kSend;
+  Mark mark = Mark::kGiven;
   uint8_t phase = 0;
   bool isResult = false;  // kFold: rounded, and divided
   int peer = -1;
@@ -70,7 +89,7 @@ struct Job {
   OpKind kind = OpKind::kBarrier;
   int root = -1;
   uint64_t elementBytes = 1;
-  uint64_t wideBytes = 1;  // of an element while it is being reduced
+  uint64_t wideBytes = 1;  // of an element of a partial sum
   // As in Call: the sizes of this rank's blocks. Those that plans of other ranks depend on are
   // equal on all of them.
   std::vector<uint64_t> in;
@@ -89,6 +108,14 @@ struct Chunking {
 constexpr uint64_t kStepsOfAPhase = 2;
 
 Chunking chunkingOf(const Shape& shape, const Job& job);
-Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking, uint64_t chunk);
+// sharesMemory: with the other ranks of its host; only where isShared().
+Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking, uint64_t chunk,
+            bool sharesMemory);
+
+// Whether ranks of a host that share memory do this job through it; the same on all of them.
+bool isShared(const Shape& shape, const Job& job, const Chunking& chunking);
+// What they need: so many bytes for a chunk, and areas for so many chunks.
+uint64_t areaBytes(const Shape& shape);
+uint64_t areaCount(const Shape& shape);
 
 }  // namespace mycoll

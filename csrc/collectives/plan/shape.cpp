@@ -1,6 +1,7 @@
 #include "collectives/plan/shape.h"
 
 #include <algorithm>
+#include <bit>
 #include <map>
 
 namespace mycoll {
@@ -14,6 +15,18 @@ bool areSiblings(Node left, Node right, int ranks) {
   const int size = left.ranks();
   return left.hi == right.lo && (size & (size - 1)) == 0 && left.lo % (2 * size) == 0 &&
          right.hi == std::min(left.lo + 2 * size, ranks);
+}
+
+int log2Up(int value) { return std::bit_width(static_cast<unsigned>(value - 1)); }
+
+// As few levels as there can be, and about as many units in a unit on each: powers of two, as the
+// nodes of the tree are.
+std::vector<int> unitSizes(int hosts, int mostInUnit) {
+  const int bits = log2Up(hosts), most = log2Up(mostInUnit);
+  const int levels = std::max(1, (bits + most - 1) / most);
+  std::vector<int> sizes;
+  for (int level = 0; level <= levels; ++level) sizes.push_back(1 << (bits * level / levels));
+  return sizes;
 }
 
 }  // namespace
@@ -31,7 +44,7 @@ std::vector<Node> largestNodes(const std::vector<int>& members, int ranks) {
   return nodes;
 }
 
-Shape::Shape(const std::vector<int>& hostOf) {
+Shape::Shape(const std::vector<int>& hostOf, int mostInUnit) {
   std::map<int, int> known;
   for (int rank = 0; rank < static_cast<int>(hostOf.size()); ++rank) {
     const int host =
@@ -42,10 +55,21 @@ Shape::Shape(const std::vector<int>& hostOf) {
     members_[host].push_back(rank);
   }
   for (const std::vector<int>& members : members_) {
-    nodes_.push_back(largestNodes(members, ranks()));
     lanes_ = std::max(lanes_, static_cast<int>(members.size()));
   }
   lanes_ = std::min(lanes_, kMostLanes);
+  for (const int size : unitSizes(hosts(), mostInUnit)) {
+    Level& level = units_.emplace_back();
+    level.size = size;
+    for (int first = 0; first < hosts(); first += size) {
+      std::vector<int> ranksOf;
+      for (int host = first; host < std::min(first + size, hosts()); ++host) {
+        ranksOf.insert(ranksOf.end(), members_[host].begin(), members_[host].end());
+      }
+      std::sort(ranksOf.begin(), ranksOf.end());
+      level.nodes.push_back(largestNodes(ranksOf, ranks()));
+    }
+  }
 }
 
 }  // namespace mycoll

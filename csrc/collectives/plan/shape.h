@@ -4,6 +4,7 @@
 // Plain values: no threads, nothing blocks.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -22,8 +23,11 @@ std::vector<Node> largestNodes(const std::vector<int>& members, int ranks);
 
 class Shape {
  public:
+  // Hosts that talk to each other directly, at most; a power of two.
+  static constexpr int kMostInUnit = 16;
+
   // hostOf[rank]: a number that ranks of one host have in common.
-  explicit Shape(const std::vector<int>& hostOf);
+  explicit Shape(const std::vector<int>& hostOf, int mostInUnit = kMostInUnit);
 
   int ranks() const { return static_cast<int>(hostOf_.size()); }
   // In the order of their lowest ranks.
@@ -31,7 +35,24 @@ class Shape {
   const std::vector<int>& membersOf(int host) const { return members_[host]; }
   int hostOf(int rank) const { return hostOf_[rank]; }
   int indexOf(int rank) const { return indexOf_[rank]; }  // among the members of its host
-  const std::vector<Node>& nodesOf(int host) const { return nodes_[host]; }
+  const std::vector<Node>& nodesOf(int host) const { return units_[0].nodes[host]; }
+
+  // Many hosts are in units, these in larger ones and so on. What hosts exchange goes from unit to
+  // unit of one level, so that each talks to few others. A host is a unit of level 0, and all of
+  // them are the one of the last.
+  int levels() const { return static_cast<int>(units_.size()) - 1; }
+  // A unit of this level has so many hosts, the last one maybe fewer.
+  int unitSize(int level) const { return units_[level].size; }
+  int unitOf(int level, int host) const { return host / unitSize(level); }
+  int firstHost(int level, int unit) const { return unit * unitSize(level); }
+  int hostsIn(int level, int unit) const {
+    return std::min(unitSize(level), hosts() - firstHost(level, unit));
+  }
+  // The host of a unit that acts for it in what concerns `host`, which acts for its own ones.
+  int agent(int level, int unit, int host) const {
+    return firstHost(level, unit) + host % unitSize(level) % hostsIn(level, unit);
+  }
+  const std::vector<Node>& nodesOf(int level, int unit) const { return units_[level].nodes[unit]; }
 
   // What hosts exchange is cut into lanes. A lane is driven by one rank of each host, which talks
   // to the drivers of the same lane; where a host has few ranks, one drives several.
@@ -42,9 +63,13 @@ class Shape {
 
  private:
   std::vector<std::vector<int>> members_;  // by host
-  std::vector<std::vector<Node>> nodes_;   // by host
-  std::vector<int> hostOf_;                // by rank
-  std::vector<int> indexOf_;               // by rank
+  struct Level {
+    int size = 1;                          // hosts in a unit
+    std::vector<std::vector<Node>> nodes;  // by unit
+  };
+  std::vector<Level> units_;
+  std::vector<int> hostOf_;   // by rank
+  std::vector<int> indexOf_;  // by rank
   int lanes_ = 1;
 };
 

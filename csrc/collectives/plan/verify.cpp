@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <tuple>
 #include <utility>
@@ -19,6 +20,8 @@ struct Cell {
   bool isResult = false;
   bool operator==(const Cell&) const = default;
 };
+
+constexpr int kMarks = static_cast<int>(Mark::kDone) + 1;
 
 std::string describe(const Cell& cell) {
   if (cell.block < 0) return "nothing";
@@ -39,25 +42,22 @@ struct Rank {
   Plan plan;
   std::vector<std::vector<Cell>> in, out;
   std::vector<Cell> scratch;
-  size_t next = 0;      // step
-  size_t underWay = 0;  // messages of the phase
-
-  Cell* at(const Place& place) {
-    std::vector<Cell>& memory = place.space == Space::kScratch  ? scratch
-                                : place.space == Space::kOutput ? out.at(place.block)
-                                                                : in.at(place.block);
-    const uint64_t unit = job->elementBytes;
-    if (place.begin % unit != 0 || (place.begin + place.bytes) / unit > memory.size()) {
-      return nullptr;
-    }
-    return memory.data() + place.begin / unit;
-  }
+  // What it shares with the ranks of its host; by element: after how many of its marks others may
+  // read it, 0 if nothing stands there.
+  std::vector<Cell> area;
+  std::vector<int> readableAfter;
+  int marks = 0;              // that it has set for this chunk
+  int markedAs[kMarks] = {};  // its how many-th mark that was; 0: not yet
+  std::map<int, int> seen;    // by rank: how many of its marks this one has waited for
+  size_t next = 0;            // step
+  size_t underWay = 0;        // messages of the phase
 };
 
 class Verifier {
  public:
-  Verifier(const Shape& shape, const std::vector<Job>& jobs, const Chunking& chunking)
-      : shape_(shape), jobs_(jobs), chunking_(chunking) {}
+  Verifier(const Shape& shape, const std::vector<Job>& jobs, const Chunking& chunking,
+           const std::vector<bool>& sharesMemory)
+      : shape_(shape), jobs_(jobs), chunking_(chunking), sharesMemory_(sharesMemory) {}
 
   std::string run() {
     ranks_.resize(jobs_.size());
@@ -65,8 +65,16 @@ class Verifier {
     for (uint64_t chunk = 0; chunk < chunking_.chunks && wrong_.empty(); ++chunk) {
       for (size_t rank = 0; rank < jobs_.size(); ++rank) {
         Rank& each = ranks_[rank];
-        each.plan = planOf(shape_, jobs_[rank], static_cast<int>(rank), chunking_, chunk);
+        const int host = shape_.hostOf(static_cast<int>(rank));
+        const bool shares = sharesMemory_[host] && isShared(shape_, jobs_[rank], chunking_);
+        each.plan = planOf(shape_, jobs_[rank], static_cast<int>(rank), chunking_, chunk, shares);
         each.scratch.assign(each.plan.scratchBytes / each.job->elementBytes, Cell());
+        const uint64_t shared = shares ? areaBytes(shape_) / each.job->elementBytes : 0;
+        each.area.assign(shared, Cell());
+        each.readableAfter.assign(shared, 0);
+        each.marks = 0;
+        std::fill(std::begin(each.markedAs), std::end(each.markedAs), 0);
+        each.seen.clear();
         each.next = 0;
       }
       runChunk();
@@ -80,6 +88,31 @@ class Verifier {
  private:
   void fail(const std::string& what) {
     if (wrong_.empty()) wrong_ = what;
+  }
+
+  // The elements of a place; null: they are not there. For this rank to read, or to write.
+  Cell* at(int rank, const Place& place, bool isWrite) {
+    Rank& each = ranks_[rank];
+    const bool isShared = place.space == Space::kShared;
+    const int owner = isShared ? shape_.membersOf(shape_.hostOf(rank)).at(place.block) : rank;
+    std::vector<Cell>& memory = isShared                         ? ranks_[owner].area
+                                : place.space == Space::kScratch ? each.scratch
+                                : place.space == Space::kOutput  ? each.out.at(place.block)
+                                                                 : each.in.at(place.block);
+    const uint64_t unit = each.job->elementBytes;
+    const uint64_t begin = place.begin / unit, end = (place.begin + place.bytes) / unit;
+    if (place.begin % unit != 0 || end > memory.size()) return nullptr;
+    for (uint64_t i = begin; i < end && isShared; ++i) {
+      int& readableAfter = ranks_[owner].readableAfter[i];
+      if (isWrite) {
+        if (owner != rank || readableAfter != 0) fail("shared memory is written to by two");
+        readableAfter = ranks_[owner].marks + 1;
+      } else if (owner != rank && (readableAfter == 0 || each.seen[owner] < readableAfter)) {
+        fail("rank " + std::to_string(rank) + " reads what rank " + std::to_string(owner) +
+             " may not yet have written");
+      }
+    }
+    return memory.data() + begin;
   }
 
   void fill(int rank) {
@@ -109,7 +142,7 @@ class Verifier {
       ready.pop_front();
       Rank& each = ranks_[rank];
       while (wrong_.empty() && each.underWay == 0 && each.next < each.plan.steps.size()) {
-        beginPhase(rank, &ready);
+        if (!beginPhase(rank, &ready)) break;
       }
     }
     for (size_t rank = 0; rank < ranks_.size(); ++rank) {
@@ -119,7 +152,8 @@ class Verifier {
     }
   }
 
-  void beginPhase(int rank, std::deque<int>* ready) {
+  // False: it waits for others of its host.
+  bool beginPhase(int rank, std::deque<int>* ready) {
     Rank& each = ranks_[rank];
     const int phase = each.plan.steps[each.next].phase;
     for (; each.next < each.plan.steps.size(); ++each.next) {
@@ -127,7 +161,9 @@ class Verifier {
       if (step.phase != phase) break;
       if (step.act == Step::Act::kFold) fold(rank, step);
       if (step.act == Step::Act::kCopy)
-        copy(each, each.plan.inputs[step.first].place, each, step.place);
+        copy(rank, each.plan.inputs[step.first].place, rank, step.place);
+      if (step.act == Step::Act::kMark) mark(rank, step.mark, ready);
+      if (step.act == Step::Act::kWait && !hasWaited(rank, step.mark)) return false;
       if (step.act < Step::Act::kSend) continue;
       const bool isSend = step.act == Step::Act::kSend;
       const auto pair =
@@ -142,22 +178,48 @@ class Verifier {
       waiting.pop_front();
       Rank& other = ranks_[step.peer];
       if (isSend) {
-        copy(each, step.place, other, theirs);
+        copy(rank, step.place, step.peer, theirs);
       } else {
-        copy(other, theirs, each, step.place);
+        copy(step.peer, theirs, rank, step.place);
       }
       --each.underWay;
       if (--other.underWay == 0) ready->push_back(step.peer);
     }
+    return true;
   }
 
-  void copy(Rank& from, const Place& source, Rank& to, const Place& target) {
+  // Those of its host that wait for it may go on.
+  void mark(int rank, Mark mark, std::deque<int>* ready) {
+    Rank& each = ranks_[rank];
+    int& markedAs = each.markedAs[static_cast<int>(mark)];
+    if (markedAs != 0) fail("rank " + std::to_string(rank) + " sets a mark twice");
+    markedAs = ++each.marks;
+    for (const int member : shape_.membersOf(shape_.hostOf(rank))) {
+      if (member != rank) ready->push_back(member);
+    }
+  }
+
+  // False: some rank has not come so far. Areas are free here: each chunk has its own.
+  bool hasWaited(int rank, Mark mark) {
+    if (mark == Mark::kDone) return true;
+    const std::vector<int>& members = shape_.membersOf(shape_.hostOf(rank));
+    for (const int member : members) {
+      if (member != rank && ranks_[member].markedAs[static_cast<int>(mark)] == 0) return false;
+    }
+    for (const int member : members) {
+      int& seen = ranks_[rank].seen[member];
+      seen = std::max(seen, ranks_[member].markedAs[static_cast<int>(mark)]);
+    }
+    return true;
+  }
+
+  void copy(int from, const Place& source, int to, const Place& target) {
     if (source.bytes != target.bytes) return fail("a message is not as long as expected");
     if (source.bytes == 0) return;
-    const Cell* read = from.at(source);
-    Cell* write = to.at(target);
+    const Cell* read = at(from, source, false);
+    Cell* write = at(to, target, true);
     if (!read || !write) return fail("a message is outside of its memory");
-    std::copy_n(read, source.bytes / from.job->elementBytes, write);
+    std::copy_n(read, source.bytes / ranks_[from].job->elementBytes, write);
   }
 
   void fold(int rank, const Step& step) {
@@ -165,16 +227,20 @@ class Verifier {
     const uint64_t wide = each.job->wideBytes / each.job->elementBytes;
     const std::vector<FoldInput> inputs(each.plan.inputs.begin() + step.first,
                                         each.plan.inputs.begin() + step.first + step.inputs);
-    Cell* to = each.at(step.place);
+    Cell* to = at(rank, step.place, true);
     if (!to) return fail("a result is outside of its memory");
     const uint64_t width = step.isResult ? 1 : wide;
+    std::vector<const Cell*> read;
+    for (const FoldInput& input : inputs) {
+      read.push_back(at(rank, input.place, false));
+      if (!read.back()) return fail("an input is outside of its memory");
+    }
     std::vector<Cell> results;
     for (uint64_t i = 0; i < step.count; ++i) {
       std::vector<Cell> cells;
-      for (const FoldInput& input : inputs) {
-        const Cell* from = each.at(input.place);
-        if (!from) return fail("an input is outside of its memory");
-        cells.push_back(from[i * (input.isWide ? wide : 1)]);
+      for (size_t k = 0; k < inputs.size(); ++k) {
+        const FoldInput& input = inputs[k];
+        cells.push_back(read[k][i * (input.isWide ? wide : 1)]);
         if (cells.back().node != input.node || cells.back().isWide != input.isWide ||
             cells.back().isResult) {
           return fail("rank " + std::to_string(rank) + " adds up " + describe(cells.back()));
@@ -190,7 +256,7 @@ class Verifier {
       }
       Cell result = cells[0];
       result.node.hi = cells.back().node.hi;
-      result.isWide = !step.isResult;
+      result.isWide = !step.isResult && wide > 1;
       result.isResult = step.isResult;
       results.insert(results.end(), width, result);
     }
@@ -239,6 +305,7 @@ class Verifier {
   const Shape& shape_;
   const std::vector<Job>& jobs_;
   const Chunking chunking_;
+  const std::vector<bool>& sharesMemory_;  // by host
   std::vector<Rank> ranks_;
   // By sender, receiver and phase.
   std::map<std::tuple<int, int, int>, std::deque<Place>> sends_, receives_;
@@ -247,8 +314,9 @@ class Verifier {
 
 }  // namespace
 
-std::string verify(const Shape& shape, const std::vector<Job>& jobs, const Chunking& chunking) {
-  return Verifier(shape, jobs, chunking).run();
+std::string verify(const Shape& shape, const std::vector<Job>& jobs, const Chunking& chunking,
+                   const std::vector<bool>& sharesMemory) {
+  return Verifier(shape, jobs, chunking, sharesMemory).run();
 }
 
 Job evenJob(OpKind kind, int ranks, int rank, int root, uint64_t bytes, uint64_t elementBytes,

@@ -3,7 +3,10 @@
 #include <deque>
 #include <optional>
 
-#include "collectives/run/batch.h"
+#include "base/env.h"
+#include "collectives/batch.h"
+#include "collectives/shm/arena.h"
+#include "collectives/shm/collectives.h"
 #include "kernels/copy.h"
 #include "kernels/reduce.h"
 
@@ -25,18 +28,29 @@ std::vector<uint64_t> sizesOf(const std::vector<Span>& spans) {
 Job jobOf(const Call& call) {
   Job job{call.kind,         call.root,        call.elementBytes,
           call.elementBytes, sizesOf(call.in), sizesOf(call.out)};
-  if (call.dtype != DType::kOpaque) job.wideBytes = elementSize(wideType(call.dtype));
+  if (call.dtype != DType::kOpaque && Env::process().partials == Partials::kWide) {
+    job.wideBytes = elementSize(wideType(call.dtype));
+  }
   return job;
 }
 
-// A chunk under way.
+Counter counterOf(Mark mark) {
+  switch (mark) {
+    case Mark::kGiven: return Counter::kFilled;
+    case Mark::kShared: return Counter::kReduced;
+    default: return Counter::kDone;
+  }
+}
+
+// A chunk under way. It is a round of the arena, which is null where the plan does without.
 class Chunk {
  public:
   Chunk(NetGroup group, const Call& call, const Job& job, const Chunking& chunking, uint64_t number)
       : group_(group),
         call_(call),
         number_(number),
-        plan_(planOf(group.shape, job, group.mailbox.rank(), chunking, number)),
+        isWide_(job.wideBytes > job.elementBytes),
+        plan_(planOf(group.shape, job, group.mailbox.rank(), chunking, number, group.arena)),
         scratch_(ScratchPool::process().take(plan_.scratchBytes)) {}
   ~Chunk() { ScratchPool::process().giveBack(std::move(scratch_)); }
   Chunk(const Chunk&) = delete;
@@ -47,14 +61,24 @@ class Chunk {
   Batch* messages() { return batch_ ? &*batch_ : nullptr; }
   bool isOver() const { return phase_ > plan_.phases; }
 
-  // The one before is over. After the last one: nothing.
-  void beginPhase() {
-    batch_.reset();
-    for (; next_ < plan_.steps.size() && plan_.steps[next_].phase == phase_; ++next_) {
-      const Step& step = plan_.steps[next_];
+  // The one before is over. After the last one: nothing. Returns what must come first; then it is
+  // to be called again. Null: it has begun.
+  Condition* beginPhase() {
+    if (!ranksOfHost_) batch_.reset();
+    ranksOfHost_.reset();
+    while (next_ < plan_.steps.size() && plan_.steps[next_].phase == phase_) {
+      const Step& step = plan_.steps[next_++];
       switch (step.act) {
         case Step::Act::kCopy: copyFor(step); break;
         case Step::Act::kFold: foldFor(step); break;
+        case Step::Act::kMark: group_.arena->publish(counterOf(step.mark), number_ + 1); break;
+        case Step::Act::kWait:
+          ranksOfHost_.emplace(
+              *group_.arena, counterOf(step.mark),
+              step.mark == Mark::kDone ? group_.arena->roundsBefore(number_) : number_ + 1);
+          if (!ranksOfHost_->ready()) return &*ranksOfHost_;
+          ranksOfHost_.reset();
+          break;
         case Step::Act::kSend: messagesToBegin().send(step.peer, at(step.place), tag()); break;
         case Step::Act::kReceive:
           messagesToBegin().receive(step.peer, at(step.place), tag());
@@ -62,6 +86,7 @@ class Chunk {
       }
     }
     ++phase_;
+    return nullptr;
   }
 
  private:
@@ -77,6 +102,7 @@ class Chunk {
     char* base = scratch_.data.get();
     if (place.space == Space::kInput) base = call_.in[place.block].begin();
     if (place.space == Space::kOutput) base = outputOf(place.block).begin();
+    if (place.space == Space::kShared) base = group_.arena->bulk(place.block, number_);
     return {base + place.begin, place.bytes};
   }
 
@@ -88,6 +114,8 @@ class Chunk {
 
   void copyFor(const Step& step) const {
     const Span to = at(step.place), from = at(plan_.inputs[step.first].place);
+    if (step.place.space == Space::kShared)
+      return group_.arena->fill(to.begin(), from.data, to.bytes);
     if (to.data != from.data) copy(to.data, from.data, to.bytes);
   }
 
@@ -98,17 +126,23 @@ class Chunk {
       const FoldInput& input = plan_.inputs[step.first + i];
       partials.push_back({input.node.lo, input.node.hi, at(input.place).data, input.isWide});
     }
-    foldTree(call_.dtype, call_.reduceOp, at(step.place).data, step.isResult, partials.data(),
-             static_cast<int>(partials.size()), step.count, group_.mailbox.ranks());
+    // A partial sum that is to be no wider is rounded as a result is, but not divided.
+    const bool isRounded = step.isResult || !isWide_;
+    const bool isDivided = step.isResult || call_.reduceOp != ReduceOp::kAvg;
+    foldTree(call_.dtype, isDivided ? call_.reduceOp : ReduceOp::kSum, at(step.place).data,
+             isRounded, partials.data(), static_cast<int>(partials.size()), step.count,
+             group_.mailbox.ranks());
   }
 
   const NetGroup group_;
   const Call& call_;
   const uint64_t number_;
+  const bool isWide_;  // partial sums are
   const Plan plan_;
   ScratchPool::Memory scratch_;
   std::optional<Batch> batch_;
-  size_t next_ = 0;  // step
+  std::optional<RoundReached> ranksOfHost_;  // waited for
+  size_t next_ = 0;                          // step
   int phase_ = 0;
 };
 
@@ -145,6 +179,16 @@ void ScratchPool::giveBack(Memory memory) {
 Task netCollective(NetGroup group, const Call& call) {
   const Job job = jobOf(call);
   const Chunking chunking = chunkingOf(group.shape, job);
+  if (!isShared(group.shape, job, chunking)) group.arena = nullptr;
+  if (group.arena) {
+    group.arena->beginBlob(0);
+    group.arena->arrive(group.signature, 0, chunking.chunks);
+    AllArrived arrived(*group.arena, group.signature);
+    co_await arrived;
+    if (arrived.differingRank() >= 0) {
+      co_return arrivalMismatch(group.mailbox, group.sequence, group.signature, arrived);
+    }
+  }
   std::deque<Chunk> underWay;
   for (uint64_t step = 0; step < chunking.chunks || !underWay.empty(); ++step) {
     for (Chunk& chunk : underWay) {
@@ -153,14 +197,16 @@ Task netCollective(NetGroup group, const Call& call) {
         co_await *messages;
         MYCOLL_CO_RETURN_IF_ERROR(messages->status());
       }
-      chunk.beginPhase();
+      while (Condition* first = chunk.beginPhase()) co_await *first;
     }
     // The oldest is the first to end.
     while (!underWay.empty() && underWay.front().isOver()) underWay.pop_front();
     if (step < chunking.chunks) {
-      underWay.emplace_back(group, call, job, chunking, step).beginPhase();
+      Chunk& chunk = underWay.emplace_back(group, call, job, chunking, step);
+      while (Condition* first = chunk.beginPhase()) co_await *first;
     }
   }
+  if (group.arena) group.arena->endRounds(chunking.chunks);
   co_return Status();
 }
 

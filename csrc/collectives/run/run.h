@@ -1,5 +1,5 @@
-// Carries out plans (plan/plan.h) over messages: the collectives of a group that spans hosts, or
-// may not use an arena.
+// Carries out plans (plan/plan.h): the collectives of a group that spans hosts, or may not use an
+// arena. Messages go between hosts, and inside them where their ranks share no memory.
 //
 // Chunks follow each other phase by phase: in its n-th step a rank begins phase 0 of chunk n, phase
 // 1 of chunk n - 2 and so on, and waits for what it began two steps before. All ranks do the same,
@@ -20,6 +20,7 @@
 
 namespace mycoll {
 
+class Arena;
 class Mailbox;
 
 // Memory that plans work in, kept from call to call as long as it is not much. All groups of the
@@ -44,6 +45,7 @@ class ScratchPool {
 struct NetGroup {
   Mailbox& mailbox;
   const Shape& shape;
+  Arena* arena;                // of this host's ranks, with areas as plans want them; may be null
   uint64_t sequence;           // of the collective: the upper part of its messages' tags
   const Signature& signature;  // of the call
 };

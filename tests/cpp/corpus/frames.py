@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("frames")
-EAGER, REQUEST, CLEAR, DATA, ABORT, GOODBYE, PROBE, POSITION, QUESTION, ANSWER, VERDICT = range(
+EAGER, REQUEST, CLEAR, DATA, ABORT, GOODBYE, PROBE, ARRIVED, QUESTION, ANSWER, VERDICT = range(
     1, 12
 )
 COLLECTIVE, MESSAGE, CONTROL = range(3)
@@ -33,6 +33,10 @@ def call(
     layout: int = 0,
 ) -> bytes:  # fmt: skip
     return struct.pack("<BBBBiQQ", kind, dtype, 0, op, root, size, layout)
+
+
+def note(rank: int, sequence: int = 0) -> bytes:
+    return struct.pack("<Q", sequence) + call() + struct.pack("<iI", rank, 0)
 
 
 def frame(
@@ -104,8 +108,12 @@ def inputs() -> dict[str, list[bytes]]:
         "probe-empty": [control(PROBE)],
         "probe-cut": [control(PROBE, bytes(31))],
         "probe-of-ones": [control(PROBE, b"\xff" * 320)],
-        "position-largest": [control(POSITION, b"\xff" * 8)],
-        "position-cut": [control(POSITION, b"abc")],
+        "arrived-cut": [control(ARRIVED, bytes(39))],
+        "arrived-of-ones": [control(ARRIVED, b"\xff" * 48)],
+        "arrived-everybody": [
+            control(ARRIVED, note(rank) + struct.pack("<ii", *run))
+            for rank, *run in [(0, 0, 1), (1, -5, 1), (7, 0, 0), (0, 0, 2**31 - 1), (0, 1, 0)]
+        ],
         "question-nonsense": [control(QUESTION, b"?" * 100)],
         "answer-nonsense": [control(ANSWER, b"\xfe" * 100)],
         "answer-unasked-empty": [control(ANSWER)],

@@ -1,0 +1,92 @@
+// Groups of many ranks on pretended hosts: what each rank must know, and whom it talks to, does not
+// grow with the number of ranks as fast as that does.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "calls.h"
+#include "test.h"
+#include "world.h"
+
+using namespace mycoll;
+using namespace test;
+
+namespace {
+
+constexpr int kHosts = 12;
+constexpr int kOnEach = 8;
+constexpr int kRanks = kHosts * kOnEach;
+
+std::vector<int> manyHosts() {
+  std::vector<int> hostOf(kRanks);
+  for (int rank = 0; rank < kRanks; ++rank) hostOf[rank] = rank / kOnEach;
+  return hostOf;
+}
+
+int peersOf(Communicator& group) {
+  int peers = 0;
+  for (int rank = 0; rank < group.ranks(); ++rank) {
+    peers += rank != group.rank() && group.mailbox().isConnectedTo(rank);
+  }
+  return peers;
+}
+
+}  // namespace
+
+// Everybody waits long for one rank, and says so: along a tree, and not to each other.
+TEST(Many, whoWaitsConnectsToFew) {
+  std::atomic<int> connections{0}, most{0};
+  runHosts(manyHosts(), [&](Communicator& group) {
+    if (group.rank() == kRanks - 1) std::this_thread::sleep_for(std::chrono::milliseconds(900));
+    EXPECT_OK(run(group, call(OpKind::kBarrier)));
+    const int peers = peersOf(group);
+    connections += peers;
+    int known = most.load();
+    while (known < peers && !most.compare_exchange_weak(known, peers)) {
+    }
+    EXPECT_OK(run(group, call(OpKind::kBarrier)));
+  });
+  // The first rank of the first host: the others of its host, those of the other hosts.
+  EXPECT(most.load() <= kOnEach - 1 + kHosts - 1);
+  // A host's ranks with its first one, both ends; the first ones with each other.
+  EXPECT(connections.load() <= 2 * kHosts * (kOnEach - 1) + kHosts * (kHosts - 1));
+}
+
+// A failure reaches everybody, also those that have no connection to where it happened.
+TEST(Many, aFailureIsPassedOn) {
+  std::atomic<int> connections{0}, heard{0};
+  runHosts(manyHosts(), [&](Communicator& group) {
+    // Who comes out of it first may end it for the others.
+    Status status = run(group, call(OpKind::kBarrier));
+    if (group.rank() == kRanks - 2) group.abort("for a test");
+    if (status.ok()) status = run(group, call(OpKind::kBarrier));
+    EXPECT(status.code() == Code::kAborted);
+    EXPECT(status.message().find("for a test") != std::string::npos);
+    heard += status.code() == Code::kAborted;
+    connections += peersOf(group);
+  });
+  EXPECT_EQ(heard.load(), kRanks);
+  EXPECT(connections.load() <= 2 * kHosts * (kOnEach - 1) + kHosts * (kHosts - 1));
+}
+
+// Two ranks that exchange no message have been called otherwise than the rest, and than each other.
+TEST(Many, whoWasCalledOtherwiseIsFound) {
+  std::atomic<int> found{0};
+  runHosts(manyHosts(), [&](Communicator& group) {
+    std::vector<int32_t> mine = input(group.rank(), 1), all(kRanks);
+    Call gather = call(OpKind::kGather);
+    gather.root = group.rank() < kRanks / 2 ? 0 : kRanks - 1;
+    gather.in = {span(mine)};
+    for (int rank = 0; rank < kRanks && group.rank() == gather.root; ++rank) {
+      gather.out.push_back(span(all, rank, 1));
+    }
+    const Status status = run(group, std::move(gather));
+    found += status.code() == Code::kMismatch;
+    // Whoever only sends may be done before anybody compares.
+    EXPECT(status.ok() || status.code() == Code::kMismatch);
+    EXPECT(run(group, call(OpKind::kBarrier)).code() == Code::kMismatch);
+  });
+  EXPECT(found.load() >= 2);
+}

@@ -57,6 +57,20 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
 class TestRuns:
+    def test_shared_tensors_take_turns_with_others(self, tmp_path: Path) -> None:
+        results = tmp_path / "results.jsonl"
+        done = run_bench(
+            *("all_reduce,pingpong", "--nproc", "2", "--memory", "both"),
+            *("-b", "1M", "-e", "1M", "--json", str(results), *_QUICK),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "wrong elements: 0" in done.stdout
+        _, rows = read_results(str(results))
+        names = {(row.op, row.contender) for row in rows}
+        assert {("all_reduce", "mycoll"), ("all_reduce", "mycoll-shared")} <= names, names
+        refused = run_bench("all_reduce", "--nproc", "1", "--device", "cuda", "--memory", "shared")
+        assert refused.returncode == 2 and "--memory" in refused.stderr, refused.stderr
+
     def test_columns_and_files(self, tmp_path: Path) -> None:
         json_path = tmp_path / "out.jsonl"
         operations = ("all_reduce", "all_gather", "reduce", "sendrecv", "bandwidth", "barrier")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mycoll
 import pytest
 import torch
 from mycoll.bench import main
@@ -254,5 +256,7 @@ def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_build_for_another_torch_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_module() is not None
+    monkeypatch.delitem(sys.modules, "mycoll._C")
+    monkeypatch.delattr(mycoll, "_C")
     monkeypatch.setattr(torch, "__version__", "2.1.0")
     assert native_module() is None

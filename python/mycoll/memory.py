@@ -11,6 +11,8 @@ does nothing.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,15 +25,25 @@ if TYPE_CHECKING:
     from mycoll._C import MycollBackend
 
 
+# Of allocate(): by group, as each registers memory with a communicator of its own. Not by backend:
+# torch makes a new Python object of that each time it is asked for it.
+_pools: weakref.WeakKeyDictionary[ProcessGroup, _Pool] = weakref.WeakKeyDictionary()
+
+
 def nccl_mem_pool() -> torch.cuda.MemPool:
     """A pool of memory from NCCL's own allocator, as symmetric memory has to be."""
+    return torch.cuda.MemPool(nccl_allocator())
+
+
+def nccl_allocator() -> Any:
+    """What torch.cuda.MemPool() is made with; a backend's `mem_allocator`."""
     module = native()
     module.set_nccl_wheel(nccl_wheel())
     module._require_nccl_memory()
     allocator = torch.cuda.memory.CUDAPluggableAllocator(
         str(module.__file__), "mycoll_nccl_alloc", "mycoll_nccl_free"
     )
-    return torch.cuda.MemPool(allocator.allocator())
+    return allocator.allocator()
 
 
 def register_mem_pool(
@@ -43,17 +55,100 @@ def register_mem_pool(
     same order.
     """
     for segment in _segments(pool):
-        device = torch.device(segment.get("device_type", "cuda"), segment["device"])
-        _backend(group, device)._register_memory(
-            str(device), segment["address"], segment["total_size"], symmetric
-        )
+        _register(_backend(group, _device(segment)), segment, symmetric)
 
 
 def deregister_mem_pool(pool: torch.cuda.MemPool, group: ProcessGroup | None = None) -> None:
     """Undoes register_mem_pool(), before the pool's memory is freed."""
     for segment in _segments(pool):
-        device = torch.device(segment.get("device_type", "cuda"), segment["device"])
-        _backend(group, device)._deregister_memory(segment["address"])
+        _backend(group, _device(segment))._deregister_memory(segment["address"])
+
+
+# --- by a backend, as torch's nccl does it: what csrc/bindings calls
+
+
+def register_pool(backend: MycollBackend, pool: torch.cuda.MemPool, symmetric: bool) -> None:
+    for segment in _segments(pool):
+        _register(backend, segment, symmetric)
+
+
+def deregister_pool(backend: MycollBackend, pool: torch.cuda.MemPool) -> None:
+    for segment in _segments(pool):
+        backend._deregister_memory(segment["address"])
+
+
+def can_allocate(backend: MycollBackend, device: torch.device | str) -> bool:
+    """Once the group's tensors travel through NCCL, and it has memory to give."""
+    device = torch.device(device)
+    if device.type != "cuda" or backend.device_transport() != "nccl":
+        return False
+    if _group_of(backend, device) is None:
+        return False
+    try:
+        native()._require_nccl_memory()
+    except RuntimeError:
+        return False
+    return True
+
+
+def allocate(
+    backend: MycollBackend, size: int, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """From a pool of this group's, which is registered as it grows."""
+    device = torch.device(device)
+    if not can_allocate(backend, device):
+        raise ValueError(
+            f"the group has no memory of NCCL's for {device}: its tensors there do not travel "
+            "through NCCL, or do not yet; ask supports_tensor_alloc() first"
+        )
+    group = _group_of(backend, device)
+    assert group is not None
+    if group not in _pools:
+        _pools[group] = _Pool(nccl_mem_pool())
+    return _pools[group].allocate(backend, size, dtype, device)
+
+
+class _Pool:
+    """Memory of one group's, and which of it is registered."""
+
+    def __init__(self, pool: torch.cuda.MemPool) -> None:
+        self._pool = pool
+        self._registered: list[range] = []
+        self._lock = threading.Lock()
+
+    def allocate(
+        self, backend: MycollBackend, size: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        with self._lock:
+            with torch.cuda.use_mem_pool(self._pool, device):
+                tensor = torch.empty(size, dtype=dtype, device=device)
+            if size and not any(tensor.data_ptr() in each for each in self._registered):
+                register_pool(backend, self._pool, False)
+                self._registered = [
+                    range(each["address"], each["address"] + each["total_size"])
+                    for each in _segments(self._pool)
+                ]
+            return tensor
+
+
+def _group_of(backend: MycollBackend, device: torch.device) -> ProcessGroup | None:
+    """The group of torch's that this is the backend of; None where it has been destroyed."""
+    for group in distributed_c10d._world.pg_map:
+        if torch.device(device.type) in group._device_types:
+            found = group._get_backend(device)
+            if getattr(found, "wrapped_pg", found) is backend:
+                return group
+    return None
+
+
+def _register(backend: MycollBackend, segment: dict[str, Any], symmetric: bool) -> None:
+    backend._register_memory(
+        str(_device(segment)), segment["address"], segment["total_size"], symmetric
+    )
+
+
+def _device(segment: dict[str, Any]) -> torch.device:
+    return torch.device(segment.get("device_type", "cuda"), segment["device"])
 
 
 def _segments(pool: Any) -> list[dict[str, Any]]:

@@ -70,12 +70,13 @@ size_t ArenaShape::rankBytes() const {
 size_t ArenaShape::totalBytes() const { return kPage + static_cast<size_t>(ranks) * rankBytes(); }
 
 Arena::Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank,
-             std::vector<Bell> bells, DistanceChoice distance)
+             std::vector<Bell> bells, std::vector<int> members, DistanceChoice distance)
     : segment_(std::move(segment)),
       shape_(shape),
       rank_(rank),
       rankBytes_(shape.rankBytes()),
       bells_(std::move(bells)),
+      members_(std::move(members)),
       distance_(shape.ranks - 1, distance) {
   static_assert(sizeof(Header) <= kPage);
   if (rank_ == 0) tellDistance();
@@ -96,10 +97,11 @@ char* Arena::beginBlob(size_t bytes) {
          (number_ & 1) * roundUp(shape_.smallBytes, kPage);
 }
 
-void Arena::arrive(const Signature& signature, size_t blobBytes, uint64_t rounds) {
+void Arena::arrive(const Signature& signature, size_t blobBytes, uint64_t rounds, bool isOffer) {
   Arrival& mine = control(rank_).arrivals[number_ & 1];
   mine.signature = signature;
-  mine.rounds = rounds;
+  mine.rounds = static_cast<uint32_t>(rounds);
+  mine.isOffer = isOffer;
   mine.blobBytes = blobBytes;
   if (rank_ != 0 && looksAtDistance(mine)) Distance::mark(&control(rank_).marks, number_);
   mine.number.store(number_, std::memory_order_seq_cst);
@@ -261,7 +263,7 @@ std::vector<int> AllArrived::missing() const {
   for (int rank = 0; rank < arena_.ranks(); ++rank) {
     if (rank != arena_.rank() &&
         arena_.arrival(rank).number.load(std::memory_order_acquire) != arena_.number_) {
-      result.push_back(rank);
+      result.push_back(arena_.memberOf(rank));
     }
   }
   return result;

@@ -1,4 +1,5 @@
-// Arena: the shared memory in which the ranks of one host run a group's collectives.
+// Arena: the shared memory in which the ranks of one host run a group's collectives, or their part
+// of those that span hosts (collectives/run). Ranks are counted among those of the host here.
 //
 //   header          who sleeps, how the group failed
 //   rank 0          control lines | small[2] | bulk[areas]
@@ -58,6 +59,7 @@ struct ArenaShape {
   ArenaShape enlarged() const;
   size_t rankBytes() const;
   size_t totalBytes() const;
+  bool operator==(const ArenaShape&) const = default;
 };
 
 // What a rank says when it comes to a collective. Two lines of cache: a few bytes of payload come
@@ -65,7 +67,8 @@ struct ArenaShape {
 struct alignas(128) Arrival {
   std::atomic<uint64_t> number;  // of the collective, from 1; written last
   Signature signature;
-  uint64_t rounds;     // for how many rounds this rank will fill its bulk areas
+  uint32_t rounds;     // for how many rounds this rank will fill its bulk areas
+  uint32_t isOffer;    // the blob says where its tensors lie: PeerMemory
   uint64_t blobBytes;  // published with the arrival: in `inlined`, or in the small area
   static constexpr size_t kInlineBytes = 80;
   char inlined[kInlineBytes];
@@ -77,20 +80,23 @@ enum class Counter { kFilled, kReduced, kDone };
 
 class Arena {
  public:
-  // bells: by rank. The segment is zeroed when new. distance: what rank 0 says counts.
+  // bells, members: by rank. The segment is zeroed when new. distance: what rank 0 says counts.
   Arena(std::shared_ptr<Segment> segment, const ArenaShape& shape, int rank,
-        std::vector<Bell> bells, DistanceChoice distance);
+        std::vector<Bell> bells, std::vector<int> members, DistanceChoice distance);
 
   int rank() const { return rank_; }
   int ranks() const { return shape_.ranks; }
+  // Which rank of the group that is.
+  int memberOf(int rank) const { return members_[rank]; }
   const ArenaShape& shape() const { return shape_; }
 
   // ---- a collective
   // Begins the next one: returns where to put up to smallBytes that arrive() will publish.
   char* beginBlob(size_t bytes);
-  void arrive(const Signature& signature, size_t blobBytes, uint64_t rounds);
+  void arrive(const Signature& signature, size_t blobBytes, uint64_t rounds, bool isOffer = false);
   // After all arrivals: what that rank said. Its blob is null when it claims an impossible size.
   uint64_t roundsOf(int rank) const { return arrival(rank).rounds; }
+  bool isOffer(int rank) const { return arrival(rank).isOffer != 0; }
   size_t blobBytesOf(int rank) const { return arrival(rank).blobBytes; }
   const char* blobOf(int rank) const;
 
@@ -143,6 +149,7 @@ class Arena {
   const int rank_;
   const size_t rankBytes_;
   std::vector<Bell> bells_;
+  const std::vector<int> members_;
   uint64_t number_ = 0;  // of the current collective
   uint64_t base_ = 0;    // rounds before the current collective
   uint64_t began_ = 0;   // base_ when the current collective began
@@ -156,8 +163,9 @@ class AllArrived final : public Condition {
  public:
   AllArrived(Arena& arena, const Signature& signature) : arena_(arena), signature_(signature) {}
   bool ready() override;
-  // -1, or the first rank found to have been called differently, and what it was called for.
-  int differingRank() const { return differing_; }
+  // -1, or the first rank found to have been called differently (which one of the group), and what
+  // it was called for.
+  int differingRank() const { return differing_ < 0 ? -1 : arena_.memberOf(differing_); }
   Signature differingSignature() const { return arena_.arrival(differing_).signature; }
   std::vector<int> missing() const override;
 
@@ -185,7 +193,8 @@ class RoundReached final : public Condition {
   std::vector<int> missing() const override {
     std::vector<int> result;
     for (int rank = next_; rank < end_; ++rank) {
-      if (rank != arena_.rank() && !arena_.has(rank, counter_, rounds_)) result.push_back(rank);
+      if (rank == arena_.rank() || arena_.has(rank, counter_, rounds_)) continue;
+      result.push_back(arena_.memberOf(rank));
     }
     return result;
   }

@@ -1,4 +1,7 @@
 // The collectives of a group whose ranks all share one host, on its arena.
+//
+// Large tensors that other ranks can read where they lie (PeerMemory) are offered to them; others
+// go through the bulk areas. Whoever offers one waits at the end until nobody reads it any more.
 // Thread contract: as Task. The arena, the names, the signature, the call and its memory must
 // outlive the task.
 #pragma once
@@ -6,6 +9,7 @@
 #include "base/call.h"
 #include "base/task.h"
 #include "collectives/shm/arena.h"
+#include "collectives/shm/peer_memory.h"
 
 namespace mycoll {
 
@@ -13,8 +17,9 @@ class Mailbox;
 
 struct ShmGroup {
   Arena& arena;
-  const Mailbox& names;        // of the group and its ranks, for messages
-  uint64_t sequence;           // of the collective, for messages
+  PeerMemory& memory;
+  Mailbox& mailbox;            // for names, and to introduce memory
+  uint64_t sequence;           // of the collective
   const Signature& signature;  // of the call
 };
 
@@ -34,6 +39,8 @@ Task shmPairwise(ShmGroup group, const Call& call);
 Task shmReduceSmall(ShmGroup group, const Call& call);
 Task shmReduceOfTwo(ShmGroup group, const Call& call);
 Task shmReduceLarge(ShmGroup group, const Call& call);
+// What all ranks have offered; goes on from the arrival of the others.
+Task shmReduceDirect(ShmGroup group, const Call& call);
 Task shmReduceScatterSmall(ShmGroup group, const Call& call);
 Task shmReduceScatterLarge(ShmGroup group, const Call& call);
 
@@ -43,11 +50,26 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call);
 // in the place of their input.
 constexpr size_t kStreamingOutput = 1024 * 1024;
 
+// Smaller tensors are copied: that is quicker than the wait at the end.
+constexpr size_t kLeastOffer = 128 * 1024;
+
+// After the last piece was read where it lies. Not ok: the group has failed meanwhile, so its owner
+// may have used it for something else.
+inline Status shmReadInTime(const ShmGroup& group) { return group.arena.failure(); }
+
+// The ranks' memory is introduced, and the call begins anew.
+Task shmAgain(ShmGroup group, const Call& call);
+
 uint64_t roundsFor(size_t bytes, size_t perRound);
 // The part of `whole` that belongs to a round.
 Span piece(Span whole, uint64_t round, size_t perRound);
 
+// The rank that was found to differ was called otherwise than this one.
+Status arrivalMismatch(const Mailbox& names, uint64_t sequence, const Signature& mine,
+                       const AllArrived& arrived);
 Status shmMismatch(const ShmGroup& group, const AllArrived& arrived);
+// A rank offers what it has not.
+Status shmBadOffer(const ShmGroup& group, int rank);
 Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected);
 
 }  // namespace mycoll

@@ -8,8 +8,12 @@
 //
 // Who only writes runs ahead of its readers, until it comes to an area that one of them has not
 // finished (roundsBefore).
+//
+// What a rank offers the others copy from where it lies, before the rounds of those who do not. One
+// more round counts those who have.
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "collectives/shm/collectives.h"
 #include "kernels/copy.h"
@@ -59,7 +63,41 @@ Published published(const Call& call, int rank) {
   return result;
 }
 
+// What goes to each rank; empty unless all of it can be read where it lies.
+std::vector<SharedSpan> offerEach(const ShmGroup& group, const std::vector<Span>& spans) {
+  std::vector<SharedSpan> offered(spans.size());
+  if (spans.size() * sizeof(SharedSpan) > group.arena.shape().smallBytes) return {};
+  for (size_t rank = 0; rank < spans.size(); ++rank) {
+    if (static_cast<int>(rank) == group.arena.rank()) {
+      offered[rank].bytes = spans[rank].bytes;
+    } else if (!group.memory.offer(spans[rank], &offered[rank])) {
+      return {};
+    }
+  }
+  return offered;
+}
+
+// The round after the last one counts those that have read what is offered. isOffer: this rank
+// waits for all of them.
+Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer) {
+  Arena& arena = group.arena;
+  MYCOLL_CO_RETURN_IF_ERROR(shmReadInTime(group));
+  arena.publish(Counter::kDone, rounds + 1);
+  if (isOffer) {
+    RoundReached isRead(arena, Counter::kDone, rounds + 1);
+    co_await isRead;
+  }
+  arena.endRounds(rounds + 1);
+  co_return Status();
+}
+
 }  // namespace
+
+Task shmAgain(ShmGroup group, const Call& call) {
+  MYCOLL_CO_RETURN_IF_ERROR(co_await group.memory.introduce(group));
+  Status status = co_await shmCollective(group, call);
+  co_return status;
+}
 
 uint64_t roundsFor(size_t bytes, size_t perRound) { return (bytes + perRound - 1) / perRound; }
 
@@ -68,20 +106,24 @@ Span piece(Span whole, uint64_t round, size_t perRound) {
   return {whole.begin() + begin, std::min(perRound, whole.bytes - begin)};
 }
 
-Status shmMismatch(const ShmGroup& group, const AllArrived& arrived) {
-  const Mailbox& names = group.names;
+Status arrivalMismatch(const Mailbox& names, uint64_t sequence, const Signature& mine,
+                       const AllArrived& arrived) {
   Cause fields;
-  fields.sequence = group.sequence;
+  fields.sequence = sequence;
   return Status(
       Code::kMismatch,
-      mismatchText(names.group().name, "collective #" + std::to_string(group.sequence),
-                   names.describeRank(names.rank()), group.signature,
+      mismatchText(names.group().name, "collective #" + std::to_string(sequence),
+                   names.describeRank(names.rank()), mine,
                    names.describeRank(arrived.differingRank()), arrived.differingSignature()),
       fields);
 }
 
+Status shmMismatch(const ShmGroup& group, const AllArrived& arrived) {
+  return arrivalMismatch(group.mailbox, group.sequence, group.signature, arrived);
+}
+
 Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected) {
-  const Mailbox& names = group.names;
+  const Mailbox& names = group.mailbox;
   Cause fields;
   fields.sequence = group.sequence;
   return Status(Code::kMismatch,
@@ -95,6 +137,13 @@ Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t ex
                 fields);
 }
 
+Status shmBadOffer(const ShmGroup& group, int rank) {
+  return Status(Code::kInternal, group.mailbox.describeRank(rank) +
+                                     " offers memory that it has not shared, in collective #" +
+                                     std::to_string(group.sequence) + ", " +
+                                     group.signature.describe());
+}
+
 Task shmBarrier(ShmGroup group) {
   Arena& arena = group.arena;
   const Signature& signature = group.signature;
@@ -106,7 +155,7 @@ Task shmBarrier(ShmGroup group) {
   co_return Status();
 }
 
-// The blob is the data itself when small, else its size.
+// The blob is the data itself when small, else its size, or where it lies.
 Task shmPublish(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
@@ -114,12 +163,21 @@ Task shmPublish(ShmGroup group, const Call& call) {
   const Published plan = published(call, self);
   const bool isSmall = plan.mine.bytes <= arena.shape().smallBytes;
   const uint64_t myBytes = plan.mine.bytes;
+  SharedSpan offered;
+  const bool isOffer =
+      !isSmall && myBytes >= kLeastOffer && group.memory.offer(plan.mine, &offered);
 
-  const size_t blobBytes = isSmall ? plan.mine.bytes : sizeof(uint64_t);
+  const size_t blobBytes = isSmall ? myBytes : isOffer ? sizeof(offered) : sizeof(myBytes);
   char* blob = arena.beginBlob(blobBytes);
   const size_t chunk = arena.shape().chunkBytes;
-  const uint64_t myRounds = isSmall ? 0 : roundsFor(plan.mine.bytes, chunk);
-  arena.fill(blob, isSmall ? plan.mine.data : &myBytes, blobBytes);
+  const uint64_t myRounds = isSmall || isOffer ? 0 : roundsFor(myBytes, chunk);
+  if (isSmall) {
+    arena.fill(blob, plan.mine.data, blobBytes);
+  } else if (isOffer) {
+    std::memcpy(blob, &offered, blobBytes);
+  } else {
+    std::memcpy(blob, &myBytes, blobBytes);
+  }
   // Where my own goes, round by round.
   const Span kept =
       myRounds > 0 && plan.from(self).data != plan.mine.data ? plan.from(self) : Span();
@@ -137,10 +195,14 @@ Task shmPublish(ShmGroup group, const Call& call) {
   };
   const bool isEarly = myRounds > 0 && arena.isFirstAreaFree();
   if (isEarly) fill(0);
-  arena.arrive(signature, blobBytes, myRounds);
+  arena.arrive(signature, blobBytes, myRounds, isOffer);
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (group.memory.isAnyNew(arena)) {
+    Status status = co_await shmAgain(group, call);
+    co_return status;
+  }
 
   bool isStreaming = false;
   for (int rank = 0; rank < arena.ranks(); ++rank) {
@@ -154,11 +216,23 @@ Task shmPublish(ShmGroup group, const Call& call) {
     }
     const char* theirs = arena.blobOf(rank);
     uint64_t bytes = arena.blobBytesOf(rank);
-    if (arena.roundsOf(rank) > 0) std::memcpy(&bytes, theirs, sizeof(bytes));
+    if (arena.isOffer(rank)) {
+      bytes = PeerMemory::offerOf(arena, rank, 0).bytes;
+    } else if (arena.roundsOf(rank) > 0) {
+      std::memcpy(&bytes, theirs, sizeof(bytes));
+    }
     if (!theirs || bytes != target.bytes) {
       co_return shmSizeMismatch(group, rank, bytes, target.bytes);
     }
-    if (arena.roundsOf(rank) == 0) copy(target.data, theirs, bytes);
+    if (arena.roundsOf(rank) == 0 && !arena.isOffer(rank)) copy(target.data, theirs, bytes);
+  }
+  for (int step = 1; step < arena.ranks(); ++step) {
+    const int rank = (self + step) % arena.ranks();
+    const Span target = plan.from(rank);
+    if (!arena.isOffer(rank) || target.bytes == 0) continue;
+    const char* theirs = group.memory.find(rank, PeerMemory::offerOf(arena, rank, 0));
+    if (!theirs) co_return shmBadOffer(group, rank);
+    copy(target.data, theirs, target.bytes, isStreaming);
   }
 
   const uint64_t rounds = maxRounds(arena);
@@ -179,12 +253,16 @@ Task shmPublish(ShmGroup group, const Call& call) {
     }
     arena.publish(Counter::kDone, round + 1);
   }
+  if (PeerMemory::isAnyOffered(arena)) {
+    Status status = co_await endOffers(group, rounds, isOffer);
+    co_return status;
+  }
   if (rounds) arena.endRounds(rounds);
   co_return Status();
 }
 
-// The blob is a table of sizes by destination, followed by the data when that is small. In the
-// rounds a bulk area is divided evenly between the destinations.
+// The blob is a table of sizes by destination, followed by the data when that is small; or where
+// each lies. In the rounds a bulk area is divided evenly between the destinations.
 Task shmPairwise(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
@@ -205,17 +283,22 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     largest = std::max(largest, call.in[rank].bytes);
   }
   const bool isSmall = tableBytes + dataBytes <= arena.shape().smallBytes;
-  const size_t blobBytes = tableBytes + (isSmall ? dataBytes : 0);
+  std::vector<SharedSpan> offered;
+  if (!isSmall && dataBytes >= kLeastOffer) offered = offerEach(group, call.in);
+  const bool isOffer = !offered.empty();
+  const size_t blobBytes =
+      isOffer ? offered.size() * sizeof(SharedSpan) : tableBytes + (isSmall ? dataBytes : 0);
   char* blob = arena.beginBlob(blobBytes);
+  if (isOffer) std::memcpy(blob, offered.data(), blobBytes);
   // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
   const size_t part =
       arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
   auto offset = [&](int from, int to) {
     return static_cast<size_t>(to < from ? to : to - 1) * part;
   };
-  const uint64_t myRounds = isSmall ? 0 : roundsFor(largest, part);
+  const uint64_t myRounds = isSmall || isOffer ? 0 : roundsFor(largest, part);
   char* end = blob + tableBytes;
-  for (int rank = 0; sends && rank < ranks; ++rank) {
+  for (int rank = 0; sends && !isOffer && rank < ranks; ++rank) {
     const uint64_t bytes = call.in[rank].bytes;
     std::memcpy(blob + static_cast<size_t>(rank) * sizeof(bytes), &bytes, sizeof(bytes));
     if (!isSmall || rank == self || !bytes) continue;
@@ -232,10 +315,14 @@ Task shmPairwise(ShmGroup group, const Call& call) {
   };
   const bool isEarly = myRounds > 0 && arena.isFirstAreaFree();
   if (isEarly) fill(0);
-  arena.arrive(signature, blobBytes, myRounds);
+  arena.arrive(signature, blobBytes, myRounds, isOffer);
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (group.memory.isAnyNew(arena)) {
+    Status status = co_await shmAgain(group, call);
+    co_return status;
+  }
 
   bool isStreaming = false;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -251,9 +338,16 @@ Task shmPairwise(ShmGroup group, const Call& call) {
       }
       continue;
     }
+    if (arena.isOffer(rank)) {
+      const SharedSpan theirs = PeerMemory::offerOf(arena, rank, static_cast<size_t>(self));
+      if (theirs.bytes != target.bytes) {
+        co_return shmSizeMismatch(group, rank, theirs.bytes, target.bytes);
+      }
+      continue;
+    }
     const char* theirs = arena.blobOf(rank);
     if (!theirs || arena.blobBytesOf(rank) < static_cast<size_t>(ranks) * sizeof(uint64_t)) {
-      co_return Status(Code::kInternal, group.names.describeRank(rank) + " published no sizes");
+      co_return Status(Code::kInternal, group.mailbox.describeRank(rank) + " published no sizes");
     }
     uint64_t before = 0, bytes = 0;
     for (int to = 0; to <= self; ++to) {
@@ -266,6 +360,15 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     if (arena.roundsOf(rank) == 0) {
       copy(target.data, theirs + static_cast<size_t>(ranks) * sizeof(uint64_t) + before, bytes);
     }
+  }
+  for (int step = 1; step < ranks; ++step) {
+    const int rank = (self + step) % ranks;
+    const Span target = incoming(rank);
+    if (!arena.isOffer(rank) || target.bytes == 0) continue;
+    const SharedSpan offer = PeerMemory::offerOf(arena, rank, static_cast<size_t>(self));
+    const char* theirs = group.memory.find(rank, offer);
+    if (!theirs) co_return shmBadOffer(group, rank);
+    copy(target.data, theirs, target.bytes, isStreaming);
   }
 
   const uint64_t rounds = maxRounds(arena);
@@ -286,6 +389,10 @@ Task shmPairwise(ShmGroup group, const Call& call) {
       copy(slice.begin(), arena.bulk(rank, round) + offset(rank, self), slice.bytes, isStreaming);
     }
     arena.publish(Counter::kDone, round + 1);
+  }
+  if (PeerMemory::isAnyOffered(arena)) {
+    Status status = co_await endOffers(group, rounds, isOffer);
+    co_return status;
   }
   if (rounds) arena.endRounds(rounds);
   co_return Status();

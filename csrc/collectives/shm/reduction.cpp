@@ -16,6 +16,10 @@
 //
 // An owner's own input never needs staging, so the result takes its place, where the others fetch
 // it.
+//
+// When all ranks offer their tensors (PeerMemory), nothing is staged: an owner reads its slice of
+// all inputs, and the others fetch the result from its output. In place that is safe, as a slice of
+// an input is replaced only after its owner has reduced it.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -34,6 +38,49 @@ constexpr size_t kMaxSymmetricWork = 256 * 1024;
 // of them first.
 bool isStreamingResult(const Call& call) {
   return call.out[0].bytes >= kStreamingOutput && call.out[0].data != call.in[0].data;
+}
+
+// What a rank reads of another's tensors where they lie: rounds of this size wait seldom, and are
+// still in the caches when they are fetched.
+constexpr size_t kDirectChunk = 512 * 1024;
+constexpr int kMaxRootInputs = 4;
+
+// This rank's tensors, for the others to read: its inputs, and the output where that is read.
+std::vector<SharedSpan> offerTensors(const ShmGroup& group, const Call& call) {
+  if (totalBytes(call.in) < kLeastOffer) return {};
+  // Many inputs are quicker reduced by all than by the root alone.
+  if (call.kind == OpKind::kReduce && group.arena.ranks() > kMaxRootInputs) return {};
+  const bool isOutputRead = call.kind == OpKind::kAllReduce;
+  std::vector<SharedSpan> offered(call.in.size() + isOutputRead);
+  if (offered.size() * sizeof(SharedSpan) > group.arena.shape().smallBytes) return {};
+  for (size_t i = 0; i < call.in.size(); ++i) {
+    if (!group.memory.offer(call.in[i], &offered[i])) return {};
+  }
+  if (isOutputRead && !group.memory.offer(call.out[0], &offered.back())) return {};
+  return offered;
+}
+
+// Says where they are, or nothing. Returns the size of the blob.
+size_t beginOffer(Arena& arena, const std::vector<SharedSpan>& offered) {
+  const size_t bytes = offered.size() * sizeof(SharedSpan);
+  char* const blob = arena.beginBlob(bytes);
+  if (bytes > 0) std::memcpy(blob, offered.data(), bytes);
+  return bytes;
+}
+
+// By rank: where its tensor of this index is; `mine` for this one. The size is what all agree on.
+Status findTensors(const ShmGroup& group, size_t index, const Span& mine,
+                   std::vector<const char*>* found) {
+  found->resize(group.arena.ranks());
+  for (int rank = 0; rank < group.arena.ranks(); ++rank) {
+    const char*& place = (*found)[rank];
+    place = mine.begin();
+    if (rank == group.arena.rank() || mine.bytes == 0) continue;
+    const SharedSpan offered = PeerMemory::offerOf(group.arena, rank, index);
+    place = offered.bytes == mine.bytes ? group.memory.find(rank, offered) : nullptr;
+    if (!place) return shmBadOffer(group, rank);
+  }
+  return Status();
 }
 
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
@@ -130,18 +177,23 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   const size_t chunk = arena.shape().chunkBytes;
   const uint64_t rounds = roundsFor(bytes, chunk);
 
-  arena.beginBlob(0);
+  const std::vector<SharedSpan> offered = offerTensors(group, call);
+  const size_t blobBytes = beginOffer(arena, offered);
   const auto fill = [&](uint64_t round) {
     const Span mine = piece(call.in[0], round, chunk);
     if (isWanted) arena.fill(arena.bulk(self, round), mine.data, mine.bytes);
     arena.publish(Counter::kFilled, round + 1);
   };
-  const bool isEarly = arena.isFirstAreaFree();
+  const bool isEarly = offered.empty() && arena.isFirstAreaFree();
   if (isEarly) fill(0);
-  arena.arrive(signature, 0, rounds);
+  arena.arrive(signature, blobBytes, rounds, !offered.empty());
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (PeerMemory::areAllOffered(arena) || group.memory.isAnyNew(arena)) {
+    Status status = co_await shmReduceDirect(group, call);
+    co_return status;
+  }
 
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
@@ -183,7 +235,8 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   char* const input = call.in[0].begin();
   char* const output = wantsResult ? call.out[0].begin() : nullptr;
 
-  arena.beginBlob(0);
+  const std::vector<SharedSpan> offered = offerTensors(group, call);
+  const size_t blobBytes = beginOffer(arena, offered);
   const Slices slices(static_cast<size_t>(ranks), arena.shape().chunkBytes, call.in[0].bytes);
   const auto fill = [&](uint64_t round) {
     for (int step = 1; step < ranks; ++step) {
@@ -193,12 +246,16 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
     }
     arena.publish(Counter::kFilled, round + 1);
   };
-  const bool isEarly = arena.isFirstAreaFree();
+  const bool isEarly = offered.empty() && arena.isFirstAreaFree();
   if (isEarly) fill(0);
-  arena.arrive(signature, 0, slices.rounds);
+  arena.arrive(signature, blobBytes, slices.rounds, !offered.empty());
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (PeerMemory::areAllOffered(arena) || group.memory.isAnyNew(arena)) {
+    Status status = co_await shmReduceDirect(group, call);
+    co_return status;
+  }
 
   std::vector<const void*> inputs(ranks);
   if (!isEarly) fill(0);
@@ -241,6 +298,56 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   co_return Status();
 }
 
+// After the arrival. Rounds only where ranks wait for each other's results.
+Task shmReduceDirect(ShmGroup group, const Call& call) {
+  if (group.memory.isAnyNew(group.arena)) {
+    Status status = co_await shmAgain(group, call);
+    co_return status;
+  }
+  Arena& arena = group.arena;
+  const int self = arena.rank();
+  const int ranks = arena.ranks();
+  const bool isAll = call.kind == OpKind::kAllReduce;
+  const size_t index = call.kind == OpKind::kReduceScatter ? static_cast<size_t>(self) : 0;
+  const Span mine = call.in[index];
+  const bool wantsResult = call.kind != OpKind::kReduce || self == call.root;
+  std::vector<const char*> inputs, outputs;
+  MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, index, mine, &inputs));
+  if (isAll) MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, 1, call.out[0], &outputs));
+  const bool isStreaming = wantsResult && isStreamingResult(call);
+
+  // A whole tensor: its owner is whoever wants it.
+  const Slices slices(isAll ? static_cast<size_t>(ranks) : 1, kDirectChunk, mine.bytes);
+  const int slot = isAll ? self : 0;
+  std::vector<const void*> pieces(ranks);
+  for (uint64_t round = 0; round < slices.rounds; ++round) {
+    if (!wantsResult) break;
+    const Span part = slices.of(slot, round, mine.data);
+    const size_t begin = static_cast<size_t>(part.begin() - mine.begin());
+    for (int rank = 0; rank < ranks; ++rank) pieces[rank] = inputs[rank] + begin;
+    reduce(call.dtype, call.reduceOp, call.out[0].begin() + begin, pieces.data(), ranks,
+           part.bytes / call.elementBytes, ranks, isStreaming);
+    if (!isAll) continue;
+    arena.publish(Counter::kReduced, round + 1);
+    for (int step = 1; step < ranks; ++step) {
+      const int owner = (self + step) % ranks;
+      const Span slice = slices.of(owner, round, call.out[0].data);
+      if (slice.bytes == 0) continue;
+      RoundReached isReduced(arena, owner, Counter::kReduced, round + 1);
+      co_await isReduced;
+      copy(slice.data, outputs[owner] + (slice.begin() - call.out[0].begin()), slice.bytes,
+           isStreaming);
+    }
+  }
+  const uint64_t rounds = isAll ? slices.rounds : 1;
+  MYCOLL_CO_RETURN_IF_ERROR(shmReadInTime(group));
+  arena.publish(Counter::kDone, rounds);
+  RoundReached isRead(arena, Counter::kDone, rounds);
+  co_await isRead;
+  arena.endRounds(rounds);
+  co_return Status();
+}
+
 Task shmReduceScatterSmall(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
@@ -277,7 +384,8 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
   const int self = arena.rank();
   const int ranks = arena.ranks();
   const Signature& signature = group.signature;
-  arena.beginBlob(0);
+  const std::vector<SharedSpan> offered = offerTensors(group, call);
+  const size_t blobBytes = beginOffer(arena, offered);
   const size_t stride =
       arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
   auto offset = [&](int from, int to) {
@@ -296,12 +404,16 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call) {
     }
     arena.publish(Counter::kFilled, round + 1);
   };
-  const bool isEarly = arena.isFirstAreaFree();
+  const bool isEarly = offered.empty() && arena.isFirstAreaFree();
   if (isEarly) fill(0);
-  arena.arrive(signature, 0, rounds);
+  arena.arrive(signature, blobBytes, rounds, !offered.empty());
   AllArrived arrived(arena, signature);
   co_await arrived;
   if (arrived.differingRank() >= 0) co_return shmMismatch(group, arrived);
+  if (PeerMemory::areAllOffered(arena) || group.memory.isAnyNew(arena)) {
+    Status status = co_await shmReduceDirect(group, call);
+    co_return status;
+  }
 
   std::vector<const void*> inputs(ranks);
   if (!isEarly) fill(0);

@@ -14,6 +14,7 @@
 namespace mycoll {
 namespace {
 
+constexpr size_t kHugePage = 2 * 1024 * 1024;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 // The segments of this process by inode; see the header for why.
@@ -31,19 +32,46 @@ Status failed(const char* what) {
   return Status(Code::kNetwork, std::string("shared memory: ") + what + ": " + strerror(errno));
 }
 
+// At an address where huge pages can be used, and not inherited by children: a child of fork() must
+// not write into a group that belongs to its parent.
+void* mapAligned(int fd, size_t bytes, int protection, bool useHugePages) {
+  if (!useHugePages) {
+    void* data = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
+    if (data != MAP_FAILED) (void)madvise(data, bytes, MADV_DONTFORK);
+    return data;
+  }
+  const size_t reserved = bytes + kHugePage;
+  void* room =
+      mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) return MAP_FAILED;
+  char* const begin = static_cast<char*>(room);
+  const size_t before = -reinterpret_cast<uintptr_t>(begin) % kHugePage;
+  void* data = mmap(begin + before, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+  if (data == MAP_FAILED) {
+    munmap(room, reserved);
+    return MAP_FAILED;
+  }
+  if (before > 0) munmap(begin, before);
+  if (before < kHugePage) munmap(begin + before + bytes, kHugePage - before);
+  (void)madvise(data, bytes, MADV_DONTFORK);
+  (void)madvise(data, bytes, MADV_HUGEPAGE);
+  return data;
+}
+
 }  // namespace
 
-Status Segment::create(size_t bytes, std::shared_ptr<Segment>* result) {
+Status Segment::create(size_t bytes, std::shared_ptr<Segment>* result, bool useHugePages) {
   Fd fd(memfd_create("mycoll", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.isOpen()) return failed("memfd_create");
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return failed("ftruncate");
   if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) return failed("sealing");
-  MYCOLL_RETURN_IF_ERROR(map(fd.get(), bytes, result));
+  MYCOLL_RETURN_IF_ERROR(map(fd.get(), bytes, Access::kReadWrite, useHugePages, result));
   (*result)->fd_ = std::move(fd);
   return Status();
 }
 
-Status Segment::adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
+Status Segment::adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result, Access access,
+                      bool useHugePages) {
   struct stat info;
   if (fstat(fd.get(), &info) != 0) return failed("fstat");
   int seals = fcntl(fd.get(), F_GET_SEALS);
@@ -51,29 +79,31 @@ Status Segment::adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result) {
     return Status(Code::kNetwork, "shared memory: what the peer sent is not a sealed segment of " +
                                       std::to_string(bytes) + " bytes");
   }
-  return map(fd.get(), bytes, result);
+  return map(fd.get(), bytes, access, useHugePages, result);
 }
 
-Status Segment::map(int fd, size_t bytes, std::shared_ptr<Segment>* result) {
+Status Segment::map(int fd, size_t bytes, Access access, bool useHugePages,
+                    std::shared_ptr<Segment>* result) {
   struct stat info;
   if (fstat(fd, &info) != 0) return failed("fstat");
   Registry& known = registry();
   std::lock_guard<std::mutex> lock(known.mutex);
   auto found = known.segments.find(info.st_ino);
   if (found != known.segments.end()) {
-    if (auto segment = found->second.lock()) {
+    auto segment = found->second.lock();
+    if (segment && (segment->access_ == access || segment->access_ == Access::kReadWrite)) {
       *result = std::move(segment);
       return Status();
     }
   }
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  const int protection = access == Access::kReadOnly ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* data = mapAligned(fd, bytes, protection, useHugePages);
   if (data == MAP_FAILED) return failed("mmap");
-  // A child of fork() must not write into a group that belongs to its parent.
-  (void)madvise(data, bytes, MADV_DONTFORK);
   auto segment = std::shared_ptr<Segment>(new Segment);
   segment->data_ = static_cast<char*>(data);
   segment->bytes_ = bytes;
   segment->inode_ = info.st_ino;
+  segment->access_ = access;
   known.segments[info.st_ino] = segment;
   *result = std::move(segment);
   return Status();

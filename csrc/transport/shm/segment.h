@@ -18,11 +18,14 @@ namespace mycoll {
 
 class Segment {
  public:
-  // Zeroed memory.
-  static Status create(size_t bytes, std::shared_ptr<Segment>* result);
+  enum class Access { kReadOnly, kReadWrite };
+
+  // Zeroed memory. useHugePages: for what is large and soon full; they are aligned for it.
+  static Status create(size_t bytes, std::shared_ptr<Segment>* result, bool useHugePages = false);
   // Maps what a peer has sent, and keeps no descriptor. Refuses a descriptor that is not a sealed
-  // memfd of this size.
-  static Status adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);
+  // memfd of this size. kReadOnly: unless this process may write to it already.
+  static Status adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result,
+                      Access access = Access::kReadWrite, bool useHugePages = false);
   ~Segment();
 
   char* data() const { return data_; }
@@ -34,12 +37,14 @@ class Segment {
 
  private:
   Segment() = default;
-  static Status map(int fd, size_t bytes, std::shared_ptr<Segment>* result);
+  static Status map(int fd, size_t bytes, Access access, bool useHugePages,
+                    std::shared_ptr<Segment>* result);
 
   Fd fd_;
   char* data_ = nullptr;
   size_t bytes_ = 0;
   unsigned long inode_ = 0;
+  Access access_ = Access::kReadWrite;
 };
 
 }  // namespace mycoll

@@ -9,6 +9,7 @@ import datetime
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import cycle, islice
 from statistics import median
@@ -22,6 +23,7 @@ from mycoll.bench.machine import native_module
 from mycoll.bench.options import Options
 from mycoll.bench.workload import Call, Group, Unsupported, Workload
 from mycoll.bench.world import World
+from mycoll.shared import shared_tensors
 
 # Below this, calling the copy takes longer than copying.
 _SMALLEST_COPY = 64 << 10
@@ -30,6 +32,8 @@ FLOOR = "fake"
 
 class Contender(ABC):
     """kind: backend, floor, limit or peer."""
+
+    shares_memory = False  # it is given a workload whose tensors are shared
 
     def __init__(self, name: str, kind: str, world: World) -> None:
         self.name = name
@@ -75,14 +79,20 @@ class TorchContender(Contender):
         if self.kind == "floor" and workload.case.op == "ddp":
             raise Unsupported("")  # DDP looks at results
         self._workload = workload
-        self._calls = workload.calls(self._group)
+        with self._memory():
+            self._calls = workload.calls(self._group)
 
     def verify(self, seed: int, plant_error: bool) -> int | None:
         assert self._workload is not None
         if self.kind == "floor":
             self._calls[0]() if self._calls else None
             return None
-        return self._workload.verify(self._group, seed, plant_error)
+        with self._memory():
+            return self._workload.verify(self._group, seed, plant_error)
+
+    def _memory(self) -> AbstractContextManager[None]:
+        """Where what torch makes on the way belongs, as DDP's buckets."""
+        return shared_tensors() if self.shares_memory else nullcontext()
 
     def run(self, warmups: int, iterations: int) -> list[list[int]]:
         assert self._workload is not None
@@ -97,9 +107,10 @@ class TorchContender(Contender):
         if not self._calls:
             return [[]]
         schedule = list(islice(cycle(self._calls), warmups + iterations))
-        for call in schedule[:warmups]:
-            call()
-        return [time_calls(schedule[warmups:], self.world.device, self._host_times)]
+        with self._memory():
+            for call in schedule[:warmups]:
+                call()
+            return [time_calls(schedule[warmups:], self.world.device, self._host_times)]
 
     def extra(self) -> dict[str, float]:
         """On a device also the time until a call returned: what it costs the CPU."""
@@ -174,12 +185,18 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
     for name, kind in kinds:
         error = ""
         try:
-            found.append(TorchContender(name, kind, world, _new_group(name, options)))
+            group = _new_group(name, options)
+            found.append(TorchContender(name, kind, world, group))
+            found[-1].shares_memory = options.memory == "shared"
+            if options.memory == "both" and name.split("#")[0] == "mycoll":
+                found.append(TorchContender(f"{name}-shared", kind, world, group))
+                found[-1].shares_memory = True
         except Exception as cause:  # whatever a backend raises: the others can still be measured
             error = one_line(cause)
         errors = [text for text in world.gather_all(error) if text]
         if errors:
-            found = [contender for contender in found if contender.name != name]
+            own = (name, f"{name}-shared")
+            found = [contender for contender in found if contender.name not in own]
             absent.append(f"{name}: {errors[0]}")
     if options.limit and world.device.type != "cpu":
         absent.append("copy: --limit measures the CPU's memory, not that of a device")

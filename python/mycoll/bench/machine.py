@@ -122,4 +122,5 @@ def header(
         "hosts": hosts,
         "device": options.device,
         "hot": options.hot,
+        "memory": options.memory,
     }

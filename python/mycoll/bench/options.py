@@ -79,6 +79,7 @@ class Options:
     dtypes: tuple[str, ...]
     redops: tuple[str, ...]
     hot: bool
+    memory: str
     device: str
     timeout_seconds: float
     floor: bool
@@ -236,6 +237,12 @@ def _parser() -> Parser:
     )
     add("--device", default="cpu", help="where the tensors are: cpu (default) or cuda")
     add("--hot", action="store_true", help="reuse one buffer, so that it stays in cache")
+    add(
+        "--memory",
+        choices=("private", "shared", "both"),
+        default="private",
+        help="of CPU tensors: the usual, shared tensors, or mycoll with both, in turn",
+    )
     add("--floor", action="store_true", help="also time torch's own cost of a call")
     add("--limit", action="store_true", help="also time memory copies by all ranks at once")
     add(
@@ -280,6 +287,8 @@ def parse_options(argv: Sequence[str]) -> Options:
         device = torch.device(found.device)
     except RuntimeError:
         parser.error(f"--device: torch knows no '{found.device}'")
+    if found.memory != "private" and device.type != "cpu":
+        parser.error("--memory is about CPU tensors")
     if ":" in found.device:
         parser.error(f"--device: every rank takes its own; say '{device.type}'")
     if found.minbytes < 1 or found.maxbytes < found.minbytes:

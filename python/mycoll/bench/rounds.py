@@ -19,6 +19,7 @@ from mycoll.bench.result import Row, compared, make_row
 from mycoll.bench.training import DdpWorkload, models
 from mycoll.bench.workload import Case, Unsupported, Workload
 from mycoll.bench.world import World
+from mycoll.shared import shared_tensors
 
 # A round has no more calls than there are buffers, and enough for a mean.
 _FEWEST_CALLS = 3
@@ -78,6 +79,7 @@ class Measurement:
         self._options = options
         self._contenders = contenders
         self._history = history
+        self._shared: Workload | None = None
         self._wrong: dict[str, int | None] = {}
         self._calls: dict[str, tuple[int, int]] = {}
         self.notes: list[str] = []
@@ -86,12 +88,16 @@ class Measurement:
         """The rows, on rank 0; in the order of the contenders."""
         try:
             workload = _workload(self._case, self._world, self._options.hot)
+            if any(contender.shares_memory for contender in self._contenders):
+                with shared_tensors():
+                    self._shared = _workload(self._case, self._world, self._options.hot)
         except Unsupported as reason:
             self.notes.append(str(reason))
             return []
         try:
             return self._measure(workload)
         finally:
+            self._shared = None
             for contender in self._contenders:
                 contender.release()
             gc.collect()
@@ -132,7 +138,9 @@ class Measurement:
         error, failed = "", False
         wrong: int | None = None
         try:
-            contender.prepare(workload)
+            own = self._shared if contender.shares_memory else workload
+            assert own is not None
+            contender.prepare(own)
             for seed in range(1, _VERIFIED_CALLS + 1):
                 found = contender.verify(seed, self._options.plant_error)
                 if found is not None:

@@ -1,0 +1,287 @@
+#include "backend/operators.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/StringUtil.h>
+#include <torch/library.h>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <tuple>
+
+#include "backend/errors.h"
+#include "backend/layout.h"
+#include "backend/mycoll_backend.h"
+#include "kernels/add_rms_norm.h"
+
+namespace mycoll {
+namespace {
+
+using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+
+// ---- on the CPU
+
+// A group's backend for CPU tensors, held as long as it is used: another thread may destroy the
+// group.
+class GroupEnd {
+ public:
+  GroupEnd(const char* function, const std::string& group)
+      : backend_(c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU)),
+        mycoll_(dynamic_cast<MycollBackend*>(backend_.get())) {
+    if (mycoll_ != nullptr) [[likely]] {
+      return;
+    }
+    throwArgumentError(
+        c10::str("torch.ops.mycoll.", function, ": group '", group,
+                 "' has no mycoll for CPU tensors, but '", backend_->getBackendName(),
+                 "'; make it with backend=\"mycoll\", without MYCOLL_CPU=gloo and "
+                 "TORCH_DISTRIBUTED_DEBUG=DETAIL, which put something else in its place"));
+  }
+  MycollBackend* operator->() const { return mycoll_; }
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  MycollBackend* const mycoll_;
+};
+
+// The shape that all_gather and reduce_scatter change in its first dimension.
+std::vector<int64_t> shapeOf(const char* function, const at::Tensor& x) {
+  if (x.dim() == 0) {
+    throwArgumentError(c10::str("torch.ops.mycoll.", function,
+                                ": x must have a dimension, but it is a scalar; pass x.view(1)"));
+  }
+  return x.sizes().vec();
+}
+
+void allReduceInPlace(const at::Tensor& x, const std::string& group) {
+  const GroupEnd backend("all_reduce_", group);
+  static const c10d::AllreduceOptions kOptions = [] {
+    c10d::AllreduceOptions options;
+    options.asyncOp = false;
+    return options;
+  }();
+  MycollBackend::Tensors tensors{x};
+  backend->allreduce(tensors, kOptions);
+}
+
+at::Tensor allReduce(const at::Tensor& x, const std::string& group) {
+  const GroupEnd backend("all_reduce", group);
+  at::Tensor sum = emptyLike(x);
+  backend->allReduceInto(sum, x);
+  return sum;
+}
+
+at::Tensor allGather(const at::Tensor& x, const std::string& group) {
+  const GroupEnd backend("all_gather", group);
+  std::vector<int64_t> shape = shapeOf("all_gather", x);
+  shape[0] *= backend->getSize();
+  at::Tensor all = emptyOfShape(shape, x.scalar_type());
+  at::Tensor input = x;
+  c10d::AllgatherOptions options;
+  options.asyncOp = false;
+  backend->_allgather_base(all, input, options);
+  return all;
+}
+
+at::Tensor reduceScatter(const at::Tensor& x, const std::string& group) {
+  const GroupEnd backend("reduce_scatter", group);
+  std::vector<int64_t> shape = shapeOf("reduce_scatter", x);
+  if (shape[0] % backend->getSize() != 0) {
+    throwArgumentError(c10::str(
+        "torch.ops.mycoll.reduce_scatter: the first dimension of x must be "
+        "a multiple of the ",
+        backend->getSize(), " ranks of group '", group, "', but its shape is ", x.sizes()));
+  }
+  shape[0] /= backend->getSize();
+  at::Tensor mine = emptyOfShape(shape, x.scalar_type());
+  at::Tensor input = x;
+  c10d::ReduceScatterOptions options;
+  options.asyncOp = false;
+  backend->_reduce_scatter_base(mine, input, options);
+  return mine;
+}
+
+void checkNorm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight) {
+  const auto refuseNorm = [](const auto&... what) {
+    throwArgumentError(c10::str("torch.ops.mycoll.all_reduce_add_rms_norm: ", what...));
+  };
+  const at::ScalarType type = x.scalar_type();
+  if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) {
+    refuseNorm("x must be of Float, Half or BFloat16, but it is ", c10::toString(type));
+  }
+  if (residual.scalar_type() != type || weight.scalar_type() != type) {
+    refuseNorm("x, residual and weight must be of one dtype, but they are ", c10::toString(type),
+               ", ", c10::toString(residual.scalar_type()), " and ",
+               c10::toString(weight.scalar_type()));
+  }
+  if (residual.sizes() != x.sizes()) {
+    refuseNorm("residual must have the shape of x, ", x.sizes(), ", but its shape is ",
+               residual.sizes());
+  }
+  if (x.dim() == 0 || weight.dim() != 1 || weight.size(0) != x.size(-1)) {
+    refuseNorm("weight must have one element for each of the last dimension of x, whose shape is ",
+               x.sizes(), ", but its shape is ", weight.sizes());
+  }
+}
+
+at::Tensor plain(const at::Tensor& tensor) {
+  if (isPlain(tensor)) [[likely]] {
+    return tensor;
+  }
+  at::Tensor packed = emptyLike(tensor);
+  pack(tensor, packed.mutable_data_ptr());
+  return packed;
+}
+
+TwoTensors allReduceAddRmsNorm(const at::Tensor& x, const at::Tensor& residual,
+                               const at::Tensor& weight, double eps, const std::string& group) {
+  const GroupEnd backend("all_reduce_add_rms_norm", group);
+  checkNorm(x, residual, weight);
+  at::Tensor newResidual = emptyLike(x);
+  backend->allReduceInto(newResidual, x);
+  at::Tensor normed = emptyLike(x);
+  if (x.numel() == 0) return {std::move(normed), std::move(newResidual)};
+  const at::Tensor plainResidual = plain(residual);
+  const at::Tensor plainWeight = plain(weight);
+  AddRmsNorm arrays;
+  arrays.sum = newResidual.const_data_ptr();
+  arrays.residual = plainResidual.const_data_ptr();
+  arrays.weight = plainWeight.const_data_ptr();
+  arrays.newResidual = newResidual.mutable_data_ptr();
+  arrays.out = normed.mutable_data_ptr();
+  arrays.width = static_cast<size_t>(x.size(-1));
+  arrays.rows = static_cast<size_t>(x.numel()) / arrays.width;
+  arrays.epsilon = static_cast<float>(eps);
+  addRmsNorm(elementType(x).dtype, arrays);
+  return {std::move(normed), std::move(newResidual)};
+}
+
+// ---- without memory: shapes, for torch.compile and torch.export
+
+at::Tensor emptyOf(const at::Tensor& x, c10::SymIntArrayRef shape) {
+  return at::empty_symint(shape, x.options());
+}
+
+int64_t sizeOf(const std::string& group) { return c10d::resolve_process_group(group)->getSize(); }
+
+void metaOfAllReduceInPlace(const at::Tensor&, const std::string&) {}
+
+at::Tensor metaOfAllReduce(const at::Tensor& x, const std::string&) {
+  return emptyOf(x, x.sym_sizes());
+}
+
+at::Tensor metaOfAllGather(const at::Tensor& x, const std::string& group) {
+  std::vector<c10::SymInt> shape = x.sym_sizes().vec();
+  if (!shape.empty()) shape[0] = shape[0] * sizeOf(group);
+  return emptyOf(x, shape);
+}
+
+at::Tensor metaOfReduceScatter(const at::Tensor& x, const std::string& group) {
+  std::vector<c10::SymInt> shape = x.sym_sizes().vec();
+  if (!shape.empty()) shape[0] = shape[0] / sizeOf(group);
+  return emptyOf(x, shape);
+}
+
+TwoTensors metaOfAllReduceAddRmsNorm(const at::Tensor& x, const at::Tensor&, const at::Tensor&,
+                                     double, const std::string&) {
+  return {emptyOf(x, x.sym_sizes()), emptyOf(x, x.sym_sizes())};
+}
+
+// ---- under autograd
+
+void refuseGradient(const char* name, const at::Tensor& tensor) {
+  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) [[likely]] {
+    return;
+  }
+  throwArgumentError(c10::str(
+      name,
+      " has no gradient, but one of its tensors requires one: call it under torch.no_grad() "
+      "or torch.inference_mode(), or take torch.distributed.nn.functional, which has some"));
+}
+template <typename Other>
+void refuseGradient(const char*, const Other&) {}
+
+template <typename Signature>
+struct WithoutGradient;
+
+// `Name` is the operator's; the kernel refuses what autograd would have to know of, and passes on
+// the rest.
+template <typename Result, typename... Arguments>
+struct WithoutGradient<Result(Arguments...)> {
+  template <const char* kName, bool kIsInPlace>
+  static Result call(c10::DispatchKeySet keys, Arguments... arguments) {
+    (refuseGradient(kName, arguments), ...);
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow(kName, "")
+                               .template typed<Result(Arguments...)>();
+    if constexpr (kIsInPlace) {
+      op.redispatch(keys & c10::after_autograd_keyset, arguments...);
+      const at::Tensor& written = std::get<0>(std::tie(arguments...));
+      // So that autograd notices what it has saved, and is no more what it was.
+      if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+    } else {
+      return op.redispatch(keys & c10::after_autograd_keyset, arguments...);
+    }
+  }
+};
+
+template <const char* kName, bool kIsInPlace = false, typename Signature>
+torch::CppFunction withoutGradient(Signature* kernel) {
+  (void)kernel;  // for its type
+  return torch::CppFunction(
+      TORCH_FN((WithoutGradient<Signature>::template call<kName, kIsInPlace>)));
+}
+
+constexpr char kAllReduceInPlace[] = "mycoll::all_reduce_";
+constexpr char kAllReduce[] = "mycoll::all_reduce";
+constexpr char kAllGather[] = "mycoll::all_gather";
+constexpr char kReduceScatter[] = "mycoll::reduce_scatter";
+constexpr char kAllReduceAddRmsNorm[] = "mycoll::all_reduce_add_rms_norm";
+
+torch::Library* libraryFor(torch::Library::Kind kind, std::optional<c10::DispatchKey> key) {
+  // Never destroyed: at the process's end torch may be gone before.
+  return new torch::Library(kind, "mycoll", key, __FILE__, __LINE__);
+}
+
+bool define() {
+  torch::Library& schemas = *libraryFor(torch::Library::DEF, std::nullopt);
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  // all_reduce_ returns nothing, as torch.compile makes only such operators functional.
+  schemas.def("all_reduce_(Tensor(a!) x, str group) -> ()", tags);
+  schemas.def("all_reduce(Tensor x, str group) -> Tensor", tags);
+  schemas.def("all_gather(Tensor x, str group) -> Tensor", tags);
+  schemas.def("reduce_scatter(Tensor x, str group) -> Tensor", tags);
+  schemas.def(
+      "all_reduce_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group) -> "
+      "(Tensor, Tensor)",
+      tags);
+
+  torch::Library& cpu = *libraryFor(torch::Library::IMPL, c10::DispatchKey::CPU);
+  cpu.impl("all_reduce_", TORCH_FN(allReduceInPlace));
+  cpu.impl("all_reduce", TORCH_FN(allReduce));
+  cpu.impl("all_gather", TORCH_FN(allGather));
+  cpu.impl("reduce_scatter", TORCH_FN(reduceScatter));
+  cpu.impl("all_reduce_add_rms_norm", TORCH_FN(allReduceAddRmsNorm));
+
+  torch::Library& meta = *libraryFor(torch::Library::IMPL, c10::DispatchKey::Meta);
+  meta.impl("all_reduce_", TORCH_FN(metaOfAllReduceInPlace));
+  meta.impl("all_reduce", TORCH_FN(metaOfAllReduce));
+  meta.impl("all_gather", TORCH_FN(metaOfAllGather));
+  meta.impl("reduce_scatter", TORCH_FN(metaOfReduceScatter));
+  meta.impl("all_reduce_add_rms_norm", TORCH_FN(metaOfAllReduceAddRmsNorm));
+
+  torch::Library& autograd = *libraryFor(torch::Library::IMPL, c10::DispatchKey::Autograd);
+  autograd.impl("all_reduce_", withoutGradient<kAllReduceInPlace, true>(allReduceInPlace));
+  autograd.impl("all_reduce", withoutGradient<kAllReduce>(allReduce));
+  autograd.impl("all_gather", withoutGradient<kAllGather>(allGather));
+  autograd.impl("reduce_scatter", withoutGradient<kReduceScatter>(reduceScatter));
+  autograd.impl("all_reduce_add_rms_norm",
+                withoutGradient<kAllReduceAddRmsNorm>(allReduceAddRmsNorm));
+  return true;
+}
+
+}  // namespace
+
+void defineOperators() { [[maybe_unused]] static const bool kIsDefined = define(); }
+
+}  // namespace mycoll

@@ -1,0 +1,81 @@
+#include "backend/shared_tensors.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+
+#include "base/mutex.h"
+#include "transport/shm/shared_heap.h"
+
+namespace mycoll {
+namespace {
+
+thread_local int depth = 0;
+
+class SharedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (depth == 0) return former_.load(std::memory_order_relaxed)->allocate(bytes);
+    if (bytes == 0) return {nullptr, nullptr, &c10::NoDelete, c10::Device(c10::kCPU)};
+    void* const block = SharedHeap::process().allocate(bytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr,
+                     "mycoll: no memory for a shared tensor of ", bytes,
+                     " bytes: the system gives no more, or the process has too many ",
+                     "descriptors (ulimit -n)");
+    return {block, block, &release, c10::Device(c10::kCPU)};
+  }
+  // There is more than one.
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  void open() {
+    const MutexLock lock(mutex_);
+    if (scopes_ == 0) {
+      c10::Allocator* const current = c10::GetCPUAllocator();
+      if (current != this) former_ = current;
+      c10::SetCPUAllocator(this);
+      TORCH_CHECK(c10::GetCPUAllocator() == this,
+                  "mycoll.shared_tensors: another library has put its allocator of CPU tensors "
+                  "before all others; ordinary tensors work, shared ones cannot be made");
+    }
+    ++scopes_;
+    ++depth;
+  }
+  void close() {
+    const MutexLock lock(mutex_);
+    TORCH_CHECK(depth > 0,
+                "mycoll.shared_tensors: a scope must be left on the thread that entered it");
+    --depth;
+    if (--scopes_ == 0 && c10::GetCPUAllocator() == this) c10::SetCPUAllocator(former_);
+  }
+
+ private:
+  static void release(void* block) { SharedHeap::process().free(block); }
+
+  Mutex mutex_;
+  int scopes_ GUARDED_BY(mutex_) = 0;
+  // Set before anybody can ask for memory here.
+  std::atomic<c10::Allocator*> former_{c10::GetDefaultCPUAllocator()};
+};
+
+// Never destroyed: tensors may name it for as long as the process lives.
+SharedAllocator& allocator() {
+  static SharedAllocator* const kAllocator = new SharedAllocator;
+  return *kAllocator;
+}
+
+}  // namespace
+
+void openSharedTensors() { allocator().open(); }
+
+void closeSharedTensors() { allocator().close(); }
+
+bool isSharedMemory(uintptr_t address, size_t bytes) {
+  return SharedHeap::process().find({reinterpret_cast<void*>(address), bytes}).region != 0;
+}
+
+}  // namespace mycoll

@@ -1,0 +1,181 @@
+#include "transport/shm/shared_heap.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <iterator>
+#include <new>
+
+#include "base/log.h"
+
+namespace mycoll {
+namespace {
+
+constexpr size_t kHugePage = 2 * 1024 * 1024;
+
+size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+SharedHeap& SharedHeap::process() {
+  static SharedHeap* const kHeap = new SharedHeap;  // never destroyed, as tensors may be static
+  return *kHeap;
+}
+
+SharedHeap::SharedHeap() {
+  // Another thread may be inside at the moment of a fork. Three functions share the lock, which the
+  // analysis cannot follow.
+  pthread_atfork([]() NO_THREAD_SAFETY_ANALYSIS { process().mutex_.lock(); },
+                 []() NO_THREAD_SAFETY_ANALYSIS { process().mutex_.unlock(); },
+                 []() NO_THREAD_SAFETY_ANALYSIS {
+                   process().inherit();
+                   process().mutex_.unlock();
+                 });
+}
+
+// In the child of a fork(), which has one thread.
+void SharedHeap::inherit() {
+  for (auto& [begin, region] : regions_) {
+    Segment& segment = *region.segment;
+    if (std::exchange(region.isInherited, true)) continue;
+    if (mmap(begin, segment.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, segment.fd(),
+             0) == MAP_FAILED) {
+      MYCOLL_LOG_ERROR("a forked child cannot map the shared tensors of its parent");
+    }
+  }
+  byId_.clear();
+  free_.clear();
+  freeBySize_.clear();
+  keptBytes_ = 0;
+}
+
+SharedHeap::Regions::iterator SharedHeap::regionOf(const void* address) {
+  auto after = regions_.upper_bound(static_cast<char*>(const_cast<void*>(address)));
+  if (after == regions_.begin()) return regions_.end();
+  const auto region = std::prev(after);
+  return address < region->second.end() ? region : regions_.end();
+}
+
+bool SharedHeap::addRegion(size_t bytes) {
+  const size_t whole = std::max(kRegionBytes, roundUp(bytes + kHeadBytes, kHugePage));
+  Region region;
+  const Status made = Segment::create(whole, &region.segment, /*useHugePages=*/true);
+  if (!made.ok()) {
+    MYCOLL_LOG_WARN("no memory for shared tensors: %s", made.message().c_str());
+    return false;
+  }
+  // Children get it, but not to write to: see inherit().
+  (void)madvise(region.segment->data(), whole, MADV_DOFORK);
+  new (region.segment->data()) RegionHead;
+  region.id = ++lastId_;
+  char* const key = region.segment->data();
+  addFree(region.begin(), static_cast<size_t>(region.end() - region.begin()));
+  keptBytes_ += whole;
+  byId_[region.id] = key;
+  regions_.emplace(key, std::move(region));
+  isUsed_.store(true, std::memory_order_relaxed);
+  return true;
+}
+
+void SharedHeap::drop(Regions::iterator at) {
+  Region& region = at->second;
+  const size_t bytes = region.segment->bytes();
+  removeFree(free_.find(region.begin()));
+  reinterpret_cast<RegionHead*>(region.segment->data())
+      ->isDropped.store(1, std::memory_order_release);
+  // Others may have it mapped, and look at its head only with their next call.
+  (void)fallocate(region.segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                  static_cast<off_t>(kHeadBytes), static_cast<off_t>(bytes - kHeadBytes));
+  keptBytes_ -= bytes;
+  byId_.erase(region.id);
+  regions_.erase(at);
+}
+
+void SharedHeap::addFree(char* begin, size_t bytes) {
+  free_.emplace(begin, bytes);
+  freeBySize_.emplace(bytes, begin);
+}
+
+void SharedHeap::removeFree(std::map<char*, size_t>::iterator range) {
+  freeBySize_.erase({range->second, range->first});
+  free_.erase(range);
+}
+
+void* SharedHeap::allocate(size_t bytes) {
+  const size_t taken = roundUp(std::max<size_t>(bytes, 1), kAlignment);
+  if (taken < bytes || taken > SIZE_MAX / 2) return nullptr;
+  const MutexLock lock(mutex_);
+  auto best = freeBySize_.lower_bound({taken, nullptr});
+  if (best == freeBySize_.end()) {
+    if (!addRegion(taken)) return nullptr;
+    best = freeBySize_.lower_bound({taken, nullptr});
+  }
+  const auto [size, begin] = *best;
+  removeFree(free_.find(begin));
+  if (size > taken) addFree(begin + taken, size - taken);
+  Region& region = regionOf(begin)->second;
+  if (region.blocks++ == 0) keptBytes_ -= region.segment->bytes();
+  blocks_[begin] = taken;
+  return begin;
+}
+
+bool SharedHeap::free(void* block) {
+  const MutexLock lock(mutex_);
+  const auto found = blocks_.find(block);
+  if (found == blocks_.end()) return false;
+  char* begin = static_cast<char*>(block);
+  size_t bytes = found->second;
+  blocks_.erase(found);
+  const auto at = regionOf(begin);
+  Region& region = at->second;
+  if (region.isInherited) return true;  // its parent's to use again
+  auto next = free_.lower_bound(begin);
+  if (next != free_.end() && next->first == begin + bytes && begin + bytes < region.end()) {
+    bytes += next->second;
+    removeFree(next++);
+  }
+  if (next != free_.begin()) {
+    const auto previous = std::prev(next);
+    if (previous->first + previous->second == begin && begin > region.begin()) {
+      begin = previous->first;
+      bytes += previous->second;
+      removeFree(previous);
+    }
+  }
+  addFree(begin, bytes);
+  if (--region.blocks > 0) return true;
+  keptBytes_ += region.segment->bytes();
+  if (keptBytes_ > kKeptBytes) drop(at);
+  return true;
+}
+
+SharedHeap::Place SharedHeap::find(const Span& memory) const {
+  if (!isUsed_.load(std::memory_order_relaxed) || memory.bytes == 0) return {};
+  const MutexLock lock(mutex_);
+  auto after = regions_.upper_bound(memory.begin());
+  if (after == regions_.begin()) return {};
+  const Region& region = std::prev(after)->second;
+  if (region.isInherited || memory.begin() < region.begin() || memory.begin() >= region.end() ||
+      memory.bytes > static_cast<size_t>(region.end() - memory.begin())) {
+    return {};
+  }
+  return {region.id, static_cast<uint64_t>(memory.begin() - region.segment->data())};
+}
+
+std::shared_ptr<Segment> SharedHeap::segmentOf(uint64_t region) const {
+  const MutexLock lock(mutex_);
+  const auto found = byId_.find(region);
+  return found == byId_.end() ? nullptr : regions_.at(found->second).segment;
+}
+
+SharedHeap::Usage SharedHeap::usageForTest() const {
+  const MutexLock lock(mutex_);
+  Usage usage;
+  for (const auto& [begin, region] : regions_) usage.regionBytes += region.segment->bytes();
+  for (const auto& [begin, bytes] : blocks_) usage.blockBytes += bytes;
+  return usage;
+}
+
+}  // namespace mycoll

@@ -1,0 +1,104 @@
+// SharedHeap: memory of this process that other processes of its host can read where it lies. It
+// hands out blocks of regions; a region is one segment, and has a number that no other region of
+// the process ever gets.
+//
+//   region   head | block | free | block | ...
+//
+// What is freed is used again. A region without blocks is kept for the next ones, up to
+// kKeptBytes in all; beyond that its memory goes back to the system at once, also where others have
+// mapped it, and its head says so to them.
+//
+// After a fork() the child has the contents of the parent's blocks, but writes to copies of its
+// own, and allocates from regions of its own. What the parent writes after the fork the child may
+// see, also when the parent uses a block again that the child still knows.
+//
+// Thread contract: all [any thread]. One lock, a leaf, which fork() takes, too.
+// Lifetime: of the process; blocks may be freed while it exits.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "base/mutex.h"
+#include "base/types.h"
+#include "transport/shm/segment.h"
+
+namespace mycoll {
+
+// At the beginning of each region.
+struct RegionHead {
+  static constexpr uint64_t kMagic = 0x6e6f69676572636d;
+  uint64_t magic = kMagic;
+  std::atomic<uint32_t> isDropped;  // nothing is in it any more, or ever will be
+};
+
+class SharedHeap {
+ public:
+  static constexpr size_t kAlignment = 64;
+  static constexpr size_t kHeadBytes = 4096;
+  // Blocks of more than half of this have a region of their own.
+  static constexpr size_t kRegionBytes = 64 * 1024 * 1024;
+  // Of regions without blocks.
+  static constexpr size_t kKeptBytes = 256 * 1024 * 1024;
+
+  static SharedHeap& process();
+
+  // Null where the system has no memory or descriptor left. Not initialised.
+  void* allocate(size_t bytes);
+  // False: it is no block of this heap.
+  bool free(void* block);
+
+  // Where memory lies that others are to read. Region 0: in no region of this process.
+  struct Place {
+    uint64_t region = 0;
+    uint64_t offset = 0;  // from the beginning of the segment
+  };
+  Place find(const Span& memory) const;
+  // Null: there is no such region any more.
+  std::shared_ptr<Segment> segmentOf(uint64_t region) const;
+
+  // For tests: what is mapped, and what of it is in blocks.
+  struct Usage {
+    size_t regionBytes = 0;
+    size_t blockBytes = 0;
+  };
+  Usage usageForTest() const;
+
+ private:
+  struct Region {
+    uint64_t id = 0;
+    std::shared_ptr<Segment> segment;
+    size_t blocks = 0;
+    bool isInherited = false;  // of the process that this one was forked from
+
+    char* begin() const { return segment->data() + kHeadBytes; }
+    char* end() const { return segment->data() + segment->bytes(); }
+  };
+  using Regions = std::map<char*, Region>;  // by the beginning of the segment
+
+  SharedHeap();
+  Regions::iterator regionOf(const void* address) REQUIRES(mutex_);
+  bool addRegion(size_t bytes) REQUIRES(mutex_);
+  void drop(Regions::iterator region) REQUIRES(mutex_);
+  void addFree(char* begin, size_t bytes) REQUIRES(mutex_);
+  void removeFree(std::map<char*, size_t>::iterator range) REQUIRES(mutex_);
+  void inherit() REQUIRES(mutex_);
+
+  mutable Mutex mutex_;
+  Regions regions_ GUARDED_BY(mutex_);
+  std::unordered_map<uint64_t, char*> byId_ GUARDED_BY(mutex_);  // a key of regions_
+  std::unordered_map<void*, size_t> blocks_ GUARDED_BY(mutex_);
+  std::map<char*, size_t> free_ GUARDED_BY(mutex_);                   // by address, not adjacent
+  std::set<std::pair<size_t, char*>> freeBySize_ GUARDED_BY(mutex_);  // the same
+  uint64_t lastId_ GUARDED_BY(mutex_) = 0;
+  size_t keptBytes_ GUARDED_BY(mutex_) = 0;  // of regions without blocks
+  std::atomic<bool> isUsed_{false};
+};
+
+}  // namespace mycoll

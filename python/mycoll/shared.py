@@ -1,0 +1,66 @@
+"""CPU tensors that the other ranks of a host read where they lie.
+
+    with mycoll.shared_tensors():
+        model = Model()
+        model = DistributedDataParallel(model)
+        train(model)
+
+When the ranks of a host give such tensors to a collective, or views of them, nothing is copied
+through memory in between. Ranks may mix them with ordinary tensors. See docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mycoll._registration import native
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def shared_tensors() -> Iterator[None]:
+    """Within it, what this thread makes of CPU tensors is shared: also parameters and buckets.
+
+    The tensors are ordinary ones otherwise, and outlive it. Scopes may be nested.
+    """
+    module = native()
+    module._open_shared_tensors()
+    try:
+        yield
+    finally:
+        module._close_shared_tensors()
+
+
+def empty(*size: Any, **options: Any) -> torch.Tensor:
+    """torch.empty() in shared memory."""
+    _refuse(options)
+    with shared_tensors():
+        return torch.empty(*size, device="cpu", **options)
+
+
+def zeros(*size: Any, **options: Any) -> torch.Tensor:
+    """torch.zeros() in shared memory."""
+    _refuse(options)
+    with shared_tensors():
+        return torch.zeros(*size, device="cpu", **options)
+
+
+def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
+    """torch.empty_like() in shared memory, on the CPU wherever `other` is."""
+    _refuse(options)
+    with shared_tensors():
+        return torch.empty_like(other, device="cpu", **options)
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """What would be made in other memory."""
+    if torch.device(options.pop("device", None) or "cpu").type != "cpu":
+        raise ValueError("shared tensors are CPU tensors; leave out device=")
+    for name in ("pin_memory", "out"):
+        if options.get(name):
+            raise ValueError(f"shared tensors are in memory of their own; leave out {name}=")

@@ -1,0 +1,235 @@
+// Shared tensors: the heap that they lie in, and collectives that read them where they lie.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "calls.h"
+#include "collectives/shm/collectives.h"
+#include "test.h"
+#include "transport/shm/shared_heap.h"
+#include "world.h"
+
+using namespace mycoll;
+using namespace test;
+
+namespace {
+
+constexpr size_t kMiB = 1024 * 1024;
+
+// Elements of a tensor, shared or not.
+class Elements {
+ public:
+  Elements(bool isShared, size_t count) : count_(count) {
+    if (isShared) {
+      shared_ = static_cast<int32_t*>(SharedHeap::process().allocate(count * 4));
+      ASSERT(shared_ != nullptr);
+    } else {
+      own_.resize(count);
+    }
+  }
+  Elements(const Elements&) = delete;
+  ~Elements() {
+    if (shared_) EXPECT(SharedHeap::process().free(shared_));
+  }
+
+  int32_t* data() { return shared_ ? shared_ : own_.data(); }
+  Span span(size_t from, size_t count) { return {data() + from, count * 4}; }
+  Span span() { return span(0, count_); }
+  void fill(int rank, size_t from) {
+    for (size_t i = 0; i < count_; ++i) data()[i] = element(rank, from + i);
+  }
+  void expect(const std::function<int32_t(size_t)>& wanted, const std::string& told) {
+    for (size_t i = 0; i < count_; ++i) {
+      if (data()[i] == wanted(i)) continue;
+      EXPECT_EQ(told + " at " + std::to_string(i) + ": " + std::to_string(data()[i]),
+                std::to_string(wanted(i)));
+      return;
+    }
+  }
+
+ private:
+  const size_t count_;
+  int32_t* shared_ = nullptr;
+  std::vector<int32_t> own_;
+};
+
+}  // namespace
+
+TEST(SharedHeap, blocksAreApartAndUsedAgain) {
+  SharedHeap& heap = SharedHeap::process();
+  std::mt19937 random(7);
+  std::map<char*, std::pair<size_t, char>> blocks;
+  for (int step = 0; step < 4000; ++step) {
+    if (blocks.size() > 100 || (!blocks.empty() && random() % 3 == 0)) {
+      auto at = std::next(blocks.begin(), static_cast<long>(random() % blocks.size()));
+      const auto [begin, what] = *at;
+      EXPECT(begin[0] == what.second && begin[what.first - 1] == what.second);
+      EXPECT(heap.free(begin));
+      blocks.erase(at);
+      continue;
+    }
+    const size_t bytes = random() % (random() % 10 == 0 ? 3 * kMiB : 3000) + 1;
+    auto* begin = static_cast<char*>(heap.allocate(bytes));
+    ASSERT(begin != nullptr);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(begin) % SharedHeap::kAlignment, 0u);
+    const char mark = static_cast<char>(random());
+    begin[0] = begin[bytes - 1] = mark;
+    const auto after = blocks.lower_bound(begin);
+    EXPECT(after == blocks.end() || begin + bytes <= after->first);
+    if (after != blocks.begin()) {
+      const auto before = std::prev(after);
+      EXPECT(before->first + before->second.first <= begin);
+    }
+    EXPECT(heap.find({begin, bytes}).region != 0);
+    blocks[begin] = {bytes, mark};
+  }
+  for (const auto& [begin, what] : blocks) EXPECT(heap.free(begin));
+  EXPECT_EQ(heap.usageForTest().blockBytes, 0u);
+  EXPECT(heap.usageForTest().regionBytes <= SharedHeap::kKeptBytes);
+  int other = 0;
+  EXPECT(!heap.free(&other));
+  EXPECT_EQ(heap.find({&other, sizeof(other)}).region, 0u);
+}
+
+TEST(SharedHeap, memoryIsReturned) {
+  SharedHeap& heap = SharedHeap::process();
+  const int descriptors = openDescriptors();
+  std::vector<void*> blocks;
+  for (int i = 0; i < 20; ++i) {
+    blocks.push_back(heap.allocate(100 * kMiB));
+    std::memset(blocks.back(), i, 4 * kMiB);
+  }
+  EXPECT(heap.usageForTest().regionBytes >= 2000 * kMiB);
+  const SharedHeap::Place place = heap.find({blocks[19], 100 * kMiB});
+  const std::shared_ptr<Segment> peers = heap.segmentOf(place.region);
+  for (void* block : blocks) EXPECT(heap.free(block));
+  EXPECT(heap.usageForTest().regionBytes <= SharedHeap::kKeptBytes);
+  EXPECT(openDescriptors() <= descriptors + 5);
+  // Somebody still has the last one.
+  EXPECT(heap.segmentOf(place.region) == nullptr);
+  EXPECT(reinterpret_cast<const RegionHead*>(peers->data())->isDropped.load() != 0);
+  EXPECT(peers->data()[place.offset] == 0);
+}
+
+TEST(SharedHeap, childrenWriteToCopies) {
+  SharedHeap& heap = SharedHeap::process();
+  auto* block = static_cast<char*>(heap.allocate(1000));
+  std::memset(block, 1, 1000);
+  const pid_t child = fork();
+  if (child == 0) {
+    bool isRight = block[999] == 1;
+    block[0] = 2;
+    auto* own = static_cast<char*>(heap.allocate(1000));
+    isRight &= own != nullptr && heap.find({block, 1}).region == 0;
+    isRight &= heap.find({own, 1}).region != 0 && heap.free(block);
+    std::memset(own, 3, 1000);
+    _exit(isRight ? 0 : 1);
+  }
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  for (int i = 0; i < 1000; ++i) EXPECT(block[i] == 1);
+  EXPECT(heap.free(block));
+}
+
+// Ranks offer some tensors and not others, in turn; regions come and go meanwhile.
+TEST(SharedTensors, collectivesOfAnyMixture) {
+  const unsigned seed = std::random_device()();
+  constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduce,       OpKind::kBroadcast,
+                               OpKind::kAllGather, OpKind::kGather,       OpKind::kScatter,
+                               OpKind::kAllToAll,  OpKind::kReduceScatter};
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    runWorld(ranks, Road::kShm, [&](Communicator& group) {
+      std::mt19937 random(seed), own(seed + group.rank());
+      const int self = group.rank();
+      for (int index = 0; index < 160; ++index) {
+        const OpKind kind = kKinds[random() % std::size(kKinds)];
+        const std::string told = "seed " + std::to_string(seed) + ", " + name(kind) + " #" +
+                                 std::to_string(index) + " of " + std::to_string(ranks);
+        const size_t count = (random() % 2 ? 40'000 : 400'000) + random() % 5000;
+        const auto n = static_cast<size_t>(ranks);
+        const int root = static_cast<int>(random() % ranks);
+        const bool isInPlace = random() % 2;
+        const int mixture = random() % 4;  // mostly all shared
+        const bool isShared = mixture > 1 || own() % 2;
+        const bool hasLists = kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll;
+        const bool isRoot = self == root;
+        Call c = call(kind);
+        if (kind != OpKind::kAllReduce && kind != OpKind::kAllGather && !hasLists) c.root = root;
+        const bool readsList = hasLists || kind == OpKind::kScatter;
+        Elements in(isShared, readsList ? n * count : count);
+        in.fill(self, index);
+        const bool writesList =
+            kind == OpKind::kAllGather || kind == OpKind::kAllToAll || kind == OpKind::kGather;
+        Elements out(mixture > 1 || own() % 2, writesList ? n * count : count);
+        auto parts = [&](Elements& all) {
+          std::vector<Span> list;
+          for (size_t i = 0; i < n; ++i) list.push_back(all.span(i * count, count));
+          return list;
+        };
+        switch (kind) {
+          case OpKind::kBroadcast: c.out = {isRoot ? in.span() : out.span()}; break;
+          case OpKind::kScatter:
+            if (isRoot) c.in = parts(in);
+            c.out = {out.span()};
+            break;
+          default:
+            c.in = readsList ? parts(in) : std::vector<Span>{in.span()};
+            c.out = writesList ? parts(out) : std::vector<Span>{out.span()};
+            if ((kind == OpKind::kReduce || kind == OpKind::kGather) && !isRoot) c.out.clear();
+            if (kind == OpKind::kAllReduce && isInPlace) c.out = c.in;
+        }
+        const Status status = run(group, c);
+        if (!status.ok()) EXPECT_EQ(told + ": " + status.message(), "");
+        Elements& result = kind == OpKind::kAllReduce && isInPlace ? in : out;
+        const auto at = static_cast<size_t>(self) * count;
+        switch (kind) {
+          case OpKind::kAllReduce:
+            result.expect([&](size_t i) { return summed(ranks, index + i); }, told);
+            break;
+          case OpKind::kReduce:
+            if (!isRoot) break;
+            result.expect([&](size_t i) { return summed(ranks, index + i); }, told);
+            break;
+          case OpKind::kReduceScatter:
+            result.expect([&](size_t i) { return summed(ranks, index + at + i); }, told);
+            break;
+          case OpKind::kBroadcast:
+            if (!isRoot) result.expect([&](size_t i) { return element(root, index + i); }, told);
+            break;
+          case OpKind::kScatter:
+            result.expect([&](size_t i) { return element(root, index + at + i); }, told);
+            break;
+          case OpKind::kAllToAll:
+            result.expect(
+                [&](size_t i) {
+                  return element(static_cast<int>(i / count), index + at + i % count);
+                },
+                told);
+            break;
+          default:
+            if (kind == OpKind::kGather && !isRoot) break;
+            result.expect(
+                [&](size_t i) { return element(static_cast<int>(i / count), index + i % count); },
+                told);
+        }
+      }
+    });
+  }
+}
+
+// What a peer says is looked at before it is used.
+TEST(SharedTensors, offersAreJudged) {
+  PeerMemory memory(0);
+  SharedSpan offered;
+  int own = 0;
+  EXPECT(!memory.offer({&own, sizeof(own)}, &offered));
+  EXPECT(memory.offer({nullptr, 0}, &offered));
+  EXPECT(memory.find(1, {1, SharedHeap::kHeadBytes, 64}) == nullptr);
+}

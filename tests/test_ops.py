@@ -1,0 +1,359 @@
+"""torch.ops.mycoll: the collectives as operators, by name of the group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from faults.harness import Seen, answers, attempt
+from torch.nn.functional import rms_norm
+from worlds import arith
+from worlds.worker import Ctx
+
+# Inductor compiles C++ and is slow on a busy machine; the graph is the same.
+BACKEND = "aot_eager"
+HALVES_AND_FLOAT = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = (0, 1, 2, 7, 64, 1000, 4096, 65_536, 65_537, 400_001)
+EPS = 1e-5
+
+
+def name_of(group: dist.ProcessGroup | None = None) -> str:
+    return (group or dist.group.WORLD).group_name
+
+
+def plain(ctx: Ctx) -> None:
+    """All bits as torch.distributed has them."""
+    ops, group = torch.ops.mycoll, name_of()
+    for dtype in arith.REDUCIBLE:
+        for numel in SIZES if dtype in HALVES_AND_FLOAT else (1, 1000):
+            with ctx.case(f"{arith.short(dtype)} {numel}"):
+                x = ctx.inputs(dtype, numel, numel)[ctx.rank]
+                want = x.clone()
+                dist.all_reduce(want)
+                got = x.clone()
+                ctx.equal(ops.all_reduce_(got, group), None)
+                ctx.same(got, want, "all_reduce_")
+                kept = x.clone()
+                ctx.same(ops.all_reduce(x, group), want, "all_reduce")
+                ctx.same(x, kept, "the input of all_reduce")
+
+                rows = ctx.inputs(dtype, (2 * ctx.size, numel // 8 + 1), numel)[ctx.rank]
+                every = torch.empty(2 * ctx.size**2, numel // 8 + 1, dtype=dtype)
+                dist.all_gather_into_tensor(every, rows)
+                ctx.same(ops.all_gather(rows, group), every, "all_gather")
+                part = torch.empty(2, numel // 8 + 1, dtype=dtype)
+                dist.reduce_scatter_tensor(part, rows)
+                ctx.same(ops.reduce_scatter(rows, group), part, "reduce_scatter")
+    with ctx.case("a type that is only moved"):
+        x = torch.full((3,), ctx.rank, dtype=torch.int16).view(torch.uint16)
+        ctx.equal(ops.all_gather(x, group).shape, (3 * ctx.size,))
+
+
+@pytest.mark.worlds(1, 2, 3, tcp=[3])
+def test_bits_are_those_of_torch_distributed(world, mycoll_only):
+    world.run(plain)
+
+
+def in_any_layout(ctx: Ctx) -> None:
+    ops, group = torch.ops.mycoll, name_of()
+    parts = ctx.inputs(torch.float32, (6, 4))
+    mine, total = parts[ctx.rank], arith.reduced("SUM", parts)
+    with ctx.case("transposed"):
+        got = ops.all_reduce(mine.t(), group)
+        ctx.same(got, total.t().contiguous())
+        ctx.equal(got.is_contiguous(), True)
+        x = mine.clone().t()
+        ops.all_reduce_(x, group)
+        ctx.same(x, total.t())
+        ctx.same(ops.all_gather(mine.t(), group), torch.cat([p.t() for p in parts]))
+    with ctx.case("every other column"):
+        x = mine.clone()
+        ops.all_reduce_(x[:, ::2], group)
+        want = mine.clone()
+        want[:, ::2] = total[:, ::2]
+        ctx.same(x, want)
+    with ctx.case("expanded"):
+        row = mine[:1].expand(6, 4)
+        ctx.same(ops.all_reduce(row, group), total[:1].expand(6, 4).contiguous())
+    with ctx.case("inference tensors"), torch.inference_mode():
+        x = mine.clone()
+        ops.all_reduce_(x, group)
+        ctx.same(x, total)
+        ctx.equal(ops.all_reduce(mine, group).is_inference(), True)
+    with ctx.case("a gradient that nobody asked for"), torch.no_grad():
+        x = mine.clone().requires_grad_()
+        ctx.same(ops.all_reduce(x, group), total)
+        version = x._version
+        ops.all_reduce_(x, group)
+        ctx.equal(x._version, version + 1)
+
+
+@pytest.mark.worlds(2, 3)
+def test_any_layout(world, mycoll_only):
+    world.run(in_any_layout)
+
+
+def normed(ctx: Ctx) -> None:
+    ops, group = torch.ops.mycoll, name_of()
+    for dtype in HALVES_AND_FLOAT:
+        for shape in ((1, 1), (3, 5), (2, 3, 100), (64,), (7, 4096), (64, 4096), (0, 16)):
+            with ctx.case(f"{arith.short(dtype)} {shape}"):
+                torch.manual_seed(sum(shape))
+                residual = torch.randn(shape, dtype=dtype)
+                weight = torch.randn(shape[-1:], dtype=dtype)
+                x = torch.randn(shape, generator=torch.Generator().manual_seed(ctx.rank)).to(dtype)
+                kept = [each.clone() for each in (x, residual, weight)]
+                out, total = ops.all_reduce_add_rms_norm(x, residual, weight, EPS, group)
+                for got, want in zip((x, residual, weight), kept, strict=True):
+                    ctx.same(got, want, "an input")
+                want = x.clone()
+                dist.all_reduce(want)
+                want = want + residual
+                ctx.same(total, want, "the new residual")
+                exact = rms_norm(want.float(), shape[-1:], weight.float(), EPS)
+                # Float is as far from the sum of squares as their order makes it.
+                step = 2.0**-21 if dtype == torch.float32 else torch.finfo(dtype).eps / 1.9
+                torch.testing.assert_close(out.float(), exact, rtol=step, atol=1e-7)
+                ctx.equal(out.dtype, dtype)
+                ctx.digest(out)
+    with ctx.case("not contiguous"):
+        x, residual = torch.randn(8, 3).t(), torch.ones(3, 8, dtype=torch.float64).float()[:, :]
+        weight = torch.ones(16)[::2]
+        out, total = ops.all_reduce_add_rms_norm(x, residual, weight, EPS, group)
+        want = ops.all_reduce(x.contiguous(), group) + residual
+        ctx.same(total, want)
+        torch.testing.assert_close(out, rms_norm(want, (8,), weight, EPS))
+
+
+def all_digests(ctx: Ctx) -> str:
+    normed(ctx)
+    return ctx.digests()
+
+
+@pytest.mark.worlds(1, 2, 3, tcp=[2])
+def test_all_reduce_add_rms_norm(world, mycoll_only):
+    assert len(set(world.run(all_digests))) == 1, "ranks differ"
+
+
+def layer(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, group: str
+) -> tuple[torch.Tensor, ...]:
+    """All operators in one graph."""
+    ops = torch.ops.mycoll
+    y = torch.sin(x)
+    ops.all_reduce_(y, group)
+    z = ops.all_reduce(y * 2, group)
+    out, total = ops.all_reduce_add_rms_norm(z, residual, weight, EPS, group)
+    every = ops.all_gather(out, group)
+    return y, out, total, ops.reduce_scatter(every + 1, group)
+
+
+def layer_arguments(ctx: Ctx, rows: int = 6) -> tuple:
+    x = ctx.inputs(torch.bfloat16, (rows, 32))[ctx.rank].clamp(-3, 3)
+    return x, torch.ones_like(x), torch.ones(32, dtype=x.dtype), name_of()
+
+
+def compiled(ctx: Ctx, compiler: str) -> None:
+    for dynamic in (False, True):
+        with ctx.case(f"dynamic={dynamic}"):
+            torch._dynamo.reset()
+            run = torch.compile(layer, backend=compiler, fullgraph=True, dynamic=dynamic)
+            for rows in (6, 10):
+                arguments = layer_arguments(ctx, rows)
+                for got, want in zip(run(*arguments), layer(*arguments), strict=True):
+                    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.worlds(2)
+@pytest.mark.parametrize("compiler", [BACKEND, "inductor"])
+def test_in_one_graph(world, mycoll_only, compiler):
+    world.run(compiled, compiler)
+
+
+def without_memory(ctx: Ctx) -> None:
+    """What the operators say of shapes is what they return."""
+    arguments = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in layer_arguments(ctx)]
+    for fake, real in zip(layer(*arguments), layer(*layer_arguments(ctx)), strict=True):
+        ctx.equal((fake.shape, fake.dtype, fake.stride()), (real.shape, real.dtype, real.stride()))
+        ctx.equal(fake.is_meta, True)
+
+
+@pytest.mark.worlds(1, 3)
+def test_meta_kernels(world, mycoll_only):
+    world.run(without_memory)
+
+
+def checked_by_torch(ctx: Ctx) -> None:
+    x, residual, weight, group = layer_arguments(ctx)
+    ops = torch.ops.mycoll
+    for op in (ops.all_reduce_, ops.all_reduce, ops.all_gather, ops.reduce_scatter):
+        with ctx.case(str(op)):
+            torch.library.opcheck(op.default, (x.clone(), group))
+    with ctx.case("all_reduce_add_rms_norm"):
+        torch.library.opcheck(
+            ops.all_reduce_add_rms_norm.default, (x, residual, weight, EPS, group)
+        )
+
+
+@pytest.mark.worlds(1, 2)
+def test_opcheck(world, mycoll_only):
+    world.run(checked_by_torch)
+
+
+def beside_asynchronous_calls(ctx: Ctx) -> None:
+    """An operator is queued behind what was called before it."""
+    group = name_of()
+    first, second = torch.ones(300_000), torch.ones(8)
+    work = dist.all_reduce(first, async_op=True)
+    torch.ops.mycoll.all_reduce_(second, group)
+    third = torch.ones(8)
+    last = dist.all_reduce(third, async_op=True)
+    again = torch.ops.mycoll.all_reduce(torch.ones(8), group)
+    work.wait()
+    last.wait()
+    for got in (first, second, third, again):
+        ctx.same(got, torch.full_like(got, ctx.size))
+    with ctx.case("in the order of a future's callback"):
+        order = []
+        x = torch.ones(4)
+        future = dist.all_reduce(x, async_op=True).get_future()
+        future.then(lambda _: order.append("callback"))
+        torch.ops.mycoll.all_reduce_(x, group)
+        order.append("operator")
+        ctx.equal(order, ["callback", "operator"])
+        ctx.same(x, torch.full((4,), float(ctx.size**2)))
+
+
+@pytest.mark.worlds(2, tcp=[2])
+def test_order(world, mycoll_only):
+    world.run(beside_asynchronous_calls)
+
+
+def refusals(ctx: Ctx) -> None:
+    import mycoll
+
+    ops, group = torch.ops.mycoll, name_of()
+    x = torch.ones(4, 8)
+    with ctx.case("no such group"), ctx.raises(RuntimeError, "nobody's"):
+        ops.all_reduce_(x, "nobody's")
+    gloo = dist.new_group(backend="gloo")
+    with ctx.case("another backend"), ctx.raises(mycoll.ArgumentError, "all_reduce_", "'gloo'"):
+        ops.all_reduce_(x, gloo.group_name)
+    with ctx.case("a scalar"), ctx.raises(mycoll.ArgumentError, "all_gather", "scalar"):
+        ops.all_gather(torch.tensor(1.0), group)
+    if ctx.size > 1:
+        with ctx.case("rows"), ctx.raises(mycoll.ArgumentError, "reduce_scatter", "multiple"):
+            ops.reduce_scatter(torch.ones(ctx.size + 1), group)
+    with ctx.case("overlapping"), ctx.raises(mycoll.ArgumentError, "must not share memory"):
+        ops.all_reduce_(torch.ones(8).as_strided((4, 4), (1, 1)), group)
+    with ctx.case("another device"), ctx.raises(NotImplementedError, "mycoll::all_reduce"):
+        ops.all_reduce(torch.ones(4).to_sparse(), group)
+    with ctx.case("a gradient"), ctx.raises(mycoll.ArgumentError, "no_grad", "all_reduce"):
+        ops.all_reduce(x.clone().requires_grad_(), group)
+
+    norm: Callable[..., object] = ops.all_reduce_add_rms_norm
+    weight = torch.ones(8)
+    for arguments, text in (
+        ((x.double(), x.double(), weight.double()), "Double"),
+        ((x, x.half(), weight), "one dtype"),
+        ((x, x[:2], weight), "shape of x"),
+        ((x, x, torch.ones(4)), "last dimension"),
+        ((x[0, 0], x[0, 0], weight), "last dimension"),
+    ):
+        with ctx.case(text), ctx.raises(mycoll.ArgumentError, "all_reduce_add_rms_norm", text):
+            norm(*arguments, EPS, group)
+    with ctx.case("and the group lives on"):
+        ctx.same(ops.all_reduce(x, group), x * ctx.size)
+
+
+@pytest.mark.worlds(1, 2)
+def test_refusals(world, mycoll_only):
+    world.run(refusals)
+
+
+def in_a_group_of_some(ctx: Ctx) -> None:
+    pair = dist.new_group([0, 2])
+    if ctx.rank != 1:
+        got = torch.ops.mycoll.all_reduce(torch.full((3,), float(ctx.rank)), name_of(pair))
+        ctx.same(got, torch.full((3,), 2.0))
+    # What torch's own functional collectives are given is the same name.
+    got = torch.ops.mycoll.all_reduce(torch.ones(2), name_of())
+    ctx.same(got, funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD) + 0)
+
+
+@pytest.mark.worlds(3)
+def test_groups(world, mycoll_only):
+    world.run(in_a_group_of_some)
+
+
+def disagree(ctx: Ctx) -> Seen:
+    group = name_of()
+    torch.ops.mycoll.all_reduce(torch.ones(4), group)
+    return attempt(lambda: torch.ops.mycoll.all_reduce(torch.ones(1000 + ctx.rank), group))
+
+
+def test_different_shapes(reused, transport, mycoll_only):
+    for seen in reused(2, transport).run_in_group(disagree):
+        assert seen.kind == "DistBackendError", seen
+        assert "1000" in seen.text and "1001" in seen.text, seen.text
+
+
+def late(ctx: Ctx) -> Seen | None:
+    group = name_of()
+    x = torch.ones(2, 8)
+    torch.ops.mycoll.all_reduce_(x, group)
+    if ctx.rank == 1:
+        return None
+    weight = torch.ones(8)
+    return attempt(lambda: torch.ops.mycoll.all_reduce_add_rms_norm(x, x, weight, EPS, group))
+
+
+def test_a_rank_that_does_not_come(reused, transport, mycoll_only):
+    seen = reused(2, transport).run_in_group(late, timeout=2.0)[0]
+    assert seen.kind == "DistBackendError", seen
+    assert "rank 1" in seen.text, seen.text
+
+
+def dies(ctx: Ctx) -> Seen:
+    group = name_of()
+    x = torch.ones(4096)
+    torch.ops.mycoll.all_reduce_(x, group)
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt(lambda: torch.ops.mycoll.all_reduce_(x, group))
+
+
+def test_a_dead_rank(stage):
+    with stage.world(3) as world:
+        world.start(dies)
+        for seen in answers(world, (1,)).values():
+            assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
+            assert "rank 1 (" in seen.text and "has ended (killed" in seen.text, seen.text
+
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+ops = torch.ops.mycoll
+assert "mycoll._C" not in sys.modules and not hasattr(ops, "all_reduce_")
+dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+print(ops.all_reduce_.default._schema)
+assert not hasattr(ops, "no_such_operator")
+dist.destroy_process_group()
+"""
+
+
+def test_they_are_there_with_the_first_group(mycoll_only):
+    """Also for those who have looked before. Importing torch makes none."""
+    run = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "mycoll::all_reduce_(Tensor(a!) x, str group) -> ()"

@@ -1,0 +1,367 @@
+"""Shared tensors: ordinary ones, which the ranks of a host read where they lie."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import mycoll
+import pytest
+import torch
+import torch.distributed as dist
+from faults.harness import Seen, answers, attempt
+from mycoll._registration import native
+from torch.nn import Linear, Sequential
+from torch.nn.parallel import DistributedDataParallel
+from worlds import arith
+from worlds.worker import Ctx
+
+MIB = 1 << 20
+# Below the size from which tensors are offered, a little above it, and many rounds.
+NUMELS = (1000, 50_001, 700_003)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    return native()._is_shared_memory(tensor.data_ptr(), tensor.nbytes)
+
+
+def bytes_in_use() -> int:
+    gc.collect()
+    return native()._shared_memory_usage()[1]
+
+
+def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return mycoll.empty_like(tensor).copy_(tensor)
+
+
+# --- one process
+
+
+def test_they_are_ordinary_tensors():
+    before = bytes_in_use()
+    a = mycoll.empty(100, 50, dtype=torch.bfloat16)
+    b = mycoll.zeros(3, 4)
+    c = mycoll.empty_like(b, dtype=torch.int32)
+    assert is_shared(a) and is_shared(b) and is_shared(c)
+    assert a.shape == (100, 50) and a.dtype == torch.bfloat16 and c.dtype == torch.int32
+    assert b.eq(0).all() and b.is_contiguous() and not b.requires_grad
+    assert is_shared(b[1:]) and is_shared(b.t()) and is_shared(b.view(-1)[5:7])
+    assert not is_shared(b.clone()) and not is_shared(torch.empty(3))
+    w = mycoll.zeros(10, requires_grad=True)
+    (w * torch.arange(10.0)).sum().backward()
+    assert w.grad is not None and w.grad.eq(torch.arange(10.0)).all()
+    file = io.BytesIO()
+    torch.save(a.fill_(3), file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded.eq(3).all() and not is_shared(loaded)
+    assert not is_shared(copy.deepcopy(b))
+    b.resize_(1000).fill_(7)
+    b.share_memory_()
+    assert b.is_shared() and b.eq(7).all()
+    view = mycoll.zeros(5000)[10:]
+    del a, b, c, w, loaded
+    assert view.eq(0).all()
+    del view
+    assert bytes_in_use() == before
+
+
+def test_the_scope_is_of_its_thread_and_ends():
+    elsewhere = []
+    with mycoll.shared_tensors():
+        with mycoll.shared_tensors():
+            made = [torch.ones(10), torch.arange(5), torch.randn(3, 3) @ torch.randn(3, 3)]
+        made += Sequential(Linear(4, 4)).parameters()
+        thread = threading.Thread(target=lambda: elsewhere.append(torch.ones(10)))
+        thread.start()
+        thread.join()
+        made.append(torch.tensor([1, 2, 3]))
+    assert all(map(is_shared, made))
+    assert not is_shared(elsewhere[0]) and not is_shared(torch.ones(10))
+    with pytest.raises(KeyError), mycoll.shared_tensors():
+        raise KeyError
+    assert not is_shared(torch.ones(10))
+    with pytest.raises(RuntimeError, match="thread that entered"):
+        native()._close_shared_tensors()
+
+
+@pytest.mark.parametrize("options", [{"device": "meta"}, {"pin_memory": True}])
+def test_other_memory_is_refused(options):
+    with pytest.raises(ValueError, match="leave out"):
+        mycoll.empty(3, **options)
+
+
+def test_children_of_a_fork_write_to_copies():
+    x = mycoll.zeros(1000)  # so few that torch needs none of its threads, which a child lacks
+    x.fill_(1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        right = bool(x.eq(1).all()) and not is_shared(x)
+        x.fill_(2)
+        right &= is_shared(mycoll.empty(10))
+        os.write(writer, b"right" if right else b"wrong")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 5) == b"right"
+    assert x.eq(1).all()
+    os.close(reader)
+    os.close(writer)
+
+
+# --- collectives
+
+
+def all_operations(ctx: Ctx, dtype: torch.dtype, numel: int, mine: str) -> None:
+    """mine: shared, ordinary, or mixed: every other rank's are shared, and then the others'."""
+    size, rank = ctx.size, ctx.rank
+    turn = itertools.count(rank)
+
+    def give(tensor: torch.Tensor) -> torch.Tensor:
+        shares = mine == "shared" or (mine == "mixed" and next(turn) % 2)
+        if not shares:
+            return tensor.clone()
+        # A view in the middle of something larger.
+        whole = mycoll.empty(tensor.numel() + 77, dtype=dtype)
+        return whole[33 : 33 + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    inputs = ctx.inputs(dtype, numel)
+    wide = ctx.inputs(dtype, (size, numel))
+    op = arith.reduce_op("SUM")
+    if dtype in arith.REDUCIBLE:
+        want = arith.reduced("SUM", inputs)
+        with ctx.case(f"all_reduce {numel} {mine}"):
+            x = give(inputs[rank])
+            dist.all_reduce(x, op)
+            ctx.same(x, want)
+            dist.all_reduce(give(inputs[rank]), op, async_op=True).wait()
+        with ctx.case(f"reduce {numel} {mine}"):
+            for root in range(size):
+                x = give(inputs[rank])
+                dist.reduce(x, root, op)
+                ctx.same(x, want if rank == root else inputs[rank])
+        with ctx.case(f"reduce_scatter {numel} {mine}"):
+            got = give(torch.zeros_like(inputs[0]))
+            dist.reduce_scatter_tensor(got, give(wide[rank]).view(-1), op)
+            ctx.same(got, arith.reduced("SUM", [one[rank] for one in wide]))
+            x = give(wide[rank])
+            dist.reduce_scatter_tensor(x[rank], x.view(-1), op)
+            ctx.same(x[rank], arith.reduced("SUM", [one[rank] for one in wide]), "in place")
+    with ctx.case(f"broadcast {numel} {mine}"):
+        for root in range(size):
+            x = give(inputs[rank])
+            dist.broadcast(x, root)
+            ctx.same(x, inputs[root])
+    with ctx.case(f"all_gather {numel} {mine}"):
+        got = give(torch.zeros_like(wide[0]))
+        dist.all_gather_into_tensor(got.view(-1), give(inputs[rank]))
+        ctx.same(got, torch.stack(inputs))
+        got = give(torch.zeros_like(wide[0]))
+        got[rank] = inputs[rank]
+        dist.all_gather_into_tensor(got.view(-1), got[rank])
+        ctx.same(got, torch.stack(inputs), "in place")
+        parts = [give(torch.zeros_like(one)) for one in inputs]
+        dist.all_gather(parts, give(inputs[rank]))
+        ctx.same(torch.stack(parts), torch.stack(inputs), "list")
+    with ctx.case(f"gather and scatter {numel} {mine}"):
+        parts = [give(torch.zeros_like(one)) for one in inputs]
+        dist.gather(give(inputs[rank]), parts if rank == 0 else None, 0)
+        if rank == 0:
+            ctx.same(torch.stack(parts), torch.stack(inputs))
+        got = give(torch.zeros_like(inputs[0]))
+        given = [give(one) for one in wide[1]]
+        dist.scatter(got, given if rank == 1 else None, 1)
+        ctx.same(got, wide[1][rank])
+    with ctx.case(f"all_to_all {numel} {mine}"):
+        got = give(torch.zeros_like(wide[0]))
+        dist.all_to_all_single(got.view(-1), give(wide[rank]).view(-1))
+        ctx.same(got, torch.stack([one[rank] for one in wide]))
+        parts = [give(torch.zeros_like(one)) for one in inputs]
+        dist.all_to_all(parts, [give(one) for one in wide[rank]])
+        ctx.same(torch.stack(parts), torch.stack([one[rank] for one in wide]), "list")
+    with ctx.case(f"send and recv {numel} {mine}"):
+        got = give(torch.zeros_like(inputs[0]))
+        works = [
+            dist.isend(give(inputs[rank]), (rank + 1) % size),
+            dist.irecv(got, (rank - 1) % size),
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        ctx.same(got, inputs[(rank - 1) % size])
+
+
+@pytest.mark.worlds(2, 3, 4)
+@pytest.mark.parametrize("mine", ["shared", "mixed"])
+def test_all_operations(world, mycoll_only, mine):
+    for numel in NUMELS:
+        world.run(all_operations, torch.float32, numel, mine)
+
+
+@pytest.mark.worlds(2, 3)
+def test_all_dtypes(world, mycoll_only):
+    for dtype in arith.REDUCIBLE:
+        world.run(all_operations, dtype, 150_001, "shared")
+
+
+def bits(ctx: Ctx, numel: int) -> None:
+    x = ctx.inputs(torch.bfloat16, numel)[ctx.rank]
+    staged, direct, apart = x.clone(), shared_copy(x), mycoll.empty_like(x)
+    dist.all_reduce(staged)
+    dist.all_reduce(direct)
+    ctx.same(direct, staged)
+    gathered = mycoll.empty(ctx.size, numel, dtype=x.dtype)
+    dist.all_gather_into_tensor(gathered.view(-1), direct)
+    for one in gathered:
+        ctx.same(one, staged)
+    dist.all_to_all_single(apart, direct, *(2 * [uneven(numel, ctx.size)]))
+
+
+def uneven(numel: int, size: int) -> list[int]:
+    return [numel // size] * (size - 1) + [numel - numel // size * (size - 1)]
+
+
+@pytest.mark.worlds(4)
+def test_the_bits_are_those_of_ordinary_tensors(world, mycoll_only):
+    world.run(bits, 400_000)
+
+
+def come_and_go(ctx: Ctx) -> int:
+    """Tensors of other sizes all the time, so that regions come, are used again, and go."""
+    random = ctx.random("come and go")
+    kept: list[torch.Tensor] = []
+    for step in range(150):
+        numel = random.choice([40_000, 300_000, 2_000_000, 9_000_000])
+        x = mycoll.empty(numel).fill_(ctx.rank + step)
+        dist.all_reduce(x)
+        ctx.equal(float(x[step]), float(sum(range(ctx.size)) + ctx.size * step))
+        ctx.equal(float(x[-1]), float(x[0]))
+        if random.random() < 0.2:
+            kept.append(x)
+        while len(kept) > 3:
+            kept.pop(random.randrange(len(kept)))
+    del x
+    kept.clear()
+    gc.collect()
+    regions, blocks = native()._shared_memory_usage()
+    ctx.equal(blocks, 0)
+    assert regions <= 256 * MIB, regions
+    return sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.worlds(3)
+def test_they_may_come_and_go(world, mycoll_only):
+    for mappings in world.run(come_and_go):
+        assert mappings < 60
+
+
+def outlive_the_group(ctx: Ctx) -> None:
+    x = mycoll.empty(500_000).fill_(ctx.rank)
+    for index in range(3):
+        ctx.init(f"group{index}")
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        group = dist.new_group()
+        dist.all_reduce(x, group=group)
+        dist.destroy_process_group()
+        x.div_(ctx.size)
+    ctx.equal(x.unique().tolist(), [ctx.size - 1])
+    del x
+    ctx.equal(bytes_in_use(), 0)
+
+
+def test_they_outlive_their_groups(fresh, mycoll_only):
+    fresh(2, "shm", init=False).run(outlive_the_group)
+
+
+def trains(ctx: Ctx) -> list[float]:
+    torch.manual_seed(0)
+    with mycoll.shared_tensors():
+        model = DistributedDataParallel(Sequential(Linear(300, 700), Linear(700, 300)))
+        assert all(map(is_shared, model.parameters()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(4):
+            batch = torch.randn(8, 300, generator=torch.Generator().manual_seed(ctx.rank))
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        assert all(is_shared(parameter.grad) for parameter in model.parameters())
+    total = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    ctx.digest(total)
+    return [*losses, float(total.sum())]
+
+
+@pytest.mark.worlds(2)
+def test_ddp(world, mycoll_only):
+    first, second = world.run(trains)
+    assert first[-1] == second[-1] and first[3] < first[0]
+
+
+# --- failures
+
+
+def dies(ctx: Ctx, victim: int) -> Seen:
+    x = mycoll.zeros(4_000_000)
+    for _ in range(3):
+        dist.all_reduce(x)
+    if ctx.rank == victim:
+        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+    def go_on() -> None:
+        while True:
+            dist.all_reduce(x)
+            dist.all_gather_into_tensor(mycoll.empty(ctx.size * x.numel()), x)
+
+    seen = attempt(go_on)
+    x.fill_(5)  # nobody else writes to it
+    time.sleep(0.2)
+    ctx.equal(x.unique().tolist(), [5])
+    return seen
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_in_the_middle_is_named(stage, mycoll_only, victim):
+    with stage.world(3) as world:
+        world.start(dies, victim)
+        for seen in answers(world, (victim,)).values():
+            assert seen.kind == "DistBackendError", seen
+            assert f"rank {victim} (" in seen.text and "has ended (killed" in seen.text, seen.text
+
+
+def differ(ctx: Ctx) -> Seen:
+    return attempt(lambda: dist.all_reduce(mycoll.zeros(1_000_000 + ctx.rank)))
+
+
+def test_differing_calls_are_told(reused, mycoll_only):
+    for seen in reused(2, "shm").run_in_group(differ):
+        assert "MISMATCH" in seen.text, seen.text
+
+
+def without_descriptors(ctx: Ctx) -> None:
+    """Rank 1 can map nothing of rank 0's: it is copied as ever."""
+    dist.barrier()
+    x = mycoll.empty(300_000).fill_(ctx.rank + 1)
+    taken = []
+    if ctx.rank == 1:
+        with pytest.raises(OSError):
+            while True:
+                taken.append(os.dup(0))
+    dist.all_reduce(x)
+    for fd in taken:
+        os.close(fd)
+    ctx.equal(x.unique().tolist(), [3])
+    dist.all_reduce(x)
+    ctx.equal(x.unique().tolist(), [6])
+
+
+def test_what_cannot_be_mapped_is_copied(reused, mycoll_only):
+    reused(2, "shm").run_in_group(without_descriptors)

@@ -101,20 +101,47 @@ def device_params(config: pytest.Config, sizes: Sequence[int], roads: Sequence[s
     return params
 
 
+# Begun first, the longest of them first: otherwise one process would still have minutes to go when
+# the other has nothing left to do. What is begun last is short: the other C++ programs.
+FIRST = [
+    "test_reductions", "test_moves", "test_device_failures", "test_device_options", "test_bench",
+    "test_device_conformance", "test_elastic", "test_examples", "test_launchers", "test_leaks",
+    "test_trace", "test_packaging", "test_device_messages", "test_backend", "test_limits",
+    "test_compile", "test_failures", "test_replace", "test_bench_ranks", "test_demo",
+    "test_gpu_program", "test_interrupt", "test_cpp.py::test_cpp[engine_test]",
+    "test_cpp.py::test_cpp[leaving_test]", "test_cpp.py::test_cpp[deadlock_test]",
+    "test_cpp.py::test_cpp[reduce_test]", "test_cpp.py::test_cpp[meeting_test]",
+]  # fmt: skip
+
+
+def place(nodeid: str) -> int:
+    """In FIRST, or between those and the C++ programs, or among these."""
+    name = nodeid.rpartition("tests/")[2]
+    for number, first in enumerate(FIRST):
+        if name == first or name.startswith(f"{first}.py::"):
+            return number
+    return len(FIRST) + name.startswith("test_cpp.py")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file goes to one process, which keeps its worlds; each C++ program goes where there is
-    time, and last: xdist begins with what has most tests."""
+    time."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return nodeid if "test_cpp.py::" in nodeid else super()._split_scope(nodeid)
 
-    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+    if config.getoption("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # by the number of tests
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # xdist keeps this order
+        items.sort(key=lambda item: place(item.nodeid))
     large = config.getoption("--large")
     gloo = config.getoption("--backend") == "gloo"
     for item in items:
@@ -172,6 +199,21 @@ def graphs(request: pytest.FixtureRequest) -> None:
     """For tests whose devices record graphs: mycoll must be able to see that they do."""
     if request.config.getoption("--device") == "standin" and torch.__version__ < "2.12":
         pytest.skip("before torch 2.12 only CUDA says that it is being captured")
+
+
+@pytest.fixture
+def reused_device_world(request: pytest.FixtureRequest, pool: Pool) -> Callable[..., World]:
+    """reused_device_world(size, road): as `reused`, with a device for each rank. For tests that
+    break their group."""
+
+    def make(size: int, road: str) -> World:
+        device = request.config.getoption("--device")
+        road = devices.roads(device, size, [road])[0]
+        if reason := devices.missing(device, road):
+            pytest.skip(reason)
+        return pool.get(pool.spec(size, device=device, road=road, init=False))
+
+    return make
 
 
 @pytest.fixture

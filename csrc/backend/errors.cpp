@@ -63,6 +63,10 @@ class RaisedFailures {
 
 }  // namespace
 
+void throwArgumentError(const std::string& message) {
+  throw ArgumentError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
+}
+
 void setPythonHooks(PythonHooks hooks) { python = hooks; }
 
 bool isInterruptPending() {
@@ -93,7 +97,7 @@ namespace {
 [[noreturn]] void throwAs(const Status& status) {
   const std::string& message = status.message();
   switch (status.code()) {
-    case Code::kInvalidArgument: C10_THROW_ERROR(ValueError, message);
+    case Code::kInvalidArgument: throwArgumentError(message);
     case Code::kUnsupported: C10_THROW_ERROR(NotImplementedError, message);
     case Code::kNetwork: C10_THROW_ERROR(DistNetworkError, message);
     case Code::kStore: C10_THROW_ERROR(DistStoreError, message);

@@ -5,14 +5,23 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "base/status.h"
 
 namespace mycoll {
 
+// The caller's mistake. Where bindings/ has not registered a class of its own, Python sees a
+// ValueError; with it, one that is a RuntimeError as well, which is what torch's backends raise.
+class ArgumentError final : public c10::ValueError {
+ public:
+  using c10::ValueError::ValueError;
+};
+[[noreturn]] void throwArgumentError(const std::string& message);
+
 // What a Status is in Python:
-//   kInvalidArgument   ValueError
+//   kInvalidArgument   ArgumentError, which is a ValueError and a RuntimeError
 //   kUnsupported       NotImplementedError
 //   kNetwork           DistNetworkError
 //   kStore             DistStoreError

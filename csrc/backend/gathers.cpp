@@ -8,6 +8,7 @@ namespace mycoll {
 MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                                 const c10d::AllgatherOptions& opts) {
   const CallSite site = enter("all_gather");
+  if (inputs.size() > 1) return allGatherSeveral(site, outputs, inputs, opts);
   const at::Tensor& input = single(site, "tensor", inputs);
   const Tensors& list = singleList(site, "tensor_list", outputs);
   checkTensor(site, Argument{"tensor"}, input);

@@ -85,7 +85,7 @@ void MycollBackend::awaitCallbacks(const Request& request) const {
 }
 
 std::string MycollBackend::describe(const Request& request) const {
-  return c10::str(request.site.function, " in mycoll group '", groupName_, "'");
+  return c10::str("mycoll group '", groupName_, "': ", request.site.function);
 }
 
 MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs,

@@ -182,13 +182,14 @@ void applyLazyBits(const at::Tensor& tensor, void* plain) {
 
 }  // namespace
 
-at::Tensor emptyElements(int64_t count, at::ScalarType type) {
-  return at::Tensor(at::detail::empty_cpu({count}, type, /*pin_memory=*/false));
+at::Tensor emptyOfShape(at::IntArrayRef shape, at::ScalarType type) {
+  return at::Tensor(at::detail::empty_cpu(shape, type, /*pin_memory=*/false));
 }
 
+at::Tensor emptyElements(int64_t count, at::ScalarType type) { return emptyOfShape({count}, type); }
+
 at::Tensor emptyLike(const at::Tensor& tensor) {
-  return at::Tensor(
-      at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type(), /*pin_memory=*/false));
+  return emptyOfShape(tensor.sizes(), tensor.scalar_type());
 }
 
 void pack(const at::Tensor& tensor, void* plain) {

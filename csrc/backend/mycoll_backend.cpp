@@ -67,10 +67,10 @@ struct MycollBackend::CompletionHook {
 };
 
 c10::intrusive_ptr<MycollBackend> MycollBackend::create(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::string groupName,
-    std::vector<int64_t> globalRanks, c10::intrusive_ptr<MycollOptions> options,
-    DeviceFactory makeDevice) {
-  const CallSite site{"mycoll", rank, size};
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Identity identity,
+    c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice) {
+  const std::vector<int64_t>& globalRanks = identity.globalRanks;
+  const CallSite site{"mycoll", rank, size, &identity.name};
   if (!store) refuse(site, "a group needs a store for its ranks to meet");
   if (size < 1) refuse(site, c10::str("the group's size must be at least 1, but it is ", size));
   checkRank(site, "rank", rank);
@@ -79,40 +79,46 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
     refuse(site, c10::str("global_ranks must name the ", size, " members, but it names ",
                           globalRanks.size()));
   }
-  setLogRank(static_cast<int>(globalRanks.empty() ? rank : globalRanks[static_cast<size_t>(rank)]));
+  if (identity.isOfJob) {
+    setLogRank(
+        static_cast<int>(globalRanks.empty() ? rank : globalRanks[static_cast<size_t>(rank)]));
+  }
 
   GroupOptions group;
   // torch's group_name ("0" is the default group): what errors, logs and tools call the group. Its
   // group_desc ("default_pg") comes later, and is only shown beside the name.
-  group.name = groupName;
+  group.name = identity.name;
   group.rank = rank;
   group.ranks = size;
   group.timeout = options->timeout;
   group.storeHost = hostOf(store);
   group.globalRanks = globalRanks;
+  group.isOfJob = identity.isOfJob;
   group.interrupted = isInterruptPending;
   group.callSite = callSiteOfWaiter;
   group.mayBeCalled = [] { return CallbackOrder::isAnyPending() || mayHaveOtherThreads(); };
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
-  auto made = c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator),
-                                                 std::move(groupName), std::move(globalRanks),
-                                                 std::move(options), std::move(makeDevice));
+  const bool isOfJob = identity.isOfJob;
+  auto made =
+      c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator), std::move(identity),
+                                         std::move(options), std::move(makeDevice));
   std::lock_guard<std::mutex> lock(registry().mutex);
-  const bool isFirst = registry().groups.size() == 1;
+  const bool isFirst = isOfJob && registry().groups.size() == 1;
   made->outstaysStore_ = rank != 0 && isFirst && isServedByRankZero(store);
   return made;
 }
 
 MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
-                             std::string groupName, std::vector<int64_t> globalRanks,
-                             c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice)
+                             Identity identity, c10::intrusive_ptr<MycollOptions> options,
+                             DeviceFactory makeDevice)
     : c10d::Backend(rank, size),
       communicator_(std::move(communicator)),
-      groupName_(std::move(groupName)),
-      globalRanks_(std::move(globalRanks)),
+      groupName_(std::move(identity.name)),
+      globalRanks_(std::move(identity.globalRanks)),
       options_(std::move(options)),
+      shown_(std::move(identity.shown)),
       makeDevice_(std::move(makeDevice)),
       device_(makeDevice_ ? makeDevice_(groupName_, communicator_, options_) : nullptr),
       forkCount_(forkCount.load(std::memory_order_relaxed)) {
@@ -171,6 +177,7 @@ void MycollBackend::closeAll(Milliseconds timeout, Exit how) {
 void MycollBackend::setTimeout(Milliseconds timeout) {
   checkTimeout(enter("set_timeout"), timeout);
   options_->timeout = timeout;
+  if (shown_) shown_->timeout = timeout;
   communicator_->setTimeout(timeout);
   if (device_) device_->setTimeout(timeout);
 }
@@ -257,11 +264,12 @@ CallSite MycollBackend::enter(const char* function) const {
   if (isForked()) [[unlikely]] {
     C10_THROW_ERROR(
         DistBackendError,
-        c10::str(function, ": this process was forked after its mycoll group '", groupName_,
-                 "' was made, and a group cannot be used on both sides of a fork; make the group "
+        c10::str("mycoll group '", groupName_, "': ", function,
+                 ": this process was forked after the group was made, and a group cannot be used "
+                 "on both sides of a fork; make the group "
                  "in the child, or start processes with torch.multiprocessing's 'spawn'"));
   }
-  return CallSite{function, rank_, size_};
+  return CallSite{function, rank_, size_, &groupName_};
 }
 
 std::function<void(std::chrono::nanoseconds)> MycollBackend::hookFor(c10d::OpType type) {

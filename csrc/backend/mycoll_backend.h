@@ -3,7 +3,9 @@
 //
 //   mycoll_backend.cpp  the life of a group: made, closed, aborted; what torch asks about it
 //   reductions.cpp gathers.cpp scatters.cpp point_to_point.cpp sparse.cpp  the operations
+//   several.cpp         several tensors of each rank in one call, as gloo takes them
 //   coalescing.cpp      many tensors in one call, many calls in one Work
+//   operators.cpp       the same as operators of torch's, without a Work
 //   launching.cpp       how a Request becomes operations of the engine; profiling.cpp: when watched
 //   subgroups.cpp       split, merge and shrink
 //
@@ -38,17 +40,24 @@ class MycollBackend final : public c10d::Backend {
   using TensorLists = std::vector<std::vector<at::Tensor>>;
   using Milliseconds = std::chrono::milliseconds;
 
-  // Meets the other ranks; returns when all have come. groupName: the same on all ranks.
-  // globalRanks: the job's rank of each member; empty when the group is the whole job.
-  // makeDevice: empty where this process has no accelerator.
+  struct Identity {
+    std::string name;  // the same on all ranks
+    // The job's rank of each member; empty when the group is the whole job, or none of its.
+    std::vector<int64_t> globalRanks;
+    bool isOfJob = true;  // as GroupOptions::isOfJob
+    // Of another backend in whose place this one is: torch and the program see these, and the
+    // backend is called by their name. Null: mycoll's own.
+    c10::intrusive_ptr<c10d::Backend::Options> shown;
+  };
+
+  // Meets the other ranks; returns when all have come. makeDevice: empty where this process has no
+  // accelerator.
   static c10::intrusive_ptr<MycollBackend> create(const c10::intrusive_ptr<c10d::Store>& store,
-                                                  int rank, int size, std::string groupName,
-                                                  std::vector<int64_t> globalRanks,
+                                                  int rank, int size, Identity identity,
                                                   c10::intrusive_ptr<MycollOptions> options,
                                                   DeviceFactory makeDevice);
   // For create(), and c10::make_intrusive.
-  MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
-                std::string groupName, std::vector<int64_t> globalRanks,
+  MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator, Identity identity,
                 c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice);
   ~MycollBackend() override;
 
@@ -63,15 +72,21 @@ class MycollBackend final : public c10d::Backend {
   // Memory that NCCL may use without copies: see DeviceSupport.
   void registerMemory(at::Device device, void* address, size_t bytes, bool isSymmetric);
   void deregisterMemory(void* address);
-  const c10::intrusive_ptr<MycollOptions>& options() const { return options_; }
+  c10::intrusive_ptr<c10d::Backend::Options> options() const {
+    return shown_ ? shown_ : c10::intrusive_ptr<c10d::Backend::Options>(options_);
+  }
   // A shrunk group's is the same on all of its ranks; torch's own name for it may not be.
   const std::string& groupName() const { return groupName_; }
 
-  const std::string getBackendName() const override { return kBackendName; }
-  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  const std::string getBackendName() const override {
+    return shown_ ? shown_->backend : kBackendName;
+  }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options(); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  // The same into another tensor, of x's shape and type: a sum, and done when it returns.
+  void allReduceInto(const at::Tensor& sum, const at::Tensor& x);
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& opts) override;
@@ -103,7 +118,8 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  bool supportsCoalescing() const override { return true; }
+  // In the place of another backend: programs may count on a Work for each call, as there.
+  bool supportsCoalescing() const override { return shown_ == nullptr; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
@@ -161,9 +177,11 @@ class MycollBackend final : public c10d::Backend {
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
   std::vector<int64_t> globalRanksOf(const std::vector<int>& ranks) const;
   // Returns when all members have called it, with the same suffix: see Communicator::shrink().
-  c10::intrusive_ptr<MycollBackend> childOf(const std::vector<int>& members,
-                                            const std::string& suffix, std::string name,
-                                            const c10::intrusive_ptr<MycollOptions>& given);
+  // given: its options, or null. shown: those of another backend, for Identity, or null.
+  c10::intrusive_ptr<MycollBackend> childOf(
+      const std::vector<int>& members, const std::string& suffix, std::string name,
+      const c10::intrusive_ptr<MycollOptions>& given,
+      const c10::intrusive_ptr<c10d::Backend::Options>& shown);
   // Submits the calls, and waits for them unless the request is asynchronous; torch takes a null
   // Work for "done". inputs: what a profiler shows. outputs: what Work.result() and its future
   // hold.
@@ -184,6 +202,12 @@ class MycollBackend final : public c10d::Backend {
   c10::intrusive_ptr<MycollWork> track(const Request& request, at::TensorList outputs,
                                        MycollWork::Ops ops, MycollWork::Extras extras);
 
+  WorkPtr broadcastSeveral(const CallSite& site, Tensors& tensors,
+                           const c10d::BroadcastOptions& opts);
+  WorkPtr allReduceSeveral(const CallSite& site, Tensors& tensors,
+                           const c10d::AllreduceOptions& opts);
+  WorkPtr allGatherSeveral(const CallSite& site, TensorLists& outputs, Tensors& inputs,
+                           const c10d::AllgatherOptions& opts);
   void addAllReduce(Request& request, const at::Tensor& tensor, const c10d::ReduceOp& op);
   void addAllGatherInto(Request& request, const at::Tensor& output, const at::Tensor& input,
                         int64_t index);
@@ -195,8 +219,9 @@ class MycollBackend final : public c10d::Backend {
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;
   const c10::intrusive_ptr<MycollOptions> options_;
-  const DeviceFactory makeDevice_;               // also for the groups made of this one
-  const std::shared_ptr<DeviceSupport> device_;  // null where there is no accelerator
+  const c10::intrusive_ptr<c10d::Backend::Options> shown_;  // see Identity; null where not
+  const DeviceFactory makeDevice_;                          // also for the groups made of this one
+  const std::shared_ptr<DeviceSupport> device_;             // null where there is no accelerator
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
   // The job's own group, and its store is rank 0's and ends with its group: a rank that is back
   // from destroy_process_group() before, and makes a new group at once, would find the store of the

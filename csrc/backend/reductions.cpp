@@ -18,8 +18,10 @@ Task fencedBarrier(std::shared_ptr<Condition> fence, CollectiveRunner& runner) {
 MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
                                                 const c10d::BroadcastOptions& opts) {
   const CallSite site = enter("broadcast");
-  const at::Tensor& tensor = single(site, "tensor", tensors);
   checkRank(site, "src", opts.rootRank);
+  checkRootTensor(site, opts.rootTensor, tensors);
+  if (tensors.size() > 1) return broadcastSeveral(site, tensors, opts);
+  const at::Tensor& tensor = single(site, "tensor", tensors);
   const bool isRoot = opts.rootRank == rank_;
   if (isRoot) {
     checkTensor(site, Argument{"tensor"}, tensor);
@@ -37,6 +39,7 @@ MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
 MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
                                                 const c10d::AllreduceOptions& opts) {
   const CallSite site = enter("all_reduce");
+  if (tensors.size() > 1) return allReduceSeveral(site, tensors, opts);
   const at::Tensor& given = single(site, "tensor", tensors);
   // Torch sends sparse CPU tensors this way, not to allreduce_sparse().
   if (given.defined() && given.layout() == at::kSparse) [[unlikely]] {
@@ -63,10 +66,22 @@ void MycollBackend::addAllReduce(Request& request, const at::Tensor& tensor,
   }
 }
 
+void MycollBackend::allReduceInto(const at::Tensor& sum, const at::Tensor& x) {
+  const CallSite site = enter("all_reduce");
+  checkTensor(site, Argument{"x"}, x);
+  Request request(site, c10d::OpType::ALLREDUCE, "mycoll:all_reduce", c10d::kUnsetTimeout,
+                  /*isAsync=*/false);
+  Call& call = request.addReduction(OpKind::kAllReduce, x, c10d::ReduceOp::SUM);
+  call.in.push_back(request.input(x));
+  call.out.push_back(request.output(sum));
+  run(request, x, sum);
+}
+
 MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const CallSite site = enter("reduce");
   const at::Tensor& tensor = single(site, "tensor", tensors);
   checkRank(site, "dst", opts.rootRank);
+  checkRootTensor(site, opts.rootTensor, tensors);
   const bool isRoot = opts.rootRank == rank_;
   if (isRoot) {
     checkOutput(site, Argument{"tensor"}, tensor);
@@ -104,6 +119,10 @@ MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) 
 
 void MycollBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
   const CallSite site = enter("monitored_barrier");
+  if (opts.timeout.count() == 0) {  // for gloo, and so for its programs, no time at all
+    C10_THROW_ERROR(DistBackendError, c10::str("mycoll group '", groupName_, "': Rank ", rank_,
+                                               " timed out in monitoredBarrier after 0 ms"));
+  }
   Request request(site, c10d::OpType::BARRIER, "mycoll:monitored_barrier", opts.timeout,
                   /*isAsync=*/false);
   Call& call = request.calls.emplace_back();

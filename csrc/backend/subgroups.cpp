@@ -30,16 +30,18 @@ std::vector<int64_t> MycollBackend::globalRanksOf(const std::vector<int>& ranks)
 
 c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
     const std::vector<int>& members, const std::string& suffix, std::string name,
-    const c10::intrusive_ptr<MycollOptions>& given) {
+    const c10::intrusive_ptr<MycollOptions>& given,
+    const c10::intrusive_ptr<c10d::Backend::Options>& shown) {
   auto options = c10::make_intrusive<MycollOptions>(given ? *given : *options_);
-  checkTimeout(CallSite{"mycoll", rank_, size_}, options->timeout);
+  Identity identity{std::move(name), globalRanksOf(members), communicator_->options().isOfJob, {}};
+  if (shown_ && shown && shown->backend == shown_->backend) identity.shown = shown;
+  checkTimeout(CallSite{"mycoll", rank_, size_, &groupName_}, options->timeout);
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(Communicator::shrink(*communicator_, suffix, members, &communicator));
   communicator->setTimeout(options->timeout);
   const int rank = communicator->rank(), ranks = communicator->ranks();
-  return c10::make_intrusive<MycollBackend>(rank, ranks, std::move(communicator), std::move(name),
-                                            globalRanksOf(members), std::move(options),
-                                            makeDevice_);
+  return c10::make_intrusive<MycollBackend>(rank, ranks, std::move(communicator),
+                                            std::move(identity), std::move(options), makeDevice_);
 }
 
 // The members know each other, and need no store: torch gives the members of one split different
@@ -63,7 +65,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
   if (!isKnown) {
     const int before = splits_[ranks]++;
     suffix = ":split" + std::to_string(before) + " to" + suffix;
-    lastSplit_ = childOf(ranks, suffix, std::move(name), given);
+    lastSplit_ = childOf(ranks, suffix, std::move(name), given, opts);
   }
   return lastSplit_;
 }
@@ -79,7 +81,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
   // A store serves one merging; torch asks once for each device.
   if (!lastMerged_ || lastMergedBy_ != store) {
     lastMerged_ =
-        create(store, rank, size, std::move(name), /*globalRanks=*/{},
+        create(store, rank, size, Identity{std::move(name), {}, /*isOfJob=*/false, {}},
                c10::make_intrusive<MycollOptions>(given ? *given : *options_), makeDevice_);
     lastMergedBy_ = store;
   }
@@ -116,7 +118,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
   const auto given = optionsFrom(opts);
   if (isExcluded[static_cast<size_t>(rank_)]) refuse(site, "this rank is to be excluded itself");
   if (flags & kAbortFirst) abort();
-  return childOf(members, suffix, groupName_ + suffix, given);
+  return childOf(members, suffix, groupName_ + suffix, given, opts);
 }
 
 }  // namespace mycoll

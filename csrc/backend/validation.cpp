@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include "backend/errors.h"
 #include "backend/torch_version.h"
 
 namespace mycoll {
@@ -19,8 +20,9 @@ std::string Argument::text() const {
 }
 
 void refuse(const CallSite& site, const std::string& what) {
-  C10_THROW_ERROR(ValueError, c10::str(site.function, ": ", what, " (rank ", site.rank, " of ",
-                                       site.ranks, ")"));
+  const std::string prefix = site.group == nullptr ? "" : "mycoll group '" + *site.group + "': ";
+  throwArgumentError(
+      c10::str(prefix, site.function, ": ", what, " (rank ", site.rank, " of ", site.ranks, ")"));
 }
 
 void refuseTensor(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
@@ -110,6 +112,14 @@ void checkRank(const CallSite& site, const char* argument, int64_t rank) {
   }
   refuse(site, c10::str(argument, " must be a rank of the group, 0 to ", site.ranks - 1,
                         ", but it is ", rank));
+}
+
+void checkRootTensor(const CallSite& site, int64_t index, const std::vector<at::Tensor>& tensors) {
+  if (tensors.empty() || (index >= 0 && index < static_cast<int64_t>(tensors.size()))) [[likely]] {
+    return;
+  }
+  refuse(site, c10::str("rootTensor must be the number of one of the ", tensors.size(),
+                        " tensors, but it is ", index));
 }
 
 void checkTimeout(const CallSite& site, std::chrono::milliseconds timeout) {

@@ -1,7 +1,7 @@
-// Everything that can be wrong with a call is found here, before anything is sent. A refusal is a
-// ValueError that names the function as Python's users know it, the argument, what was expected,
-// what came, and the rank. Nothing is formatted unless something is wrong.
-// [any thread]
+// Everything that can be wrong with a call is found here, before anything is sent. A refusal is an
+// ArgumentError that names the group, the function as Python's users know it, the argument, what
+// was expected, what came, and the rank. Nothing is formatted unless something is wrong. [any
+// thread]
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +22,7 @@ struct CallSite {
   const char* function;  // "all_reduce"
   int rank;
   int ranks;
+  const std::string* group = nullptr;  // its name; null while there is none
 };
 
 // "tensor", or "tensor_list[3]" when there is an index.
@@ -67,6 +68,9 @@ void checkPerRank(const CallSite& site, const char* name, const std::vector<at::
 
 // argument: "src" or "dst".
 void checkRank(const CallSite& site, const char* argument, int64_t rank);
+
+// rootTensor of an operation's options: which of the root's tensors.
+void checkRootTensor(const CallSite& site, int64_t index, const std::vector<at::Tensor>& tensors);
 
 // A group's. Python's largest timedelta comes as a negative number.
 void checkTimeout(const CallSite& site, std::chrono::milliseconds timeout);

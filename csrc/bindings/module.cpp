@@ -21,7 +21,9 @@
 #include "backend/call_site.h"
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
+#include "backend/operators.h"
 #include "backend/options.h"
+#include "backend/shared_tensors.h"
 #include "base/env.h"
 #include "base/log.h"
 #include "base/wait.h"
@@ -32,6 +34,7 @@
 #include "device/watchdog.h"
 #include "kernels/copy.h"
 #include "observe/trace_file.h"
+#include "transport/shm/shared_heap.h"
 #include "transport/tcp/address.h"
 
 namespace py = pybind11;
@@ -110,6 +113,7 @@ void raiseInterrupt() {
 void closeAll(bool hasException) {
   const bool hasOthers = countPythonThreads() > 1;
   const py::gil_scoped_release release;
+  mycoll::Watchdog::get().beginExit();
   MycollBackend::closeAll(std::chrono::seconds(2),
                           hasException ? mycoll::Exit::kException : mycoll::Exit::kInOrder);
   mycoll::Watchdog::get().stop();  // the driver may be unloaded at any time
@@ -142,7 +146,8 @@ bool holdsGil() { return PyGILState_Check() != 0; }
 NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                       int size, Milliseconds timeout, std::string groupId,
                                       std::vector<int64_t> globalRanks,
-                                      const MycollOptions* options, bool hasDevice) {
+                                      const MycollOptions* options, bool hasDevice, bool isOfJob,
+                                      c10::intrusive_ptr<c10d::Backend::Options> shown) {
   // A copy: the user may use one object for several groups, and every group changes its own.
   auto own = options != nullptr ? c10::make_intrusive<MycollOptions>(*options)
                                 : c10::make_intrusive<MycollOptions>();
@@ -150,10 +155,12 @@ NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& sto
   own->group_name = groupId;
   own->global_ranks_in_group.assign(globalRanks.begin(), globalRanks.end());
   const py::gil_scoped_release release;
-  return MycollBackend::create(store, rank, size, std::move(groupId), std::move(globalRanks),
-                               std::move(own),
-                               hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory());
+  return MycollBackend::create(
+      store, rank, size, {std::move(groupId), std::move(globalRanks), isOfJob, std::move(shown)},
+      std::move(own), hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory());
 }
+
+py::module_ memoryModule() { return py::module_::import("mycoll.memory"); }
 
 std::string describeOptions(const MycollOptions& options) {
   const double seconds = std::chrono::duration<double>(options.timeout).count();
@@ -223,6 +230,25 @@ std::string dumpTrace(const std::string& path) {
 void copyStreaming(uintptr_t destination, uintptr_t source, size_t bytes) {
   mycoll::copyStreaming(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),
                         bytes);
+}
+
+// mycoll.ArgumentError: what is wrong with an argument is a ValueError; programs that are written
+// for torch's own backends look for a RuntimeError.
+void registerArgumentError(py::module_& module) {
+  static PyObject* type = nullptr;  // for the life of the process
+  const py::tuple bases =
+      py::make_tuple(py::handle(PyExc_ValueError), py::handle(PyExc_RuntimeError));
+  type = PyErr_NewExceptionWithDoc("mycoll.ArgumentError", "An argument that cannot be.",
+                                   bases.ptr(), nullptr);
+  if (type == nullptr) throw py::error_already_set();
+  module.attr("ArgumentError") = py::reinterpret_borrow<py::object>(type);
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(std::move(thrown));
+    } catch (const mycoll::ArgumentError& error) {
+      PyErr_SetString(type, error.what_without_backtrace());
+    }
+  });
 }
 
 using PlanNumbers = std::map<std::string, double>;
@@ -336,6 +362,10 @@ PYBIND11_MODULE(_C, module) {
   py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(
       module, "MycollBackend",
       "One rank's end of a group; made by init_process_group and new_group.")
+      .def(py::init(&createBackend), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
+           py::arg("options").none(true) = nullptr, py::arg("has_device") = false,
+           py::arg("of_job") = true, py::arg("shown").none(true) = nullptr)
       .def_property_readonly(
           "options", [](const MycollBackend& self) { return self.options(); },
           "The options in force.")
@@ -359,6 +389,38 @@ PYBIND11_MODULE(_C, module) {
             self.deregisterMemory(reinterpret_cast<void*>(address));
           },
           py::arg("address"), py::call_guard<py::gil_scoped_release>())
+      // By the names that torch's nccl has for them; what they do is Python's, as torch's pools
+      // are.
+      .def_property_readonly(
+          "mem_allocator",
+          [](const py::object&) { return memoryModule().attr("nccl_allocator")(); },
+          "NCCL's allocator, for torch.cuda.MemPool().")
+      .def(
+          "register_mem_pool",
+          [](const py::object& self, const py::object& pool, bool isSymmetric) {
+            memoryModule().attr("register_pool")(self, pool, isSymmetric);
+          },
+          py::arg("pool"), py::arg("symm") = false, "As mycoll.register_mem_pool().")
+      .def(
+          "deregister_mem_pool",
+          [](const py::object& self, const py::object& pool) {
+            memoryModule().attr("deregister_pool")(self, pool);
+          },
+          py::arg("pool"), "As mycoll.deregister_mem_pool().")
+      .def(
+          "supports_tensor_alloc",
+          [](const py::object& self, const py::object& device) {
+            return memoryModule().attr("can_allocate")(self, device);
+          },
+          py::arg("device"), "Whether allocate_tensor() has memory for this device.")
+      .def(
+          "allocate_tensor",
+          [](const py::object& self, const py::object& size, const py::object& dtype,
+             const py::object& device) {
+            return memoryModule().attr("allocate")(self, size, dtype, device);
+          },
+          py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"),
+          "An uninitialised tensor that NCCL reads and writes without a copy.")
       .def("_split_devices", &MycollBackend::splitDevices, py::arg("child").none(true),
            py::arg("willing"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_name", &MycollBackend::groupName)
@@ -368,9 +430,6 @@ PYBIND11_MODULE(_C, module) {
           "perform_nocolor_split", [](MycollBackend&, const py::object&) {}, py::arg("device"),
           "Nothing to do: a new group's members meet without those who are not in it.");
 
-  module.def("create_backend", &createBackend, py::arg("store"), py::arg("rank"), py::arg("size"),
-             py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
-             py::arg("options").none(true) = nullptr, py::arg("has_device") = false);
   module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"),
              "Where the nvidia-nccl wheel has its library; before the first group.");
   module.def("_require_nccl_memory", &mycoll::requireNcclMemory,
@@ -402,10 +461,24 @@ PYBIND11_MODULE(_C, module) {
              py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
              "The engine's copy that bypasses caches, between two addresses; for benchmarks.");
   module.def(
+      "_open_shared_tensors", &mycoll::openSharedTensors,
+      "From here on this thread's CPU tensors are made in memory that other ranks can read.");
+  module.def("_close_shared_tensors", &mycoll::closeSharedTensors);
+  module.def("_is_shared_memory", &mycoll::isSharedMemory, py::arg("address"), py::arg("bytes"));
+  module.def(
+      "_shared_memory_usage",
+      [] {
+        const mycoll::SharedHeap::Usage usage = mycoll::SharedHeap::process().usageForTest();
+        return std::make_pair(usage.regionBytes, usage.blockBytes);
+      },
+      "For tests: bytes mapped for shared tensors, and bytes of them in use.");
+  module.def(
       "_close_all", &closeAll, py::arg("has_exception"),
       "Groups that were never destroyed end with the interpreter, while there still is one.");
   module.attr("torch_version") = TORCH_VERSION;
 
+  registerArgumentError(module);
+  mycoll::defineOperators();
   mycoll::setPythonHooks(
       {&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads, &callInMainThread});
   mycoll::setCallSiteHook(&mycoll::findCallSite);

@@ -19,20 +19,28 @@ from mycoll._registration import autoload, native
 from mycoll._version import __version__
 
 if TYPE_CHECKING:
-    from mycoll._C import Options
+    from mycoll._C import ArgumentError, Options
+    from mycoll.groups import process_group
     from mycoll.launch import SpawnError, spawn
     from mycoll.memory import deregister_mem_pool, nccl_mem_pool, register_mem_pool
+    from mycoll.shared import empty, empty_like, shared_tensors, zeros
 
 __all__ = [
+    "ArgumentError",
     "Options",
     "SpawnError",
     "__version__",
     "deregister_mem_pool",
     "dump_trace",
+    "empty",
+    "empty_like",
     "log_to_python",
     "nccl_mem_pool",
+    "process_group",
     "register_mem_pool",
+    "shared_tensors",
     "spawn",
+    "zeros",
 ]
 
 autoload()
@@ -48,8 +56,12 @@ def dump_trace(path: str | PathLike[str] | None = None) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Options":
-        return native().Options
+    if name in ("ArgumentError", "Options"):
+        return getattr(native(), name)
+    if name == "process_group":
+        from mycoll.groups import process_group
+
+        return process_group
     if name in ("spawn", "SpawnError"):
         from mycoll import launch
 
@@ -58,6 +70,10 @@ def __getattr__(name: str) -> Any:
         from mycoll import memory
 
         return getattr(memory, name)
+    if name in ("empty", "empty_like", "shared_tensors", "zeros"):
+        from mycoll import shared
+
+        return getattr(shared, name)
     raise AttributeError(f"module 'mycoll' has no attribute '{name}'")
 
 

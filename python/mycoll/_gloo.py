@@ -36,13 +36,15 @@ def _is_gloo_by_default() -> bool:
 
 def create(group: _DistributedBackendOptions) -> Backend:
     """The group as torch's own backend="gloo" would make it."""
-    from torch.distributed import ProcessGroupGloo
+    from mycoll import replace
 
     log.warning(
         "mycoll: group '%s' carries CPU tensors over torch's gloo, as %s or Options(cpu=) says",
         group.group_id,
         VARIABLE,
     )
-    backend = ProcessGroupGloo(group.store, group.group_rank, group.group_size, group.timeout)
+    backend: Backend = replace.real_gloo()(
+        group.store, group.group_rank, group.group_size, group.timeout
+    )
     backend._set_sequence_number_for_group()
     return backend

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mycoll import _terminal
+from mycoll import _terminal, replace
 from mycoll._registration import NotUsable, native
 from mycoll._version import __version__
 from mycoll.launch import SpawnError, spawn
@@ -159,24 +159,38 @@ class _DlInfo(ctypes.Structure):
     )
 
 
-def file_of_function(name: str) -> str:
-    """The library whose function torch calls by this name, of several that may be loaded."""
+def nccl_file() -> str:
+    """The NCCL that torch calls, of several that may be loaded; "" where it is inside libtorch."""
     everything, info = ctypes.CDLL(None), _DlInfo()
-    if not hasattr(everything, name):
-        return ""
-    address = ctypes.cast(getattr(everything, name), ctypes.c_void_p)
+    library = everything  # where it is global: preloaded, or in a wheel that torch opened so
+    if not hasattr(library, "ncclGetVersion"):
+        try:
+            library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            return ""
+    address = ctypes.cast(library.ncclGetVersion, ctypes.c_void_p)
     return info.file.decode() if everything.dladdr(address, ctypes.byref(info)) else ""
 
 
-def check_nccl() -> Iterator[Finding]:
+def nccl_version() -> tuple[int, int, int]:
+    """Of that library: torch may say what it was built with, whatever LD_PRELOAD has put there."""
     import torch
+
+    number = ctypes.c_int()
+    if (file := nccl_file()) and ctypes.CDLL(file).ncclGetVersion(ctypes.byref(number)) == 0:
+        return number.value // 10000, number.value // 100 % 100, number.value % 100
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return major, minor, patch
+
+
+def check_nccl() -> Iterator[Finding]:
     import torch.distributed as dist
 
     if not dist.is_nccl_available():
         yield Finding("nccl", "not in this torch (CPU tensors need none)")
         return
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    where = file_of_function("ncclGetVersion") or "inside libtorch"
+    version = ".".join(map(str, nccl_version()))
+    where = nccl_file() or "inside libtorch"
     packages = [
         f"{name} {importlib.metadata.version(name)}"
         for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -207,6 +221,8 @@ def check_variables() -> Iterator[Finding]:
     yield Finding("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")
     for entry in rows:
         yield from file_of(str(entry["name"]), Path(str(entry["value"])))
+    if replace.is_in_place():
+        yield Finding("variables", "mycoll is in gloo's place: groups called gloo are mycoll's")
     if "MYCOLL_CPU=gloo" in words:
         fix = "unset MYCOLL_CPU when the comparison is over"
         yield Finding("variables", "CPU tensors go over torch's gloo", WARN, fix)

@@ -21,10 +21,13 @@ DEADLINE = 240
 CLIENTS = [
     ("accelerate", "with_accelerate.py", ()),
     ("transformers", "with_transformers.py", ()),
+    ("transformers", "with_tensor_parallel.py", ()),
     ("lightning", "with_fabric.py", ()),
     ("lightning", "with_lightning.py", ()),
     ("torchmetrics", "with_torchmetrics.py", ()),
     ("ignite", "with_ignite.py", ()),
+    ("torchft", "with_torchft.py", ()),
+    ("ray", "with_ray.py", ()),
     *(("deepspeed", "with_deepspeed.py", (str(stage), "mycoll")) for stage in range(4)),
 ]
 

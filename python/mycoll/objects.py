@@ -1,0 +1,406 @@
+"""torch's collectives of objects, for groups whose CPU tensors mycoll serves.
+
+torch sends the sizes, then the pickles, each padded to the longest. Here the first message has a
+fixed size, and most objects are in it. Whatever does not fit follows: the rest of the pickles, and
+large memory from where it lies to where it will stay (parcel.py). Who sends what is decided by
+sizes that the receivers have, so all ranks agree.
+
+For other groups, for devices and for `weights_only`, torch's functions are called with the same
+arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    BroadcastOptions,
+    GatherOptions,
+    ScatterOptions,
+)
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from mycoll import _compat, _registration
+from mycoll.parcel import (
+    CELL_BYTES,
+    Incoming,
+    Parcel,
+    as_tensor,
+    head_bytes,
+    new_memory,
+    pack,
+)
+
+# The first message has CELL_BYTES from each rank, and less in large groups: so much of all ranks.
+_ALL_CELLS_BYTES = 1 << 18
+_SMALLEST_CELL = 512
+
+# Of the messages that belong to gather_object and scatter_object_list; those of programs have 0, or
+# small numbers.
+_TAG = 0x6F626A73
+
+_installed = False
+
+
+def install() -> None:
+    """Wraps the functions, once in a process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for wrap in (
+        _wrap_all_gather_object,
+        _wrap_gather_object,
+        _wrap_broadcast_object_list,
+        _wrap_scatter_object_list,
+        _wrap_send_object_list,
+        _wrap_recv_object_list,
+    ):
+        _compat.replace(wrap.__name__.removeprefix("_wrap_"), wrap)
+
+
+# --- the functions --------------------------------------------------------------------------------
+
+
+def _wrap_all_gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather_object(
+        object_list: list[Any], obj: Any, group: ProcessGroup | None = None, *args: Any, **more: Any
+    ) -> None:
+        backend = _backend(group, (*args, *more.values()))
+        if backend is None:
+            original(object_list, obj, group, *args, **more)
+            return
+        for i, parcel in enumerate(_all_gather(backend, pack([obj]))):
+            object_list[i] = parcel.objects()[0]
+
+    return all_gather_object
+
+
+def _wrap_gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gather_object(
+        obj: Any,
+        object_gather_list: list[Any] | None = None,
+        dst: int | None = None,
+        group: ProcessGroup | None = None,
+        group_dst: int | None = None,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        backend = _backend(group, (*args, *more.values()))
+        if backend is None:
+            original(obj, object_gather_list, dst, group, group_dst, *args, **more)
+            return
+        root = _group_rank(group, dst, group_dst, default=0)
+        distributed_c10d._validate_output_list_for_rank(backend.rank(), root, object_gather_list)
+        for i, parcel in enumerate(_gather(backend, pack([obj]), root)):
+            assert object_gather_list is not None
+            object_gather_list[i] = parcel.objects()[0]
+
+    return gather_object
+
+
+def _wrap_broadcast_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast_object_list(
+        object_list: list[Any],
+        src: int | None = None,
+        group: ProcessGroup | None = None,
+        device: torch.device | None = None,
+        group_src: int | None = None,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        backend = _backend(group, (*args, *more.values()), device)
+        if backend is None:
+            original(object_list, src, group, device, group_src, *args, **more)
+            return
+        root = _group_rank(group, src, group_src, default=0)
+        _check_not_empty(object_list)
+        if backend.rank() == root:
+            _broadcast(backend, pack(object_list), root)
+        else:
+            _put(object_list, _broadcast(backend, None, root), root)
+
+    return broadcast_object_list
+
+
+def _wrap_scatter_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter_object_list(
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: Sequence[Any] | None = None,
+        src: int | None = None,
+        group: ProcessGroup | None = None,
+        group_src: int | None = None,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        backend = _backend(group, (*args, *more.values()))
+        if backend is None:
+            original(
+                scatter_object_output_list,
+                scatter_object_input_list,
+                src,
+                group,
+                group_src,
+                *args,
+                **more,
+            )
+            return
+        root = _group_rank(group, src, group_src, default=0)
+        if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+            raise ValueError(
+                "Expected argument scatter_object_output_list to be a list of size at least 1."
+            )
+        parcels = None
+        if backend.rank() == root:
+            if scatter_object_input_list is None:
+                raise ValueError("source rank must provide non-None scatter_object_input_list")
+            if len(scatter_object_input_list) != backend.size():
+                raise ValueError(
+                    f"scatter_object_input_list has {len(scatter_object_input_list)} objects, and "
+                    f"the group has {backend.size()} ranks: give one for each"
+                )
+            parcels = [pack([item]) for item in scatter_object_input_list]
+        scatter_object_output_list[0] = _scatter(backend, parcels, root).objects()[0]
+
+    return scatter_object_list
+
+
+def _wrap_send_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
+    def send_object_list(
+        object_list: list[Any],
+        dst: int | None = None,
+        group: ProcessGroup | None = None,
+        device: torch.device | None = None,
+        group_dst: int | None = None,
+        use_batch: bool = False,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        backend = _backend(group, (*args, *more.values()), device)
+        if backend is None:
+            original(object_list, dst, group, device, group_dst, use_batch, *args, **more)
+            return
+        peer = _group_rank(group, dst, group_dst)
+        distributed_c10d._check_not_self_rank(_members(group), peer, "destination")
+        _check_not_empty(object_list)
+        parcel = pack(object_list)
+        cell = backend.send([as_tensor(parcel.cell(CELL_BYTES))], peer, 0)
+        _wait([cell, *_send_rest(backend, parcel, CELL_BYTES, peer, 0)])
+
+    return send_object_list
+
+
+def _wrap_recv_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
+    def recv_object_list(
+        object_list: list[Any],
+        src: int | None = None,
+        group: ProcessGroup | None = None,
+        device: torch.device | None = None,
+        group_src: int | None = None,
+        use_batch: bool = False,
+        *args: Any,
+        **more: Any,
+    ) -> Any:
+        backend = _backend(group, (*args, *more.values()), device)
+        if backend is None:
+            return original(object_list, src, group, device, group_src, use_batch, *args, **more)
+        peer = _group_rank(group, src, group_src)
+        distributed_c10d._check_not_self_rank(_members(group), peer, "source")
+        _check_not_empty(object_list)
+        cell = new_memory(CELL_BYTES)
+        _wait([backend.recv([as_tensor(cell)], peer, 0)])
+        [parcel] = _receive_rest(backend, [(peer, cell)], 0)
+        _put(object_list, parcel, peer)
+        members = _members(group)
+        is_listed = members in distributed_c10d._world.pg_group_ranks
+        return dist.get_global_rank(members, peer) if is_listed else peer
+
+    return recv_object_list
+
+
+# --- groups and arguments -------------------------------------------------------------------------
+
+
+def _backend(group: Any, options: Iterable[Any], device: Any = None) -> Any | None:
+    """mycoll's, if the objects travel by it; the same answer on all ranks of a group."""
+    if distributed_c10d._rank_not_in_group(group):
+        return None
+    if any(options):  # weights_only, and whatever a later torch adds
+        return None
+    if device is not None and torch.device(device).type != "cpu":
+        return None
+    members = _members(group)
+    try:
+        backend = members._get_backend(_CPU)
+    except (RuntimeError, AttributeError):  # serves devices only; no ProcessGroup, as torch's RPC
+        return None
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return backend if isinstance(backend, _registration.native().MycollBackend) else None
+
+
+_CPU = torch.device("cpu")
+
+
+def _members(group: ProcessGroup | None) -> ProcessGroup:
+    return distributed_c10d._get_default_group() if group is None else group
+
+
+def _group_rank(
+    group: ProcessGroup | None, rank: int | None, group_rank: int | None, default: int | None = None
+) -> int:
+    if rank is None and group_rank is None:
+        rank = default
+    result: int = distributed_c10d._canonicalize_group_rank(
+        _members(group), rank, group_rank, return_global=False
+    )
+    return result
+
+
+def _check_not_empty(object_list: Sequence[Any]) -> None:
+    if not object_list:
+        raise ValueError("object_list is empty: it needs a place for each object")
+
+
+def _put(object_list: list[Any], parcel: Incoming, source: int) -> None:
+    objects = parcel.objects()
+    if len(objects) != len(object_list):
+        raise ValueError(
+            f"rank {source} sent {len(objects)} objects, and this rank's object_list has "
+            f"{len(object_list)} places: give lists of one length on all ranks"
+        )
+    object_list[:] = objects
+
+
+# --- what goes over the wire ----------------------------------------------------------------------
+
+
+def _all_gather(backend: Any, parcel: Parcel) -> list[Incoming]:
+    size, rank = backend.size(), backend.rank()
+    room = _room(size)
+    cells = new_memory(size * room)
+    _wait([backend._allgather_base(as_tensor(cells), as_tensor(parcel.cell(room)))])
+    heads = [cells[start : start + room] for start in range(0, size * room, room)]
+    if any(head_bytes(head) > room for head in heads):
+        nothing = new_memory(0)
+        heads = [_memory_for(head) for head in heads]
+        outputs = [as_tensor(nothing if len(head) == room else head) for head in heads]
+        own = parcel.head()
+        _wait([backend.allgather([outputs], [as_tensor(nothing if len(own) <= room else own)])])
+    parcels = [Incoming(head) for head in heads]
+    works = []
+    for root, incoming in enumerate(parcels):
+        works += _broadcast_asides(backend, parcel if root == rank else incoming, root)
+    _wait(works)
+    if parcel.asides:
+        parcels[rank] = parcel.copy()
+    return parcels
+
+
+def _gather(backend: Any, parcel: Parcel, root: int) -> list[Incoming]:
+    """On the root, what all ranks have sent; on the others, nothing."""
+    size, rank = backend.size(), backend.rank()
+    room = _room(size)
+    options = GatherOptions()
+    options.rootRank = root
+    cell = as_tensor(parcel.cell(room))
+    if rank != root:
+        _wait([backend.gather([], [cell], options)])
+        _wait(_send_rest(backend, parcel, room, root, _TAG))
+        return []
+    cells = [new_memory(room) for _ in range(size)]
+    _wait([backend.gather([[as_tensor(place) for place in cells]], [cell], options)])
+    others = [(peer, cells[peer]) for peer in range(size) if peer != root]
+    parcels = _receive_rest(backend, others, _TAG)
+    parcels.insert(root, parcel.copy())
+    return parcels
+
+
+def _broadcast(backend: Any, parcel: Parcel | None, root: int) -> Any:
+    """The parcel is the root's; the others get what it has sent."""
+    options = BroadcastOptions()
+    options.rootRank = root
+    head = new_memory(CELL_BYTES) if parcel is None else parcel.cell(CELL_BYTES)
+    _wait([backend.broadcast([as_tensor(head)], options)])
+    if head_bytes(head) > CELL_BYTES:
+        head = _memory_for(head) if parcel is None else parcel.head()
+        _wait([backend.broadcast([as_tensor(head)], options)])
+    if parcel is None:
+        parcel = Incoming(head)
+    _wait(_broadcast_asides(backend, parcel, root))
+    return parcel
+
+
+def _scatter(backend: Any, parcels: Sequence[Parcel] | None, root: int) -> Incoming:
+    """The parcels are the root's, one for each rank."""
+    room = _room(backend.size())
+    options = ScatterOptions()
+    options.rootRank = root
+    cell = new_memory(room)
+    if parcels is None:
+        _wait([backend.scatter([as_tensor(cell)], [], options)])
+        [incoming] = _receive_rest(backend, [(root, cell)], _TAG)
+        return incoming
+    cells = [as_tensor(parcel.cell(room)) for parcel in parcels]
+    _wait([backend.scatter([as_tensor(cell)], [cells], options)])
+    works = []
+    for peer, parcel in enumerate(parcels):
+        if peer != root:
+            works += _send_rest(backend, parcel, room, peer, _TAG)
+    incoming = parcels[root].copy()
+    _wait(works)
+    return incoming
+
+
+def _broadcast_asides(backend: Any, parcel: Parcel, root: int) -> list[Any]:
+    if not parcel.asides:
+        return []
+    options = BroadcastOptions()
+    options.rootRank = root
+    options.asyncOp = len(parcel.asides) > 1
+    return [backend.broadcast([aside], options) for aside in parcel.asides]
+
+
+def _send_rest(backend: Any, parcel: Parcel, room: int, peer: int, tag: int) -> list[Any]:
+    """What was not in the first message, which had so much room."""
+    head = parcel.head()
+    rest = [as_tensor(head)] if len(head) > room else []
+    rest += parcel.asides
+    return [backend.send([tensor], peer, tag) for tensor in rest]
+
+
+def _receive_rest(
+    backend: Any, cells: Sequence[tuple[int, memoryview]], tag: int
+) -> list[Incoming]:
+    """From each of these ranks, what it did not send in its first message."""
+    heads = [_memory_for(cell) for _, cell in cells]
+    works = []
+    for (peer, cell), head in zip(cells, heads, strict=True):
+        if head is not cell:
+            works.append(backend.recv([as_tensor(head)], peer, tag))
+    _wait(works)
+    parcels = [Incoming(head) for head in heads]
+    works = []
+    for (peer, _), parcel in zip(cells, parcels, strict=True):
+        works += [backend.recv([aside], peer, tag) for aside in parcel.asides]
+    _wait(works)
+    return parcels
+
+
+def _memory_for(cell: memoryview) -> memoryview:
+    """The cell, if the head is in it; or memory for the head."""
+    size = head_bytes(cell)
+    return cell if size <= len(cell) else new_memory(size)
+
+
+def _room(size: int) -> int:
+    """Of each rank in the first message, in a group of this size."""
+    return min(CELL_BYTES, max(_SMALLEST_CELL, _ALL_CELLS_BYTES // size))
+
+
+def _wait(works: Iterable[Any]) -> None:
+    for work in works:
+        if work is not None:  # done
+            work.wait()

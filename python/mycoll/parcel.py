@@ -1,0 +1,253 @@
+"""Python objects as bytes, and the large memory inside them without a copy.
+
+A parcel has a head and asides. The head is one run of bytes:
+
+    numbers of objects and asides, bytes of the head    16 bytes
+    end of each object's pickle, as an offset            8 bytes each
+    the pickles
+    size of each aside, twice; + 1 for a storage         8 bytes each
+
+An aside is memory of a tensor or an array that travels by itself, from where it lies to where it
+will stay. Objects are pickled as torch pickles them, each by itself. Only the memory of storages on
+the CPU goes another way; so views, subclasses, sparse tensors and parameters are torch's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import ctypes
+import gc
+import io
+import mmap
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+# Memory of this size travels by itself: one more message costs less than two copies.
+ASIDE_BYTES = 1 << 17
+
+# A head is in memory of at least this size, for cell().
+CELL_BYTES = 4096
+
+_FRONT = struct.Struct("<IIQ")
+_ONE = struct.Struct(f"{_FRONT.format}Q")  # of one object, as most parcels are
+_PROTOCOL = 5
+
+# Of a head that is longer, the garbage collector waits for the end.
+_PAUSE_BYTES = 1 << 16
+
+# What is larger asks for huge pages.
+_HUGE_BYTES = 1 << 22
+_PAGE_BYTES = 1 << 21
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Parcel:
+    """What a rank sends, or has received."""
+
+    def __init__(self, memory: memoryview, asides: Sequence[torch.Tensor]) -> None:
+        self.memory = memory  # begins with the head
+        self.asides = asides  # as bytes
+
+    def head(self) -> memoryview:
+        return self.memory[: head_bytes(self.memory)]
+
+    def cell(self, size: int) -> memoryview:
+        """The head in so many bytes, up to CELL_BYTES; of a head that is longer, the beginning."""
+        return self.memory[:size]
+
+    def copy(self) -> Incoming:
+        """One whose objects share no memory with those that were packed."""
+        own = Incoming(self.memory)
+        for tensor, aside in zip(own.asides, self.asides, strict=True):
+            tensor.copy_(aside)
+        return own
+
+
+class Incoming(Parcel):
+    """A parcel whose head is here, and that has memory for the asides, for others to fill."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._count, asides, total = _FRONT.unpack_from(memory)
+        self._buffers: list[Any] = []
+        tensors: list[torch.Tensor] = []
+        entries = struct.unpack_from(f"<{asides}Q", memory, total - 8 * asides) if asides else ()
+        for entry in entries:
+            size, is_storage = divmod(entry, 2)
+            storage = _new_storage(size)
+            tensor = bytes_of_storage(storage)
+            tensors.append(tensor)
+            self._buffers.append(storage if is_storage else tensor.numpy().data)
+        super().__init__(memory, tensors)
+
+    def objects(self) -> list[Any]:
+        """Once the asides are here. They become the memory of the objects: call it once."""
+        if head_bytes(self.memory) < _PAUSE_BYTES:
+            return self._load()
+        with _without_collector():
+            return self._load()
+
+    def _load(self) -> list[Any]:
+        ends = struct.unpack_from(f"<{self._count}Q", self.memory, _FRONT.size)
+        start = _FRONT.size + 8 * self._count
+        buffers = iter(self._buffers)
+        result = []
+        for end in ends:
+            result.append(pickle.loads(self.memory[start:end], buffers=buffers))
+            start = end
+        return result
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """While much is unpickled: objects are made by the thousand then, all of them are kept, and the
+    garbage collector would look at them again and again, most of the time."""
+    pauses = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
+
+
+def pack(objects: Sequence[Any]) -> Parcel:
+    return _Packing().pack(objects)
+
+
+def head_bytes(cell: memoryview) -> int:
+    """How long the head is that begins like this."""
+    total: int = _FRONT.unpack_from(cell)[2]
+    return total
+
+
+def new_memory(size: int) -> memoryview:
+    if size < _HUGE_BYTES:
+        return memoryview(bytearray(size))
+    return bytes_of_storage(_new_storage(size)).numpy().data
+
+
+def as_tensor(memory: memoryview) -> torch.Tensor:
+    if memory.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def bytes_of_storage(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def _new_storage(size: int) -> torch.UntypedStorage:
+    storage = torch.UntypedStorage(size)
+    if size >= _HUGE_BYTES:
+        # As NumPy does: most of the time for new memory is that for its pages.
+        start = -(-storage.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
+        length = storage.data_ptr() + size - start
+        _madvise(start, length // _PAGE_BYTES * _PAGE_BYTES, mmap.MADV_HUGEPAGE)
+    return storage
+
+
+class _Packing:
+    """One call of pack()."""
+
+    def __init__(self) -> None:
+        self._asides: list[torch.Tensor] = []
+        self._entries: list[int] = []
+        # What stands for a storage's memory in the pickle, until the pickler asks about it.
+        self._storages: dict[int, tuple[pickle.PickleBuffer, torch.UntypedStorage]] = {}
+
+    def pack(self, objects: Sequence[Any]) -> Parcel:
+        file = io.BytesIO()
+        file.write(bytes(_FRONT.size + 8 * len(objects)))
+        table = self._reducers()
+        ends = []
+        for item in objects:
+            pickler = pickle.Pickler(file, _PROTOCOL, buffer_callback=self._stays_inside)
+            pickler.dispatch_table = table
+            pickler.dump(item)
+            ends.append(file.tell())
+        entries = self._entries
+        if entries:
+            file.write(struct.pack(f"<{len(entries)}Q", *entries))
+        total = file.tell()
+        if total < CELL_BYTES:
+            file.write(bytes(CELL_BYTES - total))
+        memory = file.getbuffer()
+        front = _ONE if len(ends) == 1 else struct.Struct(f"{_FRONT.format}{len(ends)}Q")
+        front.pack_into(memory, 0, len(ends), len(entries), total, *ends)
+        return Parcel(memory, self._asides)
+
+    def _reducers(self) -> dict[type, Callable[[Any], Any]]:
+        # Not a Pickler's reducer_override, which would be called for each object.
+        table: dict[type, Callable[[Any], Any]] = dict(copyreg.dispatch_table)
+        table[torch.TypedStorage] = self._reduce_typed_storage
+        table[torch.UntypedStorage] = self._reduce_storage
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            table[numpy.ndarray] = _reduce_array
+        return table
+
+    def _reduce_typed_storage(self, typed: torch.TypedStorage) -> Any:
+        storage = typed._untyped_storage
+        if not self._is_plain(storage):
+            return typed.__reduce__()
+        return _typed_storage, (self._memory(storage), typed.dtype)
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+        if not self._is_plain(storage):
+            return storage.__reduce__()
+        # Bytes with a type are what torch.load makes of it, and what torch's float8 tensors want.
+        return _typed_storage, (self._memory(storage), torch.uint8)
+
+    @staticmethod
+    def _is_plain(storage: torch.UntypedStorage) -> bool:
+        return type(storage) is torch.UntypedStorage and storage.device.type == "cpu"
+
+    def _memory(self, storage: torch.UntypedStorage) -> pickle.PickleBuffer | bytes:
+        size = storage.nbytes()
+        if size < ASIDE_BYTES:
+            return ctypes.string_at(storage.data_ptr(), size) if size else b""
+        stand_in = pickle.PickleBuffer(bytearray())
+        self._storages[id(stand_in)] = stand_in, storage
+        return stand_in
+
+    def _stays_inside(self, buffer: pickle.PickleBuffer) -> bool:
+        """What the pickler asks of a buffer that an object offers."""
+        _, storage = self._storages.pop(id(buffer), (None, None))
+        if storage is not None:
+            tensor = bytes_of_storage(storage)
+        else:
+            try:
+                view = buffer.raw()
+            except BufferError:  # not contiguous
+                return True
+            if view.nbytes < ASIDE_BYTES or view.readonly:
+                return True
+            tensor = as_tensor(view)
+        self._asides.append(tensor)
+        self._entries.append(2 * tensor.numel() + (storage is not None))
+        return False
+
+
+def _reduce_array(array: Any) -> Any:
+    # One that cannot be written would arrive so by protocol 5; by the one that torch uses it does
+    # not.
+    return array.__reduce_ex__(_PROTOCOL) if array.flags.writeable else array.__reduce__()
+
+
+# The name of this one is in the pickles.
+def _typed_storage(
+    memory: torch.UntypedStorage | bytes, dtype: torch.dtype
+) -> torch.storage.TypedStorage:
+    if isinstance(memory, torch.UntypedStorage):
+        storage = memory
+    else:
+        storage = torch.UntypedStorage(len(memory))
+        ctypes.memmove(storage.data_ptr(), memory, len(memory))
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

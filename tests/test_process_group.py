@@ -1,0 +1,278 @@
+"""mycoll.process_group: groups that torch.distributed does not know of."""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import mycoll
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.usefixtures("mycoll_only")
+
+PATIENCE = timedelta(seconds=50)
+
+
+def on_all(body: Callable[[int], Any], count: int) -> list[Any]:
+    """body(rank) in a thread for each rank; their results."""
+    results: list[Any] = [None] * count
+    failures: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    if failures:
+        raise failures[0]
+    return results
+
+
+def make(store: dist.Store, rank: int, size: int, **more: Any) -> dist.ProcessGroup:
+    return mycoll.process_group(store, rank, size, **{"timeout": PATIENCE, **more})
+
+
+def total(group: dist.ProcessGroup) -> float:
+    x = torch.full((1000,), float(group.rank() + 1))
+    group.allreduce([x]).wait()
+    assert bool((x == x[0]).all())
+    return float(x[0])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_threads_as_ranks(size: int) -> None:
+    store = dist.HashStore()
+
+    def body(rank: int) -> str:
+        group = make(store, rank, size)
+        assert (group.rank(), group.size(), group.group_name) == (rank, size, "group")
+        assert total(group) == size * (size + 1) / 2
+        transport = str(group._get_backend(torch.device("cpu")).transport())
+        group.shutdown()
+        return transport
+
+    assert not dist.is_initialized()
+    transports = on_all(body, size)
+    assert set(transports) == {"self" if size == 1 else "shm"}
+    assert not dist.is_initialized()
+
+
+def test_every_collective() -> None:
+    """torch's functions take the group where they do not ask for the job's ranks."""
+    store = dist.HashStore()
+
+    def body(rank: int) -> None:
+        group = make(store, rank, 3)
+        x = torch.full((4,), float(rank))
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [3.0] * 4
+        outs = [torch.zeros(1) for _ in range(3)]
+        dist.all_gather(outs, torch.tensor([float(rank)]), group=group)
+        assert [float(out) for out in outs] == [0, 1, 2]
+        out = torch.zeros(2)
+        dist.reduce_scatter_tensor(out, torch.arange(6.0), group=group)
+        assert out.tolist() == [6.0 * rank, 6.0 * rank + 3]
+        got = torch.zeros(3)
+        dist.all_to_all_single(got, torch.full((3,), float(rank)), group=group)
+        assert got.tolist() == [0, 1, 2]
+        y = torch.full((2,), float(rank))
+        group.broadcast(y, 1).wait()
+        assert y.tolist() == [1.0, 1.0]
+        right, left = (rank + 1) % 3, (rank - 1) % 3
+        z = torch.zeros(1)
+        works = [group.send([torch.tensor([float(rank)])], right, 7), group.recv([z], left, 7)]
+        for work in works:
+            work.wait()
+        assert float(z) == left
+        group.barrier().wait()
+        objects: list[Any] = [None] * 3
+        dist.all_gather_object(objects, {"rank": rank}, group=group)
+        assert [each["rank"] for each in objects] == [0, 1, 2]
+        group.shutdown()
+
+    on_all(body, 3)
+
+
+class PythonStore(dist.Store):
+    """What a program's own store needs."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        super().__init__()
+        self.values = values
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix", "python"])
+def test_stores(kind: str, tmp_path: Path) -> None:
+    shared = dist.HashStore()
+    values: dict[str, bytes] = {}
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def store(rank: int) -> dist.Store:
+        if kind == "file":
+            return dist.FileStore(str(tmp_path / "store"), 2)
+        if kind == "tcp":
+            return dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        if kind == "prefix":
+            return dist.PrefixStore("a", dist.PrefixStore("b", shared))
+        return PythonStore(values) if kind == "python" else shared
+
+    def body(rank: int) -> float:
+        group = make(store(rank), rank, 2)
+        result = total(group)
+        group.shutdown()
+        return result
+
+    assert on_all(body, 2) == [3.0, 3.0]
+
+
+def test_many_in_any_order() -> None:
+    """Groups of different members, made at one time, used and dropped in an order of each rank's
+    own; some are left by shutdown(), some are only forgotten."""
+    store = dist.HashStore()
+
+    def body(rank: int) -> None:
+        groups = [make(store, rank, 3, name=f"g{i}") for i in range(4)]
+        if rank > 0:
+            groups.append(make(store, rank - 1, 2, name="pair"))
+        for group in groups:
+            assert total(group) == group.size() * (group.size() + 1) / 2
+        groups[0].barrier().wait()
+        random.Random(rank).shuffle(groups)
+        while groups:
+            group = groups.pop()
+            if len(groups) % 2:
+                group.shutdown()
+            del group
+            gc.collect()
+        # The name is free again.
+        group = make(store, rank, 3, name="g0")
+        assert total(group) == 6
+        group.shutdown()
+
+    on_all(body, 3)
+
+
+def test_made_in_one_thread_and_dropped_in_another() -> None:
+    store = dist.HashStore()
+    groups = on_all(lambda rank: make(store, rank, 2), 2)
+    # All ranks of a group from one thread: what is asynchronous needs no thread of its own.
+    xs = [torch.full((5,), float(rank)) for rank in range(2)]
+    works = [group.allreduce([x]) for group, x in zip(groups, xs)]
+    for work in works:
+        work.wait()
+    assert [x.tolist() for x in xs] == [[1.0] * 5] * 2
+    for group in reversed(groups):
+        group.shutdown()
+    assert on_all(lambda rank: total(make(store, rank, 2)), 2) == [3.0, 3.0]
+
+
+def test_beside_the_job() -> None:
+    """A process that has the default group, too: neither knows of the other."""
+    dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store = dist.HashStore()
+        assert on_all(lambda rank: total(make(store, rank, 2)), 2) == [3.0, 3.0]
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [1.0, 1.0]
+        assert len(dist.distributed_c10d._world.pg_map) == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_end_says_nothing_about_the_ranks_of_others() -> None:
+    """Ranks are numbered for each group alone: who is lost to one may be missed in no other."""
+    store = dist.HashStore()
+    ended = threading.Event()
+
+    def body(rank: int) -> None:
+        first = make(store, rank, 2, name="first")
+        total(first)
+        if rank == 1:
+            first.abort()
+            ended.set()
+            return
+        with pytest.raises(RuntimeError, match="mycoll group 'first'"):
+            ended.wait(50)
+            while True:
+                first.barrier().wait()
+        second = on_all(lambda each: total(make(store, each, 3, name="second")), 3)
+        assert second == [6.0] * 3
+
+    on_all(body, 2)
+
+
+def test_nobody_comes() -> None:
+    with pytest.raises(RuntimeError, match=r"'alone': timeout after 10ms.*missing: 1"):
+        make(dist.HashStore(), 0, 2, name="alone", timeout=timedelta(milliseconds=10))
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "text"),
+    [(2, 2, "rank must be"), (-1, 2, "rank must be"), (0, 0, "size must be at least 1")],
+)
+def test_refused(rank: int, size: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        make(dist.HashStore(), rank, size, name="wrong")
+    assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, mycoll.ArgumentError)
+    assert str(caught.value).startswith("mycoll group 'wrong': ")
+
+
+def test_options() -> None:
+    store = dist.HashStore()
+    options = mycoll.Options(timeout=timedelta(seconds=33))
+    group = mycoll.process_group(store, 0, 1, pg_options=options)
+    backend = group._get_backend(torch.device("cpu"))
+    assert backend.options.timeout == timedelta(seconds=33) and backend.name() == "mycoll"
+    group.shutdown()
+
+
+def two_of_four(port: int, first: int) -> list[float]:
+    """What one of two processes does."""
+
+    def body(index: int) -> float:
+        group = make(dist.TCPStore("127.0.0.1", port, is_master=False), first + index, 4)
+        result = total(group)
+        group.barrier().wait()
+        group.shutdown()
+        return result
+
+    return on_all(body, 2)
+
+
+def test_processes() -> None:
+    """Two processes with two ranks each."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    code = f"import test_process_group as t; assert t.two_of_four({server.port}, 2) == [10, 10]"
+    other = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        assert two_of_four(server.port, 0) == [10.0, 10.0]
+        assert other.wait(60) == 0
+    finally:
+        other.kill()

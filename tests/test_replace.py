@@ -1,0 +1,561 @@
+"""MYCOLL_REPLACE=gloo: programs that say gloo run over mycoll, unchanged."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from worlds import warm
+
+pytestmark = pytest.mark.usefixtures("mycoll_only")
+
+RANKS = 2
+# What a program can see of whose group it has: what only a backend of mycoll's has.
+OURS = "def ours(pg): return hasattr(pg._get_backend(torch.device('cpu')), 'transport')"
+HEAD = f"""
+import os, sys, threading, warnings
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+{OURS}
+"""
+
+
+def environment(replace: str | None = "gloo", **more: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MYCOLL_", "TORCH_DIST"))}
+    if replace is not None:
+        env["MYCOLL_REPLACE"] = replace
+    return {**env, "MYCOLL_TRACE_FILE": "off", **more}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(code: str, ranks: int = 1, replace: str | None = "gloo", **more: str) -> list[str]:
+    """The program on each rank; what each of them prints. None of them may fail."""
+    program = HEAD + textwrap.dedent(code)
+    port = str(free_port())
+    started: list[warm.Program] = []
+    try:
+        for rank in range(ranks):
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            started.append(warm.start(program, environment=environment(replace, **place, **more)))
+        outputs = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [p.returncode for p in started] == [0] * ranks, [error[-3000:] for _, error in outputs]
+    return [out for out, _ in outputs]
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("named", ["'gloo'", "'GLOO'", "'cpu:gloo,cuda:gloo'", "", "'cpu:gloo'"])
+def test_names_in_init_process_group(named: str) -> None:
+    run(
+        f"""
+        dist.init_process_group({named})
+        assert ours(dist.group.WORLD)
+        assert dist.get_backend_config().startswith("cpu:gloo"), dist.get_backend_config()
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [size] * 3
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.name() == "gloo" and backend._get_backend_name() == "gloo"
+        assert isinstance(backend, dist.ProcessGroupGloo)
+        assert backend.options._timeout == timedelta(minutes=30)
+        assert backend.options.group_name == "0"
+        dist.destroy_process_group()
+        """,
+        ranks=RANKS,
+    )
+
+
+def test_groups_and_meshes() -> None:
+    run(
+        """
+        dist.init_process_group("gloo")
+        assert dist.get_backend() == dist.Backend.GLOO == "gloo"
+        part = dist.new_group([0, 1], backend="gloo")
+        again = dist.new_group([0])
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
+        for group in (part, mesh.get_group()):
+            assert ours(group) and dist.get_backend(group) == "gloo"
+            dist.barrier(group)
+        if rank == 0:
+            assert ours(again)
+        # Functions that torch offers to gloo by its name.
+        dist.monitored_barrier(part, timedelta(seconds=20))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", FutureWarning)  # 2.15: it has a successor
+            c10d._set_pg_timeout(timedelta(seconds=77), part)
+        assert part._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+        got = [None] * size
+        dist.all_gather_object(got, {"rank": rank}, group=part)
+        assert got == [{"rank": 0}, {"rank": 1}]
+        dist.destroy_process_group()
+        """,
+        ranks=RANKS,
+    )
+
+
+def test_off_by_default_and_undone_by_one_variable() -> None:
+    [out] = run(
+        """
+        from torch._C import _distributed_c10d as c
+        dist.init_process_group("gloo")
+        print(ours(dist.group.WORLD), "mycoll" in repr(dist.ProcessGroupGloo.__mro__), end="")
+        """,
+        replace=None,
+    )
+    assert out == "False False"
+
+
+def test_another_value_is_a_clear_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch"],
+        env=environment("nccl"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "MYCOLL_REPLACE=nccl is not valid: expected gloo" in done.stderr
+
+
+def test_without_autoload_an_import_does_it() -> None:
+    run(
+        """
+        from torch.distributed import ProcessGroupGloo as before
+        import mycoll
+        dist.init_process_group("gloo")
+        assert ours(dist.group.WORLD)
+        from torch._C._distributed_c10d import ProcessGroupGloo as after
+        assert after is dist.ProcessGroupGloo is c10d.ProcessGroupGloo is not before
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+
+
+# --- the class ------------------------------------------------------------------------------------
+
+# Two ranks as threads of one process, as torch's own tests of the class have them at times.
+THREADS = """
+from torch.distributed import ProcessGroupGloo
+def on_all(body, count=2):
+    failures = []
+    def guarded(rank):
+        try:
+            body(rank)
+        except BaseException as error:
+            failures.append(error)
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(count)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    if failures: raise failures[0]
+"""
+
+
+def test_constructors_options_and_devices() -> None:
+    run(
+        THREADS
+        + """
+assert ProcessGroupGloo is torch._C._distributed_c10d.ProcessGroupGloo
+assert ProcessGroupGloo is c10d.ProcessGroupGloo
+assert ProcessGroupGloo.__name__ == "ProcessGroupGloo"
+device = ProcessGroupGloo.create_device(interface="lo")
+assert isinstance(device, ProcessGroupGloo.Device)
+ProcessGroupGloo.create_device(hostname="127.0.0.1")
+ProcessGroupGloo.create_default_device()
+try: ProcessGroupGloo.create_device(interface="no-such-interface")
+except RuntimeError: pass
+else: raise AssertionError("an interface that is not there")
+
+def options():
+    made = ProcessGroupGloo._Options()
+    made._timeout, made._threads, made._devices = timedelta(seconds=50), 3, [device, device]
+    made.group_name, made.global_ranks_in_group = "named", [4, 7]
+    return made
+
+for number, make in enumerate((
+    lambda store, rank: ProcessGroupGloo(store, rank, 2),
+    lambda store, rank: ProcessGroupGloo(store, rank, 2, timedelta(seconds=50)),
+    lambda store, rank: ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=50)),
+    lambda store, rank: ProcessGroupGloo(store=store, rank=rank, size=2, options=options()),
+    lambda store, rank: ProcessGroupGloo(store, rank, 2, options()),
+)):
+    store = dist.HashStore()
+    def body(rank):
+        pg = make(store, rank)
+        assert type(pg) is ProcessGroupGloo and (pg.rank(), pg.size()) == (rank, 2)
+        assert pg.options._timeout == timedelta(seconds=50) or number == 0
+        if number > 2:
+            assert pg.options._threads == 3 and len(pg.options._devices) == 2
+            assert pg._name == "named"
+        pg._set_sequence_number_for_group()
+        x = torch.full((2,), float(rank + 1))
+        pg.allreduce([x]).wait()
+        assert x.tolist() == [3.0, 3.0]
+    on_all(body)
+"""
+    )
+
+
+def test_a_class_that_derives_from_it() -> None:
+    run(
+        THREADS
+        + """
+class Counting(ProcessGroupGloo):
+    def __init__(self, store, rank, size):
+        super().__init__(store, rank, size, timedelta(seconds=20))
+        self.calls = 0
+    def allreduce(self, *args):
+        self.calls += 1
+        return super().allreduce(*args)
+pg = Counting(dist.HashStore(), 0, 1)
+pg.allreduce([torch.ones(1)]).wait()
+assert pg.calls == 1 and isinstance(pg, ProcessGroupGloo) and not isinstance(pg, str)
+assert not isinstance(ProcessGroupGloo(dist.HashStore(), 0, 1), Counting)
+"""
+    )
+
+
+def test_several_tensors_in_a_call() -> None:
+    run(
+        THREADS
+        + """
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
+store = dist.HashStore()
+def body(rank):
+    pg = ProcessGroupGloo(store, rank, 2, timedelta(seconds=50))
+    def pair():
+        # The second one is no plain memory.
+        return [torch.full((3,), 2.0 * rank + 1), torch.full((3, 2), 2.0 * rank + 2)[:, 0]]
+    for op, expected in ((ReduceOp.SUM, 10), (ReduceOp.PRODUCT, 24), (ReduceOp.MAX, 4)):
+        xs, opts = pair(), AllreduceOptions()
+        opts.reduceOp = op
+        pg.allreduce(xs, opts).wait()
+        assert [x.tolist() for x in xs] == [[expected] * 3] * 2, xs
+    for root in range(2):
+        for tensor in range(2):
+            xs, opts = pair(), BroadcastOptions()
+            opts.rootRank, opts.rootTensor = root, tensor
+            pg.broadcast(xs, opts).wait()
+            assert [x.tolist() for x in xs] == [[2 * root + tensor + 1] * 3] * 2, xs
+    outs = [[torch.zeros(3) for _ in range(4)] for _ in range(2)]
+    pg.allgather(outs, pair()).wait()
+    assert [[x.tolist() for x in out] for out in outs] == [[[i + 1] * 3 for i in range(4)]] * 2
+    # Refused by gloo as well, and as a RuntimeError.
+    opts = BroadcastOptions()
+    opts.rootRank, opts.rootTensor = 0, 2
+    for wrong in (
+        lambda: pg.broadcast(pair(), opts),
+        lambda: pg.allreduce([]),
+        lambda: pg.allreduce([torch.ones(2), torch.ones(3)]),
+        lambda: pg.allreduce([torch.ones(2), torch.ones(2, dtype=torch.int32)]),
+        lambda: pg.allgather([[torch.zeros(3)] * 4], pair()),
+        lambda: pg.allgather([[torch.zeros(3)] * 3] * 2, pair()),
+        lambda: pg.reduce([torch.ones(1), torch.ones(1)]),
+        lambda: pg.send([torch.ones(1), torch.ones(1)], 0, 0),
+    ):
+        try:
+            wrong()
+        except RuntimeError as error:
+            assert isinstance(error, ValueError) and str(error).startswith("mycoll group '")
+        else:
+            raise AssertionError("accepted")
+on_all(body)
+"""
+    )
+
+
+# --- what torch makes itself ----------------------------------------------------------------------
+
+
+def test_detail_wraps_ours_in_ours() -> None:
+    run(
+        """
+        dist.init_process_group("gloo")
+        wrapper = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert isinstance(wrapper.wrapped_pg, dist.ProcessGroupGloo)
+        assert hasattr(wrapper.wrapped_pg, "transport")
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [2, 2]
+        try:
+            dist.all_reduce(x) if rank else dist.broadcast(x, 0)
+        except RuntimeError as error:
+            assert "mismatch" in str(error).lower(), error
+        else:
+            raise AssertionError("ranks called different operations")
+        """,
+        ranks=RANKS,
+        TORCH_DISTRIBUTED_DEBUG="DETAIL",
+    )
+
+
+def test_rpc() -> None:
+    pytest.importorskip("torch.distributed.rpc")
+    run(
+        """
+        import torch.distributed.rpc as rpc
+        if not rpc.is_available():
+            sys.exit()
+        made = []
+        real = dist.ProcessGroupGloo.__init__
+        def noted(self, *args, **more):
+            made.append(self)
+            real(self, *args, **more)
+        dist.ProcessGroupGloo.__init__ = noted
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+        assert made and hasattr(made[0], "transport")
+        if rank == 0:
+            assert rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1)).tolist() == [2, 2]
+        rpc.shutdown()
+        """,
+        ranks=RANKS,
+    )
+
+
+def test_a_data_loader_and_a_fork(tmp_path: Path) -> None:
+    """A process that has forked, as a DataLoader does, goes on; torch makes it a gloo group."""
+    run(
+        """
+        from torch.utils.data import DataLoader
+        from torch.utils.data.datapipes.iter import IterableWrapper
+        dist.init_process_group("gloo")
+        warnings.simplefilter("ignore")
+        loader = DataLoader(IterableWrapper(range(8)).shuffle().sharding_filter(), num_workers=1)
+        assert len(list(loader)) == 4
+        [its] = [group for group in c10d._world.pg_map if group is not dist.group.WORLD]
+        assert ours(its) and dist.get_backend(its) == "gloo"
+        dist.barrier()
+        """,
+        ranks=RANKS,
+    )
+
+
+def test_the_background_process_of_a_checkpoint(tmp_path: Path) -> None:
+    """It is started by torch, which makes a gloo group there: the variable is inherited."""
+    file = tmp_path / "program.py"
+    file.write_text(
+        HEAD
+        + textwrap.dedent(f"""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+        from torch.distributed.checkpoint import _async_process_executor as executor
+
+        class Seen(dcp.FileSystemWriter):
+            def set_up_storage_writer(self, *args, **more):
+                found = dist.get_backend() == "gloo" and ours(dist.group.WORLD)
+                (self.path / f"seen{{os.getpid()}}").write_text(str(found))
+                return super().set_up_storage_writer(*args, **more)
+
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            state = {{"x": torch.arange(4.0) + rank}}
+            path = {str(tmp_path / "saved")!r}
+            os.makedirs(path, exist_ok=True)
+            dcp.async_save(
+                state,
+                storage_writer=Seen(path),
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            ).result()
+            dist.barrier()
+            loaded = {{"x": torch.zeros(4)}}
+            dcp.load(loaded, checkpoint_id=path)
+            assert loaded["x"].tolist() == [0, 1, 2, 3], loaded
+            dist.destroy_process_group()
+        """)
+    )
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, file],
+            env=environment(
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2"
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [p.returncode for p in started] == [0, 0], errors
+    seen = [file.read_text() for file in (tmp_path / "saved").glob("seen*")]
+    assert seen == ["True", "True"], (seen, errors)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_texts_that_programs_look_for() -> None:
+    run(
+        THREADS
+        + r"""
+import re
+def text(action, *expected):
+    try:
+        action()
+    except RuntimeError as error:
+        for each in expected:
+            assert re.search(each, str(error)), (each, str(error))
+        assert str(error).startswith("mycoll group '"), str(error)
+    else:
+        raise AssertionError("nothing was raised")
+
+# Nobody else comes.
+text(lambda: ProcessGroupGloo(dist.HashStore(), 0, 2, timedelta(milliseconds=10)),
+     "(timeout after 10ms|Socket Timeout)")
+
+store = dist.HashStore()
+left = threading.Event()
+def body(rank):
+    pg = ProcessGroupGloo(store, rank, 2, timedelta(milliseconds=500))
+    pg.allreduce([torch.ones(1)]).wait()
+    if rank == 0:
+        text(lambda: pg.recv([torch.ones(1)], 1, 0).wait(),
+             "Timed out", "timed out after", " (Timed out|closed|timeout) ")
+    else:
+        left.wait(20)
+    if rank == 0: left.set()
+on_all(body)
+
+store = dist.HashStore()
+def body(rank):
+    pg = ProcessGroupGloo(store, rank, 2, timedelta(milliseconds=500))
+    pg.allreduce([torch.ones(1)]).wait()
+    if rank == 0:
+        text(lambda: pg.allreduce([torch.ones(1)]).wait(),
+             "Timed out waiting 500ms", "timed out after")
+        left.set()
+    else:
+        left.wait(20)
+left.clear()
+on_all(body)
+
+store = dist.HashStore()
+def body(rank):
+    pg = ProcessGroupGloo(store, rank, 2, timedelta(seconds=50))
+    pg.allreduce([torch.ones(1)]).wait()
+    if rank == 1:
+        pg.shutdown()
+        return
+    text(lambda: pg.allreduce([torch.ones(1)]).wait(), "Connection closed by peer")
+on_all(body)
+"""
+    )
+
+
+def test_a_peer_that_dies() -> None:
+    outs = run(
+        """
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 1:
+            sys.stdout.flush()
+            if os.fork() == 0:  # the death is no failure of this test's rank
+                os._exit(0)
+            os.execv(sys.executable, [sys.executable, "-c", ""])
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            print("Connection closed by peer" in str(error), end="")
+        """,
+        ranks=RANKS,
+    )
+    assert outs[0] == "True"
+
+
+# --- what stays torch's ---------------------------------------------------------------------------
+
+
+def test_the_real_one_stays_reachable() -> None:
+    run(
+        """
+        import mycoll
+        dist.init_process_group("mycoll", pg_options=mycoll.Options(cpu="gloo"))
+        assert not ours(dist.group.WORLD)
+        dist.barrier()
+        named = dist.new_group(backend="gloo")
+        assert ours(named)
+        dist.barrier(named)
+        dist.destroy_process_group()
+        """
+    )
+
+
+def test_mycoll_cpu_gloo_leaves_gloo_alone() -> None:
+    run(
+        """
+        dist.init_process_group("gloo")
+        assert not ours(dist.group.WORLD)
+        """,
+        MYCOLL_CPU="gloo",
+    )
+
+
+def snapshot(replace: str | None, autoload: str) -> str:
+    """What torch.distributed's modules hold after `import torch`: names and what stands there."""
+    code = """
+import sys
+import torch, torch.distributed
+for name in sorted(sys.modules):
+    if name == "torch.distributed" or name.startswith(("torch.distributed.", "torch._C._dist")):
+        for key, value in sorted(vars(sys.modules[name]).items()):
+            where = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+            kind = type(value).__name__
+            code = getattr(getattr(value, "__code__", None), "co_filename", "")
+            print(name, key, kind, *where, code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(replace, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_importing_torch_changes_nothing() -> None:
+    """Not set, mycoll leaves every module of torch.distributed as it is without mycoll."""
+    without = snapshot(None, autoload="0")
+    assert snapshot(None, autoload="1") == without
+    assert "ProcessGroupGloo" in without
+    assert "mycoll" in snapshot("gloo", autoload="1")
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+def test_in_python_built_without_gloo_nothing_breaks() -> None:
+    """A torch that has no gloo: one warning, and no more."""
+    run(
+        """
+        from torch._C import _distributed_c10d as c
+        del c.ProcessGroupGloo
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            import mycoll
+        assert [str(w.message) for w in seen] == [
+            "MYCOLL_REPLACE=gloo has no effect: this torch was built without gloo"], seen
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )

@@ -1,0 +1,182 @@
+"""Programs in processes that are forked from one that has imported torch: they begin after a few
+milliseconds, not after seconds. What torch's import does for mycoll happens in the new process,
+with its environment. A test of the import itself starts a real interpreter instead.
+
+    program = warm.start("import torch; print(torch.ones(1))", environment={...})
+    assert program.communicate(timeout=60) == ("tensor([1.])\\n", "") and program.returncode == 0
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+LIMIT = 1 << 20  # bytes of a request
+
+
+class Program:
+    """As far as tests need it, what subprocess.Popen is."""
+
+    def __init__(self, status: int, files: list[int]) -> None:
+        self._status = status
+        self._files = files  # what it writes, in memory
+        self.pid = int(os.read(status, 20))
+        self.returncode: int | None = None
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a forked program", timeout)
+            self.returncode = int(os.read(self._status, 20))
+        written = (os.pread(fd, os.fstat(fd).st_size, 0) for fd in self._files)
+        out, error = (data.decode(errors="replace") for data in written)
+        return out, error
+
+    def __del__(self) -> None:
+        for fd in (self._status, *self._files):
+            os.close(fd)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@functools.cache
+def server() -> socket.socket:
+    """One for the whole test run; it ends when this process does."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LIMIT)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MYCOLL", "PYTHONPATH"))}
+    subprocess.Popen(
+        [sys.executable, __file__, str(theirs.fileno())],
+        env={**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    return ours
+
+
+def start(
+    code: str | Path,
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    folder: str | Path | None = None,
+    to_the_end: bool = False,
+) -> Program:
+    """Runs code, or the file of this path, as Python's -c or the file would be run. To the end:
+    also what comes after the handlers of atexit, for tests of how processes end."""
+    files = [os.memfd_create(name) for name in ("out", "error")]
+    status, theirs = os.pipe()
+    request = pickle.dumps(
+        {
+            "code": code.read_text() if isinstance(code, Path) else code,
+            "name": str(code) if isinstance(code, Path) else "-c",
+            "arguments": arguments,
+            "environment": dict(os.environ if environment is None else environment),
+            "folder": str(folder or Path.cwd()),
+            "to_the_end": to_the_end,
+        }
+    )
+    socket.send_fds(server(), [request], [*files, theirs])
+    os.close(theirs)
+    return Program(status, files)
+
+
+# --- in the server --------------------------------------------------------------------------------
+
+
+def serve(requests: socket.socket) -> dict[str, Any]:
+    """Returns in each new process, with what to run; ends with the process of the tests."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        data, fds, _, _ = socket.recv_fds(requests, LIMIT, 3)
+        if not data:
+            os._exit(0)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            requests.close()
+            return watched(pickle.loads(data), *fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def watched(request: dict[str, Any], out: int, error: int, status: int) -> dict[str, Any]:
+    """Stays behind to say how the program ends, and returns in the program."""
+    program = os.fork()
+    if program:
+        os.write(status, f"{program:<20}".encode())
+        _, how = os.waitpid(program, 0)
+        os.write(status, f"{os.waitstatus_to_exitcode(how):<20}".encode())
+        os._exit(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(out, 1)
+    os.dup2(error, 2)
+    for fd in (out, error, status):
+        os.close(fd)
+    return request
+
+
+def become(request: dict[str, Any]) -> types.ModuleType:
+    """Makes this process what a new interpreter would be once it has imported torch."""
+    import torch
+
+    environment = request["environment"]
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(request["folder"])
+    sys.argv = [request["name"], *request["arguments"]]
+    first = "" if request["name"] == "-c" else str(Path(request["name"]).parent)
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:1] = [first, *paths]
+    torch.distributed.set_debug_level_from_env()
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    if torch._is_device_backend_autoload_enabled():
+        torch._import_device_backends()
+    main = types.ModuleType("__main__")
+    if request["name"] != "-c":
+        main.__file__ = request["name"]
+    sys.modules["__main__"] = main
+    return main
+
+
+def run(code: Any, main: types.ModuleType) -> int:
+    """The exit code. What comes after that takes longest in a forked process: the ends of all of
+    torch's modules, whose memory has to be copied for it. It is left out."""
+    status = 0
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if status and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+if __name__ == "__main__":
+    told = serve(socket.socket(fileno=int(sys.argv[1])))
+    main = become(told)
+    code = compile(told["code"], told["name"], "exec")
+    if not told["to_the_end"]:
+        os._exit(run(code, main))
+    exec(code, main.__dict__)

@@ -6,10 +6,7 @@ import copy
 import os
 import random
 import signal
-import subprocess
-import sys
 import textwrap
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from worlds import warm
 from worlds.smoke import smoke
 from worlds.worker import Ctx
 
@@ -382,19 +380,20 @@ def test_process_ends(backend, tmp_path, transport, name):
     code = BEGIN + textwrap.dedent(ENDS[name])
     started = time.monotonic()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path / "meeting")],
-            env=os.environ | {"MYCOLL_TRANSPORT": transport},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        warm.start(
+            code,
+            str(rank),
+            str(tmp_path / "meeting"),
+            environment=os.environ | {"MYCOLL_TRANSPORT": transport},
+            to_the_end=True,
         )
         for rank in range(2)
     ]
-    for process in ranks:
-        timer = threading.Timer(45, process.kill)
-        timer.start()
-        output, _ = process.communicate()
-        timer.cancel()
-        assert process.returncode == 0, output
+    try:
+        for process in ranks:
+            output = process.communicate(timeout=45)
+            assert process.returncode == 0, output
+    finally:
+        for process in ranks:
+            process.kill()
     assert time.monotonic() - started < 40

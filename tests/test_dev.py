@@ -43,7 +43,8 @@ def stand_in(checkout: Path, name: str, script: str) -> str:
 def test_verbs(checkout: Path) -> None:
     listed = dev(checkout)
     assert listed.returncode == 0
-    for verb in ("demo", "test", "gpu", "coverage", "lint", "sanitize", "bench", "build", "clean"):
+    verbs = ("demo", "test", "gpu", "coverage", "lint", "sanitize", "bench", "build", "wheel")
+    for verb in (*verbs, "clean"):
         assert f"\n  {verb} " in listed.stdout
     unknown = dev(checkout, "tset")
     assert unknown.returncode == 1 and "there is no verb 'tset'" in unknown.stderr

@@ -147,7 +147,7 @@ def documented_fields(title: str) -> set[str]:
 def test_api_has_every_function() -> None:
     import mycoll
 
-    documented = set(re.findall(r"^### `mycoll\.(\w+)", API.read_text(), re.M))
+    documented = set(re.findall(r"^### `mycoll\.(\w+)[(`]", API.read_text(), re.M))
     assert documented | {"Options"} == set(mycoll.__all__)
 
 
@@ -181,6 +181,7 @@ def test_api_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 # Each command that README tells people to type, and the test that types it.
 COMMANDS = {
     "./dev demo": "test_demo.py",
+    "pip install mycoll-0.1.0-cp311-cp311-manylinux_2_27_x86_64.whl": "test_wheel.py",
     "./dev test --quick": "test_dev.py",
     'pip install cmake ninja wheel "setuptools>=77"': "test_packaging.py",
     "pip install --no-build-isolation .": "test_packaging.py",

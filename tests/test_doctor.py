@@ -66,7 +66,7 @@ def test_sick_machine():
     done = run(MYCOLL_SOCKET_IFNAME="=nosuch", MYCOLL_SMALL_BYTES="many")
     assert done.returncode == 1
     assert "export MYCOLL_SOCKET_IFNAME=" in done.stdout
-    assert "MYCOLL_SMALL_BYTES=many is not valid" in done.stdout
+    assert "MYCOLL_SMALL_BYTES=many is not valid" in " ".join(done.stdout.split())
     lines = done.stdout.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("FAIL")] == [
         "network",

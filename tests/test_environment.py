@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import __main__ as command_line
+from worlds import warm
 from worlds.worker import Ctx
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,11 +117,11 @@ def test_what_differs_from_the_default() -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MYCOLL_")}
 
     def changed(**variables: str) -> list[str]:
-        words = [sys.executable, "-m", "mycoll", "env", "--changed"]
-        done = subprocess.run(
-            words, env=plain | variables, capture_output=True, text=True, check=True
-        )
-        return done.stdout.splitlines()
+        code = "from mycoll.__main__ import main; raise SystemExit(main(['env', '--changed']))"
+        run = warm.start(code, environment=plain | variables)
+        out, error = run.communicate(timeout=60)
+        assert run.returncode == 0, error
+        return out.splitlines()
 
     assert "default value" in changed()[0]
     lines = changed(MYCOLL_SMALL_BYTES="1K", MYCOLL_TRANSPROT="tcp")
@@ -172,15 +173,9 @@ _C.environment()
 os.environ["MYCOLL_SMALL_BYTES"] = "2K"
 print(json.dumps(_C.environment()))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "MYCOLL_SMALL_BYTES": "1K", "TORCH_FR_BUFFER_SIZE": "64"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    environment = {**os.environ, "MYCOLL_SMALL_BYTES": "1K", "TORCH_FR_BUFFER_SIZE": "64"}
+    out, _ = warm.start(program, environment=environment).communicate(timeout=60)
+    rows = {row["name"]: row for row in json.loads(out)}
     assert rows["MYCOLL_SMALL_BYTES"]["value"] == "1K"
     assert rows["MYCOLL_SMALL_BYTES"]["source"] == "MYCOLL_SMALL_BYTES"
     assert rows["MYCOLL_SMALL_BYTES"]["is_set"]
@@ -206,18 +201,13 @@ dist.destroy_process_group()
     env = {**os.environ, "MYCOLL_LOG": "debug"}
     env.pop("MYCOLL_CPU", None)
     for argument in ("", "python"):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *filter(None, [argument])],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        assert re.search(r"^mycoll INFO mycoll \S+: group '0', rank 0 of 1", done.stdout, re.M)
-        lines = re.findall(r"^mycoll INFO listening on", done.stdout, re.M)
-        assert ("[mycoll " in done.stderr) == (not argument), done.stderr
-        assert bool(lines) == bool(argument), done.stdout
+        run = warm.start(program, *filter(None, [argument]), environment=env)
+        out, error = run.communicate(timeout=60)
+        assert run.returncode == 0, error
+        assert re.search(r"^mycoll INFO mycoll \S+: group '0', rank 0 of 1", out, re.M)
+        lines = re.findall(r"^mycoll INFO listening on", out, re.M)
+        assert ("[mycoll " in error) == (not argument), error
+        assert bool(lines) == bool(argument), out
 
 
 def test_versions_are_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""The programs of examples/, run as their first lines say, only without torchrun's own start-up."""
+"""The programs of examples/, run as their first lines say, only without torchrun's own start-up and
+their own import of torch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from worlds import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -23,26 +25,35 @@ def only_mycoll(request, backend):
 
 
 def two_ranks(program: Path, codes: tuple[int, int] = (0, 0)) -> str:
+    return run_ranks(program, codes=codes)
+
+
+def run_ranks(program: Path, *arguments: str, codes: tuple[int, ...] = (0, 0)) -> str:
+    """A rank for each of the codes that they are to end with."""
+    ranks = len(codes)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     world["MASTER_PORT"] = port
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program)],
-            cwd=program.parent if program.parent != EXAMPLES else None,
-            env=dict(
-                os.environ, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", **world
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    processes: list[warm.Program] = []
     try:
-        outputs = [process.communicate(timeout=DEADLINE)[0] for process in processes]
+        for rank in range(ranks):
+            processes.append(
+                warm.start(
+                    program,
+                    *arguments,
+                    environment=dict(
+                        os.environ,
+                        RANK=str(rank),
+                        LOCAL_RANK=str(rank),
+                        OMP_NUM_THREADS="1",
+                        **world,
+                    ),
+                    folder=program.parent if program.parent != EXAMPLES else None,
+                )
+            )
+        outputs = ["".join(process.communicate(timeout=DEADLINE)) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -110,20 +121,19 @@ def test_ddp_restart(tmp_path: Path):
     program = [str(EXAMPLES / "ddp_restart.py"), "--folder"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc-per-node", "2", "--max-restarts", "1"]
-    outcomes = []
-    for folder, crash in (("crash", ["--crash-at", "25"]), ("calm", [])):
-        (tmp_path / folder).mkdir()
-        done = subprocess.run(
-            [*launch, *program, str(tmp_path / folder), *crash],
-            env=dict(os.environ, OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        if crash:
-            assert "attempt 1 begins with step 20" in done.stdout, done.stdout
-        outcomes.append(re.search(r"done: .*", done.stdout))
+    (tmp_path / "crash").mkdir()
+    done = subprocess.run(
+        [*launch, *program, str(tmp_path / "crash"), "--crash-at", "25"],
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "attempt 1 begins with step 20" in done.stdout, done.stdout
+    (tmp_path / "calm").mkdir()
+    calm = run_ranks(EXAMPLES / "ddp_restart.py", "--folder", str(tmp_path / "calm"))
+    outcomes = [re.search(r"done: .*", each) for each in (done.stdout, calm)]
     assert outcomes[0] and outcomes[1] and outcomes[0][0] == outcomes[1][0]
 
 
@@ -131,17 +141,8 @@ def test_checkpoint(tmp_path: Path):
     """Two ranks and then one get to where one rank gets at once."""
 
     def run(ranks: int, folder: str, steps: int) -> str:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*launch, "--nproc-per-node", str(ranks), str(EXAMPLES / "checkpoint.py")]
-            + ["--folder", str(tmp_path / folder), "--steps", str(steps)],
-            env=dict(os.environ, OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        words = ("--folder", str(tmp_path / folder), "--steps", str(steps))
+        return run_ranks(EXAMPLES / "checkpoint.py", *words, codes=(0,) * ranks)
 
     run(2, "parts", 4)
     went_on = run(1, "parts", 8)

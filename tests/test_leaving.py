@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults.harness import Seen, Stage, answers, attempt
+from worlds import warm
 from worlds.worker import Ctx
 
 
@@ -140,7 +139,7 @@ def test_unreceived_sends_are_lost_when_the_sender_leaves(fresh, transport, myco
     world = fresh(2, transport, timeout=60.0)
     _, seen = world.run(goes_with_a_message)
     assert seen.kind == "DistBackendError", seen
-    assert "has left group" in seen.text and "recv from rank 0" in seen.text
+    assert "has left the group" in seen.text and "recv from rank 0" in seen.text
     assert seen.seconds < 2.0
     assert "(collectives: 0, sends: 1). They are lost" in world.members[0].log_tail()
 
@@ -167,15 +166,22 @@ def test_leaving_completes_matched_messages(reused, transport, mycoll_only):
         assert not seen.kind, (rank, seen)
 
 
-def run_ranks(text: str, ranks: int, tmp_path: Path) -> str:
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run_ranks(text: str, ranks: int) -> str:
     """All ranks' output of a program that ends as programs do."""
-    program = tmp_path / "program.py"
-    program.write_text(text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               str(ranks), str(program)]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    programs = [
+        warm.start(text, environment=os.environ | world | {"RANK": str(rank)}, to_the_end=True)
+        for rank in range(ranks)
+    ]
+    outputs = [program.communicate(timeout=120) for program in programs]
+    assert [program.returncode for program in programs] == [0] * ranks, outputs
+    return "".join(out for out, _ in outputs)
 
 
 SERVER = """
@@ -199,8 +205,8 @@ print("finished", flush=True)
 """
 
 
-def test_a_daemon_thread_in_a_call_does_not_disturb_the_exit(tmp_path):
-    assert run_ranks(SERVER, 2, tmp_path).count("finished") == 2
+def test_a_daemon_thread_in_a_call_does_not_disturb_the_exit():
+    assert run_ranks(SERVER, 2).count("finished") == 2
 
 
 LAST_WORDS = """
@@ -219,8 +225,8 @@ dist.init_process_group("mycoll")
 """
 
 
-def test_exit_handlers_may_communicate(tmp_path):
-    assert run_ranks(LAST_WORDS, 2, tmp_path).count("sum [2.0, 2.0]") == 2
+def test_exit_handlers_may_communicate():
+    assert run_ranks(LAST_WORDS, 2).count("sum [2.0, 2.0]") == 2
 
 
 THROWS = """
@@ -238,12 +244,8 @@ dist.all_reduce(torch.ones(1))
 def test_an_exception_on_one_rank_is_named_on_the_other(tmp_path, backend) -> None:
     if backend != "mycoll":
         pytest.skip("gloo does not say why a rank has gone")
-    words = [sys.executable, "-c", THROWS]
     ranks = [
-        subprocess.Popen(
-            [*words, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
+        warm.start(THROWS, str(rank), str(tmp_path / "store"), to_the_end=True) for rank in (0, 1)
     ]
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert "ValueError: of rank 1" in said[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,9 +30,9 @@ def work(ctx: Ctx) -> int:
     return os.getpid()
 
 
-def stall(ctx: Ctx) -> None:
-    if ctx.rank == 1:
-        time.sleep(4)
+def stall(ctx: Ctx, mark: str) -> None:
+    while ctx.rank == 1 and not Path(mark).exists():
+        time.sleep(0.05)
     dist.barrier()
 
 
@@ -55,7 +56,7 @@ def look(numbers: list[int], rank: int = 0) -> dict[tuple[str, str, str], float]
     return read(metrics.as_text(black_box.find(numbers)), rank)
 
 
-def test_counters(fresh, transport) -> None:
+def test_counters(fresh, transport, tmp_path) -> None:
     world = fresh(2, transport)
     numbers = world.run(work)
     for rank, message in ((0, "send"), (1, "recv")):
@@ -69,8 +70,12 @@ def test_counters(fresh, transport) -> None:
         assert values["mycoll_waiting_seconds", "0", ""] == 0
 
     # Also while nothing moves: that is when somebody looks.
-    running = during(world, stall)
-    eventually(lambda: look(numbers)["mycoll_waiting_seconds", "0", ""] > 1)
+    mark = tmp_path / "go"
+    running = during(world, stall, str(mark))
+    try:
+        eventually(lambda: look(numbers)["mycoll_waiting_seconds", "0", ""] > 1)
+    finally:
+        mark.touch()
     running.result()
 
 

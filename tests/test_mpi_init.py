@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mycoll.rendezvous import FIRST_PORT, PORTS, find_place, first_host
+from worlds import warm
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -112,6 +113,10 @@ dist.destroy_process_group()
 def run(tmp_path: Path, backend: str, command: list[str], **more: str):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM.format(backend=backend))
+    if not command:
+        program = warm.start(script, environment=dict(os.environ, OMP_NUM_THREADS="1", **more))
+        out, error = program.communicate(timeout=120)
+        return subprocess.CompletedProcess(script, program.returncode, out, error)
     return subprocess.run(
         [*command, sys.executable, str(script)],
         env=dict(os.environ, OMP_NUM_THREADS="1", **more),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import subprocess
-import sys
 import time
 from argparse import Namespace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import black_box, flight_record, trace, trace_file
+from torch.distributed import distributed_c10d
+from worlds import warm
 from worlds.worker import Ctx
 
-SHORT = 3.0  # seconds; a group's timeout
+SHORT = 1.5  # seconds; the group's timeout, once all ranks are there
 
 
 def everything(ctx: Ctx) -> None:
@@ -45,6 +46,8 @@ def failing(ctx: Ctx, how: str) -> None:
     ctx.init()
     everything(ctx)
     time.sleep(0.3)  # a failure may overtake the end of what came before
+    if how == "missing":
+        distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT), dist.group.WORLD)
     try:
         if how == "mismatch":
             dist.all_reduce(torch.ones(500 if ctx.rank == 1 else 1000))
@@ -71,7 +74,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def fail(fresh, transport: str, how: str, tmp_path: Path) -> Path:
     env = {"MYCOLL_TRACE_FILE": f"{tmp_path}/trace_%r"}
-    world = fresh(3, transport, init=False, env=env, timeout=SHORT)
+    world = fresh(3, transport, init=False, env=env)
     if how == "dead":
         with pytest.raises(AssertionError, match="code 3"):
             world.run(failing, how)
@@ -302,9 +305,9 @@ def test_call_sites_in_odd_places(tmp_path, folder) -> None:
     program.write_text(PROGRAM)
     out = tmp_path / "trace"
     env = {**os.environ, "MYCOLL_CALL_SITES": "always"}
-    run = [sys.executable, str(program), str(out)]
-    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run = warm.start(program, str(out), environment=env)
+    _, error = run.communicate(timeout=120)
+    assert run.returncode == 0, error
     for suffix, names in (("", ["step"]), ("_of_child", ["other", "step"])):
         frames = [entry["frames"][0] for entry in load(Path(f"{out}{suffix}"))["entries"]]
         assert [each["name"] for each in frames] == names

@@ -58,6 +58,10 @@ class Spec:
         return f"{self.size}x{where or self.backend}"
 
 
+# In shared worlds, of one process of the test run.
+MOST_RANKS = 32
+
+
 @dataclass
 class Options:
     """Of the whole test run."""
@@ -272,10 +276,19 @@ class Pool:
 
     def get(self, spec: Spec) -> World:
         """A shared world, built when it is first asked for or when it broke."""
-        world = self.worlds.get(spec)
+        world = self.worlds.pop(spec, None)
         if world is None or world.broken:
-            world = self.worlds[spec] = self.fresh(spec)
+            self._make_room(spec.size)
+            world = self.fresh(spec)
+        self.worlds[spec] = world  # behind all others: it was used last
         return world
+
+    def _make_room(self, ranks: int) -> None:
+        """A rank takes up to half a GiB, so the worlds that were not used for longest end."""
+        kept = [world for world in self.worlds.values() if not world.broken]
+        while kept and ranks + sum(world.size for world in kept) > MOST_RANKS:
+            kept.pop(0).close()
+        self.worlds = {world.spec: world for world in kept}
 
     def fresh(self, spec: Spec) -> World:
         """A world of one's own; the caller closes or kills it."""

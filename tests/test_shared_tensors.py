@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from faults.harness import Seen, answers, attempt
 from mycoll._registration import native
-from torch.nn import Linear, Sequential
+from torch.nn import Conv2d, Linear, Sequential
 from torch.nn.parallel import DistributedDataParallel
 from worlds import arith
 from worlds.worker import Ctx
@@ -92,7 +92,27 @@ def test_the_scope_is_of_its_thread_and_ends():
         native()._close_shared_tensors()
 
 
-@pytest.mark.parametrize("options", [{"device": "meta"}, {"pin_memory": True}])
+def test_who_asks_for_plain_memory_may_give_it_back_at_any_time():
+    """oneDNN, for one: its memory is torch's, and lives as long as a packed weight."""
+    inputs = torch.randn(4, 8, 32, 32)
+    kept = []
+    with mycoll.shared_tensors():
+        for dtype in (torch.float32, torch.bfloat16):
+            convolution = Conv2d(8, 8, 3).to(dtype)
+            kept.append((convolution, convolution(inputs.to(dtype))))
+        elsewhere = threading.Thread(target=lambda: Conv2d(8, 8, 3)(inputs))
+        elsewhere.start()
+        elsewhere.join()
+    for convolution, outputs in kept:
+        again = convolution(inputs.to(outputs.dtype))
+        assert torch.equal(again, outputs) and not is_shared(again)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"device": "meta"}, {"device": 0}, {"pin_memory": True}, {"out": torch.empty(3)}],
+    ids=str,
+)
 def test_other_memory_is_refused(options):
     with pytest.raises(ValueError, match="leave out"):
         mycoll.empty(3, **options)

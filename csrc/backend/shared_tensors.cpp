@@ -26,38 +26,36 @@ class SharedAllocator final : public c10::Allocator {
                      "descriptors (ulimit -n)");
     return {block, block, &release, c10::Device(c10::kCPU)};
   }
-  // There is more than one.
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  // For who asks for plain memory, oneDNN for instance, and gives it back on any thread, at any
+  // time.
+  c10::DeleterFnPtr raw_deleter() const override { return &releaseAny; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
   }
 
   void open() {
     const MutexLock lock(mutex_);
-    if (scopes_ == 0) {
-      c10::Allocator* const current = c10::GetCPUAllocator();
-      if (current != this) former_ = current;
+    c10::Allocator* const current = c10::GetCPUAllocator();
+    if (current != this) {
+      former_ = current;
       c10::SetCPUAllocator(this);
       TORCH_CHECK(c10::GetCPUAllocator() == this,
                   "mycoll.shared_tensors: another library has put its allocator of CPU tensors "
                   "before all others; ordinary tensors work, shared ones cannot be made");
     }
-    ++scopes_;
     ++depth;
   }
   void close() {
-    const MutexLock lock(mutex_);
     TORCH_CHECK(depth > 0,
                 "mycoll.shared_tensors: a scope must be left on the thread that entered it");
     --depth;
-    if (--scopes_ == 0 && c10::GetCPUAllocator() == this) c10::SetCPUAllocator(former_);
   }
 
  private:
   static void release(void* block) { SharedHeap::process().free(block); }
+  static void releaseAny(void* block);
 
   Mutex mutex_;
-  int scopes_ GUARDED_BY(mutex_) = 0;
   // Set before anybody can ask for memory here.
   std::atomic<c10::Allocator*> former_{c10::GetDefaultCPUAllocator()};
 };
@@ -66,6 +64,10 @@ class SharedAllocator final : public c10::Allocator {
 SharedAllocator& allocator() {
   static SharedAllocator* const kAllocator = new SharedAllocator;
   return *kAllocator;
+}
+
+void SharedAllocator::releaseAny(void* block) {
+  if (!SharedHeap::process().free(block)) allocator().former_.load()->raw_deleter()(block);
 }
 
 }  // namespace

@@ -59,8 +59,10 @@ def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
 
 def _refuse(options: dict[str, Any]) -> None:
     """What would be made in other memory."""
-    if torch.device(options.pop("device", None) or "cpu").type != "cpu":
+    device = options.pop("device", None)
+    if isinstance(device, int) or torch.device(device or "cpu").type != "cpu":
         raise ValueError("shared tensors are CPU tensors; leave out device=")
     for name in ("pin_memory", "out"):
-        if options.get(name):
+        value = options.get(name)
+        if value is not None and value is not False:
             raise ValueError(f"shared tensors are in memory of their own; leave out {name}=")

@@ -117,6 +117,18 @@ TEST(SharedHeap, memoryIsReturned) {
   EXPECT(peers->data()[place.offset] == 0);
 }
 
+TEST(SharedHeap, smallBlocksKeepNoLargeRegion) {
+  SharedHeap& heap = SharedHeap::process();
+  void* const large = heap.allocate(300 * kMiB);
+  void* const small = heap.allocate(1);
+  const size_t with = heap.usageForTest().regionBytes;
+  EXPECT(heap.free(large));
+  EXPECT(heap.usageForTest().regionBytes <= with - 300 * kMiB);
+  void* const next = heap.allocate(1);
+  EXPECT(heap.find({next, 1}).region == heap.find({small, 1}).region);
+  EXPECT(heap.free(small) && heap.free(next));
+}
+
 TEST(SharedHeap, childrenWriteToCopies) {
   SharedHeap& heap = SharedHeap::process();
   auto* block = static_cast<char*>(heap.allocate(1000));

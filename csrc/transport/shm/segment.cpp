@@ -1,6 +1,7 @@
 #include "transport/shm/segment.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -24,8 +25,18 @@ struct Registry {
 };
 
 Registry& registry() {
-  static Registry* instance = new Registry;  // never destroyed: segments may outlive static objects
-  return *instance;
+  // Never destroyed: segments may outlive static objects.
+  static Registry* const kInstance = [] {
+    auto* made = new Registry;
+    // A child has none of its parent's mappings, and another thread may be inside at that moment.
+    pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
+                   [] {
+                     registry().segments.clear();
+                     registry().mutex.unlock();
+                   });
+    return made;
+  }();
+  return *kInstance;
 }
 
 Status failed(const char* what) {

@@ -58,25 +58,26 @@ SharedHeap::Regions::iterator SharedHeap::regionOf(const void* address) {
   return address < region->second.end() ? region : regions_.end();
 }
 
-bool SharedHeap::addRegion(size_t bytes) {
+char* SharedHeap::addRegion(size_t bytes) {
   const size_t whole = std::max(kRegionBytes, roundUp(bytes + kHeadBytes, kHugePage));
   Region region;
   const Status made = Segment::create(whole, &region.segment, /*useHugePages=*/true);
   if (!made.ok()) {
     MYCOLL_LOG_WARN("no memory for shared tensors: %s", made.message().c_str());
-    return false;
+    return nullptr;
   }
   // Children get it, but not to write to: see inherit().
   (void)madvise(region.segment->data(), whole, MADV_DOFORK);
   new (region.segment->data()) RegionHead;
   region.id = ++lastId_;
   char* const key = region.segment->data();
-  addFree(region.begin(), static_cast<size_t>(region.end() - region.begin()));
+  char* const begin = region.begin();
+  addFree(begin, static_cast<size_t>(region.end() - begin));
   keptBytes_ += whole;
   byId_[region.id] = key;
   regions_.emplace(key, std::move(region));
   isUsed_.store(true, std::memory_order_relaxed);
-  return true;
+  return begin;
 }
 
 void SharedHeap::drop(Regions::iterator at) {
@@ -107,17 +108,25 @@ void* SharedHeap::allocate(size_t bytes) {
   const size_t taken = roundUp(std::max<size_t>(bytes, 1), kAlignment);
   if (taken < bytes || taken > SIZE_MAX / 2) return nullptr;
   const MutexLock lock(mutex_);
+  // A large block has its region for itself, and a small one does not keep a large region.
+  const bool isLarge = taken > kRegionBytes / 2;
   auto best = freeBySize_.lower_bound({taken, nullptr});
+  while (best != freeBySize_.end() && !isLarge &&
+         regionOf(best->second)->second.segment->bytes() > kRegionBytes) {
+    ++best;
+  }
   if (best == freeBySize_.end()) {
-    if (!addRegion(taken)) return nullptr;
-    best = freeBySize_.lower_bound({taken, nullptr});
+    char* const added = addRegion(taken);
+    if (added == nullptr) return nullptr;
+    best = freeBySize_.find({free_.at(added), added});
   }
   const auto [size, begin] = *best;
   removeFree(free_.find(begin));
-  if (size > taken) addFree(begin + taken, size - taken);
+  const size_t used = isLarge ? size : taken;
+  if (size > used) addFree(begin + used, size - used);
   Region& region = regionOf(begin)->second;
   if (region.blocks++ == 0) keptBytes_ -= region.segment->bytes();
-  blocks_[begin] = taken;
+  blocks_[begin] = used;
   return begin;
 }
 

@@ -84,7 +84,8 @@ class SharedHeap {
 
   SharedHeap();
   Regions::iterator regionOf(const void* address) REQUIRES(mutex_);
-  bool addRegion(size_t bytes) REQUIRES(mutex_);
+  // Where its memory begins, which is free. Null: there is none.
+  char* addRegion(size_t bytes) REQUIRES(mutex_);
   void drop(Regions::iterator region) REQUIRES(mutex_);
   void addFree(char* begin, size_t bytes) REQUIRES(mutex_);
   void removeFree(std::map<char*, size_t>::iterator range) REQUIRES(mutex_);

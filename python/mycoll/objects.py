@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
+    AllgatherOptions,
     BroadcastOptions,
     GatherOptions,
     ScatterOptions,
@@ -281,14 +282,16 @@ def _all_gather(backend: Any, parcel: Parcel) -> list[Incoming]:
     size, rank = backend.size(), backend.rank()
     room = _room(size)
     cells = new_memory(size * room)
-    _wait([backend._allgather_base(as_tensor(cells), as_tensor(parcel.cell(room)))])
+    options = _now(AllgatherOptions)
+    _wait([backend._allgather_base(as_tensor(cells), as_tensor(parcel.cell(room)), options)])
     heads = [cells[start : start + room] for start in range(0, size * room, room)]
     if any(head_bytes(head) > room for head in heads):
         nothing = new_memory(0)
         heads = [_memory_for(head) for head in heads]
         outputs = [as_tensor(nothing if len(head) == room else head) for head in heads]
         own = parcel.head()
-        _wait([backend.allgather([outputs], [as_tensor(nothing if len(own) <= room else own)])])
+        rest = as_tensor(nothing if len(own) <= room else own)
+        _wait([backend.allgather([outputs], [rest], options)])
     parcels = [Incoming(head) for head in heads]
     works = []
     for root, incoming in enumerate(parcels):
@@ -303,8 +306,7 @@ def _gather(backend: Any, parcel: Parcel, root: int) -> list[Incoming]:
     """On the root, what all ranks have sent; on the others, nothing."""
     size, rank = backend.size(), backend.rank()
     room = _room(size)
-    options = GatherOptions()
-    options.rootRank = root
+    options = _now(GatherOptions, root)
     cell = as_tensor(parcel.cell(room))
     if rank != root:
         _wait([backend.gather([], [cell], options)])
@@ -320,8 +322,7 @@ def _gather(backend: Any, parcel: Parcel, root: int) -> list[Incoming]:
 
 def _broadcast(backend: Any, parcel: Parcel | None, root: int) -> Any:
     """The parcel is the root's; the others get what it has sent."""
-    options = BroadcastOptions()
-    options.rootRank = root
+    options = _now(BroadcastOptions, root)
     head = new_memory(CELL_BYTES) if parcel is None else parcel.cell(CELL_BYTES)
     _wait([backend.broadcast([as_tensor(head)], options)])
     if head_bytes(head) > CELL_BYTES:
@@ -336,8 +337,7 @@ def _broadcast(backend: Any, parcel: Parcel | None, root: int) -> Any:
 def _scatter(backend: Any, parcels: Sequence[Parcel] | None, root: int) -> Incoming:
     """The parcels are the root's, one for each rank."""
     room = _room(backend.size())
-    options = ScatterOptions()
-    options.rootRank = root
+    options = _now(ScatterOptions, root)
     cell = new_memory(room)
     if parcels is None:
         _wait([backend.scatter([as_tensor(cell)], [], options)])
@@ -357,8 +357,7 @@ def _scatter(backend: Any, parcels: Sequence[Parcel] | None, root: int) -> Incom
 def _broadcast_asides(backend: Any, parcel: Parcel, root: int) -> list[Any]:
     if not parcel.asides:
         return []
-    options = BroadcastOptions()
-    options.rootRank = root
+    options = _now(BroadcastOptions, root)
     options.asyncOp = len(parcel.asides) > 1
     return [backend.broadcast([aside], options) for aside in parcel.asides]
 
@@ -387,6 +386,15 @@ def _receive_rest(
         works += [backend.recv([aside], peer, tag) for aside in parcel.asides]
     _wait(works)
     return parcels
+
+
+def _now(kind: Any, root: int | None = None) -> Any:
+    """Options of a call that is over when it returns: no other thread is woken for it."""
+    options = kind()
+    options.asyncOp = False
+    if root is not None:
+        options.rootRank = root
+    return options
 
 
 def _memory_for(cell: memoryview) -> memoryview:

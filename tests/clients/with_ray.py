@@ -8,6 +8,7 @@ import numpy as np
 import ray
 import torch
 from mycoll.adapters import ray as mycoll_ray
+from ray.experimental import internal_kv
 from ray.util import collective
 from ray.util.collective.types import ReduceOp
 
@@ -49,6 +50,8 @@ class Member:
 def main() -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
     members = [Member.remote(rank) for rank in range(2)]
+    # As a rank 0 leaves it that was killed while it waited for the others.
+    internal_kv._internal_kv_put("mycoll group first", "127.0.0.1:1")
     for name in ("first", "second", "first"):  # a name may be used again
         got = ray.get([member.run.remote(name) for member in members])
         for rank, values in enumerate(got):

@@ -12,6 +12,7 @@ no torch.distributed.init_process_group.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from ray.util.collective.types import (
     ReduceScatterOptions,
     SendOptions,
 )
-from torch.distributed import ProcessGroup, TCPStore
+from torch.distributed import DistError, ProcessGroup, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll import _registration, groups
@@ -46,6 +47,7 @@ _OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
 }
 _POLL_SECONDS = 0.05
+_CONNECT_TIME = timedelta(seconds=3)
 
 
 def register() -> None:
@@ -136,15 +138,28 @@ def _meet(size: int, rank: int, name: str) -> ProcessGroup:
             internal_kv._internal_kv_del(key)
         store.set("go", "")
     else:
-        host, _, port = _wait_for(key).rpartition(":")
-        store = TCPStore(host, int(port), is_master=False)
+        store = _join(key)
         store.set(f"here/{rank}", "")
         store.wait(["go"], default_pg_timeout)
     return groups.process_group(store, rank, size, name=name)
 
 
-def _wait_for(key: str) -> str:
+def _join(key: str) -> TCPStore:
+    """The store of rank 0. An earlier one may have been killed and have left its address."""
     deadline = time.monotonic() + default_pg_timeout.total_seconds()
+    while True:
+        host, _, port = _wait_for(key, deadline).rpartition(":")
+        try:
+            store = TCPStore(host, int(port), is_master=False, timeout=_CONNECT_TIME)
+        except DistError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            store.set_timeout(default_pg_timeout)
+            return store
+
+
+def _wait_for(key: str, deadline: float) -> str:
     while time.monotonic() < deadline:
         value: bytes | None = internal_kv._internal_kv_get(key)
         if value is not None:

@@ -78,7 +78,7 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
     cost.peers = std::max<uint64_t>(cost.peers, peers.size());
   }
   uint64_t sentMost = 0, receivedMost = 0;
-  double work = 0;
+  double work = 0, slowest = 0;
   for (int host = 0; host < shape.hosts(); ++host) {
     uint64_t out = 0, in = 0;
     for (size_t phase = 0; phase < cost.phases.size(); ++phase) {
@@ -95,14 +95,17 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
     PhaseCost& each = cost.phases[phase];
     each.seconds = timeOf(each, longest[phase], network);
     cost.seconds += each.seconds;
+    slowest = std::max(slowest, each.seconds);
     cost.messages += each.messages * cost.chunks;
     work += static_cast<double>(each.perRank) * network.overhead +
             static_cast<double>(each.inside) / network.memoryRate;
   }
   cost.sent = static_cast<uint64_t>(static_cast<double>(sentMost) * chunks);
-  // Chunks follow each other as fast as the link or the busiest rank lets them.
+  // Chunks follow each other as fast as the link, the busiest rank or the way to the other host
+  // lets them.
   const double onLink = static_cast<double>(std::max(sentMost, receivedMost)) / network.bandwidth;
-  cost.seconds += (chunks - 1) * std::max(onLink, work);
+  const double step = slowest / static_cast<double>(kStepsOfAPhase);
+  cost.seconds += (chunks - 1) * std::max({onLink, work, step});
   return cost;
 }
 

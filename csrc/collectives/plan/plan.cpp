@@ -509,7 +509,7 @@ class Planner {
     const int from = shape_.agent(level, unit, home);
     forParts(level, unit, [&](int part) {
       const int to = shape_.agent(level - 1, part, home);
-      if (to == from || !isMeant(to)) return;
+      if (to == from || (from != host_ && to != host_) || !isMeant(to)) return;
       if (from == host_) leaving->add(holder(slot, to), slot.result);
       if (to == host_) coming->add(isMeant(from) ? holder(slot, from) : except, slot.result);
     });
@@ -828,6 +828,7 @@ Chunking chunkingOf(const Shape& shape, const Job& job) {
   }
   const uint64_t unit = std::lcm(kUnit, job.elementBytes);
   bytes = roundUp(std::max(bytes, block / kMostChunks), unit);
+  bytes = std::max(unit, std::min(bytes, roundUp(block, unit)));  // small ones fit into areas
   return {std::max<uint64_t>(1, (block + bytes - 1) / bytes), bytes};
 }
 

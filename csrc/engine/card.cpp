@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 
+#include "base/env.h"
 #include "base/sha256.h"
 
 namespace mycoll {
@@ -13,8 +14,13 @@ Status Card::freshNonce(std::string* nonce) {
   return Status();
 }
 
+std::string Card::settingsHere() {
+  return Env::process().partials == Partials::kWide ? "MYCOLL_PARTIALS=wide"
+                                                    : "MYCOLL_PARTIALS=rounded";
+}
+
 std::string Card::encode() const {
-  return nonce + "\n" + std::to_string(ranks) + "\n" + address.encode();
+  return nonce + "\n" + std::to_string(ranks) + " " + settings + "\n" + address.encode();
 }
 
 Status Card::decode(const std::string& text, Card* card) {
@@ -24,7 +30,10 @@ Status Card::decode(const std::string& text, Card* card) {
     return Status(Code::kStore, "the store holds something that mycoll did not write");
   }
   card->nonce = text.substr(0, first);
-  card->ranks = std::atoi(text.c_str() + first + 1);
+  char* afterRanks = nullptr;
+  card->ranks = static_cast<int>(std::strtol(text.c_str() + first + 1, &afterRanks, 10));
+  const size_t settings = afterRanks - text.c_str() + 1;
+  if (settings <= second) card->settings = text.substr(settings, second - settings);
   return PeerAddress::decode(text.substr(second + 1), &card->address);
 }
 

@@ -12,9 +12,11 @@ namespace mycoll {
 
 struct Card {
   static Status freshNonce(std::string* nonce);
+  static std::string settingsHere();
 
   std::string nonce;  // fresh for every meeting; rank 0's is also the group's secret
   int ranks = 0;
+  std::string settings;  // variables that must be alike on all ranks: "MYCOLL_PARTIALS=wide"
   PeerAddress address;
 
   std::string encode() const;

@@ -70,6 +70,8 @@ bool isFirstMeeting() {
 // A card of a process that cannot be looked at (on another host) counts as that of a living one
 // when it has stood for so long.
 constexpr auto kSettled = std::chrono::milliseconds(1000);
+// In groups of more ranks those that come too late hear from rank 0 who is missing.
+constexpr int kMostThatLook = 64;
 // Before the number of a card whose owner has given up.
 constexpr char kGaveUp[] = "gave up: ";
 
@@ -116,6 +118,7 @@ class Meeting {
   Status checkLosses();
   Status takenBy(const Card& other);
   Status differentWorlds(int rank, const Card& other) const;
+  Status checkSettings() const;
   Status hasGivenUp(int rank, const Card& card);
   Status tooLate();
   void tellOthers(const Status& status);
@@ -168,6 +171,7 @@ Meeting::Meeting(const GroupOptions& options, Store& store, Engine* engine)
       deadline_(Deadline::after(options.timeout)),
       isFirst_(isFirstMeeting()) {
   mine_.ranks = options.ranks;
+  mine_.settings = Card::settingsHere();
   cards_.resize(options.ranks);
 }
 
@@ -207,6 +211,7 @@ Status Meeting::meetOthers() {
 
 Status Meeting::result(GroupAddress* address) {
   if (isLeader()) MYCOLL_RETURN_IF_ERROR(decodeRosterCards());
+  MYCOLL_RETURN_IF_ERROR(checkSettings());
   const std::string shared = known_[0].nonce + number_;
   Digest digest = fileSecret_.empty() ? sha256(shared) : hmacSha256(fileSecret_, shared);
   address->secret.assign(reinterpret_cast<const char*>(digest.data()), digest.size());
@@ -413,6 +418,21 @@ Status Meeting::differentWorlds(int rank, const Card& other) const {
                     std::to_string(other.ranks) + ": the world sizes must be equal");
 }
 
+// All ranks have the same roster, so all find the same.
+Status Meeting::checkSettings() const {
+  const Card& first = known_[0];
+  for (size_t rank = 1; rank < known_.size(); ++rank) {
+    const Card& other = known_[rank];
+    if (other.settings == first.settings) continue;
+    return Status(Code::kInvalidArgument, "mycoll group '" + options_.name + "': rank 0 (" +
+                                              first.address.describe() + ") has " + first.settings +
+                                              ", rank " + std::to_string(rank) + " (" +
+                                              other.address.describe() + ") " + other.settings +
+                                              ": it must be the same on all ranks");
+  }
+  return Status();
+}
+
 // Another's card: how it looks by now.
 Status Meeting::checkOther(int rank, const std::string& text) {
   const auto [at, isFirstLook] = lives_.try_emplace(rank);
@@ -445,7 +465,8 @@ Status Meeting::checkOther(int rank, const std::string& text) {
   }
   return Status(Code::kPeerLost, "mycoll group '" + options_.name + "': rank " +
                                      std::to_string(rank) + " (" + life.card.address.describe() +
-                                     ") has ended before the group was made; see its log");
+                                     ") ended before its first call, while the group was made; "
+                                     "see its log");
 }
 
 Status Meeting::hasGivenUp(int rank, const Card& card) {
@@ -506,6 +527,13 @@ Status Meeting::checkLosses() {
 }
 
 Status Meeting::tooLate() {
+  // Rank 0 looks at the cards and tells the others, who in a large group are not all to look, too.
+  if (!isLeader() && options_.ranks > kMostThatLook) {
+    for (const Deadline word = Deadline::after(std::chrono::seconds(1)); !word.expired();) {
+      MYCOLL_RETURN_IF_ERROR(checkRefusal());
+      std::this_thread::sleep_for(longestPause(options_.ranks));
+    }
+  }
   std::vector<int> missing;
   for (int rank = 0; rank < options_.ranks; ++rank) {
     if (rank == options_.rank) continue;

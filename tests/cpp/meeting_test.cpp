@@ -53,6 +53,7 @@ Card cardOf(std::string uid) {
   Card card;
   EXPECT_OK(Card::freshNonce(&card.nonce));
   card.ranks = 2;
+  card.settings = Card::settingsHere();
   card.address.uid = std::move(uid);
   card.address.hostIdentity = "elsewhere";
   card.address.pidSpace = "elsewhere";
@@ -102,6 +103,17 @@ TEST(Meeting, namesOfStrangersAreNotCopied) {
   }
 }
 
+// Ranks that differ there would plan differently.
+TEST(Meeting, settingsThatDifferAreRefused) {
+  Card card = cardOf(std::string(32, 'a'));
+  card.settings = "MYCOLL_PARTIALS=rounded";
+  const Status status = meetStranger(card);
+  EXPECT_EQ(status.code(), Code::kInvalidArgument);
+  EXPECT(status.message().find("has MYCOLL_PARTIALS=wide, rank 1 (") != std::string::npos);
+  EXPECT(status.message().find("MYCOLL_PARTIALS=rounded: it must be the same") !=
+         std::string::npos);
+}
+
 // In another pid namespace, or on a clone of this host: its name says nothing.
 TEST(Meeting, whoCannotBeSeenIsNotDead) {
   const Card card = cardOfNobody();
@@ -115,6 +127,6 @@ TEST(Meeting, whoHasEndedIsNotWaitedFor) {
   for (const std::string& earlier : {std::string(), cardOfNobody().encode()}) {
     const Status status = meetStranger(card, earlier, milliseconds(200), milliseconds(30'000));
     EXPECT_EQ(status.code(), Code::kPeerLost);
-    EXPECT(status.message().find("has ended before") != std::string::npos);
+    EXPECT(status.message().find("ended before its first call") != std::string::npos);
   }
 }

@@ -20,7 +20,10 @@ def dies(ctx: Ctx) -> Seen:
     x = torch.ones(10)
     dist.all_reduce(x)
     if ctx.rank == 1:
+        for other in (0, 2):  # they have come out of it, too
+            dist.recv(x, other)
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.send(x, 1)
     return attempt(lambda: dist.all_reduce(x))
 
 
@@ -34,6 +37,24 @@ def test_the_error_says_that_a_rank_was_killed(stage):
             assert "rank 1 (" in seen.text and "has ended (killed" in seen.text, seen.text
             lines = [x for x in world.members[rank].log_tail().splitlines() if "[mycoll " in x]
             assert len(lines) == 1 and "has ended (killed" in lines[0], lines
+            assert len(lines[0]) < 200, lines
+
+
+def dies_at_once(ctx: Ctx, dies_after: float, others_call_after: float) -> Seen:
+    if ctx.rank == 1:
+        time.sleep(dies_after)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(others_call_after)
+    return attempt(lambda: dist.all_reduce(torch.ones(10)))
+
+
+@pytest.mark.parametrize(("dies_after", "others_call_after"), [(0.0, 0.5), (0.5, 0.0)])
+def test_a_rank_that_dies_before_its_first_call(stage, dies_after, others_call_after):
+    with stage.world(3) as world:
+        world.start(dies_at_once, dies_after, others_call_after)
+        for seen in answers(world, (1,)).values():
+            assert isinstance(seen, Seen) and seen.kind == "DistBackendError", seen
+            assert "rank 1 (" in seen.text and "ended before its first call" in seen.text, seen.text
 
 
 def leaves(ctx: Ctx) -> Seen | None:

@@ -40,7 +40,7 @@ def all_but_rank_0(stage: Stage, ranks: int, job: Callable[[Ctx], Seen]) -> list
         world.start(job)
         for rank, seen in answers(world, (0,)).items():
             assert isinstance(seen, Seen) and not seen.kind, (rank, seen)
-            assert "group is dead" not in world.members[rank].log_tail()
+            assert "has ended" not in world.members[rank].log_tail()
             values.append(seen.value)
     return values
 

@@ -159,11 +159,12 @@ void Agreement::tellArrived(const std::vector<int>& awaited) {
   mailbox_.mesh().progress();
 }
 
-// The next rank on the way to the root that has not left; -1: this one stands for the root.
 int Agreement::parent() const {
-  int rank = tree_.parentOf(mailbox_.rank());
-  while (rank >= 0 && membership_.hasLeft(rank)) rank = tree_.parentOf(rank);
-  return rank;
+  return tree_.parentOf(mailbox_.rank(), [this](int rank) { return membership_.hasLeft(rank); });
+}
+
+std::vector<int> Agreement::children() const {
+  return tree_.childrenOf(mailbox_.rank(), [this](int rank) { return membership_.hasLeft(rank); });
 }
 
 void Agreement::tellArrived(int rank, const Note& note) {
@@ -198,7 +199,7 @@ void Agreement::passOn(int source, const Note& note, bool isNew) {
     return;
   }
   if (!isTimeFor(down_, isNew)) return;
-  for (const int child : tree_.childrenOf(mailbox_.rank())) tellArrived(child, note);
+  for (const int child : children()) tellArrived(child, note);
 }
 
 bool Agreement::noteArrived(int rank, uint64_t sequence) {

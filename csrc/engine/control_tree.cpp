@@ -37,14 +37,34 @@ int ControlTree::parentOf(int rank) const {
   return host == 0 ? -1 : members_[(host - 1) / kChildren][0];
 }
 
-std::vector<int> ControlTree::childrenOf(int rank) const {
+void ControlTree::addChildren(int rank, std::vector<int>* ranks) const {
   const int host = hostOf_[rank];
-  if (members_[host][0] != rank) return {};
-  std::vector<int> children(members_[host].begin() + 1, members_[host].end());
+  const std::vector<int>& members = members_[host];
+  if (members[0] != rank) return;
+  ranks->insert(ranks->end(), members.begin() + 1, members.end());
   const int hosts = static_cast<int>(members_.size());
   const int first = kChildren * host + 1;
   for (int child = first; child < std::min(first + kChildren, hosts); ++child) {
-    children.push_back(members_[child][0]);
+    ranks->push_back(members_[child][0]);
+  }
+}
+
+int ControlTree::parentOf(int rank, const HasLeft& hasLeft) const {
+  do rank = parentOf(rank);
+  while (rank >= 0 && hasLeft(rank));
+  return rank;
+}
+
+std::vector<int> ControlTree::childrenOf(int rank, const HasLeft& hasLeft) const {
+  std::vector<int> below, children;
+  addChildren(rank, &below);
+  const int root = members_[0][0];
+  if (rank != root && parentOf(rank, hasLeft) < 0) addChildren(root, &below);
+  while (!below.empty()) {
+    const int next = below.back();
+    below.pop_back();
+    if (next == rank) continue;
+    hasLeft(next) ? addChildren(next, &below) : children.push_back(next);
   }
   return children;
 }

@@ -6,6 +6,7 @@
 // Plain values: no threads, nothing blocks.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "transport/peer.h"
@@ -19,11 +20,16 @@ class ControlTree {
  public:
   explicit ControlTree(const GroupAddress& group);
 
-  // -1: the rank is the root.
-  int parentOf(int rank) const;
-  std::vector<int> childrenOf(int rank) const;
+  // The next ones on the way to the root, and away from it, that have not left. -1: there is none;
+  // then the rank stands for the root, and where several do so, each tells the others, too.
+  using HasLeft = std::function<bool(int rank)>;
+  int parentOf(int rank, const HasLeft& hasLeft) const;
+  std::vector<int> childrenOf(int rank, const HasLeft& hasLeft) const;
 
  private:
+  int parentOf(int rank) const;
+  void addChildren(int rank, std::vector<int>* ranks) const;
+
   std::vector<std::vector<int>> members_;  // by host
   std::vector<int> hostOf_;                // by rank
 };

@@ -175,7 +175,7 @@ Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& 
       std::chrono::duration_cast<Milliseconds>(op.deadline.when() - op.submitted).count();
   text += " Timed out waiting " + std::to_string(patience) + "ms for ";
   if (missing.empty()) return Status(Code::kTimeout, text + "its end.", causeOf(op, missing));
-  text += listRanks(missing) + ". Arrived: " + listArrived(missing, behind) + ".";
+  text += listRanks(missing) + ".\n  Arrived: " + listArrived(missing, behind) + ".";
   return Status(Code::kTimeout, text, causeOf(op, missing));
 }
 
@@ -184,7 +184,7 @@ Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) 
   for (int rank : gone) text += membership_.describeDeparture(rank) + "; ";
   text += "this rank (" + std::to_string(options_.rank) + ") still waits for " +
           (gone.size() == 1 ? "it" : "them") + " in " + op.describe() + " " + numberOf(op) +
-          ". Every rank must make the same calls before it destroys the group or ends.";
+          ".\n  Every rank must make the same calls before it destroys the group or ends.";
   return Status(Code::kPeerLost, text, causeOf(op, gone));
 }
 

@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "base/sanitize.h"
+#include "base/topology.h"
 #include "transport/mesh.h"
 
 namespace mycoll {
@@ -147,9 +148,10 @@ bool Membership::isLarge() const { return mailbox_.ranks() > kMostToldDirectly; 
 void Membership::tellOthers() {
   const GroupAddress& group = mailbox_.group();
   std::vector<bool> isMeant(mailbox_.ranks(), !isLarge());
+  auto hasLeft = [this](int rank) { return this->hasLeft(rank); };
   auto addNeighbours = [&](int rank) {
-    for (const int child : tree_.childrenOf(rank)) isMeant[child] = true;
-    if (const int parent = tree_.parentOf(rank); parent >= 0) isMeant[parent] = true;
+    for (const int child : tree_.childrenOf(rank, hasLeft)) isMeant[child] = true;
+    if (const int parent = tree_.parentOf(rank, hasLeft); parent >= 0) isMeant[parent] = true;
   };
   addNeighbours(group.rank);
   // Who is lost passes nothing on.
@@ -244,6 +246,14 @@ void Membership::onGoodbye(int rank, const std::string& payload) {
   mailbox_.endReceivesFrom(rank, departed(rank));
 }
 
+// Whether that process is known to be no more.
+bool Membership::hasEnded(const PeerAddress& peer, const Loss& loss) const {
+  if (loss.reason == LossReason::kEnded) return true;
+  const bool isVisible =
+      !peer.pidSpace.empty() && peer.pidSpace == mailbox_.mesh().address().pidSpace;
+  return isVisible && !isLiving(lookAtProcess(peer.pid, peer.startTicks));
+}
+
 // A rank without a connection to this one says no goodbye to it, so its end alone is no failure. If
 // it was one, the ranks that have a connection to it know, and tell; and a rank that needs it, now
 // or later, fails by that. Only a rank that nobody had a connection to can die without its group
@@ -259,17 +269,21 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
     const Departure departure = departureOf(rank);
     if (departure == Departure::kLeft) continue;
     const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !mailbox_.needs(rank);
+    const bool wasThere =
+        this->arena() || mailbox_.hasHeardOf(rank) || !hasEnded(group.peers[rank], loss);
     Cause fields;
     fields.incident = incidentOf(uid);
     fields.rank = rank;
-    Status story(Code::kPeerLost,
-                 "mycoll group '" + group.name +
-                     "': " + (isUnclear || !loss.isClosed() ? "" : "Connection closed by peer: ") +
-                     mailbox_.describeRank(rank) + " " + loss.describe(isUnclear) +
-                     " (seen by rank " + std::to_string(group.rank) +
-                     "). The group is dead; see that rank's log. To go on: destroy the "
-                     "group and make a new one, or restart the job (torchrun --max-restarts).",
-                 fields);
+    Status story(
+        Code::kPeerLost,
+        "mycoll group '" + group.name +
+            "': " + (isUnclear || !loss.isClosed() ? "" : "Connection closed by peer: ") +
+            mailbox_.describeRank(rank) + " " +
+            (wasThere ? loss.describe(isUnclear) : "ended before its first call with this rank") +
+            " (seen by rank " + std::to_string(group.rank) +
+            ").\n  The group is dead; see that rank's log. To go on: destroy the "
+            "group and make a new one, or restart the job (torchrun --max-restarts).",
+        fields);
     if (!isUnclear) return failLocked(story, /*tellsOthers=*/true);
     vanished_.emplace(rank, std::move(story));
     onLeft(rank);

@@ -103,6 +103,7 @@ class Membership {
   std::string abortPayload() const REQUIRES(ioRole);
   Status departed(int rank) const;
   uint32_t howLeft(int rank) const;
+  bool hasEnded(const PeerAddress& peer, const Loss& loss) const REQUIRES(ioRole);
 
   Mailbox& mailbox_;
   const ControlTree& tree_;

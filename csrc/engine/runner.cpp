@@ -86,7 +86,7 @@ Task Runner::carryOut(const Call& call, const Signature& signature) {
 }
 
 Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
-  MYCOLL_CO_RETURN_IF_ERROR(co_await prepare());
+  MYCOLL_CO_RETURN_IF_ERROR(co_await prepare(signature));
   Status status = co_await carryOut(call, signature);
   co_return status;
 }
@@ -120,8 +120,10 @@ bool Runner::mayShareMemory(const std::vector<int>& ranks) const {
 }
 
 // Where all ranks are on this host, the arena does everything; otherwise plans use it.
-Task Runner::shareWithHost() {
+Task Runner::shareWithHost(const Signature& first) {
   auto shape = std::make_unique<Shape>(hostsOf(mailbox_.group()));
+  // Ranks that wait here for others of their host are to say so to the other hosts.
+  if (shape->hosts() > 1) agreement_.begin(begun(), first);
   const std::vector<int>& members = shape->membersOf(shape->hostOf(options_.rank));
   const bool mayShare = mayShareMemory(members);
   if (mayShare && shape->hosts() == 1) {
@@ -141,8 +143,8 @@ Task Runner::shareWithHost() {
   co_return Status();
 }
 
-Task Runner::prepare() {
-  MYCOLL_CO_RETURN_IF_ERROR(co_await shareWithHost());
+Task Runner::prepare(const Signature& first) {
+  MYCOLL_CO_RETURN_IF_ERROR(co_await shareWithHost(first));
   isPrepared_ = true;
   record_.setTransport(transport());
   MYCOLL_LOG_INFO("group '%s' of %d ranks communicates over %s", options_.name.c_str(),

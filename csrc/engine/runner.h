@@ -49,8 +49,8 @@ class Runner final : public CollectiveRunner {
   Task carryOutAlone(const Call& call);
   Task runComposite(const Composite& composite);
   Task awaitExternal(CollectiveOp& op);
-  Task prepare();
-  Task shareWithHost();
+  Task prepare(const Signature& first);
+  Task shareWithHost(const Signature& first);
   bool mayShareMemory(const std::vector<int>& ranks) const;
   uint64_t nextNumber();
 

@@ -6,17 +6,16 @@ namespace mycoll {
 namespace {
 
 constexpr size_t kMaxEarlyFrames = 4096;
-constexpr size_t kMaxEarlyBytes = 64 * 1024 * 1024;
 
 }  // namespace
 
-std::vector<std::string> GroupTable::add(Mailbox* mailbox) {
+std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
   mailboxes_[{group.context, group.rank}] = mailbox;
   byAge_.push_back(mailbox);
-  std::vector<std::string> added;
+  std::vector<const PeerAddress*> added;
   for (const PeerAddress& peer : group.peers) {
-    if (memberships_[peer.uid]++ == 0) added.push_back(peer.uid);
+    if (memberships_[peer.uid]++ == 0) added.push_back(&peer);
   }
   return added;
 }

@@ -21,6 +21,7 @@
 namespace mycoll {
 
 class Mailbox;
+struct PeerAddress;
 
 // A whole frame that came before its group was made here.
 struct EarlyFrame {
@@ -31,8 +32,11 @@ struct EarlyFrame {
 
 class GroupTable {
  public:
-  // The uids that are in none of the groups any more, or were in none so far.
-  std::vector<std::string> add(Mailbox* mailbox);
+  // Of all frames that are kept.
+  static constexpr size_t kMaxEarlyBytes = 64 * 1024 * 1024;
+
+  // Those of its peers that were in none of the groups so far, or are in none any more.
+  std::vector<const PeerAddress*> add(Mailbox* mailbox);
   std::vector<std::string> remove(Mailbox* mailbox);
 
   Mailbox* find(uint64_t context, int rank) const;

@@ -16,6 +16,13 @@ constexpr size_t kStreamingBytes = 1024 * 1024;
 // What a buffered message takes beside its payload, about.
 constexpr size_t kBufferedOverhead = 256;
 
+// Messages of a collective up to this size do not ask first. One from every rank is to find room
+// with a rank that has not made the group yet.
+size_t eagerInCollectives(const MeshOptions& options, size_t ranks) {
+  const size_t room = GroupTable::kMaxEarlyBytes / 2 / std::max<size_t>(ranks, 1);
+  return std::min(options.eagerInCollectives, std::max(options.eagerBytes, room));
+}
+
 }  // namespace
 
 Transfer::~Transfer() {
@@ -28,6 +35,7 @@ Mailbox::Mailbox(std::shared_ptr<Mesh> mesh, GroupAddress group, MailboxOwner* o
     : mesh_(std::move(mesh)),
       group_(std::move(group)),
       owner_(owner),
+      eagerInCollectives_(eagerInCollectives(mesh_->options(), group_.peers.size())),
       flows_(group_.peers.size()) {}
 
 Mailbox::~Mailbox() { detach(); }
@@ -119,9 +127,8 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   item.header.tag = tag;
   item.header.signature = signature;
   item.header.messageBytes = data.bytes;
-  const MeshOptions& options = mesh_->options();
   const size_t eagerBytes =
-      messageClass == MessageClass::kCollective ? options.eagerInCollectives : options.eagerBytes;
+      messageClass == MessageClass::kCollective ? eagerInCollectives_ : mesh_->options().eagerBytes;
   if (data.bytes <= eagerBytes && !flows_[destination].holdsUs) {
     item.header.payloadBytes = data.bytes;
     item.payload = data.begin();
@@ -292,6 +299,7 @@ Transfer* Mailbox::matchPosted(const FrameHeader& came) {
 
 Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   Target target;
+  flows_[came.source].hasSpoken = true;
   if (came.kind == FrameKind::kData) {
     auto found = inFlight_.find(came.receiverRequest);
     if (found == inFlight_.end()) return target;
@@ -355,6 +363,7 @@ void Mailbox::onPayload(const FrameHeader& came, const Target& target) {
 }
 
 void Mailbox::onClearToSend(const FrameHeader& came) {
+  flows_[came.source].hasSpoken = true;
   auto found = inFlight_.find(came.senderRequest);
   if (found == inFlight_.end() || found->second->isReceive_ ||
       found->second->peer_ != came.source) {

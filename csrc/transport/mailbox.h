@@ -174,6 +174,8 @@ class Mailbox {
   // As sendControl(), but no connection is made for it: it leaves with the first one that there is.
   void sendControlIfConnected(int destination, FrameKind kind, const std::string& payload)
       REQUIRES(ioRole);
+  // Whether that rank has ever sent anything to this one.
+  bool hasHeardOf(int rank) const REQUIRES(ioRole) { return flows_[rank].hasSpoken; }
   // Whether a request to or from that rank is open.
   bool needs(int rank) const REQUIRES(ioRole);
   // Messages that came before they were asked for.
@@ -231,6 +233,7 @@ class Mailbox {
   const std::shared_ptr<Mesh> mesh_;
   const GroupAddress group_;
   MailboxOwner* const owner_;
+  const size_t eagerInCollectives_;
   bool isOpen_ GUARDED_BY(ioRole) = false;
 
   // Every request that is not finished, whatever it waits for.
@@ -242,6 +245,7 @@ class Mailbox {
     size_t bufferedBytes = 0;  // of its messages, in unexpected_
     bool isHeld = false;       // it was asked to hold
     bool holdsUs = false;      // it has asked for that
+    bool hasSpoken = false;    // something has come from it
   };
   std::vector<Flow> flows_ GUARDED_BY(ioRole);  // by rank
   // Matched, or waiting for clear-to-send, by id.

@@ -330,10 +330,8 @@ void Mesh::checkProcesses() {
 
 void Mesh::addMailbox(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
-  const std::vector<std::string> added = local_.groups.add(mailbox);
-  for (const PeerAddress& peer : group.peers) {
-    if (std::find(added.begin(), added.end(), peer.uid) == added.end()) continue;
-    watch_.add(peer, isLocal(peer), local_.address);
+  for (const PeerAddress* peer : local_.groups.add(mailbox)) {
+    watch_.add(*peer, isLocal(*peer), local_.address);
   }
   bool isComplete = true;
   const std::vector<EarlyFrame> early =

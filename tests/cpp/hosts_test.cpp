@@ -383,6 +383,26 @@ TEST(Hosts, aMissingRankIsNamed) {
       2000);  // in which the group is made, too
 }
 
+// Also in the first call, in which ranks of a host wait for each other to share memory.
+TEST(Hosts, aRankThatNeverCallsIsNamed) {
+  constexpr int kMissing = 3;
+  runHosts(
+      {0, 0, 1, 1},
+      [&](Communicator& group) {
+        if (group.rank() == kMissing) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+          return;
+        }
+        std::vector<int32_t> data(100'000);
+        Call c = call(OpKind::kAllReduce);
+        c.in = c.out = {span(data)};
+        const Status status = run(group, c);
+        EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
+        EXPECT_EQ(status.cause().rank, kMissing);
+      },
+      1500);
+}
+
 // Different calls are found out, also between ranks that have no message for each other.
 TEST(Hosts, differentCallsAreMismatches) {
   runHosts({0, 0, 1, 1}, [](Communicator& group) {

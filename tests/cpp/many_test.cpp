@@ -71,6 +71,29 @@ TEST(Many, aFailureIsPassedOn) {
   EXPECT(connections.load() <= 2 * kHosts * (kOnEach - 1) + kHosts * (kHosts - 1));
 }
 
+// Also past a rank that stands for its host, or for all, and has left.
+TEST(Many, aFailureIsPassedOnByThoseWhoAreLeft) {
+  for (const int left : {kOnEach, 0}) {
+    std::atomic<int> heard{0};
+    runHosts(manyHosts(), [&](Communicator& group) {
+      const Status first = run(group, call(OpKind::kBarrier));
+      if (!first.ok() || group.rank() == left) return;
+      if (group.rank() == kRanks - 2) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(800));
+        group.abort("for a test");
+        return;
+      }
+      std::vector<int32_t> data(1);
+      const int source = group.rank() == kRanks - 1 ? 1 : kRanks - 1;
+      const OpPtr op = group.recv({span(data), source, 0, DType::kInt32}, nullptr, true);
+      const Status status = group.wait(op, Deadline::after(std::chrono::milliseconds(5000)));
+      EXPECT(status.message().find("for a test") != std::string::npos);
+      heard += status.code() == Code::kAborted;
+    });
+    EXPECT_EQ(heard.load(), kRanks - 2);
+  }
+}
+
 // Two ranks that exchange no message have been called otherwise than the rest, and than each other.
 TEST(Many, whoWasCalledOtherwiseIsFound) {
   std::atomic<int> found{0};

@@ -8,8 +8,9 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <string>
+
+#include "base/mutex.h"
 
 namespace mycoll {
 namespace {
@@ -19,8 +20,8 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 // The segments of this process by inode; see the header for why.
 struct Registry {
-  std::mutex mutex;
-  std::map<unsigned long, std::weak_ptr<Segment>> segments;
+  Mutex mutex;
+  std::map<unsigned long, std::weak_ptr<Segment>> segments GUARDED_BY(mutex);
 };
 
 Registry& registry() {
@@ -87,7 +88,7 @@ Status Segment::map(int fd, size_t bytes, Access access, bool useHugePages,
   struct stat info;
   if (fstat(fd, &info) != 0) return failed("fstat");
   Registry& known = registry();
-  std::lock_guard<std::mutex> lock(known.mutex);
+  MutexLock lock(known.mutex);
   auto found = known.segments.find(info.st_ino);
   if (found != known.segments.end()) {
     auto segment = found->second.lock();
@@ -111,7 +112,7 @@ Status Segment::map(int fd, size_t bytes, Access access, bool useHugePages,
 
 Segment::~Segment() {
   Registry& known = registry();
-  std::lock_guard<std::mutex> lock(known.mutex);
+  MutexLock lock(known.mutex);
   auto found = known.segments.find(inode_);
   if (found != known.segments.end() && found->second.expired()) known.segments.erase(found);
   if (data_) munmap(data_, bytes_);

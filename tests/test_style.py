@@ -28,6 +28,17 @@ PARSERS = {
 # To be mended; nothing may be added.
 KNOWN = {"backend/device/following.cpp", "backend/errors.cpp", "nccl/communicator.cpp"}
 
+# Their locks are taken with a deadline or handed on, as no Mutex can be; or Mutex is made of them.
+OTHER_LOCKS = {
+    "base/mutex.h",
+    "base/portable.cpp",
+    "nccl/comm.cpp",
+    "nccl/comm.h",
+    "nccl/issue.cpp",
+    "nccl/issue.h",
+    "transport/io_lock.h",
+}
+
 CPP, PYTHON = ("*.h", "*.cpp", "*.inc"), ("*.py",)
 
 
@@ -65,6 +76,16 @@ def test_nothing_is_decided_by_the_text_of_a_message() -> None:
 )
 def test_words_that_do_not_occur(pattern, folders, names) -> None:
     assert not found(pattern, folders, names)
+
+
+@pytest.mark.quick
+def test_locks_are_those_that_clang_checks() -> None:
+    """Mutex and MutexLock (base/mutex.h), with fields that are GUARDED_BY them."""
+    places = found(r"\bstd::(mutex|lock_guard|scoped_lock|shared_mutex)\b", [CSRC], CPP)
+    excused = tuple(f"/{name}:" for name in OTHER_LOCKS)
+    assert not {
+        place: line for place, line in places.items() if not any(name in place for name in excused)
+    }
 
 
 def test_files() -> None:

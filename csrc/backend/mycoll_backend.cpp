@@ -17,6 +17,7 @@
 #include "backend/errors.h"
 #include "backend/torch_store.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "kernels/reduce.h"
 #include "observe/trace_file.h"
 
@@ -36,8 +37,8 @@ std::atomic<int> forkCount{0};
 
 // Groups that live, for closeAll(). Never destroyed: a group may die during static destruction.
 struct Registry {
-  std::mutex mutex;
-  std::unordered_set<MycollBackend*> groups;
+  Mutex mutex;
+  std::unordered_set<MycollBackend*> groups GUARDED_BY(mutex);
 };
 Registry& registry() {
   static Registry* const kRegistry = new Registry;
@@ -51,19 +52,19 @@ struct MycollBackend::CompletionHook {
   // One more of them, until the last copy is gone: also one that never calls, as its call was
   // refused.
   static std::shared_ptr<void> expect(const std::shared_ptr<CompletionHook>& hook) {
-    std::lock_guard<std::mutex> lock(hook->mutex);
+    MutexLock lock(hook->mutex);
     ++hook->pending;
     return {nullptr, [hook](void*) {
-              std::lock_guard<std::mutex> done(hook->mutex);
+              MutexLock done(hook->mutex);
               --hook->pending;
               hook->changed.notify_all();
             }};
   }
 
   MycollWork::Hook call;
-  std::mutex mutex;
+  Mutex mutex;
   std::condition_variable changed;
-  size_t pending = 0;
+  size_t pending GUARDED_BY(mutex) = 0;
 };
 
 c10::intrusive_ptr<MycollBackend> MycollBackend::create(
@@ -104,7 +105,7 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   auto made =
       c10::make_intrusive<MycollBackend>(rank, size, std::move(communicator), std::move(identity),
                                          std::move(options), std::move(makeDevice));
-  std::lock_guard<std::mutex> lock(registry().mutex);
+  MutexLock lock(registry().mutex);
   const bool isFirst = isOfJob && registry().groups.size() == 1;
   made->outstaysStore_ = rank != 0 && isFirst && isServedByRankZero(store);
   return made;
@@ -127,7 +128,7 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
   // hand.
   static const bool saturates = !std::isnan(static_cast<float>(c10::Float8_e4m3fn(1000.0f)));
   setFloat8Saturates(saturates);
-  std::lock_guard<std::mutex> lock(registry().mutex);
+  MutexLock lock(registry().mutex);
   registry().groups.insert(this);
 }
 
@@ -144,7 +145,7 @@ MycollBackend::~MycollBackend() {
     return;
   }
   {
-    std::lock_guard<std::mutex> lock(registry().mutex);
+    MutexLock lock(registry().mutex);
     registry().groups.erase(this);
   }
   const Deadline deadline = Deadline::after(kDropTimeout);
@@ -159,7 +160,7 @@ void MycollBackend::closeAll(Milliseconds timeout, Exit how) {
   // By name: NCCL may wait for other ranks, so all of them leave in one order.
   std::multimap<std::string, std::shared_ptr<DeviceSupport>> devices;
   {
-    std::lock_guard<std::mutex> lock(registry().mutex);
+    MutexLock lock(registry().mutex);
     const int forks = forkCount.load(std::memory_order_relaxed);
     for (MycollBackend* group : registry().groups) {
       if (group->forkCount_ != forks) continue;
@@ -255,8 +256,9 @@ void MycollBackend::registerOnCompletionHook(
 void MycollBackend::waitForPendingWorks() {
   enter("wait_for_pending_works");
   if (!hook_) return;
-  std::unique_lock<std::mutex> lock(hook_->mutex);
-  hook_->changed.wait(lock, [this] { return hook_->pending == 0; });
+  MutexLock lock(hook_->mutex);
+  hook_->changed.wait(lock.native(),
+                      [this]() REQUIRES(hook_->mutex) { return hook_->pending == 0; });
 }
 
 CallSite MycollBackend::enter(const char* function) const {

@@ -20,7 +20,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -29,6 +28,7 @@
 #include "backend/options.h"
 #include "backend/request.h"
 #include "backend/work.h"
+#include "base/mutex.h"
 #include "engine/communicator.h"
 
 namespace mycoll {
@@ -241,13 +241,14 @@ class MycollBackend final : public c10d::Backend {
 
   std::atomic<int> shrinks_{0};  // how often it was asked for a smaller group
 
-  std::mutex childMutex_;                   // of what is below
-  std::map<std::vector<int>, int> splits_;  // by members: how often these were split off
+  Mutex childMutex_;
+  // By members: how often these were split off.
+  std::map<std::vector<int>, int> splits_ GUARDED_BY(childMutex_);
   // The last groups made, kept for torch's question for the next device. Weak pointers would not
   // do: c10's keep the object from being destroyed.
-  c10::intrusive_ptr<MycollBackend> lastSplit_;
-  c10::intrusive_ptr<MycollBackend> lastMerged_;
-  c10::intrusive_ptr<c10d::Store> lastMergedBy_;
+  c10::intrusive_ptr<MycollBackend> lastSplit_ GUARDED_BY(childMutex_);
+  c10::intrusive_ptr<MycollBackend> lastMerged_ GUARDED_BY(childMutex_);
+  c10::intrusive_ptr<c10d::Store> lastMergedBy_ GUARDED_BY(childMutex_);
 };
 
 }  // namespace mycoll

@@ -59,7 +59,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
   const auto given = optionsFrom(opts);
   std::string name = opts ? opts->group_name : groupName_ + ":split";
 
-  std::lock_guard<std::mutex> lock(childMutex_);
+  MutexLock lock(childMutex_);
   const bool isKnown =
       lastSplit_ && lastSplit_->groupName_ == name && lastSplit_->communicator_->error().ok();
   if (!isKnown) {
@@ -77,7 +77,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
   const auto given = optionsFrom(opts);
   std::string name = opts && !opts->group_name.empty() ? opts->group_name : groupName_ + ":merged";
 
-  std::lock_guard<std::mutex> lock(childMutex_);
+  MutexLock lock(childMutex_);
   // A store serves one merging; torch asks once for each device.
   if (!lastMerged_ || lastMergedBy_ != store) {
     lastMerged_ =

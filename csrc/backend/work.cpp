@@ -67,7 +67,8 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType 
       copyBacks_(std::move(extras.copyBacks)),
       hook_(std::move(extras.hook)) {}
 
-void MycollWork::start() {
+// Nobody else knows the work yet.
+void MycollWork::start() NO_THREAD_SAFETY_ANALYSIS {
   const bool hasMoreToDo =
       !copyBacks_.empty() || hook_ || isTimed_ || recordFunctionEndCallback_ != nullptr;
   if (hasMoreToDo) watch();
@@ -75,7 +76,7 @@ void MycollWork::start() {
 
 void MycollWork::watch() {
   {
-    std::lock_guard<std::mutex> lock(lock_);
+    MutexLock lock(lock_);
     if (std::exchange(isWatched_, true) || !hasBegun()) return;
   }
   watchOps();
@@ -84,7 +85,7 @@ void MycollWork::watch() {
 void MycollWork::begin(Ops ops) {
   bool isWatched = false;
   {
-    std::lock_guard<std::mutex> lock(lock_);
+    MutexLock lock(lock_);
     ops_ = std::move(ops);
     unfinishedOps_.store(ops_.size(), std::memory_order_relaxed);
     hasBegun_.store(true, std::memory_order_release);
@@ -97,9 +98,9 @@ void MycollWork::begin(Ops ops) {
 void MycollWork::awaitBegin(Deadline deadline) {
   const Deadline callEnds =
       timeout_ > std::chrono::milliseconds(0) ? Deadline::after(timeout_) : Deadline::never();
-  std::unique_lock<std::mutex> lock(lock_);
+  MutexLock lock(lock_);
   while (!hasBegun()) {
-    held_->begun.wait_for(lock, kTick);
+    held_->begun.wait_for(lock.native(), kTick);
     if (hasBegun()) return;
     if (deadline.expired() || callEnds.expired()) {
       throwStatus(heldTooLong(held_->call, std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -140,7 +141,7 @@ void MycollWork::finish() {
   CallbackOrder::TurnPtr turn;
   FuturePtr resultFuture;
   {
-    std::lock_guard<std::mutex> lock(lock_);
+    MutexLock lock(lock_);
     if (isDone()) return;
     for (const OpPtr& op : ops_) {
       if (!op->status().ok()) {
@@ -242,36 +243,38 @@ void MycollWork::blockCurrentStream() {
 void MycollWork::abort() { communicator_->abort("Work.abort() was called"); }
 
 FuturePtr MycollWork::getFuture() {
+  FuturePtr future;
   bool isComplete = false;
   {
-    std::lock_guard<std::mutex> lock(lock_);
+    MutexLock lock(lock_);
     if (future_) return future_;
-    future_ = makeTensorsFuture();
+    future = future_ = makeTensorsFuture();
     isComplete = isDone();
     if (!isComplete && order_ && isCalledByPython()) turn_ = order_->here()->add();
   }
   if (isComplete) {
-    completeTensors(future_, status_, outputs_);
+    completeTensors(future, status_, outputs_);
   } else {
     watch();
   }
-  return future_;
+  return future;
 }
 
 FuturePtr MycollWork::getFutureResult() {
+  FuturePtr future;
   bool isComplete = false;
   {
-    std::lock_guard<std::mutex> lock(lock_);
+    MutexLock lock(lock_);
     if (resultFuture_) return resultFuture_;
-    resultFuture_ = makeResultFuture();
+    future = resultFuture_ = makeResultFuture();
     isComplete = isDone();
   }
   if (isComplete) {
-    completeResult(resultFuture_, status_);
+    completeResult(future, status_);
   } else {
     watch();
   }
-  return resultFuture_;
+  return future;
 }
 
 float MycollWork::getDuration() const {

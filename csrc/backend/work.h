@@ -25,6 +25,7 @@
 #include "backend/callback_order.h"
 #include "backend/request.h"
 #include "backend/torch_version.h"
+#include "base/mutex.h"
 #include "engine/communicator.h"
 
 namespace mycoll {
@@ -105,14 +106,15 @@ class MycollWork final : public c10d::Work {
   Status status_;
   Clock::time_point ended_;
 
-  // Guarded by lock_ until done. Not the base's mutex_: nothing here is the base's business.
-  mutable std::mutex lock_;
-  bool isWatched_ = false;
-  c10::SmallVector<CopyBack, 1> copyBacks_;
-  Hook hook_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-  CallbackOrder::TurnPtr turn_;  // of future_, when Python asked for it before it was done
-  c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;
+  // Not the base's mutex_: nothing here is the base's business.
+  mutable Mutex lock_;
+  bool isWatched_ GUARDED_BY(lock_) = false;
+  c10::SmallVector<CopyBack, 1> copyBacks_ GUARDED_BY(lock_);
+  Hook hook_ GUARDED_BY(lock_);
+  c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(lock_);
+  // Of future_, when Python asked for it before it was done.
+  CallbackOrder::TurnPtr turn_ GUARDED_BY(lock_);
+  c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(lock_);
 };
 
 // Of a call that has waited so long for the callbacks before it.

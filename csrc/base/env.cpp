@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "base/topology.h"
 
 #ifndef MYCOLL_VERSION  // CMakeLists.txt has it from python/mycoll/_version.py
@@ -359,10 +359,10 @@ std::unique_ptr<const Reading> readEnvironment() {
 
 // Readings are kept for ever, as there may be references to them.
 std::atomic<const Reading*> inForce{nullptr};
-std::mutex readingLock;
+Mutex readingLock;
 
 const Reading& read(bool again = false) {
-  std::lock_guard<std::mutex> lock(readingLock);
+  MutexLock lock(readingLock);
   static auto* const kAll = new std::vector<std::unique_ptr<const Reading>>;
   if (kAll->empty() || again) {
     kAll->push_back(readEnvironment());

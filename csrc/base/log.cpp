@@ -7,10 +7,10 @@
 #include <cerrno>
 #include <cstdarg>
 #include <cstdio>
-#include <mutex>
 #include <string>
 
 #include "base/fd.h"
+#include "base/mutex.h"
 #include "base/topology.h"
 
 namespace mycoll {
@@ -30,13 +30,13 @@ class Sink {
   }
 
   void setPattern(const char* pattern) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     pattern_ = pattern;
     isResolved_ = false;
   }
 
   void setRank(int rank) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (rank == rank_) return;
     rank_ = rank;
     if (pattern_.find("%r") != pattern_.npos) isResolved_ = false;
@@ -51,7 +51,7 @@ class Sink {
     std::snprintf(stamp, sizeof(stamp), "%02d:%02d:%02d.%03d", local.tm_hour, local.tm_min,
                   local.tm_sec, static_cast<int>(now.tv_nsec / 1000000));
 
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     const pid_t pid = ::getpid();
     // A forked child goes to its own file when the name holds the pid.
     if (!isResolved_ || pid != pid_) open(pid);
@@ -72,7 +72,7 @@ class Sink {
  private:
   Sink() : pattern_(Env::process().logFile) {}
 
-  void open(pid_t pid) {
+  void open(pid_t pid) REQUIRES(mutex_) {
     pid_ = pid;
     isResolved_ = true;
     file_.reset();
@@ -85,12 +85,13 @@ class Sink {
     }
   }
 
-  std::mutex mutex_;
-  std::string pattern_;
-  bool isResolved_ = false;  // false: the file has to be opened before the next line
-  Fd file_;                  // closed: stderr
-  pid_t pid_ = 0;
-  int rank_ = -1;
+  Mutex mutex_;
+  std::string pattern_ GUARDED_BY(mutex_);
+  // False: the file has to be opened before the next line.
+  bool isResolved_ GUARDED_BY(mutex_) = false;
+  Fd file_ GUARDED_BY(mutex_);  // closed: stderr
+  pid_t pid_ GUARDED_BY(mutex_) = 0;
+  int rank_ GUARDED_BY(mutex_) = -1;
 };
 
 }  // namespace

@@ -68,7 +68,7 @@ Channel Channels::join(c10::Device device, int rank, int ranks, const std::strin
 
 template <typename Map, typename Key>
 Channel Channels::add(Map* channels, const Key& key, Channel channel) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (isEnded_) {
     const Status ended(Code::kAborted, "the group has ended while NCCL connected");
     (void)channel.comm->abort(Deadline::after(std::chrono::seconds(1)), ended);
@@ -79,12 +79,12 @@ Channel Channels::add(Map* channels, const Key& key, Channel channel) {
 
 Channel Channels::ofGroup(c10::Device device) {
   const auto known = [&]() -> const Channel* {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     const auto found = ofGroup_.find(device.index());
     return found == ofGroup_.end() ? nullptr : &found->second;  // never erased
   };
   if (const Channel* channel = known()) return *channel;
-  std::lock_guard<std::mutex> connecting(connectMutex_);
+  MutexLock connecting(connectMutex_);
   if (const Channel* channel = known()) return *channel;
   const auto id = std::make_shared<nccl::UniqueId>();
   if (place_.rank == 0) {
@@ -103,14 +103,14 @@ Channel Channels::ofGroup(c10::Device device) {
 }
 
 bool Channels::hasPair(c10::Device device, int peer) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return readyPairs_.count({device.index(), peer}) != 0;
 }
 
 Channel Channels::ofPair(c10::Device device, int peer) {
   const Pair key(device.index(), peer);
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     const auto found = ofPairs_.find(key);
     if (found != ofPairs_.end()) return found->second;
   }
@@ -127,7 +127,7 @@ Channel Channels::ofPair(c10::Device device, int peer) {
   // What hangs from here on is aborted with the others.
   const Channel channel = add(&ofPairs_, key, join(device, isLower ? 0 : 1, 2, name, *id));
   connectBothWays(channel, isLower ? 1 : 0);
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   readyPairs_.insert(key);
   return channel;
 }
@@ -151,7 +151,7 @@ void Channels::connectBothWays(const Channel& channel, int peer) const {
 bool Channels::split(Channels* child, int color, bool isWilling) {
   const Channel* parent = nullptr;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     // Of several devices nobody could say which one the child will use.
     if (!isEnded_ && ofGroup_.size() == 1) parent = &ofGroup_.begin()->second;
   }
@@ -200,14 +200,14 @@ Channels::Comms Channels::all() const {
 }
 
 Channels::Comms Channels::end() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return std::exchange(isEnded_, true) ? Comms() : all();
 }
 
 Status Channels::check() const {
   Comms open;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (!isEnded_) open = all();
   }
   for (const auto& comm : open) MYCOLL_RETURN_IF_ERROR(comm->check());
@@ -221,7 +221,7 @@ void Channels::beginAbort(const Status& why) {
 
 void Channels::abort(Deadline deadline, const Status& why) {
   beginAbort(why);
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   const Comms comms = all();
   lock.unlock();
   for (const auto& comm : comms) (void)comm->abort(deadline, why);
@@ -237,7 +237,7 @@ Status Channels::close(Deadline deadline) {
 }
 
 void Channels::addStreams(std::vector<c10::Stream>* streams) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   for (const auto& [index, channel] : ofGroup_) streams->push_back(channel.stream);
 }
 

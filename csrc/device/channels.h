@@ -10,12 +10,12 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "device/place.h"
 #include "device/streams.h"
 #include "nccl/comm.h"
@@ -72,16 +72,16 @@ class Channels {
   // The group may have ended while NCCL connected. Adds it, or throws.
   template <typename Map, typename Key>
   Channel add(Map* channels, const Key& key, Channel channel);
-  Comms all() const;  // with mutex_
-  Comms end();        // all of them at the first call, then none
+  Comms all() const REQUIRES(mutex_);
+  Comms end();  // all of them at the first call, then none
 
   const DevicePlace& place_;
-  std::mutex connectMutex_;  // one connects all ranks at a time; before mutex_
-  mutable std::mutex mutex_;
-  std::map<c10::DeviceIndex, Channel> ofGroup_;  // guarded by mutex_
-  std::map<Pair, Channel> ofPairs_;              // guarded by mutex_
-  std::set<Pair> readyPairs_;                    // guarded by mutex_: those that are connected
-  bool isEnded_ = false;                         // guarded by mutex_
+  Mutex connectMutex_;  // one connects all ranks at a time; before mutex_
+  mutable Mutex mutex_;
+  std::map<c10::DeviceIndex, Channel> ofGroup_ GUARDED_BY(mutex_);
+  std::map<Pair, Channel> ofPairs_ GUARDED_BY(mutex_);
+  std::set<Pair> readyPairs_ GUARDED_BY(mutex_);  // those that are connected
+  bool isEnded_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mycoll

@@ -133,7 +133,9 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   NcclMemory memory_;
   WatchList watched_;
   CapturedStreams captured_;
-  std::timed_mutex pairMutex_;  // one connects with another rank at a time
+  // One connects with another rank at a time. Not a Mutex, which nobody can wait for with a
+  // timeout.
+  std::timed_mutex pairMutex_;
 
   std::vector<Batched> batch_;  // of the thread that is coalescing
 

@@ -75,7 +75,7 @@ void DeviceWork::synchronize() { wait(kNoTimeout); }
 void DeviceWork::abort() { group_->abort("Work.abort() was called"); }
 
 c10::intrusive_ptr<Future> DeviceWork::getFuture() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (future_) return future_;
   auto future = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
                                             std::vector<c10::Device>{operation_->device()});
@@ -94,7 +94,7 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
 }
 
 c10::intrusive_ptr<Future> DeviceWork::getFutureResult() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (resultFuture_) return resultFuture_;
   auto future = c10::make_intrusive<Future>(c10::IntType::get());
   resultFuture_ = future;

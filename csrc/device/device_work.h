@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/torch_version.h"
+#include "base/mutex.h"
 #include "device/operation.h"
 
 namespace mycoll {
@@ -53,9 +54,9 @@ class DeviceWork final : public c10d::Work {
   const std::vector<at::Tensor> outputs_;
   const bool waitsOnHost_;
 
-  std::mutex mutex_;  // guards what follows
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-  c10::intrusive_ptr<c10::ivalue::Future> resultFuture_;
+  Mutex mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(mutex_);
+  c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mycoll

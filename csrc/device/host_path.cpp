@@ -207,7 +207,7 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
     }
   }
   operation->keep(request.allTensors());
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   outgoing_.insert(outgoing_.end(), pieces.begin(), pieces.end());
 }
 
@@ -265,7 +265,7 @@ bool HostPath::advance() {
   for (;;) {
     std::shared_ptr<Outgoing> next;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      MutexLock lock(mutex_);
       if (!outgoing_.empty() && hasPassed(*outgoing_.front()->copied)) {
         next = std::move(outgoing_.front());
         outgoing_.pop_front();

@@ -18,9 +18,9 @@
 #include <atomic>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.h"
 #include "device/host_collective.h"
 #include "device/operation.h"
 #include "device/place.h"
@@ -57,9 +57,9 @@ class HostPath {
   const std::shared_ptr<std::atomic<int>> queued_;
 
   std::atomic<uint64_t> longMessages_{0};  // sent so far
-  std::mutex mutex_;
-  // Guarded by mutex_: being copied from the device, in order.
-  std::deque<std::shared_ptr<Outgoing>> outgoing_;
+  Mutex mutex_;
+  // Being copied from the device, in order.
+  std::deque<std::shared_ptr<Outgoing>> outgoing_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mycoll

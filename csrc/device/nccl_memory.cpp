@@ -41,7 +41,7 @@ void requireNcclMemory() {
 Status NcclMemory::add(std::shared_ptr<nccl::Comm> comm, void* address, size_t bytes,
                        bool isSymmetric) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     const auto known = registered_.find(address);
     if (known != registered_.end()) {
       const bool isSame = known->second.isSymmetric == isSymmetric && known->second.bytes == bytes;
@@ -63,7 +63,7 @@ Status NcclMemory::add(std::shared_ptr<nccl::Comm> comm, void* address, size_t b
   } else {
     MYCOLL_RETURN_IF_ERROR(registered.comm->registerBuffer(address, bytes, &registered.handle));
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   registered_[address] = std::move(registered);
   return Status();
 }
@@ -71,7 +71,7 @@ Status NcclMemory::add(std::shared_ptr<nccl::Comm> comm, void* address, size_t b
 Status NcclMemory::remove(void* address) {
   Registered registered;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     auto known = registered_.find(address);
     if (known == registered_.end()) {
       return Status(Code::kInvalidArgument, "this memory is not registered with the group");

@@ -4,9 +4,9 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "base/status.h"
 #include "nccl/comm.h"
 
@@ -38,8 +38,8 @@ class NcclMemory {
     size_t bytes = 0;
   };
 
-  std::mutex mutex_;
-  std::map<void*, Registered> registered_;  // guarded by mutex_
+  Mutex mutex_;
+  std::map<void*, Registered> registered_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mycoll

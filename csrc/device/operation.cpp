@@ -19,7 +19,7 @@ Status waitEnded(const char* what) {
 }  // namespace
 
 void DeviceOperation::keep(std::vector<at::Tensor> tensors) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   kept_ = std::move(tensors);
 }
 
@@ -27,7 +27,7 @@ void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
   std::vector<std::function<void()>> callbacks;
   OpPtr finished;  // it holds what carries the operation out, and that holds the operation
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (state_ != State::kQueued) return;
     state_ = State::kEnqueued;
     finished.swap(engineOp_);
@@ -43,7 +43,7 @@ void DeviceOperation::fail(const Status& cause) {
   std::vector<std::function<void()>> callbacks;
   OpPtr finished;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (isPassed_.load(std::memory_order_relaxed)) return;
     if (state_ == State::kEnqueued) {
       const EventPtr ended = ended_;
@@ -62,14 +62,14 @@ void DeviceOperation::fail(const Status& cause) {
 }
 
 void DeviceOperation::setEngineOp(std::shared_ptr<Communicator> communicator, OpPtr op) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (state_ != State::kQueued) return;  // over before we came here
   communicator_ = std::move(communicator);
   engineOp_ = std::move(op);
 }
 
 Status DeviceOperation::waitEnqueued(Deadline deadline) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   while (state_ == State::kQueued) {
     if (engineOp_ && !engineOp_->done()) {
       const OpPtr op = engineOp_;
@@ -81,7 +81,7 @@ Status DeviceOperation::waitEnqueued(Deadline deadline) {
       continue;
     }
     const auto until = earlier(deadline, Deadline::after(kTick)).when();
-    if (changed_.wait_until(lock, until) == std::cv_status::no_timeout) continue;
+    if (changed_.wait_until(lock.native(), until) == std::cv_status::no_timeout) continue;
     if (deadline.expired()) return waitEnded(what_);
     lock.unlock();
     if (isInterruptPending()) return interrupted();
@@ -105,7 +105,7 @@ Status DeviceOperation::waitOver(Deadline deadline) {
 }
 
 bool DeviceOperation::isEnqueued() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return state_ != State::kQueued;
 }
 
@@ -113,7 +113,7 @@ bool DeviceOperation::isOver() const {
   if (isPassed_.load(std::memory_order_relaxed)) return true;
   EventPtr ended;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (state_ != State::kEnqueued) return state_ == State::kFailed;
     ended = ended_;
   }
@@ -125,7 +125,7 @@ bool DeviceOperation::isOver() const {
 bool DeviceOperation::mayRelease() const {
   EventPtr ended;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (kept_.empty()) return true;
     if (state_ == State::kQueued) return false;
     ended = ended_;
@@ -134,13 +134,13 @@ bool DeviceOperation::mayRelease() const {
 }
 
 Status DeviceOperation::status() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return status_;
 }
 
 void DeviceOperation::onEnqueued(std::function<void()> fn) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (state_ == State::kQueued) {
       callbacks_.push_back(std::move(fn));
       return;
@@ -161,7 +161,7 @@ float DeviceOperation::milliseconds() const {
 }
 
 std::vector<at::Tensor> DeviceOperation::release() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return std::exchange(kept_, {});
 }
 

@@ -21,12 +21,12 @@
 #include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "base/status.h"
 #include "device/streams.h"
 #include "engine/communicator.h"
@@ -107,17 +107,17 @@ class DeviceOperation {
   mutable std::atomic<bool> isPassed_{false};  // somebody has asked, and it was
   EventPtr started_;
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::condition_variable changed_;
-  // Guarded by mutex_; what is behind kEnqueued does not change any more.
-  State state_ = State::kQueued;
-  Status status_;
+  State state_ GUARDED_BY(mutex_) = State::kQueued;
+  Status status_ GUARDED_BY(mutex_);
+  // Set once, under mutex_, together with kEnqueued; read without it after that.
   std::optional<c10::Stream> stream_;
   EventPtr ended_;
-  std::vector<at::Tensor> kept_;
-  std::vector<std::function<void()>> callbacks_;
-  std::shared_ptr<Communicator> communicator_;
-  OpPtr engineOp_;
+  std::vector<at::Tensor> kept_ GUARDED_BY(mutex_);
+  std::vector<std::function<void()>> callbacks_ GUARDED_BY(mutex_);
+  std::shared_ptr<Communicator> communicator_ GUARDED_BY(mutex_);
+  OpPtr engineOp_ GUARDED_BY(mutex_);
 };
 
 using DeviceOperationPtr = std::shared_ptr<DeviceOperation>;

@@ -11,6 +11,7 @@
 #include "backend/errors.h"
 #include "base/crc32c.h"
 #include "base/env.h"
+#include "base/mutex.h"
 #include "base/topology.h"
 #include "device/channels.h"
 #include "device/nccl_memory.h"
@@ -65,12 +66,12 @@ const char* nameOf(uint8_t choice) {
 // Once in a process for each reason; not where the user has asked for that path.
 void warnOfHostPath(const std::string& reason) {
   struct Warned {
-    std::mutex mutex;
-    std::set<std::string> reasons;  // guarded by mutex
+    Mutex mutex;
+    std::set<std::string> reasons GUARDED_BY(mutex);
   };
   static Warned* const kWarned = new Warned;
   {
-    const std::lock_guard<std::mutex> lock(kWarned->mutex);
+    const MutexLock lock(kWarned->mutex);
     if (reason.empty() || !kWarned->reasons.insert(reason).second) return;
   }
   TORCH_WARN("mycoll carries device tensors through host memory: ", reason,
@@ -149,7 +150,7 @@ DevicePath PathChoice::conclude(const Status& judgement, bool warns) {
 
 void PathChoice::agree(c10::Device device, const std::string& caller) {
   if (known() != DevicePath::kUnknown) return;
-  std::lock_guard<std::mutex> lock(agreeMutex_);
+  MutexLock lock(agreeMutex_);
   if (known() != DevicePath::kUnknown) return;
   const Status met = place_.control->meetNeighbours();
   if (!met.ok()) {
@@ -183,7 +184,7 @@ void PathChoice::agree(c10::Device device, const std::string& caller) {
 }
 
 void PathChoice::adoptNccl(const PathChoice& parent) {
-  std::lock_guard<std::mutex> lock(agreeMutex_);
+  MutexLock lock(agreeMutex_);
   capability_.store(parent.capability(), std::memory_order_relaxed);
   path_.store(DevicePath::kNccl, std::memory_order_release);
 }
@@ -193,7 +194,7 @@ std::optional<DevicePath> PathChoice::knownWith(int peer) const {
   if (Env::process().cuda == CudaPath::kHost || peer == place_.rank) return DevicePath::kHost;
   // There is nobody to ask; NCCL's path refuses it.
   if (peer == kAnySource) return known() == DevicePath::kHost ? known() : DevicePath::kNccl;
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   const auto found = withPeers_.find(peer);
   if (found == withPeers_.end()) return {};
   return found->second;
@@ -202,7 +203,7 @@ std::optional<DevicePath> PathChoice::knownWith(int peer) const {
 DevicePath PathChoice::agreeWith(c10::Device device, int peer) {
   if (const auto decided = knownWith(peer)) return *decided;
   const DevicePath path = exchangeWith(device, peer);
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return withPeers_[peer] = path;
 }
 

@@ -8,11 +8,11 @@
 
 #include <atomic>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "device/place.h"
 
 namespace mycoll {
@@ -62,9 +62,9 @@ class PathChoice {
   const DevicePlace& place_;
   std::atomic<DevicePath> path_{DevicePath::kUnknown};
   std::atomic<int> capability_{0};
-  std::mutex agreeMutex_;  // held while all ranks meet
-  mutable std::mutex mutex_;
-  std::map<int, DevicePath> withPeers_;  // guarded by mutex_
+  Mutex agreeMutex_;  // held while all ranks meet
+  mutable Mutex mutex_;
+  std::map<int, DevicePath> withPeers_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mycoll

@@ -6,11 +6,12 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
-#include <mutex>
 #include <tuple>
 #include <vector>
 
 #include "base/log.h"
+#include "base/mutex.h"
+#include "base/os.h"
 #include "nccl/cudart.h"
 
 namespace mycoll {
@@ -22,7 +23,7 @@ class EventPool {
   using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, bool>;
 
   std::unique_ptr<c10::Event> take(const Key& key) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     auto& free = free_[key];
     if (free.empty()) return nullptr;
     std::unique_ptr<c10::Event> event = std::move(free.back());
@@ -31,20 +32,17 @@ class EventPool {
   }
 
   void giveBack(const Key& key, std::unique_ptr<c10::Event> event) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     free_[key].push_back(std::move(event));
   }
 
  private:
-  std::mutex mutex_;
-  std::map<Key, std::vector<std::unique_ptr<c10::Event>>> free_;  // guarded by mutex_
+  Mutex mutex_;
+  std::map<Key, std::vector<std::unique_ptr<c10::Event>>> free_ GUARDED_BY(mutex_);
 };
 
 // Never destroyed: events come back during static destruction, when the device may be gone.
-EventPool& pool() {
-  static EventPool* const kPool = new EventPool;
-  return *kPool;
-}
+EventPool& pool() { return perProcess<EventPool>(); }
 
 }  // namespace
 
@@ -116,7 +114,7 @@ void CapturedStreams::add(const c10::Stream& stream) {
   const c10::Stream usual =
       c10::impl::VirtualGuardImpl(stream.device_type()).getDefaultStream(stream.device());
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     for (const c10::Stream& one : {stream, usual}) {
       const bool isKnown = std::find(streams_.begin(), streams_.end(), one) != streams_.end();
       if (!isKnown) streams_.push_back(one);
@@ -129,7 +127,7 @@ bool CapturedStreams::isAnyBusy() const {
   if (isEmpty()) return false;
   std::vector<c10::Stream> streams;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     streams = streams_;
   }
   return std::any_of(streams.begin(), streams.end(), [](const c10::Stream& stream) {

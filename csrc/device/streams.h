@@ -12,10 +12,10 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/status.h"
 #include "base/task.h"
 
@@ -77,8 +77,8 @@ class CapturedStreams {
 
  private:
   std::atomic<bool> isAny_{false};
-  mutable std::mutex mutex_;
-  std::vector<c10::Stream> streams_;  // guarded by mutex_
+  mutable Mutex mutex_;
+  std::vector<c10::Stream> streams_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mycoll

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/mutex.h"
 #include "observe/black_box.h"
 
 namespace mycoll {
@@ -11,8 +12,8 @@ namespace {
 // Dropped by threads of the user's, as it may need the GIL, and calls the allocator. Those of any
 // group: one that is not called again would keep it for ever.
 struct Released {
-  std::mutex mutex;
-  std::vector<at::Tensor> tensors;  // guarded by mutex
+  Mutex mutex;
+  std::vector<at::Tensor> tensors GUARDED_BY(mutex);
   std::atomic<bool> isThere{false};
 };
 
@@ -29,7 +30,7 @@ std::string Watched::place() const {
 }
 
 bool WatchList::add(Watched watched) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   const c10::Device device = watched.operation->device();
   if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
     devices_.push_back(device);
@@ -44,37 +45,37 @@ bool WatchList::add(Watched watched) {
 }
 
 void WatchList::onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   awaited_.push_back({operation, std::move(fn)});
 }
 
 bool WatchList::isBusy() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return !collectives_.empty() || !others_.empty() || !awaited_.empty();
 }
 
 bool WatchList::hasUndrained() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return !collectives_.empty() ||
          std::any_of(others_.begin(), others_.end(),
                      [](const Watched& each) { return each.operation->isTaken(); });
 }
 
 bool WatchList::hasOfGroup() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return !collectives_.empty() || std::any_of(others_.begin(), others_.end(), [](const auto& each) {
     return each.ownsDeadline && !each.isOfPair;
   });
 }
 
 std::vector<c10::Device> WatchList::devices() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   return devices_;
 }
 
 std::vector<DeviceOperationPtr> WatchList::queued() const {
   std::vector<DeviceOperationPtr> found;
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   forEach([&](const Watched& each) {
     if (!each.isMessage && !each.operation->isEnqueued()) found.push_back(each.operation);
   });
@@ -88,7 +89,7 @@ void WatchList::takeEndedCollectives(std::vector<Watched>* ended) {
   do {
     std::vector<std::pair<DeviceOperationPtr, std::shared_ptr<External>>> oldest;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      MutexLock lock(mutex_);
       for (size_t i = 0; i < std::min(kAtOnce, collectives_.size()); ++i) {
         oldest.emplace_back(collectives_[i].operation, collectives_[i].external);
       }
@@ -98,7 +99,7 @@ void WatchList::takeEndedCollectives(std::vector<Watched>* ended) {
       if (!operation->isOver()) break;
       external->finish(operation->status());
     }
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     for (size_t i = 0; i < count; ++i) {
       ended->push_back(std::move(collectives_.front()));
       collectives_.pop_front();
@@ -112,13 +113,13 @@ template <typename Entry>
 std::vector<Entry> WatchList::takeOverOf(std::vector<Entry>* entries) {
   std::vector<DeviceOperationPtr> operations;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     for (const Entry& entry : *entries) operations.push_back(entry.operation);
   }
   std::vector<bool> areOver;
   for (const DeviceOperationPtr& operation : operations) areOver.push_back(operation->isOver());
   std::vector<Entry> over, left;
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   for (size_t i = 0; i < entries->size(); ++i) {
     const bool isOver = i < areOver.size() && areOver[i];
     (isOver ? over : left).push_back(std::move((*entries)[i]));
@@ -146,7 +147,7 @@ void WatchList::callAwaited() {
 std::optional<Watched> WatchList::late() const {
   Watched found;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     const auto first = std::find_if(others_.begin(), others_.end(), [](const Watched& each) {
       return each.ownsDeadline && each.deadline.expired();
     });
@@ -160,7 +161,7 @@ std::optional<Watched> WatchList::late() const {
 WatchList::Failed WatchList::failAll(const Status& cause) {
   std::vector<Watched> all;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     forEach([&](const Watched& each) { all.push_back(each); });
   }
   Failed failed;
@@ -185,7 +186,7 @@ bool WatchList::releaseMemory() {
   });
   if (!tensors.empty()) {
     Released& all = released();
-    std::lock_guard<std::mutex> lock(all.mutex);
+    MutexLock lock(all.mutex);
     for (at::Tensor& tensor : tensors) all.tensors.push_back(std::move(tensor));
     all.isThere.store(true, std::memory_order_release);
   }
@@ -196,7 +197,7 @@ void WatchList::clearReleased() {
   Released& all = released();
   if (!all.isThere.load(std::memory_order_acquire)) return;
   std::vector<at::Tensor> tensors;
-  std::lock_guard<std::mutex> lock(all.mutex);
+  MutexLock lock(all.mutex);
   tensors.swap(all.tensors);
   all.isThere.store(false, std::memory_order_relaxed);
 }

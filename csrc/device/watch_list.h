@@ -11,11 +11,11 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "device/operation.h"
 #include "engine/communicator.h"
 
@@ -86,21 +86,22 @@ class WatchList {
   };
 
   void takeEndedCollectives(std::vector<Watched>* ended);
+  // Takes mutex_, which guards the entries.
   template <typename Entry>
   std::vector<Entry> takeOverOf(std::vector<Entry>* entries);
   template <typename Fn>
-  void forEach(Fn fn) const {  // with mutex_
+  void forEach(Fn fn) const REQUIRES(mutex_) {
     for (const Watched& each : collectives_) fn(each);
     for (const Watched& each : others_) fn(each);
   }
 
-  mutable std::mutex mutex_;
-  // Guarded by mutex_, oldest first: NCCL's collectives, which end one after another, of which
-  // there are thousands where a program runs ahead of its device; and all others.
-  std::deque<Watched> collectives_;
-  std::vector<Watched> others_;
-  std::vector<Awaited> awaited_;      // guarded by mutex_
-  std::vector<c10::Device> devices_;  // guarded by mutex_
+  mutable Mutex mutex_;
+  // Oldest first: NCCL's collectives, which end one after another, of which there are thousands
+  // where a program runs ahead of its device; and all others.
+  std::deque<Watched> collectives_ GUARDED_BY(mutex_);
+  std::vector<Watched> others_ GUARDED_BY(mutex_);
+  std::vector<Awaited> awaited_ GUARDED_BY(mutex_);
+  std::vector<c10::Device> devices_ GUARDED_BY(mutex_);
   // The watchdog's own: over, but after a failure the device may still use their memory.
   std::vector<DeviceOperationPtr> lingering_;
 };

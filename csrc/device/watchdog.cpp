@@ -4,11 +4,11 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/os.h"
 #include "device/device_group.h"
 
@@ -26,19 +26,20 @@ constexpr int kLinger = 50;
 }  // namespace
 
 struct Watchdog::State {
-  std::mutex mutex;
+  Mutex mutex;
   std::condition_variable woken;
-  std::vector<std::shared_ptr<DeviceGroup>> groups;  // busy ones
-  bool isWoken = false;
-  bool isRunning = false;
-  bool isAsleep = false;   // until it is woken
-  bool isLooking = false;  // at groups, without the mutex
-  bool isStopped = false;
+  std::vector<std::shared_ptr<DeviceGroup>> groups GUARDED_BY(mutex);  // busy ones
+  bool isWoken GUARDED_BY(mutex) = false;
+  bool isRunning GUARDED_BY(mutex) = false;
+  bool isAsleep GUARDED_BY(mutex) = false;   // until it is woken
+  bool isLooking GUARDED_BY(mutex) = false;  // at groups, without the mutex
+  bool isStopped GUARDED_BY(mutex) = false;
   std::condition_variable hasLooked;
   std::atomic<bool> isExiting{false};
 
   void run();
-  void awaitGroups(std::unique_lock<std::mutex>& lock);
+  // Until there is something to look at. The lock is the mutex's.
+  void awaitGroups(MutexLock& lock) REQUIRES(mutex);
 };
 
 Watchdog& Watchdog::get() {
@@ -50,7 +51,7 @@ Watchdog::State& Watchdog::state() { return perProcess<State>(); }
 
 void Watchdog::add(std::shared_ptr<DeviceGroup> group, bool isUrgent) {
   State& all = state();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  MutexLock lock(all.mutex);
   if (std::find(all.groups.begin(), all.groups.end(), group) == all.groups.end()) {
     all.groups.push_back(std::move(group));
   }
@@ -69,7 +70,7 @@ void Watchdog::add(std::shared_ptr<DeviceGroup> group, bool isUrgent) {
 
 void Watchdog::wake() {
   State& all = state();
-  std::lock_guard<std::mutex> lock(all.mutex);
+  MutexLock lock(all.mutex);
   all.isWoken = true;
   all.woken.notify_one();
 }
@@ -80,23 +81,28 @@ bool Watchdog::isExiting() { return state().isExiting.load(); }
 
 void Watchdog::stop() {
   State& all = state();
-  std::unique_lock<std::mutex> lock(all.mutex);
+  MutexLock lock(all.mutex);
   all.isStopped = true;
-  all.hasLooked.wait_for(lock, std::chrono::seconds(1), [&all] { return !all.isLooking; });
+  all.hasLooked.wait_for(lock.native(), std::chrono::seconds(1),
+                         [&all]() REQUIRES(all.mutex) { return !all.isLooking; });
 }
 
-// With the mutex held: until there is something to look at.
-void Watchdog::State::awaitGroups(std::unique_lock<std::mutex>& lock) {
-  const auto isThere = [this] { return isWoken || (!groups.empty() && !isStopped); };
-  for (int round = 0; round < kLinger && !isThere(); ++round) woken.wait_for(lock, kMost, isThere);
+void Watchdog::State::awaitGroups(MutexLock& lock) {
+  const auto isThere = [this]() REQUIRES(mutex) {
+    const bool isBusy = !groups.empty() && !isStopped;
+    return isWoken || isBusy;
+  };
+  for (int round = 0; round < kLinger && !isThere(); ++round) {
+    woken.wait_for(lock.native(), kMost, isThere);
+  }
   isAsleep = true;
-  woken.wait(lock, isThere);
+  woken.wait(lock.native(), isThere);
   isAsleep = false;
 }
 
 void Watchdog::State::run() {
   auto pause = kLeast;
-  std::unique_lock<std::mutex> lock(mutex);
+  MutexLock lock(mutex);
   for (;;) {
     if (groups.empty() || isStopped) {
       awaitGroups(lock);
@@ -129,7 +135,8 @@ void Watchdog::State::run() {
     hasLooked.notify_all();
     pause = all.hasMoved ? kLeast : std::min(pause * 2, kMost);
     if (groups.empty()) continue;
-    woken.wait_for(lock, all.wantsSoon ? kSoon : pause, [this] { return isWoken; });
+    woken.wait_for(lock.native(), all.wantsSoon ? kSoon : pause,
+                   [this]() REQUIRES(mutex) { return isWoken; });
   }
 }
 

@@ -3,8 +3,9 @@
 #include <dlfcn.h>
 
 #include <atomic>
-#include <mutex>
 #include <type_traits>
+
+#include "base/mutex.h"
 
 namespace mycoll::nccl {
 namespace {
@@ -42,8 +43,8 @@ const Cudart& Cudart::get() {
   static const Cudart kNone;
   static std::atomic<const Cudart*> known{nullptr};
   if (const Cudart* found = known.load(std::memory_order_acquire)) return *found;
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
+  static Mutex mutex;
+  MutexLock lock(mutex);
   if (const Cudart* found = known.load(std::memory_order_acquire)) return *found;
   const Cudart found = find();
   if (!found.isThere()) return kNone;

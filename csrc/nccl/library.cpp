@@ -4,10 +4,10 @@
 #include <sys/stat.h>
 
 #include <atomic>
-#include <mutex>
 
 #include "base/env.h"
 #include "base/log.h"
+#include "base/mutex.h"
 
 namespace mycoll::nccl {
 namespace {
@@ -171,8 +171,8 @@ const Library* Library::loaded() { return theLibrary.load(std::memory_order_acqu
 Status Library::get(const std::string& wheelFile, const Library** library) {
   *library = loaded();
   if (*library != nullptr) return {};
-  static std::mutex mutex;  // one thread looks, the others wait for what it finds
-  std::lock_guard<std::mutex> lock(mutex);
+  static Mutex mutex;  // one thread looks, the others wait for what it finds
+  MutexLock lock(mutex);
   *library = loaded();
   if (*library != nullptr) return {};
 

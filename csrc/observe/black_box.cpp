@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "base/env.h"
+#include "base/mutex.h"
 #include "base/os.h"
 #include "base/sanitize.h"
 #include "base/topology.h"
@@ -115,7 +116,7 @@ namespace {
 // Without a box at first, so that one is made when it is needed and not at once in each child.
 struct Holder {
   std::atomic<BlackBox*> box{nullptr};
-  std::mutex making;
+  Mutex making;
 };
 
 }  // namespace
@@ -124,7 +125,7 @@ BlackBox& BlackBox::process() {
   Holder& holder = perProcess<Holder>();
   BlackBox* box = holder.box.load(std::memory_order_acquire);
   if (box) return *box;
-  std::lock_guard<std::mutex> lock(holder.making);
+  MutexLock lock(holder.making);
   if (!holder.box.load()) holder.box.store(new BlackBox, std::memory_order_release);
   return *holder.box.load();
 }
@@ -225,7 +226,7 @@ void BlackBox::describe() {
 }
 
 GroupState* BlackBox::take() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (!returned_.empty()) {
     GroupState* area = returned_.front();
     returned_.pop_front();
@@ -261,7 +262,7 @@ GroupState* BlackBox::take() {
 }
 
 void BlackBox::giveBack(GroupState* area) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   for (int kind = 0; kind < kOpKinds; ++kind) {
     const Tally& from = area->tallies[kind];
     Tally& to = box_->ended[kind];
@@ -286,7 +287,7 @@ uint32_t BlackBox::intern(std::string_view function, std::string_view file, int 
   // The end of a long path says more than its beginning.
   file = ending(file, kSiteBytes - 1 - site.size() - 1 - end.size());
   site.append("\n").append(file).append(end);
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   const auto found = sites_.find(site);
   if (found != sites_.end()) return found->second;
   const uint32_t number = box_->sites.load(std::memory_order_relaxed) + 1;
@@ -313,7 +314,7 @@ BlackBox::Place BlackBox::placeOf(uint32_t site) const {
 }
 
 void BlackBox::join(uint64_t context, int rank) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (get(box_->rank) >= 0 && areas_.size() - returned_.size() > 1) return;
   put(box_->job, context);
   put(box_->rank, static_cast<int32_t>(rank));
@@ -330,7 +331,7 @@ std::string toContext(uint64_t context) {
 }
 
 std::string BlackBox::snapshot() const {
-  std::lock_guard<std::mutex> lock(mutex_);  // no area changes hands meanwhile
+  MutexLock lock(mutex_);  // no area changes hands meanwhile
   put(box_->copied, steadyNanos());
   std::string bytes(kGroupsAt + areas_.size() * areaBytes_, '\0');
   copyWords(head_, bytes.data(), kGroupsAt);

@@ -28,13 +28,13 @@
 #include <cstdint>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/call.h"
 #include "base/fd.h"
+#include "base/mutex.h"
 
 namespace mycoll {
 
@@ -168,10 +168,10 @@ class BlackBox {
   Box* box_ = nullptr;
   std::atomic<uint64_t> nextId_{0};
 
-  mutable std::mutex mutex_;
-  std::vector<GroupState*> areas_;                      // guarded by mutex_
-  std::deque<GroupState*> returned_;                    // guarded by mutex_
-  std::map<std::string, uint32_t, std::less<>> sites_;  // guarded by mutex_
+  mutable Mutex mutex_;
+  std::vector<GroupState*> areas_ GUARDED_BY(mutex_);
+  std::deque<GroupState*> returned_ GUARDED_BY(mutex_);
+  std::map<std::string, uint32_t, std::less<>> sites_ GUARDED_BY(mutex_);
 };
 
 std::string toContext(uint64_t context);

@@ -150,12 +150,12 @@ void GroupRecord::setTransport(const std::string& name) {
 }
 
 void GroupRecord::describe(const std::string& text) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (!isClosed_.load() && !state_->description[0]) copyText(state_->description, text);
 }
 
 void GroupRecord::fail(const Status& cause) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (isClosed_.load() || get(state_->phase) != static_cast<uint32_t>(GroupPhase::kOpen)) return;
   copyText(state_->failure, cause.message());
   put(state_->phase, static_cast<uint32_t>(GroupPhase::kFailed));
@@ -164,7 +164,7 @@ void GroupRecord::fail(const Status& cause) {
 
 void GroupRecord::close() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     if (isClosed_.exchange(true)) return;
     put(state_->phase, static_cast<uint32_t>(GroupPhase::kClosed));
   }

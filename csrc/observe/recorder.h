@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/call.h"
+#include "base/mutex.h"
 #include "base/status.h"
 #include "observe/black_box.h"
 
@@ -104,7 +105,7 @@ class GroupRecord {
 
   BlackBox& box_;
   GroupState* const state_;
-  std::mutex mutex_;  // guards what is written once: texts
+  Mutex mutex_;  // guards what is written once: texts
   std::atomic<bool> isClosed_{false};
 };
 

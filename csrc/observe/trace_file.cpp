@@ -12,13 +12,13 @@
 #include <cstdio>
 #include <cstring>
 #include <ctime>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "base/env.h"
 #include "base/fd.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "base/os.h"
 #include "base/topology.h"
 #include "observe/black_box.h"
@@ -40,7 +40,7 @@ enum class Progress { kNothing, kWanted, kMeanwhile, kWritten };
 struct Wish {
   std::atomic<Progress> progress{Progress::kNothing};
   std::atomic<int64_t> since{0};
-  std::mutex writing;
+  Mutex writing;
 };
 Wish& wish() { return perProcess<Wish>(); }
 
@@ -164,7 +164,7 @@ void writeUnless(Progress done) {
     return now != Progress::kNothing && now < done;
   };
   if (!isDue()) return;
-  std::lock_guard<std::mutex> lock(wish().writing);
+  MutexLock lock(wish().writing);
   if (!isDue()) return;
   const bool isFirst = wish().progress.exchange(done) == Progress::kWanted;
   if (isOff()) return;

@@ -430,11 +430,11 @@ bool Connection::hasSaidAll(bool isEnded) {
   return Deadline::Clock::now() - lastByte_ > patience;
 }
 
-void Connection::sayNoMore() {
+void Connection::sayNoMore() NO_THREAD_SAFETY_ANALYSIS {
   if (state_ == State::kOpen && !link_.isShm) shutdown(link_.sender->fd(), SHUT_WR);
 }
 
-bool Connection::hasArrived() {
+bool Connection::hasArrived() NO_THREAD_SAFETY_ANALYSIS {
   if (state_ != State::kOpen || link_.isShm) return true;
   char discarded[16 * 1024];
   // Some of it: the peer may go on sending.

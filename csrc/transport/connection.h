@@ -31,6 +31,7 @@
 #include "transport/dial.h"
 #include "transport/frame.h"
 #include "transport/group_table.h"
+#include "transport/io_lock.h"
 #include "transport/link.h"
 #include "transport/local.h"
 #include "transport/loss.h"
@@ -62,11 +63,11 @@ class Connection {
   ~Connection();
 
   const PeerAddress& peer() const { return peer_; }
-  State state() const { return state_; }
+  State state() const REQUIRES(ioRole) { return state_; }
   // Why it is ending, or lost.
-  const Loss& loss() const { return loss_; }
+  const Loss& loss() const REQUIRES(ioRole) { return loss_; }
   // It is, or was, open.
-  bool wasOpen() const { return wasOpen_; }
+  bool wasOpen() const REQUIRES(ioRole) { return wasOpen_; }
 
   // ---- being made
 
@@ -76,87 +77,96 @@ class Connection {
   // The next attempt, if it is due.
   void dialAgain() REQUIRES(ioRole);
   // There is no group any more that both are in.
-  bool isToNobody() const { return dial_ && dial_->state() == Dial::State::kNobody; }
+  bool isToNobody() const REQUIRES(ioRole) {
+    return dial_ && dial_->state() == Dial::State::kNobody;
+  }
   // kDialing -> kIdle. Returns what was not sent.
-  std::vector<Transfer*> giveUpDialing();
-  bool isToBeMade() const { return state_ == State::kIdle || state_ == State::kDialing; }
+  std::vector<Transfer*> giveUpDialing() REQUIRES(ioRole);
+  bool isToBeMade() const REQUIRES(ioRole) {
+    return state_ == State::kIdle || state_ == State::kDialing;
+  }
   // If it is to be made: it is, by this side or the other.
   void open(Link link) REQUIRES(ioRole);
   // kDialing: the peer may have opened it already.
-  bool mayBeOpen() const { return dial_ && dial_->hasProved(); }
+  bool mayBeOpen() const REQUIRES(ioRole) { return dial_ && dial_->hasProved(); }
 
   // ---- bytes
 
   // Takes it, or ends its request if the peer is lost. kIdle: it leaves when somebody has dialled.
   void enqueue(OutItem item) REQUIRES(ioRole);
-  std::deque<OutItem>& queue() { return queue_; }
-  bool hasQueued(uint64_t context, int rank) const;
+  std::deque<OutItem>& queue() REQUIRES(ioRole) { return queue_; }
+  bool hasQueued(uint64_t context, int rank) const REQUIRES(ioRole);
   // Drops what of this request has not left, and where it is being received.
-  void forget(Transfer* request);
-  void forget(Mailbox* mailbox);
+  void forget(Transfer* request) REQUIRES(ioRole);
+  void forget(Mailbox* mailbox) REQUIRES(ioRole);
   // Both: true if anything moved.
   bool flush(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
   bool drain(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
-  bool maybeReadable() const { return link_.receiver && link_.receiver->maybeReadable(); }
-  void lookAgain() {
+  bool maybeReadable() const REQUIRES(ioRole) {
+    return link_.receiver && link_.receiver->maybeReadable();
+  }
+  void lookAgain() REQUIRES(ioRole) {
     if (link_.receiver) link_.receiver->lookAgain();
   }
   // False: the descriptor is none of its.
-  bool onEvent(int fd, bool isClosed);
-  void setAsleep(bool asleep);
-  bool sendFd(int fd, const std::string& cookie);
-  Fd takeFd(const std::string& cookie);
+  bool onEvent(int fd, bool isClosed) REQUIRES(ioRole);
+  void setAsleep(bool asleep) REQUIRES(ioRole);
+  bool sendFd(int fd, const std::string& cookie) REQUIRES(ioRole);
+  Fd takeFd(const std::string& cookie) REQUIRES(ioRole);
 
   // ---- ending
 
   // The first reason stays.
-  void end(Loss loss);
+  void end(Loss loss) REQUIRES(ioRole);
   // The same, and nothing more is read.
-  void breakOff(Loss loss);
+  void breakOff(Loss loss) REQUIRES(ioRole);
   // kEnding: its process has ended, which says more than what was seen of it.
-  void hasEnded() { loss_ = {LossReason::kEnded, ""}; }
+  void hasEnded() REQUIRES(ioRole) { loss_ = {LossReason::kEnded, ""}; }
   // kEnding: all has been read that will come. isEnded: its process is no more.
   bool hasSaidAll(bool isEnded) REQUIRES(ioRole);
-  // This process ends, and will send nothing more.
+  // This process ends, and will send nothing more. Here and in hasArrived() without the lock:
+  // nobody else has the mesh any more.
   void sayNoMore();
   // ... and what it had sent has arrived. Reads what comes, for nobody (tcp/link.h).
   bool hasArrived();
   // kEnding -> kLost. Returns what was not sent.
-  std::vector<Transfer*> lose();
+  std::vector<Transfer*> lose() REQUIRES(ioRole);
 
   // A whole frame that came before its group. False: it is not in its sender's own name.
   static bool deliver(Mailbox& mailbox, const EarlyFrame& frame) REQUIRES(ioRole);
 
  private:
-  void moveTo(State next);
+  void moveTo(State next) REQUIRES(ioRole);
   bool beginFrame() REQUIRES(ioRole);
   void endFrame() REQUIRES(ioRole);
-  void close();
-  std::vector<Transfer*> takeUnsent();
+  void close() REQUIRES(ioRole);
+  std::vector<Transfer*> takeUnsent() REQUIRES(ioRole);
 
   Local& local_;
   const PeerAddress peer_;
-  State state_ = State::kIdle;
-  Loss loss_;
-  bool wasOpen_ = false;
-  std::unique_ptr<Dial> dial_;  // kDialing
-  Link link_;                   // kOpen, kEnding
+  State state_ GUARDED_BY(ioRole) = State::kIdle;
+  Loss loss_ GUARDED_BY(ioRole);
+  bool wasOpen_ GUARDED_BY(ioRole) = false;
+  std::unique_ptr<Dial> dial_ GUARDED_BY(ioRole);  // kDialing
+  Link link_ GUARDED_BY(ioRole);                   // kOpen, kEnding
 
-  std::deque<OutItem> queue_;  // out
+  std::deque<OutItem> queue_ GUARDED_BY(ioRole);  // out
 
   // In.
-  bool isReadOver_ = false;  // nothing comes any more, or nothing that can be believed
-  FrameHeader header_;
-  size_t headerGot_ = 0;
-  size_t payloadGot_ = 0;
-  uint32_t payloadCheck_ = 0;   // of what was got of a checked frame
-  Mailbox* mailbox_ = nullptr;  // of the frame being read; null: its payload is thrown away
-  Mailbox::Target target_;
-  bool isEarly_ = false;  // the frame is kept for a group that is not made yet
-  std::string control_;   // payload of a control frame, or of an early one
+  // Nothing comes any more, or nothing that can be believed.
+  bool isReadOver_ GUARDED_BY(ioRole) = false;
+  FrameHeader header_ GUARDED_BY(ioRole);
+  size_t headerGot_ GUARDED_BY(ioRole) = 0;
+  size_t payloadGot_ GUARDED_BY(ioRole) = 0;
+  uint32_t payloadCheck_ GUARDED_BY(ioRole) = 0;  // of what was got of a checked frame
+  // Of the frame being read; null: its payload is thrown away.
+  Mailbox* mailbox_ GUARDED_BY(ioRole) = nullptr;
+  Mailbox::Target target_ GUARDED_BY(ioRole);
+  bool isEarly_ GUARDED_BY(ioRole) = false;  // the frame is kept for a group that is not made yet
+  std::string control_ GUARDED_BY(ioRole);   // payload of a control frame, or of an early one
 
   // kEnding: when that began, or the latest bytes came.
-  Deadline::Clock::time_point lastByte_;
+  Deadline::Clock::time_point lastByte_ GUARDED_BY(ioRole);
 };
 
 const char* name(Connection::State state);

@@ -36,45 +36,47 @@ class Dial {
   };
 
   // Begins the first attempt. The peer's address outlives this.
-  Dial(Local& local, const PeerAddress& peer);
-  State state() const { return state_; }
+  Dial(Local& local, const PeerAddress& peer) REQUIRES(ioRole);
+  State state() const REQUIRES(ioRole) { return state_; }
   // The peer may have made the connection already: it knows that this side wants it.
-  bool hasProved() const { return state_ == State::kTrying && hasProved_; }
+  bool hasProved() const REQUIRES(ioRole) { return state_ == State::kTrying && hasProved_; }
 
   // Goes on with an attempt if what it waits for has come.
-  void goOn();
+  void goOn() REQUIRES(ioRole);
   // Whether the next attempt is due; begins it.
-  bool isDue() const { return state_ == State::kWaiting && nextAttempt_.expired(); }
+  bool isDue() const REQUIRES(ioRole) {
+    return state_ == State::kWaiting && nextAttempt_.expired();
+  }
   void again() REQUIRES(ioRole);
 
   // kMade.
-  Link takeLink() { return std::move(link_); }
+  Link takeLink() REQUIRES(ioRole) { return std::move(link_); }
   // kFailed.
-  const Loss& loss() const { return loss_; }
+  const Loss& loss() const REQUIRES(ioRole) { return loss_; }
 
  private:
-  void moveTo(State next);
+  void moveTo(State next) REQUIRES(ioRole);
   bool begin() REQUIRES(ioRole);
-  void finish();
-  void waitFor(Standing refusal);
-  Status hungUp(bool isShm);
-  Task attempt();
-  Task shakeHands(Fd socket, bool isShm);
+  void finish() REQUIRES(ioRole);
+  Status hungUp(bool isShm) REQUIRES(ioRole);
+  Task attempt() REQUIRES(ioRole);
+  Task shakeHands(Fd socket, bool isShm) REQUIRES(ioRole);
 
   Local& local_;
   const PeerAddress& peer_;
-  State state_ = State::kWaiting;
-  Task task_;               // of the attempt that is under way
-  HandshakeGroup voucher_;  // of the latest attempt
+  State state_ GUARDED_BY(ioRole) = State::kWaiting;
+  Task task_ GUARDED_BY(ioRole);               // of the attempt that is under way
+  HandshakeGroup voucher_ GUARDED_BY(ioRole);  // of the latest attempt
   // What that group is to the other side. Not kMember: another attempt follows.
-  Standing standing_ = Standing::kGone;
-  Deadline nextAttempt_;
-  bool hasProved_ = false;  // in this attempt
-  bool isCrossed_ = false;  // the other side has, or makes, a connection of its own
-  size_t notYet_ = 0;       // how many times it had not made the group
-  int hangUps_ = 0;         // how many times it said nothing
-  Link link_;
-  Loss loss_;
+  Standing standing_ GUARDED_BY(ioRole) = Standing::kGone;
+  Deadline nextAttempt_ GUARDED_BY(ioRole);
+  bool hasProved_ GUARDED_BY(ioRole) = false;  // in this attempt
+  // The other side has, or makes, a connection of its own.
+  bool isCrossed_ GUARDED_BY(ioRole) = false;
+  size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group
+  int hangUps_ GUARDED_BY(ioRole) = 0;    // how many times it said nothing
+  Link link_ GUARDED_BY(ioRole);
+  Loss loss_ GUARDED_BY(ioRole);
 };
 
 }  // namespace mycoll

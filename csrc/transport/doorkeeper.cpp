@@ -28,7 +28,7 @@ class GroupIsKnown final : public Condition {
  public:
   GroupIsKnown(const GroupTable& groups, uint64_t context, int rank, Deadline deadline)
       : groups_(groups), context_(context), rank_(rank), deadline_(deadline) {}
-  bool ready() override {
+  bool ready() override REQUIRES(ioRole) {
     return groups_.standing(context_, rank_) != Standing::kNotYet || deadline_.expired();
   }
 

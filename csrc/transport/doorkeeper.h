@@ -13,6 +13,7 @@
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "base/task.h"
+#include "transport/io_lock.h"
 #include "transport/link.h"
 #include "transport/local.h"
 
@@ -38,32 +39,35 @@ class Doorkeeper {
   Doorkeeper(Local& local, Admit admit, Enter enter);
   ~Doorkeeper();
 
-  // Opens the listeners, and adds to the process's address where they are.
+  // Opens the listeners, and adds to the process's address where they are. Once, before anybody
+  // else has the mesh: without the lock.
   Status listen();
   // False: the descriptor is none of its.
-  bool onEvent(int fd);
+  bool onEvent(int fd) REQUIRES(ioRole);
   // Whether somebody is at the door.
-  bool isBusy() const { return !visitors_.empty(); }
+  bool isBusy() const REQUIRES(ioRole) { return !visitors_.empty(); }
   // ... or had to be left outside for a moment.
-  bool isToLookAgain() const { return !acceptAgain_.isNever(); }
+  bool isToLookAgain() const REQUIRES(ioRole) { return !acceptAgain_.isNever(); }
   // Goes on with the handshakes.
-  void goOn();
+  void goOn() REQUIRES(ioRole);
 
  private:
   struct Visitor;
 
-  void acceptFrom(int listener, bool isUnix);
-  void acceptAll();
-  bool dropStranger();
-  Task answer(Visitor* visitor);
+  void acceptFrom(int listener, bool isUnix) REQUIRES(ioRole);
+  void acceptAll() REQUIRES(ioRole);
+  bool dropStranger() REQUIRES(ioRole);
+  Task answer(Visitor* visitor) REQUIRES(ioRole);
 
   Local& local_;
   const Admit admit_;
   const Enter enter_;
+  // As listen() has made them.
   Fd unixListener_;
   std::vector<Fd> tcpListeners_;
-  std::vector<std::unique_ptr<Visitor>> visitors_;  // the oldest first
-  Deadline acceptAgain_;  // descriptors were used up; listeners do not report twice
+  std::vector<std::unique_ptr<Visitor>> visitors_ GUARDED_BY(ioRole);  // the oldest first
+  // Descriptors were used up; listeners do not report twice.
+  Deadline acceptAgain_ GUARDED_BY(ioRole);
 };
 
 }  // namespace mycoll

@@ -70,7 +70,7 @@ bool GroupTable::makeRoom(uint64_t context, int rank, size_t bytes) {
     if (overflown_.size() >= kMaxEarlyFrames) overflown_.erase(overflown_.begin());
     overflown_.insert(victim);
     if (victim == group) return false;
-    std::erase_if(early_, [&](const EarlyFrame& frame) {
+    std::erase_if(early_, [&](const EarlyFrame& frame) REQUIRES(ioRole) {
       if (Key{frame.header.context, frame.header.destination} != victim) return false;
       earlyBytes_ -= frame.payload.size();
       return true;

@@ -2,7 +2,7 @@
 // knows them: by context and rank. Keeps the frames that come before their group is made, as far as
 // there is room.
 //
-// Thread contract: the mesh's I/O lock.
+// Thread contract: the mesh's I/O lock, for all of it.
 #pragma once
 
 #include <cstddef>
@@ -36,36 +36,37 @@ class GroupTable {
   static constexpr size_t kMaxEarlyBytes = 64 * 1024 * 1024;
 
   // Those of its peers that were in none of the groups so far, or are in none any more.
-  std::vector<const PeerAddress*> add(Mailbox* mailbox);
-  std::vector<std::string> remove(Mailbox* mailbox);
+  std::vector<const PeerAddress*> add(Mailbox* mailbox) REQUIRES(ioRole);
+  std::vector<std::string> remove(Mailbox* mailbox) REQUIRES(ioRole);
 
-  Mailbox* find(uint64_t context, int rank) const;
+  Mailbox* find(uint64_t context, int rank) const REQUIRES(ioRole);
   // Of the group of this rank here: kNotYet if it was never made.
-  Standing standing(uint64_t context, int rank) const;
+  Standing standing(uint64_t context, int rank) const REQUIRES(ioRole);
   // Whether this process is in one of the groups.
-  bool names(const std::string& uid) const { return memberships_.count(uid) > 0; }
+  bool names(const std::string& uid) const REQUIRES(ioRole) { return memberships_.count(uid) > 0; }
   // The groups that both are in, the oldest first.
   std::vector<Mailbox*> commonWith(const std::string& uid) const REQUIRES(ioRole);
-  std::vector<Mailbox*> all() const;
+  std::vector<Mailbox*> all() const REQUIRES(ioRole);
 
   // Whether a frame of so many bytes for a group that is not made yet can be kept: then keep() is
   // to follow. The group that has waited longest, which is probably never made, gives way.
-  bool makeRoom(uint64_t context, int rank, size_t bytes);
-  void keep(EarlyFrame frame);
+  bool makeRoom(uint64_t context, int rank, size_t bytes) REQUIRES(ioRole);
+  void keep(EarlyFrame frame) REQUIRES(ioRole);
   // Those for this group, in order of arrival. isComplete: there was room for all of them.
-  std::vector<EarlyFrame> takeEarly(uint64_t context, int rank, bool* isComplete);
+  std::vector<EarlyFrame> takeEarly(uint64_t context, int rank, bool* isComplete) REQUIRES(ioRole);
 
  private:
   using Key = std::pair<uint64_t, int>;  // context and rank
 
-  std::map<Key, Mailbox*> mailboxes_;
-  std::vector<Mailbox*> byAge_;                       // the same, the oldest first
-  std::set<Key> closed_;                              // groups that this process has left
-  std::unordered_map<std::string, int> memberships_;  // by uid: in how many of the groups it is
-  std::vector<EarlyFrame> early_;                     // in order of arrival
-  size_t earlyBytes_ = 0;
+  std::map<Key, Mailbox*> mailboxes_ GUARDED_BY(ioRole);
+  std::vector<Mailbox*> byAge_ GUARDED_BY(ioRole);  // the same, the oldest first
+  std::set<Key> closed_ GUARDED_BY(ioRole);         // groups that this process has left
+  // By uid: in how many of the groups it is.
+  std::unordered_map<std::string, int> memberships_ GUARDED_BY(ioRole);
+  std::vector<EarlyFrame> early_ GUARDED_BY(ioRole);  // in order of arrival
+  size_t earlyBytes_ GUARDED_BY(ioRole) = 0;
   // Groups some of whose frames found no room: they fail when they are made.
-  std::set<Key> overflown_;
+  std::set<Key> overflown_ GUARDED_BY(ioRole);
 };
 
 }  // namespace mycoll

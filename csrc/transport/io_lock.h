@@ -1,4 +1,4 @@
-// The lock of an mesh: it guards the connections, and the mailboxes, memberships and agreements
+// The lock of a mesh: it guards the connections, and the mailboxes, memberships and agreements
 // of all groups. A process has one mesh, so one name for it is enough for clang to check who
 // holds it (base/mutex.h), whichever object's function asks.
 //
@@ -15,17 +15,20 @@ namespace mycoll {
 class CAPABILITY("I/O lock") IoRole {};
 inline IoRole ioRole;
 
+// What a mesh hands out for an IoLock to take.
+using IoMutex = std::mutex;
+
 class SCOPED_CAPABILITY IoLock {
  public:
-  explicit IoLock(std::mutex& mutex) ACQUIRE(ioRole) : lock_(mutex) {}
+  explicit IoLock(IoMutex& mutex) ACQUIRE(ioRole) : lock_(mutex) {}
   // Takes over a mutex that try_lock() has taken.
-  IoLock(std::mutex& mutex, std::adopt_lock_t adopt) ACQUIRE(ioRole) : lock_(mutex, adopt) {}
+  IoLock(IoMutex& mutex, std::adopt_lock_t adopt) ACQUIRE(ioRole) : lock_(mutex, adopt) {}
   ~IoLock() RELEASE() {}
   IoLock(const IoLock&) = delete;
   IoLock& operator=(const IoLock&) = delete;
 
  private:
-  std::lock_guard<std::mutex> lock_;
+  std::lock_guard<IoMutex> lock_;
 };
 
 }  // namespace mycoll

@@ -1,7 +1,7 @@
 // Local: what all connections of this process share: its address, how it sleeps and is woken, the
 // groups that it is in, and what the mesh counts over all of them.
 //
-// Thread contract: the mesh's I/O lock, but for what is const and the parts that lock themselves
+// Thread contract: what the mesh's I/O lock guards says so; the rest is const, or locks itself
 // (Sleeper, Bell, pending).
 #pragma once
 
@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "transport/bell.h"
 #include "transport/group_table.h"
+#include "transport/io_lock.h"
 #include "transport/link.h"
 #include "transport/peer.h"
 #include "transport/shm/link.h"
@@ -59,11 +60,11 @@ struct Local {
   PeerAddress address;  // const once the mesh is open
   Sleeper sleeper;
   BellSocket bell;
-  GroupTable groups;
-  std::atomic<int> pending{0};  // requests that are posted, connections that are being made
-  int dialing = 0;              // of these, connections
-  int tcpLinks = 0;             // connections over TCP that are open
-  int asleep = 0;               // threads; while there is one, peers ring
+  GroupTable groups GUARDED_BY(ioRole);
+  std::atomic<int> pending{0};          // requests that are posted, connections that are being made
+  int dialing GUARDED_BY(ioRole) = 0;   // of these, connections
+  int tcpLinks GUARDED_BY(ioRole) = 0;  // connections over TCP that are open
+  int asleep GUARDED_BY(ioRole) = 0;    // threads; while there is one, peers ring
 };
 
 }  // namespace mycoll

@@ -51,7 +51,7 @@ void Mailbox::detach() {
   if (std::exchange(isOpen_, false)) mesh_->removeMailbox(this);
 }
 
-std::mutex& Mailbox::ioMutex() const { return mesh_->ioMutex(); }
+IoMutex& Mailbox::ioMutex() const { return mesh_->ioMutex(); }
 
 std::string Mailbox::describeRank(int rank) const {
   return "rank " + std::to_string(rank) + " (" + group_.peers[rank].describe() + ")";

@@ -132,7 +132,7 @@ class Mailbox {
   int ranks() const { return static_cast<int>(group_.peers.size()); }
   const GroupAddress& group() const { return group_; }
   Mesh& mesh() const { return *mesh_; }
-  std::mutex& ioMutex() const;
+  IoMutex& ioMutex() const;
   // "rank 3 (node1:4712)": for messages.
   std::string describeRank(int rank) const;
 

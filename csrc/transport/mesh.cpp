@@ -22,7 +22,7 @@ constexpr int64_t kLookEveryMs = 50;
 Mesh::Mesh(MeshOptions options)
     : local_(std::move(options)),
       doorkeeper_(
-          local_, [this](const std::string& uid) { return admit(uid); },
+          local_, [this](const std::string& uid) REQUIRES(ioRole) { return admit(uid); },
           [this](Doorkeeper::Entrant entrant) REQUIRES(ioRole) {
             Connection& connection = connectionWith(entrant.peer);
             if (connection.isToBeMade()) connection.open(std::move(entrant.link));
@@ -191,9 +191,11 @@ void Mesh::forget(Transfer* request) {
 }
 
 bool Mesh::hasQueued(uint64_t context, int rank) const {
-  return std::any_of(connections_.begin(), connections_.end(), [&](const auto& connection) {
-    return connection->state() != Connection::State::kIdle && connection->hasQueued(context, rank);
-  });
+  return std::any_of(connections_.begin(), connections_.end(),
+                     [&](const auto& connection) REQUIRES(ioRole) {
+                       return connection->state() != Connection::State::kIdle &&
+                              connection->hasQueued(context, rank);
+                     });
 }
 
 bool Mesh::sendFd(const std::string& uid, int fd, const std::string& cookie) {

@@ -13,7 +13,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -23,6 +22,7 @@
 #include "base/topology.h"
 #include "transport/connection.h"
 #include "transport/doorkeeper.h"
+#include "transport/io_lock.h"
 #include "transport/local.h"
 #include "transport/mailbox.h"
 #include "transport/process_watch.h"
@@ -59,26 +59,26 @@ class Mesh {
   // the process apart, which takes seconds where there is much memory. For threads that wait.
   void checkProcesses();
 
-  // For Mailbox. [I/O lock] from here on, but for ioMutex().
-  std::mutex& ioMutex() { return io_; }
+  // For Mailbox, from here on.
+  IoMutex& ioMutex() { return io_; }
   void addMailbox(Mailbox* mailbox) REQUIRES(ioRole);
-  void removeMailbox(Mailbox* mailbox);
+  void removeMailbox(Mailbox* mailbox) REQUIRES(ioRole);
   Connection& linkTo(const PeerAddress& peer) REQUIRES(ioRole);
   void enqueue(Connection& connection, OutItem item) REQUIRES(ioRole) {
     connection.enqueue(std::move(item));
   }
-  void forget(Transfer* request);  // out of all queues
+  void forget(Transfer* request) REQUIRES(ioRole);  // out of all queues
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
-  void finishDelivered(Transfer* request) { delivered_.push_back(request); }
-  bool hasLinkTo(const PeerAddress& peer) const;
+  void finishDelivered(Transfer* request) REQUIRES(ioRole) { delivered_.push_back(request); }
+  bool hasLinkTo(const PeerAddress& peer) const REQUIRES(ioRole);
   // It leaves with the connection that there is, or will be: none is made for it.
   void enqueueQuietly(const PeerAddress& peer, OutItem item) REQUIRES(ioRole) {
     connectionWith(peer).enqueue(std::move(item));
   }
   // What would leave if its receiver only took it.
-  bool hasQueued(uint64_t context, int rank) const;
-  bool sendFd(const std::string& uid, int fd, const std::string& cookie);
-  Fd takeFd(const std::string& uid, const std::string& cookie);
+  bool hasQueued(uint64_t context, int rank) const REQUIRES(ioRole);
+  bool sendFd(const std::string& uid, int fd, const std::string& cookie) REQUIRES(ioRole);
+  Fd takeFd(const std::string& uid, const std::string& cookie) REQUIRES(ioRole);
 
  private:
   explicit Mesh(MeshOptions options);
@@ -89,10 +89,10 @@ class Mesh {
   void goOnWithHandshakes() REQUIRES(ioRole);
   bool moveBytes() REQUIRES(ioRole);
   void dialAgain() REQUIRES(ioRole);
-  Doorkeeper::Admission admit(const std::string& uid) const;
-  Connection* find(const std::string& uid) const;
-  Connection& connectionWith(const PeerAddress& peer);
-  void erase(const Connection& connection);
+  Doorkeeper::Admission admit(const std::string& uid) const REQUIRES(ioRole);
+  Connection* find(const std::string& uid) const REQUIRES(ioRole);
+  Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
+  void erase(const Connection& connection) REQUIRES(ioRole);
   // Now, or as soon as all has come that it had sent: loseEnding() goes on with it.
   void processEnded(const std::string& uid) REQUIRES(ioRole);
   void loseEnding() REQUIRES(ioRole);
@@ -100,15 +100,15 @@ class Mesh {
   void tellGroups(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
 
   Local local_;
-  std::mutex io_;
+  IoMutex io_;
   Doorkeeper doorkeeper_;
   ProcessWatch watch_;
-  std::vector<std::unique_ptr<Connection>> connections_;
-  std::unordered_map<std::string, Connection*> byUid_;  // the same
-  std::vector<Transfer*> delivered_;
+  std::vector<std::unique_ptr<Connection>> connections_ GUARDED_BY(ioRole);
+  std::unordered_map<std::string, Connection*> byUid_ GUARDED_BY(ioRole);  // the same
+  std::vector<Transfer*> delivered_ GUARDED_BY(ioRole);
   std::atomic<int64_t> processesChecked_{0};  // when, in ms of the steady clock
-  bool hasRung_ = false;                      // the bell was drained, and nobody woken for it yet
-  uint32_t pollCount_ = 0;
+  bool hasRung_ GUARDED_BY(ioRole) = false;   // the bell was drained, and nobody woken for it yet
+  uint32_t pollCount_ GUARDED_BY(ioRole) = 0;
 };
 
 }  // namespace mycoll

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "transport/io_lock.h"
 #include "transport/peer.h"
 #include "transport/sleeper.h"
 
@@ -22,21 +23,23 @@ class ProcessWatch {
   explicit ProcessWatch(Sleeper& sleeper) : sleeper_(sleeper) {}
 
   // sharesMemory: what it had sent is there at once. self: this process.
-  void add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self);
-  void remove(const std::string& uid) { processes_.erase(uid); }
+  void add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self) REQUIRES(ioRole);
+  void remove(const std::string& uid) REQUIRES(ioRole) { processes_.erase(uid); }
 
   // Whether it can be seen at all: not on another host, nor in another pid namespace.
-  bool isVisible(const std::string& uid) const { return processes_.count(uid) > 0; }
+  bool isVisible(const std::string& uid) const REQUIRES(ioRole) {
+    return processes_.count(uid) > 0;
+  }
   // It is no more, or the kernel is taking it apart.
-  bool isEnding(const std::string& uid) const;
+  bool isEnding(const std::string& uid) const REQUIRES(ioRole);
   // hasEnded() has said so.
-  bool isLost(const std::string& uid) const;
+  bool isLost(const std::string& uid) const REQUIRES(ioRole);
 
   // The process whose descriptor this is, if it has really ended; else empty.
-  std::string endedBy(int fd) const;
+  std::string endedBy(int fd) const REQUIRES(ioRole);
   // True once, when it is time to count the process as lost: at once where memory is shared, else
   // a little after its end. isKnown: it is known to have ended.
-  bool hasEnded(const std::string& uid, bool isKnown = false);
+  bool hasEnded(const std::string& uid, bool isKnown = false) REQUIRES(ioRole);
 
   struct Seen {
     std::string uid;
@@ -44,7 +47,7 @@ class ProcessWatch {
     uint64_t startTicks;
   };
   // Those that are not lost: to be looked at without the lock, as there may be many.
-  std::vector<Seen> living() const;
+  std::vector<Seen> living() const REQUIRES(ioRole);
 
  private:
   struct Process {
@@ -57,7 +60,7 @@ class ProcessWatch {
   };
 
   Sleeper& sleeper_;
-  std::map<std::string, Process> processes_;  // by uid
+  std::map<std::string, Process> processes_ GUARDED_BY(ioRole);  // by uid
 };
 
 // Of the steady clock.

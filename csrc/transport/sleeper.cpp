@@ -36,30 +36,30 @@ Status Sleeper::watch(int fd) {
 }
 
 void Sleeper::sleep(uint64_t generation, Deadline deadline) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (generation_.load(std::memory_order_relaxed) != generation) return;
   if (!hasLeader_) return lead(lock, deadline);
   if (leaderIsIdle_) kick();
   ++followers_;
-  auto over = [&] {
+  auto over = [&]() REQUIRES(mutex_) {
     return generation_.load(std::memory_order_relaxed) != generation || !hasLeader_;
   };
   if (deadline.isNever()) {
-    changed_.wait(lock, over);
+    changed_.wait(lock.native(), over);
   } else {
-    changed_.wait_until(lock, deadline.when(), over);
+    changed_.wait_until(lock.native(), deadline.when(), over);
   }
   --followers_;
 }
 
 void Sleeper::idle(uint64_t generation, Deadline deadline) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   if (generation_.load(std::memory_order_relaxed) != generation || hasLeader_) return;
   leaderIsIdle_ = true;
   lead(lock, deadline);
 }
 
-void Sleeper::lead(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+void Sleeper::lead(MutexLock& lock, Deadline deadline) NO_THREAD_SAFETY_ANALYSIS {
   hasLeader_ = true;
   lock.unlock();
   epoll_event events[kMaxEvents];
@@ -75,7 +75,7 @@ void Sleeper::lead(std::unique_lock<std::mutex>& lock, Deadline deadline) {
 }
 
 void Sleeper::wakeAll() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   generation_.fetch_add(1, std::memory_order_seq_cst);
   if (hasLeader_) kick();
   if (followers_ > 0) changed_.notify_all();

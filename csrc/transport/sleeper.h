@@ -19,10 +19,10 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "base/mutex.h"
 #include "base/status.h"
 
 namespace mycoll {
@@ -69,17 +69,18 @@ class Sleeper {
 
  private:
   void sleep(uint64_t generation, Deadline deadline);
-  void lead(std::unique_lock<std::mutex>& lock, Deadline deadline);
+  // Lets go of the lock, which is mutex_'s, while it is in epoll_wait.
+  void lead(MutexLock& lock, Deadline deadline) REQUIRES(mutex_);
   void kick();
 
   HandleEvents handleEvents_;
   Fd epoll_;
   Fd event_;  // eventfd: takes the leader out of epoll_wait
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable changed_;
-  bool hasLeader_ = false;
-  bool leaderIsIdle_ = false;
-  int followers_ = 0;
+  bool hasLeader_ GUARDED_BY(mutex_) = false;
+  bool leaderIsIdle_ GUARDED_BY(mutex_) = false;
+  int followers_ GUARDED_BY(mutex_) = 0;
   std::atomic<uint64_t> generation_{1};
   std::atomic<int> sleepers_{0};  // naps
 };

@@ -1,7 +1,6 @@
 #include "transport/shm/segment.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,8 +8,10 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <string>
+
+#include "base/mutex.h"
+#include "base/os.h"
 
 namespace mycoll {
 namespace {
@@ -20,24 +21,12 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 // The segments of this process by inode; see the header for why.
 struct Registry {
-  std::mutex mutex;
-  std::map<unsigned long, std::weak_ptr<Segment>> segments;
+  Mutex mutex;
+  std::map<unsigned long, std::weak_ptr<Segment>> segments GUARDED_BY(mutex);
 };
 
-Registry& registry() {
-  // Never destroyed: segments may outlive static objects.
-  static Registry* const kInstance = [] {
-    auto* made = new Registry;
-    // A child has none of its parent's mappings, and another thread may be inside at that moment.
-    pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
-                   [] {
-                     registry().segments.clear();
-                     registry().mutex.unlock();
-                   });
-    return made;
-  }();
-  return *kInstance;
-}
+// A child of fork() has none of its parent's mappings.
+Registry& registry() { return perProcess<Registry>(); }
 
 Status failed(const char* what) {
   return Status(Code::kNetwork, std::string("shared memory: ") + what + ": " + strerror(errno));
@@ -97,11 +86,12 @@ Status Segment::map(int fd, size_t bytes, Access access, bool useHugePages,
                     std::shared_ptr<Segment>* result) {
   struct stat info;
   if (fstat(fd, &info) != 0) return failed("fstat");
+  std::shared_ptr<Segment> other;  // ends without the lock, which its end takes
   Registry& known = registry();
-  std::lock_guard<std::mutex> lock(known.mutex);
+  MutexLock lock(known.mutex);
   auto found = known.segments.find(info.st_ino);
   if (found != known.segments.end()) {
-    auto segment = found->second.lock();
+    auto segment = other = found->second.lock();
     if (segment && (segment->access_ == access || segment->access_ == Access::kReadWrite)) {
       *result = std::move(segment);
       return Status();
@@ -122,10 +112,11 @@ Status Segment::map(int fd, size_t bytes, Access access, bool useHugePages,
 
 Segment::~Segment() {
   Registry& known = registry();
-  std::lock_guard<std::mutex> lock(known.mutex);
+  MutexLock lock(known.mutex);
   auto found = known.segments.find(inode_);
   if (found != known.segments.end() && found->second.expired()) known.segments.erase(found);
-  if (data_) munmap(data_, bytes_);
+  // In a child something else may be there.
+  if (data_ && process_ == getpid()) munmap(data_, bytes_);
 }
 
 }  // namespace mycoll

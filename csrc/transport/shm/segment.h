@@ -8,6 +8,8 @@
 // then share addresses, which is what lets ThreadSanitizer see their accesses as one.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstddef>
 #include <memory>
 
@@ -44,6 +46,7 @@ class Segment {
   char* data_ = nullptr;
   size_t bytes_ = 0;
   unsigned long inode_ = 0;
+  const pid_t process_ = getpid();
   Access access_ = Access::kReadWrite;
 };
 

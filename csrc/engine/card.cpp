@@ -6,6 +6,11 @@
 #include "base/sha256.h"
 
 namespace mycoll {
+namespace {
+
+constexpr char kNotOurs[] = "the store holds something that mycoll did not write";
+
+}  // namespace
 
 Status Card::freshNonce(std::string* nonce) {
   unsigned char random[32];
@@ -20,21 +25,27 @@ std::string Card::settingsHere() {
 }
 
 std::string Card::encode() const {
-  return nonce + "\n" + std::to_string(ranks) + " " + settings + "\n" + address.encode();
+  return nonce + "\n" + std::to_string(ranks) + " " + std::to_string(why.size()) + " " + settings +
+         "\n" + why + address.encode();
 }
 
 Status Card::decode(const std::string& text, Card* card) {
   const size_t first = text.find('\n');
   const size_t second = first == std::string::npos ? first : text.find('\n', first + 1);
   if (second == std::string::npos) {
-    return Status(Code::kStore, "the store holds something that mycoll did not write");
+    return Status(Code::kStore, kNotOurs);
   }
   card->nonce = text.substr(0, first);
-  char* afterRanks = nullptr;
-  card->ranks = static_cast<int>(std::strtol(text.c_str() + first + 1, &afterRanks, 10));
-  const size_t settings = afterRanks - text.c_str() + 1;
-  if (settings <= second) card->settings = text.substr(settings, second - settings);
-  return PeerAddress::decode(text.substr(second + 1), &card->address);
+  char* after = nullptr;
+  card->ranks = static_cast<int>(std::strtol(text.c_str() + first + 1, &after, 10));
+  const size_t whyBytes = std::strtoull(after, &after, 10);
+  const size_t settings = after - text.c_str() + 1;
+  if (settings > second || whyBytes > text.size() - second - 1) {
+    return Status(Code::kStore, kNotOurs);
+  }
+  card->settings = text.substr(settings, second - settings);
+  card->why = text.substr(second + 1, whyBytes);
+  return PeerAddress::decode(text.substr(second + 1 + whyBytes), &card->address);
 }
 
 std::string encodeRoster(const std::string& number, const std::vector<std::string>& cards) {

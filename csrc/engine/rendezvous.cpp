@@ -72,8 +72,6 @@ bool isFirstMeeting() {
 constexpr auto kSettled = std::chrono::milliseconds(1000);
 // In groups of more ranks those that come too late hear from rank 0 who is missing.
 constexpr int kMostThatLook = 64;
-// Before the number of a card whose owner has given up.
-constexpr char kGaveUp[] = "gave up: ";
 
 bool isSameProcess(const PeerAddress& a, const PeerAddress& b) {
   return a.pidSpace == b.pidSpace && a.hostName == b.hostName && a.pid == b.pid &&
@@ -119,7 +117,7 @@ class Meeting {
   Status takenBy(const Card& other);
   Status differentWorlds(int rank, const Card& other) const;
   Status checkSettings() const;
-  Status hasGivenUp(int rank, const Card& card);
+  Status hasGivenUp(int rank, const Card& card) const;
   Status tooLate();
   void tellOthers(const Status& status);
   void markCard(const Status& status);
@@ -383,8 +381,7 @@ void Meeting::markCard(const Status& status) {
   std::string text;
   if (!get(key("card", options_.rank), &text).ok() || text != cardText_) return;
   Card marked = mine_;
-  marked.nonce = kGaveUp + mine_.nonce;
-  if (!store_.set("why/" + marked.nonce, status.message()).ok()) return;
+  marked.why = status.message();
   (void)store_.set(key("card", options_.rank), marked.encode());
 }
 
@@ -450,7 +447,7 @@ Status Meeting::checkOther(int rank, const std::string& text) {
   const bool isAlive = isAliveHere(life.card);
   if (isAlive) life.isOfNow = true, life.lastAlive = Clock::now();
   const bool isSettled = Clock::now() - life.since > kSettled;
-  if (life.card.nonce.starts_with(kGaveUp)) {
+  if (!life.card.why.empty()) {
     // It has had the time to try again.
     return life.isOfNow && isSettled ? hasGivenUp(rank, life.card) : Status();
   }
@@ -469,12 +466,10 @@ Status Meeting::checkOther(int rank, const std::string& text) {
                                      "see its log");
 }
 
-Status Meeting::hasGivenUp(int rank, const Card& card) {
-  std::string why;
-  MYCOLL_RETURN_IF_ERROR(get("why/" + card.nonce, &why));
+Status Meeting::hasGivenUp(int rank, const Card& card) const {
   return Status(Code::kStore, "mycoll group '" + options_.name + "': rank " + std::to_string(rank) +
                                   " (" + card.address.describe() +
-                                  ") has given up: " + sanitized(why));
+                                  ") has given up: " + sanitized(card.why));
 }
 
 // Now and then: signals, the deadline, and what makes waiting pointless.

@@ -26,7 +26,7 @@ TEST(Arena, areasAreFilledWhenTheyAreFree) {
   constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kAllGather,
                                OpKind::kAllToAll, OpKind::kReduce};
   for (int ranks = 2; ranks <= 4; ++ranks) {
-    runWorld(ranks, Road::kShm, [&](Communicator& group) {
+    runWorld(ranks, Links::kShm, [&](Communicator& group) {
       std::mt19937 random(seed), own(seed + group.rank());
       for (int index = 0; index < 600; ++index) {
         const size_t count = random() % (random() % 4 == 0 ? 12'000 : 3'000) + 1;
@@ -65,7 +65,7 @@ TEST(Arena, manyRanksFindRoom) {
   test::ScopedEnv chunk("MYCOLL_CHUNK_BYTES", "4096");
   test::ScopedEnv small("MYCOLL_SMALL_BYTES", "0");
   for (const int ranks : {12, 66}) {
-    runWorld(ranks, Road::kShm, [&](Communicator& group) {
+    runWorld(ranks, Links::kShm, [&](Communicator& group) {
       const auto count = static_cast<size_t>(ranks);
       const size_t kLarge = 5000;
       auto in = input(group.rank(), kLarge);

@@ -11,7 +11,7 @@
 #include "world.h"
 
 using namespace mycoll;
-using test::Road;
+using test::Links;
 using test::runWorld;
 
 namespace {
@@ -122,7 +122,7 @@ TEST(Distance, resultsDoNotDependOnIt) {
   for (const char* choice : {"near", "far", "measured"}) {
     test::ScopedEnv distance("MYCOLL_DISTANCE", choice);
     for (int ranks = 2; ranks <= 4; ++ranks) {
-      runWorld(ranks, Road::kShm, [&](Communicator& group) {
+      runWorld(ranks, Links::kShm, [&](Communicator& group) {
         for (size_t count : {300, 8'191, 70'001, 262'144, 262'147, 600'011}) {
           if (test::isShort() && count > 100'000 && count != 262'147) continue;
           for (int repeat = 0; repeat < 3; ++repeat) {

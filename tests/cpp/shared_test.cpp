@@ -157,7 +157,7 @@ TEST(SharedTensors, collectivesOfAnyMixture) {
                                OpKind::kAllGather, OpKind::kGather,       OpKind::kScatter,
                                OpKind::kAllToAll,  OpKind::kReduceScatter};
   for (int ranks = 2; ranks <= 4; ++ranks) {
-    runWorld(ranks, Road::kShm, [&](Communicator& group) {
+    runWorld(ranks, Links::kShm, [&](Communicator& group) {
       std::mt19937 random(seed), own(seed + group.rank());
       const int self = group.rank();
       for (int index = 0; index < 160; ++index) {

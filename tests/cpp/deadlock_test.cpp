@@ -1,4 +1,4 @@
-// Ranks that wait for each other, each in another call, are told so; others are not.
+// Ranks that wait for each other, each in another call, report a deadlock; others do not.
 #include <algorithm>
 #include <barrier>
 #include <functional>

@@ -59,7 +59,7 @@ struct Ranks {
 
 }  // namespace
 
-TEST(Distance, takesTwoLooks) {
+TEST(Distance, isKnownAfterSeveralLooks) {
   Distance distance(1, DistanceChoice::kMeasured);
   const auto marks = std::make_unique<Distance::Marks>();
   EXPECT(!distance.areNear());
@@ -85,7 +85,7 @@ TEST(Distance, needsEveryRankAndItsMarks) {
   EXPECT(!distance.areNear());
 }
 
-TEST(Distance, mayBeSaid) {
+TEST(Distance, mayBeSetByTheUser) {
   const auto marks = std::make_unique<Distance::Marks>();
   Distance near(1, DistanceChoice::kNear), far(1, DistanceChoice::kFar);
   EXPECT(near.areNear());
@@ -96,7 +96,7 @@ TEST(Distance, mayBeSaid) {
   EXPECT(!far.areNear());
 }
 
-TEST(Distance, allGoByRankZero) {
+TEST(Distance, allRanksFollowRankZero) {
 #if defined(__SANITIZE_THREAD__)
   SKIP("looking takes too long under TSan to tell near from far");
 #endif

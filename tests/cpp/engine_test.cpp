@@ -160,9 +160,9 @@ TEST(Engine, pointToPoint) {
 }
 
 // Many at once, waited for in another order, in two groups' worth of threads.
-// A rank that computes takes what comes in the background, however much it is: who sends to it does
-// not wait until it looks by itself.
-TEST(Engine, whoComputesStillTakesMessages) {
+// A rank that computes takes what comes in the background, however much it is: a rank that sends to
+// it does not wait until it looks by itself.
+TEST(Engine, aComputingRankStillReceives) {
   for (Links links : kAllLinks) {
     runWorld(2, links, [&](Communicator& group) {
       constexpr size_t kMessages = 64, kCount = 16 * 1024;  // as large as may go without asking
@@ -236,7 +236,7 @@ TEST(Engine, mismatchIsSeenByAll) {
   }
 }
 
-TEST(Engine, timeoutNamesWhoIsMissing) {
+TEST(Engine, timeoutNamesTheMissingRank) {
   for (Links links : kAllLinks) {
     runWorld(
         3, links,
@@ -292,7 +292,8 @@ TEST(Engine, abortEndsReceives) {
   }
 }
 
-// Whatever is sync or async, whatever the sizes: every result is right, in order. The seed is told.
+// Whatever is sync or async, whatever the sizes: every result is right, in order. A failure names
+// the seed.
 TEST(Engine, randomWalk) {
   const unsigned seed = std::random_device()();
   for (Links links : kAllLinks) {

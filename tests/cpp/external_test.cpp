@@ -97,7 +97,7 @@ TEST(External, differentCallsAreFoundWhileTheDeviceHangs) {
   });
 }
 
-TEST(External, timeoutNamesWhoIsBehind) {
+TEST(External, timeoutNamesTheRankThatIsBehind) {
   for (Links links : kAllLinks) {
     runExternalWorld(
         3, links,

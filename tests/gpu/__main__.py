@@ -92,7 +92,7 @@ def run(
     print(f"--- {name}", flush=True)
     words = f"{plan.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}"
     log = plan.folder / f"{words}.log"
-    told = {} if shows else dict(nccl_log(plan.folder, f"{words}-nccl"))  # the smoke has its own
+    logs = {} if shows else dict(nccl_log(plan.folder, f"{words}-nccl"))  # the smoke has its own
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -101,7 +101,7 @@ def run(
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             start_new_session=True,
-            env={**os.environ, **told, **(environment or {})},
+            env={**os.environ, **logs, **(environment or {})},
         )
         shower = Shower(log) if shows else None
         try:

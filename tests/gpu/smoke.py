@@ -163,11 +163,11 @@ class Smoke:
                 ended = time.monotonic()
                 log.seek(0)
                 output = log.read()
-            told = re.search(r"ends at ([\d.]+)", output)
-            if code != 0 or not told:
+            found = re.search(r"ends at ([\d.]+)", output)
+            if code != 0 or not found:
                 texts.append(f"rank {rank}: exit code {code}\n{output[-2000:]}")
             else:
-                slow.append(ended - float(told[1]))
+                slow.append(ended - float(found[1]))
                 words = [line for line in output.splitlines() if "mycoll" in line]
                 texts += [f"rank {rank} ended well, but says: {line}" for line in words]
         if texts:

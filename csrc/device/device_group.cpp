@@ -124,8 +124,7 @@ class DeviceGroup::Waiting {
   const DeviceOperationPtr operation_;
 };
 
-// ---- connecting
-// --------------------------------------------------------------------------------
+// ---- connecting ---------------------------------------------------------------------------------
 
 void DeviceGroup::connect(c10::Device device) {
   const OnDevice guard(device);
@@ -188,8 +187,7 @@ DevicePath DeviceGroup::connectWith(Request& request) {
   return path;
 }
 
-// ---- carrying
-// ----------------------------------------------------------------------------------
+// ---- carrying -----------------------------------------------------------------------------------
 
 DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
   return carry({&request}, outputs, std::move(extras), /*isBatch=*/false);
@@ -292,8 +290,7 @@ Status DeviceGroup::waitFor(Condition& fence) const {
   return Status();
 }
 
-// ---- watching
-// ----------------------------------------------------------------------------------
+// ---- watching -----------------------------------------------------------------------------------
 
 void DeviceGroup::watch(Watched watched) {
   if (!watched_.add(std::move(watched))) return;
@@ -377,8 +374,7 @@ void DeviceGroup::failLate() {
                   " ms: the other side never came, or the device is busy with something else."));
 }
 
-// ---- failing
-// -----------------------------------------------------------------------------------
+// ---- failing ------------------------------------------------------------------------------------
 
 Status DeviceGroup::error() const {
   for (const auto& group : {place_.control, place_.host, place_.cpu}) {
@@ -460,8 +456,7 @@ void DeviceGroup::raise(const Status& cause, const std::string& what) {
   });
 }
 
-// ---- ending
-// ------------------------------------------------------------------------------------
+// ---- ending -------------------------------------------------------------------------------------
 
 void DeviceGroup::setTimeout(std::chrono::milliseconds timeout) {
   place_.control->setTimeout(timeout);

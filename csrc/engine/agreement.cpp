@@ -17,9 +17,9 @@ struct Run {
   int32_t last = 0;
 };
 
-// News is passed on at most so often in each direction.
+// News is passed on at most this often in each direction.
 constexpr auto kNewsEvery = std::chrono::milliseconds(20);
-// Of the ranks that are waited for so many are told at once; all hear of it along the tree.
+// At most this many of the awaited ranks are told directly; the others hear of it along the tree.
 constexpr size_t kMostAwaited = 64;
 
 // Ranks that differ must be found before anybody uses the numbers for long; a message to one rank
@@ -245,7 +245,7 @@ void Agreement::onProbe(int source, const std::string& payload) {
   noteArrived(source, note.sequence);
 }
 
-// Of a later collective than all before, or of another call.
+// Whether the note is about a later collective than all before, or about another call.
 bool Agreement::isNews(const Note& note) {
   const bool isNewer = note.sequence > latest_.sequence || !hasHeard_;
   if (!isNewer && (note.sequence < latest_.sequence || note.signature == latest_.signature)) {
@@ -256,7 +256,7 @@ bool Agreement::isNews(const Note& note) {
   return true;
 }
 
-// To be compared with what this rank was called for, now or when it comes to it.
+// Compares the note with this rank's own call, now or when that call begins.
 void Agreement::hear(const Note& note) {
   if (hasBegun_ && note.sequence <= current_) {
     compare(note.rank, note.sequence, note.signature);
@@ -288,7 +288,8 @@ void Agreement::onArrived(int source, const std::string& payload) {
   }
   if (membership_.hasFailed()) return;
   passOn(source, note, isNew);
-  // Who asks counts this rank among the missing, as it has not waited long itself.
+  // The sender counts this rank among the missing: it has come, but has not waited long enough to
+  // say so.
   const bool hasCome = reached_[mailbox_.rank()] > note.sequence;
   if (const int up = parent(); hasCome && !isKnownToCome && source == up) tellArrived(up, note);
 }

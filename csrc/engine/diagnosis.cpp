@@ -29,7 +29,7 @@ constexpr auto kWarnAfter = Milliseconds(1000);
 // A rank that has left cannot come any more. It said so after all that it had to say, which this
 // rank may not have looked at yet.
 constexpr auto kLeftGrace = Milliseconds(500);
-// Of so many ranks that are missing it is told what they do.
+// At most this many missing ranks are described by what they do.
 constexpr size_t kMostDescribed = 16;
 // By how much the root of a monitored barrier is let go first with its verdict.
 constexpr auto kRootGrace = Milliseconds(1000);
@@ -190,7 +190,7 @@ Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) 
 
 // ---- checks ------------------------------------------------------------------------------------
 
-// Of a monitored barrier over messages rank 0 knows most: it is to be heard first.
+// In a monitored barrier over messages rank 0 knows most, so the other ranks let it time out first.
 bool Diagnosis::isLate(const CollectiveOp& op) const {
   const bool yields =
       op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0 && !membership_.arena();

@@ -53,7 +53,7 @@ class Engine {
   void beginWait() { state_->waits.fetch_add(State::kOneWait + 1, std::memory_order_seq_cst); }
   void endWait() { state_->waits.fetch_sub(1, std::memory_order_seq_cst); }
 
-  // Who waits in this process, and from which thread it is called.
+  // What this process waits for, and the threads that it is called from.
   WaitBoard& waits() { return state_->board; }
   Caller& caller() { return state_->caller; }
   std::vector<std::shared_ptr<Communicator>> groups() { return state_->alive(); }

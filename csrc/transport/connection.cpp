@@ -57,7 +57,7 @@ uint64_t mostPayload(FrameKind kind) {
   return kind == FrameKind::kData ? ~uint64_t{0} : 0;
 }
 
-// Of a message in pieces: nothing of the next one is prepared or has left.
+// Whether a message in pieces is between two of them: nothing of the next one is prepared or sent.
 bool isBetweenPieces(const OutItem& item) {
   return item.header.kind == FrameKind::kData && item.sent == 0 && item.header.payloadBytes == 0;
 }

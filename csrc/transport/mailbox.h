@@ -194,7 +194,7 @@ class Mailbox {
   void finish(Transfer& request, Status status) REQUIRES(ioRole);
   // As finish(), for a request that may still be known elsewhere.
   void abandon(Transfer& request, Status status) REQUIRES(ioRole);
-  // Of a request that was posted here and may have been dropped since: is it still open?
+  // Whether a request that was posted here is still open; it may have been dropped since.
   bool isOpen(const Transfer* request) const REQUIRES(ioRole);
   // Which rank that process is, other than this one; -1: none, or it has left.
   int presentRank(const std::string& uid) const REQUIRES(ioRole);

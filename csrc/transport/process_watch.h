@@ -60,7 +60,7 @@ class ProcessWatch {
   std::map<std::string, Process> processes_;  // by uid
 };
 
-// Of the steady clock.
+// The time of the steady clock.
 int64_t nowMilliseconds();
 
 }  // namespace mycoll

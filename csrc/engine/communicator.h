@@ -141,8 +141,8 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   uint64_t sequence() const { return queue_.submitted(); }
 
   // ---- collectives
-  // Queues a collective. The call is well formed (debug builds check). timeout < 0: the group's.
-  // willWait: the caller waits at once, so that nobody else needs to be woken for it.
+  // Queues a collective. The caller has checked that the call is well formed. timeout < 0: the
+  // group's. willWait: the caller waits at once, so that nobody else needs to be woken for it.
   OpPtr submit(Call call, std::shared_ptr<void> keepAlive, bool willWait,
                Milliseconds timeout = kGroupTimeout);
   // Queues a coroutine that may run any number of collectives, as one operation; it is told about

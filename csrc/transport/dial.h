@@ -56,7 +56,6 @@ class Dial {
   void moveTo(State next);
   bool begin() REQUIRES(ioRole);
   void finish();
-  void waitFor(Standing refusal);
   Status hungUp(bool isShm);
   Task attempt();
   Task shakeHands(Fd socket, bool isShm);

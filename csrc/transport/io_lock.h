@@ -1,4 +1,4 @@
-// The lock of an mesh: it guards the connections, and the mailboxes, memberships and agreements
+// The lock of a mesh: it guards the connections, and the mailboxes, memberships and agreements
 // of all groups. A process has one mesh, so one name for it is enough for clang to check who
 // holds it (base/mutex.h), whichever object's function asks.
 //

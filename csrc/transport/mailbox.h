@@ -166,7 +166,7 @@ class Mailbox {
   // A message between two ranks is being received; `orPosted`: or may yet come for a receive whose
   // sender is still there.
   bool isReceiving(bool orPosted);
-  // Those between two ranks that are not finished. Called with the I/O lock.
+  // Visits the unfinished messages between two ranks; `visit` runs under the I/O lock.
   void forEachMessage(const std::function<void(Transfer&)>& visit);
 
   // ---- for the owner
@@ -198,7 +198,7 @@ class Mailbox {
   bool isOpen(const Transfer* request) const REQUIRES(ioRole);
   // Which rank that process is, other than this one; -1: none, or it has left.
   int presentRank(const std::string& uid) const REQUIRES(ioRole);
-  // Where the payload of this frame goes; null with skip: nowhere. May queue answers.
+  // Where the payload of this frame goes; no `data`: it is thrown away. May queue answers.
   struct Unexpected;
   struct Target {
     char* data = nullptr;

@@ -11,6 +11,7 @@
 #include "backend/errors.h"
 #include "base/crc32c.h"
 #include "base/env.h"
+#include "base/text.h"
 #include "base/topology.h"
 #include "device/channels.h"
 #include "device/nccl_memory.h"
@@ -154,7 +155,7 @@ void PathChoice::agree(c10::Device device, const std::string& caller) {
   const Status met = place_.control->meetNeighbours();
   if (!met.ok()) {
     throwStatus(met.withMessage(
-        met.message() + "\n  Here: rank " + std::to_string(place_.rank) + ", " + caller +
+        met.message() + onThisRank(place_.rank) + caller +
         ", the first of the group's operations on devices, for which all ranks meet"));
   }
   const auto ranks = static_cast<size_t>(place_.ranks);

@@ -104,14 +104,12 @@ Diagnosis::Diagnosis(const GroupOptions& options, Engine& engine, Mailbox& mailb
 
 Status Diagnosis::calledLate(OpKind kind) const {
   const Status cause = membership_.error();
-  return cause.withMessage(cause.message() + "\n  On this rank (" + std::to_string(options_.rank) +
-                           "): " + name(kind) + " was called after the group had failed" +
-                           traceHint());
+  return cause.withMessage(cause.message() + onThisRank(options_.rank) + name(kind) +
+                           " was called after the group had failed" + traceHint());
 }
 
 Status Diagnosis::inContext(const Status& cause, const CollectiveOp& op) const {
-  std::string here = "\n  On this rank (" + std::to_string(options_.rank) + "): " + op.describe() +
-                     " " + numberOf(op);
+  std::string here = onThisRank(options_.rank) + op.describe() + " " + numberOf(op);
   if (op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0) {
     // As gloo says it.
     here += "\n  Rank " + std::to_string(options_.rank) +

@@ -439,17 +439,18 @@ void DeviceGroup::failWatched(const Status& cause) {
                        cause.cause().group == place_.control->context();
   if ((!failed.lost && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
   const std::string place = failed.lost ? failed.lost->place() : "";
-  raise(cause, failed.lost  ? failed.lost->operation->what() +
-                                  (place.empty() ? "" : " (" + place + ")") + " was under way"
-               : isReplayed ? "a graph with operations of this group may have been under way"
-                            : "a call that does not match may have been carried out");
+  raise(cause,
+        failed.lost  ? failed.lost->operation->what() + (place.empty() ? "" : " (" + place + ")") +
+                           " was under way on the device"
+        : isReplayed ? "a graph with operations of this group may have been under way on the device"
+                     : "a call that does not match may have been carried out on the device");
 }
 
 // By an exception in Python's main thread, wherever that is: the next call would raise, but there
 // may be none before the program uses the numbers.
 void DeviceGroup::raise(const Status& cause, const std::string& what) {
-  const Status raised = cause.withMessage(cause.message() + onThisRank(place_.rank) + what +
-                                          " on the device" + kInvalidResults);
+  const Status raised =
+      cause.withMessage(cause.message() + onThisRank(place_.rank) + what + kInvalidResults);
   // Not when the program has ended the group itself meanwhile.
   raiseInMainThread(raised, [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
     const std::shared_ptr<DeviceGroup> living = group.lock();

@@ -12,7 +12,7 @@ namespace mycoll {
 namespace {
 
 // After the note of a kArrived frame: ranks that have begun its collective.
-struct Run {
+struct RankRange {
   int32_t first = 0;
   int32_t last = 0;
 };
@@ -174,20 +174,20 @@ void Agreement::tellArrived(int rank, const Note& note) {
     if (reached_[first] <= note.sequence) continue;
     int last = first;
     while (last + 1 < mailbox_.ranks() && reached_[last + 1] > note.sequence) ++last;
-    const Run run{first, last};
-    if (payload.size() + sizeof(run) > kMaxControlBytes) break;
-    payload.append(reinterpret_cast<const char*>(&run), sizeof(run));
+    const RankRange range{first, last};
+    if (payload.size() + sizeof(range) > kMaxControlBytes) break;
+    payload.append(reinterpret_cast<const char*>(&range), sizeof(range));
     first = last;
   }
   mailbox_.sendControl(rank, FrameKind::kArrived, payload);
 }
 
-bool Agreement::isTimeFor(Way& way, bool isNew) const {
-  if (!isNew && !way.isOwed) return false;
+bool Agreement::isTimeFor(Direction& direction, bool isNew) const {
+  if (!isNew && !direction.isOwed) return false;
   const auto now = Clock::now();
-  way.isOwed = now - way.last < kNewsEvery;
-  if (way.isOwed) return false;
-  way.last = now;
+  direction.isOwed = now - direction.last < kNewsEvery;
+  if (direction.isOwed) return false;
+  direction.last = now;
   return true;
 }
 
@@ -272,16 +272,17 @@ void Agreement::hear(const Note& note) {
 
 void Agreement::onArrived(int source, const std::string& payload) {
   Note note;
-  if (payload.size() < sizeof(note) || (payload.size() - sizeof(note)) % sizeof(Run) != 0) return;
+  if (payload.size() < sizeof(note) || (payload.size() - sizeof(note)) % sizeof(RankRange) != 0)
+    return;
   std::memcpy(&note, payload.data(), sizeof(note));
   if (note.rank < 0 || note.rank >= mailbox_.ranks()) return;
   bool isNew = isNews(note), isKnownToCome = false;
   hear(note);
-  for (size_t at = sizeof(note); at < payload.size(); at += sizeof(Run)) {
-    Run run;
-    std::memcpy(&run, payload.data() + at, sizeof(run));
-    if (run.first < 0 || run.last >= mailbox_.ranks()) return;
-    for (int rank = run.first; rank <= run.last; ++rank) {
+  for (size_t at = sizeof(note); at < payload.size(); at += sizeof(RankRange)) {
+    RankRange range;
+    std::memcpy(&range, payload.data() + at, sizeof(range));
+    if (range.first < 0 || range.last >= mailbox_.ranks()) return;
+    for (int rank = range.first; rank <= range.last; ++rank) {
       isKnownToCome |= rank == mailbox_.rank();
       if (rank != mailbox_.rank()) isNew |= noteArrived(rank, note.sequence);
     }

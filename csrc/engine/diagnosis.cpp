@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
 // A collective that has waited for so long tells the others, again and again.
-constexpr auto kTellEvery = Milliseconds(250);
+constexpr auto kAnnounceEvery = Milliseconds(250);
 // One that has waited for so long says so in the log.
 constexpr auto kWarnAfter = Milliseconds(1000);
 // A rank that has left cannot come any more. It said so after all that it had to say, which this
@@ -100,7 +100,7 @@ Diagnosis::Diagnosis(const GroupOptions& options, Engine& engine, Mailbox& mailb
       questions_(questions),
       record_(record) {}
 
-// ---- words -------------------------------------------------------------------------------------
+// ---- texts -------------------------------------------------------------------------------------
 
 Status Diagnosis::calledLate(OpKind kind) const {
   const Status cause = membership_.error();
@@ -218,9 +218,9 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
         membership_.arena() ? missing : agreement_.behind(runner_.current());
     return membership_.fail(timeoutStatus(op, causeOfWait(op.kind(), missing, behind), behind));
   }
-  const auto told = op.told != Clock::time_point{} ? op.told : op.waitsSince();
-  if (!membership_.arena() && now - told > kTellEvery) {
-    op.told = now;
+  const auto announced = op.announced != Clock::time_point{} ? op.announced : op.waitsSince();
+  if (!membership_.arena() && now - announced > kAnnounceEvery) {
+    op.announced = now;
     // Whom an external one waits for is only known by what the others tell.
     agreement_.tellArrived(op.external ? std::vector<int>() : missing);
   }

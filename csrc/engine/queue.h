@@ -90,7 +90,7 @@ class Queue {
   Questions& questions_;
   GroupRecord& record_;
   const SpinPolicy spinPolicy_;
-  Crowd crowd_;
+  CoreContention contention_;
 
   Mutex runMutex_;
 

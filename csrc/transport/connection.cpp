@@ -47,7 +47,7 @@ bool isInItsName(const Mailbox& mailbox, const FrameHeader& header, const std::s
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
          kind == FrameKind::kArrived || kind == FrameKind::kQuestion ||
-         kind == FrameKind::kAnswer || kind == FrameKind::kVerdict || kind == FrameKind::kHold ||
+         kind == FrameKind::kAnswer || kind == FrameKind::kDeadlock || kind == FrameKind::kHold ||
          kind == FrameKind::kGoOn;
 }
 

@@ -9,7 +9,7 @@
 //   kProbe          the sender tells the numbers and signatures of collectives it has begun, the
 //                   latest last, to be compared
 //   kArrived        a collective that somebody waits long in, and who is known to have come to it
-//   kQuestion, kAnswer, kVerdict  why a rank does not come: engine/questions.h
+//   kQuestion, kAnswer, kDeadlock  why a rank does not come: engine/questions.h
 //   kHold, kGoOn    the sender buffers much that nobody receives: what is sent to it from now on
 //                   is to wait for its receiver, however small; it may come at once again
 //
@@ -37,7 +37,7 @@ enum class FrameKind : uint8_t {
   kArrived,
   kQuestion,
   kAnswer,
-  kVerdict,
+  kDeadlock,
   kHold,
   kGoOn,
 };

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 TESTS = Path(__file__).resolve().parent
-PATHS = [str(TESTS)]  # for `worlds`, here and (by way of PYTHONPATH) in the workers
+PYTHON_PATHS = [str(TESTS)]  # for `worlds`, here and (by way of PYTHONPATH) in the workers
 if importlib.util.find_spec("mycoll") is None:
-    PATHS.append(str(TESTS.parent / "python"))  # not installed: perhaps built in place
-sys.path[:0] = PATHS
+    PYTHON_PATHS.append(str(TESTS.parent / "python"))  # not installed: perhaps built in place
+sys.path[:0] = PYTHON_PATHS
 
 from faults.harness import SUITE_PATIENCE, Stage  # noqa: E402
 from worlds import device as devices  # noqa: E402
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: part of ./dev test --quick")
     os.environ.setdefault("MYCOLL_TRACE_FILE", "off")  # tests fail groups by the dozen
     inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(PATHS + ([inherited] if inherited else []))
+    os.environ["PYTHONPATH"] = os.pathsep.join(PYTHON_PATHS + ([inherited] if inherited else []))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -78,8 +78,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world", params, ids=ids, indirect=True)
     elif "device_world" in metafunc.fixturenames:
         sizes = marker.args if marker and marker.args else (2,)
-        roads = marker.kwargs.get("roads", ("nccl", "host")) if marker else ("nccl", "host")
-        params = device_params(metafunc.config, sizes, roads)
+        paths = marker.kwargs.get("paths", ("nccl", "host")) if marker else ("nccl", "host")
+        params = device_params(metafunc.config, sizes, paths)
         metafunc.parametrize("device_world", params, indirect=True)
     elif "transport" in metafunc.fixturenames:
         only = metafunc.definition.get_closest_marker("transports")
@@ -87,17 +87,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("transport", transports, ids=[t or "gloo" for t in transports])
 
 
-def device_params(config: pytest.Config, sizes: Sequence[int], roads: Sequence[str]) -> list:
-    """(size, road) of each world for a test of device tensors; what cannot be is skipped."""
+def device_params(config: pytest.Config, sizes: Sequence[int], paths: Sequence[str]) -> list:
+    """(size, path) of each world for a test of device tensors; what cannot be is skipped."""
     device = config.getoption("--device")
     params = []
     for size in sizes:
-        for road in devices.roads(device, size, roads):
-            reason = devices.missing(device, road)
+        for path in devices.paths(device, size, paths):
+            reason = devices.missing(device, path)
             if config.getoption("--backend") == "gloo":
                 reason = "gloo: is about mycoll"
             marks = [pytest.mark.skip(reason=reason)] if reason else []
-            params.append(pytest.param((size, road), id=f"{size}x{road}", marks=marks))
+            params.append(pytest.param((size, path), id=f"{size}x{path}", marks=marks))
     return params
 
 
@@ -189,9 +189,9 @@ def world(request: pytest.FixtureRequest, pool: Pool) -> World:
 
 @pytest.fixture
 def device_world(request: pytest.FixtureRequest, pool: Pool) -> World:
-    """A shared world whose ranks have a device each; its param says by which road tensors go."""
-    size, road = request.param
-    return pool.get(pool.spec(size, device=request.config.getoption("--device"), road=road))
+    """A shared world whose ranks have a device each; its param says by which path tensors go."""
+    size, path = request.param
+    return pool.get(pool.spec(size, device=request.config.getoption("--device"), path=path))
 
 
 @pytest.fixture
@@ -203,31 +203,31 @@ def graphs(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def reused_device_world(request: pytest.FixtureRequest, pool: Pool) -> Callable[..., World]:
-    """reused_device_world(size, road): as `reused`, with a device for each rank. For tests that
+    """reused_device_world(size, path): as `reused`, with a device for each rank. For tests that
     break their group."""
 
-    def make(size: int, road: str) -> World:
+    def make(size: int, path: str) -> World:
         device = request.config.getoption("--device")
-        road = devices.roads(device, size, [road])[0]
-        if reason := devices.missing(device, road):
+        path = devices.paths(device, size, [path])[0]
+        if reason := devices.missing(device, path):
             pytest.skip(reason)
-        return pool.get(pool.spec(size, device=device, road=road, init=False))
+        return pool.get(pool.spec(size, device=device, path=path, init=False))
 
     return make
 
 
 @pytest.fixture
 def fresh_device_world(request: pytest.FixtureRequest, pool: Pool) -> Iterator:
-    """For tests that break it: fresh_device_world(size, road, **of Spec). Where its ranks share a
+    """For tests that break it: fresh_device_world(size, path, **of Spec). Where its ranks share a
     GPU, NCCL is made to serve them."""
     made: list[World] = []
 
-    def make(size: int, road: str, **changes) -> World:
+    def make(size: int, path: str, **changes) -> World:
         device = request.config.getoption("--device")
-        road = devices.roads(device, size, [road])[0]
-        if reason := devices.missing(device, road):
+        path = devices.paths(device, size, [path])[0]
+        if reason := devices.missing(device, path):
             pytest.skip(reason)
-        made.append(pool.fresh(pool.spec(size, device=device, road=road, **changes)))
+        made.append(pool.fresh(pool.spec(size, device=device, path=path, **changes)))
         return made[-1]
 
     yield make

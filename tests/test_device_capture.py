@@ -51,7 +51,7 @@ def captured(ctx: Ctx) -> None:
     dist.barrier()
 
 
-@pytest.mark.worlds(1, 2, roads=["nccl"])
+@pytest.mark.worlds(1, 2, paths=["nccl"])
 def test_capture_and_replay(device_world):
     device_world.run(captured)
 
@@ -76,7 +76,7 @@ def captured_while_watched(ctx: Ctx) -> None:
     graph.reset()
 
 
-@pytest.mark.worlds(2, roads=["nccl"])
+@pytest.mark.worlds(2, paths=["nccl"])
 def test_the_watchdog_does_not_spoil_a_capture(device_world):
     device_world.run(captured_while_watched)
 
@@ -90,8 +90,8 @@ def refused_under_capture(ctx: Ctx) -> None:
     is_all(ctx, y, ctx.size, "afterwards all is well")
 
 
-@pytest.mark.worlds(2, roads=["host"])
-def test_the_host_road_refuses_to_be_captured(device_world):
+@pytest.mark.worlds(2, paths=["host"])
+def test_the_host_path_refuses_to_be_captured(device_world):
     device_world.run(refused_under_capture)
 
 
@@ -121,7 +121,7 @@ def works_of_a_capture(ctx: Ctx) -> None:
     graph.reset()
 
 
-@pytest.mark.worlds(2, roads=["nccl"])
+@pytest.mark.worlds(2, paths=["nccl"])
 def test_works_of_a_capture(device_world):
     device_world.run(works_of_a_capture)
 

@@ -91,12 +91,12 @@ def test_mirrored(device_world, job):
 # The host path copies around the engine, whose own tests these are, and that does not depend on
 # the size.
 @pytest.mark.parametrize("job", MIRRORED[: len(test_moves.JOBS) + 2], ids=named)
-@pytest.mark.worlds(1, 2, roads=["nccl"])
+@pytest.mark.worlds(1, 2, paths=["nccl"])
 def test_mirrored_in_small_worlds(device_world, job):
     device_world.run(mirrored, job.__module__, job.__name__)
 
 
-@pytest.mark.worlds(3, roads=["host"])
+@pytest.mark.worlds(3, paths=["host"])
 def test_ring(device_world):
     """Over NCCL a ring needs a batch, as with torch's nccl: a pair meets in its first message."""
     device_world.run(mirrored, "test_p2p", test_p2p.ring.__name__)
@@ -180,14 +180,14 @@ def test_unusual_arguments(device_world, job):
 
 
 @pytest.mark.parametrize("job", HOST_ONLY_MIRRORED, ids=named)
-@pytest.mark.worlds(3, roads=["host"])
-def test_host_road_mirrored(device_world, job):
+@pytest.mark.worlds(3, paths=["host"])
+def test_host_path_mirrored(device_world, job):
     device_world.run(mirrored, job.__module__, job.__name__)
 
 
 @pytest.mark.parametrize("job", HOST_ONLY, ids=named)
-@pytest.mark.worlds(2, roads=["host"])
-def test_host_road(device_world, job):
+@pytest.mark.worlds(2, paths=["host"])
+def test_host_path(device_world, job):
     device_world.run(native, job.__module__, job.__name__)
 
 
@@ -198,6 +198,6 @@ def test_premul_sum(device_world, job):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.worlds(3, roads=["host"])
+@pytest.mark.worlds(3, paths=["host"])
 def test_random_walk_on_device(device_world, seed):
     device_world.run(native, "test_random_walk", test_random_walk.walk.__name__, seed)

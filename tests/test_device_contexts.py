@@ -62,7 +62,7 @@ def in_a_thread(ctx: Ctx) -> list[int]:
     return contexts(ctx)
 
 
-@pytest.mark.parametrize("road", ["nccl", "host"])
-def test_no_context_on_another_gpu(fresh_device_world, road):
-    for rank, found in enumerate(fresh_device_world(2, road).run(in_a_thread)):
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_no_context_on_another_gpu(fresh_device_world, path):
+    for rank, found in enumerate(fresh_device_world(2, path).run(in_a_thread)):
         assert found == [rank]

@@ -20,7 +20,7 @@ from worlds.device_tensors import NUMEL, full, is_all, wait_for_all
 from worlds.pool import World
 from worlds.worker import Ctx
 
-ROADS = ("nccl", "host")
+PATHS = ("nccl", "host")
 SOON = 20.0  # seconds
 
 
@@ -53,12 +53,12 @@ def disagree(ctx: Ctx, name: str) -> tuple[str, float]:
 
 # On the host path it is the engine that compares them: test_mismatch has all of them.
 @pytest.mark.parametrize(
-    ("road", "name"),
+    ("path", "name"),
     [("nccl", name) for name in ("operation", "dtype", "size", "size, large", "reduce op", "root")]
     + [("nccl", "async"), ("host", "operation"), ("host", "async")],
 )
-def test_mismatch_on_device(reused_device_world, road, name):
-    for text, took in reused_device_world(2, road).run_in_group(disagree, name):
+def test_mismatch_on_device(reused_device_world, path, name):
+    for text, took in reused_device_world(2, path).run_in_group(disagree, name):
         for part in test_mismatch.MISMATCHES[name].texts:
             assert part.lower() in text.lower(), text
         assert took < SOON, f"{took:.1f} s until: {text}"
@@ -86,9 +86,9 @@ def others_hear_of_rank_1(world: World) -> None:
         assert took < SOON, f"{took:.1f} s until: {text}"
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_dead_rank_is_named(fresh_device_world, road):
-    world = fresh_device_world(3, road)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_dead_rank_is_named(fresh_device_world, path):
+    world = fresh_device_world(3, path)
     world.start(outlive)
     others_hear_of_rank_1(world)
 
@@ -209,11 +209,11 @@ def miss(ctx: Ctx, kind: str, timeout: float) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("road", "kind", "timeout"),
+    ("path", "kind", "timeout"),
     [("nccl", "first", 3.0), ("nccl", "sync", 1.5), ("nccl", "async", 1.5), ("host", "async", 1.5)],
 )
-def test_a_timeout_names_the_missing_rank(reused_device_world, road, kind, timeout):
-    text, took = reused_device_world(2, road).run_in_group(miss, kind, timeout)[0]
+def test_a_timeout_names_the_missing_rank(reused_device_world, path, kind, timeout):
+    text, took = reused_device_world(2, path).run_in_group(miss, kind, timeout)[0]
     assert "rank 1" in text, text
     assert "all_reduce" in text, text
     assert timeout - 1.0 < took < SOON, f"{took:.1f} s until: {text}"
@@ -239,13 +239,13 @@ def unanswered(ctx: Ctx, kind: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("road", "kind"), [("nccl", "isend"), ("nccl", "irecv"), ("nccl", "batch"), ("host", "irecv")]
+    ("path", "kind"), [("nccl", "isend"), ("nccl", "irecv"), ("nccl", "batch"), ("host", "irecv")]
 )
-def test_a_message_that_nobody_answers(reused_device_world, road, kind):
-    text, took = reused_device_world(2, road).run_in_group(unanswered, kind)[0]
+def test_a_message_that_nobody_answers(reused_device_world, path, kind):
+    text, took = reused_device_world(2, path).run_in_group(unanswered, kind)[0]
     assert "rank 1" in text, text
     assert "recv from" in text if kind in ("irecv", "batch") else "send to" in text, text
-    assert road == "host" or str(4 * NUMEL) in text, text
+    assert path == "host" or str(4 * NUMEL) in text, text
     assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
 
 
@@ -279,9 +279,9 @@ def leave(ctx: Ctx, how: str) -> float:
 
 
 @pytest.mark.parametrize("how", ["abort", "destroy"])
-@pytest.mark.parametrize("road", ROADS)
-def test_a_stuck_group_can_be_left(reused_device_world, road, how):
-    for took in reused_device_world(2, road).run_in_group(leave, how):
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stuck_group_can_be_left(reused_device_world, path, how):
+    for took in reused_device_world(2, path).run_in_group(leave, how):
         assert took < SOON, f"{took:.1f} s"
 
 
@@ -301,9 +301,9 @@ def shrinks(ctx: Ctx, victim: int) -> tuple[str, float]:
     return seen
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_survivors_shrink_and_go_on(fresh_device_world, road):
-    world = fresh_device_world(3, road)
+@pytest.mark.parametrize("path", PATHS)
+def test_survivors_shrink_and_go_on(fresh_device_world, path):
+    world = fresh_device_world(3, path)
     world.start(shrinks, 1)
     for rank, seen in enumerate(world.finish(allow_gone=True)):
         assert rank == 1 or "rank 1 (" in seen[0], seen

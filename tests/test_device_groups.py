@@ -19,7 +19,7 @@ def calls(
 ) -> dict[str, int]:
     """How often this process has called NCCL to make communicators; on the stand-in only."""
     kind = ctx.device.type
-    if ctx.setup.road != "nccl" or not (kind == "standin" or device.is_scripted(kind)):
+    if ctx.setup.path != "nccl" or not (kind == "standin" or device.is_scripted(kind)):
         return {}
     standin = ctypes.CDLL(str(device.standins() / "libnccl.so.2"))
     standin.mycoll_standin_nccl_count.restype = ctypes.c_int64
@@ -56,7 +56,7 @@ def splits(ctx: Ctx) -> None:
     if is_member:
         works(ctx, child, parts[ctx.rank], "a split")
         backend = child._get_backend(ctx.device)
-        ctx.equal(backend.device_transport(), ctx.setup.road.split("-")[0])
+        ctx.equal(backend.device_transport(), ctx.setup.path.split("-")[0])
     works(ctx, dist.group.WORLD, [0, 1, 2, 3], "the parent, afterwards")
     if before:
         after = calls(ctx)
@@ -125,14 +125,14 @@ def meshes(ctx: Ctx) -> None:
 
 
 @pytest.mark.parametrize("job", [splits, subgroups, meshes], ids=lambda job: job.__name__)
-@pytest.mark.parametrize("road", ["nccl", "host"])
-def test_groups_of_a_bound_job(reused_device_world, road, job):
-    reused_device_world(4, road).run(job)
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_groups_of_a_bound_job(reused_device_world, path, job):
+    reused_device_world(4, path).run(job)
 
 
-@pytest.mark.parametrize("road", ["nccl", "host"])
-def test_a_rank_that_cannot_split(reused_device_world, road):
-    reused_device_world(3, road).run(unwilling)
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_a_rank_that_cannot_split(reused_device_world, path):
+    reused_device_world(3, path).run(unwilling)
 
 
 def ends_without_destroy(ctx: Ctx) -> dict[str, int]:

@@ -17,7 +17,7 @@ from worlds.worker import Ctx
 
 def ring(ctx: Ctx) -> None:
     """Everybody calls isend first: once two ranks are connected, it does not wait for the other."""
-    if ctx.setup.road.startswith(
+    if ctx.setup.path.startswith(
         "nccl"
     ):  # every pair after the one before it, or all would wait in a ring
         x = full(ctx, 0)
@@ -44,9 +44,9 @@ def ring(ctx: Ctx) -> None:
     warm_up(ctx)
 
 
-@pytest.mark.parametrize("road", ["nccl", "host"])
-def test_a_ring_of_messages(reused_device_world, road):
-    reused_device_world(3, road).run_in_group(ring)
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_a_ring_of_messages(reused_device_world, path):
+    reused_device_world(3, path).run_in_group(ring)
 
 
 def around_the_first_collective(ctx: Ctx) -> None:
@@ -70,9 +70,9 @@ def around_the_first_collective(ctx: Ctx) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("road", ["nccl", "host", "auto"])
-def test_a_message_around_the_first_collective(fresh_device_world, road):
-    fresh_device_world(3, road).run(around_the_first_collective)
+@pytest.mark.parametrize("path", ["nccl", "host", "auto"])
+def test_a_message_around_the_first_collective(fresh_device_world, path):
+    fresh_device_world(3, path).run(around_the_first_collective)
 
 
 @pytest.mark.parametrize("job", [ring, around_the_first_collective], ids=lambda job: job.__name__)
@@ -82,12 +82,12 @@ def test_nothing_connects_beside_what_runs(fresh_device_world, job):
     fresh_device_world(3, "nccl", env=env).run(job)
 
 
-# More than the host road copies and sends at a time, just that, and just more.
+# More than the host path copies and sends at a time, just that, and just more.
 LONG = (3 * (1 << 20) + 5, 1 << 20, (1 << 20) + 1)  # of float32
 
 
 def long_messages(ctx: Ctx) -> int:
-    """In pieces on the host road, which must not get mixed up: several at once, by tags in another
+    """In pieces on the host path, which must not get mixed up: several at once, by tags in another
     order, to a receiver that names the source and to one that does not."""
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
 
@@ -131,7 +131,7 @@ def longest_piece() -> int:
     return max(max(op.in_bytes, op.out_bytes) for op in sent)
 
 
-@pytest.mark.worlds(3, roads=["host"])
+@pytest.mark.worlds(3, paths=["host"])
 def test_long_messages_travel_in_pieces(device_world):
     for longest in device_world.run(long_messages):
         assert 0 < longest <= (4 << 20) + 8
@@ -171,9 +171,9 @@ def timed_message(ctx: Ctx) -> None:
     is_all(ctx, x, 0)
 
 
-@pytest.mark.parametrize("road", ["nccl", "host"])
-def test_what_a_message_took(reused_device_world, road):
-    reused_device_world(2, road).run_in_group(timed_message)
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_what_a_message_took(reused_device_world, path):
+    reused_device_world(2, path).run_in_group(timed_message)
 
 
 def remembered(ctx: Ctx) -> list[tuple]:

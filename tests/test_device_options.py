@@ -23,7 +23,7 @@ from worlds import device, training
 from worlds.device_tensors import NUMEL, full, is_all
 from worlds.worker import Ctx, write_coverage
 
-ROADS = ("nccl", "host")
+PATHS = ("nccl", "host")
 ERRORS = (RuntimeError, ValueError)
 
 
@@ -50,7 +50,7 @@ def memory(ctx: Ctx) -> None:
     from mycoll import _C
 
     warm_up(ctx)
-    is_nccl = ctx.setup.road.startswith("nccl")
+    is_nccl = ctx.setup.path.startswith("nccl")
     allocator = ctypes.CDLL(_C.__file__)
     allocator.mycoll_nccl_alloc.restype = ctypes.c_void_p
     allocator.mycoll_nccl_alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
@@ -95,7 +95,7 @@ def memory_by_torchs_names(ctx: Ctx) -> None:
         backend.supports_tensor_alloc(ctx.device), False, "before it is known how they travel"
     )
     warm_up(ctx)
-    is_nccl = ctx.setup.road.startswith("nccl")
+    is_nccl = ctx.setup.path.startswith("nccl")
     where = {"device_type": ctx.device.type, "device": ctx.device.index}
     pool = Pool({**where, "address": full(ctx, 1).data_ptr(), "total_size": 4096})
     backend.register_mem_pool(pool)
@@ -131,9 +131,9 @@ def memory_by_torchs_names(ctx: Ctx) -> None:
         training.compare(ctx, net, training.reference(ctx))
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_memory_by_torchs_names(fresh_device_world, road):
-    fresh_device_world(2, road).run(memory_by_torchs_names)
+@pytest.mark.parametrize("path", PATHS)
+def test_memory_by_torchs_names(fresh_device_world, path):
+    fresh_device_world(2, path).run(memory_by_torchs_names)
 
 
 def test_memory_that_can_have_no_window(fresh_device_world):
@@ -164,7 +164,7 @@ def hooks(ctx: Ctx) -> None:
         work.wait()
     group._wait_for_pending_works()
     ctx.equal(seen, ["COALESCED"], "a batch")
-    if ctx.setup.road.startswith("nccl"):
+    if ctx.setup.path.startswith("nccl"):
         with ctx.raises(ERRORS, "beyond NCCL"):
             dist.all_reduce(x.to(torch.int16), group=group)
         group._wait_for_pending_works()  # not for what was refused
@@ -229,8 +229,8 @@ def what_cpp_asks(ctx: Ctx) -> None:
 def test_what_cpp_asks_of_works(fresh_device_world, request):
     if request.config.getoption("--device") != "standin":
         pytest.skip("its part in C++ is built for the stand-in")
-    for road in ROADS:
-        fresh_device_world(2, road).run(what_cpp_asks)
+    for path in PATHS:
+        fresh_device_world(2, path).run(what_cpp_asks)
 
 
 def profiled(ctx: Ctx) -> None:
@@ -309,10 +309,10 @@ def waits_on_the_host(ctx: Ctx) -> None:
         torch.accelerator.set_stream(here)
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_blocking_wait(fresh_device_world, road):
+@pytest.mark.parametrize("path", PATHS)
+def test_blocking_wait(fresh_device_world, path):
     env = (("MYCOLL_CUDA_BLOCKING_WAIT", "1"),)
-    fresh_device_world(2, road, env=env).run(waits_on_the_host)
+    fresh_device_world(2, path, env=env).run(waits_on_the_host)
 
 
 def another_timeout(ctx: Ctx) -> float:
@@ -332,9 +332,9 @@ def another_timeout(ctx: Ctx) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_the_timeout_can_be_set(fresh_device_world, road):
-    for took in fresh_device_world(2, road).run(another_timeout):
+@pytest.mark.parametrize("path", PATHS)
+def test_the_timeout_can_be_set(fresh_device_world, path):
+    for took in fresh_device_world(2, path).run(another_timeout):
         assert 1.5 < took < 20, took
 
 
@@ -440,14 +440,14 @@ def shared_gpu(ctx: Ctx) -> None:
     os.environ["STANDIN_BUS_ID"] = "0000:3b:00.0"
     os.environ["MYCOLL_CUDA"] = "auto"
     ctx.init()
-    for variable, road in ((None, "host"), (None, "host"), ("NCCL_HOSTID", "nccl")):
+    for variable, path in ((None, "host"), (None, "host"), ("NCCL_HOSTID", "nccl")):
         if variable:
             os.environ[variable] = f"rank{ctx.rank}"
         group = dist.new_group()
         x = full(ctx, ctx.rank)
         dist.all_reduce(x, group=group)
         is_all(ctx, x, sum(range(ctx.size)))
-        ctx.equal(group._get_backend(ctx.device).device_transport(), road)
+        ctx.equal(group._get_backend(ctx.device).device_transport(), path)
 
 
 def test_ranks_that_share_a_gpu(fresh_device_world, request):

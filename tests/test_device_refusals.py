@@ -85,6 +85,6 @@ def test_tensors_of_two_devices(device_world):
     device_world.run(refused_on_two_devices)
 
 
-@pytest.mark.worlds(2, roads=["nccl"])
+@pytest.mark.worlds(2, paths=["nccl"])
 def test_what_nccl_cannot_do(device_world):
     device_world.run(refused_by_nccl)

@@ -62,7 +62,7 @@ def test_order_on_the_current_stream(device_world):
     device_world.run(after_the_current_stream)
 
 
-@pytest.mark.worlds(1, 2, roads=["nccl"])
+@pytest.mark.worlds(1, 2, paths=["nccl"])
 def test_the_host_goes_on(device_world):
     device_world.run(host_goes_on)
 
@@ -273,10 +273,10 @@ def test_freed_after_a_wait_on_another_stream(device_world):
 DELAY = (("STANDIN_DELAY_US", "2000"),)
 
 
-@pytest.mark.parametrize("road", ["nccl", "host"])
-def test_with_delays(fresh_device_world, road):
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_with_delays(fresh_device_world, path):
     """The same again while every step of every stream takes its time."""
-    world = fresh_device_world(2, road, env=DELAY)
+    world = fresh_device_world(2, path, env=DELAY)
     for job in (after_the_current_stream, side_by_side, *JOBS, waited_on_another_stream, mixed):
         world.run(job)
     for is_waited in (True, False):

@@ -214,7 +214,7 @@ def test_versions_are_told_to_programs(capsys: pytest.CaptureFixture[str]) -> No
     assert command_line.main(["version"]) == 0
     line = capsys.readouterr().out
     assert command_line.main(["version", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["problem"] is None
-    assert told["torch"] == torch.__version__
-    assert line == f"mycoll {told['mycoll']}, torch {told['torch']}, Python {told['python']}\n"
+    said = json.loads(capsys.readouterr().out)
+    assert said["problem"] is None
+    assert said["torch"] == torch.__version__
+    assert line == f"mycoll {said['mycoll']}, torch {said['torch']}, Python {said['python']}\n"

@@ -183,10 +183,10 @@ def endless(ctx: Ctx) -> None:
             dist.all_reduce(torch.ones(3))
         work = dist.all_reduce(torch.ones(3), async_op=True)
         with ctx.raises(
-            dist.DistBackendError, "all_reduce has not begun", "callback", "has not returned"
+            dist.DistBackendError, "all_reduce has not started", "callback", "has not returned"
         ):
             work.wait()
-        with ctx.raises(dist.DistBackendError, "has not begun"):
+        with ctx.raises(dist.DistBackendError, "has not started"):
             work.wait(timedelta(milliseconds=100))
         leave.set()
         chained.wait()

@@ -142,8 +142,8 @@ def test_benchmarks_and_page(tmp_path: Path) -> None:
 
 def test_a_step_that_takes_too_long(tmp_path: Path) -> None:
     """It is ended with all its processes, and the page written all the same."""
-    told = tmp_path / "pid"
-    code = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    pid_file = tmp_path / "pid"
+    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "job.py").write_text(code)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
     plan = Plan("standin", tmp_path, "page", quick=True)
@@ -153,7 +153,7 @@ def test_a_step_that_takes_too_long(tmp_path: Path) -> None:
     text = plan.page.read_text()
     assert "endless: STOPPED" in text
     assert "is not a row of `mycoll bench`" in text
-    assert not Path(f"/proc/{told.read_text()}").exists()
+    assert not Path(f"/proc/{pid_file.read_text()}").exists()
 
 
 def test_what_there_is_no_time_for(tmp_path: Path) -> None:

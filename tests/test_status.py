@@ -85,10 +85,10 @@ def test_who_waits_for_whom(fresh, transport, tmp_path) -> None:
         assert "idle, last barrier #1" in table
 
         time.sleep(status.LONG_SECONDS)
-        told = "\n".join(status.findings(black_box.find(numbers)))
-        assert "all_reduce #2" in told
-        assert "on rank 0, 2" in told
-        assert f"rank 1 (pid {numbers[1]}) has not called it" in told
+        findings = "\n".join(status.findings(black_box.find(numbers)))
+        assert "all_reduce #2" in findings
+        assert "on rank 0, 2" in findings
+        assert f"rank 1 (pid {numbers[1]}) has not called it" in findings
 
         os.kill(numbers[1], signal.SIGSTOP)
         stopped = eventually(lambda: black_box.find(numbers)[1].state == "T")

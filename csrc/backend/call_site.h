@@ -12,10 +12,10 @@ namespace mycoll {
 using CallSiteHook = uint32_t (*)();
 void setCallSiteHook(CallSiteHook hook);
 
-// Of the call that this thread is in: for operations that wait, or have failed. Only where the GIL
-// is asked for anyway: in Python's main thread, which handles signals.
+// The place of the call that this thread is in, for operations that wait or have failed. Known only
+// in Python's main thread, which takes the GIL anyway to handle signals.
 uint32_t callSiteOfWaiter();
-// Of every call, where MYCOLL_CALL_SITES=always asks for it; else 0, for the price of a look.
+// The place of any call if MYCOLL_CALL_SITES=always asks for it; otherwise 0, at little cost.
 uint32_t callSiteOfCall();
 
 }  // namespace mycoll

@@ -46,15 +46,15 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
 
   enum class Outcome { kIdle, kInterrupted, kTimeout };
 
-  // Of a group, or beneath a callback of the group whose order is `root`.
+  // The order of a group, or one beneath a callback of the group whose order is `root`.
   explicit CallbackOrder(const CallbackOrder* root = nullptr) : root_(root ? root : this) {}
   ~CallbackOrder() {
     const MutexLock lock(mutex_);
     count(-static_cast<int>(pending_.load()));
   }
 
-  // Of a group's order: the one that this thread is subject to. Inside a callback of that group it
-  // is the one beneath the callback.
+  // Called on a group's order: the order that this thread is subject to. Inside a callback of that
+  // group it is the one beneath the callback.
   std::shared_ptr<CallbackOrder> here();
 
   // Takes the next place.

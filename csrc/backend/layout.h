@@ -19,7 +19,7 @@ inline bool isPlain(const at::Tensor& tensor) {
 
 // A plain tensor of the same shape, not initialised.
 at::Tensor emptyLike(const at::Tensor& tensor);
-// Of another shape.
+// The same, for another shape.
 at::Tensor emptyOfShape(at::IntArrayRef shape, at::ScalarType type);
 // A plain tensor of this many elements, not initialised.
 at::Tensor emptyElements(int64_t count, at::ScalarType type);

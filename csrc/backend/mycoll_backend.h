@@ -45,8 +45,8 @@ class MycollBackend final : public c10d::Backend {
     // The job's rank of each member; empty when the group is the whole job, or none of its.
     std::vector<int64_t> globalRanks;
     bool isOfJob = true;  // as GroupOptions::isOfJob
-    // Of another backend in whose place this one is: torch and the program see these, and the
-    // backend is called by their name. Null: mycoll's own.
+    // Options of the backend that this one replaces: torch and the program see these, and the
+    // backend has their name. Null: it replaces none.
     c10::intrusive_ptr<c10d::Backend::Options> shown;
   };
 
@@ -196,7 +196,7 @@ class MycollBackend final : public c10d::Backend {
                        bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
                   int source, int tag);
-  // Of an asynchronous collective: it is submitted when the callbacks before it have run.
+  // Holds an asynchronous collective: it is submitted when the callbacks before it have run.
   WorkPtr hold(Request& request, at::TensorList outputs, bool isProfiled);
   MycollWork::Extras extrasOf(Request& request, bool isProfiled);
   c10::intrusive_ptr<MycollWork> track(const Request& request, at::TensorList outputs,

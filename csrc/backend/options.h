@@ -22,7 +22,7 @@ struct MycollOptions final : c10d::Backend::Options {
   }
 #endif
 
-  // Who serves CPU tensors: "engine", or "gloo" (torch's own, to compare or to rule mycoll out).
+  // What serves CPU tensors: "engine", or "gloo" (torch's own, to compare or to rule mycoll out).
   // Empty: as MYCOLL_CPU says.
   std::string cpu;
   // What NCCL's communicators of this group are made with; what is not set here is as MYCOLL_NCCL_*

@@ -52,7 +52,7 @@ struct Request {
   // The description of the next call, for elements as the tensor's. What is still to be added are
   // its spans and its root. The reference holds until the next call is added.
   Call& addCall(OpKind kind, const at::Tensor& tensor);
-  // Of one that reduces. Refuses an operation that the elements do not have.
+  // As addCall(), for one that reduces. Refuses an operation that the elements do not have.
   Call& addReduction(OpKind kind, const at::Tensor& tensor, const c10d::ReduceOp& op);
 
   // Memory for a tensor that is read; a packed copy unless it is plain.
@@ -77,7 +77,7 @@ struct Request {
   void separateInputs(Call& call);
 
  private:
-  // Of another device than the CPU: all tensors must be.
+  // For a tensor on another device than `device`: the first tensor sets it, a later one is refused.
   void admit(const at::Tensor& tensor);
   bool isOnDevice() const { return !device.is_cpu(); }
   at::Tensor pack(const at::Tensor& tensor) const;

@@ -1,5 +1,6 @@
-// The one place that knows how torch's minors differ; everything else in backend/ and bindings/ is
-// written against all of them. One build is for one minor (virtual functions move between minors).
+// The one place that knows how torch's minors differ; everything else in backend/, device/ and
+// bindings/ is written against all of them. One build is for one minor (virtual functions move
+// between minors).
 #pragma once
 
 #include <torch/version.h>
@@ -16,6 +17,13 @@ namespace mycoll {
 using PreMulSum = c10d::PreMulSumSupplement;
 #else
 using PreMulSum = c10d::NCCLPreMulSumSupplement;
+#endif
+
+// c10::Stream::is_capturing() came with 2.12.
+#if TORCH_VERSION_MINOR >= 12
+#define MYCOLL_TORCH_HAS_STREAM_CAPTURE 1
+#else
+#define MYCOLL_TORCH_HAS_STREAM_CAPTURE 0
 #endif
 
 // dist.record_comm(), and c10d::get_comm_profiling_name() for it.

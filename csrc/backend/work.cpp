@@ -44,11 +44,9 @@ Deadline toDeadline(std::chrono::milliseconds timeout) {
 Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout) {
   return Status(Code::kTimeout,
                 c10::str(call,
-                         " has not begun: the future of an earlier operation has not completed "
-                         "within ",
-                         timeout.count(),
-                         " ms, or a callback of it has not returned, and operations wait for "
-                         "those"));
+                         " has not started: an earlier operation's future has not completed, or a "
+                         "callback of it has not returned, within ",
+                         timeout.count(), " ms"));
 }
 
 MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,

@@ -53,7 +53,7 @@ class MycollWork final : public c10d::Work {
 
   // Asks the engine to say when it is done, if finish() must not wait until somebody looks.
   void start();
-  // Of a held one: its operations have been submitted. Once.
+  // Call it once, on a held work: its operations have been submitted.
   void begin(Ops ops);
 
   bool isCompleted() override;
@@ -86,7 +86,7 @@ class MycollWork final : public c10d::Work {
   bool isDone() const { return state_.load(std::memory_order_acquire) == State::kDone; }
 
   const std::shared_ptr<Communicator> communicator_;
-  // Of a held work: what waits for begin().
+  // What waits for begin() of a held work.
   struct Held {
     std::string call;
     std::condition_variable begun;
@@ -117,7 +117,7 @@ class MycollWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(lock_);
 };
 
-// Of a call that has waited so long for the callbacks before it.
+// The error of a call that has waited this long for the callbacks before it.
 Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout);
 
 // A work that stands for several: what endCoalescing() returns.

@@ -1,5 +1,5 @@
-// Every MYCOLL_* variable, documented in one table (env.cpp). Nothing else in csrc reads the
-// environment.
+// Every MYCOLL_* variable, documented in one table (env.cpp). Variables of others, which mycoll
+// only takes into account, are read where they count: those of NCCL in device/path_choice.cpp.
 //
 // Lifetime: read when the first group is made (or by the first line of the log, should that come
 // before) and kept for the process: what a program changes in its environment later counts no more.

@@ -17,4 +17,6 @@ std::string listNumbers(const std::vector<int>& numbers) {
   return text;
 }
 
+std::string onThisRank(int rank) { return "\n  On this rank (" + std::to_string(rank) + "): "; }
+
 }  // namespace mycoll

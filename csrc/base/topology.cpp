@@ -101,7 +101,7 @@ uint64_t processStartTicks(pid_t pid) { return readStat(pid).startTicks; }
 
 namespace {
 
-// Of a process with many threads the kernel takes long to tell.
+// Asked first, because the kernel takes long to describe a process with many threads.
 bool isThisProcess(pid_t pid, uint64_t startTicks) {
   static std::atomic<pid_t> known{0};
   static std::atomic<uint64_t> ticks{0};

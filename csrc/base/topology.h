@@ -1,4 +1,4 @@
-// Who and where this process is. All [any thread].
+// The identity and the place of this process. All [any thread].
 #pragma once
 
 #include <sys/types.h>
@@ -17,7 +17,7 @@ std::string hostIdentity();
 std::string kernelIdentity();
 
 // Equal in two processes of one kernel and one pid namespace, where a pid means the same process to
-// both. Empty where that cannot be told.
+// both. Empty where that is not known.
 std::string pidSpace();
 
 std::string hostName();
@@ -29,13 +29,12 @@ pid_t processId();
 uint64_t processStartTicks(pid_t pid);
 
 // What can be seen of a process of this host.
-//   kEnding  it was killed or has left, and the kernel is still taking it apart: for 40 ms for
-//   every
-//            GB of its memory its sockets are open and its pidfd is silent
+//   kEnding  it was killed or has left, and the kernel is still taking it apart: its sockets stay
+//            open and its pidfd silent, for 40 ms for every GB of its memory
 //   kGone    there is no such process (any more); also where it lives in another pid namespace
 enum class ProcessLife { kAlive, kBusy, kStopped, kEnding, kGone };
 
-// Of the process that this pid named when it started at startTicks. About 10 us.
+// Looks at the process that had this pid and started at startTicks. Takes about 10 us.
 ProcessLife lookAtProcess(pid_t pid, uint64_t startTicks);
 
 inline bool isLiving(ProcessLife life) { return life < ProcessLife::kEnding; }

@@ -22,7 +22,7 @@ using std::chrono::milliseconds;
 // A yield that takes longer is a long one. Rows end where none comes for a while.
 constexpr milliseconds kLongYield(1);
 constexpr milliseconds kRowEnds(50);
-constexpr milliseconds kCrowdStays(200);
+constexpr milliseconds kContentionStays(200);
 
 std::string contents(const std::string& path) {
   std::ifstream file(path);
@@ -121,14 +121,15 @@ SpinPolicy detail::choosePolicy(int localRanks, int cores, int spinMicrosOverrid
   return policy;
 }
 
-void Crowd::yielded(Clock::time_point from, Clock::time_point back) {
+void CoreContention::yielded(Clock::time_point from, Clock::time_point back) {
   if (back - from <= kLongYield) return;
-  // What was known when we went to sleep is still known: a crowd that stays is found by one yield.
+  // What was known when we went to sleep is still known: contention that stays is found by one
+  // yield.
   const Clock::time_point last = std::max(last_.load(kRelaxed), until_.load(kRelaxed));
   const int inRow = last + kRowEnds > from ? inRow_.load(kRelaxed) + 1 : 1;
   inRow_.store(inRow, kRelaxed);
   last_.store(back, kRelaxed);
-  if (inRow >= enough_) until_.store(back + kCrowdStays, kRelaxed);
+  if (inRow >= enough_) until_.store(back + kContentionStays, kRelaxed);
 }
 
 SpinPolicy choose(int localRanks) {

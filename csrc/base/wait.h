@@ -32,7 +32,7 @@ struct SpinPolicy {
   int pauses = 0;
   int spinMicros = 0;
   int yieldMicros = 0;
-  int longYields = 1;  // so many in a row mean that others compute on our cores (Crowd)
+  int longYields = 1;  // this many in a row: others compute on our cores (CoreContention)
 };
 
 // localRanks: those of one host, each with a thread that waits. When they outnumber the cores,
@@ -45,11 +45,11 @@ SpinPolicy choose(int localRanks);
 // better to sleep at once. Where ranks outnumber the cores a single yield proves nothing: one of us
 // may be computing, and the scheduler may let one wait that has yielded often.
 // [any thread]; what threads overwrite of each other's is only a hint.
-class Crowd {
+class CoreContention {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit Crowd(int longYields) : enough_(longYields) {}
+  explicit CoreContention(int longYields) : enough_(longYields) {}
   bool isHere(Clock::time_point now) const { return now < until_.load(kRelaxed); }
   // A sched_yield() took from `from` to `back`.
   void yielded(Clock::time_point from, Clock::time_point back);

@@ -253,7 +253,7 @@ void registerArgumentError(py::module_& module) {
 
 using PlanNumbers = std::map<std::string, double>;
 
-// Of the whole, and of each phase.
+// The cost of the whole plan, and of each phase.
 std::pair<PlanNumbers, std::vector<PlanNumbers>> planCost(const std::string& operation,
                                                           const std::vector<int>& hosts,
                                                           uint64_t bytes, uint64_t elementBytes,

@@ -152,7 +152,7 @@ bool Channels::split(Channels* child, int color, bool isWilling) {
   const Channel* parent = nullptr;
   {
     MutexLock lock(mutex_);
-    // Of several devices nobody could say which one the child will use.
+    // With several devices nobody could say which one the child will use.
     if (!isEnded_ && ofGroup_.size() == 1) parent = &ofGroup_.begin()->second;
   }
   const nccl::Library& library = *nccl::Library::loaded();

@@ -8,6 +8,7 @@
 #include "backend/callback_pool.h"
 #include "backend/errors.h"
 #include "base/env.h"
+#include "base/text.h"
 #include "device/device_work.h"
 #include "device/pause.h"
 #include "device/watchdog.h"
@@ -19,7 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // In errors, where the program went on from an operation that was lost.
-constexpr char kNotToBeUsed[] = ". What the device has computed since is not to be used";
+constexpr char kInvalidResults[] = ". Results computed on the device since then are invalid";
 // For NCCL to stop when a group ends; what takes longer goes on without us.
 constexpr std::chrono::milliseconds kNcclAbortTime(1000);
 // NCCL often sees that a rank is gone before anybody knows why; the engine is given this time to
@@ -124,8 +125,7 @@ class DeviceGroup::Waiting {
   const DeviceOperationPtr operation_;
 };
 
-// ---- connecting
-// --------------------------------------------------------------------------------
+// ---- connecting ---------------------------------------------------------------------------------
 
 void DeviceGroup::connect(c10::Device device) {
   const OnDevice guard(device);
@@ -188,8 +188,7 @@ DevicePath DeviceGroup::connectWith(Request& request) {
   return path;
 }
 
-// ---- carrying
-// ----------------------------------------------------------------------------------
+// ---- carrying -----------------------------------------------------------------------------------
 
 DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
   return carry({&request}, outputs, std::move(extras), /*isBatch=*/false);
@@ -292,8 +291,7 @@ Status DeviceGroup::waitFor(Condition& fence) const {
   return Status();
 }
 
-// ---- watching
-// ----------------------------------------------------------------------------------
+// ---- watching -----------------------------------------------------------------------------------
 
 void DeviceGroup::watch(Watched watched) {
   if (!watched_.add(std::move(watched))) return;
@@ -377,8 +375,7 @@ void DeviceGroup::failLate() {
                   " ms: the other side never came, or the device is busy with something else."));
 }
 
-// ---- failing
-// -----------------------------------------------------------------------------------
+// ---- failing ------------------------------------------------------------------------------------
 
 Status DeviceGroup::error() const {
   for (const auto& group : {place_.control, place_.host, place_.cpu}) {
@@ -397,8 +394,9 @@ void DeviceGroup::throwIfDead() const {
   }
   const Status cause = error();
   if (isMainThread()) isRaised_.store(true, std::memory_order_relaxed);
-  throwStatus(cause.withMessage(cause.message() + "\n  Here: rank " + std::to_string(place_.rank) +
-                                ", called after that" + (hasLost_.load() ? kNotToBeUsed : "")));
+  throwStatus(cause.withMessage(cause.message() + onThisRank(place_.rank) +
+                                "called after the group had failed" +
+                                (hasLost_.load() ? kInvalidResults : "")));
 }
 
 void DeviceGroup::fail(const Status& cause) {
@@ -441,18 +439,18 @@ void DeviceGroup::failWatched(const Status& cause) {
                        cause.cause().group == place_.control->context();
   if ((!failed.lost && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
   const std::string place = failed.lost ? failed.lost->place() : "";
-  raise(cause, failed.lost  ? failed.lost->operation->what() +
-                                  (place.empty() ? "" : " (" + place + ")") + " was under way"
-               : isReplayed ? "a graph with operations of this group may have been under way"
-                            : "this may have been carried out");
+  raise(cause,
+        failed.lost  ? failed.lost->operation->what() + (place.empty() ? "" : " (" + place + ")") +
+                           " was under way on the device"
+        : isReplayed ? "a graph with operations of this group may have been under way on the device"
+                     : "a call that does not match may have been carried out on the device");
 }
 
 // By an exception in Python's main thread, wherever that is: the next call would raise, but there
-// may be none before the numbers are believed.
+// may be none before the program uses the numbers.
 void DeviceGroup::raise(const Status& cause, const std::string& what) {
   const Status raised =
-      cause.withMessage(cause.message() + "\n  Here: rank " + std::to_string(place_.rank) +
-                        ", where " + what + " on the device" + kNotToBeUsed);
+      cause.withMessage(cause.message() + onThisRank(place_.rank) + what + kInvalidResults);
   // Not when the program has ended the group itself meanwhile.
   raiseInMainThread(raised, [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
     const std::shared_ptr<DeviceGroup> living = group.lock();
@@ -460,8 +458,7 @@ void DeviceGroup::raise(const Status& cause, const std::string& what) {
   });
 }
 
-// ---- ending
-// ------------------------------------------------------------------------------------
+// ---- ending -------------------------------------------------------------------------------------
 
 void DeviceGroup::setTimeout(std::chrono::milliseconds timeout) {
   place_.control->setTimeout(timeout);

@@ -62,7 +62,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-// Of a wait: its deadline may have come, and the operation go on.
+// Throws the failure of a wait: its deadline may have passed while the operation goes on.
 void DeviceWork::throwFailure(const Status& status) const {
   if (status.ok()) return;
   std::optional<QuietScope> quiet;

@@ -80,9 +80,9 @@ Task HostCollective::carry(const Call& call, CollectiveRunner& runner) {
   MYCOLL_CO_RETURN_IF_ERROR(copyIn(sides, chunkBytes, 0));
   for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
     if (chunk + 1 < chunks) MYCOLL_CO_RETURN_IF_ERROR(copyIn(sides, chunkBytes, chunk + 1));
-    EventPassed isIn(half(chunk).copiedIn);
+    EventPassed isIn(buffer(chunk).copiedIn);
     co_await isIn;
-    EventPassed isFree(half(chunk).copiedOut);
+    EventPassed isFree(buffer(chunk).copiedOut);
     co_await isFree;
     Call chunked;
     MYCOLL_CO_RETURN_IF_ERROR(chunkOf(call, sides, chunkBytes, chunk, &chunked));
@@ -121,7 +121,7 @@ Status HostCollective::begin() {
 
 Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
   return copying(operation_->device(), [&] {
-    HostStaging::Half& to = half(chunk);
+    HostStaging::Buffer& to = buffer(chunk);
     const c10::StreamGuard guard(inward_);
     grow(to.in, sides.reads.size() * chunkBytes);
     for (size_t i = 0; i < sides.reads.size(); ++i) {
@@ -136,7 +136,7 @@ Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t ch
 
 Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
   return copying(operation_->device(), [&] {
-    HostStaging::Half& from = half(chunk);
+    HostStaging::Buffer& from = buffer(chunk);
     const c10::StreamGuard guard(outward_);
     for (size_t i = 0; i < sides.writes.size(); ++i) {
       const Span part = partOf(sides.writes[i], chunkBytes, chunk);
@@ -151,7 +151,7 @@ Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t c
 Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chunkBytes,
                                uint64_t chunk, Call* chunked) {
   return copying(operation_->device(), [&] {
-    HostStaging::Half& at = half(chunk);
+    HostStaging::Buffer& at = buffer(chunk);
     grow(at.out, sides.writes.size() * chunkBytes);  // nothing is copied from it any more
     const auto place = [&](const std::vector<Span>& spans, const at::Tensor& buffer) {
       std::vector<Span> placed;
@@ -183,8 +183,8 @@ Status HostCollective::end() {
   return copying(operation_->device(), [&] {
     const c10::StreamGuard guard(outward_);
     // Before the caller may write to what was read.
-    for (const HostStaging::Half& half : staging_->halves) {
-      if (half.copiedIn) half.copiedIn->block(outward_);
+    for (const HostStaging::Buffer& buffer : staging_->buffers) {
+      if (buffer.copiedIn) buffer.copiedIn->block(outward_);
     }
     copyBackOnDevice(copyBacks_);
     operation_->setEnqueued(outward_, recordEvent(outward_, operation_->isTimed()));

@@ -27,15 +27,15 @@ namespace mycoll {
 // copy to be fast, small enough for the first one to be there soon.
 constexpr size_t kHostChunkBytes = 4 << 20;
 
-// Two halves of pinned memory, so that one is filled while the other travels.
+// Two buffers in pinned memory, so that one is filled while the other travels.
 struct HostStaging {
-  struct Half {
+  struct Buffer {
     at::Tensor in;
     at::Tensor out;
     EventPtr copiedIn;   // the last copy into `in` is behind this
     EventPtr copiedOut;  // the last copy out of `out` is behind this
   };
-  Half halves[2];
+  Buffer buffers[2];
 };
 
 class HostCollective {
@@ -58,7 +58,7 @@ class HostCollective {
   Task carry(const Call& call, CollectiveRunner& runner);
   Sides sidesOf(const Call& call) const;
   size_t chunkBytesOf(const Call& call) const;
-  HostStaging::Half& half(uint64_t chunk) const { return staging_->halves[chunk % 2]; }
+  HostStaging::Buffer& buffer(uint64_t chunk) const { return staging_->buffers[chunk % 2]; }
 
   Status begin();
   Status copyIn(const Sides& sides, size_t chunkBytes, uint64_t chunk);

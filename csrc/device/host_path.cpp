@@ -29,10 +29,10 @@ struct Cut {
   size_t pieces() const {
     return std::max<size_t>(1, (bytes + kHostChunkBytes - 1) / kHostChunkBytes);
   }
-  // Of the message.
+  // Where a piece begins in the message.
   size_t offset(size_t piece) const { return piece * kHostChunkBytes; }
   size_t length(size_t piece) const { return std::min(kHostChunkBytes, bytes - offset(piece)); }
-  // Of what is staged: as it travels.
+  // Where a piece lies in the staging memory, as it travels.
   Span span(const at::Tensor& staging, size_t piece) const {
     if (staged() == 0) return {nullptr, 0};
     char* const begin = static_cast<char*>(staging.mutable_data_ptr());
@@ -80,7 +80,7 @@ struct HostPath::Incoming {
   c10::SmallVector<CopyBack, 1> copyBacks;
   std::atomic<size_t> left;  // pieces that were not copied to the device
 
-  // Of a piece that has arrived; the last one ends the operation.
+  // Copies a piece that has arrived to the device; the last one ends the operation.
   Status copyOut(size_t piece) {
     return copying(operation->device(), [&] {
       const c10::StreamGuard guard(stream);

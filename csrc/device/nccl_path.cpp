@@ -14,8 +14,8 @@
 namespace mycoll {
 namespace {
 
-// Of a batch, one signature that differs where any of its collectives does; its messages are
-// between pairs of ranks.
+// One signature for a batch: it differs where any of its collectives does. Messages do not count,
+// as they are between pairs of ranks.
 Signature signatureOf(const std::vector<Request*>& requests) {
   Signature all;
   bool isFirst = true;

@@ -81,7 +81,7 @@ class DeviceOperation {
   float milliseconds() const;  // between started and ended, both timed; only when over
 
   // The program goes on as if it were over: what it puts on a stream from here on comes behind it.
-  // Whoever sets this asks for the status afterwards.
+  // The caller must look at the status afterwards.
   void setTaken() { isTaken_.store(true, std::memory_order_seq_cst); }
   bool isTaken() const { return isTaken_.load(std::memory_order_seq_cst); }
 

@@ -12,6 +12,7 @@
 #include "base/crc32c.h"
 #include "base/env.h"
 #include "base/mutex.h"
+#include "base/text.h"
 #include "base/topology.h"
 #include "device/channels.h"
 #include "device/nccl_memory.h"
@@ -155,7 +156,7 @@ void PathChoice::agree(c10::Device device, const std::string& caller) {
   const Status met = place_.control->meetNeighbours();
   if (!met.ok()) {
     throwStatus(met.withMessage(
-        met.message() + "\n  Here: rank " + std::to_string(place_.rank) + ", " + caller +
+        met.message() + onThisRank(place_.rank) + caller +
         ", the first of the group's operations on devices, for which all ranks meet"));
   }
   const auto ranks = static_cast<size_t>(place_.ranks);

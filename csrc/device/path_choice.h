@@ -35,7 +35,7 @@ class PathChoice {
 
   // What all ranks have agreed on, or not yet.
   DevicePath known() const { return path_.load(std::memory_order_acquire); }
-  // Of the oldest GPU of all ranks; 0: not known.
+  // The capability of the oldest GPU of all ranks; 0: not known.
   int capability() const { return capability_.load(std::memory_order_relaxed); }
 
   // All ranks. caller: what is called, for the error when ranks do not come.

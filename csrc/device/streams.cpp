@@ -1,7 +1,6 @@
 #include "device/streams.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/version.h>
 
 #include <algorithm>
 #include <atomic>
@@ -9,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "backend/torch_version.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/os.h"
@@ -61,7 +61,7 @@ c10::Stream sideStream(c10::Device device) {
 }
 
 bool isCapturing(const c10::Stream& stream) {
-#if TORCH_VERSION_MINOR >= 12
+#if MYCOLL_TORCH_HAS_STREAM_CAPTURE
   return stream.is_capturing();
 #else
   return stream.device_type() == c10::DeviceType::CUDA &&

@@ -12,14 +12,14 @@ namespace mycoll {
 namespace {
 
 // After the note of a kArrived frame: ranks that have begun its collective.
-struct Run {
+struct RankRange {
   int32_t first = 0;
   int32_t last = 0;
 };
 
-// News is passed on at most so often in each direction.
+// News is passed on at most this often in each direction.
 constexpr auto kNewsEvery = std::chrono::milliseconds(20);
-// Of the ranks that are waited for so many are told at once; all hear of it along the tree.
+// At most this many of the awaited ranks are told directly; the others hear of it along the tree.
 constexpr size_t kMostAwaited = 64;
 
 // Ranks that differ must be found before anybody uses the numbers for long; a message to one rank
@@ -174,20 +174,20 @@ void Agreement::tellArrived(int rank, const Note& note) {
     if (reached_[first] <= note.sequence) continue;
     int last = first;
     while (last + 1 < mailbox_.ranks() && reached_[last + 1] > note.sequence) ++last;
-    const Run run{first, last};
-    if (payload.size() + sizeof(run) > kMaxControlBytes) break;
-    payload.append(reinterpret_cast<const char*>(&run), sizeof(run));
+    const RankRange range{first, last};
+    if (payload.size() + sizeof(range) > kMaxControlBytes) break;
+    payload.append(reinterpret_cast<const char*>(&range), sizeof(range));
     first = last;
   }
   mailbox_.sendControl(rank, FrameKind::kArrived, payload);
 }
 
-bool Agreement::isTimeFor(Way& way, bool isNew) const {
-  if (!isNew && !way.isOwed) return false;
+bool Agreement::isTimeFor(Direction& direction, bool isNew) const {
+  if (!isNew && !direction.isOwed) return false;
   const auto now = Clock::now();
-  way.isOwed = now - way.last < kNewsEvery;
-  if (way.isOwed) return false;
-  way.last = now;
+  direction.isOwed = now - direction.last < kNewsEvery;
+  if (direction.isOwed) return false;
+  direction.last = now;
   return true;
 }
 
@@ -245,7 +245,7 @@ void Agreement::onProbe(int source, const std::string& payload) {
   noteArrived(source, note.sequence);
 }
 
-// Of a later collective than all before, or of another call.
+// Whether the note is about a later collective than all before, or about another call.
 bool Agreement::isNews(const Note& note) {
   const bool isNewer = note.sequence > latest_.sequence || !hasHeard_;
   if (!isNewer && (note.sequence < latest_.sequence || note.signature == latest_.signature)) {
@@ -256,7 +256,7 @@ bool Agreement::isNews(const Note& note) {
   return true;
 }
 
-// To be compared with what this rank was called for, now or when it comes to it.
+// Compares the note with this rank's own call, now or when that call begins.
 void Agreement::hear(const Note& note) {
   if (hasBegun_ && note.sequence <= current_) {
     compare(note.rank, note.sequence, note.signature);
@@ -272,23 +272,25 @@ void Agreement::hear(const Note& note) {
 
 void Agreement::onArrived(int source, const std::string& payload) {
   Note note;
-  if (payload.size() < sizeof(note) || (payload.size() - sizeof(note)) % sizeof(Run) != 0) return;
+  if (payload.size() < sizeof(note) || (payload.size() - sizeof(note)) % sizeof(RankRange) != 0)
+    return;
   std::memcpy(&note, payload.data(), sizeof(note));
   if (note.rank < 0 || note.rank >= mailbox_.ranks()) return;
   bool isNew = isNews(note), isKnownToCome = false;
   hear(note);
-  for (size_t at = sizeof(note); at < payload.size(); at += sizeof(Run)) {
-    Run run;
-    std::memcpy(&run, payload.data() + at, sizeof(run));
-    if (run.first < 0 || run.last >= mailbox_.ranks()) return;
-    for (int rank = run.first; rank <= run.last; ++rank) {
+  for (size_t at = sizeof(note); at < payload.size(); at += sizeof(RankRange)) {
+    RankRange range;
+    std::memcpy(&range, payload.data() + at, sizeof(range));
+    if (range.first < 0 || range.last >= mailbox_.ranks()) return;
+    for (int rank = range.first; rank <= range.last; ++rank) {
       isKnownToCome |= rank == mailbox_.rank();
       if (rank != mailbox_.rank()) isNew |= noteArrived(rank, note.sequence);
     }
   }
   if (membership_.hasFailed()) return;
   passOn(source, note, isNew);
-  // Who asks counts this rank among the missing, as it has not waited long itself.
+  // The sender counts this rank among the missing: it has come, but has not waited long enough to
+  // say so.
   const bool hasCome = reached_[mailbox_.rank()] > note.sequence;
   if (const int up = parent(); hasCome && !isKnownToCome && source == up) tellArrived(up, note);
 }

@@ -60,7 +60,7 @@ class Agreement {
     uint32_t reserved = 0;
   };
   // A direction of the tree in which news goes.
-  struct Way {
+  struct Direction {
     Clock::time_point last;  // news went there
     bool isOwed = false;     // there is some that was held back, as the last was just before
   };
@@ -76,7 +76,7 @@ class Agreement {
   void hear(const Note& note) REQUIRES(ioRole);
   void tellArrived(int rank, const Note& note) REQUIRES(ioRole);
   void passOn(int source, const Note& note, bool isNew) REQUIRES(ioRole);
-  bool isTimeFor(Way& way, bool isNew) const REQUIRES(ioRole);
+  bool isTimeFor(Direction& direction, bool isNew) const REQUIRES(ioRole);
   bool noteArrived(int rank, uint64_t sequence) REQUIRES(ioRole);
   std::string notesSince(uint64_t first) const REQUIRES(ioRole);
 
@@ -96,7 +96,7 @@ class Agreement {
       GUARDED_BY(ioRole);           // by rank: collectives it is known to have begun
   Note latest_ GUARDED_BY(ioRole);  // that somebody waits long in
   bool hasHeard_ GUARDED_BY(ioRole) = false;
-  Way up_ GUARDED_BY(ioRole), down_ GUARDED_BY(ioRole);
+  Direction up_ GUARDED_BY(ioRole), down_ GUARDED_BY(ioRole);
 };
 
 }  // namespace mycoll

@@ -203,7 +203,7 @@ OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<vo
   if (!willWait) {
     // As far as it goes at once: often that is the whole of this rank's part.
     if (isFirst) queue_.run(0);
-    if (!op->done()) engine_->poke();
+    if (!op->done()) engine_->wake();
   }
   return op;
 }
@@ -290,9 +290,9 @@ OpPtr Communicator::post(bool isSend, const Message& message, std::shared_ptr<vo
   engine_->mesh()->progress();
   if (!willWait && !op->done()) {
     if (message.data.bytes <= engine_->mesh()->options().eagerBytes) {
-      engine_->nudge();
+      engine_->wakeIfAsleep();
     } else {
-      engine_->poke();
+      engine_->wake();
     }
   }
   return op;
@@ -408,7 +408,7 @@ void Communicator::onControl(const FrameHeader& came, const std::string& payload
     case FrameKind::kArrived: return agreement_.onArrived(came.source, payload);
     case FrameKind::kQuestion:
     case FrameKind::kAnswer:
-    case FrameKind::kVerdict: return questions_.onWord(came.source, came.kind, payload);
+    case FrameKind::kDeadlock: return questions_.onMessage(came.source, came.kind, payload);
     default: return;  // no frame of the group
   }
 }

@@ -14,8 +14,8 @@
 // Thread contract: every public function may be called from any thread; calls that several threads
 // make on one group at the same time run in an order that is only theirs to know, so they should
 // not. No function holds a lock while it calls back.
-// Who works: a call is queued, and the queue is run by whoever waits for one of its operations, or,
-// for operations that nobody waits for, by the process's one progress thread (queue.h).
+// A call is queued. The queue is run by any thread that waits for one of its operations, or, for
+// operations that nobody waits for, by the process's one progress thread (queue.h).
 // Lifetime: a Communicator may be dropped at any time; it closes itself (see close()). An Op
 // outlives its communicator safely. User memory named in a call must live until its Op is done:
 // `keepAlive` is held exactly as long.
@@ -141,8 +141,8 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   uint64_t sequence() const { return queue_.submitted(); }
 
   // ---- collectives
-  // Queues a collective. The call is well formed (debug builds check). timeout < 0: the group's.
-  // willWait: the caller waits at once, so that nobody else needs to be woken for it.
+  // Queues a collective. The caller has checked that the call is well formed. timeout < 0: the
+  // group's. willWait: the caller waits at once, so that nobody else needs to be woken for it.
   OpPtr submit(Call call, std::shared_ptr<void> keepAlive, bool willWait,
                Milliseconds timeout = kGroupTimeout);
   // Queues a coroutine that may run any number of collectives, as one operation; it is told about
@@ -180,7 +180,7 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   // every 50 ms or so while there are any, or while it returns true: there is more to compare.
   bool watchExternal();
   // A message that runs elsewhere has been called, at this place of the program: for the record.
-  // Whoever sees its end finishes the record.
+  // The caller finishes the record when it sees the end.
   OpRecord recordMessage(const ExternalMessage& message, uint32_t site);
   // Other threads than those that have called it so far may make the call that others wait for.
   void noteOtherCallers() { questions_.noteOtherCallers(); }

@@ -23,13 +23,13 @@ using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
 // A collective that has waited for so long tells the others, again and again.
-constexpr auto kTellEvery = Milliseconds(250);
+constexpr auto kAnnounceEvery = Milliseconds(250);
 // One that has waited for so long says so in the log.
 constexpr auto kWarnAfter = Milliseconds(1000);
 // A rank that has left cannot come any more. It said so after all that it had to say, which this
 // rank may not have looked at yet.
 constexpr auto kLeftGrace = Milliseconds(500);
-// Of so many ranks that are missing it is told what they do.
+// At most this many missing ranks are described by what they do.
 constexpr size_t kMostDescribed = 16;
 // By how much the root of a monitored barrier is let go first with its verdict.
 constexpr auto kRootGrace = Milliseconds(1000);
@@ -100,18 +100,16 @@ Diagnosis::Diagnosis(const GroupOptions& options, Engine& engine, Mailbox& mailb
       questions_(questions),
       record_(record) {}
 
-// ---- words -------------------------------------------------------------------------------------
+// ---- texts -------------------------------------------------------------------------------------
 
 Status Diagnosis::calledLate(OpKind kind) const {
   const Status cause = membership_.error();
-  return cause.withMessage(cause.message() + "\n  On this rank (" + std::to_string(options_.rank) +
-                           "): " + name(kind) + " was called after the group had failed" +
-                           traceHint());
+  return cause.withMessage(cause.message() + onThisRank(options_.rank) + name(kind) +
+                           " was called after the group had failed" + traceHint());
 }
 
 Status Diagnosis::inContext(const Status& cause, const CollectiveOp& op) const {
-  std::string here = "\n  On this rank (" + std::to_string(options_.rank) + "): " + op.describe() +
-                     " " + numberOf(op);
+  std::string here = onThisRank(options_.rank) + op.describe() + " " + numberOf(op);
   if (op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0) {
     // As gloo says it.
     here += "\n  Rank " + std::to_string(options_.rank) +
@@ -190,7 +188,7 @@ Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) 
 
 // ---- checks ------------------------------------------------------------------------------------
 
-// Of a monitored barrier over messages rank 0 knows most: it is to be heard first.
+// In a monitored barrier over messages rank 0 knows most, so the other ranks let it time out first.
 bool Diagnosis::isLate(const CollectiveOp& op) const {
   const bool yields =
       op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0 && !membership_.arena();
@@ -220,9 +218,9 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
         membership_.arena() ? missing : agreement_.behind(runner_.current());
     return membership_.fail(timeoutStatus(op, causeOfWait(op.kind(), missing, behind), behind));
   }
-  const auto told = op.told != Clock::time_point{} ? op.told : op.waitsSince();
-  if (!membership_.arena() && now - told > kTellEvery) {
-    op.told = now;
+  const auto announced = op.announced != Clock::time_point{} ? op.announced : op.waitsSince();
+  if (!membership_.arena() && now - announced > kAnnounceEvery) {
+    op.announced = now;
     // Whom an external one waits for is only known by what the others tell.
     agreement_.tellArrived(op.external ? std::vector<int>() : missing);
   }

@@ -18,7 +18,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // While the user's threads work themselves, this one looks again after this time.
-constexpr auto kLurkTime = std::chrono::milliseconds(5);
+constexpr auto kWaitForWork = std::chrono::milliseconds(5);
 // Failures that nobody is there to see, and records of them.
 constexpr auto kChores = std::chrono::milliseconds(250);
 // Unfinished handshakes of strangers, and the peers' processes, are looked at this often.
@@ -92,8 +92,8 @@ Engine::~Engine() {
   {
     MutexLock lock(state_->mutex);
     state_->isStopped = true;
-    ++state_->pokes;
-    state_->poked.notify_all();
+    ++state_->wakeUps;
+    state_->woken.notify_all();
   }
   state_->mesh->sleeper().wakeAll();
   if (std::this_thread::get_id() == thread_.get_id()) {
@@ -124,19 +124,19 @@ std::map<int64_t, Engine::Loss> Engine::losses() {
   return found;
 }
 
-void Engine::State::poke() {
+void Engine::State::wake() {
   // Against run(): either it sees the work, or this sees that it sleeps.
   if (activity.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
   {
     MutexLock lock(mutex);
-    ++pokes;
-    poked.notify_all();
+    ++wakeUps;
+    woken.notify_all();
   }
   mesh->sleeper().wakeAll();
 }
 
-void Engine::State::nudge() {
-  if (activity.fetch_add(0, std::memory_order_seq_cst) == kSleeping) poke();
+void Engine::State::wakeIfAsleep() {
+  if (activity.fetch_add(0, std::memory_order_seq_cst) == kSleeping) wake();
 }
 
 bool Engine::State::stopped() {
@@ -154,9 +154,9 @@ std::vector<std::shared_ptr<Communicator>> Engine::State::alive() {
 }
 
 void Engine::State::hear() {
-  if (words.load(std::memory_order_relaxed) == 0) return;
-  words.exchange(0, std::memory_order_acquire);
-  for (auto& group : alive()) group->questions().hearWords();
+  if (messages.load(std::memory_order_relaxed) == 0) return;
+  messages.exchange(0, std::memory_order_acquire);
+  for (auto& group : alive()) group->questions().handleMessages();
 }
 
 // True if anything moved. *isNeeded: there is work that nobody else will do.
@@ -188,15 +188,15 @@ void Engine::State::run() {
       uint64_t seen;
       {
         MutexLock lock(mutex);
-        seen = pokes;
+        seen = wakeUps;
       }
       const uint64_t waitsNow = waits.load(std::memory_order_relaxed);
       const bool areOthersAtIt = someoneWaits() || waitsNow != std::exchange(lastWaits, waitsNow);
-      activity.exchange(areOthersAtIt ? kLurking : kSleeping, std::memory_order_seq_cst);
+      activity.exchange(areOthersAtIt ? kWaiting : kSleeping, std::memory_order_seq_cst);
       // Once more, now that whoever brings work would wake this thread.
       if (!workOnce(&isNeeded) && !isNeeded) {
         if (areOthersAtIt) {
-          lurk(seen);
+          waitForWork(seen);
         } else {
           mesh->sleeper().idle(generation, Deadline::after(kHousekeeping));
           mesh->checkProcesses();
@@ -249,10 +249,10 @@ void Engine::State::doChores() {
 
 // Nothing to do, and the user's threads wait for their operations themselves: this thread would be
 // woken by their sockets' events for nothing, so it stays away from these until things are quiet.
-void Engine::State::lurk(uint64_t seenPokes) {
+void Engine::State::waitForWork(uint64_t seenWakeUps) {
   MutexLock lock(mutex);
-  poked.wait_for(lock.native(), kLurkTime,
-                 [&]() REQUIRES(mutex) { return isStopped || pokes != seenPokes; });
+  woken.wait_for(lock.native(), kWaitForWork,
+                 [&]() REQUIRES(mutex) { return isStopped || wakeUps != seenWakeUps; });
 }
 
 }  // namespace mycoll

@@ -45,20 +45,20 @@ class Engine {
 
   void add(const std::shared_ptr<Communicator>& group);
   // There is work that nobody waits for.
-  void poke() { state_->poke(); }
-  // As poke(), for a message: its caller most often waits for it next. A thread that has just seen
+  void wake() { state_->wake(); }
+  // As wake(), for a message: its caller most often waits for it next. A thread that has just seen
   // others wait is not woken for it, and looks by itself a little later.
-  void nudge() { state_->nudge(); }
+  void wakeIfAsleep() { state_->wakeIfAsleep(); }
   // Bracket a user's thread that waits, and therefore works.
   void beginWait() { state_->waits.fetch_add(State::kOneWait + 1, std::memory_order_seq_cst); }
   void endWait() { state_->waits.fetch_sub(1, std::memory_order_seq_cst); }
 
-  // Who waits in this process, and from which thread it is called.
+  // What this process waits for, and the threads that it is called from.
   WaitBoard& waits() { return state_->board; }
   Caller& caller() { return state_->caller; }
   std::vector<std::shared_ptr<Communicator>> groups() { return state_->alive(); }
   // A rank of the job that a group has failed of, which is still open here: its process, and the
-  // group's words.
+  // group's error.
   struct Loss {
     std::string uid;
     Status cause;
@@ -66,7 +66,7 @@ class Engine {
   // By the job's ranks.
   std::map<int64_t, Loss> losses();
   // A rank has said something to a group (questions.h). [I/O lock]
-  void wordCame() { state_->words.fetch_add(1, std::memory_order_release); }
+  void messageCame() { state_->messages.fetch_add(1, std::memory_order_release); }
   // Lets the groups hear what was said. For whoever has waited a while.
   void hear() { state_->hear(); }
 
@@ -75,29 +75,30 @@ class Engine {
   struct State {
     std::shared_ptr<Mesh> mesh;
     Mutex mutex;
-    std::condition_variable poked;
+    std::condition_variable woken;
     std::vector<std::weak_ptr<Communicator>> groups GUARDED_BY(mutex);
     bool isStopped GUARDED_BY(mutex) = false;
     // Below kOneWait: threads that wait now. Above: how many waits there ever were.
     static constexpr uint64_t kOneWait = uint64_t{1} << 32;
     std::atomic<uint64_t> waits{0};
     bool someoneWaits() const { return waits.load(std::memory_order_relaxed) % kOneWait > 0; }
-    // What the thread is at: who brings it work must wake it from all but the first.
-    enum Activity { kWorking, kLurking, kSleeping };
+    // What the thread does. A caller that brings it work must wake it unless it is working.
+    // kWaiting: for wake() only; kSleeping: for events of sockets, too.
+    enum Activity { kWorking, kWaiting, kSleeping };
     std::atomic<int> activity{kWorking};
-    uint64_t pokes GUARDED_BY(mutex) = 0;
+    uint64_t wakeUps GUARDED_BY(mutex) = 0;
     std::chrono::steady_clock::time_point nextChores;  // the thread's own
     WaitBoard board;
     Caller caller;
-    std::atomic<int> words{0};
+    std::atomic<int> messages{0};
 
     std::vector<std::shared_ptr<Communicator>> alive();
     void hear();
 
-    void poke();
-    void nudge();
+    void wake();
+    void wakeIfAsleep();
     void run();
-    void lurk(uint64_t seenPokes);
+    void waitForWork(uint64_t seenWakeUps);
     bool workOnce(bool* isNeeded);
     void doChores();
     bool stopped();

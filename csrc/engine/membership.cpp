@@ -154,7 +154,7 @@ void Membership::tellOthers() {
     if (const int parent = tree_.parentOf(rank, hasLeft); parent >= 0) isMeant[parent] = true;
   };
   addNeighbours(group.rank);
-  // Who is lost passes nothing on.
+  // A lost rank passes nothing on.
   const int lost = cause_.cause().rank;
   if (lost >= 0 && lost < mailbox_.ranks()) addNeighbours(lost);
   const std::string payload = abortPayload();

@@ -1,5 +1,7 @@
 #include "engine/op.h"
 
+#include "base/text.h"
+
 namespace mycoll {
 
 void Op::atEnd(std::function<void()> fn) {
@@ -49,8 +51,7 @@ void MessageOp::deliver() {
   markDone();
   Status outcome = Transfer::status();
   if (!outcome.ok()) {
-    outcome = outcome.withMessage(outcome.message() + "\n  Here: rank " + std::to_string(ownRank) +
-                                  ", " + describe());
+    outcome = outcome.withMessage(outcome.message() + onThisRank(ownRank) + describe());
   }
   finish(std::move(outcome));
 }

@@ -137,7 +137,7 @@ class CollectiveOp final : public Op {
   // Guarded by the queue's run lock.
   std::chrono::steady_clock::time_point begun;  // external only: when it came to the queue's head
   Task task;
-  std::chrono::steady_clock::time_point told;  // when the others last heard that it waits
+  std::chrono::steady_clock::time_point announced;  // when the others last heard that it waits
   bool hasWarned = false;
 };
 

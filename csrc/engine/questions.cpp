@@ -22,7 +22,7 @@ using Milliseconds = std::chrono::milliseconds;
 
 constexpr size_t kMaxQuestion = 12 * 1024;  // below kMaxControlBytes
 constexpr size_t kMaxAnswer = 1024;
-constexpr size_t kMaxWords = 1024;
+constexpr size_t kMaxIncoming = 1024;
 constexpr size_t kMaxPassedOn = 256;
 constexpr size_t kMaxAsked = 64;  // ranks at a time
 constexpr int kLooks = 20;        // at a queue that somebody runs
@@ -33,7 +33,7 @@ std::string seconds(Clock::duration time) {
   return text;
 }
 
-// The same number on all ranks that find this circle.
+// The same number on all ranks that find this cycle.
 uint64_t incidentOf(const std::string& way) { return fnv1a(way) | 1; }
 
 std::string oneLine(std::string text) {
@@ -74,12 +74,12 @@ struct Questions::Question {
   bool isMessage = false;  // a send or a receive is waited for; else the collective `number`
   uint64_t number = 0;
   std::string way;
-  std::vector<std::string> story;
+  std::vector<std::string> waits;
 
   std::string encode() const {
     std::string text = std::to_string(round) + "\n" + (isMessage ? "m" : "c") + "\n" +
                        std::to_string(number) + "\n" + way + "\n";
-    for (const std::string& line : story) text += line + "\n";
+    for (const std::string& line : waits) text += line + "\n";
     return text;
   }
   static bool decode(const std::string& text, Question* question) {
@@ -89,7 +89,7 @@ struct Questions::Question {
     question->isMessage = lines[1] == "m";
     question->number = std::strtoull(lines[2].c_str(), nullptr, 10);
     question->way = lines[3];
-    question->story.assign(lines.begin() + 4, lines.end());
+    question->waits.assign(lines.begin() + 4, lines.end());
     return true;
   }
 };
@@ -173,7 +173,7 @@ std::string Questions::listNames(const std::vector<int>& ranks) const {
   return text;
 }
 
-// Why this rank does not come to what is asked for, in words and, if it is stuck, what blocks it.
+// Says why this rank does not come to what is asked for, and, if it is stuck, what blocks it.
 std::string Questions::explain(const Question& question, std::optional<Block>* block) {
   const Queue::Position position = queue_.position();
   std::string before = "it has made no call yet";
@@ -223,7 +223,7 @@ bool Questions::isTimeToAsk(Op& op, Clock::time_point since) {
   const bool isFirst = op.rounds == 0;
   const Milliseconds pause =
       op.rounds < std::size(kPauses) ? kPauses[op.rounds] : Milliseconds(5000);
-  // Once more before the end, so that the story told then is fresh.
+  // Once more before the end, so that the answers in the error are fresh.
   const bool isLast = !op.deadline.isNever() &&
                       now - op.asked > Milliseconds(isFirst ? 300 : 600) &&
                       op.deadline.when() - now < Milliseconds(250);
@@ -244,7 +244,7 @@ void Questions::passOn(Question question, const Block& block) {
   question.number = block.number;
   question.way += encodeStep(engine_.mesh()->address().uid, block.identity);
   Mailbox& mailbox = block.group->mailbox();
-  question.story.push_back(oneLine(mailbox.describeRank(mailbox.rank()) + ": " + block.text));
+  question.waits.push_back(oneLine(mailbox.describeRank(mailbox.rank()) + ": " + block.text));
   const std::string text = question.encode();
   if (text.size() > kMaxQuestion) return;
   for (size_t i = 0; i < std::min(block.ranks.size(), kMaxAsked); ++i) {
@@ -262,29 +262,29 @@ std::string Questions::lastAnswer(int rank) const {
 
 // ---- hearing -----------------------------------------------------------------------------------
 
-void Questions::onWord(int source, FrameKind kind, const std::string& payload) {
+void Questions::onMessage(int source, FrameKind kind, const std::string& payload) {
   {
     MutexLock lock(mutex_);
-    if (words_.size() >= kMaxWords) return;
-    words_.push_back({source, kind, payload});
+    if (incoming_.size() >= kMaxIncoming) return;
+    incoming_.push_back({source, kind, payload});
   }
-  engine_.wordCame();
+  engine_.messageCame();
 }
 
-void Questions::hearWords() {
-  std::vector<Word> words;
+void Questions::handleMessages() {
+  std::vector<Incoming> incoming;
   {
     MutexLock lock(mutex_);
-    words.swap(words_);
+    incoming.swap(incoming_);
   }
-  for (Word& word : words) {
-    if (word.kind == FrameKind::kQuestion) {
-      onQuestion(word.source, word.payload);
-    } else if (word.kind == FrameKind::kVerdict) {
-      onVerdict(word.payload);
+  for (Incoming& message : incoming) {
+    if (message.kind == FrameKind::kQuestion) {
+      onQuestion(message.source, message.payload);
+    } else if (message.kind == FrameKind::kDeadlock) {
+      onDeadlock(message.payload);
     } else {
       MutexLock lock(mutex_);
-      answers_[word.source] = {sanitized(oneLine(word.payload)), Clock::now()};
+      answers_[message.source] = {sanitized(oneLine(message.payload)), Clock::now()};
     }
   }
 }
@@ -299,10 +299,10 @@ void Questions::onQuestion(int source, const std::string& text) {
   if (!block || way.empty()) return;
   const std::string& self = engine_.mesh()->address().uid;
   if (way.front().first == self) {
-    if (way.front().second == block->identity) onCircle(question, *block);
+    if (way.front().second == block->identity) onCycle(question, *block);
     return;
   }
-  // A circle that the asker is not part of: its members find it themselves.
+  // A cycle that the asker is not part of: its members find it themselves.
   if (question.way.find(self + ":") != question.way.npos) return;
   {
     const std::string key = encodeStep(way.front().first, way.front().second) +
@@ -315,35 +315,35 @@ void Questions::onQuestion(int source, const std::string& text) {
   passOn(std::move(question), *block);
 }
 
-// The same circle was found before, by an earlier round of questions.
-bool Questions::isSecondSight(const Question& question) {
+// The same cycle was found before, by an earlier round of questions.
+bool Questions::wasSeenBefore(const Question& question) {
   MutexLock lock(mutex_);
-  if (circle_.way == question.way && circle_.round < question.round) return true;
-  circle_ = {question.way, question.round};
+  if (cycle_.way == question.way && cycle_.round < question.round) return true;
+  cycle_ = {question.way, question.round};
   return false;
 }
 
-void Questions::onCircle(const Question& question, const Block& block) {
-  if (!block.group->questions().isSecondSight(question)) return;
-  std::string text = question.story.size() == 1
+void Questions::onCycle(const Question& question, const Block& block) {
+  if (!block.group->questions().wasSeenBefore(question)) return;
+  std::string text = question.waits.size() == 1
                          ? "mycoll: DEADLOCK: this rank waits for a message of its own"
                          : "mycoll: DEADLOCK: these ranks wait for each other, each in another "
                            "call, and none can go on";
-  for (const std::string& line : question.story) text += "\n  " + line;
-  if (question.story.size() > 1) {
+  for (const std::string& line : question.waits) text += "\n  " + line;
+  if (question.waits.size() > 1) {
     text +=
         "\n  Ranks that share groups must call their operations in the same order; an operation "
         "with async_op=True holds up nothing until it is waited for.";
   }
-  onVerdict(question.way + "\n" + text);
+  onDeadlock(question.way + "\n" + text);
 }
 
-// Ends the wait of this process that is part of the circle, and tells the next one.
-void Questions::onVerdict(const std::string& payload) {
+// Ends the wait of this process that is part of the cycle, and tells the next one.
+void Questions::onDeadlock(const std::string& payload) {
   const size_t end = payload.find('\n');
   if (end == payload.npos) return;
-  const std::string circle = payload.substr(0, end);
-  const auto way = decodeWay(circle);
+  const std::string cycle = payload.substr(0, end);
+  const auto way = decodeWay(cycle);
   const std::string& self = engine_.mesh()->address().uid;
   for (size_t i = 0; i < way.size(); ++i) {
     if (way[i].first != self) continue;
@@ -352,10 +352,10 @@ void Questions::onVerdict(const std::string& payload) {
       const auto& peers = group->mailbox().group().peers;
       for (size_t rank = 0; i + 1 < way.size() && rank < peers.size(); ++rank) {
         if (peers[rank].uid != way[i + 1].first) continue;
-        group->mailbox().tell(static_cast<int>(rank), FrameKind::kVerdict, payload);
+        group->mailbox().tell(static_cast<int>(rank), FrameKind::kDeadlock, payload);
       }
       Cause fields;
-      fields.incident = incidentOf(circle);
+      fields.incident = incidentOf(cycle);
       group->membership().fail(Status(Code::kDeadlock, sanitized(payload.substr(end + 1)), fields));
       return;
     }

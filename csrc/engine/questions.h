@@ -4,18 +4,18 @@
 // that it waits for in turn. A question that comes back to its asker has gone round a deadlock:
 //
 //   rank 0, in a call of A  -> asks rank 1 -> whose thread is in a call of B, waits for rank 0
-//   rank 0, for B           <- is asked        ^ the same wait that asked: a circle
+//   rank 0, for B           <- is asked        ^ the same wait that asked: a cycle
 //
-// Every rank of the circle waits for all of the next ones to come, and none can come before it has
+// Every rank of the cycle waits for all of the next ones to come, and none can come before it has
 // been served; so no false alarm is possible as long as "the thread that should make the call" is
 // right. It is known for a group that has only ever been called from one thread, in a process that
-// has no other that could (GroupOptions::mayBeCalled); others are never accused. A circle is
+// has no other that could (GroupOptions::mayBeCalled); others are never accused. A cycle is
 // believed when it is found twice in the same shape, half a second apart.
 //
 // Nothing of this happens before a wait has lasted for a second.
 //
 // Thread contract: all [any thread]. One lock, a leaf: it may be taken under the I/O lock. What
-// another rank says is kept by onWord() and looked at by hearWords(), outside of that lock.
+// another rank says is kept by onMessage() and looked at by handleMessages(), outside of that lock.
 // Lifetime: owned by its communicator, as are the parts that it refers to.
 #pragma once
 
@@ -66,12 +66,12 @@ class Questions {
 
   // ---- hearing
   // [I/O lock]
-  void onWord(int source, FrameKind kind, const std::string& payload);
-  void hearWords();
+  void onMessage(int source, FrameKind kind, const std::string& payload);
+  void handleMessages();
 
  private:
   struct Question;
-  struct Word {
+  struct Incoming {
     int source;
     FrameKind kind;
     std::string payload;
@@ -80,7 +80,7 @@ class Questions {
     std::string text;
     std::chrono::steady_clock::time_point when;
   };
-  struct Circle {
+  struct Cycle {
     std::string way;
     uint32_t round = 0;
   };
@@ -92,9 +92,9 @@ class Questions {
   uint64_t callingThread() const;
   void passOn(Question question, const Block& block);
   void onQuestion(int source, const std::string& text);
-  void onCircle(const Question& question, const Block& block);
-  bool isSecondSight(const Question& question);
-  void onVerdict(const std::string& payload);
+  void onCycle(const Question& question, const Block& block);
+  bool wasSeenBefore(const Question& question);
+  void onDeadlock(const std::string& payload);
   bool isWaitingIn(uint64_t identity);
   std::string listNames(const std::vector<int>& ranks) const;
 
@@ -109,10 +109,10 @@ class Questions {
   Caller caller_;
 
   mutable Mutex mutex_;
-  std::vector<Word> words_ GUARDED_BY(mutex_);
+  std::vector<Incoming> incoming_ GUARDED_BY(mutex_);
   std::map<int, Answer> answers_ GUARDED_BY(mutex_);     // by rank: the latest
   std::deque<std::string> passedOn_ GUARDED_BY(mutex_);  // questions
-  Circle circle_ GUARDED_BY(mutex_);                     // the last one found
+  Cycle cycle_ GUARDED_BY(mutex_);                       // the last one found
 };
 
 }  // namespace mycoll

@@ -31,7 +31,7 @@ Queue::Queue(const GroupOptions& options, Engine& engine, Membership& membership
       questions_(questions),
       record_(record),
       spinPolicy_(choose(localRanks)),
-      crowd_(spinPolicy_.longYields) {}
+      contention_(spinPolicy_.longYields) {}
 
 bool Queue::push(std::shared_ptr<CollectiveOp> op) {
   MutexLock lock(queueMutex_);
@@ -159,7 +159,7 @@ class Waiting {
     if (waiters_) waiters_->fetch_sub(1, std::memory_order_seq_cst);
     engine_.endWait();
     // What this thread worked on goes on without it.
-    if (queue_.size() > 0 || engine_.mesh()->hasPending()) engine_.poke();
+    if (queue_.size() > 0 || engine_.mesh()->hasPending()) engine_.wake();
   }
 
  private:
@@ -194,15 +194,15 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       const auto now = Clock::now();
       if (idleSince == Clock::time_point::min()) idleSince = now;
       const auto idle = now - idleSince;
-      const bool isCrowded = crowd_.isHere(now);
-      if (!isCrowded && idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
+      const bool isContended = contention_.isHere(now);
+      if (!isContended && idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
         // Over messages nothing changes unless the mesh makes progress.
         spins = membership_.arena() ? kSpinBatch : 0;
         if (isMessage) cpuRelax();
-      } else if (!isCrowded && idle < std::chrono::microseconds(spinPolicy_.yieldMicros)) {
+      } else if (!isContended && idle < std::chrono::microseconds(spinPolicy_.yieldMicros)) {
         spins = 0;
         sched_yield();
-        crowd_.yielded(now, Clock::now());
+        contention_.yielded(now, Clock::now());
       } else {
         spins = 0;
         sleepFor(*op, deadline);

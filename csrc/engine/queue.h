@@ -5,8 +5,9 @@
 //                     v
 //                    Op::finish(): done, callbacks, next
 //
-// Whoever waits works: wait() runs the queue itself instead of sleeping, so a synchronous call with
-// nothing ahead of it runs in its caller. What nobody waits for is run by the engine's thread.
+// A thread that waits also works: wait() runs the queue itself instead of sleeping, so a
+// synchronous call with nothing ahead of it runs in its caller. The engine's thread runs what
+// nobody waits for.
 //
 // Thread contract: all [any thread]. Two locks: the run lock (who runs the queue; nothing else in
 // the engine is called a run lock) before the queue lock. Neither is held while an op is finished.
@@ -45,7 +46,7 @@ class Queue {
   // Advances the queue as far as it goes now. spins: how often to look again at a condition that is
   // not ready. True if anything moved.
   bool run(int spins);
-  // Of a collective of this queue, or a message of its group: see Communicator::wait().
+  // Waits for a collective of this queue, or a message of its group: see Communicator::wait().
   Status wait(const OpPtr& op, Deadline deadline);
 
   int size() const { return size_.load(std::memory_order_seq_cst); }
@@ -89,7 +90,7 @@ class Queue {
   Questions& questions_;
   GroupRecord& record_;
   const SpinPolicy spinPolicy_;
-  Crowd crowd_;
+  CoreContention contention_;
 
   Mutex runMutex_;
 

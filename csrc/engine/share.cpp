@@ -52,7 +52,7 @@ void noteAreas(const std::shared_ptr<Segment>& segment, uint64_t areas) {
   if (areas >= kManyAreas) largeSegment = segment;
 }
 
-// Who shares an arena. members[0] offers it; shape: how it would have it.
+// The ranks that share an arena. members[0] offers it; shape: the one that it proposes.
 struct Sharing {
   Mailbox& mailbox;
   Membership* membership;  // null: these are not all ranks of the group

@@ -1,4 +1,4 @@
-// Who of this process's threads waits for what: so that a rank which is waited for can say why it
+// What each thread of this process waits for: so that a rank which is waited for can say why it
 // does not come.
 //
 // Thread contract: all [any thread]. One lock, a leaf.
@@ -21,7 +21,7 @@ namespace mycoll {
 
 class Communicator;
 
-// Of the calling thread; never given to another. 0 is nobody's.
+// The number of the calling thread. No other thread ever gets it, and no thread gets 0.
 uint64_t threadNumber();
 
 struct Wait {

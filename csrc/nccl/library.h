@@ -60,7 +60,7 @@ class Library {
   const std::string& path() const { return path_; }
   // "NCCL 2.28.9 (/path/libnccl.so.2)"
   std::string describe() const { return "NCCL " + versionText_ + " (" + path_ + ")"; }
-  // For logs: "split pre_mul_sum ..."
+  // For logs: "split mem_alloc ..."
   std::string describeCapabilities() const;
 
  private:

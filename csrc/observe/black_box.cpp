@@ -62,7 +62,7 @@ std::string field(const char* name, size_t offset, const std::string& format) {
   return std::string("\"") + name + "\":[" + std::to_string(offset) + ",\"" + format + "\"]";
 }
 
-// Of a structure; and of a Signature in it.
+// Describe a field of a structure, and a field of a Signature in it.
 #define MYCOLL_FIELD(type, name) field(#name, offsetof(type, name), format<decltype(type::name)>())
 #define MYCOLL_PART(type, signature, name)                            \
   field(#name, offsetof(type, signature) + offsetof(Signature, name), \

@@ -101,7 +101,7 @@ struct GroupState {
   std::atomic<uint64_t> written;    // where the next entry goes, counted up
   std::atomic<uint64_t> submitted;  // collectives
   std::atomic<uint64_t> finished;
-  // Who the current collective waits for, as last looked at.
+  // The ranks that the current collective waits for, as last looked at.
   std::atomic<uint32_t> waitVersion;  // odd: being written
   std::atomic<int32_t> waitCount;
   std::atomic<uint64_t> waitSequence;

@@ -47,7 +47,7 @@ bool isInItsName(const Mailbox& mailbox, const FrameHeader& header, const std::s
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
          kind == FrameKind::kArrived || kind == FrameKind::kQuestion ||
-         kind == FrameKind::kAnswer || kind == FrameKind::kVerdict || kind == FrameKind::kHold ||
+         kind == FrameKind::kAnswer || kind == FrameKind::kDeadlock || kind == FrameKind::kHold ||
          kind == FrameKind::kGoOn;
 }
 
@@ -57,7 +57,7 @@ uint64_t mostPayload(FrameKind kind) {
   return kind == FrameKind::kData ? ~uint64_t{0} : 0;
 }
 
-// Of a message in pieces: nothing of the next one is prepared or has left.
+// Whether a message in pieces is between two of them: nothing of the next one is prepared or sent.
 bool isBetweenPieces(const OutItem& item) {
   return item.header.kind == FrameKind::kData && item.sent == 0 && item.header.payloadBytes == 0;
 }

@@ -2,14 +2,14 @@
 //
 //   kEager          a whole message that is small enough to be buffered by the receiver
 //   kRequestToSend  a larger message is ready; its payload waits at the sender
-//   kClearToSend    the receiver has posted memory for it (on the link in the other direction)
+//   kClearToSend    the receiver has posted memory for it; goes back over the same connection
 //   kData           a piece of that payload
 //   kAbort          the group has failed; the payload is the first cause
-//   kGoodbye        the sender has left the group in good order
+//   kGoodbye        the sender has closed its end of the group, after an exception, too
 //   kProbe          the sender tells the numbers and signatures of collectives it has begun, the
 //                   latest last, to be compared
 //   kArrived        a collective that somebody waits long in, and who is known to have come to it
-//   kQuestion, kAnswer, kVerdict  why a rank does not come: engine/questions.h
+//   kQuestion, kAnswer, kDeadlock  why a rank does not come: engine/questions.h
 //   kHold, kGoOn    the sender buffers much that nobody receives: what is sent to it from now on
 //                   is to wait for its receiver, however small; it may come at once again
 //
@@ -37,7 +37,7 @@ enum class FrameKind : uint8_t {
   kArrived,
   kQuestion,
   kAnswer,
-  kVerdict,
+  kDeadlock,
   kHold,
   kGoOn,
 };

@@ -40,7 +40,7 @@ class GroupTable {
   std::vector<std::string> remove(Mailbox* mailbox) REQUIRES(ioRole);
 
   Mailbox* find(uint64_t context, int rank) const REQUIRES(ioRole);
-  // Of the group of this rank here: kNotYet if it was never made.
+  // How the group of this rank stands here: kNotYet if it was never made.
   Standing standing(uint64_t context, int rank) const REQUIRES(ioRole);
   // Whether this process is in one of the groups.
   bool names(const std::string& uid) const REQUIRES(ioRole) { return memberships_.count(uid) > 0; }

@@ -26,8 +26,8 @@ std::string Loss::describe(bool mayHaveLeft) const {
     case LossReason::kUnreachable: return "cannot be reached: " + detail;
     case LossReason::kNotAFrame: return "sent something that is not a mycoll frame";
     case LossReason::kChanged:
-      return "sent something that has changed on its way (MYCOLL_CHECKSUM): memory or a network "
-             "that fails, or its program wrote to a tensor that was still being sent";
+      return "sent data that failed its checksum (MYCOLL_CHECKSUM): failing memory or network, or "
+             "its program wrote to a tensor that was still being sent";
     case LossReason::kNotItsName: return "sent a message in the name of another rank";
   }
   return "is lost";

@@ -166,7 +166,7 @@ class Mailbox {
   // A message between two ranks is being received; `orPosted`: or may yet come for a receive whose
   // sender is still there.
   bool isReceiving(bool orPosted);
-  // Those between two ranks that are not finished. Called with the I/O lock.
+  // Visits the unfinished messages between two ranks; `visit` runs under the I/O lock.
   void forEachMessage(const std::function<void(Transfer&)>& visit);
 
   // ---- for the owner
@@ -194,11 +194,11 @@ class Mailbox {
   void finish(Transfer& request, Status status) REQUIRES(ioRole);
   // As finish(), for a request that may still be known elsewhere.
   void abandon(Transfer& request, Status status) REQUIRES(ioRole);
-  // Of a request that was posted here and may have been dropped since: is it still open?
+  // Whether a request that was posted here is still open; it may have been dropped since.
   bool isOpen(const Transfer* request) const REQUIRES(ioRole);
   // Which rank that process is, other than this one; -1: none, or it has left.
   int presentRank(const std::string& uid) const REQUIRES(ioRole);
-  // Where the payload of this frame goes; null with skip: nowhere. May queue answers.
+  // Where the payload of this frame goes; no `data`: it is thrown away. May queue answers.
   struct Unexpected;
   struct Target {
     char* data = nullptr;

@@ -208,8 +208,8 @@ Fd Mesh::takeFd(const std::string& uid, const std::string& cookie) {
   return connection ? connection->takeFd(cookie) : Fd();
 }
 
-// Of two connections that are made at once, that of the smaller uid is the one; unless the peer is
-// so far with its own that it cannot have opened that one.
+// If two processes connect to each other at once, the connection made by the smaller uid stays,
+// unless this side's own cannot be open at the peer yet.
 Doorkeeper::Admission Mesh::admit(const std::string& uid) const {
   // What was left to say to it was dropped with the last common group.
   if (!local_.groups.names(uid)) return Doorkeeper::Admission::kGone;

@@ -17,8 +17,8 @@ struct TcpAddress {
 };
 
 struct PeerAddress {
-  // Of the process's mesh: 16 random bytes in hexadecimal, which is what the handshake has room
-  // for. Only those know it who can read the rendezvous store (and the network between two hosts).
+  // Names the process's mesh: 16 random bytes in hexadecimal, which is what the handshake has room
+  // for. Only processes that can read the rendezvous store know it (and the network between hosts).
   static constexpr size_t kUidLength = 32;
   std::string uid;
   std::string hostIdentity;  // equal: shared memory is worth trying
@@ -31,7 +31,7 @@ struct PeerAddress {
   // "node1:4711", for messages.
   std::string describe() const { return hostName + ":" + std::to_string(pid); }
   std::string encode() const;
-  // Of what anybody may have written: a uid is one, or it is refused.
+  // Anybody may have written the text: what is not a valid uid is refused.
   static Status decode(const std::string& text, PeerAddress* result);
 };
 

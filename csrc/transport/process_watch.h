@@ -63,7 +63,7 @@ class ProcessWatch {
   std::map<std::string, Process> processes_ GUARDED_BY(ioRole);  // by uid
 };
 
-// Of the steady clock.
+// The time of the steady clock.
 int64_t nowMilliseconds();
 
 }  // namespace mycoll

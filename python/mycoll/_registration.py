@@ -121,8 +121,10 @@ def load() -> ModuleType:
     is_supported = oldest <= _numbers(running) <= newest
     supported = f"mycoll supports torch {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
     if built and running not in folders:
-        problem = f"this mycoll was compiled for torch {', '.join(built)} and cannot work "
-        problem += f"with torch {torch.__version__}"
+        problem = (
+            f"this mycoll was compiled for torch {', '.join(built)} and cannot work with torch "
+            f"{torch.__version__}"
+        )
         fix = f"{supported}: pip install 'torch=={built[-1]}.*'"
         if is_supported:
             fix = "run `pip install --no-build-isolation .` again in its source folder, "

@@ -22,11 +22,11 @@ TEST(Arena, areasAreFilledWhenTheyAreFree) {
   test::ScopedEnv chunk("MYCOLL_CHUNK_BYTES", "4096");
   test::ScopedEnv small("MYCOLL_SMALL_BYTES", "1024");
   const unsigned seed = std::random_device()();
-  const std::string told = "seed " + std::to_string(seed);
+  const std::string where = "seed " + std::to_string(seed);
   constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kAllGather,
                                OpKind::kAllToAll, OpKind::kReduce};
   for (int ranks = 2; ranks <= 4; ++ranks) {
-    runWorld(ranks, Road::kShm, [&](Communicator& group) {
+    runWorld(ranks, Links::kShm, [&](Communicator& group) {
       std::mt19937 random(seed), own(seed + group.rank());
       for (int index = 0; index < 600; ++index) {
         const size_t count = random() % (random() % 4 == 0 ? 12'000 : 3'000) + 1;
@@ -46,7 +46,7 @@ TEST(Arena, areasAreFilledWhenTheyAreFree) {
         if (c.kind == OpKind::kReduce && group.rank() != root) c.out.clear();
         if (own() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 200));
         const Status status = run(group, c);
-        if (!status.ok()) EXPECT_EQ(told + ": " + status.message(), "");
+        if (!status.ok()) EXPECT_EQ(where + ": " + status.message(), "");
         if (isMany) {
           for (int rank = 0; rank < ranks; ++rank) expectInput(out[rank], rank, index);
         } else if (c.kind == OpKind::kBroadcast) {
@@ -65,7 +65,7 @@ TEST(Arena, manyRanksFindRoom) {
   test::ScopedEnv chunk("MYCOLL_CHUNK_BYTES", "4096");
   test::ScopedEnv small("MYCOLL_SMALL_BYTES", "0");
   for (const int ranks : {12, 66}) {
-    runWorld(ranks, Road::kShm, [&](Communicator& group) {
+    runWorld(ranks, Links::kShm, [&](Communicator& group) {
       const auto count = static_cast<size_t>(ranks);
       const size_t kLarge = 5000;
       auto in = input(group.rank(), kLarge);

@@ -54,7 +54,7 @@ Status failsInside() {
 
 }  // namespace
 
-TEST(Base, statusTellsItsStory) {
+TEST(Base, statusSaysWhatHappened) {
   EXPECT(Status().ok());
   EXPECT_EQ(Status().toString(), "ok");
   EXPECT_EQ(Status().message(), "");
@@ -88,7 +88,7 @@ TEST(Base, typesHaveNamesAndSizes) {
 
 // Objects of a thread that were there before its first task are destroyed after what it keeps of
 // tasks, and may still run some.
-TEST(Base, tasksMayComeAfterTheThreadsCache) {
+TEST(Base, tasksMayRunAfterTheThreadsCacheIsGone) {
   constexpr size_t kBytes = 200;
   static bool isDistinct;
   struct Late {
@@ -343,7 +343,7 @@ TEST(Base, aProcessIsSeenToEnd) {
   EXPECT_EQ(lookAtProcess(child, started), ProcessLife::kGone);
 }
 
-TEST(Base, whatOthersSayIsMadeReadable) {
+TEST(Base, textFromOthersIsSanitised) {
   EXPECT_EQ(sanitized("rank 1:\tgone\n"), "rank 1:\tgone\n");
   EXPECT_EQ(sanitized("h\u00f6st \u20ac \U0001f310"), "h\u00f6st \u20ac \U0001f310");
   EXPECT_EQ(sanitized(std::string("a\0b\x1b[2J\x7f", 8)), "a?b?[2J?");

@@ -27,7 +27,7 @@ constexpr auto kMessages = MessageClass::kPointToPoint;
 }  // namespace
 
 // A range of ports, for firewalls, and an address that others see, for NAT.
-TEST(Connecting, listensWhereItIsTold) {
+TEST(Connecting, listensOnTheGivenPortsAndAddress) {
   auto meshOn = [](PortRange ports, const std::string& advertised, std::shared_ptr<Mesh>* mesh) {
     MeshOptions options;
     options.transport = TransportChoice::kTcp;

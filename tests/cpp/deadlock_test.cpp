@@ -1,4 +1,4 @@
-// Ranks that wait for each other, each in another call, are told so; others are not.
+// Ranks that wait for each other, each in another call, report a deadlock; others do not.
 #include <algorithm>
 #include <barrier>
 #include <functional>
@@ -10,7 +10,7 @@
 
 using namespace mycoll;
 using namespace std::chrono_literals;
-using test::Road;
+using test::Links;
 
 namespace {
 
@@ -18,13 +18,13 @@ using Groups = std::vector<std::shared_ptr<Communicator>>;
 
 // Several groups of the same ranks, on one engine for each rank. members[i]: of group i; empty:
 // all.
-void runGroups(int ranks, Road road, const std::vector<std::vector<int>>& members,
+void runGroups(int ranks, Links links, const std::vector<std::vector<int>>& members,
                const std::function<void(int rank, Groups& groups)>& body, int timeoutMs = 20'000) {
   std::vector<std::shared_ptr<test::MemoryStore>> stores(members.size());
   for (auto& store : stores) store = std::make_shared<test::MemoryStore>();
   test::Threads(ranks, [&](int rank) {
     MeshOptions mesh;
-    mesh.transport = road == Road::kTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
+    mesh.transport = links == Links::kTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
     mesh.storeHost = "127.0.0.1";
     std::shared_ptr<Engine> engine;
     ASSERT_OK(Engine::create(mesh, &engine));
@@ -67,30 +67,30 @@ void together(const std::vector<std::function<void()>>& bodies) {
   test::Threads(static_cast<int>(bodies.size()), [&](int i) { bodies[i](); });
 }
 
-void onBothRoads(const std::function<void(Road)>& body) {
-  together({[&] { body(Road::kShm); }, [&] { body(Road::kTcp); }});
+void overShmAndTcp(const std::function<void(Links)>& body) {
+  together({[&] { body(Links::kShm); }, [&] { body(Links::kTcp); }});
 }
 
 }  // namespace
 
 TEST(Deadlock, twoGroupsInCrossedOrder) {
   // Named long before the groups' timeout, which would be another error.
-  const auto play = [](Road road, bool areUsedBefore) {
-    runGroups(2, road, {{}, {}}, [&](int rank, Groups& groups) {
+  const auto play = [](Links links, bool areUsedBefore) {
+    runGroups(2, links, {{}, {}}, [&](int rank, Groups& groups) {
       if (areUsedBefore) {
         for (auto& group : groups) EXPECT_OK(barrier(*group));
       }
       expectDeadlock(barrier(*groups[rank]), {"'group0'", "'group1'", "rank 0", "rank 1"});
     });
   };
-  onBothRoads(
-      [&](Road road) { together({[&] { play(road, true); }, [&] { play(road, false); }}); });
+  overShmAndTcp(
+      [&](Links links) { together({[&] { play(links, true); }, [&] { play(links, false); }}); });
 }
 
 // Each waits for the next, in a group of the two; nobody is in all groups.
 TEST(Deadlock, aCircleOfThree) {
-  onBothRoads([](Road road) {
-    runGroups(3, road, {{0, 1}, {1, 2}, {2, 0}}, [&](int rank, Groups& groups) {
+  overShmAndTcp([](Links links) {
+    runGroups(3, links, {{0, 1}, {1, 2}, {2, 0}}, [&](int rank, Groups& groups) {
       // In an order that works.
       for (auto& group : groups) {
         if (group) EXPECT_OK(barrier(*group));
@@ -101,8 +101,8 @@ TEST(Deadlock, aCircleOfThree) {
 }
 
 TEST(Deadlock, receivesFromEachOther) {
-  onBothRoads([](Road road) {
-    runGroups(2, road, {{}}, [&](int rank, Groups& groups) {
+  overShmAndTcp([](Links links) {
+    runGroups(2, links, {{}}, [&](int rank, Groups& groups) {
       EXPECT_OK(barrier(*groups[0]));
       int value = 0;
       OpPtr op = groups[0]->recv({{&value, 4}, 1 - rank, 3, DType::kInt32}, nullptr, true);
@@ -113,8 +113,8 @@ TEST(Deadlock, receivesFromEachOther) {
 }
 
 TEST(Deadlock, largeSendsToEachOther) {
-  onBothRoads([](Road road) {
-    runGroups(2, road, {{}}, [&](int rank, Groups& groups) {
+  overShmAndTcp([](Links links) {
+    runGroups(2, links, {{}}, [&](int rank, Groups& groups) {
       EXPECT_OK(barrier(*groups[0]));
       std::vector<char> data(1'000'000);
       OpPtr op =
@@ -125,7 +125,7 @@ TEST(Deadlock, largeSendsToEachOther) {
 }
 
 TEST(Deadlock, aReceiveAgainstABarrier) {
-  runGroups(2, Road::kShm, {{}}, [&](int rank, Groups& groups) {
+  runGroups(2, Links::kShm, {{}}, [&](int rank, Groups& groups) {
     EXPECT_OK(barrier(*groups[0]));
     int value = 0;
     OpPtr op = rank == 0 ? begin(*groups[0])
@@ -137,8 +137,8 @@ TEST(Deadlock, aReceiveAgainstABarrier) {
 // What looks like one from outside, but goes on.
 TEST(Deadlock, noFalseAlarm) {
   // A rank that is only slow, and operations in crossed order that nobody waits for yet.
-  const auto slow = [](Road road) {
-    runGroups(3, road, {{}, {}}, [&](int rank, Groups& groups) {
+  const auto slow = [](Links links) {
+    runGroups(3, links, {{}, {}}, [&](int rank, Groups& groups) {
       for (auto& group : groups) EXPECT_OK(barrier(*group));
       if (rank == 2) std::this_thread::sleep_for(2500ms);
       OpPtr first = begin(*groups[rank == 0 ? 1 : 0], false);
@@ -147,8 +147,8 @@ TEST(Deadlock, noFalseAlarm) {
     });
   };
   // Groups of threads of their own: the other thread comes, late.
-  const auto threaded = [](Road road) {
-    runGroups(2, road, {{}, {}}, [&](int rank, Groups& groups) {
+  const auto threaded = [](Links links) {
+    runGroups(2, links, {{}, {}}, [&](int rank, Groups& groups) {
       std::vector<std::thread> threads;
       for (int i = 0; i < 2; ++i) {
         threads.emplace_back([&, i] {
@@ -161,9 +161,9 @@ TEST(Deadlock, noFalseAlarm) {
     });
   };
   // Waits with a limit end by themselves.
-  const auto limited = [](Road road) {
+  const auto limited = [](Links links) {
     std::barrier bothHaveWaited(2);
-    runGroups(2, road, {{}, {}}, [&](int rank, Groups& groups) {
+    runGroups(2, links, {{}, {}}, [&](int rank, Groups& groups) {
       for (auto& group : groups) EXPECT_OK(barrier(*group));
       OpPtr op = begin(*groups[rank]);
       EXPECT_EQ(groups[rank]->wait(op, Deadline::after(2200ms)).code(), Code::kTimeout);
@@ -172,16 +172,16 @@ TEST(Deadlock, noFalseAlarm) {
       EXPECT_OK(groups[rank]->wait(op, Deadline::never()));
     });
   };
-  onBothRoads([&](Road road) {
-    together({[&] { slow(road); }, [&] { threaded(road); }, [&] { limited(road); }});
+  overShmAndTcp([&](Links links) {
+    together({[&] { slow(links); }, [&] { threaded(links); }, [&] { limited(links); }});
   });
 }
 
 // What the missing rank did last, in the others' timeout.
 TEST(Deadlock, timeoutsTellWhatTheMissingRankDid) {
-  onBothRoads([](Road road) {
+  overShmAndTcp([](Links links) {
     runGroups(
-        3, road, {{}, {}},
+        3, links, {{}, {}},
         [&](int rank, Groups& groups) {
           for (auto& group : groups) EXPECT_OK(barrier(*group));
           if (rank == 2) return std::this_thread::sleep_for(2200ms);

@@ -11,7 +11,7 @@
 #include "world.h"
 
 using namespace mycoll;
-using test::Road;
+using test::Links;
 using test::runWorld;
 
 namespace {
@@ -59,7 +59,7 @@ struct Ranks {
 
 }  // namespace
 
-TEST(Distance, takesTwoLooks) {
+TEST(Distance, isKnownAfterSeveralLooks) {
   Distance distance(1, DistanceChoice::kMeasured);
   const auto marks = std::make_unique<Distance::Marks>();
   EXPECT(!distance.areNear());
@@ -85,7 +85,7 @@ TEST(Distance, needsEveryRankAndItsMarks) {
   EXPECT(!distance.areNear());
 }
 
-TEST(Distance, mayBeSaid) {
+TEST(Distance, mayBeSetByTheUser) {
   const auto marks = std::make_unique<Distance::Marks>();
   Distance near(1, DistanceChoice::kNear), far(1, DistanceChoice::kFar);
   EXPECT(near.areNear());
@@ -96,7 +96,7 @@ TEST(Distance, mayBeSaid) {
   EXPECT(!far.areNear());
 }
 
-TEST(Distance, allGoByRankZero) {
+TEST(Distance, allRanksFollowRankZero) {
 #if defined(__SANITIZE_THREAD__)
   SKIP("looking takes too long under TSan to tell near from far");
 #endif
@@ -122,7 +122,7 @@ TEST(Distance, resultsDoNotDependOnIt) {
   for (const char* choice : {"near", "far", "measured"}) {
     test::ScopedEnv distance("MYCOLL_DISTANCE", choice);
     for (int ranks = 2; ranks <= 4; ++ranks) {
-      runWorld(ranks, Road::kShm, [&](Communicator& group) {
+      runWorld(ranks, Links::kShm, [&](Communicator& group) {
         for (size_t count : {300, 8'191, 70'001, 262'144, 262'147, 600'011}) {
           if (test::isShort() && count > 100'000 && count != 262'147) continue;
           for (int repeat = 0; repeat < 3; ++repeat) {

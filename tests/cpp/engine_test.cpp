@@ -1,4 +1,4 @@
-// Every collective and point to point, on every road, against plain arithmetic.
+// Every collective and point to point, over every kind of links, against plain arithmetic.
 #include <chrono>
 #include <deque>
 #include <iterator>
@@ -16,13 +16,13 @@ using namespace test;
 
 namespace {
 
-constexpr Road kRoads[] = {Road::kShm, Road::kTcp, Road::kMixed};
+constexpr Links kAllLinks[] = {Links::kShm, Links::kTcp, Links::kMixed};
 const size_t kCounts[] = {0, 1, 5, 1000, 9000, 70'001, 300'007};
 
 void forAllWorlds(const std::function<void(Communicator&, size_t count, bool isAsync)>& body) {
-  for (Road road : kRoads) {
+  for (Links links : kAllLinks) {
     for (int ranks = 1; ranks <= 4; ++ranks) {
-      runWorld(ranks, road, [&](Communicator& group) {
+      runWorld(ranks, links, [&](Communicator& group) {
         for (size_t count : kCounts) {
           body(group, count, false);
           body(group, count, true);
@@ -160,11 +160,11 @@ TEST(Engine, pointToPoint) {
 }
 
 // Many at once, waited for in another order, in two groups' worth of threads.
-// A rank that computes takes what comes in the background, however much it is: who sends to it does
-// not wait until it looks by itself.
-TEST(Engine, whoComputesStillTakesMessages) {
-  for (Road road : kRoads) {
-    runWorld(2, road, [&](Communicator& group) {
+// A rank that computes takes what comes in the background, however much it is: a rank that sends to
+// it does not wait until it looks by itself.
+TEST(Engine, aComputingRankStillReceives) {
+  for (Links links : kAllLinks) {
+    runWorld(2, links, [&](Communicator& group) {
       constexpr size_t kMessages = 64, kCount = 16 * 1024;  // as large as may go without asking
       ASSERT_OK(run(group, call(OpKind::kBarrier)));
       std::vector<int32_t> values = input(0, kCount);
@@ -185,8 +185,8 @@ TEST(Engine, whoComputesStillTakesMessages) {
 }
 
 TEST(Engine, manyAsync) {
-  for (Road road : kRoads) {
-    runWorld(3, road, [&](Communicator& group) {
+  for (Links links : kAllLinks) {
+    runWorld(3, links, [&](Communicator& group) {
       constexpr int kOps = 200;
       std::mt19937 random(17);
       std::vector<std::vector<int32_t>> data(kOps);
@@ -206,9 +206,9 @@ TEST(Engine, manyAsync) {
 }
 
 TEST(Engine, mismatchIsSeenByAll) {
-  for (Road road : kRoads) {
+  for (Links links : kAllLinks) {
     for (int kind = 0; kind < 5; ++kind) {
-      runWorld(3, road, [&](Communicator& group) {
+      runWorld(3, links, [&](Communicator& group) {
         const Status met = run(group, call(OpKind::kBarrier));
         const bool isOdd = group.rank() == 1;
         std::vector<int32_t> in(1000), out(1000);
@@ -236,10 +236,10 @@ TEST(Engine, mismatchIsSeenByAll) {
   }
 }
 
-TEST(Engine, timeoutNamesWhoIsMissing) {
-  for (Road road : kRoads) {
+TEST(Engine, timeoutNamesTheMissingRank) {
+  for (Links links : kAllLinks) {
     runWorld(
-        3, road,
+        3, links,
         [&](Communicator& group) {
           EXPECT(run(group, call(OpKind::kBarrier)).ok());
           if (group.rank() == 2) {
@@ -254,8 +254,8 @@ TEST(Engine, timeoutNamesWhoIsMissing) {
 }
 
 TEST(Engine, abortEndsEverybody) {
-  for (Road road : kRoads) {
-    runWorld(3, road, [&](Communicator& group) {
+  for (Links links : kAllLinks) {
+    runWorld(3, links, [&](Communicator& group) {
       Status status = run(group, call(OpKind::kBarrier));
       if (group.rank() == 2) {
         group.abort("enough");
@@ -271,9 +271,9 @@ TEST(Engine, abortEndsEverybody) {
 
 // Also those that are in no collective.
 TEST(Engine, abortEndsReceives) {
-  for (Road road : kRoads) {
+  for (Links links : kAllLinks) {
     for (bool leavesAtOnce : {true, false}) {
-      runWorld(3, road, [&](Communicator& group) {
+      runWorld(3, links, [&](Communicator& group) {
         EXPECT_OK(run(group, call(OpKind::kBarrier)));
         if (group.rank() == 2) {
           std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -292,12 +292,13 @@ TEST(Engine, abortEndsReceives) {
   }
 }
 
-// Whatever is sync or async, whatever the sizes: every result is right, in order. The seed is told.
+// Whatever is sync or async, whatever the sizes: every result is right, in order. A failure names
+// the seed.
 TEST(Engine, randomWalk) {
   const unsigned seed = std::random_device()();
-  for (Road road : kRoads) {
+  for (Links links : kAllLinks) {
     for (int ranks = 2; ranks <= 4; ++ranks) {
-      runWorld(ranks, road, [&](Communicator& group) {
+      runWorld(ranks, links, [&](Communicator& group) {
         struct Step {
           OpPtr op;
           std::vector<int32_t> data;
@@ -344,10 +345,10 @@ TEST(Engine, randomWalk) {
 
 // Where no byte travels, the ranks are still held to the same call.
 TEST(Engine, emptyCallsAreCompared) {
-  for (Road road : kRoads) {
+  for (Links links : kAllLinks) {
     for (OpKind kind : {OpKind::kReduceScatter, OpKind::kAllReduce, OpKind::kAllGather,
                         OpKind::kAllToAll, OpKind::kBroadcast, OpKind::kReduce}) {
-      runWorld(3, road, [&](Communicator& group) {
+      runWorld(3, links, [&](Communicator& group) {
         ASSERT_OK(run(group, call(OpKind::kBarrier)));
         Call c = call(kind);
         const bool isMany = kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll;

@@ -10,10 +10,10 @@ namespace {
 
 using namespace mycoll;
 using namespace std::chrono_literals;
-using test::Road;
+using test::Links;
 using Clock = std::chrono::steady_clock;
 
-constexpr Road kRoads[] = {Road::kShm, Road::kTcp};
+constexpr Links kAllLinks[] = {Links::kShm, Links::kTcp};
 
 Signature allReduce(uint64_t bytes) {
   Signature signature;
@@ -33,13 +33,13 @@ Status watch(Communicator& group, const OpPtr& op) {
   return op->status();
 }
 
-void runExternalWorld(int ranks, Road road, const test::RankBody& body, int timeoutMs = 60'000) {
-  test::runWorld(ranks, road, body, timeoutMs, /*isExternal=*/true);
+void runExternalWorld(int ranks, Links links, const test::RankBody& body, int timeoutMs = 60'000) {
+  test::runWorld(ranks, links, body, timeoutMs, /*isExternal=*/true);
 }
 
 TEST(External, endsInOrder) {
-  for (Road road : kRoads) {
-    runExternalWorld(3, road, [](Communicator& group) {
+  for (Links links : kAllLinks) {
+    runExternalWorld(3, links, [](Communicator& group) {
       std::vector<std::shared_ptr<External>> works;
       std::vector<OpPtr> ops;
       for (uint64_t i = 0; i < 600; ++i) {  // more than are remembered
@@ -64,8 +64,8 @@ TEST(External, endsInOrder) {
 
 // A device that did not hang: the ranks' numbers are wrong, and nobody waits for anybody.
 TEST(External, differentCallsAreFoundAfterTheFact) {
-  for (Road road : kRoads) {
-    runExternalWorld(4, road, [](Communicator& group) {
+  for (Links links : kAllLinks) {
+    runExternalWorld(4, links, [](Communicator& group) {
       for (uint64_t i = 0; i < 20; ++i) {
         auto work = std::make_shared<External>();
         const bool differs = group.rank() == 2 && i == 7;
@@ -88,7 +88,7 @@ TEST(External, differentCallsAreFoundAfterTheFact) {
 }
 
 TEST(External, differentCallsAreFoundWhileTheDeviceHangs) {
-  runExternalWorld(3, Road::kTcp, [](Communicator& group) {
+  runExternalWorld(3, Links::kTcp, [](Communicator& group) {
     const auto began = Clock::now();
     auto op =
         group.submitExternal(allReduce(group.rank() == 1 ? 400 : 4), std::make_shared<External>());
@@ -97,10 +97,10 @@ TEST(External, differentCallsAreFoundWhileTheDeviceHangs) {
   });
 }
 
-TEST(External, timeoutNamesWhoIsBehind) {
-  for (Road road : kRoads) {
+TEST(External, timeoutNamesTheRankThatIsBehind) {
+  for (Links links : kAllLinks) {
     runExternalWorld(
-        3, road,
+        3, links,
         [](Communicator& group) {
           auto first = std::make_shared<External>();
           auto op = group.submitExternal(allReduce(4), first);
@@ -127,7 +127,7 @@ TEST(External, timeoutNamesWhoIsBehind) {
 }
 
 TEST(External, theFirstCauseEndsAll) {
-  runExternalWorld(3, Road::kShm, [](Communicator& group) {
+  runExternalWorld(3, Links::kShm, [](Communicator& group) {
     auto work = std::make_shared<External>();
     auto op = group.submitExternal(allReduce(4), work);
     if (group.rank() == 1) {

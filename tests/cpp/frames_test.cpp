@@ -191,7 +191,7 @@ TEST(Frames, emptyMessagesThatComeEarlyAreBounded) {
 }
 
 // What comes before its group is made is held to the same as what comes later.
-TEST(Frames, whatComesEarlyIsInItsSendersOwnName) {
+TEST(Frames, anEarlyMessageCarriesItsSendersOwnName) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(3, transport);
     for (int rank : {0, 1, 2}) world.join(rank, kGroup, {0, 1, 2});

@@ -34,7 +34,7 @@ constexpr uint64_t kContext = 42;
 const std::string kSecret(32, 's');
 const std::string kGuess(32, 'g');
 
-// Counts the links that an mesh has come to believe in.
+// Counts the links that a mesh has accepted.
 struct Counter final : LinkTap {
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override { return link; }
   std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {

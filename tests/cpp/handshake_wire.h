@@ -108,7 +108,7 @@ class Wire {
   void hangUp() { socket_.reset(); }
 
   std::string said;  // all that was sent
-  // Long enough for an mesh without links to look at its listeners, which it does rarely.
+  // Long enough for a mesh without links to look at its listeners, which it does rarely.
   static constexpr int kPatience = 1200;
 
  protected:

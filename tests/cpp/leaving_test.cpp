@@ -66,7 +66,7 @@ TEST(Leaving, aGroupThatWasLeftVouchesForNothing) {
   });
 }
 
-TEST(Leaving, whoIsInNoCommonGroupAnyMoreIsNotLost) {
+TEST(Leaving, aPeerWithoutACommonGroupIsNotLost) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(2, transport);
     for (int process : {0, 1}) world.join(process, 1, {0, 1});
@@ -197,7 +197,7 @@ class Late final : public LinkTap {
 }  // namespace
 
 // The news of the connection's end overtakes the last message and the goodbye.
-TEST(Leaving, theLastWordsOverTcpAreWaitedFor) {
+TEST(Leaving, theLastBytesOverTcpAreWaitedFor) {
   Late late;
   late.isHere = true;
   Meshes world(2, TransportChoice::kTcp, {{1, &late}});
@@ -234,9 +234,9 @@ TEST(Leaving, theOnlyGroupIsMadeLate) {
   EXPECT(world.at(0, 1).mailbox->sendFd(1, 0, std::string(32, 'c')));  // not over TCP instead
 }
 
-// Rank 0 says goodbye to rank 1, and has no connection to rank 2: which asks, as it waits long for
-// somebody else, and finds nobody. That is no failure, until it needs rank 0.
-TEST(Leaving, whoNeverSaidAWordMayHaveLeft) {
+// Rank 0 says goodbye to rank 1, and has no connection to rank 2. Rank 2 waits long for another
+// rank, asks rank 0, and finds nobody. That is no failure, until it needs rank 0.
+TEST(Leaving, aSilentPeerMayHaveLeft) {
   forBothLinks([](TransportChoice transport) {
     Meshes world(3, transport);
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
@@ -262,7 +262,7 @@ TEST(Leaving, whoNeverSaidAWordMayHaveLeft) {
 }
 
 // The same where rank 2 waits for it, or has something for it.
-TEST(Leaving, whoIsNeededIsLostAtOnce) {
+TEST(Leaving, aPeerThatIsNeededIsLostAtOnce) {
   forBothLinks([](TransportChoice transport) {
     for (const bool isSend : {true, false}) {
       Meshes world(3, transport);
@@ -311,7 +311,7 @@ TEST(Leaving, goodbyesAreKeptForTheFirstConnection) {
 // Rank 0 leaves its last group at any moment of the handshake with rank 2, which only asks how it
 // is, and ends soon after. That it has left comes with the connection, or it is found not to listen
 // any more.
-TEST(Leaving, amidstTheHandshake) {
+TEST(Leaving, aRankMayLeaveDuringTheHandshake) {
   auto ask = [](Meshes& world) {
     for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
     world.at(2, 1).listener.agreement().begin(0, Meshes::word(4));
@@ -346,7 +346,7 @@ TEST(Leaving, amidstTheHandshake) {
 
 // A peer that ends after the last group with it was left leaves nothing behind, as one that ends
 // before.
-TEST(Leaving, whoEndsAfterTheLastGroupIsForgotten) {
+TEST(Leaving, aPeerThatEndsAfterTheLastGroupIsForgotten) {
   forBothLinks([](TransportChoice transport) {
     for (const bool endsFirst : {true, false}) {
       Meshes world(2, transport);

@@ -36,7 +36,7 @@ int peersOf(Communicator& group) {
 }  // namespace
 
 // Everybody waits long for one rank, and says so: along a tree, and not to each other.
-TEST(Many, whoWaitsConnectsToFew) {
+TEST(Many, waitingRanksConnectToFew) {
   std::atomic<int> connections{0}, most{0};
   runHosts(manyHosts(), [&](Communicator& group) {
     if (group.rank() == kRanks - 1) std::this_thread::sleep_for(std::chrono::milliseconds(900));
@@ -72,7 +72,7 @@ TEST(Many, aFailureIsPassedOn) {
 }
 
 // Also past a rank that stands for its host, or for all, and has left.
-TEST(Many, aFailureIsPassedOnByThoseWhoAreLeft) {
+TEST(Many, aFailureIsPassedOnPastRanksThatHaveLeft) {
   for (const int left : {kOnEach, 0}) {
     std::atomic<int> heard{0};
     runHosts(manyHosts(), [&](Communicator& group) {
@@ -94,8 +94,8 @@ TEST(Many, aFailureIsPassedOnByThoseWhoAreLeft) {
   }
 }
 
-// Two ranks that exchange no message have been called otherwise than the rest, and than each other.
-TEST(Many, whoWasCalledOtherwiseIsFound) {
+// Two ranks that exchange no message call with another root than the rest, and than each other.
+TEST(Many, differentCallsAreFound) {
   std::atomic<int> found{0};
   runHosts(manyHosts(), [&](Communicator& group) {
     std::vector<int32_t> mine = input(group.rank(), 1), all(kRanks);
@@ -107,7 +107,7 @@ TEST(Many, whoWasCalledOtherwiseIsFound) {
     }
     const Status status = run(group, std::move(gather));
     found += status.code() == Code::kMismatch;
-    // Whoever only sends may be done before anybody compares.
+    // A rank that only sends may be done before anybody compares.
     EXPECT(status.ok() || status.code() == Code::kMismatch);
     EXPECT(run(group, call(OpKind::kBarrier)).code() == Code::kMismatch);
   });

@@ -115,13 +115,13 @@ TEST(Meeting, settingsThatDifferAreRefused) {
 }
 
 // In another pid namespace, or on a clone of this host: its name says nothing.
-TEST(Meeting, whoCannotBeSeenIsNotDead) {
+TEST(Meeting, aHiddenProcessIsNotDead) {
   const Card card = cardOfNobody();
   EXPECT_OK(meetStranger(card, "", milliseconds(200), milliseconds(2500)));
   EXPECT_OK(meetStranger(card, cardOfNobody().encode(), milliseconds(200), milliseconds(2500)));
 }
 
-TEST(Meeting, whoHasEndedIsNotWaitedFor) {
+TEST(Meeting, doesNotWaitForAProcessThatHasEnded) {
   Card card = cardOfNobody();
   card.address.pidSpace = pidSpace();
   for (const std::string& earlier : {std::string(), cardOfNobody().encode()}) {

@@ -38,7 +38,7 @@ FAKE_CUDA int cudaDeviceGetAttribute(int* value, int attribute, int device) {
 namespace mycoll::nccl {
 namespace {
 
-TEST(Cudart, tellsOfACapture) {
+TEST(Cudart, reportsACapture) {
   const Cudart& cudart = Cudart::get();
   EXPECT(cudart.isThere());
   int stream = 0;

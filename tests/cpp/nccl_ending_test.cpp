@@ -80,7 +80,7 @@ TEST(NcclAbort, letsAThreadComeBackFirst) {
 }
 
 // Where it cannot, the communicator stays until the thread has come back by itself.
-TEST(NcclAbort, waitsForAThreadThatNobodyCanLetGo) {
+TEST(NcclAbort, waitsForAThreadThatCannotBeReleased) {
   StandIn& standIn = StandIn::required();
   CommOptions options;
   options.nccl.isBlocking = true;

@@ -145,7 +145,7 @@ TEST(Recorder, whatIsUnderWayIsKept) {
   EXPECT_EQ(areaOf("kept").count(OpState::kStarted), size_t{0});
 }
 
-TEST(Recorder, countsWhatIsNotRememberedAndWhatGroupsThatAreGoneDid) {
+TEST(Recorder, countsForgottenCallsAndThoseOfClosedGroups) {
   const Tally& ended = BlackBox::process().ended(OpKind::kAllReduce);
   const uint64_t before = get(ended.done), bytesBefore = get(ended.bytes);
   const uint32_t total = 4 * BlackBox::process().capacity();

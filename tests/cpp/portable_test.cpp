@@ -74,19 +74,20 @@ TEST(Portable, waitsEnd) {
   pthread_mutex_unlock(&mutex);
 
   std::mutex lock;
-  std::condition_variable told;
-  bool isTold = false;
-  std::thread teller([&] {
+  std::condition_variable changed;
+  bool isSet = false;
+  std::thread setter([&] {
     std::unique_lock held(lock);
-    isTold = true;
-    told.notify_one();
+    isSet = true;
+    changed.notify_one();
   });
   {
     std::unique_lock held(lock);
-    while (!isTold) __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(&told, &held);
+    while (!isSet)
+      __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(&changed, &held);
     EXPECT(held.owns_lock());
   }
-  teller.join();
+  setter.join();
 }
 
 TEST(Portable, arraysThatAreTooLong) {

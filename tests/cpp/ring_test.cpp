@@ -103,7 +103,7 @@ TEST(Ring, carriesEveryByteWhateverThePieces) {
   }
 }
 
-TEST(Ring, takesWhatALapHoldsAndNoMore) {
+TEST(Ring, takesAtMostOneLap) {
   Pair link(DistanceChoice::kNear);
   const auto fill = [&] {
     size_t taken = 0;

@@ -44,10 +44,10 @@ class Elements {
   void fill(int rank, size_t from) {
     for (size_t i = 0; i < count_; ++i) data()[i] = element(rank, from + i);
   }
-  void expect(const std::function<int32_t(size_t)>& wanted, const std::string& told) {
+  void expect(const std::function<int32_t(size_t)>& wanted, const std::string& where) {
     for (size_t i = 0; i < count_; ++i) {
       if (data()[i] == wanted(i)) continue;
-      EXPECT_EQ(told + " at " + std::to_string(i) + ": " + std::to_string(data()[i]),
+      EXPECT_EQ(where + " at " + std::to_string(i) + ": " + std::to_string(data()[i]),
                 std::to_string(wanted(i)));
       return;
     }
@@ -157,13 +157,13 @@ TEST(SharedTensors, collectivesOfAnyMixture) {
                                OpKind::kAllGather, OpKind::kGather,       OpKind::kScatter,
                                OpKind::kAllToAll,  OpKind::kReduceScatter};
   for (int ranks = 2; ranks <= 4; ++ranks) {
-    runWorld(ranks, Road::kShm, [&](Communicator& group) {
+    runWorld(ranks, Links::kShm, [&](Communicator& group) {
       std::mt19937 random(seed), own(seed + group.rank());
       const int self = group.rank();
       for (int index = 0; index < 160; ++index) {
         const OpKind kind = kKinds[random() % std::size(kKinds)];
-        const std::string told = "seed " + std::to_string(seed) + ", " + name(kind) + " #" +
-                                 std::to_string(index) + " of " + std::to_string(ranks);
+        const std::string where = "seed " + std::to_string(seed) + ", " + name(kind) + " #" +
+                                  std::to_string(index) + " of " + std::to_string(ranks);
         const size_t count = (random() % 2 ? 40'000 : 400'000) + random() % 5000;
         const auto n = static_cast<size_t>(ranks);
         const int root = static_cast<int>(random() % ranks);
@@ -198,38 +198,38 @@ TEST(SharedTensors, collectivesOfAnyMixture) {
             if (kind == OpKind::kAllReduce && isInPlace) c.out = c.in;
         }
         const Status status = run(group, c);
-        if (!status.ok()) EXPECT_EQ(told + ": " + status.message(), "");
+        if (!status.ok()) EXPECT_EQ(where + ": " + status.message(), "");
         Elements& result = kind == OpKind::kAllReduce && isInPlace ? in : out;
         const auto at = static_cast<size_t>(self) * count;
         switch (kind) {
           case OpKind::kAllReduce:
-            result.expect([&](size_t i) { return summed(ranks, index + i); }, told);
+            result.expect([&](size_t i) { return summed(ranks, index + i); }, where);
             break;
           case OpKind::kReduce:
             if (!isRoot) break;
-            result.expect([&](size_t i) { return summed(ranks, index + i); }, told);
+            result.expect([&](size_t i) { return summed(ranks, index + i); }, where);
             break;
           case OpKind::kReduceScatter:
-            result.expect([&](size_t i) { return summed(ranks, index + at + i); }, told);
+            result.expect([&](size_t i) { return summed(ranks, index + at + i); }, where);
             break;
           case OpKind::kBroadcast:
-            if (!isRoot) result.expect([&](size_t i) { return element(root, index + i); }, told);
+            if (!isRoot) result.expect([&](size_t i) { return element(root, index + i); }, where);
             break;
           case OpKind::kScatter:
-            result.expect([&](size_t i) { return element(root, index + at + i); }, told);
+            result.expect([&](size_t i) { return element(root, index + at + i); }, where);
             break;
           case OpKind::kAllToAll:
             result.expect(
                 [&](size_t i) {
                   return element(static_cast<int>(i / count), index + at + i % count);
                 },
-                told);
+                where);
             break;
           default:
             if (kind == OpKind::kGather && !isRoot) break;
             result.expect(
                 [&](size_t i) { return element(static_cast<int>(i / count), index + i % count); },
-                told);
+                where);
         }
       }
     });

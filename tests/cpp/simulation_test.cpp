@@ -4,7 +4,7 @@
 //
 //   simulation_test                                   a few seeds of each kind
 //   SIMULATION_SEEDS=5000 simulation_test             many
-//   SIMULATION_SEED=1234 simulation_test              one again, as a failure has told
+//   SIMULATION_SEED=1234 simulation_test              one again, as a failure names it
 #include <sys/socket.h>
 
 #include <atomic>
@@ -269,7 +269,7 @@ void expect(bool isMet, unsigned seed, int rank, const std::string& text) {
 }
 
 // The survivors' side of a fault: an error that blames a lost rank, or no error at all.
-void expectTold(const Fate& fate, unsigned seed, int rank) {
+void expectHeard(const Fate& fate, unsigned seed, int rank) {
   expect(!fate.isWrong, seed, rank, "wrong bits");
   if (fate.error.ok()) return expect(fate.done == 10, seed, rank, "ended early");
   expect(fate.error.code() == Code::kPeerLost &&
@@ -278,18 +278,18 @@ void expectTold(const Fate& fate, unsigned seed, int rank) {
 }
 
 // Each seed's fault befalls one rank's network; all ranks live, and hear of it.
-void expectToldToAll(bool isChecked,
-                     const std::function<void(Weather& weather, unsigned seed)>& plan) {
-  int told = 0;
+void expectAllHear(bool isChecked,
+                   const std::function<void(Weather& weather, unsigned seed)>& plan) {
+  int failed = 0;
   forSeeds(60, [&](unsigned seed) {
     auto weather = weatherOf(seed);
     plan(*weather[seed % kRanks], seed);
     const std::vector<Fate> fates = runWorld(seed, weather, isChecked);
-    for (const Fate& fate : fates) told += !fate.error.ok();
+    for (const Fate& fate : fates) failed += !fate.error.ok();
     for (int rank = 0; rank < kRanks; ++rank)
-      expectTold(fates[static_cast<size_t>(rank)], seed, rank);
+      expectHeard(fates[static_cast<size_t>(rank)], seed, rank);
   });
-  EXPECT(told > 0 || std::getenv("SIMULATION_SEED"));  // the faults were not all too late
+  EXPECT(failed > 0 || std::getenv("SIMULATION_SEED"));  // the faults were not all too late
 }
 
 }  // namespace
@@ -306,32 +306,32 @@ TEST(Simulation, slowLinksChangeNothing) {
   });
 }
 
-TEST(Simulation, aBrokenConnectionIsToldToAll) {
-  expectToldToAll(/*isChecked=*/false,
-                  [](Weather& weather, unsigned seed) { weather.planBreak(1 + seed * 7 % 400); });
+TEST(Simulation, allRanksHearOfABrokenConnection) {
+  expectAllHear(/*isChecked=*/false,
+                [](Weather& weather, unsigned seed) { weather.planBreak(1 + seed * 7 % 400); });
 }
 
-TEST(Simulation, aDeathIsToldToTheSurvivors) {
-  int told = 0;
+TEST(Simulation, survivorsHearOfADeath) {
+  int failed = 0;
   forSeeds(60, [&](unsigned seed) {
     auto weather = weatherOf(seed);
     weather[seed % kRanks]->planDeath(1 + seed * 7 % 400);
     const std::vector<Fate> fates = runWorld(seed, weather);
-    for (const Fate& fate : fates) told += !fate.error.ok();
+    for (const Fate& fate : fates) failed += !fate.error.ok();
     for (int rank = 0; rank < kRanks; ++rank) {
       if (weather[static_cast<size_t>(rank)]->isDead()) {
         expect(!fates[static_cast<size_t>(rank)].isWrong, seed, rank, "wrong bits");
       } else {
-        expectTold(fates[static_cast<size_t>(rank)], seed, rank);
+        expectHeard(fates[static_cast<size_t>(rank)], seed, rank);
       }
     }
   });
-  EXPECT(told > 0 || std::getenv("SIMULATION_SEED"));  // the faults were not all too late
+  EXPECT(failed > 0 || std::getenv("SIMULATION_SEED"));  // the faults were not all too late
 }
 
 TEST(Simulation, aFlippedBitIsNoticed) {
-  expectToldToAll(/*isChecked=*/true,
-                  [](Weather& weather, unsigned seed) { weather.planFlip(1 + seed * 7 % 100, 1); });
+  expectAllHear(/*isChecked=*/true,
+                [](Weather& weather, unsigned seed) { weather.planFlip(1 + seed * 7 % 100, 1); });
 }
 
 // What the test above stands on: without checksums a bit of a payload makes a wrong number.

@@ -226,7 +226,7 @@ TEST(Transport, aGoodbyeIsNoLoss) {
   });
 }
 
-TEST(Transport, refusesWhoDoesNotKnowTheSecret) {
+TEST(Transport, refusesAPeerWithoutTheSecret) {
   forBothLinks([](TransportChoice transport) {
     Pair pair(transport, std::string(32, 'x'));
     int value = 9, got = 0;
@@ -358,7 +358,7 @@ TEST(Transport, forgetsPeersThatNoGroupNames) {
 }
 
 // What is there, or comes, between a thread's last look and its sleep wakes it all the same.
-TEST(Transport, nobodySleepsThroughANap) {
+TEST(Transport, newsBeforeTheSleepIsNotMissed) {
   const auto napsThrough = [](const std::shared_ptr<Mesh>& mesh,
                               const std::function<void()>& news) {
     Sleeper& sleeper = mesh->sleeper();

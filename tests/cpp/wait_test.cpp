@@ -47,10 +47,10 @@ TEST(Wait, choosesByCores) {
   cpuRelax();
 }
 
-TEST(Wait, aCrowdIsNoticedByLongYields) {
+TEST(Wait, longYieldsShowCoreContention) {
   using std::chrono::milliseconds;
-  const auto at = [](int time) { return Crowd::Clock::time_point(milliseconds(time)); };
-  Crowd one(1);
+  const auto at = [](int time) { return CoreContention::Clock::time_point(milliseconds(time)); };
+  CoreContention one(1);
   EXPECT(!one.isHere(at(1000)));
   one.yielded(at(1000), at(1001));
   EXPECT(!one.isHere(at(1001)));
@@ -59,7 +59,7 @@ TEST(Wait, aCrowdIsNoticedByLongYields) {
   EXPECT(one.isHere(at(1203)));
   EXPECT(!one.isHere(at(1204)));
 
-  Crowd three(3);
+  CoreContention three(3);
   for (const int begin : {1000, 1010, 1100, 1110}) {  // two rows of two
     three.yielded(at(begin), at(begin + 3));
     EXPECT(!three.isHere(at(begin + 3)));

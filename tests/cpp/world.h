@@ -35,11 +35,8 @@ class MemoryStore final : public mycoll::Store {
   std::map<std::string, std::string> values_;
 };
 
-enum class Road { kShm, kTcp, kMixed };  // mixed: even ranks share memory, odd ones use tcp
-
-inline const char* name(Road road) {
-  return road == Road::kShm ? "shm" : road == Road::kTcp ? "tcp" : "mixed";
-}
+// By what the ranks of a world are connected; mixed: even ranks share memory, odd ones use tcp.
+enum class Links { kShm, kTcp, kMixed };
 
 using RankBody = std::function<void(mycoll::Communicator& group)>;
 
@@ -76,10 +73,10 @@ inline void runHosts(const std::vector<int>& hostOf, const RankBody& body, int t
   runMeshes(static_cast<int>(hostOf.size()), meshOf, body, timeoutMs);
 }
 
-inline void runWorld(int ranks, Road road, const RankBody& body, int timeoutMs = 60'000,
+inline void runWorld(int ranks, Links links, const RankBody& body, int timeoutMs = 60'000,
                      bool isExternal = false) {
   auto meshOf = [&](int rank) {
-    const bool isTcp = road == Road::kTcp || (road == Road::kMixed && rank % 2 == 1);
+    const bool isTcp = links == Links::kTcp || (links == Links::kMixed && rank % 2 == 1);
     mycoll::MeshOptions mesh;
     mesh.transport = isTcp ? mycoll::TransportChoice::kTcp : mycoll::TransportChoice::kAuto;
     return mesh;

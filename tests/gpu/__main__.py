@@ -92,7 +92,7 @@ def run(
     print(f"--- {name}", flush=True)
     words = f"{plan.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}"
     log = plan.folder / f"{words}.log"
-    told = {} if shows else dict(nccl_log(plan.folder, f"{words}-nccl"))  # the smoke has its own
+    logs = {} if shows else dict(nccl_log(plan.folder, f"{words}-nccl"))  # the smoke has its own
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -101,7 +101,7 @@ def run(
             stderr=subprocess.STDOUT,
             cwd=ROOT,
             start_new_session=True,
-            env={**os.environ, **told, **(environment or {})},
+            env={**os.environ, **logs, **(environment or {})},
         )
         shower = Shower(log) if shows else None
         try:
@@ -180,17 +180,17 @@ def tests(plan: Plan, words: list[str]) -> None:
 
 
 def benchmarks(plan: Plan, seconds: float) -> None:
-    """Each world by each road that it can take, the largest first; where NCCL serves, beside
+    """Each world by each path that it can take, the largest first; where NCCL serves, beside
     torch's nccl."""
     pairs = [
-        (size, road)
+        (size, path)
         for size in reversed(plan.worlds)
-        for road in [*devices.roads(plan.device, size, ["nccl"]), "host"]
-        if not (road == "host" and size == 1) and not devices.missing(plan.device, road)
+        for path in [*devices.paths(plan.device, size, ["nccl"]), "host"]
+        if not (path == "host" and size == 1) and not devices.missing(plan.device, path)
     ]
     ends = time.monotonic() + seconds
-    for done, (size, road) in enumerate(pairs):
-        measure(plan, size, road, (ends - time.monotonic()) / (len(pairs) - done))
+    for done, (size, path) in enumerate(pairs):
+        measure(plan, size, path, (ends - time.monotonic()) / (len(pairs) - done))
 
 
 def launcher(size: int) -> list[str]:
@@ -206,7 +206,7 @@ def cpu_time(plan: Plan, seconds: float) -> None:
         return
     costs = ["0,0", "700,5000"] if standin_cuda.is_here() else [""]
     for size in plan.worlds:
-        if devices.roads("cuda", size, ["nccl"]) != ["nccl"]:
+        if devices.paths("cuda", size, ["nccl"]) != ["nccl"]:
             continue
         for cost in costs:
             command = [*launcher(size), "-m", "worlds.program", "cuda", "nccl", "gpu.cpu_time"]
@@ -221,19 +221,19 @@ def cpu_time(plan: Plan, seconds: float) -> None:
             )
 
 
-def measure(plan: Plan, size: int, road: str, seconds: float) -> None:
-    rivals = "mycoll,nccl" if road != "host" and plan.device == "cuda" else "mycoll"
+def measure(plan: Plan, size: int, path: str, seconds: float) -> None:
+    rivals = "mycoll,nccl" if path != "host" and plan.device == "cuda" else "mycoll"
     # Ranks that share a GPU take turns on it: large sizes would only take long.
-    most = "64M" if road == "nccl" else "4M"
-    rows = plan.folder / f"{plan.stem}-{size}x{road}.jsonl"
-    command = [*launcher(size), "-m", "worlds.program", plan.device, road]
+    most = "64M" if path == "nccl" else "4M"
+    rows = plan.folder / f"{plan.stem}-{size}x{path}.jsonl"
+    command = [*launcher(size), "-m", "worlds.program", plan.device, path]
     command += ["mycoll.bench", OPERATIONS, "--device", plan.device, "--backend", rivals]
     command += ["-b", "8", "-e", "1K" if plan.quick else most, "-f", "32", "--json", str(rows)]
     if plan.quick:
         command += ["-n", "2", "-w", "1", "--rounds", "2"]
-    elif road.startswith("nccl-"):
+    elif path.startswith("nccl-"):
         command += ["--rounds", "4"]
-    run(plan, f"benchmark, {size} ranks by {road}", command, min(300, seconds), rows)
+    run(plan, f"benchmark, {size} ranks by {path}", command, min(300, seconds), rows)
 
 
 def rehearse() -> None:

@@ -1,4 +1,4 @@
-"""python -m worlds.program DEVICE ROAD gpu.leaving BACKEND PORT PREFIX: a rank that leaves one
+"""python -m worlds.program DEVICE PATH gpu.leaving BACKEND PORT PREFIX: a rank that leaves one
 group later than the others, and then ends without having destroyed the next one."""
 
 from __future__ import annotations

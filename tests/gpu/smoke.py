@@ -84,10 +84,10 @@ class Smoke:
         """Chooses the world; returns what to say about it."""
         count = torch.cuda.device_count() if self.device == "cuda" else 2
         size = ranks or min(max(count, 2), 8)
-        roads = devices.roads(self.device, size, ["nccl"])
-        road = next((each for each in reversed(roads) if not self.missing(each)), roads[0])
+        paths = devices.paths(self.device, size, ["nccl"])
+        path = next((each for each in reversed(paths) if not self.missing(each)), paths[0])
         self.spec = self.pool.spec(
-            size, device=self.device, road=road, timeout=25.0, env=tuple(nccl_log(self.folder))
+            size, device=self.device, path=path, timeout=25.0, env=tuple(nccl_log(self.folder))
         )
         if size <= count:
             return f"{size} ranks, a GPU each" if size > 1 else "one rank"
@@ -97,7 +97,7 @@ class Smoke:
             self.in_world(control, steps.init)
         except WorldFailure as failure:
             (self.folder / "several-ranks-on-one-gpu.log").write_text(str(failure))
-            self.spec = replace(self.spec, size=1, road="nccl")
+            self.spec = replace(self.spec, size=1, path="nccl")
             return (
                 f"torch's nccl cannot serve {size} ranks on one GPU here (several-ranks-on-one-gpu"
                 ".log): one rank, for which NCCL launches no kernel; what needs two goes through "
@@ -105,15 +105,15 @@ class Smoke:
             )
         finally:
             self.end(control)
-        return f"{size} ranks on {count} GPU ({road}: torch's nccl can do that here)"
+        return f"{size} ranks on {count} GPU ({path}: torch's nccl can do that here)"
 
-    def missing(self, road: str) -> str:
-        return devices.missing(self.device, road)
+    def missing(self, path: str) -> str:
+        return devices.missing(self.device, path)
 
     def control(self, spec: Spec) -> Spec:
         if self.device == "cuda":
             return replace(spec, backend="cpu:gloo,cuda:nccl")
-        return replace(spec, road="host")
+        return replace(spec, path="host")
 
     def beside(self) -> str:
         return "torch's nccl" if self.device == "cuda" else "host memory"
@@ -139,7 +139,7 @@ class Smoke:
     def programs(self, spec: Spec) -> Found:
         """Ranks that are processes of their own, for their exit codes."""
         prefix = f"leaving{next(self.names)}"
-        command = [sys.executable, "-m", "worlds.program", spec.device, spec.road, "gpu.leaving"]
+        command = [sys.executable, "-m", "worlds.program", spec.device, spec.path, "gpu.leaving"]
         command += [spec.backend, str(self.pool.store_port), prefix]
         seconds = max(1.0, min(self.most, self.left))
         running, texts, slow = [], [], []
@@ -163,11 +163,11 @@ class Smoke:
                 ended = time.monotonic()
                 log.seek(0)
                 output = log.read()
-            told = re.search(r"ends at ([\d.]+)", output)
-            if code != 0 or not told:
+            found = re.search(r"ends at ([\d.]+)", output)
+            if code != 0 or not found:
                 texts.append(f"rank {rank}: exit code {code}\n{output[-2000:]}")
             else:
-                slow.append(ended - float(told[1]))
+                slow.append(ended - float(found[1]))
                 words = [line for line in output.splitlines() if "mycoll" in line]
                 texts += [f"rank {rank} ended well, but says: {line}" for line in words]
         if texts:
@@ -186,7 +186,7 @@ class Smoke:
             return None
         spec, by = self.spec, ""
         if step.needs_two and spec.size == 1:
-            spec, by = replace(spec, size=2, road="host"), ", through host memory"
+            spec, by = replace(spec, size=2, path="host"), ", through host memory"
         began = time.monotonic()
         try:
             found = self.do(step, spec)
@@ -211,7 +211,7 @@ class Smoke:
         """Of the control."""
         if step.no_control:
             return step.no_control
-        if spec.road == "host":
+        if spec.path == "host":
             return "no control: it went through host memory"
         if self.left < 5:
             return f"no control: there is no time left to try {self.beside()}"

@@ -63,7 +63,7 @@ def library(ctx: Ctx) -> Found:
     """The NCCL that mycoll finds, which has to be the one that torch uses."""
     from mycoll import _C, doctor
 
-    if not ctx.setup.road.startswith("nccl"):
+    if not ctx.setup.path.startswith("nccl"):
         return Found("NCCL is not used here", False)
     before = nccl_files()
     with contextlib.suppress(RuntimeError):  # an older one than 2.19 has no memory to give
@@ -195,7 +195,7 @@ def messages(ctx: Ctx) -> Found:
 def capture(ctx: Ctx) -> Found:
     if not is_cuda(ctx) and torch.__version__ < "2.12":
         return Found("before torch 2.12 only CUDA says that it is being captured", False)
-    if not ctx.setup.road.startswith("nccl"):
+    if not ctx.setup.path.startswith("nccl"):
         return Found("only what goes through NCCL can be captured", False)
     x, gathered = full(ctx, 0), full(ctx, 0, NUMEL * ctx.size)
     for mode in ("sync", "async"):

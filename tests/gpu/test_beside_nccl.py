@@ -43,7 +43,7 @@ def compare(ctx: Ctx) -> None:
                         torch.cuda.synchronize()
 
 
-@pytest.mark.worlds(1, 2, 4, roads=["nccl"])
+@pytest.mark.worlds(1, 2, 4, paths=["nccl"])
 def test_the_same_results(device_world):
     device_world.run(compare, deadline=240)
 
@@ -59,7 +59,7 @@ def test_as_many_ranks_as_gpus(pool):
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("one GPU")
-    spec = pool.spec(count, device="cuda", road="nccl")
+    spec = pool.spec(count, device="cuda", path="nccl")
     pool.get(spec).run(full_world)
 
 
@@ -74,7 +74,7 @@ def test_nccl_is_torchs_own(pool):
     alone = subprocess.run(
         [sys.executable, "-c", COPIES], capture_output=True, text=True, check=True
     )
-    world = pool.get(pool.spec(1, device="cuda", road="nccl"))
+    world = pool.get(pool.spec(1, device="cuda", path="nccl"))
     assert world.run(loaded_copies)[0] == set(alone.stdout.split())
 
 
@@ -107,11 +107,11 @@ def own_context_only(ctx: Ctx) -> None:
     ctx.equal([d for d in others if torch._C._cuda_hasPrimaryContext(d)], [], "other contexts")
 
 
-@pytest.mark.parametrize("road", ["nccl", "host"])
-def test_no_context_on_other_gpus(fresh_device_world, road):
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_no_context_on_other_gpus(fresh_device_world, path):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
-    fresh_device_world(2, road).run(own_context_only)
+    fresh_device_world(2, path).run(own_context_only)
 
 
 def mixed_worlds(ctx: Ctx, backend: str) -> None:
@@ -150,10 +150,10 @@ def foreign_options(ctx: Ctx) -> None:
     dist.destroy_process_group(group)
 
 
-@pytest.mark.worlds(1, roads=["nccl"])
+@pytest.mark.worlds(1, paths=["nccl"])
 def test_options_of_torchs_nccl(device_world):
     device_world.run(foreign_options)
 
 
-def test_roads_are_known() -> None:
-    assert set(device.roads("cuda", 1, ["nccl"])) == {"nccl"}
+def test_paths_are_known() -> None:
+    assert set(device.paths("cuda", 1, ["nccl"])) == {"nccl"}

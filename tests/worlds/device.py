@@ -1,7 +1,7 @@
 """Worlds whose tensors are on a device: how a rank gets one, and how jobs written for CPU tensors
 run on it.
 
-A device is "standin" (tests/standins) or "cuda"; a road is the way that tensors take: "nccl",
+A device is "standin" (tests/standins) or "cuda"; a path is the way that tensors take: "nccl",
 "host" (staging and the CPU engine), and on one GPU for several ranks the two ways by which NCCL can
 be made to serve them.
 """
@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-# What a road needs in the environment of rank {rank}.
-ROADS: dict[str, dict[str, str]] = {
+# What a path needs in the environment of rank {rank}.
+PATHS: dict[str, dict[str, str]] = {
     "nccl": {"MYCOLL_CUDA": "nccl"},
     "host": {"MYCOLL_CUDA": "host"},
     "auto": {"MYCOLL_CUDA": "auto"},  # on the stand-in, which has no NCCL then: host, by agreement
@@ -49,29 +49,29 @@ def standins() -> Path | None:
     return accelerator.folder()
 
 
-def missing(device: str, road: str) -> str:
-    """Why this road cannot be taken here; empty where it can."""
+def missing(device: str, path: str) -> str:
+    """Why this path cannot be taken here; empty where it can."""
     if device == "cuda":
         if not torch.cuda.is_available():
             return "no GPU that torch can use"
-        if road == "nccl-shared" and nccl_version() < 23003:
+        if path == "nccl-shared" and nccl_version() < 23003:
             return "an NCCL older than 2.30.3 does not let ranks share a GPU"
     elif standins() is None:
         return "the stand-ins are not built; ./dev builds them"
-    elif road.startswith("nccl") and not (standins() / "libnccl.so.2").exists():
+    elif path.startswith("nccl") and not (standins() / "libnccl.so.2").exists():
         return "the stand-in for NCCL is not built"
-    elif road == "auto" and brings_nccl():
+    elif path == "auto" and brings_nccl():
         return "torch's own NCCL would be taken for the stand-in device"
     return ""
 
 
-def roads(device: str, size: int, wanted: Sequence[str]) -> list[str]:
+def paths(device: str, size: int, wanted: Sequence[str]) -> list[str]:
     """The wanted ones; where ranks share a GPU, by the two ways of making NCCL accept that."""
     if device != "cuda" or size <= torch.cuda.device_count():
         return list(wanted)
     found = []
-    for road in wanted:
-        found += ["nccl-hosts", "nccl-shared"] if road == "nccl" else [road]
+    for path in wanted:
+        found += ["nccl-hosts", "nccl-shared"] if path == "nccl" else [path]
     return found
 
 
@@ -85,9 +85,9 @@ def nccl_version() -> int:
     return major * 10000 + minor * 100 + patch
 
 
-def environment(device: str, road: str, rank: int) -> dict[str, str]:
-    values = {name: value.format(rank=rank) for name, value in ROADS[road].items()}
-    if device == "standin" and road.startswith("nccl") and not brings_nccl():
+def environment(device: str, path: str, rank: int) -> dict[str, str]:
+    values = {name: value.format(rank=rank) for name, value in PATHS[path].items()}
+    if device == "standin" and path.startswith("nccl") and not brings_nccl():
         values["MYCOLL_NCCL_LIBRARY"] = str(standins() / "libnccl.so.2")
     return values
 
@@ -118,12 +118,12 @@ def tell_nccl(script: str) -> None:
     ctypes.CDLL(str(standins() / "libnccl.so.2")).mycoll_standin_nccl_script(script.encode())
 
 
-def start(device: str, road: str, rank: int) -> torch.device:
+def start(device: str, path: str, rank: int) -> torch.device:
     """Makes the device known to torch and mycoll, and a rank's own one the current one."""
     if device == "standin":
         from standins import accelerator
 
-        if road.startswith("nccl") and brings_nccl():
+        if path.startswith("nccl") and brings_nccl():
             from mycoll import _C
 
             _C._use_nccl(str(standins() / "libnccl.so.2"))

@@ -1,4 +1,4 @@
-"""What NCCL cannot do, and mycoll refuses on its road: the cases that jobs leave out there."""
+"""What NCCL cannot do, and mycoll refuses on that path: the cases that jobs leave out there."""
 
 from __future__ import annotations
 

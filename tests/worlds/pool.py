@@ -48,13 +48,13 @@ class Spec:
     backend: str = "mycoll"  # the string given to init_process_group
     init: bool = True  # False: there is no process group but what a job makes for itself
     env: tuple[tuple[str, str], ...] = ()
-    device: str = ""  # and by which road: see worlds.device
-    road: str = ""
+    device: str = ""  # and by which path: see worlds.device
+    path: str = ""
     timeout: float = 45.0  # of the process group; below the deadline, so that its text is seen
 
     @property
     def label(self) -> str:
-        where = f"{self.device}-{self.road}" if self.device else self.transport
+        where = f"{self.device}-{self.path}" if self.device else self.transport
         return f"{self.size}x{where or self.backend}"
 
 
@@ -129,7 +129,7 @@ class World:
                 world_name=name,
                 log=str(log),
                 device=spec.device,
-                road=spec.road,
+                path=spec.path,
             )
             process = context.Process(target=worker.main, args=(theirs, setup), daemon=True)
             process.start()

@@ -1,5 +1,5 @@
-"""python -m worlds.program DEVICE ROAD MODULE [ARGUMENTS]: a rank of a launcher's that runs the
-module as a program, with the device and the road that worlds.device knows by these names."""
+"""python -m worlds.program DEVICE PATH MODULE [ARGUMENTS]: a rank of a launcher's that runs the
+module as a program, with the device and the path that worlds.device knows by these names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from worlds import device
 
 
 def main() -> None:
-    kind, road, module, *arguments = sys.argv[1:]
-    os.environ.update(device.environment(kind, road, int(os.environ.get("RANK", "0"))))
+    kind, path, module, *arguments = sys.argv[1:]
+    os.environ.update(device.environment(kind, path, int(os.environ.get("RANK", "0"))))
     if kind == "standin":
-        device.start(kind, road, int(os.environ.get("LOCAL_RANK", "0")))
+        device.start(kind, path, int(os.environ.get("LOCAL_RANK", "0")))
     else:
         device.rehearse()
 

@@ -174,9 +174,9 @@ def run(code: Any, main: types.ModuleType) -> int:
 
 
 if __name__ == "__main__":
-    told = serve(socket.socket(fileno=int(sys.argv[1])))
-    main = become(told)
-    code = compile(told["code"], told["name"], "exec")
-    if not told["to_the_end"]:
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    main = become(request)
+    code = compile(request["code"], request["name"], "exec")
+    if not request["to_the_end"]:
         os._exit(run(code, main))
     exec(code, main.__dict__)

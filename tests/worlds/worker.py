@@ -47,7 +47,7 @@ class Setup:
     world_name: str
     log: str
     device: str = ""  # "standin", "cuda"; empty: CPU tensors only
-    road: str = ""  # of the device's tensors, see worlds.device
+    path: str = ""  # of the device's tensors, see worlds.device
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Ctx:
 
     def skips(self, name: str) -> bool:
         """True where the case is one that the implementation under test is known not to do."""
-        if self.setup.road.startswith("nccl"):
+        if self.setup.path.startswith("nccl"):
             return nccl_gaps.skips(name)
         return self.gloo and gloo_gaps.reason(name) is not None
 
@@ -143,7 +143,7 @@ class Ctx:
 
     def same(self, got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
         """Equal shape, dtype and bits (any NaN equals any NaN). Others add in their own order."""
-        foreign = self.gloo or self.setup.road.startswith("nccl")
+        foreign = self.gloo or self.setup.path.startswith("nccl")
         exact = not (foreign and (want.is_floating_point() or want.is_complex()))
         got, want = got.cpu(), want.cpu()  # by way of the current stream
         difference = arith.difference(got, want, exact)
@@ -214,7 +214,7 @@ def main(conn: Connection, setup: Setup) -> None:
     if setup.device:
         from worlds import device
 
-        os.environ.update(device.environment(setup.device, setup.road, setup.rank))
+        os.environ.update(device.environment(setup.device, setup.path, setup.rank))
     dist.set_debug_level_from_env()  # torch has read the server's environment
     if setup.family == "mycoll" and setup.transport:
         os.environ["MYCOLL_TRANSPORT"] = setup.transport
@@ -230,7 +230,7 @@ def main(conn: Connection, setup: Setup) -> None:
         if setup.device:
             from worlds import device
 
-            ctx.device = device.start(setup.device, setup.road, setup.rank)
+            ctx.device = device.start(setup.device, setup.path, setup.rank)
         if setup.init:
             ctx.init()
 

@@ -6,11 +6,11 @@
 //   writer   fill 0 | fill 1 | fill 2 | ...
 //   readers           take 0 | take 1 | ...
 //
-// Who only writes runs ahead of its readers, until it comes to an area that one of them has not
-// finished (roundsBefore).
+// A rank that only writes runs ahead of its readers, until it comes to an area that one of them has
+// not finished (roundsBefore).
 //
-// What a rank offers the others copy from where it lies, before the rounds of those who do not. One
-// more round counts those who have.
+// What a rank offers from shared memory, the others copy in place before the rounds of the ranks
+// that offer nothing. One more round says who has read it: the ranks that offer wait for that.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -77,8 +77,8 @@ std::vector<SharedSpan> offerEach(const ShmGroup& group, const std::vector<Span>
   return offered;
 }
 
-// The round after the last one counts those that have read what is offered. isOffer: this rank
-// waits for all of them.
+// In the round after the last one each rank says that it has read what is offered. isOffer: this
+// rank waits for all of them.
 Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer) {
   Arena& arena = group.arena;
   MYCOLL_CO_RETURN_IF_ERROR(shmReadInTime(group));

@@ -44,7 +44,7 @@ class SharedHeap {
   static constexpr size_t kHeadBytes = 4096;
   // Blocks of more than half of this have a region of their own.
   static constexpr size_t kRegionBytes = 64 * 1024 * 1024;
-  // Of regions without blocks.
+  // Regions without blocks are kept, up to this many bytes together.
   static constexpr size_t kKeptBytes = 256 * 1024 * 1024;
 
   static SharedHeap& process();

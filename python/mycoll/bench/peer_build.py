@@ -57,10 +57,10 @@ def _tool(tool: str, family: _Family) -> str:
         return specific
     plain, launcher = shutil.which(tool), shutil.which("mpiexec")
     if plain and launcher:
-        told = subprocess.run(
+        answer = subprocess.run(
             [launcher, "--version"], capture_output=True, text=True, timeout=_ASK_SECONDS
         )
-        if family.mark in told.stdout:
+        if family.mark in answer.stdout:
             return plain
     raise PeerAbsent(f"no {tool} of its own here (Debian, Ubuntu: apt install {family.package})")
 
@@ -92,8 +92,8 @@ def _compiler(family: str) -> tuple[list[str], list[str]]:
         return [_tool("mpicc", _FAMILIES[family])], []
     root = _intel_root()
     wrapper = [_tool("mpicc", _FAMILIES["mpich"]), "-show"]
-    told = subprocess.run(wrapper, capture_output=True, text=True, timeout=_ASK_SECONDS)
-    words = told.stdout.split()
+    answer = subprocess.run(wrapper, capture_output=True, text=True, timeout=_ASK_SECONDS)
+    words = answer.stdout.split()
     if not words:
         raise PeerAbsent(f"{wrapper[0]} does not say what it calls")
     return [words[0], *(word for word in words if word.startswith("-I"))], [

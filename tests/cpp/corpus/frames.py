@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("frames")
-EAGER, REQUEST, CLEAR, DATA, ABORT, GOODBYE, PROBE, ARRIVED, QUESTION, ANSWER, VERDICT = range(
+EAGER, REQUEST, CLEAR, DATA, ABORT, GOODBYE, PROBE, ARRIVED, QUESTION, ANSWER, DEADLOCK = range(
     1, 12
 )
 COLLECTIVE, MESSAGE, CONTROL = range(3)
@@ -117,7 +117,7 @@ def inputs() -> dict[str, list[bytes]]:
         "question-nonsense": [control(QUESTION, b"?" * 100)],
         "answer-nonsense": [control(ANSWER, b"\xfe" * 100)],
         "answer-unasked-empty": [control(ANSWER)],
-        "verdict-nonsense": [control(VERDICT, b"\x80" * 100)],
+        "deadlock-nonsense": [control(DEADLOCK, b"\x80" * 100)],
         "signature-out-of-range": [frame(signature=call(255, 255, 255, -(2**31), MOST, MOST))],
         "signature-other": [frame(signature=call(size=63))],
         "class-unknown": [frame(group=200)],

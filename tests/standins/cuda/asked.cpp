@@ -19,12 +19,12 @@ constexpr int kActive = 1;
 
 // What a test says; otherwise only the whole runtime knows.
 const char* known(const char* variable, const char* otherwise) {
-  const char* const told = std::getenv(variable);
+  const char* const value = std::getenv(variable);
 #ifdef STANDIN_IS_WHOLE
-  return told != nullptr ? told : otherwise;
+  return value != nullptr ? value : otherwise;
 #else
   (void)otherwise;
-  return told;
+  return value;
 #endif
 }
 

@@ -18,7 +18,7 @@
 namespace standin {
 namespace {
 
-// Without kernels, or, as copies of contiguous tensors, with a road that has none.
+// Without kernels, or, as copies of contiguous tensors, with a path that has none.
 const std::set<std::string> kTorchsOwn = {
     "aten::_reshape_alias",
     "aten::alias",

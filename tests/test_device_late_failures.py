@@ -1,5 +1,5 @@
 """Calls on device tensors return before there is a result. When it will never come, the program
-hears of it before it can believe a number, once; and nobody else is interrupted."""
+gets an error before it can use a wrong number, once; and nobody else is interrupted."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from worlds.device_tensors import full
 from worlds.pool import World
 from worlds.worker import Ctx
 
-NOT_TO_BE_USED = "What the device has computed since is not to be used"
+INVALID = "Results computed on the device since then are invalid"
 
 
-def believe(ctx: Ctx, how: str) -> str:
-    """A result that never came is looked at, after calls that have returned. What this rank gets to
-    hear, before it can believe the number."""
+def read_after_a_death(ctx: Ctx, how: str) -> str:
+    """Reads a result that never came, after calls that have returned. Returns the error that this
+    rank gets instead of the number."""
     x = full(ctx, 1)
     dist.all_reduce(x)
     torch.accelerator.synchronize()
@@ -52,43 +52,43 @@ def believe(ctx: Ctx, how: str) -> str:
         ctx.fail(f"the loss is {number}, says the program")
     except dist.DistBackendError as error:
         text = str(error)
-    # Once is enough: who cleans up is left alone.
+    # Once is enough: a program that cleans up is left alone.
     ended = time.monotonic() + 0.5
     while time.monotonic() < ended:
         torch.accelerator.synchronize()
-    with ctx.raises(dist.DistBackendError, NOT_TO_BE_USED):
+    with ctx.raises(dist.DistBackendError, INVALID):
         dist.all_reduce(x)
     return text
 
 
-def assert_not_believed(world: World, how: str) -> str:
-    world.start(believe, how)
+def assert_error_before_the_number(world: World, how: str) -> str:
+    world.start(read_after_a_death, how)
     text = world.finish(allow_gone=True)[0]
     assert "rank 1" in text, text
-    assert NOT_TO_BE_USED in text, text
+    assert INVALID in text, text
     return text
 
 
-def test_the_line_that_called_it_is_told(fresh_device_world):
+def test_the_error_names_the_line_that_called(fresh_device_world):
     env = (("MYCOLL_CALL_SITES", "always"),)
-    text = assert_not_believed(fresh_device_world(2, "nccl", env=env), "wait")
-    assert "where all_reduce (test_device_belief.py:" in text, text
-    assert " in believe) was under way" in text, text
+    text = assert_error_before_the_number(fresh_device_world(2, "nccl", env=env), "wait")
+    assert "On this rank (0): all_reduce (test_device_late_failures.py:" in text, text
+    assert " in read_after_a_death) was under way" in text, text
 
 
 @pytest.mark.parametrize("how", ["sync", "wait", "future"])
-def test_a_result_that_never_came_is_not_believed(fresh_device_world, how):
-    assert_not_believed(fresh_device_world(2, "nccl"), how)
+def test_a_result_that_never_came_is_an_error(fresh_device_world, how):
+    assert_error_before_the_number(fresh_device_world(2, "nccl"), how)
 
 
 @pytest.mark.usefixtures("graphs")
-def test_a_replayed_result_that_never_came_is_not_believed(fresh_device_world):
-    assert_not_believed(fresh_device_world(2, "nccl"), "replay")
+def test_a_replayed_result_that_never_came_is_an_error(fresh_device_world):
+    assert_error_before_the_number(fresh_device_world(2, "nccl"), "replay")
 
 
-def believe_after_another(ctx: Ctx) -> list[str]:
+def fail_one_after_another(ctx: Ctx) -> list[str]:
     """Failures of several groups, one soon after the other, each of them caught by the program."""
-    told = []
+    texts = []
     for step in range(3):
         group = dist.new_group()
         dist.all_reduce(full(ctx, 1), group=group)
@@ -102,23 +102,23 @@ def believe_after_another(ctx: Ctx) -> list[str]:
                 dist.all_reduce(loss, group=group)
                 ctx.fail(f"the loss is {loss[0].item()}, says the program")
             except dist.DistBackendError as error:
-                told.append(str(error))
+                texts.append(str(error))
         dist.barrier()
         dist.destroy_process_group(group)
         dist.barrier()
-    return told
+    return texts
 
 
 def test_a_failure_does_not_hide_the_next(fresh_device_world):
-    for told in fresh_device_world(2, "nccl").run(believe_after_another):
-        assert len(told) == 2
-        for text in told:
-            assert "MISMATCH" in text and NOT_TO_BE_USED in text, text
+    for texts in fresh_device_world(2, "nccl").run(fail_one_after_another):
+        assert len(texts) == 2
+        for text in texts:
+            assert "MISMATCH" in text and INVALID in text, text
 
 
 def gets_through(ctx: Ctx, nap: float) -> tuple[str, bool]:
-    """Ranks that differ in what the device does not look at: numbers come, and are wrong. What this
-    rank gets to hear, and whether its call had returned: a rank that is late may hear it there."""
+    """Ranks that differ in what the device does not look at: numbers come, and are wrong. Returns
+    the error, and whether the call had returned: a rank that is late may get the error there."""
     group = dist.new_group()
     dtype = torch.float32 if ctx.rank == 0 else torch.int32
     parts = torch.zeros(8, dtype=dtype, device=ctx.device)
@@ -138,13 +138,13 @@ def gets_through(ctx: Ctx, nap: float) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("nap", [0.0, 1.5])
-def test_wrong_numbers_are_told_of(fresh_device_world, nap):
+def test_wrong_numbers_are_reported(fresh_device_world, nap):
     """To one of the two at least where nothing comes after them but the end, otherwise to both."""
-    found = [told for told in fresh_device_world(2, "nccl").run(gets_through, nap) if told[0]]
+    found = [each for each in fresh_device_world(2, "nccl").run(gets_through, nap) if each[0]]
     assert len(found) >= (2 if nap else 1)
     for text, has_returned in found:
         assert "MISMATCH" in text, text
-        assert not has_returned or NOT_TO_BE_USED in text, text
+        assert not has_returned or INVALID in text, text
 
 
 def ends_in_good_order(ctx: Ctx) -> None:
@@ -175,13 +175,13 @@ def test_nobody_is_interrupted_by_a_good_end(fresh_device_world):
     fresh_device_world(2, "nccl").run(ends_in_good_order)
 
 
-def told_elsewhere(ctx: Ctx) -> str:
+def another_thread_hears_first(ctx: Ctx) -> str:
     """Another thread hears of the death first, and keeps it to itself."""
     x = full(ctx, 1)
     dist.all_reduce(x)
     other = dist.new_group()
     (dist.recv if ctx.rank == 0 else dist.send)(x.clone(), 1 - ctx.rank)
-    if ctx.rank == 0:  # no failure, and no reason to believe what comes later
+    if ctx.rank == 0:  # no failure, and no excuse for what comes later
         work = dist.irecv(x.clone(), 1)
         # On another stream: the barrier waits for what stands behind it on this one.
         with torch.Stream(device=ctx.device), ctx.raises(dist.DistBackendError, "timed out"):
@@ -208,7 +208,7 @@ def told_elsewhere(ctx: Ctx) -> str:
     return ""
 
 
-def test_each_thread_is_told(fresh_device_world):
+def test_each_thread_gets_the_error(fresh_device_world):
     world = fresh_device_world(2, "nccl")
-    world.start(told_elsewhere)
-    assert NOT_TO_BE_USED in world.finish(allow_gone=True)[0]
+    world.start(another_thread_hears_first)
+    assert INVALID in world.finish(allow_gone=True)[0]

@@ -11,7 +11,7 @@
 
 namespace mycoll {
 
-struct CallbackPool::State {
+struct CallbackPool::Workers {
   Mutex mutex;
   std::condition_variable posted;
   std::condition_variable ended;
@@ -36,9 +36,9 @@ CallbackPool& CallbackPool::get() {
   return pool;
 }
 
-CallbackPool::State& CallbackPool::state() { return perProcess<State>(); }
+CallbackPool::Workers& CallbackPool::workers() { return perProcess<Workers>(); }
 
-void CallbackPool::State::runTasks(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
+void CallbackPool::Workers::runTasks(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
   while (!tasks.empty()) {
     {
       std::function<void()> next = std::move(tasks.front());
@@ -50,7 +50,7 @@ void CallbackPool::State::runTasks(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
   }
 }
 
-void CallbackPool::State::serve() {
+void CallbackPool::Workers::serve() {
   pthread_setname_np(pthread_self(), "mycoll-callback");
   isPoolThread = true;
   MutexLock lock(mutex);
@@ -70,7 +70,7 @@ void CallbackPool::State::serve() {
 }
 
 void CallbackPool::post(std::function<void()> task) {
-  State& pool = state();
+  Workers& pool = workers();
   MutexLock lock(pool.mutex);
   pool.tasks.push_back(std::move(task));
   if (pool.idle >= pool.tasks.size()) {
@@ -94,7 +94,7 @@ void CallbackPool::post(std::function<void()> task) {
 }
 
 bool CallbackPool::drain(std::chrono::milliseconds timeout) {
-  State& pool = state();
+  Workers& pool = workers();
   MutexLock lock(pool.mutex);
   pool.draining = true;
   pool.posted.notify_all();

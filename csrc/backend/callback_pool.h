@@ -31,8 +31,8 @@ class CallbackPool {
 
  private:
   CallbackPool() = default;
-  struct State;
-  static State& state();
+  struct Workers;
+  static Workers& workers();
 };
 
 }  // namespace mycoll

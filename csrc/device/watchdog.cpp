@@ -25,7 +25,7 @@ constexpr int kLinger = 50;
 
 }  // namespace
 
-struct Watchdog::State {
+struct Watchdog::Shared {
   Mutex mutex;
   std::condition_variable woken;
   std::vector<std::shared_ptr<DeviceGroup>> groups GUARDED_BY(mutex);  // busy ones
@@ -47,10 +47,10 @@ Watchdog& Watchdog::get() {
   return watchdog;
 }
 
-Watchdog::State& Watchdog::state() { return perProcess<State>(); }
+Watchdog::Shared& Watchdog::shared() { return perProcess<Shared>(); }
 
 void Watchdog::add(std::shared_ptr<DeviceGroup> group, bool isUrgent) {
-  State& all = state();
+  Shared& all = shared();
   MutexLock lock(all.mutex);
   if (std::find(all.groups.begin(), all.groups.end(), group) == all.groups.end()) {
     all.groups.push_back(std::move(group));
@@ -69,25 +69,25 @@ void Watchdog::add(std::shared_ptr<DeviceGroup> group, bool isUrgent) {
 }
 
 void Watchdog::wake() {
-  State& all = state();
+  Shared& all = shared();
   MutexLock lock(all.mutex);
   all.isWoken = true;
   all.woken.notify_one();
 }
 
-void Watchdog::beginExit() { state().isExiting.store(true); }
+void Watchdog::beginExit() { shared().isExiting.store(true); }
 
-bool Watchdog::isExiting() { return state().isExiting.load(); }
+bool Watchdog::isExiting() { return shared().isExiting.load(); }
 
 void Watchdog::stop() {
-  State& all = state();
+  Shared& all = shared();
   MutexLock lock(all.mutex);
   all.isStopped = true;
   all.hasLooked.wait_for(lock.native(), std::chrono::seconds(1),
                          [&all]() REQUIRES(all.mutex) { return !all.isLooking; });
 }
 
-void Watchdog::State::awaitGroups(MutexLock& lock) {
+void Watchdog::Shared::awaitGroups(MutexLock& lock) {
   const auto isThere = [this]() REQUIRES(mutex) {
     const bool isBusy = !groups.empty() && !isStopped;
     return isWoken || isBusy;
@@ -100,7 +100,7 @@ void Watchdog::State::awaitGroups(MutexLock& lock) {
   isAsleep = false;
 }
 
-void Watchdog::State::run() {
+void Watchdog::Shared::run() {
   auto pause = kLeast;
   MutexLock lock(mutex);
   for (;;) {

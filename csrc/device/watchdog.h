@@ -32,8 +32,8 @@ class Watchdog {
 
  private:
   Watchdog() = default;
-  struct State;
-  static State& state();
+  struct Shared;
+  static Shared& shared();
 };
 
 }  // namespace mycoll

@@ -75,10 +75,10 @@ bool Engine::isTakenFor(const Seat& rank) const {
 
 Status Engine::create(const MeshOptions& options, std::shared_ptr<Engine>* result) {
   auto engine = std::shared_ptr<Engine>(new Engine);
-  MYCOLL_RETURN_IF_ERROR(Mesh::create(options, &engine->state_->mesh));
+  MYCOLL_RETURN_IF_ERROR(Mesh::create(options, &engine->progress_->mesh));
   try {
     const SignalsBlocked blocked;
-    engine->thread_ = std::thread([state = engine->state_] { state->run(); });
+    engine->thread_ = std::thread([progress = engine->progress_] { progress->run(); });
   } catch (const std::system_error& error) {
     return Status(Code::kInternal, std::string("cannot start a thread: ") + error.what());
   }
@@ -90,12 +90,12 @@ Status Engine::create(const MeshOptions& options, std::shared_ptr<Engine>* resul
 Engine::~Engine() {
   if (!thread_.joinable()) return;  // create() has failed
   {
-    MutexLock lock(state_->mutex);
-    state_->isStopped = true;
-    ++state_->wakeUps;
-    state_->woken.notify_all();
+    MutexLock lock(progress_->mutex);
+    progress_->isStopped = true;
+    ++progress_->wakeUps;
+    progress_->woken.notify_all();
   }
-  state_->mesh->sleeper().wakeAll();
+  progress_->mesh->sleeper().wakeAll();
   if (std::this_thread::get_id() == thread_.get_id()) {
     thread_.detach();  // it dropped the last group itself, and ends now
   } else {
@@ -104,9 +104,9 @@ Engine::~Engine() {
 }
 
 void Engine::add(const std::shared_ptr<Communicator>& group) {
-  MutexLock lock(state_->mutex);
-  std::erase_if(state_->groups, [](const auto& entry) { return entry.expired(); });
-  state_->groups.push_back(group);
+  MutexLock lock(progress_->mutex);
+  std::erase_if(progress_->groups, [](const auto& entry) { return entry.expired(); });
+  progress_->groups.push_back(group);
 }
 
 std::map<int64_t, Engine::Loss> Engine::losses() {
@@ -124,7 +124,7 @@ std::map<int64_t, Engine::Loss> Engine::losses() {
   return found;
 }
 
-void Engine::State::wake() {
+void Engine::Progress::wake() {
   // Against run(): either it sees the work, or this sees that it sleeps.
   if (activity.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
   {
@@ -135,16 +135,16 @@ void Engine::State::wake() {
   mesh->sleeper().wakeAll();
 }
 
-void Engine::State::wakeIfAsleep() {
+void Engine::Progress::wakeIfAsleep() {
   if (activity.fetch_add(0, std::memory_order_seq_cst) == kSleeping) wake();
 }
 
-bool Engine::State::stopped() {
+bool Engine::Progress::stopped() {
   MutexLock lock(mutex);
   return isStopped;
 }
 
-std::vector<std::shared_ptr<Communicator>> Engine::State::alive() {
+std::vector<std::shared_ptr<Communicator>> Engine::Progress::alive() {
   std::vector<std::shared_ptr<Communicator>> found;
   MutexLock lock(mutex);
   for (auto& entry : groups) {
@@ -153,14 +153,14 @@ std::vector<std::shared_ptr<Communicator>> Engine::State::alive() {
   return found;
 }
 
-void Engine::State::hear() {
+void Engine::Progress::hear() {
   if (messages.load(std::memory_order_relaxed) == 0) return;
   messages.exchange(0, std::memory_order_acquire);
   for (auto& group : alive()) group->questions().handleMessages();
 }
 
 // True if anything moved. *isNeeded: there is work that nobody else will do.
-bool Engine::State::workOnce(bool* isNeeded) {
+bool Engine::Progress::workOnce(bool* isNeeded) {
   const std::vector<std::shared_ptr<Communicator>> living = alive();
   bool moved = mesh->progress();
   hear();
@@ -173,7 +173,7 @@ bool Engine::State::workOnce(bool* isNeeded) {
   return moved;
 }
 
-void Engine::State::run() {
+void Engine::Progress::run() {
   auto lastMove = Clock::now();
   uint64_t lastWaits = 0;
   while (!stopped()) {
@@ -234,7 +234,7 @@ void Engine::State::run() {
 }
 
 // What has to be done in the background now and then, and whose time has not come most of the time.
-void Engine::State::doChores() {
+void Engine::Progress::doChores() {
   const auto now = Clock::now();
   if (now < nextChores) return;
   nextChores = now + kChores;
@@ -249,7 +249,7 @@ void Engine::State::doChores() {
 
 // Nothing to do, and the user's threads wait for their operations themselves: this thread would be
 // woken by their sockets' events for nothing, so it stays away from these until things are quiet.
-void Engine::State::waitForWork(uint64_t seenWakeUps) {
+void Engine::Progress::waitForWork(uint64_t seenWakeUps) {
   MutexLock lock(mutex);
   woken.wait_for(lock.native(), kWaitForWork,
                  [&]() REQUIRES(mutex) { return isStopped || wakeUps != seenWakeUps; });

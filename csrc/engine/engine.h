@@ -41,22 +41,24 @@ class Engine {
   static Status create(const MeshOptions& options, std::shared_ptr<Engine>* result);
   ~Engine();
 
-  const std::shared_ptr<Mesh>& mesh() const { return state_->mesh; }
+  const std::shared_ptr<Mesh>& mesh() const { return progress_->mesh; }
 
   void add(const std::shared_ptr<Communicator>& group);
   // There is work that nobody waits for.
-  void wake() { state_->wake(); }
+  void wake() { progress_->wake(); }
   // As wake(), for a message: its caller most often waits for it next. A thread that has just seen
   // others wait is not woken for it, and looks by itself a little later.
-  void wakeIfAsleep() { state_->wakeIfAsleep(); }
+  void wakeIfAsleep() { progress_->wakeIfAsleep(); }
   // Bracket a user's thread that waits, and therefore works.
-  void beginWait() { state_->waits.fetch_add(State::kOneWait + 1, std::memory_order_seq_cst); }
-  void endWait() { state_->waits.fetch_sub(1, std::memory_order_seq_cst); }
+  void beginWait() {
+    progress_->waits.fetch_add(Progress::kOneWait + 1, std::memory_order_seq_cst);
+  }
+  void endWait() { progress_->waits.fetch_sub(1, std::memory_order_seq_cst); }
 
   // What this process waits for, and the threads that it is called from.
-  WaitBoard& waits() { return state_->board; }
-  Caller& caller() { return state_->caller; }
-  std::vector<std::shared_ptr<Communicator>> groups() { return state_->alive(); }
+  WaitBoard& waits() { return progress_->board; }
+  Caller& caller() { return progress_->caller; }
+  std::vector<std::shared_ptr<Communicator>> groups() { return progress_->alive(); }
   // A rank of the job that a group has failed of, which is still open here: its process, and the
   // group's error.
   struct Loss {
@@ -66,13 +68,13 @@ class Engine {
   // By the job's ranks.
   std::map<int64_t, Loss> losses();
   // A rank has said something to a group (questions.h). [I/O lock]
-  void messageCame() { state_->messages.fetch_add(1, std::memory_order_release); }
+  void messageCame() { progress_->messages.fetch_add(1, std::memory_order_release); }
   // Lets the groups hear what was said. For whoever has waited a while.
-  void hear() { state_->hear(); }
+  void hear() { progress_->hear(); }
 
  private:
   // Outlives the engine where the thread itself drops the last group.
-  struct State {
+  struct Progress {
     std::shared_ptr<Mesh> mesh;
     Mutex mutex;
     std::condition_variable woken;
@@ -110,7 +112,7 @@ class Engine {
 
   // Those of its ranks. Under the lock of all engines of the process.
   std::vector<std::weak_ptr<const Seat>> seats_;
-  std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   std::thread thread_;
 };
 

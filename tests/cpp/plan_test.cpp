@@ -9,10 +9,11 @@
 #include <vector>
 
 #include "collectives/plan/cost.h"
-#include "collectives/plan/verify.h"
+#include "plan_verifier.h"
 #include "test.h"
 
 using namespace mycoll;
+using test::verifier::verify;
 
 namespace {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include "collectives/plan/verify.h"
+#include "collectives/plan/plan.h"
 
 namespace mycoll {
 namespace {

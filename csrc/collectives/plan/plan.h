@@ -1,6 +1,7 @@
 // Plan: what one rank does in a collective between hosts, as a list of steps. It is a pure function
 // of the operation, the sizes and the shape of the world: all ranks plan alike, a verifier proves
-// plans without running them (verify.h), and a model tells what they cost (cost.h).
+// plans without running them (tests/cpp/plan_verifier.h), and a model tells what they cost
+// (cost.h).
 //
 // Bytes cross the network once for each host that needs them, not once for each rank:
 //
@@ -111,6 +112,11 @@ Chunking chunkingOf(const Shape& shape, const Job& job);
 // sharesMemory: with the other ranks of its host; only where isShared().
 Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking, uint64_t chunk,
             bool sharesMemory);
+
+// The job of one rank where all blocks are equal: `bytes` is what a rank gives (kReduceScatter: all
+// blocks of it together).
+Job evenJob(OpKind kind, int ranks, int rank, int root, uint64_t bytes, uint64_t elementBytes,
+            uint64_t wideBytes);
 
 // Whether ranks of a host that share memory do this job through it; the same on all of them.
 bool isShared(const Shape& shape, const Job& job, const Chunking& chunking);

@@ -1,15 +1,27 @@
-#include "collectives/plan/verify.h"
+// Proves the plans of all ranks without running them: that every message has its counterpart, that
+// all ranks come to the end even if every send waits for its receiver, and that each byte of every
+// output is what the operation says: the right input, or the whole tree over all ranks, with every
+// contribution in it once. Where ranks of a host share memory, it also proves that a rank reads
+// there only what its writer has said to be there.
+//
+// Plain functions: nothing blocks. Memory: some 16 bytes for each element of all ranks' buffers.
+#pragma once
 
 #include <algorithm>
 #include <bit>
 #include <deque>
 #include <iterator>
 #include <map>
+#include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
-namespace mycoll {
-namespace {
+#include "collectives/plan/plan.h"
+
+namespace test::verifier {
+
+using namespace mycoll;
 
 // What stands in an element of memory: element `element` of block `block` of some ranks' inputs.
 struct Cell {
@@ -23,7 +35,7 @@ struct Cell {
 
 constexpr int kMarks = static_cast<int>(Mark::kDone) + 1;
 
-std::string describe(const Cell& cell) {
+inline std::string describe(const Cell& cell) {
   if (cell.block < 0) return "nothing";
   return "element " + std::to_string(cell.element) + " of block " + std::to_string(cell.block) +
          " of ranks " + std::to_string(cell.node.lo) + " to " + std::to_string(cell.node.hi) +
@@ -32,7 +44,7 @@ std::string describe(const Cell& cell) {
                         : "");
 }
 
-bool reduces(OpKind kind) {
+inline bool reduces(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
 }
 
@@ -312,44 +324,11 @@ class Verifier {
   std::string wrong_;
 };
 
-}  // namespace
-
-std::string verify(const Shape& shape, const std::vector<Job>& jobs, const Chunking& chunking,
-                   const std::vector<bool>& sharesMemory) {
+// jobs[rank]: the same collective, as each rank sees it. sharesMemory: on which hosts ranks do so,
+// for jobs that they may share. "" if all is well; else what is wrong.
+inline std::string verify(const Shape& shape, const std::vector<Job>& jobs,
+                          const Chunking& chunking, const std::vector<bool>& sharesMemory) {
   return Verifier(shape, jobs, chunking, sharesMemory).run();
 }
 
-Job evenJob(OpKind kind, int ranks, int rank, int root, uint64_t bytes, uint64_t elementBytes,
-            uint64_t wideBytes) {
-  Job job{kind, root, elementBytes, wideBytes, {}, {}};
-  const std::vector<uint64_t> each(ranks, bytes);
-  const bool isRoot = rank == root;
-  switch (kind) {
-    case OpKind::kBroadcast: job.out = {bytes}; break;
-    case OpKind::kAllReduce: job.in = job.out = {bytes}; break;
-    case OpKind::kReduce:
-      job.in = {bytes};
-      if (isRoot) job.out = {bytes};
-      break;
-    case OpKind::kAllGather: job.in = {bytes}, job.out = each; break;
-    case OpKind::kGather:
-      job.in = {bytes};
-      if (isRoot) job.out = each;
-      break;
-    case OpKind::kScatter:
-      job.out = {bytes};
-      if (isRoot) job.in = each;
-      break;
-    case OpKind::kReduceScatter: {
-      const uint64_t block = bytes / elementBytes / ranks * elementBytes;
-      job.in.assign(ranks, block);
-      job.out = {block};
-      break;
-    }
-    case OpKind::kAllToAll: job.in = job.out = each; break;
-    default: break;
-  }
-  return job;
-}
-
-}  // namespace mycoll
+}  // namespace test::verifier

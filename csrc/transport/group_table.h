@@ -32,7 +32,7 @@ struct EarlyFrame {
 
 class GroupTable {
  public:
-  // Of all frames that are kept.
+  // The most that all kept frames take together.
   static constexpr size_t kMaxEarlyBytes = 64 * 1024 * 1024;
 
   // Those of its peers that were in none of the groups so far, or are in none any more.

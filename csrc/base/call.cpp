@@ -34,7 +34,9 @@ Signature Call::signature() const {
       result.reduceOp = reduceOp;
       result.bytes = in[0].bytes;
       break;
-    case OpKind::kBroadcast: result.bytes = out[0].bytes; break;
+    case OpKind::kBroadcast:
+    case OpKind::kRecv: result.bytes = out[0].bytes; break;
+    case OpKind::kSend: result.bytes = in[0].bytes; break;
     case OpKind::kAllGather:
       result.bytes = totalBytes(out);
       result.layout = hashSizes(out);

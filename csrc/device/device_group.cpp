@@ -47,19 +47,14 @@ bool isMessage(const Request& request) {
   return request.calls.size() == 1 && isPointToPoint(request.calls.front());
 }
 
-std::vector<ExternalMessage> messagesOf(const std::vector<Request*>& requests) {
-  std::vector<ExternalMessage> messages;
+std::vector<Operation> messagesOf(const std::vector<Request*>& requests) {
+  std::vector<Operation> messages;
   for (const Request* request : requests) {
     for (const Call& call : request->calls) {
       if (!isPointToPoint(call)) continue;
-      ExternalMessage message;
-      message.peer = request->peer;
-      message.isSend = call.kind == OpKind::kSend;
-      message.dtype = call.dtype;
-      message.opaqueType = call.opaqueType;
-      message.bytes = (message.isSend ? call.in : call.out).front().bytes;
-      message.tag = request->tag;
-      messages.push_back(message);
+      const Signature signature = call.signature();
+      messages.push_back(
+          Operation::ofMessage(signature, request->peer, request->tag, signature.bytes));
     }
   }
   return messages;
@@ -313,7 +308,7 @@ void DeviceGroup::watchMessages(const DeviceOperationPtr& operation,
   watched.messages = messagesOf(requests);
   watched.calledAt = callSiteOfCall();
   if (isRecorded) {
-    for (const ExternalMessage& message : watched.messages) {
+    for (const Operation& message : watched.messages) {
       watched.records.push_back(place_.control->recordMessage(message, watched.calledAt));
     }
   }
@@ -352,10 +347,11 @@ std::string DeviceGroup::describe(const Watched& watched) const {
   constexpr size_t kShown = 8;
   std::string text;
   for (size_t i = 0; i < std::min(watched.messages.size(), kShown); ++i) {
-    const ExternalMessage& message = watched.messages[i];
-    text += std::string(i > 0 ? ", " : "") + (message.isSend ? "send to " : "recv from ") +
-            place_.control->describeRank(message.peer) + " of " + std::to_string(message.bytes) +
-            " bytes";
+    const Operation& message = watched.messages[i];
+    const bool isSend = message.signature.kind == OpKind::kSend;
+    text += std::string(i > 0 ? ", " : "") + (isSend ? "send to " : "recv from ") +
+            place_.control->describeRank(message.peer) + " of " +
+            std::to_string(message.signature.bytes) + " bytes";
   }
   if (watched.messages.size() > 1) {
     text = "a batch of " + std::to_string(watched.messages.size()) + " sends and receives (" +

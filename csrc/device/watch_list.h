@@ -32,7 +32,7 @@ struct Watched {
   bool isMessage = false;
   bool isOfPair = false;  // a communicator of its own carries it
   bool ownsDeadline = false;
-  std::vector<ExternalMessage> messages;
+  std::vector<Operation> messages;
   std::vector<OpRecord> records;  // of the messages
   uint32_t calledAt = 0;          // place in the program; 0: not known
   std::chrono::milliseconds timeout{0};

@@ -38,19 +38,6 @@ Status checkTransport(const Mesh& mesh, const GroupAddress& address) {
   return Status();
 }
 
-Operation toOperation(const ExternalMessage& message, uint64_t sequence) {
-  Operation operation;
-  operation.signature.kind = message.isSend ? OpKind::kSend : OpKind::kRecv;
-  operation.signature.dtype = message.dtype;
-  operation.signature.opaqueType = message.opaqueType;
-  operation.signature.bytes = message.bytes;
-  operation.peer = message.peer;
-  operation.sequence = sequence;
-  operation.tag = message.tag;
-  (message.isSend ? operation.inBytes : operation.outBytes) = message.bytes;
-  return operation;
-}
-
 Signature signatureOf(OpKind kind) {
   Signature signature;
   signature.kind = kind;
@@ -238,11 +225,11 @@ OpPtr Communicator::submitExternal(const Signature& signature, std::shared_ptr<E
   return op;
 }
 
-OpRecord Communicator::recordMessage(const ExternalMessage& message, uint32_t site) {
-  Operation operation = toOperation(message, messages_.fetch_add(1, std::memory_order_relaxed));
-  operation.flags = kIsOnDevice;
-  operation.site = site;
-  return record_.enqueue(operation, steadyNanos(), /*isStarted=*/true);
+OpRecord Communicator::recordMessage(Operation message, uint32_t site) {
+  message.sequence = messages_.fetch_add(1, std::memory_order_relaxed);
+  message.flags = kIsOnDevice;
+  message.site = site;
+  return record_.enqueue(message, steadyNanos(), /*isStarted=*/true);
 }
 
 OpPtr Communicator::send(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
@@ -271,9 +258,9 @@ OpPtr Communicator::post(bool isSend, const Message& message, std::shared_ptr<vo
   }
   op->keepAlive = std::move(keepAlive);
   op->deadline = deadlineFor(timeout);
-  const Operation operation = toOperation(
-      {message.rank, isSend, message.dtype, message.opaqueType, message.data.bytes, message.tag},
-      op->sequence());
+  Operation operation =
+      Operation::ofMessage(signature, message.rank, message.tag, message.data.bytes);
+  operation.sequence = op->sequence();
   op->setRecord(record_.enqueue(operation, op->submitted.time_since_epoch().count(), true));
   op->self = op;
   if (isSend) {

@@ -91,16 +91,6 @@ struct Message {
   uint64_t wholeBytes = 0;  // what the two ranks are compared by, where this is a piece of more
 };
 
-// A message that runs elsewhere, between this rank and another one.
-struct ExternalMessage {
-  int peer = 0;
-  bool isSend = false;
-  DType dtype = DType::kOpaque;
-  uint8_t opaqueType = 0;
-  uint64_t bytes = 0;
-  uint64_t tag = 0;
-};
-
 class Communicator final : public MailboxOwner, public std::enable_shared_from_this<Communicator> {
  public:
   using Milliseconds = std::chrono::milliseconds;
@@ -181,7 +171,7 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   bool watchExternal();
   // A message that runs elsewhere has been called, at this place of the program: for the record.
   // The caller finishes the record when it sees the end.
-  OpRecord recordMessage(const ExternalMessage& message, uint32_t site);
+  OpRecord recordMessage(Operation message, uint32_t site);
   // Other threads than those that have called it so far may make the call that others wait for.
   void noteOtherCallers() { questions_.noteOtherCallers(); }
 

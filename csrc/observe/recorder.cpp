@@ -33,6 +33,15 @@ Operation Operation::of(const Signature& signature, uint64_t sequence, uint8_t f
   return result;
 }
 
+Operation Operation::ofMessage(const Signature& signature, int peer, uint64_t tag, uint64_t bytes) {
+  Operation result;
+  result.signature = signature;
+  result.peer = peer;
+  result.tag = tag;
+  (signature.kind == OpKind::kSend ? result.inBytes : result.outBytes) = bytes;
+  return result;
+}
+
 void OpRecord::start(int64_t now) const {
   if (!isCurrent() || get(entry_->started) != 0) return;
   put(entry_->started, now);

@@ -36,6 +36,7 @@ struct Operation {
   uint64_t outBytes = 0;
 
   static Operation of(const Signature& signature, uint64_t sequence, uint8_t flags);
+  static Operation ofMessage(const Signature& signature, int peer, uint64_t tag, uint64_t bytes);
 };
 
 class OpRecord {

@@ -163,8 +163,9 @@ TEST(Engine, pointToPoint) {
 // A rank that computes takes what comes in the background, however much it is: a rank that sends to
 // it does not wait until it looks by itself.
 TEST(Engine, aComputingRankStillReceives) {
-  for (Links links : kAllLinks) {
-    runWorld(2, links, [&](Communicator& group) {
+  // All at the same time, as they mostly wait.
+  Threads(std::size(kAllLinks), [](int which) {
+    runWorld(2, kAllLinks[which], [&](Communicator& group) {
       constexpr size_t kMessages = 64, kCount = 16 * 1024;  // as large as may go without asking
       ASSERT_OK(run(group, call(OpKind::kBarrier)));
       std::vector<int32_t> values = input(0, kCount);
@@ -181,7 +182,7 @@ TEST(Engine, aComputingRankStillReceives) {
       if (group.rank() == 0) EXPECT(took.count() < 2);
       expectInput(values, 0);
     });
-  }
+  });
 }
 
 TEST(Engine, manyAsync) {
@@ -237,9 +238,9 @@ TEST(Engine, mismatchIsSeenByAll) {
 }
 
 TEST(Engine, timeoutNamesTheMissingRank) {
-  for (Links links : kAllLinks) {
+  Threads(std::size(kAllLinks), [](int which) {
     runWorld(
-        3, links,
+        3, kAllLinks[which],
         [&](Communicator& group) {
           EXPECT(run(group, call(OpKind::kBarrier)).ok());
           if (group.rank() == 2) {
@@ -250,7 +251,7 @@ TEST(Engine, timeoutNamesTheMissingRank) {
           EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
         },
         1000);  // in which the group is made, too
-  }
+  });
 }
 
 TEST(Engine, abortEndsEverybody) {

@@ -21,6 +21,7 @@ using State = Comm::State;
 
 TEST(NcclAbort, freesAStreamThatWaits) {
   StandIn& standIn = StandIn::full();
+  const auto script = standIn.scripted("connect=eagerly");
   World world(standIn, 2);
   Rank& rank = world[0];
   Buffer data(filled(1), rank.stream);
@@ -167,7 +168,8 @@ TEST(NcclClose, waitsForWhatRuns) {
     options.nccl.isBlocking = isBlocking;
     World world(standIn, 2, options);
     world.run([](Rank& rank) {
-      Buffer data(filled(1), rank.stream);
+      Buffer data(filled(1), rank.stream), first(filled(1), rank.stream);
+      ASSERT_OK(sum(rank, first));  // connects, for which NCCL waits for the device
       void* const gate = mycoll_standin_gate_close(rank.stream);
       ASSERT_OK(sum(rank, data));
       std::thread opening([gate] {
@@ -192,8 +194,9 @@ TEST(NcclClose, endsByItsDeadline) {
     {
       World world(standIn, 2, options);
       Buffer data(filled(1), world[0].stream), late(filled(1), world[1].stream);
+      const auto script =
+          standIn.scripted(isPending ? "connect=eagerly" : ("rank=0,hang=" + what).c_str());
       if (isPending) EXPECT_OK(sum(world[0], data));  // rank 1 comes too late
-      const auto script = standIn.scripted(isPending ? "" : ("rank=0,hang=" + what).c_str());
       const Clock::time_point start = Clock::now();
       const Status status = world[0].comm->close(in(200));
       EXPECT_EQ(status.code(), Code::kTimeout);

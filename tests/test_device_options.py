@@ -20,7 +20,7 @@ import torch.distributed as dist
 from standins import accelerator
 from standins import cuda as standin_cuda
 from worlds import device, training
-from worlds.device_tensors import NUMEL, full, is_all
+from worlds.device_tensors import NUMEL, Pool, full, is_all
 from worlds.worker import Ctx, write_coverage
 
 ROADS = ("nccl", "host")
@@ -33,16 +33,6 @@ def warm_up(ctx: Ctx) -> None:
 
 
 # --- memory
-
-
-class Pool:
-    """As torch.cuda.MemPool tells what it holds."""
-
-    def __init__(self, *segments: dict[str, Any]) -> None:
-        self._segments = segments
-
-    def snapshot(self) -> tuple[dict[str, Any], ...]:
-        return self._segments
 
 
 def memory(ctx: Ctx) -> None:
@@ -61,8 +51,7 @@ def memory(ctx: Ctx) -> None:
     ctx.equal(allocator.mycoll_nccl_alloc(0, ctx.device.index, None), None, "no bytes")
     if is_nccl:
         ctx.equal(address is not None, True, "memory from NCCL")
-    where = {"device_type": ctx.device.type, "device": ctx.device.index}
-    pool = Pool({**where, "address": address or 4096, "total_size": size})
+    pool = Pool(ctx.device, address or 4096, size)
     for symmetric in (False, True):
         mycoll.register_mem_pool(pool, symmetric=symmetric)
         mycoll.register_mem_pool(pool, symmetric=symmetric)  # what it holds by now
@@ -96,8 +85,7 @@ def memory_by_torchs_names(ctx: Ctx) -> None:
     )
     warm_up(ctx)
     is_nccl = ctx.setup.road.startswith("nccl")
-    where = {"device_type": ctx.device.type, "device": ctx.device.index}
-    pool = Pool({**where, "address": full(ctx, 1).data_ptr(), "total_size": 4096})
+    pool = Pool(ctx.device, full(ctx, 1).data_ptr(), 4096)
     backend.register_mem_pool(pool)
     backend.deregister_mem_pool(pool)
     if is_nccl:
@@ -139,6 +127,29 @@ def test_memory_by_torchs_names(fresh_device_world, road):
 def test_memory_that_can_have_no_window(fresh_device_world):
     env = (("STANDIN_NCCL", "window=none"),)
     fresh_device_world(2, "nccl", env=env).run(memory)
+
+
+def registers_late(ctx: Ctx) -> None:
+    """NCCL takes longer than the group's timeout, whatever that was at first."""
+    import mycoll
+
+    warm_up(ctx)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    x = full(ctx, 1)
+    torch.standin.sleep(6_000_000)  # NCCL waits for the device
+    started = time.monotonic()
+    with ctx.raises(ERRORS, "ncclCommRegister timed out"):
+        mycoll.register_mem_pool(Pool(ctx.device, x.data_ptr(), 4096))
+    took = time.monotonic() - started
+    ctx.equal(1.0 < took < 5.0, True, f"{took:.1f} s")
+    with ctx.raises(ERRORS, "ncclCommRegister timed out"):
+        dist.all_reduce(x)
+
+
+def test_registering_ends_by_the_groups_timeout(fresh_device_world, request):
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("only the stand-in can be told to wait for its device")
+    fresh_device_world(2, "nccl").run(registers_late)
 
 
 # --- hooks, works

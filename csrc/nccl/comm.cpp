@@ -373,19 +373,24 @@ Status Comm::split(int color, int key, Comm* child, Deadline deadline, const Che
   return child != nullptr ? child->becomeReady(slot, kFunction, deadline, check) : Status();
 }
 
+Deadline Comm::issueDeadline() const {
+  return options_.issueTimeout ? Deadline::after(options_.issueTimeout()) : Deadline::never();
+}
+
 // --- memory
 
-// An error here is the call's own; the communicator lives on.
+// An error here is the call's own; the communicator lives on. Not where the call is late: then a
+// thread is left inside NCCL, beside which no other call may begin.
 Status Comm::managed(const char* function, bool isThere,
                      const std::function<Result(RawComm*)>& call) {
   if (!isThere) return lacks(library_, function);
   Issue issue(*this);
   if (!issue.status().ok()) return issue.status();
   RawComm* const comm = issue.handle();
-  const Deadline deadline = Deadline::after(options_.issueTimeout);
-  MYCOLL_RETURN_IF_ERROR(
-      runApart(function, [call, comm] { return call(comm); }, deadline, nullptr));
-  return settle(function, comm, deadline, nullptr);
+  const Deadline deadline = issueDeadline();
+  Status status = runApart(function, [call, comm] { return call(comm); }, deadline, nullptr);
+  if (status.ok()) status = settle(function, comm, deadline, nullptr);
+  return status.code() == Code::kTimeout ? fail(std::move(status)) : status;
 }
 
 Status Comm::registerBuffer(void* memory, size_t bytes, void** handle) {

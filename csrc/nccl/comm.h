@@ -45,9 +45,9 @@ namespace mycoll::nccl {
 
 struct CommOptions {
   NcclEnv nccl;
-  // How long one enqueue may take (the first one connects to peers); the communicator fails after
-  // it.
-  std::chrono::milliseconds issueTimeout{600000};
+  // How long one enqueue may take (the first one connects to peers), or one registration of memory;
+  // the communicator fails after it. Asked each time. Empty: as long as it takes.
+  std::function<std::chrono::milliseconds()> issueTimeout;
   // Called first on every thread of ours that calls NCCL: makes the communicator's device current.
   std::function<void()> bindDevice;
 };
@@ -144,6 +144,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
                   std::function<void()> undo = {});
   Config config() const;
   Status becomeReady(const Slot& slot, const char* function, Deadline deadline, const Check& check);
+  Deadline issueDeadline() const;
   Status managed(const char* function, bool isThere, const std::function<Result(RawComm*)>& call);
   void runAbort();
   std::unique_lock<std::mutex> evict();

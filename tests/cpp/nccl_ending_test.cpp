@@ -149,7 +149,7 @@ TEST(NcclAbort, returnsByItsDeadlineWhenNcclDoesNot) {
 TEST(NcclAbort, anEnqueueEndsByItsTimeout) {
   StandIn& standIn = StandIn::full();
   CommOptions options;
-  options.issueTimeout = std::chrono::milliseconds(100);
+  options.issueTimeout = [] { return std::chrono::milliseconds(100); };
   World world(standIn, 1, options);
   const auto script = standIn.scripted("progress_ms=1000000");
   Buffer data(filled(1), world[0].stream);
@@ -307,6 +307,24 @@ TEST(NcclMemory, isRegisteredAndLetGo) {
     EXPECT(!rank.comm->registerBuffer(&onHost, 4, &handle).ok());
     EXPECT_EQ(rank.comm->state(), State::kReady);
   });
+}
+
+// Its thread is still in NCCL, which no other call may enter now.
+TEST(NcclMemory, aLateCallEndsTheCommunicator) {
+  StandIn& standIn = StandIn::full();
+  CommOptions options;
+  options.issueTimeout = [] { return std::chrono::milliseconds(100); };
+  World world(standIn, 1, options);
+  Rank& rank = world[0];
+  Buffer data(filled(1), rank.stream);
+  void* const gate = mycoll_standin_gate_close(rank.stream);
+  void* handle = nullptr;
+  const Status status = rank.comm->registerBuffer(data.span().data, data.span().bytes, &handle);
+  EXPECT_EQ(status.code(), Code::kTimeout);
+  EXPECT(contains(status, "ncclCommRegister timed out"));
+  EXPECT_EQ(rank.comm->state(), State::kFailed);
+  EXPECT_EQ(sum(rank, data).message(), status.message());
+  mycoll_standin_gate_open(gate);
 }
 
 // --- processes

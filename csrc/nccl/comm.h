@@ -169,7 +169,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::condition_variable abortDone_;
   Status cause_;
   bool isAbortDone_ = false;
-  std::vector<Slot> unfinished_;  // NCCL may still write to these
+  // Of splits that have not ended well: NCCL may still make a child there, which goes with us.
+  std::vector<Slot> unfinished_;
 };
 
 const char* name(Comm::State state);

@@ -266,6 +266,27 @@ TEST(NcclSplit, endsWhenOthersDoNotCome) {
             "rank 0 has left");
 }
 
+// NCCL makes the child when nobody waits for it any more.
+TEST(NcclSplit, freesAChildThatComesLate) {
+  StandIn& standIn = StandIn::full();
+  for (bool isBlocking : {true, false}) {
+    CommOptions options;
+    options.nccl.isBlocking = isBlocking;
+    const int64_t comms = standIn.count("comms");
+    World world(standIn, 1, options);
+    const auto child = lone(standIn, 0, 1, options);
+    Status status;
+    {
+      const auto script = standIn.scripted("hang=init");
+      status = world[0].comm->split(0, 0, child.get(), in(100), nullptr);
+      EXPECT_EQ(status.code(), Code::kTimeout);
+    }
+    EXPECT(eventually([&] { return standIn.count("comms") == comms + 2; }));
+    EXPECT_OK(world[0].comm->abort(patient(), status));
+    EXPECT_EQ(standIn.count("comms"), comms);
+  }
+}
+
 TEST(NcclLacks, saysWhichFunction) {
   StandIn& standIn = StandIn::required();
   World world(standIn, 1);

@@ -278,6 +278,24 @@ def leave(ctx: Ctx, how: str) -> float:
     return took
 
 
+def ends_late(ctx: Ctx) -> int:
+    """NCCL does not come back from ending the first of two communicators."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    device.tell_nccl("hang=finalize")
+    dist.destroy_process_group()
+    return device.count_nccl("ncclCommFinalize")
+
+
+def test_nothing_ends_beside_what_is_late(fresh_device_world, request):
+    if not device.is_scripted(request.config.getoption("--device")):
+        pytest.skip("only the stand-in can be told to hang")
+    assert fresh_device_world(2, "nccl").run(ends_late) == [1, 1]
+
+
 @pytest.mark.parametrize("how", ["abort", "destroy"])
 @pytest.mark.parametrize("road", ROADS)
 def test_a_stuck_group_can_be_left(reused_device_world, road, how):

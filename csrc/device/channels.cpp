@@ -235,11 +235,16 @@ void Channels::abort(Deadline deadline, const Status& why) {
   for (const auto& comm : comms) (void)comm->abort(deadline, why);
 }
 
+// One after another. The thread of one that is late stays in NCCL, where no other may end in good
+// order beside it; an abort may.
 Status Channels::close(Deadline deadline) {
   Status first;
   for (const auto& comm : end()) {
-    const Status closed = comm->close(deadline);
-    if (first.ok()) first = closed;
+    if (first.ok()) {
+      first = comm->close(deadline);
+    } else {
+      comm->beginAbort(first);
+    }
   }
   return first;
 }

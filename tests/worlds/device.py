@@ -118,6 +118,13 @@ def tell_nccl(script: str) -> None:
     ctypes.CDLL(str(standins() / "libnccl.so.2")).mycoll_standin_nccl_script(script.encode())
 
 
+def count_nccl(what: str) -> int:
+    """How often the stand-in's function was called in this process, or what else it counts."""
+    count = ctypes.CDLL(str(standins() / "libnccl.so.2")).mycoll_standin_nccl_count
+    count.restype = ctypes.c_int64
+    return int(count(what.encode()))
+
+
 def start(device: str, road: str, rank: int) -> torch.device:
     """Makes the device known to torch and mycoll, and a rank's own one the current one."""
     if device == "standin":

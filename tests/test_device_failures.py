@@ -249,6 +249,46 @@ def test_a_message_that_nobody_answers(reused_device_world, road, kind):
     assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
 
 
+# --- a device that fails
+
+
+def on_a_broken_device(ctx: Ctx, kind: str) -> str:
+    """Rank 1's device answers with an error from some point on, as after a kernel that has gone
+    wrong."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    if kind == "message":
+        (dist.send if ctx.rank == 1 else dist.recv)(x, 1 - ctx.rank)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    if ctx.rank == 1:
+        device.break_device("an illegal memory access was encountered")
+    if kind == "collective":
+        work = dist.all_reduce(x, async_op=True)
+    else:
+        work = dist.isend(x, 0) if ctx.rank == 1 else dist.irecv(x, 1)
+    if ctx.rank == 1:
+        with ctx.raises(dist.DistBackendError, "illegal memory access"):
+            work.wait(timedelta(seconds=SOON))
+        ctx.equal(work.is_success(), False)
+    text, _ = text_of_failure(ctx)
+    if ctx.rank == 1:
+        device.break_device("")
+    wait_for_all(ctx)
+    return text
+
+
+@pytest.mark.parametrize("kind", ["collective", "message"])
+@pytest.mark.parametrize("road", ROADS)
+def test_an_error_of_a_device_is_told_to_all(fresh_device_world, request, road, kind):
+    if not device.is_scripted(request.config.getoption("--device")):
+        pytest.skip("only the stand-in can be told to fail")
+    for text in fresh_device_world(2, road).run(on_a_broken_device, kind):
+        assert "rank 1" in text, text
+        assert "the device reports an error" in text, text
+        assert "illegal memory access" in text, text
+
+
 # --- leaving
 
 

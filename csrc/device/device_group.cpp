@@ -340,7 +340,9 @@ bool DeviceGroup::needsWatch() const {
 DeviceGroup::Seen DeviceGroup::look() {
   Seen seen;
   hearOfFailures();
-  seen.hasMoved = watched_.takeOver();
+  seen.hasMoved = watched_.takeOver([this](const Status& error) {
+    if (!isDead() && !hasLeft()) fail(inContext(error));
+  });
   const bool isReleasing = !watched_.releaseMemory() && isOpen();
   failLate();
   const bool hasNotes = place_.control->watchExternal();
@@ -405,6 +407,12 @@ void DeviceGroup::fail(const Status& cause) {
   for (const auto& group : {place_.control, place_.host, place_.cpu}) group->fail(cause);
 }
 
+// As all ranks are told.
+Status DeviceGroup::inContext(const Status& error) const {
+  return error.withMessage("mycoll group '" + place_.name + "': rank " +
+                           std::to_string(place_.rank) + ": " + error.message());
+}
+
 void DeviceGroup::hearOfFailures() {
   const auto now = Clock::now();
   const bool isNews = isDead() && !isNcclStopped_;
@@ -419,8 +427,7 @@ void DeviceGroup::hearOfFailures() {
     } else if (ncclErrorSince_ == Clock::time_point{}) {
       ncclErrorSince_ = now;
     } else if (now - ncclErrorSince_ > kCauseGrace) {
-      cause = ofNccl.withMessage("mycoll group '" + place_.name + "': rank " +
-                                 std::to_string(place_.rank) + ": " + ofNccl.message());
+      cause = inContext(ofNccl);
     }
     if (cause.ok()) return;
   }

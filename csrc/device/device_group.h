@@ -106,6 +106,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   bool isDead() const;
   void throwIfDead() const;
   void fail(const Status& cause);
+  Status inContext(const Status& error) const;
 
   // isBatch: also where it is a batch of one: the others' may have more, and all take one path.
   WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,

@@ -182,6 +182,29 @@ def hooks(ctx: Ctx) -> None:
     dist.destroy_process_group(group)
 
 
+def hooks_of_what_fails(ctx: Ctx) -> None:
+    """They are called all the same, with a duration that nobody knows."""
+    seen: list[float] = []
+    group = dist.new_group()
+    group._register_on_completion_hook(lambda info: seen.append(info.active_duration))
+    x = full(ctx, 1)
+    dist.all_reduce(x, group=group)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    if ctx.rank == 0:
+        with ctx.raises(RuntimeError, "rank 1"):
+            dist.all_reduce(x, group=group, async_op=True).wait(timedelta(seconds=30))
+        group._wait_for_pending_works()
+        ctx.equal(len(seen), 2)
+    ctx.store("failed").set(str(ctx.rank), "")
+    ctx.store("failed").wait(["0", "1"], timedelta(seconds=30))
+
+
+def test_hooks_of_what_fails(fresh_device_world):
+    fresh_device_world(2, "nccl").run(hooks_of_what_fails)
+
+
 MANY = 3000  # hundreds are under way at a time
 
 

@@ -171,7 +171,8 @@ void DeviceOperation::block(const c10::Stream& stream) const {
 }
 
 float DeviceOperation::milliseconds() const {
-  if (!started_ || !ended_ || isCaptured_) return 0.0f;
+  // The device need not have come to the end of what has failed.
+  if (!started_ || !ended_ || isCaptured_ || !status().ok()) return 0.0f;
   const OnDevice guard(device());
   return static_cast<float>(started_->elapsedTime(*ended_));
 }

@@ -84,7 +84,7 @@ class DeviceOperation {
   void block(const c10::Stream& stream) const;
   const c10::Stream& stream() const { return *stream_; }
   const EventPtr& ended() const { return ended_; }
-  float milliseconds() const;  // between started and ended, both timed; only when over
+  float milliseconds() const;  // from started to ended, both timed; only when over, 0: it failed
 
   // The program goes on as if it were over: what it puts on a stream from here on comes behind it.
   // Whoever sets this asks for the status afterwards.

@@ -152,6 +152,11 @@ void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
 void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,
                                  bool isSymmetric) {
   const OnDevice guard(device);
+  if (isCapturing(currentStream(device))) {
+    refuse(
+        {"register_mem_pool", place_.rank, place_.ranks, &place_.name},
+        "it cannot be captured in a graph, as NCCL allocates for it: call it before the capture");
+  }
   choice_.agree(device, "register_mem_pool");
   if (choice_.known() != DevicePath::kNccl) return;
   // For symmetric memory NCCL waits for the other ranks.

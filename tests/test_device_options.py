@@ -83,8 +83,19 @@ def memory_by_torchs_names(ctx: Ctx) -> None:
     ctx.equal(
         backend.supports_tensor_alloc(ctx.device), False, "before it is known how they travel"
     )
+    with ctx.raises(ValueError, "no communicator of NCCL's on the current device"):
+        backend._comm_ptr()
     warm_up(ctx)
     is_nccl = ctx.setup.road.startswith("nccl")
+    if is_nccl:
+        rank = ctypes.c_int(-1)
+        device.nccl(ctx.device.type).ncclCommUserRank(
+            ctypes.c_void_p(backend._comm_ptr()), ctypes.byref(rank)
+        )
+        ctx.equal(rank.value, ctx.rank, "in the communicator")
+    else:
+        with ctx.raises(ValueError, "no communicator of NCCL's on the current device"):
+            backend._comm_ptr()
     pool = Pool(ctx.device, full(ctx, 1).data_ptr(), 4096)
     backend.register_mem_pool(pool)
     backend.deregister_mem_pool(pool)

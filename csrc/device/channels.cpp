@@ -115,6 +115,16 @@ bool Channels::hasPair(c10::Device device, int peer) const {
   return readyPairs_.count({device.index(), peer}) != 0;
 }
 
+nccl::RawComm* Channels::handleHere() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [index, channel] : ofGroup_) {
+    const c10::Device device = channel.stream.device();
+    const bool isHere = c10::impl::VirtualGuardImpl(device.type()).getDevice() == device;
+    if (isHere) return channel.comm->handle();
+  }
+  return nullptr;
+}
+
 Channel Channels::ofPair(c10::Device device, int peer) {
   const Pair key(device.index(), peer);
   {

@@ -39,6 +39,8 @@ class Channels {
   // On both ranks; connects at first. For one thread at a time for each peer.
   Channel ofPair(c10::Device device, int peer);
   bool hasPair(c10::Device device, int peer) const;
+  // NCCL's handle of what ofGroup() has connected on the current device; null: nothing yet.
+  nccl::RawComm* handleHere() const;
 
   // On all ranks of the group: gives the child, a group of some of them, a part of this group's
   // communicator; null on ranks that are in no child. Ranks with one color are one child's.

@@ -168,6 +168,8 @@ void DeviceGroup::deregisterMemory(void* address) {
   if (choice_.known() == DevicePath::kNccl) throwIfFailed(memory_.remove(address));
 }
 
+void* DeviceGroup::ncclComm() const { return channels_.handleHere(); }
+
 // As with torch's nccl, the first message of two ranks waits in its caller for the other rank's
 // first one: NCCL must not connect on a second thread beside the caller's operations.
 DevicePath DeviceGroup::connectWith(Request& request) {

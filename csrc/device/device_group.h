@@ -59,6 +59,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void split(DeviceSupport* child, int color, bool isWilling) override;
   void registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric) override;
   void deregisterMemory(void* address) override;
+  void* ncclComm() const override;
   uint64_t sequence() const override {
     return place_.control->sequence() + place_.host->sequence();
   }

@@ -122,7 +122,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
   const std::string& name() const { return name_; }
-  // NCCL's own handle, for torch's hooks; null before connect() and after the end.
+  // NCCL's own handle; null before connect() and after the end.
   RawComm* handle() const { return comm_.load(std::memory_order_acquire); }
 
   // A result of NCCL as a Status that says the function, the error in NCCL's words, the version and

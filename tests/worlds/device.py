@@ -112,6 +112,11 @@ def is_scripted(device: str) -> bool:
     return cuda.is_here() if device == "cuda" else not brings_nccl()
 
 
+def nccl(device: str) -> ctypes.CDLL:
+    """The library that this process's groups call."""
+    return ctypes.CDLL("libnccl.so.2" if device == "cuda" else str(standins() / "libnccl.so.2"))
+
+
 def tell_nccl(script: str) -> None:
     """From here on the stand-in does this, in this process (as STANDIN_NCCL, which says it from the
     start)."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from worlds.device import graph_on
-from worlds.device_tensors import NUMEL, full, here, is_all, slow, total, warm_up
+from worlds.device_tensors import NUMEL, Pool, full, here, is_all, slow, total, warm_up
 from worlds.worker import Ctx, called
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -54,6 +54,29 @@ def captured(ctx: Ctx) -> None:
 @pytest.mark.worlds(1, 2, paths=["nccl"])
 def test_capture_and_replay(device_world):
     device_world.run(captured)
+
+
+def no_registration(ctx: Ctx) -> None:
+    """NCCL would allocate under the capture."""
+    import mycoll
+
+    warm_up(ctx)
+    x = full(ctx, 1)
+    pool = Pool(ctx.device, x.data_ptr(), 4096)
+    graph = graph_on(ctx.device)
+    with graph.capture():
+        dist.all_reduce(x)
+        with ctx.raises(ValueError, "register_mem_pool: it cannot be captured"):
+            mycoll.register_mem_pool(pool)
+    graph.replay()
+    is_all(ctx, x, ctx.size)
+    mycoll.register_mem_pool(pool)
+    mycoll.deregister_mem_pool(pool)
+
+
+@pytest.mark.worlds(2, paths=["nccl"])
+def test_no_memory_is_registered_under_capture(device_world):
+    device_world.run(no_registration)
 
 
 def captured_while_watched(ctx: Ctx) -> None:

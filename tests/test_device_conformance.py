@@ -43,7 +43,6 @@ NATIVE = (
     test_functional.functional,
     test_functional.gradients,
     test_groups.subsets,
-    test_groups.destroyed_in_any_order,
     test_objects.objects,
     test_p2p.batch,
     test_p2p.batch_one_sided,
@@ -106,6 +105,15 @@ def test_ring(device_world):
 @pytest.mark.worlds(3)
 def test_native(device_world, job):
     device_world.run(native, job.__module__, job.__name__)
+
+
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_groups_are_destroyed_in_any_order(fresh_device_world, path):
+    """A rank waits for the others, which destroy another group. Then it goes on, and its thread
+    stays in NCCL until they come."""
+    env = (("STANDIN_NCCL", "one_thread=0"),)
+    job = test_groups.destroyed_in_any_order
+    fresh_device_world(3, path, env=env).run(native, job.__module__, job.__name__)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -249,6 +249,46 @@ def test_a_message_that_nobody_answers(reused_device_world, path, kind):
     assert 2.0 < took < SOON, f"{took:.1f} s until: {text}"
 
 
+# --- a device that fails
+
+
+def on_a_broken_device(ctx: Ctx, kind: str) -> str:
+    """Rank 1's device answers with an error from some point on, as after a kernel that has gone
+    wrong."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    if kind == "message":
+        (dist.send if ctx.rank == 1 else dist.recv)(x, 1 - ctx.rank)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    if ctx.rank == 1:
+        device.break_device("an illegal memory access was encountered")
+    if kind == "collective":
+        work = dist.all_reduce(x, async_op=True)
+    else:
+        work = dist.isend(x, 0) if ctx.rank == 1 else dist.irecv(x, 1)
+    if ctx.rank == 1:
+        with ctx.raises(dist.DistBackendError, "illegal memory access"):
+            work.wait(timedelta(seconds=SOON))
+        ctx.equal(work.is_success(), False)
+    text, _ = text_of_failure(ctx)
+    if ctx.rank == 1:
+        device.break_device("")
+    wait_for_all(ctx)
+    return text
+
+
+@pytest.mark.parametrize("kind", ["collective", "message"])
+@pytest.mark.parametrize("path", PATHS)
+def test_an_error_of_a_device_is_told_to_all(fresh_device_world, request, path, kind):
+    if not device.is_scripted(request.config.getoption("--device")):
+        pytest.skip("only the stand-in can be told to fail")
+    for text in fresh_device_world(2, path).run(on_a_broken_device, kind):
+        assert "rank 1" in text, text
+        assert "the device reports an error" in text, text
+        assert "illegal memory access" in text, text
+
+
 # --- leaving
 
 
@@ -276,6 +316,24 @@ def leave(ctx: Ctx, how: str) -> float:
     dist.all_reduce(y)
     ctx.equal(y.cpu()[0].item(), float(sum(range(ctx.size))), "in a new group")
     return took
+
+
+def ends_late(ctx: Ctx) -> int:
+    """NCCL does not come back from ending the first of two communicators."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    device.tell_nccl("hang=finalize")
+    dist.destroy_process_group()
+    return device.count_nccl("ncclCommFinalize")
+
+
+def test_nothing_ends_beside_what_is_late(fresh_device_world, request):
+    if not device.is_scripted(request.config.getoption("--device")):
+        pytest.skip("only the stand-in can be told to hang")
+    assert fresh_device_world(2, "nccl").run(ends_late) == [1, 1]
 
 
 @pytest.mark.parametrize("how", ["abort", "destroy"])

@@ -75,13 +75,6 @@ def test_a_message_around_the_first_collective(fresh_device_world, path):
     fresh_device_world(3, path).run(around_the_first_collective)
 
 
-@pytest.mark.parametrize("job", [ring, around_the_first_collective], ids=lambda job: job.__name__)
-def test_nothing_connects_beside_what_runs(fresh_device_world, job):
-    """Where connecting waits for the device, and NCCL dies of two threads of one device."""
-    env = (("STANDIN_NCCL", "init_syncs=1,one_thread=1,connect=lazily"),)
-    fresh_device_world(3, "nccl", env=env).run(job)
-
-
 # More than the host path copies and sends at a time, just that, and just more.
 LONG = (3 * (1 << 20) + 5, 1 << 20, (1 << 20) + 1)  # of float32
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from standins import accelerator
 from standins import cuda as standin_cuda
 from worlds import device, training
-from worlds.device_tensors import NUMEL, full, is_all
+from worlds.device_tensors import NUMEL, Pool, full, is_all
 from worlds.worker import Ctx, write_coverage
 
 PATHS = ("nccl", "host")
@@ -33,16 +33,6 @@ def warm_up(ctx: Ctx) -> None:
 
 
 # --- memory
-
-
-class Pool:
-    """As torch.cuda.MemPool tells what it holds."""
-
-    def __init__(self, *segments: dict[str, Any]) -> None:
-        self._segments = segments
-
-    def snapshot(self) -> tuple[dict[str, Any], ...]:
-        return self._segments
 
 
 def memory(ctx: Ctx) -> None:
@@ -61,8 +51,7 @@ def memory(ctx: Ctx) -> None:
     ctx.equal(allocator.mycoll_nccl_alloc(0, ctx.device.index, None), None, "no bytes")
     if is_nccl:
         ctx.equal(address is not None, True, "memory from NCCL")
-    where = {"device_type": ctx.device.type, "device": ctx.device.index}
-    pool = Pool({**where, "address": address or 4096, "total_size": size})
+    pool = Pool(ctx.device, address or 4096, size)
     for symmetric in (False, True):
         mycoll.register_mem_pool(pool, symmetric=symmetric)
         mycoll.register_mem_pool(pool, symmetric=symmetric)  # what it holds by now
@@ -94,10 +83,20 @@ def memory_by_torchs_names(ctx: Ctx) -> None:
     ctx.equal(
         backend.supports_tensor_alloc(ctx.device), False, "before it is known how they travel"
     )
+    with ctx.raises(ValueError, "no communicator of NCCL's on the current device"):
+        backend._comm_ptr()
     warm_up(ctx)
     is_nccl = ctx.setup.path.startswith("nccl")
-    where = {"device_type": ctx.device.type, "device": ctx.device.index}
-    pool = Pool({**where, "address": full(ctx, 1).data_ptr(), "total_size": 4096})
+    if is_nccl:
+        rank = ctypes.c_int(-1)
+        device.nccl(ctx.device.type).ncclCommUserRank(
+            ctypes.c_void_p(backend._comm_ptr()), ctypes.byref(rank)
+        )
+        ctx.equal(rank.value, ctx.rank, "in the communicator")
+    else:
+        with ctx.raises(ValueError, "no communicator of NCCL's on the current device"):
+            backend._comm_ptr()
+    pool = Pool(ctx.device, full(ctx, 1).data_ptr(), 4096)
     backend.register_mem_pool(pool)
     backend.deregister_mem_pool(pool)
     if is_nccl:
@@ -141,6 +140,29 @@ def test_memory_that_can_have_no_window(fresh_device_world):
     fresh_device_world(2, "nccl", env=env).run(memory)
 
 
+def registers_late(ctx: Ctx) -> None:
+    """NCCL takes longer than the group's timeout, whatever that was at first."""
+    import mycoll
+
+    warm_up(ctx)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    x = full(ctx, 1)
+    torch.standin.sleep(6_000_000)  # NCCL waits for the device
+    started = time.monotonic()
+    with ctx.raises(ERRORS, "ncclCommRegister timed out"):
+        mycoll.register_mem_pool(Pool(ctx.device, x.data_ptr(), 4096))
+    took = time.monotonic() - started
+    ctx.equal(1.0 < took < 5.0, True, f"{took:.1f} s")
+    with ctx.raises(ERRORS, "ncclCommRegister timed out"):
+        dist.all_reduce(x)
+
+
+def test_registering_ends_by_the_groups_timeout(fresh_device_world, request):
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("only the stand-in can be told to wait for its device")
+    fresh_device_world(2, "nccl").run(registers_late)
+
+
 # --- hooks, works
 
 
@@ -169,6 +191,29 @@ def hooks(ctx: Ctx) -> None:
             dist.all_reduce(x.to(torch.int16), group=group)
         group._wait_for_pending_works()  # not for what was refused
     dist.destroy_process_group(group)
+
+
+def hooks_of_what_fails(ctx: Ctx) -> None:
+    """They are called all the same, with a duration that nobody knows."""
+    seen: list[float] = []
+    group = dist.new_group()
+    group._register_on_completion_hook(lambda info: seen.append(info.active_duration))
+    x = full(ctx, 1)
+    dist.all_reduce(x, group=group)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    if ctx.rank == 0:
+        with ctx.raises(RuntimeError, "rank 1"):
+            dist.all_reduce(x, group=group, async_op=True).wait(timedelta(seconds=30))
+        group._wait_for_pending_works()
+        ctx.equal(len(seen), 2)
+    ctx.store("failed").set(str(ctx.rank), "")
+    ctx.store("failed").wait(["0", "1"], timedelta(seconds=30))
+
+
+def test_hooks_of_what_fails(fresh_device_world):
+    fresh_device_world(2, "nccl").run(hooks_of_what_fails)
 
 
 MANY = 3000  # hundreds are under way at a time

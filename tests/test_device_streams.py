@@ -265,9 +265,32 @@ def waited_on_another_stream(ctx: Ctx) -> None:
     usage(ctx)
 
 
+def dropped_before_a_wait_on_another_stream(ctx: Ctx) -> None:
+    """Then nobody but the operation can know that the tensor's stream may give its memory away."""
+    warm_up(ctx)
+    other = torch.Stream(device=ctx.device)
+    for _ in range(10):
+        slow(ctx)
+        out = full(ctx, 0, NUMEL * ctx.size)
+        work = dist.all_gather_into_tensor(out, full(ctx, ctx.rank + 1), async_op=True)
+        with other:
+            work.wait()
+        del work
+        full(ctx, -1)  # in the same place, where that is free
+        here(ctx).wait_stream(other)
+        for rank, part in enumerate(out.chunk(ctx.size)):
+            is_all(ctx, part, rank + 1)
+    usage(ctx)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [waited_on_another_stream, dropped_before_a_wait_on_another_stream],
+    ids=lambda job: job.__name__,
+)
 @pytest.mark.worlds(2)
-def test_freed_after_a_wait_on_another_stream(device_world):
-    device_world.run(waited_on_another_stream)
+def test_freed_after_a_wait_on_another_stream(device_world, job):
+    device_world.run(job)
 
 
 DELAY = (("STANDIN_DELAY_US", "2000"),)

@@ -59,6 +59,9 @@ class DeviceSupport {
   virtual void registerMemory(c10::Device device, void* address, size_t bytes,
                               bool isSymmetric) = 0;
   virtual void deregisterMemory(void* address) = 0;
+  // NCCL's handle of the communicator of all ranks on the current device, which stays ours; null
+  // where there is none. It lives until the group ends or fails.
+  virtual void* ncclComm() const = 0;
 
   // How many collectives went to devices so far.
   virtual uint64_t sequence() const = 0;

@@ -199,6 +199,17 @@ void MycollBackend::deregisterMemory(void* address) {
   if (device_) device_->deregisterMemory(address);
 }
 
+int64_t MycollBackend::ncclComm() const {
+  const CallSite site = enter("_comm_ptr");
+  void* const comm = device_ ? device_->ncclComm() : nullptr;
+  if (comm == nullptr) {
+    refuse(site,
+           "the group has no communicator of NCCL's on the current device: call a collective there "
+           "first; through host memory (MYCOLL_CUDA) there is none");
+  }
+  return reinterpret_cast<int64_t>(comm);
+}
+
 uint64_t MycollBackend::getSequenceNumberForGroup() {
   return communicator_->sequence() + (device_ ? device_->sequence() : 0);
 }

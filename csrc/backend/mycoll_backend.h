@@ -72,6 +72,7 @@ class MycollBackend final : public c10d::Backend {
   // Memory that NCCL may use without copies: see DeviceSupport.
   void registerMemory(at::Device device, void* address, size_t bytes, bool isSymmetric);
   void deregisterMemory(void* address);
+  int64_t ncclComm() const;
   c10::intrusive_ptr<c10d::Backend::Options> options() const {
     return shown_ ? shown_ : c10::intrusive_ptr<c10d::Backend::Options>(options_);
   }

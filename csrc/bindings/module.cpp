@@ -421,6 +421,8 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("size"), py::kw_only(), py::arg("dtype"), py::arg("device"),
           "An uninitialised tensor that NCCL reads and writes without a copy.")
+      .def("_comm_ptr", &MycollBackend::ncclComm, py::call_guard<py::gil_scoped_release>(),
+           "NCCL's communicator on the current device, for those who call NCCL themselves.")
       .def("_split_devices", &MycollBackend::splitDevices, py::arg("child").none(true),
            py::arg("willing"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_name", &MycollBackend::groupName)

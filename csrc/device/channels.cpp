@@ -20,6 +20,8 @@ namespace {
 
 // Marks the note by which the lower rank of a pair tells NCCL's id, beside any tag of a user's.
 constexpr uint64_t kPairTag = uint64_t{1} << 49;
+// What a call into NCCL may take beyond the group's timeout.
+constexpr std::chrono::milliseconds kIssueGrace(2000);
 
 }  // namespace
 
@@ -40,6 +42,12 @@ nccl::CommOptions Channels::optionsOn(c10::Device device) const {
     options.nccl.isBlocking = Env::process().nccl.isBlocking.value_or(
         nccl::Library::loaded()->has(nccl::Capability::kRevoke));
   }
+  // The last resort: who waits for an operation ends this sooner, and says which rank is missing.
+  // The group's timeout can change, and be milliseconds::max().
+  options.issueTimeout = [group = place_.options] {
+    constexpr std::chrono::hours kLongest(24 * 365);
+    return std::min<std::chrono::milliseconds>(group->timeout, kLongest) + kIssueGrace;
+  };
   // For good, and at once: what c10's guards do where there is no context yet only c10 knows of.
   options.bindDevice = [device] {
     try {
@@ -105,6 +113,16 @@ Channel Channels::ofGroup(c10::Device device) {
 bool Channels::hasPair(c10::Device device, int peer) const {
   MutexLock lock(mutex_);
   return readyPairs_.count({device.index(), peer}) != 0;
+}
+
+nccl::RawComm* Channels::handleHere() const {
+  MutexLock lock(mutex_);
+  for (const auto& [index, channel] : ofGroup_) {
+    const c10::Device device = channel.stream.device();
+    const bool isHere = c10::impl::VirtualGuardImpl(device.type()).getDevice() == device;
+    if (isHere) return channel.comm->handle();
+  }
+  return nullptr;
 }
 
 Channel Channels::ofPair(c10::Device device, int peer) {
@@ -227,11 +245,16 @@ void Channels::abort(Deadline deadline, const Status& why) {
   for (const auto& comm : comms) (void)comm->abort(deadline, why);
 }
 
+// One after another. The thread of one that is late stays in NCCL, where no other may end in good
+// order beside it; an abort may.
 Status Channels::close(Deadline deadline) {
   Status first;
   for (const auto& comm : end()) {
-    const Status closed = comm->close(deadline);
-    if (first.ok()) first = closed;
+    if (first.ok()) {
+      first = comm->close(deadline);
+    } else {
+      comm->beginAbort(first);
+    }
   }
   return first;
 }

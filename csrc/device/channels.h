@@ -39,6 +39,8 @@ class Channels {
   // On both ranks; connects at first. For one thread at a time for each peer.
   Channel ofPair(c10::Device device, int peer);
   bool hasPair(c10::Device device, int peer) const;
+  // NCCL's handle of what ofGroup() has connected on the current device; null: nothing yet.
+  nccl::RawComm* handleHere() const;
 
   // On all ranks of the group: gives the child, a group of some of them, a part of this group's
   // communicator; null on ranks that are in no child. Ranks with one color are one child's.
@@ -52,7 +54,8 @@ class Channels {
   void beginAbort(const Status& why);
   // The same, and waits for it, also for what began before, by the deadline.
   void abort(Deadline deadline, const Status& why);
-  // Waits for what runs and frees it, by the deadline. From here on nothing connects any more.
+  // Waits for what runs and frees it, by the deadline; what is left then is stopped. From here on
+  // nothing connects any more.
   Status close(Deadline deadline);
   // For a barrier: the streams that this group's collectives are enqueued on. Not those of messages
   // between two ranks: the other end of one may come after the barrier.

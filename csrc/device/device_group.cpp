@@ -147,6 +147,11 @@ void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
 void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,
                                  bool isSymmetric) {
   const OnDevice guard(device);
+  if (isCapturing(currentStream(device))) {
+    refuse(
+        {"register_mem_pool", place_.rank, place_.ranks, &place_.name},
+        "it cannot be captured in a graph, as NCCL allocates for it: call it before the capture");
+  }
   choice_.agree(device, "register_mem_pool");
   if (choice_.known() != DevicePath::kNccl) return;
   // For symmetric memory NCCL waits for the other ranks.
@@ -157,6 +162,8 @@ void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes
 void DeviceGroup::deregisterMemory(void* address) {
   if (choice_.known() == DevicePath::kNccl) throwIfFailed(memory_.remove(address));
 }
+
+void* DeviceGroup::ncclComm() const { return channels_.handleHere(); }
 
 // As with torch's nccl, the first message of two ranks waits in its caller for the other rank's
 // first one: NCCL must not connect on a second thread beside the caller's operations.
@@ -333,7 +340,9 @@ bool DeviceGroup::needsWatch() const {
 DeviceGroup::Seen DeviceGroup::look() {
   Seen seen;
   hearOfFailures();
-  seen.hasMoved = watched_.takeOver();
+  seen.hasMoved = watched_.takeOver([this](const Status& error) {
+    if (!isDead() && !hasLeft()) fail(inContext(error));
+  });
   const bool isReleasing = !watched_.releaseMemory() && isOpen();
   failLate();
   const bool hasNotes = place_.control->watchExternal();
@@ -399,6 +408,12 @@ void DeviceGroup::fail(const Status& cause) {
   for (const auto& group : {place_.control, place_.host, place_.cpu}) group->fail(cause);
 }
 
+// As all ranks are told.
+Status DeviceGroup::inContext(const Status& error) const {
+  return error.withMessage("mycoll group '" + place_.name + "': rank " +
+                           std::to_string(place_.rank) + ": " + error.message());
+}
+
 void DeviceGroup::hearOfFailures() {
   const auto now = Clock::now();
   const bool isNews = isDead() && !isNcclStopped_;
@@ -413,8 +428,7 @@ void DeviceGroup::hearOfFailures() {
     } else if (ncclErrorSince_ == Clock::time_point{}) {
       ncclErrorSince_ = now;
     } else if (now - ncclErrorSince_ > kCauseGrace) {
-      cause = ofNccl.withMessage("mycoll group '" + place_.name + "': rank " +
-                                 std::to_string(place_.rank) + ": " + ofNccl.message());
+      cause = inContext(ofNccl);
     }
     if (cause.ok()) return;
   }

@@ -59,6 +59,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void split(DeviceSupport* child, int color, bool isWilling) override;
   void registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric) override;
   void deregisterMemory(void* address) override;
+  void* ncclComm() const override;
   uint64_t sequence() const override {
     return place_.control->sequence() + place_.host->sequence();
   }
@@ -106,6 +107,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   bool isDead() const;
   void throwIfDead() const;
   void fail(const Status& cause);
+  Status inContext(const Status& error) const;
 
   // isBatch: also where it is a batch of one: the others' may have more, and all take one path.
   WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,

@@ -57,7 +57,8 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   throwIfFailed(operation_->status());
   stayIfExiting();
   // What comes next on the stream that the memory is from comes after the operation: the allocator
-  // may hand it out again. On another stream this would be too early.
+  // may hand it out again. On another stream this would be too early for what the program has
+  // dropped since the call, although torch's nccl does so.
   if (current == operation_->caller()) operation_->release();
   return true;
 }

@@ -82,14 +82,24 @@ Task HostCollective::carry(const Call& call, CollectiveRunner& runner) {
     if (chunk + 1 < chunks) MYCOLL_CO_RETURN_IF_ERROR(copyIn(sides, chunkBytes, chunk + 1));
     EventPassed isIn(buffer(chunk).copiedIn);
     co_await isIn;
+    MYCOLL_CO_RETURN_IF_ERROR(saidByDevice(isIn));
     EventPassed isFree(buffer(chunk).copiedOut);
     co_await isFree;
+    MYCOLL_CO_RETURN_IF_ERROR(saidByDevice(isFree));
     Call chunked;
     MYCOLL_CO_RETURN_IF_ERROR(chunkOf(call, sides, chunkBytes, chunk, &chunked));
     MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(chunked)));
     MYCOLL_CO_RETURN_IF_ERROR(copyOut(sides, chunkBytes, chunk));
   }
   co_return Status();
+}
+
+// As the other ranks are told.
+Status HostCollective::saidByDevice(const EventPassed& event) const {
+  const Status& error = event.status();
+  if (error.ok()) return error;
+  return error.withMessage("rank " + std::to_string(rank_) + ": " + operation_->what() + ": " +
+                           error.message());
 }
 
 // A broadcast has one span, which the root reads and the others write.

@@ -264,15 +264,22 @@ void HostPath::receivePiece(const std::shared_ptr<Incoming>& message, size_t pie
 bool HostPath::advance() {
   for (;;) {
     std::shared_ptr<Outgoing> next;
+    Status asked;
     {
       MutexLock lock(mutex_);
-      if (!outgoing_.empty() && hasPassed(*outgoing_.front()->copied)) {
+      bool isCopied = false;
+      if (!outgoing_.empty()) asked = ask(*outgoing_.front()->copied, &isCopied);
+      if (isCopied) {
         next = std::move(outgoing_.front());
         outgoing_.pop_front();
       }
     }
     if (!next) break;
-    dispatch(*next);
+    if (asked.ok()) {
+      dispatch(*next);
+    } else {
+      next->operation->failByDevice(asked);
+    }
   }
   if (queued_->load(std::memory_order_relaxed) == 0) return false;
   place_.host->advance();

@@ -40,20 +40,30 @@ void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
 }
 
 void DeviceOperation::fail(const Status& cause) {
+  if (isPassed_.load(std::memory_order_relaxed)) return;
+  EventPtr ended;
+  {
+    MutexLock lock(mutex_);
+    if (state_ == State::kEnqueued) ended = ended_;
+  }
+  bool isPassed = false;
+  if (ended && askDevice(*ended, &isPassed).ok() && isPassed) return;
+  end(cause, /*isDeviceError=*/false);
+}
+
+void DeviceOperation::failByDevice(const Status& error) {
+  end(error.withMessage(std::string(what_) + ": " + error.message()), /*isDeviceError=*/true);
+}
+
+void DeviceOperation::end(const Status& failure, bool isDeviceError) {
   std::vector<std::function<void()>> callbacks;
   OpPtr finished;
   {
     MutexLock lock(mutex_);
-    if (isPassed_.load(std::memory_order_relaxed)) return;
-    if (state_ == State::kEnqueued) {
-      const EventPtr ended = ended_;
-      lock.unlock();  // the device may take its time
-      if (hasPassedOrIsCaptured(*ended)) return;
-      lock.lock();
-    }
-    if (state_ == State::kFailed) return;
+    if (state_ == State::kFailed || isPassed_.load(std::memory_order_relaxed)) return;
     state_ = State::kFailed;
-    status_ = cause;
+    status_ = failure;
+    isDeviceError_.store(isDeviceError, std::memory_order_release);
     finished.swap(engineOp_);
     callbacks.swap(callbacks_);
   }
@@ -97,11 +107,7 @@ Status DeviceOperation::waitOver(Deadline deadline) {
     if (deadline.expired()) return waitEnded(what_);
     if (pause.rest() && isInterruptPending()) return interrupted();
   }
-  const Status failure = status();
-  if (!failure.ok() || isCaptured_) return failure;
-  // An error of the device is an end, too, but not a good one.
-  bool isPassed = true;
-  return ask(*ended_, &isPassed);
+  return status();
 }
 
 bool DeviceOperation::isEnqueued() const {
@@ -109,7 +115,12 @@ bool DeviceOperation::isEnqueued() const {
   return state_ != State::kQueued;
 }
 
-bool DeviceOperation::isOver() const {
+Status DeviceOperation::askDevice(const c10::Event& ended, bool* isPassed) const {
+  *isPassed = true;
+  return isCaptured_ ? Status() : ask(ended, isPassed);
+}
+
+bool DeviceOperation::isOver() {
   if (isPassed_.load(std::memory_order_relaxed)) return true;
   EventPtr ended;
   {
@@ -117,9 +128,14 @@ bool DeviceOperation::isOver() const {
     if (state_ != State::kEnqueued) return state_ == State::kFailed;
     ended = ended_;
   }
-  if (!hasPassedOrIsCaptured(*ended)) return false;
-  isPassed_.store(true, std::memory_order_relaxed);
-  return true;
+  bool isPassed = true;
+  const Status asked = askDevice(*ended, &isPassed);
+  if (!asked.ok()) {
+    failByDevice(asked);
+    return true;
+  }
+  if (isPassed) isPassed_.store(true, std::memory_order_relaxed);
+  return isPassed;
 }
 
 bool DeviceOperation::mayRelease() const {
@@ -130,7 +146,7 @@ bool DeviceOperation::mayRelease() const {
     if (state_ == State::kQueued) return false;
     ended = ended_;
   }
-  return !ended || hasPassedOrIsCaptured(*ended);
+  return !ended || isCaptured_ || hasPassed(*ended);
 }
 
 Status DeviceOperation::status() const {
@@ -155,7 +171,8 @@ void DeviceOperation::block(const c10::Stream& stream) const {
 }
 
 float DeviceOperation::milliseconds() const {
-  if (!started_ || !ended_ || isCaptured_) return 0.0f;
+  // The device need not have come to the end of what has failed.
+  if (!started_ || !ended_ || isCaptured_ || !status().ok()) return 0.0f;
   const OnDevice guard(device());
   return static_cast<float>(started_->elapsedTime(*ended_));
 }

@@ -4,6 +4,8 @@
 //   kQueued -> kEnqueued -> (the device passes `ended`) over
 //      \__________\________> kFailed
 //
+// A device that answers with an error makes it fail, too, with that error.
+//
 // kQueued: a part of it still has to happen on the CPU before its last work is on a stream; only
 // the host path knows this state for longer than a call.
 //
@@ -55,6 +57,8 @@ class DeviceOperation {
   void setEnqueued(const c10::Stream& stream, EventPtr ended);
   // The first cause stays, and an end that the device has passed.
   void fail(const Status& cause);
+  // With what the device said when it was asked.
+  void failByDevice(const Status& error);
   // What waitEnqueued() works on while the operation is queued; null: others do all of it.
   void setEngineOp(std::shared_ptr<Communicator> communicator, OpPtr op);
 
@@ -65,8 +69,10 @@ class DeviceOperation {
   // Waits until the device has passed it.
   Status waitOver(Deadline deadline);
   bool isEnqueued() const;  // or over
-  bool isOver() const;      // passed, or failed
+  bool isOver();            // passed, or failed
   Status status() const;
+  // It failed by what its device said, which nobody else knows yet.
+  bool isDeviceError() const { return isDeviceError_.load(std::memory_order_acquire); }
   // Runs fn once, without locks: when it is enqueued or has failed, or at once.
   void onEnqueued(std::function<void()> fn);
 
@@ -78,7 +84,7 @@ class DeviceOperation {
   void block(const c10::Stream& stream) const;
   const c10::Stream& stream() const { return *stream_; }
   const EventPtr& ended() const { return ended_; }
-  float milliseconds() const;  // between started and ended, both timed; only when over
+  float milliseconds() const;  // from started to ended, both timed; only when over, 0: it failed
 
   // The program goes on as if it were over: what it puts on a stream from here on comes behind it.
   // The caller must look at the status afterwards.
@@ -94,9 +100,8 @@ class DeviceOperation {
  private:
   enum class State { kQueued, kEnqueued, kFailed };
 
-  bool hasPassedOrIsCaptured(const c10::Event& ended) const {
-    return isCaptured_ || hasPassed(ended);
-  }
+  Status askDevice(const c10::Event& ended, bool* isPassed) const;  // when enqueued
+  void end(const Status& failure, bool isDeviceError);
 
   const char* const what_;
   const c10::Stream caller_;
@@ -104,7 +109,8 @@ class DeviceOperation {
   std::atomic<bool> isTaken_{false};
   bool isTimed_ = false;
   bool isCaptured_ = false;
-  mutable std::atomic<bool> isPassed_{false};  // somebody has asked, and it was
+  std::atomic<bool> isPassed_{false};  // somebody has asked, and it was
+  std::atomic<bool> isDeviceError_{false};
   EventPtr started_;
 
   mutable Mutex mutex_;

@@ -56,14 +56,20 @@ Status ask(const c10::Event& event, bool* hasPassed);
 // The same, for those who go on after an error: the device tells its users itself.
 bool hasPassed(const c10::Event& event);
 
-// The same, for a task. null: nothing was recorded.
+// For a task, which looks at the status afterwards. null: nothing was recorded.
 class EventPassed final : public Condition {
  public:
   explicit EventPassed(EventPtr event) : event_(std::move(event)) {}
-  bool ready() override { return !event_ || hasPassed(*event_); }
+  bool ready() override {
+    bool hasPassed = true;
+    if (event_) status_ = ask(*event_, &hasPassed);
+    return hasPassed;
+  }
+  const Status& status() const { return status_; }
 
  private:
   const EventPtr event_;
+  Status status_;
 };
 
 // The streams on which graphs with operations of a group were captured, and their devices' usual

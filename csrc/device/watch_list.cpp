@@ -83,7 +83,8 @@ std::vector<DeviceOperationPtr> WatchList::queued() const {
 }
 
 // The oldest of them; nobody else takes entries away.
-void WatchList::takeEndedCollectives(std::vector<Watched>* ended) {
+void WatchList::takeEndedCollectives(std::vector<Watched>* ended,
+                                     const OnDeviceError& onDeviceError) {
   constexpr size_t kAtOnce = 64;
   size_t count = 0;
   do {
@@ -97,6 +98,7 @@ void WatchList::takeEndedCollectives(std::vector<Watched>* ended) {
     for (count = 0; count < oldest.size(); ++count) {
       const auto& [operation, external] = oldest[count];
       if (!operation->isOver()) break;
+      if (operation->isDeviceError()) onDeviceError(operation->status());
       external->finish(operation->status());
     }
     MutexLock lock(mutex_);
@@ -128,10 +130,13 @@ std::vector<Entry> WatchList::takeOverOf(std::vector<Entry>* entries) {
   return over;
 }
 
-bool WatchList::takeOver() {
+bool WatchList::takeOver(const OnDeviceError& onDeviceError) {
   std::vector<Watched> ended;
-  takeEndedCollectives(&ended);
-  for (Watched& each : takeOverOf(&others_)) ended.push_back(std::move(each));
+  takeEndedCollectives(&ended, onDeviceError);
+  for (Watched& each : takeOverOf(&others_)) {
+    if (each.operation->isDeviceError()) onDeviceError(each.operation->status());
+    ended.push_back(std::move(each));
+  }
   for (const Watched& each : ended) {
     const bool isOk = each.operation->status().ok();
     for (const OpRecord& record : each.records) record.finish(isOk, steadyNanos());

@@ -61,7 +61,9 @@ class WatchList {
   // --- for the watchdog
 
   // Lets go of what is over, finishes its records and calls who waits for it. False: nothing is.
-  bool takeOver();
+  // onDeviceError: gets what a device has said, before the engine hears that the operation failed.
+  using OnDeviceError = std::function<void(const Status&)>;
+  bool takeOver(const OnDeviceError& onDeviceError);
   void callAwaited();
   // The first message that is past its deadline.
   std::optional<Watched> late() const;
@@ -85,7 +87,7 @@ class WatchList {
     std::function<void(const Status&)> fn;
   };
 
-  void takeEndedCollectives(std::vector<Watched>* ended);
+  void takeEndedCollectives(std::vector<Watched>* ended, const OnDeviceError& onDeviceError);
   // Takes mutex_, which guards the entries.
   template <typename Entry>
   std::vector<Entry> takeOverOf(std::vector<Entry>* entries);

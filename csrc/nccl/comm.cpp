@@ -349,6 +349,10 @@ Status Comm::split(int color, int key, Comm* child, Deadline deadline, const Che
   if (child != nullptr && !child->moveTo(State::kConnecting)) return child->unusable();
 
   const Slot slot = std::make_shared<RawComm*>(nullptr);
+  {
+    std::lock_guard<std::mutex> guard(stateMutex_);
+    unfinished_.push_back(slot);
+  }
   auto keepsChild = child != nullptr ? child->shared_from_this() : nullptr;
   const Config config = child != nullptr ? child->config() : this->config();
   auto call = [commSplit, color, key, comm, slot, config, keepsChild] {
@@ -358,10 +362,6 @@ Status Comm::split(int color, int key, Comm* child, Deadline deadline, const Che
   Status status = runApart(kFunction, call, deadline, check);
   if (status.ok()) status = settle(kFunction, comm, deadline, check);
   if (!status.ok()) {
-    {
-      std::lock_guard<std::mutex> guard(stateMutex_);
-      unfinished_.push_back(slot);
-    }
     status = fail(status);
     lock.unlock();
     if (child != nullptr) {
@@ -369,23 +369,32 @@ Status Comm::split(int color, int key, Comm* child, Deadline deadline, const Che
     }
     return status;
   }
+  {
+    std::lock_guard<std::mutex> guard(stateMutex_);
+    std::erase(unfinished_, slot);
+  }
   lock.unlock();
   return child != nullptr ? child->becomeReady(slot, kFunction, deadline, check) : Status();
 }
 
+Deadline Comm::issueDeadline() const {
+  return options_.issueTimeout ? Deadline::after(options_.issueTimeout()) : Deadline::never();
+}
+
 // --- memory
 
-// An error here is the call's own; the communicator lives on.
+// An error here is the call's own; the communicator lives on. Not where the call is late: then a
+// thread is left inside NCCL, beside which no other call may begin.
 Status Comm::managed(const char* function, bool isThere,
                      const std::function<Result(RawComm*)>& call) {
   if (!isThere) return lacks(library_, function);
   Issue issue(*this);
   if (!issue.status().ok()) return issue.status();
   RawComm* const comm = issue.handle();
-  const Deadline deadline = Deadline::after(options_.issueTimeout);
-  MYCOLL_RETURN_IF_ERROR(
-      runApart(function, [call, comm] { return call(comm); }, deadline, nullptr));
-  return settle(function, comm, deadline, nullptr);
+  const Deadline deadline = issueDeadline();
+  Status status = runApart(function, [call, comm] { return call(comm); }, deadline, nullptr);
+  if (status.ok()) status = settle(function, comm, deadline, nullptr);
+  return status.code() == Code::kTimeout ? fail(std::move(status)) : status;
 }
 
 Status Comm::registerBuffer(void* memory, size_t bytes, void** handle) {
@@ -471,9 +480,11 @@ void Comm::runAbort() {
   std::unique_lock<std::mutex> issuing = evict();
   std::unique_lock<std::mutex> inspecting(inspect_);
   RawComm* comm = nullptr;
+  std::vector<Slot> unfinished;
   {
     std::lock_guard<std::mutex> lock(stateMutex_);
     comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
+    unfinished.swap(unfinished_);
   }
   // With both locks let go: the handle is ours alone now, and others must not wait for NCCL.
   inspecting = {};
@@ -483,9 +494,14 @@ void Comm::runAbort() {
   if (result != Result::kSuccess && result != Result::kInProgress) {
     MYCOLL_LOG_WARN("%s", describe(result, "ncclCommAbort").message().c_str());
   }
+  // NCCL is done with them now, and has made a child in some, for which nobody had waited.
+  for (const Slot& slot : unfinished) {
+    if (result == Result::kSuccess && *slot != nullptr) {
+      (void)library_.functions().commAbort(*slot);
+    }
+  }
   std::lock_guard<std::mutex> lock(stateMutex_);
   isAbortDone_ = true;
-  unfinished_.clear();
   abortDone_.notify_all();
 }
 

@@ -45,9 +45,9 @@ namespace mycoll::nccl {
 
 struct CommOptions {
   NcclEnv nccl;
-  // How long one enqueue may take (the first one connects to peers); the communicator fails after
-  // it.
-  std::chrono::milliseconds issueTimeout{600000};
+  // How long one enqueue may take (the first one connects to peers), or one registration of memory;
+  // the communicator fails after it. Asked each time. Empty: as long as it takes.
+  std::function<std::chrono::milliseconds()> issueTimeout;
   // Called first on every thread of ours that calls NCCL: makes the communicator's device current.
   std::function<void()> bindDevice;
 };
@@ -122,7 +122,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
   const std::string& name() const { return name_; }
-  // NCCL's own handle, for torch's hooks; null before connect() and after the end.
+  // NCCL's own handle; null before connect() and after the end.
   RawComm* handle() const { return comm_.load(std::memory_order_acquire); }
 
   // A result of NCCL as a Status that says the function, the error in NCCL's words, the version and
@@ -144,6 +144,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
                   std::function<void()> undo = {});
   Config config() const;
   Status becomeReady(const Slot& slot, const char* function, Deadline deadline, const Check& check);
+  Deadline issueDeadline() const;
   Status managed(const char* function, bool isThere, const std::function<Result(RawComm*)>& call);
   void runAbort();
   std::unique_lock<std::mutex> evict();
@@ -168,7 +169,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::condition_variable abortDone_;
   Status cause_;
   bool isAbortDone_ = false;
-  std::vector<Slot> unfinished_;  // NCCL may still write to these
+  // Of splits that have not ended well: NCCL may still make a child there, which goes with us.
+  std::vector<Slot> unfinished_;
 };
 
 const char* name(Comm::State state);

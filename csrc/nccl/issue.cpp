@@ -43,10 +43,9 @@ Status Issue::group() {
 Status Issue::take(Result result, const char* function) {
   if (!status_.ok()) return status_;
   if (result == Result::kSuccess || (result == Result::kInProgress && isGrouped_)) return {};
-  Status failed =
-      result == Result::kInProgress
-          ? comm_.settle(function, handle_, Deadline::after(comm_.options_.issueTimeout), nullptr)
-          : comm_.describe(result, function);
+  Status failed = result == Result::kInProgress
+                      ? comm_.settle(function, handle_, comm_.issueDeadline(), nullptr)
+                      : comm_.describe(result, function);
   if (!failed.ok()) status_ = comm_.fail(std::move(failed));
   return status_;
 }

@@ -14,12 +14,13 @@ TEST(NcclConnect, endsByItsDeadline) {
   for (bool isBlocking : {false, true}) {
     CommOptions options;
     options.nccl.isBlocking = isBlocking;
-    const auto comm = lone(standIn, 0, 2, options);
+    // On a device that no other test uses: the thread of the blocking call stays in NCCL.
+    const auto comm = lone(standIn, 3, 4, options);
     const Clock::time_point start = Clock::now();
     const Status status = comm->connect(newId(standIn), in(200), nullptr);
     EXPECT_EQ(status.code(), Code::kTimeout);
     EXPECT(contains(status, "ncclCommInitRankConfig timed out after"));
-    EXPECT(contains(status, "rank 0 of 2 in 'lone'; NCCL 2.28.9"));
+    EXPECT(contains(status, "rank 3 of 4 in 'lone'; NCCL 2.28.9"));
     EXPECT(secondsSince(start) < kSoon);
     EXPECT_EQ(comm->state(), State::kAborted);
     EXPECT_EQ(comm->cause().message(), status.message());
@@ -245,6 +246,8 @@ TEST(NcclErrors, ranksThatDiffer) {
   World world(standIn, 2);
   world.run([](Rank& rank) {
     Buffer data(filled(1, rank.comm->rank() == 0 ? 10 : 11), rank.stream);
+    Buffer first(filled(1), rank.stream);
+    ASSERT_OK(sum(rank, first));  // connects, for which NCCL waits for the device
     void* const gate = mycoll_standin_gate_close(rank.stream);
     ASSERT_OK(sum(rank, data));
     mycoll_standin_gate_open(gate);

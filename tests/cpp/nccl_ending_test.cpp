@@ -21,6 +21,7 @@ using State = Comm::State;
 
 TEST(NcclAbort, freesAStreamThatWaits) {
   StandIn& standIn = StandIn::full();
+  const auto script = standIn.scripted("connect=eagerly");
   World world(standIn, 2);
   Rank& rank = world[0];
   Buffer data(filled(1), rank.stream);
@@ -148,7 +149,7 @@ TEST(NcclAbort, returnsByItsDeadlineWhenNcclDoesNot) {
 TEST(NcclAbort, anEnqueueEndsByItsTimeout) {
   StandIn& standIn = StandIn::full();
   CommOptions options;
-  options.issueTimeout = std::chrono::milliseconds(100);
+  options.issueTimeout = [] { return std::chrono::milliseconds(100); };
   World world(standIn, 1, options);
   const auto script = standIn.scripted("progress_ms=1000000");
   Buffer data(filled(1), world[0].stream);
@@ -167,7 +168,8 @@ TEST(NcclClose, waitsForWhatRuns) {
     options.nccl.isBlocking = isBlocking;
     World world(standIn, 2, options);
     world.run([](Rank& rank) {
-      Buffer data(filled(1), rank.stream);
+      Buffer data(filled(1), rank.stream), first(filled(1), rank.stream);
+      ASSERT_OK(sum(rank, first));  // connects, for which NCCL waits for the device
       void* const gate = mycoll_standin_gate_close(rank.stream);
       ASSERT_OK(sum(rank, data));
       std::thread opening([gate] {
@@ -192,8 +194,9 @@ TEST(NcclClose, endsByItsDeadline) {
     {
       World world(standIn, 2, options);
       Buffer data(filled(1), world[0].stream), late(filled(1), world[1].stream);
+      const auto script =
+          standIn.scripted(isPending ? "connect=eagerly" : ("rank=0,hang=" + what).c_str());
       if (isPending) EXPECT_OK(sum(world[0], data));  // rank 1 comes too late
-      const auto script = standIn.scripted(isPending ? "" : ("rank=0,hang=" + what).c_str());
       const Clock::time_point start = Clock::now();
       const Status status = world[0].comm->close(in(200));
       EXPECT_EQ(status.code(), Code::kTimeout);
@@ -263,6 +266,27 @@ TEST(NcclSplit, endsWhenOthersDoNotCome) {
             "rank 0 has left");
 }
 
+// NCCL makes the child when nobody waits for it any more.
+TEST(NcclSplit, freesAChildThatComesLate) {
+  StandIn& standIn = StandIn::full();
+  for (bool isBlocking : {true, false}) {
+    CommOptions options;
+    options.nccl.isBlocking = isBlocking;
+    const int64_t comms = standIn.count("comms");
+    World world(standIn, 1, options);
+    const auto child = lone(standIn, 0, 1, options);
+    Status status;
+    {
+      const auto script = standIn.scripted("hang=init");
+      status = world[0].comm->split(0, 0, child.get(), in(100), nullptr);
+      EXPECT_EQ(status.code(), Code::kTimeout);
+    }
+    EXPECT(eventually([&] { return standIn.count("comms") == comms + 2; }));
+    EXPECT_OK(world[0].comm->abort(patient(), status));
+    EXPECT_EQ(standIn.count("comms"), comms);
+  }
+}
+
 TEST(NcclLacks, saysWhichFunction) {
   StandIn& standIn = StandIn::required();
   World world(standIn, 1);
@@ -304,6 +328,24 @@ TEST(NcclMemory, isRegisteredAndLetGo) {
     EXPECT(!rank.comm->registerBuffer(&onHost, 4, &handle).ok());
     EXPECT_EQ(rank.comm->state(), State::kReady);
   });
+}
+
+// Its thread is still in NCCL, which no other call may enter now.
+TEST(NcclMemory, aLateCallEndsTheCommunicator) {
+  StandIn& standIn = StandIn::full();
+  CommOptions options;
+  options.issueTimeout = [] { return std::chrono::milliseconds(100); };
+  World world(standIn, 1, options);
+  Rank& rank = world[0];
+  Buffer data(filled(1), rank.stream);
+  void* const gate = mycoll_standin_gate_close(rank.stream);
+  void* handle = nullptr;
+  const Status status = rank.comm->registerBuffer(data.span().data, data.span().bytes, &handle);
+  EXPECT_EQ(status.code(), Code::kTimeout);
+  EXPECT(contains(status, "ncclCommRegister timed out"));
+  EXPECT_EQ(rank.comm->state(), State::kFailed);
+  EXPECT_EQ(sum(rank, data).message(), status.message());
+  mycoll_standin_gate_open(gate);
 }
 
 // --- processes

@@ -112,10 +112,28 @@ def is_scripted(device: str) -> bool:
     return cuda.is_here() if device == "cuda" else not brings_nccl()
 
 
+def nccl(device: str) -> ctypes.CDLL:
+    """The library that this process's groups call."""
+    return ctypes.CDLL("libnccl.so.2" if device == "cuda" else str(standins() / "libnccl.so.2"))
+
+
 def tell_nccl(script: str) -> None:
     """From here on the stand-in does this, in this process (as STANDIN_NCCL, which says it from the
     start)."""
     ctypes.CDLL(str(standins() / "libnccl.so.2")).mycoll_standin_nccl_script(script.encode())
+
+
+def count_nccl(what: str) -> int:
+    """How often the stand-in's function was called in this process, or what else it counts."""
+    count = ctypes.CDLL(str(standins() / "libnccl.so.2")).mycoll_standin_nccl_count
+    count.restype = ctypes.c_int64
+    return int(count(what.encode()))
+
+
+def break_device(sentence: str) -> None:
+    """From here on the stand-in answers with this error to whoever asks for an event or a stream of
+    this process; empty: no more."""
+    ctypes.CDLL(None).mycoll_standin_break(sentence.encode())
 
 
 def start(device: str, path: str, rank: int) -> torch.device:

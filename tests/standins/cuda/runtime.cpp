@@ -256,6 +256,7 @@ API cudaEventCreateWithFlags(void** event, unsigned) {
 API cudaEventCreate(void** event) { return cudaEventCreateWithFlags(event, 0); }
 
 API cudaEventDestroy(void* event) {
+  enter();
   mycoll_standin_event_destroy(event);
   return kSuccess;
 }
@@ -281,6 +282,7 @@ API cudaEventSynchronize(void* event) {
 }
 
 API cudaEventElapsedTime(float* milliseconds, void* start, void* end) {
+  enter();
   double time = 0;
   const char* const refusal = mycoll_standin_event_elapsed(start, end, &time);
   *milliseconds = static_cast<float>(time);
@@ -337,6 +339,7 @@ API cudaMemcpy(void* target, const void* source, size_t bytes, int) {
   return outcome(refusal != nullptr ? refusal : mycoll_standin_stream_synchronize(nullptr));
 }
 API cudaMemcpyPeerAsync(void* target, int, const void* source, int, size_t bytes, void* stream) {
+  enter();
   return outcome(mycoll_standin_copy(target, source, bytes, stream));
 }
 
@@ -363,6 +366,7 @@ API cudaStreamEndCapture(void* stream, void** graph) {
 
 API cudaStreamGetCaptureInfo(void* stream, int* status, unsigned long long* id, void** graph,
                              const void** dependencies, const void** edges, size_t* count) {
+  enter();
   const uint64_t capture = mycoll_standin_capture_id(stream);
   *status = capture != 0 ? 1 : 0;
   if (id != nullptr) *id = capture;
@@ -382,6 +386,7 @@ API cudaGraphInstantiate(void** executable, void* graph, unsigned long long flag
 }
 
 API cudaGraphLaunch(void* executable, void* stream) {
+  enter();
   mycoll_standin_graph_launch(executable, stream);
   return kSuccess;
 }

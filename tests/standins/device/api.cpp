@@ -157,6 +157,7 @@ const char* mycoll_standin_event_block(void* handle, void* onStream) {
 const char* mycoll_standin_event_query(void* handle, int* isDone) {
   ++standin::counts().eventQueries;
   *isDone = 0;
+  if (const char* refusal = standin::refuseWhenBroken()) return refusal;
   if (const char* refusal = standin::refuseDuringCapture("an event was queried")) return refusal;
   std::shared_ptr<Moment> moment;
   const char* refusal = lastOf(event(handle), &moment);
@@ -180,6 +181,10 @@ const char* mycoll_standin_event_elapsed(void* start, void* end, double* millise
   if (!from->isPassed() || !to->isPassed()) return standin::refuse("the event has not passed yet");
   *milliseconds = std::chrono::duration<double, std::milli>(to->time() - from->time()).count();
   return nullptr;
+}
+
+void mycoll_standin_break(const char* sentence) {
+  standin::breakDevice(sentence != nullptr ? sentence : "");
 }
 
 void* mycoll_standin_malloc(size_t bytes, void* onStream) {

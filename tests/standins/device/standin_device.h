@@ -79,6 +79,10 @@ STANDIN_API const char* mycoll_standin_event_query(void* event, int* isDone);
 STANDIN_API const char* mycoll_standin_event_synchronize(void* event);
 STANDIN_API const char* mycoll_standin_event_elapsed(void* start, void* end, double* milliseconds);
 
+// From here on whoever asks for an event or a stream gets this error, as on a device whose work has
+// failed; null: no more.
+STANDIN_API void mycoll_standin_break(const char* sentence);
+
 // --- memory
 
 // stream: whose order free() keeps. Null when the arena (STANDIN_MEMORY_MB, 8192) is full.

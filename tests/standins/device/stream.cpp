@@ -158,6 +158,30 @@ void setStrictCapture(bool isStrict) {
 
 int exchangeCaptureMode(int mode) { return std::exchange(captureMode, mode); }
 
+namespace {
+
+struct Breakage {
+  std::mutex mutex;
+  std::string sentence;
+};
+
+Breakage& breakage() {
+  static Breakage& one = *new Breakage;
+  return one;
+}
+
+}  // namespace
+
+void breakDevice(std::string sentence) {
+  std::lock_guard<std::mutex> lock(breakage().mutex);
+  breakage().sentence = std::move(sentence);
+}
+
+Refusal refuseWhenBroken() {
+  std::lock_guard<std::mutex> lock(breakage().mutex);
+  return breakage().sentence.empty() ? nullptr : refuse(breakage().sentence);
+}
+
 Refusal refuseDuringCapture(const char* what) {
   std::lock_guard<std::mutex> lock(captureMutex);
   if (!isCaptureStrict || captureMode == kRelaxed) return nullptr;
@@ -267,6 +291,7 @@ Refusal Stream::synchronize() {
 }
 
 Refusal Stream::query(bool* isDone) {
+  if (Refusal refusal = refuseWhenBroken()) return refusal;
   if (Refusal refusal = refuseDuringCapture("a stream was queried")) return refusal;
   if (capture()) return refuse(kCapturing);
   std::lock_guard<std::mutex> lock(mutex_);

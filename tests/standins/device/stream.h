@@ -121,6 +121,9 @@ void setDelay(int64_t microseconds);
 
 void setStrictCapture(bool isStrict);
 int exchangeCaptureMode(int mode);
+// See mycoll_standin_break(); empty: it is whole.
+void breakDevice(std::string sentence);
+Refusal refuseWhenBroken();
 // Null where this thread may wait and ask now.
 Refusal refuseDuringCapture(const char* what);
 // To ask for what was recorded under capture spoils that capture, as with CUDA: whoever asks, and

@@ -38,6 +38,7 @@ Device load() {
   find(handle, "mycoll_standin_stream_device", device.streamDevice);
   find(handle, "mycoll_standin_enter", device.enter);
   find(handle, "mycoll_standin_device_synchronize", device.synchronize);
+  find(handle, "mycoll_standin_exchange_capture_mode", device.exchangeCaptureMode);
   return device;
 }
 

@@ -22,6 +22,7 @@ struct Device {
   int (*streamDevice)(void* stream);
   void (*enter)();  // as a call of CUDA's runtime does
   const char* (*synchronize)(int device);
+  int (*exchangeCaptureMode)(int mode);  // of this thread
 
   static const Device& get();
 };

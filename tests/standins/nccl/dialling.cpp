@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "comm.h"
+#include "device.h"
 
 namespace standin::nccl {
 namespace {
@@ -22,6 +23,14 @@ int connectionOf(const Operation& op) {
   return 3 * static_cast<int>(op.kind) + sizeClass;
 }
 
+// As NCCL allocates: relaxed, so that a capture that goes on is not spoiled.
+void allocateFor(const Comm& comm) {
+  constexpr int kRelaxed = 2;
+  const int before = Device::get().exchangeCaptureMode(kRelaxed);
+  comm.mayWaitForDevice();
+  (void)Device::get().exchangeCaptureMode(before);
+}
+
 }  // namespace
 
 // NCCL connects what an algorithm needs at the first collective that uses it: in its caller, which
@@ -30,7 +39,7 @@ Result Comm::dialAll(const Operation& operation) {
   if (!script().connectsLazily) return Result::kSuccess;
   const uint64_t bit = uint64_t{1} << connectionOf(operation);
   if ((segment().bulletin(rank).connected.fetch_or(bit) & bit) != 0) return Result::kSuccess;
-  mayWaitForDevice();
+  allocateFor(*this);
   return await([&] {
     for (int peer = 0; peer < ranks; ++peer) {
       if ((segment().bulletin(peer).connected & bit) == 0) return false;
@@ -58,7 +67,7 @@ Result Comm::dial(const std::vector<Operation>& operations) {
       lines[op.root].receives = true;
     }
   }
-  if (!lines.empty()) mayWaitForDevice();
+  if (!lines.empty()) allocateFor(*this);
   for (const auto& [peer, line] : lines) {
     const Segment::Ring& out = segment().ring(rank, peer);
     const Segment::Ring& in = segment().ring(peer, rank);

@@ -48,11 +48,11 @@ Script parse(const std::string& text) {
     } else if (key == "window") {
       script.hasWindows = value != "none";
     } else if (key == "init_syncs") {
-      script.initSyncs = value == "1";
+      script.initSyncs = value != "0";
     } else if (key == "one_thread") {
-      script.oneThread = value == "1";
+      script.oneThread = value != "0";
     } else if (key == "connect") {
-      script.connectsLazily = value == "lazily";
+      script.connectsLazily = value != "eagerly";
     } else if (key == "peer_death") {
       script.peerDeathIsError = value != "hang";
     } else {

@@ -21,9 +21,9 @@ struct Script {
   bool duplicateGpu = false;
   bool peerDeathIsError = true;
   bool hasWindows = true;
-  bool initSyncs = false;
-  bool oneThread = false;
-  bool connectsLazily = false;
+  bool initSyncs = true;
+  bool oneThread = true;
+  bool connectsLazily = true;
 
   bool concerns(int ofRank) const { return rank < 0 || rank == ofRank; }
   bool hangs(const char* what, int ofRank) const;

@@ -23,12 +23,12 @@
 //   duplicate_gpu=1      init is refused: two ranks on one GPU
 //   window=none          symmetric windows are registered, and none is made: so NCCL answers where
 //                        the machine cannot have them
-//   init_syncs=1         what makes, connects, registers or ends something waits for all streams of
-//                        its device, as cudaMalloc and cudaFree may do in NCCL
-//   one_thread=1         two threads that are inside NCCL for one device end the process, whatever
-//                        their communicators
-//   connect=lazily       the first collective of a kind and of a size class (up to 64 KiB, up to
-//                        1 MiB, above) waits in its caller for all ranks, as NCCL's do
+//   init_syncs=0         what makes, connects, registers or ends something does not wait for all
+//                        streams of its device, as cudaMalloc and cudaFree may do in NCCL
+//   one_thread=0         two threads that are inside NCCL for one device do not end the process,
+//                        unless with one communicator
+//   connect=eagerly      the first collective of a kind and of a size class (up to 64 KiB, up to
+//                        1 MiB, above) does not wait in its caller for all ranks, as NCCL's do
 //   peer_death=hang      nobody notices that a peer's process is gone; by default that is an error
 //
 // Thread contract: [any thread], except that calls that enqueue on one communicator must not meet:

@@ -152,7 +152,7 @@ MycollWork::Extras MycollBackend::extrasOf(Request& request, bool isProfiled) {
   if (!isMessage(request.type)) extras.order = callbacks_;
   extras.hook = workHook();
   if (isProfiled && request.async) {
-    extras.profilingTitle = request.title;
+    extras.profilingTitle = titleOf(request);
     extras.profiledInputs = request.given.vec();
   }
   return extras;

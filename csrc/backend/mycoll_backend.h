@@ -188,6 +188,7 @@ class MycollBackend final : public c10d::Backend {
   // hold.
   WorkPtr run(Request& request, at::TensorList inputs, at::TensorList outputs);
   WorkPtr runProfiled(Request& request, at::TensorList outputs);
+  std::string titleOf(const Request& request) const;
   WorkPtr launch(Request& request, at::TensorList outputs, bool isProfiled);
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
   // For an operation on devices: tells the completion hook of its end; empty where there is none.

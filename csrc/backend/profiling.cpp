@@ -32,17 +32,13 @@ int rankOf(const Request& request, int own) {
   return hasRoot ? request.calls.front().root : own;
 }
 
-// dist.record_comm() names the operations of its block. Those that are asynchronous take the name
-// in c10d::Work's constructor.
-const char* titleOf(const Request& request) {
-#if MYCOLL_TORCH_HAS_COMM_NAME
-  const std::string& given = c10d::get_comm_profiling_name();
-  if (!given.empty()) return given.c_str();
-#endif
-  return request.title;
-}
-
 }  // namespace
+
+// In the place of another backend as that one names them: "gloo:all_reduce".
+std::string MycollBackend::titleOf(const Request& request) const {
+  const std::string title = request.title;
+  return shown_ ? shown_->backend + title.substr(title.find(':')) : title;
+}
 
 MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorList results) {
   const Tensors outputs = results.vec();
@@ -65,8 +61,14 @@ MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorLi
     if (span->isActive()) {
       span->_setAsync();  // as torch's own backends mark theirs
       const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
-      span->before(titleOf(request),
-                   c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+      std::string title = titleOf(request);
+#if MYCOLL_TORCH_HAS_COMM_NAME
+      // dist.record_comm() names the operations of its block. Those that are asynchronous take the
+      // name in c10d::Work's constructor.
+      const std::string& given = c10d::get_comm_profiling_name();
+      if (!given.empty()) title = given;
+#endif
+      span->before(title, c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
     }
   }
   return launch(request, outputs, /*isProfiled=*/true);

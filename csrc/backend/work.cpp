@@ -51,7 +51,9 @@ Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout) {
 
 MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
                        std::vector<at::Tensor> outputs, Extras extras)
-    : c10d::Work(communicator->rank(), type, extras.profilingTitle, extras.profiledInputs),
+    : c10d::Work(communicator->rank(), type,
+                 extras.profilingTitle.empty() ? nullptr : extras.profilingTitle.c_str(),
+                 extras.profiledInputs),
       communicator_(std::move(communicator)),
       held_(extras.heldCall.empty() ? nullptr : std::make_unique<Held>(std::move(extras.heldCall))),
       hasBegun_(held_ == nullptr),

@@ -40,7 +40,7 @@ class MycollWork final : public c10d::Work {
     c10::SmallVector<CopyBack, 1> copyBacks;
     Hook hook;             // called once, when done; may be empty
     bool isTimed = false;  // remember when it ended
-    const char* profilingTitle = nullptr;
+    std::string profilingTitle;  // empty: nobody profiles
     std::optional<std::vector<at::Tensor>> profiledInputs;
     Clock::time_point started;
     std::chrono::milliseconds timeout{0};

@@ -16,7 +16,7 @@ namespace {
 
 // How long a group that is being destroyed offers its receives to those who are about to send.
 constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
-// For the rank of leaveAfter().
+// For the rank of leaveAfter(), and for the goodbyes of a group that is dead.
 constexpr auto kLastGrace = std::chrono::milliseconds(800);
 
 int localRanks(const Engine& engine, const GroupAddress& address) {
@@ -357,8 +357,10 @@ void Communicator::close(Deadline deadline, Exit how) {
   const bool isMet = last >= 0 && (membership_.departureOf(last) != Departure::kUnknown ||
                                    mailbox_.isConnectedTo(last));
   const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
+  // A connection that hangs may be why the group is dead.
+  const Deadline flushed = hasFailed() ? patience : deadline;
   auto isDone = [&] {
-    if (deadline.expired()) return true;
+    if (flushed.expired()) return true;
     return mailbox_.isFlushed() &&
            (!isMet || membership_.departureOf(last) == Departure::kLeft || patience.expired());
   };

@@ -79,6 +79,10 @@ def test_names_in_init_process_group(named: str) -> None:
         assert isinstance(backend, dist.ProcessGroupGloo)
         assert backend.options._timeout == timedelta(minutes=30)
         assert backend.options.group_name == "0"
+        from mycoll import black_box
+        [process] = black_box.find([os.getpid()])
+        [group] = process.groups  # as `mycoll status` shows it
+        assert group.description == "default_pg, in the place of gloo", group.description
         dist.destroy_process_group()
         """,
         ranks=RANKS,

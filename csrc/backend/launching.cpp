@@ -65,7 +65,12 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList input
     // A group has torch's name everywhere ("0" is the world's), and beside it the description, if
     // somebody has given one; torch sets it some time after the group was made.
     isDescribed_.store(true, std::memory_order_relaxed);
-    communicator_->record().describe(pg_desc_ == "undefined" ? std::string() : pg_desc_);
+    std::string description = pg_desc_ == "undefined" ? std::string() : pg_desc_;
+    if (shown_) {
+      description +=
+          (description.empty() ? "in the place of " : ", in the place of ") + shown_->backend;
+    }
+    communicator_->record().describe(description);
   }
   if (isProfiling()) [[unlikely]] {
     request.given = inputs;

@@ -38,8 +38,8 @@ class MycollWork final : public c10d::Work {
 
   struct Extras {
     c10::SmallVector<CopyBack, 1> copyBacks;
-    Hook hook;             // called once, when done; may be empty
-    bool isTimed = false;  // remember when it ended
+    Hook hook;                   // called once, when done; may be empty
+    bool isTimed = false;        // remember when it ended
     std::string profilingTitle;  // empty: nobody profiles
     std::optional<std::vector<at::Tensor>> profiledInputs;
     Clock::time_point started;

@@ -15,6 +15,7 @@ import pytest
 import test_mismatch
 import torch
 import torch.distributed as dist
+from faults.harness import kill_one
 from worlds import device
 from worlds.device_tensors import NUMEL, full, is_all, wait_for_all
 from worlds.pool import World
@@ -71,8 +72,7 @@ def outlive(ctx: Ctx) -> tuple[str, float]:
     x = full(ctx, 1)
     dist.all_reduce(x)
     torch.accelerator.synchronize()
-    if ctx.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_one(ctx, 1)
     with contextlib.suppress(RuntimeError):
         dist.all_reduce(x, async_op=True)
     return text_of_failure(ctx)
@@ -347,8 +347,7 @@ def shrinks(ctx: Ctx, victim: int) -> tuple[str, float]:
     x = full(ctx, 1)
     dist.all_reduce(x)
     ctx.equal(float(x[0]), float(ctx.size))
-    if ctx.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_one(ctx, victim)
     seen = text_of_failure(ctx)
     left = [r for r in range(ctx.size) if r != victim]
     dist.shrink_group([victim], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from faults.harness import SUITE_PATIENCE, Seen, Stage, answers, attempt
+from faults.harness import SUITE_PATIENCE, Seen, Stage, answers, attempt, kill_one
 from faults.misuse import join, twice
 from torch.distributed import distributed_c10d
 from worlds.worker import Ctx
@@ -19,11 +19,7 @@ from worlds.worker import Ctx
 def dies(ctx: Ctx) -> Seen:
     x = torch.ones(10)
     dist.all_reduce(x)
-    if ctx.rank == 1:
-        for other in (0, 2):  # they have come out of it, too
-            dist.recv(x, other)
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.send(x, 1)
+    kill_one(ctx, 1)
     return attempt(lambda: dist.all_reduce(x))
 
 
@@ -76,8 +72,7 @@ def test_a_rank_that_leaves_is_not_waited_for(reused, transport, mycoll_only):
 def dies_before_a_new_group(ctx: Ctx) -> tuple[Seen, float]:
     x = torch.ones(10)
     dist.all_reduce(x)
-    if ctx.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_one(ctx, 1)
     began = time.monotonic()
     seen = attempt(lambda: dist.new_group())
     took = time.monotonic() - began
@@ -103,8 +98,7 @@ def test_new_group_with_a_dead_rank_fails_at_once(stage):
 def shrinks_after_a_death(ctx: Ctx, victim: int) -> Seen | None:
     x = torch.ones(10)
     dist.all_reduce(x)
-    if ctx.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_one(ctx, victim)
     seen = attempt(lambda: dist.all_reduce(x))
     for flags in (distributed_c10d.SHRINK_ABORT, distributed_c10d.SHRINK_DEFAULT):
         last = dist.get_world_size() - 1

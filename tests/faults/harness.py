@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from worlds.pool import Pool, World, WorldFailure
+from worlds.worker import Ctx
 
 NO_HANG = 30.0  # seconds after which a rank that has not answered is called hung
 
@@ -58,6 +61,15 @@ def attempt_and_leave(action: Callable[[], Any]) -> Seen:
         dist.destroy_process_group()
     left = time.monotonic() - began
     return Seen(seen.kind, seen.text, seen.began, seen.ended, left, seen.value)
+
+
+def kill_one(ctx: Ctx, victim: int) -> None:
+    """SIGKILL for that rank, once all others have come here, too: out of the calls before."""
+    here = ctx.store("before the kill")
+    if ctx.rank == victim:
+        here.wait([str(rank) for rank in range(ctx.size) if rank != victim])
+        os.kill(os.getpid(), signal.SIGKILL)
+    here.set(str(ctx.rank), "")
 
 
 def sleep_until(moment: float) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import test_device_streams
 import test_fsdp
 import torch
 import torch.distributed as dist
+from faults.harness import kill_one
 from standins import cuda as standin_cuda
 from torch.nn.parallel import DistributedDataParallel
 from worlds import arith, training
@@ -294,11 +294,7 @@ def killed(ctx: Ctx) -> Found:
     x = full(ctx, 1)
     dist.all_reduce(x)
     torch.accelerator.synchronize()
-    out = ctx.store("out of the first call")
-    if ctx.rank == last:
-        out.wait([str(rank) for rank in range(last)])
-        os.kill(os.getpid(), signal.SIGKILL)
-    out.set(str(ctx.rank), "")
+    kill_one(ctx, last)
     began, text = time.monotonic(), ""
     try:
         while time.monotonic() - began < SOON and not text:

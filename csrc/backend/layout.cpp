@@ -118,8 +118,8 @@ CopyInner copyInnerFor(size_t elementBytes) {
   }
 }
 
-// torch's copy_ takes 2.7 to 3.2 times as long for transposed and permuted tensors of 16 MiB, and 0.6
-// of the time for every other column (2026-11-24, two cores).
+// torch's copy_ takes 2.7 to 3.2 times as long for transposed and permuted tensors of 16 MiB, and
+// 0.6 of the time for every other column (2026-11-24, two cores).
 void copyStrided(const at::Tensor& tensor, char* tensorData, char* plain, bool toTensor) {
   Dimensions dimensions = dimensionsOf(tensor);
   if (dimensions.empty()) dimensions.push_back({1, 0, 0});

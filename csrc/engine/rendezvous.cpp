@@ -93,6 +93,7 @@ class Meeting {
   using Clock = std::chrono::steady_clock;
 
   bool isLeader() const { return options_.rank == 0; }
+  bool isLarge() const { return options_.ranks > kMostThatLook; }
   static std::string key(const char* what, int rank) {
     return std::string(what) + "/" + std::to_string(rank);
   }
@@ -357,7 +358,8 @@ Status Meeting::takenBy(const Card& other) {
 // the numbers of their cards, which no other meeting has: rank 0 tells all, the others tell rank
 // 0 (unless they heard it from there), and a rank that is there twice tells its double.
 void Meeting::tellOthers(const Status& status) {
-  if (status.code() != Code::kStore && status.code() != Code::kPeerLost) return;
+  const bool isTooLate = status.code() == Code::kTimeout && isLeader() && isLarge();
+  if (status.code() != Code::kStore && status.code() != Code::kPeerLost && !isTooLate) return;
   if (!isLeader()) markCard(status);
   if (!isToldByLeader_) {
     std::vector<std::string> leader(1);
@@ -523,7 +525,7 @@ Status Meeting::checkLosses() {
 
 Status Meeting::tooLate() {
   // Rank 0 looks at the cards and tells the others, who in a large group are not all to look, too.
-  if (!isLeader() && options_.ranks > kMostThatLook) {
+  if (!isLeader() && isLarge()) {
     for (const Deadline word = Deadline::after(std::chrono::seconds(1)); !word.expired();) {
       MYCOLL_RETURN_IF_ERROR(checkRefusal());
       std::this_thread::sleep_for(longestPause(options_.ranks));

@@ -58,7 +58,7 @@ TEST(Many, waitingRanksConnectToFew) {
 TEST(Many, aFailureIsPassedOn) {
   std::atomic<int> connections{0}, heard{0};
   runHosts(manyHosts(), [&](Communicator& group) {
-    // Who comes out of it first may end it for the others.
+    // The first rank to come out of it may end it for the others.
     Status status = run(group, call(OpKind::kBarrier));
     if (group.rank() == kRanks - 2) group.abort("for a test");
     if (status.ok()) status = run(group, call(OpKind::kBarrier));
@@ -112,4 +112,29 @@ TEST(Many, differentCallsAreFound) {
     EXPECT(run(group, call(OpKind::kBarrier)).code() == Code::kMismatch);
   });
   EXPECT(found.load() >= 2);
+}
+
+// In a large group rank 0 says who is missing, so that not all ranks ask the store about all
+// others.
+TEST(Many, oneRankLooksForTheMissing) {
+  auto store = std::make_shared<MemoryStore>();
+  std::atomic<int> heard{0};
+  Threads(kRanks, [&](int rank) {
+    if (rank == kRanks - 1) return;
+    MeshOptions mesh;
+    mesh.storeHost = "127.0.0.1";
+    std::shared_ptr<Engine> engine;
+    ASSERT_OK(Engine::create(mesh, &engine));
+    GroupOptions options;
+    options.name = "late";
+    options.rank = rank;
+    options.ranks = kRanks;
+    options.timeout = std::chrono::milliseconds(1500);
+    std::shared_ptr<Communicator> group;
+    const Status status = Communicator::create(options, store, engine, &group);
+    EXPECT(status.code() == Code::kTimeout);
+    heard += status.message().find("rank 0 waited") != std::string::npos &&
+             status.message().find("missing: " + std::to_string(kRanks - 1)) != std::string::npos;
+  });
+  EXPECT_EQ(heard.load(), kRanks - 1);
 }

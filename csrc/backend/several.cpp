@@ -13,11 +13,7 @@ void checkAlike(const CallSite& site, const char* name, const std::vector<at::Te
                 bool areOutputs) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Argument argument{name, static_cast<int64_t>(i)};
-    if (areOutputs) {
-      checkOutput(site, argument, tensors[i]);
-    } else {
-      checkTensor(site, argument, tensors[i]);
-    }
+    checkOneOf(site, argument, tensors[i], areOutputs);
     checkSameType(site, argument, tensors[i], Argument{name, 0}, tensors[0]);
     checkSameShape(site, argument, tensors[i], Argument{name, 0}, tensors[0]);
     if (tensors[i].device().is_cpu()) continue;

@@ -89,6 +89,11 @@ void checkSameShape(const CallSite& site, const Argument& argument, const at::Te
                         expected.sizes(), ", but its shape is ", tensor.sizes()));
 }
 
+void checkOneOf(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+                bool isOutput) {
+  isOutput ? checkOutput(site, argument, tensor) : checkTensor(site, argument, tensor);
+}
+
 void checkPerRank(const CallSite& site, const char* name, const std::vector<at::Tensor>& tensors,
                   const Argument& reference, const at::Tensor& expected, bool areOutputs) {
   if (tensors.size() != static_cast<size_t>(site.ranks)) {
@@ -97,11 +102,7 @@ void checkPerRank(const CallSite& site, const char* name, const std::vector<at::
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Argument argument{name, static_cast<int64_t>(i)};
-    if (areOutputs) {
-      checkOutput(site, argument, tensors[i]);
-    } else {
-      checkTensor(site, argument, tensors[i]);
-    }
+    checkOneOf(site, argument, tensors[i], areOutputs);
     checkSameType(site, argument, tensors[i], reference, expected);
   }
 }

@@ -62,6 +62,9 @@ void checkSameType(const CallSite& site, const Argument& argument, const at::Ten
 void checkSameShape(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
                     const Argument& reference, const at::Tensor& expected);
 
+// checkOutput() or checkTensor(), for a tensor of a list.
+void checkOneOf(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+                bool isOutput);
 // One usable tensor for each rank, all of the type of `reference`.
 void checkPerRank(const CallSite& site, const char* name, const std::vector<at::Tensor>& tensors,
                   const Argument& reference, const at::Tensor& expected, bool areOutputs);

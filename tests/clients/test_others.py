@@ -33,10 +33,10 @@ def environment(replace: str) -> dict[str, str]:
     }
 
 
-def passed(replace: str, folder: Path, *arguments: str) -> set[str]:
-    """Names of the tests that pass in a run of pytest, with gloo replaced or not."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *PLAIN, *arguments],
+def run(replace: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python, with gloo replaced or not."""
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=folder,
         env=environment(replace),
         stdout=subprocess.PIPE,
@@ -44,6 +44,11 @@ def passed(replace: str, folder: Path, *arguments: str) -> set[str]:
         text=True,
         timeout=DEADLINE,
     )
+
+
+def passed(replace: str, folder: Path, *arguments: str) -> set[str]:
+    """Names of the tests that pass in a run of pytest, with gloo replaced or not."""
+    done = run(replace, folder, "-m", "pytest", *PLAIN, *arguments)
     found = set(re.findall(r"^PASSED .*::(\S+)$", done.stdout, re.MULTILINE))
     assert found, done.stdout[-3000:]
     return found
@@ -53,9 +58,7 @@ def test_gloo_is_replaced(tmp_path: Path) -> None:
     """Or the others would compare gloo with itself."""
     program = "import sys, torch.distributed; print('mycoll.replace' in sys.modules)"
     for replace, answer in (("", "False"), ("gloo", "True")):
-        command = [sys.executable, "-c", program]
-        said = subprocess.check_output(command, cwd=tmp_path, env=environment(replace), text=True)
-        assert said.strip() == answer
+        assert run(replace, tmp_path, "-c", program).stdout.split()[-1] == answer
 
 
 def need(library: str) -> None:
@@ -89,13 +92,5 @@ def test_accelerate(tmp_path: Path, script: str) -> None:
     need("accelerate")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for replace in ("", "gloo"):
-        done = subprocess.run(
-            [sys.executable, *launch, "-m", f"accelerate.test_utils.scripts.{script}"],
-            cwd=tmp_path,
-            env=environment(replace),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE,
-        )
+        done = run(replace, tmp_path, *launch, "-m", f"accelerate.test_utils.scripts.{script}")
         assert done.returncode == 0, f"MYCOLL_REPLACE={replace}\n{done.stdout[-3000:]}"

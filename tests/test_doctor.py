@@ -101,7 +101,9 @@ def test_wrong_torch_is_reported_once(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)["findings"]
     assert [each["name"] for each in found if each["status"] == "FAIL"] == ["torch"]
     left_out = [each for each in found if "compiled module, see torch" in each["text"]]
-    assert [each["name"] for each in left_out] == ["variables", "network", "cores", "transports"]
+    assert [each["name"] for each in left_out] == [
+        "variables", "network", "cores", "ranks", "transports"
+    ]
     assert not any("authors" in each["fix"] for each in found)
 
 
@@ -150,6 +152,22 @@ def test_no_memfd(monkeypatch):
 def test_one_core(monkeypatch):
     monkeypatch.setattr(doctor, "native", lambda: Module(cores=1))
     assert only(doctor.check_cores).status == "WARN"
+
+
+def test_ranks_on_a_host(monkeypatch):
+    class Twelve(Module):
+        @staticmethod
+        def _better_sum_block(hosts):
+            assert hosts == [12, 12]
+            return 3
+
+    monkeypatch.setattr(doctor, "native", Twelve)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not list(doctor.check_ranks())
+    monkeypatch.setenv("WORLD_SIZE", "24")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
+    finding = only(doctor.check_ranks)
+    assert finding.status == "WARN" and finding.fix == "export MYCOLL_SUM_BLOCK=3 on all of them"
 
 
 def test_broken_check():

@@ -37,6 +37,14 @@ def test_the_clock_knows_the_link():
     assert link < cost("all_reduce", [8] * 4, size)["seconds"] < 3 * link
 
 
+def test_a_block_of_ranks_saves_bytes(capsys):
+    words = ["all_reduce", "--hosts", "2", "--ranks", "12"]
+    assert plan.main(words) == 0
+    assert "MYCOLL_SUM_BLOCK=3" in capsys.readouterr().out
+    assert plan.main([*words[:-1], "8"]) == 0
+    assert "MYCOLL_SUM_BLOCK" not in capsys.readouterr().out
+
+
 def test_half_floats_travel_wide_where_a_host_adds_up():
     size = 16 << 20
     wide = cost("all_reduce", [4, 4], size, 2)["sent"]

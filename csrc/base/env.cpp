@@ -293,6 +293,11 @@ const std::vector<Variable>& variables() {
        "float32, so that the result is rounded once and does not depend on where ranks are. "
        "rounded: in the tensor's own type, in half of the bytes or fewer. Must be the same on all "
        "ranks."},
+      {"MYCOLL_SUM_BLOCK", "1", number(&Env::sumBlock, 1, 1024),
+       "How many ranks in a row a sum adds up one after the other; these sums are added up along a "
+       "binary tree. 3: for hosts of 3, 6, 12, 24, 48 or 96 ranks, which then send one partial sum "
+       "each instead of two. Results may differ in their last bits from those with another value. "
+       "Must be the same on all ranks."},
       {"MYCOLL_NCCL_LIBRARY", "", path(&Env::ncclLibrary),
        "The NCCL to load; a second copy beside torch's is refused. Unset: the one that torch has "
        "loaded, that of the nvidia-nccl wheel, or the system's libnccl.so.2."},

@@ -94,6 +94,7 @@ struct Env {
   size_t smallBytes = 0;
   size_t eagerBytes = 0;
   Partials partials{};
+  int sumBlock = 1;
   std::string ncclLibrary;  // empty: found by itself
   NcclEnv nccl;
   // torch's TORCHELASTIC_USE_AGENT_STORE: the rendezvous store is torchrun's, not rank 0's.

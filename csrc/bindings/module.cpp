@@ -33,6 +33,7 @@
 #include "device/nccl_memory.h"
 #include "device/watchdog.h"
 #include "kernels/copy.h"
+#include "kernels/reduce.h"
 #include "observe/trace_file.h"
 #include "transport/shm/shared_heap.h"
 #include "transport/tcp/address.h"
@@ -253,6 +254,15 @@ void registerArgumentError(py::module_& module) {
 
 using PlanNumbers = std::map<std::string, double>;
 
+// hosts: how many ranks each has, in order.
+std::vector<int> hostsOfRanks(const std::vector<int>& hosts) {
+  std::vector<int> hostOf;
+  for (size_t host = 0; host < hosts.size(); ++host) {
+    hostOf.insert(hostOf.end(), hosts[host], static_cast<int>(host));
+  }
+  return hostOf;
+}
+
 // The cost of the whole plan, and of each phase.
 std::pair<PlanNumbers, std::vector<PlanNumbers>> planCost(const std::string& operation,
                                                           const std::vector<int>& hosts,
@@ -265,15 +275,11 @@ std::pair<PlanNumbers, std::vector<PlanNumbers>> planCost(const std::string& ope
     ++kind;
   }
   if (kind == static_cast<int>(OpKind::kSend)) throw py::value_error("no such operation");
-  std::vector<int> hostOf;
-  for (size_t host = 0; host < hosts.size(); ++host) {
-    hostOf.insert(hostOf.end(), hosts[host], static_cast<int>(host));
-  }
   Network network;
   network.bandwidth = bandwidth;
   network.latency = latency;
-  const PlanCost cost =
-      costOf(Shape(hostOf), static_cast<OpKind>(kind), 0, bytes, elementBytes, wideBytes, network);
+  const PlanCost cost = costOf(Shape(hostsOfRanks(hosts), sumTree()), static_cast<OpKind>(kind), 0,
+                               bytes, elementBytes, wideBytes, network);
   auto number = [](uint64_t value) { return static_cast<double>(value); };
   std::vector<PlanNumbers> phases;
   for (const PhaseCost& phase : cost.phases) {
@@ -459,6 +465,13 @@ PYBIND11_MODULE(_C, module) {
       py::call_guard<py::gil_scoped_release>(),
       "What a collective would do between hosts with so many ranks each, and how long it would "
       "take; see `mycoll plan`.");
+  module.def(
+      "_better_sum_block",
+      [](const std::vector<int>& hosts) {
+        return mycoll::betterSumBlock(hostsOfRanks(hosts), mycoll::sumTree());
+      },
+      py::arg("hosts"),
+      "What MYCOLL_SUM_BLOCK had better be for hosts of so many ranks; 0: as is.");
   module.def("copy_streaming", &copyStreaming, py::arg("destination"), py::arg("source"),
              py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
              "The engine's copy that bypasses caches, between two addresses; for benchmarks.");

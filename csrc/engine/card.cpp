@@ -20,8 +20,9 @@ Status Card::freshNonce(std::string* nonce) {
 }
 
 std::string Card::settingsHere() {
-  return Env::process().partials == Partials::kWide ? "MYCOLL_PARTIALS=wide"
-                                                    : "MYCOLL_PARTIALS=rounded";
+  const Env& env = Env::process();
+  return std::string("MYCOLL_PARTIALS=") + (env.partials == Partials::kWide ? "wide" : "rounded") +
+         " MYCOLL_SUM_BLOCK=" + std::to_string(env.sumBlock);
 }
 
 std::string Card::encode() const {

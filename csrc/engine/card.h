@@ -16,7 +16,8 @@ struct Card {
 
   std::string nonce;  // fresh for every meeting; rank 0's is also the group's secret
   int ranks = 0;
-  std::string settings;  // variables that must be alike on all ranks: "MYCOLL_PARTIALS=wide"
+  std::string settings;  // variables that must be alike on all ranks: "MYCOLL_PARTIALS=wide
+                         // MYCOLL_SUM_BLOCK=1"
   std::string why;       // it has given up, and this is why; empty: it takes part
   PeerAddress address;
 

@@ -82,7 +82,7 @@ Task Runner::carryOut(const Call& call, const Signature& signature) {
     return shmCollective(ShmGroup{*arena_, memory_, mailbox_, sequence, signature}, call);
   }
   agreement_.begin(sequence, signature);
-  return netCollective({mailbox_, *shape_, arena_.get(), sequence, signature}, call);
+  return netCollective({mailbox_, *shape_, plans_, arena_.get(), sequence, signature}, call);
 }
 
 Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
@@ -121,7 +121,14 @@ bool Runner::mayShareMemory(const std::vector<int>& ranks) const {
 
 // Where all ranks are on this host, the arena does everything; otherwise plans use it.
 Task Runner::shareWithHost(const Signature& first) {
-  auto shape = std::make_unique<Shape>(hostsOf(mailbox_.group()));
+  const std::vector<int> hostOf = hostsOf(mailbox_.group());
+  auto shape = std::make_unique<Shape>(hostOf, sumTree());
+  if (shape->hosts() > 1 && options_.rank == 0) {
+    if (const int block = betterSumBlock(hostOf, sumTree())) {
+      MYCOLL_LOG_INFO("group '%s': with MYCOLL_SUM_BLOCK=%d hosts would send less",
+                      options_.name.c_str(), block);
+    }
+  }
   // Ranks that wait here for others of their host are to say so to the other hosts.
   if (shape->hosts() > 1) agreement_.begin(begun(), first);
   const std::vector<int>& members = shape->membersOf(shape->hostOf(options_.rank));

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "collectives/plan/shape.h"
+#include "collectives/run/run.h"
 #include "collectives/shm/arena.h"
 #include "collectives/shm/peer_memory.h"
 #include "engine/op.h"
@@ -65,6 +66,7 @@ class Runner final : public CollectiveRunner {
   std::atomic<Arena*> sharedArena_{nullptr};
   PeerMemory memory_;             // beside an arena of all ranks
   std::unique_ptr<Shape> shape_;  // where the arena is not of all ranks
+  PlanCache plans_;
   std::atomic<uint64_t> begun_{0};
 };
 

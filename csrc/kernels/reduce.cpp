@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "base/env.h"
 #include "kernels/copy.h"
 #include "kernels/fold.h"
 
@@ -104,6 +105,10 @@ Conversion conversionFor(DType dtype) {
   return conversionForFloat8(isa, dtype, float8Saturates.load(std::memory_order_relaxed));
 }
 
+// Along a binary tree over the inputs, whatever the block.
+void reduceBinary(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
+                  int divisor, bool streaming, const BytesToCopy& copied = {});
+
 // One call of foldTree(). Works on blocks that stay in the first-level cache.
 class TreeFold {
  public:
@@ -113,7 +118,8 @@ class TreeFold {
         op_(op == ReduceOp::kAvg ? ReduceOp::kSum : op),
         isAverage_(op == ReduceOp::kAvg),
         partials_(partials),
-        n_(n) {}
+        n_(n),
+        tree_(sumTree()) {}
 
   void run(char* out, bool isResult, size_t count, int divisor) {
     const bool isNarrow = dtype_ != wide_;
@@ -124,8 +130,8 @@ class TreeFold {
     if (isEven() && (!isNarrow || (isResult && isAsGiven))) {
       std::vector<const void*> in(n_);
       for (int i = 0; i < n_; ++i) in[i] = partials_[i].data;
-      return mycoll::reduce(dtype_, by > 1 ? ReduceOp::kAvg : op_, out, in.data(), n_, count, by,
-                            false);
+      return reduceBinary(dtype_, by > 1 ? ReduceOp::kAvg : op_, out, in.data(), n_, count, by,
+                          false);
     }
     const size_t outBytes = elementSize(isResult ? dtype_ : wide_);
     alignas(64) char folded[kBlockBytes];
@@ -138,7 +144,7 @@ class TreeFold {
       next_ = 0;
       const void* node[1] = {foldNode(partials_[0].lo, partials_[n_ - 1].hi)};
       // Also where nothing is divided: a bool becomes 0 or 1.
-      mycoll::reduce(wide_, by > 1 ? ReduceOp::kAvg : op_, folded, node, 1, length_, by, false);
+      reduceBinary(wide_, by > 1 ? ReduceOp::kAvg : op_, folded, node, 1, length_, by, false);
       char* const to = out + first * outBytes;
       if (isResult && isNarrow) {
         conversionFor(dtype_).narrow(to, folded, length_);
@@ -149,14 +155,17 @@ class TreeFold {
   }
 
  private:
-  // All partials but the last are blocks of one size, aligned to it.
+  // All partials but the last are nodes of one size, and the tree above them is a binary one.
   bool isEven() const {
+    if (n_ <= 2) return true;
     const int size = partials_[0].hi - partials_[0].lo;
     for (int i = 0; i < n_; ++i) {
       const int length = partials_[i].hi - partials_[i].lo;
       if (i + 1 < n_ ? length != size : length > size) return false;
     }
-    return (size & (size - 1)) == 0 || n_ == 1;
+    // Of a power of two of blocks; single ranks are if blocks are.
+    return size % tree_.block() == 0 &&
+           std::has_single_bit(static_cast<unsigned>(size / tree_.block()));
   }
 
   // The block of T[lo, hi), wide. Partials are met from left to right.
@@ -166,12 +175,12 @@ class TreeFold {
       ++next_;
       return blockOf(partial);
     }
-    const int middle = lo + static_cast<int>(std::bit_floor(static_cast<unsigned>(hi - lo - 1)));
+    const int middle = tree_.middle(lo, hi);
     const char* left = foldNode(lo, middle);
     const char* right = foldNode(middle, hi);
     char* const sum = newBlock();
     const void* both[2] = {left, right};
-    mycoll::reduce(wide_, op_, sum, both, 2, length_, 1, false);
+    reduceBinary(wide_, op_, sum, both, 2, length_, 1, false);
     return sum;
   }
 
@@ -192,21 +201,15 @@ class TreeFold {
   const bool isAverage_;
   const Partial* const partials_;
   const int n_;
+  const SumTree tree_;
   std::vector<char> memory_;
   size_t used_ = 0;  // blocks
   int next_ = 0;     // partial
   size_t first_ = 0, length_ = 0;
 };
 
-}  // namespace
-
-void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
-            int divisor, bool streaming) {
-  reduceAndCopy(dtype, op, out, in, n, count, divisor, streaming, {});
-}
-
-void reduceAndCopy(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
-                   int divisor, bool streaming, const BytesToCopy& copied) {
+void reduceBinary(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
+                  int divisor, bool streaming, const BytesToCopy& copied) {
   if (count == 0) return copy(copied.to, copied.from, copied.bytes);
   const Reducer reducer(dtype, op, in, n, divisor);
   char* const to = static_cast<char*>(out);
@@ -224,9 +227,39 @@ void reduceAndCopy(DType dtype, ReduceOp op, void* out, const void* const* in, i
   if (streaming) streamingFence();
 }
 
+// Blocks of one or two ranks are what a binary tree has anyway.
+bool isBinary(int n) { return n <= 3 || sumTree().block() <= 2; }
+
+// Every input by itself.
+void reduceInBlocks(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
+                    int divisor) {
+  std::vector<Partial> partials;
+  partials.reserve(n);
+  for (int k = 0; k < n; ++k) partials.push_back({k, k + 1, in[k], false});
+  foldTree(dtype, op, out, true, partials.data(), n, count, divisor);
+}
+
+}  // namespace
+
+void reduce(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
+            int divisor, bool streaming) {
+  reduceAndCopy(dtype, op, out, in, n, count, divisor, streaming, {});
+}
+
+void reduceAndCopy(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
+                   int divisor, bool streaming, const BytesToCopy& copied) {
+  if (isBinary(n)) return reduceBinary(dtype, op, out, in, n, count, divisor, streaming, copied);
+  copy(copied.to, copied.from, copied.bytes);
+  reduceInBlocks(dtype, op, out, in, n, count, divisor);
+}
+
 void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const* in, int n,
              size_t count, int divisor, bool streaming, bool streaming2) {
   if (count == 0) return;
+  if (!isBinary(n)) {
+    reduceInBlocks(dtype, op, out, in, n, count, divisor);
+    return copy(out2, out, count * elementSize(dtype), streaming2);
+  }
   const Reducer reducer(dtype, op, in, n, divisor);
   // A block is reduced into out2, or beside it when that is not to be cached, and goes on from
   // there while it is in the first-level cache.
@@ -264,6 +297,8 @@ void foldTree(DType dtype, ReduceOp op, void* out, bool isResult, const Partial*
               size_t count, int divisor) {
   TreeFold(dtype, op, partials, n).run(static_cast<char*>(out), isResult, count, divisor);
 }
+
+SumTree sumTree() { return SumTree(Env::process().sumBlock); }
 
 void setFloat8Saturates(bool saturates) {
   float8Saturates.store(saturates, std::memory_order_relaxed);

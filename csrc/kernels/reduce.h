@@ -5,12 +5,12 @@
 #include <cstddef>
 
 #include "base/types.h"
+#include "kernels/sum_tree.h"
 
 namespace mycoll {
 
-// out[i] = T[0, n) of in[k][i], for i < count, along one binary tree over the inputs' numbers:
-//
-//   T[lo, hi) = T[lo, mid) op T[mid, hi),  mid = lo + the largest power of two below hi - lo
+// out[i] = T[0, n) of in[k][i], for i < count, along one tree over the inputs' numbers
+// (sum_tree.h), sumTree().
 //
 // fp16, bf16 and fp8 accumulate in float, all others in their own type (integers wrap), and are
 // rounded once, at the end. AVG divides the accumulator by `divisor` before that (integers: as C
@@ -58,6 +58,9 @@ DType wideType(DType dtype);
 // isResult: divided by `divisor` (AVG) and rounded to dtype; otherwise in wideType().
 void foldTree(DType dtype, ReduceOp op, void* out, bool isResult, const Partial* partials, int n,
               size_t count, int divisor);
+
+// The tree of this process, with blocks of MYCOLL_SUM_BLOCK; all ranks alike.
+SumTree sumTree();
 
 // What becomes of numbers beyond 448 in float8_e4m3fn: the largest number (true, as torch since
 // 2.13), or NaN (torch before). Whoever knows the torch sets it once; all ranks alike.

@@ -322,6 +322,22 @@ def check_cores() -> Iterator[Finding]:
         yield Finding("cores", f"{text}: up to {cores} ranks may spin while they wait")
 
 
+def check_ranks() -> Iterator[Finding]:
+    """How ranks are numbered, where a launcher has said it: WORLD_SIZE and LOCAL_WORLD_SIZE."""
+    try:
+        ranks = int(os.environ["WORLD_SIZE"])
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return
+    if not 0 < here < ranks or ranks % here:
+        return
+    text = f"{ranks // here} hosts of {here} ranks"
+    block = native()._better_sum_block([here] * (ranks // here))
+    fix = f"export MYCOLL_SUM_BLOCK={block} on all of them" if block else ""
+    text += ", which send more than one partial sum each" if block else ""
+    yield Finding("ranks", text, WARN if block else OK, fix)
+
+
 def check_container() -> Iterator[Finding]:
     signs = {
         "/.dockerenv": "Docker",
@@ -408,8 +424,9 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_network,
     check_memory,
     check_cores,
+    check_ranks,
     check_container,
     check_nccl,
     check_transports,
 )
-NEED_MODULE = (check_variables, check_network, check_cores, check_transports)
+NEED_MODULE = (check_variables, check_network, check_cores, check_ranks, check_transports)

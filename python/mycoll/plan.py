@@ -102,6 +102,9 @@ def main(words: Sequence[str]) -> int:
     print(f"  between hosts         {whole['messages']:.0f} messages")
     print(f"  a rank talks to       {whole['peers']:.0f} ranks on other hosts")
     print(f"  scratch memory        {show_bytes(whole['scratch'])} a rank at most")
+    block = native()._better_sum_block(hosts)
+    if block and parsed.operation in ("all_reduce", "reduce", "reduce_scatter"):
+        print(f"  with MYCOLL_SUM_BLOCK={block} a host would send less")
     print(f"\n  {whole['chunks']:.0f} chunk(s), each in {len(phases)} phases:\n")
     print("  phase  messages  of a rank   host sends    receives  inside a rank        time")
     for number, phase in enumerate(phases):

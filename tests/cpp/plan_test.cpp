@@ -67,9 +67,9 @@ Chunking inChunks(const Job& job, uint64_t chunkBytes) {
 }
 
 void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements, bool isNarrow,
-           int mostInUnit = Shape::kMostInUnit) {
+           int mostInUnit = Shape::kMostInUnit, SumTree tree = SumTree()) {
   const int ranks = static_cast<int>(hostOf.size());
-  const Shape shape(hostOf, mostInUnit);
+  const Shape shape(hostOf, tree, mostInUnit);
   const std::vector<Job> jobs = jobsOf(kind, ranks, root, elements * kElement, isNarrow);
   // In one piece or in several; memory shared on no host, on all, on every other one.
   const Chunking chunkings[] = {inChunks(jobs[root], 60 * kElement),
@@ -80,7 +80,7 @@ void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t eleme
     for (size_t host = 0; host < sharesMemory.size() && i / 2 == 2; host += 2) {
       sharesMemory[host] = true;
     }
-    const std::string wrong = verify(shape, jobs, chunking, sharesMemory);
+    const std::string wrong = verify(shape, jobs, chunking, sharesMemory, tree);
     if (wrong.empty()) continue;
     test::fail(__FILE__, __LINE__,
                std::string(name(kind)) + " of " + std::to_string(elements) + " elements, root " +
@@ -89,8 +89,8 @@ void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t eleme
                    (i / 2 == 0   ? "no host"
                     : i / 2 == 1 ? "all"
                                  : "some") +
-                   ", units of up to " + std::to_string(mostInUnit) + ", hosts " +
-                   describe(hostOf) + ": " + wrong);
+                   ", units of up to " + std::to_string(mostInUnit) + ", sums of blocks of " +
+                   std::to_string(tree.block()) + ", hosts " + describe(hostOf) + ": " + wrong);
     return;
   }
 }
@@ -98,11 +98,12 @@ void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t eleme
 void checkAll(const std::vector<int>& hostOf, std::mt19937& random,
               int mostInUnit = Shape::kMostInUnit) {
   const int ranks = static_cast<int>(hostOf.size());
+  const SumTree tree(random() % 2 ? 1 : 2 + static_cast<int>(random() % 5));
   for (const OpKind kind : kKinds) {
     const int root = static_cast<int>(random() % ranks);
     const uint64_t few = kind == OpKind::kReduceScatter ? ranks : 1;
-    check(hostOf, kind, root, few, random() % 2, mostInUnit);
-    check(hostOf, kind, root, few * (5 + random() % 40), random() % 2, mostInUnit);
+    check(hostOf, kind, root, few, random() % 2, mostInUnit, tree);
+    check(hostOf, kind, root, few * (5 + random() % 40), random() % 2, mostInUnit, tree);
   }
 }
 
@@ -119,8 +120,9 @@ void forPartitions(int ranks, int hosts, std::vector<int>& sizes, const Visit& v
   }
 }
 
-PlanCost costOf(const std::vector<int>& hostOf, OpKind kind, uint64_t bytes, uint64_t element = 4) {
-  return costOf(Shape(hostOf), kind, 0, bytes, element, 4, Network());
+PlanCost costOf(const std::vector<int>& hostOf, OpKind kind, uint64_t bytes, uint64_t element = 4,
+                SumTree tree = SumTree()) {
+  return costOf(Shape(hostOf, tree), kind, 0, bytes, element, 4, Network());
 }
 
 }  // namespace
@@ -144,6 +146,9 @@ TEST(Shape, knowsTheNodesThatAHostHas) {
   EXPECT(largestNodes({1, 2}, 4) == (Nodes{{1, 2}, {2, 3}}));
   EXPECT(largestNodes({0, 2, 4}, 6) == (Nodes{{0, 1}, {2, 3}, {4, 5}}));
   EXPECT(largestNodes({0, 1, 2, 3, 4}, 5) == (Nodes{{0, 5}}));
+  // Six ranks of a host in a row: two sums, or one of two blocks of three.
+  EXPECT(largestNodes({6, 7, 8, 9, 10, 11}, 12) == (Nodes{{6, 8}, {8, 12}}));
+  EXPECT(largestNodes({6, 7, 8, 9, 10, 11}, 12, SumTree(3)) == (Nodes{{6, 12}}));
 }
 
 TEST(Shape, putsManyHostsIntoUnits) {
@@ -158,6 +163,14 @@ TEST(Shape, putsManyHostsIntoUnits) {
   EXPECT_EQ(many.agent(1, 15, 23), 122);  // which has no eighth
   EXPECT(many.nodesOf(1, 15) == (std::vector<Node>{{120, 125}}));
   EXPECT_EQ(Shape(uniform(1250, 1)).levels(), 3);
+}
+
+TEST(Shape, knowsABetterBlock) {
+  EXPECT_EQ(betterSumBlock(uniform(2, 8), SumTree()), 0);
+  EXPECT_EQ(betterSumBlock(uniform(2, 12), SumTree()), 3);
+  EXPECT_EQ(betterSumBlock(uniform(4, 20), SumTree()), 5);
+  EXPECT_EQ(betterSumBlock(uniform(2, 12), SumTree(3)), 0);
+  EXPECT_EQ(betterSumBlock(uniform(2, 8), SumTree(3)), 1);
 }
 
 TEST(Plan, isRightForAllSmallWorlds) {
@@ -223,6 +236,11 @@ TEST(Plan, sendsNoByteTwiceToAHost) {
   EXPECT(costOf(unequal, OpKind::kAllGather, kBytes).sent <= 5 * kBytes * 1.01);
   EXPECT(costOf(unequal, OpKind::kBroadcast, kBytes).sent <= kBytes * 1.01);
   EXPECT(costOf(unequal, OpKind::kAllReduce, kBytes).sent <= kBytes * 1.6);
+  // Hosts of three times a power of two send two sums, and one with blocks of three.
+  const std::vector<int> twelve = uniform(4, 12);
+  EXPECT(costOf(twelve, OpKind::kReduceScatter, kBytes).sent >= 1.9 * kBytes * 3 / 4);
+  EXPECT(costOf(twelve, OpKind::kReduceScatter, kBytes, 4, SumTree(3)).sent <=
+         1.01 * kBytes * 3 / 4);
   // Narrow floats travel wide where a host has added them up.
   EXPECT(costOf(uniform(2, 4), OpKind::kAllReduce, kBytes, 2).sent <= kBytes * 1.51);
 }

@@ -68,18 +68,22 @@ struct Rank {
 class Verifier {
  public:
   Verifier(const Shape& shape, const std::vector<Job>& jobs, const Chunking& chunking,
-           const std::vector<bool>& sharesMemory)
-      : shape_(shape), jobs_(jobs), chunking_(chunking), sharesMemory_(sharesMemory) {}
+           const std::vector<bool>& sharesMemory, SumTree tree)
+      : shape_(shape), jobs_(jobs), chunking_(chunking), sharesMemory_(sharesMemory), tree_(tree) {}
 
   std::string run() {
     ranks_.resize(jobs_.size());
     for (size_t rank = 0; rank < jobs_.size(); ++rank) fill(static_cast<int>(rank));
-    for (uint64_t chunk = 0; chunk < chunking_.chunks && wrong_.empty(); ++chunk) {
+    for (chunk_ = 0; chunk_ < chunking_.chunks && wrong_.empty(); ++chunk_) {
       for (size_t rank = 0; rank < jobs_.size(); ++rank) {
         Rank& each = ranks_[rank];
         const int host = shape_.hostOf(static_cast<int>(rank));
         const bool shares = sharesMemory_[host] && isShared(shape_, jobs_[rank], chunking_);
-        each.plan = planOf(shape_, jobs_[rank], static_cast<int>(rank), chunking_, chunk, shares);
+        // Chunks that are alike have one plan (run.cpp, PlanCache).
+        if (chunk_ == 0 || !areAlike(jobs_[rank], chunking_, chunk_, chunk_ - 1)) {
+          each.plan =
+              planOf(shape_, jobs_[rank], static_cast<int>(rank), chunking_, chunk_, shares);
+        }
         each.scratch.assign(each.plan.scratchBytes / each.job->elementBytes, Cell());
         const uint64_t shared = shares ? areaBytes(shape_) / each.job->elementBytes : 0;
         each.area.assign(shared, Cell());
@@ -103,7 +107,10 @@ class Verifier {
   }
 
   // The elements of a place; null: they are not there. For this rank to read, or to write.
-  Cell* at(int rank, const Place& place, bool isWrite) {
+  Cell* at(int rank, Place place, bool isWrite) {
+    if (place.space == Space::kInput || place.space == Space::kOutput) {
+      place.begin += chunking_.begin(chunk_);
+    }
     Rank& each = ranks_[rank];
     const bool isShared = place.space == Space::kShared;
     const int owner = isShared ? shape_.membersOf(shape_.hostOf(rank)).at(place.block) : rank;
@@ -275,12 +282,12 @@ class Verifier {
     std::copy(results.begin(), results.end(), to);
   }
 
-  static bool isTree(const std::vector<Cell>& cells, int lo, int hi, size_t* next) {
+  bool isTree(const std::vector<Cell>& cells, int lo, int hi, size_t* next) const {
     if (*next >= cells.size()) return false;
     const Node node = cells[*next].node;
     if (node.lo == lo && node.hi == hi) return ++*next, true;
     if (hi - lo < 2) return false;
-    const int middle = lo + static_cast<int>(std::bit_floor(static_cast<unsigned>(hi - lo - 1)));
+    const int middle = tree_.middle(lo, hi);
     return isTree(cells, lo, middle, next) && isTree(cells, middle, hi, next);
   }
 
@@ -317,7 +324,9 @@ class Verifier {
   const Shape& shape_;
   const std::vector<Job>& jobs_;
   const Chunking chunking_;
+  uint64_t chunk_ = 0;
   const std::vector<bool>& sharesMemory_;  // by host
+  const SumTree tree_;
   std::vector<Rank> ranks_;
   // By sender, receiver and phase.
   std::map<std::tuple<int, int, int>, std::deque<Place>> sends_, receives_;
@@ -327,8 +336,9 @@ class Verifier {
 // jobs[rank]: the same collective, as each rank sees it. sharesMemory: on which hosts ranks do so,
 // for jobs that they may share. "" if all is well; else what is wrong.
 inline std::string verify(const Shape& shape, const std::vector<Job>& jobs,
-                          const Chunking& chunking, const std::vector<bool>& sharesMemory) {
-  return Verifier(shape, jobs, chunking, sharesMemory).run();
+                          const Chunking& chunking, const std::vector<bool>& sharesMemory,
+                          SumTree tree = SumTree()) {
+  return Verifier(shape, jobs, chunking, sharesMemory, tree).run();
 }
 
 }  // namespace test::verifier

@@ -133,12 +133,17 @@ T combine(ReduceOp op, T a, T b) {
 
 using Inputs = std::vector<const char*>;
 
-// Inputs lo to hi as the contract says: split at the largest power of two below their number.
+// MYCOLL_SUM_BLOCK.
+inline size_t block = 1;
+
+// Inputs lo to hi as the contract says: split at the largest power of two of blocks below their
+// number, and a block before its last input.
 template <typename Leaf, typename Join>
 auto tree(size_t lo, size_t hi, const Leaf& leaf, const Join& join) -> decltype(leaf(lo)) {
   if (hi - lo == 1) return leaf(lo);
-  size_t below = 1;
+  size_t below = block;
   while (2 * below < hi - lo) below *= 2;
+  if (hi - lo <= block) below = hi - lo - 1;
   const auto left = tree(lo, lo + below, leaf, join);
   return join(left, tree(lo + below, hi, leaf, join));
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <deque>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -203,7 +204,7 @@ class RandomCut {
       partials->push_back({lo, hi, arrays_[lo].data(), false});
       return;
     }
-    const int middle = lo + largestPowerBelow(hi - lo);
+    const int middle = sumTree().middle(lo, hi);
     if (random_() % 2) {
       cut(lo, middle, partials);
       return cut(middle, hi, partials);
@@ -218,12 +219,6 @@ class RandomCut {
   }
 
  private:
-  static int largestPowerBelow(int n) {
-    int power = 1;
-    while (2 * power < n) power *= 2;
-    return power;
-  }
-
   const DType dtype_;
   const ReduceOp op_;
   const std::vector<std::vector<char>>& arrays_;
@@ -232,9 +227,7 @@ class RandomCut {
   std::deque<std::vector<char>> nodes_;
 };
 
-}  // namespace
-
-TEST(Reduce, inStepsYieldsTheSameBits) {
+void checkSteps() {
   std::mt19937_64 random(3);
   for (int type = 0; type < static_cast<int>(DType::kCount); ++type) {
     const auto dtype = static_cast<DType>(type);
@@ -262,6 +255,60 @@ TEST(Reduce, inStepsYieldsTheSameBits) {
                      std::string(name(dtype)) + " " + name(op) + " of " + std::to_string(n) +
                          " inputs, " + name(isa));
         }
+      }
+    }
+  }
+}
+
+// A block of ranks in a row, as a scope.
+struct ScopedBlock {
+  explicit ScopedBlock(const char* value) : choice("MYCOLL_SUM_BLOCK", value) {
+    reference::block = static_cast<size_t>(sumTree().block());
+  }
+  ~ScopedBlock() { reference::block = 1; }
+  const test::ScopedEnv choice;
+};
+
+}  // namespace
+
+TEST(Reduce, inStepsYieldsTheSameBits) { checkSteps(); }
+
+TEST(Reduce, inBlocks) {
+  for (const char* block : {"2", "3", "5"}) {
+    const ScopedBlock scoped(block);
+    EXPECT_EQ(sumTree().block(), block[0] - '0');
+    testType(DType::kFloat32);
+    testType(DType::kBFloat16);
+    testType(DType::kBool);
+    testType(DType::kInt16);
+  }
+  const ScopedBlock scoped("3");
+  checkSteps();
+}
+
+// The nodes of the tree are those that its definition reaches, and no others.
+TEST(SumTree, nodes) {
+  for (const int block : {1, 2, 3, 4, 7}) {
+    const SumTree tree(block);
+    for (int ranks = 1; ranks <= 40; ++ranks) {
+      std::set<std::pair<int, int>> nodes;
+      const auto visit = [&](const auto& self, int lo, int hi) -> void {
+        nodes.emplace(lo, hi);
+        if (hi - lo < 2) return;
+        const int middle = tree.middle(lo, hi);
+        EXPECT(lo < middle && middle < hi);
+        self(self, lo, middle);
+        self(self, middle, hi);
+      };
+      visit(visit, 0, ranks);
+      for (int lo = 0; lo < ranks; ++lo) {
+        for (int hi = lo + 1; hi <= ranks; ++hi) {
+          EXPECT_EQ(tree.isNode(lo, hi, ranks), nodes.count({lo, hi}) == 1);
+        }
+      }
+      // Blocks are added up in order, and each is a node.
+      for (int lo = 0; lo < ranks; lo += block) {
+        EXPECT(tree.isNode(lo, std::min(lo + block, ranks), ranks));
       }
     }
   }

@@ -48,7 +48,7 @@ class Planner {
         isShared_(sharesMemory && shape.membersOf(host_).size() > 1) {}
 
   Plan plan(const Chunking& chunking, uint64_t chunk) {
-    begin_ = chunk == 0 ? 0 : chunk * chunking.chunkBytes;
+    begin_ = chunking.begin(chunk);
     length_ = chunking.chunkBytes;
     switch (job_.kind) {
       case OpKind::kAllReduce:
@@ -133,8 +133,7 @@ class Planner {
 
   // What this chunk has of a block.
   Place part(Space space, int block, uint64_t blockBytes) const {
-    const uint64_t begin = std::min(begin_, blockBytes);
-    return {space, block, begin, std::min(length_, blockBytes - begin)};
+    return {space, block, 0, std::min(length_, blockBytes - std::min(begin_, blockBytes))};
   }
   // The i-th of n pieces.
   Place piece(const Place& whole, int i, int n) const {
@@ -148,7 +147,7 @@ class Planner {
   Place shared(int rank, const Place& place) const {
     const bool isOfOneRank = job_.kind == OpKind::kReduceScatter || job_.kind == OpKind::kAllGather;
     const uint64_t block = isOfOneRank ? static_cast<uint64_t>(place.block) * length_ : 0;
-    return {Space::kShared, shape_.indexOf(rank), block + place.begin - begin_, place.bytes};
+    return {Space::kShared, shape_.indexOf(rank), block + place.begin, place.bytes};
   }
   bool isWhole(const Slot& slot) const { return slot.owner < 0; }
   // Who on a host has the slot, or gets it there for the others.
@@ -830,6 +829,18 @@ Chunking chunkingOf(const Shape& shape, const Job& job) {
   bytes = roundUp(std::max(bytes, block / kMostChunks), unit);
   bytes = std::max(unit, std::min(bytes, roundUp(block, unit)));  // small ones fit into areas
   return {std::max<uint64_t>(1, (block + bytes - 1) / bytes), bytes};
+}
+
+bool areAlike(const Job& job, const Chunking& chunking, uint64_t chunk, uint64_t other) {
+  if (chunk == other) return true;
+  auto has = [&](uint64_t each, uint64_t blockBytes) {
+    return std::min(chunking.chunkBytes, blockBytes - std::min(chunking.begin(each), blockBytes));
+  };
+  auto isAlike = [&](uint64_t blockBytes) {
+    return has(chunk, blockBytes) == has(other, blockBytes);
+  };
+  return std::all_of(job.in.begin(), job.in.end(), isAlike) &&
+         std::all_of(job.out.begin(), job.out.end(), isAlike);
 }
 
 Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking, uint64_t chunk,

@@ -31,8 +31,8 @@ namespace mycoll {
 
 enum class Space : uint8_t { kInput, kOutput, kScratch, kShared };
 
-// Memory of this rank. block: which of the call's spans. kShared: the area of a rank of this host;
-// block: which one, as Shape::indexOf() counts.
+// Memory of this rank. block: which of the call's spans; begin: from where the chunk begins in it.
+// kShared: the area of a rank of this host; block: which one, as Shape::indexOf() counts.
 struct Place {
   Space space = Space::kScratch;
   int block = 0;
@@ -95,6 +95,7 @@ struct Job {
   // equal on all of them.
   std::vector<uint64_t> in;
   std::vector<uint64_t> out;
+  bool operator==(const Job&) const = default;
 };
 
 // A job is done in so many chunks; that number is the same on all ranks. Of every block a chunk has
@@ -102,6 +103,7 @@ struct Job {
 struct Chunking {
   uint64_t chunks = 1;
   uint64_t chunkBytes = ~uint64_t{0};
+  uint64_t begin(uint64_t chunk) const { return chunk == 0 ? 0 : chunk * chunkBytes; }
 };
 
 // A phase has so many steps' time (run.h), so that the network has something to do while a step
@@ -109,6 +111,8 @@ struct Chunking {
 constexpr uint64_t kStepsOfAPhase = 2;
 
 Chunking chunkingOf(const Shape& shape, const Job& job);
+// Whether two chunks of a job have one plan: as much of each block.
+bool areAlike(const Job& job, const Chunking& chunking, uint64_t chunk, uint64_t other);
 // sharesMemory: with the other ranks of its host; only where isShared().
 Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking, uint64_t chunk,
             bool sharesMemory);

@@ -11,10 +11,9 @@ namespace {
 constexpr int kMostLanes = 16;
 
 // Whether left and right are the two halves of a node.
-bool areSiblings(Node left, Node right, int ranks) {
-  const int size = left.ranks();
-  return left.hi == right.lo && (size & (size - 1)) == 0 && left.lo % (2 * size) == 0 &&
-         right.hi == std::min(left.lo + 2 * size, ranks);
+bool areSiblings(Node left, Node right, int ranks, SumTree tree) {
+  return left.hi == right.lo && tree.middle(left.lo, right.hi) == left.hi &&
+         tree.isNode(left.lo, right.hi, ranks);
 }
 
 int log2Up(int value) { return std::bit_width(static_cast<unsigned>(value - 1)); }
@@ -31,11 +30,11 @@ std::vector<int> unitSizes(int hosts, int mostInUnit) {
 
 }  // namespace
 
-std::vector<Node> largestNodes(const std::vector<int>& members, int ranks) {
+std::vector<Node> largestNodes(const std::vector<int>& members, int ranks, SumTree tree) {
   std::vector<Node> nodes;
   for (const int rank : members) {
     nodes.push_back({rank, rank + 1});
-    while (nodes.size() > 1 && areSiblings(nodes[nodes.size() - 2], nodes.back(), ranks)) {
+    while (nodes.size() > 1 && areSiblings(nodes[nodes.size() - 2], nodes.back(), ranks, tree)) {
       const int end = nodes.back().hi;
       nodes.pop_back();
       nodes.back().hi = end;
@@ -44,7 +43,7 @@ std::vector<Node> largestNodes(const std::vector<int>& members, int ranks) {
   return nodes;
 }
 
-Shape::Shape(const std::vector<int>& hostOf, int mostInUnit) {
+Shape::Shape(const std::vector<int>& hostOf, SumTree tree, int mostInUnit) {
   std::map<int, int> known;
   for (int rank = 0; rank < static_cast<int>(hostOf.size()); ++rank) {
     const int host =
@@ -67,9 +66,27 @@ Shape::Shape(const std::vector<int>& hostOf, int mostInUnit) {
         ranksOf.insert(ranksOf.end(), members_[host].begin(), members_[host].end());
       }
       std::sort(ranksOf.begin(), ranksOf.end());
-      level.nodes.push_back(largestNodes(ranksOf, ranks()));
+      level.nodes.push_back(largestNodes(ranksOf, ranks(), tree));
     }
   }
+}
+
+int betterSumBlock(const std::vector<int>& hostOf, SumTree tree) {
+  auto sumsOf = [&](SumTree each) {
+    const Shape shape(hostOf, each);
+    size_t sums = 0;
+    for (int host = 0; host < shape.hosts(); ++host) sums += shape.nodesOf(host).size();
+    return sums;
+  };
+  int best = 0;
+  size_t least = sumsOf(tree);
+  for (const int block : {1, 3, 5, 7}) {
+    const size_t sums = sumsOf(SumTree(block));
+    if (sums >= least) continue;
+    least = sums;
+    best = block;
+  }
+  return best;
 }
 
 }  // namespace mycoll

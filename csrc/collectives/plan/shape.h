@@ -8,9 +8,11 @@
 #include <cstddef>
 #include <vector>
 
+#include "kernels/sum_tree.h"
+
 namespace mycoll {
 
-// A node of the tree by which reductions are computed (kernels/reduce.h): ranks lo to hi.
+// A node of the tree along which reductions are computed (kernels/sum_tree.h): ranks lo to hi.
 struct Node {
   int lo = 0;
   int hi = 0;
@@ -19,7 +21,11 @@ struct Node {
 };
 
 // The largest nodes of the tree over `ranks` ranks that `members`, in order, make up.
-std::vector<Node> largestNodes(const std::vector<int>& members, int ranks);
+std::vector<Node> largestNodes(const std::vector<int>& members, int ranks,
+                               SumTree tree = SumTree());
+
+// A block of the tree (MYCOLL_SUM_BLOCK) with which hosts have fewer partial sums to send; 0: none.
+int betterSumBlock(const std::vector<int>& hostOf, SumTree tree);
 
 class Shape {
  public:
@@ -27,7 +33,8 @@ class Shape {
   static constexpr int kMostInUnit = 16;
 
   // hostOf[rank]: a number that ranks of one host have in common.
-  explicit Shape(const std::vector<int>& hostOf, int mostInUnit = kMostInUnit);
+  explicit Shape(const std::vector<int>& hostOf, SumTree tree = SumTree(),
+                 int mostInUnit = kMostInUnit);
 
   int ranks() const { return static_cast<int>(hostOf_.size()); }
   // In the order of their lowest ranks.

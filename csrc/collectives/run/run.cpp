@@ -1,5 +1,6 @@
 #include "collectives/run/run.h"
 
+#include <algorithm>
 #include <deque>
 #include <optional>
 
@@ -17,6 +18,7 @@ namespace {
 // are matched in order.
 constexpr uint64_t kPhases = 16;
 constexpr size_t kMostKept = 32 * 1024 * 1024;  // bytes of scratch memory
+constexpr size_t kMostPlans = 16;
 
 std::vector<uint64_t> sizesOf(const std::vector<Span>& spans) {
   std::vector<uint64_t> sizes;
@@ -49,9 +51,11 @@ class Chunk {
       : group_(group),
         call_(call),
         number_(number),
+        begin_(chunking.begin(number)),
         isWide_(job.wideBytes > job.elementBytes),
-        plan_(planOf(group.shape, job, group.mailbox.rank(), chunking, number, group.arena)),
-        scratch_(ScratchPool::process().take(plan_.scratchBytes)) {}
+        plan_(group.plans.planOf(group.shape, job, group.mailbox.rank(), chunking, number,
+                                 group.arena != nullptr)),
+        scratch_(ScratchPool::process().take(plan_->scratchBytes)) {}
   ~Chunk() { ScratchPool::process().giveBack(std::move(scratch_)); }
   Chunk(const Chunk&) = delete;
   Chunk& operator=(const Chunk&) = delete;
@@ -59,26 +63,28 @@ class Chunk {
   uint64_t number() const { return number_; }
   // The messages of the phase that was begun; null: it has none.
   Batch* messages() { return batch_ ? &*batch_ : nullptr; }
-  bool isOver() const { return phase_ > plan_.phases; }
+  bool isOver() const { return phase_ > plan_->phases; }
 
   // The one before is over. After the last one: nothing. Returns what must come first; then it is
   // to be called again. Null: it has begun.
   Condition* beginPhase() {
     if (!ranksOfHost_) batch_.reset();
     ranksOfHost_.reset();
-    while (next_ < plan_.steps.size() && plan_.steps[next_].phase == phase_) {
-      const Step& step = plan_.steps[next_++];
+    while (next_ < plan_->steps.size() && plan_->steps[next_].phase == phase_) {
+      const Step& step = plan_->steps[next_++];
       switch (step.act) {
         case Step::Act::kCopy: copyFor(step); break;
         case Step::Act::kFold: foldFor(step); break;
         case Step::Act::kMark: group_.arena->publish(counterOf(step.mark), number_ + 1); break;
-        case Step::Act::kWait:
-          ranksOfHost_.emplace(
-              *group_.arena, counterOf(step.mark),
-              step.mark == Mark::kDone ? group_.arena->roundsBefore(number_) : number_ + 1);
+        case Step::Act::kWait: {
+          const bool isForArea = step.mark == Mark::kDone;
+          const uint64_t rounds = isForArea ? group_.arena->roundsBefore(number_) : number_ + 1;
+          if (rounds == 0) break;  // the collectives before have left it free
+          ranksOfHost_.emplace(*group_.arena, counterOf(step.mark), rounds);
           if (!ranksOfHost_->ready()) return &*ranksOfHost_;
           ranksOfHost_.reset();
           break;
+        }
         case Step::Act::kSend: messagesToBegin().send(step.peer, at(step.place), tag()); break;
         case Step::Act::kReceive:
           messagesToBegin().receive(step.peer, at(step.place), tag());
@@ -99,10 +105,13 @@ class Chunk {
 
   Span at(const Place& place) const {
     if (place.bytes == 0) return {};
-    char* base = scratch_.data.get();
-    if (place.space == Space::kInput) base = call_.in[place.block].begin();
-    if (place.space == Space::kOutput) base = outputOf(place.block).begin();
-    if (place.space == Space::kShared) base = group_.arena->bulk(place.block, number_);
+    char* base = nullptr;
+    switch (place.space) {
+      case Space::kInput: base = call_.in[place.block].begin() + begin_; break;
+      case Space::kOutput: base = outputOf(place.block).begin() + begin_; break;
+      case Space::kScratch: base = scratch_.data.get(); break;
+      case Space::kShared: base = group_.arena->bulk(place.block, number_); break;
+    }
     return {base + place.begin, place.bytes};
   }
 
@@ -113,7 +122,7 @@ class Chunk {
   }
 
   void copyFor(const Step& step) const {
-    const Span to = at(step.place), from = at(plan_.inputs[step.first].place);
+    const Span to = at(step.place), from = at(plan_->inputs[step.first].place);
     if (step.place.space == Space::kShared)
       return group_.arena->fill(to.begin(), from.data, to.bytes);
     if (to.data != from.data) copy(to.data, from.data, to.bytes);
@@ -123,7 +132,7 @@ class Chunk {
     std::vector<Partial> partials;
     partials.reserve(step.inputs);
     for (uint32_t i = 0; i < step.inputs; ++i) {
-      const FoldInput& input = plan_.inputs[step.first + i];
+      const FoldInput& input = plan_->inputs[step.first + i];
       partials.push_back({input.node.lo, input.node.hi, at(input.place).data, input.isWide});
     }
     // A partial sum that is to be no wider is rounded as a result is, but not divided.
@@ -137,8 +146,9 @@ class Chunk {
   const NetGroup group_;
   const Call& call_;
   const uint64_t number_;
-  const bool isWide_;  // partial sums are
-  const Plan plan_;
+  const uint64_t begin_;  // in each block
+  const bool isWide_;     // partial sums are
+  const std::shared_ptr<const Plan> plan_;
   ScratchPool::Memory scratch_;
   std::optional<Batch> batch_;
   std::optional<RoundReached> ranksOfHost_;  // waited for
@@ -176,20 +186,46 @@ void ScratchPool::giveBack(Memory memory) {
   free_.push_back(std::move(memory));
 }
 
+std::shared_ptr<const Plan> PlanCache::planOf(const Shape& shape, const Job& job, int rank,
+                                              const Chunking& chunking, uint64_t chunk,
+                                              bool sharesMemory) {
+  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+    return entry.sharesMemory == sharesMemory && entry.job == job &&
+           areAlike(job, chunking, entry.chunk, chunk);
+  });
+  if (found != entries_.end()) {
+    std::rotate(found, found + 1, entries_.end());
+    return entries_.back().plan;
+  }
+  if (entries_.size() == kMostPlans) entries_.erase(entries_.begin());
+  auto plan =
+      std::make_shared<const Plan>(mycoll::planOf(shape, job, rank, chunking, chunk, sharesMemory));
+  entries_.push_back({job, sharesMemory, chunk, plan});
+  return plan;
+}
+
 Task netCollective(NetGroup group, const Call& call) {
   const Job job = jobOf(call);
   const Chunking chunking = chunkingOf(group.shape, job);
   if (!isShared(group.shape, job, chunking)) group.arena = nullptr;
+  std::deque<Chunk> underWay;
   if (group.arena) {
     group.arena->beginBlob(0);
+    // The ranks of a host meet once less where what the others need is there when a rank arrives.
+    Condition* first = nullptr;
+    if (chunking.chunks == 1 && group.arena->isFirstAreaFree()) {
+      Chunk& chunk = underWay.emplace_back(group, call, job, chunking, 0);
+      while (!first && !chunk.messages() && !chunk.isOver()) first = chunk.beginPhase();
+    }
     group.arena->arrive(group.signature, 0, chunking.chunks);
     AllArrived arrived(*group.arena, group.signature);
     co_await arrived;
     if (arrived.differingRank() >= 0) {
       co_return arrivalMismatch(group.mailbox, group.sequence, group.signature, arrived);
     }
+    if (first) co_await *first;
   }
-  std::deque<Chunk> underWay;
+  uint64_t begun = underWay.size();
   for (uint64_t step = 0; step < chunking.chunks || !underWay.empty(); ++step) {
     for (Chunk& chunk : underWay) {
       if ((step - chunk.number()) % kStepsOfAPhase != 0) continue;
@@ -201,8 +237,8 @@ Task netCollective(NetGroup group, const Call& call) {
     }
     // The oldest is the first to end.
     while (!underWay.empty() && underWay.front().isOver()) underWay.pop_front();
-    if (step < chunking.chunks) {
-      Chunk& chunk = underWay.emplace_back(group, call, job, chunking, step);
+    if (step == begun && begun < chunking.chunks) {
+      Chunk& chunk = underWay.emplace_back(group, call, job, chunking, begun++);
       while (Condition* first = chunk.beginPhase()) co_await *first;
     }
   }

@@ -42,9 +42,28 @@ class ScratchPool {
   size_t freeBytes_ GUARDED_BY(mutex_) = 0;
 };
 
+// The plans of a group's latest collectives: programs repeat them, and so do chunks. Planning takes
+// as long as a small collective between few hosts, and far longer between many.
+// [the group's run lock]
+class PlanCache {
+ public:
+  std::shared_ptr<const Plan> planOf(const Shape& shape, const Job& job, int rank,
+                                     const Chunking& chunking, uint64_t chunk, bool sharesMemory);
+
+ private:
+  struct Entry {
+    Job job;
+    bool sharesMemory;
+    uint64_t chunk;
+    std::shared_ptr<const Plan> plan;
+  };
+  std::vector<Entry> entries_;  // the latest last
+};
+
 struct NetGroup {
   Mailbox& mailbox;
   const Shape& shape;
+  PlanCache& plans;
   Arena* arena;                // of this host's ranks, with areas as plans want them; may be null
   uint64_t sequence;           // of the collective: the upper part of its messages' tags
   const Signature& signature;  // of the call

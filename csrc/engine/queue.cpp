@@ -195,9 +195,11 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       if (idleSince == Clock::time_point::min()) idleSince = now;
       const auto idle = now - idleSince;
       const bool isContended = contention_.isHere(now);
-      if (!isContended && idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
-        // Over messages nothing changes unless the mesh makes progress.
-        spins = membership_.arena() ? kSpinBatch : 0;
+      // What comes over a network takes longer than a yield.
+      const bool mayComeAtOnce = isMessage || membership_.arena();
+      if (!isContended && mayComeAtOnce &&
+          idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
+        spins = isMessage ? 0 : kSpinBatch;
         if (isMessage) cpuRelax();
       } else if (!isContended && idle < std::chrono::microseconds(spinPolicy_.yieldMicros)) {
         spins = 0;

@@ -69,8 +69,9 @@ std::vector<int> causeOfWait(OpKind kind, const std::vector<int>& missing,
                              const std::vector<int>& behind) {
   const bool needsAll = kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter ||
                         kind == OpKind::kAllGather || kind == OpKind::kAllToAll ||
-                        kind == OpKind::kBarrier;
+                        kind == OpKind::kBarrier || kind == OpKind::kMonitoredBarrier;
   if (!needsAll || missing.empty() || behind.empty()) return missing;
+  if (kind == OpKind::kMonitoredBarrier) return behind;  // it is asked for all of them
   std::vector<int> both;
   for (const int rank : missing) {
     if (contains(behind, rank)) both.push_back(rank);
@@ -188,7 +189,8 @@ Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) 
 
 // ---- checks ------------------------------------------------------------------------------------
 
-// In a monitored barrier over messages rank 0 knows most, so the other ranks let it time out first.
+// Of a monitored barrier rank 0 is to tell, as with gloo: over messages the others let it time out
+// first.
 bool Diagnosis::isLate(const CollectiveOp& op) const {
   const bool yields =
       op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0 && !membership_.arena();
@@ -219,7 +221,10 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
     return membership_.fail(timeoutStatus(op, causeOfWait(op.kind(), missing, behind), behind));
   }
   const auto announced = op.announced != Clock::time_point{} ? op.announced : op.waitsSince();
-  if (!membership_.arena() && now - announced > kAnnounceEvery) {
+  // A monitored barrier lives by it, and may have little time.
+  const bool isAtOnce =
+      op.kind() == OpKind::kMonitoredBarrier && op.announced == Clock::time_point{};
+  if (!membership_.arena() && (isAtOnce || now - announced > kAnnounceEvery)) {
     op.announced = now;
     // Whom an external one waits for is only known by what the others tell.
     agreement_.tellArrived(op.external ? std::vector<int>() : missing);

@@ -129,8 +129,8 @@ Task Runner::shareWithHost(const Signature& first) {
                       options_.name.c_str(), block);
     }
   }
-  // Ranks that wait here for others of their host are to say so to the other hosts.
-  if (shape->hosts() > 1) agreement_.begin(begun(), first);
+  // Ranks that wait here for others of their host say so to all.
+  if (options_.ranks > 1) agreement_.begin(begun(), first);
   const std::vector<int>& members = shape->membersOf(shape->hostOf(options_.rank));
   const bool mayShare = mayShareMemory(members);
   if (mayShare && shape->hosts() == 1) {

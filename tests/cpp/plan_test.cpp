@@ -80,7 +80,10 @@ void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t eleme
     for (size_t host = 0; host < sharesMemory.size() && i / 2 == 2; host += 2) {
       sharesMemory[host] = true;
     }
-    const std::string wrong = verify(shape, jobs, chunking, sharesMemory, tree);
+    std::string wrong = verify(shape, jobs, chunking, sharesMemory, tree);
+    if (wrong.empty() && (kind == OpKind::kBarrier || kind == OpKind::kMonitoredBarrier)) {
+      wrong = verify(shape, jobs, chunking, sharesMemory, tree, root);
+    }
     if (wrong.empty()) continue;
     test::fail(__FILE__, __LINE__,
                std::string(name(kind)) + " of " + std::to_string(elements) + " elements, root " +

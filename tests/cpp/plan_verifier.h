@@ -68,8 +68,13 @@ struct Rank {
 class Verifier {
  public:
   Verifier(const Shape& shape, const std::vector<Job>& jobs, const Chunking& chunking,
-           const std::vector<bool>& sharesMemory, SumTree tree)
-      : shape_(shape), jobs_(jobs), chunking_(chunking), sharesMemory_(sharesMemory), tree_(tree) {}
+           const std::vector<bool>& sharesMemory, SumTree tree, int away)
+      : shape_(shape),
+        jobs_(jobs),
+        chunking_(chunking),
+        sharesMemory_(sharesMemory),
+        tree_(tree),
+        away_(away) {}
 
   std::string run() {
     ranks_.resize(jobs_.size());
@@ -155,10 +160,13 @@ class Verifier {
   // Phases of all ranks, as far as they come. A message is over when both sides are at it.
   void runChunk() {
     std::deque<int> ready;
-    for (size_t rank = 0; rank < ranks_.size(); ++rank) ready.push_back(static_cast<int>(rank));
+    for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+      if (static_cast<int>(rank) != away_) ready.push_back(static_cast<int>(rank));
+    }
     while (!ready.empty() && wrong_.empty()) {
       const int rank = ready.front();
       ready.pop_front();
+      if (rank == away_) continue;
       Rank& each = ranks_[rank];
       while (wrong_.empty() && each.underWay == 0 && each.next < each.plan.steps.size()) {
         if (!beginPhase(rank, &ready)) break;
@@ -166,7 +174,12 @@ class Verifier {
     }
     for (size_t rank = 0; rank < ranks_.size(); ++rank) {
       const Rank& each = ranks_[rank];
-      if (each.underWay == 0 && each.next == each.plan.steps.size()) continue;
+      if (static_cast<int>(rank) == away_) continue;
+      const bool isOver = each.underWay == 0 && each.next == each.plan.steps.size();
+      if (isOver && away_ >= 0) {
+        fail("rank " + std::to_string(rank) + " does not wait for rank " + std::to_string(away_));
+      }
+      if (isOver || away_ >= 0) continue;
       fail("rank " + std::to_string(rank) + " waits for ever");
     }
   }
@@ -327,6 +340,7 @@ class Verifier {
   uint64_t chunk_ = 0;
   const std::vector<bool>& sharesMemory_;  // by host
   const SumTree tree_;
+  const int away_;
   std::vector<Rank> ranks_;
   // By sender, receiver and phase.
   std::map<std::tuple<int, int, int>, std::deque<Place>> sends_, receives_;
@@ -334,11 +348,12 @@ class Verifier {
 };
 
 // jobs[rank]: the same collective, as each rank sees it. sharesMemory: on which hosts ranks do so,
-// for jobs that they may share. "" if all is well; else what is wrong.
+// for jobs that they may share. away: this rank does not come, for which all others are to wait.
+// "" if all is well; else what is wrong.
 inline std::string verify(const Shape& shape, const std::vector<Job>& jobs,
                           const Chunking& chunking, const std::vector<bool>& sharesMemory,
-                          SumTree tree = SumTree()) {
-  return Verifier(shape, jobs, chunking, sharesMemory, tree).run();
+                          SumTree tree = SumTree(), int away = -1) {
+  return Verifier(shape, jobs, chunking, sharesMemory, tree, away).run();
 }
 
 }  // namespace test::verifier

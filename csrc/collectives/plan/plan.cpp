@@ -59,7 +59,6 @@ class Planner {
       case OpKind::kGather: gather(); break;
       case OpKind::kScatter: scatter(); break;
       case OpKind::kAllToAll: allToAll(); break;
-      case OpKind::kMonitoredBarrier: monitoredBarrier(); break;
       default: barrier(0); break;
     }
     if (isShared_) mark(lastShared_, Mark::kDone);
@@ -729,7 +728,10 @@ class Planner {
     const std::vector<int>& members = shape_.membersOf(host_);
     const int first = members[0];
     const int hosts = shape_.hosts();
-    // Those that share memory have met there before.
+    if (isShared_) {
+      mark(phase, Mark::kGiven);
+      if (rank_ == first) waitFor(phase, Mark::kGiven);
+    }
     for (const int member : members) {
       if (member == first || isShared_) continue;
       if (rank_ == first) receive(phase, member, {});
@@ -751,14 +753,6 @@ class Planner {
       if (member == first) continue;
       if (rank_ == first) send(phase, member, {});
       if (rank_ == member) receive(phase, first, {});
-    }
-  }
-
-  // Through rank 0, which so knows who has not come.
-  void monitoredBarrier() {
-    for (int rank = 1; rank < shape_.ranks(); ++rank) {
-      if (rank_ == 0) receive(0, rank, {}), send(1, rank, {});
-      if (rank_ == rank) send(0, 0, {}), receive(1, 0, {});
     }
   }
 
@@ -857,7 +851,8 @@ bool isShared(const Shape& shape, const Job& job, const Chunking& chunking) {
     case OpKind::kReduceScatter:
     case OpKind::kAllGather:
       return chunking.chunkBytes <= areaBytes(shape) / static_cast<uint64_t>(shape.ranks());
-    case OpKind::kBarrier: return true;
+    case OpKind::kBarrier:
+    case OpKind::kMonitoredBarrier: return true;
     default: return false;
   }
 }

@@ -25,6 +25,12 @@ constexpr OpKind kKinds[] = {OpKind::kAllReduce,       OpKind::kReduce,    OpKin
                              OpKind::kScatter,         OpKind::kAllToAll,  OpKind::kBarrier,
                              OpKind::kMonitoredBarrier};
 
+// More than the suite has time for: ./dev soak.
+int numberFrom(const char* variable, int usually) {
+  const char* value = std::getenv(variable);
+  return value ? std::atoi(value) : usually;
+}
+
 std::vector<int> uniform(int hosts, int ranks) {
   std::vector<int> hostOf;
   for (int host = 0; host < hosts; ++host) hostOf.insert(hostOf.end(), ranks, host);
@@ -188,7 +194,7 @@ TEST(Plan, isRightForAllSmallWorlds) {
 TEST(Plan, isRightForRandomWorlds) {
   const unsigned seed = std::random_device{}();
   std::mt19937 random(seed);
-  for (int i = 0; i < 200; ++i) {
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 200); ++i) {
     const int ranks = 2 + static_cast<int>(random() % 63);
     const int hosts = 1 + static_cast<int>(random() % std::min(ranks, 24));
     std::vector<int> hostOf(ranks);
@@ -205,12 +211,19 @@ TEST(Plan, isRightForRandomWorlds) {
 }
 
 TEST(Plan, isRightForLargeWorlds) {
-  for (const int ranks : {999, 1000, 1001, 1024}) {
+  std::vector<int> worlds = {999, 1000, 1001, 1024};
+  if (const int more = numberFrom("PLAN_RANKS", 0)) worlds.push_back(more);
+  for (const int ranks : worlds) {
     std::vector<int> hostOf;
     for (int rank = 0; rank < ranks; ++rank) hostOf.push_back(rank / 8);
     for (const OpKind kind : {OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kBarrier}) {
       check(hostOf, kind, 17, 3, false);
+      if (ranks == 1000 && kind != OpKind::kBarrier) check(hostOf, kind, 17, 60, true);
     }
+    const PlanCost cost = costOf(hostOf, OpKind::kAllReduce, 64 << 20);
+    EXPECT(cost.scratch <= 48 << 20);
+    // Where a host has fewer ranks than lanes, one of them drives several.
+    if (ranks % 8 == 0) EXPECT(cost.peers <= 64);
   }
 }
 

@@ -110,12 +110,22 @@ void raiseInterrupt() {
   if (pendingInterrupt) std::rethrow_exception(std::exchange(pendingInterrupt, nullptr));
 }
 
-void closeAll(bool hasException) {
+// A group is often destroyed in a `finally`, on the way out after an exception.
+std::string reasonToLeave() {
+  if (!Py_IsInitialized()) return {};
+  const py::gil_scoped_acquire gil;
+  try {
+    return py::module_::import("mycoll._leaving").attr("reason_to_destroy")().cast<std::string>();
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
+void closeAll(const std::string& reason) {
   const bool hasOthers = countPythonThreads() > 1;
   const py::gil_scoped_release release;
   mycoll::Watchdog::get().beginExit();
-  MycollBackend::closeAll(std::chrono::seconds(2),
-                          hasException ? mycoll::Exit::kException : mycoll::Exit::kInOrder);
+  MycollBackend::closeAll(std::chrono::seconds(2), reason);
   mycoll::Watchdog::get().stop();  // the driver may be unloaded at any time
   // Daemon threads whose wait has ended just before are still to take the GIL: see beginExit().
   if (hasOthers) std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -475,13 +485,15 @@ PYBIND11_MODULE(_C, module) {
       },
       "For tests: bytes mapped for shared tensors, and bytes of them in use.");
   module.def(
-      "_close_all", &closeAll, py::arg("has_exception"),
-      "Groups that were never destroyed end with the interpreter, while there still is one.");
+      "_close_all", &closeAll, py::arg("reason"),
+      "Groups that were never destroyed end with the interpreter, while there still is one. The "
+      "other ranks hear the reason.");
   module.attr("torch_version") = TORCH_VERSION;
 
   registerArgumentError(module);
   mycoll::defineOperators();
   mycoll::setPythonHooks(
-      {&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads, &callInMainThread});
+      {&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads, &callInMainThread,
+       &reasonToLeave});
   mycoll::setCallSiteHook(&mycoll::findCallSite);
 }

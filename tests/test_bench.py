@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +14,28 @@ from mycoll.bench.options import OPERATIONS
 from mycoll.bench.peer_build import PeerAbsent, build
 from mycoll.bench.report import read_results
 from standins import accelerator
+from worlds import warm
 
 _QUICK = ["-n", "2", "-w", "1", "--rounds", "2"]
 _TIMEOUT_SECONDS = 120
+
+
+def on_ranks(
+    ranks: int, *arguments: str, code: str | Path = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """As a launcher starts it, without the import of torch."""
+    ended = warm.ranks(
+        code or warm.module("mycoll.bench"),
+        ranks,
+        *arguments,
+        environment={**os.environ, **environment},
+    )
+    return subprocess.CompletedProcess(
+        arguments,
+        max(code for code, *_ in ended),
+        "".join(out for _, out, _ in ended),
+        "".join(error for *_, error in ended),
+    )
 
 
 def run_bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -59,8 +77,8 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 class TestRuns:
     def test_shared_tensors_take_turns_with_others(self, tmp_path: Path) -> None:
         results = tmp_path / "results.jsonl"
-        done = run_bench(
-            *("all_reduce,pingpong", "--nproc", "2", "--memory", "both"),
+        done = on_ranks(
+            *(2, "all_reduce,pingpong", "--memory", "both"),
             *("-b", "1M", "-e", "1M", "--json", str(results), *_QUICK),
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -74,9 +92,8 @@ class TestRuns:
     def test_columns_and_files(self, tmp_path: Path) -> None:
         json_path = tmp_path / "out.jsonl"
         operations = ("all_reduce", "all_gather", "reduce", "sendrecv", "bandwidth", "barrier")
-        done = run_bench(
-            ",".join(operations),
-            *("--nproc", "2", "--backend", "gloo,gloo", "--floor", "--limit"),
+        done = on_ranks(
+            *(2, ",".join(operations), "--backend", "gloo,gloo", "--floor", "--limit"),
             *("-b", "8", "-e", "64K", "-f", "8192"),
             *(*_QUICK, "--json", str(json_path)),
         )
@@ -104,9 +121,8 @@ class TestRuns:
 
     def test_every_other_operation_finds_a_planted_error(self, tmp_path: Path) -> None:
         path = tmp_path / "out.jsonl"
-        done = run_bench(
-            ",".join(OPERATIONS),
-            *("--nproc", "2", "--backend", "gloo", "-b", "1K", "-e", "1K", *_QUICK),
+        done = on_ranks(
+            *(2, ",".join(OPERATIONS), "--backend", "gloo", "-b", "1K", "-e", "1K", *_QUICK),
             *("--plant-error", "--json", str(path)),
         )
         assert done.returncode == 1, done.stdout + done.stderr
@@ -115,12 +131,11 @@ class TestRuns:
         assert [row.op for row in rows if not row.wrong] == []
 
     def test_every_message_under_way_is_verified(self, tmp_path: Path) -> None:
-        script, path = tmp_path / "loses.py", tmp_path / "out.jsonl"
-        script.write_text(_LOSES_MESSAGES)
-        done = run_bench(
-            *("bandwidth", "--backend", "gloo", "-b", "1K", "-e", "1K", *_QUICK),
+        path = tmp_path / "out.jsonl"
+        done = on_ranks(
+            *(2, "bandwidth", "--backend", "gloo", "-b", "1K", "-e", "1K", *_QUICK),
             *("--json", str(path)),
-            launcher=(*_TORCHRUN, str(script)),
+            code=_LOSES_MESSAGES,
         )
         assert done.returncode != 0, done.stdout + done.stderr
         _, rows = read_results(str(path))
@@ -131,21 +146,14 @@ class TestRuns:
         ("kind", "count", "code"), [("dead", 2, 1), ("broken", 16, 1), ("broken", 2, 0)]
     )
     def test_a_backend_that_fails_on_the_way(
-        self, kind: str, count: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, kind: str, count: int, code: int, tmp_path: Path
     ) -> None:
         """By a dead group, or where it could do that before; what it never could is no failure."""
-        script, path = tmp_path / "fails.py", tmp_path / "out.jsonl"
-        script.write_text(_FAILS)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**variables, "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, value)
-        done = run_bench(
-            *(kind, str(count), "all_reduce", "--backend", "mycoll,gloo", "-b", "8", "-e", "64"),
-            *(*_QUICK, "--json", str(path)),
-            launcher=(str(script),),
+        path = tmp_path / "out.jsonl"
+        done = on_ranks(
+            *(1, kind, str(count), "all_reduce", "--backend", "mycoll,gloo", "-b", "8"),
+            *("-e", "64", *_QUICK, "--json", str(path)),
+            code=_FAILS,
         )
         assert done.returncode == code, done.stdout + done.stderr
         assert ("# failed: mycoll" in done.stdout) == (code == 1)
@@ -155,7 +163,7 @@ class TestRuns:
         assert ratios == {("mycoll", other): "", ("gloo", other): "mycoll", ("gloo", count): ""}
 
     def test_a_backend_that_is_not_there(self) -> None:
-        done = run_bench("barrier", "--nproc", "1", "--backend", "gloo,no_such_backend", *_QUICK)
+        done = on_ranks(1, "barrier", "--backend", "gloo,no_such_backend", *_QUICK)
         assert done.returncode == 1
         assert "left out: no_such_backend" in done.stdout
         assert "wrong elements: 0" in done.stdout
@@ -232,14 +240,12 @@ class TestDevice:
         if accelerator.folder() is None:
             pytest.skip("the stand-ins are not built; ./dev builds them")
         file = tmp_path / "rows.jsonl"
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        program = ("-m", "worlds.program", "standin", "host", "mycoll.bench")
         operations = "all_reduce,all_gather,sendrecv,barrier,ddp"
-        run = run_bench(
-            *program,
+        run = on_ranks(
+            *(2, "standin", "host", "mycoll.bench"),
             *(operations, "--device", "standin", "-b", "1K", "-e", "1K", *_QUICK),
             *("--json", str(file)),
-            launcher=launcher,
+            code=warm.module("worlds.program"),
         )
         assert run.returncode == 0, run.stderr + run.stdout
         header, rows = read_results(str(file))
@@ -251,6 +257,6 @@ class TestDevice:
             assert row.time_us > 0
 
     def test_without_one(self) -> None:
-        run = run_bench("all_reduce", "--nproc", "1", "--device", "nonsense")
+        run = on_ranks(1, "all_reduce", "--device", "nonsense")
         assert run.returncode != 0
         assert "knows no 'nonsense'" in run.stderr

@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import mycoll
 import pytest
 from mycoll.bench import cli, launch
+from worlds import warm
 
 _TIMEOUT_SECONDS = 120
 _SIGINT_MASK = 1 << (signal.SIGINT - 1)
@@ -161,24 +161,8 @@ def test_ranks_of_torchrun_start_none(
 
 def test_a_file_of_rank_0_that_cannot_be_written_ends_all() -> None:
     """Under a launcher that does not end the others, such as srun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "mycoll.bench", "barrier", "--json", "/nonexistent/x"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(
-                RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            ),
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=_TIMEOUT_SECONDS)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [2, 2]
+    bench = warm.module("mycoll.bench")
+    ended = warm.ranks(bench, 2, "barrier", "--json", "/nonexistent/x", timeout=_TIMEOUT_SECONDS)
+    assert [code for code, *_ in ended] == [2, 2]
+    errors = [error for *_, error in ended]
     assert "--json: " in errors[0] and errors[1] == ""

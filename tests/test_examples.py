@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,34 +29,10 @@ def two_ranks(program: Path, codes: tuple[int, int] = (0, 0)) -> str:
 
 def run_ranks(program: Path, *arguments: str, codes: tuple[int, ...] = (0, 0)) -> str:
     """A rank for each of the codes that they are to end with."""
-    ranks = len(codes)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    world["MASTER_PORT"] = port
-    processes: list[warm.Program] = []
-    try:
-        for rank in range(ranks):
-            processes.append(
-                warm.start(
-                    program,
-                    *arguments,
-                    environment=dict(
-                        os.environ,
-                        RANK=str(rank),
-                        LOCAL_RANK=str(rank),
-                        OMP_NUM_THREADS="1",
-                        **world,
-                    ),
-                    folder=program.parent if program.parent != EXAMPLES else None,
-                )
-            )
-        outputs = ["".join(process.communicate(timeout=DEADLINE)) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert tuple(process.returncode for process in processes) == codes, "\n".join(outputs)
+    folder = program.parent if program.parent != EXAMPLES else None
+    ended = warm.ranks(program, len(codes), *arguments, folder=folder, timeout=DEADLINE)
+    outputs = [out + error for _, out, error in ended]
+    assert tuple(code for code, *_ in ended) == codes, "\n".join(outputs)
     return "".join(outputs)
 
 

@@ -13,7 +13,7 @@ from gpu import page
 from gpu.__main__ import Plan, run
 from gpu.smoke import STEPS, STOPPED, chosen
 from mycoll.bench.report import read_results
-from worlds import device
+from worlds import device, warm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,31 +24,26 @@ if device.missing("standin", "nccl"):
 def program(
     folder: Path, *words: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gpu", "--device", "standin", "--folder", str(folder), *words]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, **(environment or {})},
+    return gpu("--folder", str(folder), *words, environment=environment or {})
+
+
+def gpu(*words: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    program = warm.start(
+        warm.module("gpu"),
+        *(*words, "--device", "standin"),
+        environment={**os.environ, **environment},
+        folder=ROOT,
     )
+    out, error = program.communicate(timeout=280)
+    return subprocess.CompletedProcess(words, program.returncode or 0, out, error)
 
 
 def smoke(
     folder: Path, *words: str, nccl: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], str]:
     """Its program and what that printed; nccl: what the stand-in for NCCL is told."""
-    command = [sys.executable, "-m", "gpu", "smoke", "--device", "standin", "--seconds", "240"]
-    environment = {**os.environ, "STANDIN_NCCL": nccl}
-    done = subprocess.run(
-        [*command, "--folder", str(folder), *words],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env=environment,
-    )
+    words = ("smoke", "--seconds", "240", "--folder", str(folder), *words)
+    done = gpu(*words, environment={"STANDIN_NCCL": nccl})
     return done, done.stdout + done.stderr
 
 

@@ -61,27 +61,18 @@ def oks(outputs: list[str]) -> set[str]:
 
 
 def test_torchrun(backend, transport):
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    outputs = finish(start(*command, SMOKE, backend, transport=transport))
-    assert oks(outputs) == {"0 of 2", "1 of 2"}, outputs
-
-
-def test_torchrun_with_two_agents(backend, transport):
-    endpoint = f"127.0.0.1:{free_port()}"
-    command = (
-        "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
-        "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", endpoint,
+    """Two agents, one of them by the name that torchrun had before. A single agent is in
+    test_elastic.py and test_examples.py."""
+    words = (
+        "--nnodes", "2", "--nproc-per-node", "2",
+        "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+        SMOKE, backend,
     )  # fmt: skip
-    agents = [start(*command, SMOKE, backend, transport=transport) for _ in range(2)]
-    outputs = finish(*agents)
+    outputs = finish(
+        start("-m", "torch.distributed.run", *words, transport=transport),
+        start("-m", "torch.distributed.launch", "--use-env", *words, transport=transport),
+    )
     assert oks(outputs) == {f"{r} of 4" for r in range(4)}, outputs
-
-
-def test_launch_module(backend, transport):
-    command = ("-m", "torch.distributed.launch", "--nproc-per-node", "2", "--use-env")
-    port = ("--master-port", str(free_port()))
-    outputs = finish(start(*command, *port, SMOKE, backend, transport=transport))
-    assert oks(outputs) == {"0 of 2", "1 of 2"}, outputs
 
 
 def test_multiprocessing_spawn(backend, transport, tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import textwrap
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -166,22 +168,11 @@ def test_leaving_completes_matched_messages(reused, transport, mycoll_only):
         assert not seen.kind, (rank, seen)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def run_ranks(text: str, ranks: int) -> str:
     """All ranks' output of a program that ends as programs do."""
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    programs = [
-        warm.start(text, environment=os.environ | world | {"RANK": str(rank)}, to_the_end=True)
-        for rank in range(ranks)
-    ]
-    outputs = [program.communicate(timeout=120) for program in programs]
-    assert [program.returncode for program in programs] == [0] * ranks, outputs
-    return "".join(out for out, _ in outputs)
+    ended = warm.ranks(text, ranks, to_the_end=True)
+    assert [code for code, *_ in ended] == [0] * ranks, ended
+    return "".join(out for _, out, _ in ended)
 
 
 SERVER = """
@@ -229,24 +220,85 @@ def test_exit_handlers_may_communicate():
     assert run_ranks(LAST_WORDS, 2).count("sum [2.0, 2.0]") == 2
 
 
-THROWS = """
-import sys, torch, torch.distributed as dist
-rank = int(sys.argv[1])
-store = dist.FileStore(sys.argv[2], 2)
-dist.init_process_group("mycoll", store=store, rank=rank, world_size=2)
-dist.all_reduce(torch.ones(1))
-if rank == 1:
-    raise ValueError("of rank 1")
-dist.all_reduce(torch.ones(1))
+# --- an exception ends a rank's program: the others say which
+
+
+JOB = """
+import multiprocessing, os, sys, torch, torch.distributed as dist
+
+def job(rank, path):
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("mycoll", store=store, rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        raise ValueError("of rank 1\\nand more")
+    try:
+        dist.all_reduce(torch.ones(1))
+    except dist.DistBackendError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(0)
+
+def all_jobs():
+    context = torch.multiprocessing.get_context("fork")
+    ranks = [context.Process(target=job, args=(rank, sys.argv[1])) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+def finally_leaves(rank, path):
+    try:
+        job(rank, path)
+    finally:
+        dist.destroy_process_group()
+"""
+ENDED = "left the group: its program ended with an exception, ValueError: of rank 1 (see its log)"
+HANDLED = "left the group: it handled an exception, ValueError: of rank 1 (see its log)"
+# torch ends the others as soon as one has failed.
+TORCH_SPAWN = """
+api = sys.modules["torch.multiprocessing.spawn"]
+api.ProcessContext.join = lambda self, timeout=None: [each.join() for each in self.processes]
+torch.multiprocessing.spawn(job, args=(sys.argv[1],), nprocs=2)
 """
 
 
-def test_an_exception_on_one_rank_is_named_on_the_other(tmp_path, backend) -> None:
-    if backend != "mycoll":
-        pytest.skip("gloo does not say why a rank has gone")
-    ranks = [
-        warm.start(THROWS, str(rank), str(tmp_path / "store"), to_the_end=True) for rank in (0, 1)
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("job(int(sys.argv[2]), sys.argv[1])", ENDED),
+        ("finally_leaves(int(sys.argv[2]), sys.argv[1])", HANDLED),
+        ("all_jobs()", ENDED),
+        (TORCH_SPAWN, ENDED),
+    ],
+    ids=["script", "finally", "fork", "torch's spawn"],
+)
+def test_an_exception_on_one_rank_is_named_on_the_other(tmp_path, mycoll_only, code, text) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(f"{JOB}\nif __name__ == '__main__':\n{textwrap.indent(code, '    ')}\n")
+    ranks = (0, 1) if "argv[2]" in code else (0,)
+    programs = [
+        warm.start(file, str(tmp_path / "store"), str(rank), to_the_end=True) for rank in ranks
     ]
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert "ValueError: of rank 1" in said[1]
-    assert "rank 1 (" in said[0] and "its program ended with an exception" in said[0], said[0]
+    said = "".join(program.communicate(timeout=60)[1] for program in programs)
+    assert f"rank 1 ({socket.gethostname()}:" in said and text in said, said
+
+
+def throws_beside(ctx: Ctx) -> Seen | None:
+    """Over connections, and a message in place of a collective; the reason has no good form."""
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    if ctx.rank == 1:
+        try:
+            raise RuntimeError("\x1b[31mred\udc80 " + "long " * 100)
+        except RuntimeError:
+            dist.destroy_process_group()
+        return None
+    return attempt(lambda: dist.recv(x, 1))
+
+
+def test_the_reason_is_short_and_plain(reused, transport, mycoll_only) -> None:
+    seen, _ = reused(2, transport).run_in_group(throws_beside)
+    assert seen is not None and seen.kind == "DistBackendError", seen
+    found = re.search(r"it handled an exception, (RuntimeError: .*) \(see its log\)", seen.text)
+    assert found and len(found[1]) <= 120 and found[1].endswith(" ..."), seen.text
+    assert found[1].isascii() and found[1].isprintable(), found[1]

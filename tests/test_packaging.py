@@ -47,7 +47,7 @@ def set_nccl_wheel(path):
 def unknown_variables():
     return []
 
-def _close_all(has_exception):
+def _close_all(reason):
     pass
 """
 INIT = """
@@ -195,9 +195,9 @@ def test_restarts_do_not_see_old_keys(site: Site) -> None:
     assert again == "PrefixStore\n"
 
 
-def test_a_process_without_a_group_keeps_torch_as_it_is(fresh_site: Site) -> None:
+def test_a_process_without_a_group_keeps_torch_as_it_is(site: Site) -> None:
     """What torch's import does for mycoll replaces nothing in torch; the first group does."""
-    fresh_site.built().passes(
+    site.built().passes(
         """if True:
         import sys, types, torch, torch.distributed as dist
         from importlib.metadata import entry_points
@@ -229,9 +229,9 @@ def test_a_process_without_a_group_keeps_torch_as_it_is(fresh_site: Site) -> Non
     )
 
 
-def test_missing_module(fresh_site: Site) -> None:
-    fresh_site.passes("import torch, mycoll; torch.ones(1)")
-    message = fresh_site.fails(INIT.format(backend="mycoll"))
+def test_missing_module(site: Site) -> None:
+    site.passes("import torch, mycoll; torch.ones(1)")
+    message = site.fails(INIT.format(backend="mycoll"))
     assert "compiled module is missing" in message and "--no-build-isolation" in message
 
 
@@ -304,15 +304,15 @@ def test_an_unsupported_torch_is_not_compiled_for(site: Site) -> None:
     assert message.endswith("supports torch 2.11 to 2.15: pip install 'torch==2.13.*'")
 
 
-def test_failed_registration_does_not_break_torch(fresh_site: Site) -> None:
-    registration = fresh_site.package / "_registration.py"
+def test_failed_registration_does_not_break_torch(site: Site) -> None:
+    registration = site.package / "_registration.py"
     registration.write_text(
         registration.read_text().replace(
             "import torch.distributed as dist\n", "raise OSError(5)\n", 1
         )
     )
-    fresh_site.passes("import torch; torch.ones(1)")
-    message = fresh_site.fails("import torch, mycoll; mycoll.Options")
+    site.passes("import torch; torch.ones(1)")
+    message = site.fails("import torch, mycoll; mycoll.Options")
     assert message == "ImportError: mycoll could not register itself: OSError(5)"
 
 

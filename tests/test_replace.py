@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -36,54 +35,40 @@ def environment(replace: str | None = "gloo", **more: str) -> dict[str, str]:
     return {**env, "MYCOLL_TRACE_FILE": "off", **more}
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def run(code: str, ranks: int = 1, replace: str | None = "gloo", **more: str) -> list[str]:
     """The program on each rank; what each of them prints. None of them may fail."""
     program = HEAD + textwrap.dedent(code)
-    port = str(free_port())
-    started: list[warm.Program] = []
-    try:
-        for rank in range(ranks):
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            place |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            started.append(warm.start(program, environment=environment(replace, **place, **more)))
-        outputs = [process.communicate(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [p.returncode for p in started] == [0] * ranks, [error[-3000:] for _, error in outputs]
-    return [out for out, _ in outputs]
+    ended = warm.ranks(program, ranks, environment=environment(replace, **more))
+    assert [code for code, *_ in ended] == [0] * ranks, [error[-3000:] for *_, error in ended]
+    return [out for _, out, _ in ended]
 
 
 # --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("named", ["'gloo'", "'GLOO'", "'cpu:gloo,cuda:gloo'", "", "'cpu:gloo'"])
-def test_names_in_init_process_group(named: str) -> None:
+def test_names_in_init_process_group() -> None:
     run(
-        f"""
-        dist.init_process_group({named})
-        assert ours(dist.group.WORLD)
-        assert dist.get_backend_config().startswith("cpu:gloo"), dist.get_backend_config()
-        x = torch.ones(3)
-        dist.all_reduce(x)
-        assert x.tolist() == [size] * 3
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        assert backend.name() == "gloo" and backend._get_backend_name() == "gloo"
-        assert isinstance(backend, dist.ProcessGroupGloo)
-        assert backend.options._timeout == timedelta(minutes=30)
-        assert backend.options.group_name == "0"
+        """
         from mycoll import black_box
-        [process] = black_box.find([os.getpid()])
-        [group] = process.groups  # as `mycoll status` shows it
-        assert group.description == "default_pg, in the place of gloo", group.description
-        dist.destroy_process_group()
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)
+        for named in ("gloo", "GLOO", "cpu:gloo,cuda:gloo", None, "cpu:gloo"):
+            prefixed = dist.PrefixStore(str(named), store)
+            dist.init_process_group(named, store=prefixed, rank=rank, world_size=size)
+            assert ours(dist.group.WORLD), named
+            assert dist.get_backend_config().startswith("cpu:gloo"), dist.get_backend_config()
+            x = torch.ones(3)
+            dist.all_reduce(x)
+            assert x.tolist() == [size] * 3, named
+            backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+            assert backend.name() == "gloo" and backend._get_backend_name() == "gloo", named
+            assert isinstance(backend, dist.ProcessGroupGloo), named
+            assert backend.options._timeout == timedelta(minutes=30), named
+            assert backend.options.group_name == "0", named
+            [process] = black_box.find([os.getpid()])
+            [group] = process.groups  # as `mycoll status` shows it
+            assert group.description == "default_pg, in the place of gloo", group.description
+            dist.destroy_process_group()
         """,
         ranks=RANKS,
     )
@@ -386,26 +371,10 @@ def test_the_background_process_of_a_checkpoint(tmp_path: Path) -> None:
             dist.destroy_process_group()
         """)
     )
-    port = str(free_port())
-    started = [
-        subprocess.Popen(
-            [sys.executable, file],
-            env=environment(
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2"
-            ),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [p.returncode for p in started] == [0, 0], errors
+    ended = warm.ranks(file, 2, environment=environment())
+    assert [code for code, *_ in ended] == [0, 0], ended
     seen = [file.read_text() for file in (tmp_path / "saved").glob("seen*")]
-    assert seen == ["True", "True"], (seen, errors)
+    assert seen == ["True", "True"], (seen, ended)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -508,13 +477,47 @@ def test_the_real_one_stays_reachable() -> None:
 
 
 def test_mycoll_cpu_gloo_leaves_gloo_alone() -> None:
-    run(
+    """Tools name the groups that stay gloo's, and why."""
+    [out] = run(
         """
         dist.init_process_group("gloo")
         assert not ours(dist.group.WORLD)
+        part = dist.new_group([0])
+        from mycoll import _own_gloo, doctor, status
+        [seen] = _own_gloo.find([os.getpid()])
+        assert (seen.rank, seen.groups) == (0, ["0", "1"]), seen
+        [found] = [each for each in doctor.check_gloo() if str(os.getpid()) in each.text]
+        assert found.status == "WARN" and "groups 0, 1 are gloo's own" in found.text, found
+        dist.destroy_process_group(part)
+        del part
+        print(status.as_text([], _own_gloo.find([os.getpid()])))
+        if os.fork() == 0:  # which has none
+            assert _own_gloo.find([os.getpid()]) == []
+            os._exit(0)
+        assert os.wait()[1] == 0
         """,
         MYCOLL_CPU="gloo",
+        COLUMNS="200",
     )
+    title, line = out.splitlines()
+    assert title == "not mycoll's, although MYCOLL_REPLACE=gloo is set:"
+    assert "): group 0 is gloo's own: MYCOLL_CPU=gloo asks for torch's gloo" in line, line
+
+
+def test_groups_that_ask_for_gloo_are_listed() -> None:
+    [out] = run(
+        """
+        import mycoll
+        from mycoll import _own_gloo
+        dist.init_process_group("gloo")
+        assert _own_gloo.find([os.getpid()]) == []
+        group = dist.new_group(backend="mycoll", pg_options=mycoll.Options(cpu="gloo"))
+        from mycoll import status
+        assert status.main([str(os.getpid())]) == 0
+        """,
+        COLUMNS="200",
+    )
+    assert "group 1 is gloo's own: made by Options(cpu=), or by a reference" in out, out
 
 
 def snapshot(replace: str | None, autoload: str) -> str:

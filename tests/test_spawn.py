@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import mycoll
 import pytest
 import torch
 import torch.distributed as dist
+from mycoll import launch
+from worlds.pool import PRELOAD
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch, backend):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def quick_start(monkeypatch):
+    """Ranks are forked from a process that has imported torch, where a test is not about how they
+    start. They have its environment."""
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+    server = forkserver._forkserver._forkserver_pid
+    init = launch._Job.__init__
+
+    def child_of_server(self, rank, nprocs, port, backend, parent, payload):
+        init(self, rank, nprocs, port, backend, server, payload)
+
+    monkeypatch.setattr(launch.multiprocessing, "get_context", lambda _: start)
+    monkeypatch.setattr(launch._Job, "__init__", child_of_server)  # they end with their parent
 
 
 def add_ranks(start):
@@ -30,6 +51,17 @@ def rank_one_raises():
     if dist.get_rank() == 1:
         raise ValueError("the loss is nan")
     dist.barrier()
+
+
+def rank_one_raises_beside(folder):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise ValueError("the loss is nan")
+    try:
+        dist.barrier()
+    except dist.DistBackendError as error:
+        Path(folder, "heard").write_text(str(error))
+        raise
 
 
 def rank_one_dies():
@@ -74,13 +106,20 @@ def test_results_by_rank(backend):
     assert results == [(0, 21, "0", backend), (1, 21, "1", backend)]
 
 
-def test_traceback_of_the_first(backend):
+def test_traceback_of_the_first(backend, quick_start):
     with pytest.raises(mycoll.SpawnError, match="rank 1 of 2 failed") as caught:
         mycoll.spawn(rank_one_raises, backend=backend)
     text = str(caught.value)
     assert (caught.value.rank, caught.value.cause) == (1, "ValueError: the loss is nan")
     assert "in rank_one_raises" in text and "ValueError: the loss is nan" in text
     assert "launch.py" not in text
+
+
+def test_the_others_hear_of_the_exception(mycoll_only, quick_start, tmp_path):
+    with pytest.raises(mycoll.SpawnError, match="rank 1 of 2 failed"):
+        mycoll.spawn(rank_one_raises_beside, args=(str(tmp_path),))
+    heard = (tmp_path / "heard").read_text()
+    assert "its program ended with an exception, ValueError: the loss is nan" in heard, heard
 
 
 def test_its_own_frames_stay_out_of_pytests_tracebacks():
@@ -94,26 +133,26 @@ def test_its_own_frames_stay_out_of_pytests_tracebacks():
     ]
 
 
-def test_death_without_a_word(backend):
+def test_death_without_a_word(backend, quick_start):
     with pytest.raises(mycoll.SpawnError, match="rank 1 of 2 failed") as caught:
         mycoll.spawn(rank_one_dies, backend=backend)
     assert "SIGKILL" in str(caught.value)
 
 
-def test_consequence_that_comes_first(backend):
+def test_consequence_that_comes_first(backend, quick_start):
     with pytest.raises(mycoll.SpawnError, match="ValueError: the cause"):
         mycoll.spawn(rank_one_hides, backend=backend)
 
 
-def test_result_that_cannot_travel(backend):
+def test_result_that_cannot_travel(backend, quick_start):
     with pytest.raises(mycoll.SpawnError, match="cannot pickle 'generator' object"):
         mycoll.spawn(return_generator, backend=backend)
 
 
-def test_timeout_stops_all(backend):
+def test_timeout_stops_all(backend, quick_start):
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="from rank 1; stopped"):
-        mycoll.spawn(sleep_long, backend=backend, timeout=15)
+        mycoll.spawn(sleep_long, backend=backend, timeout=5)
     assert time.monotonic() - start < 60
 
 
@@ -151,7 +190,7 @@ def test_cell_without_cloudpickle():
     assert "pip install cloudpickle" in done.stderr, done.stderr
 
 
-def test_a_dead_ranks_child_keeps_nobody(backend):
+def test_a_dead_ranks_child_keeps_nobody(backend, quick_start):
     with pytest.raises(mycoll.SpawnError, match="ended by SIGKILL"):
         mycoll.spawn(rank_one_dies_and_leaves_a_child, 2, backend=backend, timeout=60)
 

@@ -69,6 +69,10 @@ void throwArgumentError(const std::string& message) {
 
 void setPythonHooks(PythonHooks hooks) { python = hooks; }
 
+std::string reasonToLeave() {
+  return python.reasonToLeave != nullptr ? python.reasonToLeave() : std::string();
+}
+
 bool isInterruptPending() {
   return python.isInterruptPending != nullptr && python.isInterruptPending();
 }

@@ -71,9 +71,12 @@ struct PythonHooks {
   bool (*mayHaveOtherThreads)() = nullptr;
   // Has fn called in the main thread, which raises what it throws. False: it will not be.
   bool (*callInMainThread)(std::function<void()> fn) = nullptr;
+  // The exception that this thread is handling, for others to read; "" without one. Takes the GIL.
+  std::string (*reasonToLeave)() = nullptr;
 };
 void setPythonHooks(PythonHooks hooks);
 bool isInterruptPending();
+std::string reasonToLeave();
 // Whether this is the thread in which Python handles signals.
 bool isMainThread();
 // Whether Python made the call that this thread is in; false for calls by torch's own C++.

@@ -153,7 +153,7 @@ MycollBackend::~MycollBackend() {
   communicator_->close(deadline);
 }
 
-void MycollBackend::closeAll(Milliseconds timeout, Exit how) {
+void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
   beginExit();
   const Deadline deadline = Deadline::after(timeout);
   std::vector<std::shared_ptr<Communicator>> open;
@@ -169,7 +169,7 @@ void MycollBackend::closeAll(Milliseconds timeout, Exit how) {
     }
   }
   for (const auto& [name, device] : devices) device->close(deadline);
-  for (const auto& communicator : open) communicator->close(deadline, how);
+  for (const auto& communicator : open) communicator->close(deadline, reason);
   if (!CallbackPool::get().drain(deadline.remaining())) {
     MYCOLL_LOG_WARN("a callback of a future has not returned in time for the process's exit");
   }
@@ -247,7 +247,8 @@ void MycollBackend::shutdown() {
     device_->close(Deadline::after(isPatient ? kShutdownTimeout : kDropTimeout));
   }
   if (outstaysStore_) communicator_->leaveAfter(0);
-  communicator_->close(Deadline::after(drained.ok() ? kShutdownTimeout : kDropTimeout));
+  communicator_->close(Deadline::after(drained.ok() ? kShutdownTimeout : kDropTimeout),
+                       reasonToLeave());
   if (outstaysStore_) std::this_thread::sleep_for(kStoreGrace);
   throwIfFailed(drained);
 }

@@ -61,9 +61,9 @@ class MycollBackend final : public c10d::Backend {
                 c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice);
   ~MycollBackend() override;
 
-  // Closes every group of the process, within the timeout altogether: for the interpreter's exit,
-  // and the others hear whether an exception is the reason for it.
-  static void closeAll(Milliseconds timeout, Exit how);
+  // Closes every group of the process, within the timeout altogether: for the interpreter's exit.
+  // The others hear the reason; it may be empty.
+  static void closeAll(Milliseconds timeout, const std::string& reason);
 
   // "shm", "tcp", "shm+tcp" or "self".
   std::string transport() const { return communicator_->transport(); }

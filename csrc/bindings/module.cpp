@@ -20,6 +20,7 @@
 
 #include "backend/call_site.h"
 #include "backend/errors.h"
+#include "backend/large_memory.h"
 #include "backend/mycoll_backend.h"
 #include "backend/operators.h"
 #include "backend/options.h"
@@ -28,6 +29,7 @@
 #include "base/log.h"
 #include "base/wait.h"
 #include "bindings/call_site.h"
+#include "bindings/to_python.h"
 #include "collectives/plan/cost.h"
 #include "device/device_group.h"
 #include "device/nccl_memory.h"
@@ -111,12 +113,22 @@ void raiseInterrupt() {
   if (pendingInterrupt) std::rethrow_exception(std::exchange(pendingInterrupt, nullptr));
 }
 
-void closeAll(bool hasException) {
+// A group is often destroyed in a `finally`, on the way out after an exception.
+std::string reasonToLeave() {
+  if (!Py_IsInitialized()) return {};
+  const py::gil_scoped_acquire gil;
+  try {
+    return py::module_::import("mycoll._leaving").attr("reason_to_destroy")().cast<std::string>();
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
+void closeAll(const std::string& reason) {
   const bool hasOthers = countPythonThreads() > 1;
   const py::gil_scoped_release release;
   mycoll::Watchdog::get().beginExit();
-  MycollBackend::closeAll(std::chrono::seconds(2),
-                          hasException ? mycoll::Exit::kException : mycoll::Exit::kInOrder);
+  MycollBackend::closeAll(std::chrono::seconds(2), reason);
   mycoll::Watchdog::get().stop();  // the driver may be unloaded at any time
   // Daemon threads whose wait has ended just before are still to take the GIL: see beginExit().
   if (hasOthers) std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -488,13 +500,21 @@ PYBIND11_MODULE(_C, module) {
       },
       "For tests: bytes mapped for shared tensors, and bytes of them in use.");
   module.def(
-      "_close_all", &closeAll, py::arg("has_exception"),
-      "Groups that were never destroyed end with the interpreter, while there still is one.");
+      "_new_large_memory",
+      [](size_t bytes) {
+        return py::reinterpret_steal<py::object>(mycoll::toPython(mycoll::newLargeMemory(bytes)));
+      },
+      py::arg("bytes"), "A uint8 tensor on the CPU, in memory that was used before if there is any.");
+  module.def(
+      "_close_all", &closeAll, py::arg("reason"),
+      "Groups that were never destroyed end with the interpreter, while there still is one. The "
+      "other ranks hear the reason.");
   module.attr("torch_version") = TORCH_VERSION;
 
   registerArgumentError(module);
   mycoll::defineOperators();
   mycoll::setPythonHooks(
-      {&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads, &callInMainThread});
+      {&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads, &callInMainThread,
+       &reasonToLeave});
   mycoll::setCallSiteHook(&mycoll::findCallSite);
 }

@@ -328,7 +328,7 @@ bool Communicator::isBusy(Deadline unsent) {
          mailbox_.isReceiving(/*orPosted=*/!unsent.expired());
 }
 
-void Communicator::close(Deadline deadline, Exit how) {
+void Communicator::close(Deadline deadline, const std::string& reason) {
   if (!membership_.beginToLeave()) return;
   Mesh& mesh = *engine_->mesh();
   // What nobody has begun to send may never be sent.
@@ -352,7 +352,7 @@ void Communicator::close(Deadline deadline, Exit how) {
                          "mycoll group '" + options_.name +
                              "': the group has been destroyed on this rank; nothing more can "
                              "be called on it");
-  membership_.sayGoodbye(destroyed, how);
+  membership_.sayGoodbye(destroyed, reason);
   const int last = leavesAfter_.load();
   const bool isMet = last >= 0 && (membership_.departureOf(last) != Departure::kUnknown ||
                                    mailbox_.isConnectedTo(last));

@@ -186,8 +186,8 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   // The same, for a reason of the user's.
   void abort(const std::string& reason);
   // Leaves the group: waits up to the deadline for pending operations, then says goodbye. Later
-  // calls fail. Idempotent.
-  void close(Deadline deadline, Exit how = Exit::kInOrder);
+  // calls fail. Idempotent. The reason is for the other ranks: see Membership::sayGoodbye().
+  void close(Deadline deadline, const std::string& reason = {});
   // Before close(): that will stay until this rank has left as well, or nearly a second.
   void leaveAfter(int rank) { leavesAfter_.store(rank); }
 

@@ -28,8 +28,6 @@ struct AbortHead {
 };
 static_assert(sizeof(AbortHead) == 48);
 
-std::string goodbyePayload(Exit how) { return std::string(1, static_cast<char>(how)); }
-
 // The same number on all ranks that lose this process.
 uint64_t incidentOf(const std::string& uid) {
   return std::strtoull(uid.substr(0, 16).c_str(), nullptr, 16);
@@ -187,22 +185,24 @@ Status Membership::failureOf(MessageClass messageClass, uint64_t tag) {
 // ---- ranks that leave or are lost --------------------------------------------------------------
 
 Departure Membership::departureOf(int rank) const {
-  if (howLeft(rank) != 0) return Departure::kLeft;
-  return this->arena() ? Departure::kStayed : Departure::kUnknown;
+  const Arena* arena = this->arena();
+  if (hasLeft(rank) || (arena && arena->hasLeft(rank))) return Departure::kLeft;
+  return arena ? Departure::kStayed : Departure::kUnknown;
 }
 
-uint32_t Membership::howLeft(int rank) const {
-  const uint32_t said = left_[rank].load(std::memory_order_acquire);
+std::string Membership::reasonOf(int rank) const {
+  {
+    MutexLock lock(failureMutex_);
+    if (auto said = reasons_.find(rank); said != reasons_.end()) return said->second;
+  }
   const Arena* arena = this->arena();
-  return said == 0 && arena ? arena->howLeft(rank) : said;
+  return arena ? arena->reasonOf(rank) : std::string();
 }
 
 std::string Membership::describeDeparture(int rank) const {
-  const std::string name = mailbox_.describeRank(rank);
-  if (howLeft(rank) == static_cast<uint32_t>(Exit::kException)) {
-    return name + " has left the group: its program ended with an exception (see its log)";
-  }
-  return name + " has left the group";
+  const std::string reason = reasonOf(rank);
+  return mailbox_.describeRank(rank) + " has left the group" +
+         (reason.empty() ? "" : ": " + reason + " (see its log)");
 }
 
 Status Membership::departed(int rank) const {
@@ -223,12 +223,13 @@ Status Membership::absenceOf(int rank) {
   return cause_;
 }
 
-void Membership::onLeft(int rank, Exit how) {
-  uint8_t here = 0;
-  if (!left_[rank].compare_exchange_strong(here, static_cast<uint8_t>(how),
-                                           std::memory_order_acq_rel)) {
-    return;
+void Membership::onLeft(int rank, const std::string& reason) {
+  if (hasLeft(rank)) return;
+  if (!reason.empty()) {
+    MutexLock lock(failureMutex_);
+    reasons_.emplace(rank, reason);
   }
+  left_[rank].store(true, std::memory_order_release);
   // A rank that leaves after a failure has written the cause into the arena before.
   if (const Arena* arena = this->arena(); arena && !isLeaving()) {
     if (const Status known = arena->failure(); !known.ok()) {
@@ -241,8 +242,7 @@ void Membership::onLeft(int rank, Exit how) {
 // Its connection has said all that it will ever say for this group. The arena also tells that a
 // rank has left, and may be faster than messages that are still on the connection.
 void Membership::onGoodbye(int rank, const std::string& payload) {
-  const bool hasThrown = payload == goodbyePayload(Exit::kException);
-  onLeft(rank, hasThrown ? Exit::kException : Exit::kInOrder);
+  onLeft(rank, sanitized(payload));
   mailbox_.endReceivesFrom(rank, departed(rank));
 }
 
@@ -305,8 +305,8 @@ bool Membership::beginToLeave() {
   return true;
 }
 
-void Membership::sayGoodbye(const Status& cause, Exit how) {
-  if (Arena* arena = this->arena()) arena->leave(static_cast<uint32_t>(how));
+void Membership::sayGoodbye(const Status& cause, const std::string& reason) {
+  if (Arena* arena = this->arena()) arena->leave(reason);
   {
     IoLock lock(mailbox_.ioMutex());
     mailbox_.endSends(cause);
@@ -318,7 +318,7 @@ void Membership::sayGoodbye(const Status& cause, Exit how) {
       if (!cause_.ok() && tellsOthers_ && mesh.hasLinkTo(group.peers[rank])) {
         mailbox_.sendControl(rank, FrameKind::kAbort, abortPayload());
       }
-      mailbox_.sendControlIfConnected(rank, FrameKind::kGoodbye, goodbyePayload(how));
+      mailbox_.sendControlIfConnected(rank, FrameKind::kGoodbye, reason);
     }
   }
   mailbox_.mesh().progress();

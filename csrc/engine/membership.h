@@ -35,10 +35,6 @@ namespace mycoll {
 // Where another rank is, as far as this one knows. Unknown: nothing tells a departure from a death.
 enum class Departure { kLeft, kStayed, kUnknown };
 
-// How a rank leaves: it destroys the group or its program ends, or an exception ends its program.
-// It travels with the goodbye.
-enum class Exit : uint8_t { kInOrder = 1, kException = 2 };
-
 class Membership {
  public:
   // isExternal: its operations run elsewhere, and do not hear of a failure by themselves.
@@ -64,8 +60,8 @@ class Membership {
 
   // ---- ranks
   Departure departureOf(int rank) const;
-  bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire) != 0; }
-  // "rank 1 (node1:4712) has left the group", or that its program ended with an exception.
+  bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire); }
+  // "rank 1 (node1:4712) has left the group", and why if it has said so.
   std::string describeDeparture(int rank) const;
 
   // ---- the arena, for as long as the group lives
@@ -80,7 +76,8 @@ class Membership {
   // Tells the ranks that this one leaves. No connection is made for that: a rank without one may
   // see the process end and not know why; see onPeerLost(). What is still to be sent ends with
   // `cause`, as nothing of a message follows its sender's goodbye.
-  void sayGoodbye(const Status& cause, Exit how = Exit::kInOrder);
+  // The reason is for those that still need this rank: "its program ended with ..."; empty: none.
+  void sayGoodbye(const Status& cause, const std::string& reason);
   // Afterwards calls end with this.
   void endLeaving(const Status& cause);
 
@@ -89,7 +86,7 @@ class Membership {
   Status absenceOf(int rank) REQUIRES(ioRole);
   void onAbort(const std::string& payload) REQUIRES(ioRole);
   void onGoodbye(int rank, const std::string& payload) REQUIRES(ioRole);
-  void onLeft(int rank, Exit how = Exit::kInOrder) REQUIRES(ioRole);
+  void onLeft(int rank, const std::string& reason = {}) REQUIRES(ioRole);
   void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
 
  private:
@@ -102,7 +99,7 @@ class Membership {
   void tellOthers() REQUIRES(ioRole);
   std::string abortPayload() const REQUIRES(ioRole);
   Status departed(int rank) const;
-  uint32_t howLeft(int rank) const;
+  std::string reasonOf(int rank) const EXCLUDES(failureMutex_);
   bool hasEnded(const PeerAddress& peer, const Loss& loss) const REQUIRES(ioRole);
 
   Mailbox& mailbox_;
@@ -120,13 +117,14 @@ class Membership {
   std::map<int, Status> vanished_ GUARDED_BY(ioRole);
 
   // For readers without the I/O lock.
-  std::vector<std::atomic<uint8_t>> left_;  // an Exit; 0: it is here
+  std::vector<std::atomic<bool>> left_;
   std::atomic<bool> isLeaving_{false};
   std::atomic<bool> hasFailed_{false};
   std::atomic<uint64_t> endsFrom_{0};
   std::atomic<std::chrono::steady_clock::time_point> failedAt_{};
   mutable Mutex failureMutex_;
   Status failure_ GUARDED_BY(failureMutex_);
+  std::map<int, std::string> reasons_ GUARDED_BY(failureMutex_);  // with which ranks have left
 };
 
 }  // namespace mycoll

@@ -5,7 +5,7 @@
 //   kClearToSend    the receiver has posted memory for it; goes back over the same connection
 //   kData           a piece of that payload
 //   kAbort          the group has failed; the payload is the first cause
-//   kGoodbye        the sender has closed its end of the group, after an exception, too
+//   kGoodbye        the sender has closed its end of the group; the payload says why, or nothing
 //   kProbe          the sender tells the numbers and signatures of collectives it has begun, the
 //                   latest last, to be compared
 //   kArrived        a collective that somebody waits long in, and who is known to have come to it

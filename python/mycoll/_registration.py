@@ -76,8 +76,10 @@ def close_all() -> None:
     """Ends the groups that were never destroyed."""
     module = sys.modules.get("mycoll._C")
     if module is not None:
+        from mycoll import _leaving
+
         # Python has printed an exception's traceback before it runs this.
-        module._close_all(hasattr(sys, "last_value"))
+        module._close_all(_leaving.reason_to_end())
 
 
 def register_mpi_scheme() -> None:
@@ -197,9 +199,10 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
 
 def prepare(module: ModuleType) -> None:
     """Before a group is made."""
-    from mycoll import objects
+    from mycoll import _leaving, objects
 
     objects.install()
+    _leaving.watch_child()
     warn_of_unknown_variables(module)
     module.set_nccl_wheel(nccl_wheel())
 

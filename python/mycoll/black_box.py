@@ -146,15 +146,27 @@ class Process:
 
 def find(pids: list[int] | None = None) -> list[Process]:
     """The mycoll processes of this user on this host, or those named, by job and rank."""
-    if pids is None:
-        me = os.geteuid()
-        pids = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and entry.stat().st_uid == me:
-                    pids.append(int(entry.name))
-    found = [process for pid in pids if (process := read(pid)) is not None]
+    found = [process for pid in pids or own_pids() if (process := read(pid)) is not None]
     return sorted(found, key=lambda each: (each.job, each.rank, each.pid))
+
+
+def own_pids() -> list[int]:
+    """Of all processes of this user on this host."""
+    me = os.geteuid()
+    pids = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and entry.stat().st_uid == me:
+                pids.append(int(entry.name))
+    return pids
+
+
+def memfds(pid: int, link: str) -> Iterator[Path]:
+    """The process's descriptors of memory whose name begins so."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(path.readlink()).startswith(link):
+                yield path
 
 
 def related(processes: list[Process]) -> list[list[Process]]:
@@ -181,16 +193,14 @@ def read(pid: int) -> Process | None:
     """None when there is no such process, it is another user's, or it has made no group."""
     # It goes on meanwhile, and may be of a version that nobody knows here.
     with contextlib.suppress(OSError, *_MALFORMED):
-        for path in Path(f"/proc/{pid}/fd").iterdir():
+        for path in memfds(pid, LINK):
             with contextlib.suppress(OSError):
-                if not str(path.readlink()).startswith(LINK):
-                    continue
                 with path.open("rb", buffering=0) as file:
                     data = file.read()
                     again = os.pread(file.fileno(), len(data), 0)
                 process = _to_process(data, again)
                 # A child of fork has its parent's descriptor; it is not what the box tells about.
-                if process.pid in _numbers_of(pid):
+                if process.pid in numbers_of(pid):
                     process.pid, process.state = pid, _state_of(pid)
                     return process
     return None
@@ -369,7 +379,7 @@ def _to_operation(
     )
 
 
-def _numbers_of(pid: int) -> Iterator[int]:
+def numbers_of(pid: int) -> Iterator[int]:
     """What the process is called in its own and all outer pid namespaces."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("NSpid:"):

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mycoll import _terminal, replace
+from mycoll import _own_gloo, _terminal, replace
 from mycoll._registration import NotUsable, native
 from mycoll._version import __version__
 from mycoll.launch import SpawnError, spawn
@@ -228,6 +228,13 @@ def check_variables() -> Iterator[Finding]:
         yield Finding("variables", "CPU tensors go over torch's gloo", WARN, fix)
 
 
+def check_gloo() -> Iterator[Finding]:
+    """Groups of running processes that are gloo's although they were to be mycoll's."""
+    for each in _own_gloo.find():
+        fix = "see the warning at that process's start, and docs/compatibility.md"
+        yield Finding("gloo", each.sentence(), WARN, fix)
+
+
 WRITTEN = ("MYCOLL_LOG_FILE", "MYCOLL_TRACE_FILE")
 
 
@@ -427,6 +434,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_ranks,
     check_container,
     check_nccl,
+    check_gloo,
     check_transports,
 )
 NEED_MODULE = (check_variables, check_network, check_cores, check_ranks, check_transports)

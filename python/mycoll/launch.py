@@ -24,6 +24,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mycoll import _leaving
 from mycoll._parent import end_with, signal_name
 
 # How long others may take to report after the first failure: it may be the consequence of theirs.
@@ -266,7 +267,7 @@ def _run(job: _Job, sender: Connection) -> None:
         cause = "".join(traceback.format_exception_only(error)).strip()
         sender.send(("failure", (text, when, _is_consequence(error), cause)))
         sender.close()
-        # Without goodbye, so that ranks that wait for this one fail rather than wait on.
+        _leaving.close_after(error)  # the others say why this rank has gone
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -32,6 +32,7 @@ from mycoll.parcel import (
     as_tensor,
     head_bytes,
     new_memory,
+    objects_inside,
     pack,
 )
 
@@ -74,8 +75,8 @@ def _wrap_all_gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
         if backend is None:
             original(object_list, obj, group, *args, **more)
             return
-        for i, parcel in enumerate(_all_gather(backend, pack([obj]))):
-            object_list[i] = parcel.objects()[0]
+        for i, gathered in enumerate(_all_gather(backend, pack([obj]))):
+            object_list[i] = gathered
 
     return all_gather_object
 
@@ -278,13 +279,31 @@ def _put(object_list: list[Any], parcel: Incoming, source: int) -> None:
 # --- what goes over the wire ----------------------------------------------------------------------
 
 
-def _all_gather(backend: Any, parcel: Parcel) -> list[Incoming]:
+# For first messages, by their size: used again once all that they held has been read.
+_scratch: dict[int, list[tuple[memoryview, torch.Tensor]]] = {}
+
+
+def _take_scratch(size: int) -> tuple[memoryview, torch.Tensor]:
+    kept = _scratch.setdefault(size, [])
+    try:
+        return kept.pop()
+    except IndexError:  # asked beforehand, another thread might take it meanwhile
+        pass
+    memory = new_memory(size)
+    return memory, as_tensor(memory)
+
+
+def _all_gather(backend: Any, parcel: Parcel) -> list[Any]:
     size, rank = backend.size(), backend.rank()
     room = _room(size)
-    cells = new_memory(size * room)
+    cells, tensor = _take_scratch(size * room)
     options = _now(AllgatherOptions)
-    _wait([backend._allgather_base(as_tensor(cells), as_tensor(parcel.cell(room)), options)])
+    _wait([backend._allgather_base(tensor, as_tensor(parcel.cell(room)), options)])
     heads = [cells[start : start + room] for start in range(0, size * room, room)]
+    objects = objects_inside(heads)
+    if objects is not None:
+        _scratch[size * room].append((cells, tensor))
+        return objects
     if any(head_bytes(head) > room for head in heads):
         nothing = new_memory(0)
         heads = [_memory_for(head) for head in heads]
@@ -299,7 +318,7 @@ def _all_gather(backend: Any, parcel: Parcel) -> list[Incoming]:
     _wait(works)
     if parcel.asides:
         parcels[rank] = parcel.copy()
-    return parcels
+    return [incoming.objects()[0] for incoming in parcels]
 
 
 def _gather(backend: Any, parcel: Parcel, root: int) -> list[Incoming]:

@@ -19,7 +19,6 @@ import copyreg
 import ctypes
 import gc
 import io
-import mmap
 import pickle
 import struct
 import sys
@@ -27,6 +26,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from mycoll._registration import native
 
 # Memory of this size travels by itself: one more message costs less than two copies.
 ASIDE_BYTES = 1 << 17
@@ -41,11 +42,8 @@ _PROTOCOL = 5
 # Of a head that is longer, the garbage collector waits for the end.
 _PAUSE_BYTES = 1 << 16
 
-# What is larger asks for huge pages.
+# What is larger is in huge pages, which are used again.
 _HUGE_BYTES = 1 << 22
-_PAGE_BYTES = 1 << 21
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Parcel:
@@ -127,6 +125,17 @@ def head_bytes(cell: memoryview) -> int:
     return total
 
 
+def objects_inside(cells: Sequence[memoryview]) -> list[Any] | None:
+    """The objects of parcels of one object each, if every cell holds its parcel entirely."""
+    ends = []
+    for cell in cells:
+        _, asides, total, end = _ONE.unpack_from(cell)
+        if asides or total > len(cell):
+            return None
+        ends.append(end)
+    return [pickle.loads(cell[_ONE.size : end]) for cell, end in zip(cells, ends, strict=True)]
+
+
 def new_memory(size: int) -> memoryview:
     if size < _HUGE_BYTES:
         return memoryview(bytearray(size))
@@ -144,13 +153,10 @@ def bytes_of_storage(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _new_storage(size: int) -> torch.UntypedStorage:
-    storage = torch.UntypedStorage(size)
-    if size >= _HUGE_BYTES:
-        # As NumPy does: most of the time for new memory is that for its pages.
-        start = -(-storage.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
-        length = storage.data_ptr() + size - start
-        _madvise(start, length // _PAGE_BYTES * _PAGE_BYTES, mmap.MADV_HUGEPAGE)
-    return storage
+    if size < _HUGE_BYTES:
+        return torch.UntypedStorage(size)
+    tensor: torch.Tensor = native()._new_large_memory(size)
+    return tensor.untyped_storage()
 
 
 class _Packing:
@@ -176,12 +182,15 @@ class _Packing:
         if entries:
             file.write(struct.pack(f"<{len(entries)}Q", *entries))
         total = file.tell()
+        memory: memoryview | bytearray
         if total < CELL_BYTES:
-            file.write(bytes(CELL_BYTES - total))
-        memory = file.getbuffer()
+            memory = bytearray(CELL_BYTES)
+            memory[:total] = file.getvalue()
+        else:
+            memory = file.getbuffer()
         front = _ONE if len(ends) == 1 else struct.Struct(f"{_FRONT.format}{len(ends)}Q")
         front.pack_into(memory, 0, len(ends), len(entries), total, *ends)
-        return Parcel(memory, self._asides)
+        return Parcel(memoryview(memory), self._asides)
 
     def _reducers(self) -> dict[type, Callable[[Any], Any]]:
         # Not a Pickler's reducer_override, which would be called for each object.

@@ -59,12 +59,17 @@ def install() -> None:
     global _real
     from torch._C import _distributed_c10d
 
-    from mycoll import _gloo
+    from mycoll import _compat, _gloo, _own_gloo
     from mycoll._registration import native
 
     if _real is not None:
         return
     real = getattr(_distributed_c10d, "ProcessGroupGloo", None)
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        kind: Any = real
+        return _own_gloo.noting(function, lambda backend: isinstance(backend, kind))
+
     try:
         if real is None:
             raise ImportError("this torch was built without gloo")
@@ -73,16 +78,16 @@ def install() -> None:
         module = native()
     except ImportError as error:
         warnings.warn(f"{VARIABLE}=gloo has no effect: {error}", stacklevel=2)
+        _own_gloo.notes.reason = str(error)
+        if real is not None:
+            _compat.replace("_new_process_group_helper", noting)
         return
-    from torch.distributed import distributed_c10d
-
-    from mycoll import _compat
 
     _use_interface_of_gloo()
     _real = real
     _compat.rebind("ProcessGroupGloo", real, _make_class(module, real))
-    helper = distributed_c10d._new_process_group_helper
-    _compat.rebind(helper.__name__, helper, _wrap_new_process_group_helper(helper))
+    _compat.replace("_new_process_group_helper", _wrap_new_process_group_helper)
+    _compat.replace("_new_process_group_helper", noting)
     log.info("mycoll: answers to gloo's name in this process, as %s says", VARIABLE)
 
 

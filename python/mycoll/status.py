@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from mycoll import _terminal, black_box
+from mycoll import _own_gloo, _terminal, black_box
+from mycoll._own_gloo import OwnGloo
 from mycoll.black_box import Group, Operation, Process
 
 NOT_RUNNING = {
@@ -51,18 +52,20 @@ def main(words: Sequence[str], watch: bool = False) -> int:
     )
     parsed = parser.parse_args(list(words))
 
-    def look() -> list[Process]:
-        found = black_box.find(parsed.pid or None)
-        return [each for each in found if each.job.startswith(parsed.job or "")]
+    def look() -> tuple[list[Process], list[OwnGloo]]:
+        found = black_box.find(parsed.pid)
+        found = [each for each in found if each.job.startswith(parsed.job or "")]
+        return found, [] if parsed.job else _own_gloo.find(parsed.pid)
 
+    show = as_json if parsed.json else as_text
     nobody = NOBODY if not (parsed.pid or parsed.job) else NOT_THOSE
     if parsed.watch is None:
         found = look()
-        print(as_json(found) if parsed.json else as_text(found) or nobody)
-        return 0 if found else 1
+        print(show(*found) or nobody)
+        return 0 if any(found) else 1
     try:
         while True:
-            text = as_json(look()) if parsed.json else as_text(look()) or nobody
+            text = show(*look()) or nobody
             if sys.stdout.isatty():
                 text = f"\033[H\033[2J{text}"  # from the upper left corner, on an empty screen
             print(text, flush=True)
@@ -79,7 +82,7 @@ def positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
 
 
-def as_json(processes: list[Process]) -> str:
+def as_json(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
     rows = []
     for process in processes:
         row = asdict(process)
@@ -93,10 +96,11 @@ def as_json(processes: list[Process]) -> str:
             row["groups"].append(entry)
         rows.append(row)
     found = [each for world in black_box.related(processes) for each in findings(world)]
-    return json.dumps({"processes": rows, "findings": found}, indent=2)
+    own_gloo = [asdict(each) for each in others]
+    return json.dumps({"processes": rows, "own_gloo": own_gloo, "findings": found}, indent=2)
 
 
-def as_text(processes: list[Process]) -> str:
+def as_text(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
     lines: list[str] = []
     for members in black_box.related(processes):
         world = max((group.ranks for each in members for group in each.groups), default=0)
@@ -115,6 +119,9 @@ def as_text(processes: list[Process]) -> str:
         lines += without_calls(members)
         found = list(findings(members))
         lines += ["", *(line for each in found for line in folded(each)), ""] if found else [""]
+    if others:
+        lines.append("not mycoll's, although MYCOLL_REPLACE=gloo is set:")
+        lines += [line for each in others for line in folded(f"  {each.sentence()}")]
     return "\n".join(lines).rstrip()
 
 

@@ -332,7 +332,7 @@ TEST(Leaving, aRankMayLeaveDuringTheHandshake) {
       Meshes world(3, transport);
       ask(world);
       world.turn(moment / 3);
-      world.at(0, 1).listener.membership().sayGoodbye(Status(Code::kAborted, "left"));
+      world.at(0, 1).listener.membership().sayGoodbye(Status(Code::kAborted, "left"), "");
       EXPECT(world.turnUntil([&] { return world.at(0, 1).mailbox->isFlushed(); }));
       world.members.erase({0, 1});
       world.turn(moment % 3);

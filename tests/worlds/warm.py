@@ -94,6 +94,39 @@ def start(
     return Program(status, files)
 
 
+def module(name: str) -> str:
+    """The code of `python -m name`; arguments follow."""
+    return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+
+
+def ranks(
+    code: str | Path,
+    count: int,
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    timeout: float = 120,
+    **more: Any,
+) -> list[tuple[int, str, str]]:
+    """The program on so many ranks, as torchrun would start it: exit code, output and errors of
+    each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    place |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    base = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
+    started: list[Program] = []
+    try:
+        for rank in range(count):
+            mine = {**base, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(start(code, *arguments, environment=mine, **more))
+        outputs = [program.communicate(timeout) for program in started]
+    finally:
+        for program in started:
+            program.kill()
+    codes = [program.returncode for program in started]
+    return [(code or 0, *each) for code, each in zip(codes, outputs, strict=True)]
+
+
 # --- in the server --------------------------------------------------------------------------------
 
 

@@ -44,6 +44,7 @@ struct Arena::Control {
   } counters[3];
   alignas(kLine) std::atomic<uint32_t> asleep;
   std::atomic<uint32_t> left;
+  char reason[256];  // to leave; ends with a zero
   Distance::Marks marks;
 };
 
@@ -236,12 +237,21 @@ Status Arena::failure() const {
       header.cause);
 }
 
-void Arena::leave(uint32_t howLeft) {
-  control(rank_).left.store(howLeft, std::memory_order_seq_cst);
+void Arena::leave(std::string_view reason) {
+  Control& own = control(rank_);
+  reason = beginning(reason, sizeof(own.reason) - 1);
+  std::memcpy(own.reason, reason.data(), reason.size());
+  own.left.store(1, std::memory_order_seq_cst);
 }
 
-uint32_t Arena::howLeft(int rank) const {
-  return control(rank).left.load(std::memory_order_seq_cst);
+bool Arena::hasLeft(int rank) const {
+  return control(rank).left.load(std::memory_order_seq_cst) != 0;
+}
+
+std::string Arena::reasonOf(int rank) const {
+  if (!hasLeft(rank)) return {};
+  const char* reason = control(rank).reason;
+  return sanitized({reason, strnlen(reason, sizeof(Control::reason))});
 }
 
 bool AllArrived::ready() {

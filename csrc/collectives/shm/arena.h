@@ -29,6 +29,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/call.h"
@@ -124,10 +125,10 @@ class Arena {
   void fail(const Status& cause);
   bool hasFailed() const;
   Status failure() const;
-  // howLeft: not 0; what the others see of this rank from then on.
-  void leave(uint32_t howLeft);
-  // 0: it has not left.
-  uint32_t howLeft(int rank) const;
+  // The others see it from then on. The reason may be empty; of a long one, the beginning.
+  void leave(std::string_view reason);
+  bool hasLeft(int rank) const;
+  std::string reasonOf(int rank) const;
   void wakeAll() const;
 
  private:

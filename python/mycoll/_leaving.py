@@ -1,0 +1,83 @@
+"""Why this process leaves its groups. Ranks that still need it hear that with its goodbye.
+
+An exception that ends a program is known in three places: Python's own (`sys.last_value`, also
+where sys.excepthook is another one), the end of a child of multiprocessing, whose exception never
+gets there, and destroy_process_group() in a `finally`, on the way out. One that ends a thread ends
+no program; nothing is said of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+_MOST_CHARACTERS = 120
+
+_reason = ""  # of a child of multiprocessing
+_watched = 0  # the process whose end is watched: a child of fork has its parent's variables
+
+
+def reason_to_destroy() -> str:
+    """Why a group is being destroyed: an exception that this thread handles, if any."""
+    error = _cause(sys.exc_info()[1])
+    return f"it handled an exception, {described(error)}" if error else ""
+
+
+def reason_to_end() -> str:
+    """Why the program ends, if by an exception."""
+    return _reason or _ended_by(getattr(sys, "last_value", None))
+
+
+def watch_child() -> None:
+    """Before a group is made: in a child of multiprocessing, notices an exception that ends it."""
+    global _watched
+    process = sys.modules.get("multiprocessing.process")
+    if process is None or process.parent_process() is None or _watched == os.getpid():
+        return
+    _watched = os.getpid()
+    from multiprocessing import util
+
+    # After what the program registers, which may still communicate.
+    util.Finalize(None, _end_of_child, exitpriority=-1000)
+
+
+def close_after(error: BaseException) -> None:
+    """Leaves all groups: an exception ends this process, without Python's handlers of its exit."""
+    module = sys.modules.get("mycoll._C")
+    if module is not None:
+        module._close_all(_ended_by(error))
+
+
+def described(error: BaseException) -> str:
+    """Its type, and the first line of its message."""
+    try:
+        lines = str(error).split("\n")
+    except Exception:  # the program's own code
+        lines = []
+    first = next((line.strip() for line in lines if line.strip()), "")
+    text = f"{type(error).__qualname__}: {first}" if first else type(error).__qualname__
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 4] + " ..."
+
+
+def _end_of_child() -> None:
+    """multiprocessing calls it while the exception is on its way out of the process's function.
+    Many children end without Python's handlers of exit."""
+    global _reason
+    error = _cause(sys.exc_info()[1])
+    _reason = _ended_by(error)
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    if error is not None and all(each.daemon for each in others):
+        close_after(error)
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """Of sys.exit(1) in an `except`, as in torch's own children: what that one has caught."""
+    if isinstance(error, SystemExit):
+        return error.__context__ if error.code not in (None, 0) else None
+    return error
+
+
+def _ended_by(error: BaseException | None) -> str:
+    return f"its program ended with an exception, {described(error)}" if error else ""

@@ -67,6 +67,8 @@ class Membership {
   bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire) != 0; }
   // "rank 1 (node1:4712) has left the group", or that its program ended with an exception.
   std::string describeDeparture(int rank) const;
+  // What needs such a rank ends with this.
+  Status departed(int rank) const;
 
   // ---- the arena, for as long as the group lives
   void attach(Arena* arena) { arena_.store(arena, std::memory_order_release); }
@@ -101,7 +103,6 @@ class Membership {
   bool isLarge() const;
   void tellOthers() REQUIRES(ioRole);
   std::string abortPayload() const REQUIRES(ioRole);
-  Status departed(int rank) const;
   uint32_t howLeft(int rank) const;
   bool hasEnded(const PeerAddress& peer, const Loss& loss) const REQUIRES(ioRole);
 

@@ -153,7 +153,7 @@ def with_windows(ctx: Ctx, names: tuple[str, str], kind: str) -> list[str]:
 def test_windows_on_two_hosts(fresh, mycoll_only, hosts, kind):
     """What is shared is mapped inside a host; all else travels by messages."""
     for rank, access in enumerate(fresh(4, init=False).run(with_windows, hosts, kind)):
-        near = [kind == "shared" and other // 2 == rank // 2 or other == rank for other in range(4)]
+        near = [(kind == "shared" and other // 2 == rank // 2) or other == rank for other in range(4)]
         assert access == ["UNIFIED" if each else "SEPARATE" for each in near]
 
 

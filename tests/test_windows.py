@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +321,7 @@ def mapped_pages() -> int:
     found = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(each, 16) for each in line.split()[0].split("-"))
-        found += "memfd:mycoll" in line and 12 * MIB <= end - begin
+        found += "memfd:mycoll" in line and end - begin >= 12 * MIB
     return found
 
 
@@ -409,7 +410,7 @@ def freed_in_any_order(ctx: Ctx) -> None:
         ctx.equal(tensor.count_nonzero().item(), 0)
     last = windows.pop()
     dist.destroy_process_group()
-    seen = attempt(lambda: last.put(torch.zeros(1), other, 0, False))
+    seen = attempt(partial(last.put, torch.zeros(1), other, 0, False))
     assert "destroyed" in seen.text, seen
     del last
     windows.clear()

@@ -6,6 +6,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <chrono>
@@ -72,7 +73,6 @@ class NoGilPtr {
 
 }  // namespace
 
-PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 PYBIND11_DECLARE_HOLDER_TYPE(T, NoGilPtr<T>, true)
 
 namespace {

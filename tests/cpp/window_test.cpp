@@ -90,6 +90,12 @@ Status waitSignal(Communicator& group, const std::shared_ptr<Window>& window, in
   return complete(group, op);
 }
 
+Status barrier(Communicator& group) {
+  Call call;
+  call.kind = OpKind::kBarrier;
+  return complete(group, group.submit(std::move(call), nullptr, true));
+}
+
 bool isMapped(const std::shared_ptr<Window>& window, int rank) {
   std::shared_ptr<Pages> pages;
   EXPECT_OK(window->map(rank, &pages));
@@ -247,7 +253,9 @@ TEST(Window, signalsAreCounted) {
     for (int i = 1; i < kSignals; ++i) EXPECT_OK(waitSignal(group, window, other));
     OpPtr last;
     ASSERT_OK(window->waitSignal(other, false, kGroupTimeout, &last));
+    EXPECT_OK(barrier(group));
     EXPECT(!last->done());  // no signal is left
+    EXPECT_OK(barrier(group));
     EXPECT_OK(signal(group, window, other));
     EXPECT_OK(complete(group, last));
     EXPECT_OK(close(group, window));
@@ -478,6 +486,7 @@ TEST(Window, aDeadGroupLetsGoOfMappings) {
     ASSERT_OK(window->map(1 - group.rank(), &pages));
     ASSERT(pages != nullptr);
     EXPECT_EQ(pages.use_count(), 2);
+    ASSERT_OK(barrier(group));
     if (group.rank() == 0) group.abort("enough");
     const Deadline deadline = Deadline::after(20s);
     while (pages.use_count() > 1 && !deadline.expired()) std::this_thread::sleep_for(10ms);
@@ -517,9 +526,7 @@ TEST(Window, otherCollectivesDoNotMatch) {
     if (group.rank() == 0) {
       status = open(group, window, memory.span());
     } else {
-      Call barrier;
-      barrier.kind = OpKind::kBarrier;
-      status = complete(group, group.submit(std::move(barrier), nullptr, true));
+      status = barrier(group);
     }
     EXPECT_EQ(status.code(), Code::kMismatch);
   });

@@ -153,8 +153,8 @@ def with_windows(ctx: Ctx, names: tuple[str, str], kind: str) -> list[str]:
 def test_windows_on_two_hosts(fresh, mycoll_only, hosts, kind):
     """What is shared is mapped inside a host; all else travels by messages."""
     for rank, access in enumerate(fresh(4, init=False).run(with_windows, hosts, kind)):
-        near = [(kind == "shared" and other // 2 == rank // 2) or other == rank for other in range(4)]
-        assert access == ["UNIFIED" if each else "SEPARATE" for each in near]
+        near = (2 * (rank // 2), 2 * (rank // 2) + 1) if kind == "shared" else (rank,)
+        assert access == ["UNIFIED" if other in near else "SEPARATE" for other in range(4)]
 
 
 def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) -> Seen:

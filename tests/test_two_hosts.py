@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import mycoll
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,6 +119,42 @@ def test_two_hosts(fresh, backend, hosts, family, interface):
 @pytest.mark.parametrize("transport_between", ["tcp"])
 def test_two_hosts_forced_to_tcp(fresh, backend, hosts, transport_between):
     fresh(4, transport_between, init=False).run(on_two_hosts, hosts, "ipv4", "")
+
+
+def with_windows(ctx: Ctx, names: tuple[str, str], kind: str) -> list[str]:
+    enter(names[ctx.rank // 2])
+    dist.init_process_group(
+        ctx.backend,
+        init_method=f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}",
+        rank=ctx.rank,
+        world_size=ctx.size,
+        timeout=SUITE_TIMEOUT,
+    )
+    numel = 1_500_000
+    make = mycoll.zeros if kind == "shared" else torch.zeros
+    memory = make(ctx.size, numel)
+    window = mycoll.new_window(memory)
+    for to in range(ctx.size):
+        window.put(torch.full((numel,), 1.0 + ctx.rank), to, ctx.rank * numel, True)
+        window.signal(to, True)
+    for source in range(ctx.size):
+        window.wait_signal(source, False)
+        ctx.equal(memory[source].unique().tolist(), [1.0 + source])
+    access = [window.get_attr(rank).access_type.name for rank in range(ctx.size)]
+    far = (ctx.rank + 2) % ctx.size
+    with pytest.raises(NotImplementedError, match=f"rank {far} .*is not on this host"):
+        window.map_remote_tensor(far)
+    window.tensor_deregister()
+    dist.destroy_process_group()
+    return access
+
+
+@pytest.mark.parametrize("kind", ["shared", "ordinary"])
+def test_windows_on_two_hosts(fresh, mycoll_only, hosts, kind):
+    """What is shared is mapped inside a host; all else travels by messages."""
+    for rank, access in enumerate(fresh(4, init=False).run(with_windows, hosts, kind)):
+        near = (2 * (rank // 2), 2 * (rank // 2) + 1) if kind == "shared" else (rank,)
+        assert access == ["UNIFIED" if other in near else "SEPARATE" for other in range(4)]
 
 
 def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) -> Seen:

@@ -7,6 +7,7 @@
 //   coalescing.cpp      many tensors in one call, many calls in one Work
 //   operators.cpp       the same as operators of torch's, without a Work
 //   launching.cpp       how a Request becomes operations of the engine; profiling.cpp: when watched
+//   window.h            one-sided windows
 //   subgroups.cpp       split, merge and shrink
 //
 // Thread contract: [any thread], never with the GIL held. Between startCoalescing() and
@@ -20,6 +21,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -27,6 +29,7 @@
 #include "backend/device_support.h"
 #include "backend/options.h"
 #include "backend/request.h"
+#include "backend/torch_version.h"
 #include "backend/work.h"
 #include "base/mutex.h"
 #include "engine/communicator.h"
@@ -157,6 +160,10 @@ class MycollBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> shrink(
       const std::vector<int64_t>& excluded, int flags,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  // One-sided windows: see window.h.
+  bool supportsWindow() const MYCOLL_TORCH_WINDOW_OVERRIDE { return true; }
+  c10::intrusive_ptr<TorchWindow> new_window(const std::optional<at::Tensor>& tensor = std::nullopt)
+      MYCOLL_TORCH_WINDOW_OVERRIDE;
   // For torch's device_id: the other connections are made when first needed.
   void eagerConnectSingleDevice(at::Device device) override;
 #if MYCOLL_TORCH_HAS_IS_INITIALIZED
@@ -164,6 +171,7 @@ class MycollBackend final : public c10d::Backend {
 #endif
 
  private:
+  friend class MycollWindow;
   struct CompletionHook;
 
   // Refuses in a forked child; then says which call this is, for error messages.

@@ -100,6 +100,10 @@ const char* name(OpKind kind) {
     case OpKind::kMonitoredBarrier: return "monitored_barrier";
     case OpKind::kSend: return "send";
     case OpKind::kRecv: return "recv";
+    case OpKind::kPut: return "put";
+    case OpKind::kSignal: return "signal";
+    case OpKind::kWaitSignal: return "wait_signal";
+    case OpKind::kWindow: return "window";
     case OpKind::kCount: break;
   }
   return "unknown operation";

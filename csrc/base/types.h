@@ -55,10 +55,18 @@ enum class OpKind : uint8_t {
   kMonitoredBarrier,
   kSend,
   kRecv,
+  kPut,         // these three: one-sided, into a window
+  kSignal,
+  kWaitSignal,
+  kWindow,      // a window is opened or closed
   kCount,
 };
 
 const char* name(OpKind kind);
+// Between two ranks, and not in the order of the collectives.
+constexpr bool isMessage(OpKind kind) {
+  return kind >= OpKind::kSend && kind <= OpKind::kWaitSignal;
+}
 
 // Memory of the caller. Whoever holds a Span keeps neither it nor its contents alive.
 struct Span {

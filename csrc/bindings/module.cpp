@@ -6,6 +6,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
 #include <chrono>
@@ -13,6 +14,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,6 +27,8 @@
 #include "backend/operators.h"
 #include "backend/options.h"
 #include "backend/shared_tensors.h"
+#include "backend/torch_version.h"
+#include "backend/window.h"
 #include "base/env.h"
 #include "base/log.h"
 #include "base/wait.h"
@@ -72,13 +76,13 @@ class NoGilPtr {
 
 }  // namespace
 
-PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 PYBIND11_DECLARE_HOLDER_TYPE(T, NoGilPtr<T>, true)
 
 namespace {
 
 using mycoll::MycollBackend;
 using mycoll::MycollOptions;
+using mycoll::MycollWindow;
 using Milliseconds = std::chrono::milliseconds;
 
 // The exception that a signal handler raised while this thread waited without the GIL.
@@ -264,6 +268,65 @@ void registerArgumentError(py::module_& module) {
   });
 }
 
+template <typename T>
+void defineWindowOptions(py::module_& module, const char* name) {
+  py::class_<T>(module, name, "What may be chosen for one call on a window.")
+      .def(py::init<>())
+      .def_readwrite("timeout", &T::timeout, "How long it may take; negative: as the group says.")
+      .def_readwrite("hints", &T::hints, "For other backends.");
+}
+
+// Under the names that torch has for them from 2.14 on, where they are torch's own.
+void defineWindowTypes(py::module_& module) {
+#if MYCOLL_TORCH_HAS_WINDOW
+  const py::module_ theirs = py::module_::import("torch._C._distributed_c10d");
+  for (const char* name :
+       {"PutOptions", "SignalOptions", "WaitSignalOptions", "WindowAccessType", "WindowAttr"}) {
+    module.attr(name) = theirs.attr(name);
+  }
+#else
+  defineWindowOptions<mycoll::PutOptions>(module, "PutOptions");
+  defineWindowOptions<mycoll::SignalOptions>(module, "SignalOptions");
+  defineWindowOptions<mycoll::WaitSignalOptions>(module, "WaitSignalOptions");
+  py::enum_<mycoll::WindowAccessType>(module, "WindowAccessType",
+                                      "Whether a rank's memory is read and written in its place.")
+      .value("UNIFIED", mycoll::WindowAccessType::UNIFIED)
+      .value("SEPARATE", mycoll::WindowAccessType::SEPARATE);
+  py::class_<mycoll::WindowAttr>(module, "WindowAttr", "What is known of a rank's memory.")
+      .def_readonly("access_type", &mycoll::WindowAttr::access_type);
+#endif
+}
+
+void defineWindow(py::module_& module) {
+  defineWindowTypes(module);
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+#if MYCOLL_TORCH_HAS_WINDOW
+  using Class = py::class_<MycollWindow, NoGilPtr<MycollWindow>, c10d::Window>;
+#else
+  using Class = py::class_<MycollWindow, NoGilPtr<MycollWindow>>;
+#endif
+  Class(module, "Window", "Memory of each rank that the others write to; see mycoll.new_window().")
+      .def("tensor_register", &MycollWindow::tensor_register, py::arg("tensor"),
+           py::arg("owning") = true, NoGil(),
+           "Opens the window on this tensor; all ranks call it together.")
+      .def("tensor_deregister", &MycollWindow::tensor_deregister, NoGil(),
+           "Closes it; all ranks call it together.")
+      .def("put", &MycollWindow::put, py::arg("tensor"), py::arg("dst_rank"),
+           py::arg("target_offset_nelems"), py::arg("async_op"),
+           py::arg("opts") = mycoll::PutOptions(), NoGil(),
+           "Writes the tensor into the window of a rank, from an element on.")
+      .def("map_remote_tensor", &MycollWindow::map_remote_tensor, py::arg("rank"), NoGil(),
+           "The tensor that a rank of this host has registered, where it lies.")
+      .def("signal", &MycollWindow::signal, py::arg("peer_rank"), py::arg("async_op"),
+           py::arg("opts") = mycoll::SignalOptions(), NoGil(),
+           "Tells a rank that what was put into its window before is there.")
+      .def("wait_signal", &MycollWindow::wait_signal, py::arg("peer_rank"), py::arg("async_op"),
+           py::arg("opts") = mycoll::WaitSignalOptions(), NoGil(),
+           "Waits for one signal of a rank.")
+      .def("get_attr", &MycollWindow::get_attr, py::arg("peer_rank"), NoGil(),
+           "UNIFIED where a rank's memory is mapped here, else SEPARATE.");
+}
+
 using PlanNumbers = std::map<std::string, double>;
 
 // hosts: how many ranks each has, in order.
@@ -441,6 +504,15 @@ PYBIND11_MODULE(_C, module) {
           "An uninitialised tensor that NCCL reads and writes without a copy.")
       .def("_comm_ptr", &MycollBackend::ncclComm, py::call_guard<py::gil_scoped_release>(),
            "NCCL's communicator on the current device, for those who call NCCL themselves.")
+      .def_property_readonly("supports_window", &MycollBackend::supportsWindow)
+      .def(
+          "new_window",
+          [](MycollBackend& self, const std::optional<at::Tensor>& tensor) {
+            return NoGilPtr<MycollWindow>(
+                c10::static_intrusive_pointer_cast<MycollWindow>(self.new_window(tensor)));
+          },
+          py::arg("tensor") = std::nullopt, py::call_guard<py::gil_scoped_release>(),
+          "As mycoll.new_window().")
       .def("_split_devices", &MycollBackend::splitDevices, py::arg("child").none(true),
            py::arg("willing"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_name", &MycollBackend::groupName)
@@ -449,6 +521,8 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "perform_nocolor_split", [](MycollBackend&, const py::object&) {}, py::arg("device"),
           "Nothing to do: a new group's members meet without those who are not in it.");
+
+  defineWindow(module);
 
   module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"),
              "Where the nvidia-nccl wheel has its library; before the first group.");

@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cstring>
 
 #include "base/fd.h"
 #include "base/log.h"
 #include "engine/engine.h"
 #include "engine/rendezvous.h"
+#include "engine/window.h"
+#include "kernels/copy.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -36,6 +39,21 @@ Status checkTransport(const Mesh& mesh, const GroupAddress& address) {
     }
   }
   return Status();
+}
+
+bool isOutgoing(OpKind kind) {
+  return kind == OpKind::kSend || kind == OpKind::kPut || kind == OpKind::kSignal;
+}
+
+// Large pieces past the caches, as they are not for this rank. The source may be a window, too.
+void copyOver(char* place, const Span& data) {
+  constexpr size_t kStreamingBytes = 1024 * 1024;
+  if (data.bytes == 0) return;
+  if (place < data.begin() + data.bytes && data.begin() < place + data.bytes) {
+    std::memmove(place, data.data, data.bytes);
+    return;
+  }
+  copy(place, data.data, data.bytes, /*isStreaming=*/data.bytes >= kStreamingBytes);
 }
 
 Signature signatureOf(OpKind kind) {
@@ -234,45 +252,84 @@ OpRecord Communicator::recordMessage(Operation message, uint32_t site) {
 
 OpPtr Communicator::send(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
                          Milliseconds timeout) {
-  return post(/*isSend=*/true, message, std::move(keepAlive), willWait, timeout);
+  return post(OpKind::kSend, message, std::move(keepAlive), willWait, timeout);
 }
 
 OpPtr Communicator::recv(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
                          Milliseconds timeout) {
-  return post(/*isSend=*/false, message, std::move(keepAlive), willWait, timeout);
+  return post(OpKind::kRecv, message, std::move(keepAlive), willWait, timeout);
 }
 
-OpPtr Communicator::post(bool isSend, const Message& message, std::shared_ptr<void> keepAlive,
-                         bool willWait, Milliseconds timeout) {
-  questions_.noteCaller();
-  Signature signature = signatureOf(isSend ? OpKind::kSend : OpKind::kRecv);
-  signature.dtype = message.dtype;
-  signature.opaqueType = message.opaqueType;
-  signature.bytes = message.wholeBytes ? message.wholeBytes : message.data.bytes;
-  auto op =
-      std::make_shared<MessageOp>(signature.kind, messages_.fetch_add(1, std::memory_order_relaxed),
-                                  options_.rank, message.rank, message.tag);
-  if (hasFailed()) {
-    op->finish(diagnosis_.calledLate(signature.kind));
+OpPtr Communicator::put(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
+                        Milliseconds timeout) {
+  return post(OpKind::kPut, message, std::move(keepAlive), willWait, timeout);
+}
+
+OpPtr Communicator::signal(const Message& message, bool willWait, Milliseconds timeout) {
+  return post(OpKind::kSignal, message, nullptr, willWait, timeout);
+}
+
+OpPtr Communicator::waitSignal(const Message& message, bool willWait, Milliseconds timeout) {
+  return post(OpKind::kWaitSignal, message, nullptr, willWait, timeout);
+}
+
+OpPtr Communicator::putInto(char* place, const Message& message) {
+  membership_.lookIntoArena();
+  Signature signature = signatureOf(OpKind::kPut);
+  signature.bytes = message.data.bytes;
+  const auto op = makeMessage(OpKind::kPut, message, signature);
+  if (op->done()) return op;
+  if (membership_.departureOf(message.rank) == Departure::kLeft) {
+    op->finish(membership_.departed(message.rank));
     return op;
   }
-  op->keepAlive = std::move(keepAlive);
-  op->deadline = deadlineFor(timeout);
+  copyOver(place, message.data);
+  op->finish(hasFailed() ? diagnosis_.calledLate(OpKind::kPut) : Status());
+  return op;
+}
+
+std::shared_ptr<MessageOp> Communicator::makeMessage(OpKind kind, const Message& message,
+                                                     const Signature& signature) {
+  auto op = std::make_shared<MessageOp>(kind, messages_.fetch_add(1, std::memory_order_relaxed),
+                                        options_.rank, message.rank, message.tag);
+  if (hasFailed()) {
+    op->finish(diagnosis_.calledLate(kind));
+    return op;
+  }
   Operation operation =
       Operation::ofMessage(signature, message.rank, message.tag, message.data.bytes);
   operation.sequence = op->sequence();
   op->setRecord(record_.enqueue(operation, op->submitted.time_since_epoch().count(), true));
+  return op;
+}
+
+OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<void> keepAlive,
+                         bool willWait, Milliseconds timeout) {
+  questions_.noteCaller();
+  Signature signature = signatureOf(kind);
+  signature.dtype = message.dtype;
+  signature.opaqueType = message.opaqueType;
+  signature.bytes = message.wholeBytes ? message.wholeBytes : message.data.bytes;
+  const auto op = makeMessage(kind, message, signature);
+  if (op->done()) return op;
+  op->keepAlive = std::move(keepAlive);
+  op->deadline = deadlineFor(timeout);
   op->self = op;
-  if (isSend) {
+  if (isOutgoing(kind)) {
     if (message.rank != options_.rank) {  // nobody will take what a rank that leaves sent to itself
       sending_->fetch_add(1, std::memory_order_relaxed);
       op->atEnd([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
     }
-    mailbox_.send(*op, message.rank, MessageClass::kPointToPoint, message.tag, signature,
-                  message.data);
+  }
+  const auto messageClass = kind == OpKind::kSend || kind == OpKind::kRecv
+                                ? MessageClass::kPointToPoint
+                                : MessageClass::kWindow;
+  if (kind == OpKind::kPut) {
+    mailbox_.put(*op, message.rank, message.tag, message.offset, signature, message.data);
+  } else if (isOutgoing(kind)) {
+    mailbox_.send(*op, message.rank, messageClass, message.tag, signature, message.data);
   } else {
-    mailbox_.receive(*op, message.rank, MessageClass::kPointToPoint, message.tag, signature,
-                     message.data);
+    mailbox_.receive(*op, message.rank, messageClass, message.tag, signature, message.data);
   }
   engine_->mesh()->progress();
   if (!willWait && !op->done()) {
@@ -283,6 +340,23 @@ OpPtr Communicator::post(bool isSend, const Message& message, std::shared_ptr<vo
     }
   }
   return op;
+}
+
+void Communicator::noteWindow(const std::shared_ptr<Window>& window) {
+  MutexLock lock(openWindowsMutex_);
+  std::erase_if(openWindows_, [](const auto& entry) { return entry.expired(); });
+  openWindows_.push_back(window);
+}
+
+void Communicator::releaseWindows() {
+  std::vector<std::shared_ptr<Window>> windows;  // dropped without the lock
+  {
+    MutexLock lock(openWindowsMutex_);
+    for (const auto& entry : std::exchange(openWindows_, {})) windows.push_back(entry.lock());
+  }
+  for (const auto& window : windows) {
+    if (window) window->releaseOthers();
+  }
 }
 
 // ---- what runs elsewhere -----------------------------------------------------------------------

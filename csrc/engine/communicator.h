@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "base/status.h"
 #include "engine/agreement.h"
 #include "engine/control_tree.h"
@@ -45,6 +46,7 @@
 namespace mycoll {
 
 class Engine;
+class Window;
 
 constexpr int kAnySource = kFromAnyone;
 // As a timeout: the group's own.
@@ -81,7 +83,7 @@ struct GroupOptions {
   std::function<bool()> mayBeCalled;
 };
 
-// A message to or from another rank. tag: any non-negative number.
+// A message to or from another rank. tag: any non-negative number; of a put or a signal: the window.
 struct Message {
   Span data;
   int rank = 0;  // recv: may be kAnySource
@@ -89,6 +91,7 @@ struct Message {
   DType dtype = DType::kOpaque;
   uint8_t opaqueType = 0;
   uint64_t wholeBytes = 0;  // what the two ranks are compared by, where this is a piece of more
+  uint64_t offset = 0;      // put: where in the window
 };
 
 class Communicator final : public MailboxOwner, public std::enable_shared_from_this<Communicator> {
@@ -150,6 +153,20 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
              Milliseconds timeout = kGroupTimeout);
   OpPtr recv(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
              Milliseconds timeout = kGroupTimeout);
+
+  // ---- windows (window.h, which checks what it is asked for)
+  // Windows are numbered as their opening begins to run, which is in the same order on all ranks.
+  uint64_t nextWindow() { return windows_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  void noteWindow(const std::shared_ptr<Window>& window) EXCLUDES(openWindowsMutex_);
+  // Done when the message has left.
+  OpPtr put(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
+            Milliseconds timeout = kGroupTimeout);
+  // The same into memory that is mapped here: done when it returns.
+  OpPtr putInto(char* place, const Message& message);
+  OpPtr signal(const Message& message, bool willWait, Milliseconds timeout = kGroupTimeout);
+  OpPtr waitSignal(const Message& message, bool willWait, Milliseconds timeout = kGroupTimeout);
+  // The group is dead: its windows let go of the other ranks' memory. For the engine, now and then.
+  void releaseWindows() EXCLUDES(openWindowsMutex_);
 
   // ---- waiting
   // Waits until the op is done and returns its status; or kTimeout at the deadline, or
@@ -220,8 +237,11 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
 
   OpPtr enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<void> keepAlive, bool willWait,
                 Milliseconds timeout);
-  OpPtr post(bool isSend, const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
+  OpPtr post(OpKind kind, const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
              Milliseconds timeout);
+  // Refused if it has failed: then the op is done.
+  std::shared_ptr<MessageOp> makeMessage(OpKind kind, const Message& message,
+                                         const Signature& signature);
   // The group had failed before this was called: that this rank has come, too, is worth noting.
   OpPtr endAtOnce(std::shared_ptr<Op> op, const Operation& operation);
   Deadline deadlineFor(Milliseconds timeout) const;
@@ -245,6 +265,10 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   // Sends that are not done; shared with them, as they may outlive the group.
   const std::shared_ptr<std::atomic<int>> sending_ = std::make_shared<std::atomic<int>>(0);
   std::atomic<int> leavesAfter_{-1};
+
+  std::atomic<uint64_t> windows_{0};
+  Mutex openWindowsMutex_;
+  std::vector<std::weak_ptr<Window>> openWindows_ GUARDED_BY(openWindowsMutex_);
 };
 
 }  // namespace mycoll

@@ -262,9 +262,9 @@ void Diagnosis::checkMessage(MessageOp& op) {
   membership_.fail(Status(Code::kTimeout,
                           "mycoll group '" + options_.name + "': [Rank " +
                               std::to_string(options_.rank) +
-                              "]: " + (op.kind() == OpKind::kSend ? "send to " : "recv from ") +
-                              (isAnyone ? "any rank" : mailbox_.describeRank(op.rank)) +
-                              " with tag " + std::to_string(op.tag) + " timed out after " +
+                              "]: " +
+                              op.describe(isAnyone ? "any rank" : mailbox_.describeRank(op.rank)) +
+                              " timed out after " +
                               std::to_string(millisecondsSince(op.submitted)) +
                               " ms. Timed out waiting for the other side, which never came" +
                               (isAnyone ? "" : questions_.lastAnswer(op.rank)) + ".",

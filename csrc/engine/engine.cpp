@@ -243,6 +243,7 @@ void Engine::Progress::doChores() {
     // A group that nobody is in a call of may have failed on another rank of the host.
     isUnseen |= !group->queue().hasWaiters() && group->membership().lookIntoArena();
     group->diagnosis().checkFutures();
+    if (group->hasFailed()) group->releaseWindows();
   }
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();
 }

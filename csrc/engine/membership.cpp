@@ -130,7 +130,8 @@ bool Membership::endsMessage(MessageClass messageClass, uint64_t tag) const {
   if (cause_.ok()) return false;
   switch (messageClass) {
     case MessageClass::kCollective: return tag >> kStepBits >= failedFrom_;
-    case MessageClass::kPointToPoint: return true;
+    case MessageClass::kPointToPoint:
+    case MessageClass::kWindow: return true;
     case MessageClass::kControl: return failedFrom_ == 0;
   }
   return true;

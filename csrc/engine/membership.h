@@ -63,6 +63,8 @@ class Membership {
   bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire); }
   // "rank 1 (node1:4712) has left the group", and why if it has said so.
   std::string describeDeparture(int rank) const;
+  // What needs such a rank ends with this.
+  Status departed(int rank) const;
 
   // ---- the arena, for as long as the group lives
   void attach(Arena* arena) { arena_.store(arena, std::memory_order_release); }
@@ -98,7 +100,6 @@ class Membership {
   bool isLarge() const;
   void tellOthers() REQUIRES(ioRole);
   std::string abortPayload() const REQUIRES(ioRole);
-  Status departed(int rank) const;
   std::string reasonOf(int rank) const EXCLUDES(failureMutex_);
   bool hasEnded(const PeerAddress& peer, const Loss& loss) const REQUIRES(ioRole);
 

@@ -39,9 +39,14 @@ Operation CollectiveOp::description() const {
 }
 
 std::string MessageOp::describe() const {
-  return std::string(name(kind())) + (kind() == OpKind::kSend ? " to " : " from ") +
-         (rank == kFromAnyone ? "any rank" : "rank " + std::to_string(rank)) + " with tag " +
-         std::to_string(tag);
+  return describe(rank == kFromAnyone ? "any rank" : "rank " + std::to_string(rank));
+}
+
+std::string MessageOp::describe(const std::string& other) const {
+  const bool isOneSided = kind() != OpKind::kSend && kind() != OpKind::kRecv;
+  const bool isIncoming = kind() == OpKind::kRecv || kind() == OpKind::kWaitSignal;
+  return std::string(name(kind())) + (isIncoming ? " from " : " to ") + other +
+         (isOneSided ? " in window #" : " with tag ") + std::to_string(tag);
 }
 
 void MessageOp::deliver() {

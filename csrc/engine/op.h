@@ -36,7 +36,7 @@ class Op {
   // Position among the collectives of the group, from 0; send and recv count by themselves.
   uint64_t sequence() const { return sequence_; }
   OpKind kind() const { return kind_; }
-  bool isMessage() const { return kind_ == OpKind::kSend || kind_ == OpKind::kRecv; }
+  bool isMessage() const { return mycoll::isMessage(kind_); }
   // recv: the rank whose message came. Only when done.
   int sourceRank() const { return sourceRank_; }
   // What is remembered of it.
@@ -150,8 +150,9 @@ class MessageOp final : public Op, public Transfer {
   using Op::done;
   using Op::status;
 
-  // "recv from rank 1 with tag 0"
+  // "recv from rank 1 with tag 0". other: how the other rank is called.
   std::string describe() const;
+  std::string describe(const std::string& other) const;
 
   // Holds itself while the mailbox knows it.
   std::shared_ptr<MessageOp> self;

@@ -38,7 +38,8 @@ Operation Operation::ofMessage(const Signature& signature, int peer, uint64_t ta
   result.signature = signature;
   result.peer = peer;
   result.tag = tag;
-  (signature.kind == OpKind::kSend ? result.inBytes : result.outBytes) = bytes;
+  const bool leaves = signature.kind == OpKind::kSend || signature.kind == OpKind::kPut;
+  (leaves ? result.inBytes : result.outBytes) = bytes;
   return result;
 }
 
@@ -75,7 +76,7 @@ void OpRecord::finish(bool isOk, int64_t now) const {
   (isOk ? tally.done : tally.failed).fetch_add(1, std::memory_order_relaxed);
   tally.bytes.fetch_add(bytes_, std::memory_order_relaxed);
   tally.nanos.fetch_add(static_cast<uint64_t>(now - enqueued_), std::memory_order_relaxed);
-  if (isClosed || kind_ == OpKind::kSend || kind_ == OpKind::kRecv) return;
+  if (isClosed || isMessage(kind_)) return;
   put(group_->finished, sequence_ + 1);
 }
 

@@ -8,6 +8,7 @@
 #include <cassert>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "base/crc32c.h"
@@ -51,15 +52,17 @@ bool isControlFrame(FrameKind kind) {
          kind == FrameKind::kGoOn;
 }
 
+bool comesInPieces(FrameKind kind) { return kind == FrameKind::kData || kind == FrameKind::kPut; }
+
 uint64_t mostPayload(FrameKind kind) {
   if (isControlFrame(kind)) return kMaxControlBytes;
   if (kind == FrameKind::kEager) return kMaxEagerBytes;
-  return kind == FrameKind::kData ? ~uint64_t{0} : 0;
+  return comesInPieces(kind) ? ~uint64_t{0} : 0;
 }
 
 // Whether a message in pieces is between two of them: nothing of the next one is prepared or sent.
 bool isBetweenPieces(const OutItem& item) {
-  return item.header.kind == FrameKind::kData && item.sent == 0 && item.header.payloadBytes == 0;
+  return comesInPieces(item.header.kind) && item.sent == 0 && item.header.payloadBytes == 0;
 }
 
 void beginPiece(OutItem& item) {
@@ -70,6 +73,7 @@ void beginPiece(OutItem& item) {
 
 void endPiece(OutItem& item) {
   item.messageSent += item.header.payloadBytes;
+  if (item.header.kind == FrameKind::kPut) item.header.receiverRequest += item.header.payloadBytes;
   item.header.payloadBytes = 0;
   item.header.magic = FrameHeader::kMagic;
   item.sent = 0;
@@ -222,13 +226,10 @@ bool Connection::flush(size_t turnBytes) {
     item.sent += static_cast<size_t>(wrote);
     movedBytes += static_cast<size_t>(wrote);
     if (item.sent < total) continue;
-    if (item.header.kind == FrameKind::kData && item.request) {
+    if (comesInPieces(item.header.kind) && item.request) {
       endPiece(item);
       if (item.messageSent < item.message.bytes) {
-        if (queue_.size() > 1) {
-          queue_.push_back(std::move(item));
-          queue_.pop_front();
-        }
+        giveWay();
         continue;
       }
     }
@@ -237,6 +238,18 @@ bool Connection::flush(size_t turnBytes) {
     if (request) request->mailbox_->finish(*request, Status());
   }
   return moved;
+}
+
+// What follows a put in its window does not overtake it.
+void Connection::giveWay() {
+  const OutItem& first = queue_.front();
+  const bool isPut = first.header.kind == FrameKind::kPut;
+  auto next = std::next(queue_.begin());
+  const auto end = std::find_if(next, queue_.end(), [&](const OutItem& item) {
+    return isPut && item.header.messageClass == MessageClass::kWindow &&
+           item.header.context == first.header.context && item.header.tag == first.header.tag;
+  });
+  std::rotate(queue_.begin(), next, end);
 }
 
 void Connection::forget(Transfer* request) {
@@ -261,6 +274,10 @@ void Connection::forget(Mailbox* mailbox) {
   if (mailbox_ != mailbox) return;
   mailbox_ = nullptr;
   target_ = {};
+}
+
+void Connection::forget(Mailbox* mailbox, uint64_t window) {
+  if (mailbox_ == mailbox && target_.window == window) target_ = {};
 }
 
 bool Connection::sendFd(int fd, const std::string& cookie) {
@@ -354,7 +371,7 @@ bool Connection::beginFrame() {
     // A piece of a message was never asked for by a group that does not exist.
     const bool isLate =
         local_.groups.standing(header_.context, header_.destination) == Standing::kGone;
-    if (isLate || header_.kind == FrameKind::kData ||
+    if (isLate || comesInPieces(header_.kind) ||
         !local_.groups.makeRoom(header_.context, header_.destination, header_.payloadBytes)) {
       return true;  // read and thrown away
     }

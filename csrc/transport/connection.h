@@ -47,7 +47,7 @@ struct OutItem {
   std::string owned;            // the payload instead, where it is nobody else's
   size_t sent = 0;              // of header and payload together
   Transfer* request = nullptr;  // finished when the payload has left; null: nobody's
-  // kData: the whole message; the item sends piece after piece, others in between.
+  // kData, kPut: the whole message; the item sends piece after piece, others in between.
   Span message;
   size_t messageSent = 0;
 };
@@ -99,6 +99,7 @@ class Connection {
   // Drops what of this request has not left, and where it is being received.
   void forget(Transfer* request) REQUIRES(ioRole);
   void forget(Mailbox* mailbox) REQUIRES(ioRole);
+  void forget(Mailbox* mailbox, uint64_t window) REQUIRES(ioRole);
   // Both: true if anything moved.
   bool flush(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
   bool drain(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
@@ -137,6 +138,8 @@ class Connection {
 
  private:
   void moveTo(State next) REQUIRES(ioRole);
+  // Others get their turn between two pieces of the first message.
+  void giveWay() REQUIRES(ioRole);
   bool beginFrame() REQUIRES(ioRole);
   void endFrame() REQUIRES(ioRole);
   void close() REQUIRES(ioRole);

@@ -10,6 +10,9 @@
 //                   latest last, to be compared
 //   kArrived        a collective that somebody waits long in, and who is known to have come to it
 //   kQuestion, kAnswer, kDeadlock  why a rank does not come: engine/questions.h
+//   kPut            a piece of what is written into a window of the receiver: `tag` is the window,
+//                   `receiverRequest` where in it the piece begins. The next frames of that window
+//                   from this sender, signals for instance, leave after its last piece.
 //   kHold, kGoOn    the sender buffers much that nobody receives: what is sent to it from now on
 //                   is to wait for its receiver, however small; it may come at once again
 //
@@ -40,13 +43,15 @@ enum class FrameKind : uint8_t {
   kDeadlock,
   kHold,
   kGoOn,
+  kPut,
 };
 
 // Tags of collectives: the collective's number, then the step within it.
 constexpr int kStepBits = 20;
 
-// Messages of different classes never match each other.
-enum class MessageClass : uint8_t { kCollective, kPointToPoint, kControl };
+// Messages of different classes never match each other. kWindow: what is put into a window, and
+// signals, which are empty and counted where nobody waits for one (mailbox.h).
+enum class MessageClass : uint8_t { kCollective, kPointToPoint, kControl, kWindow };
 
 struct FrameHeader {
   static constexpr uint32_t kMagic = 0x4c59434d;         // "MCYL"
@@ -64,7 +69,7 @@ struct FrameHeader {
   uint64_t messageBytes = 0;
   uint64_t payloadBytes = 0;  // that follow this header
   uint64_t senderRequest = 0;
-  uint64_t receiverRequest = 0;
+  uint64_t receiverRequest = 0;  // kPut: where in the window
   uint32_t payloadCheck = 0;  // checked frames only
   uint32_t headerCheck = 0;   // of all that stands before it
 

@@ -23,6 +23,11 @@ size_t eagerInCollectives(const MeshOptions& options, size_t ranks) {
   return std::min(options.eagerInCollectives, std::max(options.eagerBytes, room));
 }
 
+// Of one call on each of the two ranks; or on one of them, for a window.
+bool isBetweenTwo(MessageClass messageClass) {
+  return messageClass == MessageClass::kPointToPoint || messageClass == MessageClass::kWindow;
+}
+
 }  // namespace
 
 Transfer::~Transfer() {
@@ -129,7 +134,8 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   item.header.messageBytes = data.bytes;
   const size_t eagerBytes =
       messageClass == MessageClass::kCollective ? eagerInCollectives_ : mesh_->options().eagerBytes;
-  if (data.bytes <= eagerBytes && !flows_[destination].holdsUs) {
+  const bool isHeld = flows_[destination].holdsUs && messageClass != MessageClass::kWindow;
+  if (data.bytes <= eagerBytes && !isHeld) {
     item.header.payloadBytes = data.bytes;
     item.payload = data.begin();
     item.request = &request;
@@ -141,6 +147,43 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   }
   if (destination == group_.rank) return sendToSelf(request, item.header);
   mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
+}
+
+void Mailbox::put(Transfer& request, int destination, uint64_t window, uint64_t offset,
+                  const Signature& signature, Span data) {
+  IoLock lock(ioMutex());
+  post(request, MessageClass::kWindow, window, signature, data);
+  request.isReceive_ = false;
+  request.peer_ = destination;
+  if (!admit(request, owner_->failureOf(MessageClass::kWindow, window)) ||
+      !admit(request, owner_->absenceOf(destination))) {
+    return;
+  }
+  OutItem item;
+  item.header = header(FrameKind::kPut, destination);
+  item.header.messageClass = MessageClass::kWindow;
+  item.header.tag = window;
+  item.header.signature = signature;
+  item.header.messageBytes = data.bytes;
+  item.header.receiverRequest = offset;
+  item.message = data;
+  item.request = &request;
+  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
+}
+
+void Mailbox::openWindow(uint64_t window, Span memory) {
+  IoLock lock(ioMutex());
+  windows_[window] = {memory, std::vector<uint64_t>(group_.peers.size())};
+  lastWindow_ = std::max(lastWindow_, window);
+}
+
+void Mailbox::closeWindow(uint64_t window, const Status& status) {
+  IoLock lock(ioMutex());
+  if (windows_.erase(window) == 0) return;
+  mesh_->forget(this, window);
+  abandonAll(status, [window](const Transfer& request) {
+    return request.messageClass_ == MessageClass::kWindow && request.tag_ == window;
+  });
 }
 
 bool Mailbox::admit(Transfer& request, const Status& refusal) {
@@ -166,6 +209,16 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
   request.isReceive_ = true;
   request.peer_ = source;
   if (!admit(request, owner_->failureOf(messageClass, tag))) return;
+  if (messageClass == MessageClass::kWindow) {
+    const auto window = windows_.find(tag);
+    if (window == windows_.end()) {
+      return finish(request, Status(Code::kInvalidArgument, "the window is closed"));
+    }
+    if (uint64_t& signals = window->second.signals[source]; signals > 0) {
+      --signals;
+      return finish(request, Status());
+    }
+  }
   for (auto message = unexpected_.begin(); message != unexpected_.end(); ++message) {
     const FrameHeader& came = message->header;
     if (!message->claimedBy && came.messageClass == messageClass && came.tag == tag &&
@@ -214,7 +267,8 @@ void Mailbox::onFlow(const FrameHeader& came) {
   // Also what has not left yet.
   Connection& link = mesh_->linkTo(group_.peers[came.source]);
   for (OutItem& item : link.queue()) {
-    if (item.header.kind != FrameKind::kEager || item.header.context != group_.context ||
+    if (item.header.kind != FrameKind::kEager ||
+        item.header.messageClass == MessageClass::kWindow || item.header.context != group_.context ||
         item.header.destination != came.source || item.sent > 0 || !item.request) {
       continue;
     }
@@ -316,6 +370,8 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
     return target;
   }
   if (!owner_->failureOf(came.messageClass, came.tag).ok()) return target;
+  if (came.kind == FrameKind::kPut) return intoWindow(came);
+  if (came.messageClass == MessageClass::kWindow) return onSignal(came);
   Transfer* request = matchPosted(came);
   if (request) {
     if (!owner_->agrees(*request, came)) return target;
@@ -338,6 +394,42 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   } else {
     message.isComplete = true;
   }
+  return target;
+}
+
+Mailbox::Target Mailbox::intoWindow(const FrameHeader& came) {
+  Target target;
+  const auto found = windows_.find(came.tag);
+  if (found == windows_.end() && came.tag <= lastWindow_) return target;  // it is closed
+  const size_t bytes = found == windows_.end() ? 0 : found->second.memory.bytes;
+  const uint64_t offset = came.receiverRequest;
+  if (found == windows_.end() || offset > bytes || came.payloadBytes > bytes - offset) {
+    owner_->onBroken(Status(Code::kInternal, "mycoll group '" + group_.name + "': " +
+                                                 describeRank(came.source) + " put " +
+                                                 std::to_string(came.payloadBytes) +
+                                                 " bytes where rank " +
+                                                 std::to_string(group_.rank) + " has no window"));
+    return target;
+  }
+  target.data = found->second.memory.begin() + offset;
+  target.window = came.tag;
+  target.isStreaming = came.payloadBytes >= kStreamingBytes;
+  return target;
+}
+
+Mailbox::Target Mailbox::onSignal(const FrameHeader& came) {
+  Target target;
+  const auto found = windows_.find(came.tag);
+  if (found == windows_.end() && came.tag <= lastWindow_) return target;  // it is closed
+  if (found == windows_.end() || came.kind != FrameKind::kEager || came.messageBytes != 0) {
+    owner_->onBroken(Status(Code::kInternal, "mycoll group '" + group_.name + "': " +
+                                                 describeRank(came.source) +
+                                                 " signalled a window that rank " +
+                                                 std::to_string(group_.rank) + " does not have"));
+    return target;
+  }
+  target.request = matchPosted(came);
+  if (target.request == nullptr) ++found->second.signals[came.source];
   return target;
 }
 
@@ -383,7 +475,7 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
 void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {
   IoLock lock(ioMutex());
   for (Transfer* request = open_; request; request = request->next_) {
-    if (request->messageClass_ == MessageClass::kPointToPoint) visit(*request);
+    if (isBetweenTwo(request->messageClass_)) visit(*request);
   }
 }
 
@@ -498,7 +590,7 @@ void Mailbox::endSends(const Status& status) {
 
 void Mailbox::endMessagesOf(int rank, const Status& status) {
   abandonAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
-    return request.peer_ == rank && request.messageClass_ == MessageClass::kPointToPoint &&
+    return request.peer_ == rank && isBetweenTwo(request.messageClass_) &&
            (!request.isReceive_ || isWaiting(request));
   });
 }

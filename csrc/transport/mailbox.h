@@ -7,6 +7,11 @@
 // has no place to go. A receiver that buffers more than kMaxBufferedBytes from one rank asks it to
 // let the small ones wait, too.
 //
+// Windows are memory that other ranks write to, without a receive. What comes for one is read to
+// where it belongs, or is thrown away when the window has been closed; who writes beyond it, or to
+// one that never was, has broken the protocol. Signals of a window are messages of its own class
+// without contents; those that nobody has posted a receive for are counted, by window and source.
+//
 // Thread contract: functions may be called from any thread unless they REQUIRE the I/O lock; they
 // take it themselves.
 // Lifetime: a mailbox is registered at the mesh from open() to detach(), and its owner must be
@@ -18,6 +23,7 @@
 #include <cstdint>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -146,6 +152,16 @@ class Mailbox {
   // Takes it back, unless it is ready.
   void cancel(Transfer& request);
 
+  // From here on other ranks may write to this memory, and signal. Numbers only grow, and are the
+  // same on all ranks; each rank has opened a window before another one can know of that.
+  void openWindow(uint64_t window, Span memory);
+  // Nobody writes to it any more, and nobody will. Ends what was posted for it with this status.
+  void closeWindow(uint64_t window, const Status& status);
+  // Posts, as send(): writes to a window of another rank, from this offset on. The caller has
+  // checked that it belongs there.
+  void put(Transfer& request, int destination, uint64_t window, uint64_t offset,
+           const Signature& signature, Span data);
+
   // Sends a control frame to another rank, and wakes it. Nothing is sent to a rank that has left.
   void tell(int rank, FrameKind kind, const std::string& payload);
   // Hands a descriptor to a rank of this host, beside the messages. False where the connection to
@@ -204,6 +220,7 @@ class Mailbox {
     char* data = nullptr;
     Transfer* request = nullptr;
     Unexpected* unexpected = nullptr;
+    uint64_t window = 0;  // 0: none
     bool isStreaming = false;
   };
   Target onFrame(const FrameHeader& header) REQUIRES(ioRole);
@@ -215,6 +232,8 @@ class Mailbox {
   bool checkRank(Transfer& request, int rank, const char* what);
   // False: the request has ended, as its message cannot come.
   bool admit(Transfer& request, const Status& refusal) REQUIRES(ioRole);
+  Target intoWindow(const FrameHeader& header) REQUIRES(ioRole);
+  Target onSignal(const FrameHeader& header) REQUIRES(ioRole);
   void sendToSelf(Transfer& request, const FrameHeader& message) REQUIRES(ioRole);
   void post(Transfer& request, MessageClass messageClass, uint64_t tag, const Signature& signature,
             Span data) REQUIRES(ioRole);
@@ -251,6 +270,13 @@ class Mailbox {
   // Matched, or waiting for clear-to-send, by id.
   std::unordered_map<uint64_t, Transfer*> inFlight_ GUARDED_BY(ioRole);
   uint64_t nextId_ GUARDED_BY(ioRole) = 1;
+
+  struct OpenWindow {
+    Span memory;
+    std::vector<uint64_t> signals;  // by source: those that nobody has waited for
+  };
+  std::map<uint64_t, OpenWindow> windows_ GUARDED_BY(ioRole);
+  uint64_t lastWindow_ GUARDED_BY(ioRole) = 0;
 };
 
 // A message that came before its receive was posted.

@@ -190,6 +190,10 @@ void Mesh::forget(Transfer* request) {
   for (auto& connection : connections_) connection->forget(request);
 }
 
+void Mesh::forget(Mailbox* mailbox, uint64_t window) {
+  for (auto& connection : connections_) connection->forget(mailbox, window);
+}
+
 bool Mesh::hasQueued(uint64_t context, int rank) const {
   return std::any_of(connections_.begin(), connections_.end(),
                      [&](const auto& connection) REQUIRES(ioRole) {

@@ -68,6 +68,8 @@ class Mesh {
     connection.enqueue(std::move(item));
   }
   void forget(Transfer* request) REQUIRES(ioRole);  // out of all queues
+  // What is being read into this window goes nowhere.
+  void forget(Mailbox* mailbox, uint64_t window) REQUIRES(ioRole);
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
   void finishDelivered(Transfer* request) REQUIRES(ioRole) { delivered_.push_back(request); }
   bool hasLinkTo(const PeerAddress& peer) const REQUIRES(ioRole);

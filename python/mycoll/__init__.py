@@ -19,16 +19,28 @@ from mycoll._registration import autoload, native
 from mycoll._version import __version__
 
 if TYPE_CHECKING:
-    from mycoll._C import ArgumentError, Options
+    from mycoll._C import (
+        ArgumentError,
+        Options,
+        PutOptions,
+        SignalOptions,
+        WaitSignalOptions,
+        Window,
+    )
     from mycoll.groups import process_group
     from mycoll.launch import SpawnError, spawn
     from mycoll.memory import deregister_mem_pool, nccl_mem_pool, register_mem_pool
     from mycoll.shared import empty, empty_like, shared_tensors, zeros
+    from mycoll.windows import new_window
 
 __all__ = [
     "ArgumentError",
     "Options",
+    "PutOptions",
+    "SignalOptions",
     "SpawnError",
+    "WaitSignalOptions",
+    "Window",
     "__version__",
     "deregister_mem_pool",
     "dump_trace",
@@ -36,12 +48,22 @@ __all__ = [
     "empty_like",
     "log_to_python",
     "nccl_mem_pool",
+    "new_window",
     "process_group",
     "register_mem_pool",
     "shared_tensors",
     "spawn",
     "zeros",
 ]
+
+_NATIVE = (
+    "ArgumentError",
+    "Options",
+    "PutOptions",
+    "SignalOptions",
+    "WaitSignalOptions",
+    "Window",
+)
 
 autoload()
 
@@ -56,7 +78,7 @@ def dump_trace(path: str | PathLike[str] | None = None) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ArgumentError", "Options"):
+    if name in _NATIVE:
         return getattr(native(), name)
     if name == "process_group":
         from mycoll.groups import process_group
@@ -74,6 +96,10 @@ def __getattr__(name: str) -> Any:
         from mycoll import shared
 
         return getattr(shared, name)
+    if name == "new_window":
+        from mycoll.windows import new_window
+
+        return new_window
     raise AttributeError(f"module 'mycoll' has no attribute '{name}'")
 
 

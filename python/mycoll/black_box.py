@@ -21,7 +21,7 @@ from typing import Any
 
 MAGIC = b"mycollBB"
 LINK = "/memfd:mycoll.black_box"
-MESSAGES = ("send", "recv")
+MESSAGES = ("send", "recv", "put", "signal", "wait_signal")
 
 
 @dataclass

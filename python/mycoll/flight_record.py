@@ -17,6 +17,7 @@ NAMES = {
     "reduce_scatter": "_reduce_scatter_base",
     "barrier": "all_reduce_barrier",
     "monitored_barrier": "all_reduce_barrier",
+    "window": "all_reduce_barrier",
 }
 STATES = {"queued": "scheduled", "started": "started", "done": "completed", "failed": "started"}
 
@@ -82,9 +83,9 @@ def to_entry(operation: Operation, group: Group, index: int, number: int) -> dic
         return None if moment is None else round(moment * 1e9)
 
     is_done = operation.state == "done"
-    has_data = "barrier" not in operation.kind
     sizes = comparable_elements(operation, max(1, group.ranks))
     name = NAMES.get(operation.kind, operation.kind)
+    has_data = "barrier" not in name
     entry: dict[str, Any] = {
         "record_id": number,
         "pg_id": index,

@@ -29,6 +29,10 @@ COLOURS = {
     "monitored_barrier": "#8c8c8c",
     "send": "#b3a100",
     "recv": "#6b6100",
+    "put": "#b3a100",
+    "signal": "#b3a100",
+    "wait_signal": "#6b6100",
+    "window": "#8c8c8c",
 }
 OTHER = "#7a68a6"
 WRONG = "#d62728"

@@ -115,6 +115,58 @@ TEST(Frames, anEmptyMessageIsCancelledHalfWay) {
   });
 }
 
+// What of a put has not come when its window closes goes nowhere; the frame ends all the same.
+TEST(Frames, aWindowClosesInTheMiddleOfAPut) {
+  forBothLinks([](TransportChoice transport) {
+    Gate gate;
+    Meshes world(2, transport, {{0, &gate}});
+    for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
+    ASSERT(world.talk(0, 1, kGroup, 0, 1));
+    std::vector<char> data(1000, 'y');
+    auto memory = std::make_unique<std::vector<char>>(1000, 'x');
+    Mailbox& target = *world.at(1, kGroup).mailbox;
+    target.openWindow(1, {memory->data(), 1000});
+    gate.budget = sizeof(FrameHeader) + 400;
+    Transfer putting;
+    world.at(0, kGroup).mailbox->put(putting, 1, 1, 0, Meshes::word(1000), {data.data(), 1000});
+    EXPECT(world.turnUntil([&] { return gate.budget == 0 && (*memory)[399] == 'y'; }));
+    EXPECT((*memory)[400] == 'x');
+    target.closeWindow(1, Status(Code::kAborted, "closed"));
+    memory.reset();
+    gate.budget = ~size_t{0};
+    EXPECT(world.turnUntil([&] { return putting.isDone(); }));
+    EXPECT_OK(putting.status());
+    EXPECT(world.talk(0, 1, kGroup, 0, 1));
+    EXPECT_OK(world.at(1, kGroup).listener.failure());
+  });
+}
+
+// A put that is taken back half way: what has left ends as it was, and nothing follows.
+TEST(Frames, aPutIsCancelledHalfWay) {
+  forBothLinks([](TransportChoice transport) {
+    Gate gate;
+    Meshes world(2, transport, {{0, &gate}});
+    for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
+    ASSERT(world.talk(0, 1, kGroup, 0, 1));
+    constexpr size_t kBytes = 3 * 1024 * 1024;
+    std::vector<char> memory(kBytes, 'x');
+    world.at(1, kGroup).mailbox->openWindow(1, {memory.data(), kBytes});
+    gate.budget = sizeof(FrameHeader) + 400;
+    {
+      std::vector<char> data(kBytes, 'y');
+      Transfer putting;
+      world.at(0, kGroup).mailbox->put(putting, 1, 1, 0, Meshes::word(kBytes),
+                                       {data.data(), kBytes});
+      EXPECT(world.turnUntil([&] { return gate.budget == 0; }));
+    }
+    gate.budget = ~size_t{0};
+    EXPECT(world.talk(0, 1, kGroup, 0, 1));
+    EXPECT(memory[401] == 'y');
+    EXPECT(memory[kBytes - 1] == 'x');
+    EXPECT_OK(world.at(1, kGroup).listener.failure());
+  });
+}
+
 // A message that had to wait for its receiver, has no bytes, and leaves in parts.
 TEST(Frames, anEmptyPieceLeavesInParts) {
   forBothLinks([](TransportChoice transport) {

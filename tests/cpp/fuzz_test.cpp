@@ -39,7 +39,7 @@ std::string nonsense(std::mt19937& random) {
   for (unsigned i = 0; i < frames; ++i) {
     FrameHeader header;
     header.kind = static_cast<FrameKind>(1 + random() % 15);
-    header.messageClass = static_cast<MessageClass>(random() % 3);
+    header.messageClass = static_cast<MessageClass>(random() % 5);
     header.source = 0;
     header.destination = 1;
     header.context = kContext;
@@ -109,7 +109,7 @@ class Tongue final : public LinkTap {
   std::string bytes_;
 };
 
-// Rank 0 says this to rank 1, which waits for two messages.
+// Rank 0 says this to rank 1, which waits for two messages and has a window, number 7.
 void say(const std::string& bytes, TransportChoice transport, bool isGood) {
   Tongue tongue(bytes);
   std::shared_ptr<Mesh> meshes[2];
@@ -132,7 +132,8 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood) {
     mailboxes[rank] = listeners[rank].join(meshes[rank], group);
   }
   // Guarded on both sides: nothing may be written there.
-  std::vector<char> memory(3 * kBytes, 'x');
+  std::vector<char> memory(3 * kBytes, 'x'), window(3 * kBytes, 'x');
+  mailboxes[1]->openWindow(7, {window.data() + kBytes, kBytes});
   char word[kBytes] = {};
   {
     Transfer sending, first, second;
@@ -154,6 +155,7 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood) {
   for (size_t i = 0; i < kBytes; ++i) {
     EXPECT(memory[i] == 'x');
     EXPECT(memory[2 * kBytes + i] == 'x');
+    EXPECT(window[i] == 'x' && window[2 * kBytes + i] == 'x');
   }
 }
 

@@ -7,17 +7,21 @@
 //   SIMULATION_SEED=1234 simulation_test              one again, as a failure names it
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "engine/window.h"
 #include "test.h"
 #include "transport/frame.h"
 #include "transport/link.h"
+#include "transport/shm/shared_heap.h"
 #include "world.h"
 
 using namespace mycoll;
@@ -146,15 +150,63 @@ int32_t element(int rank, int step, size_t index) {
   return static_cast<int32_t>(rank * 1'000'003 + step * 101 + static_cast<int>(index) * 7);
 }
 
+constexpr size_t kMostElements = 40'000;
+
+// A window with room for what the rank before this one puts in each step.
+struct Target {
+  std::vector<int32_t> own;
+  int32_t* memory = nullptr;  // own, or shared
+  std::shared_ptr<Window> window;
+
+  Target(Communicator& group, bool isShared) : window(Window::make(group.shared_from_this())) {
+    constexpr size_t kElements = 10 * kMostElements;
+    if (isShared) memory = static_cast<int32_t*>(SharedHeap::process().allocate(kElements * 4));
+    if (!memory) own.resize(kElements), memory = own.data();
+  }
+  ~Target() {
+    window.reset();
+    if (own.empty()) SharedHeap::process().free(memory);
+  }
+  Target(const Target&) = delete;
+
+  Status open(Communicator& group) {
+    Composite opening;
+    MYCOLL_RETURN_IF_ERROR(
+        window->open({memory, 10 * kMostElements * 4}, {}, nullptr, &opening));
+    const OpPtr op = group.submitComposite(OpKind::kWindow, std::move(opening), nullptr, true);
+    return group.wait(op, Deadline::never());
+  }
+  // Puts to the next rank, and waits for what the one before puts here.
+  std::vector<OpPtr> exchange(Communicator& group, int step, Span data) {
+    const int self = group.rank(), ranks = group.ranks();
+    const uint64_t offset = static_cast<uint64_t>(step) * kMostElements * 4;
+    OpPtr putting, signalling, waiting;
+    std::vector<OpPtr> ops;
+    if (window->put(data, (self + 1) % ranks, offset, nullptr, false, kGroupTimeout, &putting).ok())
+      ops.push_back(putting);
+    if (window->signal((self + 1) % ranks, false, kGroupTimeout, &signalling).ok())
+      ops.push_back(signalling);
+    if (window->waitSignal((self + ranks - 1) % ranks, true, kGroupTimeout, &waiting).ok())
+      ops.push_back(waiting);
+    return ops;
+  }
+};
+
 // A run of operations, the same on all ranks; each is checked when it ends well.
-Fate play(Communicator& group, unsigned seed) {
+Fate play(Communicator& group, unsigned seed, bool hasWindow) {
   Fate fate;
   std::mt19937 random(seed);
   const int self = group.rank(), ranks = group.ranks();
+  std::optional<Target> target;
+  if (hasWindow) {
+    target.emplace(group, /*isShared=*/seed % 4 > 1);
+    fate.error = target->open(group);
+    if (!fate.error.ok()) return fate;
+  }
   for (int step = 0; step < 10; ++step) {
-    const size_t sizes[] = {0, 1, 100, 3'000, 40'000};
+    const size_t sizes[] = {0, 1, 100, 3'000, kMostElements};
     const size_t count = sizes[random() % 5];
-    const unsigned kind = random() % 4;
+    const unsigned kind = random() % (hasWindow ? 6 : 4);
     const int root = static_cast<int>(random() % static_cast<unsigned>(ranks));
     std::vector<int32_t> in(count), out(count * static_cast<size_t>(kind == 2 ? ranks : 1));
     for (size_t i = 0; i < count; ++i) in[i] = element(self, step, i);
@@ -180,6 +232,9 @@ Fate play(Communicator& group, unsigned seed) {
       for (int rank = 0; rank < ranks; ++rank) {
         call.out.push_back(span(out, static_cast<size_t>(rank) * count));
       }
+    } else if (kind >= 4) {
+      ops = target->exchange(group, step, span(in, 0));
+      if (ops.size() < 3) fate.error = group.error();
     } else {
       ops.push_back(
           group.send({span(in, 0), (self + 1) % ranks, 5, DType::kInt32}, nullptr, false));
@@ -192,6 +247,7 @@ Fate play(Communicator& group, unsigned seed) {
       if (fate.error.ok() && !status.ok()) fate.error = status;
     }
     if (!fate.error.ok()) return fate;
+    if (kind >= 4) std::copy_n(target->memory + step * kMostElements, count, out.begin());
     for (size_t i = 0; i < out.size(); ++i) {
       uint32_t want = 0;
       for (int rank = 0; rank < ranks && kind == 0; ++rank) {
@@ -200,7 +256,7 @@ Fate play(Communicator& group, unsigned seed) {
       if (kind == 1) want = static_cast<uint32_t>(element(root, step, i));
       if (kind == 2)
         want = static_cast<uint32_t>(element(static_cast<int>(i / count), step, i % count));
-      if (kind == 3) want = static_cast<uint32_t>(element((self + ranks - 1) % ranks, step, i));
+      if (kind >= 3) want = static_cast<uint32_t>(element((self + ranks - 1) % ranks, step, i));
       fate.isWrong |= out[i] != static_cast<int32_t>(want);
     }
     ++fate.done;
@@ -210,7 +266,7 @@ Fate play(Communicator& group, unsigned seed) {
 
 // Runs the world of a seed. Mixed: ranks 0 and 2 over rings in shared memory, rank 1 over sockets.
 std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>& weather,
-                           bool isChecked = false) {
+                           bool isChecked = false, bool hasWindow = false) {
   auto store = std::make_shared<test::MemoryStore>();
   std::vector<Fate> fates(kRanks);
   std::vector<std::shared_ptr<Engine>> engines(kRanks);
@@ -243,7 +299,7 @@ std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>&
     const Status met =
         Communicator::create(options, store, engines[static_cast<size_t>(rank)], &group);
     if (met.ok()) {
-      fates[static_cast<size_t>(rank)] = play(*group, seed);
+      fates[static_cast<size_t>(rank)] = play(*group, seed, hasWindow);
       group->close(Deadline::after(2000ms));
     } else {
       fates[static_cast<size_t>(rank)].error = met;
@@ -279,12 +335,13 @@ void expectHeard(const Fate& fate, unsigned seed, int rank) {
 
 // Each seed's fault befalls one rank's network; all ranks live, and hear of it.
 void expectAllHear(bool isChecked,
-                   const std::function<void(Weather& weather, unsigned seed)>& plan) {
+                   const std::function<void(Weather& weather, unsigned seed)>& plan,
+                   bool hasWindow = false) {
   int failed = 0;
   forSeeds(60, [&](unsigned seed) {
     auto weather = weatherOf(seed);
     plan(*weather[seed % kRanks], seed);
-    const std::vector<Fate> fates = runWorld(seed, weather, isChecked);
+    const std::vector<Fate> fates = runWorld(seed, weather, isChecked, hasWindow);
     for (const Fate& fate : fates) failed += !fate.error.ok();
     for (int rank = 0; rank < kRanks; ++rank)
       expectHeard(fates[static_cast<size_t>(rank)], seed, rank);
@@ -309,6 +366,24 @@ TEST(Simulation, slowLinksChangeNothing) {
 TEST(Simulation, allRanksHearOfABrokenConnection) {
   expectAllHear(/*isChecked=*/false,
                 [](Weather& weather, unsigned seed) { weather.planBreak(1 + seed * 7 % 400); });
+}
+
+TEST(Simulation, putsComeBeforeTheirSignals) {
+  forSeeds(40, [](unsigned seed) {
+    auto weather = weatherOf(seed);
+    const std::vector<Fate> fates = runWorld(seed, weather, false, /*hasWindow=*/true);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const Fate& fate = fates[static_cast<size_t>(rank)];
+      expect(fate.error.ok() && !fate.isWrong && fate.done == 10, seed, rank,
+             fate.isWrong ? "wrong bits" : fate.error.toString());
+    }
+  });
+}
+
+TEST(Simulation, allRanksWithWindowsHearOfABrokenConnection) {
+  expectAllHear(/*isChecked=*/false,
+                [](Weather& weather, unsigned seed) { weather.planBreak(1 + seed * 7 % 400); },
+                /*hasWindow=*/true);
 }
 
 TEST(Simulation, survivorsHearOfADeath) {

@@ -17,6 +17,7 @@ namespace mycoll {
 namespace {
 
 constexpr size_t kHugePage = 2 * 1024 * 1024;
+constexpr size_t kPage = 4096;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 // The segments of this process by inode; see the header for why.
@@ -33,10 +34,11 @@ Status failed(const char* what) {
 }
 
 // At an address where huge pages can be used, and not inherited by children: a child of fork() must
-// not write into a group that belongs to its parent.
-void* mapAligned(int fd, size_t bytes, int protection, bool useHugePages) {
+// not write into a group that belongs to its parent. offset and bytes: of whole pages.
+void* mapAligned(int fd, size_t offset, size_t bytes, int protection, bool useHugePages) {
+  const auto from = static_cast<off_t>(offset);
   if (!useHugePages) {
-    void* data = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
+    void* data = mmap(nullptr, bytes, protection, MAP_SHARED, fd, from);
     if (data != MAP_FAILED) (void)madvise(data, bytes, MADV_DONTFORK);
     return data;
   }
@@ -45,8 +47,8 @@ void* mapAligned(int fd, size_t bytes, int protection, bool useHugePages) {
       mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) return MAP_FAILED;
   char* const begin = static_cast<char*>(room);
-  const size_t before = -reinterpret_cast<uintptr_t>(begin) % kHugePage;
-  void* data = mmap(begin + before, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+  const size_t before = (offset - reinterpret_cast<uintptr_t>(begin)) % kHugePage;
+  void* data = mmap(begin + before, bytes, protection, MAP_SHARED | MAP_FIXED, fd, from);
   if (data == MAP_FAILED) {
     munmap(room, reserved);
     return MAP_FAILED;
@@ -72,14 +74,32 @@ Status Segment::create(size_t bytes, std::shared_ptr<Segment>* result, bool useH
 
 Status Segment::adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result, Access access,
                       bool useHugePages) {
+  MYCOLL_RETURN_IF_ERROR(checkSealed(fd.get(), bytes));
+  return map(fd.get(), bytes, access, useHugePages, result);
+}
+
+Status Segment::checkSealed(int fd, size_t bytes) {
   struct stat info;
-  if (fstat(fd.get(), &info) != 0) return failed("fstat");
-  int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (fstat(fd, &info) != 0) return failed("fstat");
+  int seals = fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals || static_cast<size_t>(info.st_size) != bytes) {
     return Status(Code::kNetwork, "shared memory: what the peer sent is not a sealed segment of " +
                                       std::to_string(bytes) + " bytes");
   }
-  return map(fd.get(), bytes, access, useHugePages, result);
+  return Status();
+}
+
+std::shared_ptr<Segment> Segment::known(int fd) {
+  struct stat info;
+  if (fstat(fd, &info) != 0) return nullptr;
+  Registry& known = registry();
+  MutexLock lock(known.mutex);
+  const auto found = known.segments.find(info.st_ino);
+  auto segment = found == known.segments.end() ? nullptr : found->second.lock();
+  const bool isUsable = segment && segment->access_ == Access::kReadWrite;
+  // Its end takes the lock, so it must not be dropped here.
+  if (segment && !isUsable) lock.unlock();
+  return isUsable ? segment : nullptr;
 }
 
 Status Segment::map(int fd, size_t bytes, Access access, bool useHugePages,
@@ -98,7 +118,7 @@ Status Segment::map(int fd, size_t bytes, Access access, bool useHugePages,
     }
   }
   const int protection = access == Access::kReadOnly ? PROT_READ : PROT_READ | PROT_WRITE;
-  void* data = mapAligned(fd, bytes, protection, useHugePages);
+  void* data = mapAligned(fd, 0, bytes, protection, useHugePages);
   if (data == MAP_FAILED) return failed("mmap");
   auto segment = std::shared_ptr<Segment>(new Segment);
   segment->data_ = static_cast<char*>(data);
@@ -117,6 +137,36 @@ Segment::~Segment() {
   if (found != known.segments.end() && found->second.expired()) known.segments.erase(found);
   // In a child something else may be there.
   if (data_ && process_ == getpid()) munmap(data_, bytes_);
+}
+
+Status Pages::map(Fd fd, size_t segmentBytes, size_t offset, size_t bytes,
+                  std::shared_ptr<Pages>* result) {
+  MYCOLL_RETURN_IF_ERROR(Segment::checkSealed(fd.get(), segmentBytes));
+  if (offset > segmentBytes || bytes > segmentBytes - offset) {
+    return Status(Code::kNetwork, "shared memory: the peer offers what its segment does not hold");
+  }
+  auto pages = std::shared_ptr<Pages>(new Pages);
+  pages->bytes_ = bytes;
+  if (auto segment = Segment::known(fd.get())) {
+    pages->data_ = segment->data() + offset;
+    pages->segment_ = std::move(segment);
+  } else {
+    const size_t before = offset % kPage;
+    const size_t whole = (before + bytes + kPage - 1) / kPage * kPage;
+    void* const mapped = mapAligned(fd.get(), offset - before, whole, PROT_READ | PROT_WRITE,
+                                    /*useHugePages=*/true);
+    if (mapped == MAP_FAILED) return failed("mmap");
+    (void)madvise(mapped, whole, MADV_DOFORK);
+    pages->mapped_ = mapped;
+    pages->mappedBytes_ = whole;
+    pages->data_ = static_cast<char*>(mapped) + before;
+  }
+  *result = std::move(pages);
+  return Status();
+}
+
+Pages::~Pages() {
+  if (mapped_ != nullptr) munmap(mapped_, mappedBytes_);
 }
 
 }  // namespace mycoll

@@ -38,7 +38,11 @@ class Segment {
   void closeFd() { fd_.reset(); }
 
  private:
+  friend class Pages;
   Segment() = default;
+  // Of this process, and writable, where it has that memory already.
+  static std::shared_ptr<Segment> known(int fd);
+  static Status checkSealed(int fd, size_t bytes);
   static Status map(int fd, size_t bytes, Access access, bool useHugePages,
                     std::shared_ptr<Segment>* result);
 
@@ -48,6 +52,31 @@ class Segment {
   unsigned long inode_ = 0;
   const pid_t process_ = getpid();
   Access access_ = Access::kReadWrite;
+};
+
+// A part of another process's segment, mapped to be written to: its pages, and no others. Children
+// of fork() inherit it.
+class Pages {
+ public:
+  // fd: of a sealed segment of segmentBytes; it is not kept.
+  static Status map(Fd fd, size_t segmentBytes, size_t offset, size_t bytes,
+                    std::shared_ptr<Pages>* result);
+  ~Pages();
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+
+  char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  Pages() = default;
+
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+  // Whole pages; or where this process has the memory already, what keeps it.
+  void* mapped_ = nullptr;
+  size_t mappedBytes_ = 0;
+  std::shared_ptr<Segment> segment_;
 };
 
 }  // namespace mycoll

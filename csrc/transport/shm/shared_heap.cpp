@@ -14,6 +14,7 @@ namespace mycoll {
 namespace {
 
 constexpr size_t kHugePage = 2 * 1024 * 1024;
+constexpr size_t kPage = 4096;
 
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -83,7 +84,11 @@ char* SharedHeap::addRegion(size_t bytes) {
 void SharedHeap::drop(Regions::iterator at) {
   Region& region = at->second;
   const size_t bytes = region.segment->bytes();
-  removeFree(free_.find(region.begin()));
+  // One, unless parts of the region were retired.
+  for (auto range = free_.lower_bound(region.begin());
+       range != free_.end() && range->first < region.end();) {
+    removeFree(range++);
+  }
   reinterpret_cast<RegionHead*>(region.segment->data())
       ->isDropped.store(1, std::memory_order_release);
   // Others may have it mapped, and look at its head only with their next call.
@@ -126,20 +131,22 @@ void* SharedHeap::allocate(size_t bytes) {
   if (size > used) addFree(begin + used, size - used);
   Region& region = regionOf(begin)->second;
   if (region.blocks++ == 0) keptBytes_ -= region.segment->bytes();
-  blocks_[begin] = used;
+  blocks_[begin].bytes = used;
   return begin;
 }
 
 bool SharedHeap::free(void* block) {
   const MutexLock lock(mutex_);
-  const auto found = blocks_.find(block);
-  if (found == blocks_.end()) return false;
   char* begin = static_cast<char*>(block);
-  size_t bytes = found->second;
+  const auto found = blocks_.find(begin);
+  if (found == blocks_.end()) return false;
+  size_t bytes = found->second.bytes;
+  const bool isExposed = found->second.exposures > 0;
   blocks_.erase(found);
   const auto at = regionOf(begin);
   Region& region = at->second;
   if (region.isInherited) return true;  // its parent's to use again
+  if (isExposed) return retire(begin, bytes, at), true;
   auto next = free_.lower_bound(begin);
   if (next != free_.end() && next->first == begin + bytes && begin + bytes < region.end()) {
     bytes += next->second;
@@ -156,8 +163,46 @@ bool SharedHeap::free(void* block) {
   addFree(begin, bytes);
   if (--region.blocks > 0) return true;
   keptBytes_ += region.segment->bytes();
-  if (keptBytes_ > kKeptBytes) drop(at);
+  if (keptBytes_ > kKeptBytes || region.isSpoiled) drop(at);
   return true;
+}
+
+void SharedHeap::retire(char* begin, size_t bytes, Regions::iterator at) {
+  Region& region = at->second;
+  region.isSpoiled = true;
+  if (--region.blocks == 0) {
+    keptBytes_ += region.segment->bytes();
+    return drop(at);
+  }
+  const auto from = static_cast<size_t>(begin - region.segment->data());
+  const size_t first = roundUp(from, kPage), end = (from + bytes) / kPage * kPage;
+  if (first >= end) return;
+  (void)fallocate(region.segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                  static_cast<off_t>(first), static_cast<off_t>(end - first));
+}
+
+SharedHeap::Block* SharedHeap::blockOf(const Span& memory) {
+  auto after = blocks_.upper_bound(memory.begin());
+  if (after == blocks_.begin()) return nullptr;
+  const auto block = std::prev(after);
+  const auto offset = static_cast<size_t>(memory.begin() - block->first);
+  const size_t bytes = block->second.bytes;
+  return offset <= bytes && memory.bytes <= bytes - offset ? &block->second : nullptr;
+}
+
+bool SharedHeap::expose(const Span& memory) {
+  if (!isUsed_.load(std::memory_order_relaxed) || memory.bytes == 0) return false;
+  const MutexLock lock(mutex_);
+  Block* const block = blockOf(memory);
+  if (block == nullptr || regionOf(memory.begin())->second.isInherited) return false;
+  ++block->exposures;
+  return true;
+}
+
+void SharedHeap::conceal(const Span& memory) {
+  const MutexLock lock(mutex_);
+  Block* const block = blockOf(memory);
+  if (block != nullptr && block->exposures > 0) --block->exposures;
 }
 
 SharedHeap::Place SharedHeap::find(const Span& memory) const {
@@ -183,7 +228,7 @@ SharedHeap::Usage SharedHeap::usageForTest() const {
   const MutexLock lock(mutex_);
   Usage usage;
   for (const auto& [begin, region] : regions_) usage.regionBytes += region.segment->bytes();
-  for (const auto& [begin, bytes] : blocks_) usage.blockBytes += bytes;
+  for (const auto& [begin, block] : blocks_) usage.blockBytes += block.bytes;
   return usage;
 }
 

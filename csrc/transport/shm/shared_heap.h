@@ -1,12 +1,16 @@
-// SharedHeap: memory of this process that other processes of its host can read where it lies. It
-// hands out blocks of regions; a region is one segment, and has a number that no other region of
-// the process ever gets.
+// SharedHeap: memory of this process that other processes of its host can read where it lies, and
+// write to where it has been exposed. It hands out blocks of regions; a region is one segment, and
+// has a number that no other region of the process ever gets.
 //
 //   region   head | block | free | block | ...
 //
 // What is freed is used again. A region without blocks is kept for the next ones, up to
 // kKeptBytes in all; beyond that its memory goes back to the system at once, also where others have
 // mapped it, and its head says so to them.
+//
+// A block that is freed while others may write to it is never used again: its whole pages go back
+// to the system, and so does its region, as soon as it has no other blocks. Whatever somebody still
+// writes there later, he writes to memory that is nobody's.
 //
 // After a fork() the child has the contents of the parent's blocks, but writes to copies of its
 // own, and allocates from regions of its own. What the parent writes after the fork the child may
@@ -54,6 +58,12 @@ class SharedHeap {
   // False: it is no block of this heap.
   bool free(void* block);
 
+  // From here on others may write to this memory, which lies in one block: see above. As often as
+  // it is exposed, conceal() takes it back: nobody can write to it any more on that account. False:
+  // it is in no block of this process that others can have.
+  bool expose(const Span& memory);
+  void conceal(const Span& memory);
+
   // Where memory lies that others are to read. Region 0: in no region of this process.
   struct Place {
     uint64_t region = 0;
@@ -76,13 +86,21 @@ class SharedHeap {
     std::shared_ptr<Segment> segment;
     size_t blocks = 0;
     bool isInherited = false;  // of the process that this one was forked from
+    bool isSpoiled = false;    // some of it is never used again
 
     char* begin() const { return segment->data() + kHeadBytes; }
     char* end() const { return segment->data() + segment->bytes(); }
   };
+  struct Block {
+    size_t bytes = 0;
+    int exposures = 0;  // for how many windows others may write to it
+  };
   using Regions = std::map<char*, Region>;  // by the beginning of the segment
 
   SharedHeap();
+  // The block that all of this memory lies in, or null.
+  Block* blockOf(const Span& memory) REQUIRES(mutex_);
+  void retire(char* begin, size_t bytes, Regions::iterator region) REQUIRES(mutex_);
   Regions::iterator regionOf(const void* address) REQUIRES(mutex_);
   // Where its memory begins, which is free. Null: there is none.
   char* addRegion(size_t bytes) REQUIRES(mutex_);
@@ -94,7 +112,7 @@ class SharedHeap {
   mutable Mutex mutex_;
   Regions regions_ GUARDED_BY(mutex_);
   std::unordered_map<uint64_t, char*> byId_ GUARDED_BY(mutex_);  // a key of regions_
-  std::unordered_map<void*, size_t> blocks_ GUARDED_BY(mutex_);
+  std::map<char*, Block> blocks_ GUARDED_BY(mutex_);
   std::map<char*, size_t> free_ GUARDED_BY(mutex_);                   // by address, not adjacent
   std::set<std::pair<size_t, char*>> freeBySize_ GUARDED_BY(mutex_);  // the same
   uint64_t lastId_ GUARDED_BY(mutex_) = 0;

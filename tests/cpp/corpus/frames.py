@@ -13,7 +13,8 @@ FOLDER = Path(__file__).with_name("frames")
 EAGER, REQUEST, CLEAR, DATA, ABORT, GOODBYE, PROBE, ARRIVED, QUESTION, ANSWER, DEADLOCK = range(
     1, 12
 )
-COLLECTIVE, MESSAGE, CONTROL = range(3)
+PUT = 14
+COLLECTIVE, MESSAGE, CONTROL, WINDOW = range(4)
 SEND, OPAQUE, NO_OP = 10, 64, 8
 MAGIC, CHECKED = 0x4C59434D, 0x6C79636D
 MOST = 2**64 - 1
@@ -125,6 +126,24 @@ def inputs() -> dict[str, list[bytes]]:
             frame(group=COLLECTIVE, tag=5 << 16),
             frame(group=COLLECTIVE, tag=0),
         ],
+        "good-put-then-message": [
+            frame(PUT, WINDOW, receiver=0),
+            frame(PUT, WINDOW, receiver=63, payload=1),
+            frame(PUT, WINDOW, receiver=64, payload=0),
+            frame(PUT, WINDOW, tag=3),  # a window that is closed
+            frame(EAGER, WINDOW, message=0, payload=0),
+            frame(),
+        ],
+        "put-beyond-the-window": [frame(PUT, WINDOW, receiver=1)],
+        "put-behind-the-window": [frame(PUT, WINDOW, receiver=65, payload=0)],
+        "put-at-the-last-byte": [frame(PUT, WINDOW, receiver=MOST, payload=1)],
+        "put-of-everything": [frame(PUT, WINDOW, receiver=0, message=MOST, payload=MOST)],
+        "put-to-no-window": [frame(PUT, WINDOW, receiver=0, tag=99)],
+        "put-of-another-class": [frame(PUT, MESSAGE, receiver=1)],
+        "put-to-a-group-not-made-yet": [frame(PUT, WINDOW, context=c) for c in range(100, 140)],
+        "signal-with-contents": [frame(EAGER, WINDOW)],
+        "signal-announced": [frame(REQUEST, WINDOW, payload=0)],
+        "signal-of-no-window": [frame(EAGER, WINDOW, message=0, payload=0, tag=99)],
         "after-goodbye": [control(GOODBYE), frame()],
     }
 

@@ -1,0 +1,250 @@
+#include "backend/window.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "backend/errors.h"
+#include "backend/layout.h"
+#include "backend/validation.h"
+
+namespace mycoll {
+namespace {
+
+// Keeps a storage, at its size. Several windows may hold one.
+class FixedStorage {
+ public:
+  explicit FixedStorage(c10::Storage storage) : storage_(std::move(storage)) {
+    MutexLock lock(mutex());
+    Fixed& fixed = all()[storage_.unsafeGetStorageImpl()];
+    if (fixed.holders++ == 0) fixed.wasResizable = storage_.unsafeGetStorageImpl()->resizable();
+    storage_.unsafeGetStorageImpl()->set_resizable(false);
+  }
+  ~FixedStorage() {
+    MutexLock lock(mutex());
+    const auto found = all().find(storage_.unsafeGetStorageImpl());
+    if (--found->second.holders > 0) return;
+    storage_.unsafeGetStorageImpl()->set_resizable(found->second.wasResizable);
+    all().erase(found);
+  }
+  FixedStorage(const FixedStorage&) = delete;
+  FixedStorage& operator=(const FixedStorage&) = delete;
+
+ private:
+  struct Fixed {
+    int holders = 0;
+    bool wasResizable = true;
+  };
+  using All = std::map<c10::StorageImpl*, Fixed>;
+  // Never destroyed: windows may be static.
+  static Mutex& mutex() {
+    static Mutex* const kMutex = new Mutex;
+    return *kMutex;
+  }
+  static All& all() {
+    static All* const kAll = new All;
+    return *kAll;
+  }
+
+  const c10::Storage storage_;
+};
+
+void checkCpu(const CallSite& site, const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return;
+  refuse(site, c10::str("windows are for CPU tensors, but the tensor is on ", tensor.device()));
+}
+
+void check(const CallSite& site, const Status& status) {
+  if (status.code() == Code::kInvalidArgument) refuse(site, status.message());
+  throwIfFailed(status);
+}
+
+}  // namespace
+
+// As it travels, in Window::Description.
+struct MycollWindow::Layout {
+  static constexpr size_t kMaxDimensions = 16;
+  int64_t type = 0;  // at::ScalarType
+  int64_t dimensions = 0;
+  std::array<int64_t, kMaxDimensions> sizes{};
+
+  at::ScalarType scalarType() const { return static_cast<at::ScalarType>(type); }
+  at::IntArrayRef shape() const { return {sizes.data(), static_cast<size_t>(dimensions)}; }
+  int64_t elements() const { return c10::multiply_integers(shape()); }
+};
+
+MycollWindow::MycollWindow(c10::intrusive_ptr<MycollBackend> backend)
+    : backend_(std::move(backend)), window_(Window::make(backend_->communicator_)) {}
+
+MycollWindow::~MycollWindow() {
+  // As MycollBackend: what belongs to the parent is left alone.
+  if (backend_->isForked()) new std::shared_ptr<Window>(window_);
+}
+
+void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
+  const CallSite site = backend_->enter("tensor_register");
+  checkTensor(site, Argument{"tensor"}, tensor);
+  checkCpu(site, tensor);
+  if (!isPlain(tensor)) {
+    refuse(site, c10::str("tensor must be contiguous, as other ranks write to its memory, but it has "
+                          "shape ",
+                          tensor.sizes(), " and strides ", tensor.strides()));
+  }
+  if (static_cast<size_t>(tensor.dim()) > Layout::kMaxDimensions) {
+    refuse(site, c10::str("tensor may have ", Layout::kMaxDimensions, " dimensions, but it has ",
+                          tensor.dim(), "; pass a view(-1) of it"));
+  }
+  Layout layout;
+  layout.type = static_cast<int64_t>(tensor.scalar_type());
+  layout.dimensions = tensor.dim();
+  std::copy_n(tensor.sizes().begin(), tensor.dim(), layout.sizes.begin());
+  Window::Description description{};
+  static_assert(sizeof(layout) <= sizeof(description));
+  std::memcpy(description.data(), &layout, sizeof(layout));
+
+  Request request(site, c10d::OpType::UNKNOWN, "mycoll:tensor_register", c10d::kUnsetTimeout,
+                  /*isAsync=*/false);
+  request.compositeKind = OpKind::kWindow;
+  const Span memory = writable(tensor);
+  check(site, window_->open(memory, description, std::make_shared<FixedStorage>(tensor.storage()),
+                            &request.composite));
+  backend_->run(request, tensor, {});
+  MutexLock lock(mutex_);
+  tensor_ = tensor.detach();
+}
+
+void MycollWindow::tensor_deregister() {
+  const CallSite site = backend_->enter("tensor_deregister");
+  {
+    MutexLock lock(mutex_);
+    tensor_.reset();
+  }
+  Request request(site, c10d::OpType::UNKNOWN, "mycoll:tensor_deregister", c10d::kUnsetTimeout,
+                  /*isAsync=*/false);
+  request.compositeKind = OpKind::kWindow;
+  check(site, window_->close(&request.composite));
+  backend_->run(request, {}, {});
+}
+
+MycollWindow::Layout MycollWindow::layoutOf(const CallSite& site, int64_t rank) const {
+  uint64_t bytes = 0;
+  Window::Description description;
+  check(site, window_->describe(static_cast<int>(rank), &bytes, &description));
+  Layout layout;
+  std::memcpy(&layout, description.data(), sizeof(layout));
+  return layout;
+}
+
+MycollWindow::WorkPtr MycollWindow::workOf(Request& request, const OpPtr& op) {
+  const bool isAsync = std::exchange(request.async, true);
+  const WorkPtr work = backend_->finishLaunch(request, {}, {op}, /*isProfiled=*/false);
+  if (!isAsync) work->wait();
+  return work;
+}
+
+MycollWindow::WorkPtr MycollWindow::put(const at::Tensor& tensor, int64_t dstRank,
+                                        int64_t targetOffsetNelems, bool asyncOp,
+                                        const PutOptions& opts) {
+  const CallSite site = backend_->enter("put");
+  checkTensor(site, Argument{"tensor"}, tensor);
+  checkCpu(site, tensor);
+  checkRank(site, "dst_rank", dstRank);
+  const Layout target = layoutOf(site, dstRank);
+  if (tensor.scalar_type() != target.scalarType()) {
+    refuse(site, c10::str("tensor must be of the window's dtype on rank ", dstRank, ", ",
+                          c10::toString(target.scalarType()), ", but it is ",
+                          c10::toString(tensor.scalar_type())));
+  }
+  const int64_t elements = target.elements();
+  if (targetOffsetNelems < 0 || targetOffsetNelems > elements ||
+      tensor.numel() > elements - targetOffsetNelems) {
+    refuse(site, c10::str(tensor.numel(), " elements from element ", targetOffsetNelems,
+                          " on do not fit into the window of rank ", dstRank, ", which has ",
+                          elements));
+  }
+  Request request(site, c10d::OpType::SEND, "mycoll:put", opts.timeout, asyncOp);
+  request.peer = static_cast<int>(dstRank);
+  const Span source = request.input(tensor);
+  auto kept = std::make_shared<c10::SmallVector<at::Tensor, 2>>(std::move(request.keep));
+  const uint64_t offset = static_cast<uint64_t>(targetOffsetNelems) * tensor.element_size();
+  OpPtr op;
+  check(site, window_->put(source, request.peer, offset, std::move(kept), !asyncOp,
+                           request.timeout, &op));
+  return workOf(request, op);
+}
+
+bool MycollWindow::isMapped(const CallSite& site, int64_t rank,
+                            std::shared_ptr<Pages>* pages) const {
+  check(site, window_->map(static_cast<int>(rank), pages));
+  return *pages != nullptr || rank == backend_->getRank();
+}
+
+at::Tensor MycollWindow::map_remote_tensor(int64_t rank) {
+  const CallSite site = backend_->enter("map_remote_tensor");
+  checkRank(site, "rank", rank);
+  const Layout layout = layoutOf(site, rank);
+  std::shared_ptr<Pages> pages;
+  if (isMapped(site, rank, &pages)) {
+    if (pages) {
+      return at::from_blob(pages->data(), layout.shape(), [pages](void*) {},
+                           at::TensorOptions().dtype(layout.scalarType()));
+    }
+    MutexLock lock(mutex_);
+    return tensor_;
+  }
+  if (layout.elements() == 0) {
+    return at::empty(layout.shape(), at::TensorOptions().dtype(layout.scalarType()));
+  }
+  throwStatus(Status(
+      Code::kUnsupported,
+      c10::str("mycoll group '", backend_->groupName(), "': map_remote_tensor: the tensor of ",
+               backend_->communicator_->describeRank(static_cast<int>(rank)),
+               " cannot be mapped: that rank is not on this host, or the tensor is an ordinary one; "
+               "on one host register shared tensors (mycoll.empty()), between hosts let its owner "
+               "put() what is needed")));
+}
+
+MycollWindow::WorkPtr MycollWindow::signal(int64_t peerRank, bool asyncOp,
+                                           const SignalOptions& opts) {
+  const CallSite site = backend_->enter("signal");
+  checkRank(site, "peer_rank", peerRank);
+  Request request(site, c10d::OpType::SEND, "mycoll:signal", opts.timeout, asyncOp);
+  OpPtr op;
+  check(site, window_->signal(static_cast<int>(peerRank), !asyncOp, opts.timeout, &op));
+  return workOf(request, op);
+}
+
+MycollWindow::WorkPtr MycollWindow::wait_signal(int64_t peerRank, bool asyncOp,
+                                                const WaitSignalOptions& opts) {
+  const CallSite site = backend_->enter("wait_signal");
+  checkRank(site, "peer_rank", peerRank);
+  Request request(site, c10d::OpType::RECV, "mycoll:wait_signal", opts.timeout, asyncOp);
+  OpPtr op;
+  check(site, window_->waitSignal(static_cast<int>(peerRank), !asyncOp, opts.timeout, &op));
+  return workOf(request, op);
+}
+
+WindowAttr MycollWindow::get_attr(int64_t peerRank) {
+  const CallSite site = backend_->enter("get_attr");
+  checkRank(site, "peer_rank", peerRank);
+  std::shared_ptr<Pages> pages;
+  WindowAttr attr;
+  attr.access_type = isMapped(site, peerRank, &pages) ? WindowAccessType::UNIFIED
+                                                      : WindowAccessType::SEPARATE;
+  return attr;
+}
+
+c10::intrusive_ptr<TorchWindow> MycollBackend::new_window(const std::optional<at::Tensor>& tensor) {
+  enter("new_window");
+  const auto self = c10::intrusive_ptr<MycollBackend>::unsafe_reclaim_from_nonowning(this);
+  auto window = c10::make_intrusive<MycollWindow>(self);
+  if (tensor) window->tensor_register(*tensor, /*owning=*/true);
+  return window;
+}
+
+}  // namespace mycoll

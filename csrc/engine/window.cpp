@@ -1,0 +1,364 @@
+#include "engine/window.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <utility>
+
+#include "base/log.h"
+#include "base/sha256.h"
+#include "collectives/batch.h"
+#include "transport/mesh.h"
+#include "transport/shm/link.h"
+#include "transport/shm/shared_heap.h"
+
+namespace mycoll {
+namespace {
+
+// Of the group's own messages (Batch): far from those that make its arena.
+constexpr uint64_t kFirstStep = uint64_t{1} << 40;
+constexpr uint64_t kStepsOfWindow = 4;
+// So that no all_gather of the program's own can be taken for this.
+constexpr uint8_t kPartType = 255;
+
+template <typename T>
+Span spanOf(T& value) {
+  return {&value, sizeof(value)};
+}
+
+Call gather(int self, Span first, size_t bytes, int ranks) {
+  Call call;
+  call.kind = OpKind::kAllGather;
+  call.opaqueType = kPartType;
+  for (int rank = 0; rank < ranks; ++rank) call.out.push_back({first.begin() + rank * bytes, bytes});
+  call.in = {call.out[self]};
+  return call;
+}
+
+}  // namespace
+
+struct Window::Part {
+  uint64_t window = 0;
+  uint64_t bytes = 0;
+  uint64_t segmentBytes = 0;  // 0: others cannot map it
+  uint64_t offset = 0;        // in the segment
+  char cookie[kCookieBytes] = {};
+  Description description{};
+};
+
+// To and from the other ranks of this host.
+struct Window::Passing {
+  int rank = 0;
+  uint64_t isSent = 0, isSentHere = 0;      // a descriptor: by this rank, to this rank
+  uint64_t isMapped = 0, isMappedHere = 0;  // what was sent
+};
+
+std::shared_ptr<Window> Window::make(std::shared_ptr<Communicator> group) {
+  return std::shared_ptr<Window>(new Window(std::move(group)));
+}
+
+Window::Window(std::shared_ptr<Communicator> group) : group_(std::move(group)) {}
+
+Window::~Window() { end(); }
+
+void Window::moveTo(State next) {
+  assert((state_ == State::kClosed && next == State::kOpening) ||
+         (state_ == State::kOpening && (next == State::kOpen || next == State::kClosed)) ||
+         (state_ == State::kOpen && (next == State::kClosing || next == State::kClosed)) ||
+         (state_ == State::kClosing && next == State::kClosed));
+  state_ = next;
+}
+
+// ---- opened and closed by all ------------------------------------------------------------------
+
+Status Window::open(Span memory, const Description& description, std::shared_ptr<void> keepAlive,
+                    Composite* opening) {
+  {
+    MutexLock lock(mutex_);
+    if (state_ != State::kClosed) {
+      return Status(Code::kInvalidArgument,
+                    "the window has a tensor already: deregister that on all ranks first");
+    }
+    moveTo(State::kOpening);
+    keepAlive_ = std::move(keepAlive);
+  }
+  memory_ = memory;
+  description_ = description;
+  *opening = [self = shared_from_this()](CollectiveRunner& runner) {
+    return self->introduce(runner);
+  };
+  return Status();
+}
+
+// Those that may map each other's memory.
+std::vector<int> Window::neighbours() const {
+  const Mailbox& mailbox = group_->mailbox();
+  std::vector<int> ranks;
+  for (int rank = 0; rank < group_->ranks(); ++rank) {
+    if (rank != group_->rank() && mailbox.mesh().isLocal(mailbox.group().peers[rank])) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
+}
+
+Window::Part Window::ownPart() const {
+  Part part;
+  part.window = id_;
+  part.bytes = memory_.bytes;
+  part.description = description_;
+  if (!isExposed_) return part;
+  const SharedHeap::Place place = SharedHeap::process().find(memory_);
+  const auto segment = SharedHeap::process().segmentOf(place.region);
+  if (!segment || !randomBytes(part.cookie, sizeof(part.cookie)).ok()) return part;
+  const std::string prefix = group_->mailbox().fdPrefix();
+  std::memcpy(part.cookie, prefix.data(), prefix.size());
+  part.segmentBytes = segment->bytes();
+  part.offset = place.offset;
+  return part;
+}
+
+Task Window::introduce(CollectiveRunner& runner) {
+  const int ranks = group_->ranks();
+  id_ = group_->nextWindow();
+  isExposed_ = !neighbours().empty() && SharedHeap::process().expose(memory_);
+  group_->noteWindow(shared_from_this());
+  // Before another rank can hear of it.
+  group_->mailbox().openWindow(id_, memory_);
+  std::vector<Part> parts(ranks);
+  parts[group_->rank()] = ownPart();
+  MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(
+      gather(group_->rank(), {parts.data(), 0}, sizeof(Part), ranks)));
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (parts[rank].window == id_) continue;
+    const Status differs(Code::kMismatch, "mycoll group '" + group_->options().name +
+                                              "': window #" + std::to_string(id_) +
+                                              " of this rank is #" +
+                                              std::to_string(parts[rank].window) + " of " +
+                                              group_->describeRank(rank) +
+                                              ": all ranks must make and register windows in the "
+                                              "same order");
+    group_->fail(differs);
+    co_return differs;
+  }
+  std::vector<std::shared_ptr<Pages>> mapped(ranks);
+  MYCOLL_CO_RETURN_IF_ERROR(co_await mapNeighbours(parts, mapped));
+  MutexLock lock(mutex_);
+  parts_ = std::move(parts);
+  mapped_ = std::move(mapped);
+  moveTo(State::kOpen);
+  co_return Status();
+}
+
+// Each rank that has shared memory sends its descriptor to each other one of its host:
+//
+//   word, so that there is a connection  ->  descriptor, and that it was sent  ->  (map it)
+//                                        <-  whether it is mapped
+Task Window::mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr<Pages>>& mapped) {
+  Mailbox& mailbox = group_->mailbox();
+  const Part& own = parts[group_->rank()];
+  Signature signature;
+  signature.kind = OpKind::kWindow;
+  const uint64_t step = kFirstStep + id_ * kStepsOfWindow;
+  std::vector<Passing> passings;
+  for (const int rank : neighbours()) passings.push_back({.rank = rank});
+
+  Batch words(mailbox, signature);
+  for (const Passing& each : passings) {
+    if (own.segmentBytes > 0) words.send(each.rank, {}, step);
+    if (parts[each.rank].segmentBytes > 0) words.receive(each.rank, {}, step);
+  }
+  co_await words;
+  MYCOLL_CO_RETURN_IF_ERROR(words.status());
+
+  const auto segment = own.segmentBytes == 0
+                           ? nullptr
+                           : SharedHeap::process().segmentOf(
+                                 SharedHeap::process().find(memory_).region);
+  Batch sent(mailbox, signature);
+  for (Passing& each : passings) {
+    if (own.segmentBytes > 0) {
+      each.isSent = segment && mailbox.sendFd(each.rank, segment->fd(),
+                                              std::string(own.cookie, sizeof(own.cookie)));
+      sent.send(each.rank, spanOf(each.isSent), step + 1);
+    }
+    if (parts[each.rank].segmentBytes > 0) {
+      sent.receive(each.rank, spanOf(each.isSentHere), step + 1);
+    }
+  }
+  co_await sent;
+  MYCOLL_CO_RETURN_IF_ERROR(sent.status());
+
+  Batch answers(mailbox, signature);
+  for (Passing& each : passings) {
+    const Part& part = parts[each.rank];
+    if (part.segmentBytes > 0) {
+      Status status(Code::kNetwork, "shared memory: the descriptor did not come");
+      Fd fd;
+      if (each.isSentHere) {
+        fd = mailbox.takeFd(each.rank, std::string(part.cookie, sizeof(part.cookie)));
+      }
+      if (fd.isOpen() && part.offset >= SharedHeap::kHeadBytes) {
+        status = Pages::map(std::move(fd), part.segmentBytes, part.offset, part.bytes,
+                            &mapped[each.rank]);
+      }
+      if (!status.ok()) {
+        MYCOLL_LOG_WARN("what is put into the window of %s travels by messages: %s",
+                        mailbox.describeRank(each.rank).c_str(), status.message().c_str());
+      }
+      each.isMappedHere = status.ok();
+      answers.send(each.rank, spanOf(each.isMappedHere), step + 2);
+    }
+    if (own.segmentBytes > 0) answers.receive(each.rank, spanOf(each.isMapped), step + 2);
+  }
+  co_await answers;
+  MYCOLL_CO_RETURN_IF_ERROR(answers.status());
+  const bool areAllMapped = std::all_of(passings.begin(), passings.end(),
+                                        [](const Passing& each) { return each.isMapped != 0; });
+  if (!areAllMapped && own.bytes > 0) {
+    // Peers on a ring do not ring for somebody who waits for nothing.
+    MutexLock lock(mutex_);
+    isAttended_ = true;
+    mailbox.mesh().addPending(1);
+  }
+  co_return Status();
+}
+
+Status Window::close(Composite* closing) {
+  MutexLock lock(mutex_);
+  MYCOLL_RETURN_IF_ERROR(checkOpen(group_->rank()));
+  moveTo(State::kClosing);
+  *closing = [self = shared_from_this()](CollectiveRunner& runner) { return self->retire(runner); };
+  return Status();
+}
+
+// Nobody begins anything in it any more. Where no rank holds a mapping of another one's memory,
+// that may be used for other things.
+Task Window::retire(CollectiveRunner& runner) {
+  const int ranks = group_->ranks();
+  std::vector<char> areFree(ranks);
+  {
+    MutexLock lock(mutex_);
+    const auto mapped = std::exchange(mapped_, {});
+    areFree[group_->rank()] = std::all_of(mapped.begin(), mapped.end(), [](const auto& pages) {
+      return pages == nullptr || pages.use_count() == 1;
+    });
+  }
+  const Status status =
+      co_await runner.run(gather(group_->rank(), {areFree.data(), 0}, 1, ranks));
+  if (status.ok() && isExposed_ && std::count(areFree.begin(), areFree.end(), 0) == 0) {
+    SharedHeap::process().conceal(memory_);
+    isExposed_ = false;
+  }
+  end();
+  co_return status;
+}
+
+void Window::end() {
+  std::shared_ptr<void> last;  // dropped without the lock
+  std::vector<std::shared_ptr<Pages>> others;
+  {
+    MutexLock lock(mutex_);
+    if (state_ == State::kClosed) return;
+    moveTo(State::kClosed);
+    last = std::move(keepAlive_);
+    others = std::exchange(mapped_, {});
+    parts_.clear();
+    ignoreMessages();
+  }
+  Mailbox& mailbox = group_->mailbox();
+  mailbox.closeWindow(id_, Status(Code::kAborted, "mycoll group '" + group_->options().name +
+                                                      "': window #" + std::to_string(id_) +
+                                                      " has been closed on this rank"));
+  mailbox.mesh().sleeper().wakeAll();  // for those whose waits have ended
+}
+
+void Window::ignoreMessages() {
+  if (std::exchange(isAttended_, false)) group_->mailbox().mesh().addPending(-1);
+}
+
+void Window::releaseOthers() {
+  std::vector<std::shared_ptr<Pages>> others;
+  MutexLock lock(mutex_);
+  others.swap(mapped_);
+  mapped_.resize(others.size());
+  ignoreMessages();
+}
+
+// ---- one-sided ---------------------------------------------------------------------------------
+
+Status Window::checkOpen(int rank) const {
+  if (group_->hasFailed()) return group_->error();
+  if (state_ != State::kOpen) {
+    return Status(Code::kInvalidArgument,
+                  "the window has no tensor: register one on all ranks first");
+  }
+  if (rank >= 0 && rank < group_->ranks()) return Status();
+  return Status(Code::kInvalidArgument, "rank " + std::to_string(rank) +
+                                            " is out of range in a group of " +
+                                            std::to_string(group_->ranks()));
+}
+
+Status Window::describe(int rank, uint64_t* bytes, Description* description) const {
+  MutexLock lock(mutex_);
+  MYCOLL_RETURN_IF_ERROR(checkOpen(rank));
+  *bytes = parts_[rank].bytes;
+  *description = parts_[rank].description;
+  return Status();
+}
+
+Status Window::put(Span data, int rank, uint64_t offset, std::shared_ptr<void> keepAlive,
+                   bool willWait, Milliseconds timeout, OpPtr* op) {
+  Message message;
+  message.data = data;
+  message.rank = rank;
+  message.offset = offset;
+  std::shared_ptr<Pages> pages;
+  {
+    MutexLock lock(mutex_);
+    MYCOLL_RETURN_IF_ERROR(checkOpen(rank));
+    const uint64_t bytes = parts_[rank].bytes;
+    if (offset > bytes || data.bytes > bytes - offset) {
+      return Status(Code::kInvalidArgument,
+                    std::to_string(data.bytes) + " bytes from byte " + std::to_string(offset) +
+                        " on do not fit into the window of " + group_->describeRank(rank) +
+                        ", which has " + std::to_string(bytes));
+    }
+    message.tag = id_;
+    pages = mapped_[rank];
+  }
+  char* const place = rank == group_->rank() ? memory_.begin()
+                      : pages                ? pages->data()
+                                             : nullptr;
+  *op = place != nullptr || data.bytes == 0
+            ? group_->putInto(place + offset, message)
+            : group_->put(message, std::move(keepAlive), willWait, timeout);
+  return Status();
+}
+
+Status Window::signal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) {
+  MutexLock lock(mutex_);
+  MYCOLL_RETURN_IF_ERROR(checkOpen(rank));
+  const uint64_t id = id_;
+  lock.unlock();
+  *op = group_->signal({{}, rank, id}, willWait, timeout);
+  return Status();
+}
+
+Status Window::waitSignal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) {
+  MutexLock lock(mutex_);
+  MYCOLL_RETURN_IF_ERROR(checkOpen(rank));
+  const uint64_t id = id_;
+  lock.unlock();
+  *op = group_->waitSignal({{}, rank, id}, willWait, timeout);
+  return Status();
+}
+
+Status Window::map(int rank, std::shared_ptr<Pages>* pages) const {
+  MutexLock lock(mutex_);
+  MYCOLL_RETURN_IF_ERROR(checkOpen(rank));
+  *pages = mapped_[rank];
+  return Status();
+}
+
+}  // namespace mycoll

@@ -1,0 +1,45 @@
+"""One-sided communication: memory of each rank that the others write to, and read where they can.
+
+    window = mycoll.new_window(mycoll.zeros(1 << 20))
+    if rank == 0:
+        window.put(chunk, 1, 0, False)
+        window.signal(1, False)
+    elif rank == 1:
+        window.wait_signal(0, False)
+    window.tensor_deregister()
+
+The same calls as torch's own windows (torch 2.14 and later), under all versions of torch. See
+docs/guide.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from mycoll._registration import native
+
+if TYPE_CHECKING:
+    from mycoll._C import Window
+
+
+def new_window(tensor: torch.Tensor | None = None, group: ProcessGroup | None = None) -> Window:
+    """A window of `group` (the world); with a tensor, open on that.
+
+    All ranks of the group call it together, each with a tensor of its own, or all without one; then
+    Window.tensor_register() opens it. Ranks are the group's. Tensors of mycoll.empty() and the like
+    are mapped by the other ranks of the host; others are written by messages.
+    """
+    members = distributed_c10d._get_default_group() if group is None else group
+    backend = members._get_backend(torch.device("cpu"))
+    # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
+    backend = getattr(backend, "wrapped_pg", backend)
+    if not isinstance(backend, native().MycollBackend):
+        raise ValueError(
+            f"{dist.get_backend(members)!r} serves the group's CPU tensors, not mycoll: it has no "
+            "windows of mycoll's"
+        )
+    return backend.new_window(tensor)  # type: ignore[no-any-return]

@@ -6,6 +6,8 @@
 // of a collective whose other ranks do not come, until the communicator is aborted.
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -67,6 +69,148 @@ Opened& opened() {
   return all;
 }
 
+// --- memory that is mapped by hand. What is reserved is memory already, and stays until it is given
+// back; mapping, handles and their counts are only looked after.
+
+constexpr size_t kGranularity = size_t{64} << 10;
+
+struct Allocation {
+  size_t bytes;
+  CUmemAllocationProp properties;
+  int references = 1;
+};
+
+struct Mapped {
+  size_t bytes;
+  Allocation* allocation;
+};
+
+struct Mappings {
+  std::mutex mutex;
+  std::map<CUdeviceptr, size_t> reserved;
+  std::map<CUdeviceptr, Mapped> mapped;
+
+  // The mapping that holds the address, or end().
+  std::map<CUdeviceptr, Mapped>::iterator find(CUdeviceptr address) {
+    auto next = mapped.upper_bound(address);
+    if (next == mapped.begin()) return mapped.end();
+    --next;
+    return address < next->first + next->second.bytes ? next : mapped.end();
+  }
+};
+Mappings& mappings() {
+  static Mappings& all = *new Mappings;
+  return all;
+}
+
+Allocation* allocationOf(CUmemGenericAllocationHandle handle) {
+  return reinterpret_cast<Allocation*>(handle);
+}
+
+CUresult memCreate(CUmemGenericAllocationHandle* handle, size_t bytes,
+                   const CUmemAllocationProp* properties, unsigned long long) {
+  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Allocation{bytes, *properties});
+  return CUDA_SUCCESS;
+}
+void dropLocked(Allocation* allocation) {
+  if (--allocation->references == 0) delete allocation;
+}
+CUresult memRelease(CUmemGenericAllocationHandle handle) {
+  std::lock_guard<std::mutex> lock(mappings().mutex);
+  dropLocked(allocationOf(handle));
+  return CUDA_SUCCESS;
+}
+CUresult memGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
+                                     CUmemAllocationGranularity_flags) {
+  *bytes = kGranularity;
+  return CUDA_SUCCESS;
+}
+CUresult memAddressReserve(CUdeviceptr* address, size_t bytes, size_t, CUdeviceptr,
+                           unsigned long long) {
+  void* const memory = mycoll_standin_malloc(bytes, nullptr);
+  if (memory == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = reinterpret_cast<CUdeviceptr>(memory);
+  std::lock_guard<std::mutex> lock(mappings().mutex);
+  mappings().reserved[*address] = bytes;
+  return CUDA_SUCCESS;
+}
+// As cudaFree in runtime.cpp, though CUDA does not wait here: unmapping under a kernel that uses the
+// memory is a mistake, which the stand-in's poison shows.
+CUresult memAddressFree(CUdeviceptr address, size_t bytes) {
+  {
+    std::lock_guard<std::mutex> lock(mappings().mutex);
+    const auto found = mappings().reserved.find(address);
+    if (found == mappings().reserved.end() || found->second != bytes) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    mappings().reserved.erase(found);
+  }
+  mycoll_standin_free(reinterpret_cast<void*>(address));
+  return CUDA_SUCCESS;
+}
+CUresult memMap(CUdeviceptr address, size_t bytes, size_t, CUmemGenericAllocationHandle handle,
+                unsigned long long) {
+  std::lock_guard<std::mutex> lock(mappings().mutex);
+  if (mappings().find(address) != mappings().mapped.end()) return CUDA_ERROR_INVALID_VALUE;
+  ++allocationOf(handle)->references;
+  mappings().mapped[address] = {bytes, allocationOf(handle)};
+  return CUDA_SUCCESS;
+}
+CUresult memUnmap(CUdeviceptr address, size_t) {
+  std::lock_guard<std::mutex> lock(mappings().mutex);
+  const auto found = mappings().mapped.find(address);
+  if (found == mappings().mapped.end()) return CUDA_ERROR_INVALID_VALUE;
+  dropLocked(found->second.allocation);
+  mappings().mapped.erase(found);
+  return CUDA_SUCCESS;
+}
+CUresult memSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+CUresult memRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
+  std::lock_guard<std::mutex> lock(mappings().mutex);
+  const auto found = mappings().find(reinterpret_cast<CUdeviceptr>(address));
+  if (found == mappings().mapped.end()) return CUDA_ERROR_INVALID_VALUE;
+  ++found->second.allocation->references;
+  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(found->second.allocation);
+  return CUDA_SUCCESS;
+}
+CUresult memGetAllocationProperties(CUmemAllocationProp* properties,
+                                    CUmemGenericAllocationHandle handle) {
+  *properties = allocationOf(handle)->properties;
+  return CUDA_SUCCESS;
+}
+// Of memory from cudaMalloc it knows nothing, and needs not.
+CUresult memGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr address) {
+  std::lock_guard<std::mutex> lock(mappings().mutex);
+  const auto found = mappings().find(address);
+  if (found == mappings().mapped.end()) return CUDA_ERROR_INVALID_VALUE;
+  if (base != nullptr) *base = found->first;
+  if (bytes != nullptr) *bytes = found->second.bytes;
+  return CUDA_SUCCESS;
+}
+// A handle travels as a descriptor of a file as long as the memory.
+CUresult memExport(void* descriptor, CUmemGenericAllocationHandle handle,
+                   CUmemAllocationHandleType type, unsigned long long) {
+  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
+  const int file = memfd_create("host_nccl", MFD_CLOEXEC);
+  if (file < 0) return CUDA_ERROR_OPERATING_SYSTEM;
+  if (ftruncate(file, static_cast<off_t>(allocationOf(handle)->bytes)) != 0) {
+    close(file);
+    return CUDA_ERROR_OPERATING_SYSTEM;
+  }
+  *static_cast<int*>(descriptor) = file;
+  return CUDA_SUCCESS;
+}
+constexpr CUmemAllocationProp kImported{};
+CUresult memImport(CUmemGenericAllocationHandle* handle, void* descriptor,
+                   CUmemAllocationHandleType type) {
+  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
+  struct stat file {};
+  if (fstat(static_cast<int>(reinterpret_cast<intptr_t>(descriptor)), &file) != 0) {
+    return CUDA_ERROR_INVALID_HANDLE;
+  }
+  return memCreate(handle, static_cast<size_t>(file.st_size), &kImported, 0);
+}
+
 // --- the driver
 
 CUresult errorString(CUresult, const char** text) {
@@ -77,8 +221,8 @@ CUresult deviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
   return CUDA_SUCCESS;
 }
-CUresult deviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 0;
+CUresult deviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  *value = attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ? 1 : 0;
   return CUDA_SUCCESS;
 }
 CUresult deviceGetUuid(CUuuid* uuid, CUdevice device) {
@@ -131,6 +275,20 @@ const std::map<std::string, void*>& driver() {
       {"cuCtxGetDevice", reinterpret_cast<void*>(&ctxGetDevice)},
       {"cuLaunchKernelEx", reinterpret_cast<void*>(&launchKernelEx)},
       {"cuLaunchKernel", reinterpret_cast<void*>(&launchKernel)},
+      {"cuMemAddressFree", reinterpret_cast<void*>(&memAddressFree)},
+      {"cuMemAddressReserve", reinterpret_cast<void*>(&memAddressReserve)},
+      {"cuMemCreate", reinterpret_cast<void*>(&memCreate)},
+      {"cuMemExportToShareableHandle", reinterpret_cast<void*>(&memExport)},
+      {"cuMemGetAddressRange", reinterpret_cast<void*>(&memGetAddressRange)},
+      {"cuMemGetAllocationGranularity", reinterpret_cast<void*>(&memGetAllocationGranularity)},
+      {"cuMemGetAllocationPropertiesFromHandle",
+       reinterpret_cast<void*>(&memGetAllocationProperties)},
+      {"cuMemImportFromShareableHandle", reinterpret_cast<void*>(&memImport)},
+      {"cuMemMap", reinterpret_cast<void*>(&memMap)},
+      {"cuMemRelease", reinterpret_cast<void*>(&memRelease)},
+      {"cuMemRetainAllocationHandle", reinterpret_cast<void*>(&memRetainAllocationHandle)},
+      {"cuMemSetAccess", reinterpret_cast<void*>(&memSetAccess)},
+      {"cuMemUnmap", reinterpret_cast<void*>(&memUnmap)},
       {"cuPointerGetAttribute", reinterpret_cast<void*>(&pointerGetAttribute)},
   };
   return known;

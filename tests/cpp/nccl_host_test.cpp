@@ -1,6 +1,6 @@
-// csrc/nccl over the host half of NVIDIA's NCCL: real init, connections, splits, aborts and ends between
-// ranks, on the stand-in for CUDA, with kernels that do nothing (tests/standins/host_nccl). HOST_NCCL
-// names the library, which `./dev nccl --source` builds.
+// csrc/nccl over the host half of NVIDIA's NCCL: real init, connections, splits, aborts and ends
+// between ranks, on the stand-in for CUDA, with kernels that do nothing (tests/standins/host_nccl).
+// HOST_NCCL names the library, which `./dev nccl --source` builds.
 #include <dlfcn.h>
 #include <signal.h>
 #include <spawn.h>
@@ -75,9 +75,9 @@ class HostNccl {
     }
     // Little memory for each connection; nothing but loopback; pinned memory by the runtime.
     const std::pair<const char*, std::string> settings[] = {
-        {"NCCL_SOCKET_IFNAME", "lo"}, {"NCCL_NET", "Socket"},
-        {"NCCL_BUFFSIZE", "65536"},   {"NCCL_MAX_NCHANNELS", "2"},  {"NCCL_CUMEM_HOST_ENABLE", "0"},
-        {"NCCL_RAS_ENABLE", "0"},     {"NCCL_TOPO_FILE", topology()}};
+        {"NCCL_SOCKET_IFNAME", "lo"},  {"NCCL_NET", "Socket"},          {"NCCL_BUFFSIZE", "65536"},
+        {"NCCL_MAX_NCHANNELS", "2"},   {"NCCL_CUMEM_HOST_ENABLE", "0"}, {"NCCL_RAS_ENABLE", "0"},
+        {"NCCL_TOPO_FILE", topology()}};
     for (const auto& [name, value] : settings) setenv(name, value.c_str(), 0);
     const Status opened = Library::open(file, &library_);
     ASSERT_OK(opened);
@@ -149,8 +149,7 @@ Status transfer(Rank& rank, const std::function<Status(Issue& issue)>& fill, boo
   return issue.end();
 }
 Status sendTo(Rank& rank, const Buffer& data, int peer) {
-  return transfer(rank,
-                  [&](Issue& issue) { return send(issue, data.span(), peer, rank.stream); });
+  return transfer(rank, [&](Issue& issue) { return send(issue, data.span(), peer, rank.stream); });
 }
 Status receiveFrom(Rank& rank, const Buffer& data, int peer) {
   return transfer(rank,
@@ -330,7 +329,8 @@ TEST(HostNccl, splits) {
       ASSERT_OK(sum(rank, data));
       EXPECT(isDrained(rank));
       Comm* const child = children[own].get();
-      ASSERT_OK(rank.comm->split(own == 3 ? kSplitNoColor : own % 2, own, child, patient(), nullptr));
+      ASSERT_OK(
+          rank.comm->split(own == 3 ? kSplitNoColor : own % 2, own, child, patient(), nullptr));
       if (child != nullptr) {
         Rank inner{children[own], rank.stream};
         ASSERT_OK(sum(inner, data));
@@ -418,6 +418,112 @@ TEST(HostNccl, anEnqueueEndsByItsTimeout) {
     }
     EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "enough")));
   });
+}
+
+// A child has resources of its own: what the parent runs goes on.
+TEST(HostNccl, abortsAChildAlone) {
+  if (isAbsent()) SKIP(kAbsent);
+  for (const bool isBlocking : {true, false}) {
+    Ranks ranks(2, blocking(isBlocking));
+    std::shared_ptr<Comm> children[2];
+    for (int rank : {0, 1}) children[rank] = commOf(rank, 2, blocking(isBlocking), "child");
+    ranks.run([&](Rank& rank) {
+      const int own = rank.comm->rank();
+      ASSERT_OK(rank.comm->split(0, own, children[own].get(), patient(), nullptr));
+    });
+    {
+      const HostNccl::Held held;
+      ranks.run([&](Rank& rank) {
+        Buffer data(filled(1), rank.stream);
+        ASSERT_OK(sum(rank, data));
+        EXPECT(eventually([] { return HostNccl::get().running() == 2; }));
+        const auto child = children[rank.comm->rank()];
+        EXPECT_OK(child->abort(patient(), Status(Code::kAborted, "enough")));
+        EXPECT_OK(rank.comm->check());
+      });
+      EXPECT_EQ(HostNccl::get().running(), 2);
+    }
+    ranks.close();
+  }
+}
+
+// What NCCL does to make communicators and connections waits for no kernel of another communicator.
+TEST(HostNccl, connectsBesideAKernel) {
+  if (isAbsent()) SKIP(kAbsent);
+  static void* const kOther[] = {mycoll_standin_stream_create(0, 0),
+                                 mycoll_standin_stream_create(1, 0)};
+  for (const bool isBlocking : {true, false}) {
+    Ranks ranks(2, blocking(isBlocking));
+    const UniqueId id = newId();
+    {
+      const HostNccl::Held held;
+      ranks.run([&](Rank& rank) {
+        const int own = rank.comm->rank();
+        Buffer data(filled(1), rank.stream), other(filled(1), kOther[own]);
+        ASSERT_OK(sum(rank, data));
+        EXPECT(eventually([] { return HostNccl::get().running() == 2; }));
+        Rank second{commOf(own, 2, blocking(isBlocking), "second"), kOther[own]};
+        ASSERT_OK(second.comm->connect(id, in(20000), nullptr));
+        ASSERT_OK(sum(second, other));
+        ASSERT_OK(own == 0 ? sendTo(second, other, 1) : receiveFrom(second, other, 0));
+        EXPECT_OK(second.comm->abort(patient(), Status(Code::kAborted, "enough")));
+        EXPECT(mycoll_standin_stream_synchronize(kOther[own]) == nullptr);
+      });
+      EXPECT_EQ(HostNccl::get().running(), 2);
+    }
+    ranks.close();
+  }
+}
+
+// --- what is left
+
+struct Left {
+  int threads, descriptors;
+  int64_t allocations, pinned;
+};
+
+Left left() {
+  mycoll_standin_counts counts;
+  mycoll_standin_count(&counts);
+  int threads = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    threads += task.exists() ? 1 : 0;
+  }
+  // Each stream of the stand-in is a thread for good.
+  return {threads - static_cast<int>(counts.streams), test::openDescriptors(),
+          counts.liveAllocations, counts.pinnedBytes};
+}
+
+TEST(HostNccl, leavesNothingBehind) {
+  if (isAbsent()) SKIP(kAbsent);
+  for (const bool isBlocking : {true, false}) {
+    for (const bool isAborted : {false, true}) {
+      Left first{};
+      for (int round = 0; round < 4; ++round) {
+        Ranks ranks(2, blocking(isBlocking));
+        ranks.run([&](Rank& rank) {
+          const int own = rank.comm->rank();
+          Buffer data(filled(1), rank.stream);
+          ASSERT_OK(sum(rank, data));
+          ASSERT_OK(own == 0 ? sendTo(rank, data, 1) : receiveFrom(rank, data, 0));
+          EXPECT(isDrained(rank));
+          if (isAborted) {
+            EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "enough")));
+          } else {
+            EXPECT_OK(rank.comm->close(patient()));
+          }
+        });
+        if (round == 0) {
+          first = left();
+          continue;
+        }
+        EXPECT(eventually([&] { return left().threads <= first.threads; }));
+        EXPECT(eventually([&] { return left().descriptors <= first.descriptors; }));
+        EXPECT_EQ(left().allocations, first.allocations);
+        EXPECT_EQ(left().pinned, first.pinned);
+      }
+    }
+  }
 }
 
 // --- rules of groups

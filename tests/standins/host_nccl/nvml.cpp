@@ -1,5 +1,5 @@
-// libnvidia-ml.so.1 for NCCL: as many devices as the stand-in has, each of which reaches the others.
-// What else NCCL looks for there it does without, or has from NCCL_TOPO_FILE.
+// libnvidia-ml.so.1 for NCCL: as many devices as the stand-in has, each of which reaches the
+// others. What else NCCL looks for there it does without, or has from NCCL_TOPO_FILE.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +20,9 @@ extern "C" {
 
 STANDIN_API nvmlReturn_t nvmlInit_v2() { return NVML_SUCCESS; }
 STANDIN_API nvmlReturn_t nvmlShutdown() { return NVML_SUCCESS; }
-STANDIN_API const char* nvmlErrorString(nvmlReturn_t) { return "an error of the stand-in for NVML"; }
+STANDIN_API const char* nvmlErrorString(nvmlReturn_t) {
+  return "an error of the stand-in for NVML";
+}
 
 STANDIN_API nvmlReturn_t nvmlDeviceGetCount_v2(unsigned* count) {
   *count = static_cast<unsigned>(mycoll_standin_device_count());
@@ -30,7 +32,7 @@ STANDIN_API nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned index, nvmlDevice_t
   *device = handleOf(index);
   return NVML_SUCCESS;
 }
-// As cudaDeviceGetPCIBusId in cuda.cc makes them: DOMAIN:INDEX:00.0
+// As cudaDeviceGetPCIBusId in cuda.cpp makes them: DOMAIN:INDEX:00.0
 STANDIN_API nvmlReturn_t nvmlDeviceGetHandleByPciBusId(const char* id, nvmlDevice_t* device) {
   unsigned index = 0;
   if (std::sscanf(id, "%*x:%x:", &index) != 1) return NVML_ERROR_INVALID_ARGUMENT;

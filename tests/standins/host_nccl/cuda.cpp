@@ -1,9 +1,10 @@
-// What NCCL asks of CUDA beyond ../cuda/runtime.cpp, with CUDA's own declarations. Hidden in the library
-// that it is linked into, so NCCL's calls find these before the runtime's, and nobody else does.
+// What NCCL asks of CUDA beyond ../cuda/runtime.cpp, with CUDA's own declarations. Hidden in the
+// library that it is linked into, so NCCL's calls find these before the runtime's, and nobody else
+// does.
 //
-// Kernels do nothing, but they run as kernels do: in the order of their stream, on the device that is
-// current, and they read the communicator's memory. hostNcclHoldKernels() keeps them running, as those
-// of a collective whose other ranks do not come, until the communicator is aborted.
+// Kernels do nothing, but they run as kernels do: in the order of their stream, on the device that
+// is current, and they read the communicator's memory. hostNcclHoldKernels() keeps them running, as
+// those of a collective whose other ranks do not come, until the communicator is aborted.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <sys/mman.h>
@@ -47,7 +48,8 @@ void run(void* argument) {
 CUresult launch(void* stream, void** extra) {
   mycoll_standin_enter();
   if (mycoll_standin_stream_device(stream) != mycoll_standin_current_device()) {
-    std::fprintf(stderr, "host_nccl: a kernel on a stream of device %d while device %d is current\n",
+    std::fprintf(stderr,
+                 "host_nccl: a kernel on a stream of device %d while device %d is current\n",
                  mycoll_standin_stream_device(stream), mycoll_standin_current_device());
     return CUDA_ERROR_INVALID_HANDLE;
   }
@@ -69,8 +71,8 @@ Opened& opened() {
   return all;
 }
 
-// --- memory that is mapped by hand. What is reserved is memory already, and stays until it is given
-// back; mapping, handles and their counts are only looked after.
+// --- memory that is mapped by hand. What is reserved is memory already, and stays until it is
+// given back; mapping, handles and their counts are only looked after.
 
 constexpr size_t kGranularity = size_t{64} << 10;
 
@@ -134,8 +136,8 @@ CUresult memAddressReserve(CUdeviceptr* address, size_t bytes, size_t, CUdevicep
   mappings().reserved[*address] = bytes;
   return CUDA_SUCCESS;
 }
-// As cudaFree in runtime.cpp, though CUDA does not wait here: unmapping under a kernel that uses the
-// memory is a mistake, which the stand-in's poison shows.
+// As cudaFree in runtime.cpp, though CUDA does not wait here: unmapping under a kernel that uses
+// the memory is a mistake, which the stand-in's poison shows.
 CUresult memAddressFree(CUdeviceptr address, size_t bytes) {
   {
     std::lock_guard<std::mutex> lock(mappings().mutex);
@@ -204,7 +206,7 @@ constexpr CUmemAllocationProp kImported{};
 CUresult memImport(CUmemGenericAllocationHandle* handle, void* descriptor,
                    CUmemAllocationHandleType type) {
   if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
-  struct stat file {};
+  struct stat file{};
   if (fstat(static_cast<int>(reinterpret_cast<intptr_t>(descriptor)), &file) != 0) {
     return CUDA_ERROR_INVALID_HANDLE;
   }

@@ -14,8 +14,8 @@ ncclResult_t ncclLaunchOneRank(void* target, void const* source, size_t count,
   return copied == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 
-// Networks whose init, the first function behind the name, says that they are not there. Weak: older
-// versions are built with their files of InfiniBand.
+// Networks whose init, the first function behind the name, says that they are not there. Weak:
+// older versions are built with their files of InfiniBand.
 namespace {
 ncclResult_t refuse() { return ncclInternalError; }
 }  // namespace

@@ -571,24 +571,41 @@ std::string hex(const UniqueId& id) {
   return text;
 }
 
-// Rank 1 of the next test, in a process of its own.
+// Rank 1 of the next tests, in a process of its own. HOST_NCCL_PEER holds the id, HOST_NCCL_MODE
+// what it does when it has connected.
 TEST(HostNcclProcess, peer) {
   const char* const text = std::getenv("HOST_NCCL_PEER");
-  if (text == nullptr) SKIP("is started by the next test");
+  if (text == nullptr) SKIP("is started by the next tests");
   UniqueId id;
   for (size_t i = 0; i < sizeof id.bytes; ++i) {
     id.bytes[i] = static_cast<char>(std::stoi(std::string(text + 2 * i, 2), nullptr, 16));
   }
+  const std::string mode = std::getenv("HOST_NCCL_MODE");
   const bool isBlocking = std::getenv("HOST_NCCL_BLOCKING") != nullptr;
   mycoll_standin_set_current_device(1);
   Rank rank{commOf(1, 2, blocking(isBlocking)), World::streamOf(1)};
   ASSERT_OK(rank.comm->connect(id, patient(), nullptr));
+  if (mode == "waits") std::this_thread::sleep_for(std::chrono::minutes(2));
   Buffer data(filled(2), rank.stream);
   ASSERT_OK(sum(rank, data));
   ASSERT_OK(receiveFrom(rank, data, 0));
   EXPECT(isDrained(rank));
-  if (std::getenv("HOST_NCCL_DIES") != nullptr) raise(SIGKILL);
+  if (mode == "dies") raise(SIGKILL);
   EXPECT_OK(rank.comm->close(patient()));
+}
+
+pid_t startPeer(const UniqueId& id, bool isBlocking, const char* mode) {
+  setenv("HOST_NCCL_PEER", hex(id).c_str(), 1);
+  setenv("HOST_NCCL_MODE", mode, 1);
+  if (isBlocking) setenv("HOST_NCCL_BLOCKING", "1", 1);
+  std::string self = "/proc/self/exe", filter = "HostNcclProcess.peer";
+  char* arguments[] = {self.data(), filter.data(), nullptr};
+  pid_t peer = -1;
+  EXPECT(posix_spawn(&peer, self.c_str(), nullptr, nullptr, arguments, environ) == 0);
+  for (const char* name : {"HOST_NCCL_PEER", "HOST_NCCL_MODE", "HOST_NCCL_BLOCKING"}) {
+    unsetenv(name);
+  }
+  return peer;
 }
 
 TEST(HostNcclProcess, connectsClosesAndDies) {
@@ -596,18 +613,8 @@ TEST(HostNcclProcess, connectsClosesAndDies) {
   mycoll_standin_set_current_device(0);
   for (const bool isBlocking : {true, false}) {
     for (const bool dies : {false, true}) {
-      (void)HostNccl::get();  // its settings are the peer's
       const UniqueId id = newId();
-      setenv("HOST_NCCL_PEER", hex(id).c_str(), 1);
-      if (isBlocking) setenv("HOST_NCCL_BLOCKING", "1", 1);
-      if (dies) setenv("HOST_NCCL_DIES", "1", 1);
-      std::string self = "/proc/self/exe", filter = "HostNcclProcess.peer";
-      char* arguments[] = {self.data(), filter.data(), nullptr};
-      pid_t peer = -1;
-      ASSERT(posix_spawn(&peer, self.c_str(), nullptr, nullptr, arguments, environ) == 0);
-      for (const char* name : {"HOST_NCCL_PEER", "HOST_NCCL_BLOCKING", "HOST_NCCL_DIES"}) {
-        unsetenv(name);
-      }
+      const pid_t peer = startPeer(id, isBlocking, dies ? "dies" : "closes");
       Rank rank{commOf(0, 2, blocking(isBlocking)), World::streamOf(0)};
       ASSERT_OK(rank.comm->connect(id, patient(), nullptr));
       Buffer data(filled(1), rank.stream);
@@ -626,6 +633,37 @@ TEST(HostNcclProcess, connectsClosesAndDies) {
         waitpid(peer, &status, 0);
         EXPECT_EQ(status, 0);
       }
+    }
+  }
+}
+
+// The only one of its process, a communicator is freed at once: never under a thread that is
+// inside.
+TEST(HostNcclProcess, abortsUnderAThread) {
+  if (isAbsent()) SKIP(kAbsent);
+  mycoll_standin_set_current_device(0);
+  for (const bool isBlocking : {true, false}) {
+    for (const bool isSplit : {false, true}) {
+      const UniqueId id = newId();
+      const pid_t peer = startPeer(id, isBlocking, "waits");
+      Rank rank{commOf(0, 2, blocking(isBlocking)), World::streamOf(0)};
+      ASSERT_OK(rank.comm->connect(id, patient(), nullptr));
+      Buffer data(filled(1), rank.stream);
+      const auto child = commOf(0, 2, blocking(isBlocking), "child");
+      Status status;
+      std::thread hanging([&] {
+        mycoll_standin_set_current_device(0);
+        status =
+            isSplit ? rank.comm->split(0, 0, child.get(), patient(), nullptr) : sum(rank, data);
+      });
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      const Clock::time_point start = Clock::now();
+      EXPECT_OK(rank.comm->abort(patient(), Status(Code::kAborted, "enough")));
+      hanging.join();
+      EXPECT(secondsSince(start) < kSoon);
+      EXPECT_EQ(status.message(), "enough");
+      kill(peer, SIGKILL);
+      waitpid(peer, nullptr, 0);
     }
   }
 }

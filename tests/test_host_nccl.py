@@ -1,5 +1,6 @@
-"""Groups of device tensors over the host half of NVIDIA's NCCL (tests/standins/host_nccl): what NCCL does
-to connect, split, abort and end is real, its kernels do nothing, so no numbers are looked at.
+"""Groups of device tensors over the host half of NVIDIA's NCCL (tests/standins/host_nccl): what
+NCCL does to connect, split, abort and end is real, its kernels do nothing, so no numbers are looked
+at.
 
 HOST_NCCL names the library, which `./dev nccl --source` builds."""
 
@@ -111,7 +112,7 @@ def main() -> None:
 # --- tests
 
 
-def environment(rank: int, topology: Path) -> dict[str, str]:
+def environment(rank: int) -> dict[str, str]:
     assert LIBRARY
     compiler = os.environ.get("CXX") or shutil.which("c++") or "c++"
 
@@ -135,7 +136,7 @@ def environment(rank: int, topology: Path) -> dict[str, str]:
         "NCCL_MAX_NCHANNELS": "2",
         "NCCL_CUMEM_HOST_ENABLE": "0",
         "NCCL_RAS_ENABLE": "0",
-        "NCCL_TOPO_FILE": str(topology),
+        "NCCL_TOPO_FILE": f"{folder}/topology.xml",
     }
 
 
@@ -145,24 +146,13 @@ def environment(rank: int, topology: Path) -> dict[str, str]:
 def test_host_nccl(scenario, blocking: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     if missing := device.missing("standin", "nccl"):
         pytest.skip(missing)
-    topology = tmp_path / "topology.xml"
-    gpus = "".join(
-        f'<pci busid="00a0:0{gpu}:00.0" class="0x030200" link_speed="32.0 GT/s PCIe" link_width="16">'
-        f'<gpu dev="{gpu}" sm="90" gdr="0"><nvlink target="fffffff:ffff:ff" count="18" '
-        'tclass="0x068000"/></gpu></pci>'
-        for gpu in range(4)
-    )
-    topology.write_text(
-        '<system version="1"><cpu numaid="0" affinity="ffffffff" arch="x86_64" '
-        f'vendor="GenuineIntel" familyid="6" modelid="143">{gpus}</cpu></system>'
-    )
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, scenario.__name__, tmp_path / "store"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**environment(rank, topology), "MYCOLL_NCCL_BLOCKING": blocking},
+            env={**environment(rank), "MYCOLL_NCCL_BLOCKING": blocking},
         )
         for rank in range(SIZE)
     ]

@@ -11,7 +11,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 
 #include "nccl_world.h"
 
@@ -24,29 +23,6 @@ using State = Comm::State;
 
 bool isAbsent() { return std::getenv("HOST_NCCL") == nullptr; }
 constexpr const char* kAbsent = "HOST_NCCL names no libnccl.so.2: ./dev nccl --source builds one";
-
-std::string topologyFile() {
-  return std::filesystem::temp_directory_path() /
-         ("mycoll-topology-" + std::to_string(getpid()) + ".xml");
-}
-
-// Four GPUs behind one NVSwitch.
-std::string topology() {
-  std::ofstream out(topologyFile());
-  out << "<system version=\"1\">\n<cpu numaid=\"0\" affinity=\"ffffffff\" arch=\"x86_64\" "
-         "vendor=\"GenuineIntel\" familyid=\"6\" modelid=\"143\">\n";
-  for (int gpu = 0; gpu < 4; ++gpu) {
-    out << "<pci busid=\"00a0:0" << gpu
-        << ":00.0\" class=\"0x030200\" vendor=\"0x10de\" device=\"0x2330\" "
-           "subsystem_vendor=\"0x10de\" subsystem_device=\"0x16c1\" link_speed=\"32.0 GT/s PCIe\" "
-           "link_width=\"16\"><gpu dev=\""
-        << gpu
-        << "\" sm=\"90\" gdr=\"0\"><nvlink target=\"fffffff:ffff:ff\" count=\"18\" "
-           "tclass=\"0x068000\"/></gpu></pci>\n";
-  }
-  out << "</cpu>\n</system>\n";
-  return topologyFile();
-}
 
 class HostNccl {
  public:
@@ -75,13 +51,16 @@ class HostNccl {
     }
     // Little memory for each connection; nothing but loopback; pinned memory by the runtime.
     const std::pair<const char*, std::string> settings[] = {
-        {"NCCL_SOCKET_IFNAME", "lo"},  {"NCCL_NET", "Socket"},          {"NCCL_BUFFSIZE", "65536"},
-        {"NCCL_MAX_NCHANNELS", "2"},   {"NCCL_CUMEM_HOST_ENABLE", "0"}, {"NCCL_RAS_ENABLE", "0"},
-        {"NCCL_TOPO_FILE", topology()}};
+        {"NCCL_SOCKET_IFNAME", "lo"},
+        {"NCCL_NET", "Socket"},
+        {"NCCL_BUFFSIZE", "65536"},
+        {"NCCL_MAX_NCHANNELS", "2"},
+        {"NCCL_CUMEM_HOST_ENABLE", "0"},
+        {"NCCL_RAS_ENABLE", "0"},
+        {"NCCL_TOPO_FILE", folder + "/topology.xml"}};
     for (const auto& [name, value] : settings) setenv(name, value.c_str(), 0);
     const Status opened = Library::open(file, &library_);
     ASSERT_OK(opened);
-    std::atexit([] { std::filesystem::remove(topologyFile()); });
     handle_ = dlopen(file.c_str(), RTLD_NOLOAD | RTLD_NOW);
     hold_ = reinterpret_cast<void (*)(int)>(dlsym(handle_, "hostNcclHoldKernels"));
     launches_ = reinterpret_cast<int64_t (*)()>(dlsym(handle_, "hostNcclLaunches"));

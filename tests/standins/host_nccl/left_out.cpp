@@ -14,13 +14,12 @@ ncclResult_t ncclLaunchOneRank(void* target, void const* source, size_t count,
   return copied == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 
-// Networks whose init, the first function behind the name, says that they are not there. Weak:
-// older versions are built with their files of InfiniBand.
+// Networks whose init, the first function behind the name, says that they are not there.
 namespace {
 ncclResult_t refuse() { return ncclInternalError; }
 }  // namespace
 #define ABSENT_NETWORK {(void*)"none", (void*)&refuse, (void*)&refuse, (void*)&refuse}
-[[gnu::weak]] void* ncclGinIbGdaki[128] = ABSENT_NETWORK;
-[[gnu::weak]] void* ncclRmaIbProxy[128] = ABSENT_NETWORK;
-[[gnu::weak]] int64_t ncclParamGinType() { return -1; }
-[[gnu::weak]] int64_t ncclParamIbDataDirect() { return 0; }
+void* ncclGinIbGdaki[128] = ABSENT_NETWORK;
+void* ncclRmaIbProxy[128] = ABSENT_NETWORK;
+int64_t ncclParamGinType() { return -1; }
+int64_t ncclParamIbDataDirect() { return 0; }

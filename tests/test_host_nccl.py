@@ -82,12 +82,31 @@ def differs(mine: torch.device) -> None:
     until_it_raises(mine, 1000 + dist.get_rank(), "")
 
 
+def goes_on(mine: torch.device) -> None:
+    """Two of three ranks, after the third has died."""
+    dist.all_reduce(torch.ones(1000, device=mine))
+    torch.accelerator.synchronize()
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(dist.DistBackendError, match="rank 2"):
+        all_reduces(mine, 1000)
+    dist.distributed_c10d.shrink_group([2], shrink_flags=dist.distributed_c10d.SHRINK_ABORT)
+    assert dist.get_world_size() == 2
+    everything(mine)
+    dist.destroy_process_group()
+
+
+def all_reduces(mine: torch.device, count: int) -> None:
+    began = time.monotonic()
+    while time.monotonic() < began + 20:
+        dist.all_reduce(torch.ones(count, device=mine))
+        time.sleep(0.05)
+
+
 def until_it_raises(mine: torch.device, count: int, words: str) -> None:
     began = time.monotonic()
     with pytest.raises(dist.DistBackendError, match=words) as caught:
-        while time.monotonic() < began + 20:
-            dist.all_reduce(torch.ones(count, device=mine))
-            time.sleep(0.05)
+        all_reduces(mine, count)
     print(caught.value)
     dist.destroy_process_group()
     assert time.monotonic() < began + 30
@@ -95,13 +114,13 @@ def until_it_raises(mine: torch.device, count: int, words: str) -> None:
 
 def main() -> None:
     scenario, file = sys.argv[1:]
-    rank = int(os.environ["RANK"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mine = device.start("standin", "nccl", rank)
     dist.init_process_group(
         "mycoll",
-        store=dist.FileStore(file, SIZE),
+        store=dist.FileStore(file, size),
         rank=rank,
-        world_size=SIZE,
+        world_size=size,
         timeout=timedelta(seconds=60),
         device_id=mine,
     )
@@ -112,7 +131,7 @@ def main() -> None:
 # --- tests
 
 
-def environment(rank: int) -> dict[str, str]:
+def environment(rank: int, size: int) -> dict[str, str]:
     assert LIBRARY
     compiler = os.environ.get("CXX") or shutil.which("c++") or "c++"
 
@@ -126,6 +145,7 @@ def environment(rank: int) -> dict[str, str]:
     return {
         **os.environ,
         "RANK": str(rank),
+        "WORLD_SIZE": str(size),
         "LD_PRELOAD": " ".join(preloaded),
         "ASAN_OPTIONS": "detect_leaks=0",
         "MYCOLL_CUDA": "nccl",
@@ -142,19 +162,21 @@ def environment(rank: int) -> dict[str, str]:
 
 @pytest.mark.skipif(not LIBRARY, reason="HOST_NCCL is not set; `./dev nccl --source` builds it")
 @pytest.mark.parametrize("blocking", ["1", "0"])
-@pytest.mark.parametrize("scenario", [works, leaves_late, leaves_without, dies, differs])
+@pytest.mark.parametrize("scenario", [works, leaves_late, leaves_without, dies, differs, goes_on])
 def test_host_nccl(scenario, blocking: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     if missing := device.missing("standin", "nccl"):
         pytest.skip(missing)
+    size = 3 if scenario is goes_on else SIZE
+    dead = {dies: 1, goes_on: 2}.get(scenario)
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, scenario.__name__, tmp_path / "store"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**environment(rank), "MYCOLL_NCCL_BLOCKING": blocking},
+            env={**environment(rank, size), "MYCOLL_NCCL_BLOCKING": blocking},
         )
-        for rank in range(SIZE)
+        for rank in range(size)
     ]
     try:
         said = [rank.communicate(timeout=150)[0] for rank in ranks]
@@ -162,7 +184,7 @@ def test_host_nccl(scenario, blocking: str, tmp_path: Path) -> None:  # type: ig
         for rank in ranks:
             rank.kill()
     for rank, process in enumerate(ranks):
-        if scenario is dies and rank == 1:
+        if rank == dead:
             assert process.returncode == -signal.SIGKILL, said[rank]
             continue
         assert process.returncode == 0, said[rank]

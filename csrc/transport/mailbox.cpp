@@ -83,6 +83,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
   request.signature_ = signature;
   request.data_ = data;
   request.transferred_ = 0;
+  request.begun_ = 0;
   request.mailbox_ = this;
   request.isPosted_ = true;
   request.done_.store(false, std::memory_order_relaxed);
@@ -129,8 +130,14 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   item.header.messageBytes = data.bytes;
   const size_t eagerBytes =
       messageClass == MessageClass::kCollective ? eagerInCollectives_ : mesh_->options().eagerBytes;
-  if (data.bytes <= eagerBytes && !flows_[destination].holdsUs) {
-    item.header.payloadBytes = data.bytes;
+  Connection* connection = nullptr;
+  if (destination != group_.rank) connection = &mesh_->linkTo(group_.peers[destination]);
+  const bool isCut = connection && connection->cuts(data.bytes);
+  // Pieces are read only where the group is known: the first message that is cut asks.
+  const bool mayBeCut = !isCut || flows_[destination].hasSpoken;
+  if (data.bytes <= eagerBytes && !flows_[destination].holdsUs && mayBeCut) {
+    if (isCut) item.message = data;
+    if (!isCut) item.header.payloadBytes = data.bytes;
     item.payload = data.begin();
     item.request = &request;
   } else {
@@ -139,8 +146,8 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     item.header.kind = FrameKind::kRequestToSend;
     item.header.senderRequest = request.id_;
   }
-  if (destination == group_.rank) return sendToSelf(request, item.header);
-  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
+  if (!connection) return sendToSelf(request, item.header);
+  mesh_->enqueue(*connection, std::move(item));
 }
 
 bool Mailbox::admit(Transfer& request, const Status& refusal) {
@@ -222,6 +229,7 @@ void Mailbox::onFlow(const FrameHeader& came) {
     request->id_ = nextId_++;
     inFlight_[request->id_] = request;
     item.payload = nullptr;
+    item.message = {};
     item.header.kind = FrameKind::kRequestToSend;
     item.header.senderRequest = request->id_;
     item.header.payloadBytes = 0;
@@ -300,27 +308,17 @@ Transfer* Mailbox::matchPosted(const FrameHeader& came) {
 Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   Target target;
   flows_[came.source].hasSpoken = true;
-  if (came.kind == FrameKind::kData) {
-    auto found = inFlight_.find(came.receiverRequest);
-    if (found == inFlight_.end()) return target;
-    Transfer* request = found->second;
-    if (!request->isReceive_ || request->peer_ != came.source ||
-        request->data_.bytes - request->transferred_ < came.payloadBytes) {
-      owner_->onBroken(
-          Status(Code::kInternal, describeRank(came.source) + " sent more than was agreed"));
-      return target;
-    }
-    target.request = request;
-    target.data = request->data_.begin() + request->transferred_;
-    target.isStreaming = request->data_.bytes >= kStreamingBytes;
-    return target;
-  }
+  if (came.isPiece()) return targetOfPiece(came);
   if (!owner_->failureOf(came.messageClass, came.tag).ok()) return target;
   Transfer* request = matchPosted(came);
   if (request) {
     if (!owner_->agrees(*request, came)) return target;
     if (came.kind == FrameKind::kRequestToSend) {
       clearToSend(*request, came);
+    } else if (came.isBeginning()) {
+      request->id_ = nextId_++;
+      inFlight_[request->id_] = request;
+      assemblies_[{came.source, came.number}] = {request->id_, nullptr, came.messageBytes};
     } else {
       target.request = request;
       target.data = request->data_.begin();
@@ -331,13 +329,63 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   Unexpected& message = unexpected_.emplace_back();
   message.header = came;
   if (came.kind == FrameKind::kEager) {
-    message.payload = std::make_unique_for_overwrite<char[]>(came.payloadBytes);
+    message.header.payloadBytes = came.messageBytes;
+    message.payload = std::make_unique_for_overwrite<char[]>(came.messageBytes);
+    countBuffered(message.header, true);
+    if (came.isBeginning()) {
+      assemblies_[{came.source, came.number}] = {0, &message, came.messageBytes};
+      return target;
+    }
     target.data = message.payload.get();
     target.unexpected = &message;
-    countBuffered(came, true);
   } else {
     message.isComplete = true;
   }
+  return target;
+}
+
+Mailbox::Target Mailbox::targetOfPiece(const FrameHeader& came) {
+  uint64_t id = came.receiverRequest;
+  if (came.kind == FrameKind::kMore) {
+    auto found = assemblies_.find({came.source, came.number});
+    if (found == assemblies_.end()) return {};  // nobody wants the message any more
+    Assembly& assembly = found->second;
+    Unexpected* const unexpected = assembly.unexpected;
+    id = assembly.request;
+    if (came.payloadBytes > assembly.left ||
+        (unexpected && (came.offset > unexpected->header.messageBytes ||
+                        came.payloadBytes > unexpected->header.messageBytes - came.offset))) {
+      owner_->onBroken(
+          Status(Code::kInternal, describeRank(came.source) + " sent more than it had announced"));
+      return {};
+    }
+    assembly.left -= came.payloadBytes;
+    if (assembly.left == 0) assemblies_.erase(found);
+    if (unexpected) {
+      Target target;
+      target.unexpected = unexpected;
+      target.data = unexpected->payload.get() + came.offset;
+      return target;
+    }
+  }
+  auto found = inFlight_.find(id);
+  return found == inFlight_.end() ? Target{} : targetIn(*found->second, came);
+}
+
+// Bytes are counted as soon as they begin to come: so it ends only when no piece is under way.
+Mailbox::Target Mailbox::targetIn(Transfer& request, const FrameHeader& came) {
+  if (!request.isReceive_ || request.peer_ != came.source || came.offset > request.data_.bytes ||
+      came.payloadBytes > request.data_.bytes - came.offset ||
+      came.payloadBytes > request.data_.bytes - request.begun_) {
+    owner_->onBroken(
+        Status(Code::kInternal, describeRank(came.source) + " sent more than was agreed"));
+    return {};
+  }
+  request.begun_ += came.payloadBytes;
+  Target target;
+  target.request = &request;
+  target.data = request.data_.begin() + came.offset;
+  target.isStreaming = request.data_.bytes >= kStreamingBytes;
   return target;
 }
 
@@ -345,10 +393,12 @@ void Mailbox::onPayload(const FrameHeader& came, const Target& target) {
   if (Transfer* request = target.request) {
     request->transferred_ += came.payloadBytes;
     if (request->transferred_ == request->data_.bytes) {
-      if (came.kind == FrameKind::kData) inFlight_.erase(request->id_);
+      if (came.isPiece()) inFlight_.erase(request->id_);
       finish(*request, Status());
     }
   } else if (target.unexpected) {
+    target.unexpected->got += came.payloadBytes;
+    if (target.unexpected->got < target.unexpected->header.messageBytes) return;
     target.unexpected->isComplete = true;
     if (Transfer* claimer = target.unexpected->claimedBy) {
       for (auto message = unexpected_.begin(); message != unexpected_.end(); ++message) {

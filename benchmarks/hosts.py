@@ -9,6 +9,10 @@ the host that sent most has put on its link, as a multiple of the tensor.
 
 --mpi adds Open MPI (Debian: openmpi-bin libopenmpi-dev), which takes its turn in the same rounds,
 with each of the components that it has for this: tuned, han and adapt. The row has the fastest.
+
+--delay 25ms makes the way between two hosts so long, one way: packets then go through router.py.
+--iperf adds what iperf3 (Debian: iperf3) sends between two of these hosts, by one connection and by
+four; the operation send is a message from the first rank to the first one of another host.
 """
 
 from __future__ import annotations
@@ -30,10 +34,19 @@ from typing import Any
 PORT = 29_711
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "barrier")
 SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
+RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def size(text: str) -> int:
     return int(text[:-1]) * SUFFIXES[text[-1]] if text[-1] in SUFFIXES else int(text)
+
+
+def measure_of(text: str, units: dict[str, float]) -> float:
+    for unit, factor in units.items():
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * factor
+    sys.exit(f"hosts: '{text}' has none of the units {', '.join(units)}")
 
 
 def show(count: int) -> str:
@@ -51,25 +64,30 @@ def run(*words: str) -> None:
 
 
 class Network:
-    """Namespaces a bridge joins. Host i has the address 10.214.0.(i + 1)."""
+    """Namespaces that a bridge joins, or a router. Host i has the address 10.214.0.(i + 1)."""
 
-    def __init__(self, hosts: int, rate: str) -> None:
+    def __init__(self, hosts: int, rate: str, delay: str) -> None:
         self.prefix = f"mycoll-{os.getpid()}"
         self.names = [f"{self.prefix}-{i}" for i in range(hosts)]
         self.bridge = f"{self.prefix}-sw"
         self.rate = rate
+        self.delay = delay
+        self.router: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Network:
         try:
             for name in [*self.names, self.bridge]:
                 run("ip", "netns", "add", name)
+                run("ip", "-n", name, "link", "set", "lo", "up")
+            if self.delay:
+                self.start_router()
+                return self
             run("ip", "-n", self.bridge, "link", "add", "br0", "type", "bridge")
             run("ip", "-n", self.bridge, "link", "set", "br0", "up")
             for i, name in enumerate(self.names):
                 run("ip", "link", "add", "veth0", "netns", name, "type", "veth",
                     "peer", "name", f"port{i}", "netns", self.bridge)  # fmt: skip
                 run("ip", "-n", self.bridge, "link", "set", f"port{i}", "master", "br0", "up")
-                run("ip", "-n", name, "link", "set", "lo", "up")
                 run("ip", "-n", name, "addr", "add", f"10.214.0.{i + 1}/24", "dev", "veth0")
                 run("ip", "-n", name, "link", "set", "veth0", "up")
                 for where, link in ((name, "veth0"), (self.bridge, f"port{i}")):
@@ -82,7 +100,38 @@ class Network:
             sys.exit(f"hosts: network namespaces cannot be made here (root?): {text.strip()}")
         return self
 
+    def start_router(self) -> None:
+        command = [
+            "ip", "netns", "exec", self.bridge,
+            sys.executable, str(Path(__file__).with_name("router.py")),
+            "--delay", str(measure_of(self.delay, TIMES)),
+            "--rate", str(measure_of(self.rate, RATES) / 8 if self.rate else 0), *self.names,
+        ]  # fmt: skip
+        self.router = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.router.stdout is not None
+        if self.router.stdout.readline() != "ready\n":
+            raise OSError("the router has ended")
+
+    def iperf(self, connections: int, seconds: int = 10) -> float:
+        """Bits a second from the second host to the first."""
+        inside = ["ip", "netns", "exec"]
+        server = subprocess.Popen(
+            [*inside, self.names[0], "iperf3", "-s", "-1"], stdout=subprocess.DEVNULL
+        )
+        time.sleep(1)
+        said = subprocess.run(
+            [*inside, self.names[1], "iperf3", "-c", "10.214.0.1", "-J", "-t", str(seconds),
+             "-P", str(connections)], check=True, capture_output=True, text=True)  # fmt: skip
+        server.wait()
+        return float(json.loads(said.stdout)["end"]["sum_received"]["bits_per_second"])
+
     def __exit__(self, *_: object) -> None:
+        if self.router:
+            assert self.router.stdin is not None
+            self.router.stdin.close()
+            self.router.wait()
         for name in [*self.names, self.bridge]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
@@ -185,6 +234,11 @@ def call(dist: Any, torch: Any, operation: str, count: int, ranks: int, group: A
         return lambda: dist.broadcast(x, 0, group=group)
     if operation == "barrier":
         return lambda: dist.barrier(group=group)
+    if operation == "send":
+        other, rank = ranks // 2, dist.get_rank()
+        if rank == 0:
+            return lambda: dist.send(x, other, group=group)
+        return lambda: dist.recv(x, 0, group=group) if rank == other else None
     part = torch.ones(max(count // ranks, 1))
     whole = torch.ones(part.numel() * ranks)
     if operation == "all_gather":
@@ -276,6 +330,7 @@ def bound(operation: str, hosts: int) -> float:
         "all_gather": share,
         "broadcast": 1,
         "reduce": 1,
+        "send": 1,
     }.get(operation, 0)
 
 
@@ -312,8 +367,10 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="on each host")
     parser.add_argument("--rate", default="", help="of each host's link, as tc takes it: 1gbit")
+    parser.add_argument("--delay", default="", help="one way: 25ms")
+    parser.add_argument("--iperf", action="store_true", help="what iperf3 sends, first")
     parser.add_argument("--sizes", default="4,64K,1M,16M,64M", help="of the tensor of a rank")
-    parser.add_argument("--operations", default=",".join(OPERATIONS))
+    parser.add_argument("--operations", default=",".join(OPERATIONS), help="send, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=1, help="of a call in a round")
     parser.add_argument("--mpi", action="store_true", help="beside Open MPI, too")
@@ -325,42 +382,52 @@ def main() -> None:
         return
     words = [sys.executable, __file__, *sys.argv[1:]]
     rate = f" at {arguments.rate}" if arguments.rate else ""
+    rate += f", {arguments.delay} apart" if arguments.delay else ""
     print(
         f"{arguments.hosts} hosts of {arguments.ranks} ranks{rate}; ms, and how often gloo's time\n"
     )
+    with Network(arguments.hosts, arguments.rate, arguments.delay) as network:
+        run_ranks(arguments, network, words)
+
+
+def run_ranks(arguments: argparse.Namespace, network: Network, words: list[str]) -> None:
+    if arguments.iperf:
+        for connections in (1, 4):
+            rate = network.iperf(connections) / 1e6
+            print(f"iperf3 with {connections} connection(s): {rate:.0f} Mbit/s")
+        print()
     mpi = " Open MPI's best | mycoll/Open MPI |" if arguments.mpi else ""
     print(f"| operation | bytes | mycoll | gloo | gloo/mycoll |{mpi} sent: mycoll | gloo | bound |")
     print("|---|---|---|---|---|---|---|---|" + "---|---|" * arguments.mpi, flush=True)
-    with Network(arguments.hosts, arguments.rate) as network:
-        ranks = [
-            subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    *words,
-                    "--network",
-                    network.prefix,
-                    "--rank",
-                    str(host * arguments.ranks + i),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for host, name in enumerate(network.names)
-            for i in range(arguments.ranks)
-        ]
-        try:
-            assert ranks[0].stdout is not None
-            for text in ranks[0].stdout:
-                if text.startswith("{"):
-                    print(line(json.loads(text), arguments), flush=True)
-            codes = [process.wait() for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+    ranks = [
+        subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                *words,
+                "--network",
+                network.prefix,
+                "--rank",
+                str(host * arguments.ranks + i),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for host, name in enumerate(network.names)
+        for i in range(arguments.ranks)
+    ]
+    try:
+        assert ranks[0].stdout is not None
+        for text in ranks[0].stdout:
+            if text.startswith("{"):
+                print(line(json.loads(text), arguments), flush=True)
+        codes = [process.wait() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
     if any(codes):
         sys.exit(f"hosts: ranks ended with {codes}")
 

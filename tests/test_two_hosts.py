@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -208,3 +209,92 @@ def test_shm_between_hosts_is_refused(fresh, backend, hosts):
     """MYCOLL_TRANSPORT=shm where there is no shared memory: an error, not a hang or tcp."""
     for text in fresh(2, "shm", init=False).run(no_shared_memory, hosts):
         assert "shm" in text or "shared memory" in text, text
+
+
+# ---- two network interfaces on each host ---------------------------------------------------------
+
+RAILS = ("rail0", "rail1")
+
+
+def rail_address(host: int, rail: int) -> str:
+    return f"10.213.{10 + rail}.{host + 1}"
+
+
+@pytest.fixture
+def rails() -> Iterator[tuple[str, str]]:
+    """Two hosts joined by two networks."""
+    names = (f"mycoll-ra-{os.getpid()}", f"mycoll-rb-{os.getpid()}")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        for rail, link in enumerate(RAILS):
+            ip("link", "add", link, "netns", names[0], "type", "veth", "peer", "name", link,
+               "netns", names[1])  # fmt: skip
+            for host, name in enumerate(names):
+                ip("-n", name, "addr", "add", f"{rail_address(host, rail)}/24", "dev", link)
+                ip("-n", name, "link", "set", link, "up")
+        yield names
+    except (OSError, subprocess.CalledProcessError) as error:
+        text = getattr(error, "stderr", "") or str(error)
+        pytest.skip(f"network namespaces cannot be made here: {text.strip()}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def sent_by(link: str) -> int:
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        if line.strip().startswith(f"{link}:"):
+            return int(line.split(":")[1].split()[8])
+    raise AssertionError(f"there is no {link}")
+
+
+def over_rails(ctx: Ctx, names: tuple[str, str], broken: int | None) -> tuple[list[int], str]:
+    """What each interface has sent in a large all_reduce, and the log."""
+    host = ctx.rank
+    enter(names[host])
+    log = Path(os.environ["MYCOLL_LOG_FILE"] + str(ctx.rank))
+    os.environ["MYCOLL_LOG_FILE"] = str(log)
+    os.environ["MYCOLL_LOG"] = "warn"
+    os.environ["MYCOLL_SOCKET_IFNAME"] = "=rail0,rail1"
+    dist.init_process_group(
+        ctx.backend,
+        init_method=f"tcp://{rail_address(0, 0)}:{PORT}",
+        rank=ctx.rank,
+        world_size=ctx.size,
+        timeout=SUITE_TIMEOUT,
+    )
+    if broken is not None and host == 1:
+        # The address is on the card, and nothing comes from there.
+        ip("-n", names[1], "link", "set", RAILS[broken], "down")
+    for _ in range(3):  # the first one connects
+        dist.all_reduce(torch.ones(1_000_000))
+    if broken is not None:
+        time.sleep(5)  # the kernel asks three times for the address that does not answer
+    before = [sent_by(link) for link in RAILS]
+    x = torch.full((4_000_000,), float(ctx.rank + 1))
+    dist.all_reduce(x)
+    ctx.equal(float(x.sum()), 3.0 * x.numel())
+    sent = [sent_by(link) - at for link, at in zip(RAILS, before, strict=True)]
+    dist.barrier()
+    dist.destroy_process_group()
+    return sent, log.read_text() if log.exists() else ""
+
+
+def test_all_named_interfaces_are_used(fresh, mycoll_only, rails, tmp_path, monkeypatch):
+    monkeypatch.setenv("MYCOLL_LOG_FILE", str(tmp_path / "log"))
+    for sent, log in fresh(2, init=False).run(over_rails, rails, None):
+        assert min(sent) > 4_000_000, sent  # of 16 MB
+        assert log == ""
+
+
+def test_an_interface_that_does_not_work_is_left_out(
+    fresh, mycoll_only, rails, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MYCOLL_LOG_FILE", str(tmp_path / "log"))
+    seen = fresh(2, init=False).run(over_rails, rails, 1)
+    for sent, _ in seen:
+        assert sent[0] > 15_000_000 and sent[1] < 100_000, sent
+    logs = "".join(log for _, log in seen)
+    assert logs.count("one is not used, as it does not work") == 1, logs

@@ -216,8 +216,13 @@ const std::vector<Variable>& variables() {
        "auto: shared memory within a host, sockets between hosts. shm: refuse groups that span "
        "hosts. tcp: sockets everywhere."},
       {"MYCOLL_SOCKET_IFNAME", "", interfaces(),
-       "Network interfaces to use, written as for NCCL_SOCKET_IFNAME. Unset: the one that leads to "
-       "the other ranks."},
+       "Network interfaces to use, written as for NCCL_SOCKET_IFNAME; large messages are spread "
+       "over all that are named. Unset: the one that leads to the other ranks."},
+      {"MYCOLL_FLOWS", "0", number(&Env::flows, 0, 64),
+       "Sockets to each rank on another host, which large messages are spread over; a network "
+       "that limits each of them, as clouds do, carries more over several. 0: one, several where "
+       "the other host is far away, and at least one for each network interface. The value of the "
+       "rank that connects counts."},
       {"MYCOLL_PORTS", "", ports(),
        "Ports to listen on, for firewalls: each process takes the first free one. Unset: the "
        "system "

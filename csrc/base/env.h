@@ -76,6 +76,7 @@ struct Env {
   TransportChoice transport{};
   InterfaceFilter socketInterfaces;
   PortRange ports;
+  int flows = 0;
   AdvertisedAddress advertised;
   bool checksum = false;
   CpuBackend cpu{};

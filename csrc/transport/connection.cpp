@@ -15,6 +15,8 @@
 #include "base/log.h"
 #include "kernels/copy.h"
 #include "transport/loopback.h"
+#include "transport/tcp/address.h"
+#include "transport/tcp/link.h"
 
 namespace mycoll {
 namespace {
@@ -24,6 +26,9 @@ using State = Connection::State;
 // Large messages leave in pieces, so that others get their turn on the link.
 constexpr size_t kPieceBytes = 1024 * 1024;
 constexpr size_t kToTheEnd = ~size_t{0};
+// From here on one socket's window is often too small for the line, and slow to grow.
+constexpr std::chrono::milliseconds kFarAway(5);
+constexpr int kFlowsFarAway = 8;
 // What a process of this host that has ended had sent over TCP comes within so much time of each
 // other, or not at all.
 constexpr std::chrono::milliseconds kSilentHere(500);
@@ -58,25 +63,6 @@ uint64_t mostPayload(FrameKind kind) {
   if (isControlFrame(kind)) return kMaxControlBytes;
   if (kind == FrameKind::kEager) return kMaxEagerBytes;
   return comesInPieces(kind) ? ~uint64_t{0} : 0;
-}
-
-// Whether a message in pieces is between two of them: nothing of the next one is prepared or sent.
-bool isBetweenPieces(const OutItem& item) {
-  return comesInPieces(item.header.kind) && item.sent == 0 && item.header.payloadBytes == 0;
-}
-
-void beginPiece(OutItem& item) {
-  size_t bytes = std::min(kPieceBytes, item.message.bytes - item.messageSent);
-  item.payload = item.message.begin() + item.messageSent;
-  item.header.payloadBytes = bytes;
-}
-
-void endPiece(OutItem& item) {
-  item.messageSent += item.header.payloadBytes;
-  if (item.header.kind == FrameKind::kPut) item.header.receiverRequest += item.header.payloadBytes;
-  item.header.payloadBytes = 0;
-  item.header.magic = FrameHeader::kMagic;
-  item.sent = 0;
 }
 
 const char* payloadOf(const OutItem& item) {
@@ -134,6 +120,7 @@ void Connection::moveTo(State next) {
 }
 
 Connection::~Connection() {
+  while (!joining_.empty()) leaveJoining(joining_.size() - 1);
   close();
   if (state_ != State::kDialing) return;
   --local_.dialing;
@@ -141,8 +128,10 @@ Connection::~Connection() {
 }
 
 void Connection::close() {
-  if (link_.sender && !link_.isShm) --local_.tcpLinks;
-  link_ = {};
+  for (Wire& wire : wires_) {
+    if (wire.link.sender && !wire.link.isShm) --local_.tcpLinks;
+    wire.link = {};
+  }
 }
 
 // ---- being made --------------------------------------------------------------------------------
@@ -150,20 +139,80 @@ void Connection::close() {
 void Connection::dial() {
   if (peer_.uid == local_.address.uid) return open(Loopback::make());
   moveTo(State::kDialing);
-  dial_ = std::make_unique<Dial>(local_, peer_);
+  dial_ = std::make_unique<Dial>(local_, peer_, Dial::Joining{});
 }
 
 void Connection::goOnDialing() {
+  for (size_t i = 0; i < joining_.size();) {
+    Dial& dial = *joining_[i];
+    dial.goOn();
+    if (dial.state() == Dial::State::kTrying || dial.state() == Dial::State::kWaiting) {
+      ++i;
+      continue;
+    }
+    Link link;
+    if (dial.state() == Dial::State::kMade) link = dial.takeLink();
+    if (dial.state() == Dial::State::kFailed && state_ == State::kOpen) {
+      MYCOLL_LOG_WARN("one socket fewer for messages to %s: it %s", peer_.describe().c_str(),
+                      dial.loss().describe().c_str());
+    }
+    leaveJoining(i);
+    if (link.sender) join(std::move(link));
+  }
   if (state_ != State::kDialing) return;
   dial_->goOn();
   if (dial_->state() == Dial::State::kFailed) {
     end(dial_->loss());
   } else if (dial_->state() == Dial::State::kMade) {
     open(dial_->takeLink());
+    joinMore();
   }
 }
 
+// How many sockets there are to be is this side's choice, as it has made the connection.
+void Connection::joinMore() {
+  if (state_ != State::kOpen || wires_.front().link.isShm) return;
+  int wanted = local_.options.flows;
+  if (wanted == 0) {
+    const int fd = wires_.front().link.sender->fd();
+    wanted = roundTripOf(fd) >= kFarAway ? kFlowsFarAway : 1;
+    auto isIpv4 = [](const TcpAddress& entry) {
+      return entry.address.find(':') == std::string::npos;
+    };
+    const auto interfaces = std::count_if(peer_.tcp.begin(), peer_.tcp.end(), isIpv4);
+    wanted = std::max(wanted, static_cast<int>(interfaces));
+  }
+  for (int number = 1; number < std::min<int>(wanted, kMostSockets); ++number) {
+    ++local_.dialing;
+    local_.pending.fetch_add(1, std::memory_order_relaxed);
+    joining_.push_back(std::make_unique<Dial>(
+        local_, peer_, Dial::Joining{wires_.front().link.id, static_cast<size_t>(number)}));
+  }
+}
+
+void Connection::leaveJoining(size_t number) {
+  joining_.erase(joining_.begin() + static_cast<ptrdiff_t>(number));
+  --local_.dialing;
+  local_.pending.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void Connection::join(Link link) {
+  if (state_ != State::kOpen) return;
+  if (wires_.size() == 1) shareLoad(wires_.front().link.sender->fd());
+  Wire& wire = wires_.emplace_back();
+  wire.link = std::move(link);
+  ++local_.tcpLinks;
+  shareLoad(wire.link.sender->fd());
+  MYCOLL_LOG_DEBUG("%zu sockets to %s", wires_.size(), peer_.describe().c_str());
+  if (local_.asleep > 0) setAsleep(true);
+  wire.link.receiver->onEvent(false);  // what came with the handshake raises no event any more
+  flush();
+}
+
 void Connection::dialAgain() {
+  for (auto& dial : joining_) {
+    if (dial->isDue()) dial->again();
+  }
   if (state_ == State::kDialing && dial_->isDue()) dial_->again();
 }
 
@@ -176,13 +225,14 @@ std::vector<Transfer*> Connection::giveUpDialing() {
 void Connection::open(Link link) {
   moveTo(State::kOpen);
   dial_.reset();  // the peer may have been faster
-  link_ = std::move(link);
+  Wire& first = wires_.emplace_back();
+  first.link = std::move(link);
   wasOpen_ = true;
-  if (!link_.isShm) ++local_.tcpLinks;
+  if (!first.link.isShm) ++local_.tcpLinks;
   MYCOLL_LOG_DEBUG("connected to %s over %s", peer_.describe().c_str(),
-                   link_.isShm ? "shared memory" : "tcp");
+                   first.link.isShm ? "shared memory" : "tcp");
   if (local_.asleep > 0) setAsleep(true);
-  link_.receiver->onEvent(false);  // what came with the handshake raises no event any more
+  first.link.receiver->onEvent(false);  // what came with the handshake raises no event any more
   flush();
 }
 
@@ -195,47 +245,104 @@ void Connection::enqueue(OutItem item) {
         *item.request, Status(Code::kPeerLost, "the receiving rank " + loss_.describe()));
     return;
   }
-  const bool wasEmpty = queue_.empty();
+  const bool mayLeave = queue_.empty() && !(!wires_.empty() && wires_.front().isSending);
   queue_.push_back(std::move(item));
-  if (wasEmpty) flush();
+  if (mayLeave || wires_.size() > 1) flush();
 }
 
 bool Connection::hasQueued(uint64_t context, int rank) const {
-  return std::any_of(queue_.begin(), queue_.end(), [&](const OutItem& item) {
+  auto isMeant = [&](const OutItem& item) {
     return item.header.context == context && item.header.source == rank;
-  });
+  };
+  return std::any_of(queue_.begin(), queue_.end(), isMeant) ||
+         std::any_of(wires_.begin(), wires_.end(),
+                     [&](const Wire& wire) { return wire.isSending && isMeant(wire.out); });
 }
 
+// Piece by piece, so that no socket takes a message that others have room for.
 bool Connection::flush(size_t turnBytes) {
-  bool moved = false;
-  size_t movedBytes = 0;
-  while (state_ == State::kOpen && !queue_.empty() && movedBytes < turnBytes) {
-    OutItem& item = queue_.front();
-    if (isBetweenPieces(item)) beginPiece(item);
+  if (wires_.size() == 1) return flush(wires_.front(), turnBytes) > 0;
+  size_t moved = 0;
+  for (size_t before = ~size_t{0}; moved != before && moved < turnBytes * wires_.size();) {
+    before = moved;
+    for (size_t i = 0; i < wires_.size(); ++i) moved += flush(wires_[i], kSmallPieceBytes);
+  }
+  return moved > 0;
+}
+
+// What leaves by this wire next. False: nothing.
+bool Connection::takeNext(Wire& wire) {
+  auto item = queue_.begin();
+  if (!isFirst(wire)) {
+    item = std::find_if(queue_.begin(), queue_.end(),
+                        [](const OutItem& each) { return each.header.isPiece(); });
+  }
+  if (item == queue_.end()) return false;
+  wire.isSending = true;
+  if (comesInPieces(item->header.kind)) {
+    cutPiece(wire, item);
+    return true;
+  }
+  wire.out = std::move(*item);
+  queue_.erase(item);
+  FrameHeader& header = wire.out.header;
+  if (header.isBeginning() && wire.out.message.bytes > 0) header.number = ++begunOut_;
+  if (header.kind == FrameKind::kGoodbye) header.number = piecesOut_;
+  return true;
+}
+
+void Connection::cutPiece(Wire& wire, std::deque<OutItem>::iterator item) {
+  const size_t most = wires_.size() > 1 ? kSmallPieceBytes : kPieceBytes;
+  const size_t bytes = std::min(most, item->message.bytes - item->cut);
+  wire.out = {};
+  wire.out.header = item->header;
+  wire.out.header.payloadBytes = bytes;
+  wire.out.header.offset += item->cut;
+  wire.out.payload = item->message.begin() + item->cut;
+  wire.out.request = item->request;
+  item->cut += bytes;
+  if (item->cut == item->message.bytes) {
+    queue_.erase(item);
+  } else if (item == queue_.begin()) {
+    giveWay();
+  }
+}
+
+void Connection::hasLeft(Wire& wire) {
+  wire.isSending = false;
+  OutItem& item = wire.out;
+  if (item.header.isPiece() && !isFirst(wire)) ++piecesOut_;
+  Transfer* const request = item.request;
+  if (!request) return;
+  if (item.message.bytes > 0) {
+    item.header.kind = FrameKind::kMore;
+    item.header.magic = FrameHeader::kMagic;  // not sealed yet
+    item.sent = 0;
+    queue_.push_front(std::move(item));
+    return;
+  }
+  if (comesInPieces(item.header.kind)) {
+    request->transferred_ += item.header.payloadBytes;
+    if (request->transferred_ < request->data_.bytes) return;
+  }
+  request->mailbox_->finish(*request, Status());
+}
+
+size_t Connection::flush(Wire& wire, size_t most) {
+  size_t moved = 0;
+  while (state_ == State::kOpen && moved < most) {
+    if (!wire.isSending && !takeNext(wire)) break;
+    OutItem& item = wire.out;
     if (local_.options.isChecked && !item.header.isChecked()) seal(item);
     const size_t total = sizeof(FrameHeader) + item.header.payloadBytes;
     Span parts[2];
     const int count = partsOf(item, parts);
-    const ssize_t wrote = link_.sender->write(parts, count);
-    if (wrote < 0) {
-      end(closed(LossReason::kClosed));
-      return moved;
-    }
-    if (wrote == 0) return moved;
-    moved = true;
+    const ssize_t wrote = wire.link.sender->write(parts, count);
+    if (wrote < 0) end(closed(LossReason::kClosed));
+    if (wrote <= 0) break;
     item.sent += static_cast<size_t>(wrote);
-    movedBytes += static_cast<size_t>(wrote);
-    if (item.sent < total) continue;
-    if (comesInPieces(item.header.kind) && item.request) {
-      endPiece(item);
-      if (item.messageSent < item.message.bytes) {
-        giveWay();
-        continue;
-      }
-    }
-    Transfer* request = item.request;
-    queue_.pop_front();
-    if (request) request->mailbox_->finish(*request, Status());
+    moved += static_cast<size_t>(wrote);
+    if (item.sent == total) hasLeft(wire);
   }
   return moved;
 }
@@ -253,164 +360,244 @@ void Connection::giveWay() {
 }
 
 void Connection::forget(Transfer* request) {
-  for (auto item = queue_.begin(); item != queue_.end();) {
-    if (item->request != request) {
-      ++item;
-    } else if (item->sent == 0) {
-      item = queue_.erase(item);
-    } else {
-      // A part of the frame has left, and the rest must follow: as it was, since the receiver may
-      // get to use it before it hears of a failure.
-      if (item->payload) item->owned.assign(item->payload, item->header.payloadBytes);
-      item->request = nullptr;
-      ++item;
+  // What has not begun to leave is dropped. Of a frame that has, the rest must follow: as it was,
+  // since the receiver may get to use it before it hears of a failure.
+  std::erase_if(queue_, [&](const OutItem& item) { return item.request == request; });
+  for (Wire& wire : wires_) {
+    if (wire.target.request == request) wire.target = {};
+    OutItem& out = wire.out;
+    if (!wire.isSending || out.request != request) continue;
+    out.request = nullptr;
+    if (out.sent == 0) {
+      wire.isSending = false;
+      if (out.header.isBeginning()) --begunOut_;  // the latest: only the first wire has them
+    } else if (out.payload) {
+      out.owned.assign(out.payload, out.header.payloadBytes);
     }
   }
-  if (target_.request == request) target_ = {};
 }
 
 void Connection::forget(Mailbox* mailbox) {
-  if (link_.receiver) link_.receiver->dropFds(mailbox->fdPrefix());
-  if (mailbox_ != mailbox) return;
-  mailbox_ = nullptr;
-  target_ = {};
+  for (Wire& wire : wires_) {
+    if (wire.link.receiver) wire.link.receiver->dropFds(mailbox->fdPrefix());
+    if (wire.mailbox != mailbox) continue;
+    wire.mailbox = nullptr;
+    wire.target = {};
+  }
 }
 
 void Connection::forget(Mailbox* mailbox, uint64_t window) {
-  if (mailbox_ == mailbox && target_.window == window) target_ = {};
+  for (Wire& wire : wires_) {
+    if (wire.mailbox == mailbox && wire.target.window == window) wire.target = {};
+  }
 }
 
 bool Connection::sendFd(int fd, const std::string& cookie) {
-  return link_.isShm && link_.sender->sendFd(fd, cookie);
+  if (wires_.empty() || !wires_.front().link.isShm) return false;
+  return wires_.front().link.sender->sendFd(fd, cookie);
 }
 
 Fd Connection::takeFd(const std::string& cookie) {
-  return link_.isShm ? link_.receiver->takeFd(cookie) : Fd();
+  if (wires_.empty() || !wires_.front().link.isShm) return Fd();
+  return wires_.front().link.receiver->takeFd(cookie);
 }
 
 void Connection::setAsleep(bool asleep) {
-  if (!link_.sender) return;
-  link_.receiver->setAsleep(asleep);
-  link_.sender->setAsleep(asleep);
+  for (Wire& wire : wires_) {
+    if (!wire.link.sender) continue;
+    wire.link.receiver->setAsleep(asleep);
+    wire.link.sender->setAsleep(asleep);
+  }
 }
 
 // ---- in ----------------------------------------------------------------------------------------
 
 bool Connection::onEvent(int fd, bool isClosed) {
-  if (!link_.receiver || link_.receiver->fd() != fd) return false;
-  link_.receiver->onEvent(isClosed);
-  return true;
+  for (Wire& wire : wires_) {
+    if (!wire.link.receiver || wire.link.receiver->fd() != fd) continue;
+    wire.link.receiver->onEvent(isClosed);
+    return true;
+  }
+  return false;
+}
+
+bool Connection::maybeReadable() const {
+  return std::any_of(wires_.begin(), wires_.end(), [&](const Wire& wire) REQUIRES(ioRole) {
+    return wire.link.receiver && !isHeld(wire) && wire.link.receiver->maybeReadable();
+  });
+}
+
+void Connection::lookAgain() {
+  for (Wire& wire : wires_) {
+    if (wire.link.receiver) wire.link.receiver->lookAgain();
+  }
 }
 
 void Connection::breakOff(Loss loss) {
-  isReadOver_ = true;
+  for (Wire& wire : wires_) wire.isReadOver = true;
   end(std::move(loss));
 }
 
+// By index: what comes may be answered, and further sockets join while it is. What one wire brings
+// another one may have waited for.
 bool Connection::drain(size_t turnBytes) {
+  bool moved = false;
+  auto isFreed = [&](const Wire& wire) REQUIRES(ioRole) {
+    return wire.headerGot == sizeof(FrameHeader) && !wire.isBegun && !wire.isReadOver &&
+           !mustWait(wire);
+  };
+  do {
+    for (size_t i = 0; i < wires_.size(); ++i) moved |= drain(wires_[i], turnBytes);
+  } while (wires_.size() > 1 && std::any_of(wires_.begin(), wires_.end(), isFreed));
+  return moved;
+}
+
+bool Connection::drain(Wire& wire, size_t turnBytes) {
   bool moved = false;
   size_t movedBytes = 0;
   char discarded[4096];
-  while (link_.receiver && !isReadOver_ && movedBytes < turnBytes) {
-    if (headerGot_ < sizeof(FrameHeader)) {
-      const ssize_t got = link_.receiver->read(reinterpret_cast<char*>(&header_) + headerGot_,
-                                               sizeof(FrameHeader) - headerGot_, false);
-      if (got < 0) breakOff(closed(LossReason::kClosed));
+  while (wire.link.receiver && !wire.isReadOver && movedBytes < turnBytes) {
+    FrameHeader& header = wire.header;
+    if (wire.headerGot < sizeof(FrameHeader)) {
+      const ssize_t got =
+          wire.link.receiver->read(reinterpret_cast<char*>(&header) + wire.headerGot,
+                                   sizeof(FrameHeader) - wire.headerGot, false);
+      if (got < 0) readIsOver(wire, LossReason::kClosed);
       if (got <= 0) return moved;
       moved = true;
-      headerGot_ += static_cast<size_t>(got);
-      if (headerGot_ < sizeof(FrameHeader)) continue;
-      payloadGot_ = 0;
-      payloadCheck_ = 0;
-      if (!beginFrame()) return moved;
-    }
-    const size_t left = header_.payloadBytes - payloadGot_;
-    if (left > 0) {
-      const bool isKept = target_.data || !control_.empty();
-      char* into = target_.data        ? target_.data + payloadGot_
-                   : !control_.empty() ? control_.data() + payloadGot_
-                                       : discarded;
-      const ssize_t got = link_.receiver->read(
-          into, isKept ? left : std::min(left, sizeof(discarded)), target_.isStreaming);
-      if (got < 0) breakOff(closed(LossReason::kClosedInMessage));
-      if (got <= 0) return moved;
-      moved = true;
-      if (header_.isChecked()) {
-        payloadCheck_ = crc32c(into, static_cast<size_t>(got), payloadCheck_);
+      wire.headerGot += static_cast<size_t>(got);
+      if (wire.headerGot < sizeof(FrameHeader)) continue;
+      wire.payloadGot = 0;
+      wire.payloadCheck = 0;
+      wire.isBegun = false;
+      if (header.isChecked() && header.headerCheck != header.check()) {
+        breakOff({LossReason::kChanged, ""});
+        return moved;
       }
-      payloadGot_ += static_cast<size_t>(got);
-      movedBytes += static_cast<size_t>(got);
-      if (payloadGot_ < header_.payloadBytes) continue;
+      if (!isSound(wire)) {
+        breakOff({LossReason::kNotAFrame, ""});
+        return moved;
+      }
     }
-    headerGot_ = 0;
-    if (header_.isChecked() && header_.payloadCheck != payloadCheck_) {
+    if (!wire.isBegun) {
+      if (mustWait(wire)) return moved;
+      wire.isBegun = true;
+      if (!beginFrame(wire)) return moved;
+    }
+    const size_t left = header.payloadBytes - wire.payloadGot;
+    if (left > 0) {
+      const bool isKept = wire.target.data || !wire.control.empty();
+      char* into = wire.target.data        ? wire.target.data + wire.payloadGot
+                   : !wire.control.empty() ? wire.control.data() + wire.payloadGot
+                                           : discarded;
+      const ssize_t got = wire.link.receiver->read(
+          into, isKept ? left : std::min(left, sizeof(discarded)), wire.target.isStreaming);
+      if (got < 0) readIsOver(wire, LossReason::kClosedInMessage);
+      if (got <= 0) return moved;
+      moved = true;
+      if (header.isChecked()) {
+        wire.payloadCheck = crc32c(into, static_cast<size_t>(got), wire.payloadCheck);
+      }
+      wire.payloadGot += static_cast<size_t>(got);
+      movedBytes += static_cast<size_t>(got);
+      if (wire.payloadGot < header.payloadBytes) continue;
+    }
+    wire.headerGot = 0;
+    if (header.isChecked() && header.payloadCheck != wire.payloadCheck) {
       breakOff({LossReason::kChanged, ""});
       return moved;
     }
-    endFrame();
+    endFrame(wire);
   }
   return moved;
 }
 
+// The other wires are read to their ends: the peer closes them, too, when it hears of this one.
+void Connection::readIsOver(Wire& wire, LossReason reason) {
+  wire.isReadOver = true;
+  end(closed(reason));
+}
+
+bool Connection::isSound(const Wire& wire) const {
+  const FrameHeader& header = wire.header;
+  if ((header.magic != FrameHeader::kMagic && !header.isChecked()) ||
+      header.payloadBytes > mostPayload(header.kind)) {
+    return false;
+  }
+  if (!isFirst(wire)) return header.isPiece();
+  if (header.kind != FrameKind::kEager) return true;
+  if (header.isBeginning()) {
+    return header.messageBytes <= kMaxEagerBytes && header.number == begunIn_ + 1;
+  }
+  return header.messageBytes == header.payloadBytes;
+}
+
+// Whether what is to come before the frame has not come yet, by another wire.
+bool Connection::mustWait(const Wire& wire) const {
+  const FrameHeader& header = wire.header;
+  if (header.kind == FrameKind::kMore) return header.number > begunIn_;
+  return header.kind == FrameKind::kGoodbye && header.number > piecesIn_;
+}
+
+bool Connection::isHeld(const Wire& wire) const {
+  return wire.headerGot == sizeof(FrameHeader) && !wire.isBegun && mustWait(wire);
+}
+
 // Decides where the payload goes. False: the frame makes no sense, and the connection is given up.
-bool Connection::beginFrame() {
-  mailbox_ = nullptr;
-  target_ = {};
-  control_.clear();
-  isEarly_ = false;
-  if (header_.isChecked() && header_.headerCheck != header_.check()) {
-    return breakOff({LossReason::kChanged, ""}), false;
-  }
-  if ((header_.magic != FrameHeader::kMagic && !header_.isChecked()) ||
-      header_.payloadBytes > mostPayload(header_.kind) ||
-      (header_.kind == FrameKind::kEager && header_.messageBytes != header_.payloadBytes)) {
-    return breakOff({LossReason::kNotAFrame, ""}), false;
-  }
-  Mailbox* mailbox = local_.groups.find(header_.context, header_.destination);
+bool Connection::beginFrame(Wire& wire) {
+  const FrameHeader& header = wire.header;
+  wire.mailbox = nullptr;
+  wire.target = {};
+  wire.control.clear();
+  wire.isEarly = false;
+  if (header.isBeginning()) begunIn_ = header.number;
+  Mailbox* mailbox = local_.groups.find(header.context, header.destination);
   if (!mailbox) {
     // A piece of a message was never asked for by a group that does not exist.
     const bool isLate =
-        local_.groups.standing(header_.context, header_.destination) == Standing::kGone;
-    if (isLate || comesInPieces(header_.kind) ||
-        !local_.groups.makeRoom(header_.context, header_.destination, header_.payloadBytes)) {
+        local_.groups.standing(header.context, header.destination) == Standing::kGone;
+    if (isLate || comesInPieces(header.kind) || header.isBeginning() ||
+        !local_.groups.makeRoom(header.context, header.destination, header.payloadBytes)) {
       return true;  // read and thrown away
     }
-    isEarly_ = true;
-    control_.resize(header_.payloadBytes);
+    wire.isEarly = true;
+    wire.control.resize(header.payloadBytes);
     return true;
   }
-  if (!isInItsName(*mailbox, header_, peer_.uid)) {
+  if (!isInItsName(*mailbox, header, peer_.uid)) {
     return breakOff({LossReason::kNotItsName, ""}), false;
   }
-  mailbox_ = mailbox;
-  if (isControlFrame(header_.kind)) {
-    control_.resize(header_.payloadBytes);
-  } else if (header_.kind != FrameKind::kClearToSend) {
-    target_ = mailbox->onFrame(header_);
+  wire.mailbox = mailbox;
+  if (isControlFrame(header.kind)) {
+    wire.control.resize(header.payloadBytes);
+  } else if (header.kind != FrameKind::kClearToSend) {
+    wire.target = mailbox->onFrame(header);
   }
   return true;
 }
 
-void Connection::endFrame() {
-  if (!mailbox_) {
-    if (!isEarly_) return;
-    EarlyFrame frame{peer_.uid, header_, std::exchange(control_, {})};
-    if (Mailbox* late = local_.groups.find(header_.context, header_.destination)) {
+void Connection::endFrame(Wire& wire) {
+  if (wire.header.isPiece() && !isFirst(wire)) ++piecesIn_;
+  const FrameHeader header = wire.header;
+  std::string control = std::exchange(wire.control, {});
+  Mailbox* const mailbox = std::exchange(wire.mailbox, nullptr);
+  const Mailbox::Target target = std::exchange(wire.target, {});
+  if (!mailbox) {
+    if (!wire.isEarly) return;
+    EarlyFrame frame{peer_.uid, header, std::move(control)};
+    if (Mailbox* late = local_.groups.find(header.context, header.destination)) {
       // Its group was made while the payload was arriving.
       if (!deliver(*late, frame)) breakOff({LossReason::kNotItsName, ""});
-    } else if (local_.groups.standing(header_.context, header_.destination) != Standing::kGone) {
+    } else if (local_.groups.standing(header.context, header.destination) != Standing::kGone) {
       local_.groups.keep(std::move(frame));
     }
-  } else if (header_.kind == FrameKind::kClearToSend) {
-    mailbox_->onClearToSend(header_);
-  } else if (isControlFrame(header_.kind)) {
-    mailbox_->onControl(header_, control_);
+  } else if (header.kind == FrameKind::kClearToSend) {
+    mailbox->onClearToSend(header);
+  } else if (isControlFrame(header.kind)) {
+    mailbox->onControl(header, control);
   } else {
-    mailbox_->onPayload(header_, target_);
+    mailbox->onPayload(header, target);
   }
-  mailbox_ = nullptr;
-  target_ = {};
-  control_.clear();
 }
 
 bool Connection::deliver(Mailbox& mailbox, const EarlyFrame& frame) {
@@ -435,38 +622,57 @@ void Connection::end(Loss loss) {
   loss_ = std::move(loss);
   lastByte_ = Deadline::Clock::now();
   dial_.reset();
+  while (!joining_.empty()) leaveJoining(joining_.size() - 1);
+  // Nothing is sent any more. So the peer hears of it by all sockets, not just by one that broke.
+  if (wires_.size() < 2) return;
+  for (const Wire& wire : wires_) shutdown(wire.link.sender->fd(), SHUT_WR);
 }
 
 bool Connection::hasSaidAll(bool isEnded) {
-  if (!link_.receiver) return true;
-  link_.receiver->lookAgain();
+  if (wires_.empty()) return true;
+  lookAgain();
   if (drain(kToTheEnd)) lastByte_ = Deadline::Clock::now();
-  if (link_.isShm || isReadOver_ || loss_.reason == LossReason::kSilent) return true;
+  // Those that wait for each other will do so for ever.
+  const bool isReadOver = std::all_of(
+      wires_.begin(), wires_.end(),
+      [&](const Wire& wire) REQUIRES(ioRole) { return wire.isReadOver || isHeld(wire); });
+  if (wires_.front().link.isShm || isReadOver || loss_.reason == LossReason::kSilent) return true;
   const std::chrono::milliseconds patience =
       isEnded ? kSilentHere : std::chrono::seconds(local_.options.networkSeconds);
   return Deadline::Clock::now() - lastByte_ > patience;
 }
 
 void Connection::sayNoMore() NO_THREAD_SAFETY_ANALYSIS {
-  if (state_ == State::kOpen && !link_.isShm) shutdown(link_.sender->fd(), SHUT_WR);
+  if (state_ != State::kOpen || wires_.front().link.isShm) return;
+  for (const Wire& wire : wires_) shutdown(wire.link.sender->fd(), SHUT_WR);
 }
 
 bool Connection::hasArrived() NO_THREAD_SAFETY_ANALYSIS {
-  if (state_ != State::kOpen || link_.isShm) return true;
-  char discarded[16 * 1024];
-  // Some of it: the peer may go on sending.
-  for (int i = 0; i < 64; ++i) {
-    if (recv(link_.sender->fd(), discarded, sizeof(discarded), MSG_DONTWAIT) <= 0) break;
+  if (state_ != State::kOpen || wires_.front().link.isShm) return true;
+  bool hasAll = true;
+  for (const Wire& wire : wires_) {
+    const int fd = wire.link.sender->fd();
+    char discarded[16 * 1024];
+    // Some of it: the peer may go on sending.
+    for (int i = 0; i < 64; ++i) {
+      if (recv(fd, discarded, sizeof(discarded), MSG_DONTWAIT) <= 0) break;
+    }
+    int unacknowledged = 0;
+    hasAll &= ioctl(fd, SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
   }
-  int unacknowledged = 0;
-  return ioctl(link_.sender->fd(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
+  return hasAll;
 }
 
 std::vector<Transfer*> Connection::takeUnsent() {
   std::vector<Transfer*> unsent;
-  for (const OutItem& item : std::exchange(queue_, {})) {
-    if (item.request) unsent.push_back(item.request);
+  auto take = [&](const OutItem& item) {
+    const bool isNew = std::find(unsent.begin(), unsent.end(), item.request) == unsent.end();
+    if (item.request && isNew) unsent.push_back(item.request);
+  };
+  for (Wire& wire : wires_) {
+    if (std::exchange(wire.isSending, false)) take(wire.out);
   }
+  for (const OutItem& item : std::exchange(queue_, {})) take(item);
   return unsent;
 }
 

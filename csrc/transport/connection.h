@@ -3,6 +3,10 @@
 // (handshake.h). Until one of them needs it there is none; what is not worth one waits in the
 // queue.
 //
+// Between hosts it may have several sockets: one carries no more than its window and the network
+// allow it. The side that has made the connection then adds others. All belong to it, and when one
+// of them ends so does the connection: what has left by it cannot be told from what has arrived.
+//
 // States (moveTo() makes every transition):
 //
 //   kIdle -> kDialing -> kOpen -> kEnding -> kLost
@@ -47,14 +51,16 @@ struct OutItem {
   std::string owned;            // the payload instead, where it is nobody else's
   size_t sent = 0;              // of header and payload together
   Transfer* request = nullptr;  // finished when the payload has left; null: nobody's
-  // kData, kPut: the whole message; the item sends piece after piece, others in between.
+  // kData, kMore, kPut: the whole message, which leaves in pieces, and how much of it has been cut
+  // off. kEager: the same, as soon as this frame, which has no payload, has left.
   Span message;
-  size_t messageSent = 0;
+  size_t cut = 0;
 };
 
 class Connection {
  public:
   enum class State { kIdle, kDialing, kOpen, kEnding, kLost };
+  static constexpr size_t kMostSockets = 64;
   // After so many bytes in one direction the others get their turn: what is under way between two
   // processes then stays within the caches, and both directions flow at once.
   static constexpr size_t kTurnBytes = 512 * 1024;
@@ -87,6 +93,11 @@ class Connection {
   }
   // If it is to be made: it is, by this side or the other.
   void open(Link link) REQUIRES(ioRole);
+  // One more socket. Closed at once if it cannot be used any more.
+  void join(Link link) REQUIRES(ioRole);
+  bool mayBeJoined(uint64_t id) const REQUIRES(ioRole) {
+    return state_ == State::kOpen && wires_.front().link.id == id && wires_.size() < kMostSockets;
+  }
   // kDialing: the peer may have opened it already.
   bool mayBeOpen() const REQUIRES(ioRole) { return dial_ && dial_->hasProved(); }
 
@@ -95,6 +106,10 @@ class Connection {
   // Takes it, or ends its request if the peer is lost. kIdle: it leaves when somebody has dialled.
   void enqueue(OutItem item) REQUIRES(ioRole);
   std::deque<OutItem>& queue() REQUIRES(ioRole) { return queue_; }
+  // Whether a message of so many bytes is spread over several sockets.
+  bool cuts(size_t bytes) const REQUIRES(ioRole) {
+    return wires_.size() > 1 && bytes > kSmallPieceBytes;
+  }
   bool hasQueued(uint64_t context, int rank) const REQUIRES(ioRole);
   // Drops what of this request has not left, and where it is being received.
   void forget(Transfer* request) REQUIRES(ioRole);
@@ -103,12 +118,8 @@ class Connection {
   // Both: true if anything moved.
   bool flush(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
   bool drain(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
-  bool maybeReadable() const REQUIRES(ioRole) {
-    return link_.receiver && link_.receiver->maybeReadable();
-  }
-  void lookAgain() REQUIRES(ioRole) {
-    if (link_.receiver) link_.receiver->lookAgain();
-  }
+  bool maybeReadable() const REQUIRES(ioRole);
+  void lookAgain() REQUIRES(ioRole);
   // False: the descriptor is none of its.
   bool onEvent(int fd, bool isClosed) REQUIRES(ioRole);
   void setAsleep(bool asleep) REQUIRES(ioRole);
@@ -137,11 +148,46 @@ class Connection {
   static bool deliver(Mailbox& mailbox, const EarlyFrame& frame) REQUIRES(ioRole);
 
  private:
+  // Pieces, where there are several sockets.
+  static constexpr size_t kSmallPieceBytes = 128 * 1024;
+
+  // A socket, or rings: what leaves by it just now, and what comes.
+  struct Wire {
+    Link link;
+    OutItem out;  // if isSending
+    bool isSending = false;
+
+    // Nothing comes any more, or nothing that can be believed.
+    bool isReadOver = false;
+    FrameHeader header;
+    size_t headerGot = 0;
+    size_t payloadGot = 0;
+    uint32_t payloadCheck = 0;  // of what was got of a checked frame
+    bool isBegun = false;       // the frame: its header is there, and it is its turn
+    // Of the frame being read; null: its payload is thrown away.
+    Mailbox* mailbox = nullptr;
+    Mailbox::Target target;
+    bool isEarly = false;  // the frame is kept for a group that is not made yet
+    std::string control;   // payload of a control frame, or of an early one
+  };
+
   void moveTo(State next) REQUIRES(ioRole);
+  bool isFirst(const Wire& wire) const REQUIRES(ioRole) { return &wire == &wires_.front(); }
   // Others get their turn between two pieces of the first message.
   void giveWay() REQUIRES(ioRole);
-  bool beginFrame() REQUIRES(ioRole);
-  void endFrame() REQUIRES(ioRole);
+  void joinMore() REQUIRES(ioRole);
+  void leaveJoining(size_t number) REQUIRES(ioRole);
+  bool takeNext(Wire& wire) REQUIRES(ioRole);
+  void cutPiece(Wire& wire, std::deque<OutItem>::iterator item) REQUIRES(ioRole);
+  void hasLeft(Wire& wire) REQUIRES(ioRole);
+  size_t flush(Wire& wire, size_t most) REQUIRES(ioRole);
+  bool drain(Wire& wire, size_t turnBytes) REQUIRES(ioRole);
+  void readIsOver(Wire& wire, LossReason reason) REQUIRES(ioRole);
+  bool isSound(const Wire& wire) const REQUIRES(ioRole);
+  bool mustWait(const Wire& wire) const REQUIRES(ioRole);
+  bool isHeld(const Wire& wire) const REQUIRES(ioRole);
+  bool beginFrame(Wire& wire) REQUIRES(ioRole);
+  void endFrame(Wire& wire) REQUIRES(ioRole);
   void close() REQUIRES(ioRole);
   std::vector<Transfer*> takeUnsent() REQUIRES(ioRole);
 
@@ -151,22 +197,19 @@ class Connection {
   Loss loss_ GUARDED_BY(ioRole);
   bool wasOpen_ GUARDED_BY(ioRole) = false;
   std::unique_ptr<Dial> dial_ GUARDED_BY(ioRole);  // kDialing
-  Link link_ GUARDED_BY(ioRole);                   // kOpen, kEnding
+  // kOpen, kEnding. The first carries everything, the others pieces. Grows only, while others read.
+  std::deque<Wire> wires_ GUARDED_BY(ioRole);
+  // kOpen: of further sockets that are being made.
+  std::vector<std::unique_ptr<Dial>> joining_ GUARDED_BY(ioRole);
 
-  std::deque<OutItem> queue_ GUARDED_BY(ioRole);  // out
+  std::deque<OutItem> queue_ GUARDED_BY(ioRole);  // what no wire has begun to send, or to cut up
 
-  // In.
-  // Nothing comes any more, or nothing that can be believed.
-  bool isReadOver_ GUARDED_BY(ioRole) = false;
-  FrameHeader header_ GUARDED_BY(ioRole);
-  size_t headerGot_ GUARDED_BY(ioRole) = 0;
-  size_t payloadGot_ GUARDED_BY(ioRole) = 0;
-  uint32_t payloadCheck_ GUARDED_BY(ioRole) = 0;  // of what was got of a checked frame
-  // Of the frame being read; null: its payload is thrown away.
-  Mailbox* mailbox_ GUARDED_BY(ioRole) = nullptr;
-  Mailbox::Target target_ GUARDED_BY(ioRole);
-  bool isEarly_ GUARDED_BY(ioRole) = false;  // the frame is kept for a group that is not made yet
-  std::string control_ GUARDED_BY(ioRole);   // payload of a control frame, or of an early one
+  // Messages whose beginning has left, or come; pieces that have left, or come, whole, by another
+  // wire than the first.
+  uint64_t begunOut_ GUARDED_BY(ioRole) = 0;
+  uint64_t begunIn_ GUARDED_BY(ioRole) = 0;
+  uint64_t piecesOut_ GUARDED_BY(ioRole) = 0;
+  uint64_t piecesIn_ GUARDED_BY(ioRole) = 0;
 
   // kEnding: when that began, or the latest bytes came.
   Deadline::Clock::time_point lastByte_ GUARDED_BY(ioRole);

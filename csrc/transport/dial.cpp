@@ -1,5 +1,6 @@
 #include "transport/dial.h"
 
+#include <algorithm>
 #include <cassert>
 #include <cstring>
 #include <utility>
@@ -32,6 +33,8 @@ constexpr int kMaxHangUps = 50;
   return false;
 }
 
+bool isIpv6Address(const std::string& address) { return address.find(':') != address.npos; }
+
 }  // namespace
 
 void Dial::moveTo(State next) {
@@ -40,7 +43,8 @@ void Dial::moveTo(State next) {
 }
 
 // Not kNobody at once: the caller may have something to send, which ends with the next attempt.
-Dial::Dial(Local& local, const PeerAddress& peer) : local_(local), peer_(peer) {
+Dial::Dial(Local& local, const PeerAddress& peer, Joining joining)
+    : local_(local), peer_(peer), joining_(joining) {
   if (!begin()) nextAttempt_ = Deadline::after(std::chrono::milliseconds(0));
 }
 
@@ -94,10 +98,57 @@ Status Dial::hungUp(bool isShm) {
   return Status(Code::kNetwork, "did not answer the handshake");
 }
 
+// In the order in which they are tried: those of a network that both are in come first, those that
+// did not work before come last. Further sockets begin one later each, and so use all of them.
+std::vector<const TcpAddress*> Dial::addresses() const {
+  auto isNear = [this](const TcpAddress* entry) {
+    return std::any_of(
+        local_.interfaces.begin(), local_.interfaces.end(),
+        [&](const InterfaceAddress& own) { return isInSubnetOf(own, entry->address); });
+  };
+  auto isGood = [this](const TcpAddress* entry)
+                    REQUIRES(ioRole) { return !local_.unreachable.contains(entry->address); };
+  std::vector<const TcpAddress*> order;
+  for (const TcpAddress& entry : peer_.tcp) order.push_back(&entry);
+  if (order.size() < 2) return order;
+  const auto bad = std::stable_partition(order.begin(), order.end(), isGood);
+  const auto far = std::stable_partition(order.begin(), bad, isNear);
+  // Where they have a network in common it is used; also IPv4 only, where it is not the only one.
+  auto last = far != order.begin() ? far : bad;
+  const bool isIpv6 = isIpv6Address(order.front()->address);
+  last = std::stable_partition(order.begin(), last, [&](const TcpAddress* entry) {
+    return isIpv6Address(entry->address) == isIpv6;
+  });
+  if (last != order.begin()) {
+    std::rotate(order.begin(),
+                order.begin() + static_cast<ptrdiff_t>(joining_.number %
+                                                       static_cast<size_t>(last - order.begin())),
+                last);
+  }
+  return order;
+}
+
+// Where this host has several addresses in that network, they take turns.
+const InterfaceAddress* Dial::ownFor(const TcpAddress& entry) const {
+  std::vector<const InterfaceAddress*> own;
+  for (const InterfaceAddress& each : local_.interfaces) {
+    if (isInSubnetOf(each, entry.address)) own.push_back(&each);
+  }
+  return own.size() > 1 ? own[joining_.number % own.size()] : nullptr;
+}
+
+// Where nobody listens it is the process that is gone, and not the way to it.
+void Dial::setAside(const TcpAddress& entry, const Status& failure) {
+  if (peer_.tcp.size() < 2 || failure.code() == Code::kPeerLost) return;
+  if (!local_.unreachable.insert(entry.address).second) return;
+  MYCOLL_LOG_WARN("%s has several addresses, and one is not used, as it does not work: %s",
+                  peer_.describe().c_str(), failure.message().c_str());
+}
+
 Task Dial::attempt() {
   std::string reasons;
   bool isGone = true;  // nobody listens where it did
-  if (local_.isOnThisHost(peer_)) {
+  if (joining_.connection == 0 && local_.isOnThisHost(peer_)) {
     Fd socket;
     Status status = connectUnix(peer_.uid, &socket);
     if (status.ok()) {
@@ -108,20 +159,24 @@ Task Dial::attempt() {
     reasons = status.message();
     MYCOLL_LOG_WARN("no shared memory with %s: %s", peer_.describe().c_str(), reasons.c_str());
   }
-  for (const TcpAddress& entry : peer_.tcp) {
+  for (const TcpAddress* each : addresses()) {
+    const TcpAddress& entry = *each;
     Fd socket;
-    Status status = startConnect(entry.address, entry.port, &socket);
+    Status status = startConnect(entry.address, entry.port, ownFor(entry), &socket);
     if (status.ok()) {
       (void)local_.sleeper.watch(socket.get());
       Connected connected(socket.get(), Deadline::after(kConnectTime));
       co_await connected;
       if (connected.hasFailed()) {
         status = connectFailure(entry.address, entry.port, connected.error());
+        setAside(entry, status);
       } else {
         tuneSocket(socket.get(), local_.options.networkSeconds);
         status = co_await shakeHands(std::move(socket), false);
         if (status.ok() || standing_ != Standing::kMember) co_return status;
       }
+    } else {
+      setAside(entry, status);
     }
     isGone &= status.code() == Code::kPeerLost;
     reasons += (reasons.empty() ? "" : "; ") + status.message();
@@ -143,6 +198,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   if (isShm) (void)local_.sleeper.watch(fd);
   Hello hello;
   hello.isShm = isShm;
+  hello.joins = joining_.connection;
   hello.context = group.context;
   hello.source = group.source;
   hello.destination = group.destination;
@@ -194,6 +250,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
     co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
   }
   link_ = local_.makeLink(peer_, std::move(socket), std::move(segment), RingSide::kMaker);
+  link_.id = idOf(proof);
   co_return Status();
 }
 

@@ -1,6 +1,7 @@
 // Dial: how this process gets a connection to one peer: the calling side of the handshake
 // (handshake.h), by shared memory, then by each of the peer's addresses; attempt after attempt
-// while the peer has not made the group that is to vouch, or has left it.
+// while the peer has not made the group that is to vouch, or has left it. Or one more socket for a
+// connection that there is already.
 //
 // States (moveTo() makes every transition):
 //
@@ -10,8 +11,11 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/deadline.h"
 #include "base/fd.h"
@@ -35,8 +39,13 @@ class Dial {
     kNobody,   // there is no group any more that both are in
   };
 
+  // What a further socket of a connection needs to know.
+  struct Joining {
+    uint64_t connection = 0;  // 0: none is joined, a connection is made
+    size_t number = 0;        // of the socket: which addresses it is for, where there are several
+  };
   // Begins the first attempt. The peer's address outlives this.
-  Dial(Local& local, const PeerAddress& peer) REQUIRES(ioRole);
+  Dial(Local& local, const PeerAddress& peer, Joining joining) REQUIRES(ioRole);
   State state() const REQUIRES(ioRole) { return state_; }
   // The peer may have made the connection already: it knows that this side wants it.
   bool hasProved() const REQUIRES(ioRole) { return state_ == State::kTrying && hasProved_; }
@@ -61,9 +70,13 @@ class Dial {
   Status hungUp(bool isShm) REQUIRES(ioRole);
   Task attempt() REQUIRES(ioRole);
   Task shakeHands(Fd socket, bool isShm) REQUIRES(ioRole);
+  std::vector<const TcpAddress*> addresses() const REQUIRES(ioRole);
+  const InterfaceAddress* ownFor(const TcpAddress& entry) const REQUIRES(ioRole);
+  void setAside(const TcpAddress& entry, const Status& failure) REQUIRES(ioRole);
 
   Local& local_;
   const PeerAddress& peer_;
+  const Joining joining_;
   State state_ GUARDED_BY(ioRole) = State::kWaiting;
   Task task_ GUARDED_BY(ioRole);               // of the attempt that is under way
   HandshakeGroup voucher_ GUARDED_BY(ioRole);  // of the latest attempt

@@ -64,7 +64,7 @@ Status Doorkeeper::listen() {
     MYCOLL_RETURN_IF_ERROR(local_.sleeper.watch(unixListener_.get()));
   }
   if (options.transport == TransportChoice::kShm) return Status();
-  std::vector<InterfaceAddress> chosen;
+  std::vector<InterfaceAddress>& chosen = local_.interfaces;
   MYCOLL_RETURN_IF_ERROR(chooseInterface(options.interfaces, options.storeHost, &chosen));
   Status failure;
   for (const InterfaceAddress& entry : chosen) {
@@ -156,7 +156,8 @@ Task Doorkeeper::answer(Visitor* visitor) {
   ReadExactly readHello(fd, &hello, sizeof(hello), deadline);
   co_await readHello;
   if (readHello.hasFailed() || hello.magic != kHandshakeMagic ||
-      hello.version != kHandshakeVersion || (hello.isShm != 0) != visitor->isUnix ||
+      hello.version != kHandshakeVersion || (hello.isShm && hello.joins) ||
+      (hello.isShm != 0) != visitor->isUnix ||
       std::memcmp(hello.destinationUid, local_.address.uid.data(), sizeof(hello.destinationUid)) !=
           0) {
     co_return refused;
@@ -195,7 +196,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
     MYCOLL_LOG_WARN("refused a connection that claims to be rank %d", hello.source);
     co_return refused;
   }
-  const Admission admission = admit_(sourceUid);
+  const Admission admission = admit_(sourceUid, hello.joins);
   if (admission == Admission::kGone) co_return refused;
   Verdict verdict;
   verdict.isAccepted = admission == Admission::kEnter;
@@ -210,8 +211,10 @@ Task Doorkeeper::answer(Visitor* visitor) {
   WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
   co_await sendVerdict;
   if (sendVerdict.hasFailed() || !verdict.isAccepted) co_return refused;
-  visitor->entrant = {peer, local_.makeLink(peer, std::move(visitor->socket), std::move(segment),
-                                            RingSide::kTaker)};
+  visitor->entrant = {
+      peer, local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker),
+      hello.joins};
+  visitor->entrant.link.id = idOf(proof);
   co_return Status();
 }
 

@@ -5,6 +5,7 @@
 // Thread contract: the mesh's I/O lock. Nothing here blocks.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -25,6 +26,7 @@ class Doorkeeper {
   struct Entrant {
     PeerAddress peer;
     Link link;
+    uint64_t joins = 0;  // 0: no connection, but makes one
   };
   enum class Admission {
     kEnter,
@@ -33,7 +35,7 @@ class Doorkeeper {
     kGone,      // no group has it any more: when it asks again, it hears that
   };
   // What becomes of a peer that has proved who it is.
-  using Admit = std::function<Admission(const std::string& uid)>;
+  using Admit = std::function<Admission(const std::string& uid, uint64_t joins)>;
   using Enter = std::function<void(Entrant)>;
 
   Doorkeeper(Local& local, Admit admit, Enter enter);

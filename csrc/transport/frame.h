@@ -1,9 +1,11 @@
 // What travels on a link: frames, each a header and `payloadBytes` of payload.
 //
-//   kEager          a whole message that is small enough to be buffered by the receiver
+//   kEager          a whole message that is small enough to be buffered by the receiver; or,
+//                   without its payload, the beginning of one: the rest comes in kMore frames
 //   kRequestToSend  a larger message is ready; its payload waits at the sender
 //   kClearToSend    the receiver has posted memory for it; goes back over the same connection
 //   kData           a piece of that payload
+//   kMore           a piece of the payload that an kEager frame came without
 //   kAbort          the group has failed; the payload is the first cause
 //   kGoodbye        the sender has closed its end of the group; the payload says why, or nothing
 //   kProbe          the sender tells the numbers and signatures of collectives it has begun, the
@@ -11,10 +13,15 @@
 //   kArrived        a collective that somebody waits long in, and who is known to have come to it
 //   kQuestion, kAnswer, kDeadlock  why a rank does not come: engine/questions.h
 //   kPut            a piece of what is written into a window of the receiver: `tag` is the window,
-//                   `receiverRequest` where in it the piece begins. The next frames of that window
+//                   `offset` where in it the piece begins. The next frames of that window
 //                   from this sender, signals for instance, leave after its last piece.
 //   kHold, kGoOn    the sender buffers much that nobody receives: what is sent to it from now on
 //                   is to wait for its receiver, however small; it may come at once again
+//
+// Two hosts may be connected by several sockets. All frames leave by the first one, in order, but
+// for pieces of payloads (kData, kMore), which say where they belong and leave by any socket. What
+// a piece needs to come first is waited for where it is read: its kEager frame. So are the pieces
+// that a kGoodbye must not overtake.
 //
 // A frame may be checked (MYCOLL_CHECKSUM; its sender decides): then it says so by its magic
 // number, and holds the CRC-32C of its header, which is looked at before anything in it is
@@ -44,6 +51,7 @@ enum class FrameKind : uint8_t {
   kHold,
   kGoOn,
   kPut,
+  kMore,
 };
 
 // Tags of collectives: the collective's number, then the step within it.
@@ -68,12 +76,25 @@ struct FrameHeader {
   Signature signature;
   uint64_t messageBytes = 0;
   uint64_t payloadBytes = 0;  // that follow this header
-  uint64_t senderRequest = 0;
-  uint64_t receiverRequest = 0;  // kPut: where in the window
+  union {
+    uint64_t senderRequest = 0;
+    uint64_t offset;  // kData, kMore: of the piece in its message; kPut: of it in the window
+  };
+  union {
+    uint64_t receiverRequest = 0;
+    // kMore, and kEager without its payload: which such message of this connection it is, from 1
+    // on. kGoodbye: how many pieces have left by other sockets than the first.
+    uint64_t number;
+  };
   uint32_t payloadCheck = 0;  // checked frames only
   uint32_t headerCheck = 0;   // of all that stands before it
 
   bool isChecked() const { return magic == kCheckedMagic; }
+  bool isPiece() const { return kind == FrameKind::kData || kind == FrameKind::kMore; }
+  // The beginning of a message whose payload comes in pieces.
+  bool isBeginning() const {
+    return kind == FrameKind::kEager && payloadBytes == 0 && messageBytes > 0;
+  }
   uint32_t check() const { return crc32c(this, offsetof(FrameHeader, headerCheck)); }
 };
 static_assert(sizeof(FrameHeader) == 96);

@@ -32,6 +32,12 @@ socklen_t unixAddress(const std::string& uid, sockaddr_un* address) {
 
 }  // namespace
 
+uint64_t idOf(const Proof& proof) {
+  uint64_t id;
+  std::memcpy(&id, proof.cookie, sizeof(id));
+  return id | 1;
+}
+
 Digest acceptorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32]) {
   return hmacSha256(secret, transcript("mycoll accept", hello, nonce));
 }

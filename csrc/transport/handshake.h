@@ -19,6 +19,9 @@
 // have opened a connection already; else whoever proves itself is accepted, and the acceptor's own
 // attempt ends.
 //
+// A connection over TCP may have more sockets than one. The process that has made it makes those,
+// by the same handshake, whose Hello names the connection that the socket joins.
+//
 // All sizes are fixed: nothing is allocated for a stranger but a socket and a coroutine, whose
 // number and time are bounded (doorkeeper.h).
 #pragma once
@@ -37,7 +40,7 @@
 namespace mycoll {
 
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
-constexpr uint32_t kHandshakeVersion = 3;
+constexpr uint32_t kHandshakeVersion = 4;
 
 // Which group vouches for a connection.
 struct HandshakeGroup {
@@ -61,6 +64,8 @@ struct Hello {
   uint64_t context = 0;
   int32_t source = 0;
   int32_t destination = 0;
+  uint64_t joins =
+      0;  // the connection (idOf() its cookie) that this is one more socket of; 0: none
   char sourceUid[32];
   char destinationUid[32];
   uint8_t nonce[32];
@@ -79,6 +84,9 @@ struct Verdict {
   uint32_t isAccepted = 0;
   uint32_t isToAskAgain = 0;  // not accepted, as there is a connection, or one is being made
 };
+
+// What both sides call the connection that was made with this Proof.
+uint64_t idOf(const Proof& proof);
 
 Digest acceptorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32]);
 Digest connectorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32],

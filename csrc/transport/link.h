@@ -59,6 +59,8 @@ struct Link {
   std::unique_ptr<LinkSender> sender;
   std::unique_ptr<LinkReceiver> receiver;
   bool isShm = false;
+  // Over TCP: what both ends call the connection that it is the first link of. Not 0.
+  uint64_t id = 0;
 };
 
 // For tests: may put something of its own between a mesh and each new link.

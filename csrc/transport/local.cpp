@@ -16,6 +16,7 @@ Status MeshOptions::fromEnv(MeshOptions* result) {
   result->eagerBytes = env.eagerBytes;
   result->isChecked = env.checksum;
   result->distance = env.distance;
+  result->flows = env.flows;
   result->networkSeconds = env.networkSeconds;
   return Status();
 }

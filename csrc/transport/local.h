@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "transport/peer.h"
 #include "transport/shm/link.h"
 #include "transport/sleeper.h"
+#include "transport/tcp/address.h"
 
 namespace mycoll {
 
@@ -35,6 +37,7 @@ struct MeshOptions {
   size_t eagerInCollectives = 1024 * 1024;
   bool isChecked = false;  // what is sent carries checksums
   DistanceChoice distance = DistanceChoice::kMeasured;
+  int flows = 0;  // sockets for a peer on another host; 0: as many as its distance asks for
   int networkSeconds = 10;  // a peer beyond the network that is silent for so long is dead
   // For tests:
   LinkTap* tap = nullptr;  // outlives the mesh
@@ -57,7 +60,10 @@ struct Local {
                 RingSide side) const;
 
   const MeshOptions options;
-  PeerAddress address;  // const once the mesh is open
+  PeerAddress address;                       // const once the mesh is open
+  std::vector<InterfaceAddress> interfaces;  // that it listens on; const then, too
+  // Addresses of peers that could not be reached: they are tried last from then on.
+  std::set<std::string> unreachable GUARDED_BY(ioRole);
   Sleeper sleeper;
   BellSocket bell;
   GroupTable groups GUARDED_BY(ioRole);

@@ -88,6 +88,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
   request.signature_ = signature;
   request.data_ = data;
   request.transferred_ = 0;
+  request.begun_ = 0;
   request.mailbox_ = this;
   request.isPosted_ = true;
   request.done_.store(false, std::memory_order_relaxed);
@@ -134,9 +135,15 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   item.header.messageBytes = data.bytes;
   const size_t eagerBytes =
       messageClass == MessageClass::kCollective ? eagerInCollectives_ : mesh_->options().eagerBytes;
+  Connection* connection = nullptr;
+  if (destination != group_.rank) connection = &mesh_->linkTo(group_.peers[destination]);
+  const bool isCut = connection && connection->cuts(data.bytes);
+  // Pieces are read only where the group is known: the first message that is cut asks.
+  const bool mayBeCut = !isCut || flows_[destination].hasSpoken;
   const bool isHeld = flows_[destination].holdsUs && messageClass != MessageClass::kWindow;
-  if (data.bytes <= eagerBytes && !isHeld) {
-    item.header.payloadBytes = data.bytes;
+  if (data.bytes <= eagerBytes && !isHeld && mayBeCut) {
+    if (isCut) item.message = data;
+    if (!isCut) item.header.payloadBytes = data.bytes;
     item.payload = data.begin();
     item.request = &request;
   } else {
@@ -145,8 +152,8 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     item.header.kind = FrameKind::kRequestToSend;
     item.header.senderRequest = request.id_;
   }
-  if (destination == group_.rank) return sendToSelf(request, item.header);
-  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
+  if (!connection) return sendToSelf(request, item.header);
+  mesh_->enqueue(*connection, std::move(item));
 }
 
 void Mailbox::put(Transfer& request, int destination, uint64_t window, uint64_t offset,
@@ -165,7 +172,7 @@ void Mailbox::put(Transfer& request, int destination, uint64_t window, uint64_t 
   item.header.tag = window;
   item.header.signature = signature;
   item.header.messageBytes = data.bytes;
-  item.header.receiverRequest = offset;
+  item.header.offset = offset;
   item.message = data;
   item.request = &request;
   mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
@@ -268,14 +275,16 @@ void Mailbox::onFlow(const FrameHeader& came) {
   Connection& link = mesh_->linkTo(group_.peers[came.source]);
   for (OutItem& item : link.queue()) {
     if (item.header.kind != FrameKind::kEager ||
-        item.header.messageClass == MessageClass::kWindow || item.header.context != group_.context ||
-        item.header.destination != came.source || item.sent > 0 || !item.request) {
+        item.header.messageClass == MessageClass::kWindow ||
+        item.header.context != group_.context || item.header.destination != came.source ||
+        item.sent > 0 || !item.request) {
       continue;
     }
     Transfer* request = std::exchange(item.request, nullptr);
     request->id_ = nextId_++;
     inFlight_[request->id_] = request;
     item.payload = nullptr;
+    item.message = {};
     item.header.kind = FrameKind::kRequestToSend;
     item.header.senderRequest = request->id_;
     item.header.payloadBytes = 0;
@@ -354,21 +363,7 @@ Transfer* Mailbox::matchPosted(const FrameHeader& came) {
 Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   Target target;
   flows_[came.source].hasSpoken = true;
-  if (came.kind == FrameKind::kData) {
-    auto found = inFlight_.find(came.receiverRequest);
-    if (found == inFlight_.end()) return target;
-    Transfer* request = found->second;
-    if (!request->isReceive_ || request->peer_ != came.source ||
-        request->data_.bytes - request->transferred_ < came.payloadBytes) {
-      owner_->onBroken(
-          Status(Code::kInternal, describeRank(came.source) + " sent more than was agreed"));
-      return target;
-    }
-    target.request = request;
-    target.data = request->data_.begin() + request->transferred_;
-    target.isStreaming = request->data_.bytes >= kStreamingBytes;
-    return target;
-  }
+  if (came.isPiece()) return targetOfPiece(came);
   if (!owner_->failureOf(came.messageClass, came.tag).ok()) return target;
   if (came.kind == FrameKind::kPut) return intoWindow(came);
   if (came.messageClass == MessageClass::kWindow) return onSignal(came);
@@ -377,6 +372,10 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
     if (!owner_->agrees(*request, came)) return target;
     if (came.kind == FrameKind::kRequestToSend) {
       clearToSend(*request, came);
+    } else if (came.isBeginning()) {
+      request->id_ = nextId_++;
+      inFlight_[request->id_] = request;
+      assemblies_[{came.source, came.number}] = {request->id_, nullptr, came.messageBytes};
     } else {
       target.request = request;
       target.data = request->data_.begin();
@@ -387,10 +386,15 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   Unexpected& message = unexpected_.emplace_back();
   message.header = came;
   if (came.kind == FrameKind::kEager) {
-    message.payload = std::make_unique_for_overwrite<char[]>(came.payloadBytes);
+    message.header.payloadBytes = came.messageBytes;
+    message.payload = std::make_unique_for_overwrite<char[]>(came.messageBytes);
+    countBuffered(message.header, true);
+    if (came.isBeginning()) {
+      assemblies_[{came.source, came.number}] = {0, &message, came.messageBytes};
+      return target;
+    }
     target.data = message.payload.get();
     target.unexpected = &message;
-    countBuffered(came, true);
   } else {
     message.isComplete = true;
   }
@@ -402,13 +406,12 @@ Mailbox::Target Mailbox::intoWindow(const FrameHeader& came) {
   const auto found = windows_.find(came.tag);
   if (found == windows_.end() && came.tag <= lastWindow_) return target;  // it is closed
   const size_t bytes = found == windows_.end() ? 0 : found->second.memory.bytes;
-  const uint64_t offset = came.receiverRequest;
+  const uint64_t offset = came.offset;
   if (found == windows_.end() || offset > bytes || came.payloadBytes > bytes - offset) {
-    owner_->onBroken(Status(Code::kInternal, "mycoll group '" + group_.name + "': " +
-                                                 describeRank(came.source) + " put " +
-                                                 std::to_string(came.payloadBytes) +
-                                                 " bytes where rank " +
-                                                 std::to_string(group_.rank) + " has no window"));
+    owner_->onBroken(Status(Code::kInternal,
+                            "mycoll group '" + group_.name + "': " + describeRank(came.source) +
+                                " put " + std::to_string(came.payloadBytes) + " bytes where rank " +
+                                std::to_string(group_.rank) + " has no window"));
     return target;
   }
   target.data = found->second.memory.begin() + offset;
@@ -422,8 +425,8 @@ Mailbox::Target Mailbox::onSignal(const FrameHeader& came) {
   const auto found = windows_.find(came.tag);
   if (found == windows_.end() && came.tag <= lastWindow_) return target;  // it is closed
   if (found == windows_.end() || came.kind != FrameKind::kEager || came.messageBytes != 0) {
-    owner_->onBroken(Status(Code::kInternal, "mycoll group '" + group_.name + "': " +
-                                                 describeRank(came.source) +
+    owner_->onBroken(Status(Code::kInternal, "mycoll group '" + group_.name +
+                                                 "': " + describeRank(came.source) +
                                                  " signalled a window that rank " +
                                                  std::to_string(group_.rank) + " does not have"));
     return target;
@@ -433,14 +436,61 @@ Mailbox::Target Mailbox::onSignal(const FrameHeader& came) {
   return target;
 }
 
+Mailbox::Target Mailbox::targetOfPiece(const FrameHeader& came) {
+  uint64_t id = came.receiverRequest;
+  if (came.kind == FrameKind::kMore) {
+    auto found = assemblies_.find({came.source, came.number});
+    if (found == assemblies_.end()) return {};  // nobody wants the message any more
+    Assembly& assembly = found->second;
+    Unexpected* const unexpected = assembly.unexpected;
+    id = assembly.request;
+    if (came.payloadBytes > assembly.left ||
+        (unexpected && (came.offset > unexpected->header.messageBytes ||
+                        came.payloadBytes > unexpected->header.messageBytes - came.offset))) {
+      owner_->onBroken(
+          Status(Code::kInternal, describeRank(came.source) + " sent more than it had announced"));
+      return {};
+    }
+    assembly.left -= came.payloadBytes;
+    if (assembly.left == 0) assemblies_.erase(found);
+    if (unexpected) {
+      Target target;
+      target.unexpected = unexpected;
+      target.data = unexpected->payload.get() + came.offset;
+      return target;
+    }
+  }
+  auto found = inFlight_.find(id);
+  return found == inFlight_.end() ? Target{} : targetIn(*found->second, came);
+}
+
+// Bytes are counted as soon as they begin to come: so it ends only when no piece is under way.
+Mailbox::Target Mailbox::targetIn(Transfer& request, const FrameHeader& came) {
+  if (!request.isReceive_ || request.peer_ != came.source || came.offset > request.data_.bytes ||
+      came.payloadBytes > request.data_.bytes - came.offset ||
+      came.payloadBytes > request.data_.bytes - request.begun_) {
+    owner_->onBroken(
+        Status(Code::kInternal, describeRank(came.source) + " sent more than was agreed"));
+    return {};
+  }
+  request.begun_ += came.payloadBytes;
+  Target target;
+  target.request = &request;
+  target.data = request.data_.begin() + came.offset;
+  target.isStreaming = request.data_.bytes >= kStreamingBytes;
+  return target;
+}
+
 void Mailbox::onPayload(const FrameHeader& came, const Target& target) {
   if (Transfer* request = target.request) {
     request->transferred_ += came.payloadBytes;
     if (request->transferred_ == request->data_.bytes) {
-      if (came.kind == FrameKind::kData) inFlight_.erase(request->id_);
+      if (came.isPiece()) inFlight_.erase(request->id_);
       finish(*request, Status());
     }
   } else if (target.unexpected) {
+    target.unexpected->got += came.payloadBytes;
+    if (target.unexpected->got < target.unexpected->header.messageBytes) return;
     target.unexpected->isComplete = true;
     if (Transfer* claimer = target.unexpected->claimedBy) {
       for (auto message = unexpected_.begin(); message != unexpected_.end(); ++message) {

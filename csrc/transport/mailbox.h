@@ -27,6 +27,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/fd.h"
@@ -88,7 +89,8 @@ class Transfer : public Condition {
   uint64_t tag_ = 0;
   Signature signature_;
   Span data_;
-  size_t transferred_ GUARDED_BY(ioRole) = 0;
+  size_t transferred_ GUARDED_BY(ioRole) = 0;  // bytes that have come, or left
+  size_t begun_ GUARDED_BY(ioRole) = 0;        // ... and those that are coming now
   uint64_t id_ GUARDED_BY(ioRole) = 0;
   Mailbox* mailbox_ = nullptr;
   Transfer* previous_ GUARDED_BY(ioRole) = nullptr;  // in the mailbox's list of open requests
@@ -245,6 +247,8 @@ class Mailbox {
       REQUIRES(ioRole);
   void countBuffered(const FrameHeader& header, bool isMore) REQUIRES(ioRole);
   void onFlow(const FrameHeader& header) REQUIRES(ioRole);
+  Target targetOfPiece(const FrameHeader& header) REQUIRES(ioRole);
+  Target targetIn(Transfer& request, const FrameHeader& header) REQUIRES(ioRole);
   void clearToSend(Transfer& request, const FrameHeader& header) REQUIRES(ioRole);
   FrameHeader header(FrameKind kind, int destination) const;
   OutItem controlItem(int destination, FrameKind kind, const std::string& payload) const;
@@ -267,6 +271,13 @@ class Mailbox {
     bool hasSpoken = false;    // something has come from it
   };
   std::vector<Flow> flows_ GUARDED_BY(ioRole);  // by rank
+  // What an kEager frame without its payload has begun; where the payload is to go.
+  struct Assembly {
+    uint64_t request = 0;              // by id; or
+    Unexpected* unexpected = nullptr;  // memory of our own
+    size_t left = 0;                   // bytes that have not begun to come
+  };
+  std::map<std::pair<int, uint64_t>, Assembly> assemblies_ GUARDED_BY(ioRole);  // source, number
   // Matched, or waiting for clear-to-send, by id.
   std::unordered_map<uint64_t, Transfer*> inFlight_ GUARDED_BY(ioRole);
   uint64_t nextId_ GUARDED_BY(ioRole) = 1;
@@ -283,6 +294,7 @@ class Mailbox {
 struct Mailbox::Unexpected {
   FrameHeader header;
   std::unique_ptr<char[]> payload;
+  size_t got = 0;  // bytes of it
   bool isComplete = false;
   Transfer* claimedBy = nullptr;  // matched while its payload was still arriving
 };

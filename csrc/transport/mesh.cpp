@@ -22,10 +22,16 @@ constexpr int64_t kLookEveryMs = 50;
 Mesh::Mesh(MeshOptions options)
     : local_(std::move(options)),
       doorkeeper_(
-          local_, [this](const std::string& uid) REQUIRES(ioRole) { return admit(uid); },
+          local_,
+          [this](const std::string& uid, uint64_t joins)
+              REQUIRES(ioRole) { return admit(uid, joins); },
           [this](Doorkeeper::Entrant entrant) REQUIRES(ioRole) {
             Connection& connection = connectionWith(entrant.peer);
-            if (connection.isToBeMade()) connection.open(std::move(entrant.link));
+            if (entrant.joins != 0) {
+              connection.join(std::move(entrant.link));
+            } else if (connection.isToBeMade()) {
+              connection.open(std::move(entrant.link));
+            }
           }),
       watch_(local_.sleeper) {}
 
@@ -214,10 +220,14 @@ Fd Mesh::takeFd(const std::string& uid, const std::string& cookie) {
 
 // If two processes connect to each other at once, the connection made by the smaller uid stays,
 // unless this side's own cannot be open at the peer yet.
-Doorkeeper::Admission Mesh::admit(const std::string& uid) const {
+Doorkeeper::Admission Mesh::admit(const std::string& uid, uint64_t joins) const {
   // What was left to say to it was dropped with the last common group.
   if (!local_.groups.names(uid)) return Doorkeeper::Admission::kGone;
   const Connection* connection = find(uid);
+  if (joins != 0) {
+    return connection && connection->mayBeJoined(joins) ? Doorkeeper::Admission::kEnter
+                                                        : Doorkeeper::Admission::kRefused;
+  }
   if (!connection) return Doorkeeper::Admission::kEnter;
   switch (connection->state()) {
     case Connection::State::kIdle: break;

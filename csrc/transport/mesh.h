@@ -91,7 +91,7 @@ class Mesh {
   void goOnWithHandshakes() REQUIRES(ioRole);
   bool moveBytes() REQUIRES(ioRole);
   void dialAgain() REQUIRES(ioRole);
-  Doorkeeper::Admission admit(const std::string& uid) const REQUIRES(ioRole);
+  Doorkeeper::Admission admit(const std::string& uid, uint64_t joins) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);
   Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
   void erase(const Connection& connection) REQUIRES(ioRole);

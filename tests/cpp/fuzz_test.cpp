@@ -51,6 +51,7 @@ std::string nonsense(std::mt19937& random) {
     header.receiverRequest = random() % 4;
     if (random() % 3 == 0) header.payloadBytes = sizes[random() % std::size(sizes)];
     if (random() % 3 == 0) header.messageBytes = sizes[random() % std::size(sizes)];
+    if (random() % 5 == 0) header.offset = sizes[random() % std::size(sizes)];
     if (random() % 5 == 0) header.source = static_cast<int32_t>(random());
     if (random() % 5 == 0) header.context = random();
     std::string payload(std::min<uint64_t>(header.payloadBytes, 20'000), 'a');
@@ -110,7 +111,7 @@ class Tongue final : public LinkTap {
 };
 
 // Rank 0 says this to rank 1, which waits for two messages and has a window, number 7.
-void say(const std::string& bytes, TransportChoice transport, bool isGood) {
+void say(const std::string& bytes, TransportChoice transport, bool isGood, int flows = 1) {
   Tongue tongue(bytes);
   std::shared_ptr<Mesh> meshes[2];
   test::Listener listeners[2];
@@ -119,6 +120,7 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood) {
     MeshOptions options;
     options.transport = transport;
     options.storeHost = "127.0.0.1";
+    options.flows = flows;
     if (rank == 1) options.tap = &tongue;
     ASSERT_OK(Mesh::create(options, &meshes[rank]));
   }
@@ -167,5 +169,7 @@ TEST(Fuzz, framesOfNonsense) {
     const bool isGood = input.name.starts_with("good-");
     say(input.bytes, TransportChoice::kAuto, isGood);
     say(input.bytes, TransportChoice::kTcp, isGood);
+    // By all sockets the same.
+    say(input.bytes, TransportChoice::kTcp, false, 3);
   });
 }

@@ -98,7 +98,7 @@ struct Server {
       EXPECT_OK(connectUnix(mesh->address().uid, &socket));
     } else {
       EXPECT_OK(startConnect(mesh->address().tcp.front().address, mesh->address().tcp.front().port,
-                             &socket));
+                             nullptr, &socket));
     }
     return socket;
   }

@@ -1,9 +1,14 @@
 // Collectives of groups that span hosts: ranks are threads that pretend to be on several hosts. The
 // bits of every reduction are those of one reduce() over all inputs, wherever the ranks are.
 #include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <chrono>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
@@ -213,6 +218,125 @@ class FrameCounter final : public LinkTap {
   Count count_;
 };
 
+using Clock = std::chrono::steady_clock;
+
+// A long way between hosts: what comes is seen only when it has been here for so long. Whoever
+// waits for it must be woken from time to time, as no event tells of it.
+class LongWay final : public LinkTap {
+ public:
+  explicit LongWay(Clock::duration delay) : delay_(delay) {}
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override { return link; }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {
+    return std::make_unique<Receiver>(delay_, std::move(link));
+  }
+
+ private:
+  class Receiver final : public LinkReceiver {
+   public:
+    Receiver(Clock::duration delay, std::unique_ptr<LinkReceiver> link)
+        : delay_(delay), link_(std::move(link)) {}
+    ssize_t read(void* data, size_t bytes, bool) override {
+      takeIn();
+      if (coming_.empty() || coming_.front().due > Clock::now()) {
+        if (!coming_.empty() || end_ == 0) return 0;
+        errno = error_;
+        return -1;
+      }
+      Piece& piece = coming_.front();
+      const size_t taken = std::min(bytes, piece.bytes.size() - piece.read);
+      std::memcpy(data, piece.bytes.data() + piece.read, taken);
+      piece.read += taken;
+      if (piece.read == piece.bytes.size()) coming_.pop_front();
+      return static_cast<ssize_t>(taken);
+    }
+    bool maybeReadable() const override { return true; }
+    void lookAgain() override { link_->lookAgain(); }
+    void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
+    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
+    int fd() const override { return link_->fd(); }
+
+   private:
+    struct Piece {
+      Clock::time_point due;
+      std::string bytes;
+      size_t read = 0;
+    };
+
+    void takeIn() {
+      char buffer[64 * 1024];
+      while (end_ == 0) {
+        link_->lookAgain();
+        const ssize_t got = link_->read(buffer, sizeof(buffer), false);
+        if (got < 0) end_ = got, error_ = errno;
+        if (got <= 0) return;
+        coming_.push_back(
+            {Clock::now() + delay_, std::string(buffer, static_cast<size_t>(got)), 0});
+      }
+    }
+
+    const Clock::duration delay_;
+    std::unique_ptr<LinkReceiver> link_;
+    std::deque<Piece> coming_;
+    ssize_t end_ = 0;
+    int error_ = 0;
+  };
+
+  const Clock::duration delay_;
+};
+
+// The least of some: how many delays an all_reduce of two hosts takes from the moment that both
+// call.
+double delaysOfAllReduce(size_t bytes, int flows) {
+  constexpr auto kDelay = std::chrono::milliseconds(20);
+  constexpr int kRounds = 6;
+  LongWay way(kDelay);
+  std::barrier together(2);
+  std::vector<double> seconds[2];
+  auto store = std::make_shared<MemoryStore>();
+  std::shared_ptr<Engine> engines[2];
+  for (int rank = 0; rank < 2; ++rank) {
+    MeshOptions mesh;
+    mesh.storeHost = "127.0.0.1";
+    mesh.host = " host " + std::to_string(rank);
+    mesh.tap = &way;
+    mesh.flows = flows;
+    ASSERT_OK(Engine::create(mesh, &engines[rank]));
+  }
+  std::atomic<bool> isOver{false};
+  std::thread clock([&] {
+    while (!isOver.load()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      for (auto& engine : engines) engine->mesh()->sleeper().wakeAll();
+    }
+  });
+  Threads(2, [&](int rank) {
+    GroupOptions options;
+    options.name = "far";
+    options.rank = rank;
+    options.ranks = 2;
+    std::shared_ptr<Communicator> group;
+    ASSERT_OK(Communicator::create(options, store, engines[rank], &group));
+    std::vector<int32_t> data(bytes / 4);
+    Call c = call(OpKind::kAllReduce);
+    c.in = c.out = {span(data)};
+    for (int round = 0; round < kRounds; ++round) {
+      together.arrive_and_wait();
+      const auto before = Clock::now();
+      EXPECT(run(*group, c).ok());
+      const std::chrono::duration<double> took = Clock::now() - before;
+      seconds[rank].push_back(took.count());
+    }
+    group->close(Deadline::after(std::chrono::milliseconds(2000)));
+  });
+  isOver.store(true);
+  clock.join();
+  double least = 1e9;
+  for (int round = 1; round < kRounds; ++round) {  // the first one connects
+    least = std::min(least, std::max(seconds[0][round], seconds[1][round]));
+  }
+  return least / std::chrono::duration<double>(kDelay).count();
+}
+
 }  // namespace
 
 // Ranks of a host pass what they add up and share through memory, and send to other hosts without
@@ -364,6 +488,19 @@ TEST(Hosts, dataThatIsMoved) {
       EXPECT(run(group, call(OpKind::kBarrier)).ok());
     }
   });
+}
+
+// Nothing is asked before it is sent: a small one takes one trip, a large one two, with one socket
+// and with several.
+TEST(Hosts, tripsOfAnAllReduceFarAway) {
+  for (const int flows : {1, 4}) {
+    const double small = delaysOfAllReduce(4, flows);
+    EXPECT(small >= 1);
+    EXPECT(small <= 1.2);
+    const double large = delaysOfAllReduce(1024 * 1024, flows);
+    EXPECT(large >= 2);
+    EXPECT(large <= 2.3);
+  }
 }
 
 // Ranks that wait for it in memory, and those that wait for messages, name the rank that is

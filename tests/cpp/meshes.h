@@ -26,12 +26,14 @@ struct Member {
 class Meshes {
  public:
   Meshes(int count, mycoll::TransportChoice transport,
-         const std::map<int, mycoll::LinkTap*>& taps = {}) {
+         const std::map<int, mycoll::LinkTap*>& taps = {},
+         const std::function<void(mycoll::MeshOptions&)>& adjust = {}) {
     for (int i = 0; i < count; ++i) {
       mycoll::MeshOptions options;
       options.transport = transport;
       options.storeHost = "127.0.0.1";
       if (taps.count(i)) options.tap = taps.at(i);
+      if (adjust) adjust(options);
       ASSERT_OK(mycoll::Mesh::create(options, &all.emplace_back()));
       addresses.push_back(all.back()->address());
     }

@@ -280,6 +280,7 @@ std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>&
     mesh.eagerBytes = 16 * 1024;
     if (seed % 3) mesh.eagerInCollectives = 16 * 1024;
     mesh.isChecked = isChecked;
+    if (seed % 4 < 2) mesh.flows = 3;
     mesh.tap = weather[static_cast<size_t>(rank)].get();
     ASSERT_OK(Engine::create(mesh, &engines[static_cast<size_t>(rank)]));
   }

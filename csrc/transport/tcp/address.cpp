@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -41,6 +42,18 @@ std::string routeSource(const std::string& host) {
   return "";
 }
 
+int prefixOf(const sockaddr* mask) {
+  if (!mask) return 0;
+  const void* bytes =
+      mask->sa_family == AF_INET6
+          ? static_cast<const void*>(&reinterpret_cast<const sockaddr_in6*>(mask)->sin6_addr)
+          : &reinterpret_cast<const sockaddr_in*>(mask)->sin_addr;
+  const size_t count = mask->sa_family == AF_INET6 ? sizeof(in6_addr) : sizeof(in_addr);
+  int bits = 0;
+  for (size_t i = 0; i < count; ++i) bits += std::popcount(static_cast<const uint8_t*>(bytes)[i]);
+  return bits;
+}
+
 bool isContainerBridge(const std::string& name) {
   for (const char* prefix : {"docker", "veth", "br-", "virbr", "cni", "flannel", "cali"}) {
     if (name.rfind(prefix, 0) == 0) return true;
@@ -68,6 +81,7 @@ std::vector<InterfaceAddress> interfaceAddresses() {
     found.interfaceName = entry->ifa_name;
     found.isIpv6 = family == AF_INET6;
     found.isLoopback = entry->ifa_flags & IFF_LOOPBACK;
+    found.prefixBits = prefixOf(entry->ifa_netmask);
     found.address =
         numericHost(entry->ifa_addr, found.isIpv6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
     if (!found.address.empty() && isUsable(found)) result.push_back(found);
@@ -76,6 +90,18 @@ std::vector<InterfaceAddress> interfaceAddresses() {
   std::stable_sort(result.begin(), result.end(),
                    [](const auto& a, const auto& b) { return a.isIpv6 < b.isIpv6; });
   return result;
+}
+
+bool isInSubnetOf(const InterfaceAddress& own, const std::string& address) {
+  unsigned char mine[sizeof(in6_addr)], theirs[sizeof(in6_addr)];
+  const int family = own.isIpv6 ? AF_INET6 : AF_INET;
+  if (own.prefixBits <= 0 || inet_pton(family, own.address.c_str(), mine) != 1 ||
+      inet_pton(family, address.c_str(), theirs) != 1) {
+    return false;
+  }
+  const int whole = own.prefixBits / 8, rest = own.prefixBits % 8;
+  if (std::memcmp(mine, theirs, static_cast<size_t>(whole)) != 0) return false;
+  return rest == 0 || (mine[whole] ^ theirs[whole]) >> (8 - rest) == 0;
 }
 
 Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHost,
@@ -118,7 +144,10 @@ Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHo
   }
   chosen->clear();
   for (const auto& entry : all) {
-    if (entry.interfaceName == name) chosen->push_back(entry);
+    // All that are named, as whoever names several wants them to be used.
+    const bool isNamed =
+        filter.isSet() && !filter.isExclusion && filter.matches(entry.interfaceName);
+    if (isNamed || entry.interfaceName == name) chosen->push_back(entry);
   }
   if (chosen->empty()) {
     return Status(Code::kNetwork, "this host has no network interface that is up, not even lo");
@@ -188,12 +217,19 @@ Status listenOn(const InterfaceAddress& address, const PortRange& ports, Fd* lis
                                     address.address + ": each process of a host needs one");
 }
 
-Status startConnect(const std::string& address, int port, Fd* result) {
+Status startConnect(const std::string& address, int port, const InterfaceAddress* from,
+                    Fd* result) {
   sockaddr_storage where{};
   socklen_t length = 0;
   MYCOLL_RETURN_IF_ERROR(resolveNumeric(address, port, &where, &length));
   Fd socket(::socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket.isOpen()) return connectFailure(address, port, errno);
+  sockaddr_storage own{};
+  socklen_t ownLength = 0;
+  if (from && resolveNumeric(from->address, 0, &own, &ownLength).ok() &&
+      bind(socket.get(), reinterpret_cast<sockaddr*>(&own), ownLength) != 0) {
+    return connectFailure(address, port, errno);
+  }
   if (connect(socket.get(), reinterpret_cast<sockaddr*>(&where), length) != 0 &&
       errno != EINPROGRESS) {
     return connectFailure(address, port, errno);
@@ -222,6 +258,11 @@ void tuneSocket(int fd, int deadAfterSeconds) {
   unsigned unackedMilliseconds = static_cast<unsigned>(deadAfterSeconds) * 1000;
   (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &unackedMilliseconds,
                    sizeof(unackedMilliseconds));
+}
+
+void shareLoad(int fd) {
+  unsigned unsent = 256 * 1024;
+  (void)setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof(unsent));
 }
 
 }  // namespace mycoll

@@ -1,14 +1,26 @@
 #include "transport/tcp/link.h"
 
+#include <linux/tcp.h>  // newer than <netinet/tcp.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 
 #include "kernels/copy.h"
 
 namespace mycoll {
+
+std::chrono::microseconds roundTripOf(int fd) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};
+  constexpr size_t kEnd = offsetof(tcp_info, tcpi_min_rtt) + sizeof(info.tcpi_min_rtt);
+  const bool isKnown = length >= kEnd && info.tcpi_min_rtt != ~uint32_t{0};
+  return std::chrono::microseconds(isKnown ? info.tcpi_min_rtt : info.tcpi_rtt);
+}
 
 ssize_t TcpSender::write(const Span* parts, int count) {
   constexpr int kMaxParts = 4;

@@ -7,12 +7,16 @@
 // that is killed does not: its last bytes may be lost, as they may be lost with its host.
 #pragma once
 
+#include <chrono>
 #include <memory>
 
 #include "base/fd.h"
 #include "transport/link.h"
 
 namespace mycoll {
+
+// The least time that anything has taken to the other end and back; 0: unknown.
+std::chrono::microseconds roundTripOf(int fd);
 
 class TcpSender final : public LinkSender {
  public:

@@ -1,0 +1,348 @@
+// Several sockets for one peer (MYCOLL_FLOWS): large messages are spread over them, and everything
+// that holds with one socket holds with several.
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <vector>
+
+#include "meshes.h"
+#include "test.h"
+#include "transport/frame.h"
+#include "transport/link.h"
+#include "transport/tcp/address.h"
+
+using namespace mycoll;
+
+namespace {
+
+constexpr int kFlows = 3;
+constexpr size_t kLarge = 3'000'007;
+// More than a piece, and no more than collectives send without asking.
+constexpr size_t kCut = 900'001;
+
+// What goes over the links of a mesh, in the order in which they were made. Links can be held back:
+// what comes by them is not seen for a while.
+class Links final : public LinkTap {
+ public:
+  // Each socket sends so much at most, as a cloud's flows do; 0: as much as it can.
+  explicit Links(unsigned bytesPerSecond = 0) : bytesPerSecond_(bytesPerSecond) {}
+
+  std::vector<size_t> sent;
+  std::vector<bool> isHeldBack = std::vector<bool>(16);
+  std::vector<int> fds;
+
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
+    sent.push_back(0);
+    fds.push_back(link->fd());
+    if (bytesPerSecond_ > 0) {
+      (void)setsockopt(link->fd(), SOL_SOCKET, SO_MAX_PACING_RATE, &bytesPerSecond_,
+                       sizeof(bytesPerSecond_));
+    }
+    return std::make_unique<Sender>(*this, std::move(link), sent.size() - 1);
+  }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override {
+    return std::make_unique<Receiver>(*this, std::move(link), sent.size() - 1);
+  }
+
+ private:
+  const unsigned bytesPerSecond_;
+
+  class Sender final : public LinkSender {
+   public:
+    Sender(Links& links, std::unique_ptr<LinkSender> link, size_t number)
+        : links_(links), link_(std::move(link)), number_(number) {}
+    ssize_t write(const Span* parts, int count) override {
+      const ssize_t written = link_->write(parts, count);
+      if (written > 0) links_.sent[number_] += static_cast<size_t>(written);
+      return written;
+    }
+    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
+    int fd() const override { return link_->fd(); }
+
+   private:
+    Links& links_;
+    std::unique_ptr<LinkSender> link_;
+    const size_t number_;
+  };
+  class Receiver final : public LinkReceiver {
+   public:
+    Receiver(Links& links, std::unique_ptr<LinkReceiver> link, size_t number)
+        : links_(links), link_(std::move(link)), number_(number) {}
+    ssize_t read(void* data, size_t bytes, bool streaming) override {
+      return links_.isHeldBack[number_] ? 0 : link_->read(data, bytes, streaming);
+    }
+    bool maybeReadable() const override {
+      return !links_.isHeldBack[number_] && link_->maybeReadable();
+    }
+    void lookAgain() override { link_->lookAgain(); }
+    void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
+    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
+    int fd() const override { return link_->fd(); }
+
+   private:
+    Links& links_;
+    std::unique_ptr<LinkReceiver> link_;
+    const size_t number_;
+  };
+};
+
+// Two processes that have talked, over so many sockets.
+struct Far {
+  explicit Far(bool isChecked = false, size_t flows = kFlows, unsigned bytesPerSecond = 0)
+      : links{Links(bytesPerSecond), Links(bytesPerSecond)},
+        meshes(2, TransportChoice::kTcp, {{0, &links[0]}, {1, &links[1]}},
+               [&](MeshOptions& options) {
+                 options.flows = static_cast<int>(flows);
+                 options.isChecked = isChecked;
+               }) {
+    meshes.join(0, 1, {0, 1});
+    meshes.join(1, 1, {0, 1});
+    EXPECT(meshes.talk(0, 1, 1, 0, 1));
+    EXPECT(meshes.talk(1, 0, 1, 1, 0));
+    EXPECT(meshes.turnUntil([&] { return links[1].sent.size() == flows; }));
+    meshes.turn(50);  // the last one has joined on the other side, too
+  }
+
+  Mailbox& mailbox(int rank) { return *meshes.at(rank, 1).mailbox; }
+  // Posts both ends; of a collective: with no question before it.
+  void send(int from, Transfer& sending, std::vector<char>& data, uint64_t tag,
+            MessageClass kind = MessageClass::kPointToPoint) {
+    mailbox(from).send(sending, 1 - from, kind, tag, test::Meshes::word(data.size()), span(data));
+  }
+  void receive(int at, Transfer& receiving, std::vector<char>& data, uint64_t tag,
+               MessageClass kind = MessageClass::kPointToPoint) {
+    mailbox(at).receive(receiving, 1 - at, kind, tag, test::Meshes::word(data.size()), span(data));
+  }
+  static Span span(std::vector<char>& data) { return {data.data(), data.size()}; }
+
+  Links links[2];
+  test::Meshes meshes;
+};
+
+std::vector<char> pattern(size_t bytes, int seed) {
+  std::vector<char> data(bytes);
+  for (size_t i = 0; i < bytes; ++i) {
+    data[i] = static_cast<char>(i * 131 + i / 1000 + static_cast<size_t>(seed));
+  }
+  return data;
+}
+
+constexpr auto kCollective = MessageClass::kCollective;
+uint64_t tagOf(uint64_t sequence) { return sequence << kStepBits; }
+
+}  // namespace
+
+TEST(Flows, largeMessagesUseAllSockets) {
+  for (const bool isChecked : {false, true}) {
+    Far far(isChecked);
+    for (const int from : {0, 1}) {
+      const std::vector<size_t> before = far.links[from].sent;
+      ASSERT(before.size() == kFlows);
+      std::vector<char> out = pattern(kLarge, from), in(kLarge);
+      Transfer sending, receiving;
+      far.receive(1 - from, receiving, in, 9);
+      far.send(from, sending, out, 9);
+      ASSERT(far.meshes.turnUntil([&] { return receiving.isDone() && sending.isDone(); }));
+      EXPECT_OK(receiving.status());
+      EXPECT(in == out);
+      for (int i = 0; i < kFlows; ++i) {
+        EXPECT(far.links[from].sent[i] - before[i] >= kLarge / kFlows / 4);
+      }
+    }
+  }
+}
+
+// Where each of them is limited, so many carry so much more.
+TEST(Flows, theLimitsOfSocketsAddUp) {
+  auto secondsWith = [](size_t flows) {
+    constexpr size_t kBytes = 8'000'000;
+    Far far(false, flows, 20'000'000);
+    std::vector<char> out = pattern(kBytes, 3), in(kBytes);
+    double least = 1e9;
+    for (uint64_t tag = 1; tag <= 3; ++tag) {
+      Transfer sending, receiving;
+      far.receive(1, receiving, in, tag);
+      const auto before = std::chrono::steady_clock::now();
+      far.send(0, sending, out, tag);
+      EXPECT(far.meshes.turnUntil([&] { return receiving.isDone() && sending.isDone(); }));
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - before;
+      least = std::min(least, took.count());
+    }
+    EXPECT(in == out);
+    return least;
+  };
+  const double one = secondsWith(1), four = secondsWith(4);
+  EXPECT(one > 0.3);  // the limit holds
+  EXPECT(one / four >= 2.5);
+}
+
+// Each message of a collective that is cut up, too; some of them come before they are asked for,
+// and all in the order in which they were sent.
+TEST(Flows, messagesThatDoNotAskAreCutUpAndKeepTheirOrder) {
+  Far far;
+  for (const bool isPostedFirst : {true, false}) {
+    constexpr int kMessages = 5;
+    const std::vector<size_t> before = far.links[0].sent;
+    std::vector<std::vector<char>> out, in;
+    Transfer sending[kMessages], receiving[kMessages];
+    for (int i = 0; i < kMessages; ++i) {
+      out.push_back(pattern(kCut, i));
+      in.emplace_back(kCut);
+    }
+    const uint64_t tag = tagOf(isPostedFirst ? 1 : 2);
+    for (int rank = 0; rank < 2; ++rank) {
+      far.meshes.at(rank, 1).listener.agreement().begin(isPostedFirst ? 1 : 2,
+                                                        test::Meshes::word(kCut));
+    }
+    auto post = [&] {
+      for (int i = 0; i < kMessages; ++i) far.receive(1, receiving[i], in[i], tag, kCollective);
+    };
+    if (isPostedFirst) post();
+    for (int i = 0; i < kMessages; ++i) far.send(0, sending[i], out[i], tag, kCollective);
+    if (!isPostedFirst) {
+      // They have left, and come, without being asked for.
+      ASSERT(far.meshes.turnUntil([&] { return sending[kMessages - 1].isDone(); }));
+      far.meshes.turn(100);
+      post();
+    }
+    ASSERT(far.meshes.turnUntil([&] { return receiving[kMessages - 1].isDone(); }));
+    for (int i = 0; i < kMessages; ++i) {
+      EXPECT_OK(receiving[i].status());
+      EXPECT(in[i] == out[i]);
+    }
+    for (int i = 0; i < kFlows; ++i) EXPECT(far.links[0].sent[i] - before[i] >= kCut / 4);
+  }
+}
+
+// The first socket may be slower than the others, so that pieces come before what they belong to.
+TEST(Flows, piecesWaitForTheBeginningOfTheirMessage) {
+  Far far;
+  for (int rank = 0; rank < 2; ++rank) {
+    far.meshes.at(rank, 1).listener.agreement().begin(1, test::Meshes::word(kCut));
+  }
+  std::vector<char> out = pattern(kCut, 5), in(kCut);
+  Transfer sending, receiving;
+  far.receive(1, receiving, in, tagOf(1), kCollective);
+  far.links[1].isHeldBack[0] = true;
+  far.send(0, sending, out, tagOf(1), kCollective);
+  far.meshes.turn(300);
+  EXPECT(!receiving.isDone());
+  far.links[1].isHeldBack[0] = false;
+  ASSERT(far.meshes.turnUntil([&] { return receiving.isDone(); }));
+  EXPECT_OK(receiving.status());
+  EXPECT(in == out);
+}
+
+// The sender leaves as soon as all has left; its goodbye takes the fast way.
+TEST(Flows, aGoodbyeDoesNotOvertakePieces) {
+  Far far;
+  std::vector<char> out = pattern(kLarge, 6), in(kLarge);
+  Transfer sending, receiving;
+  far.receive(1, receiving, in, 9);
+  far.send(0, sending, out, 9);
+  // Something of it lies unread in the second socket when the goodbye comes.
+  ASSERT(far.meshes.turnUntil([&] {
+    far.links[1].isHeldBack[1] = far.links[0].sent[1] > 300'000;
+    return sending.isDone() || far.links[1].isHeldBack[1];
+  }));
+  ASSERT(far.meshes.turnUntil([&] { return sending.isDone(); }));
+  EXPECT(far.links[1].isHeldBack[1]);
+  far.meshes.leave(0, 1);
+  far.meshes.turn(500);
+  EXPECT(!receiving.isDone());
+  EXPECT(far.meshes.at(1, 1).listener.gone().empty());
+  far.links[1].isHeldBack[1] = false;
+  ASSERT(far.meshes.turnUntil([&] { return receiving.isDone(); }));
+  EXPECT_OK(receiving.status());
+  EXPECT(in == out);
+  EXPECT(far.meshes.turnUntil([&] { return !far.meshes.at(1, 1).listener.gone().empty(); }));
+}
+
+// What has left by it cannot be told from what has arrived. Both sides hear of it soon, not only
+// when the network's patience is over.
+TEST(Flows, oneBrokenSocketEndsTheConnection) {
+  for (int broken = 0; broken < kFlows; ++broken) {
+    Far far;
+    std::vector<char> in(kLarge);
+    Transfer receiving;
+    far.receive(0, receiving, in, 9);
+    ::shutdown(far.links[1].fds[static_cast<size_t>(broken)], SHUT_RDWR);
+    EXPECT(far.meshes.turnUntil([&] { return receiving.isDone(); }, 3'000));
+    EXPECT_EQ(static_cast<int>(receiving.status().code()), static_cast<int>(Code::kPeerLost));
+    EXPECT(
+        far.meshes.turnUntil([&] { return !far.meshes.at(1, 1).listener.failure().ok(); }, 3'000));
+  }
+}
+
+// A group that is not made yet is never sent pieces: nobody could tell where they belong.
+TEST(Flows, theFirstMessageToANewGroupAsks) {
+  Far far;
+  far.meshes.join(0, 2, {0, 1});
+  std::vector<char> out = pattern(kCut, 8), in(kCut);
+  Transfer sending, receiving;
+  far.meshes.at(0, 2).listener.agreement().begin(1, test::Meshes::word(kCut));
+  far.meshes.at(0, 2).mailbox->send(sending, 1, kCollective, tagOf(1), test::Meshes::word(kCut),
+                                    Far::span(out));
+  far.meshes.turn(200);
+  EXPECT(!sending.isDone());
+  far.meshes.join(1, 2, {0, 1});
+  far.meshes.at(1, 2).listener.agreement().begin(1, test::Meshes::word(kCut));
+  far.meshes.at(1, 2).mailbox->receive(receiving, 0, kCollective, tagOf(1),
+                                       test::Meshes::word(kCut), Far::span(in));
+  ASSERT(far.meshes.turnUntil([&] { return receiving.isDone() && sending.isDone(); }));
+  EXPECT_OK(receiving.status());
+  EXPECT(in == out);
+}
+
+// It is small, and would not gain: the sockets are for those that do not fit in one.
+TEST(Flows, smallMessagesStayOnTheFirstSocket) {
+  Far far;
+  const std::vector<size_t> before = far.links[0].sent;
+  for (int i = 0; i < 20; ++i) EXPECT(far.meshes.talk(0, 1, 1, 0, 1));
+  EXPECT(far.links[0].sent[0] > before[0]);
+  for (int i = 1; i < kFlows; ++i) EXPECT_EQ(far.links[0].sent[i], before[i]);
+}
+
+// Neighbours have one.
+TEST(Flows, aNearPeerHasOneSocket) {
+  Links links[2];
+  test::Meshes meshes(2, TransportChoice::kTcp, {{0, &links[0]}, {1, &links[1]}});
+  meshes.join(0, 1, {0, 1});
+  meshes.join(1, 1, {0, 1});
+  EXPECT(meshes.talk(0, 1, 1, 0, 1));
+  meshes.turn(200);
+  EXPECT_EQ(links[0].sent.size(), size_t{1});
+  EXPECT_EQ(links[1].sent.size(), size_t{1});
+}
+
+TEST(Flows, subnetsAreCompared) {
+  const InterfaceAddress ten{"eth0", "10.1.2.3", false, false, 20};
+  EXPECT(isInSubnetOf(ten, "10.1.0.1"));
+  EXPECT(isInSubnetOf(ten, "10.1.15.255"));
+  EXPECT(!isInSubnetOf(ten, "10.1.16.1"));
+  EXPECT(!isInSubnetOf(ten, "fd00::1"));
+  const InterfaceAddress six{"eth0", "fd21:3::1", true, false, 64};
+  EXPECT(isInSubnetOf(six, "fd21:3::2"));
+  EXPECT(!isInSubnetOf(six, "fd21:4::2"));
+  EXPECT(!isInSubnetOf({"eth0", "10.1.2.3", false, false, 0}, "10.1.2.4"));
+}
+
+// An exclusion says only what is not wanted; names say what is.
+TEST(Flows, allInterfacesThatAreNamedAreUsed) {
+  const std::vector<InterfaceAddress> all = interfaceAddresses();
+  InterfaceFilter filter;
+  filter.isExact = true;
+  for (const InterfaceAddress& each : all) filter.names.push_back(each.interfaceName);
+  std::vector<InterfaceAddress> chosen;
+  ASSERT_OK(chooseInterface(filter, "", &chosen));
+  EXPECT_EQ(chosen.size(), all.size());
+  filter.isExclusion = true;
+  filter.names = {"nothing-that-there-is"};
+  const Status status = chooseInterface(filter, "", &chosen);
+  if (!status.ok()) return;  // there is nothing but loopback
+  for (const InterfaceAddress& each : chosen) {
+    EXPECT_EQ(each.interfaceName, chosen.front().interfaceName);
+  }
+}

@@ -7,6 +7,8 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -22,6 +24,8 @@
 #include "transport/sleeper.h"
 
 namespace mycoll {
+
+class Lobby;
 
 struct MeshOptions {
   TransportChoice transport = TransportChoice::kAuto;
@@ -61,6 +65,7 @@ struct Local {
   Sleeper sleeper;
   BellSocket bell;
   GroupTable groups GUARDED_BY(ioRole);
+  std::map<uint64_t, Lobby*> lobbies GUARDED_BY(ioRole);  // by number
   std::atomic<int> pending{0};          // requests that are posted, connections that are being made
   int dialing GUARDED_BY(ioRole) = 0;   // of these, connections
   int tcpLinks GUARDED_BY(ioRole) = 0;  // connections over TCP that are open

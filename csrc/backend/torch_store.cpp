@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/deadline.h"
 #include "base/env.h"
 
 namespace mycoll {
@@ -58,6 +59,18 @@ Status TorchStore::tryGet(const std::string& key, bool* found, std::string* valu
     const std::vector<uint8_t> bytes = store_->get(key);
     value->assign(bytes.begin(), bytes.end());
   });
+}
+
+// A store that has waited in vain says so by an exception, as it does when it has failed: then the
+// next look tells.
+Status TorchStore::wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) {
+  if (!canWait_) return Store::wait(key, atMost, found);
+  const Deadline end = Deadline::after(atMost);
+  const Status waited = guarded("wait for", key, [&] { store_->wait({key}, atMost); });
+  *found = waited.ok();
+  if (*found || end.expired()) return Status();
+  canWait_ = waited.code() == Code::kNetwork;
+  return Store::wait(key, end.remaining(), found);
 }
 
 std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {

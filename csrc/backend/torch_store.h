@@ -2,6 +2,7 @@
 // Thread contract: that of mycoll::Store, without the GIL: a store written in Python takes it.
 #pragma once
 
+#include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -15,10 +16,12 @@ class TorchStore final : public Store {
 
   Status set(const std::string& key, const std::string& value) override;
   Status tryGet(const std::string& key, bool* found, std::string* value) override;
+  Status wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) override;
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;
   const bool isTcp_;
+  bool canWait_ = true;
 };
 
 // Whether it is served by rank 0 itself, as torch does by default where no launcher does.

@@ -1,6 +1,7 @@
 #include "engine/card.h"
 
 #include <cstdlib>
+#include <cstring>
 
 #include "base/env.h"
 #include "base/sha256.h"
@@ -8,7 +9,9 @@
 namespace mycoll {
 namespace {
 
-constexpr char kNotOurs[] = "the store holds something that mycoll did not write";
+Status notOurs() { return Status(Code::kStore, "the store holds something that mycoll did not write"); }
+
+constexpr size_t kNumberLength = 16;
 
 }  // namespace
 
@@ -26,50 +29,53 @@ std::string Card::settingsHere() {
 }
 
 std::string Card::encode() const {
-  return nonce + "\n" + std::to_string(ranks) + " " + std::to_string(why.size()) + " " + settings +
-         "\n" + why + address.encode();
+  return nonce + "\n" + std::to_string(rank) + " " + std::to_string(ranks) + " " +
+         std::to_string(why.size()) + " " + settings + "\n" + why + address.encode();
 }
 
 Status Card::decode(const std::string& text, Card* card) {
   const size_t first = text.find('\n');
   const size_t second = first == std::string::npos ? first : text.find('\n', first + 1);
-  if (second == std::string::npos) {
-    return Status(Code::kStore, kNotOurs);
-  }
+  if (second == std::string::npos) return notOurs();
   card->nonce = text.substr(0, first);
   char* after = nullptr;
-  card->ranks = static_cast<int>(std::strtol(text.c_str() + first + 1, &after, 10));
+  card->rank = static_cast<int>(std::strtol(text.c_str() + first + 1, &after, 10));
+  card->ranks = static_cast<int>(std::strtol(after, &after, 10));
   const size_t whyBytes = std::strtoull(after, &after, 10);
   const size_t settings = after - text.c_str() + 1;
-  if (settings > second || whyBytes > text.size() - second - 1) {
-    return Status(Code::kStore, kNotOurs);
-  }
+  if (settings > second || whyBytes > text.size() - second - 1) return notOurs();
   card->settings = text.substr(settings, second - settings);
   card->why = text.substr(second + 1, whyBytes);
   return PeerAddress::decode(text.substr(second + 1 + whyBytes), &card->address);
 }
 
-std::string encodeRoster(const std::string& number, const std::vector<std::string>& cards) {
-  std::string text = number + "\n";
-  for (const std::string& card : cards) text += std::to_string(card.size()) + "\n" + card;
+std::string encodeRoster(const std::string& number, const std::vector<std::string>& addresses) {
+  std::string text = number.substr(0, kNumberLength);
+  for (const std::string& address : addresses) {
+    const auto bytes = static_cast<uint32_t>(address.size());
+    text.append(reinterpret_cast<const char*>(&bytes), sizeof(bytes)).append(address);
+  }
   return text;
 }
 
-bool decodeRoster(const std::string& text, size_t ranks, std::string* number,
-                  std::vector<std::string>* cards) {
-  size_t at = text.find('\n');
-  if (at == std::string::npos) return false;
-  *number = text.substr(0, at++);
-  cards->clear();
-  while (at < text.size()) {
-    const size_t end = text.find('\n', at);
-    if (end == std::string::npos) return false;
-    const size_t bytes = std::strtoull(text.c_str() + at, nullptr, 10);
-    if (bytes > text.size() - end - 1) return false;
-    cards->push_back(text.substr(end + 1, bytes));
-    at = end + 1 + bytes;
+Status decodeRoster(const std::string& text, size_t ranks, std::string* number,
+                    std::vector<PeerAddress>* peers) {
+  const Status bad(Code::kStore, "rank 0 has sent a list of ranks that mycoll did not write");
+  if (text.size() < kNumberLength) return bad;
+  *number = text.substr(0, kNumberLength);
+  peers->clear();
+  peers->reserve(ranks);
+  for (size_t at = kNumberLength; at < text.size();) {
+    uint32_t bytes;
+    if (text.size() - at < sizeof(bytes) || peers->size() == ranks) return bad;
+    std::memcpy(&bytes, text.data() + at, sizeof(bytes));
+    at += sizeof(bytes);
+    if (text.size() - at < bytes) return bad;
+    MYCOLL_RETURN_IF_ERROR(
+        PeerAddress::decode(std::string_view(text).substr(at, bytes), &peers->emplace_back()));
+    at += bytes;
   }
-  return cards->size() == ranks;
+  return peers->size() == ranks ? Status() : bad;
 }
 
 }  // namespace mycoll

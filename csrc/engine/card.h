@@ -1,4 +1,4 @@
-// What ranks leave in the rendezvous store, as text: see rendezvous.h. Plain values; who reads them
+// What ranks say of themselves when a group is made: see rendezvous.h. Plain values; who reads them
 // believes nothing yet.
 #pragma once
 
@@ -14,7 +14,8 @@ struct Card {
   static Status freshNonce(std::string* nonce);
   static std::string settingsHere();
 
-  std::string nonce;  // fresh for every meeting; rank 0's is also the group's secret
+  std::string nonce;  // names this card; rank 0's names the meeting, too
+  int rank = 0;
   int ranks = 0;
   std::string settings;  // variables that must be alike on all ranks: "MYCOLL_PARTIALS=wide
                          // MYCOLL_SUM_BLOCK=1"
@@ -25,10 +26,9 @@ struct Card {
   static Status decode(const std::string& text, Card* card);
 };
 
-// The roster: its number, then each card with its length.
-std::string encodeRoster(const std::string& number, const std::vector<std::string>& cards);
-// False: it is not one of so many ranks.
-bool decodeRoster(const std::string& text, size_t ranks, std::string* number,
-                  std::vector<std::string>* cards);
+// The roster: its number, then each rank's encoded address with its length.
+std::string encodeRoster(const std::string& number, const std::vector<std::string>& addresses);
+Status decodeRoster(const std::string& text, size_t ranks, std::string* number,
+                    std::vector<PeerAddress>* peers);
 
 }  // namespace mycoll

@@ -1,5 +1,7 @@
 #include "engine/rendezvous.h"
 
+#include <poll.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -7,8 +9,10 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -19,34 +23,29 @@
 #include "base/topology.h"
 #include "engine/card.h"
 #include "engine/engine.h"
-#include "transport/bell.h"
+#include "engine/line.h"
+#include "transport/lobby.h"
 
 namespace mycoll {
 namespace {
 
-// Between two looks at the store of one rank that waits long: all of them together are not to ask
-// one server more than it can answer.
-std::chrono::microseconds longestPause(int ranks) {
-  return std::max(std::chrono::microseconds(10'000), ranks * std::chrono::microseconds(100));
-}
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
 
-// Between looks at the store: none at first, as a look at a server takes as long as the shortest
-// sleep; then longer and longer ones.
-class Pauses {
- public:
-  explicit Pauses(int ranks) : longest_(longestPause(ranks)) {}
-  void take() {
-    if (looks_++ < kLooksWithout) return;
-    std::this_thread::sleep_for(pause_);
-    pause_ = std::min(pause_ * 2, longest_);
-  }
-
- private:
-  static constexpr int kLooksWithout = 4;
-  std::chrono::microseconds longest_;
-  int looks_ = 0;
-  std::chrono::microseconds pause_{25};
-};
+constexpr char kRoot[] = "root";
+// Of a wait that a signal should be able to end.
+constexpr auto kStep = Milliseconds(100);
+constexpr auto kPollStep = Milliseconds(50);
+// For a rank that is gone to come again, and for rank 0 to say who is missing.
+constexpr auto kAgain = Milliseconds(1000);
+// Rank 0 looks whether somebody else has written root.
+constexpr auto kLookAtRoot = Milliseconds(500);
+constexpr auto kKnockTime = Milliseconds(5000);
+// A process that hangs up is busy with others.
+constexpr auto kBusyPause = Milliseconds(10);
+constexpr int kMostHangUps = 200;
+// Hosts whose first rank is connected to rank 0 itself.
+constexpr size_t kChildren = 64;
 
 Status readSecretFile(std::string* secret) {
   MYCOLL_RETURN_IF_ERROR(Env::check());
@@ -67,101 +66,81 @@ bool isFirstMeeting() {
   return !wasThereOne.exchange(true, std::memory_order_relaxed);
 }
 
-// A card of a process that cannot be looked at (on another host) counts as that of a living one
-// when it has stood for so long.
-constexpr auto kSettled = std::chrono::milliseconds(1000);
-// In groups of more ranks those that come too late hear from rank 0 who is missing.
-constexpr int kMostThatLook = 64;
-
 bool isSameProcess(const PeerAddress& a, const PeerAddress& b) {
   return a.pidSpace == b.pidSpace && a.hostName == b.hostName && a.pid == b.pid &&
          a.startTicks == b.startTicks;
 }
 
-// One rank's part in the making of a group. One thread, which blocks in run().
+std::string afterKey(const Card& card) { return "after/" + card.nonce; }
+
+// What both sides do. One thread, which blocks in run().
 class Meeting {
  public:
   // engine: null where there is none, and the rank only comes to say why: giveUp().
   Meeting(const GroupOptions& options, Store& store, Engine* engine);
+  virtual ~Meeting() { closeLobby(); }
 
-  Status run();
+  // To root, for who cannot be heard otherwise.
   void giveUp(const Status& why);
   // After run() has ended well.
-  Status result(GroupAddress* address);
+  Status result(const std::string& meeting, GroupAddress* address) const;
 
- private:
-  using Clock = std::chrono::steady_clock;
+ protected:
+  Status prepare();
+  std::unique_ptr<Lobby> lobbyOf(const std::string& meeting) const;
+  Status openLobby(const std::string& meeting);
+  void closeLobby();
+  std::string secretOf(const std::string& text) const;
 
-  bool isLeader() const { return options_.rank == 0; }
-  bool isLarge() const { return options_.ranks > kMostThatLook; }
-  static std::string key(const char* what, int rank) {
-    return std::string(what) + "/" + std::to_string(rank);
-  }
-  // Empty: not there.
-  Status get(const std::string& name, std::string* value);
+  Status read(const std::string& key, bool* found, Card* card);
+  // The card to root, and to where those wait that have read `before`.
+  Status publish(const Card& card, const Card* before);
 
-  // ---- the protocol
-  Status putCard();
-  Status meetOthers();
-  Status lead(bool* moved, bool* isOver);
-  Status readCards(bool* moved);
-  Status decodeRosterCards();
-  Status follow(bool* moved, bool* isOver);
-  Status waitForTheOthers();
+  // What has come on the lines is handled by these. False: the line is of no more use.
+  virtual bool onNote(Line& line, Note note) = 0;
+  virtual void onEnd(const Line& line) = 0;
+  // Waits until something comes on a line, or somebody into the lobby.
+  void step(Line* up = nullptr);
+  void tellAll(const Note& note);
+  // The last words: until the others have them, or nearly.
+  void part(Line* up, Milliseconds atMost);
 
-  // ---- failures
-  Status lookAround();
-  Status checkEarlierSelf();
-  Status checkRefusal();
-  Status checkOther(int rank, const std::string& text);
-  Status checkLosses();
-  Status takenBy(const Card& other);
-  Status differentWorlds(int rank, const Card& other) const;
-  Status checkSettings() const;
-  Status hasGivenUp(int rank, const Card& card) const;
-  Status tooLate();
-  void tellOthers(const Status& status);
-  void markCard(const Status& status);
-  bool isAliveHere(const Card& card) const;
+  bool isInterrupted() const { return options_.interrupted && options_.interrupted(); }
   // Whether its process can be looked at. Who shares no more than the host's name may be alive in
   // another pid namespace, or on a clone of this host.
-  bool isVisible(const Card& card) const {
-    return !mine_.address.pidSpace.empty() && card.address.pidSpace == mine_.address.pidSpace;
+  bool isVisible(const PeerAddress& peer) const {
+    return !mine_.address.pidSpace.empty() && peer.pidSpace == mine_.address.pidSpace;
   }
+  bool isAlive(const PeerAddress& peer) const {
+    return isVisible(peer) && isLiving(lookAtProcess(peer.pid, peer.startTicks));
+  }
+  // Of what stood there when this rank came: not left over from earlier, as its process lives, or
+  // is younger than this one, which has met nobody before.
+  bool isOfNow(const PeerAddress& peer) const {
+    return isAlive(peer) ||
+           (isFirst_ && isVisible(peer) && peer.startTicks >= mine_.address.startTicks);
+  }
+  Status error(Code code, const std::string& text) const {
+    return Status(code, "mycoll group '" + options_.name + "': " + text);
+  }
+  Status ended(int rank, const PeerAddress& peer) const;
+  Status hasGivenUp(int rank, const PeerAddress& peer, const std::string& why) const;
+  Status tooLate(int rank, const std::string& milliseconds, const std::vector<int>& missing) const;
+  Status isLost(int rank, const std::string& why) const;
+  // Ranks of this group, by their numbers in it, that other groups of this process have lost.
+  std::map<int, Engine::Loss> losses() const;
 
   const GroupOptions& options_;
   Store& store_;
   Engine* const engine_;
-  const Deadline deadline_;
+  Deadline deadline_;
+  const bool isFirst_;
   std::string fileSecret_;
   Card mine_;
-  std::string cardText_;
-  // Rank 0
-  std::vector<std::string> cards_;
-  int confirmations_ = 1;  // ranks before this one have confirmed the roster; rank 0 is not asked
-  Clock::time_point cardsRead_;
-  // Everybody
-  std::string number_;  // of the roster that was confirmed last, by rank 0 as it makes it
-  std::vector<std::string> roster_;
-  std::vector<Card> known_;      // the roster's
-  std::vector<int> neighbours_;  // whose processes can be looked at, where this is not rank 0
-  std::string notOurs_;          // the number of a roster without this rank's card
-  // What is known of another rank's card.
-  struct Life {
-    std::string text;  // empty: there was none yet
-    Card card;
-    Clock::time_point since;  // the card was first seen
-    bool isOfNow = false;     // its process takes part in this meeting, or did
-    Clock::time_point lastAlive;
-  };
-  std::map<int, Life> lives_;
-  std::vector<std::string> concerned_;  // numbers of cards whose owners should hear of a failure
-  bool isToldByLeader_ = false;
-  const bool isFirst_;
-  Clock::time_point lastLook_ = Clock::now();
+  std::unique_ptr<Lobby> lobby_;
+  std::vector<std::unique_ptr<Line>> lines_;  // away from rank 0
+  std::string roster_;
 };
-
-// ---- the protocol
 
 Meeting::Meeting(const GroupOptions& options, Store& store, Engine* engine)
     : options_(options),
@@ -169,400 +148,772 @@ Meeting::Meeting(const GroupOptions& options, Store& store, Engine* engine)
       engine_(engine),
       deadline_(Deadline::after(options.timeout)),
       isFirst_(isFirstMeeting()) {
+  mine_.rank = options.rank;
   mine_.ranks = options.ranks;
   mine_.settings = Card::settingsHere();
-  cards_.resize(options.ranks);
+  if (engine) {
+    mine_.address = engine->mesh()->address();
+    return;
+  }
+  PeerAddress& address = mine_.address;
+  address.uid.assign(PeerAddress::kUidLength, '0');  // nobody's
+  address.hostIdentity = "none";
+  address.pidSpace = pidSpace();
+  address.hostName = hostName();
+  address.pid = processId();
+  address.startTicks = processStartTicks(address.pid);
 }
 
-Status Meeting::run() {
-  const Status status = meetOthers();
-  if (status.code() == Code::kInvalidArgument) {
-    giveUp(status);
-  } else if (!status.ok()) {
-    tellOthers(status);
+Status Meeting::prepare() {
+  MYCOLL_RETURN_IF_ERROR(readSecretFile(&fileSecret_));
+  return Card::freshNonce(&mine_.nonce);
+}
+
+std::string Meeting::secretOf(const std::string& text) const {
+  const Digest digest = fileSecret_.empty() ? sha256(text) : hmacSha256(fileSecret_, text);
+  return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
+}
+
+std::unique_ptr<Lobby> Meeting::lobbyOf(const std::string& meeting) const {
+  uint64_t number;
+  const Digest digest = sha256("mycoll meeting " + meeting);
+  std::memcpy(&number, digest.data(), sizeof(number));
+  return std::make_unique<Lobby>(number, secretOf(meeting));
+}
+
+Status Meeting::openLobby(const std::string& meeting) {
+  closeLobby();
+  lobby_ = lobbyOf(meeting);
+  MYCOLL_RETURN_IF_ERROR(lobby_->open());
+  engine_->mesh()->openLobby(lobby_.get());
+  return Status();
+}
+
+void Meeting::closeLobby() {
+  if (lobby_) engine_->mesh()->closeLobby(*lobby_);
+  lobby_.reset();
+}
+
+Status Meeting::result(const std::string& meeting, GroupAddress* address) const {
+  std::string number;
+  MYCOLL_RETURN_IF_ERROR(decodeRoster(roster_, options_.ranks, &number, &address->peers));
+  address->secret = secretOf(meeting + number);
+  address->name = options_.name;
+  address->rank = options_.rank;
+  setContext(address);
+  return Status();
+}
+
+// ---- the store
+
+Status Meeting::read(const std::string& key, bool* found, Card* card) {
+  std::string text;
+  MYCOLL_RETURN_IF_ERROR(store_.tryGet(key, found, &text));
+  return *found ? Card::decode(text, card) : Status();
+}
+
+Status Meeting::publish(const Card& card, const Card* before) {
+  const std::string text = card.encode();
+  MYCOLL_RETURN_IF_ERROR(store_.set(kRoot, text));
+  return before ? store_.set(afterKey(*before), text) : Status();
+}
+
+void Meeting::giveUp(const Status& why) {
+  Card last = mine_, before;
+  last.why = why.message();
+  bool found = false;
+  if (!Card::freshNonce(&last.nonce).ok() || !read(kRoot, &found, &before).ok()) return;
+  // The store may be what has failed: then they find out by themselves.
+  (void)publish(last, found ? &before : nullptr);
+}
+
+// ---- the lines
+
+void Meeting::step(Line* up) {
+  std::vector<pollfd> entries;
+  entries.reserve(lines_.size() + 2);
+  entries.push_back({lobby_ ? lobby_->fd() : -1, POLLIN, 0});
+  const auto watch = [&entries](const Line* line) {
+    const int events = line && !line->isFlushed() ? POLLIN | POLLOUT : POLLIN;
+    entries.push_back({line ? line->fd() : -1, static_cast<short>(events), 0});
+  };
+  watch(up);
+  for (const auto& line : lines_) watch(line.get());
+  if (poll(entries.data(), entries.size(), static_cast<int>(kPollStep.count())) <= 0) return;
+  const auto serve = [](Line& line, short events) {
+    if (events & POLLOUT) line.flush();
+    if (events & (POLLIN | POLLHUP | POLLERR)) line.read();
+  };
+  if (up) serve(*up, entries[1].revents);
+  for (size_t i = 0; i < lines_.size(); ++i) serve(*lines_[i], entries[i + 2].revents);
+  if (entries[0].revents) {
+    for (Fd& socket : lobby_->takeAll()) {
+      lines_.push_back(std::make_unique<Line>(std::move(socket)));
+      lines_.back()->read();
+    }
   }
+  std::vector<const Line*> over;
+  for (const auto& line : lines_) {
+    bool isOver = false;
+    for (Note note; !isOver && line->take(&note);) isOver = !onNote(*line, std::move(note));
+    if (!isOver && line->hasEnded()) onEnd(*line);
+    if (isOver || line->hasEnded()) over.push_back(line.get());
+  }
+  for (const Line* each : over) {
+    std::erase_if(lines_, [each](const auto& line) { return line.get() == each; });
+  }
+}
+
+void Meeting::tellAll(const Note& note) {
+  for (const auto& line : lines_) line->send(note);
+}
+
+void Meeting::part(Line* up, Milliseconds atMost) {
+  closeLobby();
+  std::vector<Line*> lines;
+  for (const auto& line : lines_) lines.push_back(line.get());
+  if (up) lines.push_back(up);
+  std::vector<bool> hasSaid(lines.size());
+  for (const Deadline limit = Deadline::after(atMost); !limit.expired();) {
+    std::vector<pollfd> entries;
+    for (size_t i = 0; i < lines.size(); ++i) {
+      lines[i]->flush();
+      if (lines[i]->isFlushed() && !hasSaid[i]) hasSaid[i] = true, lines[i]->sayNoMore();
+      const int events = hasSaid[i] ? POLLIN : POLLIN | POLLOUT;
+      if (!lines[i]->hasEnded()) {
+        entries.push_back({lines[i]->fd(), static_cast<short>(events), 0});
+      }
+    }
+    if (entries.empty()) return;
+    (void)poll(entries.data(), entries.size(), limit.pollMilliseconds());
+    for (Line* line : lines) line->read();
+  }
+}
+
+// ---- words
+
+Status Meeting::ended(int rank, const PeerAddress& peer) const {
+  return error(Code::kPeerLost, "rank " + std::to_string(rank) + " (" + peer.describe() +
+                                    ") ended before its first call, while the group was made; "
+                                    "see its log");
+}
+
+Status Meeting::hasGivenUp(int rank, const PeerAddress& peer, const std::string& why) const {
+  return error(Code::kStore, "rank " + std::to_string(rank) + " (" + peer.describe() +
+                                 ") has given up: " + sanitized(why));
+}
+
+Status Meeting::isLost(int rank, const std::string& why) const {
+  return error(Code::kPeerLost,
+               "the group cannot be made with rank " + std::to_string(rank) + ": " + why);
+}
+
+Status Meeting::tooLate(int rank, const std::string& milliseconds,
+                        const std::vector<int>& missing) const {
+  return error(Code::kTimeout,
+               "timeout after " + milliseconds + "ms: rank " + std::to_string(rank) +
+                   " waited for the other ranks of " + std::to_string(options_.ranks) +
+                   (missing.empty() ? "" : "; missing: " + listNumbers(missing)) +
+                   ". Were they all started, with the same world size and the same store?");
+}
+
+std::map<int, Engine::Loss> Meeting::losses() const {
+  std::map<int, Engine::Loss> found;
+  if (!options_.isOfJob) return found;
+  const std::map<int64_t, Engine::Loss> known = engine_->losses();
+  for (int rank = 0; rank < options_.ranks && !known.empty(); ++rank) {
+    const auto loss = known.find(options_.globalRanks.empty() ? rank : options_.globalRanks[rank]);
+    if (rank != options_.rank && loss != known.end()) found.emplace(rank, loss->second);
+  }
+  return found;
+}
+
+// ---- rank 0 ------------------------------------------------------------------------------------
+
+class Host final : public Meeting {
+ public:
+  Host(const GroupOptions& options, Store& store, Engine* engine)
+      : Meeting(options, store, engine), members_(options.ranks) {}
+
+  Status run(GroupAddress* address);
+
+ private:
+  struct Member {
+    enum class State { kAbsent, kMoving, kHere } state = State::kAbsent;
+    PeerAddress address;
+    int via = 0;  // the rank that it is connected to
+    bool hasConfirmed = false;
+    // It was here. Until it comes again:
+    bool isGone = false;
+    Clock::time_point since;
+    std::string why;  // in its own words; empty: it has ended
+  };
+
+  Status meetOthers();
+  Status open();
+  Status lookAtRoot();
+  Status check();
+  void makeRoster();
+  bool isConfirmed() const;
+  std::vector<int> missing() const;
+
+  bool onNote(Line& line, Note note) override;
+  void onEnd(const Line& line) override;
+  bool onCard(Line& line, const std::string& text);
+  Status refuse(const Card& card) const;
+  int placeFor(int rank);
+  void keep(Line& line, int rank);
+  void onGone(int rank, std::string why);
+
+  std::vector<Member> members_;
+  std::map<std::string, int> leaders_;  // by host: the rank that its others are sent to
+  std::vector<int> direct_;             // those of them that are connected to rank 0
+  size_t next_ = 0;                     // of these, for a host beyond kChildren
+  std::map<int, std::pair<std::string, std::string>> lost_;  // rank -> uid, cause
+  std::string number_;                                       // of the roster that stands
+  Status failure_;
+  Clock::time_point lookedAtRoot_;
+};
+
+Status Host::run(GroupAddress* address) {
+  Status status = prepare();
+  if (status.ok()) status = meetOthers();
+  if (!status.ok()) {
+    tellAll({Note::kFailed, 0, static_cast<char>('a' + static_cast<int>(status.code())) +
+                                   status.message()});
+    giveUp(status);
+    part(nullptr, status.code() == Code::kInterrupted ? kPollStep : kAgain);
+    return status;
+  }
+  closeLobby();  // before anybody can begin with the next meeting of this name
+  tellAll({Note::kCommit, 0, number_});
+  // Whatever this rank does next (make the group anew, or end, and take the store with it), nobody
+  // still needs it.
+  part(nullptr, kAgain);
+  return result(mine_.nonce, address);
+}
+
+Status Host::meetOthers() {
+  MYCOLL_RETURN_IF_ERROR(open());
+  while (failure_.ok()) {
+    if (number_.empty()) makeRoster();
+    if (isConfirmed()) return Status();
+    step();
+    if (failure_.ok()) failure_ = check();
+  }
+  return failure_;
+}
+
+Status Host::open() {
+  members_[0].state = Member::State::kHere;
+  members_[0].address = mine_.address;
+  leaders_[mine_.address.hostIdentity] = 0;
+  MYCOLL_RETURN_IF_ERROR(openLobby(mine_.nonce));
+  Card before;
+  bool found = false;
+  const Status read = this->read(kRoot, &found, &before);
+  if (!found) MYCOLL_RETURN_IF_ERROR(read);
+  found &= read.ok();  // what nobody can read is overwritten
+  if (found && !before.why.empty() && before.rank > 0 && before.rank < options_.ranks &&
+      isOfNow(before.address)) {
+    members_[before.rank].address = before.address;
+    onGone(before.rank, before.why);
+  }
+  if (found && before.why.empty() && isAlive(before.address) &&
+      !isSameProcess(before.address, mine_.address)) {
+    // Another rank 0 may be waiting there. A process that has left its groups, as all of them do
+    // before they meet anew, may come back as another rank.
+    const std::unique_ptr<Lobby> there = lobbyOf(before.nonce);
+    Answer answer;
+    Fd socket;
+    std::string why;
+    MYCOLL_RETURN_IF_ERROR(knock(
+        *engine_->mesh(), before.address, *there, Deadline::after(kKnockTime),
+        [this] { return isInterrupted() ? interrupted() : Status(); }, &answer, &socket, &why));
+    if (answer == Answer::kIn) {
+      lines_.push_back(std::make_unique<Line>(std::move(socket)));
+      lines_.back()->send({Note::kCard, 0, mine_.encode()});
+      return error(Code::kStore, "rank 0 is taken by " + before.address.describe() + " and by " +
+                                     mine_.address.describe() +
+                                     ". Two processes were started with one rank.");
+    }
+  }
+  lookedAtRoot_ = Clock::now();
+  return publish(mine_, found ? &before : nullptr);
+}
+
+// Somebody who could not be heard otherwise may have written there, or another rank 0.
+Status Host::lookAtRoot() {
+  if (Clock::now() - lookedAtRoot_ < kLookAtRoot) return Status();
+  lookedAtRoot_ = Clock::now();
+  Card there;
+  bool found = false;
+  MYCOLL_RETURN_IF_ERROR(read(kRoot, &found, &there));
+  if (!found || there.nonce == mine_.nonce) return Status();
+  if (there.rank <= 0 || there.rank >= options_.ranks) {
+    return error(Code::kStore, "rank 0 is taken by " + there.address.describe() + " and by " +
+                                   mine_.address.describe() +
+                                   ". Two processes were started with one rank.");
+  }
+  Member& member = members_[there.rank];
+  if (member.state == Member::State::kAbsent) {
+    member.address = there.address;
+    onGone(there.rank, there.why);
+  }
+  return publish(mine_, &there);
+}
+
+// What makes waiting pointless.
+Status Host::check() {
+  if (isInterrupted()) return interrupted();
+  if (deadline_.expired()) {
+    return tooLate(0, std::to_string(options_.timeout.count()), missing());
+  }
+  MYCOLL_RETURN_IF_ERROR(lookAtRoot());
+  for (const auto& [rank, loss] : losses()) lost_.try_emplace(rank, loss.uid, loss.cause.message());
+  for (const auto& [rank, loss] : lost_) {
+    const Member& member = members_[rank];
+    // Another process may have come in its place.
+    const bool isReplaced =
+        member.state != Member::State::kAbsent && member.address.uid != loss.first;
+    if (!isReplaced) return isLost(rank, loss.second);
+  }
+  int first = -1;
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    const Member& member = members_[rank];
+    if (member.isGone && (first < 0 || member.since < members_[first].since)) first = rank;
+  }
+  if (first < 0 || Clock::now() - members_[first].since < kAgain) return Status();
+  const Member& gone = members_[first];
+  return gone.why.empty() ? ended(first, gone.address) : hasGivenUp(first, gone.address, gone.why);
+}
+
+void Host::makeRoster() {
+  std::vector<std::string> addresses;
+  for (Member& member : members_) {
+    if (member.state != Member::State::kHere) return;
+    addresses.push_back(member.address.encode());
+    member.hasConfirmed = false;
+  }
+  std::string nonce;
+  failure_ = Card::freshNonce(&nonce);
+  if (!failure_.ok()) return;
+  number_ = nonce.substr(0, 16);
+  roster_ = encodeRoster(number_, addresses);
+  members_[0].hasConfirmed = true;
+  tellAll({Note::kRoster, 0, roster_});
+}
+
+bool Host::isConfirmed() const {
+  return !number_.empty() && std::all_of(members_.begin(), members_.end(), [](const auto& member) {
+    return member.hasConfirmed;
+  });
+}
+
+std::vector<int> Host::missing() const {
+  std::vector<int> found;
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    const Member& member = members_[rank];
+    const bool isThere = member.state == Member::State::kHere;
+    if (!isThere || (!number_.empty() && !member.hasConfirmed)) found.push_back(rank);
+  }
+  return found;
+}
+
+bool Host::onNote(Line& line, Note note) {
+  if (note.kind == Note::kCard) return onCard(line, note.text);
+  if (note.rank <= 0 || note.rank >= options_.ranks) return false;
+  Member& member = members_[note.rank];
+  switch (note.kind) {
+    case Note::kMoved:
+      if (line.rank == note.rank) member.state = Member::State::kHere;
+      return false;
+    case Note::kStuck:
+      if (line.rank == note.rank) keep(line, note.rank);
+      return true;
+    case Note::kConfirm: member.hasConfirmed |= note.text == number_; return true;
+    case Note::kGone: {
+      // Who says it stands before its words; where another has taken its place, it knows nothing.
+      const size_t end = std::min(note.text.find('\n'), note.text.size() - 1);
+      const std::string by = note.text.substr(0, end);
+      if (by == std::to_string(note.rank) || by == std::to_string(member.via)) {
+        onGone(note.rank, note.text.substr(end + 1));
+      }
+      return true;
+    }
+    case Note::kLoss: {
+      const size_t end = std::min(note.text.find('\n'), note.text.size());
+      lost_.try_emplace(note.rank, note.text.substr(0, end), sanitized(note.text.substr(end)));
+      return true;
+    }
+    case Note::kLate:
+      if (failure_.ok()) failure_ = tooLate(note.rank, sanitized(note.text), missing());
+      return true;
+    default: return false;
+  }
+}
+
+void Host::onEnd(const Line& line) {
+  if (line.rank > 0) onGone(line.rank, "");
+}
+
+Status Host::refuse(const Card& card) const {
+  const std::string who = "rank " + std::to_string(card.rank) + " (" + card.address.describe() + ")";
+  if (card.ranks != options_.ranks) {
+    return error(Code::kStore, "rank 0 (" + mine_.address.describe() + ") was started with " +
+                                   std::to_string(options_.ranks) + " ranks, " + who + " with " +
+                                   std::to_string(card.ranks) + ": the world sizes must be equal");
+  }
+  if (card.settings != mine_.settings) {
+    return error(Code::kInvalidArgument, "rank 0 (" + mine_.address.describe() + ") has " +
+                                             mine_.settings + ", " + who + " " +
+                                             sanitized(card.settings) +
+                                             ": it must be the same on all ranks");
+  }
+  const Member& member = members_[card.rank];
+  const bool isDead = isVisible(member.address) && !isAlive(member.address);
+  if (member.state == Member::State::kAbsent || member.address.uid == card.address.uid || isDead) {
+    return Status();
+  }
+  return error(Code::kStore, "rank " + std::to_string(card.rank) + " is taken by " +
+                                 member.address.describe() + " and by " + card.address.describe() +
+                                 ". Two processes were started with one rank.");
+}
+
+bool Host::onCard(Line& line, const std::string& text) {
+  Card card;
+  if (!Card::decode(text, &card).ok() || card.rank < 0) return false;
+  const Status refused = card.rank < options_.ranks || card.ranks != options_.ranks
+                             ? refuse(card)
+                             : error(Code::kStore, "there is no rank " + std::to_string(card.rank));
+  if (!refused.ok()) {
+    if (failure_.ok()) failure_ = refused;
+    return true;
+  }
+  for (const auto& other : lines_) {
+    if (other->rank == card.rank) other->rank = -1;  // it has lost that one, and comes anew
+  }
+  line.rank = card.rank;
+  number_.clear();
+  Member& member = members_[card.rank];
+  member = Member();
+  member.address = std::move(card.address);
+  const int place = placeFor(card.rank);
+  if (place == 0) {
+    keep(line, card.rank);
+    return true;
+  }
+  member.state = Member::State::kMoving;
+  member.via = place;
+  line.send({Note::kGoTo, place, members_[place].address.encode()});
+  return true;
+}
+
+int Host::placeFor(int rank) {
+  const auto [at, isFirst] = leaders_.try_emplace(members_[rank].address.hostIdentity, rank);
+  const Member& leader = members_[at->second];
+  if (at->second != rank && leader.state == Member::State::kHere) return at->second;
+  if (at->second != rank && leader.state == Member::State::kMoving) return leader.via;
+  at->second = rank;
+  if (direct_.size() >= kChildren) return direct_[next_++ % direct_.size()];
+  direct_.push_back(rank);
+  return 0;
+}
+
+void Host::keep(Line& line, int rank) {
+  members_[rank].state = Member::State::kHere;
+  members_[rank].via = 0;
+  line.send({Note::kStay, rank, ""});
+}
+
+void Host::onGone(int rank, std::string why) {
+  Member& member = members_[rank];
+  if (member.isGone) return;
+  member.state = Member::State::kAbsent;
+  member.isGone = true;
+  member.since = Clock::now();
+  member.why = std::move(why);
+  number_.clear();
+  std::erase(direct_, rank);
+  // Those below it come again at once, if they live.
+  for (int other = 1; other < options_.ranks; ++other) {
+    if (members_[other].via == rank && members_[other].state == Member::State::kHere) {
+      onGone(other, "");
+    }
+  }
+}
+
+// ---- the others --------------------------------------------------------------------------------
+
+class Guest final : public Meeting {
+ public:
+  using Meeting::Meeting;
+
+  Status run(GroupAddress* address);
+
+ private:
+  Status meetOthers();
+  Status await(const std::string& key, Deadline until, Card* card, bool* found);
+  Status look();
+  // At rank 0's place. *story: why it is no use to try again, unless somebody takes that place.
+  Status takePart(bool* isOver, Status* story);
+  Status knockAt(const PeerAddress& peer, Answer* answer, Fd* socket);
+  Status settle(bool* isSettled);
+  Status attend(bool* isOver);
+  Status onWord(Note note, bool* isOver);
+
+  bool onNote(Line& line, Note note) override;
+  void onEnd(const Line& line) override;
+
+  Card root_;             // whose meeting this is
+  bool hasRoot_ = false;  // it has been read
+  bool isOfNow_ = false;  // it was not left there by an earlier meeting
+  std::unique_ptr<Line> up_;
+  int parent_ = 0;
+  PeerAddress parentAddress_;
+  bool hasRoster_ = false;
+  bool isTold_ = false;  // by rank 0: nobody else need be told of the failure
+  bool hasAsked_ = false;
+  std::string whyNot_;  // rank 0 could not be reached
+  Deadline reachable_ = Deadline::never();
+  std::map<int, std::string> told_;  // losses that rank 0 has been told of: rank -> uid
+  Clock::time_point looked_;
+};
+
+Status Guest::run(GroupAddress* address) {
+  Status status = prepare();
+  if (status.ok()) status = meetOthers();
+  if (status.ok()) {
+    part(nullptr, kAgain);
+    return result(root_.nonce, address);
+  }
+  if (up_ && !isTold_) {
+    up_->send({Note::kGone, options_.rank,
+               std::to_string(options_.rank) + "\n" + status.message()});
+  } else if (!up_ && !isTold_ &&
+             (status.code() == Code::kInvalidArgument || status.code() == Code::kNetwork)) {
+    giveUp(status);
+  }
+  // What rank 0 has said is passed on; otherwise those below come to it themselves.
+  if (!isTold_) lines_.clear();
+  part(up_.get(), isTold_ ? kAgain : kPollStep);
   return status;
 }
 
-Status Meeting::putCard() {
-  mine_.address = engine_->mesh()->address();
-  MYCOLL_RETURN_IF_ERROR(readSecretFile(&fileSecret_));
-  MYCOLL_RETURN_IF_ERROR(checkEarlierSelf());
-  MYCOLL_RETURN_IF_ERROR(Card::freshNonce(&mine_.nonce));
-  cardText_ = mine_.encode();
-  return store_.set(key("card", options_.rank), cardText_);
+Status Guest::look() {
+  if (isInterrupted()) return interrupted();
+  if (deadline_.expired()) {
+    const std::string timeout = std::to_string(options_.timeout.count());
+    if (!up_ || std::exchange(hasAsked_, true)) return tooLate(options_.rank, timeout, {0});
+    up_->send({Note::kLate, options_.rank, timeout});
+    deadline_ = Deadline::after(kAgain);
+  }
+  if (Clock::now() - looked_ < kPollStep) return Status();
+  looked_ = Clock::now();
+  for (const auto& [rank, loss] : losses()) {
+    if (rank == 0 && (!hasRoot_ || root_.address.uid == loss.uid)) {
+      return isLost(0, loss.cause.message());
+    }
+    if (!up_ || rank == 0 || told_[rank] == loss.uid) continue;
+    told_[rank] = loss.uid;
+    up_->send({Note::kLoss, rank, loss.uid + "\n" + loss.cause.message()});
+  }
+  return Status();
 }
 
-Status Meeting::meetOthers() {
-  MYCOLL_RETURN_IF_ERROR(putCard());
-  Pauses pauses(options_.ranks);
+Status Guest::await(const std::string& key, Deadline until, Card* card, bool* found) {
   for (;;) {
-    bool moved = false, isOver = false;
-    MYCOLL_RETURN_IF_ERROR(isLeader() ? lead(&moved, &isOver) : follow(&moved, &isOver));
-    if (isOver) break;
-    MYCOLL_RETURN_IF_ERROR(lookAround());
-    if (moved) pauses = Pauses(options_.ranks);
-    pauses.take();
+    MYCOLL_RETURN_IF_ERROR(store_.wait(key, kStep, found));
+    if (*found) break;
+    if (!hasRoot_) isOfNow_ = true;  // what comes now is no leftover
+    MYCOLL_RETURN_IF_ERROR(look());
+    if (until.expired()) return Status();
   }
-  MYCOLL_RETURN_IF_ERROR(store_.set(key("done", options_.rank), number_ + mine_.nonce));
-  return isLeader() ? waitForTheOthers() : Status();
+  return read(key, found, card);
 }
 
-Status Meeting::result(GroupAddress* address) {
-  if (isLeader()) MYCOLL_RETURN_IF_ERROR(decodeRosterCards());
-  MYCOLL_RETURN_IF_ERROR(checkSettings());
-  const std::string shared = known_[0].nonce + number_;
-  Digest digest = fileSecret_.empty() ? sha256(shared) : hmacSha256(fileSecret_, shared);
-  address->secret.assign(reinterpret_cast<const char*>(digest.data()), digest.size());
-  address->name = options_.name;
-  setContext(address);
-  address->rank = options_.rank;
-  address->peers.reserve(known_.size());
-  for (Card& card : known_) address->peers.push_back(std::move(card.address));
-  return Status();
-}
-
-Status Meeting::decodeRosterCards() {
-  known_.assign(roster_.size(), Card());
-  neighbours_.clear();
-  for (size_t rank = 0; rank < roster_.size(); ++rank) {
-    MYCOLL_RETURN_IF_ERROR(Card::decode(roster_[rank], &known_[rank]));
-    if (isVisible(known_[rank])) neighbours_.push_back(static_cast<int>(rank));
+Status Guest::meetOthers() {
+  bool isThere = false;
+  MYCOLL_RETURN_IF_ERROR(await(kRoot, Deadline::never(), &root_, &isThere));
+  hasRoot_ = true;
+  isOfNow_ |= isOfNow(root_.address);
+  for (;;) {
+    Status story;
+    bool isOver = false;
+    if (root_.why.empty()) {
+      MYCOLL_RETURN_IF_ERROR(takePart(&isOver, &story));
+      if (isOver) return Status();
+    } else if (isOfNow_) {
+      story = hasGivenUp(root_.rank, root_.address, root_.why);
+    }
+    Card next;
+    const Status waited = await(afterKey(root_), Deadline::after(kAgain), &next, &isThere);
+    isTold_ = !story.ok() && !isThere;
+    if (isTold_) return story;  // also where rank 0 has taken the store along
+    MYCOLL_RETURN_IF_ERROR(waited);
+    if (!isThere) continue;
+    root_ = std::move(next);
+    isOfNow_ = true;
+    reachable_ = Deadline::never();
   }
-  return Status();
 }
 
-Status Meeting::get(const std::string& name, std::string* value) {
-  bool found = false;
-  MYCOLL_RETURN_IF_ERROR(store_.tryGet(name, &found, value));
-  if (!found) value->clear();
-  return Status();
-}
-
-Status Meeting::readCards(bool* moved) {
-  bool isComplete = true, isNew = false;
-  for (int rank = 0; rank < options_.ranks; ++rank) {
-    std::string text = cardText_;
-    if (rank != 0) MYCOLL_RETURN_IF_ERROR(get(key("card", rank), &text));
-    isNew |= text != cards_[rank];
-    isComplete &= !text.empty();
-    cards_[rank] = std::move(text);
+Status Guest::knockAt(const PeerAddress& peer, Answer* answer, Fd* socket) {
+  const auto look = [this] { return this->look(); };
+  for (int hangUps = 0;; ++hangUps) {
+    MYCOLL_RETURN_IF_ERROR(knock(*engine_->mesh(), peer, *lobby_, Deadline::after(kKnockTime), look,
+                                 answer, socket, &whyNot_));
+    if (*answer != Answer::kHungUp || hangUps == kMostHangUps) return Status();
+    std::this_thread::sleep_for(kBusyPause);
   }
-  if (!isComplete || !isNew) return Status();
-  std::string nonce;
-  MYCOLL_RETURN_IF_ERROR(Card::freshNonce(&nonce));
-  number_ = nonce.substr(0, 16);
-  roster_ = cards_;
-  confirmations_ = 1;
-  *moved = true;
-  MYCOLL_RETURN_IF_ERROR(store_.set("roster", encodeRoster(number_, roster_)));
-  MYCOLL_RETURN_IF_ERROR(store_.set("latest", number_));
-  return store_.set(key("ack", options_.rank), number_);
 }
 
-// Rank 0: cards -> roster, confirmations -> commit. It need not read what it has written: where
-// there are two of them, one is left waiting for the others to be done, and finds that its card has
-// been taken.
-Status Meeting::lead(bool* moved, bool* isOver) {
-  // Those of a roster that waits to be confirmed rarely change.
-  const auto now = Clock::now();
-  if (number_.empty() || now - cardsRead_ >= longestPause(options_.ranks)) {
-    MYCOLL_RETURN_IF_ERROR(readCards(moved));
-    cardsRead_ = now;
-  }
-  if (number_.empty()) return Status();
-  for (; confirmations_ < options_.ranks; ++confirmations_) {
-    std::string ack;
-    MYCOLL_RETURN_IF_ERROR(get(key("ack", confirmations_), &ack));
-    if (ack != number_) return Status();
-  }
-  *isOver = true;
-  return store_.set("commit", number_);
-}
-
-// The others: confirm the roster that holds the own card; over when it is committed.
-Status Meeting::follow(bool* moved, bool* isOver) {
-  if (!number_.empty()) {
-    std::string commit;
-    MYCOLL_RETURN_IF_ERROR(get("commit", &commit));
-    *isOver = commit == number_;
+Status Guest::takePart(bool* isOver, Status* story) {
+  MYCOLL_RETURN_IF_ERROR(openLobby(root_.nonce));
+  bool wasThere = false;
+  for (;;) {
+    Answer answer;
+    Fd socket;
+    MYCOLL_RETURN_IF_ERROR(knockAt(root_.address, &answer, &socket));
+    switch (answer) {
+      case Answer::kIn: break;
+      case Answer::kDistrusted:
+        return error(Code::kInvalidArgument, "rank 0 (" + root_.address.describe() + ") " +
+                                                 whyNot_ +
+                                                 ": MYCOLL_SECRET_FILE must be the same everywhere");
+      case Answer::kHungUp:
+      case Answer::kUnreachable:
+        if (reachable_.isNever()) {
+          reachable_ = Deadline::after(
+              std::chrono::seconds(engine_->mesh()->options().networkSeconds));
+        }
+        if (!reachable_.expired()) return Status();
+        return error(Code::kNetwork, "rank " + std::to_string(options_.rank) +
+                                         " cannot reach rank 0 (" + root_.address.describe() +
+                                         "): " + whyNot_);
+      case Answer::kNobody: {
+        const bool isDead = isOfNow_ && isVisible(root_.address) && !isAlive(root_.address);
+        if (wasThere) *story = ended(parent_, parentAddress_);
+        if (isDead) *story = ended(0, root_.address);
+        return Status();
+      }
+    }
+    wasThere = isOfNow_ = true;
+    reachable_ = Deadline::never();
+    parent_ = 0;
+    parentAddress_ = root_.address;
+    hasRoster_ = false;
+    up_ = std::make_unique<Line>(std::move(socket));
+    up_->send({Note::kCard, options_.rank, mine_.encode()});
+    bool isSettled = false;
+    MYCOLL_RETURN_IF_ERROR(settle(&isSettled));
+    if (isSettled) MYCOLL_RETURN_IF_ERROR(attend(isOver));
     if (*isOver) return Status();
+    // Its place is no more. Those below it come to rank 0, too.
+    up_.reset();
+    lines_.clear();
   }
-  // The roster is long in a large job: it is read once.
-  std::string number;
-  MYCOLL_RETURN_IF_ERROR(get("latest", &number));
-  if (number.empty() || number == number_ || number == notOurs_) return Status();
-  std::string text;
-  MYCOLL_RETURN_IF_ERROR(get("roster", &text));
-  std::vector<std::string> roster;
-  const bool isOne = decodeRoster(text, cards_.size(), &number, &roster);
-  if (!isOne || roster[options_.rank] != cardText_) {
-    notOurs_ = number;
-    return Status();
-  }
-  if (number == number_) return Status();
-  number_ = std::move(number);
-  roster_ = std::move(roster);
-  MYCOLL_RETURN_IF_ERROR(decodeRosterCards());
-  *moved = true;
-  return store_.set(key("ack", options_.rank), number_);
 }
 
-Status Meeting::waitForTheOthers() {
-  Pauses pauses(options_.ranks);
-  for (int rank = 1; rank < options_.ranks; ++rank) {
-    for (;;) {
-      std::string done;
-      MYCOLL_RETURN_IF_ERROR(get(key("done", rank), &done));
-      if (done.starts_with(number_)) break;
-      MYCOLL_RETURN_IF_ERROR(lookAround());
-      pauses.take();
+// Until rank 0 has said where this rank's place is.
+Status Guest::settle(bool* isSettled) {
+  while (!up_->hasEnded()) {
+    step(up_.get());
+    Note note;
+    while (!*isSettled && up_->take(&note)) {
+      if (note.kind == Note::kStay) {
+        *isSettled = true;
+        return Status();
+      }
+      if (note.kind != Note::kGoTo) {
+        bool isOver = false;
+        MYCOLL_RETURN_IF_ERROR(onWord(std::move(note), &isOver));
+        continue;
+      }
+      PeerAddress parent;
+      MYCOLL_RETURN_IF_ERROR(PeerAddress::decode(note.text, &parent));
+      Answer answer;
+      Fd socket;
+      MYCOLL_RETURN_IF_ERROR(knockAt(parent, &answer, &socket));
+      if (answer != Answer::kIn) {
+        up_->send({Note::kStuck, options_.rank, ""});
+        continue;
+      }
+      // In this order: one of the two always has a connection to it, and knows its rank.
+      auto line = std::make_unique<Line>(std::move(socket));
+      line->send({Note::kHere, options_.rank, ""});
+      up_->send({Note::kMoved, options_.rank, ""});
+      up_ = std::move(line);
+      parent_ = note.rank;
+      parentAddress_ = std::move(parent);
+      *isSettled = true;
+      return Status();
     }
+    MYCOLL_RETURN_IF_ERROR(look());
   }
   return Status();
 }
 
-// ---- failures: what makes waiting pointless, and who is told of it
-
-bool Meeting::isAliveHere(const Card& card) const {
-  return isVisible(card) && isLiving(lookAtProcess(card.address.pid, card.address.startTicks));
-}
-
-// Another living process has our rank.
-Status Meeting::checkEarlierSelf() {
-  std::string text;
-  MYCOLL_RETURN_IF_ERROR(get(key("card", options_.rank), &text));
-  if (text.empty()) return Status();
-  Card card;
-  MYCOLL_RETURN_IF_ERROR(Card::decode(text, &card));
-  if (isSameProcess(card.address, mine_.address)) return Status();
-  // A process that has left its groups, as all of them do before they meet anew, may come back as
-  // another rank.
-  const Deadline settled = earlier(deadline_, Deadline::after(kSettled));
-  while (isAliveHere(card) && BellSocket::isThere(card.address.uid)) {
-    if (settled.expired()) return takenBy(card);
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
-  return Status();
-}
-
-Status Meeting::takenBy(const Card& other) {
-  concerned_.push_back(other.nonce);
-  return Status(Code::kStore,
-                "mycoll group '" + options_.name + "': rank " + std::to_string(options_.rank) +
-                    " is taken by " + other.address.describe() + ", and this is " +
-                    mine_.address.describe() + ". Two processes were started with one rank.");
-}
-
-// This meeting cannot succeed: whoever takes part in it should hear why, and not wait. Told under
-// the numbers of their cards, which no other meeting has: rank 0 tells all, the others tell rank
-// 0 (unless they heard it from there), and a rank that is there twice tells its double.
-void Meeting::tellOthers(const Status& status) {
-  const bool isTooLate = status.code() == Code::kTimeout && isLeader() && isLarge();
-  if (status.code() != Code::kStore && status.code() != Code::kPeerLost && !isTooLate) return;
-  if (!isLeader()) markCard(status);
-  if (!isToldByLeader_) {
-    std::vector<std::string> leader(1);
-    if (!isLeader() && !get(key("card", 0), &leader[0]).ok()) return;
-    for (const std::string& text : isLeader() ? cards_ : leader) {
-      Card card;
-      if (!text.empty() && Card::decode(text, &card).ok()) concerned_.push_back(card.nonce);
+// Passes on what is said, until the group is made or this place is no more.
+Status Guest::attend(bool* isOver) {
+  for (;;) {
+    Note note;
+    while (up_->take(&note)) {
+      MYCOLL_RETURN_IF_ERROR(onWord(std::move(note), isOver));
+      if (*isOver) return Status();
     }
-  }
-  const std::string text = std::string(isLeader() ? "l" : "-") +
-                           static_cast<char>('a' + static_cast<int>(status.code())) +
-                           status.message();
-  for (const std::string& nonce : concerned_) {
-    // The store may be what has failed: then they find out by themselves.
-    if (nonce != mine_.nonce && !store_.set("refused/" + nonce, text).ok()) return;
+    if (up_->hasEnded()) return Status();
+    step(up_.get());
+    MYCOLL_RETURN_IF_ERROR(look());
   }
 }
 
-// For a rank 0 that comes later. Who tries again replaces the card.
-void Meeting::markCard(const Status& status) {
-  std::string text;
-  if (!get(key("card", options_.rank), &text).ok() || text != cardText_) return;
-  Card marked = mine_;
-  marked.why = status.message();
-  (void)store_.set(key("card", options_.rank), marked.encode());
+Status Guest::onWord(Note note, bool* isOver) {
+  switch (note.kind) {
+    case Note::kRoster:
+      tellAll(note);
+      roster_ = std::move(note.text);
+      hasRoster_ = true;
+      up_->send({Note::kConfirm, options_.rank, roster_.substr(0, 16)});
+      return Status();
+    case Note::kCommit:
+      if (!hasRoster_) return Status();
+      closeLobby();
+      tellAll(note);
+      *isOver = true;
+      return Status();
+    case Note::kFailed:
+      tellAll(note);
+      isTold_ = true;
+      return note.text.empty() ? statusFromPeer(-1, "")
+                               : statusFromPeer(note.text[0] - 'a', note.text.substr(1));
+    default: return Status();
+  }
 }
 
-// There is no mesh, so this rank cannot take part. It says so on a card that looks as if it had
-// been in the meeting and had left, unless a living process has the rank.
-void Meeting::giveUp(const Status& why) {
-  mine_.address.uid.assign(PeerAddress::kUidLength, '0');  // nobody's
-  mine_.address.hostIdentity = "none";
-  mine_.address.pidSpace = pidSpace();
-  mine_.address.hostName = hostName();
-  mine_.address.pid = processId();
-  mine_.address.startTicks = processStartTicks(mine_.address.pid);
-  if (!checkEarlierSelf().ok() || !Card::freshNonce(&mine_.nonce).ok()) return;
-  if (!get(key("card", options_.rank), &cardText_).ok()) return;
-  markCard(why);
+bool Guest::onNote(Line& line, Note note) {
+  if (note.kind == Note::kHere) {
+    line.rank = note.rank;
+  } else if (line.rank >= 0 && up_) {
+    up_->send(note);
+  }
+  return true;
 }
 
-Status Meeting::checkRefusal() {
-  std::string text;
-  MYCOLL_RETURN_IF_ERROR(get("refused/" + mine_.nonce, &text));
-  if (text.size() < 3) return Status();
-  isToldByLeader_ = text[0] == 'l';
-  return statusFromPeer(text[1] - 'a', text.substr(2));
-}
-
-Status Meeting::differentWorlds(int rank, const Card& other) const {
-  return Status(Code::kStore,
-                "mycoll group '" + options_.name + "': rank " + std::to_string(options_.rank) +
-                    " was started with " + std::to_string(options_.ranks) + " ranks, rank " +
-                    std::to_string(rank) + " (" + other.address.describe() + ") with " +
-                    std::to_string(other.ranks) + ": the world sizes must be equal");
-}
-
-// All ranks have the same roster, so all find the same.
-Status Meeting::checkSettings() const {
-  const Card& first = known_[0];
-  for (size_t rank = 1; rank < known_.size(); ++rank) {
-    const Card& other = known_[rank];
-    if (other.settings == first.settings) continue;
-    return Status(Code::kInvalidArgument, "mycoll group '" + options_.name + "': rank 0 (" +
-                                              first.address.describe() + ") has " + first.settings +
-                                              ", rank " + std::to_string(rank) + " (" +
-                                              other.address.describe() + ") " + other.settings +
-                                              ": it must be the same on all ranks");
-  }
-  return Status();
-}
-
-// Another's card: how it looks by now.
-Status Meeting::checkOther(int rank, const std::string& text) {
-  const auto [at, isFirstLook] = lives_.try_emplace(rank);
-  Life& life = at->second;
-  if (text != life.text) {
-    Card card;
-    if (text.empty() || !Card::decode(text, &card).ok()) return Status();
-    // Not left over from earlier, to be replaced: its card came after this meeting had begun, or,
-    // in this process's first meeting, it is younger than this process.
-    const bool isOfNow = !isFirstLook || (isFirst_ && isVisible(card) &&
-                                          card.address.startTicks >= mine_.address.startTicks);
-    life = Life{text, std::move(card), Clock::now(), isOfNow, Clock::now()};
-  }
-  if (life.text.empty()) return Status();
-  const bool isAlive = isAliveHere(life.card);
-  if (isAlive) life.isOfNow = true, life.lastAlive = Clock::now();
-  const bool isSettled = Clock::now() - life.since > kSettled;
-  if (!life.card.why.empty()) {
-    // It has had the time to try again.
-    return life.isOfNow && isSettled ? hasGivenUp(rank, life.card) : Status();
-  }
-  if (life.card.ranks != options_.ranks && (isAlive || (!isVisible(life.card) && isSettled))) {
-    std::string done;
-    MYCOLL_RETURN_IF_ERROR(get(key("done", rank), &done));
-    // It has been in another group of this name, and may yet come to this one.
-    return done.ends_with(life.card.nonce) ? Status() : differentWorlds(rank, life.card);
-  }
-  if (!isVisible(life.card) || !life.isOfNow || Clock::now() - life.lastAlive < kSettled) {
-    return Status();
-  }
-  return Status(Code::kPeerLost, "mycoll group '" + options_.name + "': rank " +
-                                     std::to_string(rank) + " (" + life.card.address.describe() +
-                                     ") ended before its first call, while the group was made; "
-                                     "see its log");
-}
-
-Status Meeting::hasGivenUp(int rank, const Card& card) const {
-  return Status(Code::kStore, "mycoll group '" + options_.name + "': rank " + std::to_string(rank) +
-                                  " (" + card.address.describe() +
-                                  ") has given up: " + sanitized(card.why));
-}
-
-// Now and then: signals, the deadline, and what makes waiting pointless.
-Status Meeting::lookAround() {
-  if (deadline_.expired()) return tooLate();
-  const auto now = Clock::now();
-  if (now - lastLook_ < std::chrono::milliseconds(50)) return Status();
-  lastLook_ = now;
-  if (options_.interrupted && options_.interrupted()) {
-    return interrupted();
-  }
-  MYCOLL_RETURN_IF_ERROR(checkRefusal());
-  std::string text;
-  MYCOLL_RETURN_IF_ERROR(get(key("card", options_.rank), &text));
-  Card card;
-  if (text != cardText_ && Card::decode(text, &card).ok()) return takenBy(card);
-  // Rank 0 sees all cards as they stand now; the others its own, and those in the roster of whom
-  // they can see the process.
-  if (isLeader()) {
-    for (int rank = 1; rank < options_.ranks; ++rank) {
-      MYCOLL_RETURN_IF_ERROR(checkOther(rank, cards_[rank]));
-    }
-    return checkLosses();
-  }
-  MYCOLL_RETURN_IF_ERROR(get(key("card", 0), &text));
-  MYCOLL_RETURN_IF_ERROR(checkOther(0, text));
-  for (const int rank : neighbours_) {
-    if (rank == 0 || rank == options_.rank) continue;
-    MYCOLL_RETURN_IF_ERROR(checkOther(rank, roster_[rank]));
-  }
-  return checkLosses();
-}
-
-// Ranks that were lost to another group, unless another process has come in their place.
-Status Meeting::checkLosses() {
-  if (!options_.isOfJob) return Status();
-  const std::map<int64_t, Engine::Loss> losses = engine_->losses();
-  for (int rank = 0; rank < options_.ranks && !losses.empty(); ++rank) {
-    const auto loss = losses.find(options_.globalRanks.empty() ? rank : options_.globalRanks[rank]);
-    if (rank == options_.rank || loss == losses.end()) continue;
-    std::string text;
-    MYCOLL_RETURN_IF_ERROR(get(key("card", rank), &text));
-    Card card;
-    if (Card::decode(text, &card).ok() && card.address.uid != loss->second.uid) continue;
-    return Status(Code::kPeerLost, "mycoll group '" + options_.name +
-                                       "': the group cannot be made with rank " +
-                                       std::to_string(rank) + ": " + loss->second.cause.message());
-  }
-  return Status();
-}
-
-Status Meeting::tooLate() {
-  // Rank 0 looks at the cards and tells the others, who in a large group are not all to look, too.
-  if (!isLeader() && isLarge()) {
-    for (const Deadline word = Deadline::after(std::chrono::seconds(1)); !word.expired();) {
-      MYCOLL_RETURN_IF_ERROR(checkRefusal());
-      std::this_thread::sleep_for(longestPause(options_.ranks));
-    }
-  }
-  std::vector<int> missing;
-  for (int rank = 0; rank < options_.ranks; ++rank) {
-    if (rank == options_.rank) continue;
-    std::string card, ack;
-    MYCOLL_RETURN_IF_ERROR(get(key("card", rank), &card));
-    MYCOLL_RETURN_IF_ERROR(get(key("ack", rank), &ack));
-    Card known;
-    const bool isDead =
-        !card.empty() && Card::decode(card, &known).ok() && isVisible(known) && !isAliveHere(known);
-    // Without a roster nobody could confirm anything.
-    if (!card.empty() && !isDead && (number_.empty() || ack == number_)) continue;
-    missing.push_back(rank);
-  }
-  return Status(Code::kTimeout,
-                "mycoll group '" + options_.name + "': timeout after " +
-                    std::to_string(options_.timeout.count()) + "ms: rank " +
-                    std::to_string(options_.rank) + " waited for the other ranks of " +
-                    std::to_string(options_.ranks) +
-                    (missing.empty() ? "" : "; missing: " + listNumbers(missing)) +
-                    ". Were they all started, with the same world size and the same store?");
+void Guest::onEnd(const Line& line) {
+  if (line.rank < 0 || !up_) return;
+  up_->send({Note::kGone, line.rank, std::to_string(options_.rank) + "\n"});
 }
 
 }  // namespace
 
 Status meet(const GroupOptions& options, Store& store, Engine& engine, GroupAddress* result) {
-  Meeting meeting(options, store, &engine);
-  MYCOLL_RETURN_IF_ERROR(meeting.run());
-  return meeting.result(result);
+  if (options.rank == 0) return Host(options, store, &engine).run(result);
+  return Guest(options, store, &engine).run(result);
 }
 
 void stayAway(const GroupOptions& options, Store& store, const Status& why) {
-  Meeting(options, store, nullptr).giveUp(why);
+  Guest(options, store, nullptr).giveUp(why);
 }
 
 void setContext(GroupAddress* address) {

@@ -1,25 +1,32 @@
-// How the ranks of a group find each other, through the rendezvous store.
+// How the ranks of a group find each other: through one key of the rendezvous store, and along a
+// tree of connections that lasts until the group is made.
 //
-// The store may hold what earlier groups of the same name have left, of this job or of processes
-// that are dead, and nothing in it says so. So nothing is believed until everybody has confirmed
-// it:
+//   rank 0        root = its card: a fresh number, world size, address           2 operations
+//   every rank    waits for root, reads it, connects to rank 0 and shows its     2 operations
+//                 own card. Rank 0 keeps it, or sends it to a rank of its own
+//                 host that is there already (beyond 64 hosts: to one of theirs)
 //
-//   every rank    card/<rank> = a fresh number, world size, address
-//   rank 0        reads the cards; roster = all of them, latest = its number; again whenever a card
-//                 changes
-//   every rank    whose own fresh card is in the roster: ack/<rank> = the roster's number
-//   rank 0        when all have confirmed the roster that stands: commit = its number
-//   every rank    done/<rank> = its number, and that of the own card, which is an old one now
-//   rank 0        returns last, when all are done: whatever it does next (make the group anew,
-//                 or end and take the store with it), nobody still needs what is there
+//               rank 0                   cards, confirmations, losses go up;
+//              /   |   \                 roster, commit, failures go down
+//        rank 1  rank 8  rank 16
+//               / | \     | | |          a connection is liveness: when it ends,
+//              9 10 11 ..                the rank is gone, and rank 0 hears of it
 //
-//   who fails     refused/<number of a card> = why, for those whom it concerns; but for rank 0, it
-//                 marks its own card, for a rank 0 that comes later. Who fails before there was
-//                 one leaves a marked card
+//   rank 0        when all are there: roster = all addresses, and a number
+//   every rank    has the roster: confirms its number
+//   rank 0        when all have confirmed the roster that stands: commit
 //
-// A card of the dead never confirms, and is replaced when its rank comes. A rank that another group
-// of this process has lost, and that nobody has replaced, is not waited for. Whoever is not rank 0
-// reads a constant number of keys.
+// Rank 0 decides what happened and tells all in the same words: two processes with one rank, other
+// world sizes or settings, a rank that ended or gave up and did not come again within a second, who
+// is missing at the first deadline, a rank that another group of one of these processes has lost. A
+// rank that loses its place in the tree, but not rank 0, takes another.
+//
+// The store may hold what an earlier group of this name has left, and nothing in it says so. What
+// root names is believed when that process proves that it still holds this meeting. If not, those
+// that have read it wait for its successor: whoever writes root writes the same to after/<number of
+// the card before>. Who cannot be heard otherwise writes a card with the reason to root: a rank
+// that cannot start or cannot connect (rank 0 looks there now and then), or rank 0, for those that
+// come later.
 //
 // Thread contract: blocks the calling thread until the deadline; keeps nothing.
 #pragma once

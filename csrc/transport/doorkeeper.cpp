@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "transport/handshake.h"
+#include "transport/lobby.h"
 #include "transport/mailbox.h"
 #include "transport/shm/link.h"
 #include "transport/tcp/address.h"
@@ -163,6 +164,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
     co_return refused;
   }
   visitor->namesUs = true;
+  if (hello.source == kNobody) co_return co_await answerInLobby(visitor, hello);
   GroupIsKnown known(local_.groups, hello.context, hello.destination, deadline);
   co_await known;
   const Mailbox* mailbox = local_.groups.find(hello.context, hello.destination);
@@ -215,6 +217,45 @@ Task Doorkeeper::answer(Visitor* visitor) {
       peer, local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker),
       hello.joins};
   visitor->entrant.link.id = idOf(proof);
+  co_return Status();
+}
+
+// A lobby is open before anybody can know its number: it is there, or it is over.
+Task Doorkeeper::answerInLobby(Visitor* visitor, Hello hello) {
+  const int fd = visitor->socket.get();
+  const Status refused(Code::kNetwork, "refused");
+  const auto lobby = local_.lobbies.find(hello.context);
+  const bool isOpen = lobby != local_.lobbies.end();
+  Challenge challenge{};
+  challenge.standing = Standing::kGone;
+  std::string secret;
+  if (isOpen) {
+    secret = lobby->second->secret();
+    MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
+    challenge.standing = Standing::kMember;
+    challenge.mac = acceptorProof(secret, hello, challenge.nonce);
+  }
+  WriteExactly sendChallenge(fd, &challenge, sizeof(challenge), visitor->deadline);
+  co_await sendChallenge;
+  if (!isOpen || sendChallenge.hasFailed()) co_return refused;
+  Proof proof;
+  ReadExactly readProof(fd, &proof, sizeof(proof), visitor->deadline);
+  co_await readProof;
+  if (readProof.hasFailed()) co_return refused;
+  if (!constantTimeEqual(connectorProof(secret, hello, challenge.nonce, proof.cookie), proof.mac)) {
+    MYCOLL_LOG_WARN("refused a connection that does not know the secret of the group being made");
+    co_return refused;
+  }
+  const auto still = local_.lobbies.find(hello.context);
+  if (still == local_.lobbies.end()) co_return refused;
+  Verdict verdict;
+  verdict.isAccepted = 1;
+  // A socket that has been read from has room for so few bytes.
+  if (send(fd, &verdict, sizeof(verdict), MSG_DONTWAIT | MSG_NOSIGNAL) != sizeof(verdict)) {
+    co_return refused;
+  }
+  local_.sleeper.unwatch(fd);
+  still->second->enter(std::move(visitor->socket));
   co_return Status();
 }
 

@@ -14,6 +14,7 @@
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "base/task.h"
+#include "transport/handshake.h"
 #include "transport/io_lock.h"
 #include "transport/link.h"
 #include "transport/local.h"
@@ -60,6 +61,7 @@ class Doorkeeper {
   void acceptAll() REQUIRES(ioRole);
   bool dropStranger() REQUIRES(ioRole);
   Task answer(Visitor* visitor) REQUIRES(ioRole);
+  Task answerInLobby(Visitor* visitor, Hello hello) REQUIRES(ioRole);
 
   Local& local_;
   const Admit admit_;

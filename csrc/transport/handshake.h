@@ -42,6 +42,9 @@ namespace mycoll {
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
 constexpr uint32_t kHandshakeVersion = 4;
 
+// The rank of a process that is in no group yet: see lobby.h.
+constexpr int kNobody = -1;
+
 // Which group vouches for a connection.
 struct HandshakeGroup {
   uint64_t context = 0;

@@ -7,6 +7,8 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -24,6 +26,8 @@
 #include "transport/tcp/address.h"
 
 namespace mycoll {
+
+class Lobby;
 
 struct MeshOptions {
   TransportChoice transport = TransportChoice::kAuto;
@@ -67,6 +71,7 @@ struct Local {
   Sleeper sleeper;
   BellSocket bell;
   GroupTable groups GUARDED_BY(ioRole);
+  std::map<uint64_t, Lobby*> lobbies GUARDED_BY(ioRole);  // by number
   std::atomic<int> pending{0};          // requests that are posted, connections that are being made
   int dialing GUARDED_BY(ioRole) = 0;   // of these, connections
   int tcpLinks GUARDED_BY(ioRole) = 0;  // connections over TCP that are open

@@ -8,6 +8,7 @@
 
 #include "base/sha256.h"
 #include "base/topology.h"
+#include "transport/lobby.h"
 
 namespace mycoll {
 namespace {
@@ -340,6 +341,18 @@ void Mesh::checkProcesses() {
   if (!isAnyLost) return;
   progress();  // the news leaves at once
   local_.sleeper.wakeAll();
+}
+
+// ---- meetings ----------------------------------------------------------------------------------
+
+void Mesh::openLobby(Lobby* lobby) {
+  IoLock lock(io_);
+  local_.lobbies[lobby->number()] = lobby;
+}
+
+void Mesh::closeLobby(const Lobby& lobby) {
+  IoLock lock(io_);
+  local_.lobbies.erase(lobby.number());
 }
 
 // ---- groups ------------------------------------------------------------------------------------

@@ -59,6 +59,10 @@ class Mesh {
   // the process apart, which takes seconds where there is much memory. For threads that wait.
   void checkProcesses();
 
+  // Who knocks there is let in until it is closed.
+  void openLobby(Lobby* lobby);
+  void closeLobby(const Lobby& lobby);
+
   // For Mailbox, from here on.
   IoMutex& ioMutex() { return io_; }
   void addMailbox(Mailbox* mailbox) REQUIRES(ioRole);

@@ -1,8 +1,7 @@
 #include "transport/peer.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <sstream>
+#include <charconv>
 
 #include "base/sha256.h"
 
@@ -18,36 +17,41 @@ bool isUid(const std::string& text) {
 
 // One field a line; the tcp addresses come last.
 std::string PeerAddress::encode() const {
-  std::ostringstream text;
-  text << uid << '\n' << hostIdentity << '\n' << pidSpace << '\n' << hostName << '\n';
-  text << pid << '\n' << startTicks;
-  for (const TcpAddress& entry : tcp) text << '\n' << entry.address << ' ' << entry.port;
-  return text.str();
+  std::string text = uid + '\n' + hostIdentity + '\n' + pidSpace + '\n' + hostName + '\n' +
+                     std::to_string(pid) + '\n' + std::to_string(startTicks);
+  for (const TcpAddress& entry : tcp) {
+    text += '\n' + entry.address + ' ' + std::to_string(entry.port);
+  }
+  return text;
 }
 
-Status PeerAddress::decode(const std::string& text, PeerAddress* result) {
-  std::vector<std::string> lines;
-  for (size_t at = 0; at < text.size();) {
-    const size_t end = std::min(text.find('\n', at), text.size());
-    lines.push_back(text.substr(at, end - at));
-    at = end + 1;
-  }
-  constexpr size_t kFixed = 6;
-  if (lines.size() < kFixed || !isUid(lines[0])) {
+// A rank of a large group reads very many.
+Status PeerAddress::decode(std::string_view text, PeerAddress* result) {
+  const auto next = [&text] {
+    const size_t end = std::min(text.find('\n'), text.size());
+    const std::string_view line = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    return line;
+  };
+  const auto number = [](std::string_view digits, auto* value) {
+    return std::from_chars(digits.data(), digits.data() + digits.size(), *value).ec == std::errc();
+  };
+  PeerAddress peer;
+  peer.uid = next();
+  peer.hostIdentity = next();
+  peer.pidSpace = next();
+  peer.hostName = next();
+  const bool hasNumbers = number(next(), &peer.pid) & number(next(), &peer.startTicks);
+  if (!isUid(peer.uid) || !hasNumbers) {
     return Status(Code::kStore, "the store holds an address that mycoll did not write");
   }
-  PeerAddress peer;
-  peer.uid = lines[0];
-  peer.hostIdentity = lines[1];
-  peer.pidSpace = lines[2];
-  peer.hostName = lines[3];
-  peer.pid = static_cast<pid_t>(strtol(lines[4].c_str(), nullptr, 10));
-  peer.startTicks = strtoull(lines[5].c_str(), nullptr, 10);
-  for (size_t i = kFixed; i < lines.size(); ++i) {
-    const size_t space = lines[i].find(' ');
-    if (space == 0 || space == std::string::npos) continue;
-    const int port = static_cast<int>(strtol(lines[i].c_str() + space, nullptr, 10));
-    peer.tcp.push_back({lines[i].substr(0, space), port});
+  while (!text.empty()) {
+    const std::string_view line = next();
+    const size_t space = line.find(' ');
+    TcpAddress entry;
+    if (space == 0 || space == std::string_view::npos) continue;
+    entry.address = line.substr(0, space);
+    if (number(line.substr(space + 1), &entry.port)) peer.tcp.push_back(std::move(entry));
   }
   *result = std::move(peer);
   return Status();

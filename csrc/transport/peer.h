@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
@@ -32,7 +33,7 @@ struct PeerAddress {
   std::string describe() const { return hostName + ":" + std::to_string(pid); }
   std::string encode() const;
   // Anybody may have written the text: what is not a valid uid is refused.
-  static Status decode(const std::string& text, PeerAddress* result);
+  static Status decode(std::string_view text, PeerAddress* result);
 };
 
 // A group as one of its ranks knows it.

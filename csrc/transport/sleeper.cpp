@@ -35,6 +35,8 @@ Status Sleeper::watch(int fd) {
   return Status();
 }
 
+void Sleeper::unwatch(int fd) { (void)epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
 void Sleeper::sleep(uint64_t generation, Deadline deadline) {
   MutexLock lock(mutex_);
   if (generation_.load(std::memory_order_relaxed) != generation) return;

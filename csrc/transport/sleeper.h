@@ -36,6 +36,8 @@ class Sleeper {
   Status open(HandleEvents handleEvents);
   // Edge triggered: in, out and hang-up.
   Status watch(int fd);
+  // Of a descriptor that lives on; one that is closed is not watched any more.
+  void unwatch(int fd);
   int epollFd() const { return epoll_.get(); }
 
   uint64_t generation() const { return generation_.load(std::memory_order_seq_cst); }

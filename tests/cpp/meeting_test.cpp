@@ -1,11 +1,20 @@
-// The making of a group through the store: what is believed of what others have written there.
+// The making of a group: what it asks of the store, and what becomes of it when a rank dies, comes
+// twice, lies or does not come.
+#include <poll.h>
+
+#include <atomic>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
+#include <vector>
 
-#include "base/topology.h"
+#include "base/sha256.h"
 #include "engine/card.h"
+#include "engine/line.h"
 #include "test.h"
+#include "transport/lobby.h"
 #include "world.h"
 
 using namespace mycoll;
@@ -13,120 +22,449 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// Cards that a stranger has written for rank 1: one that stands there at first, if any, then
-// another. In the end it says yes to everything.
-class Forgery final : public Store {
+using test::MemoryStore;
+using test::Threads;
+
+// One rank's view of a store, counted.
+class CountedStore final : public Store {
  public:
-  Forgery(std::string earlier, const Card& card, milliseconds cardAfter, milliseconds yesAfter)
-      : earlier_(std::move(earlier)),
-        card_(card.encode()),
-        cardAfter_(Deadline::after(cardAfter)),
-        yesAfter_(Deadline::after(yesAfter)) {}
+  explicit CountedStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
 
   Status set(const std::string& key, const std::string& value) override {
-    if (key == "roster") (void)store_.set("ack/1", value.substr(0, value.find('\n')));
-    if (key == "commit") (void)store_.set("done/1", value);
-    return store_.set(key, value);
+    ++operations;
+    bytes += value.size();
+    return store_->set(key, value);
   }
   Status tryGet(const std::string& key, bool* found, std::string* value) override {
-    if (key == "card/1") {
-      *value = cardAfter_.expired() ? card_ : earlier_;
-      *found = !value->empty();
-      return Status();
-    }
-    if (key == "ack/1" && !yesAfter_.expired()) {
-      *found = false;
-      return Status();
-    }
-    return store_.tryGet(key, found, value);
+    ++operations;
+    const Status status = store_->tryGet(key, found, value);
+    if (*found) bytes += value->size();
+    return status;
+  }
+  Status wait(const std::string& key, milliseconds atMost, bool* found) override {
+    ++operations;
+    return store_->wait(key, atMost, found);
   }
 
+  size_t operations = 0, bytes = 0;
+
  private:
-  const std::string earlier_;
-  const std::string card_;
-  const Deadline cardAfter_;
-  const Deadline yesAfter_;
-  test::MemoryStore store_;
+  const std::shared_ptr<Store> store_;
 };
 
-Card cardOf(std::string uid) {
-  Card card;
-  EXPECT_OK(Card::freshNonce(&card.nonce));
-  card.ranks = 2;
-  card.settings = Card::settingsHere();
-  card.address.uid = std::move(uid);
-  card.address.hostIdentity = "elsewhere";
-  card.address.pidSpace = "elsewhere";
-  card.address.hostName = "elsewhere";
-  card.address.pid = 1;
-  return card;
-}
-
-Status meetStranger(const Card& card, const std::string& earlier = "",
-                    milliseconds cardAfter = milliseconds(0),
-                    milliseconds yesAfter = milliseconds(0)) {
+std::shared_ptr<Engine> engineOn(const std::string& host) {
   MeshOptions mesh;
   mesh.storeHost = "127.0.0.1";
+  mesh.host = host;
   std::shared_ptr<Engine> engine;
   ASSERT_OK(Engine::create(mesh, &engine));
+  return engine;
+}
+
+GroupOptions optionsOf(int rank, int ranks, int timeoutMs = 10'000) {
   GroupOptions options;
   options.name = "test";
-  options.ranks = 2;
-  options.timeout = milliseconds(5000);
+  options.rank = rank;
+  options.ranks = ranks;
+  options.timeout = milliseconds(timeoutMs);
+  return options;
+}
+
+// A rank that only meets the others, and leaves.
+Status meetAs(GroupOptions options, const std::shared_ptr<Store>& store,
+              const std::string& host = "") {
   std::shared_ptr<Communicator> group;
-  const Status status = Communicator::create(
-      options, std::make_shared<Forgery>(earlier, card, cardAfter, yesAfter), engine, &group);
+  const Status status = Communicator::create(std::move(options), store, engineOn(host), &group);
   if (group) group->abort("over");
   return status;
 }
 
-// Of a process that is no more, as far as this host's kernel shows it.
-Card cardOfNobody() {
-  Card card = cardOf(std::string(32, 'a'));
-  card.address.hostName = hostName();
-  card.address.pid = 999'999'999;
-  card.address.startTicks = ~uint64_t{0} / 2;
-  return card;
+bool says(const Status& status, const std::string& words) {
+  const bool does = status.message().find(words) != std::string::npos;
+  if (!does) test::fail(__FILE__, __LINE__, status.toString() + "\n  does not say: " + words);
+  return does;
+}
+
+// A rank that is moved by hand.
+class Puppet {
+ public:
+  Puppet(int rank, int ranks, std::shared_ptr<Store> store, const std::string& host = "")
+      : store_(std::move(store)), engine_(engineOn(host)) {
+    EXPECT_OK(Card::freshNonce(&card.nonce));
+    card.rank = rank;
+    card.ranks = ranks;
+    card.settings = Card::settingsHere();
+    card.address = engine_->mesh()->address();
+  }
+  ~Puppet() { closeLobby(); }
+
+  // Reads where rank 0 is, and goes there.
+  Answer join(const std::string& secret = "") {
+    std::string text;
+    for (bool found = false; !found;) ASSERT_OK(store_->wait("root", milliseconds(100), &found));
+    bool found = false;
+    ASSERT_OK(store_->tryGet("root", &found, &text));
+    ASSERT_OK(Card::decode(text, &root));
+    openLobby(root.nonce, secret);
+    Answer answer;
+    Fd socket;
+    std::string why;
+    ASSERT_OK(knock(
+        *engine_->mesh(), root.address, *lobby_, Deadline::after(milliseconds(5000)),
+        [] { return Status(); }, &answer, &socket, &why));
+    if (answer == Answer::kIn) {
+      up = std::make_unique<Line>(std::move(socket));
+      up->send({Note::kCard, card.rank, card.encode()});
+    }
+    return answer;
+  }
+  void openLobby(const std::string& meeting, const std::string& secret = "") {
+    closeLobby();
+    uint64_t number;
+    const Digest digest = sha256("mycoll meeting " + meeting), plain = sha256(meeting);
+    std::memcpy(&number, digest.data(), sizeof(number));
+    lobby_ = std::make_unique<Lobby>(
+        number, secret.empty() ? std::string(reinterpret_cast<const char*>(plain.data()), 32)
+                               : secret);
+    ASSERT_OK(lobby_->open());
+    engine_->mesh()->openLobby(lobby_.get());
+  }
+  void closeLobby() {
+    if (lobby_) engine_->mesh()->closeLobby(*lobby_);
+    lobby_.reset();
+  }
+  // The next note, of one of these kinds.
+  Note hear(Note::Kind kind, Note::Kind orKind = Note::Kind{}) {
+    Note note;
+    const Deadline deadline = Deadline::after(milliseconds(10'000));
+    while (!up->take(&note)) {
+      ASSERT(!up->hasEnded() && !deadline.expired());
+      pollfd entry{up->fd(), POLLIN, 0};
+      (void)poll(&entry, 1, 50);
+      up->read();
+    }
+    EXPECT(note.kind == kind || note.kind == orKind);
+    return note;
+  }
+  std::unique_ptr<Line> letIn() {
+    const Deadline deadline = Deadline::after(milliseconds(10'000));
+    for (;;) {
+      for (Fd& socket : lobby_->takeAll()) return std::make_unique<Line>(std::move(socket));
+      ASSERT(!deadline.expired());
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+  }
+  void publish(const std::string& key = "root") { ASSERT_OK(store_->set(key, card.encode())); }
+
+  Card card, root;
+  std::unique_ptr<Line> up;
+
+ private:
+  const std::shared_ptr<Store> store_;
+  const std::shared_ptr<Engine> engine_;
+  std::unique_ptr<Lobby> lobby_;
+};
+
+std::vector<Status> meetAll(int ranks, const std::shared_ptr<Store>& store, int without = -1,
+                            int timeoutMs = 10'000) {
+  std::vector<Status> found(ranks);
+  Threads(ranks, [&](int rank) {
+    if (rank != without) found[rank] = meetAs(optionsOf(rank, ranks, timeoutMs), store);
+  });
+  return found;
 }
 
 }  // namespace
 
+// The store is asked twice by each rank, however many there are.
+TEST(Meeting, aThousandRanksAskTheStoreTwiceEach) {
+  constexpr int kRanks = 1000, kOnEach = 8;
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<size_t> operations(kRanks), bytes(kRanks);
+  std::atomic<int> met{0};
+  const auto began = std::chrono::steady_clock::now();
+  Threads(kRanks, [&](int rank) {
+    const std::shared_ptr<Engine> engine = engineOn(" host " + std::to_string(rank / kOnEach));
+    // Who comes before rank 0 waits in steps, each of which counts.
+    while (rank != 0 && store->operations() < 2) std::this_thread::sleep_for(milliseconds(1));
+    const auto counted = std::make_shared<CountedStore>(store);
+    std::shared_ptr<Communicator> group;
+    EXPECT_OK(Communicator::create(optionsOf(rank, kRanks, 120'000), counted, engine, &group));
+    operations[rank] = counted->operations;
+    bytes[rank] = counted->bytes;
+    // The time that the slowest has.
+    if (++met == kRanks) {
+      const auto took = std::chrono::steady_clock::now() - began;
+      printf("    %d ranks, engines included: %.2f s\n", kRanks,
+             std::chrono::duration<double>(took).count());
+    }
+    while (met < kRanks) std::this_thread::sleep_for(milliseconds(5));
+    if (group) group->close(Deadline::after(milliseconds(100)));
+  });
+  EXPECT(bytes[0] <= 300 || operations[0] > 2);
+  for (int rank = 1; rank < kRanks; ++rank) {
+    EXPECT_EQ(operations[rank], 2);
+    EXPECT(bytes[rank] <= 300);
+  }
+}
+
+TEST(Meeting, twoGroupsOfOneName) {
+  const auto store = std::make_shared<MemoryStore>();
+  for (int life = 0; life < 3; ++life) {
+    for (const Status& status : meetAll(4, store)) EXPECT_OK(status);
+  }
+}
+
+// What a job has left that was killed: nobody is there any more.
+TEST(Meeting, aStaleStoreIsWaitedOut) {
+  const auto store = std::make_shared<MemoryStore>();
+  { Puppet(0, 5, store).publish(); }
+  std::vector<Status> found(3);
+  Threads(3, [&](int rank) {
+    if (rank == 0) std::this_thread::sleep_for(milliseconds(500));
+    found[rank] = meetAs(optionsOf(rank, 3), store);
+  });
+  for (const Status& status : found) EXPECT_OK(status);
+}
+
+TEST(Meeting, theMissingAreNamed) {
+  const std::vector<Status> found = meetAll(4, std::make_shared<MemoryStore>(), 2, 800);
+  for (const int rank : {0, 1, 3}) {
+    EXPECT_EQ(found[rank].code(), Code::kTimeout);
+    EXPECT(says(found[rank], "waited for the other ranks of 4; missing: 2."));
+  }
+  EXPECT(says(meetAs(optionsOf(1, 2, 300), std::make_shared<MemoryStore>()), "missing: 0."));
+}
+
+// A first deadline ends it for all: nobody waits for who does not wait.
+TEST(Meeting, theFirstDeadlineEndsItForAll) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(2);
+  Threads(2, [&](int rank) {
+    found[rank] = meetAs(optionsOf(rank, 3, rank == 1 ? 500 : 60'000), store);
+  });
+  for (const Status& status : found) EXPECT(says(status, "after 500ms: rank 1 waited"));
+}
+
 // The names of sockets and the handshake have room for a uid of one length.
 TEST(Meeting, namesOfStrangersAreNotCopied) {
-  EXPECT_OK(meetStranger(cardOf(std::string(32, 'a'))));
   for (const std::string& uid :
        {std::string("a"), std::string(31, 'a'), std::string(33, 'a'), std::string(500, 'a'),
         std::string(32, 'A'), std::string(31, 'a') + '/', std::string(31, 'a') + '\0'}) {
-    const Status status = meetStranger(cardOf(uid));
+    const auto store = std::make_shared<MemoryStore>();
+    Puppet stranger(0, 2, store);
+    stranger.card.address.uid = uid;
+    stranger.publish();
+    const Status status = meetAs(optionsOf(1, 2), store);
     EXPECT_EQ(status.code(), Code::kStore);
-    EXPECT(status.message().find("mycoll did not write") != std::string::npos);
+    EXPECT(says(status, "mycoll did not write"));
   }
 }
 
 // Ranks that differ there would plan differently.
 TEST(Meeting, settingsThatDifferAreRefused) {
-  Card card = cardOf(std::string(32, 'a'));
-  card.settings = "MYCOLL_PARTIALS=rounded";
-  const Status status = meetStranger(card);
+  const auto store = std::make_shared<MemoryStore>();
+  Status status;
+  Threads(2, [&](int rank) {
+    if (rank == 0) {
+      status = meetAs(optionsOf(0, 2), store);
+      return;
+    }
+    Puppet other(1, 2, store);
+    other.card.settings = "MYCOLL_PARTIALS=rounded";
+    EXPECT(other.join() == Answer::kIn);
+    EXPECT(other.hear(Note::kFailed).text.find("must be the same") != std::string::npos);
+  });
   EXPECT_EQ(status.code(), Code::kInvalidArgument);
-  EXPECT(status.message().find("has MYCOLL_PARTIALS=wide, rank 1 (") != std::string::npos);
-  EXPECT(status.message().find("MYCOLL_PARTIALS=rounded: it must be the same") !=
-         std::string::npos);
+  EXPECT(says(status, "has MYCOLL_PARTIALS=wide, rank 1 ("));
+  EXPECT(says(status, "MYCOLL_PARTIALS=rounded: it must be the same"));
 }
 
-// In another pid namespace, or on a clone of this host: its name says nothing.
-TEST(Meeting, aHiddenProcessIsNotDead) {
-  const Card card = cardOfNobody();
-  EXPECT_OK(meetStranger(card, "", milliseconds(200), milliseconds(2500)));
-  EXPECT_OK(meetStranger(card, cardOfNobody().encode(), milliseconds(200), milliseconds(2500)));
+TEST(Meeting, worldSizesThatDifferAreTold) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(3);
+  Threads(3, [&](int rank) { found[rank] = meetAs(optionsOf(rank, rank == 0 ? 2 : 3), store); });
+  for (const Status& status : found) EXPECT(says(status, "the world sizes must be equal"));
 }
 
-TEST(Meeting, doesNotWaitForAProcessThatHasEnded) {
-  Card card = cardOfNobody();
-  card.address.pidSpace = pidSpace();
-  for (const std::string& earlier : {std::string(), cardOfNobody().encode()}) {
-    const Status status = meetStranger(card, earlier, milliseconds(200), milliseconds(30'000));
+TEST(Meeting, aRankTwiceIsToldToAll) {
+  for (const int twice : {0, 1}) {
+    const auto store = std::make_shared<MemoryStore>();
+    std::vector<Status> found(3);
+    Threads(3, [&](int index) {
+      const int rank = index == 2 ? twice : index;
+      found[index] = meetAs(optionsOf(rank, 3), store);
+    });
+    for (const Status& status : found) {
+      EXPECT_EQ(status.code(), Code::kStore);
+      EXPECT(says(status, "rank " + std::to_string(twice) + " is taken by"));
+    }
+  }
+}
+
+// Its connection ends: that is all that there is to see of a process elsewhere.
+TEST(Meeting, aRankThatEndsIsNotWaitedFor) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(2);
+  Threads(3, [&](int rank) {
+    if (rank < 2) {
+      found[rank] = meetAs(optionsOf(rank, 4, 30'000), store);
+    } else {
+      Puppet dies(2, 4, store, " elsewhere");
+      EXPECT(dies.join() == Answer::kIn);
+      dies.hear(Note::kStay);
+    }
+  });
+  for (const Status& status : found) {
     EXPECT_EQ(status.code(), Code::kPeerLost);
-    EXPECT(status.message().find("ended before its first call") != std::string::npos);
+    EXPECT(says(status, "rank 2 ("));
+    EXPECT(says(status, "ended before its first call"));
+  }
+}
+
+// Also when it had confirmed all that it was asked.
+TEST(Meeting, aRankThatEndsAtTheLastStep) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(3);
+  Threads(4, [&](int rank) {
+    if (rank == 1) {
+      Puppet dies(1, 4, store, " elsewhere");
+      EXPECT(dies.join() == Answer::kIn);
+      dies.hear(Note::kStay);
+      dies.hear(Note::kRoster);
+      return;
+    }
+    found[rank == 0 ? 0 : rank - 1] = meetAs(optionsOf(rank, 4), store);
+  });
+  for (const Status& status : found) {
+    EXPECT_EQ(status.code(), Code::kPeerLost);
+    EXPECT(says(status, "rank 1 ("));
+  }
+}
+
+TEST(Meeting, aRankMayComeAgain) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(3);
+  Threads(3, [&](int rank) {
+    if (rank == 1) {
+      Puppet first(1, 3, store);
+      EXPECT(first.join() == Answer::kIn);
+      first.hear(Note::kStay);
+    }
+    found[rank] = meetAs(optionsOf(rank, 3), store);
+  });
+  for (const Status& status : found) EXPECT_OK(status);
+}
+
+// A rank that others of its host were sent to is gone, and comes again: they find their way.
+TEST(Meeting, whoLosesItsPlaceTakesAnother) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(3);
+  std::atomic<bool> isFirst{false};
+  Threads(3, [&](int rank) {
+    if (rank == 2) {
+      while (!isFirst) std::this_thread::sleep_for(milliseconds(1));
+    }
+    if (rank != 1) {
+      found[rank] = meetAs(optionsOf(rank, 3), store, rank == 0 ? "" : " elsewhere");
+      return;
+    }
+    Puppet leader(1, 3, store, " elsewhere");
+    EXPECT(leader.join() == Answer::kIn);
+    leader.hear(Note::kStay);
+    isFirst = true;
+    leader.letIn();        // and it is sent away again
+    leader.closeLobby();   // the next time there is nobody to let it in
+    for (Note note; note.kind != Note::kCommit;) {
+      note = leader.hear(Note::kRoster, Note::kCommit);
+      if (note.kind == Note::kRoster) {
+        leader.up->send({Note::kConfirm, 1, note.text.substr(0, 16)});
+      }
+    }
+  });
+  for (const Status& status : found) EXPECT_OK(status);
+}
+
+// It can be told from a leftover: its process is alive.
+TEST(Meeting, whoCannotStartIsHeard) {
+  for (const int culprit : {0, 1}) {
+    const auto store = std::make_shared<MemoryStore>();
+    Status found;
+    Puppet fails(culprit, 2, store);
+    fails.card.why = "no descriptors";
+    fails.publish();
+    const Status status = meetAs(optionsOf(1 - culprit, 2), store);
+    EXPECT_EQ(status.code(), Code::kStore);
+    EXPECT(says(status, "rank " + std::to_string(culprit) + " ("));
+    EXPECT(says(status, "has given up: no descriptors"));
+  }
+}
+
+TEST(Meeting, whoCannotConnectIsHeard) {
+  const auto store = std::make_shared<MemoryStore>();
+  Status found;
+  Threads(2, [&](int rank) {
+    if (rank == 0) {
+      found = meetAs(optionsOf(0, 2), store);
+      return;
+    }
+    Puppet fails(1, 2, store);
+    for (bool isThere = false; !isThere;) {
+      ASSERT_OK(store->wait("root", milliseconds(100), &isThere));
+    }
+    fails.card.why = "no route";
+    fails.publish();
+    std::this_thread::sleep_for(milliseconds(1500));
+  });
+  EXPECT(says(found, "has given up: no route"));
+}
+
+TEST(Meeting, aLeftoverOfWhoGaveUpIsOverwritten) {
+  const auto store = std::make_shared<MemoryStore>();
+  Puppet failed(1, 2, store);
+  failed.card.why = "no descriptors";
+  failed.card.address.pidSpace = "elsewhere";
+  failed.publish();
+  for (const Status& status : meetAll(2, store)) EXPECT_OK(status);
+}
+
+TEST(Meeting, anotherSecretIsRefused) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(2);
+  Threads(2, [&](int rank) {
+    if (rank == 1) {
+      Puppet stranger(1, 2, store);
+      EXPECT(stranger.join(std::string(32, 'x')) == Answer::kDistrusted);
+    }
+    found[rank] = meetAs(optionsOf(rank, 2), store);
+  });
+  for (const Status& status : found) EXPECT_OK(status);
+
+  Puppet other(0, 2, store);
+  other.publish();
+  other.openLobby(other.card.nonce, std::string(32, 'x'));
+  EXPECT(says(meetAs(optionsOf(1, 2), store), "MYCOLL_SECRET_FILE must be the same"));
+}
+
+TEST(Meeting, isInterrupted) {
+  for (const bool isAlone : {false, true}) {
+    for (const int rank : {0, 1}) {
+      const auto store = std::make_shared<MemoryStore>();
+      std::atomic<bool> isToEnd{false};
+      std::vector<Status> found(2);
+      Threads(3, [&](int index) {
+        if (index == 2) {
+          std::this_thread::sleep_for(milliseconds(400));
+          isToEnd = true;
+          return;
+        }
+        if (isAlone && index != rank) return;
+        GroupOptions options = optionsOf(index, 3);
+        if (index == rank) options.interrupted = [&] { return isToEnd.load(); };
+        found[index] = meetAs(options, store);
+      });
+      EXPECT_EQ(found[rank].code(), Code::kInterrupted);
+      if (!isAlone) EXPECT(says(found[1 - rank], "interrupted"));
+    }
   }
 }

@@ -2,6 +2,9 @@
 // torch or Python. They map shared segments once, so that TSan sees one memory.
 #pragma once
 
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
@@ -20,6 +23,9 @@ class MemoryStore final : public mycoll::Store {
   mycoll::Status set(const std::string& key, const std::string& value) override {
     std::lock_guard<std::mutex> lock(mutex_);
     values_[key] = value;
+    operations_ += 1;
+    bytes_ += value.size();
+    changed_.notify_all();
     return mycoll::Status();
   }
   mycoll::Status tryGet(const std::string& key, bool* found, std::string* value) override {
@@ -27,11 +33,29 @@ class MemoryStore final : public mycoll::Store {
     auto entry = values_.find(key);
     *found = entry != values_.end();
     if (*found) *value = entry->second;
+    operations_ += 1;
+    bytes_ += *found ? value->size() : 0;
+    return mycoll::Status();
+  }
+  mycoll::Status wait(const std::string& key, std::chrono::milliseconds atMost,
+                      bool* found) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto end = std::chrono::steady_clock::now() + atMost;
+    operations_ += 1;
+    while (!values_.contains(key)) {
+      if (changed_.wait_until(lock, end) == std::cv_status::timeout) break;
+    }
+    *found = values_.contains(key);
     return mycoll::Status();
   }
 
+  size_t operations() const { return operations_; }
+  size_t bytes() const { return bytes_; }  // of values, there and back
+
  private:
   std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<size_t> operations_{0}, bytes_{0};
   std::map<std::string, std::string> values_;
 };
 

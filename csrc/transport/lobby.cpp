@@ -1,0 +1,150 @@
+#include "transport/lobby.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "transport/handshake.h"
+#include "transport/mesh.h"
+#include "transport/tcp/address.h"
+
+namespace mycoll {
+namespace {
+
+constexpr int kLookEveryMs = 50;
+
+// One attempt to get in, over one socket.
+class Visit {
+ public:
+  Visit(const Mesh& mesh, const PeerAddress& peer, const Lobby& like, Deadline deadline,
+        const std::function<Status()>& look)
+      : mesh_(mesh), peer_(peer), like_(like), deadline_(deadline), look_(look) {}
+
+  Status connected(int fd, int* error) {
+    Connected condition(fd, deadline_);
+    MYCOLL_RETURN_IF_ERROR(until(condition, fd, POLLOUT));
+    *error = condition.hasFailed() ? condition.error() : 0;
+    return Status();
+  }
+
+  Status shakeHands(int fd, bool isUnix, Answer* answer, std::string* why) {
+    *answer = Answer::kHungUp;
+    *why = "did not answer the handshake";
+    Hello hello;
+    hello.isShm = isUnix;
+    hello.context = like_.number();
+    hello.source = hello.destination = kNobody;
+    std::memcpy(hello.sourceUid, mesh_.address().uid.data(), sizeof(hello.sourceUid));
+    std::memcpy(hello.destinationUid, peer_.uid.data(), sizeof(hello.destinationUid));
+    MYCOLL_RETURN_IF_ERROR(randomBytes(hello.nonce, sizeof(hello.nonce)));
+    WriteExactly sendHello(fd, &hello, sizeof(hello), deadline_);
+    MYCOLL_RETURN_IF_ERROR(until(sendHello, fd, POLLOUT));
+    Challenge challenge;
+    ReadExactly readChallenge(fd, &challenge, sizeof(challenge), deadline_);
+    MYCOLL_RETURN_IF_ERROR(until(readChallenge, fd, POLLIN));
+    if (sendHello.hasFailed() || readChallenge.hasFailed()) return Status();
+    if (challenge.standing != Standing::kMember) {
+      *answer = Answer::kNobody;
+      *why = "takes part in no such meeting";
+      return Status();
+    }
+    if (!constantTimeEqual(acceptorProof(like_.secret(), hello, challenge.nonce), challenge.mac)) {
+      *answer = Answer::kDistrusted;
+      *why = "could not prove that it is a member of this group";
+      return Status();
+    }
+    Proof proof;
+    MYCOLL_RETURN_IF_ERROR(randomBytes(proof.cookie, sizeof(proof.cookie)));
+    proof.mac = connectorProof(like_.secret(), hello, challenge.nonce, proof.cookie);
+    WriteExactly sendProof(fd, &proof, sizeof(proof), deadline_);
+    MYCOLL_RETURN_IF_ERROR(until(sendProof, fd, POLLOUT));
+    Verdict verdict;
+    ReadExactly readVerdict(fd, &verdict, sizeof(verdict), deadline_);
+    MYCOLL_RETURN_IF_ERROR(until(readVerdict, fd, POLLIN));
+    if (!readVerdict.hasFailed() && verdict.isAccepted) *answer = Answer::kIn;
+    return Status();
+  }
+
+ private:
+  Status until(Condition& condition, int fd, short events) {
+    while (!condition.ready()) {
+      pollfd entry{fd, events, 0};
+      (void)poll(&entry, 1, kLookEveryMs);
+      MYCOLL_RETURN_IF_ERROR(look_());
+    }
+    return Status();
+  }
+
+  const Mesh& mesh_;
+  const PeerAddress& peer_;
+  const Lobby& like_;
+  const Deadline deadline_;
+  const std::function<Status()>& look_;
+};
+
+}  // namespace
+
+Status Lobby::open() {
+  news_ = Fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (news_.isOpen()) return Status();
+  return Status(Code::kNetwork, std::string("cannot make an eventfd: ") + strerror(errno));
+}
+
+void Lobby::enter(Fd socket) {
+  const MutexLock lock(mutex_);
+  sockets_.push_back(std::move(socket));
+  const uint64_t one = 1;
+  (void)!write(news_.get(), &one, sizeof(one));
+}
+
+std::vector<Fd> Lobby::takeAll() {
+  uint64_t count;
+  (void)!read(news_.get(), &count, sizeof(count));
+  const MutexLock lock(mutex_);
+  return std::exchange(sockets_, {});
+}
+
+Status knock(const Mesh& mesh, const PeerAddress& peer, const Lobby& like, Deadline deadline,
+             const std::function<Status()>& look, Answer* answer, Fd* result, std::string* why) {
+  Visit visit(mesh, peer, like, deadline, look);
+  *answer = Answer::kUnreachable;
+  *why = "it has no address in common";
+  bool isGone = true;
+  const auto note = [&](const Status& failure) {
+    isGone &= failure.code() == Code::kPeerLost;
+    *answer = isGone ? Answer::kNobody : Answer::kUnreachable;
+    *why = failure.message();
+  };
+  if (mesh.isLocal(peer)) {
+    Fd socket;
+    const Status status = connectUnix(peer.uid, &socket);
+    if (status.ok()) {
+      MYCOLL_RETURN_IF_ERROR(visit.shakeHands(socket.get(), true, answer, why));
+      *result = std::move(socket);
+      return Status();
+    }
+    note(status);
+  }
+  for (const TcpAddress& entry : peer.tcp) {
+    Fd socket;
+    Status status = startConnect(entry.address, entry.port, &socket);
+    if (status.ok()) {
+      int error = 0;
+      MYCOLL_RETURN_IF_ERROR(visit.connected(socket.get(), &error));
+      if (error == 0) {
+        tuneSocket(socket.get(), mesh.options().networkSeconds);
+        MYCOLL_RETURN_IF_ERROR(visit.shakeHands(socket.get(), false, answer, why));
+        *result = std::move(socket);
+        return Status();
+      }
+      status = connectFailure(entry.address, entry.port, error);
+    }
+    note(status);
+  }
+  return Status();
+}
+
+}  // namespace mycoll

@@ -15,7 +15,20 @@ import torch
 import torch.distributed as dist
 from faults.harness import Seen, Stage, answers, attempt
 from worlds import warm
+from worlds.pool import World
 from worlds.worker import Ctx
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_that_is_late(pool, in_the_background):
+    """Begins before all other tests."""
+
+    def begin() -> World:
+        world = pool.fresh(pool.spec(3, "tcp", timeout=60.0))
+        world.start(comes_late)
+        return world
+
+    return in_the_background("test_a_late_member_is_waited_for", begin)
 
 
 def hands_on_and_goes(ctx: Ctx) -> Seen:
@@ -109,13 +122,6 @@ def comes_late(ctx: Ctx) -> Seen:
         return float(x[0])
 
     return attempt(act)
-
-
-@pytest.mark.transports("tcp")
-def test_a_late_member_is_waited_for(reused, transport, mycoll_only):
-    for rank, seen in enumerate(reused(3, transport).run_in_group(comes_late, timeout=60.0)):
-        assert not seen.kind, (rank, seen)
-        assert seen.value == 5.0
 
 
 def goes_with_a_message(ctx: Ctx) -> Seen | None:
@@ -302,3 +308,9 @@ def test_the_reason_is_short_and_plain(reused, transport, mycoll_only) -> None:
     found = re.search(r"it handled an exception, (RuntimeError: .*) \(see its log\)", seen.text)
     assert found and len(found[1]) <= 120 and found[1].endswith(" ..."), seen.text
     assert found[1].isascii() and found[1].isprintable(), found[1]
+
+
+def test_a_late_member_is_waited_for(one_that_is_late, mycoll_only):
+    for rank, seen in enumerate(one_that_is_late.finish()):
+        assert not seen.kind, (rank, seen)
+        assert seen.value == 5.0

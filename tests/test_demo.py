@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from worlds import warm
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--steps", "--rounds"])
@@ -24,12 +25,7 @@ def test_demo(request: pytest.FixtureRequest) -> None:
         pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)
     pytest.importorskip("mycoll", reason="the package is not on the path")
     arguments = ["--backend", backend, "--steps", "100", "--rounds", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mycoll", "demo", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = warm.run_module("mycoll", "demo", *arguments, timeout=200)
     assert done.returncode == 0, done.stderr
     losses = [
         float(line.split("loss")[1].split()[0])

@@ -7,12 +7,12 @@ import os
 import resource
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from mycoll import doctor
 from mycoll._registration import NotUsable
+from worlds import warm
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +23,8 @@ def clean(monkeypatch, backend):
 
 
 def run(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mycoll", "doctor", *options]
-    return subprocess.run(
-        command, env=dict(os.environ, **env), capture_output=True, text=True, timeout=200
-    )
+    environment = dict(os.environ, **env)
+    return warm.run_module("mycoll", "doctor", *options, environment=environment, timeout=200)
 
 
 def only(check) -> doctor.Finding:

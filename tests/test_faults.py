@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from faults import deaths, lifecycle, strangers
 from faults.harness import Stage
 from mycoll import __main__ as command_line
 from mycoll import faults as verb
+from worlds import warm
 
 PATIENCE = 10.0  # times the limits of ./dev faults: 10 s instead of 1 s
 
@@ -35,9 +34,7 @@ def test_junk_connections(pool, mycoll_only):
 def test_the_verb_in_a_checkout(tmp_path: Path) -> None:
     results = tmp_path / "faults.json"
     words = f"faults --only 19a --backend mycoll --transport shm --json {results}".split()
-    run = subprocess.run(
-        [sys.executable, "-m", "mycoll", *words], capture_output=True, text=True, timeout=120
-    )
+    run = warm.run_module("mycoll", *words)
     assert run.returncode == 0, run.stdout + run.stderr
     outcomes = json.loads(results.read_text())["19a"]["mycoll shm"]
     assert [outcome["verdict"] for outcome in outcomes] == ["pass"]

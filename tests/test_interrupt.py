@@ -48,10 +48,16 @@ def interrupted(ctx: Ctx, name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["all_reduce", "wait", "barrier", "recv", "recv from anyone", "large all_reduce"]
+    ("name", "over"),
+    [
+        *(("all_reduce", over) for over in ("shm", "tcp")),
+        # Whoever waits is in the same loop, over every transport.
+        *((name, "shm") for name in ("wait", "barrier", "recv from anyone", "large all_reduce")),
+        ("recv", "tcp"),
+    ],
 )
-def test_interrupt(reused, transport, name):
-    seconds = reused(2, transport).run_in_group(interrupted, name)[0]
+def test_interrupt(reused, name, over):
+    seconds = reused(2, over).run_in_group(interrupted, name)[0]
     assert BEFORE - 0.1 < seconds < BEFORE + SOON
 
 

@@ -15,7 +15,29 @@ import torch
 import torch.distributed as dist
 from faults.harness import Seen, Stage, answers, attempt
 from worlds import warm
+from worlds.pool import Pool, World
 from worlds.worker import Ctx
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_that_is_late(pool, in_the_background):
+    """Begins before all other tests, and so does the next."""
+    return in_the_background("test_a_late_member_is_waited_for", lambda: begun(pool, 3, comes_late))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_that_waits_to_leave(pool, in_the_background):
+    return in_the_background(
+        "test_unreceived_sends_are_lost_when_the_sender_leaves",
+        lambda: begun(pool, 2, goes_with_a_message),  # which takes 10 s
+    )
+
+
+def begun(pool: Pool, size: int, job: Callable[[Ctx], object]) -> World:
+    # leaving_test has both transports.
+    world = pool.fresh(pool.spec(size, "tcp", timeout=60.0))
+    world.start(job)
+    return world
 
 
 def hands_on_and_goes(ctx: Ctx) -> Seen:
@@ -111,13 +133,6 @@ def comes_late(ctx: Ctx) -> Seen:
     return attempt(act)
 
 
-@pytest.mark.transports("tcp")
-def test_a_late_member_is_waited_for(reused, transport, mycoll_only):
-    for rank, seen in enumerate(reused(3, transport).run_in_group(comes_late, timeout=60.0)):
-        assert not seen.kind, (rank, seen)
-        assert seen.value == 5.0
-
-
 def goes_with_a_message(ctx: Ctx) -> Seen | None:
     """Rank 0 never waits for its send, and rank 1 receives when rank 0 has ceased to offer it."""
     group = dist.new_group()
@@ -134,16 +149,6 @@ def goes_with_a_message(ctx: Ctx) -> Seen | None:
     seen = attempt(lambda: dist.recv(x, 0, group=group))
     assert bool((x == 1).all()), "what is lost is not half there"
     return seen
-
-
-@pytest.mark.transports("tcp")  # it takes 10 s; leaving_test has both
-def test_unreceived_sends_are_lost_when_the_sender_leaves(fresh, transport, mycoll_only):
-    world = fresh(2, transport, timeout=60.0)
-    _, seen = world.run(goes_with_a_message)
-    assert seen.kind == "DistBackendError", seen
-    assert "has left the group" in seen.text and "recv from rank 0" in seen.text
-    assert seen.seconds < 2.0
-    assert "(collectives: 0, sends: 1). They are lost" in world.members[0].log_tail()
 
 
 def receives_while_it_leaves(ctx: Ctx) -> Seen:
@@ -276,8 +281,9 @@ def test_an_exception_on_one_rank_is_named_on_the_other(tmp_path, mycoll_only, c
     file = tmp_path / "program.py"
     file.write_text(f"{JOB}\nif __name__ == '__main__':\n{textwrap.indent(code, '    ')}\n")
     ranks = (0, 1) if "argv[2]" in code else (0,)
+    is_script = code.startswith("job")  # of which Python's own end of a program is looked at
     programs = [
-        warm.start(file, str(tmp_path / "store"), str(rank), to_the_end=True) for rank in ranks
+        warm.start(file, str(tmp_path / "store"), str(rank), to_the_end=is_script) for rank in ranks
     ]
     said = "".join(program.communicate(timeout=60)[1] for program in programs)
     assert f"rank 1 ({socket.gethostname()}:" in said and text in said, said
@@ -302,3 +308,18 @@ def test_the_reason_is_short_and_plain(reused, transport, mycoll_only) -> None:
     found = re.search(r"it handled an exception, (RuntimeError: .*) \(see its log\)", seen.text)
     assert found and len(found[1]) <= 120 and found[1].endswith(" ..."), seen.text
     assert found[1].isascii() and found[1].isprintable(), found[1]
+
+
+def test_a_late_member_is_waited_for(one_that_is_late, mycoll_only):
+    for rank, seen in enumerate(one_that_is_late.finish()):
+        assert not seen.kind, (rank, seen)
+        assert seen.value == 5.0
+
+
+def test_unreceived_sends_are_lost_when_the_sender_leaves(one_that_waits_to_leave, mycoll_only):
+    _, seen = one_that_waits_to_leave.finish()
+    assert seen.kind == "DistBackendError", seen
+    assert "has left the group" in seen.text and "recv from rank 0" in seen.text
+    assert seen.seconds < 2.0
+    said = one_that_waits_to_leave.members[0].log_tail()
+    assert "(collectives: 0, sends: 1). They are lost" in said

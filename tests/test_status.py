@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import black_box, status
+from worlds import warm
 from worlds.worker import Ctx
 
 PATIENCE = 10.0  # seconds
@@ -148,8 +148,7 @@ def test_groups_come_and_go(fresh) -> None:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "mycoll", *words]
-    return subprocess.run(run, capture_output=True, text=True, timeout=120)
+    return warm.run_module("mycoll", *words)
 
 
 def test_command(fresh, capsys) -> None:

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from mycoll import black_box, timeline, trace, trace_file
 from mycoll.black_box import Group, Operation, Process
 from torch.distributed import distributed_c10d
+from worlds import warm
 from worlds.worker import Ctx
 
 SHORT = 1.5  # seconds; the group's timeout, once all ranks are there
@@ -133,8 +133,7 @@ def test_nothing_amiss(fresh, tmp_path) -> None:
 
 
 def command(*words: Any) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "mycoll", "trace", *map(str, words)]
-    return subprocess.run(run, capture_output=True, text=True, timeout=120)
+    return warm.run_module("mycoll", "trace", *map(str, words))
 
 
 def test_command_and_picture(failed, tmp_path, capsys) -> None:

@@ -99,6 +99,14 @@ def module(name: str) -> str:
     return f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
 
 
+def run_module(
+    name: str, *arguments: str, environment: dict[str, str] | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    program = start(module(name), *arguments, environment=environment)
+    out, error = program.communicate(timeout)
+    return subprocess.CompletedProcess((name, *arguments), program.returncode or 0, out, error)
+
+
 def ranks(
     code: str | Path,
     count: int,

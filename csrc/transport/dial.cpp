@@ -20,6 +20,10 @@ constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
 // a time.
 constexpr auto kConnectAgain = std::chrono::milliseconds(100);
 constexpr int kMaxHangUps = 50;
+// A peer that is gone may have gone because of a failure, which the others are about to tell, and
+// which says more.
+constexpr auto kLastWords = std::chrono::milliseconds(400);
+constexpr auto kLookAgain = std::chrono::milliseconds(50);
 
 [[maybe_unused]] bool isLegal(Dial::State from, Dial::State to) {
   switch (from) {
@@ -78,8 +82,18 @@ void Dial::finish() {
   if (standing_ != Standing::kMember) {
     const bool isLater = standing_ == Standing::kNotYet;
     notYet_ += isLater && !isCrossed_;
-    nextAttempt_ = Deadline::after(isLater ? kConnectAgain : std::chrono::milliseconds(0));
+    const bool isLastGroup = local_.groups.commonWith(peer_.uid).size() == 1;
+    nextAttempt_ = Deadline::after(isLater       ? kConnectAgain
+                                   : isLastGroup ? kLastWords
+                                                 : std::chrono::milliseconds(0));
     return moveTo(State::kWaiting);
+  }
+  if (!isMade && loss_.reason == LossReason::kNotListening && joining_.connection == 0) {
+    if (givesUp_.isNever()) givesUp_ = Deadline::after(kLastWords);
+    if (!givesUp_.expired()) {
+      nextAttempt_ = Deadline::after(kLookAgain);
+      return moveTo(State::kWaiting);
+    }
   }
   moveTo(isMade ? State::kMade : State::kFailed);
 }

@@ -83,6 +83,7 @@ class Dial {
   // What that group is to the other side. Not kMember: another attempt follows.
   Standing standing_ GUARDED_BY(ioRole) = Standing::kGone;
   Deadline nextAttempt_ GUARDED_BY(ioRole);
+  Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // once nobody listened
   bool hasProved_ GUARDED_BY(ioRole) = false;  // in this attempt
   // The other side has, or makes, a connection of its own.
   bool isCrossed_ GUARDED_BY(ioRole) = false;

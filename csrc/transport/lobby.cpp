@@ -130,7 +130,7 @@ Status knock(const Mesh& mesh, const PeerAddress& peer, const Lobby& like, Deadl
   }
   for (const TcpAddress& entry : peer.tcp) {
     Fd socket;
-    Status status = startConnect(entry.address, entry.port, &socket);
+    Status status = startConnect(entry.address, entry.port, nullptr, &socket);
     if (status.ok()) {
       int error = 0;
       MYCOLL_RETURN_IF_ERROR(visit.connected(socket.get(), &error));

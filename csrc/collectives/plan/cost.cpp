@@ -40,7 +40,7 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
     const Plan plan = planOf(shape, job, rank, chunking, 0, shares);
     cost.chunks = chunking.chunks;
     chunks = chunksOf(job, chunking);
-    const uint64_t underWay = kStepsOfAPhase * static_cast<uint64_t>(plan.phases);
+    const uint64_t underWay = stepsOfAPhase(shape) * static_cast<uint64_t>(plan.phases);
     const uint64_t shared =
         shares ? areaBytes(shape) * std::min(chunking.chunks, areaCount(shape)) : 0;
     cost.scratch =
@@ -104,7 +104,7 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
   // Chunks follow each other as fast as the link, the busiest rank or the way to the other host
   // lets them.
   const double onLink = static_cast<double>(std::max(sentMost, receivedMost)) / network.bandwidth;
-  const double step = slowest / static_cast<double>(kStepsOfAPhase);
+  const double step = slowest / static_cast<double>(stepsOfAPhase(shape));
   cost.seconds += (chunks - 1) * std::max({onLink, work, step});
   return cost;
 }

@@ -17,6 +17,8 @@ constexpr uint64_t kTreeBytes = 64 * 1024;
 constexpr uint64_t kMessageBytes = 256 * 1024;
 constexpr uint64_t kLeastChunk = 512 * 1024;
 constexpr uint64_t kMostChunk = 2 * 1024 * 1024;
+// What is in one phase together: 1 Gbit/s over 30 ms.
+constexpr uint64_t kUnderWay = 4 * 1024 * 1024;
 constexpr uint64_t kLeastBlock = 4 * 1024;  // of a chunk that has a block for each rank
 constexpr uint64_t kMostChunks = 60'000;    // messages are told apart by chunk and phase
 // Pieces begin at cache lines.
@@ -857,13 +859,15 @@ bool isShared(const Shape& shape, const Job& job, const Chunking& chunking) {
   }
 }
 
+uint64_t stepsOfAPhase(const Shape& shape) { return kUnderWay / usualChunk(shape); }
+
 uint64_t areaBytes(const Shape& shape) {
   return usualChunk(shape) + static_cast<uint64_t>(shape.ranks()) * kUnit;  // which were rounded up
 }
 
 // In an all_reduce an area is filled in phase 1 and read up to phase 2 * levels + 1.
 uint64_t areaCount(const Shape& shape) {
-  return kStepsOfAPhase * 2 * static_cast<uint64_t>(shape.levels()) + 1;
+  return stepsOfAPhase(shape) * 2 * static_cast<uint64_t>(shape.levels()) + 1;
 }
 
 Job evenJob(OpKind kind, int ranks, int rank, int root, uint64_t bytes, uint64_t elementBytes,

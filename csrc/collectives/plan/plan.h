@@ -107,8 +107,8 @@ struct Chunking {
 };
 
 // A phase has so many steps' time (run.h), so that the network has something to do while a step
-// ends.
-constexpr uint64_t kStepsOfAPhase = 2;
+// ends: two, and more where chunks are small, as a line that is long needs many bytes under way.
+uint64_t stepsOfAPhase(const Shape& shape);
 
 Chunking chunkingOf(const Shape& shape, const Job& job);
 // Whether two chunks of a job have one plan: as much of each block.

@@ -226,9 +226,10 @@ Task netCollective(NetGroup group, const Call& call) {
     if (first) co_await *first;
   }
   uint64_t begun = underWay.size();
+  const uint64_t steps = stepsOfAPhase(group.shape);
   for (uint64_t step = 0; step < chunking.chunks || !underWay.empty(); ++step) {
     for (Chunk& chunk : underWay) {
-      if ((step - chunk.number()) % kStepsOfAPhase != 0) continue;
+      if ((step - chunk.number()) % steps != 0) continue;
       if (Batch* messages = chunk.messages()) {
         co_await *messages;
         MYCOLL_CO_RETURN_IF_ERROR(messages->status());

@@ -2,8 +2,8 @@
 // arena. Messages go between hosts, and inside them where their ranks share no memory.
 //
 // Chunks follow each other phase by phase: in its n-th step a rank begins phase 0 of chunk n, phase
-// 1 of chunk n - 2 and so on, and waits for what it began two steps before. All ranks do the same,
-// so nobody waits for what another would begin later.
+// 1 of chunk n - s and so on, and waits for what it began s = stepsOfAPhase() steps before. All
+// ranks do the same, so nobody waits for what another would begin later.
 //
 // Thread contract: as Task. What a NetGroup refers to, the call and its memory outlive the task.
 #pragma once

@@ -70,8 +70,8 @@ struct FrameHeader {
   uint64_t payloadBytes = 0;  // that follow this header
   uint64_t senderRequest = 0;
   uint64_t receiverRequest = 0;  // kPut: where in the window
-  uint32_t payloadCheck = 0;  // checked frames only
-  uint32_t headerCheck = 0;   // of all that stands before it
+  uint32_t payloadCheck = 0;     // checked frames only
+  uint32_t headerCheck = 0;      // of all that stands before it
 
   bool isChecked() const { return magic == kCheckedMagic; }
   uint32_t check() const { return crc32c(this, offsetof(FrameHeader, headerCheck)); }

@@ -268,8 +268,9 @@ void Mailbox::onFlow(const FrameHeader& came) {
   Connection& link = mesh_->linkTo(group_.peers[came.source]);
   for (OutItem& item : link.queue()) {
     if (item.header.kind != FrameKind::kEager ||
-        item.header.messageClass == MessageClass::kWindow || item.header.context != group_.context ||
-        item.header.destination != came.source || item.sent > 0 || !item.request) {
+        item.header.messageClass == MessageClass::kWindow ||
+        item.header.context != group_.context || item.header.destination != came.source ||
+        item.sent > 0 || !item.request) {
       continue;
     }
     Transfer* request = std::exchange(item.request, nullptr);
@@ -404,11 +405,10 @@ Mailbox::Target Mailbox::intoWindow(const FrameHeader& came) {
   const size_t bytes = found == windows_.end() ? 0 : found->second.memory.bytes;
   const uint64_t offset = came.receiverRequest;
   if (found == windows_.end() || offset > bytes || came.payloadBytes > bytes - offset) {
-    owner_->onBroken(Status(Code::kInternal, "mycoll group '" + group_.name + "': " +
-                                                 describeRank(came.source) + " put " +
-                                                 std::to_string(came.payloadBytes) +
-                                                 " bytes where rank " +
-                                                 std::to_string(group_.rank) + " has no window"));
+    owner_->onBroken(Status(Code::kInternal,
+                            "mycoll group '" + group_.name + "': " + describeRank(came.source) +
+                                " put " + std::to_string(came.payloadBytes) + " bytes where rank " +
+                                std::to_string(group_.rank) + " has no window"));
     return target;
   }
   target.data = found->second.memory.begin() + offset;
@@ -422,8 +422,8 @@ Mailbox::Target Mailbox::onSignal(const FrameHeader& came) {
   const auto found = windows_.find(came.tag);
   if (found == windows_.end() && came.tag <= lastWindow_) return target;  // it is closed
   if (found == windows_.end() || came.kind != FrameKind::kEager || came.messageBytes != 0) {
-    owner_->onBroken(Status(Code::kInternal, "mycoll group '" + group_.name + "': " +
-                                                 describeRank(came.source) +
+    owner_->onBroken(Status(Code::kInternal, "mycoll group '" + group_.name +
+                                                 "': " + describeRank(came.source) +
                                                  " signalled a window that rank " +
                                                  std::to_string(group_.rank) + " does not have"));
     return target;

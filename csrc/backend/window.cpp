@@ -66,7 +66,7 @@ void check(const CallSite& site, const Status& status) {
 
 }  // namespace
 
-// As it travels, in Window::Description.
+// As it travels, in mycoll::Window::Description.
 struct MycollWindow::Layout {
   static constexpr size_t kMaxDimensions = 16;
   int64_t type = 0;  // at::ScalarType
@@ -79,11 +79,11 @@ struct MycollWindow::Layout {
 };
 
 MycollWindow::MycollWindow(c10::intrusive_ptr<MycollBackend> backend)
-    : backend_(std::move(backend)), window_(Window::make(backend_->communicator_)) {}
+    : backend_(std::move(backend)), window_(mycoll::Window::make(backend_->communicator_)) {}
 
 MycollWindow::~MycollWindow() {
   // As MycollBackend: what belongs to the parent is left alone.
-  if (backend_->isForked()) new std::shared_ptr<Window>(window_);
+  if (backend_->isForked()) new std::shared_ptr<mycoll::Window>(window_);
 }
 
 void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
@@ -104,7 +104,7 @@ void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
   layout.type = static_cast<int64_t>(tensor.scalar_type());
   layout.dimensions = tensor.dim();
   std::copy_n(tensor.sizes().begin(), tensor.dim(), layout.sizes.begin());
-  Window::Description description{};
+  mycoll::Window::Description description{};
   static_assert(sizeof(layout) <= sizeof(description));
   std::memcpy(description.data(), &layout, sizeof(layout));
 
@@ -134,7 +134,7 @@ void MycollWindow::tensor_deregister() {
 
 MycollWindow::Layout MycollWindow::layoutOf(const CallSite& site, int64_t rank) const {
   uint64_t bytes = 0;
-  Window::Description description;
+  mycoll::Window::Description description;
   check(site, window_->describe(static_cast<int>(rank), &bytes, &description));
   Layout layout;
   std::memcpy(&layout, description.data(), sizeof(layout));

@@ -61,7 +61,8 @@ using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #define MYCOLL_TORCH_HAS_IS_INITIALIZED 0
 #endif
 
-// One-sided windows came with 2.14. Before, these stand in for torch's types, with the same members.
+// One-sided windows came with 2.14. Before, these stand in for torch's types, with the same
+// members.
 #if TORCH_VERSION_MINOR >= 14
 #define MYCOLL_TORCH_HAS_WINDOW 1
 #define MYCOLL_TORCH_WINDOW_OVERRIDE override

@@ -66,7 +66,7 @@ void check(const CallSite& site, const Status& status) {
 
 }  // namespace
 
-// As it travels, in Window::Description.
+// As it travels, in mycoll::Window::Description.
 struct MycollWindow::Layout {
   static constexpr size_t kMaxDimensions = 16;
   int64_t type = 0;  // at::ScalarType
@@ -79,11 +79,11 @@ struct MycollWindow::Layout {
 };
 
 MycollWindow::MycollWindow(c10::intrusive_ptr<MycollBackend> backend)
-    : backend_(std::move(backend)), window_(Window::make(backend_->communicator_)) {}
+    : backend_(std::move(backend)), window_(mycoll::Window::make(backend_->communicator_)) {}
 
 MycollWindow::~MycollWindow() {
   // As MycollBackend: what belongs to the parent is left alone.
-  if (backend_->isForked()) new std::shared_ptr<Window>(window_);
+  if (backend_->isForked()) new std::shared_ptr<mycoll::Window>(window_);
 }
 
 void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
@@ -91,9 +91,10 @@ void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
   checkTensor(site, Argument{"tensor"}, tensor);
   checkCpu(site, tensor);
   if (!isPlain(tensor)) {
-    refuse(site, c10::str("tensor must be contiguous, as other ranks write to its memory, but it has "
-                          "shape ",
-                          tensor.sizes(), " and strides ", tensor.strides()));
+    refuse(site,
+           c10::str("tensor must be contiguous, as other ranks write to its memory, but it has "
+                    "shape ",
+                    tensor.sizes(), " and strides ", tensor.strides()));
   }
   if (static_cast<size_t>(tensor.dim()) > Layout::kMaxDimensions) {
     refuse(site, c10::str("tensor may have ", Layout::kMaxDimensions, " dimensions, but it has ",
@@ -103,7 +104,7 @@ void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
   layout.type = static_cast<int64_t>(tensor.scalar_type());
   layout.dimensions = tensor.dim();
   std::copy_n(tensor.sizes().begin(), tensor.dim(), layout.sizes.begin());
-  Window::Description description{};
+  mycoll::Window::Description description{};
   static_assert(sizeof(layout) <= sizeof(description));
   std::memcpy(description.data(), &layout, sizeof(layout));
 
@@ -133,7 +134,7 @@ void MycollWindow::tensor_deregister() {
 
 MycollWindow::Layout MycollWindow::layoutOf(const CallSite& site, int64_t rank) const {
   uint64_t bytes = 0;
-  Window::Description description;
+  mycoll::Window::Description description;
   check(site, window_->describe(static_cast<int>(rank), &bytes, &description));
   Layout layout;
   std::memcpy(&layout, description.data(), sizeof(layout));
@@ -163,9 +164,9 @@ MycollWindow::WorkPtr MycollWindow::put(const at::Tensor& tensor, int64_t dstRan
   const int64_t elements = target.elements();
   if (targetOffsetNelems < 0 || targetOffsetNelems > elements ||
       tensor.numel() > elements - targetOffsetNelems) {
-    refuse(site, c10::str(tensor.numel(), " elements from element ", targetOffsetNelems,
-                          " on do not fit into the window of rank ", dstRank, ", which has ",
-                          elements));
+    refuse(site,
+           c10::str(tensor.numel(), " elements from element ", targetOffsetNelems,
+                    " on do not fit into the window of rank ", dstRank, ", which has ", elements));
   }
   Request request(site, c10d::OpType::SEND, "mycoll:put", opts.timeout, asyncOp);
   request.peer = static_cast<int>(dstRank);
@@ -173,8 +174,8 @@ MycollWindow::WorkPtr MycollWindow::put(const at::Tensor& tensor, int64_t dstRan
   auto kept = std::make_shared<c10::SmallVector<at::Tensor, 2>>(std::move(request.keep));
   const uint64_t offset = static_cast<uint64_t>(targetOffsetNelems) * tensor.element_size();
   OpPtr op;
-  check(site, window_->put(source, request.peer, offset, std::move(kept), !asyncOp,
-                           request.timeout, &op));
+  check(site, window_->put(source, request.peer, offset, std::move(kept), !asyncOp, request.timeout,
+                           &op));
   return workOf(request, op);
 }
 
@@ -191,8 +192,9 @@ at::Tensor MycollWindow::map_remote_tensor(int64_t rank) {
   std::shared_ptr<Pages> pages;
   if (isMapped(site, rank, &pages)) {
     if (pages) {
-      return at::from_blob(pages->data(), layout.shape(), [pages](void*) {},
-                           at::TensorOptions().dtype(layout.scalarType()));
+      return at::from_blob(
+          pages->data(), layout.shape(), [pages](void*) {},
+          at::TensorOptions().dtype(layout.scalarType()));
     }
     MutexLock lock(mutex_);
     return tensor_;
@@ -202,11 +204,12 @@ at::Tensor MycollWindow::map_remote_tensor(int64_t rank) {
   }
   throwStatus(Status(
       Code::kUnsupported,
-      c10::str("mycoll group '", backend_->groupName(), "': map_remote_tensor: the tensor of ",
-               backend_->communicator_->describeRank(static_cast<int>(rank)),
-               " cannot be mapped: that rank is not on this host, or the tensor is an ordinary one; "
-               "on one host register shared tensors (mycoll.empty()), between hosts let its owner "
-               "put() what is needed")));
+      c10::str(
+          "mycoll group '", backend_->groupName(), "': map_remote_tensor: the tensor of ",
+          backend_->communicator_->describeRank(static_cast<int>(rank)),
+          " cannot be mapped: that rank is not on this host, or the tensor is an ordinary one; "
+          "on one host register shared tensors (mycoll.empty()), between hosts let its owner "
+          "put() what is needed")));
 }
 
 MycollWindow::WorkPtr MycollWindow::signal(int64_t peerRank, bool asyncOp,
@@ -234,8 +237,8 @@ WindowAttr MycollWindow::get_attr(int64_t peerRank) {
   checkRank(site, "peer_rank", peerRank);
   std::shared_ptr<Pages> pages;
   WindowAttr attr;
-  attr.access_type = isMapped(site, peerRank, &pages) ? WindowAccessType::UNIFIED
-                                                      : WindowAccessType::SEPARATE;
+  attr.access_type =
+      isMapped(site, peerRank, &pages) ? WindowAccessType::UNIFIED : WindowAccessType::SEPARATE;
   return attr;
 }
 

@@ -1,5 +1,6 @@
-// MycollWindow: one-sided communication as torch has it from 2.14 on (c10d::Window), and mycoll.Window
-// for all torch versions. It checks arguments and knows tensors; the window itself is engine/window.h.
+// MycollWindow: one-sided communication as torch has it from 2.14 on (c10d::Window), and
+// mycoll.Window for all torch versions. It checks arguments and knows tensors; the window itself is
+// engine/window.h.
 //
 // Which tensors. Any CPU tensor whose memory is its elements in order. Where it is a shared one
 // (shared_tensors.h) the ranks of its host map it: a put is a copy, map_remote_tensor() gives the
@@ -7,11 +8,12 @@
 // mapped: torch's API allows any tensor, and the engine has a safe way for it.
 //
 // The memory belongs to the window until tensor_deregister(), or until the window is gone, also
-// where it is not `owning`: another rank may write to it at any moment. Meanwhile its storage cannot
-// be resized.
+// where it is not `owning`: another rank may write to it at any moment. Meanwhile its storage
+// cannot be resized.
 //
 // A put makes no signal of its own (torch's window over NCCL does, as NCCL has no other). A tensor
-// that map_remote_tensor() gave lives as long as somebody holds it.
+// that map_remote_tensor() gave may be used as long as somebody holds it; once its owner has freed
+// its own there are zeros in it.
 //
 // Thread contract: as MycollBackend's.
 // Lifetime: keeps its backend, which stays open until its group is destroyed or both are dropped.
@@ -52,7 +54,7 @@ class MycollWindow final : public TorchWindow {
   WorkPtr workOf(Request& request, const OpPtr& op);
 
   const c10::intrusive_ptr<MycollBackend> backend_;
-  const std::shared_ptr<Window> window_;
+  const std::shared_ptr<mycoll::Window> window_;  // qualified: torch's class has that name, too
   Mutex mutex_;
   at::Tensor tensor_ GUARDED_BY(mutex_);  // this rank's
 };

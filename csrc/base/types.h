@@ -55,10 +55,10 @@ enum class OpKind : uint8_t {
   kMonitoredBarrier,
   kSend,
   kRecv,
-  kPut,         // these three: one-sided, into a window
+  kPut,  // these three: one-sided, into a window
   kSignal,
   kWaitSignal,
-  kWindow,      // a window is opened or closed
+  kWindow,  // a window is opened or closed
   kCount,
 };
 

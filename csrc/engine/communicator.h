@@ -83,7 +83,8 @@ struct GroupOptions {
   std::function<bool()> mayBeCalled;
 };
 
-// A message to or from another rank. tag: any non-negative number; of a put or a signal: the window.
+// A message to or from another rank. tag: any non-negative number; of a put or a signal: the
+// window.
 struct Message {
   Span data;
   int rank = 0;  // recv: may be kAnySource

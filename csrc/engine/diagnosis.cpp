@@ -259,16 +259,14 @@ void Diagnosis::checkMessage(MessageOp& op) {
   const bool isAnyone = op.rank == kFromAnyone;
   Cause fields;
   fields.rank = isAnyone ? -1 : op.rank;
-  membership_.fail(Status(Code::kTimeout,
-                          "mycoll group '" + options_.name + "': [Rank " +
-                              std::to_string(options_.rank) +
-                              "]: " +
-                              op.describe(isAnyone ? "any rank" : mailbox_.describeRank(op.rank)) +
-                              " timed out after " +
-                              std::to_string(millisecondsSince(op.submitted)) +
-                              " ms. Timed out waiting for the other side, which never came" +
-                              (isAnyone ? "" : questions_.lastAnswer(op.rank)) + ".",
-                          fields));
+  membership_.fail(
+      Status(Code::kTimeout,
+             "mycoll group '" + options_.name + "': [Rank " + std::to_string(options_.rank) +
+                 "]: " + op.describe(isAnyone ? "any rank" : mailbox_.describeRank(op.rank)) +
+                 " timed out after " + std::to_string(millisecondsSince(op.submitted)) +
+                 " ms. Timed out waiting for the other side, which never came" +
+                 (isAnyone ? "" : questions_.lastAnswer(op.rank)) + ".",
+             fields));
 }
 
 void Diagnosis::checkFutures() {

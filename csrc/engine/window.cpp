@@ -30,7 +30,8 @@ Call gather(int self, Span first, size_t bytes, int ranks) {
   Call call;
   call.kind = OpKind::kAllGather;
   call.opaqueType = kPartType;
-  for (int rank = 0; rank < ranks; ++rank) call.out.push_back({first.begin() + rank * bytes, bytes});
+  for (int rank = 0; rank < ranks; ++rank)
+    call.out.push_back({first.begin() + rank * bytes, bytes});
   call.in = {call.out[self]};
   return call;
 }
@@ -127,8 +128,8 @@ Task Window::introduce(CollectiveRunner& runner) {
   group_->mailbox().openWindow(id_, memory_);
   std::vector<Part> parts(ranks);
   parts[group_->rank()] = ownPart();
-  MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(
-      gather(group_->rank(), {parts.data(), 0}, sizeof(Part), ranks)));
+  MYCOLL_CO_RETURN_IF_ERROR(
+      co_await runner.run(gather(group_->rank(), {parts.data(), 0}, sizeof(Part), ranks)));
   for (int rank = 0; rank < ranks; ++rank) {
     if (parts[rank].window == id_) continue;
     const Status differs(Code::kMismatch, "mycoll group '" + group_->options().name +
@@ -171,10 +172,10 @@ Task Window::mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr
   co_await words;
   MYCOLL_CO_RETURN_IF_ERROR(words.status());
 
-  const auto segment = own.segmentBytes == 0
-                           ? nullptr
-                           : SharedHeap::process().segmentOf(
-                                 SharedHeap::process().find(memory_).region);
+  const auto segment =
+      own.segmentBytes == 0
+          ? nullptr
+          : SharedHeap::process().segmentOf(SharedHeap::process().find(memory_).region);
   Batch sent(mailbox, signature);
   for (Passing& each : passings) {
     if (own.segmentBytes > 0) {
@@ -244,8 +245,7 @@ Task Window::retire(CollectiveRunner& runner) {
       return pages == nullptr || pages.use_count() == 1;
     });
   }
-  const Status status =
-      co_await runner.run(gather(group_->rank(), {areFree.data(), 0}, 1, ranks));
+  const Status status = co_await runner.run(gather(group_->rank(), {areFree.data(), 0}, 1, ranks));
   if (status.ok() && isExposed_ && std::count(areFree.begin(), areFree.end(), 0) == 0) {
     SharedHeap::process().conceal(memory_);
     isExposed_ = false;
@@ -267,9 +267,9 @@ void Window::end() {
     ignoreMessages();
   }
   Mailbox& mailbox = group_->mailbox();
-  mailbox.closeWindow(id_, Status(Code::kAborted, "mycoll group '" + group_->options().name +
-                                                      "': window #" + std::to_string(id_) +
-                                                      " has been closed on this rank"));
+  mailbox.closeWindow(
+      id_, Status(Code::kAborted, "mycoll group '" + group_->options().name + "': window #" +
+                                      std::to_string(id_) + " has been closed on this rank"));
   mailbox.mesh().sleeper().wakeAll();  // for those whose waits have ended
 }
 
@@ -288,8 +288,8 @@ void Window::releaseOthers() {
 // ---- one-sided ---------------------------------------------------------------------------------
 
 Status Window::checkOpen(int rank) const {
-  if (group_->hasFailed()) return group_->error();
   if (state_ != State::kOpen) {
+    if (group_->hasFailed()) return group_->diagnosis().calledLate(OpKind::kWindow);
     return Status(Code::kInvalidArgument,
                   "the window has no tensor: register one on all ranks first");
   }
@@ -327,9 +327,7 @@ Status Window::put(Span data, int rank, uint64_t offset, std::shared_ptr<void> k
     message.tag = id_;
     pages = mapped_[rank];
   }
-  char* const place = rank == group_->rank() ? memory_.begin()
-                      : pages                ? pages->data()
-                                             : nullptr;
+  char* const place = rank == group_->rank() ? memory_.begin() : pages ? pages->data() : nullptr;
   *op = place != nullptr || data.bytes == 0
             ? group_->putInto(place + offset, message)
             : group_->put(message, std::move(keepAlive), willWait, timeout);
@@ -357,6 +355,7 @@ Status Window::waitSignal(int rank, bool willWait, Milliseconds timeout, OpPtr* 
 Status Window::map(int rank, std::shared_ptr<Pages>* pages) const {
   MutexLock lock(mutex_);
   MYCOLL_RETURN_IF_ERROR(checkOpen(rank));
+  if (group_->hasFailed()) return group_->diagnosis().calledLate(OpKind::kWindow);
   *pages = mapped_[rank];
   return Status();
 }

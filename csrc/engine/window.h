@@ -17,7 +17,8 @@
 // Order. What a rank puts into a window of another one, and then its signal, arrive in that order:
 // who has received the signal sees the puts. Between puts of different ranks, or to different
 // windows, there is none; nor between puts and messages or collectives of the group. Signals are
-// counted: each ends one waitSignal() of its receiver for that rank, now or later. A put makes none.
+// counted: each ends one waitSignal() of its receiver for that rank, now or later. A put makes
+// none.
 //
 // Bounds. What is put is checked here against what its owner has opened, and by the owner again,
 // against the window as it is then (Mailbox). Other ranks map the pages that the window lies in,
@@ -27,8 +28,9 @@
 // here takes no further puts by messages, and those under way go nowhere; but other ranks may still
 // have the memory mapped. It is then not used for anything else when it is freed (SharedHeap), so
 // they write to nobody's memory; the same after a failure, or when the group is closed first. A
-// mapping (Pages) lives as long as its last holder, whatever becomes of the rank; of a dead group
-// the window itself lets go within a second or two.
+// mapping (Pages) may be touched for as long as somebody holds it, whatever becomes of its rank:
+// when that has ended it has its last contents, when that has freed the memory it has zeros. Of a
+// dead group the window itself lets go within a second or two.
 //
 // Failure. As for messages: a rank that has died or left is named, and every call on the window of
 // a group that has failed ends with its first cause. A copy needs nobody at the other side, so it
@@ -109,7 +111,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   mutable Mutex mutex_;
   State state_ GUARDED_BY(mutex_) = State::kClosed;
   std::shared_ptr<void> keepAlive_ GUARDED_BY(mutex_);
-  std::vector<Part> parts_ GUARDED_BY(mutex_);                      // by rank
+  std::vector<Part> parts_ GUARDED_BY(mutex_);                     // by rank
   std::vector<std::shared_ptr<Pages>> mapped_ GUARDED_BY(mutex_);  // by rank; null: by messages
   bool isAttended_ GUARDED_BY(mutex_) = false;  // the engine's thread looks after messages for it
 };

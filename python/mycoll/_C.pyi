@@ -117,6 +117,10 @@ class WaitSignalOptions:
 class WindowAccessType:
     UNIFIED: WindowAccessType
     SEPARATE: WindowAccessType
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
 
 class WindowAttr:
     @property

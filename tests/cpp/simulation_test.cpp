@@ -171,8 +171,7 @@ struct Target {
 
   Status open(Communicator& group) {
     Composite opening;
-    MYCOLL_RETURN_IF_ERROR(
-        window->open({memory, 10 * kMostElements * 4}, {}, nullptr, &opening));
+    MYCOLL_RETURN_IF_ERROR(window->open({memory, 10 * kMostElements * 4}, {}, nullptr, &opening));
     const OpPtr op = group.submitComposite(OpKind::kWindow, std::move(opening), nullptr, true);
     return group.wait(op, Deadline::never());
   }
@@ -335,8 +334,7 @@ void expectHeard(const Fate& fate, unsigned seed, int rank) {
 }
 
 // Each seed's fault befalls one rank's network; all ranks live, and hear of it.
-void expectAllHear(bool isChecked,
-                   const std::function<void(Weather& weather, unsigned seed)>& plan,
+void expectAllHear(bool isChecked, const std::function<void(Weather& weather, unsigned seed)>& plan,
                    bool hasWindow = false) {
   int failed = 0;
   forSeeds(60, [&](unsigned seed) {

@@ -1,4 +1,6 @@
 // Windows: what ranks put into each other's memory, and the signals that follow it.
+#include "engine/window.h"
+
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -8,7 +10,6 @@
 #include <thread>
 #include <vector>
 
-#include "engine/window.h"
 #include "test.h"
 #include "transport/mesh.h"
 #include "transport/shm/shared_heap.h"
@@ -55,7 +56,8 @@ class Memory {
 Status complete(Communicator& group, const OpPtr& op) { return group.wait(op, Deadline::never()); }
 
 Status run(Communicator& group, Composite composite) {
-  return complete(group, group.submitComposite(OpKind::kWindow, std::move(composite), nullptr, true));
+  return complete(group,
+                  group.submitComposite(OpKind::kWindow, std::move(composite), nullptr, true));
 }
 
 Status open(Communicator& group, const std::shared_ptr<Window>& window, Span memory) {
@@ -110,7 +112,7 @@ struct Place {
   Links links;
   bool isShared;
 };
-const Place kPlaces[] = {{Links::kShm, true},  {Links::kShm, false}, {Links::kTcp, true},
+const Place kPlaces[] = {{Links::kShm, true},  {Links::kShm, false},  {Links::kTcp, true},
                          {Links::kTcp, false}, {Links::kMixed, true}, {Links::kMixed, false}};
 
 void inAllPlaces(int ranks, const std::function<void(Communicator&, const Place&)>& body) {
@@ -214,7 +216,8 @@ TEST(Window, signalsComeAfterTheirPuts) {
           data.assign(count, round);
           ops.push_back(group.send({span, 1, 3, DType::kUInt32}, nullptr, false));
           OpPtr op;
-          EXPECT_OK(window->put({data.data(), count * 4}, 1, 0, nullptr, false, kGroupTimeout, &op));
+          EXPECT_OK(
+              window->put({data.data(), count * 4}, 1, 0, nullptr, false, kGroupTimeout, &op));
           ops.push_back(op);
           // The other window's signal may come first: it is about no put.
           EXPECT_OK(second->signal(1, false, kGroupTimeout, &op));
@@ -299,7 +302,11 @@ TEST(Window, boundsAreCheckedBeforeAnythingIsSent) {
 // writes nothing.
 TEST(Window, aFrameBeyondTheWindowIsRefused) {
   const uint64_t wrong[][3] = {// window, offset, bytes
-                               {1, 64, 1}, {1, 0, 65}, {1, ~uint64_t{0}, 2}, {2, 0, 1}, {99, 0, 1}};
+                               {1, 64, 1},
+                               {1, 0, 65},
+                               {1, ~uint64_t{0}, 2},
+                               {2, 0, 1},
+                               {99, 0, 1}};
   for (const auto& [number, offset, bytes] : wrong) {
     for (const Links links : {Links::kShm, Links::kTcp}) {
       runWorld(2, links, [&](Communicator& group) {

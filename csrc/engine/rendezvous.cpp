@@ -724,12 +724,12 @@ Status Guest::look() {
 Status Guest::await(const std::string& key, Deadline until, Card* card, bool* found) {
   for (;;) {
     MYCOLL_RETURN_IF_ERROR(store_.wait(key, kStep, found));
-    if (*found) break;
+    if (*found) MYCOLL_RETURN_IF_ERROR(read(key, found, card));
+    if (*found) return Status();
     if (!hasRoot_) isOfNow_ = true;  // what comes now is no leftover
     MYCOLL_RETURN_IF_ERROR(look());
     if (until.expired()) return Status();
   }
-  return read(key, found, card);
 }
 
 Status Guest::meetOthers() {

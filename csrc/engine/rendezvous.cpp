@@ -769,9 +769,11 @@ Status Guest::knockAt(const PeerAddress& peer, Answer* answer, Fd* socket) {
 }
 
 Status Guest::takePart(bool* isOver, Status* story) {
-  MYCOLL_RETURN_IF_ERROR(openLobby(root_.nonce));
   bool wasThere = false;
   for (;;) {
+    // Nobody is let in before rank 0 has: what is read may be what this process has left itself.
+    closeLobby();
+    lobby_ = lobbyOf(root_.nonce);
     Answer answer;
     Fd socket;
     MYCOLL_RETURN_IF_ERROR(knockAt(root_.address, &answer, &socket));
@@ -798,6 +800,7 @@ Status Guest::takePart(bool* isOver, Status* story) {
         return Status();
       }
     }
+    MYCOLL_RETURN_IF_ERROR(openLobby(root_.nonce));
     wasThere = isOfNow_ = true;
     reachable_ = Deadline::never();
     parent_ = 0;

@@ -379,8 +379,8 @@ Status Host::run(GroupAddress* address) {
   Status status = prepare();
   if (status.ok()) status = meetOthers();
   if (!status.ok()) {
-    tellAll({Note::kFailed, 0, static_cast<char>('a' + static_cast<int>(status.code())) +
-                                   status.message()});
+    tellAll({Note::kFailed, 0,
+             static_cast<char>('a' + static_cast<int>(status.code())) + status.message()});
     giveUp(status);
     part(nullptr, status.code() == Code::kInterrupted ? kPollStep : kAgain);
     return status;
@@ -505,9 +505,8 @@ void Host::makeRoster() {
 }
 
 bool Host::isConfirmed() const {
-  return !number_.empty() && std::all_of(members_.begin(), members_.end(), [](const auto& member) {
-    return member.hasConfirmed;
-  });
+  return !number_.empty() && std::all_of(members_.begin(), members_.end(),
+                                         [](const auto& member) { return member.hasConfirmed; });
 }
 
 std::vector<int> Host::missing() const {
@@ -558,17 +557,17 @@ void Host::onEnd(const Line& line) {
 }
 
 Status Host::refuse(const Card& card) const {
-  const std::string who = "rank " + std::to_string(card.rank) + " (" + card.address.describe() + ")";
+  const std::string who =
+      "rank " + std::to_string(card.rank) + " (" + card.address.describe() + ")";
   if (card.ranks != options_.ranks) {
     return error(Code::kStore, "rank 0 (" + mine_.address.describe() + ") was started with " +
                                    std::to_string(options_.ranks) + " ranks, " + who + " with " +
                                    std::to_string(card.ranks) + ": the world sizes must be equal");
   }
   if (card.settings != mine_.settings) {
-    return error(Code::kInvalidArgument, "rank 0 (" + mine_.address.describe() + ") has " +
-                                             mine_.settings + ", " + who + " " +
-                                             sanitized(card.settings) +
-                                             ": it must be the same on all ranks");
+    return error(Code::kInvalidArgument,
+                 "rank 0 (" + mine_.address.describe() + ") has " + mine_.settings + ", " + who +
+                     " " + sanitized(card.settings) + ": it must be the same on all ranks");
   }
   const Member& member = members_[card.rank];
   const bool isDead = isVisible(member.address) && !isAlive(member.address);
@@ -688,8 +687,8 @@ Status Guest::run(GroupAddress* address) {
     return result(root_.nonce, address);
   }
   if (up_ && !isTold_) {
-    up_->send({Note::kGone, options_.rank,
-               std::to_string(options_.rank) + "\n" + status.message()});
+    up_->send(
+        {Note::kGone, options_.rank, std::to_string(options_.rank) + "\n" + status.message()});
   } else if (!up_ && !isTold_ &&
              (status.code() == Code::kInvalidArgument || status.code() == Code::kNetwork)) {
     giveUp(status);
@@ -780,14 +779,14 @@ Status Guest::takePart(bool* isOver, Status* story) {
     switch (answer) {
       case Answer::kIn: break;
       case Answer::kDistrusted:
-        return error(Code::kInvalidArgument, "rank 0 (" + root_.address.describe() + ") " +
-                                                 whyNot_ +
-                                                 ": MYCOLL_SECRET_FILE must be the same everywhere");
+        return error(Code::kInvalidArgument,
+                     "rank 0 (" + root_.address.describe() + ") " + whyNot_ +
+                         ": MYCOLL_SECRET_FILE must be the same everywhere");
       case Answer::kHungUp:
       case Answer::kUnreachable:
         if (reachable_.isNever()) {
-          reachable_ = Deadline::after(
-              std::chrono::seconds(engine_->mesh()->options().networkSeconds));
+          reachable_ =
+              Deadline::after(std::chrono::seconds(engine_->mesh()->options().networkSeconds));
         }
         if (!reachable_.expired()) return Status();
         return error(Code::kNetwork, "rank " + std::to_string(options_.rank) +

@@ -9,7 +9,9 @@
 namespace mycoll {
 namespace {
 
-Status notOurs() { return Status(Code::kStore, "the store holds something that mycoll did not write"); }
+Status notOurs() {
+  return Status(Code::kStore, "the store holds something that mycoll did not write");
+}
 
 constexpr size_t kNumberLength = 16;
 

@@ -379,8 +379,8 @@ Status Host::run(GroupAddress* address) {
   Status status = prepare();
   if (status.ok()) status = meetOthers();
   if (!status.ok()) {
-    tellAll({Note::kFailed, 0, static_cast<char>('a' + static_cast<int>(status.code())) +
-                                   status.message()});
+    tellAll({Note::kFailed, 0,
+             static_cast<char>('a' + static_cast<int>(status.code())) + status.message()});
     giveUp(status);
     part(nullptr, status.code() == Code::kInterrupted ? kPollStep : kAgain);
     return status;
@@ -505,9 +505,8 @@ void Host::makeRoster() {
 }
 
 bool Host::isConfirmed() const {
-  return !number_.empty() && std::all_of(members_.begin(), members_.end(), [](const auto& member) {
-    return member.hasConfirmed;
-  });
+  return !number_.empty() && std::all_of(members_.begin(), members_.end(),
+                                         [](const auto& member) { return member.hasConfirmed; });
 }
 
 std::vector<int> Host::missing() const {
@@ -558,17 +557,17 @@ void Host::onEnd(const Line& line) {
 }
 
 Status Host::refuse(const Card& card) const {
-  const std::string who = "rank " + std::to_string(card.rank) + " (" + card.address.describe() + ")";
+  const std::string who =
+      "rank " + std::to_string(card.rank) + " (" + card.address.describe() + ")";
   if (card.ranks != options_.ranks) {
     return error(Code::kStore, "rank 0 (" + mine_.address.describe() + ") was started with " +
                                    std::to_string(options_.ranks) + " ranks, " + who + " with " +
                                    std::to_string(card.ranks) + ": the world sizes must be equal");
   }
   if (card.settings != mine_.settings) {
-    return error(Code::kInvalidArgument, "rank 0 (" + mine_.address.describe() + ") has " +
-                                             mine_.settings + ", " + who + " " +
-                                             sanitized(card.settings) +
-                                             ": it must be the same on all ranks");
+    return error(Code::kInvalidArgument,
+                 "rank 0 (" + mine_.address.describe() + ") has " + mine_.settings + ", " + who +
+                     " " + sanitized(card.settings) + ": it must be the same on all ranks");
   }
   const Member& member = members_[card.rank];
   const bool isDead = isVisible(member.address) && !isAlive(member.address);
@@ -688,8 +687,8 @@ Status Guest::run(GroupAddress* address) {
     return result(root_.nonce, address);
   }
   if (up_ && !isTold_) {
-    up_->send({Note::kGone, options_.rank,
-               std::to_string(options_.rank) + "\n" + status.message()});
+    up_->send(
+        {Note::kGone, options_.rank, std::to_string(options_.rank) + "\n" + status.message()});
   } else if (!up_ && !isTold_ &&
              (status.code() == Code::kInvalidArgument || status.code() == Code::kNetwork)) {
     giveUp(status);
@@ -724,12 +723,12 @@ Status Guest::look() {
 Status Guest::await(const std::string& key, Deadline until, Card* card, bool* found) {
   for (;;) {
     MYCOLL_RETURN_IF_ERROR(store_.wait(key, kStep, found));
-    if (*found) break;
+    if (*found) MYCOLL_RETURN_IF_ERROR(read(key, found, card));
+    if (*found) return Status();
     if (!hasRoot_) isOfNow_ = true;  // what comes now is no leftover
     MYCOLL_RETURN_IF_ERROR(look());
     if (until.expired()) return Status();
   }
-  return read(key, found, card);
 }
 
 Status Guest::meetOthers() {
@@ -769,23 +768,25 @@ Status Guest::knockAt(const PeerAddress& peer, Answer* answer, Fd* socket) {
 }
 
 Status Guest::takePart(bool* isOver, Status* story) {
-  MYCOLL_RETURN_IF_ERROR(openLobby(root_.nonce));
   bool wasThere = false;
   for (;;) {
+    // Nobody is let in before rank 0 has: what is read may be what this process has left itself.
+    closeLobby();
+    lobby_ = lobbyOf(root_.nonce);
     Answer answer;
     Fd socket;
     MYCOLL_RETURN_IF_ERROR(knockAt(root_.address, &answer, &socket));
     switch (answer) {
       case Answer::kIn: break;
       case Answer::kDistrusted:
-        return error(Code::kInvalidArgument, "rank 0 (" + root_.address.describe() + ") " +
-                                                 whyNot_ +
-                                                 ": MYCOLL_SECRET_FILE must be the same everywhere");
+        return error(Code::kInvalidArgument,
+                     "rank 0 (" + root_.address.describe() + ") " + whyNot_ +
+                         ": MYCOLL_SECRET_FILE must be the same everywhere");
       case Answer::kHungUp:
       case Answer::kUnreachable:
         if (reachable_.isNever()) {
-          reachable_ = Deadline::after(
-              std::chrono::seconds(engine_->mesh()->options().networkSeconds));
+          reachable_ =
+              Deadline::after(std::chrono::seconds(engine_->mesh()->options().networkSeconds));
         }
         if (!reachable_.expired()) return Status();
         return error(Code::kNetwork, "rank " + std::to_string(options_.rank) +
@@ -798,6 +799,7 @@ Status Guest::takePart(bool* isOver, Status* story) {
         return Status();
       }
     }
+    MYCOLL_RETURN_IF_ERROR(openLobby(root_.nonce));
     wasThere = isOfNow_ = true;
     reachable_ = Deadline::never();
     parent_ = 0;

@@ -3,6 +3,7 @@
 // contract: called only while a group is made, by the thread that does it.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <thread>
@@ -18,16 +19,22 @@ class Store {
   virtual Status set(const std::string& key, const std::string& value) = 0;
   // Does not wait: *found tells whether the key is there.
   virtual Status tryGet(const std::string& key, bool* found, std::string* value) = 0;
-  // Returns when the key is there, or after so long. By itself a store is asked again and again.
+  // Returns when the key is there, or after about so long. By itself a store is asked now and then.
   virtual Status wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) {
-    constexpr auto kPause = std::chrono::milliseconds(20);
     std::string value;
-    for (auto left = atMost;; left -= kPause) {
+    for (auto left = atMost; left > std::chrono::milliseconds(0);) {
       const Status asked = tryGet(key, found, &value);
-      if (!asked.ok() || *found || left <= std::chrono::milliseconds(0)) return asked;
-      std::this_thread::sleep_for(kPause);
+      if (!asked.ok() || *found) return asked;
+      const auto pause = std::min(pause_, left);
+      std::this_thread::sleep_for(pause);
+      left -= pause;
+      pause_ = std::min(2 * pause_, std::chrono::milliseconds(100));
     }
+    return Status();
   }
+
+ private:
+  std::chrono::milliseconds pause_{1};
 };
 
 }  // namespace mycoll

@@ -124,8 +124,8 @@ class Puppet {
     const Digest digest = sha256("mycoll meeting " + meeting), plain = sha256(meeting);
     std::memcpy(&number, digest.data(), sizeof(number));
     lobby_ = std::make_unique<Lobby>(
-        number, secret.empty() ? std::string(reinterpret_cast<const char*>(plain.data()), 32)
-                               : secret);
+        number,
+        secret.empty() ? std::string(reinterpret_cast<const char*>(plain.data()), 32) : secret);
     ASSERT_OK(lobby_->open());
     engine_->mesh()->openLobby(lobby_.get());
   }
@@ -215,10 +215,27 @@ TEST(Meeting, twoGroupsOfOneName) {
   }
 }
 
+// In the same processes: who was rank 0 finds its own card, and must not be found by it.
+TEST(Meeting, ranksMayChangePlaces) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::atomic<int> met{0};
+  Threads(3, [&](int index) {
+    const std::shared_ptr<Engine> engine = engineOn("");
+    for (int life = 0; life < 3; ++life) {
+      std::shared_ptr<Communicator> group;
+      EXPECT_OK(Communicator::create(optionsOf((index + life) % 3, 3), store, engine, &group));
+      for (++met; met < 3 * (life + 1);) std::this_thread::sleep_for(milliseconds(1));
+      if (group) group->abort("over");
+    }
+  });
+}
+
 // What a job has left that was killed: nobody is there any more.
 TEST(Meeting, aStaleStoreIsWaitedOut) {
   const auto store = std::make_shared<MemoryStore>();
-  { Puppet(0, 5, store).publish(); }
+  {
+    Puppet(0, 5, store).publish();
+  }
   std::vector<Status> found(3);
   Threads(3, [&](int rank) {
     if (rank == 0) std::this_thread::sleep_for(milliseconds(500));
@@ -373,8 +390,8 @@ TEST(Meeting, whoLosesItsPlaceTakesAnother) {
     EXPECT(leader.join() == Answer::kIn);
     leader.hear(Note::kStay);
     isFirst = true;
-    leader.letIn();        // and it is sent away again
-    leader.closeLobby();   // the next time there is nobody to let it in
+    leader.letIn();       // and it is sent away again
+    leader.closeLobby();  // the next time there is nobody to let it in
     for (Note note; note.kind != Note::kCommit;) {
       note = leader.hear(Note::kRoster, Note::kCommit);
       if (note.kind == Note::kRoster) {

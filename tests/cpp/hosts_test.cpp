@@ -490,15 +490,15 @@ TEST(Hosts, dataThatIsMoved) {
   });
 }
 
-// Nothing is asked before it is sent: a small one takes one trip, a large one two, with one socket
-// and with several.
+// Nothing is asked before it is sent: a small one takes one trip, a large one two at most, with one
+// socket and with several.
 TEST(Hosts, tripsOfAnAllReduceFarAway) {
   for (const int flows : {1, 4}) {
     const double small = delaysOfAllReduce(4, flows);
     EXPECT(small >= 1);
     EXPECT(small <= 1.2);
     const double large = delaysOfAllReduce(1024 * 1024, flows);
-    EXPECT(large >= 2);
+    EXPECT(large >= 1);
     EXPECT(large <= 2.3);
   }
 }

@@ -30,8 +30,8 @@ void* mapPages(size_t bytes) {
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return nullptr;
   char* const begin = static_cast<char*>(found);
-  const size_t before = wholePages(reinterpret_cast<uintptr_t>(begin)) -
-                        reinterpret_cast<uintptr_t>(begin);
+  const size_t before =
+      wholePages(reinterpret_cast<uintptr_t>(begin)) - reinterpret_cast<uintptr_t>(begin);
   if (before > 0) munmap(begin, before);
   if (before < kHugePage) munmap(begin + before + bytes, kHugePage - before);
   madvise(begin + before, bytes, MADV_HUGEPAGE);

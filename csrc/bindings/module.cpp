@@ -578,7 +578,8 @@ PYBIND11_MODULE(_C, module) {
       [](size_t bytes) {
         return py::reinterpret_steal<py::object>(mycoll::toPython(mycoll::newLargeMemory(bytes)));
       },
-      py::arg("bytes"), "A uint8 tensor on the CPU, in memory that was used before if there is any.");
+      py::arg("bytes"),
+      "A uint8 tensor on the CPU, in memory that was used before if there is any.");
   module.def(
       "_close_all", &closeAll, py::arg("reason"),
       "Groups that were never destroyed end with the interpreter, while there still is one. The "
@@ -587,8 +588,7 @@ PYBIND11_MODULE(_C, module) {
 
   registerArgumentError(module);
   mycoll::defineOperators();
-  mycoll::setPythonHooks(
-      {&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads, &callInMainThread,
-       &reasonToLeave});
+  mycoll::setPythonHooks({&isInterruptPending, &raiseInterrupt, &holdsGil, &mayHaveOtherThreads,
+                          &callInMainThread, &reasonToLeave});
   mycoll::setCallSiteHook(&mycoll::findCallSite);
 }

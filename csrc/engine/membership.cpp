@@ -194,7 +194,7 @@ Departure Membership::departureOf(int rank) const {
 std::string Membership::reasonOf(int rank) const {
   {
     MutexLock lock(failureMutex_);
-    if (auto said = reasons_.find(rank); said != reasons_.end()) return said->second;
+    if (auto found = saidWhy_.find(rank); found != saidWhy_.end()) return found->second;
   }
   const Arena* arena = this->arena();
   return arena ? arena->reasonOf(rank) : std::string();
@@ -228,7 +228,7 @@ void Membership::onLeft(int rank, const std::string& reason) {
   if (hasLeft(rank)) return;
   if (!reason.empty()) {
     MutexLock lock(failureMutex_);
-    reasons_.emplace(rank, reason);
+    saidWhy_.emplace(rank, reason);
   }
   left_[rank].store(true, std::memory_order_release);
   // A rank that leaves after a failure has written the cause into the arena before.

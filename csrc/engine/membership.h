@@ -125,7 +125,7 @@ class Membership {
   std::atomic<std::chrono::steady_clock::time_point> failedAt_{};
   mutable Mutex failureMutex_;
   Status failure_ GUARDED_BY(failureMutex_);
-  std::map<int, std::string> reasons_ GUARDED_BY(failureMutex_);  // with which ranks have left
+  std::map<int, std::string> saidWhy_ GUARDED_BY(failureMutex_);  // ranks that have left
 };
 
 }  // namespace mycoll

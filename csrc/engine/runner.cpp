@@ -40,7 +40,10 @@ Runner::Runner(const GroupOptions& options, Mailbox& mailbox, Membership& member
       membership_(membership),
       agreement_(agreement),
       record_(record),
-      memory_(options.rank) {}
+      memory_(options.rank),
+      plans_(std::make_unique<PlanCache>()) {}
+
+Runner::~Runner() = default;
 
 uint64_t Runner::nextNumber() {
   const uint64_t number = begun();
@@ -82,7 +85,7 @@ Task Runner::carryOut(const Call& call, const Signature& signature) {
     return shmCollective(ShmGroup{*arena_, memory_, mailbox_, sequence, signature}, call);
   }
   agreement_.begin(sequence, signature);
-  return netCollective({mailbox_, *shape_, plans_, arena_.get(), sequence, signature}, call);
+  return netCollective({mailbox_, *shape_, *plans_, arena_.get(), sequence, signature}, call);
 }
 
 Task Runner::carryOutFirst(const Call& call, const Signature& signature) {

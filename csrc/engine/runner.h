@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "collectives/plan/shape.h"
-#include "collectives/run/run.h"
 #include "collectives/shm/arena.h"
 #include "collectives/shm/peer_memory.h"
 #include "engine/op.h"
@@ -23,12 +22,14 @@ class Agreement;
 class Mesh;
 class Mailbox;
 class Membership;
+class PlanCache;
 struct GroupOptions;
 
 class Runner final : public CollectiveRunner {
  public:
   Runner(const GroupOptions& options, Mailbox& mailbox, Membership& membership,
          Agreement& agreement, GroupRecord& record);
+  ~Runner();
 
   // The op's task, not yet resumed. The op outlives it.
   Task start(CollectiveOp& op);
@@ -66,7 +67,7 @@ class Runner final : public CollectiveRunner {
   std::atomic<Arena*> sharedArena_{nullptr};
   PeerMemory memory_;             // beside an arena of all ranks
   std::unique_ptr<Shape> shape_;  // where the arena is not of all ranks
-  PlanCache plans_;
+  std::unique_ptr<PlanCache> plans_;
   std::atomic<uint64_t> begun_{0};
 };
 

@@ -100,7 +100,11 @@ def test_wrong_torch_is_reported_once(monkeypatch, capsys):
     assert [each["name"] for each in found if each["status"] == "FAIL"] == ["torch"]
     left_out = [each for each in found if "compiled module, see torch" in each["text"]]
     assert [each["name"] for each in left_out] == [
-        "variables", "network", "cores", "ranks", "transports"
+        "variables",
+        "network",
+        "cores",
+        "ranks",
+        "transports",
     ]
     assert not any("authors" in each["fix"] for each in found)
 

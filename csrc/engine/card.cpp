@@ -27,7 +27,7 @@ Status Card::freshNonce(std::string* nonce) {
 std::string Card::settingsHere() {
   const Env& env = Env::process();
   return std::string("MYCOLL_PARTIALS=") + (env.partials == Partials::kWide ? "wide" : "rounded") +
-         " MYCOLL_SUM_BLOCK=" + std::to_string(env.sumBlock);
+         (env.sumBlock == 1 ? "" : " MYCOLL_SUM_BLOCK=" + std::to_string(env.sumBlock));
 }
 
 std::string Card::encode() const {

@@ -17,8 +17,7 @@ struct Card {
   std::string nonce;  // names this card; rank 0's names the meeting, too
   int rank = 0;
   int ranks = 0;
-  std::string settings;  // variables that must be alike on all ranks: "MYCOLL_PARTIALS=wide
-                         // MYCOLL_SUM_BLOCK=1"
+  std::string settings;  // variables that must be alike on all ranks: "MYCOLL_PARTIALS=wide"
   std::string why;       // it has given up, and this is why; empty: it takes part
   PeerAddress address;
 

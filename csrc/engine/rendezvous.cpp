@@ -896,6 +896,8 @@ Status Guest::onWord(Note note, bool* isOver) {
 bool Guest::onNote(Line& line, Note note) {
   if (note.kind == Note::kHere) {
     line.rank = note.rank;
+    // It may have come while the roster did.
+    if (hasRoster_) line.send({Note::kRoster, 0, roster_});
   } else if (line.rank >= 0 && up_) {
     up_->send(note);
   }

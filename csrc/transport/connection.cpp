@@ -57,7 +57,9 @@ bool isControlFrame(FrameKind kind) {
          kind == FrameKind::kGoOn;
 }
 
-bool comesInPieces(FrameKind kind) { return kind == FrameKind::kData || kind == FrameKind::kPut; }
+bool comesInPieces(FrameKind kind) {
+  return kind == FrameKind::kData || kind == FrameKind::kMore || kind == FrameKind::kPut;
+}
 
 uint64_t mostPayload(FrameKind kind) {
   if (isControlFrame(kind)) return kMaxControlBytes;

@@ -84,7 +84,7 @@ class Dial {
   Standing standing_ GUARDED_BY(ioRole) = Standing::kGone;
   Deadline nextAttempt_ GUARDED_BY(ioRole);
   Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // once nobody listened
-  bool hasProved_ GUARDED_BY(ioRole) = false;  // in this attempt
+  bool hasProved_ GUARDED_BY(ioRole) = false;                // in this attempt
   // The other side has, or makes, a connection of its own.
   bool isCrossed_ GUARDED_BY(ioRole) = false;
   size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group

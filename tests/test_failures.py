@@ -131,10 +131,11 @@ def test_duplicate_rank_fails_on_all_ranks(reused, transport, mycoll_only):
 
 
 def late_leader(ctx: Ctx) -> Seen:
-    """Ranks 1 and 2 are both started as rank 1, and wait for rank 0."""
+    """Ranks 1 and 2 are both started as rank 1, and wait for rank 0. Without a rank 2 the group is
+    not complete before both are there."""
     if ctx.rank == 0:
         time.sleep(1.0)
-    return join(ctx, "", min(ctx.rank, 1), 2, 60.0)
+    return join(ctx, "", min(ctx.rank, 1), 3, 60.0)
 
 
 def test_duplicate_rank_fails_on_a_late_rank(reused, transport, mycoll_only):

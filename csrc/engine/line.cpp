@@ -20,8 +20,8 @@ constexpr uint64_t kLongest = 64 * 1024 * 1024;
 }  // namespace
 
 void Line::send(const Note& note) {
-  const Head head{note.kind, note.rank, note.text.size()};
-  out_.append(reinterpret_cast<const char*>(&head), sizeof(head)).append(note.text);
+  const Head head{note.kind, note.rank, note.contents.size()};
+  out_.append(reinterpret_cast<const char*>(&head), sizeof(head)).append(note.contents);
   flush();
 }
 

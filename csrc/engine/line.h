@@ -33,7 +33,7 @@ struct Note {
   };
   uint32_t kind = 0;
   int32_t rank = -1;
-  std::string text;
+  std::string contents;
 };
 
 class Line {

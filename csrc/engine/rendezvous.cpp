@@ -520,7 +520,7 @@ std::vector<int> Host::missing() const {
 }
 
 bool Host::onNote(Line& line, Note note) {
-  if (note.kind == Note::kCard) return onCard(line, note.text);
+  if (note.kind == Note::kCard) return onCard(line, note.contents);
   if (note.rank <= 0 || note.rank >= options_.ranks) return false;
   Member& member = members_[note.rank];
   switch (note.kind) {
@@ -530,23 +530,24 @@ bool Host::onNote(Line& line, Note note) {
     case Note::kStuck:
       if (line.rank == note.rank) keep(line, note.rank);
       return true;
-    case Note::kConfirm: member.hasConfirmed |= note.text == number_; return true;
+    case Note::kConfirm: member.hasConfirmed |= note.contents == number_; return true;
     case Note::kGone: {
       // Who says it stands before its words; where another has taken its place, it knows nothing.
-      const size_t end = std::min(note.text.find('\n'), note.text.size() - 1);
-      const std::string by = note.text.substr(0, end);
+      const size_t end = std::min(note.contents.find('\n'), note.contents.size() - 1);
+      const std::string by = note.contents.substr(0, end);
       if (by == std::to_string(note.rank) || by == std::to_string(member.via)) {
-        onGone(note.rank, note.text.substr(end + 1));
+        onGone(note.rank, note.contents.substr(end + 1));
       }
       return true;
     }
     case Note::kLoss: {
-      const size_t end = std::min(note.text.find('\n'), note.text.size());
-      lost_.try_emplace(note.rank, note.text.substr(0, end), sanitized(note.text.substr(end)));
+      const size_t end = std::min(note.contents.find('\n'), note.contents.size());
+      lost_.try_emplace(note.rank, note.contents.substr(0, end),
+                        sanitized(note.contents.substr(end)));
       return true;
     }
     case Note::kLate:
-      if (failure_.ok()) failure_ = tooLate(note.rank, sanitized(note.text), missing());
+      if (failure_.ok()) failure_ = tooLate(note.rank, sanitized(note.contents), missing());
       return true;
     default: return false;
   }
@@ -768,6 +769,13 @@ Status Guest::knockAt(const PeerAddress& peer, Answer* answer, Fd* socket) {
 }
 
 Status Guest::takePart(bool* isOver, Status* story) {
+  const Mesh& mesh = *engine_->mesh();
+  if (mesh.options().transport == TransportChoice::kShm && !mesh.isLocal(root_.address)) {
+    return error(Code::kInvalidArgument,
+                 "MYCOLL_TRANSPORT=shm on rank " + std::to_string(options_.rank) + " (" +
+                     mine_.address.describe() + "), but rank 0 (" + root_.address.describe() +
+                     ") shares no memory with it: it is on another host");
+  }
   bool wasThere = false;
   for (;;) {
     // Nobody is let in before rank 0 has: what is read may be what this process has left itself.
@@ -833,7 +841,7 @@ Status Guest::settle(bool* isSettled) {
         continue;
       }
       PeerAddress parent;
-      MYCOLL_RETURN_IF_ERROR(PeerAddress::decode(note.text, &parent));
+      MYCOLL_RETURN_IF_ERROR(PeerAddress::decode(note.contents, &parent));
       Answer answer;
       Fd socket;
       MYCOLL_RETURN_IF_ERROR(knockAt(parent, &answer, &socket));
@@ -874,7 +882,7 @@ Status Guest::onWord(Note note, bool* isOver) {
   switch (note.kind) {
     case Note::kRoster:
       tellAll(note);
-      roster_ = std::move(note.text);
+      roster_ = std::move(note.contents);
       hasRoster_ = true;
       up_->send({Note::kConfirm, options_.rank, roster_.substr(0, 16)});
       return Status();
@@ -887,8 +895,9 @@ Status Guest::onWord(Note note, bool* isOver) {
     case Note::kFailed:
       tellAll(note);
       isTold_ = true;
-      return note.text.empty() ? statusFromPeer(-1, "")
-                               : statusFromPeer(note.text[0] - 'a', note.text.substr(1));
+      return note.contents.empty()
+                 ? statusFromPeer(-1, "")
+                 : statusFromPeer(note.contents[0] - 'a', note.contents.substr(1));
     default: return Status();
   }
 }

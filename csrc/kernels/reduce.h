@@ -4,8 +4,8 @@
 
 #include <cstddef>
 
+#include "base/sum_tree.h"
 #include "base/types.h"
-#include "kernels/sum_tree.h"
 
 namespace mycoll {
 

@@ -290,7 +290,7 @@ TEST(Meeting, settingsThatDifferAreRefused) {
     Puppet other(1, 2, store);
     other.card.settings = "MYCOLL_PARTIALS=rounded";
     EXPECT(other.join() == Answer::kIn);
-    EXPECT(other.hear(Note::kFailed).text.find("must be the same") != std::string::npos);
+    EXPECT(other.hear(Note::kFailed).contents.find("must be the same") != std::string::npos);
   });
   EXPECT_EQ(status.code(), Code::kInvalidArgument);
   EXPECT(says(status, "has MYCOLL_PARTIALS=wide, rank 1 ("));
@@ -395,7 +395,7 @@ TEST(Meeting, whoLosesItsPlaceTakesAnother) {
     for (Note note; note.kind != Note::kCommit;) {
       note = leader.hear(Note::kRoster, Note::kCommit);
       if (note.kind == Note::kRoster) {
-        leader.up->send({Note::kConfirm, 1, note.text.substr(0, 16)});
+        leader.up->send({Note::kConfirm, 1, note.contents.substr(0, 16)});
       }
     }
   });

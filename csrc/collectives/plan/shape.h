@@ -8,11 +8,11 @@
 #include <cstddef>
 #include <vector>
 
-#include "kernels/sum_tree.h"
+#include "base/sum_tree.h"
 
 namespace mycoll {
 
-// A node of the tree along which reductions are computed (kernels/sum_tree.h): ranks lo to hi.
+// A node of the tree along which reductions are computed (base/sum_tree.h): ranks lo to hi.
 struct Node {
   int lo = 0;
   int hi = 0;

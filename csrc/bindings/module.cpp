@@ -121,6 +121,15 @@ void raiseInterrupt() {
 std::string reasonToLeave() {
   if (!Py_IsInitialized()) return {};
   const py::gil_scoped_acquire gil;
+  // Most often there is none. Then no Python is run: it might raise here what callInMainThread()
+  // has for the program.
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_GetExcInfo(&type, &value, &trace);
+  const bool isHandling = value != nullptr && value != Py_None;
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
+  if (!isHandling) return {};
   try {
     return py::module_::import("mycoll._leaving").attr("reason_to_destroy")().cast<std::string>();
   } catch (const std::exception&) {

@@ -67,8 +67,8 @@ struct Hello {
   uint64_t context = 0;
   int32_t source = 0;
   int32_t destination = 0;
-  uint64_t joins =
-      0;  // the connection (idOf() its cookie) that this is one more socket of; 0: none
+  // The connection (idOf() its cookie) that this is one more socket of; 0: none.
+  uint64_t joins = 0;
   char sourceUid[32];
   char destinationUid[32];
   uint8_t nonce[32];

@@ -201,7 +201,7 @@ class Connector : public Wire {
                           std::memcmp(hello.sourceUid, peers[hello.source].uid.data(), 32) == 0;
     return hello.magic == kHandshakeMagic && hello.version == kHandshakeVersion && isMember &&
            (hello.isShm != 0) == script_.isUnix && hello.context == kContext &&
-           hello.destination == 1 &&
+           hello.destination == 1 && hello.joins == 0 &&  // there is nothing to join
            std::memcmp(hello.destinationUid, peers[1].uid.data(), 32) == 0 &&
            proof.mac == connectorProof(kSecret, hello, challenge_.nonce, proof.cookie) &&
            (!script_.isUnix ||

@@ -276,9 +276,12 @@ def over_rails(
         world_size=ctx.size,
         timeout=SUITE_TIMEOUT,
     )
-    if broken is not None and host == 1:
-        # The address is on the card, and nothing comes from there.
-        ip("-n", names[1], "link", "set", RAILS[broken], "down")
+    if broken is not None:
+        # The address is on the card, and nothing comes from there. Nobody has connected yet.
+        if host == 1:
+            ip("-n", names[1], "link", "set", RAILS[broken], "down")
+            (Path(folder) / "down").touch()
+        wait_for(lambda: (Path(folder) / "down").exists())
     for _ in range(3):  # the first one connects
         dist.all_reduce(torch.ones(1_000_000))
     if broken is not None:  # the kernel asks three times for the address that does not answer

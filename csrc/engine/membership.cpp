@@ -41,6 +41,7 @@ Membership::Membership(Mailbox& mailbox, const ControlTree& tree, GroupRecord& r
       tree_(tree),
       record_(record),
       isExternal_(isExternal),
+      hasMet_(mailbox.group().peers.size()),
       left_(mailbox.group().peers.size()) {}
 
 void Membership::moveTo(State next) {
@@ -270,8 +271,8 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
     const Departure departure = departureOf(rank);
     if (departure == Departure::kLeft) continue;
     const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !mailbox_.needs(rank);
-    const bool wasThere =
-        this->arena() || mailbox_.hasHeardOf(rank) || !hasEnded(group.peers[rank], loss);
+    const bool wasThere = this->arena() || hasMet_[rank] || mailbox_.hasHeardOf(rank) ||
+                          !hasEnded(group.peers[rank], loss);
     Cause fields;
     fields.incident = incidentOf(uid);
     fields.rank = rank;
@@ -292,6 +293,11 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
 }
 
 // ---- this rank leaves --------------------------------------------------------------------------
+
+void Membership::haveMet(const std::vector<int>& ranks) {
+  IoLock lock(mailbox_.ioMutex());
+  for (const int rank : ranks) hasMet_[rank] = true;
+}
 
 void Membership::trustArena() {
   IoLock lock(mailbox_.ioMutex());

@@ -71,6 +71,8 @@ class Membership {
   Arena* arena() const { return arena_.load(std::memory_order_acquire); }
   // All ranks have it: who looks into it hears of a failure, and need not be told.
   void trustArena();
+  // These ranks have made a call together, though not by messages: an arena of this host.
+  void haveMet(const std::vector<int>& ranks);
 
   // ---- this rank leaves
   // False: it is leaving already.
@@ -116,6 +118,7 @@ class Membership {
   // Ranks that count as having left because nobody needed them when their process ended without a
   // word: what to say if somebody does.
   std::map<int, Status> vanished_ GUARDED_BY(ioRole);
+  std::vector<bool> hasMet_ GUARDED_BY(ioRole);  // by rank
 
   // For readers without the I/O lock.
   std::vector<std::atomic<bool>> left_;

@@ -144,6 +144,7 @@ Task Runner::shareWithHost(const Signature& first) {
     wanted.chunkBytes = areaBytes(*shape);
     wanted.areas = areaCount(*shape);
     MYCOLL_CO_RETURN_IF_ERROR(co_await shareHostArena(mailbox_, members, wanted, &arena_));
+    if (arena_) membership_.haveMet(members);
   }
   if (mayShare && !arena_) {
     MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory", options_.name.c_str());

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -29,19 +30,15 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[str, str]]:
-    names = (f"mycoll-a-{os.getpid()}", f"mycoll-b-{os.getpid()}")
+@contextlib.contextmanager
+def namespaces(*letters: str) -> Iterator[tuple[str, ...]]:
+    """Named after these letters and this process, with a loopback; removed at the end. Skips the
+    test where they, or what its body does with them, cannot be made."""
+    names = tuple(f"mycoll-{each}-{os.getpid()}" for each in letters)
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0",
-           "netns", names[1])  # fmt: skip
-        for i, name in enumerate(names):
             ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "addr", "add", f"{ADDRESSES['ipv4'][i]}/24", "dev", "veth0")
-            ip("-n", name, "addr", "add", f"{ADDRESSES['ipv6'][i]}/64", "dev", "veth0", "nodad")
-            ip("-n", name, "link", "set", "veth0", "up")
         yield names
     except (OSError, subprocess.CalledProcessError) as error:
         text = getattr(error, "stderr", "") or str(error)
@@ -49,6 +46,23 @@ def hosts() -> Iterator[tuple[str, str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def join(names: tuple[str, ...], link: str) -> None:
+    """By a pair of interfaces of this name."""
+    ip("link", "add", link, "netns", names[0], "type", "veth", "peer", "name", link,
+       "netns", names[1])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[str, ...]]:
+    with namespaces("a", "b") as names:
+        join(names, "veth0")
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"{ADDRESSES['ipv4'][i]}/24", "dev", "veth0")
+            ip("-n", name, "addr", "add", f"{ADDRESSES['ipv6'][i]}/64", "dev", "veth0", "nodad")
+            ip("-n", name, "link", "set", "veth0", "up")
+        yield names
 
 
 def enter(namespace: str) -> None:
@@ -221,26 +235,15 @@ def rail_address(host: int, rail: int) -> str:
 
 
 @pytest.fixture
-def rails() -> Iterator[tuple[str, str]]:
+def rails() -> Iterator[tuple[str, ...]]:
     """Two hosts joined by two networks."""
-    names = (f"mycoll-ra-{os.getpid()}", f"mycoll-rb-{os.getpid()}")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
+    with namespaces("ra", "rb") as names:
         for rail, link in enumerate(RAILS):
-            ip("link", "add", link, "netns", names[0], "type", "veth", "peer", "name", link,
-               "netns", names[1])  # fmt: skip
+            join(names, link)
             for host, name in enumerate(names):
                 ip("-n", name, "addr", "add", f"{rail_address(host, rail)}/24", "dev", link)
                 ip("-n", name, "link", "set", link, "up")
         yield names
-    except (OSError, subprocess.CalledProcessError) as error:
-        text = getattr(error, "stderr", "") or str(error)
-        pytest.skip(f"network namespaces cannot be made here: {text.strip()}")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def sent_by(link: str) -> int:

@@ -102,7 +102,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   void end() EXCLUDES(mutex_);
 
   const std::shared_ptr<Communicator> group_;
-  // Of the composites, and read by others while it is open.
+  // Written by open() and its composite; others read them while the window is open.
   uint64_t id_ = 0;
   Span memory_;
   Description description_{};

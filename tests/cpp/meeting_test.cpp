@@ -185,7 +185,7 @@ TEST(Meeting, aThousandRanksAskTheStoreTwiceEach) {
   const auto began = std::chrono::steady_clock::now();
   Threads(kRanks, [&](int rank) {
     const std::shared_ptr<Engine> engine = engineOn(" host " + std::to_string(rank / kOnEach));
-    // Who comes before rank 0 waits in steps, each of which counts.
+    // A rank that comes before rank 0 waits in steps, and each step counts.
     while (rank != 0 && store->operations() < 2) std::this_thread::sleep_for(milliseconds(1));
     const auto counted = std::make_shared<CountedStore>(store);
     std::shared_ptr<Communicator> group;

@@ -160,6 +160,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # setuptools is untyped
         for module in (tree / "module").glob(f"torch*/_C{suffix}"):
             (target / module.parent.name).mkdir(parents=True)
             shutil.copy2(module, target / module.parent.name)
+        shutil.copy2(tree / "module/libmycoll.so", target)
 
 
 setup(

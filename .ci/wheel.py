@@ -1,8 +1,8 @@
 """./dev wheel: makes the wheels of a release, one for each Python, each for all supported torch.
 
-A wheel contains mycoll._C once for each minor of torch. For their headers, torch's own wheels are
-fetched once (about half a gigabyte for each minor), and 60 MB of each are kept in build/torch.
-auditwheel says which systems a wheel runs on, and names it accordingly.
+A wheel contains the engine, libmycoll.so, and mycoll._C once for each minor of torch. For torch's
+headers, its own wheels are fetched once (about half a gigabyte for each minor), and 60 MB of each
+are kept in build/torch. auditwheel says which systems a wheel runs on, and names it accordingly.
 
 With --try the wheel is installed into an empty environment, where each torch takes its turn: as for
 users, nothing is compiled, and mycoll is not installed again when torch changes. That fetches torch

@@ -48,7 +48,7 @@ extern "C" {
 
 // libstdc++ asks whether it may count without atomics; never is right, too. A variable of
 // glibc 2.32.
-[[gnu::visibility("hidden")]] char __libc_single_threaded = 0;
+char __libc_single_threaded = 0;
 
 // Inline functions until glibc 2.33; the 1 is the version of struct stat.
 int oldStat(int version, const char* path, struct stat* result);

@@ -1,7 +1,7 @@
 // Connection: all that this process has with one other: what is queued to it, and the frames that
 // come from it. There is one for a pair of processes, used both ways, whichever of them makes it
 // (handshake.h). Until one of them needs it there is none; what is not worth one waits in the
-// queue.
+// mesh.
 //
 // Between hosts it may have several sockets: one carries no more than its window and the network
 // allow it. The side that has made the connection then adds others. All belong to it, and when one

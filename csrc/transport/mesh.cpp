@@ -170,8 +170,16 @@ Connection& Mesh::connectionWith(const PeerAddress& peer) {
   if (!connection) {
     connections_.push_back(std::make_unique<Connection>(local_, peer));
     connection = connections_.back().get();
+    if (auto waiting = unconnected_.extract(peer.uid)) {
+      for (OutItem& item : waiting.mapped()) connection->enqueue(std::move(item));
+    }
   }
   return *connection;
+}
+
+void Mesh::enqueueQuietly(const PeerAddress& peer, OutItem item) {
+  if (Connection* connection = find(peer.uid)) return connection->enqueue(std::move(item));
+  unconnected_[peer.uid].push_back(std::move(item));
 }
 
 void Mesh::erase(const Connection& connection) {
@@ -189,8 +197,7 @@ Connection& Mesh::linkTo(const PeerAddress& peer) {
 }
 
 bool Mesh::hasLinkTo(const PeerAddress& peer) const {
-  const Connection* connection = find(peer.uid);
-  return connection && connection->state() != Connection::State::kIdle;
+  return find(peer.uid) != nullptr;
 }
 
 void Mesh::forget(Transfer* request) {
@@ -204,8 +211,7 @@ void Mesh::forget(Mailbox* mailbox, uint64_t window) {
 bool Mesh::hasQueued(uint64_t context, int rank) const {
   return std::any_of(connections_.begin(), connections_.end(),
                      [&](const auto& connection) REQUIRES(ioRole) {
-                       return connection->state() != Connection::State::kIdle &&
-                              connection->hasQueued(context, rank);
+                       return connection->hasQueued(context, rank);
                      });
 }
 
@@ -381,12 +387,9 @@ void Mesh::addMailbox(Mailbox* mailbox) {
 void Mesh::removeMailbox(Mailbox* mailbox) {
   for (const std::string& uid : local_.groups.remove(mailbox)) {
     watch_.remove(uid);
-    Connection* connection = find(uid);
-    if (!connection) continue;
-    if (connection->state() == Connection::State::kLost ||
-        connection->state() == Connection::State::kIdle) {
-      erase(*connection);
-    }
+    unconnected_.erase(uid);
+    const Connection* connection = find(uid);
+    if (connection && connection->state() == Connection::State::kLost) erase(*connection);
   }
   for (auto& connection : connections_) connection->forget(mailbox);
 }

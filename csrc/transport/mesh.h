@@ -78,9 +78,7 @@ class Mesh {
   void finishDelivered(Transfer* request) REQUIRES(ioRole) { delivered_.push_back(request); }
   bool hasLinkTo(const PeerAddress& peer) const REQUIRES(ioRole);
   // It leaves with the connection that there is, or will be: none is made for it.
-  void enqueueQuietly(const PeerAddress& peer, OutItem item) REQUIRES(ioRole) {
-    connectionWith(peer).enqueue(std::move(item));
-  }
+  void enqueueQuietly(const PeerAddress& peer, OutItem item) REQUIRES(ioRole);
   // What would leave if its receiver only took it.
   bool hasQueued(uint64_t context, int rank) const REQUIRES(ioRole);
   bool sendFd(const std::string& uid, int fd, const std::string& cookie) REQUIRES(ioRole);
@@ -111,6 +109,9 @@ class Mesh {
   ProcessWatch watch_;
   std::vector<std::unique_ptr<Connection>> connections_ GUARDED_BY(ioRole);
   std::unordered_map<std::string, Connection*> byUid_ GUARDED_BY(ioRole);  // the same
+  // By uid: what waits for a connection that nobody has needed so far. Not a Connection, as all of
+  // those are looked at all the time, and there may be a thousand peers that none is needed with.
+  std::unordered_map<std::string, std::vector<OutItem>> unconnected_ GUARDED_BY(ioRole);
   std::vector<Transfer*> delivered_ GUARDED_BY(ioRole);
   std::atomic<int64_t> processesChecked_{0};  // when, in ms of the steady clock
   bool hasRung_ GUARDED_BY(ioRole) = false;   // the bell was drained, and nobody woken for it yet

@@ -132,7 +132,7 @@ void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(
 }
 
 // Parts of std::exception_ptr's copy constructor and destructor, which are inline since
-// libstdc++ 12.
+// libstdc++ 12. portable.map hides those.
 void oldCopy(void* exception, const void* other);
 void oldDestroy(void* exception);
 OLD_VERSION(oldCopy, _ZNSt15__exception_ptr13exception_ptrC1ERKS0_, CXXABI_1.3.3);

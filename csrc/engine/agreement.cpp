@@ -81,7 +81,10 @@ bool Agreement::agrees(const Transfer& request, const FrameHeader& came) {
       " bytes from the other in " + request.signature().describe() + "\n  " +
       mailbox_.describeRank(came.source) + ": sends " + std::to_string(came.messageBytes) +
       " bytes in " + came.signature.describe() +
-      "\n  Each pair of ranks must agree on the size of what one sends to the other.";
+      "\n  Each pair of ranks must agree on the size of what one sends to the other." +
+      (isCollective(came) && !mailbox_.mesh().isLocal(mailbox_.group().peers[came.source])
+           ? " From host to host, small blocks are counted together."
+           : "");
   Cause fields;
   if (isCollective(came)) fields.sequence = sequenceOf(came);
   membership_.failLocked(Status(Code::kMismatch, text, fields), /*tellsOthers=*/true,

@@ -140,7 +140,7 @@ Task Runner::shareWithHost(const Signature& first) {
     MYCOLL_CO_RETURN_IF_ERROR(co_await shareArena(mailbox_, membership_, &arena_));
   } else if (mayShare) {
     ArenaShape wanted;
-    wanted.smallBytes = 0;
+    wanted.smallBytes = blobBytes(*shape);
     wanted.chunkBytes = areaBytes(*shape);
     wanted.areas = areaCount(*shape);
     MYCOLL_CO_RETURN_IF_ERROR(co_await shareHostArena(mailbox_, members, wanted, &arena_));

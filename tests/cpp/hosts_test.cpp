@@ -490,6 +490,114 @@ TEST(Hosts, dataThatIsMoved) {
   });
 }
 
+namespace {
+
+// Elements for each pair of ranks: many have none, some so many that they go by themselves.
+std::vector<std::vector<size_t>> randomBlocks(std::mt19937& random) {
+  const size_t most = random() % 2 ? 40 : 30'000;
+  std::vector<std::vector<size_t>> counts(kRanks, std::vector<size_t>(kRanks));
+  for (auto& from : counts) {
+    for (size_t& count : from) count = random() % 3 ? random() % most : 0;
+  }
+  return counts;
+}
+
+// Element i of what one rank has for another.
+int32_t element(int from, int to, size_t i) {
+  return from * 1'000'000 + to * 100'000 + static_cast<int32_t>(i % 99'991);
+}
+
+std::vector<int32_t> block(int from, int to, size_t count) {
+  std::vector<int32_t> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = element(from, to, i);
+  return values;
+}
+
+void exchange(Communicator& group, OpKind kind, int root,
+              const std::vector<std::vector<size_t>>& counts) {
+  const int self = group.rank();
+  auto isMeant = [&](int from, int to) {
+    return kind == OpKind::kAllToAll || (kind == OpKind::kGather ? to : from) == root;
+  };
+  std::vector<std::vector<int32_t>> in(kRanks), out(kRanks);
+  Call c = call(kind);
+  c.root = root;
+  for (int other = 0; other < kRanks; ++other) {
+    if (isMeant(self, other)) {
+      in[other] = block(self, other, counts[self][other]);
+      c.in.push_back(span(in[other]));
+    }
+    if (isMeant(other, self)) {
+      out[other].resize(counts[other][self]);
+      c.out.push_back(span(out[other]));
+    }
+  }
+  if (kind == OpKind::kAllToAll) c.root = -1;
+  EXPECT_OK(run(group, c));
+  for (int from = 0; from < kRanks; ++from) {
+    if (isMeant(from, self)) EXPECT(out[from] == block(from, self, counts[from][self]));
+  }
+}
+
+}  // namespace
+
+// Also where only some hosts share memory.
+TEST(Hosts, blocksOfAllSizesAreExchanged) {
+  const unsigned seed = std::random_device{}();
+  const int before = failureCount();
+  for (size_t placement = 0; placement < kPlacements.size(); ++placement) {
+    auto meshOf = [&](int rank) {
+      const int host = kPlacements[placement][rank];
+      MeshOptions mesh;
+      mesh.host = " host " + std::to_string(host);
+      const bool shares = placement % 3 == 0 || (placement % 3 == 1 && host % 2 == 0);
+      mesh.transport = shares ? TransportChoice::kAuto : TransportChoice::kTcp;
+      return mesh;
+    };
+    runMeshes(
+        kRanks, meshOf,
+        [&](Communicator& group) {
+          std::mt19937 random(seed);
+          for (int round = 0; round < (isShort() ? 3 : 10); ++round) {
+            const int root = static_cast<int>(random() % kRanks);
+            for (const OpKind kind : {OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll}) {
+              exchange(group, kind, root, randomBlocks(random));
+            }
+          }
+        },
+        60'000);
+  }
+  if (failureCount() > before) fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
+}
+
+// The ranks of the host that gets something else hear of it in that call; inside a host also between
+// which ranks it is.
+TEST(Hosts, sizesThatDifferAreMismatches) {
+  for (const auto& [from, to, less] :
+       {std::tuple(4, 1, 1), std::tuple(4, 1, 20'000), std::tuple(2, 1, 1)}) {
+    runHosts({0, 0, 0, 1, 1, 1}, [&](Communicator& group) {
+      constexpr size_t kCount = 20'001;
+      std::vector<int32_t> data(6 * kCount), out(6 * kCount);
+      Call c = call(OpKind::kAllToAll);
+      for (int rank = 0; rank < 6; ++rank) {
+        const size_t sent = less == 1 ? 7 : rank == to && group.rank() == from ? kCount : 1;
+        const bool isWrong = rank == from && group.rank() == to;
+        const size_t expected = less == 1 ? 7 - isWrong : 1;
+        c.in.push_back(span(data, rank * kCount, sent));
+        c.out.push_back(span(out, rank * kCount, expected));
+      }
+      const Status status = run(group, c);
+      const std::string text(status.message());
+      if (group.rank() >= 3) return;
+      EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kMismatch));
+      EXPECT(text.find("MISMATCH of sizes") != std::string::npos);
+      if (from == 2 && group.rank() == 0) {
+        EXPECT(text.find("sends 28 bytes to rank 1") != std::string::npos);
+      }
+    });
+  }
+}
+
 // Nothing is asked before it is sent: a small one takes one trip, a large one two at most, with one
 // socket and with several.
 TEST(Hosts, tripsOfAnAllReduceFarAway) {

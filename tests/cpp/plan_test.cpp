@@ -227,6 +227,64 @@ TEST(Plan, isRightForLargeWorlds) {
   }
 }
 
+namespace {
+
+// A gather, scatter or all_to_all with blocks of all sizes, many of them empty, some large.
+std::vector<Job> unevenJobs(OpKind kind, int ranks, int root, std::mt19937& random) {
+  const uint64_t most = random() % 3 == 0 ? 30 : 3;
+  std::vector<std::vector<uint64_t>> bytes(ranks, std::vector<uint64_t>(ranks));
+  for (auto& from : bytes) {
+    for (uint64_t& block : from) block = random() % 2 * (random() % most) * kElement;
+  }
+  std::vector<Job> jobs = jobsOf(kind, ranks, root, 0, false);
+  for (int rank = 0; rank < ranks; ++rank) {
+    Job& job = jobs[rank];
+    if (kind == OpKind::kGather) {
+      job.in[0] = bytes[rank][root];
+      jobs[root].out[rank] = bytes[rank][root];
+    } else if (kind == OpKind::kScatter) {
+      job.out[0] = bytes[root][rank];
+      jobs[root].in[rank] = bytes[root][rank];
+    } else {
+      job.in = bytes[rank];
+      for (int from = 0; from < ranks; ++from) job.out[from] = bytes[from][rank];
+    }
+  }
+  return jobs;
+}
+
+}  // namespace
+
+TEST(Plan, exchangesBlocksOfAllSizes) {
+  const unsigned seed = std::random_device{}();
+  std::mt19937 random(seed);
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 200); ++i) {
+    const int ranks = 2 + static_cast<int>(random() % 20);
+    const int hosts = 1 + static_cast<int>(random() % std::min(ranks, 8));
+    std::vector<int> hostOf(ranks);
+    for (int& host : hostOf) host = static_cast<int>(random() % hosts);
+    const Shape shape(hostOf);
+    const int root = static_cast<int>(random() % ranks);
+    std::vector<bool> sharesMemory(shape.hosts());
+    for (size_t host = 0; host < sharesMemory.size(); ++host) sharesMemory[host] = random() % 2;
+    for (const OpKind kind : {OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll}) {
+      std::vector<Job> jobs = unevenJobs(kind, ranks, root, random);
+      const std::string where = std::string(name(kind)) + ", root " + std::to_string(root) +
+                                ", seed " + std::to_string(seed) + ", hosts " + describe(hostOf);
+      std::string wrong = verify(shape, jobs, {}, sharesMemory);
+      if (!wrong.empty()) return test::fail(__FILE__, __LINE__, where + ": " + wrong);
+      // One host expects more of another one than that sends. No rank waits for it.
+      const int to = kind == OpKind::kGather ? root : static_cast<int>(random() % ranks);
+      const int from = kind == OpKind::kScatter ? root : static_cast<int>(random() % ranks);
+      if (shape.hostOf(from) == shape.hostOf(to)) continue;
+      jobs[to].out[kind == OpKind::kScatter ? 0 : from] += (1 + random() % 40) * kElement;
+      wrong = verify(shape, jobs, {}, sharesMemory);
+      if (wrong == "a message is not as long as expected") continue;
+      return test::fail(__FILE__, __LINE__, where + ", and sizes that differ: " + wrong);
+    }
+  }
+}
+
 // Of S bytes for each rank, what all hosts must send at least.
 TEST(Plan, sendsNoByteTwiceToAHost) {
   constexpr uint64_t kBytes = 16 << 20;
@@ -271,9 +329,14 @@ TEST(Plan, needsLittleMemoryAndFewMessages) {
   EXPECT_EQ(costOf(uniform(4, 2), OpKind::kAllReduce, 4).messages, 4u * 3);
   EXPECT_EQ(costOf(uniform(4, 2), OpKind::kBarrier, 0).messages, 4u * 2);
   EXPECT_EQ(costOf(uniform(4, 2), OpKind::kBroadcast, 4).messages, 3u);
+  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kAllToAll, 4).messages, 4u * 3);
+  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kGather, 4).messages, 3u);
+  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kScatter, 4).messages, 3u);
   // In a large world a rank talks to few others.
   EXPECT(costOf(uniform(125, 8), OpKind::kAllReduce, 1 << 20).peers <= 34);
   EXPECT(costOf(uniform(125, 8), OpKind::kAllReduce, 4).messages <= 125 * 24);
+  EXPECT_EQ(costOf(uniform(125, 8), OpKind::kAllToAll, 8).messages, 125u * 124);
+  EXPECT(costOf(uniform(125, 8), OpKind::kAllToAll, 8).peers <= 16);
 }
 
 // A plan that is wrong is found out.

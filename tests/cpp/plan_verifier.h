@@ -74,7 +74,14 @@ class Verifier {
         chunking_(chunking),
         sharesMemory_(sharesMemory),
         tree_(tree),
-        away_(away) {}
+        away_(away) {
+    for (size_t rank = 0; rank < jobs_.size(); ++rank) {
+      Job& job = jobs_[rank];
+      for (const int member : shape_.membersOf(shape_.hostOf(static_cast<int>(rank)))) {
+        if (isExchange(job.kind)) job.rows.push_back(rowOf(jobs_[member], shape.ranks(), member));
+      }
+    }
+  }
 
   std::string run() {
     ranks_.resize(jobs_.size());
@@ -335,7 +342,7 @@ class Verifier {
   }
 
   const Shape& shape_;
-  const std::vector<Job>& jobs_;
+  std::vector<Job> jobs_;
   const Chunking chunking_;
   uint64_t chunk_ = 0;
   const std::vector<bool>& sharesMemory_;  // by host

@@ -33,7 +33,13 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
   std::vector<std::vector<uint64_t>> sent, received;  // by phase and host
   std::vector<uint64_t> longest;                      // message, by phase
   for (int rank = 0; rank < shape.ranks(); ++rank) {
-    const Job job = evenJob(kind, shape.ranks(), rank, root, bytes, elementBytes, wideBytes);
+    auto jobOf = [&](int each) {
+      return evenJob(kind, shape.ranks(), each, root, bytes, elementBytes, wideBytes);
+    };
+    Job job = jobOf(rank);
+    for (const int member : shape.membersOf(shape.hostOf(rank))) {
+      if (isExchange(kind)) job.rows.push_back(rowOf(jobOf(member), shape.ranks(), member));
+    }
     const Chunking chunking = chunkingOf(shape, job);
     const int host = shape.hostOf(rank);
     const bool shares = shape.membersOf(host).size() > 1 && isShared(shape, job, chunking);

@@ -12,6 +12,9 @@ namespace {
 constexpr uint64_t kWholeBytes = 16 * 1024;
 // Up to here a tree of whole messages is fastest for a broadcast.
 constexpr uint64_t kTreeBytes = 64 * 1024;
+// Up to here blocks of a host's ranks for those of another go in one message: in more, what each
+// costs counts less than copying.
+constexpr uint64_t kTogetherBytes = 64 * 1024;
 // One chunk is added up while the next one is on its way. Each needs scratch memory, which is to
 // stay in caches; but messages should be long enough for what each costs.
 constexpr uint64_t kMessageBytes = 256 * 1024;
@@ -58,9 +61,9 @@ class Planner {
       case OpKind::kReduceScatter: reduceScatter(); break;
       case OpKind::kAllGather: allGather(); break;
       case OpKind::kBroadcast: broadcast(); break;
-      case OpKind::kGather: gather(); break;
-      case OpKind::kScatter: scatter(); break;
-      case OpKind::kAllToAll: allToAll(); break;
+      case OpKind::kGather:
+      case OpKind::kScatter:
+      case OpKind::kAllToAll: exchange(); break;
       default: barrier(0); break;
     }
     if (isShared_) mark(lastShared_, Mark::kDone);
@@ -758,35 +761,207 @@ class Planner {
     }
   }
 
-  void gather() {
-    const Place mine{Space::kInput, 0, 0, job_.in[0]};
-    if (rank_ != job_.root) return send(0, job_.root, mine);
-    copy(0, {Space::kOutput, rank_, 0, mine.bytes}, mine);
-    for (int rank = 0; rank < shape_.ranks(); ++rank) {
-      if (rank != rank_) receive(0, rank, {Space::kOutput, rank, 0, job_.out[rank]});
+  // ---- exchange. Phase 0: the ranks of a host give what is to go together; 1: all messages
+  // between hosts, and those from rank to rank; 2: the ranks of a host get what came together.
+
+  void exchange() {
+    if (isMeant(rank_, rank_)) copy(0, incoming(rank_), outgoing(rank_));
+    layOut();
+    const int hosts = shape_.hosts();
+    if (isShared_) give();
+    // No two hosts, and no two ranks of one, begin with the same one.
+    for (int distance = 0; distance < hosts; ++distance) {
+      receiveFrom((host_ - distance + hosts) % hosts);
+    }
+    for (int distance = 0; distance < hosts; ++distance) sendTo((host_ + distance) % hosts);
+    if (isShared_) take();
+  }
+
+  // Whether there is a block for this pair.
+  bool isMeant(int from, int to) const {
+    return job_.kind == OpKind::kAllToAll ||
+           (job_.kind == OpKind::kGather ? to : from) == job_.root;
+  }
+  bool isBetween(int from, int to) const {  // the same of hosts
+    return job_.kind == OpKind::kAllToAll ||
+           (job_.kind == OpKind::kGather ? to : from) == shape_.hostOf(job_.root);
+  }
+  Place outgoing(int to) const {
+    const int block = job_.kind == OpKind::kGather ? 0 : to;
+    return {Space::kInput, block, 0, job_.in[block]};
+  }
+  Place incoming(int from) const {
+    const int block = job_.kind == OpKind::kScatter ? 0 : from;
+    return {Space::kOutput, block, 0, job_.out[block]};
+  }
+  // Who sends and receives for a host what it exchanges with another one.
+  int speaker(int host, int other) const {
+    const std::vector<int>& members = shape_.membersOf(host);
+    const bool isRoots = job_.kind != OpKind::kAllToAll && shape_.hostOf(job_.root) == host;
+    return isRoots ? job_.root : members[static_cast<size_t>(other) % members.size()];
+  }
+  // Of two hosts, one of which is this one.
+  uint64_t blockBytes(int from, int to) const {
+    return shape_.hostOf(from) == host_ ? job_.rows[shape_.indexOf(from)].sends[to]
+                                        : job_.rows[shape_.indexOf(to)].receives[from];
+  }
+  // What goes from one host to another in one message, sender by sender. It is never empty: a host
+  // whose blocks go each by itself says so with a message that is, so that two that disagree about
+  // the sizes find out.
+  uint64_t togetherBytes(int from, int to) const {
+    uint64_t bytes = job_.elementBytes;
+    for (const int sender : shape_.membersOf(from)) {
+      for (const int receiver : shape_.membersOf(to)) bytes += blockBytes(sender, receiver);
+    }
+    return bytes;
+  }
+  bool mayGoTogether(int from, int to) const {
+    return isBetween(from, to) && shape_.hosts() > 1 && (from != to || isShared_) &&
+           shape_.membersOf(from).size() + shape_.membersOf(to).size() > 2;
+  }
+  bool goesTogether(int from, int to) const {
+    // An area has room for what all ranks of the host may give, and for what they may get.
+    const uint64_t room = areaBytes(shape_) / (2 * static_cast<uint64_t>(shape_.hosts()));
+    return mayGoTogether(from, to) && togetherBytes(from, to) <= std::min(kTogetherBytes, room);
+  }
+  static constexpr uint64_t kNowhere = ~uint64_t{0};
+
+  // Where in its area each rank of this host gives its blocks for a host, one after the other, and
+  // the speaker for a host has what came from there.
+  void layOut() {
+    const std::vector<int>& members = shape_.membersOf(host_);
+    const auto hosts = static_cast<size_t>(shape_.hosts());
+    givenAt_.assign(members.size(), std::vector<uint64_t>(hosts, kNowhere));
+    cameAt_.assign(hosts, kNowhere);
+    std::vector<uint64_t> used(members.size());
+    for (int host = 0; host < shape_.hosts(); ++host) {
+      if (!goesTogether(host_, host)) continue;
+      for (size_t i = 0; i < members.size(); ++i) {
+        givenAt_[i][host] = used[i];
+        if (host != host_ && members[i] == speaker(host_, host)) continue;  // needs no area for it
+        for (const int to : shape_.membersOf(host)) used[i] += job_.rows[i].sends[to];
+      }
+    }
+    for (int host = 0; host < shape_.hosts(); ++host) {
+      if (host == host_ || !goesTogether(host, host_)) continue;
+      uint64_t& end = used[shape_.indexOf(speaker(host_, host))];
+      cameAt_[host] = end;
+      end += togetherBytes(host, host_);
+    }
+  }
+  bool sendsTogether(int host) const { return givenAt_[0][host] != kNowhere; }
+  bool receivesTogether(int host) const { return cameAt_[host] != kNowhere; }
+  Place area(int rank, uint64_t begin, uint64_t bytes) const {
+    return {Space::kShared, shape_.indexOf(rank), begin, bytes};
+  }
+
+  void give() {
+    waitFor(0, Mark::kDone);
+    for (int host = 0; host < shape_.hosts(); ++host) {
+      const bool speaks = host != host_ && speaker(host_, host) == rank_;
+      if (!sendsTogether(host) || speaks) continue;
+      uint64_t at = givenAt_[shape_.indexOf(rank_)][host];
+      for (const int to : shape_.membersOf(host)) {
+        const uint64_t bytes = blockBytes(rank_, to);
+        if (bytes > 0 && to != rank_) copy(0, area(rank_, at, bytes), outgoing(to));
+        at += bytes;
+      }
+    }
+    mark(0, Mark::kGiven);
+    bool needsOthers = sendsTogether(host_);
+    for (int host = 0; host < shape_.hosts(); ++host) {
+      needsOthers |= sendsTogether(host) && speaker(host_, host) == rank_;
+    }
+    if (needsOthers) waitFor(1, Mark::kGiven);
+  }
+
+  void sendTo(int host) {
+    if (host != host_ && sendsTogether(host)) return sendTogether(host);
+    if (!isBetween(host_, host) || (host == host_ && sendsTogether(host))) return;
+    const bool saysSo = host != host_ && mayGoTogether(host_, host);
+    if (saysSo && speaker(host_, host) == rank_) send(1, speaker(host, host_), {});
+    const std::vector<int>& members = shape_.membersOf(host);
+    for (size_t i = 0; i < members.size(); ++i) {
+      const int to = members[(shape_.indexOf(rank_) + i) % members.size()];
+      if (to != rank_ && isMeant(rank_, to)) send(1, to, outgoing(to));
     }
   }
 
-  void scatter() {
-    const Place mine{Space::kOutput, 0, 0, job_.out[0]};
-    if (rank_ != job_.root) return receive(0, job_.root, mine);
-    copy(0, mine, {Space::kInput, rank_, 0, mine.bytes});
-    for (int rank = 0; rank < shape_.ranks(); ++rank) {
-      if (rank != rank_) send(0, rank, {Space::kInput, rank, 0, job_.in[rank]});
+  void receiveFrom(int host) {
+    if (host != host_ && receivesTogether(host)) return receiveTogether(host);
+    if (!isBetween(host, host_) || (host == host_ && sendsTogether(host))) return;
+    const bool saysSo = host != host_ && mayGoTogether(host, host_);
+    if (saysSo && speaker(host_, host) == rank_) receive(1, speaker(host, host_), {});
+    for (const int from : shape_.membersOf(host)) {
+      if (from != rank_ && isMeant(from, rank_)) receive(1, from, incoming(from));
     }
   }
 
-  // No two ranks begin with the same one.
-  void allToAll() {
-    const int ranks = shape_.ranks();
-    copy(0, {Space::kOutput, rank_, 0, job_.out[rank_]}, {Space::kInput, rank_, 0, job_.in[rank_]});
-    for (int distance = 1; distance < ranks; ++distance) {
-      const int from = (rank_ - distance + ranks) % ranks;
-      receive(0, from, {Space::kOutput, from, 0, job_.out[from]});
+  void sendTogether(int host) {
+    const int mine = speaker(host_, host);
+    if (isShared_ && rank_ != mine) return;  // it has given
+    Place message;
+    if (rank_ == mine) message = scratch(togetherBytes(host_, host));
+    uint64_t at = message.begin;
+    for (const int from : shape_.membersOf(host_)) {
+      uint64_t given = givenAt_[shape_.indexOf(from)][host];
+      for (const int to : shape_.membersOf(host)) {
+        const uint64_t bytes = blockBytes(from, to);
+        if (bytes == 0) continue;
+        const Place there{message.space, message.block, at, bytes};
+        if (from == rank_ && rank_ == mine) copy(1, there, outgoing(to));
+        if (from != rank_ && rank_ == mine) {
+          isShared_ ? copy(1, there, area(from, given, bytes)) : receive(0, from, there);
+        }
+        if (from == rank_ && rank_ != mine) send(0, mine, outgoing(to));
+        at += bytes, given += bytes;
+      }
     }
-    for (int distance = 1; distance < ranks; ++distance) {
-      const int to = (rank_ + distance) % ranks;
-      send(0, to, {Space::kInput, to, 0, job_.in[to]});
+    if (rank_ == mine) send(1, speaker(host, host_), message);
+  }
+
+  void receiveTogether(int host) {
+    const int mine = speaker(host_, host);
+    const uint64_t bytes = togetherBytes(host, host_);
+    Place message = area(mine, cameAt_[host], bytes);
+    if (!isShared_ && rank_ == mine) message = scratch(bytes);
+    if (rank_ == mine) receive(1, speaker(host, host_), message);
+    if (isShared_) return;  // take() goes on
+    uint64_t at = message.begin;
+    for (const int from : shape_.membersOf(host)) {
+      for (const int to : shape_.membersOf(host_)) {
+        const uint64_t each = blockBytes(from, to);
+        if (each == 0) continue;
+        const Place there{message.space, message.block, at, each};
+        if (to == rank_ && rank_ == mine) copy(2, incoming(from), there);
+        if (to != rank_ && rank_ == mine) send(2, to, there);
+        if (to == rank_ && rank_ != mine) receive(2, mine, incoming(from));
+        at += each;
+      }
+    }
+  }
+
+  void take() {
+    mark(2, Mark::kShared);
+    bool isFromOthers = false;
+    for (int host = 0; host < shape_.hosts(); ++host) {
+      isFromOthers |= receivesTogether(host) && speaker(host_, host) != rank_;
+    }
+    if (isFromOthers) waitFor(2, Mark::kShared);
+    for (int host = 0; host < shape_.hosts(); ++host) {
+      if (host == host_ ? !sendsTogether(host) : !receivesTogether(host)) continue;
+      uint64_t at = cameAt_[host];
+      for (const int from : shape_.membersOf(host)) {
+        if (host == host_) at = givenAt_[shape_.indexOf(from)][host];
+        for (const int to : shape_.membersOf(host_)) {
+          const uint64_t bytes = blockBytes(from, to);
+          const int where = host == host_ ? from : speaker(host_, host);
+          if (to == rank_ && from != rank_ && bytes > 0) {
+            copy(2, incoming(from), area(where, at, bytes));
+          }
+          at += bytes;
+        }
+      }
     }
   }
 
@@ -798,6 +973,8 @@ class Planner {
   uint64_t begin_ = 0;
   uint64_t length_ = 0;
   int lastShared_ = 0;  // the last phase in which areas of the host are needed
+  std::vector<std::vector<uint64_t>> givenAt_;  // by member of the host, by host
+  std::vector<uint64_t> cameAt_;                // by host
   Plan plan_;
 };
 
@@ -807,6 +984,20 @@ uint64_t usualChunk(const Shape& shape) {
 }
 
 }  // namespace
+
+bool isExchange(OpKind kind) {
+  return kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
+}
+
+Job::Row rowOf(const Job& job, int ranks, int rank) {
+  if (job.kind == OpKind::kAllToAll) return {job.in, job.out};
+  const std::vector<uint64_t> none(ranks);
+  Job::Row row{none, none};
+  const bool isGather = job.kind == OpKind::kGather;
+  if (rank == job.root) (isGather ? row.receives : row.sends) = isGather ? job.out : job.in;
+  (isGather ? row.sends : row.receives)[job.root] = isGather ? job.in[0] : job.out[0];
+  return row;
+}
 
 Chunking chunkingOf(const Shape& shape, const Job& job) {
   uint64_t block = 0, bytes = usualChunk(shape);
@@ -853,9 +1044,7 @@ bool isShared(const Shape& shape, const Job& job, const Chunking& chunking) {
     case OpKind::kReduceScatter:
     case OpKind::kAllGather:
       return chunking.chunkBytes <= areaBytes(shape) / static_cast<uint64_t>(shape.ranks());
-    case OpKind::kBarrier:
-    case OpKind::kMonitoredBarrier: return true;
-    default: return false;
+    default: return true;
   }
 }
 

@@ -9,6 +9,9 @@
 //              host has -> the owner of the piece, which adds up the rest and rounds once
 //   gather     the owner of a piece -> a driver on each other host -> the ranks of that host
 //   all_reduce is the one and then the other; broadcast deals pieces out and gathers them
+//   exchange   (gather, scatter, all_to_all) small blocks of a host's ranks for those of another
+//              host -> one of its ranks -> one rank of the other host -> the ranks of that host;
+//              large blocks from rank to rank
 //
 // Where the ranks of a host share memory (shm/arena.h), they pass bytes to each other through it:
 // in phase 1 each puts what others need into its area, and what is to be shared at the end, its
@@ -95,8 +98,19 @@ struct Job {
   // equal on all of them.
   std::vector<uint64_t> in;
   std::vector<uint64_t> out;
+  // Of an exchange between hosts: what each rank of this host sends to every rank and has from it,
+  // by Shape::indexOf(). Both sides of a pair know its size, so that two hosts plan alike what goes
+  // from one to the other.
+  struct Row {
+    std::vector<uint64_t> sends, receives;
+    bool operator==(const Row&) const = default;
+  };
+  std::vector<Row> rows = {};
   bool operator==(const Job&) const = default;
 };
+
+bool isExchange(OpKind kind);
+Job::Row rowOf(const Job& job, int ranks, int rank);
 
 // A job is done in so many chunks; that number is the same on all ranks. Of every block a chunk has
 // the bytes from chunk * chunkBytes.

@@ -1,6 +1,7 @@
 #include "collectives/run/run.h"
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <optional>
 
@@ -17,6 +18,7 @@ namespace {
 // Messages of a collective are told apart by chunk and phase; those of one phase between two ranks
 // are matched in order.
 constexpr uint64_t kPhases = 16;
+constexpr uint64_t kRowsTag = kPhases - 1;  // no plan has so many
 constexpr size_t kMostKept = 32 * 1024 * 1024;  // bytes of scratch memory
 constexpr size_t kMostPlans = 16;
 
@@ -34,6 +36,60 @@ Job jobOf(const Call& call) {
     job.wideBytes = elementSize(wideType(call.dtype));
   }
   return job;
+}
+
+void write(const Job::Row& row, char* to) {
+  const size_t bytes = row.sends.size() * sizeof(uint64_t);
+  std::memcpy(to, row.sends.data(), bytes);
+  std::memcpy(to + bytes, row.receives.data(), bytes);
+}
+
+Job::Row readRow(const char* from, int ranks) {
+  Job::Row row{std::vector<uint64_t>(ranks), std::vector<uint64_t>(ranks)};
+  const size_t bytes = row.sends.size() * sizeof(uint64_t);
+  std::memcpy(row.sends.data(), from, bytes);
+  std::memcpy(row.receives.data(), from + bytes, bytes);
+  return row;
+}
+
+// Ranks of a host that share no memory tell each other what they send and have.
+Task exchangeRows(NetGroup group, const Job::Row& mine, std::vector<Job::Row>* rows) {
+  const int rank = group.mailbox.rank();
+  const std::vector<int>& members = group.shape.membersOf(group.shape.hostOf(rank));
+  const size_t bytes = blobBytes(group.shape);
+  std::vector<char> all(members.size() * bytes);
+  auto rowOf = [&](int member) {
+    return Span{all.data() + static_cast<size_t>(group.shape.indexOf(member)) * bytes, bytes};
+  };
+  write(mine, rowOf(rank).begin());
+  Batch messages(group.mailbox, group.sequence, group.signature);
+  for (const int member : members) {
+    if (member != rank) messages.receive(member, rowOf(member), kRowsTag);
+  }
+  for (const int member : members) {
+    if (member != rank) messages.send(member, rowOf(rank), kRowsTag);
+  }
+  co_await messages;
+  MYCOLL_CO_RETURN_IF_ERROR(messages.status());
+  for (const int member : members) {
+    rows->push_back(readRow(rowOf(member).begin(), group.shape.ranks()));
+  }
+  co_return Status();
+}
+
+// Whether ranks of this host disagree about what one sends to another.
+Status checkRows(NetGroup group, const std::vector<Job::Row>& rows) {
+  const Mailbox& names = group.mailbox;
+  const std::vector<int>& members = group.shape.membersOf(group.shape.hostOf(names.rank()));
+  for (size_t i = 0; i < rows.size(); ++i) {
+    for (size_t k = 0; k < rows.size(); ++k) {
+      const uint64_t sent = rows[i].sends[members[k]], expected = rows[k].receives[members[i]];
+      if (sent == expected) continue;
+      return sizeMismatch(names, group.sequence, group.signature, members[i], sent, members[k],
+                          expected);
+    }
+  }
+  return Status();
 }
 
 Counter counterOf(Mark mark) {
@@ -189,6 +245,11 @@ void ScratchPool::giveBack(Memory memory) {
 std::shared_ptr<const Plan> PlanCache::planOf(const Shape& shape, const Job& job, int rank,
                                               const Chunking& chunking, uint64_t chunk,
                                               bool sharesMemory) {
+  // To compare rows takes as long as to plan.
+  if (!job.rows.empty()) {
+    return std::make_shared<const Plan>(
+        mycoll::planOf(shape, job, rank, chunking, chunk, sharesMemory));
+  }
   const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) {
     return entry.sharesMemory == sharesMemory && entry.job == job &&
            areAlike(job, chunking, entry.chunk, chunk);
@@ -204,27 +265,55 @@ std::shared_ptr<const Plan> PlanCache::planOf(const Shape& shape, const Job& job
   return plan;
 }
 
+size_t blobBytes(const Shape& shape) {
+  return 2 * static_cast<size_t>(shape.ranks()) * sizeof(uint64_t);  // a row
+}
+
 Task netCollective(NetGroup group, const Call& call) {
-  const Job job = jobOf(call);
+  Job job = jobOf(call);
   const Chunking chunking = chunkingOf(group.shape, job);
   if (!isShared(group.shape, job, chunking)) group.arena = nullptr;
+  const bool needsRows = isExchange(call.kind);
+  Job::Row row;
+  if (needsRows) {
+    const int rank = group.mailbox.rank();
+    row = rowOf(job, group.shape.ranks(), rank);
+    if (row.sends[rank] != row.receives[rank]) {
+      co_return sizeMismatch(group.mailbox, group.sequence, group.signature, rank, row.sends[rank],
+                             rank, row.receives[rank]);
+    }
+  }
   std::deque<Chunk> underWay;
   if (group.arena) {
-    group.arena->beginBlob(0);
+    const size_t bytes = needsRows ? blobBytes(group.shape) : 0;
+    char* blob = group.arena->beginBlob(bytes);
+    if (needsRows) write(row, blob);
     // The ranks of a host meet once less where what the others need is there when a rank arrives.
     Condition* first = nullptr;
-    if (chunking.chunks == 1 && group.arena->isFirstAreaFree()) {
+    if (chunking.chunks == 1 && !needsRows && group.arena->isFirstAreaFree()) {
       Chunk& chunk = underWay.emplace_back(group, call, job, chunking, 0);
       while (!first && !chunk.messages() && !chunk.isOver()) first = chunk.beginPhase();
     }
-    group.arena->arrive(group.signature, 0, chunking.chunks);
+    group.arena->arrive(group.signature, bytes, chunking.chunks);
     AllArrived arrived(*group.arena, group.signature);
     co_await arrived;
     if (arrived.differingRank() >= 0) {
       co_return arrivalMismatch(group.mailbox, group.sequence, group.signature, arrived);
     }
     if (first) co_await *first;
+    for (int rank = 0; needsRows && rank < group.arena->ranks(); ++rank) {
+      const char* theirs = group.arena->blobOf(rank);
+      if (!theirs || group.arena->blobBytesOf(rank) != bytes) {
+        co_return Status(Code::kInternal,
+                         group.mailbox.describeRank(group.arena->memberOf(rank)) +
+                             " published no sizes");
+      }
+      job.rows.push_back(readRow(theirs, group.shape.ranks()));
+    }
+  } else if (needsRows && group.shape.hosts() > 1) {
+    MYCOLL_CO_RETURN_IF_ERROR(co_await exchangeRows(group, row, &job.rows));
   }
+  if (needsRows) MYCOLL_CO_RETURN_IF_ERROR(checkRows(group, job.rows));
   uint64_t begun = underWay.size();
   const uint64_t steps = stepsOfAPhase(group.shape);
   for (uint64_t step = 0; step < chunking.chunks || !underWay.empty(); ++step) {

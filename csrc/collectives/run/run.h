@@ -69,6 +69,9 @@ struct NetGroup {
   const Signature& signature;  // of the call
 };
 
+// What a rank may have to say when it arrives at a collective.
+size_t blobBytes(const Shape& shape);
+
 Task netCollective(NetGroup group, const Call& call);
 
 }  // namespace mycoll

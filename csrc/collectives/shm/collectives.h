@@ -67,6 +67,9 @@ Span piece(Span whole, uint64_t round, size_t perRound);
 // The rank that was found to differ was called otherwise than this one.
 Status arrivalMismatch(const Mailbox& names, uint64_t sequence, const Signature& mine,
                        const AllArrived& arrived);
+// What one rank sends to another is not what that expects.
+Status sizeMismatch(const Mailbox& names, uint64_t sequence, const Signature& signature, int from,
+                    uint64_t sent, int to, uint64_t expected);
 Status shmMismatch(const ShmGroup& group, const AllArrived& arrived);
 // A rank offers what it has not.
 Status shmBadOffer(const ShmGroup& group, int rank);

@@ -122,19 +122,24 @@ Status shmMismatch(const ShmGroup& group, const AllArrived& arrived) {
   return arrivalMismatch(group.mailbox, group.sequence, group.signature, arrived);
 }
 
-Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected) {
-  const Mailbox& names = group.mailbox;
+Status sizeMismatch(const Mailbox& names, uint64_t sequence, const Signature& signature, int from,
+                    uint64_t sent, int to, uint64_t expected) {
   Cause fields;
-  fields.sequence = group.sequence;
+  fields.sequence = sequence;
   return Status(Code::kMismatch,
                 "mycoll group '" + names.group().name + "': MISMATCH of sizes at collective #" +
-                    std::to_string(group.sequence) + ", " + group.signature.describe() + "\n  " +
-                    names.describeRank(rank) + " sends " + std::to_string(theirs) +
-                    " bytes to this rank\n  " + names.describeRank(names.rank()) + " expects " +
-                    std::to_string(expected) +
+                    std::to_string(sequence) + ", " + signature.describe() + "\n  " +
+                    names.describeRank(from) + " sends " + std::to_string(sent) + " bytes to " +
+                    (to == names.rank() ? "this rank" : "rank " + std::to_string(to)) + "\n  " +
+                    names.describeRank(to) + " expects " + std::to_string(expected) +
                     " bytes from it\n  Each pair of ranks must agree on the size of what one sends "
                     "to the other.",
                 fields);
+}
+
+Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected) {
+  return sizeMismatch(group.mailbox, group.sequence, group.signature, rank, theirs,
+                      group.mailbox.rank(), expected);
 }
 
 Status shmBadOffer(const ShmGroup& group, int rank) {

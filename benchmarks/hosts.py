@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 PORT = 29_711
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "barrier")
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
+              "all_to_all", "barrier")  # fmt: skip
 SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -243,6 +244,14 @@ def call(dist: Any, torch: Any, operation: str, count: int, ranks: int, group: A
     whole = torch.ones(part.numel() * ranks)
     if operation == "all_gather":
         return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    if operation == "all_to_all":
+        other = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(other, whole, group=group)
+    parts = list(whole.chunk(ranks)) if dist.get_rank() == 0 else None
+    if operation == "gather":
+        return lambda: dist.gather(part, parts, group=group)
+    if operation == "scatter":
+        return lambda: dist.scatter(part, parts, group=group)
     return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
 
 
@@ -321,8 +330,8 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def bound(operation: str, hosts: int) -> float:
-    """What a host has to send at least, as a multiple of the whole."""
+def bound(operation: str, hosts: int, ranks: int) -> float:
+    """What a host of so many ranks has to send at least, as a multiple of the whole."""
     share = (hosts - 1) / hosts
     return {
         "all_reduce": 2 * share,
@@ -330,6 +339,9 @@ def bound(operation: str, hosts: int) -> float:
         "all_gather": share,
         "broadcast": 1,
         "reduce": 1,
+        "gather": 1 / hosts,
+        "scatter": share,
+        "all_to_all": ranks * share,
         "send": 1,
     }.get(operation, 0)
 
@@ -354,7 +366,7 @@ def line(row: dict[str, Any], arguments: argparse.Namespace) -> str:
         cells += [f"{ratio:.2f} [{low:.2f} {high:.2f}]"]
     if row["bytes"] >= 2**20:
         cells += [f"{row['sent'][name] / row['bytes']:.2f}" for name in ("mycoll", "gloo")]
-        cells.append(f"{bound(row['operation'], arguments.hosts):.2f}")
+        cells.append(f"{bound(row['operation'], arguments.hosts, arguments.ranks):.2f}")
     else:
         cells += ["", "", ""]
     return "| " + " | ".join(cells) + " |"

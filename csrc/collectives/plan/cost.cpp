@@ -38,7 +38,7 @@ PlanCost costOf(const Shape& shape, OpKind kind, int root, uint64_t bytes, uint6
     };
     Job job = jobOf(rank);
     for (const int member : shape.membersOf(shape.hostOf(rank))) {
-      if (isExchange(kind)) job.rows.push_back(rowOf(jobOf(member), shape.ranks(), member));
+      if (goesByHost(shape, kind)) job.rows.push_back(rowOf(jobOf(member), shape.ranks(), member));
     }
     const Chunking chunking = chunkingOf(shape, job);
     const int host = shape.hostOf(rank);

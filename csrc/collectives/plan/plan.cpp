@@ -14,7 +14,11 @@ constexpr uint64_t kWholeBytes = 16 * 1024;
 constexpr uint64_t kTreeBytes = 64 * 1024;
 // Up to here blocks of a host's ranks for those of another go in one message: in more, what each
 // costs counts less than copying.
-constexpr uint64_t kTogetherBytes = 64 * 1024;
+constexpr uint64_t kTogetherBytes = 256 * 1024;
+// In smaller worlds ranks lose more by waiting for the others of their host than by messages: in an
+// all_to_all, and where all but a root have one message.
+constexpr int kLeastTogether = 8;
+constexpr int kLeastTogetherForRoot = 65;
 // One chunk is added up while the next one is on its way. Each needs scratch memory, which is to
 // stay in caches; but messages should be long enough for what each costs.
 constexpr uint64_t kMessageBytes = 256 * 1024;
@@ -816,7 +820,7 @@ class Planner {
     return bytes;
   }
   bool mayGoTogether(int from, int to) const {
-    return isBetween(from, to) && shape_.hosts() > 1 && (from != to || isShared_) &&
+    return isBetween(from, to) && goesByHost(shape_, job_.kind) && (from != to || isShared_) &&
            shape_.membersOf(from).size() + shape_.membersOf(to).size() > 2;
   }
   bool goesTogether(int from, int to) const {
@@ -989,6 +993,11 @@ bool isExchange(OpKind kind) {
   return kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
 }
 
+bool goesByHost(const Shape& shape, OpKind kind) {
+  if (!isExchange(kind) || shape.hosts() == 1) return false;
+  return shape.ranks() >= (kind == OpKind::kAllToAll ? kLeastTogether : kLeastTogetherForRoot);
+}
+
 Job::Row rowOf(const Job& job, int ranks, int rank) {
   if (job.kind == OpKind::kAllToAll) return {job.in, job.out};
   const std::vector<uint64_t> none(ranks);
@@ -1044,6 +1053,9 @@ bool isShared(const Shape& shape, const Job& job, const Chunking& chunking) {
     case OpKind::kReduceScatter:
     case OpKind::kAllGather:
       return chunking.chunkBytes <= areaBytes(shape) / static_cast<uint64_t>(shape.ranks());
+    case OpKind::kGather:
+    case OpKind::kScatter:
+    case OpKind::kAllToAll: return goesByHost(shape, job.kind);
     default: return true;
   }
 }

@@ -98,7 +98,7 @@ struct Job {
   // equal on all of them.
   std::vector<uint64_t> in;
   std::vector<uint64_t> out;
-  // Of an exchange between hosts: what each rank of this host sends to every rank and has from it,
+  // Of an exchange that goes by host: what each rank of this host sends to every rank and has from it,
   // by Shape::indexOf(). Both sides of a pair know its size, so that two hosts plan alike what goes
   // from one to the other.
   struct Row {
@@ -110,6 +110,8 @@ struct Job {
 };
 
 bool isExchange(OpKind kind);
+// Whether what is small goes together, so that rows are needed.
+bool goesByHost(const Shape& shape, OpKind kind);
 Job::Row rowOf(const Job& job, int ranks, int rank);
 
 // A job is done in so many chunks; that number is the same on all ranks. Of every block a chunk has

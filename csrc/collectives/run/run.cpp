@@ -273,9 +273,9 @@ Task netCollective(NetGroup group, const Call& call) {
   Job job = jobOf(call);
   const Chunking chunking = chunkingOf(group.shape, job);
   if (!isShared(group.shape, job, chunking)) group.arena = nullptr;
-  const bool needsRows = isExchange(call.kind);
+  const bool needsRows = goesByHost(group.shape, call.kind);
   Job::Row row;
-  if (needsRows) {
+  if (isExchange(call.kind)) {
     const int rank = group.mailbox.rank();
     row = rowOf(job, group.shape.ranks(), rank);
     if (row.sends[rank] != row.receives[rank]) {
@@ -310,7 +310,7 @@ Task netCollective(NetGroup group, const Call& call) {
       }
       job.rows.push_back(readRow(theirs, group.shape.ranks()));
     }
-  } else if (needsRows && group.shape.hosts() > 1) {
+  } else if (needsRows) {
     MYCOLL_CO_RETURN_IF_ERROR(co_await exchangeRows(group, row, &job.rows));
   }
   if (needsRows) MYCOLL_CO_RETURN_IF_ERROR(checkRows(group, job.rows));

@@ -433,8 +433,9 @@ def test_wheel(tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    modules = [str(path.relative_to(site)) for path in site.rglob("*.so")]
-    assert modules == [f"mycoll/torch{MINOR}/_C{sysconfig.get_config_var('EXT_SUFFIX')}"]
+    binaries = {str(path.relative_to(site)) for path in site.rglob("*.so")}
+    module = f"mycoll/torch{MINOR}/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    assert binaries == {module, "mycoll/libmycoll.so"}
     metadata = next(site.glob("*.dist-info/METADATA")).read_text()
     assert f"Requires-Dist: torch=={MINOR}.*" in metadata
     assert "Requires-Dist: numpy" in metadata

@@ -80,7 +80,7 @@ class Meeting {
   Meeting(const GroupOptions& options, Store& store, Engine* engine);
   virtual ~Meeting() { closeLobby(); }
 
-  // To root, for who cannot be heard otherwise.
+  // To root, for who cannot be heard otherwise. Blocks for up to a second, until rank 0 has seen it.
   void giveUp(const Status& why);
   // After run() has ended well.
   Status result(const std::string& meeting, GroupAddress* address) const;
@@ -219,12 +219,19 @@ Status Meeting::publish(const Card& card, const Card* before) {
 }
 
 void Meeting::giveUp(const Status& why) {
-  Card last = mine_, before;
+  Card last = mine_, there;
   last.why = why.message();
-  bool found = false;
-  if (!Card::freshNonce(&last.nonce).ok() || !read(kRoot, &found, &before).ok()) return;
-  // The store may be what has failed: then they find out by themselves.
-  (void)publish(last, found ? &before : nullptr);
+  if (!Card::freshNonce(&last.nonce).ok()) return;
+  // Rank 0 may write at the same moment: then this is lost, unless it is written again. Once rank 0
+  // has seen it, something comes after it. The store may be what has failed: then the others find
+  // out by themselves.
+  const Deadline until = Deadline::after(options_.rank == 0 ? Milliseconds(0) : kAgain);
+  for (bool found = false, isSeen = false;;) {
+    if (!read(kRoot, &found, &there).ok()) return;
+    const bool isThere = found && there.nonce == last.nonce;
+    if (!isThere && !publish(last, found ? &there : nullptr).ok()) return;
+    if (until.expired() || !store_.wait(afterKey(last), kPollStep, &isSeen).ok() || isSeen) return;
+  }
 }
 
 // ---- the lines

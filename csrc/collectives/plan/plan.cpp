@@ -31,6 +31,11 @@ constexpr uint64_t kMostChunks = 60'000;    // messages are told apart by chunk 
 // Pieces begin at cache lines.
 constexpr uint64_t kUnit = 64;
 
+// An area has room for what all ranks of a host may give, and for what they may get.
+uint64_t mostTogether(const Shape& shape) {
+  return std::min(kTogetherBytes, areaBytes(shape) / (2 * static_cast<uint64_t>(shape.hosts())));
+}
+
 uint64_t roundUp(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
 // A piece of what is reduced or gathered. in: where it lies in each rank's input. result: where it
@@ -824,9 +829,8 @@ class Planner {
            shape_.membersOf(from).size() + shape_.membersOf(to).size() > 2;
   }
   bool goesTogether(int from, int to) const {
-    // An area has room for what all ranks of the host may give, and for what they may get.
-    const uint64_t room = areaBytes(shape_) / (2 * static_cast<uint64_t>(shape_.hosts()));
-    return mayGoTogether(from, to) && togetherBytes(from, to) <= std::min(kTogetherBytes, room);
+    return !job_.rows.empty() && mayGoTogether(from, to) &&
+           togetherBytes(from, to) <= mostTogether(shape_);
   }
   static constexpr uint64_t kNowhere = ~uint64_t{0};
 
@@ -860,7 +864,11 @@ class Planner {
   }
 
   void give() {
-    waitFor(0, Mark::kDone);
+    bool usesArea = false;
+    for (int host = 0; host < shape_.hosts(); ++host) {
+      usesArea |= sendsTogether(host) || receivesTogether(host);
+    }
+    if (usesArea) waitFor(0, Mark::kDone);
     for (int host = 0; host < shape_.hosts(); ++host) {
       const bool speaks = host != host_ && speaker(host_, host) == rank_;
       if (!sendsTogether(host) || speaks) continue;
@@ -996,6 +1004,20 @@ bool isExchange(OpKind kind) {
 bool goesByHost(const Shape& shape, OpKind kind) {
   if (!isExchange(kind) || shape.hosts() == 1) return false;
   return shape.ranks() >= (kind == OpKind::kAllToAll ? kLeastTogether : kLeastTogetherForRoot);
+}
+
+bool goesByItself(const Shape& shape, const Job& job, int rank) {
+  if (job.kind != OpKind::kAllToAll) return false;
+  auto isLarge = [&](const std::vector<uint64_t>& blocks, int host) {
+    uint64_t bytes = 0;
+    for (const int other : shape.membersOf(host)) bytes += blocks[other];
+    return bytes > mostTogether(shape);
+  };
+  for (int host = 0; host < shape.hosts(); ++host) {
+    const bool isAlone = host == shape.hostOf(rank) && shape.membersOf(host).size() == 1;
+    if (!isAlone && !(isLarge(job.in, host) && isLarge(job.out, host))) return false;
+  }
+  return true;
 }
 
 Job::Row rowOf(const Job& job, int ranks, int rank) {

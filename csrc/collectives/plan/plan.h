@@ -112,6 +112,8 @@ struct Job {
 bool isExchange(OpKind kind);
 // Whether what is small goes together, so that rows are needed.
 bool goesByHost(const Shape& shape, OpKind kind);
+// Whether nothing of this rank does, as its own row alone says: then it needs no rows.
+bool goesByItself(const Shape& shape, const Job& job, int rank);
 Job::Row rowOf(const Job& job, int ranks, int rank);
 
 // A job is done in so many chunks; that number is the same on all ranks. Of every block a chunk has

@@ -290,7 +290,9 @@ Task netCollective(NetGroup group, const Call& call) {
     if (needsRows) write(row, blob);
     // The ranks of a host meet once less where what the others need is there when a rank arrives.
     Condition* first = nullptr;
-    if (chunking.chunks == 1 && !needsRows && group.arena->isFirstAreaFree()) {
+    const bool mayBegin = needsRows ? goesByItself(group.shape, job, group.mailbox.rank())
+                                    : chunking.chunks == 1 && group.arena->isFirstAreaFree();
+    if (mayBegin) {
       Chunk& chunk = underWay.emplace_back(group, call, job, chunking, 0);
       while (!first && !chunk.messages() && !chunk.isOver()) first = chunk.beginPhase();
     }

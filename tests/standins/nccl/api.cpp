@@ -57,8 +57,15 @@ Result with(Handle handle, const char* name, Function function) {
   return ready != Result::kSuccess ? ready : function(*comm);
 }
 
+// How many threads are in there, hanging ones included.
+struct Connecting {
+  Connecting() { count("connecting"); }
+  ~Connecting() { count("connecting", -1); }
+};
+
 Result connect(Handle* made, int ranks, const UniqueId& id, int rank, const Config* given) {
   count("ncclCommInitRankConfig");
+  const Connecting connecting;
   *made = nullptr;
   Config config;
   const Result valid = readConfig(given, &config);

@@ -97,13 +97,11 @@ DeviceEntry::DeviceEntry(int device, const char* function) : device_(device) {
         " of another thread, on the same device");
   }
   if (++here.depth == 1) here = {me, 1, function};
-  count("inside");
 }
 
 DeviceEntry::~DeviceEntry() {
   std::lock_guard<std::mutex> lock(insideMutex);
   --inside()[device_].depth;
-  count("inside", -1);
 }
 
 Entry::Entry(Comm& comm, const char* function, bool isGrouped)

@@ -32,8 +32,10 @@ from pathlib import Path
 from typing import Any
 
 PORT = 29_711
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
-              "all_to_all", "barrier")  # fmt: skip
+OPERATIONS = (
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter",
+    "all_to_all", "barrier",
+)  # fmt: skip
 SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

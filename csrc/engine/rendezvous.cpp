@@ -80,7 +80,8 @@ class Meeting {
   Meeting(const GroupOptions& options, Store& store, Engine* engine);
   virtual ~Meeting() { closeLobby(); }
 
-  // To root, for who cannot be heard otherwise. Blocks for up to a second, until rank 0 has seen it.
+  // To root, for who cannot be heard otherwise. Blocks for up to a second, until rank 0 has seen
+  // it.
   void giveUp(const Status& why);
   // After run() has ended well.
   Status result(const std::string& meeting, GroupAddress* address) const;

@@ -196,9 +196,7 @@ Connection& Mesh::linkTo(const PeerAddress& peer) {
   return connection;
 }
 
-bool Mesh::hasLinkTo(const PeerAddress& peer) const {
-  return find(peer.uid) != nullptr;
-}
+bool Mesh::hasLinkTo(const PeerAddress& peer) const { return find(peer.uid) != nullptr; }
 
 void Mesh::forget(Transfer* request) {
   for (auto& connection : connections_) connection->forget(request);
@@ -210,9 +208,8 @@ void Mesh::forget(Mailbox* mailbox, uint64_t window) {
 
 bool Mesh::hasQueued(uint64_t context, int rank) const {
   return std::any_of(connections_.begin(), connections_.end(),
-                     [&](const auto& connection) REQUIRES(ioRole) {
-                       return connection->hasQueued(context, rank);
-                     });
+                     [&](const auto& connection)
+                         REQUIRES(ioRole) { return connection->hasQueued(context, rank); });
 }
 
 bool Mesh::sendFd(const std::string& uid, int fd, const std::string& cookie) {

@@ -570,8 +570,8 @@ TEST(Hosts, blocksOfAllSizesAreExchanged) {
   if (failureCount() > before) fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
 }
 
-// The ranks of the host that gets something else hear of it in that call; inside a host also between
-// which ranks it is.
+// The ranks of the host that gets something else hear of it in that call; inside a host also
+// between which ranks it is.
 TEST(Hosts, sizesThatDifferAreMismatches) {
   for (const auto& [from, to, less] :
        {std::tuple(4, 1, 1), std::tuple(4, 1, 80'000), std::tuple(2, 1, 1)}) {

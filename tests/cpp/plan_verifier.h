@@ -79,7 +79,8 @@ class Verifier {
       Job& job = jobs_[rank];
       for (const int member : shape_.membersOf(shape_.hostOf(static_cast<int>(rank)))) {
         if (goesByItself(shape_, job, static_cast<int>(rank))) break;
-        if (goesByHost(shape_, job.kind)) job.rows.push_back(rowOf(jobs_[member], shape.ranks(), member));
+        if (goesByHost(shape_, job.kind))
+          job.rows.push_back(rowOf(jobs_[member], shape.ranks(), member));
       }
     }
   }

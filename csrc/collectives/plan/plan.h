@@ -98,9 +98,9 @@ struct Job {
   // equal on all of them.
   std::vector<uint64_t> in;
   std::vector<uint64_t> out;
-  // Of an exchange that goes by host: what each rank of this host sends to every rank and has from it,
-  // by Shape::indexOf(). Both sides of a pair know its size, so that two hosts plan alike what goes
-  // from one to the other.
+  // Of an exchange that goes by host: what each rank of this host sends to every rank and has from
+  // it, by Shape::indexOf(). Both sides of a pair know its size, so that two hosts plan alike what
+  // goes from one to the other.
   struct Row {
     std::vector<uint64_t> sends, receives;
     bool operator==(const Row&) const = default;

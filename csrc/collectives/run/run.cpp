@@ -18,7 +18,7 @@ namespace {
 // Messages of a collective are told apart by chunk and phase; those of one phase between two ranks
 // are matched in order.
 constexpr uint64_t kPhases = 16;
-constexpr uint64_t kRowsTag = kPhases - 1;  // no plan has so many
+constexpr uint64_t kRowsTag = kPhases - 1;      // no plan has so many
 constexpr size_t kMostKept = 32 * 1024 * 1024;  // bytes of scratch memory
 constexpr size_t kMostPlans = 16;
 
@@ -306,9 +306,8 @@ Task netCollective(NetGroup group, const Call& call) {
     for (int rank = 0; needsRows && rank < group.arena->ranks(); ++rank) {
       const char* theirs = group.arena->blobOf(rank);
       if (!theirs || group.arena->blobBytesOf(rank) != bytes) {
-        co_return Status(Code::kInternal,
-                         group.mailbox.describeRank(group.arena->memberOf(rank)) +
-                             " published no sizes");
+        co_return Status(Code::kInternal, group.mailbox.describeRank(group.arena->memberOf(rank)) +
+                                              " published no sizes");
       }
       job.rows.push_back(readRow(theirs, group.shape.ranks()));
     }

@@ -997,13 +997,14 @@ uint64_t usualChunk(const Shape& shape) {
 
 }  // namespace
 
-bool isExchange(OpKind kind) {
-  return kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
-}
-
 bool goesByHost(const Shape& shape, OpKind kind) {
-  if (!isExchange(kind) || shape.hosts() == 1) return false;
-  return shape.ranks() >= (kind == OpKind::kAllToAll ? kLeastTogether : kLeastTogetherForRoot);
+  if (shape.hosts() == 1) return false;
+  switch (kind) {
+    case OpKind::kAllToAll: return shape.ranks() >= kLeastTogether;
+    case OpKind::kGather:
+    case OpKind::kScatter: return shape.ranks() >= kLeastTogetherForRoot;
+    default: return false;
+  }
 }
 
 bool goesByItself(const Shape& shape, const Job& job, int rank) {

@@ -109,8 +109,7 @@ struct Job {
   bool operator==(const Job&) const = default;
 };
 
-bool isExchange(OpKind kind);
-// Whether what is small goes together, so that rows are needed.
+// Whether it is an exchange in which what is small goes together, so that rows are needed.
 bool goesByHost(const Shape& shape, OpKind kind);
 // Whether nothing of this rank does, as its own row alone says: then it needs no rows.
 bool goesByItself(const Shape& shape, const Job& job, int rank);

@@ -275,14 +275,7 @@ Task netCollective(NetGroup group, const Call& call) {
   if (!isShared(group.shape, job, chunking)) group.arena = nullptr;
   const bool needsRows = goesByHost(group.shape, call.kind);
   Job::Row row;
-  if (isExchange(call.kind)) {
-    const int rank = group.mailbox.rank();
-    row = rowOf(job, group.shape.ranks(), rank);
-    if (row.sends[rank] != row.receives[rank]) {
-      co_return sizeMismatch(group.mailbox, group.sequence, group.signature, rank, row.sends[rank],
-                             rank, row.receives[rank]);
-    }
-  }
+  if (needsRows) row = rowOf(job, group.shape.ranks(), group.mailbox.rank());
   std::deque<Chunk> underWay;
   if (group.arena) {
     const size_t bytes = needsRows ? blobBytes(group.shape) : 0;

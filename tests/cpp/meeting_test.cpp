@@ -13,6 +13,7 @@
 #include "base/sha256.h"
 #include "engine/card.h"
 #include "engine/line.h"
+#include "engine/rendezvous.h"
 #include "test.h"
 #include "transport/lobby.h"
 #include "world.h"
@@ -415,6 +416,45 @@ TEST(Meeting, whoCannotStartIsHeard) {
     EXPECT(says(status, "rank " + std::to_string(culprit) + " ("));
     EXPECT(says(status, "has given up: no descriptors"));
   }
+}
+
+// Rank 0 has found nothing at root, and writes there after the one that gives up.
+TEST(Meeting, whoCannotStartIsHeardThoughRankZeroWritesOverIt) {
+  class OverwritingStore final : public Store {
+   public:
+    explicit OverwritingStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+    Status set(const std::string& key, const std::string& value) override {
+      if (key == "root" && !isWriting.exchange(true)) {
+        for (bool isThere = false; !isThere;) {
+          MYCOLL_RETURN_IF_ERROR(store_->wait("root", milliseconds(100), &isThere));
+        }
+      }
+      return store_->set(key, value);
+    }
+    Status tryGet(const std::string& key, bool* found, std::string* value) override {
+      return store_->tryGet(key, found, value);
+    }
+    Status wait(const std::string& key, milliseconds atMost, bool* found) override {
+      return store_->wait(key, atMost, found);
+    }
+    std::atomic<bool> isWriting{false};
+
+   private:
+    const std::shared_ptr<Store> store_;
+  };
+
+  const auto store = std::make_shared<MemoryStore>();
+  const auto overwriting = std::make_shared<OverwritingStore>(store);
+  Status found;
+  Threads(2, [&](int rank) {
+    if (rank == 0) {
+      found = meetAs(optionsOf(0, 2), overwriting);
+      return;
+    }
+    while (!overwriting->isWriting.load()) std::this_thread::sleep_for(milliseconds(1));
+    stayAway(optionsOf(1, 2), *store, Status(Code::kInvalidArgument, "no descriptors"));
+  });
+  EXPECT(says(found, "has given up: no descriptors"));
 }
 
 TEST(Meeting, whoCannotConnectIsHeard) {

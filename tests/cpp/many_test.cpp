@@ -54,6 +54,33 @@ TEST(Many, waitingRanksConnectToFew) {
   EXPECT(connections.load() <= 2 * kHosts * (kOnEach - 1) + kHosts * (kHosts - 1));
 }
 
+// A root has one message from each other host, or for it. Rank r has r elements.
+TEST(Many, aRootTalksToHosts) {
+  constexpr int kRoot = 13;
+  runHosts(manyHosts(), [](Communicator& group) {
+    const int self = group.rank();
+    const bool isRoot = self == kRoot;
+    const std::vector<int32_t> mine = input(self, self);
+    std::vector<int32_t> back(self);
+    std::vector<std::vector<int32_t>> all(kRanks);
+    Call gather = call(OpKind::kGather), scatter = call(OpKind::kScatter);
+    gather.root = scatter.root = kRoot;
+    std::vector<int32_t> given = mine;
+    gather.in = {span(given)};
+    scatter.out = {span(back)};
+    for (int rank = 0; rank < kRanks && isRoot; ++rank) {
+      all[rank].resize(rank);
+      gather.out.push_back(span(all[rank]));
+      scatter.in.push_back(span(all[rank]));
+    }
+    EXPECT_OK(run(group, gather));
+    for (int rank = 0; rank < kRanks && isRoot; ++rank) expectInput(all[rank], rank);
+    EXPECT_OK(run(group, scatter));
+    EXPECT(back == mine);
+    if (isRoot) EXPECT(peersOf(group) <= kOnEach - 1 + kHosts - 1);
+  });
+}
+
 // A failure reaches everybody, also those that have no connection to where it happened.
 TEST(Many, aFailureIsPassedOn) {
   std::atomic<int> connections{0}, heard{0};

@@ -53,6 +53,7 @@ TEST(NcclConnect, leavesACallThatHangs) {
   // It comes back, and what it made is freed.
   EXPECT(eventually([&] { return standIn.count("ncclCommAbort") > 0; }));
   EXPECT(eventually([&] { return standIn.count("comms") == 0; }));
+  EXPECT(eventually([&] { return standIn.count("connecting") == 0; }));  // NCCL takes one thread
 }
 
 TEST(NcclConnect, endsWhenAborted) {
@@ -83,6 +84,7 @@ TEST(NcclConnect, freesWhatComesAfterAnAbort) {
   EXPECT_EQ(status.message(), "on request");
   EXPECT_EQ(comm->handle(), static_cast<RawComm*>(nullptr));
   EXPECT(eventually([&] { return standIn.count("comms") == 0; }));
+  EXPECT(eventually([&] { return standIn.count("connecting") == 0; }));
 }
 
 TEST(NcclConnect, reportsWhatNcclSays) {

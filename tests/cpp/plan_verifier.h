@@ -77,10 +77,10 @@ class Verifier {
         away_(away) {
     for (size_t rank = 0; rank < jobs_.size(); ++rank) {
       Job& job = jobs_[rank];
-      for (const int member : shape_.membersOf(shape_.hostOf(static_cast<int>(rank)))) {
-        if (goesByItself(shape_, job, static_cast<int>(rank))) break;
-        if (goesByHost(shape_, job.kind))
-          job.rows.push_back(rowOf(jobs_[member], shape.ranks(), member));
+      const int self = static_cast<int>(rank);
+      if (!goesByHost(shape_, job.kind) || goesByItself(shape_, job, self)) continue;
+      for (const int member : shape_.membersOf(shape_.hostOf(self))) {
+        job.rows.push_back(rowOf(jobs_[member], shape_.ranks(), member));
       }
     }
   }

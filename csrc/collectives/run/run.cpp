@@ -282,6 +282,7 @@ Task netCollective(NetGroup group, const Call& call) {
     char* blob = group.arena->beginBlob(bytes);
     if (needsRows) write(row, blob);
     // The ranks of a host meet once less where what the others need is there when a rank arrives.
+    // Where they need nothing of each other, messages are under way before they meet.
     Condition* first = nullptr;
     const bool mayBegin = needsRows ? goesByItself(group.shape, job, group.mailbox.rank())
                                     : chunking.chunks == 1 && group.arena->isFirstAreaFree();

@@ -337,6 +337,12 @@ TEST(Plan, needsLittleMemoryAndFewMessages) {
   EXPECT(costOf(uniform(125, 8), OpKind::kAllReduce, 4).messages <= 125 * 24);
   EXPECT_EQ(costOf(uniform(125, 8), OpKind::kAllToAll, 8).messages, 125u * 124);
   EXPECT(costOf(uniform(125, 8), OpKind::kAllToAll, 8).peers <= 16);
+  for (const OpKind kind : {OpKind::kBroadcast, OpKind::kReduce}) {
+    EXPECT(costOf(uniform(125, 8), kind, 1 << 20).peers <= 34);
+  }
+  for (const OpKind kind : {OpKind::kGather, OpKind::kScatter}) {
+    EXPECT(costOf(uniform(125, 8), kind, 8).peers <= 16);
+  }
   EXPECT_EQ(costOf(uniform(125, 8), OpKind::kGather, 8).messages, 124u);
   EXPECT_EQ(costOf(uniform(125, 8), OpKind::kScatter, 8).messages, 124u);
 }

@@ -405,32 +405,35 @@ class Planner {
     held.inputs = std::move(nodes);
   }
 
-  // ---- gather: from the owners to all ranks of some hosts but one
+  // ---- gather: from the owners to all ranks
 
-  // except: a rank that has all of it. On whose behalf its host passes slots on, where it is none
-  // of these hosts.
-  void shareSlots(int phase, const std::vector<Slot>& slots, const std::vector<int>& hosts,
-                  int except = -1) {
-    auto resultOf = [](const Slot& slot) { return slot.result; };
-    const bool isOneOfThem = std::find(hosts.begin(), hosts.end(), host_) != hosts.end();
-    if (!isOneOfThem && rank_ != except) return;
-    auto isHome = [&](const Slot& slot) {
-      return isWhole(slot) || shape_.hostOf(slot.owner) == host_;
-    };
+  void shareSlots(int phase, const std::vector<Slot>& slots) {
+    shareBetweenHosts(phase, slots);
+    shareInHost(phase, slots);
+  }
+
+  // To those that hold the slots on all hosts. has: a host where they are already.
+  void shareBetweenHosts(int phase, const std::vector<Slot>& slots, int has = -1) {
     for (int level = shape_.levels(); level > 0; --level) {
       const int when = phase + shape_.levels() - level;
       Runs leaving, coming;
       for (const Slot& slot : slots) {
-        const bool isMine = isOneOfThem ? holder(slot, host_) == rank_ : true;
-        if (isWhole(slot) || !isMine) continue;
-        shareSlot(level, slot, hosts, except, &leaving, &coming);
+        if (isWhole(slot) || holder(slot, host_) != rank_) continue;
+        shareSlot(level, slot, has, &leaving, &coming);
       }
       leaving.addTo(*this, Step::Act::kSend, when);
       coming.addTo(*this, Step::Act::kReceive, when);
     }
-    if (!isOneOfThem) return;
-    if (isShared_) return shareInMemory(phase, slots, except);
-    // Inside the host: its own slots at once, the others when they have come.
+  }
+
+  // From those that hold the slots on this host to its other ranks. except: has them all.
+  void shareInHost(int phase, const std::vector<Slot>& slots, int except = -1) {
+    auto resultOf = [](const Slot& slot) { return slot.result; };
+    auto isHome = [&](const Slot& slot) {
+      return isWhole(slot) || shape_.hostOf(slot.owner) == host_;
+    };
+    if (isShared_) return shareInMemory(phase, slots);
+    // Its own slots at once, the others when they have come.
     for (const bool ofHome : {true, false}) {
       const int when = phase + (ofHome ? 0 : shape_.levels());
       forRuns(
@@ -456,7 +459,7 @@ class Planner {
   }
 
   // Those that hold slots on this host put them where the others find them.
-  void shareInMemory(int phase, const std::vector<Slot>& slots, int except) {
+  void shareInMemory(int phase, const std::vector<Slot>& slots) {
     const bool isThere = !slots.empty() && isWhole(slots[0]);
     const int when = phase + (isThere ? 0 : shape_.levels());
     auto resultOf = [](const Slot& slot) { return slot.result; };
@@ -467,7 +470,7 @@ class Planner {
     mark(when, Mark::kShared);
     const bool holdsAll = std::all_of(
         slots.begin(), slots.end(), [&](const Slot& slot) { return holder(slot, host_) == rank_; });
-    if (rank_ == except || holdsAll) return;
+    if (holdsAll) return;
     waitFor(when, Mark::kShared);
     forRuns(
         slots,
@@ -510,20 +513,16 @@ class Planner {
   };
 
   // From the host that acts for a unit to those that act for its parts.
-  void shareSlot(int level, const Slot& slot, const std::vector<int>& hosts, int except,
-                 Runs* leaving, Runs* coming) {
+  void shareSlot(int level, const Slot& slot, int has, Runs* leaving, Runs* coming) {
     if (slot.result.bytes == 0) return;
     const int home = shape_.hostOf(slot.owner);
-    auto isMeant = [&](int host) {
-      return std::find(hosts.begin(), hosts.end(), host) != hosts.end();
-    };
     const int unit = shape_.unitOf(level, host_);
     const int from = shape_.agent(level, unit, home);
     forParts(level, unit, [&](int part) {
       const int to = shape_.agent(level - 1, part, home);
-      if (to == from || (from != host_ && to != host_) || !isMeant(to)) return;
+      if (to == from || to == has) return;
       if (from == host_) leaving->add(holder(slot, to), slot.result);
-      if (to == host_) coming->add(isMeant(from) ? holder(slot, from) : except, slot.result);
+      if (to == host_) coming->add(holder(slot, from), slot.result);
     });
   }
 
@@ -586,7 +585,7 @@ class Planner {
         }
       }
     }
-    if (isAll) return shareSlots(reduceSlots(0, slots), slots, allHosts());
+    if (isAll) return shareSlots(reduceSlots(0, slots), slots);
     std::vector<std::vector<int>> ways;
     for (Slot& slot : slots) {
       const std::vector<int>& way = ways.emplace_back(wayFromRoot(slot));
@@ -594,23 +593,24 @@ class Planner {
       if (!hasOutput && isOnWay) slot.result = scratch(slot.result.bytes);
     }
     const int phase = reduceSlots(0, slots);
-    const int home = shape_.hostOf(job_.root);
-    auto isAtHome = [&](int rank) { return isShared_ && shape_.hostOf(rank) == home; };
+    const bool isAtHome = host_ == shape_.hostOf(job_.root);
+    const int last = shape_.levels() + 1;
     for (size_t i = 0; i < slots.size(); ++i) {
-      const std::vector<int>& way = ways[i];
-      const int last = static_cast<int>(way.size()) - 1;
-      for (int at = last; at > 0 && slots[i].result.bytes > 0; --at) {
-        if (isAtHome(way[at])) continue;
-        pass(phase + last - at, way[at], way[at - 1], slots[i].result);
+      const int first = isAtHome && isShared_ ? 2 : 1;
+      for (int at = last; at >= first && slots[i].result.bytes > 0; --at) {
+        pass(phase + last - at, ways[i][at], ways[i][at - 1], slots[i].result);
       }
     }
-    if (isAtHome(rank_)) giveToRoot(phase, slots);
+    const bool isAllThere = std::all_of(slots.begin(), slots.end(), [&](const Slot& slot) {
+      return holder(slot, host_) == job_.root;
+    });
+    if (isAtHome && isShared_ && !isAllThere) giveToRoot(phase + last - 1, slots);
   }
 
-  // What the other ranks of its host own.
+  // What the other ranks of its host hold.
   void giveToRoot(int phase, const std::vector<Slot>& slots) {
     for (const Slot& slot : slots) {
-      if (slot.owner == rank_ && rank_ != job_.root) {
+      if (holder(slot, host_) == rank_ && rank_ != job_.root) {
         copy(phase, shared(rank_, slot.in), slot.result);
       }
     }
@@ -618,8 +618,8 @@ class Planner {
     if (rank_ != job_.root) return;
     waitFor(phase, Mark::kShared);
     for (const Slot& slot : slots) {
-      const bool isNear = slot.owner != rank_ && shape_.hostOf(slot.owner) == host_;
-      if (isNear) copy(phase, slot.result, shared(slot.owner, slot.in));
+      const int from = holder(slot, host_);
+      if (from != rank_) copy(phase, slot.result, shared(from, slot.in));
     }
   }
 
@@ -641,41 +641,24 @@ class Planner {
       slots.push_back({owner, shape_.indexOf(owner), {}, out});
     }
     copy(0, slots[rank_].result, part(Space::kInput, 0, job_.in[0]));
-    shareSlots(0, slots, allHosts());
+    shareSlots(0, slots);
   }
 
   void broadcast() {
     const uint64_t bytes = job_.out[0];
     const Place data = part(Space::kOutput, 0, bytes);
     if (bytes <= kTreeBytes) return broadcastWhole(data);
+    // The other hosts' ranks get a piece each, and share them. Pieces of a lane leave by its driver
+    // on the root's host, so that no rank sends all of it.
     const int home = shape_.hostOf(job_.root);
-    // Other hosts' ranks get a piece each, and share them; so do the ranks of the root's own host.
-    std::vector<int> others = allHosts();
-    std::erase(others, home);
-    std::vector<int> away, near;
-    const std::vector<int> ordered = inOrderOfTheirWays();
-    const size_t wanted = shape_.ranks() - shape_.membersOf(home).size();
-    for (size_t index = 0; away.size() < wanted; ++index) {
-      for (const int host : ordered) {
-        const std::vector<int>& members = shape_.membersOf(host);
-        if (host != home && index < members.size()) away.push_back(members[index]);
-      }
-    }
-    for (const int member : shape_.membersOf(home)) {
-      if (member != job_.root) near.push_back(member);
-    }
-    deal(away, data, others);
-    if (!isShared_) return deal(near, data, {home});
-    if (host_ == home) giveInMemory(0, job_.root, data);
-  }
-
-  void deal(const std::vector<int>& owners, const Place& data, const std::vector<int>& hosts) {
-    std::vector<Slot> slots;
+    const std::vector<int> owners = shape_.hosts() == 1 ? othersAtHome() : ranksAway();
     const int n = static_cast<int>(owners.size());
+    std::vector<Slot> slots;
     for (int i = 0; i < n; ++i) {
       slots.push_back({owners[i], shape_.indexOf(owners[i]), {}, piece(data, i, n)});
     }
-    for (int at = 0; at < shape_.levels(); ++at) {
+    if (isShared_ && host_ == home) giveInMemory(1, job_.root, data);
+    for (int at = isShared_ ? 1 : 0; at <= shape_.levels(); ++at) {
       Runs leaving, coming;
       for (const Slot& slot : slots) {
         const std::vector<int> way = wayFromRoot(slot);
@@ -686,21 +669,43 @@ class Planner {
       leaving.addTo(*this, Step::Act::kSend, at);
       coming.addTo(*this, Step::Act::kReceive, at);
     }
-    if (n > 0) shareSlots(shape_.levels(), slots, hosts, job_.root);
+    const int phase = shape_.levels() + 1;
+    shareBetweenHosts(phase, slots, home);
+    if (!isShared_ || host_ != home) shareInHost(phase, slots, job_.root);
   }
 
-  // By which ranks a slot goes from the root to its owner: the root, then one for each level.
+  std::vector<int> othersAtHome() const {
+    std::vector<int> ranks = shape_.membersOf(shape_.hostOf(job_.root));
+    std::erase(ranks, job_.root);
+    return ranks;
+  }
+
+  std::vector<int> ranksAway() const {
+    const int home = shape_.hostOf(job_.root);
+    const std::vector<int> hosts = inOrderOfTheirWays();
+    const size_t wanted = shape_.ranks() - shape_.membersOf(home).size();
+    std::vector<int> ranks;
+    for (size_t index = 0; ranks.size() < wanted; ++index) {
+      for (const int host : hosts) {
+        const std::vector<int>& members = shape_.membersOf(host);
+        if (host != home && index < members.size()) ranks.push_back(members[index]);
+      }
+    }
+    return ranks;
+  }
+
+  // By which ranks a slot goes from the root to its owner: the root, who holds it on the root's
+  // host, then one for each level.
   std::vector<int> wayFromRoot(const Slot& slot) const {
     const int home = shape_.hostOf(job_.root), goal = shape_.hostOf(slot.owner);
-    std::vector<int> way{job_.root};
+    std::vector<int> way{job_.root, holder(slot, home)};
     for (int level = 1; level < shape_.levels(); ++level) {
-      const int host = shape_.agent(level, shape_.unitOf(level, home), goal);
-      way.push_back(host == home ? job_.root : holder(slot, host));
+      way.push_back(holder(slot, shape_.agent(level, shape_.unitOf(level, home), goal)));
     }
     way.push_back(slot.owner);
-    // Units of unequal size may lead back to the root: there it begins.
-    const auto last = std::find(way.rbegin(), way.rend(), job_.root);
-    std::fill(last, way.rend(), job_.root);
+    // Units of unequal size may lead back to the root's host: there it begins.
+    const auto last = std::find(way.rbegin(), way.rend() - 1, way[1]);
+    std::fill(last, way.rend() - 1, way[1]);
     return way;
   }
 
@@ -806,8 +811,7 @@ class Planner {
   // Who sends and receives for a host what it exchanges with another one.
   int speaker(int host, int other) const {
     const std::vector<int>& members = shape_.membersOf(host);
-    const bool isRoots = job_.kind != OpKind::kAllToAll && shape_.hostOf(job_.root) == host;
-    return isRoots ? job_.root : members[static_cast<size_t>(other) % members.size()];
+    return members[static_cast<size_t>(other) % members.size()];
   }
   // Of two hosts, one of which is this one.
   uint64_t blockBytes(int from, int to) const {

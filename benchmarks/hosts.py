@@ -4,8 +4,9 @@
 
 Makes the namespaces, joins them by a bridge, limits each host's link to the rate both ways, and
 removes it all at the end. Needs the right to do that (root). Both backends run in the same
-processes, in turns; a row has the medians over the rounds with their quartiles, and the bytes that
-the host that sent most has put on its link, as a multiple of the tensor.
+processes, in turns; a row has the medians over the rounds with their quartiles, the processor time
+of all ranks, and the bytes that the host that sent most has put on its link, as a multiple of the
+tensor.
 
 --mpi adds Open MPI (Debian: openmpi-bin libopenmpi-dev), which takes its turn in the same rounds,
 with each of the components that it has for this: tuned, han and adapt. The row has the fastest.
@@ -13,6 +14,9 @@ with each of the components that it has for this: tuned, han and adapt. The row 
 --delay 25ms makes the way between two hosts so long, one way: packets then go through router.py.
 --iperf adds what iperf3 (Debian: iperf3) sends between two of these hosts, by one connection and by
 four; the operation send is a message from the first rank to the first one of another host.
+
+--model adds what `mycoll plan` expects, with this rate, and for the latency half of a round trip
+that is measured first.
 """
 
 from __future__ import annotations
@@ -268,6 +272,8 @@ def rank_main(arguments: argparse.Namespace) -> None:
         "mycoll", init_method=f"tcp://10.214.0.1:{PORT}", rank=arguments.rank, world_size=ranks,
         timeout=timedelta(seconds=300))  # fmt: skip
     groups = {"mycoll": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    if arguments.model:
+        arguments.latency = round_trip(dist, torch, arguments.ranks) / 2
     peers = {name: None for name in COMPONENTS if arguments.mpi}
     with tempfile.TemporaryDirectory(prefix="mycoll-hosts-") as folder:
         if arguments.rank == 0 and arguments.mpi:
@@ -282,6 +288,36 @@ def rank_main(arguments: argparse.Namespace) -> None:
             if peer:
                 peer.close()
     dist.destroy_process_group()
+
+
+def round_trip(dist: Any, torch: Any, other: int) -> float:
+    """Seconds that a small message takes from rank 0 to `other` and back: the median of many."""
+    x, times = torch.zeros(1), []
+    for _ in range(200):
+        dist.barrier()
+        before = time.perf_counter()
+        if dist.get_rank() == 0:
+            dist.send(x, other)
+            dist.recv(x, other)
+        elif dist.get_rank() == other:
+            dist.recv(x, 0)
+            dist.send(x, 0)
+        times.append(time.perf_counter() - before)
+    return statistics.median(times)
+
+
+def expected(arguments: argparse.Namespace, operation: str, bytes_each: int) -> float:
+    """Seconds, by the model of `mycoll plan`."""
+    from mycoll._registration import native
+
+    # Sizes are of the whole here, and of what a rank gives there.
+    ranks = arguments.hosts * arguments.ranks
+    parts = ("all_gather", "gather", "scatter", "all_to_all")
+    given = bytes_each // ranks if operation in parts else bytes_each
+    rate = measure_of(arguments.rate, RATES) / 8 if arguments.rate else 1e12
+    hosts = [arguments.ranks] * arguments.hosts
+    whole, _ = native()._plan_cost(operation, hosts, given, 4, 4, rate, arguments.latency)
+    return float(whole["seconds"])
 
 
 def work(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[str, Any],
@@ -302,6 +338,7 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
     ranks = arguments.hosts * arguments.ranks
     times: dict[str, list[float]] = {name: [] for name in [*groups, *peers]}
     traffic: dict[str, float] = {}
+    processor: dict[str, list[float]] = {name: [] for name in groups}
     calls = {
         name: call(dist, torch, operation, bytes_each // 4, ranks, group)
         for name, group in groups.items()
@@ -312,11 +349,13 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
     for _ in range(arguments.rounds):
         for name, each in calls.items():
             dist.barrier()
-            before, sent = time.perf_counter(), sent_bytes()
+            before, worked, sent = time.perf_counter(), time.process_time(), sent_bytes()
             for _ in range(repeats):
                 each()
             seconds = torch.tensor([(time.perf_counter() - before) / repeats])
-            dist.barrier()
+            load = torch.tensor([(time.process_time() - worked) / repeats])
+            dist.all_reduce(load)
+            processor[name].append(float(load))
             load = torch.tensor([(sent_bytes() - sent) / repeats])
             for each_value in (seconds, load):
                 dist.all_reduce(each_value, dist.ReduceOp.MAX)
@@ -326,7 +365,11 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
             if peer:  # on rank 0; the other ranks wait for it
                 times[name].append(peer.run(operation, bytes_each // 4, repeats))
             dist.barrier()
-    return {"operation": operation, "bytes": bytes_each, "times": times, "sent": traffic}
+    model = expected(arguments, operation, bytes_each) if arguments.model else None
+    return {
+        "operation": operation, "bytes": bytes_each, "times": times, "processor": processor,
+        "sent": traffic, "model": model,
+    }  # fmt: skip
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -366,6 +409,12 @@ def line(row: dict[str, Any], arguments: argparse.Namespace) -> str:
         )
         cells += [f"{statistics.median(theirs) * 1e3:.3g} {best}"]
         cells += [f"{ratio:.2f} [{low:.2f} {high:.2f}]"]
+    if arguments.model:
+        cells += [f"{row['model'] * 1e3:.3g}", f"{row['model'] / middle['mycoll']:.2f}"]
+    ratios = [
+        m / g for m, g in zip(row["processor"]["mycoll"], row["processor"]["gloo"], strict=True)
+    ]
+    cells.append(f"{statistics.median(ratios):.2f}")
     if row["bytes"] >= 2**20:
         cells += [f"{row['sent'][name] / row['bytes']:.2f}" for name in ("mycoll", "gloo")]
         cells.append(f"{bound(row['operation'], arguments.hosts, arguments.ranks):.2f}")
@@ -388,6 +437,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=1, help="of a call in a round")
     parser.add_argument("--mpi", action="store_true", help="beside Open MPI, too")
+    parser.add_argument("--model", action="store_true", help="what mycoll plan expects, too")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--network", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -411,8 +461,10 @@ def run_ranks(arguments: argparse.Namespace, network: Network, words: list[str])
             print(f"iperf3 with {connections} connection(s): {rate:.0f} Mbit/s")
         print()
     mpi = " Open MPI's best | mycoll/Open MPI |" if arguments.mpi else ""
-    print(f"| operation | bytes | mycoll | gloo | gloo/mycoll |{mpi} sent: mycoll | gloo | bound |")
-    print("|---|---|---|---|---|---|---|---|" + "---|---|" * arguments.mpi, flush=True)
+    mpi += " model | model/mycoll |" if arguments.model else ""
+    columns = "operation | bytes | mycoll | gloo | gloo/mycoll |"
+    print(f"| {columns}{mpi} processor: mycoll/gloo | sent: mycoll | gloo | bound |")
+    print("|" + "---|" * (9 + 2 * arguments.mpi + 2 * arguments.model), flush=True)
     ranks = [
         subprocess.Popen(
             [

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <numeric>
 
 #include "base/fd.h"
 #include "base/log.h"
@@ -63,6 +64,13 @@ Signature signatureOf(OpKind kind) {
 }
 
 }  // namespace
+
+std::vector<int64_t> jobRanks(const GroupOptions& options) {
+  if (!options.globalRanks.empty()) return options.globalRanks;
+  std::vector<int64_t> ranks(options.ranks);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
 
 // ---- making one --------------------------------------------------------------------------------
 
@@ -128,13 +136,13 @@ Status Communicator::shrink(const Communicator& parent, const std::string& suffi
   options.rank = -1;
   options.ranks = static_cast<int>(members.size());
   options.timeout = parent.timeout();
+  const std::vector<int64_t> ranksOfParent = jobRanks(parent.options_);
   options.globalRanks.clear();
   address.peers.clear();
   for (size_t rank = 0; rank < members.size(); ++rank) {
     const int old = members[rank];
     if (old == parent.rank()) options.rank = static_cast<int>(rank);
-    options.globalRanks.push_back(
-        parent.options_.globalRanks.empty() ? old : parent.options_.globalRanks[old]);
+    options.globalRanks.push_back(ranksOfParent[old]);
     address.peers.push_back(parent.address().peers[old]);
   }
   if (options.rank < 0) {

@@ -109,16 +109,27 @@ void Engine::add(const std::shared_ptr<Communicator>& group) {
   progress_->groups.push_back(group);
 }
 
+std::shared_ptr<Communicator> Engine::groupWith(std::vector<int64_t> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  for (const auto& group : groups()) {
+    if (!group->options().isOfJob || group->membership().isLeaving()) continue;
+    std::vector<int64_t> members = jobRanks(group->options());
+    std::sort(members.begin(), members.end());
+    if (std::includes(members.begin(), members.end(), ranks.begin(), ranks.end())) return group;
+  }
+  return nullptr;
+}
+
 std::map<int64_t, Engine::Loss> Engine::losses() {
   std::map<int64_t, Loss> found;
   for (const auto& group : groups()) {
     const Status cause = group->error();
     if (!group->options().isOfJob || group->membership().isLeaving() || cause.ok()) continue;
-    const std::vector<int64_t>& numbers = group->options().globalRanks;
+    const std::vector<int64_t> numbers = jobRanks(group->options());
     for (int rank = 0; rank < group->ranks(); ++rank) {
       const PeerAddress& peer = group->address().peers[rank];
       if (rank == group->rank() || !mesh()->hasLost(peer)) continue;
-      found.emplace(numbers.empty() ? rank : numbers[rank], Loss{peer.uid, cause});
+      found.emplace(numbers[rank], Loss{peer.uid, cause});
     }
   }
   return found;

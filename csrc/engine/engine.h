@@ -59,6 +59,8 @@ class Engine {
   WaitBoard& waits() { return progress_->board; }
   Caller& caller() { return progress_->caller; }
   std::vector<std::shared_ptr<Communicator>> groups() { return progress_->alive(); }
+  // The oldest of its groups in which all of these ranks of the job are; null: there is none.
+  std::shared_ptr<Communicator> groupWith(std::vector<int64_t> ranks);
   // A rank of the job that a group has failed of, which is still open here: its process, and the
   // group's error.
   struct Loss {

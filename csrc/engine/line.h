@@ -25,6 +25,7 @@ struct Note {
     kLoss,
     kLate,
     // down
+    kRoot,
     kStay,
     kGoTo,
     kRoster,

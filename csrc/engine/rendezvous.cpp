@@ -89,6 +89,9 @@ class Meeting {
  protected:
   Status prepare();
   std::unique_ptr<Lobby> lobbyOf(const std::string& meeting) const;
+  // That of rank 0's process for ranks that know it: *rankZero, from a group in which all of this
+  // one's are. Null: there is none.
+  std::unique_ptr<Lobby> entrance(PeerAddress* rankZero) const;
   Status openLobby(const std::string& meeting);
   void closeLobby();
   std::string secretOf(const std::string& text) const;
@@ -139,6 +142,7 @@ class Meeting {
   std::string fileSecret_;
   Card mine_;
   std::unique_ptr<Lobby> lobby_;
+  std::unique_ptr<Lobby> entrance_;           // rank 0's; open as long as lobby_
   std::vector<std::unique_ptr<Line>> lines_;  // away from rank 0
   std::string roster_;
 };
@@ -190,9 +194,27 @@ Status Meeting::openLobby(const std::string& meeting) {
   return Status();
 }
 
+std::unique_ptr<Lobby> Meeting::entrance(PeerAddress* rankZero) const {
+  if (!options_.isOfJob || options_.globalRanks.empty()) return nullptr;
+  const std::shared_ptr<Communicator> group = engine_->groupWith(options_.globalRanks);
+  if (!group) return nullptr;
+  const std::vector<int64_t> ranks = jobRanks(group->options());
+  const auto found = std::find(ranks.begin(), ranks.end(), options_.globalRanks[0]);
+  const GroupAddress& known = group->address();
+  *rankZero = known.peers[found - ranks.begin()];
+  const Digest secret = hmacSha256(known.secret, "mycoll entrance " + options_.name);
+  const Digest name = hmacSha256(known.secret, "mycoll entrance number " + options_.name);
+  uint64_t number;
+  std::memcpy(&number, name.data(), sizeof(number));
+  return std::make_unique<Lobby>(
+      number, std::string(reinterpret_cast<const char*>(secret.data()), secret.size()));
+}
+
 void Meeting::closeLobby() {
-  if (lobby_) engine_->mesh()->closeLobby(*lobby_);
-  lobby_.reset();
+  for (std::unique_ptr<Lobby>* lobby : {&entrance_, &lobby_}) {
+    if (*lobby) engine_->mesh()->closeLobby(**lobby);
+    lobby->reset();
+  }
 }
 
 Status Meeting::result(const std::string& meeting, GroupAddress* address) const {
@@ -239,8 +261,9 @@ void Meeting::giveUp(const Status& why) {
 
 void Meeting::step(Line* up) {
   std::vector<pollfd> entries;
-  entries.reserve(lines_.size() + 2);
+  entries.reserve(lines_.size() + 3);
   entries.push_back({lobby_ ? lobby_->fd() : -1, POLLIN, 0});
+  entries.push_back({entrance_ ? entrance_->fd() : -1, POLLIN, 0});
   const auto watch = [&entries](const Line* line) {
     const int events = line && !line->isFlushed() ? POLLIN | POLLOUT : POLLIN;
     entries.push_back({line ? line->fd() : -1, static_cast<short>(events), 0});
@@ -252,12 +275,18 @@ void Meeting::step(Line* up) {
     if (events & POLLOUT) line.flush();
     if (events & (POLLIN | POLLHUP | POLLERR)) line.read();
   };
-  if (up) serve(*up, entries[1].revents);
-  for (size_t i = 0; i < lines_.size(); ++i) serve(*lines_[i], entries[i + 2].revents);
+  if (up) serve(*up, entries[2].revents);
+  for (size_t i = 0; i < lines_.size(); ++i) serve(*lines_[i], entries[i + 3].revents);
   if (entries[0].revents) {
     for (Fd& socket : lobby_->takeAll()) {
       lines_.push_back(std::make_unique<Line>(std::move(socket)));
       lines_.back()->read();
+    }
+  }
+  if (entries[1].revents) {
+    for (Fd& socket : entrance_->takeAll()) {
+      lines_.push_back(std::make_unique<Line>(std::move(socket)));
+      lines_.back()->send({Note::kRoot, 0, mine_.encode()});
     }
   }
   std::vector<const Line*> over;
@@ -417,6 +446,12 @@ Status Host::open() {
   members_[0].address = mine_.address;
   leaders_[mine_.address.hostIdentity] = 0;
   MYCOLL_RETURN_IF_ERROR(openLobby(mine_.nonce));
+  PeerAddress self;
+  entrance_ = entrance(&self);
+  if (entrance_) {
+    MYCOLL_RETURN_IF_ERROR(entrance_->open());
+    engine_->mesh()->openLobby(entrance_.get());
+  }
   Card before;
   bool found = false;
   const Status read = this->read(kRoot, &found, &before);
@@ -663,8 +698,13 @@ class Guest final : public Meeting {
   Status meetOthers();
   Status await(const std::string& key, Deadline until, Card* card, bool* found);
   Status look();
+  // Without the store, where this rank knows rank 0 from another group. *isIn: root_ and up_ are
+  // there. False: the store says more.
+  Status enter(bool* isIn);
+  Status hearRoot(bool* isIn);
   // At rank 0's place. *story: why it is no use to try again, unless somebody takes that place.
   Status takePart(bool* isOver, Status* story);
+  Status goToRoot(bool wasThere, Status* story);
   Status knockAt(const PeerAddress& peer, Answer* answer, Fd* socket);
   Status settle(bool* isSettled);
   Status attend(bool* isOver);
@@ -742,7 +782,8 @@ Status Guest::await(const std::string& key, Deadline until, Card* card, bool* fo
 
 Status Guest::meetOthers() {
   bool isThere = false;
-  MYCOLL_RETURN_IF_ERROR(await(kRoot, Deadline::never(), &root_, &isThere));
+  MYCOLL_RETURN_IF_ERROR(enter(&isThere));
+  if (!isThere) MYCOLL_RETURN_IF_ERROR(await(kRoot, Deadline::never(), &root_, &isThere));
   hasRoot_ = true;
   isOfNow_ |= isOfNow(root_.address);
   for (;;) {
@@ -776,6 +817,76 @@ Status Guest::knockAt(const PeerAddress& peer, Answer* answer, Fd* socket) {
   }
 }
 
+Status Guest::enter(bool* isIn) {
+  PeerAddress rankZero;
+  const std::unique_ptr<Lobby> entrance = this->entrance(&rankZero);
+  if (!entrance) return Status();
+  for (bool isInStore = false; !*isIn && !isInStore;) {
+    Answer answer;
+    Fd socket;
+    MYCOLL_RETURN_IF_ERROR(knock(
+        *engine_->mesh(), rankZero, *entrance, Deadline::after(kKnockTime),
+        [this] { return look(); }, &answer, &socket, &whyNot_, /*waits=*/true));
+    if (answer == Answer::kIn) {
+      up_ = std::make_unique<Line>(std::move(socket));
+      MYCOLL_RETURN_IF_ERROR(hearRoot(isIn));
+      if (!*isIn) up_.reset();
+    } else if (answer != Answer::kHungUp) {
+      return Status();
+    }
+    // Rank 0 may know of no such group, or may have given up.
+    if (!*isIn) MYCOLL_RETURN_IF_ERROR(store_.wait(kRoot, Milliseconds(1), &isInStore));
+    if (!isInStore) isOfNow_ = true;  // what comes now is no leftover
+  }
+  return Status();
+}
+
+Status Guest::hearRoot(bool* isIn) {
+  while (!up_->hasEnded()) {
+    step(up_.get());
+    Note note;
+    if (up_->take(&note)) {
+      *isIn = note.kind == Note::kRoot && Card::decode(note.contents, &root_).ok();
+      return Status();
+    }
+    MYCOLL_RETURN_IF_ERROR(look());
+  }
+  return Status();
+}
+
+// Connects to rank 0; up_ is null where that fails. wasThere: it has been connected before.
+Status Guest::goToRoot(bool wasThere, Status* story) {
+  // Nobody is let in before rank 0 has: what is read may be what this process has left itself.
+  closeLobby();
+  lobby_ = lobbyOf(root_.nonce);
+  Answer answer;
+  Fd socket;
+  MYCOLL_RETURN_IF_ERROR(knockAt(root_.address, &answer, &socket));
+  switch (answer) {
+    case Answer::kIn: up_ = std::make_unique<Line>(std::move(socket)); return Status();
+    case Answer::kDistrusted:
+      return error(Code::kInvalidArgument, "rank 0 (" + root_.address.describe() + ") " + whyNot_ +
+                                               ": MYCOLL_SECRET_FILE must be the same everywhere");
+    case Answer::kHungUp:
+    case Answer::kUnreachable:
+      if (reachable_.isNever()) {
+        reachable_ =
+            Deadline::after(std::chrono::seconds(engine_->mesh()->options().networkSeconds));
+      }
+      if (!reachable_.expired()) return Status();
+      return error(Code::kNetwork, "rank " + std::to_string(options_.rank) +
+                                       " cannot reach rank 0 (" + root_.address.describe() +
+                                       "): " + whyNot_);
+    case Answer::kNobody: {
+      const bool isDead = isOfNow_ && isVisible(root_.address) && !isAlive(root_.address);
+      if (wasThere) *story = ended(parent_, parentAddress_);
+      if (isDead) *story = ended(0, root_.address);
+      return Status();
+    }
+  }
+  return Status();
+}
+
 Status Guest::takePart(bool* isOver, Status* story) {
   const Mesh& mesh = *engine_->mesh();
   if (mesh.options().transport == TransportChoice::kShm && !mesh.isLocal(root_.address)) {
@@ -786,42 +897,14 @@ Status Guest::takePart(bool* isOver, Status* story) {
   }
   bool wasThere = false;
   for (;;) {
-    // Nobody is let in before rank 0 has: what is read may be what this process has left itself.
-    closeLobby();
-    lobby_ = lobbyOf(root_.nonce);
-    Answer answer;
-    Fd socket;
-    MYCOLL_RETURN_IF_ERROR(knockAt(root_.address, &answer, &socket));
-    switch (answer) {
-      case Answer::kIn: break;
-      case Answer::kDistrusted:
-        return error(Code::kInvalidArgument,
-                     "rank 0 (" + root_.address.describe() + ") " + whyNot_ +
-                         ": MYCOLL_SECRET_FILE must be the same everywhere");
-      case Answer::kHungUp:
-      case Answer::kUnreachable:
-        if (reachable_.isNever()) {
-          reachable_ =
-              Deadline::after(std::chrono::seconds(engine_->mesh()->options().networkSeconds));
-        }
-        if (!reachable_.expired()) return Status();
-        return error(Code::kNetwork, "rank " + std::to_string(options_.rank) +
-                                         " cannot reach rank 0 (" + root_.address.describe() +
-                                         "): " + whyNot_);
-      case Answer::kNobody: {
-        const bool isDead = isOfNow_ && isVisible(root_.address) && !isAlive(root_.address);
-        if (wasThere) *story = ended(parent_, parentAddress_);
-        if (isDead) *story = ended(0, root_.address);
-        return Status();
-      }
-    }
+    if (!up_) MYCOLL_RETURN_IF_ERROR(goToRoot(wasThere, story));
+    if (!up_) return Status();
     MYCOLL_RETURN_IF_ERROR(openLobby(root_.nonce));
     wasThere = isOfNow_ = true;
     reachable_ = Deadline::never();
     parent_ = 0;
     parentAddress_ = root_.address;
     hasRoster_ = false;
-    up_ = std::make_unique<Line>(std::move(socket));
     up_->send({Note::kCard, options_.rank, mine_.encode()});
     bool isSettled = false;
     MYCOLL_RETURN_IF_ERROR(settle(&isSettled));

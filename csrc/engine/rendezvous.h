@@ -16,6 +16,10 @@
 //   every rank    has the roster: confirms its number
 //   rank 0        when all have confirmed the roster that stands: commit
 //
+// Ranks that have a group in common already know where rank 0 is, and ask it instead of the store:
+// they knock there until it has come, and it sends them its card. It also writes it to root, for a
+// rank that has no such group; who waits looks there about once a second.
+//
 // Rank 0 decides what happened and tells all in the same words: two processes with one rank, other
 // world sizes or settings, a rank that ended or gave up and did not come again within a second, who
 // is missing at the first deadline, a rank that another group of one of these processes has lost. A

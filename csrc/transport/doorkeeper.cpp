@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <map>
 
 #include "base/log.h"
 #include "transport/handshake.h"
@@ -22,6 +23,8 @@ constexpr auto kStrangerTime = std::chrono::milliseconds(5'000);
 constexpr size_t kMaxStrangers = 64;
 constexpr size_t kMaxNamed = 4096;
 constexpr auto kAcceptAgain = std::chrono::milliseconds(100);
+// For a lobby to be opened.
+constexpr auto kLobbyTime = std::chrono::milliseconds(1'000);
 
 // The group that a stranger names may be made on this side only in a moment: it saw our address
 // before we saw all of theirs. Or it was here, and has been left.
@@ -37,6 +40,20 @@ class GroupIsKnown final : public Condition {
   const GroupTable& groups_;
   const uint64_t context_;
   const int rank_;
+  const Deadline deadline_;
+};
+
+class LobbyIsOpen final : public Condition {
+ public:
+  LobbyIsOpen(const std::map<uint64_t, Lobby*>& lobbies, uint64_t number, Deadline deadline)
+      : lobbies_(lobbies), number_(number), deadline_(deadline) {}
+  bool ready() override REQUIRES(ioRole) {
+    return lobbies_.contains(number_) || deadline_.expired();
+  }
+
+ private:
+  const std::map<uint64_t, Lobby*>& lobbies_;
+  const uint64_t number_;
   const Deadline deadline_;
 };
 
@@ -220,10 +237,15 @@ Task Doorkeeper::answer(Visitor* visitor) {
   co_return Status();
 }
 
-// A lobby is open before anybody can know its number: it is there, or it is over.
+// Whoever does not wait has been told the lobby's number when it was open: it is there, or is over.
 Task Doorkeeper::answerInLobby(Visitor* visitor, Hello hello) {
   const int fd = visitor->socket.get();
   const Status refused(Code::kNetwork, "refused");
+  if (hello.waits) {
+    LobbyIsOpen open(local_.lobbies, hello.context, Deadline::after(kLobbyTime));
+    co_await open;
+    if (!local_.lobbies.contains(hello.context)) co_return refused;
+  }
   const auto lobby = local_.lobbies.find(hello.context);
   const bool isOpen = lobby != local_.lobbies.end();
   Challenge challenge{};

@@ -40,7 +40,7 @@
 namespace mycoll {
 
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
-constexpr uint32_t kHandshakeVersion = 4;
+constexpr uint32_t kHandshakeVersion = 5;
 
 // The rank of a process that is in no group yet: see lobby.h.
 constexpr int kNobody = -1;
@@ -69,6 +69,7 @@ struct Hello {
   int32_t destination = 0;
   // The connection (idOf() its cookie) that this is one more socket of; 0: none.
   uint64_t joins = 0;
+  uint64_t waits = 0;  // 1: for a lobby that may not be open yet
   char sourceUid[32];
   char destinationUid[32];
   uint8_t nonce[32];

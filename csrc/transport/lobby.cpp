@@ -20,8 +20,8 @@ constexpr int kLookEveryMs = 50;
 class Visit {
  public:
   Visit(const Mesh& mesh, const PeerAddress& peer, const Lobby& like, Deadline deadline,
-        const std::function<Status()>& look)
-      : mesh_(mesh), peer_(peer), like_(like), deadline_(deadline), look_(look) {}
+        const std::function<Status()>& look, bool waits)
+      : mesh_(mesh), peer_(peer), like_(like), deadline_(deadline), look_(look), waits_(waits) {}
 
   Status connected(int fd, int* error) {
     Connected condition(fd, deadline_);
@@ -37,6 +37,7 @@ class Visit {
     hello.isShm = isUnix;
     hello.context = like_.number();
     hello.source = hello.destination = kNobody;
+    hello.waits = waits_ ? 1 : 0;
     std::memcpy(hello.sourceUid, mesh_.address().uid.data(), sizeof(hello.sourceUid));
     std::memcpy(hello.destinationUid, peer_.uid.data(), sizeof(hello.destinationUid));
     MYCOLL_RETURN_IF_ERROR(randomBytes(hello.nonce, sizeof(hello.nonce)));
@@ -83,6 +84,7 @@ class Visit {
   const Lobby& like_;
   const Deadline deadline_;
   const std::function<Status()>& look_;
+  const bool waits_;
 };
 
 }  // namespace
@@ -108,8 +110,9 @@ std::vector<Fd> Lobby::takeAll() {
 }
 
 Status knock(const Mesh& mesh, const PeerAddress& peer, const Lobby& like, Deadline deadline,
-             const std::function<Status()>& look, Answer* answer, Fd* result, std::string* why) {
-  Visit visit(mesh, peer, like, deadline, look);
+             const std::function<Status()>& look, Answer* answer, Fd* result, std::string* why,
+             bool waits) {
+  Visit visit(mesh, peer, like, deadline, look, waits);
   *answer = Answer::kUnreachable;
   *why = "it has no address in common";
   bool isGone = true;

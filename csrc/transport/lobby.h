@@ -51,8 +51,10 @@ enum class Answer {
 };
 
 // Connects to that process's lobby. look: asked every 50 ms; when it is not ok, that is returned.
-// *why: of an answer that is not kIn, in words.
+// *why: of an answer that is not kIn, in words. waits: it may not be open yet: that process holds
+// the door for about a second, and then hangs up.
 Status knock(const Mesh& mesh, const PeerAddress& peer, const Lobby& like, Deadline deadline,
-             const std::function<Status()>& look, Answer* answer, Fd* socket, std::string* why);
+             const std::function<Status()>& look, Answer* answer, Fd* socket, std::string* why,
+             bool waits = false);
 
 }  // namespace mycoll

@@ -209,6 +209,73 @@ TEST(Meeting, aThousandRanksAskTheStoreTwiceEach) {
   }
 }
 
+namespace {
+
+// Makes a group of these ranks of the job on each of them. Counts what the others than its first
+// one ask of the store.
+size_t askedOfTheStore(const std::vector<std::shared_ptr<Engine>>& engines,
+                       const std::vector<int64_t>& members, const std::string& name,
+                       milliseconds late = milliseconds(0)) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::atomic<size_t> asked{0};
+  Threads(static_cast<int>(members.size()), [&](int rank) {
+    const auto counted = std::make_shared<CountedStore>(store);
+    GroupOptions options = optionsOf(rank, static_cast<int>(members.size()));
+    options.name = name;
+    options.globalRanks = members;
+    if (rank == 0) std::this_thread::sleep_for(late);
+    std::shared_ptr<Communicator> group;
+    ASSERT_OK(Communicator::create(options, counted, engines[members[rank]], &group));
+    for (size_t i = 0; i < members.size(); ++i) {
+      EXPECT_EQ(group->address().peers[i].uid, engines[members[i]]->mesh()->address().uid);
+    }
+    Call call;
+    call.kind = OpKind::kBarrier;
+    EXPECT_OK(group->wait(group->submit(std::move(call), nullptr, true), Deadline::never()));
+    if (rank != 0) asked += counted->operations;
+  });
+  return asked;
+}
+
+}  // namespace
+
+TEST(Meeting, whoKnowsTheOthersDoesNotAskTheStore) {
+  constexpr int kRanks = 8;
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<std::shared_ptr<Engine>> engines;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    engines.push_back(engineOn(rank % 2 ? " another host" : ""));
+  }
+  std::vector<std::shared_ptr<Communicator>> job(kRanks);
+  Threads(kRanks, [&](int rank) {
+    ASSERT_OK(Communicator::create(optionsOf(rank, kRanks), store, engines[rank], &job[rank]));
+  });
+  EXPECT_EQ(askedOfTheStore(engines, {1, 3, 4, 7}, "1"), 0u);
+  // Again by the same name, with rank 0 late, and in another order.
+  EXPECT_EQ(askedOfTheStore(engines, {1, 3, 4, 7}, "1", milliseconds(300)), 0u);
+  EXPECT_EQ(askedOfTheStore(engines, {5, 0, 2}, "2"), 0u);
+  EXPECT_EQ(askedOfTheStore(engines, {0, 1, 2, 3, 4, 5, 6, 7}, "3"), 0u);
+  // Rank 0 does not come.
+  GroupOptions options = optionsOf(1, 2, 300);
+  options.name = "never";
+  options.globalRanks = {6, 2};
+  std::shared_ptr<Communicator> never;
+  const Status late = Communicator::create(options, store, engines[2], &never);
+  EXPECT_EQ(late.code(), Code::kTimeout);
+  EXPECT(says(late, "missing: 0"));
+  // It cannot: it has written so to the store.
+  const auto told = std::make_shared<MemoryStore>();
+  options.rank = 0;
+  stayAway(options, *told, Status(Code::kNetwork, "no network here"));
+  options.rank = 1;
+  options.timeout = milliseconds(10'000);
+  EXPECT(says(Communicator::create(options, told, engines[2], &never), "no network here"));
+  // Those that have left the job's group know nobody.
+  job[3]->close(Deadline::after(milliseconds(100)));
+  EXPECT(askedOfTheStore(engines, {0, 3}, "4") > 0);
+  EXPECT(askedOfTheStore(engines, {3, 0}, "5") > 0);
+}
+
 TEST(Meeting, twoGroupsOfOneName) {
   const auto store = std::make_shared<MemoryStore>();
   for (int life = 0; life < 3; ++life) {

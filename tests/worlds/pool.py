@@ -59,7 +59,7 @@ class Spec:
 
 
 # In shared worlds, of one process of the test run.
-MOST_RANKS = 32
+MOST_RANKS = 16
 
 
 @dataclass

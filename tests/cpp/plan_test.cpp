@@ -210,6 +210,27 @@ TEST(Plan, isRightForRandomWorlds) {
   }
 }
 
+// There its neighbours send and receive for a root.
+TEST(Plan, isRightForRootsOfLargeWorlds) {
+  const unsigned seed = std::random_device{}();
+  std::mt19937 random(seed);
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 200) / 10; ++i) {
+    const int ranks = 65 + static_cast<int>(random() % 60);
+    const int hosts = 2 + static_cast<int>(random() % 30);
+    std::vector<int> hostOf(ranks);
+    for (int& host : hostOf) host = static_cast<int>(random() % hosts);
+    const int root = static_cast<int>(random() % ranks);
+    const int before = test::failureCount();
+    for (const OpKind kind : {OpKind::kBroadcast, OpKind::kReduce}) {
+      check(hostOf, kind, root, 5 + random() % 100, random() % 2, 2 << random() % 4);
+    }
+    if (test::failureCount() > before) {
+      test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
+      return;
+    }
+  }
+}
+
 TEST(Plan, isRightForLargeWorlds) {
   std::vector<int> worlds = {999, 1000, 1001, 1024};
   if (const int more = numberFrom("PLAN_RANKS", 0)) worlds.push_back(more);

@@ -16,7 +16,7 @@ constexpr uint64_t kTreeBytes = 64 * 1024;
 // costs counts less than copying.
 constexpr uint64_t kTogetherBytes = 256 * 1024;
 // In smaller worlds ranks lose more by waiting for the others of their host than by messages: in an
-// all_to_all, and where all but a root have one message.
+// all_to_all, and where a root has to do with all others.
 constexpr int kLeastTogether = 8;
 constexpr int kLeastTogetherForRoot = 65;
 // One chunk is added up while the next one is on its way. Each needs scratch memory, which is to
@@ -167,6 +167,17 @@ class Planner {
   int holder(const Slot& slot, int host) const {
     const bool isHome = !isWhole(slot) && shape_.hostOf(slot.owner) == host;
     return isHome ? slot.owner : shape_.driver(host, slot.lane);
+  }
+  // Of a broadcast or reduce.
+  bool isRoots(int host) const {
+    const bool hasRoot = job_.kind == OpKind::kBroadcast || job_.kind == OpKind::kReduce;
+    return hasRoot && shape_.hostOf(job_.root) == host;
+  }
+  // The same for what hosts pass on for a root. In a small world it does that itself on its host.
+  int gate(const Slot& slot, int host) const {
+    const bool isRootItself = isRoots(host) && shape_.hostOf(slot.owner) != host &&
+                              shape_.ranks() < kLeastTogetherForRoot;
+    return isRootItself ? job_.root : holder(slot, host);
   }
   bool isOwner(const Slot& slot) const {
     return isWhole(slot) ? holder(slot, host_) == rank_ : slot.owner == rank_;
@@ -412,14 +423,14 @@ class Planner {
     shareInHost(phase, slots);
   }
 
-  // To those that hold the slots on all hosts. has: a host where they are already.
-  void shareBetweenHosts(int phase, const std::vector<Slot>& slots, int has = -1) {
+  // To those that hold the slots on all hosts, but not to the root's, which has them already.
+  void shareBetweenHosts(int phase, const std::vector<Slot>& slots) {
     for (int level = shape_.levels(); level > 0; --level) {
       const int when = phase + shape_.levels() - level;
       Runs leaving, coming;
       for (const Slot& slot : slots) {
-        if (isWhole(slot) || holder(slot, host_) != rank_) continue;
-        shareSlot(level, slot, has, &leaving, &coming);
+        if (isWhole(slot) || gate(slot, host_) != rank_) continue;
+        shareSlot(level, slot, &leaving, &coming);
       }
       leaving.addTo(*this, Step::Act::kSend, when);
       coming.addTo(*this, Step::Act::kReceive, when);
@@ -513,16 +524,16 @@ class Planner {
   };
 
   // From the host that acts for a unit to those that act for its parts.
-  void shareSlot(int level, const Slot& slot, int has, Runs* leaving, Runs* coming) {
+  void shareSlot(int level, const Slot& slot, Runs* leaving, Runs* coming) {
     if (slot.result.bytes == 0) return;
     const int home = shape_.hostOf(slot.owner);
     const int unit = shape_.unitOf(level, host_);
     const int from = shape_.agent(level, unit, home);
     forParts(level, unit, [&](int part) {
       const int to = shape_.agent(level - 1, part, home);
-      if (to == from || to == has) return;
-      if (from == host_) leaving->add(holder(slot, to), slot.result);
-      if (to == host_) coming->add(holder(slot, from), slot.result);
+      if (to == from || isRoots(to)) return;
+      if (from == host_) leaving->add(gate(slot, to), slot.result);
+      if (to == host_) coming->add(gate(slot, from), slot.result);
     });
   }
 
@@ -586,31 +597,33 @@ class Planner {
       }
     }
     if (isAll) return shareSlots(reduceSlots(0, slots), slots);
+    const int home = shape_.hostOf(job_.root);
     std::vector<std::vector<int>> ways;
     for (Slot& slot : slots) {
       const std::vector<int>& way = ways.emplace_back(wayFromRoot(slot));
       const bool isOnWay = std::find(way.begin(), way.end(), rank_) != way.end();
       if (!hasOutput && isOnWay) slot.result = scratch(slot.result.bytes);
     }
-    const int phase = reduceSlots(0, slots);
-    const bool isAtHome = host_ == shape_.hostOf(job_.root);
-    const int last = shape_.levels() + 1;
+    int phase = reduceSlots(0, slots);
     for (size_t i = 0; i < slots.size(); ++i) {
-      const int first = isAtHome && isShared_ ? 2 : 1;
-      for (int at = last; at >= first && slots[i].result.bytes > 0; --at) {
-        pass(phase + last - at, ways[i][at], ways[i][at - 1], slots[i].result);
+      const std::vector<int>& way = ways[i];
+      for (int at = shape_.levels(); at > 0 && slots[i].result.bytes > 0; --at) {
+        pass(phase + shape_.levels() - at, way[at], way[at - 1], slots[i].result);
       }
     }
-    const bool isAllThere = std::all_of(slots.begin(), slots.end(), [&](const Slot& slot) {
-      return holder(slot, host_) == job_.root;
-    });
-    if (isAtHome && isShared_ && !isAllThere) giveToRoot(phase + last - 1, slots);
+    // What is owned on the root's host is there, the rest comes to the root or to its neighbours.
+    const bool isAllThere =
+        std::all_of(ways.begin(), ways.end(), [&](const auto& way) { return way[0] == job_.root; });
+    if (isAllThere) return;
+    if (shape_.ranks() >= kLeastTogetherForRoot) phase += shape_.levels();
+    if (isShared_ && isRoots(host_)) return giveToRoot(phase, slots);
+    for (const Slot& slot : slots) pass(phase, gate(slot, home), job_.root, slot.result);
   }
 
-  // What the other ranks of its host hold.
+  // What the other ranks of its host have.
   void giveToRoot(int phase, const std::vector<Slot>& slots) {
     for (const Slot& slot : slots) {
-      if (holder(slot, host_) == rank_ && rank_ != job_.root) {
+      if (gate(slot, host_) == rank_ && rank_ != job_.root) {
         copy(phase, shared(rank_, slot.in), slot.result);
       }
     }
@@ -618,7 +631,7 @@ class Planner {
     if (rank_ != job_.root) return;
     waitFor(phase, Mark::kShared);
     for (const Slot& slot : slots) {
-      const int from = holder(slot, host_);
+      const int from = gate(slot, host_);
       if (from != rank_) copy(phase, slot.result, shared(from, slot.in));
     }
   }
@@ -648,8 +661,8 @@ class Planner {
     const uint64_t bytes = job_.out[0];
     const Place data = part(Space::kOutput, 0, bytes);
     if (bytes <= kTreeBytes) return broadcastWhole(data);
-    // The other hosts' ranks get a piece each, and share them. Pieces of a lane leave by its driver
-    // on the root's host, so that no rank sends all of it.
+    // The other hosts' ranks get a piece each, and share them. The root's host has all of it first:
+    // in large worlds its ranks send it, each its lane.
     const int home = shape_.hostOf(job_.root);
     const std::vector<int> owners = shape_.hosts() == 1 ? othersAtHome() : ranksAway();
     const int n = static_cast<int>(owners.size());
@@ -657,21 +670,24 @@ class Planner {
     for (int i = 0; i < n; ++i) {
       slots.push_back({owners[i], shape_.indexOf(owners[i]), {}, piece(data, i, n)});
     }
-    if (isShared_ && host_ == home) giveInMemory(1, job_.root, data);
-    for (int at = isShared_ ? 1 : 0; at <= shape_.levels(); ++at) {
+    for (int at = -1; at < shape_.levels(); ++at) {
+      if (isShared_ && isRoots(host_) && at < 0) continue;
       Runs leaving, coming;
       for (const Slot& slot : slots) {
         const std::vector<int> way = wayFromRoot(slot);
-        if (slot.result.bytes == 0 || way[at] == way[at + 1]) continue;
-        if (way[at] == rank_) leaving.add(way[at + 1], slot.result);
-        if (way[at + 1] == rank_) coming.add(way[at], slot.result);
+        const int from = at < 0 ? job_.root : way[at];
+        const int to = at < 0 ? holder(slot, home) : way[at + 1];
+        if (slot.result.bytes == 0 || from == to) continue;
+        if (from == rank_) leaving.add(to, slot.result);
+        if (to == rank_) coming.add(from, slot.result);
       }
-      leaving.addTo(*this, Step::Act::kSend, at);
-      coming.addTo(*this, Step::Act::kReceive, at);
+      leaving.addTo(*this, Step::Act::kSend, at + 1);
+      coming.addTo(*this, Step::Act::kReceive, at + 1);
     }
     const int phase = shape_.levels() + 1;
-    shareBetweenHosts(phase, slots, home);
-    if (!isShared_ || host_ != home) shareInHost(phase, slots, job_.root);
+    shareBetweenHosts(phase, slots);
+    if (isShared_ && isRoots(host_)) return giveInMemory(1, job_.root, data);
+    shareInHost(phase, slots, job_.root);
   }
 
   std::vector<int> othersAtHome() const {
@@ -694,18 +710,17 @@ class Planner {
     return ranks;
   }
 
-  // By which ranks a slot goes from the root to its owner: the root, who holds it on the root's
-  // host, then one for each level.
+  // By which ranks a slot goes from the root's host to its owner.
   std::vector<int> wayFromRoot(const Slot& slot) const {
     const int home = shape_.hostOf(job_.root), goal = shape_.hostOf(slot.owner);
-    std::vector<int> way{job_.root, holder(slot, home)};
+    std::vector<int> way{gate(slot, home)};
     for (int level = 1; level < shape_.levels(); ++level) {
-      way.push_back(holder(slot, shape_.agent(level, shape_.unitOf(level, home), goal)));
+      way.push_back(gate(slot, shape_.agent(level, shape_.unitOf(level, home), goal)));
     }
-    way.push_back(slot.owner);
-    // Units of unequal size may lead back to the root's host: there it begins.
-    const auto last = std::find(way.rbegin(), way.rend() - 1, way[1]);
-    std::fill(last, way.rend() - 1, way[1]);
+    if (shape_.levels() > 0) way.push_back(slot.owner);
+    // Units of unequal size may lead back to where it began: there it begins.
+    const auto last = std::find(way.rbegin(), way.rend(), way[0]);
+    std::fill(last, way.rend(), way[0]);
     return way;
   }
 

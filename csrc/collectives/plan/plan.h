@@ -8,9 +8,8 @@
 //   reduce     ranks of a host -> its driver of the lane: adds up the nodes of the tree that the
 //              host has -> the owner of the piece, which adds up the rest and rounds once
 //   gather     the owner of a piece -> a driver on each other host -> the ranks of that host
-//   all_reduce is the one and then the other. A reduce ends, and a broadcast begins, with all
-//              ranks of the root's host, between which and the root it goes inside that host:
-//              broadcast deals pieces out and gathers them
+//   all_reduce is the one and then the other; broadcast deals pieces out and gathers them. In
+//              large worlds the ranks of a root's host send or receive for it, each its lane
 //   exchange   (gather, scatter, all_to_all) small blocks of a host's ranks for those of another
 //              host -> one of its ranks -> one rank of the other host -> the ranks of that host;
 //              large blocks from rank to rank

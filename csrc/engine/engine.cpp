@@ -170,18 +170,20 @@ void Engine::Progress::hear() {
   for (auto& group : alive()) group->questions().handleMessages();
 }
 
-// True if anything moved. *isNeeded: there is work that nobody else will do.
-bool Engine::Progress::workOnce(bool* isNeeded) {
+// True if anything moved. *isNeeded: there is work that nobody else will do. *advanced: more than
+// some bytes over a network.
+bool Engine::Progress::workOnce(bool* isNeeded, bool* advanced) {
   const std::vector<std::shared_ptr<Communicator>> living = alive();
-  bool moved = mesh->progress();
+  *advanced = false;
+  bool moved = mesh->progress(advanced);
   hear();
   *isNeeded = mesh->hasPending() && !someoneWaits();
   for (auto& group : living) {
     if (!group->queue().isUnattended()) continue;
     *isNeeded = true;
-    moved |= group->queue().run(0);
+    *advanced |= group->queue().run(0);
   }
-  return moved;
+  return moved || *advanced;
 }
 
 void Engine::Progress::run() {
@@ -189,10 +191,10 @@ void Engine::Progress::run() {
   uint64_t lastWaits = 0;
   while (!stopped()) {
     const uint64_t generation = mesh->sleeper().generation();
-    bool isNeeded = false;
+    bool isNeeded = false, advanced = false;
     doChores();
-    if (workOnce(&isNeeded)) {
-      lastMove = Clock::now();
+    if (workOnce(&isNeeded, &advanced)) {
+      if (advanced) lastMove = Clock::now();
       continue;
     }
     if (!isNeeded) {
@@ -205,7 +207,7 @@ void Engine::Progress::run() {
       const bool areOthersAtIt = someoneWaits() || waitsNow != std::exchange(lastWaits, waitsNow);
       activity.exchange(areOthersAtIt ? kWaiting : kSleeping, std::memory_order_seq_cst);
       // Once more, now that whoever brings work would wake this thread.
-      if (!workOnce(&isNeeded) && !isNeeded) {
+      if (!workOnce(&isNeeded, &advanced) && !isNeeded) {
         if (areOthersAtIt) {
           waitForWork(seen);
         } else {
@@ -232,7 +234,7 @@ void Engine::Progress::run() {
     }
     for (Arena* arena : arenas) arena->setAsleep(true);
     activity.exchange(kSleeping, std::memory_order_seq_cst);
-    if (!workOnce(&isNeeded)) {
+    if (!workOnce(&isNeeded, &advanced)) {
       nap.sleep(Deadline::after(kWaitTick));
       mesh->checkProcesses();
       for (auto& group : asleep) group->diagnosis().checkHealth();
@@ -240,7 +242,7 @@ void Engine::Progress::run() {
     activity.exchange(kWorking, std::memory_order_seq_cst);
     for (Arena* arena : arenas) arena->setAsleep(false);
     mesh->setAsleep(false);
-    lastMove = Clock::now();
+    if (advanced) lastMove = Clock::now();
   }
 }
 

@@ -103,7 +103,7 @@ class Engine {
     void wakeIfAsleep();
     void run();
     void waitForWork(uint64_t seenWakeUps);
-    bool workOnce(bool* isNeeded);
+    bool workOnce(bool* isNeeded, bool* advanced);
     void doChores();
     bool stopped();
   };

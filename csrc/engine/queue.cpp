@@ -16,6 +16,7 @@ namespace mycoll {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Microseconds = std::chrono::microseconds;
 
 constexpr int kSpinBatch = 64;
 
@@ -143,6 +144,10 @@ bool Queue::run(int spins) {
 
 namespace {
 
+// A large message takes long over a network, and the kernel takes in what comes: a thread that
+// looks for each packet gains nothing.
+constexpr auto kTricklePatience = Microseconds(100);
+
 // Counts a user's thread that waits, and therefore works.
 class Waiting {
  public:
@@ -178,36 +183,40 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
   Clock::time_point began;
   {
     Waiting waiting(engine_, *this, isMessage ? nullptr : &waiters_);
-    auto idleSince = Clock::time_point::min();
+    auto idleSince = Clock::time_point::min();  // since when the operation has not advanced
+    bool trickles = false;                      // more slowly over a network than a thread can look
     auto lastTick = Clock::now();
     began = lastTick;
     std::optional<WaitBoard::Entry> entry;
     int spins = spinPolicy_.pauses;
     while (!op->done()) {
-      bool moved = !isMessage && run(spins);
+      const bool advanced = !isMessage && run(spins);
+      bool moved = advanced, inHost = false;
       if (op->done()) break;
-      if (isMessage || !membership_.arena() || mesh.hasPending()) moved |= mesh.progress();
-      if (moved) {
+      if (isMessage || !membership_.arena() || mesh.hasPending()) moved |= mesh.progress(&inHost);
+      if (advanced || inHost) {
         idleSince = Clock::time_point::min();
-        continue;
+      } else if (moved && idleSince != Clock::time_point::min()) {
+        trickles |= Clock::now() - idleSince > kTricklePatience;
       }
+      if (moved) continue;
       const auto now = Clock::now();
       if (idleSince == Clock::time_point::min()) idleSince = now;
       const auto idle = now - idleSince;
+      const auto patience = trickles ? kTricklePatience : Microseconds(spinPolicy_.yieldMicros);
       const bool isContended = contention_.isHere(now);
       // What comes over a network takes longer than a yield.
       const bool mayComeAtOnce = isMessage || membership_.arena();
-      if (!isContended && mayComeAtOnce &&
-          idle < std::chrono::microseconds(spinPolicy_.spinMicros)) {
+      if (!isContended && mayComeAtOnce && idle < Microseconds(spinPolicy_.spinMicros)) {
         spins = isMessage ? 0 : kSpinBatch;
         if (isMessage) cpuRelax();
-      } else if (!isContended && idle < std::chrono::microseconds(spinPolicy_.yieldMicros)) {
+      } else if (!isContended && idle < patience) {
         spins = 0;
         sched_yield();
         contention_.yielded(now, Clock::now());
       } else {
         spins = 0;
-        sleepFor(*op, deadline);
+        if (sleepFor(*op, deadline)) idleSince = Clock::time_point::min();
       }
       if (now - lastTick < kWaitTick) continue;
       lastTick = now;
@@ -239,18 +248,21 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
                                     "ms; the operation is still running");
 }
 
-void Queue::sleepFor(const Op& op, Deadline deadline) {
+bool Queue::sleepFor(const Op& op, Deadline deadline) {
   Mesh& mesh = *engine_.mesh();
   Arena* const arena = runner_.arena();
   Sleeper::Nap nap(mesh.sleeper(), mesh.sleeper().generation());
   mesh.setAsleep(true);
   if (arena) arena->setAsleep(true);
   // Once more, now that peers would ring, and threads of this process wake this one.
-  bool moved = !op.isMessage() && run(0);
-  moved |= mesh.progress();
-  if (!moved && !op.done()) nap.sleep(earlier(deadline, Deadline::after(kWaitTick)));
+  const bool advanced = !op.isMessage() && run(0);
+  const bool moved = mesh.progress();
+  if (!advanced && !moved && !op.done()) {
+    nap.sleep(earlier(deadline, Deadline::after(kWaitTick)));
+  }
   if (arena) arena->setAsleep(false);
   mesh.setAsleep(false);
+  return advanced;
 }
 
 Status Queue::outcomeOf(const Op& op) {

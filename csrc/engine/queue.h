@@ -78,7 +78,8 @@ class Queue {
   std::shared_ptr<CollectiveOp> head() const;
   // Resumes the head once. False: it cannot go on now. Ended: *outcome is set.
   bool step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) REQUIRES(runMutex_);
-  void sleepFor(const Op& op, Deadline deadline);
+  // True if a collective went on.
+  bool sleepFor(const Op& op, Deadline deadline);
   Status outcomeOf(const Op& op);
   void noteCallSite(const Op& op);
 

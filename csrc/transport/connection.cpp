@@ -395,12 +395,12 @@ void Connection::forget(Mailbox* mailbox, uint64_t window) {
 }
 
 bool Connection::sendFd(int fd, const std::string& cookie) {
-  if (wires_.empty() || !wires_.front().link.isShm) return false;
+  if (!isShm()) return false;
   return wires_.front().link.sender->sendFd(fd, cookie);
 }
 
 Fd Connection::takeFd(const std::string& cookie) {
-  if (wires_.empty() || !wires_.front().link.isShm) return Fd();
+  if (!isShm()) return Fd();
   return wires_.front().link.receiver->takeFd(cookie);
 }
 

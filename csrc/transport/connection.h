@@ -83,6 +83,7 @@ class Connection {
   // The next attempt, if it is due.
   void dialAgain() REQUIRES(ioRole);
   // There is no group any more that both are in.
+  bool isShm() const REQUIRES(ioRole) { return !wires_.empty() && wires_.front().link.isShm; }
   bool isToNobody() const REQUIRES(ioRole) {
     return dial_ && dial_->state() == Dial::State::kNobody;
   }

@@ -108,7 +108,7 @@ void Mesh::pollEvents() {
   for (int i = 0; i < count; ++i) onEvent(events[i]);
 }
 
-bool Mesh::progress() {
+bool Mesh::progress(bool* inHost) {
   bool moved, hasRung;
   std::vector<Transfer*> finished;
   {
@@ -124,7 +124,7 @@ bool Mesh::progress() {
     const bool shakesHands = local_.dialing > 0 || doorkeeper_.isBusy();
     if (shakesHands || ++pollCount_ % rarity == 0) pollEvents();
     if (shakesHands || doorkeeper_.isToLookAgain()) goOnWithHandshakes();
-    moved = moveBytes();
+    moved = moveBytes(inHost);
     hasRung = std::exchange(hasRung_, false);
     finished.swap(delivered_);
   }
@@ -147,12 +147,16 @@ void Mesh::goOnWithHandshakes() {
 }
 
 // By index: what comes may be answered, to other processes too, which adds connections.
-bool Mesh::moveBytes() {
+bool Mesh::moveBytes(bool* inHost) {
   bool moved = false;
+  auto note = [&](size_t i, bool hasMoved) REQUIRES(ioRole) {
+    moved |= hasMoved;
+    if (hasMoved && inHost) *inHost |= connections_[i]->isShm();
+  };
   for (size_t i = 0; i < connections_.size(); ++i) {
-    if (connections_[i]->maybeReadable()) moved |= connections_[i]->drain();
+    if (connections_[i]->maybeReadable()) note(i, connections_[i]->drain());
   }
-  for (size_t i = 0; i < connections_.size(); ++i) moved |= connections_[i]->flush();
+  for (size_t i = 0; i < connections_.size(); ++i) note(i, connections_[i]->flush());
   if (local_.dialing > 0) dialAgain();
   loseEnding();
   return moved;

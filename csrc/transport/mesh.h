@@ -41,8 +41,9 @@ class Mesh {
   // Whether shared memory is to be tried with this peer: both sides judge alike.
   bool isLocal(const PeerAddress& peer) const { return local_.isOnThisHost(peer); }
 
-  // Moves what can be moved, without blocking. True if anything did.
-  bool progress();
+  // Moves what can be moved, without blocking. True if anything did; *inHost: also between
+  // processes of this host, which are waiting at this moment for what was moved.
+  bool progress(bool* inHost = nullptr);
   // True while something is queued, posted or being connected.
   bool hasPending() const { return local_.pending.load(std::memory_order_relaxed) > 0; }
   // Bracket sleep(): while asleep, peers ring.
@@ -91,7 +92,7 @@ class Mesh {
   void onEvent(const epoll_event& event) REQUIRES(ioRole);
   void pollEvents() REQUIRES(ioRole);
   void goOnWithHandshakes() REQUIRES(ioRole);
-  bool moveBytes() REQUIRES(ioRole);
+  bool moveBytes(bool* inHost = nullptr) REQUIRES(ioRole);
   void dialAgain() REQUIRES(ioRole);
   Doorkeeper::Admission admit(const std::string& uid, uint64_t joins) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);

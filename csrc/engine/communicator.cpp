@@ -18,9 +18,10 @@
 namespace mycoll {
 namespace {
 
-// How long a group that is being destroyed offers its receives to those who are about to send.
+// How long a group that is being destroyed offers its receives to those who are about to send, and
+// one that is dead tries to say goodbye.
 constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
-// For the rank of leaveAfter(), and for the goodbyes of a group that is dead.
+// For the rank of leaveAfter().
 constexpr auto kLastGrace = std::chrono::milliseconds(800);
 
 int localRanks(const Engine& engine, const GroupAddress& address) {
@@ -440,7 +441,8 @@ void Communicator::close(Deadline deadline, const std::string& reason) {
                                    mailbox_.isConnectedTo(last));
   const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
   // A connection that hangs may be why the group is dead.
-  const Deadline flushed = hasFailed() ? patience : deadline;
+  const Deadline flushed =
+      hasFailed() ? earlier(deadline, Deadline::after(kUnsentGrace)) : deadline;
   auto isDone = [&] {
     if (flushed.expired()) return true;
     return mailbox_.isFlushed() &&

@@ -388,6 +388,7 @@ class Host final : public Meeting {
 
   Status meetOthers();
   Status open();
+  Status takeRoot();
   Status lookAtRoot();
   Status check();
   void makeRoster();
@@ -409,6 +410,8 @@ class Host final : public Meeting {
   std::map<int, std::pair<std::string, std::string>> lost_;  // rank -> uid, cause
   std::string number_;                                       // of the roster that stands
   Status failure_;
+  const Clock::time_point began_ = Clock::now();
+  bool hasRoot_ = false;
   Clock::time_point lookedAtRoot_;
 };
 
@@ -451,7 +454,13 @@ Status Host::open() {
   if (entrance_) {
     MYCOLL_RETURN_IF_ERROR(entrance_->open());
     engine_->mesh()->openLobby(entrance_.get());
+    return Status();
   }
+  return takeRoot();
+}
+
+// Writes root, after a look at what stands there.
+Status Host::takeRoot() {
   Card before;
   bool found = false;
   const Status read = this->read(kRoot, &found, &before);
@@ -481,12 +490,15 @@ Status Host::open() {
                                      ". Two processes were started with one rank.");
     }
   }
+  hasRoot_ = true;
   lookedAtRoot_ = Clock::now();
   return publish(mine_, found ? &before : nullptr);
 }
 
 // Somebody who could not be heard otherwise may have written there, or another rank 0.
 Status Host::lookAtRoot() {
+  // Those that know the way come at once, if they are not late.
+  if (!hasRoot_) return Clock::now() - began_ < kAgain ? Status() : takeRoot();
   if (Clock::now() - lookedAtRoot_ < kLookAtRoot) return Status();
   lookedAtRoot_ = Clock::now();
   Card there;

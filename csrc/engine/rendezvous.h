@@ -17,8 +17,8 @@
 //   rank 0        when all have confirmed the roster that stands: commit
 //
 // Ranks that have a group in common already know where rank 0 is, and ask it instead of the store:
-// they knock there until it has come, and it sends them its card. It also writes it to root, for a
-// rank that has no such group; who waits looks there about once a second.
+// they knock there until it has come, and it sends them its card. After a second both sides turn to
+// the store as well: there may be a rank that has no such group, or one that cannot be reached.
 //
 // Rank 0 decides what happened and tells all in the same words: two processes with one rank, other
 // world sizes or settings, a rank that ended or gave up and did not come again within a second, who

@@ -216,6 +216,8 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
         contention_.yielded(now, Clock::now());
       } else {
         spins = 0;
+        // Also for who waits for a neighbour that waits for the network.
+        trickles |= !mayComeAtOnce;
         if (sleepFor(*op, deadline)) idleSince = Clock::time_point::min();
       }
       if (now - lastTick < kWaitTick) continue;

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.harness import SUITE_PATIENCE, Seen, answers, attempt
+from test_random_walk import walk
 from worlds.smoke import smoke
 from worlds.worker import Ctx
 
@@ -136,7 +137,8 @@ def test_two_hosts_forced_to_tcp(fresh, backend, hosts, transport_between):
     fresh(4, transport_between, init=False).run(on_two_hosts, hosts, "ipv4", "")
 
 
-def with_windows(ctx: Ctx, names: tuple[str, str], kind: str) -> list[str]:
+def begin(ctx: Ctx, names: tuple[str, str]) -> None:
+    """Two ranks on each of the two hosts."""
     enter(names[ctx.rank // 2])
     dist.init_process_group(
         ctx.backend,
@@ -145,6 +147,21 @@ def with_windows(ctx: Ctx, names: tuple[str, str], kind: str) -> list[str]:
         world_size=ctx.size,
         timeout=SUITE_TIMEOUT,
     )
+
+
+def walks(ctx: Ctx, names: tuple[str, str], seed: int) -> None:
+    begin(ctx, names)
+    walk(ctx, seed)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_random_walk_on_two_hosts(fresh, hosts, seed):
+    fresh(4, init=False).run(walks, hosts, seed, deadline=90)
+
+
+def with_windows(ctx: Ctx, names: tuple[str, str], kind: str) -> list[str]:
+    begin(ctx, names)
     numel = 1_500_000
     make = mycoll.zeros if kind == "shared" else torch.zeros
     memory = make(ctx.size, numel)

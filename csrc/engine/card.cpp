@@ -32,7 +32,8 @@ std::string Card::settingsHere() {
 
 std::string Card::encode() const {
   return nonce + "\n" + std::to_string(rank) + " " + std::to_string(ranks) + " " +
-         std::to_string(why.size()) + " " + settings + "\n" + why + address.encode();
+         std::to_string(why.size()) + " " + std::to_string(hasLost) + " " + settings + "\n" + why +
+         address.encode();
 }
 
 Status Card::decode(const std::string& text, Card* card) {
@@ -44,6 +45,7 @@ Status Card::decode(const std::string& text, Card* card) {
   card->rank = static_cast<int>(std::strtol(text.c_str() + first + 1, &after, 10));
   card->ranks = static_cast<int>(std::strtol(after, &after, 10));
   const size_t whyBytes = std::strtoull(after, &after, 10);
+  card->hasLost = std::strtol(after, &after, 10) != 0;
   const size_t settings = after - text.c_str() + 1;
   if (settings > second || whyBytes > text.size() - second - 1) return notOurs();
   card->settings = text.substr(settings, second - settings);

@@ -19,6 +19,7 @@ struct Card {
   int ranks = 0;
   std::string settings;  // variables that must be alike on all ranks: "MYCOLL_PARTIALS=wide"
   std::string why;       // it has given up, and this is why; empty: it takes part
+  bool hasLost = false;  // because a rank was lost, which the others raise, too
   PeerAddress address;
 
   std::string encode() const;

@@ -244,6 +244,7 @@ Status Meeting::publish(const Card& card, const Card* before) {
 void Meeting::giveUp(const Status& why) {
   Card last = mine_, there;
   last.why = why.message();
+  last.hasLost = why.code() == Code::kPeerLost;
   if (!Card::freshNonce(&last.nonce).ok()) return;
   // Rank 0 may write at the same moment: then this is lost, unless it is written again. Once rank 0
   // has seen it, something comes after it. The store may be what has failed: then the others find
@@ -253,6 +254,8 @@ void Meeting::giveUp(const Status& why) {
     if (!read(kRoot, &found, &there).ok()) return;
     const bool isThere = found && there.nonce == last.nonce;
     if (!isThere && !publish(last, found ? &there : nullptr).ok()) return;
+    // Some may have heard of this meeting, and not from the store.
+    if (entrance_ && !store_.set(afterKey(mine_), last.encode()).ok()) return;
     if (until.expired() || !store_.wait(afterKey(last), kPollStep, &isSeen).ok() || isSeen) return;
   }
 }
@@ -806,6 +809,7 @@ Status Guest::meetOthers() {
       if (isOver) return Status();
     } else if (isOfNow_) {
       story = hasGivenUp(root_.rank, root_.address, root_.why);
+      if (root_.hasLost) story = Status(Code::kPeerLost, story.message());
     }
     Card next;
     const Status waited = await(afterKey(root_), Deadline::after(kAgain), &next, &isThere);
@@ -833,7 +837,7 @@ Status Guest::enter(bool* isIn) {
   PeerAddress rankZero;
   const std::unique_ptr<Lobby> entrance = this->entrance(&rankZero);
   if (!entrance) return Status();
-  for (bool isInStore = false; !*isIn && !isInStore;) {
+  for (bool isInStore = false; !isInStore;) {
     Answer answer;
     Fd socket;
     MYCOLL_RETURN_IF_ERROR(knock(
@@ -846,8 +850,9 @@ Status Guest::enter(bool* isIn) {
     } else if (answer != Answer::kHungUp) {
       return Status();
     }
+    if (*isIn) return Status();
     // Rank 0 may know of no such group, or may have given up.
-    if (!*isIn) MYCOLL_RETURN_IF_ERROR(store_.wait(kRoot, Milliseconds(1), &isInStore));
+    MYCOLL_RETURN_IF_ERROR(store_.wait(kRoot, kBusyPause, &isInStore));
     if (!isInStore) isOfNow_ = true;  // what comes now is no leftover
   }
   return Status();

@@ -355,6 +355,7 @@ void Mesh::checkProcesses() {
 void Mesh::openLobby(Lobby* lobby) {
   IoLock lock(io_);
   local_.lobbies[lobby->number()] = lobby;
+  doorkeeper_.goOn();  // with those that wait for it
 }
 
 void Mesh::closeLobby(const Lobby& lobby) {

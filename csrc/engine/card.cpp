@@ -14,6 +14,8 @@ Status notOurs() {
 }
 
 constexpr size_t kNumberLength = 16;
+// Before a reason.
+constexpr char kLost = 'L', kOther = 'O';
 
 }  // namespace
 
@@ -31,9 +33,10 @@ std::string Card::settingsHere() {
 }
 
 std::string Card::encode() const {
+  // Most cards have no reason, and every rank reads one.
+  const std::string reason = why.empty() ? "" : (hasLost ? kLost : kOther) + why;
   return nonce + "\n" + std::to_string(rank) + " " + std::to_string(ranks) + " " +
-         std::to_string(why.size()) + " " + std::to_string(hasLost) + " " + settings + "\n" + why +
-         address.encode();
+         std::to_string(reason.size()) + " " + settings + "\n" + reason + address.encode();
 }
 
 Status Card::decode(const std::string& text, Card* card) {
@@ -45,11 +48,11 @@ Status Card::decode(const std::string& text, Card* card) {
   card->rank = static_cast<int>(std::strtol(text.c_str() + first + 1, &after, 10));
   card->ranks = static_cast<int>(std::strtol(after, &after, 10));
   const size_t whyBytes = std::strtoull(after, &after, 10);
-  card->hasLost = std::strtol(after, &after, 10) != 0;
   const size_t settings = after - text.c_str() + 1;
   if (settings > second || whyBytes > text.size() - second - 1) return notOurs();
   card->settings = text.substr(settings, second - settings);
-  card->why = text.substr(second + 1, whyBytes);
+  card->hasLost = whyBytes > 0 && text[second + 1] == kLost;
+  card->why = whyBytes > 0 ? text.substr(second + 2, whyBytes - 1) : "";
   return PeerAddress::decode(text.substr(second + 1 + whyBytes), &card->address);
 }
 

@@ -353,9 +353,9 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
             for _ in range(repeats):
                 each()
             seconds = torch.tensor([(time.perf_counter() - before) / repeats])
-            load = torch.tensor([(time.process_time() - worked) / repeats])
-            dist.all_reduce(load)
-            processor[name].append(float(load))
+            work = torch.tensor([(time.process_time() - worked) / repeats])
+            dist.all_reduce(work)
+            processor[name].append(float(work))
             load = torch.tensor([(sent_bytes() - sent) / repeats])
             for each_value in (seconds, load):
                 dist.all_reduce(each_value, dist.ReduceOp.MAX)
@@ -460,10 +460,10 @@ def run_ranks(arguments: argparse.Namespace, network: Network, words: list[str])
             rate = network.iperf(connections) / 1e6
             print(f"iperf3 with {connections} connection(s): {rate:.0f} Mbit/s")
         print()
-    mpi = " Open MPI's best | mycoll/Open MPI |" if arguments.mpi else ""
-    mpi += " model | model/mycoll |" if arguments.model else ""
     columns = "operation | bytes | mycoll | gloo | gloo/mycoll |"
-    print(f"| {columns}{mpi} processor: mycoll/gloo | sent: mycoll | gloo | bound |")
+    columns += " Open MPI's best | mycoll/Open MPI |" if arguments.mpi else ""
+    columns += " model | model/mycoll |" if arguments.model else ""
+    print(f"| {columns} processor: mycoll/gloo | sent: mycoll | gloo | bound |")
     print("|" + "---|" * (9 + 2 * arguments.mpi + 2 * arguments.model), flush=True)
     ranks = [
         subprocess.Popen(

@@ -83,7 +83,7 @@ struct GroupOptions {
   std::function<bool()> mayBeCalled;
 };
 
-// By the group's ranks.
+// The job's rank of each member.
 std::vector<int64_t> jobRanks(const GroupOptions& options);
 
 // A message to or from another rank. tag: any non-negative number; of a put or a signal: the

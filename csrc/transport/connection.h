@@ -82,8 +82,8 @@ class Connection {
   void goOnDialing() REQUIRES(ioRole);
   // The next attempt, if it is due.
   void dialAgain() REQUIRES(ioRole);
-  // There is no group any more that both are in.
   bool isShm() const REQUIRES(ioRole) { return !wires_.empty() && wires_.front().link.isShm; }
+  // There is no group any more that both are in.
   bool isToNobody() const REQUIRES(ioRole) {
     return dial_ && dial_->state() == Dial::State::kNobody;
   }

@@ -244,10 +244,10 @@ Task Doorkeeper::answerInLobby(Visitor* visitor, Hello hello) {
   if (hello.waits) {
     LobbyIsOpen open(local_.lobbies, hello.context, Deadline::after(kLobbyTime));
     co_await open;
-    if (!local_.lobbies.contains(hello.context)) co_return refused;
   }
   const auto lobby = local_.lobbies.find(hello.context);
   const bool isOpen = lobby != local_.lobbies.end();
+  if (!isOpen && hello.waits) co_return refused;  // it comes again
   Challenge challenge{};
   challenge.standing = Standing::kGone;
   std::string secret;

@@ -163,20 +163,21 @@ class Planner {
     return {Space::kShared, shape_.indexOf(rank), block + place.begin, place.bytes};
   }
   bool isWhole(const Slot& slot) const { return slot.owner < 0; }
-  // Who on a host has the slot, or gets it there for the others.
-  int holder(const Slot& slot, int host) const {
-    const bool isHome = !isWhole(slot) && shape_.hostOf(slot.owner) == host;
-    return isHome ? slot.owner : shape_.driver(host, slot.lane);
-  }
   // Of a broadcast or reduce.
   bool isRoots(int host) const {
     const bool hasRoot = job_.kind == OpKind::kBroadcast || job_.kind == OpKind::kReduce;
     return hasRoot && shape_.hostOf(job_.root) == host;
   }
-  // The same for what hosts pass on for a root. In a small world it does that itself on its host.
+  bool hasHelpers() const { return shape_.ranks() >= kLeastTogetherForRoot; }  // a root
+  // Who on a host has the slot, or gets it there for the others.
+  int holder(const Slot& slot, int host) const {
+    const bool isHome = !isWhole(slot) && shape_.hostOf(slot.owner) == host;
+    return isHome ? slot.owner : shape_.driver(host, slot.lane);
+  }
+  // The same for what hosts pass on for a root, which does that itself on its host if it has no
+  // helpers.
   int gate(const Slot& slot, int host) const {
-    const bool isRootItself = isRoots(host) && shape_.hostOf(slot.owner) != host &&
-                              shape_.ranks() < kLeastTogetherForRoot;
+    const bool isRootItself = isRoots(host) && shape_.hostOf(slot.owner) != host && !hasHelpers();
     return isRootItself ? job_.root : holder(slot, host);
   }
   bool isOwner(const Slot& slot) const {
@@ -539,7 +540,8 @@ class Planner {
 
   // All hosts, so that pieces of those side by side go the same way for as many levels as can be.
   std::vector<int> inOrderOfTheirWays() const {
-    std::vector<int> hosts = allHosts();
+    std::vector<int> hosts(shape_.hosts());
+    std::iota(hosts.begin(), hosts.end(), 0);
     std::stable_sort(hosts.begin(), hosts.end(), [&](int a, int b) {
       for (int level = 1; level <= shape_.levels(); ++level) {
         const int size = shape_.unitSize(level);
@@ -547,12 +549,6 @@ class Planner {
       }
       return false;
     });
-    return hosts;
-  }
-
-  std::vector<int> allHosts() const {
-    std::vector<int> hosts(shape_.hosts());
-    std::iota(hosts.begin(), hosts.end(), 0);
     return hosts;
   }
 
@@ -615,7 +611,7 @@ class Planner {
     const bool isAllThere =
         std::all_of(ways.begin(), ways.end(), [&](const auto& way) { return way[0] == job_.root; });
     if (isAllThere) return;
-    if (shape_.ranks() >= kLeastTogetherForRoot) phase += shape_.levels();
+    if (hasHelpers()) phase += shape_.levels();
     if (isShared_ && isRoots(host_)) return giveToRoot(phase, slots);
     for (const Slot& slot : slots) pass(phase, gate(slot, home), job_.root, slot.result);
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,18 @@ def test_files() -> None:
         assert "#pragma once" in text or header.name == "foreach_isa.h", header
     for folder in (CSRC, PACKAGE, BENCHMARKS):
         assert not list(folder.rglob("*util*")), "files are nouns"
+
+
+def test_the_top_level_is_what_a_project_has() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("git cannot read the checkout")
+    top = {path.split("/")[0] for path in listed.stdout.splitlines()}
+    folders = {".ci", "benchmarks", "csrc", "docs", "examples", "python", "tests"}
+    code = {"CMakeLists.txt", "MANIFEST.in", "dev", "pyproject.toml", "setup.py"}
+    code |= {"requirements-clients.txt", "requirements-dev.txt"}
+    text = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"}
+    left = {name for name in top - folders - code - text if not name.startswith(".")}
+    assert not left, "somebody left it here"

@@ -5,12 +5,14 @@
 
 #include "base/env.h"
 #include "base/sha256.h"
+#include "transport/handshake.h"
 
 namespace mycoll {
 namespace {
 
 Status notOurs() {
-  return Status(Code::kStore, "the store holds something that mycoll did not write");
+  return Status(Code::kStore,
+                "the store holds something that this version of mycoll did not write");
 }
 
 constexpr size_t kNumberLength = 16;
@@ -28,7 +30,8 @@ Status Card::freshNonce(std::string* nonce) {
 
 std::string Card::settingsHere() {
   const Env& env = Env::process();
-  return std::string("MYCOLL_PARTIALS=") + (env.partials == Partials::kWide ? "wide" : "rounded") +
+  return "mycoll " + std::string(version()) + "/" + std::to_string(kHandshakeVersion) +
+         (env.partials == Partials::kWide ? "" : " MYCOLL_PARTIALS=rounded") +
          (env.sumBlock == 1 ? "" : " MYCOLL_SUM_BLOCK=" + std::to_string(env.sumBlock));
 }
 

@@ -131,6 +131,7 @@ class Meeting {
   Status hasGivenUp(int rank, const PeerAddress& peer, const std::string& why) const;
   Status tooLate(int rank, const std::string& milliseconds, const std::vector<int>& missing) const;
   Status isLost(int rank, const std::string& why) const;
+  Status isUnlike(const Card& rankZero, const Card& other) const;
   // Ranks of this group, by their numbers in it, that other groups of this process have lost.
   std::map<int, Engine::Loss> losses() const;
 
@@ -346,6 +347,13 @@ Status Meeting::hasGivenUp(int rank, const PeerAddress& peer, const std::string&
 Status Meeting::isLost(int rank, const std::string& why) const {
   return error(Code::kPeerLost,
                "the group cannot be made with rank " + std::to_string(rank) + ": " + why);
+}
+
+Status Meeting::isUnlike(const Card& rankZero, const Card& other) const {
+  return error(Code::kInvalidArgument,
+               "rank 0 (" + rankZero.address.describe() + ") has " + sanitized(rankZero.settings) +
+                   ", rank " + std::to_string(other.rank) + " (" + other.address.describe() + ") " +
+                   sanitized(other.settings) + ": it must be the same on all ranks");
 }
 
 Status Meeting::tooLate(int rank, const std::string& milliseconds,
@@ -616,18 +624,14 @@ void Host::onEnd(const Line& line) {
 }
 
 Status Host::refuse(const Card& card) const {
-  const std::string who =
-      "rank " + std::to_string(card.rank) + " (" + card.address.describe() + ")";
   if (card.ranks != options_.ranks) {
     return error(Code::kStore, "rank 0 (" + mine_.address.describe() + ") was started with " +
-                                   std::to_string(options_.ranks) + " ranks, " + who + " with " +
-                                   std::to_string(card.ranks) + ": the world sizes must be equal");
+                                   std::to_string(options_.ranks) + " ranks, rank " +
+                                   std::to_string(card.rank) + " (" + card.address.describe() +
+                                   ") with " + std::to_string(card.ranks) +
+                                   ": the world sizes must be equal");
   }
-  if (card.settings != mine_.settings) {
-    return error(Code::kInvalidArgument,
-                 "rank 0 (" + mine_.address.describe() + ") has " + mine_.settings + ", " + who +
-                     " " + sanitized(card.settings) + ": it must be the same on all ranks");
-  }
+  if (card.settings != mine_.settings) return isUnlike(mine_, card);
   const Member& member = members_[card.rank];
   const bool isDead = isVisible(member.address) && !isAlive(member.address);
   if (member.state == Member::State::kAbsent || member.address.uid == card.address.uid || isDead) {
@@ -891,6 +895,7 @@ Status Guest::goToRoot(bool wasThere, Status* story) {
             Deadline::after(std::chrono::seconds(engine_->mesh()->options().networkSeconds));
       }
       if (!reachable_.expired()) return Status();
+      if (root_.settings != mine_.settings) return isUnlike(root_, mine_);
       return error(Code::kNetwork, "rank " + std::to_string(options_.rank) +
                                        " cannot reach rank 0 (" + root_.address.describe() +
                                        "): " + whyNot_);
@@ -905,6 +910,8 @@ Status Guest::goToRoot(bool wasThere, Status* story) {
 }
 
 Status Guest::takePart(bool* isOver, Status* story) {
+  // A rank 0 whose version has another handshake would hang up without a word.
+  if (isOfNow_ && root_.settings != mine_.settings) return isUnlike(root_, mine_);
   const Mesh& mesh = *engine_->mesh();
   if (mesh.options().transport == TransportChoice::kShm && !mesh.isLocal(root_.address)) {
     return error(Code::kInvalidArgument,

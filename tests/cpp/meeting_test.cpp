@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/env.h"
 #include "base/sha256.h"
 #include "engine/card.h"
 #include "engine/line.h"
@@ -368,8 +369,28 @@ TEST(Meeting, settingsThatDifferAreRefused) {
     EXPECT(other.hear(Note::kFailed).contents.find("must be the same") != std::string::npos);
   });
   EXPECT_EQ(status.code(), Code::kInvalidArgument);
-  EXPECT(says(status, "has MYCOLL_PARTIALS=wide, rank 1 ("));
+  EXPECT(says(status, "has mycoll "));
+  EXPECT(says(status, ", rank 1 ("));
   EXPECT(says(status, "MYCOLL_PARTIALS=rounded: it must be the same"));
+}
+
+// Its handshake may be another one, and then it cannot be asked.
+TEST(Meeting, anotherVersionOfMycollIsNamed) {
+  const auto store = std::make_shared<MemoryStore>();
+  Puppet other(0, 2, store);
+  other.card.settings = "mycoll 0.0.1/1";
+  other.publish();
+  const Status status = meetAs(optionsOf(1, 2), store);
+  EXPECT_EQ(status.code(), Code::kInvalidArgument);
+  EXPECT(says(status, "has mycoll 0.0.1/1, rank 1 ("));
+  EXPECT(says(status, std::string("mycoll ") + version() + "/"));
+  Card last;  // and rank 0 can read why
+  std::string text;
+  bool found = false;
+  ASSERT_OK(store->tryGet("root", &found, &text));
+  ASSERT_OK(Card::decode(text, &last));
+  EXPECT_EQ(last.rank, 1);
+  EXPECT(last.why.find("mycoll 0.0.1/1") != std::string::npos);
 }
 
 TEST(Meeting, worldSizesThatDifferAreTold) {

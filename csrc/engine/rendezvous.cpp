@@ -351,9 +351,9 @@ Status Meeting::isLost(int rank, const std::string& why) const {
 
 Status Meeting::isUnlike(const Card& rankZero, const Card& other) const {
   return error(Code::kInvalidArgument,
-               "rank 0 (" + rankZero.address.describe() + ") has " + sanitized(rankZero.settings) +
-                   ", rank " + std::to_string(other.rank) + " (" + other.address.describe() + ") " +
-                   sanitized(other.settings) + ": it must be the same on all ranks");
+               "rank 0 (" + rankZero.address.describe() + ") has '" + sanitized(rankZero.settings) +
+                   "', rank " + std::to_string(other.rank) + " (" + other.address.describe() +
+                   ") '" + sanitized(other.settings) + "': it must be the same on all ranks");
 }
 
 Status Meeting::tooLate(int rank, const std::string& milliseconds,

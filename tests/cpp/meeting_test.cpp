@@ -369,9 +369,9 @@ TEST(Meeting, settingsThatDifferAreRefused) {
     EXPECT(other.hear(Note::kFailed).contents.find("must be the same") != std::string::npos);
   });
   EXPECT_EQ(status.code(), Code::kInvalidArgument);
-  EXPECT(says(status, "has mycoll "));
-  EXPECT(says(status, ", rank 1 ("));
-  EXPECT(says(status, "MYCOLL_PARTIALS=rounded: it must be the same"));
+  EXPECT(says(status, "has 'mycoll "));
+  EXPECT(says(status, "', rank 1 ("));
+  EXPECT(says(status, "'MYCOLL_PARTIALS=rounded': it must be the same"));
 }
 
 // Its handshake may be another one, and then it cannot be asked.
@@ -382,7 +382,7 @@ TEST(Meeting, anotherVersionOfMycollIsNamed) {
   other.publish();
   const Status status = meetAs(optionsOf(1, 2), store);
   EXPECT_EQ(status.code(), Code::kInvalidArgument);
-  EXPECT(says(status, "has mycoll 0.0.1/1, rank 1 ("));
+  EXPECT(says(status, "has 'mycoll 0.0.1/1', rank 1 ("));
   EXPECT(says(status, std::string("mycoll ") + version() + "/"));
   Card last;  // and rank 0 can read why
   std::string text;

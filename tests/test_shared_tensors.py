@@ -329,17 +329,30 @@ def test_ddp(world, mycoll_only):
 # --- failures
 
 
-def dies(ctx: Ctx, victim: int) -> Seen:
-    x = mycoll.zeros(4_000_000)
+def dies(ctx: Ctx, victim: int, what: str) -> Seen:
+    x, got = mycoll.zeros(4_000_000), torch.zeros(4_000_000)
+
+    def step() -> None:
+        if what == "messages":
+            works = [
+                dist.irecv(got, (ctx.rank - 1) % ctx.size),
+                dist.isend(x, (ctx.rank + 1) % ctx.size),
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+        else:
+            dist.all_reduce(x)
+            dist.all_gather_into_tensor(mycoll.empty(ctx.size * x.numel()), x)
+
     for _ in range(3):
-        dist.all_reduce(x)
+        step()
     if ctx.rank == victim:
         threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
     def go_on() -> None:
         while True:
-            dist.all_reduce(x)
-            dist.all_gather_into_tensor(mycoll.empty(ctx.size * x.numel()), x)
+            step()
 
     seen = attempt(go_on)
     x.fill_(5)  # nobody else writes to it
@@ -349,9 +362,10 @@ def dies(ctx: Ctx, victim: int) -> Seen:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_in_the_middle_is_named(stage, mycoll_only, victim):
+@pytest.mark.parametrize("what", ["collectives", "messages"])
+def test_a_death_in_the_middle_is_named(stage, mycoll_only, what, victim):
     with stage.world(3) as world:
-        world.start(dies, victim)
+        world.start(dies, victim, what)
         for seen in answers(world, (victim,)).values():
             assert seen.kind == "DistBackendError", seen
             assert f"rank {victim} (" in seen.text and "has ended (killed" in seen.text, seen.text

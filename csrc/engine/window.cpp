@@ -109,7 +109,7 @@ Window::Part Window::ownPart() const {
   part.bytes = memory_.bytes;
   part.description = description_;
   if (!isExposed_) return part;
-  const SharedHeap::Place place = SharedHeap::process().find(memory_);
+  const SharedPlace place = SharedHeap::process().find(memory_);
   const auto segment = SharedHeap::process().segmentOf(place.region);
   if (!segment || !randomBytes(part.cookie, sizeof(part.cookie)).ok()) return part;
   const std::string prefix = group_->mailbox().fdPrefix();

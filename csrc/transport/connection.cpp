@@ -64,6 +64,7 @@ bool comesInPieces(FrameKind kind) {
 uint64_t mostPayload(FrameKind kind) {
   if (isControlFrame(kind)) return kMaxControlBytes;
   if (kind == FrameKind::kEager) return kMaxEagerBytes;
+  if (kind == FrameKind::kRequestToSend) return sizeof(SharedPlace);
   return comesInPieces(kind) ? ~uint64_t{0} : 0;
 }
 
@@ -404,6 +405,16 @@ Fd Connection::takeFd(const std::string& cookie) {
   return wires_.front().link.receiver->takeFd(cookie);
 }
 
+bool Connection::giveRegion(uint64_t region) {
+  return state_ == State::kOpen && isShm() && regions_.give(region, *wires_.front().link.sender);
+}
+
+const char* Connection::findShared(const SharedPlace& place, size_t bytes,
+                                   std::shared_ptr<Segment>* segment) {
+  if (!isShm()) return nullptr;
+  return regions_.find(place, bytes, *wires_.front().link.receiver, segment);
+}
+
 void Connection::setAsleep(bool asleep) {
   for (Wire& wire : wires_) {
     if (!wire.link.sender) continue;
@@ -570,9 +581,9 @@ bool Connection::beginFrame(Wire& wire) {
     return breakOff({LossReason::kNotItsName, ""}), false;
   }
   wire.mailbox = mailbox;
-  if (isControlFrame(header.kind)) {
+  if (isControlFrame(header.kind) || header.kind == FrameKind::kRequestToSend) {
     wire.control.resize(header.payloadBytes);
-  } else if (header.kind != FrameKind::kClearToSend) {
+  } else if (header.kind != FrameKind::kClearToSend && header.kind != FrameKind::kTaken) {
     wire.target = mailbox->onFrame(header);
   }
   return true;
@@ -595,6 +606,10 @@ void Connection::endFrame(Wire& wire) {
     }
   } else if (header.kind == FrameKind::kClearToSend) {
     mailbox->onClearToSend(header);
+  } else if (header.kind == FrameKind::kTaken) {
+    mailbox->onTaken(header);
+  } else if (header.kind == FrameKind::kRequestToSend) {
+    mailbox->onRequestToSend(header, control);
   } else if (isControlFrame(header.kind)) {
     mailbox->onControl(header, control);
   } else {
@@ -607,10 +622,12 @@ bool Connection::deliver(Mailbox& mailbox, const EarlyFrame& frame) {
   if (!isInItsName(mailbox, header, frame.uid)) return false;
   if (isControlFrame(header.kind)) {
     mailbox.onControl(header, frame.payload);
-  } else if (header.kind == FrameKind::kEager || header.kind == FrameKind::kRequestToSend) {
+  } else if (header.kind == FrameKind::kRequestToSend) {
+    mailbox.onRequestToSend(header, frame.payload);
+  } else if (header.kind == FrameKind::kEager) {
     const Mailbox::Target target = mailbox.onFrame(header);
     if (target.data) copy(target.data, frame.payload.data(), frame.payload.size());
-    if (header.kind == FrameKind::kEager) mailbox.onPayload(header, target);
+    mailbox.onPayload(header, target);
   }
   return true;
 }

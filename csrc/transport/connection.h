@@ -41,6 +41,7 @@
 #include "transport/loss.h"
 #include "transport/mailbox.h"
 #include "transport/peer.h"
+#include "transport/shm/peer_regions.h"
 
 namespace mycoll {
 
@@ -126,6 +127,11 @@ class Connection {
   void setAsleep(bool asleep) REQUIRES(ioRole);
   bool sendFd(int fd, const std::string& cookie) REQUIRES(ioRole);
   Fd takeFd(const std::string& cookie) REQUIRES(ioRole);
+  // Whether the peer can read this process's region, when it gets the next message.
+  bool giveRegion(uint64_t region) REQUIRES(ioRole);
+  // Where something of the peer's can be read, for as long as *segment is held; or null.
+  const char* findShared(const SharedPlace& place, size_t bytes, std::shared_ptr<Segment>* segment)
+      REQUIRES(ioRole);
 
   // ---- ending
 
@@ -203,6 +209,7 @@ class Connection {
   // kOpen: of further sockets that are being made.
   std::vector<std::unique_ptr<Dial>> joining_ GUARDED_BY(ioRole);
 
+  PeerRegions regions_ GUARDED_BY(ioRole);
   std::deque<OutItem> queue_ GUARDED_BY(ioRole);  // what no wire has begun to send, or to cut up
 
   // Messages whose beginning has left, or come; pieces that have left, or come, whole, by another

@@ -2,8 +2,10 @@
 //
 //   kEager          a whole message that is small enough to be buffered by the receiver; or,
 //                   without its payload, the beginning of one: the rest comes in kMore frames
-//   kRequestToSend  a larger message is ready; its payload waits at the sender
+//   kRequestToSend  a larger message is ready; its payload waits at the sender. The frame's own
+//                   payload, if any: where the receiver can read that itself (SharedPlace)
 //   kClearToSend    the receiver has posted memory for it; goes back over the same connection
+//   kTaken          ... or the receiver has read it where it lies
 //   kData           a piece of that payload
 //   kMore           a piece of the payload that an kEager frame came without
 //   kAbort          the group has failed; the payload is the first cause
@@ -52,6 +54,7 @@ enum class FrameKind : uint8_t {
   kGoOn,
   kPut,
   kMore,
+  kTaken,
 };
 
 // Tags of collectives: the collective's number, then the step within it.

@@ -40,7 +40,7 @@
 namespace mycoll {
 
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
-constexpr uint32_t kHandshakeVersion = 5;
+constexpr uint32_t kHandshakeVersion = 6;
 
 // The rank of a process that is in no group yet: see lobby.h.
 constexpr int kNobody = -1;

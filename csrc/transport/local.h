@@ -75,6 +75,7 @@ struct Local {
   std::atomic<int> pending{0};          // requests that are posted, connections that are being made
   int dialing GUARDED_BY(ioRole) = 0;   // of these, connections
   int tcpLinks GUARDED_BY(ioRole) = 0;  // connections over TCP that are open
+  int readings GUARDED_BY(ioRole) = 0;  // messages that are read where they lie (mailbox.h)
   int asleep GUARDED_BY(ioRole) = 0;    // threads; while there is one, peers ring
 };
 

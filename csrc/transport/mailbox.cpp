@@ -89,6 +89,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
   request.data_ = data;
   request.transferred_ = 0;
   request.begun_ = 0;
+  request.isOffered_ = false;
   request.mailbox_ = this;
   request.isPosted_ = true;
   request.done_.store(false, std::memory_order_relaxed);
@@ -151,9 +152,20 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     inFlight_[request.id_] = &request;
     item.header.kind = FrameKind::kRequestToSend;
     item.header.senderRequest = request.id_;
+    if (connection) offer(request, *connection, &item);
   }
   if (!connection) return sendToSelf(request, item.header);
   mesh_->enqueue(*connection, std::move(item));
+}
+
+// What is to be checked on its way has to have one.
+void Mailbox::offer(Transfer& request, Connection& connection, OutItem* item) {
+  if (mesh_->options().isChecked) return;
+  const SharedPlace place = SharedHeap::process().find(request.data_);
+  if (place.region == 0 || !connection.giveRegion(place.region)) return;
+  request.isOffered_ = true;
+  item->owned.assign(reinterpret_cast<const char*>(&place), sizeof(place));
+  item->header.payloadBytes = sizeof(place);
 }
 
 void Mailbox::put(Transfer& request, int destination, uint64_t window, uint64_t offset,
@@ -241,7 +253,7 @@ void Mailbox::acceptUnexpected(Transfer& request, std::list<Unexpected>::iterato
   request.peer_ = message->header.source;
   if (!owner_->agrees(request, message->header)) return;
   if (message->header.kind == FrameKind::kRequestToSend) {
-    clearToSend(request, message->header);
+    clearToSend(request, message->header, message->place);
     unexpected_.erase(message);
   } else if (message->isComplete) {
     copy(request.data_.data, message->payload.get(), request.data_.bytes);
@@ -292,7 +304,7 @@ void Mailbox::onFlow(const FrameHeader& came) {
   }
 }
 
-void Mailbox::clearToSend(Transfer& request, const FrameHeader& came) {
+void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, const SharedPlace& place) {
   request.peer_ = came.source;
   if (came.source == group_.rank) {
     Transfer& sender = *inFlight_.at(came.senderRequest);
@@ -304,11 +316,55 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came) {
   }
   request.id_ = nextId_++;
   inFlight_[request.id_] = &request;
+  if (place.region != 0 && beginReading(request, came, place)) return;
   OutItem item;
   item.header = header(FrameKind::kClearToSend, came.source);
   item.header.senderRequest = came.senderRequest;
   item.header.receiverRequest = request.id_;
   mesh_->enqueue(mesh_->linkTo(group_.peers[came.source]), std::move(item));
+}
+
+bool Mailbox::beginReading(Transfer& request, const FrameHeader& came, const SharedPlace& place) {
+  if (request.data_.bytes == 0 || request.data_.bytes != came.messageBytes) return false;
+  Reading reading{&request, came, place, nullptr, nullptr};
+  reading.from = mesh_->linkTo(group_.peers[came.source])
+                     .findShared(place, request.data_.bytes, &reading.segment);
+  if (!reading.from) return false;
+  readings_.push_back(std::move(reading));
+  mesh_->addReadings(1);
+  return true;
+}
+
+bool Mailbox::readShared(size_t turnBytes) {
+  if (readings_.empty()) return false;
+  Reading reading = std::move(readings_.front());
+  readings_.pop_front();
+  Transfer& request = *reading.request;
+  const size_t piece = std::min(turnBytes, request.data_.bytes - reading.got);
+  copy(request.data_.begin() + reading.got, reading.from + reading.got, piece,
+       request.data_.bytes >= kStreamingBytes);
+  reading.got += piece;
+  request.transferred_ = reading.got;
+  if (reading.got < request.data_.bytes) {
+    readings_.push_back(std::move(reading));
+    return true;
+  }
+  mesh_->addReadings(-1);
+  inFlight_.erase(request.id_);
+  // After all of it was read: see SharedHeap::revoke().
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const auto& head = *reinterpret_cast<const RegionHead*>(reading.segment->data());
+  if (head.revocations.load(std::memory_order_relaxed) != reading.place.revocations) {
+    request.transferred_ = 0;
+    clearToSend(request, reading.header, {});
+    return true;
+  }
+  OutItem item;
+  item.header = header(FrameKind::kTaken, reading.header.source);
+  item.header.senderRequest = reading.header.senderRequest;
+  mesh_->enqueue(mesh_->linkTo(group_.peers[reading.header.source]), std::move(item));
+  finish(request, Status());
+  return true;
 }
 
 void Mailbox::cancel(Transfer& request) {
@@ -335,6 +391,11 @@ void Mailbox::abandon(Transfer& request, Status status) {
   mesh_->forget(&request);
   std::erase(posted_, &request);
   inFlight_.erase(request.id_);
+  mesh_->addReadings(-static_cast<int>(std::erase_if(
+      readings_, [&](const Reading& reading) { return reading.request == &request; })));
+  if (request.isOffered_) {
+    SharedHeap::process().revoke(SharedHeap::process().find(request.data_));
+  }
   for (Unexpected& message : unexpected_) {
     // Its payload is still arriving: let it, into memory that nobody asks for.
     if (message.claimedBy == &request) message.claimedBy = nullptr;
@@ -360,7 +421,13 @@ Transfer* Mailbox::matchPosted(const FrameHeader& came) {
   return nullptr;
 }
 
-Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
+void Mailbox::onRequestToSend(const FrameHeader& came, const std::string& payload) {
+  SharedPlace place;
+  if (payload.size() == sizeof(place)) std::memcpy(&place, payload.data(), sizeof(place));
+  (void)onFrame(came, place);
+}
+
+Mailbox::Target Mailbox::onFrame(const FrameHeader& came, const SharedPlace& place) {
   Target target;
   flows_[came.source].hasSpoken = true;
   if (came.isPiece()) return targetOfPiece(came);
@@ -371,7 +438,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   if (request) {
     if (!owner_->agrees(*request, came)) return target;
     if (came.kind == FrameKind::kRequestToSend) {
-      clearToSend(*request, came);
+      clearToSend(*request, came, place);
     } else if (came.isBeginning()) {
       request->id_ = nextId_++;
       inFlight_[request->id_] = request;
@@ -385,6 +452,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came) {
   if (!owner_->expects(came)) return target;
   Unexpected& message = unexpected_.emplace_back();
   message.header = came;
+  message.place = place;
   if (came.kind == FrameKind::kEager) {
     message.header.payloadBytes = came.messageBytes;
     message.payload = std::make_unique_for_overwrite<char[]>(came.messageBytes);
@@ -520,6 +588,18 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
   item.message = request->data_;
   item.request = request;
   mesh_->enqueue(mesh_->linkTo(group_.peers[came.source]), std::move(item));
+}
+
+void Mailbox::onTaken(const FrameHeader& came) {
+  flows_[came.source].hasSpoken = true;
+  auto found = inFlight_.find(came.senderRequest);
+  if (found == inFlight_.end() || !found->second->isOffered_ ||
+      found->second->peer_ != came.source) {
+    return;
+  }
+  Transfer* request = found->second;
+  inFlight_.erase(found);
+  finish(*request, Status());
 }
 
 void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {

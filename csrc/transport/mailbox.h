@@ -7,6 +7,11 @@
 // has no place to go. A receiver that buffers more than kMaxBufferedBytes from one rank asks it to
 // let the small ones wait, too.
 //
+// Where a larger message lies in a shared tensor, and both ranks are on one host, the receiver
+// reads it there, turn by turn, and says so when it has all of it. A sender that takes the message
+// back meanwhile counts that in the tensor's region, where the receiver looks when it has read:
+// then it believes nothing of it, and asks for it as for any other.
+//
 // Windows are memory that other ranks write to, without a receive. What comes for one is read to
 // where it belongs, or is thrown away when the window has been closed; who writes beyond it, or to
 // one that never was, has broken the protocol. Signals of a window are messages of its own class
@@ -21,6 +26,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <list>
 #include <map>
@@ -37,6 +43,7 @@
 #include "transport/io_lock.h"
 #include "transport/loss.h"
 #include "transport/peer.h"
+#include "transport/shm/shared_heap.h"
 
 namespace mycoll {
 
@@ -96,6 +103,8 @@ class Transfer : public Condition {
   Transfer* previous_ GUARDED_BY(ioRole) = nullptr;  // in the mailbox's list of open requests
   Transfer* next_ GUARDED_BY(ioRole) = nullptr;
   Status status_;
+  // Sends: the receiver may read it where it lies, until it is ready.
+  bool isOffered_ GUARDED_BY(ioRole) = false;
   std::atomic<bool> done_{false};
 };
 
@@ -225,9 +234,14 @@ class Mailbox {
     uint64_t window = 0;  // 0: none
     bool isStreaming = false;
   };
-  Target onFrame(const FrameHeader& header) REQUIRES(ioRole);
+  Target onFrame(const FrameHeader& header, const SharedPlace& place = {}) REQUIRES(ioRole);
+  void onRequestToSend(const FrameHeader& header, const std::string& payload) REQUIRES(ioRole);
   void onPayload(const FrameHeader& header, const Target& target) REQUIRES(ioRole);
   void onClearToSend(const FrameHeader& header) REQUIRES(ioRole);
+  void onTaken(const FrameHeader& header) REQUIRES(ioRole);
+  // Up to so many bytes of a message that lies in another rank's shared tensor. True if there was
+  // one.
+  bool readShared(size_t turnBytes) REQUIRES(ioRole);
   void onControl(const FrameHeader& header, const std::string& payload) REQUIRES(ioRole);
 
  private:
@@ -249,7 +263,11 @@ class Mailbox {
   void onFlow(const FrameHeader& header) REQUIRES(ioRole);
   Target targetOfPiece(const FrameHeader& header) REQUIRES(ioRole);
   Target targetIn(Transfer& request, const FrameHeader& header) REQUIRES(ioRole);
-  void clearToSend(Transfer& request, const FrameHeader& header) REQUIRES(ioRole);
+  void clearToSend(Transfer& request, const FrameHeader& header, const SharedPlace& place)
+      REQUIRES(ioRole);
+  void offer(Transfer& request, Connection& connection, OutItem* item) REQUIRES(ioRole);
+  bool beginReading(Transfer& request, const FrameHeader& header, const SharedPlace& place)
+      REQUIRES(ioRole);
   FrameHeader header(FrameKind kind, int destination) const;
   OutItem controlItem(int destination, FrameKind kind, const std::string& payload) const;
 
@@ -282,6 +300,17 @@ class Mailbox {
   std::unordered_map<uint64_t, Transfer*> inFlight_ GUARDED_BY(ioRole);
   uint64_t nextId_ GUARDED_BY(ioRole) = 1;
 
+  // Messages that are read where they lie, in turn. All are counted in the mesh.
+  struct Reading {
+    Transfer* request;
+    FrameHeader header;
+    SharedPlace place;
+    std::shared_ptr<Segment> segment;
+    const char* from;
+    size_t got = 0;
+  };
+  std::deque<Reading> readings_ GUARDED_BY(ioRole);
+
   struct OpenWindow {
     Span memory;
     std::vector<uint64_t> signals;  // by source: those that nobody has waited for
@@ -293,6 +322,7 @@ class Mailbox {
 // A message that came before its receive was posted.
 struct Mailbox::Unexpected {
   FrameHeader header;
+  SharedPlace place;
   std::unique_ptr<char[]> payload;
   size_t got = 0;  // bytes of it
   bool isComplete = false;

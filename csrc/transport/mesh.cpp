@@ -156,6 +156,13 @@ bool Mesh::moveBytes(bool* inHost) {
   for (size_t i = 0; i < connections_.size(); ++i) {
     if (connections_[i]->maybeReadable()) note(i, connections_[i]->drain());
   }
+  if (local_.readings > 0) {
+    for (Mailbox* mailbox : local_.groups.all()) {
+      const bool hasRead = mailbox->readShared(Connection::kTurnBytes);
+      moved |= hasRead;
+      if (hasRead && inHost) *inHost = true;
+    }
+  }
   for (size_t i = 0; i < connections_.size(); ++i) note(i, connections_[i]->flush());
   if (local_.dialing > 0) dialAgain();
   loseEnding();

@@ -76,6 +76,7 @@ class Mesh {
   // What is being read into this window goes nowhere.
   void forget(Mailbox* mailbox, uint64_t window) REQUIRES(ioRole);
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
+  void addReadings(int delta) REQUIRES(ioRole) { local_.readings += delta; }
   void finishDelivered(Transfer* request) REQUIRES(ioRole) { delivered_.push_back(request); }
   bool hasLinkTo(const PeerAddress& peer) const REQUIRES(ioRole);
   // It leaves with the connection that there is, or will be: none is made for it.

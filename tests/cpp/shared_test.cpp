@@ -106,7 +106,7 @@ TEST(SharedHeap, memoryIsReturned) {
     std::memset(blocks.back(), i, 4 * kMiB);
   }
   EXPECT(heap.usageForTest().regionBytes >= 2000 * kMiB);
-  const SharedHeap::Place place = heap.find({blocks[19], 100 * kMiB});
+  const SharedPlace place = heap.find({blocks[19], 100 * kMiB});
   const std::shared_ptr<Segment> peers = heap.segmentOf(place.region);
   for (void* block : blocks) EXPECT(heap.free(block));
   EXPECT(heap.usageForTest().regionBytes <= SharedHeap::kKeptBytes);

@@ -20,6 +20,8 @@
 #include "transport/handshake.h"
 #include "transport/mailbox.h"
 #include "transport/mesh.h"
+#include "transport/shm/peer_regions.h"
+#include "transport/shm/shared_heap.h"
 
 using namespace mycoll;
 
@@ -28,8 +30,9 @@ namespace {
 // Two ranks.
 struct Pair {
   explicit Pair(TransportChoice transport, const std::string& secondSecret = std::string(32, 's'),
-                int count = 2) {
+                int count = 2, LinkTap* tap = nullptr) {
     MeshOptions options;
+    options.tap = tap;
     options.transport = transport;
     options.storeHost = "127.0.0.1";
     ASSERT_OK(Mesh::create(options, &meshes[0]));
@@ -189,6 +192,198 @@ TEST(Transport, cancelsWhatIsUnderWay) {
     ASSERT(pair.pump([&] { return receiving.isDone(); }));
     EXPECT_EQ(got, value);
   });
+}
+
+// ---- messages that lie in shared tensors --------------------------------------------------------
+
+// Counts what leaves.
+class Scales final : public LinkTap {
+ public:
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
+    return std::make_unique<Scale>(std::move(link), bytes);
+  }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
+
+  size_t bytes = 0;
+
+ private:
+  class Scale final : public LinkSender {
+   public:
+    Scale(std::unique_ptr<LinkSender> link, size_t& bytes)
+        : link_(std::move(link)), bytes_(bytes) {}
+    ssize_t write(const Span* parts, int count) override {
+      const ssize_t wrote = link_->write(parts, count);
+      if (wrote > 0) bytes_ += static_cast<size_t>(wrote);
+      return wrote;
+    }
+    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
+    int fd() const override { return link_->fd(); }
+    bool sendFd(int fd, const std::string& cookie) override { return link_->sendFd(fd, cookie); }
+
+   private:
+    const std::unique_ptr<LinkSender> link_;
+    size_t& bytes_;
+  };
+};
+
+class SharedBlock {
+ public:
+  explicit SharedBlock(size_t bytes) : bytes_(bytes), data_(SharedHeap::process().allocate(bytes)) {
+    ASSERT(data_ != nullptr);
+  }
+  ~SharedBlock() { SharedHeap::process().free(data_); }
+  Span span() const { return {data_, bytes_}; }
+  void fill(const std::vector<char>& from) { std::memcpy(data_, from.data(), bytes_); }
+
+ private:
+  const size_t bytes_;
+  void* const data_;
+};
+
+// Two ranks that are connected, and have sent each other nothing that is shared.
+struct ConnectedPair : Pair {
+  explicit ConnectedPair(TransportChoice transport, LinkTap* tap = nullptr)
+      : Pair(transport, std::string(32, 's'), 2, tap) {
+    int value = 9, got = 0;
+    Transfer sending, receiving;
+    mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
+    mailboxes[0]->send(sending, 1, kMessages, 1, message(4), {&value, 4});
+    ASSERT(pump([&] { return receiving.isDone() && sending.isDone(); }));
+  }
+};
+
+TEST(Transport, readsSharedMessagesWhereTheyLie) {
+  forBothLinks([](TransportChoice transport) {
+    Scales scales;
+    ConnectedPair pair(transport, &scales);
+    for (const size_t bytes : {size_t{100'000}, size_t{1'000'003}, size_t{9'000'000}}) {
+      for (const bool isEarly : {false, true}) {
+        const std::vector<char> out = pattern(bytes, static_cast<unsigned>(bytes));
+        std::vector<char> in(bytes);
+        SharedBlock block(bytes);
+        block.fill(out);
+        Transfer sending, receiving;
+        scales.bytes = 0;
+        const auto receive = [&] {
+          pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(bytes), span(in));
+        };
+        if (!isEarly) receive();
+        pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(bytes), block.span());
+        pair.pump([] { return true; });
+        if (isEarly) receive();
+        ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
+        EXPECT_OK(receiving.status());
+        EXPECT_OK(sending.status());
+        EXPECT(in == out);
+        EXPECT_EQ(scales.bytes < 1000, transport != TransportChoice::kTcp);
+      }
+    }
+  });
+}
+
+TEST(Transport, aSharedMessageThatIsTakenBackIsNotBelieved) {
+  ConnectedPair pair(TransportChoice::kAuto);
+  constexpr size_t kBytes = 4 * 1024 * 1024;
+  SharedBlock block(kBytes);
+  std::memset(block.span().data, 1, kBytes);
+  std::vector<char> in(kBytes);
+  Transfer receiving;
+  pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(kBytes), span(in));
+  {
+    Transfer sending;
+    pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(kBytes), block.span());
+    ASSERT(pair.pump([&] { return in.front() == 1; }));
+    EXPECT(in.back() == 0);  // it is being read
+  }
+  std::memset(block.span().data, 2, kBytes);
+  EXPECT(!pair.pump([&] { return receiving.isDone(); }, 200));
+  // The link is still in step, and other messages of the region are believed.
+  std::vector<char> other(kBytes);
+  Transfer sending, second;
+  pair.mailboxes[1]->receive(second, 0, kMessages, 8, message(kBytes), span(other));
+  pair.mailboxes[0]->send(sending, 1, kMessages, 8, message(kBytes), block.span());
+  ASSERT(pair.pump([&] { return second.isDone() && sending.isDone(); }));
+  EXPECT(other == std::vector<char>(kBytes, 2));
+  EXPECT(!receiving.isDone());
+}
+
+// Another message of its region was taken back, and nobody can tell which.
+TEST(Transport, aSharedMessageInDoubtIsCopied) {
+  Scales scales;
+  ConnectedPair pair(TransportChoice::kAuto, &scales);
+  constexpr size_t kBytes = 4 * 1024 * 1024;
+  const std::vector<char> out = pattern(kBytes, 5);
+  SharedBlock block(kBytes);
+  block.fill(out);
+  std::vector<char> in(kBytes);
+  Transfer sending, receiving;
+  pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(kBytes), span(in));
+  pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(kBytes), block.span());
+  SharedHeap::process().revoke(SharedHeap::process().find(block.span()));
+  ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
+  EXPECT_OK(receiving.status());
+  EXPECT(in == out);
+  EXPECT(scales.bytes > kBytes);
+}
+
+// Both ends go while it is read.
+TEST(Transport, aSharedMessageIsNotReadForNobody) {
+  ConnectedPair pair(TransportChoice::kAuto);
+  constexpr size_t kBytes = 4 * 1024 * 1024;
+  SharedBlock block(kBytes);
+  std::memset(block.span().data, 1, kBytes);
+  auto in = std::make_unique<std::vector<char>>(kBytes);
+  auto receiving = std::make_unique<Transfer>();
+  Transfer sending;
+  pair.mailboxes[1]->receive(*receiving, 0, kMessages, 7, message(kBytes), span(*in));
+  pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(kBytes), block.span());
+  ASSERT(pair.pump([&] { return in->front() == 1; }));
+  receiving.reset();
+  in.reset();
+  EXPECT(!pair.pump([&] { return sending.isDone(); }, 100));
+  pair.mailboxes[1]->detach();
+  pair.meshes[1].reset();
+  pair.mailboxes[1].reset();
+  ASSERT(pair.pump([&] { return sending.isDone(); }));
+  EXPECT(!sending.status().ok());
+}
+
+// What a peer says is looked at before it is used.
+TEST(Transport, placesOfAPeerAreJudged) {
+  class Given final : public LinkReceiver {
+   public:
+    explicit Given(Fd fd) : fd_(std::move(fd)) {}
+    ssize_t read(void*, size_t, bool) override { return 0; }
+    bool maybeReadable() const override { return false; }
+    void onEvent(bool) override {}
+    void setAsleep(bool) override {}
+    int fd() const override { return -1; }
+    Fd takeFd(const std::string&) override { return std::move(fd_); }
+
+   private:
+    Fd fd_;
+  };
+  constexpr size_t kBytes = 1024 * 1024;
+  const uint64_t head = SharedHeap::kHeadBytes;
+  const auto isFound = [&](const SharedPlace& place, size_t bytes, bool isRegion = true,
+                           bool hasCome = true) {
+    std::shared_ptr<Segment> made, segment;
+    ASSERT_OK(Segment::create(kBytes, &made));
+    if (isRegion) new (made->data()) RegionHead;
+    Given link(hasCome ? Fd(dup(made->fd())) : Fd());
+    PeerRegions regions;
+    return regions.find(place, bytes, link, &segment) != nullptr;
+  };
+  EXPECT(isFound({1, head, kBytes, 0}, kBytes - head));
+  EXPECT(!isFound({1, head, kBytes, 0}, kBytes - head + 1));
+  EXPECT(!isFound({1, head, kBytes, 0}, ~size_t{0}));
+  EXPECT(!isFound({1, head - 1, kBytes, 0}, 1));
+  EXPECT(!isFound({1, kBytes + 1, kBytes, 0}, 1));
+  EXPECT(!isFound({1, ~uint64_t{0}, kBytes, 0}, 2));
+  EXPECT(!isFound({1, head, 2 * kBytes, 0}, 1));
+  EXPECT(!isFound({1, head, 0, 0}, 1));
+  EXPECT(!isFound({1, head, kBytes, 0}, 1, /*isRegion=*/false));
+  EXPECT(!isFound({1, head, kBytes, 0}, 1, /*isRegion=*/true, /*hasCome=*/false));
 }
 
 TEST(Transport, noticesThatAPeerHasGone) {

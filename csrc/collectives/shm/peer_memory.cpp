@@ -68,7 +68,7 @@ void adopt(Mailbox& mailbox, Passing& passing) {
 bool PeerMemory::offer(const Span& mine, SharedSpan* offered) const {
   *offered = {0, 0, mine.bytes};
   if (mine.bytes == 0) return true;
-  const SharedHeap::Place place = SharedHeap::process().find(mine);
+  const SharedPlace place = SharedHeap::process().find(mine);
   if (place.region == 0) return false;
   const auto known = known_.find({self_, place.region});
   if (known != known_.end() && !known->second.isUsable) return false;

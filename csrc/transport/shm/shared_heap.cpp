@@ -205,7 +205,7 @@ void SharedHeap::conceal(const Span& memory) {
   if (block != nullptr && block->exposures > 0) --block->exposures;
 }
 
-SharedHeap::Place SharedHeap::find(const Span& memory) const {
+SharedPlace SharedHeap::find(const Span& memory) const {
   if (!isUsed_.load(std::memory_order_relaxed) || memory.bytes == 0) return {};
   const MutexLock lock(mutex_);
   auto after = regions_.upper_bound(memory.begin());
@@ -215,7 +215,16 @@ SharedHeap::Place SharedHeap::find(const Span& memory) const {
       memory.bytes > static_cast<size_t>(region.end() - memory.begin())) {
     return {};
   }
-  return {region.id, static_cast<uint64_t>(memory.begin() - region.segment->data())};
+  const auto* head = reinterpret_cast<const RegionHead*>(region.segment->data());
+  return {region.id, static_cast<uint64_t>(memory.begin() - region.segment->data()),
+          region.segment->bytes(), head->revocations.load(std::memory_order_relaxed)};
+}
+
+void SharedHeap::revoke(const SharedPlace& place) {
+  const std::shared_ptr<Segment> segment = segmentOf(place.region);
+  if (!segment) return;  // it is dropped, with all that was in it
+  auto* head = reinterpret_cast<RegionHead*>(segment->data());
+  head->revocations.fetch_add(1, std::memory_order_seq_cst);
 }
 
 std::shared_ptr<Segment> SharedHeap::segmentOf(uint64_t region) const {

@@ -40,6 +40,16 @@ struct RegionHead {
   static constexpr uint64_t kMagic = 0x6e6f69676572636d;
   uint64_t magic = kMagic;
   std::atomic<uint32_t> isDropped;  // nothing is in it any more, or ever will be
+  // How often its owner has taken back something that others were told to read.
+  std::atomic<uint32_t> revocations;
+};
+
+// Where memory lies that another process of the host may read. region 0: nowhere.
+struct SharedPlace {
+  uint64_t region = 0;
+  uint64_t offset = 0;       // from the beginning of the segment
+  uint64_t regionBytes = 0;  // of the segment
+  uint64_t revocations = 0;  // as RegionHead's: more by now means that it may hold something else
 };
 
 class SharedHeap {
@@ -64,12 +74,10 @@ class SharedHeap {
   bool expose(const Span& memory);
   void conceal(const Span& memory);
 
-  // Where memory lies that others are to read. Region 0: in no region of this process.
-  struct Place {
-    uint64_t region = 0;
-    uint64_t offset = 0;  // from the beginning of the segment
-  };
-  Place find(const Span& memory) const;
+  // Region 0: it is in no region of this process.
+  SharedPlace find(const Span& memory) const;
+  // Whoever was told to read there, and has not finished, will see that he must not believe it.
+  void revoke(const SharedPlace& place);
   // Null: there is no such region any more.
   std::shared_ptr<Segment> segmentOf(uint64_t region) const;
 

@@ -409,10 +409,9 @@ bool Connection::giveRegion(uint64_t region) {
   return state_ == State::kOpen && isShm() && regions_.give(region, *wires_.front().link.sender);
 }
 
-const char* Connection::findShared(const SharedPlace& place, size_t bytes,
-                                   std::shared_ptr<Segment>* segment) {
+std::shared_ptr<Segment> Connection::regionOf(uint64_t region, size_t bytes) {
   if (!isShm()) return nullptr;
-  return regions_.find(place, bytes, *wires_.front().link.receiver, segment);
+  return regions_.regionOf(region, bytes, *wires_.front().link.receiver);
 }
 
 void Connection::setAsleep(bool asleep) {

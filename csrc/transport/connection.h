@@ -129,9 +129,8 @@ class Connection {
   Fd takeFd(const std::string& cookie) REQUIRES(ioRole);
   // Whether the peer can read this process's region, when it gets the next message.
   bool giveRegion(uint64_t region) REQUIRES(ioRole);
-  // Where something of the peer's can be read, for as long as *segment is held; or null.
-  const char* findShared(const SharedPlace& place, size_t bytes, std::shared_ptr<Segment>* segment)
-      REQUIRES(ioRole);
+  // One that the peer has given. Null: it cannot be read here.
+  std::shared_ptr<Segment> regionOf(uint64_t region, size_t bytes) REQUIRES(ioRole);
 
   // ---- ending
 

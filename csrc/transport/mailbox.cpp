@@ -326,9 +326,12 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, const Shar
 
 bool Mailbox::beginReading(Transfer& request, const FrameHeader& came, const SharedPlace& place) {
   if (request.data_.bytes == 0 || request.data_.bytes != came.messageBytes) return false;
-  Reading reading{&request, came, place, nullptr, nullptr};
-  reading.from = mesh_->linkTo(group_.peers[came.source])
-                     .findShared(place, request.data_.bytes, &reading.segment);
+  Connection& connection = mesh_->linkTo(group_.peers[came.source]);
+  Reading reading{&request, came, place, connection.regionOf(place.region, place.regionBytes),
+                  nullptr};
+  if (reading.segment) {
+    reading.from = SharedHeap::memoryAt(*reading.segment, place.offset, request.data_.bytes);
+  }
   if (!reading.from) return false;
   readings_.push_back(std::move(reading));
   mesh_->addReadings(1);
@@ -617,6 +620,18 @@ bool Mailbox::sendFd(int destination, int fd, const std::string& cookie) {
 Fd Mailbox::takeFd(int source, const std::string& cookie) {
   IoLock lock(ioMutex());
   return mesh_->takeFd(group_.peers[source].uid, cookie);
+}
+
+size_t Mailbox::giveRegion(int destination, uint64_t region) {
+  IoLock lock(ioMutex());
+  const std::shared_ptr<Segment> segment = SharedHeap::process().segmentOf(region);
+  const bool isGiven = segment && mesh_->linkTo(group_.peers[destination]).giveRegion(region);
+  return isGiven ? segment->bytes() : 0;
+}
+
+std::shared_ptr<Segment> Mailbox::regionOf(int source, uint64_t region, size_t bytes) {
+  IoLock lock(ioMutex());
+  return mesh_->linkTo(group_.peers[source]).regionOf(region, bytes);
 }
 
 // ---- for the owner -----------------------------------------------------------------------------

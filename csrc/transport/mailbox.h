@@ -185,6 +185,12 @@ class Mailbox {
   // What sendFd() at `source` sent with this cookie; closed when there is none.
   Fd takeFd(int source, const std::string& cookie);
 
+  // Makes a region of this process's shared tensors known to a rank of this host, which hears of it
+  // with the next message: in how many bytes. 0: it cannot read there. As sendFd() otherwise.
+  size_t giveRegion(int destination, uint64_t region);
+  // What giveRegion() at `source` gave. Null: it cannot be read here.
+  std::shared_ptr<Segment> regionOf(int source, uint64_t region, size_t bytes);
+
   // Nothing has come for it from the other side: no message, or nobody who takes this one.
   bool isUnmatched(const Transfer& request);
   // True when all that was queued has been handed to the connections.

@@ -367,12 +367,13 @@ TEST(Transport, placesOfAPeerAreJudged) {
   const uint64_t head = SharedHeap::kHeadBytes;
   const auto isFound = [&](const SharedPlace& place, size_t bytes, bool isRegion = true,
                            bool hasCome = true) {
-    std::shared_ptr<Segment> made, segment;
+    std::shared_ptr<Segment> made;
     ASSERT_OK(Segment::create(kBytes, &made));
     if (isRegion) new (made->data()) RegionHead;
     Given link(hasCome ? Fd(dup(made->fd())) : Fd());
     PeerRegions regions;
-    return regions.find(place, bytes, link, &segment) != nullptr;
+    const auto segment = regions.regionOf(place.region, place.regionBytes, link);
+    return segment && SharedHeap::memoryAt(*segment, place.offset, bytes) != nullptr;
   };
   EXPECT(isFound({1, head, kBytes, 0}, kBytes - head));
   EXPECT(!isFound({1, head, kBytes, 0}, kBytes - head + 1));

@@ -2,65 +2,27 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
+#include <vector>
 
-#include "base/log.h"
-#include "base/sha256.h"
 #include "collectives/batch.h"
 #include "collectives/shm/collectives.h"
-#include "transport/shm/link.h"
+#include "transport/mailbox.h"
 #include "transport/shm/shared_heap.h"
 
 namespace mycoll {
 namespace {
 
-// What the owner of a region tells a rank of it.
-struct Word {
-  uint64_t bytes = 0;
-  char cookie[kCookieBytes] = {};
-
-  std::string cookieText() const { return std::string(cookie, sizeof(cookie)); }
-};
-
-// A descriptor on its way between two ranks.
+// A region on its way to the other ranks.
 struct Passing {
   int owner = 0;
   uint64_t region = 0;
-  std::vector<Word> words;        // by rank; others than the owner use their own only
-  std::vector<uint64_t> areSent;  // the same
+  std::vector<uint64_t> bytes;  // by rank: of what it was given; others use their own only
   std::shared_ptr<Segment> segment;
 };
 
 template <typename T>
 Span spanOf(T& value) {
   return {&value, sizeof(value)};
-}
-
-Status describe(const Mailbox& mailbox, Passing& passing) {
-  passing.segment = SharedHeap::process().segmentOf(passing.region);
-  for (Word& word : passing.words) {
-    word.bytes = passing.segment ? passing.segment->bytes() : 0;
-    MYCOLL_RETURN_IF_ERROR(randomBytes(word.cookie, sizeof(word.cookie)));
-    const std::string prefix = mailbox.fdPrefix();
-    std::memcpy(word.cookie, prefix.data(), prefix.size());
-  }
-  return Status();
-}
-
-// What another rank has sent of it. Nothing where that cannot be mapped, which is no failure.
-void adopt(Mailbox& mailbox, Passing& passing) {
-  const Word& word = passing.words[mailbox.rank()];
-  if (!passing.areSent[mailbox.rank()]) return;
-  Fd fd = mailbox.takeFd(passing.owner, word.cookieText());
-  Status status(Code::kNetwork, "shared tensors: the descriptor did not come");
-  if (fd.isOpen() && word.bytes >= SharedHeap::kHeadBytes) {
-    status = Segment::adopt(std::move(fd), word.bytes, &passing.segment, Segment::Access::kReadOnly,
-                            /*useHugePages=*/true);
-  }
-  if (!status.ok()) {
-    MYCOLL_LOG_WARN("tensors of %s are copied: %s", mailbox.describeRank(passing.owner).c_str(),
-                    status.message().c_str());
-  }
 }
 
 }  // namespace
@@ -131,8 +93,7 @@ Task PeerMemory::introduce(ShmGroup group) {
   const int ranks = arena.ranks();
   std::vector<Passing> passings;
   for (const auto& [owner, region] : newIn(arena)) {
-    passings.push_back({owner, region, std::vector<Word>(ranks), std::vector<uint64_t>(ranks), {}});
-    if (owner == self_) MYCOLL_CO_RETURN_IF_ERROR(describe(mailbox, passings.back()));
+    passings.push_back({owner, region, std::vector<uint64_t>(ranks), nullptr});
   }
   forgetDropped();
 
@@ -140,38 +101,41 @@ Task PeerMemory::introduce(ShmGroup group) {
   for (size_t i = 0; i < passings.size(); ++i) {
     Passing& passing = passings[i];
     if (passing.owner != self_) {
-      words.receive(passing.owner, spanOf(passing.words[self_]), 2 * i);
+      words.receive(passing.owner, {}, 2 * i);
       continue;
     }
     for (int rank = 0; rank < ranks; ++rank) {
-      if (rank != self_) words.send(rank, spanOf(passing.words[rank]), 2 * i);
+      if (rank != self_) words.send(rank, {}, 2 * i);
     }
   }
   co_await words;
   MYCOLL_CO_RETURN_IF_ERROR(words.status());
 
   // The words have left, so there is a connection to each.
-  Batch sent(mailbox, group.sequence, group.signature);
+  Batch given(mailbox, group.sequence, group.signature);
   for (size_t i = 0; i < passings.size(); ++i) {
     Passing& passing = passings[i];
     if (passing.owner != self_) {
-      sent.receive(passing.owner, spanOf(passing.areSent[self_]), 2 * i + 1);
+      given.receive(passing.owner, spanOf(passing.bytes[self_]), 2 * i + 1);
       continue;
     }
+    passing.segment = SharedHeap::process().segmentOf(passing.region);
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == self_) continue;
-      passing.areSent[rank] = passing.segment && mailbox.sendFd(rank, passing.segment->fd(),
-                                                                passing.words[rank].cookieText());
-      sent.send(rank, spanOf(passing.areSent[rank]), 2 * i + 1);
+      passing.bytes[rank] = mailbox.giveRegion(rank, passing.region);
+      given.send(rank, spanOf(passing.bytes[rank]), 2 * i + 1);
     }
   }
-  co_await sent;
-  MYCOLL_CO_RETURN_IF_ERROR(sent.status());
+  co_await given;
+  MYCOLL_CO_RETURN_IF_ERROR(given.status());
 
   char* const mapped = arena.beginBlob(passings.size());
   for (size_t i = 0; i < passings.size(); ++i) {
-    if (passings[i].owner != self_) adopt(mailbox, passings[i]);
-    mapped[i] = passings[i].segment != nullptr;
+    Passing& passing = passings[i];
+    if (passing.owner != self_ && passing.bytes[self_] > 0) {
+      passing.segment = mailbox.regionOf(passing.owner, passing.region, passing.bytes[self_]);
+    }
+    mapped[i] = passing.segment != nullptr;
   }
   arena.arrive(group.signature, passings.size(), 0);
   AllArrived arrived(arena, group.signature);
@@ -197,12 +161,7 @@ Task PeerMemory::introduce(ShmGroup group) {
 const char* PeerMemory::find(int rank, const SharedSpan& offered) const {
   const auto known = known_.find({rank, offered.region});
   if (known == known_.end() || !known->second.segment) return nullptr;
-  const Segment& segment = *known->second.segment;
-  if (offered.offset < SharedHeap::kHeadBytes || offered.offset > segment.bytes() ||
-      offered.bytes > segment.bytes() - offered.offset) {
-    return nullptr;
-  }
-  return segment.data() + offered.offset;
+  return SharedHeap::memoryAt(*known->second.segment, offered.offset, offered.bytes);
 }
 
 // The numbers of regions are never used again, so it does not matter which rank forgets one when.

@@ -5,9 +5,9 @@
 // the list means is the algorithm's business. All ranks see the same offers, so all know which
 // regions are new, and meet once for each, before the collective begins anew:
 //
-//   owner     word of it, to each ->   descriptor, to each ->
-//   others                                                     (map it)
-//   all                                                                   arrive: which are mapped
+//   owner     a word, to each ->   the region, to each ->
+//   others                                               (map it)
+//   all                                                            arrive: which are mapped
 //
 // A region is read when all have it. One that somebody could not map is never offered again, and
 // its tensors travel through the arena, like any others.
@@ -16,8 +16,7 @@
 // has failed may use its tensors at once, whatever the others are doing.
 //
 // Thread contract: as Arena: whoever holds the run lock.
-// Lifetime: of the group. A mapping goes when its region is dropped by its owner, at the next
-// introduction, or with the group.
+// Lifetime: of the group. The mappings are those of the connections (PeerRegions).
 #pragma once
 
 #include <cstdint>

@@ -29,28 +29,25 @@ bool PeerRegions::give(uint64_t region, LinkSender& link) {
   return true;
 }
 
-const char* PeerRegions::find(const SharedPlace& place, size_t bytes, LinkReceiver& link,
-                              std::shared_ptr<Segment>* segment) {
-  const auto [at, isNew] = known_.try_emplace(place.region);
-  if (isNew) {
-    forgetDropped();
-    Status status(Code::kNetwork, "the descriptor did not come");
-    Fd fd = link.takeFd(cookieOf(place.region));
-    if (fd.isOpen() && place.regionBytes > SharedHeap::kHeadBytes) {
-      status = Segment::adopt(std::move(fd), place.regionBytes, &at->second,
-                              Segment::Access::kReadOnly, /*useHugePages=*/true);
-    }
-    if (!status.ok()) {
-      MYCOLL_LOG_WARN("shared tensors of a peer are copied: %s", status.message().c_str());
-    }
+std::shared_ptr<Segment> PeerRegions::regionOf(uint64_t region, size_t bytes, LinkReceiver& link) {
+  const auto [at, isNew] = known_.try_emplace(region);
+  std::shared_ptr<Segment>& segment = at->second;
+  if (!isNew) return segment;
+  forgetDropped();
+  Status status(Code::kNetwork, "the descriptor did not come");
+  Fd fd = link.takeFd(cookieOf(region));
+  if (fd.isOpen() && bytes > SharedHeap::kHeadBytes) {
+    status = Segment::adopt(std::move(fd), bytes, &segment, Segment::Access::kReadOnly,
+                            /*useHugePages=*/true);
   }
-  if (!at->second || headOf(*at->second).magic != RegionHead::kMagic) return nullptr;
-  *segment = at->second;
-  const size_t end = (*segment)->bytes();
-  if (place.offset < SharedHeap::kHeadBytes || place.offset > end || bytes > end - place.offset) {
-    return nullptr;
+  if (status.ok() && headOf(*segment).magic != RegionHead::kMagic) {
+    segment.reset();
+    status = Status(Code::kNetwork, "the descriptor is another one");
   }
-  return (*segment)->data() + place.offset;
+  if (!status.ok()) {
+    MYCOLL_LOG_WARN("shared tensors of a peer are copied: %s", status.message().c_str());
+  }
+  return segment;
 }
 
 void PeerRegions::forgetDropped() {

@@ -1,6 +1,6 @@
 // PeerRegions: the regions of shared tensors (SharedHeap) that this process and one other of its
 // host have made known to each other. A region's descriptor goes over once, ahead of the first
-// message that says what lies there.
+// message that speaks of it, and is mapped for reading only.
 //
 // Thread contract: the mesh's I/O lock.
 // Lifetime: of the connection. Whoever reads a region holds its segment.
@@ -23,9 +23,9 @@ class PeerRegions {
  public:
   // The peer can read this process's region from here on. False: it cannot.
   bool give(uint64_t region, LinkSender& link) REQUIRES(ioRole);
-  // Where something of the peer's can be read: in *segment. Null: it cannot, or is not there.
-  const char* find(const SharedPlace& place, size_t bytes, LinkReceiver& link,
-                   std::shared_ptr<Segment>* segment) REQUIRES(ioRole);
+  // The peer's region of so many bytes, which it has given. Null: it cannot be mapped.
+  std::shared_ptr<Segment> regionOf(uint64_t region, size_t bytes, LinkReceiver& link)
+      REQUIRES(ioRole);
 
  private:
   void forgetDropped() REQUIRES(ioRole);

@@ -233,6 +233,12 @@ std::shared_ptr<Segment> SharedHeap::segmentOf(uint64_t region) const {
   return found == byId_.end() ? nullptr : regions_.at(found->second).segment;
 }
 
+const char* SharedHeap::memoryAt(const Segment& region, uint64_t offset, uint64_t bytes) {
+  const bool isInside =
+      offset >= kHeadBytes && offset <= region.bytes() && bytes <= region.bytes() - offset;
+  return isInside ? region.data() + offset : nullptr;
+}
+
 SharedHeap::Usage SharedHeap::usageForTest() const {
   const MutexLock lock(mutex_);
   Usage usage;

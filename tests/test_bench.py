@@ -89,6 +89,34 @@ class TestRuns:
         refused = run_bench("all_reduce", "--nproc", "1", "--device", "cuda", "--memory", "shared")
         assert refused.returncode == 2 and "--memory" in refused.stderr, refused.stderr
 
+    def test_operators_and_windows_take_part(self, tmp_path: Path) -> None:
+        results = tmp_path / "results.jsonl"
+        operations = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "put")
+        done = on_ranks(
+            *(3, ",".join(operations), "--ops", "--memory", "both", "--backend", "mycoll,gloo"),
+            *("-b", "64", "-e", "256K", "-f", "4096", "--json", str(results), *_QUICK),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "wrong elements: 0" in done.stdout
+        _, rows = read_results(str(results))
+        names: dict[str, set[str]] = {op: set() for op in operations}
+        for row in rows:
+            names[row.op].add(row.contender)
+            assert row.wrong == 0
+        everybody = {"mycoll", "mycoll-shared", "mycoll-ops", "gloo"}
+        for op in operations[:3]:
+            assert names[op] == everybody, names
+        assert names["broadcast"] == everybody - {"mycoll-ops"}
+        assert names["put"] == {"mycoll", "mycoll-shared"}
+        planted = on_ranks(
+            *(2, ",".join((*operations[:3], "put")), "--ops", "--plant-error"),
+            *("-b", "64", "-e", "64", "--json", str(results), *_QUICK),
+        )
+        assert planted.returncode == 1, planted.stdout + planted.stderr
+        _, rows = read_results(str(results))
+        assert len(rows) == 7 and all(row.wrong for row in rows)
+        assert run_bench("all_reduce", "--ops", "--backend", "gloo").returncode == 2
+
     def test_columns_and_files(self, tmp_path: Path) -> None:
         json_path = tmp_path / "out.jsonl"
         operations = ("all_reduce", "all_gather", "reduce", "sendrecv", "bandwidth", "barrier")
@@ -127,7 +155,7 @@ class TestRuns:
         )
         assert done.returncode == 1, done.stdout + done.stderr
         _, rows = read_results(str(path))
-        assert {row.op for row in rows} == set(OPERATIONS)
+        assert {row.op for row in rows} == set(OPERATIONS) - {"put"}  # which is mycoll's
         assert [row.op for row in rows if not row.wrong] == []
 
     def test_every_message_under_way_is_verified(self, tmp_path: Path) -> None:

@@ -38,13 +38,16 @@ class Arena:
         self.windows, evicted = plan(window_bytes, world, hot, busy_ranks)
         self._stride = aligned(window_bytes) + _GAP_BYTES
         memory = self._stride * self.windows
-        self._memory = torch.empty(memory, dtype=torch.uint8, device=world.device)
+        self.memory = torch.empty(memory, dtype=torch.uint8, device=world.device)
         self._evictor = torch.zeros(evicted // 8, dtype=torch.int64)
 
     def window(self, index: int, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """`count` elements at a byte offset of a window; the offset is a multiple of a line."""
-        begin = index * self._stride + offset
-        return self._memory[begin : begin + count * dtype.itemsize].view(dtype)
+        begin = self.begin(index, offset)
+        return self.memory[begin : begin + count * dtype.itemsize].view(dtype)
+
+    def begin(self, index: int, offset: int) -> int:
+        return index * self._stride + offset
 
     def refill(self, dtype: torch.dtype) -> None:
         """Ones everywhere.
@@ -52,8 +55,8 @@ class Arena:
         Reducing them again and again stays finite for a round, meets no denormals that slow it
         down, and no cache that treats zeros apart.
         """
-        usable = self._memory.numel() // dtype.itemsize * dtype.itemsize
-        self._memory[:usable].view(dtype).fill_(1)
+        usable = self.memory.numel() // dtype.itemsize * dtype.itemsize
+        self.memory[:usable].view(dtype).fill_(1)
         if self._evictor.numel():
             self._evictor.add_(1)
 

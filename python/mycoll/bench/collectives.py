@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -196,6 +197,22 @@ COLLECTIVES = {
 }
 
 
+def _operator(name: str) -> Callable[[Setting], Call]:
+    def bind(io: Setting) -> Call:
+        operator = getattr(torch.ops.mycoll, name).default
+        return partial(operator, io.source, io.group.group_name)
+
+    return bind
+
+
+# They return their results, but for the first.
+_OPERATORS = {
+    "all_reduce": _operator("all_reduce_"),
+    "all_gather": _operator("all_gather"),
+    "reduce_scatter": _operator("reduce_scatter"),
+}
+
+
 class CollectiveWorkload(Workload):
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world)
@@ -224,13 +241,22 @@ class CollectiveWorkload(Workload):
             self._kind.bind(self._setting(index, group)) for index in range(self._arena.windows)
         ]
 
+    def with_operators(self) -> Workload:
+        if self.case.op not in _OPERATORS or self.case.redop not in ("none", "sum"):
+            raise Unsupported("")
+        found = copy.copy(self)
+        found._kind = replace(self._kind, bind=_OPERATORS[self.case.op])
+        return found
+
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:
         pattern = Pattern(self.case.dtype, self.case.redop, self.world.size, seed)
         io = self._setting(seed % self._arena.windows, group)
         if self._kind.target != "source":
             poison([io.target])
         pattern.fill(io.source, self.world.rank)
-        self._kind.bind(io)()
+        returned = self._kind.bind(io)()
+        if isinstance(returned, torch.Tensor):
+            io.target.copy_(returned)
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize(self.world.device)
         if plant_error:

@@ -125,6 +125,13 @@ class TorchContender(Contender):
         self._host_times = []
 
 
+class OperatorContender(TorchContender):
+    """Calls torch.ops.mycoll, where it has the operation."""
+
+    def prepare(self, workload: Workload) -> None:
+        super().prepare(workload.with_operators())
+
+
 class CopyContender(Contender):
     """Every rank copies, at once, what the operation must at least move: the memory's limit."""
 
@@ -191,11 +198,14 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
             if options.memory == "both" and name.split("#")[0] == "mycoll":
                 found.append(TorchContender(f"{name}-shared", kind, world, group))
                 found[-1].shares_memory = True
+            if options.ops and name == "mycoll":
+                found.append(OperatorContender(f"{name}-ops", kind, world, group))
+                found[-1].shares_memory = options.memory == "shared"
         except Exception as cause:  # whatever a backend raises: the others can still be measured
             error = one_line(cause)
         errors = [text for text in world.gather_all(error) if text]
         if errors:
-            own = (name, f"{name}-shared")
+            own = (name, f"{name}-shared", f"{name}-ops")
             found = [contender for contender in found if contender.name not in own]
             absent.append(f"{name}: {errors[0]}")
     if options.limit and world.device.type != "cpu":

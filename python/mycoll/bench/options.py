@@ -24,6 +24,7 @@ OPERATIONS = (
     "sendrecv",
     "pingpong",
     "bandwidth",
+    "put",
     "ddp",
 )
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
@@ -80,6 +81,7 @@ class Options:
     redops: tuple[str, ...]
     hot: bool
     memory: str
+    ops: bool
     device: str
     timeout_seconds: float
     floor: bool
@@ -243,6 +245,7 @@ def _parser() -> Parser:
         default="private",
         help="of CPU tensors: the usual, shared tensors, or mycoll with both, in turn",
     )
+    add("--ops", action="store_true", help="also time torch.ops.mycoll, where it has the operation")
     add("--floor", action="store_true", help="also time torch's own cost of a call")
     add("--limit", action="store_true", help="also time memory copies by all ranks at once")
     add(
@@ -289,6 +292,10 @@ def parse_options(argv: Sequence[str]) -> Options:
         parser.error(f"--device: torch knows no '{found.device}'")
     if found.memory != "private" and device.type != "cpu":
         parser.error("--memory is about CPU tensors")
+    if found.ops and device.type != "cpu":
+        parser.error("--ops are for CPU tensors")
+    if found.ops and "mycoll" not in backends:
+        parser.error("--ops are mycoll's: name it in --backend")
     if ":" in found.device:
         parser.error(f"--device: every rank takes its own; say '{device.type}'")
     if found.minbytes < 1 or found.maxbytes < found.minbytes:

@@ -1,4 +1,5 @@
-"""Between two ranks: latency by ping-pong, rate by windows of messages, as OSU measures them.
+"""Between two ranks: latency by ping-pong, rate by windows of messages, as OSU measures them; and
+the rate of puts, which the other rank takes no part in.
 
 Ranks 0 and 1 talk; the others, if any, wait.
 """
@@ -15,6 +16,7 @@ from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.patterns import Pattern, poison, spoil
 from mycoll.bench.workload import PAIR, Call, Case, Group, Unsupported, Workload
 from mycoll.bench.world import World
+from mycoll.windows import new_window
 
 _WINDOW = 16
 
@@ -136,3 +138,47 @@ class BandwidthWorkload(_Pairwise):
             answer(acknowledgement, peer, group=group)
 
         return transfer
+
+
+class PutWorkload(_Pairwise):
+    """Rank 1 says that it is ready; sixteen puts, and a signal. The time is one put's."""
+
+    messages = length = _WINDOW
+
+    def __init__(self, case: Case, world: World, hot: bool) -> None:
+        super().__init__(case, world, hot)
+        if world.device.type != "cpu":
+            raise Unsupported("windows are of CPU tensors")
+        self.copied_bytes = self.size / world.size
+
+    def received(self) -> bool:
+        return self.world.rank == 1
+
+    def calls(self, group: Group) -> Sequence[Call]:
+        # All ranks make it, and the arenas of those who talk have one shape.
+        self._window = new_window(self.arena.memory, group)
+        return super().calls(group)
+
+    def call(self, index: int, group: Group) -> Call:
+        arena, window, peer = self.arena, self._window, self.peer
+        used = [at % arena.windows for at in range(index, index + _WINDOW)]
+        puts = [(self.outgoing(at).view(torch.uint8), arena.begin(at, self._offset)) for at in used]
+
+        def give() -> None:
+            window.wait_signal(peer, False)
+            for work in [window.put(tensor, peer, where, True) for tensor, where in puts]:
+                work.wait()
+            window.signal(peer, False)
+
+        def take() -> None:
+            window.signal(peer, False)
+            window.wait_signal(peer, False)
+
+        return give if self.world.rank == 0 else take
+
+
+PAIRWISE: dict[str, type[_Pairwise]] = {
+    "pingpong": PingPongWorkload,
+    "bandwidth": BandwidthWorkload,
+    "put": PutWorkload,
+}

@@ -14,7 +14,7 @@ from mycoll.bench.arena import MAX_WINDOWS
 from mycoll.bench.collectives import COLLECTIVES, BarrierWorkload, CollectiveWorkload
 from mycoll.bench.contenders import Contender, one_line
 from mycoll.bench.options import REDUCING, ROOTED, Options
-from mycoll.bench.pairwise import BandwidthWorkload, PingPongWorkload
+from mycoll.bench.pairwise import PAIRWISE
 from mycoll.bench.result import Row, compared, make_row
 from mycoll.bench.training import DdpWorkload, models
 from mycoll.bench.workload import Case, Unsupported, Workload
@@ -48,11 +48,9 @@ def _workload(case: Case, world: World, hot: bool) -> Workload:
         return CollectiveWorkload(case, world, hot)
     if case.op == "barrier":
         return BarrierWorkload(case, world)
-    if case.op == "pingpong":
-        return PingPongWorkload(case, world, hot)
-    if case.op == "ddp":
-        return DdpWorkload(case, world, list(models())[case.size])
-    return BandwidthWorkload(case, world, hot)
+    if case.op in PAIRWISE:
+        return PAIRWISE[case.op](case, world, hot)
+    return DdpWorkload(case, world, list(models())[case.size])
 
 
 @dataclass

@@ -78,6 +78,10 @@ class Workload(ABC):
     def calls(self, group: Group) -> Sequence[Call]:
         """One call for each set of buffers; empty on a rank that takes no part."""
 
+    def with_operators(self) -> Workload:
+        """The same by torch.ops.mycoll, on the same buffers."""
+        raise Unsupported("")
+
     @abstractmethod
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:
         """Runs the operation once on telling data; the number of wrong elements on this rank."""

@@ -3,6 +3,7 @@
 // peer says on its link, to the byte (corpus/frames.py writes those that are not by seed).
 // Handshakes: handshake_fuzz_test.cpp.
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <random>
@@ -15,6 +16,7 @@
 #include "test.h"
 #include "transport/mailbox.h"
 #include "transport/mesh.h"
+#include "transport/shm/shared_heap.h"
 
 using namespace mycoll;
 
@@ -22,6 +24,7 @@ namespace {
 
 constexpr uint64_t kContext = 42;
 constexpr size_t kBytes = 64;
+constexpr size_t kRegionBytes = 64 * 1024;
 
 Signature message() {
   Signature result;
@@ -38,7 +41,7 @@ std::string nonsense(std::mt19937& random) {
   const unsigned frames = 1 + random() % 6;
   for (unsigned i = 0; i < frames; ++i) {
     FrameHeader header;
-    header.kind = static_cast<FrameKind>(1 + random() % 15);
+    header.kind = static_cast<FrameKind>(1 + random() % 17);
     header.messageClass = static_cast<MessageClass>(random() % 5);
     header.source = 0;
     header.destination = 1;
@@ -57,6 +60,14 @@ std::string nonsense(std::mt19937& random) {
     std::string payload(std::min<uint64_t>(header.payloadBytes, 20'000), 'a');
     for (char& byte : payload) {
       if (random() % 4 == 0) byte = static_cast<char>(random());
+    }
+    // Where a message can be read, more or less: in a region that can be mapped.
+    if (header.kind == FrameKind::kRequestToSend && random() % 4 > 0) {
+      SharedPlace place{1 + random() % 2, SharedHeap::kHeadBytes, kRegionBytes, 0};
+      if (random() % 3 == 0) place.offset = sizes[random() % std::size(sizes)];
+      if (random() % 3 == 0) place.regionBytes = sizes[random() % std::size(sizes)];
+      payload.assign(reinterpret_cast<const char*>(&place), sizeof(place));
+      header.payloadBytes = sizeof(place);
     }
     if (random() % 3 == 0) {
       header.magic = FrameHeader::kCheckedMagic;
@@ -88,7 +99,12 @@ class Liar final : public LinkReceiver {
   void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
   void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
   int fd() const override { return link_->fd(); }
-  bool isOver() const { return at_ == bytes_.size(); }
+  Fd takeFd(const std::string&) override {
+    std::shared_ptr<Segment> region;
+    ASSERT_OK(Segment::create(kRegionBytes, &region));
+    new (region->data()) RegionHead;
+    return Fd(dup(region->fd()));
+  }
 
  private:
   std::unique_ptr<LinkReceiver> link_;

@@ -112,6 +112,12 @@ Status Dial::hungUp(bool isShm) {
   return Status(Code::kNetwork, "did not answer the handshake");
 }
 
+// Another attempt follows.
+Status Dial::notNow(Standing standing) {
+  standing_ = standing;
+  return Status(Code::kNetwork, "refused");  // seen by nobody
+}
+
 // In the order in which they are tried: those of a network that both are in come first, those that
 // did not work before come last. Further sockets begin one later each, and so use all of them.
 std::vector<const TcpAddress*> Dial::addresses() const {
@@ -204,67 +210,36 @@ Task Dial::attempt() {
 }
 
 Task Dial::shakeHands(Fd socket, bool isShm) {
-  hasProved_ = false;
-  const HandshakeGroup group = voucher_;
+  using End = Handshake::End;
+  if (isShm) (void)local_.sleeper.watch(socket.get());
+  handshake_ = {};
+  handshake_.socket = socket.get();
+  handshake_.secret = voucher_.secret;
   // The other side may be stopped, and go on: its end would end the connection.
-  const Deadline deadline = Deadline::never();
-  const int fd = socket.get();
-  if (isShm) (void)local_.sleeper.watch(fd);
-  Hello hello;
+  handshake_.deadline = Deadline::never();
+  handshake_.makesRings = isShm;
+  Hello& hello = handshake_.hello;
   hello.isShm = isShm;
   hello.joins = joining_.connection;
-  hello.context = group.context;
-  hello.source = group.source;
-  hello.destination = group.destination;
+  hello.context = voucher_.context;
+  hello.source = voucher_.source;
+  hello.destination = voucher_.destination;
   std::memcpy(hello.sourceUid, local_.address.uid.data(), sizeof(hello.sourceUid));
   std::memcpy(hello.destinationUid, peer_.uid.data(), sizeof(hello.destinationUid));
-  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(hello.nonce, sizeof(hello.nonce)));
-  WriteExactly sendHello(fd, &hello, sizeof(hello), deadline);
-  co_await sendHello;
-  Challenge challenge;
-  ReadExactly readChallenge(fd, &challenge, sizeof(challenge), deadline);
-  co_await readChallenge;
-  if (sendHello.hasFailed() || readChallenge.hasFailed()) co_return hungUp(isShm);
-  if (challenge.standing == Standing::kNotYet || challenge.standing == Standing::kGone) {
-    standing_ = challenge.standing;
-    co_return Status(Code::kNetwork, "refused");  // seen by nobody: another attempt follows
+  MYCOLL_CO_RETURN_IF_ERROR(co_await mycoll::shakeHands(handshake_));
+  switch (handshake_.end) {
+    case End::kAccepted: break;
+    case End::kHungUp: co_return hungUp(isShm);
+    case End::kGone: co_return notNow(Standing::kGone);
+    case End::kNotYet: co_return notNow(Standing::kNotYet);
+    case End::kAskAgain: isCrossed_ = true; co_return notNow(Standing::kNotYet);
+    case End::kDistrusted:
+      co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
+    case End::kRefused:
+      co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
   }
-  Digest expected = acceptorProof(group.secret, hello, challenge.nonce);
-  if (!constantTimeEqual(expected, challenge.mac)) {
-    co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
-  }
-  Proof proof;
-  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(proof.cookie, sizeof(proof.cookie)));
-  proof.mac = connectorProof(group.secret, hello, challenge.nonce, proof.cookie);
-  hasProved_ = true;
-  std::shared_ptr<Segment> segment;
-  if (isShm) {
-    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &segment));
-    auto* ring = reinterpret_cast<RingHeader*>(segment->data());
-    std::memcpy(ring->cookie, proof.cookie, sizeof(ring->cookie));
-    // A fresh socket has room for so few bytes: this never fails for want of it.
-    if (!sendDescriptor(fd, segment->fd(), reinterpret_cast<const char*>(&proof), sizeof(proof))) {
-      co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
-    }
-    segment->closeFd();
-  } else {
-    WriteExactly sendProof(fd, &proof, sizeof(proof), deadline);
-    co_await sendProof;
-  }
-  Verdict verdict;
-  ReadExactly readVerdict(fd, &verdict, sizeof(verdict), deadline);
-  co_await readVerdict;
-  if (readVerdict.hasFailed()) co_return hungUp(isShm);
-  if (!verdict.isAccepted && verdict.isToAskAgain) {
-    isCrossed_ = true;
-    standing_ = Standing::kNotYet;
-    co_return Status(Code::kNetwork, "refused");
-  }
-  if (!verdict.isAccepted) {
-    co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
-  }
-  link_ = local_.makeLink(peer_, std::move(socket), std::move(segment), RingSide::kMaker);
-  link_.id = idOf(proof);
+  link_ = local_.makeLink(peer_, std::move(socket), std::move(handshake_.rings), RingSide::kMaker);
+  link_.id = idOf(handshake_.proof);
   co_return Status();
 }
 

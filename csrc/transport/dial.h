@@ -48,7 +48,9 @@ class Dial {
   Dial(Local& local, const PeerAddress& peer, Joining joining) REQUIRES(ioRole);
   State state() const REQUIRES(ioRole) { return state_; }
   // The peer may have made the connection already: it knows that this side wants it.
-  bool hasProved() const REQUIRES(ioRole) { return state_ == State::kTrying && hasProved_; }
+  bool hasProved() const REQUIRES(ioRole) {
+    return state_ == State::kTrying && handshake_.hasProved;
+  }
 
   // Goes on with an attempt if what it waits for has come.
   void goOn() REQUIRES(ioRole);
@@ -68,6 +70,7 @@ class Dial {
   bool begin() REQUIRES(ioRole);
   void finish() REQUIRES(ioRole);
   Status hungUp(bool isShm) REQUIRES(ioRole);
+  Status notNow(Standing standing) REQUIRES(ioRole);
   Task attempt() REQUIRES(ioRole);
   Task shakeHands(Fd socket, bool isShm) REQUIRES(ioRole);
   std::vector<const TcpAddress*> addresses() const REQUIRES(ioRole);
@@ -84,7 +87,7 @@ class Dial {
   Standing standing_ GUARDED_BY(ioRole) = Standing::kGone;
   Deadline nextAttempt_ GUARDED_BY(ioRole);
   Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // once nobody listened
-  bool hasProved_ GUARDED_BY(ioRole) = false;                // in this attempt
+  Handshake handshake_ GUARDED_BY(ioRole);                   // of this attempt
   // The other side has, or makes, a connection of its own.
   bool isCrossed_ GUARDED_BY(ioRole) = false;
   size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group

@@ -47,6 +47,54 @@ Digest connectorProof(const std::string& secret, const Hello& hello, const uint8
   return hmacSha256(secret, transcript("mycoll connect", hello, nonce) + std::string(cookie, 32));
 }
 
+Task shakeHands(Handshake& handshake) {
+  using End = Handshake::End;
+  const int fd = handshake.socket;
+  Hello& hello = handshake.hello;
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(hello.nonce, sizeof(hello.nonce)));
+  WriteExactly sendHello(fd, &hello, sizeof(hello), handshake.deadline);
+  co_await sendHello;
+  Challenge challenge;
+  ReadExactly readChallenge(fd, &challenge, sizeof(challenge), handshake.deadline);
+  co_await readChallenge;
+  if (sendHello.hasFailed() || readChallenge.hasFailed()) co_return Status();
+  if (challenge.standing == Standing::kNotYet || challenge.standing == Standing::kGone) {
+    handshake.end = challenge.standing == Standing::kGone ? End::kGone : End::kNotYet;
+    co_return Status();
+  }
+  const Digest expected = acceptorProof(handshake.secret, hello, challenge.nonce);
+  if (!constantTimeEqual(expected, challenge.mac)) {
+    handshake.end = End::kDistrusted;
+    co_return Status();
+  }
+  Proof& proof = handshake.proof;
+  MYCOLL_CO_RETURN_IF_ERROR(randomBytes(proof.cookie, sizeof(proof.cookie)));
+  proof.mac = connectorProof(handshake.secret, hello, challenge.nonce, proof.cookie);
+  handshake.hasProved = true;
+  if (handshake.makesRings) {
+    MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &handshake.rings));
+    auto* ring = reinterpret_cast<RingHeader*>(handshake.rings->data());
+    std::memcpy(ring->cookie, proof.cookie, sizeof(ring->cookie));
+    // A fresh socket has room for so few bytes: this never fails for want of it.
+    if (!sendDescriptor(fd, handshake.rings->fd(), reinterpret_cast<const char*>(&proof),
+                        sizeof(proof))) {
+      co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
+    }
+    handshake.rings->closeFd();
+  } else {
+    WriteExactly sendProof(fd, &proof, sizeof(proof), handshake.deadline);
+    co_await sendProof;
+  }
+  Verdict verdict;
+  ReadExactly readVerdict(fd, &verdict, sizeof(verdict), handshake.deadline);
+  co_await readVerdict;
+  if (readVerdict.hasFailed()) co_return Status();
+  handshake.end = verdict.isAccepted     ? End::kAccepted
+                  : verdict.isToAskAgain ? End::kAskAgain
+                                         : End::kRefused;
+  co_return Status();
+}
+
 Status listenUnix(const std::string& uid, Fd* listener) {
   Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   sockaddr_un address;

@@ -29,6 +29,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "base/deadline.h"
@@ -38,6 +39,8 @@
 #include "base/task.h"
 
 namespace mycoll {
+
+class Segment;
 
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
 constexpr uint32_t kHandshakeVersion = 6;
@@ -95,6 +98,32 @@ uint64_t idOf(const Proof& proof);
 Digest acceptorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32]);
 Digest connectorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32],
                       const char cookie[32]);
+
+// The connecting side. A value that outlives the task.
+struct Handshake {
+  enum class End {
+    kHungUp,  // or did not answer in time
+    kNotYet,  // both as the acceptor's standing
+    kGone,
+    kDistrusted,  // it could not prove that it knows the secret
+    kRefused,
+    kAskAgain,
+    kAccepted,
+  };
+
+  int socket = -1;
+  Hello hello;  // without the nonce
+  std::string secret;
+  Deadline deadline;
+  bool makesRings = false;  // hands over memory for them
+
+  End end = End::kHungUp;
+  bool hasProved = false;  // the acceptor may have accepted
+  Proof proof;
+  std::shared_ptr<Segment> rings;
+};
+// Fails only for want of something on this side.
+Task shakeHands(Handshake& handshake);
 
 Status listenUnix(const std::string& uid, Fd* listener);
 Status connectUnix(const std::string& uid, Fd* socket);

@@ -31,41 +31,43 @@ class Visit {
   }
 
   Status shakeHands(int fd, bool isUnix, Answer* answer, std::string* why) {
-    *answer = Answer::kHungUp;
-    *why = "did not answer the handshake";
-    Hello hello;
+    using End = Handshake::End;
+    Handshake handshake;
+    handshake.socket = fd;
+    handshake.secret = like_.secret();
+    handshake.deadline = deadline_;
+    Hello& hello = handshake.hello;
     hello.isShm = isUnix;
     hello.context = like_.number();
     hello.source = hello.destination = kNobody;
     hello.waits = waits_ ? 1 : 0;
     std::memcpy(hello.sourceUid, mesh_.address().uid.data(), sizeof(hello.sourceUid));
     std::memcpy(hello.destinationUid, peer_.uid.data(), sizeof(hello.destinationUid));
-    MYCOLL_RETURN_IF_ERROR(randomBytes(hello.nonce, sizeof(hello.nonce)));
-    WriteExactly sendHello(fd, &hello, sizeof(hello), deadline_);
-    MYCOLL_RETURN_IF_ERROR(until(sendHello, fd, POLLOUT));
-    Challenge challenge;
-    ReadExactly readChallenge(fd, &challenge, sizeof(challenge), deadline_);
-    MYCOLL_RETURN_IF_ERROR(until(readChallenge, fd, POLLIN));
-    if (sendHello.hasFailed() || readChallenge.hasFailed()) return Status();
-    if (challenge.standing != Standing::kMember) {
-      *answer = Answer::kNobody;
-      *why = "takes part in no such meeting";
-      return Status();
+    Task task = mycoll::shakeHands(handshake);
+    task.resume();
+    while (!task.finished()) {
+      MYCOLL_RETURN_IF_ERROR(until(*task.waitingFor(), fd, POLLIN));
+      task.resume();
     }
-    if (!constantTimeEqual(acceptorProof(like_.secret(), hello, challenge.nonce), challenge.mac)) {
-      *answer = Answer::kDistrusted;
-      *why = "could not prove that it is a member of this group";
-      return Status();
+    MYCOLL_RETURN_IF_ERROR(task.result());
+    switch (handshake.end) {
+      case End::kAccepted: *answer = Answer::kIn; break;
+      case End::kNotYet:
+      case End::kGone:
+        *answer = Answer::kNobody;
+        *why = "takes part in no such meeting";
+        break;
+      case End::kDistrusted:
+        *answer = Answer::kDistrusted;
+        *why = "could not prove that it is a member of this group";
+        break;
+      case End::kHungUp:
+      case End::kRefused:
+      case End::kAskAgain:
+        *answer = Answer::kHungUp;
+        *why = "did not answer the handshake";
+        break;
     }
-    Proof proof;
-    MYCOLL_RETURN_IF_ERROR(randomBytes(proof.cookie, sizeof(proof.cookie)));
-    proof.mac = connectorProof(like_.secret(), hello, challenge.nonce, proof.cookie);
-    WriteExactly sendProof(fd, &proof, sizeof(proof), deadline_);
-    MYCOLL_RETURN_IF_ERROR(until(sendProof, fd, POLLOUT));
-    Verdict verdict;
-    ReadExactly readVerdict(fd, &verdict, sizeof(verdict), deadline_);
-    MYCOLL_RETURN_IF_ERROR(until(readVerdict, fd, POLLIN));
-    if (!readVerdict.hasFailed() && verdict.isAccepted) *answer = Answer::kIn;
     return Status();
   }
 

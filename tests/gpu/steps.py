@@ -220,17 +220,11 @@ def capture(ctx: Ctx) -> Found:
 
 
 def contexts(ctx: Ctx) -> Found:
-    """Of a thread that never chose a GPU, and of all that this process did before.
-
-    torch 2.15's own flight recorder asks for the stream of a thread's current GPU before each call:
-    there a thread that never chose one gets a context on GPU 0, whatever the backend.
-    """
+    """Of a thread that never chose a GPU, and of all that this process did before."""
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            if is_cuda(ctx) and torch.__version__ >= "2.15":
-                torch.cuda.set_device(ctx.device)
             x = full(ctx, 1)
             for each in [dist.all_reduce(x, async_op=True) for _ in range(3)]:
                 each.wait()

@@ -42,6 +42,18 @@ def everything(ctx: Ctx) -> None:
     dist.all_reduce(x, async_op=True).wait()
 
 
+def hooks_of_torch(ctx: Ctx) -> int:
+    group = dist.new_group()
+    dist.barrier(group=group)
+    return len(distributed_c10d._world.pg_flight_recorder_hooks)
+
+
+def test_torch_keeps_no_second_record(reused, mycoll_only):
+    if not hasattr(distributed_c10d._world, "pg_flight_recorder_hooks"):
+        pytest.skip("torch records calls of other backends since 2.15")
+    assert reused(2, "shm").run_in_group(hooks_of_torch) == [0, 0]
+
+
 def failing(ctx: Ctx, how: str) -> None:
     ctx.init()
     everything(ctx)

@@ -243,7 +243,10 @@ def test_api_has_every_function() -> None:
 @pytest.mark.parametrize(
     "title, inherited",
     # torch fills these in; nobody passes them.
-    [("Options", {"backend", "global_ranks_in_group", "group_name"}), ("Options.nccl", set())],
+    [
+        ("Options", {"backend", "enable_reconfigure", "global_ranks_in_group", "group_name"}),
+        ("Options.nccl", set()),
+    ],
 )
 def test_api_has_every_option(title: str, inherited: set[str]) -> None:
     import mycoll

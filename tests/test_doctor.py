@@ -72,7 +72,8 @@ def test_sick_machine():
         "self-test",
     ]
     assert lines[-1] == "3 problems, 0 warnings"
-    assert all(len(line) <= 80 for line in lines), done.stdout
+    # But for a path, which is not broken.
+    assert all(len(line) <= 80 or len(line.split()) == 1 for line in lines), done.stdout
     assert done.stderr == "", "progress belongs on a terminal"
 
 

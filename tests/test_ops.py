@@ -239,23 +239,25 @@ def test_order(world, mycoll_only):
 def refusals(ctx: Ctx) -> None:
     import mycoll
 
+    # Since 2.15 torch makes one of its own exceptions of an operator's.
+    refused = mycoll.ArgumentError if torch.__version__ < "2.15" else ValueError
     ops, group = torch.ops.mycoll, name_of()
     x = torch.ones(4, 8)
     with ctx.case("no such group"), ctx.raises(RuntimeError, "nobody's"):
         ops.all_reduce_(x, "nobody's")
     gloo = dist.new_group(backend="gloo")
-    with ctx.case("another backend"), ctx.raises(mycoll.ArgumentError, "all_reduce_", "'gloo'"):
+    with ctx.case("another backend"), ctx.raises(refused, "all_reduce_", "'gloo'"):
         ops.all_reduce_(x, gloo.group_name)
-    with ctx.case("a scalar"), ctx.raises(mycoll.ArgumentError, "all_gather", "scalar"):
+    with ctx.case("a scalar"), ctx.raises(refused, "all_gather", "scalar"):
         ops.all_gather(torch.tensor(1.0), group)
     if ctx.size > 1:
-        with ctx.case("rows"), ctx.raises(mycoll.ArgumentError, "reduce_scatter", "multiple"):
+        with ctx.case("rows"), ctx.raises(refused, "reduce_scatter", "multiple"):
             ops.reduce_scatter(torch.ones(ctx.size + 1), group)
-    with ctx.case("overlapping"), ctx.raises(mycoll.ArgumentError, "must not share memory"):
+    with ctx.case("overlapping"), ctx.raises(refused, "must not share memory"):
         ops.all_reduce_(torch.ones(8).as_strided((4, 4), (1, 1)), group)
     with ctx.case("another device"), ctx.raises(NotImplementedError, "mycoll::all_reduce"):
         ops.all_reduce(torch.ones(4).to_sparse(), group)
-    with ctx.case("a gradient"), ctx.raises(mycoll.ArgumentError, "no_grad", "all_reduce"):
+    with ctx.case("a gradient"), ctx.raises(refused, "no_grad", "all_reduce"):
         ops.all_reduce(x.clone().requires_grad_(), group)
 
     norm: Callable[..., object] = ops.all_reduce_add_rms_norm
@@ -267,7 +269,7 @@ def refusals(ctx: Ctx) -> None:
         ((x, x, torch.ones(4)), "last dimension"),
         ((x[0, 0], x[0, 0], weight), "last dimension"),
     ):
-        with ctx.case(text), ctx.raises(mycoll.ArgumentError, "all_reduce_add_rms_norm", text):
+        with ctx.case(text), ctx.raises(refused, "all_reduce_add_rms_norm", text):
             norm(*arguments, EPS, group)
     with ctx.case("and the group lives on"):
         ctx.same(ops.all_reduce(x, group), x * ctx.size)

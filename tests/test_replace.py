@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from worlds import warm
 
 pytestmark = pytest.mark.usefixtures("mycoll_only")
@@ -459,6 +461,21 @@ def test_a_peer_that_dies() -> None:
 
 
 # --- what stays torch's ---------------------------------------------------------------------------
+
+
+def test_a_group_that_is_to_be_reconfigured_stays_gloos() -> None:
+    if "enable_reconfigure" not in inspect.signature(dist.init_process_group).parameters:
+        pytest.skip("torch has that since 2.15")
+    run(
+        """
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            dist.init_process_group("gloo", enable_reconfigure=True)
+        assert any("has no reconfigure" in str(each.message) for each in told), told
+        assert not ours(dist.group.WORLD) and dist.get_backend() == "gloo"
+        assert dist.distributed_c10d._supports_reconfigure()
+        """
+    )
 
 
 def test_the_real_one_stays_reachable() -> None:

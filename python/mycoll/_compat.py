@@ -41,7 +41,8 @@ def install() -> None:
     _installed = True
     # Since 2.15 torch records the calls of backends that keep no record of their own: from outside,
     # for 2 us a call, and 15 for a barrier. mycoll keeps one.
-    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("mycoll")
+    recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add("mycoll")
     replace("monitored_barrier", _wrap_monitored_barrier)
     if not hasattr(distributed_c10d, "set_timeout"):  # which serves every backend
         replace("_set_pg_timeout", _wrap_set_pg_timeout)

@@ -152,6 +152,17 @@ def _make_class(module: Any, real: Any) -> type[Backend]:
     class Like(type(module.MycollBackend)):  # type: ignore[misc]
         """isinstance(): torch may hand out a group's backend as the compiled class."""
 
+        def __call__(cls, *args: Any, enable_reconfigure: bool = False, **more: Any) -> Any:
+            # What torch 2.15 has begun to pass, and nearly always as False.
+            if enable_reconfigure:
+                warnings.warn(
+                    f"{VARIABLE}=gloo: a group that is made with enable_reconfigure=True stays "
+                    "gloo's, as mycoll has no reconfigure",
+                    stacklevel=2,
+                )
+                return real(*args, enable_reconfigure=True, **more)
+            return super().__call__(*args, **more)
+
         def __instancecheck__(cls, instance: Any) -> bool:
             if super().__instancecheck__(instance):
                 return True

@@ -30,7 +30,7 @@ Status Card::freshNonce(std::string* nonce) {
 
 std::string Card::settingsHere() {
   const Env& env = Env::process();
-  return "mycoll " + std::string(version()) + "/" + std::to_string(kHandshakeVersion) +
+  return "mycoll " + std::string(version()) + "/" + std::to_string(kProtocolVersion) +
          (env.partials == Partials::kWide ? "" : " MYCOLL_PARTIALS=rounded") +
          (env.sumBlock == 1 ? "" : " MYCOLL_SUM_BLOCK=" + std::to_string(env.sumBlock));
 }

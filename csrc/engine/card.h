@@ -17,7 +17,7 @@ struct Card {
   std::string nonce;  // names this card; rank 0's names the meeting, too
   int rank = 0;
   int ranks = 0;
-  // What must be alike on all ranks: mycoll's version and the handshake's, and variables that are
+  // What must be alike on all ranks: mycoll's version and its protocol's, and variables that are
   // set: "mycoll 0.1.0/5 MYCOLL_PARTIALS=rounded".
   std::string settings;
   std::string why;       // it has given up, and this is why; empty: it takes part

@@ -174,7 +174,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
   ReadExactly readHello(fd, &hello, sizeof(hello), deadline);
   co_await readHello;
   if (readHello.hasFailed() || hello.magic != kHandshakeMagic ||
-      hello.version != kHandshakeVersion || (hello.isShm && hello.joins) ||
+      hello.version != kProtocolVersion || (hello.isShm && hello.joins) ||
       (hello.isShm != 0) != visitor->isUnix ||
       std::memcmp(hello.destinationUid, local_.address.uid.data(), sizeof(hello.destinationUid)) !=
           0) {

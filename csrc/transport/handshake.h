@@ -43,7 +43,8 @@ namespace mycoll {
 class Segment;
 
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
-constexpr uint32_t kHandshakeVersion = 6;
+// Of all that travels between processes: the handshake, what ranks say when they meet, frames.
+constexpr uint32_t kProtocolVersion = 6;
 
 // The rank of a process that is in no group yet: see lobby.h.
 constexpr int kNobody = -1;
@@ -65,7 +66,7 @@ enum class Standing : uint32_t {
 
 struct Hello {
   uint64_t magic = kHandshakeMagic;
-  uint32_t version = kHandshakeVersion;
+  uint32_t version = kProtocolVersion;
   uint32_t isShm = 0;
   uint64_t context = 0;
   int32_t source = 0;

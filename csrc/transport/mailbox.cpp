@@ -356,7 +356,7 @@ bool Mailbox::readShared(size_t turnBytes) {
   inFlight_.erase(request.id_);
   // After all of it was read: see SharedHeap::revoke().
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  const auto& head = *reinterpret_cast<const RegionHead*>(reading.segment->data());
+  const RegionHead& head = SharedHeap::headOf(*reading.segment);
   if (head.revocations.load(std::memory_order_relaxed) != reading.place.revocations) {
     request.transferred_ = 0;
     clearToSend(request, reading.header, {});
@@ -622,11 +622,9 @@ Fd Mailbox::takeFd(int source, const std::string& cookie) {
   return mesh_->takeFd(group_.peers[source].uid, cookie);
 }
 
-size_t Mailbox::giveRegion(int destination, uint64_t region) {
+bool Mailbox::giveRegion(int destination, uint64_t region) {
   IoLock lock(ioMutex());
-  const std::shared_ptr<Segment> segment = SharedHeap::process().segmentOf(region);
-  const bool isGiven = segment && mesh_->linkTo(group_.peers[destination]).giveRegion(region);
-  return isGiven ? segment->bytes() : 0;
+  return mesh_->linkTo(group_.peers[destination]).giveRegion(region);
 }
 
 std::shared_ptr<Segment> Mailbox::regionOf(int source, uint64_t region, size_t bytes) {

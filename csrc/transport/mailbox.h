@@ -185,9 +185,9 @@ class Mailbox {
   // What sendFd() at `source` sent with this cookie; closed when there is none.
   Fd takeFd(int source, const std::string& cookie);
 
-  // Makes a region of this process's shared tensors known to a rank of this host, which hears of it
-  // with the next message: in how many bytes. 0: it cannot read there. As sendFd() otherwise.
-  size_t giveRegion(int destination, uint64_t region);
+  // Makes a region of this process's shared tensors known to a rank of this host, which can read it
+  // when the next message comes. False: it cannot. As sendFd() otherwise.
+  bool giveRegion(int destination, uint64_t region);
   // What giveRegion() at `source` gave. Null: it cannot be read here.
   std::shared_ptr<Segment> regionOf(int source, uint64_t region, size_t bytes);
 

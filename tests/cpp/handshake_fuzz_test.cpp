@@ -199,7 +199,7 @@ class Connector : public Wire {
     const std::vector<PeerAddress>& peers = server_.mailbox->group().peers;
     const bool isMember = hello.source >= 0 && hello.source < 2 &&
                           std::memcmp(hello.sourceUid, peers[hello.source].uid.data(), 32) == 0;
-    return hello.magic == kHandshakeMagic && hello.version == kHandshakeVersion && isMember &&
+    return hello.magic == kHandshakeMagic && hello.version == kProtocolVersion && isMember &&
            (hello.isShm != 0) == script_.isUnix && hello.context == kContext &&
            hello.destination == 1 && hello.joins == 0 &&  // there is nothing to join
            std::memcmp(hello.destinationUid, peers[1].uid.data(), 32) == 0 &&

@@ -122,7 +122,8 @@ Task PeerMemory::introduce(ShmGroup group) {
     passing.segment = SharedHeap::process().segmentOf(passing.region);
     for (int rank = 0; rank < ranks; ++rank) {
       if (rank == self_) continue;
-      passing.bytes[rank] = mailbox.giveRegion(rank, passing.region);
+      const bool isGiven = passing.segment && mailbox.giveRegion(rank, passing.region);
+      passing.bytes[rank] = isGiven ? passing.segment->bytes() : 0;
       given.send(rank, spanOf(passing.bytes[rank]), 2 * i + 1);
     }
   }
@@ -170,8 +171,7 @@ void PeerMemory::forgetDropped() {
     const auto& [name, known] = entry;
     if (!known.isUsable) return false;
     if (name.first == self_) return known.own.expired();
-    const auto* head = reinterpret_cast<const RegionHead*>(known.segment->data());
-    return head->isDropped.load(std::memory_order_acquire) != 0;
+    return SharedHeap::headOf(*known.segment).isDropped.load(std::memory_order_acquire) != 0;
   });
 }
 

@@ -15,10 +15,6 @@ std::string cookieOf(uint64_t region) {
   return cookie;
 }
 
-const RegionHead& headOf(const Segment& segment) {
-  return *reinterpret_cast<const RegionHead*>(segment.data());
-}
-
 }  // namespace
 
 bool PeerRegions::give(uint64_t region, LinkSender& link) {
@@ -40,7 +36,7 @@ std::shared_ptr<Segment> PeerRegions::regionOf(uint64_t region, size_t bytes, Li
     status = Segment::adopt(std::move(fd), bytes, &segment, Segment::Access::kReadOnly,
                             /*useHugePages=*/true);
   }
-  if (status.ok() && headOf(*segment).magic != RegionHead::kMagic) {
+  if (status.ok() && SharedHeap::headOf(*segment).magic != RegionHead::kMagic) {
     segment.reset();
     status = Status(Code::kNetwork, "the descriptor is another one");
   }
@@ -52,7 +48,8 @@ std::shared_ptr<Segment> PeerRegions::regionOf(uint64_t region, size_t bytes, Li
 
 void PeerRegions::forgetDropped() {
   std::erase_if(known_, [](const auto& entry) {
-    return entry.second && headOf(*entry.second).isDropped.load(std::memory_order_acquire) != 0;
+    return entry.second &&
+           SharedHeap::headOf(*entry.second).isDropped.load(std::memory_order_acquire) != 0;
   });
 }
 

@@ -89,8 +89,7 @@ void SharedHeap::drop(Regions::iterator at) {
        range != free_.end() && range->first < region.end();) {
     removeFree(range++);
   }
-  reinterpret_cast<RegionHead*>(region.segment->data())
-      ->isDropped.store(1, std::memory_order_release);
+  headOf(*region.segment).isDropped.store(1, std::memory_order_release);
   // Others may have it mapped, and look at its head only with their next call.
   (void)fallocate(region.segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                   static_cast<off_t>(kHeadBytes), static_cast<off_t>(bytes - kHeadBytes));
@@ -215,16 +214,15 @@ SharedPlace SharedHeap::find(const Span& memory) const {
       memory.bytes > static_cast<size_t>(region.end() - memory.begin())) {
     return {};
   }
-  const auto* head = reinterpret_cast<const RegionHead*>(region.segment->data());
   return {region.id, static_cast<uint64_t>(memory.begin() - region.segment->data()),
-          region.segment->bytes(), head->revocations.load(std::memory_order_relaxed)};
+          region.segment->bytes(),
+          headOf(*region.segment).revocations.load(std::memory_order_relaxed)};
 }
 
 void SharedHeap::revoke(const SharedPlace& place) {
   const std::shared_ptr<Segment> segment = segmentOf(place.region);
   if (!segment) return;  // it is dropped, with all that was in it
-  auto* head = reinterpret_cast<RegionHead*>(segment->data());
-  head->revocations.fetch_add(1, std::memory_order_seq_cst);
+  headOf(*segment).revocations.fetch_add(1, std::memory_order_seq_cst);
 }
 
 std::shared_ptr<Segment> SharedHeap::segmentOf(uint64_t region) const {

@@ -80,6 +80,9 @@ class SharedHeap {
   void revoke(const SharedPlace& place);
   // Null: there is no such region any more.
   std::shared_ptr<Segment> segmentOf(uint64_t region) const;
+  static RegionHead& headOf(const Segment& region) {
+    return *reinterpret_cast<RegionHead*>(region.data());
+  }
   // What another process says that lies there in a region of its own. Null: no block can.
   static const char* memoryAt(const Segment& region, uint64_t offset, uint64_t bytes);
 

@@ -230,6 +230,35 @@ def test_a_process_without_a_group_keeps_torch_as_it_is(site: Site) -> None:
     )
 
 
+def test_odd_entries_among_the_modules(site: Site) -> None:
+    """As cffi's libraries and lazy modules are. Real modules that have taken a function by its name
+    get ours."""
+    site.built().passes("""if True:
+        import sys, types, torch.distributed as dist
+
+        class Library:  # cffi's say that they are modules, and have no dictionary
+            __slots__ = ()
+            __class__ = types.ModuleType
+
+        class Raises:
+            def __getattribute__(self, name):
+                raise RuntimeError(name)
+
+        class Lazy(types.ModuleType):
+            def __getattribute__(self, name):
+                raise RuntimeError(name)
+
+        users = types.ModuleType("users")
+        users.monitored_barrier = original = dist.monitored_barrier
+        odd = {"a": Library(), "b": Raises(), "c": Lazy("c"), "d": None, "users": users,
+               "e": types.ModuleType.__new__(types.ModuleType)}
+        assert isinstance(odd["a"], types.ModuleType)
+        sys.modules.update(odd)
+        dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+        assert users.monitored_barrier is dist.monitored_barrier is not original
+        """)
+
+
 def test_missing_module(site: Site) -> None:
     site.passes("import torch, mycoll; torch.ones(1)")
     message = site.fails(INIT.format(backend="mycoll"))

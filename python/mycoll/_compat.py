@@ -63,10 +63,12 @@ def replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]])
 def rebind(name: str, original: Any, new: Any) -> None:
     """Puts `new` wherever `original` stands under its name."""
     # Also where a program, or torch's device_mesh, has imported the function by its name already.
-    # Not by getattr, which would run the code of modules that load themselves when they are used.
+    # Asked for its real type and its real dictionary: modules that load themselves when they are
+    # used would run their code, and what only says that it is a module (cffi's libraries) has none.
+    dictionary = vars(ModuleType)["__dict__"]
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            names = object.__getattribute__(module, "__dict__")
+        if issubclass(type(module), ModuleType):
+            names = dictionary.__get__(module) or {}
             if names.get(name) is original:
                 names[name] = new
 

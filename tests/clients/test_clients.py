@@ -47,12 +47,13 @@ def test_client(backend, tmp_path: Path, library: str, program: str, arguments: 
     assert found, output[-6000:]
     print(found[1])
     if library == "deepspeed":  # judged beside gloo
-        beside = launched(tmp_path, program, arguments[0], "gloo")
+        # Over gloo it aborts now and then when all is printed, where mycoll is not installed, too.
+        beside = launched(tmp_path, program, arguments[0], "gloo", may_abort=True)
         outcomes = [re.findall(r"weights: (.*)", each) for each in (output, beside)]
         assert outcomes[0] == outcomes[1] != []
 
 
-def launched(folder: Path, program: str, *arguments: str) -> str:
+def launched(folder: Path, program: str, *arguments: str, may_abort: bool = False) -> str:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*launch, "--nproc-per-node", "2", str(FOLDER / program), *arguments],
@@ -63,7 +64,8 @@ def launched(folder: Path, program: str, *arguments: str) -> str:
         text=True,
         timeout=DEADLINE,
     )
-    assert done.returncode == 0, done.stdout[-6000:]
+    aborted = may_abort and "client: " in done.stdout and "exitcode: -6" in done.stdout
+    assert done.returncode == 0 or aborted, done.stdout[-6000:]
     return done.stdout
 
 

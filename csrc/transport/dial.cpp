@@ -106,10 +106,11 @@ void Dial::again() {
   if (!begin()) moveTo(State::kNobody);
 }
 
-// In the middle of the handshake. After shared memory TCP is next, which asks again.
+// In the middle of the handshake. After shared memory TCP is next, which asks again; where nobody
+// listens there either, it hung up because it is gone.
 Status Dial::hungUp(bool isShm) {
   if (!isShm && ++hangUps_ <= kMaxHangUps) standing_ = Standing::kNotYet;
-  return Status(Code::kNetwork, "did not answer the handshake");
+  return Status(isShm ? Code::kPeerLost : Code::kNetwork, "did not answer the handshake");
 }
 
 // Another attempt follows.

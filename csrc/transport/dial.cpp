@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cerrno>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -106,8 +107,8 @@ void Dial::again() {
   if (!begin()) moveTo(State::kNobody);
 }
 
-// In the middle of the handshake. After shared memory TCP is next, which asks again; where nobody
-// listens there either, it hung up because it is gone.
+// In the middle of the handshake, or before it began. After shared memory TCP is next, which asks
+// again; where nobody listens there either, it hung up because it is gone.
 Status Dial::hungUp(bool isShm) {
   if (!isShm && ++hangUps_ <= kMaxHangUps) standing_ = Standing::kNotYet;
   return Status(isShm ? Code::kPeerLost : Code::kNetwork, "did not answer the handshake");
@@ -188,6 +189,7 @@ Task Dial::attempt() {
       (void)local_.sleeper.watch(socket.get());
       Connected connected(socket.get(), Deadline::after(kConnectTime));
       co_await connected;
+      if (connected.error() == ECONNRESET) co_return hungUp(false);
       if (connected.hasFailed()) {
         status = connectFailure(entry.address, entry.port, connected.error());
         setAside(entry, status);

@@ -156,8 +156,18 @@ void Doorkeeper::acceptFrom(int listener, bool isUnix) {
     if (!local_.sleeper.watch(visitor->socket.get()).ok()) continue;  // we would never hear of it
     visitor->task = answer(visitor.get());
     visitor->task.resume();
-    visitors_.push_back(std::move(visitor));
+    if (visitor->task.finished()) {
+      letIn(*visitor);
+    } else {
+      visitors_.push_back(std::move(visitor));
+    }
   }
+}
+
+// At once when it has been admitted: this side must not go on with a connection of its own to the
+// same process in between, as each of them could then keep the one that the other has dropped.
+void Doorkeeper::letIn(Visitor& visitor) {
+  if (visitor.entrant.link.sender) enter_(std::move(visitor.entrant));
 }
 
 void Doorkeeper::acceptAll() {
@@ -296,9 +306,9 @@ void Doorkeeper::goOn() {
       ++i;
       continue;
     }
-    Entrant entrant = std::move(visitor.entrant);
+    const std::unique_ptr<Visitor> done = std::move(visitors_[i]);
     visitors_.erase(visitors_.begin() + static_cast<ptrdiff_t>(i));
-    if (entrant.link.sender) enter_(std::move(entrant));
+    letIn(*done);
   }
 }
 

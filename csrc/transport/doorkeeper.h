@@ -60,6 +60,7 @@ class Doorkeeper {
   void acceptFrom(int listener, bool isUnix) REQUIRES(ioRole);
   void acceptAll() REQUIRES(ioRole);
   bool dropStranger() REQUIRES(ioRole);
+  void letIn(Visitor& visitor) REQUIRES(ioRole);
   Task answer(Visitor* visitor) REQUIRES(ioRole);
   Task answerInLobby(Visitor* visitor, Hello hello) REQUIRES(ioRole);
 

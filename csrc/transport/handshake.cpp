@@ -78,6 +78,7 @@ Task shakeHands(Handshake& handshake) {
     // A fresh socket has room for so few bytes: this never fails for want of it.
     if (!sendDescriptor(fd, handshake.rings->fd(), reinterpret_cast<const char*>(&proof),
                         sizeof(proof))) {
+      if (errno == EPIPE || errno == ECONNRESET) co_return Status();
       co_return Status(Code::kNetwork, "the ring's memory could not be handed over");
     }
     handshake.rings->closeFd();

@@ -317,14 +317,11 @@ void Membership::sayGoodbye(const Status& cause, const std::string& reason) {
   {
     IoLock lock(mailbox_.ioMutex());
     mailbox_.endSends(cause);
-    const GroupAddress& group = mailbox_.group();
-    Mesh& mesh = mailbox_.mesh();
+    // The other side must not hear of the departure before it hears why.
+    const std::string why = !cause_.ok() && tellsOthers_ ? abortPayload() : "";
     for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
-      if (rank == group.rank) continue;
-      // The other side must not hear of the departure before it hears why.
-      if (!cause_.ok() && tellsOthers_ && mesh.hasLinkTo(group.peers[rank])) {
-        mailbox_.sendControl(rank, FrameKind::kAbort, abortPayload());
-      }
+      if (rank == mailbox_.rank()) continue;
+      if (!why.empty()) mailbox_.sendControlIfConnected(rank, FrameKind::kAbort, why);
       mailbox_.sendControlIfConnected(rank, FrameKind::kGoodbye, reason);
     }
   }

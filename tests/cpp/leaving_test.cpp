@@ -305,6 +305,21 @@ TEST(Leaving, theFirstCauseIsWaitedForDuringTheHandshake) {
   });
 }
 
+// Rank 1 has heard of a failure, and leaves without a connection to rank 0. When that makes one, it
+// hears why before it hears that rank 1 has left.
+TEST(Leaving, theFirstCauseComesBeforeTheGoodbye) {
+  forBothLinks([](TransportChoice transport) {
+    Meshes world(2, transport);
+    for (int process : {0, 1}) world.join(process, 1, {0, 1});
+    Membership& leaving = world.at(1, 1).listener.membership();
+    leaving.fail(Status(Code::kMismatch, "different calls"), /*tellsOthers=*/false);
+    leaving.sayGoodbye(Status(Code::kAborted, "left"), "");
+    Word word(world, 0, 1, 1);
+    EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
+    EXPECT_EQ(world.at(0, 1).listener.failure().message(), "different calls");
+  });
+}
+
 // There was no connection when the group was left; with the first one for another group the news
 // comes, whoever makes it. Or that process's end would be a loss to the group.
 TEST(Leaving, goodbyesAreKeptForTheFirstConnection) {

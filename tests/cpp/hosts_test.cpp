@@ -287,7 +287,7 @@ class LongWay final : public LinkTap {
 // The least of some: how many delays an all_reduce of two hosts takes from the moment that both
 // call.
 double delaysOfAllReduce(size_t bytes, int flows) {
-  constexpr auto kDelay = std::chrono::milliseconds(20);
+  constexpr auto kDelay = std::chrono::milliseconds(60);
   constexpr int kRounds = 6;
   LongWay way(kDelay);
   std::barrier together(2);

@@ -129,9 +129,9 @@ Status sizeMismatch(const Mailbox& names, uint64_t sequence, const Signature& si
   return Status(Code::kMismatch,
                 "mycoll group '" + names.group().name + "': MISMATCH of sizes at collective #" +
                     std::to_string(sequence) + ", " + signature.describe() + "\n  " +
-                    names.describeRank(from) + " sends " + std::to_string(sent) + " bytes to rank " +
-                    std::to_string(to) + "\n  " +
-                    names.describeRank(to) + " expects " + std::to_string(expected) +
+                    names.describeRank(from) + " sends " + std::to_string(sent) +
+                    " bytes to rank " + std::to_string(to) + "\n  " + names.describeRank(to) +
+                    " expects " + std::to_string(expected) +
                     " bytes from it\n  Each pair of ranks must agree on the size of what one sends "
                     "to the other.",
                 fields);

@@ -48,6 +48,13 @@ def run_bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Com
 
 
 # Ranks in which something is planted run as scripts.
+_HAS_OPERATORS = """
+import sys, torch, torch.distributed as dist
+from mycoll.bench import inference, main
+inference.INFERENCE_PEERS["vllm"] = lambda world: dist.all_reduce
+inference.INFERENCE_PEERS["deepspeed"] = lambda world: torch.Tensor.zero_
+sys.exit(main())
+"""
 _LOSES_MESSAGES = """
 import sys, torch, torch.distributed as dist
 real, count = dist.isend, 0
@@ -214,6 +221,44 @@ class TestRuns:
         assert len(wrong) == 8 and wrong.pop(("barrier", peer)) is None
         assert set(wrong.values()) == {0}
         assert f"{peer}: in C, without torch" in done.stdout
+
+    def test_operators_of_others(self, tmp_path: Path) -> None:
+        """They sum up in place; one of these does it wrong."""
+        path = tmp_path / "out.jsonl"
+        done = on_ranks(
+            2,
+            *("all_reduce,all_gather", "--backend", "gloo", "--peers", "vllm,deepspeed"),
+            *("-b", "1K", "-e", "1K", "-d", "bfloat16,int32", "-o", "sum,max", *_QUICK),
+            *("--json", str(path)),
+            code=_HAS_OPERATORS,
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert "vllm, deepspeed: an operator of torch" in done.stdout
+        _, rows = read_results(str(path))
+        found = {
+            (row.contender, row.op, row.type, row.redop): bool(row.wrong)
+            for row in rows
+            if row.contender != "gloo"
+        }
+        case = ("all_reduce", "bfloat16", "sum")
+        assert found == {("vllm", *case): False, ("deepspeed", *case): True}
+
+    @pytest.mark.parametrize("peer", ["vllm", "deepspeed"])
+    def test_an_operator_of_others(self, peer: str, tmp_path: Path) -> None:
+        """The real ones, where they are installed."""
+        path = tmp_path / "out.jsonl"
+        done = run_bench(
+            *("all_reduce", "--nproc", "2", "--backend", "mycoll", "--ops", "--peers", peer),
+            *("-b", "1K", "-e", "1M", "-f", "32", "-d", "float32,bfloat16,float16", *_QUICK),
+            *("--json", str(path)),
+        )
+        _, *absent = done.stdout.split("left out: ")
+        if absent:
+            pytest.skip(absent[0].split("\n")[0])
+        assert done.returncode == 0, done.stdout + done.stderr
+        _, rows = read_results(str(path))
+        assert {row.wrong for row in rows} == {0}
+        assert sum(row.contender == peer for row in rows) == 9
 
     def test_nproc_beside_variables_of_another_launcher(
         self, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.clock import now
 from mycoll.bench.patterns import Pattern, poison, spoil
-from mycoll.bench.workload import Call, Case, Group, Unsupported, Workload
+from mycoll.bench.workload import Call, Case, Group, Operators, Unsupported, Workload
 from mycoll.bench.world import World
 
 _LATE_SECONDS = 0.01
@@ -205,8 +205,8 @@ def _operator(name: str) -> Callable[[Setting], Call]:
     return bind
 
 
-# They return their results, but for the first.
-_OPERATORS = {
+# mycoll's. They return their results, but for the first.
+OPERATORS = {
     "all_reduce": _operator("all_reduce_"),
     "all_gather": _operator("all_gather"),
     "reduce_scatter": _operator("reduce_scatter"),
@@ -241,11 +241,11 @@ class CollectiveWorkload(Workload):
             self._kind.bind(self._setting(index, group)) for index in range(self._arena.windows)
         ]
 
-    def with_operators(self) -> Workload:
-        if self.case.op not in _OPERATORS or self.case.redop not in ("none", "sum"):
+    def with_operators(self, operators: Operators) -> Workload:
+        if self.case.op not in operators or self.case.redop not in ("none", "sum"):
             raise Unsupported("")
         found = copy.copy(self)
-        found._kind = replace(self._kind, bind=_OPERATORS[self.case.op])
+        found._kind = replace(self._kind, bind=operators[self.case.op])
         return found
 
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:

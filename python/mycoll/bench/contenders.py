@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.clock import time_calls
+from mycoll.bench.collectives import OPERATORS
 from mycoll.bench.machine import native_module
 from mycoll.bench.options import Options
 from mycoll.bench.workload import Call, Group, Unsupported, Workload
@@ -129,7 +130,7 @@ class OperatorContender(TorchContender):
     """Calls torch.ops.mycoll, where it has the operation."""
 
     def prepare(self, workload: Workload) -> None:
-        super().prepare(workload.with_operators())
+        super().prepare(workload.with_operators(OPERATORS))
 
 
 class CopyContender(Contender):

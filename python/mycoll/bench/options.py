@@ -32,7 +32,7 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDOPS = ("sum", "prod", "min", "max", "avg")
 _MOST = 1e6  # seconds, factors
 _MOST_SIZES = 10_000
-PEERS = ("openmpi", "mpich", "intelmpi", "openmpi-tcp", "mpich-tcp")
+PEERS = ("openmpi", "mpich", "intelmpi", "openmpi-tcp", "mpich-tcp", "vllm", "deepspeed")
 
 # nccl-tests' names beside torch's own.
 _DTYPE_ALIASES = {
@@ -253,7 +253,7 @@ def _parser() -> Parser:
         type=_names(PEERS, "peer"),
         default=(),
         metavar="NAMES",
-        help=f"also time MPIs that are installed: {', '.join(PEERS)}",
+        help=f"also time other libraries that are installed: {', '.join(PEERS)}",
     )
     add(
         "--timeout",

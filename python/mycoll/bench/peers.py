@@ -1,5 +1,6 @@
-"""MPIs as contenders: a C program without torch, whose ranks take their turn in the same rounds.
+"""Other libraries as contenders.
 
+MPIs: a C program without torch, whose ranks take their turn in the same rounds.
 Rank 0 of the harness starts mpiexec once; the MPI ranks connect to its unix socket and wait in
 read() until a line tells them what to do. The other ranks of the harness sleep in a barrier
 meanwhile.
@@ -18,6 +19,7 @@ from typing import Any, TextIO
 
 from mycoll.bench.arena import plan
 from mycoll.bench.contenders import Contender, one_line
+from mycoll.bench.inference import INFERENCE_PEERS, InferenceContender
 from mycoll.bench.options import Options
 from mycoll.bench.peer_build import PeerAbsent, build, environment, launch_command
 from mycoll.bench.workload import Unsupported, Workload
@@ -138,20 +140,24 @@ def gather_peers(options: Options, world: World) -> tuple[list[Contender], list[
     absent: list[str] = []
     for name in options.peers:
         reason = ""
-        contender = MpiContender(name, world, options)
+        contender: Contender | None = None
         try:
             if world.hosts > 1:
                 raise PeerAbsent("peers are measured on one host only")
-            if world.rank == 0:
-                with tempfile.TemporaryDirectory(prefix="mycoll-bench-") as folder:
-                    contender.start(Path(folder))
+            if name in INFERENCE_PEERS:
+                contender = InferenceContender(name, world)
+            else:
+                contender = mpi = MpiContender(name, world, options)
+                if world.rank == 0:
+                    with tempfile.TemporaryDirectory(prefix="mycoll-bench-") as folder:
+                        mpi.start(Path(folder))
         except PeerAbsent as cause:
             reason = str(cause)
-        except (OSError, subprocess.SubprocessError) as cause:
+        except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as cause:
             reason = one_line(cause)
-        reason = world.share(reason)
-        if reason:
-            absent.append(f"{name}: {reason}")
+        reasons = [text for text in world.gather_all(reason) if text]
+        if reasons or contender is None:
+            absent.append(f"{name}: {reasons[0]}")
         else:
             found.append(contender)
     return found, absent

@@ -15,6 +15,7 @@ LEGEND = {
     "floor": "torch's own cost of a call",
     "limit": "memory copies, all ranks at once",
     "peer": "in C, without torch",
+    "operator": "an operator of torch that another project has for inference",
 }
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from mycoll.bench.options import torch_dtype
 from mycoll.bench.world import World
 
 Call = Callable[[], object]
+# By operation: makes a call of its buffers.
+Operators = Mapping[str, Callable[[Any], Call]]
 Group = dist.ProcessGroup
 PAIR = (0, 1)  # the ranks of operations between two
 
@@ -78,8 +81,8 @@ class Workload(ABC):
     def calls(self, group: Group) -> Sequence[Call]:
         """One call for each set of buffers; empty on a rank that takes no part."""
 
-    def with_operators(self) -> Workload:
-        """The same by torch.ops.mycoll, on the same buffers."""
+    def with_operators(self, operators: Operators) -> Workload:
+        """The same by these operators of torch, on the same buffers."""
         raise Unsupported("")
 
     @abstractmethod

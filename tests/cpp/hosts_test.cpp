@@ -657,6 +657,22 @@ TEST(Hosts, aRankThatNeverCallsIsNamed) {
       1500);
 }
 
+// What a rank of the host has given for another call is not added up, also where it is there first:
+// no rank of another host may get a result.
+TEST(Hosts, aCallThatDiffersInsideAHostReachesNoOther) {
+  runHosts({0, 1, 1}, [](Communicator& group) {
+    for (const bool isLast : {false, true}) {
+      const bool isOdd = isLast && group.rank() == 2;
+      if (isLast && !isOdd) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      std::vector<int32_t> data(isOdd ? 50 : 43);
+      Call c = call(OpKind::kAllReduce);
+      c.in = c.out = {span(data)};
+      const Code code = run(group, c).code();
+      EXPECT_EQ(static_cast<int>(code), static_cast<int>(isLast ? Code::kMismatch : Code::kOk));
+    }
+  });
+}
+
 // Different calls are found out, also between ranks that have no message for each other.
 TEST(Hosts, differentCallsAreMismatches) {
   runHosts({0, 0, 1, 1}, [](Communicator& group) {

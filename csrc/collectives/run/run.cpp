@@ -122,8 +122,9 @@ class Chunk {
   bool isOver() const { return phase_ > plan_->phases; }
 
   // The one before is over. After the last one: nothing. Returns what must come first; then it is
-  // to be called again. Null: it has begun.
-  Condition* beginPhase() {
+  // to be called again. Null: it has begun. haveMet: what other ranks of the host have given is
+  // known to be for the same call, and may be used.
+  Condition* beginPhase(bool haveMet = true) {
     if (!ranksOfHost_) batch_.reset();
     ranksOfHost_.reset();
     while (next_ < plan_->steps.size() && plan_->steps[next_].phase == phase_) {
@@ -137,7 +138,7 @@ class Chunk {
           const uint64_t rounds = isForArea ? group_.arena->roundsBefore(number_) : number_ + 1;
           if (rounds == 0) break;  // the collectives before have left it free
           ranksOfHost_.emplace(*group_.arena, counterOf(step.mark), rounds);
-          if (!ranksOfHost_->ready()) return &*ranksOfHost_;
+          if (!ranksOfHost_->ready() || (!isForArea && !haveMet)) return &*ranksOfHost_;
           ranksOfHost_.reset();
           break;
         }
@@ -288,7 +289,9 @@ Task netCollective(NetGroup group, const Call& call) {
                                     : chunking.chunks == 1 && group.arena->isFirstAreaFree();
     if (mayBegin) {
       Chunk& chunk = underWay.emplace_back(group, call, job, chunking, 0);
-      while (!first && !chunk.messages() && !chunk.isOver()) first = chunk.beginPhase();
+      while (!first && !chunk.messages() && !chunk.isOver()) {
+        first = chunk.beginPhase(/*haveMet=*/false);
+      }
     }
     group.arena->arrive(group.signature, bytes, chunking.chunks);
     AllArrived arrived(*group.arena, group.signature);

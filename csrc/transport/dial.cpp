@@ -189,15 +189,16 @@ Task Dial::attempt() {
       (void)local_.sleeper.watch(socket.get());
       Connected connected(socket.get(), Deadline::after(kConnectTime));
       co_await connected;
-      if (connected.error() == ECONNRESET) co_return hungUp(false);
-      if (connected.hasFailed()) {
+      if (connected.error() == ECONNRESET) {
+        status = hungUp(false);
+      } else if (connected.hasFailed()) {
         status = connectFailure(entry.address, entry.port, connected.error());
         setAside(entry, status);
       } else {
         tuneSocket(socket.get(), local_.options.networkSeconds);
         status = co_await shakeHands(std::move(socket), false);
-        if (status.ok() || standing_ != Standing::kMember) co_return status;
       }
+      if (status.ok() || standing_ != Standing::kMember) co_return status;
     } else {
       setAside(entry, status);
     }

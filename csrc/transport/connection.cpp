@@ -243,9 +243,7 @@ void Connection::open(Link link) {
 
 void Connection::enqueue(OutItem item) {
   if (state_ == State::kLost) {
-    if (!item.request) return;
-    item.request->mailbox_->abandon(
-        *item.request, Status(Code::kPeerLost, "the receiving rank " + loss_.describe()));
+    if (item.request) item.request->mailbox_->endUnsent(item.request, loss_.describe());
     return;
   }
   const bool mayLeave = queue_.empty() && !(!wires_.empty() && wires_.front().isSending);
@@ -316,7 +314,7 @@ void Connection::hasLeft(Wire& wire) {
   OutItem& item = wire.out;
   if (item.header.isPiece() && !isFirst(wire)) ++piecesOut_;
   Transfer* const request = item.request;
-  if (!request) return;
+  if (!request || item.header.kind == FrameKind::kRequestToSend) return;
   if (item.message.bytes > 0) {
     item.header.kind = FrameKind::kMore;
     item.header.magic = FrameHeader::kMagic;  // not sealed yet

@@ -51,7 +51,9 @@ struct OutItem {
   const char* payload = nullptr;
   std::string owned;            // the payload instead, where it is nobody else's
   size_t sent = 0;              // of header and payload together
-  Transfer* request = nullptr;  // finished when the payload has left; null: nobody's
+  // Finished when the payload has left; null: nobody's. It is dropped with its request, so that
+  // nobody is asked to take what will not be sent.
+  Transfer* request = nullptr;
   // kData, kMore, kPut: the whole message, which leaves in pieces, and how much of it has been cut
   // off. kEager: the same, as soon as this frame, which has no payload, has left.
   Span message;

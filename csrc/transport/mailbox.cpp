@@ -129,6 +129,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     return;
   }
   OutItem item;
+  item.request = &request;
   item.header = header(FrameKind::kEager, destination);
   item.header.messageClass = messageClass;
   item.header.tag = tag;
@@ -146,7 +147,6 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     if (isCut) item.message = data;
     if (!isCut) item.header.payloadBytes = data.bytes;
     item.payload = data.begin();
-    item.request = &request;
   } else {
     request.id_ = nextId_++;
     inFlight_[request.id_] = &request;
@@ -292,7 +292,7 @@ void Mailbox::onFlow(const FrameHeader& came) {
         item.sent > 0 || !item.request) {
       continue;
     }
-    Transfer* request = std::exchange(item.request, nullptr);
+    Transfer* const request = item.request;
     request->id_ = nextId_++;
     inFlight_[request->id_] = request;
     item.payload = nullptr;
@@ -409,6 +409,17 @@ void Mailbox::abandon(Transfer& request, Status status) {
            message.header.senderRequest == request.id_;
   });
   finish(request, std::move(status));
+}
+
+void Mailbox::endUnsent(Transfer* request, const std::string& how) {
+  if (!isOpen(request)) return;
+  Status story = owner_->absenceOf(request->peer_);
+  if (!isOpen(request)) return;  // the group has failed
+  if (story.ok()) {
+    story = Status(Code::kPeerLost, "mycoll group '" + group_.name +
+                                        "': " + describeRank(request->peer_) + " " + how);
+  }
+  abandon(*request, std::move(story));
 }
 
 Transfer* Mailbox::matchPosted(const FrameHeader& came) {

@@ -227,6 +227,9 @@ class Mailbox {
   void finish(Transfer& request, Status status) REQUIRES(ioRole);
   // As finish(), for a request that may still be known elsewhere.
   void abandon(Transfer& request, Status status) REQUIRES(ioRole);
+  // Its receiver is gone: ends it as the owner tells the story, or by this one. It may have been
+  // dropped since it was posted.
+  void endUnsent(Transfer* request, const std::string& how) REQUIRES(ioRole);
   // Whether a request that was posted here is still open; it may have been dropped since.
   bool isOpen(const Transfer* request) const REQUIRES(ioRole);
   // Which rank that process is, other than this one; -1: none, or it has left.

@@ -257,6 +257,14 @@ Doorkeeper::Admission Mesh::admit(const std::string& uid, uint64_t joins) const 
   return Doorkeeper::Admission::kEnter;
 }
 
+// A request may be gone as soon as its group has been told anything.
+std::vector<std::pair<Mailbox*, Transfer*>> Mesh::withMailboxes(
+    const std::vector<Transfer*>& requests) {
+  std::vector<std::pair<Mailbox*, Transfer*>> result;
+  for (Transfer* request : requests) result.emplace_back(request->mailbox_, request);
+  return result;
+}
+
 void Mesh::dialAgain() {
   for (size_t i = 0; i < connections_.size(); ++i) {
     Connection& connection = *connections_[i];
@@ -265,9 +273,8 @@ void Mesh::dialAgain() {
     // The other side has left all groups that both were in.
     const std::vector<Transfer*> unsent = connection.giveUpDialing();
     erase(connection), --i;
-    for (Transfer* request : unsent) {
-      request->mailbox_->abandon(*request,
-                                 Status(Code::kPeerLost, "the receiving rank has left the group"));
+    for (const auto& [mailbox, request] : withMailboxes(unsent)) {
+      mailbox->endUnsent(request, "has left the group");
     }
   }
 }
@@ -301,16 +308,13 @@ void Mesh::loseEnding() {
 
 void Mesh::lose(Connection& connection) {
   const std::string uid = connection.peer().uid;
-  std::vector<std::pair<Mailbox*, Transfer*>> unsent;
-  for (Transfer* request : connection.lose()) unsent.emplace_back(request->mailbox_, request);
+  const auto unsent = withMailboxes(connection.lose());
   const Loss loss = connection.loss();
   // Groups first, so that the requests below end with the group's story where it has failed. Those
   // are then gone: whoever waited for one may have dropped it by now.
   tellGroups(uid, loss, connection.wasOpen());
   for (const auto& [mailbox, request] : unsent) {
-    if (mailbox->isOpen(request)) {
-      mailbox->abandon(*request, Status(Code::kPeerLost, "the receiving rank " + loss.describe()));
-    }
+    mailbox->endUnsent(request, loss.describe());
   }
   // Groups that are made with it yet are to hear of the loss; when there are none, nobody asks.
   if (!local_.groups.names(uid)) erase(connection);

@@ -103,6 +103,8 @@ class Mesh {
   void processEnded(const std::string& uid) REQUIRES(ioRole);
   void loseEnding() REQUIRES(ioRole);
   void lose(Connection& connection) REQUIRES(ioRole);
+  static std::vector<std::pair<Mailbox*, Transfer*>> withMailboxes(
+      const std::vector<Transfer*>& requests) REQUIRES(ioRole);
   void tellGroups(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
 
   Local local_;

@@ -115,6 +115,20 @@ TEST(Frames, anEmptyMessageIsCancelledHalfWay) {
   });
 }
 
+// A large message waits for its receiver, who has not been asked yet.
+TEST(Frames, aMessageThatIsTakenBackIsNotAskedFor) {
+  Meshes world(2, TransportChoice::kTcp);
+  for (int process : {0, 1}) world.join(process, 1, {0, 1});
+  std::vector<char> large(1 << 20);
+  {
+    Transfer sending;
+    world.at(0, 1).mailbox->send(sending, 1, MessageClass::kPointToPoint, 77,
+                                 Meshes::word(large.size()), {large.data(), large.size()});
+  }
+  EXPECT(world.talk(0, 1, 1, 0, 1));
+  EXPECT_OK(world.at(1, 1).listener.failure());
+}
+
 // What of a put has not come when its window closes goes nowhere; the frame ends all the same.
 TEST(Frames, aWindowClosesInTheMiddleOfAPut) {
   forBothLinks([](TransportChoice transport) {

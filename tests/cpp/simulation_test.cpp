@@ -12,6 +12,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
+#include <memory>
 #include <optional>
 #include <random>
 #include <thread>
@@ -29,7 +31,8 @@ using namespace std::chrono_literals;
 
 namespace {
 
-constexpr int kRanks = 3;
+// Worlds at a time: threads that get no core for a while find what others do not.
+constexpr int kAtOnce = 4;
 
 unsigned number(const char* variable, unsigned otherwise) {
   const char* text = std::getenv(variable);
@@ -39,7 +42,10 @@ unsigned number(const char* variable, unsigned otherwise) {
 void forSeeds(unsigned few, const std::function<void(unsigned seed)>& body) {
   if (std::getenv("SIMULATION_SEED")) return body(number("SIMULATION_SEED", 0));
   const unsigned count = number("SIMULATION_SEEDS", few);
-  for (unsigned seed = 1; seed <= count; ++seed) body(seed);
+  std::atomic<unsigned> seed{0};
+  test::Threads(kAtOnce, [&](int) {
+    for (unsigned mine = ++seed; mine <= count; mine = ++seed) body(mine);
+  });
 }
 
 // One rank's network. Called under the mesh's I/O lock, but for kill().
@@ -146,11 +152,164 @@ struct Fate {
   bool isWrong = false;
 };
 
+constexpr int kSteps = 10;
+constexpr size_t kMostElements = 40'000;
+
 int32_t element(int rank, int step, size_t index) {
   return static_cast<int32_t>(rank * 1'000'003 + step * 101 + static_cast<int>(index) * 7);
 }
 
-constexpr size_t kMostElements = 40'000;
+// What a rank gives for a step: its elements from there on.
+std::vector<int32_t> row(int rank, int step, size_t count, size_t from = 0) {
+  std::vector<int32_t> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = element(rank, step, from + i);
+  return values;
+}
+
+std::vector<int32_t> sum(int ranks, int step, size_t count, size_t from = 0) {
+  std::vector<int32_t> values(count);
+  for (size_t i = 0; i < count; ++i) {
+    uint32_t total = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      total += static_cast<uint32_t>(element(rank, step, from + i));
+    }
+    values[i] = static_cast<int32_t>(total);
+  }
+  return values;
+}
+
+// The number of elements that one rank has for another in a step, where not all have as many.
+size_t elementsBetween(size_t count, int step, int from, int to) {
+  return count / static_cast<size_t>(1 + (step + 3 * from + 5 * to) % 4);
+}
+
+size_t elementsBefore(size_t count, int step, int from, int to) {
+  size_t before = 0;
+  for (int rank = 0; rank < to; ++rank) before += elementsBetween(count, step, from, rank);
+  return before;
+}
+
+// A collective, the same on all ranks.
+struct Step {
+  int number = 0;
+  OpKind kind = OpKind::kBarrier;
+  size_t count = 0;
+  int root = 0;
+  bool isInPlace = false;
+
+  bool operator==(const Step& other) const = default;
+};
+
+Step draw(std::mt19937& random, int number, int ranks) {
+  constexpr OpKind kKinds[] = {OpKind::kBarrier,       OpKind::kBroadcast, OpKind::kAllReduce,
+                               OpKind::kReduce,        OpKind::kAllGather, OpKind::kGather,
+                               OpKind::kReduceScatter, OpKind::kScatter,   OpKind::kAllToAll};
+  constexpr size_t kCounts[] = {0, 1, 100, 3'000, kMostElements};
+  Step step;
+  step.number = number;
+  step.kind = kKinds[random() % std::size(kKinds)];
+  step.count = kCounts[random() % std::size(kCounts)];
+  step.root = static_cast<int>(random() % static_cast<unsigned>(ranks));
+  step.isInPlace = random() % 2;
+  return step;
+}
+
+// A call with its memory, and what must have come of it.
+struct Piece {
+  Call call;
+  std::vector<int32_t> in, out, wanted;
+  std::vector<OpPtr> ops;
+  bool isOdd = false;
+
+  void give(size_t from, size_t count) { call.in.push_back({in.data() + from, count * 4}); }
+  void take(size_t from, size_t count) { call.out.push_back({out.data() + from, count * 4}); }
+  bool isWrong() const { return !isOdd && out != wanted; }
+};
+
+// oddity: 0, or what sets apart the numbers of a rank that calls what no other one does.
+std::unique_ptr<Piece> make(const Step& step, int self, int ranks, int oddity = 0) {
+  auto piece = std::make_unique<Piece>();
+  const int number = step.number;
+  const size_t count = step.count;
+  const bool isRoot = self == step.root;
+  auto sizeTo = [&](int from, int to) { return elementsBetween(count, number, from, to); };
+  auto placeOf = [&](int from, int to) { return elementsBefore(count, number, from, to); };
+  auto append = [&](const std::vector<int32_t>& values) {
+    piece->wanted.insert(piece->wanted.end(), values.begin(), values.end());
+  };
+  auto giveRow = [&](size_t elements) { piece->in = row(self, number + oddity, elements); };
+  // A row of blocks, one from or for each rank.
+  auto giveBlocks = [&](int sizesOf) {
+    giveRow(placeOf(sizesOf, ranks));
+    for (int to = 0; to < ranks; ++to) piece->give(placeOf(sizesOf, to), sizeTo(sizesOf, to));
+  };
+  auto takeBlocks = [&](const std::function<size_t(int from)>& sizeFrom) {
+    piece->out.assign(piece->wanted.size(), -1);
+    size_t place = 0;
+    for (int from = 0; from < ranks; ++from) {
+      piece->take(place, sizeFrom(from));
+      place += sizeFrom(from);
+    }
+  };
+
+  Call& call = piece->call;
+  call.kind = step.kind;
+  call.dtype = DType::kInt32;
+  call.elementBytes = 4;
+  piece->isOdd = oddity != 0;
+  switch (step.kind) {
+    case OpKind::kBroadcast:
+      call.root = step.root;
+      append(row(step.root, number, count));
+      piece->out = isRoot ? row(self, number + oddity, count) : std::vector<int32_t>(count, -1);
+      piece->take(0, count);
+      break;
+    case OpKind::kAllReduce:
+    case OpKind::kReduce:
+      if (step.kind == OpKind::kReduce) call.root = step.root;
+      giveRow(count);
+      piece->give(0, count);
+      if (step.kind == OpKind::kReduce && !isRoot) break;
+      append(sum(ranks, number, count));
+      piece->out.assign(count, -1);
+      if (step.isInPlace) piece->out = piece->in, call.in = {{piece->out.data(), count * 4}};
+      piece->take(0, count);
+      break;
+    case OpKind::kAllGather:
+    case OpKind::kGather: {
+      // Of the sizes between rank 0 and each.
+      giveRow(sizeTo(0, self));
+      piece->give(0, piece->in.size());
+      if (step.kind == OpKind::kGather) call.root = step.root;
+      if (step.kind == OpKind::kGather && !isRoot) break;
+      for (int from = 0; from < ranks; ++from) append(row(from, number, sizeTo(0, from)));
+      takeBlocks([&](int from) { return sizeTo(0, from); });
+      break;
+    }
+    case OpKind::kScatter:
+      call.root = step.root;
+      append(row(step.root, number, sizeTo(step.root, self), placeOf(step.root, self)));
+      if (isRoot) giveBlocks(self);
+      piece->out.assign(piece->wanted.size(), -1);
+      piece->take(0, piece->out.size());
+      break;
+    case OpKind::kReduceScatter:
+      giveBlocks(0);
+      append(sum(ranks, number, sizeTo(0, self), placeOf(0, self)));
+      piece->out.assign(piece->wanted.size(), -1);
+      piece->take(0, piece->out.size());
+      break;
+    case OpKind::kAllToAll:
+      giveBlocks(self);
+      for (int from = 0; from < ranks; ++from) {
+        append(row(from, number, sizeTo(from, self), placeOf(from, self)));
+      }
+      takeBlocks([&](int from) { return sizeTo(from, self); });
+      break;
+    default: break;
+  }
+  return piece;
+}
 
 // A window with room for what the rank before this one puts in each step.
 struct Target {
@@ -159,7 +318,7 @@ struct Target {
   std::shared_ptr<Window> window;
 
   Target(Communicator& group, bool isShared) : window(Window::make(group.shared_from_this())) {
-    constexpr size_t kElements = 10 * kMostElements;
+    constexpr size_t kElements = kSteps * kMostElements;
     if (isShared) memory = static_cast<int32_t*>(SharedHeap::process().allocate(kElements * 4));
     if (!memory) own.resize(kElements), memory = own.data();
   }
@@ -171,7 +330,8 @@ struct Target {
 
   Status open(Communicator& group) {
     Composite opening;
-    MYCOLL_RETURN_IF_ERROR(window->open({memory, 10 * kMostElements * 4}, {}, nullptr, &opening));
+    MYCOLL_RETURN_IF_ERROR(
+        window->open({memory, kSteps * kMostElements * 4}, {}, nullptr, &opening));
     const OpPtr op = group.submitComposite(OpKind::kWindow, std::move(opening), nullptr, true);
     return group.wait(op, Deadline::never());
   }
@@ -191,97 +351,191 @@ struct Target {
   }
 };
 
-// A run of operations, the same on all ranks; each is checked when it ends well.
-Fate play(Communicator& group, unsigned seed, bool hasWindow) {
-  Fate fate;
-  std::mt19937 random(seed);
-  const int self = group.rank(), ranks = group.ranks();
-  std::optional<Target> target;
-  if (hasWindow) {
-    target.emplace(group, /*isShared=*/seed % 4 > 1);
-    fate.error = target->open(group);
-    if (!fate.error.ok()) return fate;
+// How the run of a seed ends before its time.
+enum class Ending { kNone, kOddCall, kAbort, kLeaving };
+
+// What the program of a seed does.
+struct Script {
+  unsigned seed = 0;
+  int ranks = 0;
+  std::vector<int> hostOf;
+  bool hasWindow = false;
+  Ending ending = Ending::kNone;
+  int oddRank = 0;  // which rank ends it, and at which step
+  int oddStep = 0;
+
+  explicit Script(unsigned seed, Ending ending = Ending::kNone) : seed(seed), ending(ending) {
+    std::mt19937 random(seed);
+    ranks = 2 + static_cast<int>(random() % 6);
+    const unsigned hosts = 1 + random() % 4;
+    for (int rank = 0; rank < ranks; ++rank) hostOf.push_back(static_cast<int>(random() % hosts));
+    oddRank = static_cast<int>(random() % static_cast<unsigned>(ranks));
+    oddStep = static_cast<int>(random() % kSteps);
   }
-  for (int step = 0; step < 10; ++step) {
-    const size_t sizes[] = {0, 1, 100, 3'000, kMostElements};
-    const size_t count = sizes[random() % 5];
-    const unsigned kind = random() % (hasWindow ? 6 : 4);
-    const int root = static_cast<int>(random() % static_cast<unsigned>(ranks));
-    std::vector<int32_t> in(count), out(count * static_cast<size_t>(kind == 2 ? ranks : 1));
-    for (size_t i = 0; i < count; ++i) in[i] = element(self, step, i);
-    auto span = [&](std::vector<int32_t>& of, size_t from) {
-      return Span{of.data() + from, count * 4};
+};
+
+// A run of operations, the same on all ranks; each is checked when it ends well. Some are begun
+// before others have ended.
+class Run {
+ public:
+  Run(Communicator& group, const Script& script)
+      : group_(group),
+        script_(script),
+        common_(script.seed),
+        own_(script.seed * 37 + static_cast<unsigned>(group.rank())) {}
+
+  Fate play() {
+    std::optional<Target> target;
+    if (script_.hasWindow) {
+      target.emplace(group_, /*isShared=*/script_.seed % 4 > 1);
+      fate_.error = target->open(group_);
+      if (!fate_.error.ok()) return fate_;
+    }
+    for (int number = 0; number < kSteps; ++number) {
+      const unsigned kind = common_() % (script_.hasWindow ? 4 : 6);
+      Step step = draw(common_, number, ranks_);
+      const bool isOdd = script_.ending != Ending::kNone && number == script_.oddStep;
+      if (isOdd && self_ == script_.oddRank) {
+        if (script_.ending == Ending::kLeaving && !settle()) return fate_;
+        if (script_.ending == Ending::kLeaving) return fate_;
+        if (script_.ending == Ending::kAbort) return abort(step);
+        begin(make(another(step), self_, ranks_, 1'000));
+      } else if (isOdd || kind > 1) {
+        begin(make(step, self_, ranks_));
+      } else if (kind == 1 && target) {
+        exchange(*target, step);
+        if (!settle()) return fate_;
+      } else {
+        pass(step);
+      }
+      if (own_() % 2 && !settle()) return fate_;
+    }
+    if (!settle()) return fate_;
+    // What one rank has met by now reaches the others while they wait for it.
+    if (script_.ending != Ending::kNone) {
+      begin(make(Step(), self_, ranks_));
+      settle();
+    }
+    return fate_;
+  }
+
+ private:
+  void begin(std::unique_ptr<Piece> piece) {
+    piece->ops.push_back(group_.submit(piece->call, nullptr, false));
+    pending_.push_back(std::move(piece));
+  }
+
+  // A message to the next rank, and one from the rank before.
+  void pass(const Step& step) {
+    auto piece = std::make_unique<Piece>();
+    const int before = (self_ + ranks_ - 1) % ranks_;
+    piece->in = row(self_, step.number, step.count);
+    piece->out.assign(step.count, -1);
+    piece->wanted = row(before, step.number, step.count);
+    const Span in{piece->in.data(), step.count * 4}, out{piece->out.data(), step.count * 4};
+    piece->ops = {group_.send({in, (self_ + 1) % ranks_, 5, DType::kInt32}, nullptr, false),
+                  group_.recv({out, before, 5, DType::kInt32}, nullptr, false)};
+    pending_.push_back(std::move(piece));
+  }
+
+  void exchange(Target& target, const Step& step) {
+    auto piece = std::make_unique<Piece>();
+    piece->in = row(self_, step.number, step.count);
+    piece->ops = target.exchange(group_, step.number, {piece->in.data(), step.count * 4});
+    if (piece->ops.size() < 3) fate_.error = group_.error();
+    pending_.push_back(std::move(piece));
+    if (!settle()) return;
+    const int32_t* came = target.memory + step.number * kMostElements;
+    const std::vector<int32_t> wanted = row((self_ + ranks_ - 1) % ranks_, step.number, step.count);
+    fate_.isWrong |= !std::equal(wanted.begin(), wanted.end(), came);
+  }
+
+  // Waits for all that is pending. False: one has failed.
+  bool settle() {
+    for (const std::unique_ptr<Piece>& piece : pending_) {
+      bool isOk = true;
+      for (const OpPtr& op : piece->ops) {
+        const Status status = group_.wait(op, Deadline::never());
+        if (fate_.error.ok() && !status.ok()) fate_.error = status;
+        isOk &= status.ok();
+      }
+      fate_.isWrong |= isOk && piece->isWrong();
+      fate_.done += isOk;
+    }
+    pending_.clear();
+    return fate_.error.ok();
+  }
+
+  // Another call than the others make here: of another kind, size or root.
+  Step another(const Step& step) {
+    Step other = step;
+    auto isAnother = [&] {
+      if (other.kind != step.kind) return true;
+      if (other.kind == OpKind::kBarrier) return false;
+      if (hasRoot(other.kind) && other.root != step.root) return true;
+      // A quarter of one element is nothing, as of none.
+      return std::max(other.count, step.count) > 1 && other.count != step.count;
     };
-    Call call;
-    call.dtype = DType::kInt32;
-    call.elementBytes = 4;
-    std::vector<OpPtr> ops;
-    if (kind == 0) {
-      call.kind = OpKind::kAllReduce;
-      call.in = {span(in, 0)};
-      call.out = {span(out, 0)};
-    } else if (kind == 1) {
-      call.kind = OpKind::kBroadcast;
-      call.root = root;
-      if (self == root) out = in;
-      call.out = {span(out, 0)};
-    } else if (kind == 2) {
-      call.kind = OpKind::kAllGather;
-      call.in = {span(in, 0)};
-      for (int rank = 0; rank < ranks; ++rank) {
-        call.out.push_back(span(out, static_cast<size_t>(rank) * count));
-      }
-    } else if (kind >= 4) {
-      ops = target->exchange(group, step, span(in, 0));
-      if (ops.size() < 3) fate.error = group.error();
-    } else {
-      ops.push_back(
-          group.send({span(in, 0), (self + 1) % ranks, 5, DType::kInt32}, nullptr, false));
-      ops.push_back(
-          group.recv({span(out, 0), (self + ranks - 1) % ranks, 5, DType::kInt32}, nullptr, true));
+    while (!isAnother()) {
+      other = draw(own_, step.number, ranks_);
+      if (own_() % 2) other.kind = step.kind;
     }
-    if (ops.empty()) ops.push_back(group.submit(call, nullptr, step % 2 == 0));
-    for (const OpPtr& op : ops) {
-      const Status status = group.wait(op, Deadline::never());
-      if (fate.error.ok() && !status.ok()) fate.error = status;
-    }
-    if (!fate.error.ok()) return fate;
-    if (kind >= 4) std::copy_n(target->memory + step * kMostElements, count, out.begin());
-    for (size_t i = 0; i < out.size(); ++i) {
-      uint32_t want = 0;
-      for (int rank = 0; rank < ranks && kind == 0; ++rank) {
-        want += static_cast<uint32_t>(element(rank, step, i));
-      }
-      if (kind == 1) want = static_cast<uint32_t>(element(root, step, i));
-      if (kind == 2)
-        want = static_cast<uint32_t>(element(static_cast<int>(i / count), step, i % count));
-      if (kind >= 3) want = static_cast<uint32_t>(element((self + ranks - 1) % ranks, step, i));
-      fate.isWrong |= out[i] != static_cast<int32_t>(want);
-    }
-    ++fate.done;
+    return other;
   }
-  return fate;
+
+  static bool hasRoot(OpKind kind) {
+    return kind == OpKind::kBroadcast || kind == OpKind::kReduce || kind == OpKind::kGather ||
+           kind == OpKind::kScatter;
+  }
+
+  Fate abort(const Step& step) {
+    if (own_() % 2) begin(make(step, self_, ranks_));
+    group_.abort("the program is tired");
+    settle();
+    fate_.error = group_.error();
+    return fate_;
+  }
+
+  Communicator& group_;
+  const Script& script_;
+  const int self_ = group_.rank(), ranks_ = group_.ranks();
+  std::mt19937 common_, own_;  // of all ranks, and of this one
+  std::vector<std::unique_ptr<Piece>> pending_;
+  Fate fate_;
+};
+
+// The weather of each rank.
+using Climate = std::vector<std::unique_ptr<Weather>>;
+
+Climate climateOf(const Script& script) {
+  Climate climate;
+  for (int rank = 0; rank < script.ranks; ++rank)
+    climate.push_back(std::make_unique<Weather>(script.seed, rank));
+  return climate;
 }
 
-// Runs the world of a seed. Mixed: ranks 0 and 2 over rings in shared memory, rank 1 over sockets.
-std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>& weather,
-                           bool isChecked = false, bool hasWindow = false) {
+// Inside a host: all over sockets, or one rank in three, and the others over rings in shared
+// memory.
+std::vector<Fate> runWorld(const Script& script, Climate& climate, bool isChecked = false) {
+  const unsigned seed = script.seed;
   auto store = std::make_shared<test::MemoryStore>();
-  std::vector<Fate> fates(kRanks);
-  std::vector<std::shared_ptr<Engine>> engines(kRanks);
-  std::atomic<int> running{kRanks};
+  const auto ranks = static_cast<size_t>(script.ranks);
+  std::vector<Fate> fates(ranks);
+  std::vector<std::shared_ptr<Engine>> engines(ranks);
+  std::atomic<int> running{script.ranks};
   // Bytes that were held back raise no event: somebody has to look again.
-  for (int rank = 0; rank < kRanks; ++rank) {
+  for (size_t rank = 0; rank < ranks; ++rank) {
     MeshOptions mesh;
-    const bool isTcp = seed % 2 || rank == 1;
+    const bool isTcp = seed % 2 || rank % 3 == 1;
     mesh.transport = isTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
+    mesh.host = " host " + std::to_string(script.hostOf[rank]);
     mesh.storeHost = "127.0.0.1";
     mesh.eagerBytes = 16 * 1024;
     if (seed % 3) mesh.eagerInCollectives = 16 * 1024;
     mesh.isChecked = isChecked;
     if (seed % 4 < 2) mesh.flows = 3;
-    mesh.tap = weather[static_cast<size_t>(rank)].get();
-    ASSERT_OK(Engine::create(mesh, &engines[static_cast<size_t>(rank)]));
+    mesh.tap = climate[rank].get();
+    ASSERT_OK(Engine::create(mesh, &engines[rank]));
   }
   std::thread clock([&] {
     while (running.load() > 0) {
@@ -289,18 +543,20 @@ std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>&
       for (auto& engine : engines) engine->mesh()->sleeper().wakeAll();
     }
   });
-  test::Threads(kRanks, [&](int rank) {
+  test::Threads(script.ranks, [&](int rank) {
     GroupOptions options;
     options.name = "storm";
     options.rank = rank;
-    options.ranks = kRanks;
+    options.ranks = script.ranks;
     options.timeout = 20s;
     std::shared_ptr<Communicator> group;
     const Status met =
         Communicator::create(options, store, engines[static_cast<size_t>(rank)], &group);
     if (met.ok()) {
-      fates[static_cast<size_t>(rank)] = play(*group, seed, hasWindow);
-      group->close(Deadline::after(2000ms));
+      Fate& fate = fates[static_cast<size_t>(rank)];
+      fate = Run(*group, script).play();
+      // As a program that ends with this error.
+      group->close(Deadline::after(2000ms), fate.error.message());
     } else {
       fates[static_cast<size_t>(rank)].error = met;
     }
@@ -311,54 +567,71 @@ std::vector<Fate> runWorld(unsigned seed, std::vector<std::unique_ptr<Weather>>&
   return fates;
 }
 
-std::vector<std::unique_ptr<Weather>> weatherOf(unsigned seed) {
-  std::vector<std::unique_ptr<Weather>> weather;
-  for (int rank = 0; rank < kRanks; ++rank)
-    weather.push_back(std::make_unique<Weather>(seed, rank));
-  return weather;
-}
-
 void expect(bool isMet, unsigned seed, int rank, const std::string& text) {
   if (!isMet) {
     EXPECT_EQ("seed " + std::to_string(seed) + ", rank " + std::to_string(rank) + ": " + text, "");
   }
 }
 
-// The survivors' side of a fault: an error that blames a lost rank, or no error at all.
-void expectHeard(const Fate& fate, unsigned seed, int rank) {
+void expectAllWell(const std::vector<Fate>& fates, unsigned seed) {
+  for (size_t rank = 0; rank < fates.size(); ++rank) {
+    const Fate& fate = fates[rank];
+    expect(fate.error.ok() && !fate.isWrong && fate.done == kSteps, seed, static_cast<int>(rank),
+           fate.isWrong ? "wrong bits" : fate.error.toString());
+  }
+}
+
+// As messages name it.
+std::string nameOf(int rank) { return "rank " + std::to_string(rank) + " ("; }
+
+// An error of this kind that has these words in it, or none at all.
+void expectHeard(const Fate& fate, unsigned seed, int rank, Code code, const std::string& words) {
   expect(!fate.isWrong, seed, rank, "wrong bits");
-  if (fate.error.ok()) return expect(fate.done == 10, seed, rank, "ended early");
-  expect(fate.error.code() == Code::kPeerLost &&
-             fate.error.message().find("rank ") != std::string::npos,
-         seed, rank, fate.error.toString());
+  if (fate.error.ok()) return expect(fate.done >= kSteps, seed, rank, "ended early");
+  expect(fate.error.code() == code && fate.error.message().find(words) != std::string::npos, seed,
+         rank, fate.error.toString());
 }
 
 // Each seed's fault befalls one rank's network; all ranks live, and hear of it.
 void expectAllHear(bool isChecked, const std::function<void(Weather& weather, unsigned seed)>& plan,
                    bool hasWindow = false) {
-  int failed = 0;
+  std::atomic<int> failed{0};
   forSeeds(60, [&](unsigned seed) {
-    auto weather = weatherOf(seed);
-    plan(*weather[seed % kRanks], seed);
-    const std::vector<Fate> fates = runWorld(seed, weather, isChecked, hasWindow);
+    Script script(seed);
+    script.hasWindow = hasWindow;
+    Climate climate = climateOf(script);
+    plan(*climate[static_cast<size_t>(script.oddRank)], seed);
+    const std::vector<Fate> fates = runWorld(script, climate, isChecked);
     for (const Fate& fate : fates) failed += !fate.error.ok();
-    for (int rank = 0; rank < kRanks; ++rank)
-      expectHeard(fates[static_cast<size_t>(rank)], seed, rank);
+    for (size_t rank = 0; rank < fates.size(); ++rank)
+      expectHeard(fates[rank], seed, static_cast<int>(rank), Code::kPeerLost, "rank ");
   });
   EXPECT(failed > 0 || std::getenv("SIMULATION_SEED"));  // the faults were not all too late
+}
+
+// What one rank does reaches all others: this code, with its name and these words in the message.
+void expectAllHearOf(Ending ending, Code code, const std::string& words) {
+  forSeeds(60, [&](unsigned seed) {
+    const Script script(seed, ending);
+    Climate climate = climateOf(script);
+    const std::vector<Fate> fates = runWorld(script, climate);
+    for (int rank = 0; rank < script.ranks; ++rank) {
+      const Fate& fate = fates[static_cast<size_t>(rank)];
+      if (rank == script.oddRank && ending == Ending::kLeaving) continue;
+      expect(!fate.error.ok(), seed, rank, "has heard of nothing");
+      expectHeard(fate, seed, rank, code, words);
+      expectHeard(fate, seed, rank, code, nameOf(script.oddRank));
+    }
+  });
 }
 
 }  // namespace
 
 TEST(Simulation, slowLinksChangeNothing) {
-  forSeeds(40, [](unsigned seed) {
-    auto weather = weatherOf(seed);
-    const std::vector<Fate> fates = runWorld(seed, weather);
-    for (int rank = 0; rank < kRanks; ++rank) {
-      const Fate& fate = fates[static_cast<size_t>(rank)];
-      expect(fate.error.ok() && !fate.isWrong && fate.done == 10, seed, rank,
-             fate.isWrong ? "wrong bits" : fate.error.toString());
-    }
+  forSeeds(60, [](unsigned seed) {
+    const Script script(seed);
+    Climate climate = climateOf(script);
+    expectAllWell(runWorld(script, climate), seed);
   });
 }
 
@@ -369,13 +642,10 @@ TEST(Simulation, allRanksHearOfABrokenConnection) {
 
 TEST(Simulation, putsComeBeforeTheirSignals) {
   forSeeds(40, [](unsigned seed) {
-    auto weather = weatherOf(seed);
-    const std::vector<Fate> fates = runWorld(seed, weather, false, /*hasWindow=*/true);
-    for (int rank = 0; rank < kRanks; ++rank) {
-      const Fate& fate = fates[static_cast<size_t>(rank)];
-      expect(fate.error.ok() && !fate.isWrong && fate.done == 10, seed, rank,
-             fate.isWrong ? "wrong bits" : fate.error.toString());
-    }
+    Script script(seed);
+    script.hasWindow = true;
+    Climate climate = climateOf(script);
+    expectAllWell(runWorld(script, climate), seed);
   });
 }
 
@@ -385,18 +655,33 @@ TEST(Simulation, allRanksWithWindowsHearOfABrokenConnection) {
                 /*hasWindow=*/true);
 }
 
+// Whatever it calls instead, and wherever it is: nobody takes a number from it.
+TEST(Simulation, allRanksHearOfACallThatDiffers) {
+  expectAllHearOf(Ending::kOddCall, Code::kMismatch, "MISMATCH");
+}
+
+TEST(Simulation, allRanksHearOfAnAbort) {
+  expectAllHearOf(Ending::kAbort, Code::kAborted, "the program is tired");
+}
+
+TEST(Simulation, allRanksHearOfALeaving) {
+  expectAllHearOf(Ending::kLeaving, Code::kPeerLost, "has left the group");
+}
+
 TEST(Simulation, survivorsHearOfADeath) {
-  int failed = 0;
+  std::atomic<int> failed{0};
   forSeeds(60, [&](unsigned seed) {
-    auto weather = weatherOf(seed);
-    weather[seed % kRanks]->planDeath(1 + seed * 7 % 400);
-    const std::vector<Fate> fates = runWorld(seed, weather);
+    const Script script(seed);
+    Climate climate = climateOf(script);
+    climate[static_cast<size_t>(script.oddRank)]->planDeath(1 + seed * 7 % 400);
+    const std::vector<Fate> fates = runWorld(script, climate);
     for (const Fate& fate : fates) failed += !fate.error.ok();
-    for (int rank = 0; rank < kRanks; ++rank) {
-      if (weather[static_cast<size_t>(rank)]->isDead()) {
-        expect(!fates[static_cast<size_t>(rank)].isWrong, seed, rank, "wrong bits");
+    for (int rank = 0; rank < script.ranks; ++rank) {
+      const Fate& fate = fates[static_cast<size_t>(rank)];
+      if (climate[static_cast<size_t>(rank)]->isDead()) {
+        expect(!fate.isWrong, seed, rank, "wrong bits");
       } else {
-        expectHeard(fates[static_cast<size_t>(rank)], seed, rank);
+        expectHeard(fate, seed, rank, Code::kPeerLost, nameOf(script.oddRank));
       }
     }
   });
@@ -410,11 +695,12 @@ TEST(Simulation, aFlippedBitIsNoticed) {
 
 // What the test above stands on: without checksums a bit of a payload makes a wrong number.
 TEST(Simulation, aFlippedBitIsAWrongNumberWithoutChecksums) {
-  int wrong = 0;
+  std::atomic<int> wrong{0};
   forSeeds(20, [&](unsigned seed) {
-    auto weather = weatherOf(seed);
-    weather[seed % kRanks]->planFlip(1 + seed % 5, sizeof(FrameHeader) + 1);
-    for (const Fate& fate : runWorld(seed, weather)) wrong += fate.isWrong;
+    const Script script(seed);
+    Climate climate = climateOf(script);
+    climate[static_cast<size_t>(script.oddRank)]->planFlip(1 + seed % 5, sizeof(FrameHeader) + 1);
+    for (const Fate& fate : runWorld(script, climate)) wrong += fate.isWrong;
   });
   EXPECT(wrong > 0 || std::getenv("SIMULATION_SEED"));
 }

@@ -49,8 +49,8 @@ namespace mycoll {
 struct OutItem {
   FrameHeader header;
   const char* payload = nullptr;
-  std::string owned;            // the payload instead, where it is nobody else's
-  size_t sent = 0;              // of header and payload together
+  std::string owned;  // the payload instead, where it is nobody else's
+  size_t sent = 0;    // of header and payload together
   // Finished when the payload has left; null: nobody's. It is dropped with its request, so that
   // nobody is asked to take what will not be sent.
   Transfer* request = nullptr;

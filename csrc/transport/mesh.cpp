@@ -395,6 +395,19 @@ void Mesh::addMailbox(Mailbox* mailbox) {
     if (Connection* connection = find(frame.uid))
       connection->breakOff({LossReason::kNotItsName, ""});
   }
+  tellOfLosses(*mailbox);
+}
+
+// A connection that was lost stays so for as long as any group names its peer: one that is made
+// meanwhile would wait for messages that cannot come.
+void Mesh::tellOfLosses(Mailbox& mailbox) {
+  std::vector<const Connection*> lost;
+  for (const auto& connection : connections_) {
+    if (connection->state() == Connection::State::kLost) lost.push_back(connection.get());
+  }
+  for (const Connection* connection : lost) {
+    mailbox.owner().onPeerLost(connection->peer().uid, connection->loss(), connection->wasOpen());
+  }
 }
 
 void Mesh::removeMailbox(Mailbox* mailbox) {

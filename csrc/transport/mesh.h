@@ -106,6 +106,7 @@ class Mesh {
   static std::vector<std::pair<Mailbox*, Transfer*>> withMailboxes(
       const std::vector<Transfer*>& requests) REQUIRES(ioRole);
   void tellGroups(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
+  void tellOfLosses(Mailbox& mailbox) REQUIRES(ioRole);
 
   Local local_;
   IoMutex io_;

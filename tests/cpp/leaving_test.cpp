@@ -285,6 +285,22 @@ TEST(Leaving, aPeerThatIsNeededIsLostAtOnce) {
   });
 }
 
+// Also a group that is made afterwards, while another one still names the peer.
+TEST(Leaving, aGroupThatIsMadeLaterHearsOfTheLoss) {
+  forBothLinks([](TransportChoice transport) {
+    Meshes world(3, transport);
+    for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
+    ASSERT(world.talk(0, 1, 1, 0, 1));
+    world.end(1);
+    EXPECT(world.turnUntil([&] { return !world.at(0, 1).listener.failure().ok(); }, 3000));
+    world.join(0, 2, {2, 0, 1});
+    EXPECT(world.at(0, 2).listener.failure().code() == Code::kPeerLost);
+    EXPECT(world.at(0, 2).listener.failure().message().find("rank 2 (") != std::string::npos);
+    world.join(0, 3, {2, 0});
+    EXPECT_OK(world.at(0, 3).listener.failure());
+  });
+}
+
 // Rank 0 ends because of a failure during the handshake with rank 2, and rank 1 tells why a moment
 // later. That, and not that rank 0 does not answer, is what rank 2 reports.
 TEST(Leaving, theFirstCauseIsWaitedForDuringTheHandshake) {

@@ -154,6 +154,25 @@ struct Fate {
   bool isWrong = false;
 };
 
+// Whether what this thread allocates now is memory that the ranks of a host share.
+thread_local bool allocatesShared = false;
+
+template <typename T>
+struct Anywhere {
+  using value_type = T;
+  T* allocate(size_t count) {
+    const size_t bytes = count * sizeof(T);
+    void* block = allocatesShared ? SharedHeap::process().allocate(bytes) : nullptr;
+    return static_cast<T*>(block ? block : ::operator new(bytes));
+  }
+  void deallocate(T* block, size_t) {
+    if (!SharedHeap::process().free(block)) ::operator delete(block);
+  }
+  bool operator==(const Anywhere&) const = default;
+};
+
+using Numbers = std::vector<int32_t, Anywhere<int32_t>>;
+
 constexpr int kSteps = 10;
 constexpr size_t kMostElements = 40'000;
 
@@ -162,14 +181,14 @@ int32_t element(int rank, int step, size_t index) {
 }
 
 // What a rank gives for a step: its elements from there on.
-std::vector<int32_t> row(int rank, int step, size_t count, size_t from = 0) {
-  std::vector<int32_t> values(count);
+Numbers row(int rank, int step, size_t count, size_t from = 0) {
+  Numbers values(count);
   for (size_t i = 0; i < count; ++i) values[i] = element(rank, step, from + i);
   return values;
 }
 
-std::vector<int32_t> sum(int ranks, int step, size_t count, size_t from = 0) {
-  std::vector<int32_t> values(count);
+Numbers sum(int ranks, int step, size_t count, size_t from = 0) {
+  Numbers values(count);
   for (size_t i = 0; i < count; ++i) {
     uint32_t total = 0;
     for (int rank = 0; rank < ranks; ++rank) {
@@ -219,7 +238,7 @@ Step draw(std::mt19937& random, int number, int ranks) {
 // A call with its memory, and what must have come of it.
 struct Piece {
   Call call;
-  std::vector<int32_t> in, out, wanted;
+  Numbers in, out, wanted;
   std::vector<OpPtr> ops;
   bool isOdd = false;
 
@@ -236,7 +255,7 @@ std::unique_ptr<Piece> make(const Step& step, int self, int ranks, int oddity = 
   const bool isRoot = self == step.root;
   auto sizeTo = [&](int from, int to) { return elementsBetween(count, number, from, to); };
   auto placeOf = [&](int from, int to) { return elementsBefore(count, number, from, to); };
-  auto append = [&](const std::vector<int32_t>& values) {
+  auto append = [&](const Numbers& values) {
     piece->wanted.insert(piece->wanted.end(), values.begin(), values.end());
   };
   auto giveRow = [&](size_t elements) { piece->in = row(self, number + oddity, elements); };
@@ -263,7 +282,7 @@ std::unique_ptr<Piece> make(const Step& step, int self, int ranks, int oddity = 
     case OpKind::kBroadcast:
       call.root = step.root;
       append(row(step.root, number, count));
-      piece->out = isRoot ? row(self, number + oddity, count) : std::vector<int32_t>(count, -1);
+      piece->out = isRoot ? row(self, number + oddity, count) : Numbers(count, -1);
       piece->take(0, count);
       break;
     case OpKind::kAllReduce:
@@ -315,25 +334,16 @@ std::unique_ptr<Piece> make(const Step& step, int self, int ranks, int oddity = 
 
 // A window with room for what the rank before this one puts in each step.
 struct Target {
-  std::vector<int32_t> own;
-  int32_t* memory = nullptr;  // own, or shared
+  Numbers memory = Numbers(kSteps * kMostElements);
   std::shared_ptr<Window> window;
 
-  Target(Communicator& group, bool isShared) : window(Window::make(group.shared_from_this())) {
-    constexpr size_t kElements = kSteps * kMostElements;
-    if (isShared) memory = static_cast<int32_t*>(SharedHeap::process().allocate(kElements * 4));
-    if (!memory) own.resize(kElements), memory = own.data();
-  }
-  ~Target() {
-    window.reset();
-    if (own.empty()) SharedHeap::process().free(memory);
-  }
+  explicit Target(Communicator& group) : window(Window::make(group.shared_from_this())) {}
+  ~Target() { window.reset(); }
   Target(const Target&) = delete;
 
   Status open(Communicator& group) {
     Composite opening;
-    MYCOLL_RETURN_IF_ERROR(
-        window->open({memory, kSteps * kMostElements * 4}, {}, nullptr, &opening));
+    MYCOLL_RETURN_IF_ERROR(window->open({memory.data(), memory.size() * 4}, {}, nullptr, &opening));
     const OpPtr op = group.submitComposite(OpKind::kWindow, std::move(opening), nullptr, true);
     return group.wait(op, Deadline::never());
   }
@@ -394,17 +404,19 @@ class Player {
  public:
   Player(std::shared_ptr<Communicator> group, const Script& script, bool isOdd)
       : group_(std::move(group)),
+        script_(script),
         ending_(isOdd ? script.ending : Ending::kNone),
         own_(script.seed * 37 + static_cast<unsigned>(group_->rank())) {}
 
   const Fate& fate() const { return fate_; }
-  void openWindow(bool isShared) {
-    target_.emplace(*group_, isShared);
+  void openWindow() {
+    target_.emplace(*group_);
     fate_.error = target_->open(*group_);
   }
   // One step, the same on all ranks; but for the odd one, if it is the last.
   void play(const Step& step, unsigned kind, bool isLast) {
     if (isOver_ || !fate_.error.ok()) return;
+    allocatesShared = own_() % 4 < script_.seed % 5;  // of no rank, of all, or of some
     if (isLast && ending_ != Ending::kNone) {
       end(step);
     } else if (isLast || kind > 1) {
@@ -468,8 +480,8 @@ class Player {
     if (piece->ops.size() < 3) fate_.error = group_->error();
     pending_.push_back(std::move(piece));
     if (!settle()) return;
-    const int32_t* came = target_->memory + step.number * kMostElements;
-    const std::vector<int32_t> wanted = row((self_ + ranks_ - 1) % ranks_, step.number, step.count);
+    const int32_t* came = target_->memory.data() + step.number * kMostElements;
+    const Numbers wanted = row((self_ + ranks_ - 1) % ranks_, step.number, step.count);
     fate_.isWrong |= !std::equal(wanted.begin(), wanted.end(), came);
   }
 
@@ -513,6 +525,7 @@ class Player {
   }
 
   const std::shared_ptr<Communicator> group_;
+  const Script& script_;
   const Ending ending_;  // by this rank
   const int self_ = group_->rank(), ranks_ = group_->ranks();
   std::mt19937 own_;
@@ -535,7 +548,8 @@ Fates play(const std::shared_ptr<Communicator>& world, const Script& script) {
     return &players.try_emplace(number, std::move(group), script, isOdd).first->second;
   };
   Player* const first = add(0, world);
-  if (script.hasWindow) first->openWindow(/*isShared=*/script.seed % 4 > 1);
+  allocatesShared = script.seed % 4 > 1;
+  if (script.hasWindow) first->openWindow();
   for (int number = 1; number < static_cast<int>(script.groups.size()); ++number) {
     const std::vector<int>& members = script.groups[static_cast<size_t>(number)];
     if (std::find(members.begin(), members.end(), self) == members.end()) continue;

@@ -418,19 +418,18 @@ class Player {
     if (isOver_ || !fate_.error.ok()) return;
     allocatesShared = own_() % 4 < script_.seed % 5;  // of no rank, of all, or of some
     if (isLast && ending_ != Ending::kNone) {
-      end(step);
-    } else if (isLast || kind > 1) {
-      begin(make(step, self_, ranks_));
+      end(step, kind);
     } else if (kind == 1 && target_) {
       exchange(step);
     } else {
-      pass(step);
+      call(step, kind);
     }
     if (own_() % 2) settle();
   }
   // What one rank has met by now reaches the others while they wait for it.
   void meetAgain() {
-    if (!isOver_ && fate_.error.ok()) begin(make(Step(), self_, ranks_));
+    if (isOver_ || !settle()) return;
+    begin(make(Step(), self_, ranks_));
     settle();
   }
   // Waits for all that is pending. False: one has failed, and this rank has left.
@@ -460,14 +459,19 @@ class Player {
     pending_.push_back(std::move(piece));
   }
 
-  // A message to the next rank, and one from the rank before.
-  void pass(const Step& step) {
+  void call(const Step& step, unsigned kind) {
+    if (kind > 1) return begin(make(step, self_, ranks_));
+    pass(step, step.count);
+  }
+
+  // A message of so many elements to the next rank, and one from the rank before.
+  void pass(const Step& step, size_t count) {
     auto piece = std::make_unique<Piece>();
     const int before = (self_ + ranks_ - 1) % ranks_;
-    piece->in = row(self_, step.number, step.count);
+    piece->in = row(self_, step.number, count);
     piece->out.assign(step.count, -1);
     piece->wanted = row(before, step.number, step.count);
-    const Span in{piece->in.data(), step.count * 4}, out{piece->out.data(), step.count * 4};
+    const Span in{piece->in.data(), count * 4}, out{piece->out.data(), step.count * 4};
     piece->ops = {group_->send({in, (self_ + 1) % ranks_, 5, DType::kInt32}, nullptr, false),
                   group_->recv({out, before, 5, DType::kInt32}, nullptr, false)};
     pending_.push_back(std::move(piece));
@@ -485,12 +489,14 @@ class Player {
     fate_.isWrong |= !std::equal(wanted.begin(), wanted.end(), came);
   }
 
-  void end(const Step& step) {
+  void end(const Step& step, unsigned kind) {
     switch (ending_) {
       case Ending::kNone: break;
-      case Ending::kOddCall: begin(make(another(step), self_, ranks_, 1'000)); break;
+      case Ending::kOddCall:
+        if (kind > 1) return begin(make(another(step), self_, ranks_, 1'000));
+        return pass(step, own_() % 2 ? step.count + 1 : kMostElements - step.count);
       case Ending::kAbort:
-        if (own_() % 2) begin(make(step, self_, ranks_));
+        if (own_() % 2) call(step, kind);
         group_->abort("the program is tired");
         settle();
         fate_.error = group_->error();

@@ -389,7 +389,7 @@ TEST(Leaving, aRankMayLeaveDuringTheHandshake) {
       world.turn(moment % 3);
       world.end(0);
       const test::Listener& listener = world.at(2, 1).listener;
-      EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 1000));
+      EXPECT(world.turnUntil([&] { return !listener.gone().empty(); }, 3000));
       EXPECT_OK(listener.failure());
     }
   });

@@ -320,7 +320,7 @@ TEST(Meeting, aStaleStoreIsWaitedOut) {
 }
 
 TEST(Meeting, theMissingAreNamed) {
-  const std::vector<Status> found = meetAll(4, std::make_shared<MemoryStore>(), 2, 800);
+  const std::vector<Status> found = meetAll(4, std::make_shared<MemoryStore>(), 2, 3000);
   for (const int rank : {0, 1, 3}) {
     EXPECT_EQ(found[rank].code(), Code::kTimeout);
     EXPECT(says(found[rank], "waited for the other ranks of 4; missing: 2."));

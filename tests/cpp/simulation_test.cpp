@@ -297,7 +297,7 @@ std::unique_ptr<Piece> make(const Step& step, int self, int ranks, int oddity = 
       piece->take(0, count);
       break;
     case OpKind::kAllGather:
-    case OpKind::kGather: {
+    case OpKind::kGather:
       // Of the sizes between rank 0 and each.
       giveRow(sizeTo(0, self));
       piece->give(0, piece->in.size());
@@ -306,7 +306,6 @@ std::unique_ptr<Piece> make(const Step& step, int self, int ranks, int oddity = 
       for (int from = 0; from < ranks; ++from) append(row(from, number, sizeTo(0, from)));
       takeBlocks([&](int from) { return sizeTo(0, from); });
       break;
-    }
     case OpKind::kScatter:
       call.root = step.root;
       append(row(step.root, number, sizeTo(step.root, self), placeOf(step.root, self)));
@@ -371,9 +370,8 @@ struct Script {
   unsigned seed = 0;
   int ranks = 0;
   std::vector<int> hostOf;
-  std::vector<std::vector<int>>
-      groups;              // the members of each: all ranks, then of some, in any order
-  bool hasWindow = false;  // the first of them
+  std::vector<std::vector<int>> groups;  // of all ranks, then of some, in any order
+  bool hasWindow = false;                // the first group
   Ending ending = Ending::kNone;
   int oddGroup = 0;  // which group it befalls, and by which rank of all, at which step
   int oddRank = 0;

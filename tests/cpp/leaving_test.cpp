@@ -80,6 +80,24 @@ TEST(Leaving, aPeerWithoutACommonGroupIsNotLost) {
   });
 }
 
+// Also what belongs to a collective ends with the name of who is gone.
+TEST(Leaving, whatIsLeftToSendNamesWhoHasLeft) {
+  forBothLinks([](TransportChoice transport) {
+    for (const size_t bytes : {size_t{4}, size_t{1} << 20}) {  // sent at once, or asked for
+      Meshes world(2, transport);
+      for (int process : {0, 1}) world.join(process, 1, {0, 1});
+      world.leave(1, 1);
+      std::vector<char> data(bytes);
+      Transfer sending;
+      world.at(0, 1).mailbox->send(sending, 1, MessageClass::kCollective, 0, Meshes::word(bytes),
+                                   {data.data(), bytes});
+      EXPECT(world.turnUntil([&] { return sending.isDone(); }, 3000));
+      EXPECT(sending.status().message().starts_with("mycoll group 'g1': "));
+      EXPECT(sending.status().message().find("rank 1 (") != std::string::npos);
+    }
+  });
+}
+
 namespace {
 
 // More than a link holds, and than is sent in one turn.

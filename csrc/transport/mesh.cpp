@@ -401,12 +401,10 @@ void Mesh::addMailbox(Mailbox* mailbox) {
 // A connection that was lost stays so for as long as any group names its peer: one that is made
 // meanwhile would wait for messages that cannot come.
 void Mesh::tellOfLosses(Mailbox& mailbox) {
-  std::vector<const Connection*> lost;
-  for (const auto& connection : connections_) {
-    if (connection->state() == Connection::State::kLost) lost.push_back(connection.get());
-  }
-  for (const Connection* connection : lost) {
-    mailbox.owner().onPeerLost(connection->peer().uid, connection->loss(), connection->wasOpen());
+  for (size_t i = 0; i < connections_.size(); ++i) {  // telling others may add some
+    const Connection& connection = *connections_[i];
+    if (connection.state() != Connection::State::kLost) continue;
+    mailbox.owner().onPeerLost(connection.peer().uid, connection.loss(), connection.wasOpen());
   }
 }
 

@@ -88,16 +88,17 @@ def test_a_replayed_result_that_never_came_is_an_error(fresh_device_world):
 
 def fail_one_after_another(ctx: Ctx) -> list[str]:
     """Failures of several groups, one soon after the other, each of them caught by the program."""
-    texts = []
+    texts, few, many = [], 4, 20_000  # over which NCCL does not come to an end
     for step in range(3):
         group = dist.new_group()
-        dist.all_reduce(full(ctx, 1), group=group)
+        for numel in (few, many):  # connects
+            dist.all_reduce(full(ctx, 1, numel), group=group)
         torch.accelerator.synchronize()
         if step == 0:  # on the CPU
             with ctx.raises(dist.DistBackendError, "MISMATCH"):
                 dist.all_reduce(torch.ones(2 + ctx.rank), group=group)
         else:
-            loss = torch.ones(4 + ctx.rank, device=ctx.device)
+            loss = full(ctx, 1, many if ctx.rank else few)
             try:
                 dist.all_reduce(loss, group=group)
                 ctx.fail(f"the loss is {loss[0].item()}, says the program")
@@ -116,35 +117,41 @@ def test_a_failure_does_not_hide_the_next(fresh_device_world):
             assert "MISMATCH" in text and INVALID in text, text
 
 
-def gets_through(ctx: Ctx, nap: float) -> tuple[str, bool]:
+def gets_through(ctx: Ctx, nap: float) -> tuple[str, str]:
     """Ranks that differ in what the device does not look at: numbers come, and are wrong. Returns
-    the error, and whether the call had returned: a rank that is late may get the error there."""
+    the error, and what the program did then: a rank that is late may get the error in its call."""
     group = dist.new_group()
+    dist.all_reduce(full(ctx, 1), group=group)  # so that what follows is compared a little later
     dtype = torch.float32 if ctx.rank == 0 else torch.int32
     parts = torch.zeros(8, dtype=dtype, device=ctx.device)
-    has_returned = False
+    doing = "calls"
     try:
         dist.all_gather_into_tensor(parts, parts[:4].clone(), group=group)
-        has_returned = True
+        doing = "computes"
         parts[0].item()
-        time.sleep(nap)
+        ended = time.monotonic() + nap
+        while time.monotonic() < ended:
+            time.sleep(0.01)
+        doing = "ends"
         dist.destroy_process_group(group)
         ended = time.monotonic() + 3
         while time.monotonic() < ended:
             time.sleep(0.01)
     except dist.DistBackendError as error:
-        return str(error), has_returned
-    return "", has_returned
+        return str(error), doing
+    return "", doing
 
 
-@pytest.mark.parametrize("nap", [0.0, 1.5])
+@pytest.mark.parametrize("nap", [0.0, 3.0])
 def test_wrong_numbers_are_reported(fresh_device_world, nap):
-    """To one of the two at least where nothing comes after them but the end, otherwise to both."""
+    """To one of the two at least where nothing comes after them but the end. Otherwise to both, and
+    soon: the program may do much with them before it calls anything."""
     found = [each for each in fresh_device_world(2, "nccl").run(gets_through, nap) if each[0]]
     assert len(found) >= (2 if nap else 1)
-    for text, has_returned in found:
+    for text, doing in found:
         assert "MISMATCH" in text, text
-        assert not has_returned or INVALID in text, text
+        assert doing == "calls" or INVALID in text, text
+        assert doing != "ends" or not nap, text
 
 
 def ends_in_good_order(ctx: Ctx) -> None:

@@ -204,19 +204,21 @@ def test_messages_are_remembered(fresh_device_world):
 
 
 def late_messages(ctx: Ctx, how: str) -> str:
-    """After two good ones, the third has no partner, or one that comes in a batch."""
+    """After two good ones, the third has no partner, or one that comes in a batch. It is larger than
+    what NCCL buffers, which would end on the side of its sender."""
     warm_up(ctx)
     call = dist.isend if ctx.rank == 0 else dist.irecv
     for _ in range(2):
         call(full(ctx, 1), 1 - ctx.rank).wait()
-    op = dist.P2POp(call, full(ctx, 1), 1 - ctx.rank)
+    large = full(ctx, 1, 16 << 20)
+    op = dist.P2POp(call, large, 1 - ctx.rank)
     dist.batch_isend_irecv([op])[0].wait()
     torch.accelerator.synchronize()
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     try:
         if ctx.rank == 0:
-            dist.send(full(ctx, 1), 1)
+            dist.send(large, 1)
         elif how == "batch":
             dist.batch_isend_irecv([op])[0].wait()
         else:

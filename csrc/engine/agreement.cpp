@@ -25,6 +25,8 @@ constexpr size_t kMostAwaited = 64;
 // Ranks that differ must be found before anybody uses the numbers for long; a message to one rank
 // now and then costs nothing beside a device's work.
 constexpr auto kCompareEvery = std::chrono::milliseconds(100);
+// If the others differ, they say so within this time: all have begun what has ended here.
+constexpr auto kAnswersWithin = std::chrono::milliseconds(1000);
 
 bool isCollective(const FrameHeader& came) {
   return came.messageClass == MessageClass::kCollective;
@@ -215,8 +217,9 @@ bool Agreement::compareWithNext(bool atOnce) {
   {
     IoLock lock(mailbox_.ioMutex());
     const int next = (mailbox_.rank() + 1) % mailbox_.ranks();
-    if (next == mailbox_.rank() || !mayTell(next) || comparedUpTo_ > current_) return false;
+    if (next == mailbox_.rank() || !mayTell(next)) return false;
     const auto now = std::chrono::steady_clock::now();
+    if (comparedUpTo_ > current_) return now - comparedAt_ < kAnswersWithin;
     if (!atOnce && now - comparedAt_ < kCompareEvery) return true;
     const uint64_t oldest = current_ < kRemembered ? 0 : current_ - kRemembered + 1;
     const std::string notes = notesSince(std::max(comparedUpTo_, oldest));
@@ -225,7 +228,7 @@ bool Agreement::compareWithNext(bool atOnce) {
     mailbox_.sendControl(next, FrameKind::kProbe, notes);
   }
   mailbox_.mesh().progress();
-  return false;
+  return true;
 }
 
 std::vector<int> Agreement::behind(uint64_t sequence) {

@@ -39,7 +39,7 @@ class Agreement {
   void tellArrived(const std::vector<int>& awaited);
   // Tells the next rank what has begun here since the last time, as far as it is remembered: if
   // every rank does so, one that differs is found by a neighbour. At most every 100 ms unless
-  // atOnce. True while there is more to tell.
+  // atOnce. True while there is more to tell, or to hear: what a neighbour has found.
   bool compareWithNext(bool atOnce);
   // The ranks that have not begun this collective, as far as they have been heard of.
   std::vector<int> behind(uint64_t sequence);

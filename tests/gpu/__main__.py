@@ -41,7 +41,8 @@ SUITE = [
 ]
 OPERATIONS = "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier,ddp"
 
-_SECONDS_TO_END = 15  # for torchrun and pytest, when they are told to
+SECONDS_TO_START = 15  # for ranks, until they measure
+SECONDS_TO_END = 15  # for torchrun and pytest, when they are told to
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Plan:
 
     @property
     def left(self) -> float:
-        return self.ends - time.monotonic() - 2 * _SECONDS_TO_END
+        return self.ends - time.monotonic() - 2 * SECONDS_TO_END
 
     @property
     def page(self) -> Path:
@@ -67,9 +68,9 @@ class Plan:
 
     @property
     def worlds(self) -> list[int]:
-        """What is measured: one rank, two, and one for each device; on a single GPU also four."""
+        """What is measured: one rank, two, and one for each device."""
         count = torch.cuda.device_count() if self.device == "cuda" else 2
-        return sorted({1, 2, 4 if count == 1 else count})
+        return sorted({1, 2, count})
 
 
 def run(
@@ -113,7 +114,7 @@ def run(
             for ending in (signal.SIGINT, signal.SIGTERM):
                 process.send_signal(ending)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_SECONDS_TO_END)
+                    process.wait(SECONDS_TO_END)
                     break
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -210,7 +211,8 @@ def cpu_time(plan: Plan, seconds: float) -> None:
             continue
         for cost in costs:
             command = [*launcher(size), "-m", "worlds.program", "cuda", "nccl", "gpu.cpu_time"]
-            command += ["2" if plan.quick else "30"]
+            most = max(2.0, min(30.0, seconds - SECONDS_TO_START))
+            command += ["2" if plan.quick else f"{most:.0f}"]
             name = f"CPU time, {size} ranks{f', idle, {cost}' if cost else ''}"
             run(
                 plan,
@@ -231,7 +233,7 @@ def measure(plan: Plan, size: int, path: str, seconds: float) -> None:
     command += ["-b", "8", "-e", "1K" if plan.quick else most, "-f", "32", "--json", str(rows)]
     if plan.quick:
         command += ["-n", "2", "-w", "1", "--rounds", "2"]
-    elif path.startswith("nccl-"):
+    elif path.startswith("nccl-") or seconds < 60:
         command += ["--rounds", "4"]
     run(plan, f"benchmark, {size} ranks by {path}", command, min(300, seconds), rows)
 

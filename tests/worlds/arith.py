@@ -104,7 +104,9 @@ def wide_of(dtype: torch.dtype) -> torch.dtype:
 def reduced(
     op: str, parts: Sequence[torch.Tensor], factors: Sequence[float] | None = None
 ) -> torch.Tensor:
-    """What every rank has to hold after reducing `parts`, given in rank order."""
+    """What every rank has to hold after reducing `parts`, given in rank order; computed on the CPU,
+    as a GPU divides by multiplying with the reciprocal."""
+    parts = [part.cpu() for part in parts]
     dtype = parts[0].dtype
     if op == "PREMUL_SUM":
         assert factors is not None

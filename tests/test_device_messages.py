@@ -204,8 +204,8 @@ def test_messages_are_remembered(fresh_device_world):
 
 
 def late_messages(ctx: Ctx, how: str) -> str:
-    """After two good ones, the third has no partner, or one that comes in a batch. It is larger than
-    what NCCL buffers, which would end on the side of its sender."""
+    """After two good ones, the third has no partner, or one that comes in a batch. It is larger
+    than what NCCL buffers: a small one would end on its sender's side."""
     warm_up(ctx)
     call = dist.isend if ctx.rank == 0 else dist.irecv
     for _ in range(2):

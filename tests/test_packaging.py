@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -441,6 +442,26 @@ def test_no_compiler_is_two_readable_lines(
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 1 and problem in lines[-2] and remedy in lines[-1], done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_compiler_with_a_libstdcxx_of_its_own(tmp_path: Path) -> None:
+    """With two of them in a process, the first group would end in a segmentation fault."""
+    scripts = sysconfig.get_path("scripts")
+    tools = [shutil.which(name, path=scripts) or shutil.which(name) for name in ("cmake", "ninja")]
+    if None in tools:
+        pytest.skip("the build needs cmake and ninja")
+    cmake, ninja = tools
+    command = [cmake, "-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    environment = {**os.environ, "LDFLAGS": "-static-libstdc++"}
+    done = subprocess.run(
+        [*command, f"-DMYCOLL_PYTHON={sys.executable}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    words = " ".join(done.stderr.split())
+    assert done.returncode and "puts a libstdc++ of its own into what it links" in words, words
+    assert "CXX=/usr/bin/g++, for instance" in words
 
 
 def test_wheel(tmp_path: Path) -> None:

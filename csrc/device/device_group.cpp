@@ -296,10 +296,11 @@ Status DeviceGroup::waitFor(Condition& fence) const {
 // ---- watching -----------------------------------------------------------------------------------
 
 void DeviceGroup::watch(Watched watched) {
-  if (!watched_.add(std::move(watched))) return;
   // Where the device does all of it, its end may be seen a little later: to wake a thread for every
   // operation would cost more than the operation. The host path's next step waits for us.
-  Watchdog::get().add(shared_from_this(), /*isUrgent=*/choice_.known() != DevicePath::kNccl);
+  const bool isUrgent = choice_.known() != DevicePath::kNccl;
+  const bool isFirst = watched_.add(std::move(watched));
+  if (isFirst || isUrgent) Watchdog::get().add(shared_from_this(), isUrgent);
 }
 
 void DeviceGroup::watchMessages(const DeviceOperationPtr& operation,

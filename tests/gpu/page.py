@@ -6,11 +6,13 @@ import datetime
 import functools
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import mycoll
@@ -21,6 +23,7 @@ from standins import cuda as standin_cuda
 from worlds.device import nccl_version
 
 LEFT_OUT = 1000  # no exit code is so large
+ANSI = r"\x1b\[[0-9;]*m"
 
 
 @dataclass
@@ -83,7 +86,7 @@ def driver() -> tuple[str, ...]:
         f"driver {of_each('driver_version') or 'unknown'}",
         f"MIG: {of_each('mig.mode.current') or 'unknown'}",
         f"MPS: {f'a server at {pipes}' if (pipes / 'control').exists() else 'none'}",
-        *(f"`{line}`" for line in ask("topo", "-m") if line.strip()),
+        *(f"`{re.sub(ANSI, '', line)}`" for line in takewhile(str.strip, ask("topo", "-m"))),
     )
 
 

@@ -35,21 +35,23 @@ class RaisedFailures {
   void add(const Status& status) {
     const MutexLock lock(mutex_);
     forget();
-    latest_.push_back({status, Clock::now()});
+    latest_.push_back({status, Clock::now(), count_.fetch_add(1, std::memory_order_relaxed)});
   }
-  bool has(const Status& status) {
+  bool has(const Status& status, uint64_t since) {
     const MutexLock lock(mutex_);
     forget();
     for (const Entry& entry : latest_) {
-      if (entry.status.isSameFailure(status)) return true;
+      if (entry.number >= since && entry.status.isSameFailure(status)) return true;
     }
     return false;
   }
+  uint64_t count() const { return count_.load(std::memory_order_relaxed); }
 
  private:
   struct Entry {
     Status status;
     Clock::time_point when;
+    uint64_t number;
   };
 
   void forget() REQUIRES(mutex_) {
@@ -59,6 +61,7 @@ class RaisedFailures {
 
   Mutex mutex_;
   std::vector<Entry> latest_ GUARDED_BY(mutex_);
+  std::atomic<uint64_t> count_{0};  // of all
 };
 
 }  // namespace
@@ -136,12 +139,14 @@ void throwStatus(const Status& status) {
 QuietScope::QuietScope() { ++quietScopes; }
 QuietScope::~QuietScope() { --quietScopes; }
 
-void raiseInMainThread(const Status& status, std::function<bool()> isWanted) {
+uint64_t raisedSoFar() { return RaisedFailures::get().count(); }
+
+void raiseInMainThread(const Status& status, uint64_t since, std::function<bool()> isWanted) {
   if (python.callInMainThread == nullptr) return;
-  if (RaisedFailures::get().has(status)) return;
-  const bool isCalled = python.callInMainThread([status, isWanted = std::move(isWanted)] {
+  if (RaisedFailures::get().has(status, since)) return;
+  const bool isCalled = python.callInMainThread([status, since, isWanted = std::move(isWanted)] {
     const bool isExiting = exiting.load(std::memory_order_acquire) != pthread_t{};
-    if (isExiting || RaisedFailures::get().has(status) || !isWanted()) return;
+    if (isExiting || RaisedFailures::get().has(status, since) || !isWanted()) return;
     throwStatus(status);
   });
   if (!isCalled) MYCOLL_LOG_ERROR("%s", status.message().c_str());

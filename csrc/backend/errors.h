@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <string>
@@ -32,9 +33,12 @@ class ArgumentError final : public c10::ValueError {
 
 // For results that a program may use without asking whether they are valid: throws the status in
 // Python's main thread, between two steps of what it does, as Ctrl-C would. Not where that thread
-// has just been thrown the same failure (Status::isSameFailure()), or is meanwhile: a program that
-// is cleaning up is left alone. isWanted is asked at that moment.
-void raiseInMainThread(const Status& status, std::function<bool()> isWanted);
+// has been thrown the same failure (Status::isSameFailure()) within a second and since
+// raisedSoFar() was `since`, or is meanwhile: a program that is cleaning up is left alone. isWanted
+// is asked at that moment.
+void raiseInMainThread(const Status& status, uint64_t since, std::function<bool()> isWanted);
+// How many failures of groups that thread has been thrown.
+uint64_t raisedSoFar();
 
 inline void throwIfFailed(const Status& status) {
   if (!status.ok()) [[unlikely]] {

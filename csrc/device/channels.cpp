@@ -20,8 +20,15 @@ namespace {
 
 // Marks the note by which the lower rank of a pair tells NCCL's id, beside any tag of a user's.
 constexpr uint64_t kPairTag = uint64_t{1} << 49;
-// What a call into NCCL may take beyond the group's timeout.
+// What a call into NCCL may take beyond the group's timeout: it is the last resort. Who waits for
+// an operation ends it sooner, and says which rank is missing.
 constexpr std::chrono::milliseconds kIssueGrace(2000);
+
+// The group's timeout can change, and be milliseconds::max().
+std::chrono::milliseconds patienceOf(const MycollOptions& group) {
+  constexpr std::chrono::hours kLongest(24 * 365);
+  return std::min<std::chrono::milliseconds>(group.timeout, kLongest) + kIssueGrace;
+}
 
 }  // namespace
 
@@ -42,12 +49,7 @@ nccl::CommOptions Channels::optionsOn(c10::Device device) const {
     options.nccl.isBlocking = Env::process().nccl.isBlocking.value_or(
         nccl::Library::loaded()->has(nccl::Capability::kRevoke));
   }
-  // The last resort: who waits for an operation ends this sooner, and says which rank is missing.
-  // The group's timeout can change, and be milliseconds::max().
-  options.issueTimeout = [group = place_.options] {
-    constexpr std::chrono::hours kLongest(24 * 365);
-    return std::min<std::chrono::milliseconds>(group->timeout, kLongest) + kIssueGrace;
-  };
+  options.issueTimeout = [group = place_.options] { return patienceOf(*group); };
   // For good, and at once: what c10's guards do where there is no context yet only c10 knows of.
   options.bindDevice = [device] {
     try {
@@ -59,8 +61,13 @@ nccl::CommOptions Channels::optionsOn(c10::Device device) const {
   return options;
 }
 
-Status Channels::interruption() const {
+Status Channels::failure() const {
   for (const auto& group : {place_.control, place_.cpu}) MYCOLL_RETURN_IF_ERROR(group->error());
+  return Status();
+}
+
+Status Channels::interruption() const {
+  MYCOLL_RETURN_IF_ERROR(failure());
   return isInterruptPending() ? interrupted() : Status();
 }
 
@@ -69,8 +76,9 @@ Channel Channels::join(c10::Device device, int rank, int ranks, const std::strin
   Channel channel{
       std::make_shared<nccl::Comm>(*nccl::Library::loaded(), rank, ranks, name, optionsOn(device)),
       sideStream(device)};
-  throwUnlessConnected(place_, channel.comm->connect(id, Deadline::after(place_.options->timeout),
-                                                     [this] { return interruption(); }));
+  throwUnlessConnected(place_,
+                       channel.comm->connect(id, Deadline::after(patienceOf(*place_.options)),
+                                             [this] { return interruption(); }));
   return channel;
 }
 
@@ -78,7 +86,8 @@ template <typename Map, typename Key>
 Channel Channels::add(Map* channels, const Key& key, Channel channel) {
   MutexLock lock(mutex_);
   if (isEnded_) {
-    const Status ended(Code::kAborted, "the group has ended while NCCL connected");
+    Status ended = failure();
+    if (ended.ok()) ended = Status(Code::kAborted, "the group has ended while NCCL connected");
     (void)channel.comm->abort(Deadline::after(std::chrono::seconds(1)), ended);
     throwStatus(ended);
   }
@@ -202,7 +211,7 @@ bool Channels::split(Channels* child, int color, bool isWilling) {
   throwUnlessConnected(place_,
                        parent->comm->split(child != nullptr ? color : nccl::kSplitNoColor,
                                            child != nullptr ? child->place_.rank : 0, made.get(),
-                                           Deadline::after(place_.options->timeout),
+                                           Deadline::after(patienceOf(*place_.options)),
                                            [this] { return interruption(); }));
   if (child != nullptr) {
     child->add(&child->ofGroup_, device.index(), {std::move(made), sideStream(device)});

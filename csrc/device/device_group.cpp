@@ -344,7 +344,7 @@ DeviceGroup::Seen DeviceGroup::look() {
   seen.hasMoved = watched_.takeOver([this](const Status& error) {
     if (!isDead() && !hasLeft()) fail(inContext(error));
   });
-  const bool isReleasing = !watched_.releaseMemory() && isOpen();
+  const bool isReleasing = !watched_.releaseMemory();  // also when the group has ended
   failLate();
   const bool hasNotes = place_.control->watchExternal();
   seen.wantsSoon = host_.advance();
@@ -450,7 +450,7 @@ void DeviceGroup::failWatched(const Status& cause) {
                        cause.cause().group == place_.control->context();
   if ((!failed.lost && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
   const std::string place = failed.lost ? failed.lost->place() : "";
-  raise(cause,
+  raise(cause, failed.lost ? failed.lost->operation->takenAt() : 0,
         failed.lost  ? failed.lost->operation->what() + (place.empty() ? "" : " (" + place + ")") +
                            " was under way on the device"
         : isReplayed ? "a graph with operations of this group may have been under way on the device"
@@ -459,11 +459,11 @@ void DeviceGroup::failWatched(const Status& cause) {
 
 // By an exception in Python's main thread, wherever that is: the next call would raise, but there
 // may be none before the program uses the numbers.
-void DeviceGroup::raise(const Status& cause, const std::string& what) {
+void DeviceGroup::raise(const Status& cause, uint64_t since, const std::string& what) {
   const Status raised =
       cause.withMessage(cause.message() + onThisRank(place_.rank) + what + kInvalidResults);
   // Not when the program has ended the group itself meanwhile.
-  raiseInMainThread(raised, [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
+  raiseInMainThread(raised, since, [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
     const std::shared_ptr<DeviceGroup> living = group.lock();
     return !(living ? living->isAbortedHere_.load() : isAborted);
   });

@@ -125,7 +125,8 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void hearOfFailures();
   // Fails what is watched, and raises it where the program has gone on from that.
   void failWatched(const Status& cause);
-  void raise(const Status& cause, const std::string& what);
+  // since: see raiseInMainThread().
+  void raise(const Status& cause, uint64_t since, const std::string& what);
 
   const DevicePlace place_;
   PathChoice choice_;

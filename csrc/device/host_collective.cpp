@@ -130,6 +130,8 @@ Status HostCollective::begin() {
 }
 
 Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
+  DeviceOperation::Putting putting(*operation_);
+  if (!putting.isAllowed()) return operation_->status();
   return copying(operation_->device(), [&] {
     HostStaging::Buffer& to = buffer(chunk);
     const c10::StreamGuard guard(inward_);
@@ -141,10 +143,13 @@ Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t ch
           .copy_(bytesOnDevice(part, operation_->device()), /*non_blocking=*/true);
     }
     to.copiedIn = recordEvent(inward_);
+    putting.setEnd(inward_, to.copiedIn);
   });
 }
 
 Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
+  DeviceOperation::Putting putting(*operation_);
+  if (!putting.isAllowed()) return operation_->status();
   return copying(operation_->device(), [&] {
     HostStaging::Buffer& from = buffer(chunk);
     const c10::StreamGuard guard(outward_);
@@ -155,6 +160,7 @@ Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t c
           .copy_(slice(from.out, i * chunkBytes, part.bytes), /*non_blocking=*/true);
     }
     from.copiedOut = recordEvent(outward_);
+    putting.setEnd(outward_, from.copiedOut);
   });
 }
 
@@ -190,6 +196,8 @@ Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chun
 }
 
 Status HostCollective::end() {
+  DeviceOperation::Putting putting(*operation_);
+  if (!putting.isAllowed()) return operation_->status();
   return copying(operation_->device(), [&] {
     const c10::StreamGuard guard(outward_);
     // Before the caller may write to what was read.
@@ -197,7 +205,9 @@ Status HostCollective::end() {
       if (buffer.copiedIn) buffer.copiedIn->block(outward_);
     }
     copyBackOnDevice(copyBacks_);
-    operation_->setEnqueued(outward_, recordEvent(outward_, operation_->isTimed()));
+    EventPtr ended = recordEvent(outward_, operation_->isTimed());
+    putting.setEnd(outward_, ended);
+    operation_->setEnqueued(outward_, std::move(ended));
   });
 }
 

@@ -82,15 +82,19 @@ struct HostPath::Incoming {
 
   // Copies a piece that has arrived to the device; the last one ends the operation.
   Status copyOut(size_t piece) {
+    DeviceOperation::Putting putting(*operation);
+    if (!putting.isAllowed()) return operation->status();
     return copying(operation->device(), [&] {
       const c10::StreamGuard guard(stream);
       if (cut.length(piece) > 0) {
         bytesOnDevice(cut.part(target, piece), operation->device())
             .copy_(cut.data(staging, piece), /*non_blocking=*/true);
       }
-      if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-      copyBackOnDevice(copyBacks);
-      operation->setEnqueued(stream, recordEvent(stream, operation->isTimed()));
+      const bool isLast = left.fetch_sub(1, std::memory_order_acq_rel) == 1;
+      if (isLast) copyBackOnDevice(copyBacks);
+      EventPtr copied = recordEvent(stream, operation->isTimed());
+      putting.setEnd(stream, copied);
+      if (isLast) operation->setEnqueued(stream, std::move(copied));
     });
   }
 };
@@ -191,7 +195,9 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
   place_.host->noteOtherCallers();  // it leaves when the device has copied it
   const auto left = std::make_shared<std::atomic<size_t>>(cut.pieces());
   std::vector<std::shared_ptr<Outgoing>> pieces;
+  operation->keep(request.allTensors());
   {
+    DeviceOperation::Putting putting(*operation);
     const PlainDispatch plain;
     const c10::StreamGuard guard(stream);
     ready->block(stream);
@@ -205,8 +211,8 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
           cut.span(staging, piece), request.peer, piece == 0 ? request.tag : kPieceTag | number,
           call.dtype, call.opaqueType, place_.timeoutOf(request), span.bytes}));
     }
+    putting.setEnd(stream, pieces.back()->copied);
   }
-  operation->keep(request.allTensors());
   MutexLock lock(mutex_);
   outgoing_.insert(outgoing_.end(), pieces.begin(), pieces.end());
 }

@@ -123,6 +123,13 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
   auto operation = std::make_shared<DeviceOperation>(first.site.function, caller);
   operation->setCaptured(isCaptured);
   if (isMessage && isAlone) operation->setSource(first.peer);
+  if (first.async) {
+    std::vector<at::Tensor> kept;
+    for (const Request* request : requests) {
+      for (at::Tensor& tensor : request->allTensors()) kept.push_back(std::move(tensor));
+    }
+    operation->keep(std::move(kept));
+  }
   if (first.async) recordEvent(caller, false, isCaptured)->block(stream);
   if (isTimed) operation->setStarted(recordEvent(stream, true, isCaptured));
   if (!first.async) operation->setTaken();
@@ -133,6 +140,7 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
   } else if (isMessage) {
     group.watchMessages(operation, requests, isOfPair, /*isRecorded=*/true);
   }
+  DeviceOperation::Putting putting(*operation);
   const FailUnlessEnqueued failing(*operation);
   {
     nccl::Issue issue(*channel.comm);
@@ -146,6 +154,9 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
     }
     const Status status = issue.end();
     if (!status.ok()) {
+      if (!isCaptured) {  // behind what NCCL has put there before it failed
+        (void)copying(first.device, [&] { putting.setEnd(stream, recordEvent(stream)); });
+      }
       // Often the consequence of another rank's end: the engine may know the cause by now.
       const Status known = group.error();
       if (known.ok()) place_.control->fail(status);
@@ -159,14 +170,9 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
     const c10::StreamGuard guard(stream);
     copyBackOnDevice(request->copyBacks);
   }
-  operation->setEnqueued(stream, recordEvent(stream, isTimed, isCaptured));
-  if (first.async) {
-    std::vector<at::Tensor> kept;
-    for (Request* request : requests) {
-      for (at::Tensor& tensor : request->allTensors()) kept.push_back(std::move(tensor));
-    }
-    operation->keep(std::move(kept));
-  }
+  EventPtr ended = recordEvent(stream, isTimed, isCaptured);
+  putting.setEnd(stream, ended);
+  operation->setEnqueued(stream, std::move(ended));
   return operation;
 }
 

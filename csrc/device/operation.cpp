@@ -1,8 +1,8 @@
 #include "device/operation.h"
 
+#include <algorithm>
 #include <utility>
 
-#include "backend/errors.h"
 #include "device/pause.h"
 
 namespace mycoll {
@@ -17,6 +17,32 @@ Status waitEnded(const char* what) {
 }
 
 }  // namespace
+
+DeviceOperation::Putting::Putting(DeviceOperation& operation)
+    : operation_(operation), isAllowed_([&] {
+        MutexLock lock(operation.mutex_);
+        if (operation.state_ == State::kFailed) return false;
+        ++operation.putting_;
+        return true;
+      }()) {}
+
+DeviceOperation::Putting::~Putting() {
+  if (!isAllowed_) return;
+  EventPtr earlier;
+  MutexLock lock(operation_.mutex_);
+  --operation_.putting_;
+  if (!end_) return;
+  for (auto& [stream, end] : operation_.put_) {
+    if (stream != end_->first) continue;
+    earlier = std::exchange(end, std::move(end_->second));
+    return;
+  }
+  operation_.put_.push_back(std::move(*end_));
+}
+
+void DeviceOperation::Putting::setEnd(const c10::Stream& stream, EventPtr end) {
+  end_.emplace(stream, std::move(end));
+}
 
 void DeviceOperation::keep(std::vector<at::Tensor> tensors) {
   MutexLock lock(mutex_);
@@ -139,14 +165,15 @@ bool DeviceOperation::isOver() {
 }
 
 bool DeviceOperation::mayRelease() const {
-  EventPtr ended;
+  std::vector<std::pair<c10::Stream, EventPtr>> put;
   {
     MutexLock lock(mutex_);
     if (kept_.empty()) return true;
-    if (state_ == State::kQueued) return false;
-    ended = ended_;
+    if (state_ == State::kQueued || putting_ > 0) return false;
+    put = put_;
   }
-  return !ended || isCaptured_ || hasPassed(*ended);
+  return isCaptured_ || std::all_of(put.begin(), put.end(),
+                                    [](const auto& stream) { return hasPassed(*stream.second); });
 }
 
 Status DeviceOperation::status() const {

@@ -14,7 +14,9 @@
 //
 // Thread contract: [any thread], with or without the GIL.
 // Lifetimes: held by shared_ptr. The tensors that it keeps are dropped by whoever calls release():
-// never by the watchdog, since dropping a tensor may need the GIL and calls the allocator.
+// never by the watchdog, since dropping a tensor may need the GIL and calls the allocator. A
+// failure stops nothing that is on a stream, nor who is putting it there: what uses the tensors is
+// followed to its end by Putting.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,8 +27,10 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "backend/errors.h"
 #include "base/deadline.h"
 #include "base/mutex.h"
 #include "base/status.h"
@@ -46,6 +50,25 @@ class DeviceOperation {
 
   // --- for whoever carries it out
 
+  // Lives while somebody puts work on a stream that uses what the operation keeps.
+  class Putting {
+   public:
+    explicit Putting(DeviceOperation& operation);
+    ~Putting();
+    Putting(const Putting&) = delete;
+    Putting& operator=(const Putting&) = delete;
+    // False: the operation has failed, and nothing may be put any more.
+    bool isAllowed() const { return isAllowed_; }
+    // What was put is before this event. Without one nothing was.
+    void setEnd(const c10::Stream& stream, EventPtr end);
+
+   private:
+    DeviceOperation& operation_;
+    const bool isAllowed_;
+    std::optional<std::pair<c10::Stream, EventPtr>> end_;
+  };
+
+  // Before anything is put on a stream.
   void keep(std::vector<at::Tensor> tensors);
   // Somebody wants to know its duration: events are timed.
   void setTimed(bool isTimed) { isTimed_ = isTimed; }
@@ -88,13 +111,16 @@ class DeviceOperation {
 
   // The program goes on as if it were over: what it puts on a stream from here on comes behind it.
   // The caller must look at the status afterwards.
-  void setTaken() { isTaken_.store(true, std::memory_order_seq_cst); }
-  bool isTaken() const { return isTaken_.load(std::memory_order_seq_cst); }
+  void setTaken() { taken_.store(1 + raisedSoFar(), std::memory_order_seq_cst); }
+  bool isTaken() const { return taken_.load(std::memory_order_seq_cst) != 0; }
+  // raisedSoFar() when that was last.
+  uint64_t takenAt() const { return taken_.load(std::memory_order_seq_cst) - 1; }
 
   // Takes what it kept, for the caller to drop.
   std::vector<at::Tensor> release();
-  // The device does not use any more what it keeps. After a failure this may come later than the
-  // end, as what NCCL has started may still be writing; where nothing is kept, it costs nothing.
+  // The device does not use any more what it keeps, and never will. After a failure this may come
+  // later than the end, as what NCCL has started may still be writing; where nothing is kept, it
+  // costs nothing.
   bool mayRelease() const;
 
  private:
@@ -106,7 +132,7 @@ class DeviceOperation {
   const char* const what_;
   const c10::Stream caller_;
   std::atomic<int> source_{-1};
-  std::atomic<bool> isTaken_{false};
+  std::atomic<uint64_t> taken_{0};
   bool isTimed_ = false;
   bool isCaptured_ = false;
   std::atomic<bool> isPassed_{false};  // somebody has asked, and it was
@@ -121,6 +147,9 @@ class DeviceOperation {
   std::optional<c10::Stream> stream_;
   EventPtr ended_;
   std::vector<at::Tensor> kept_ GUARDED_BY(mutex_);
+  int putting_ GUARDED_BY(mutex_) = 0;  // Puttings that live
+  // What was put is before these: the last event of each stream.
+  std::vector<std::pair<c10::Stream, EventPtr>> put_ GUARDED_BY(mutex_);
   std::vector<std::function<void()>> callbacks_ GUARDED_BY(mutex_);
   std::shared_ptr<Communicator> communicator_ GUARDED_BY(mutex_);
   OpPtr engineOp_ GUARDED_BY(mutex_);

@@ -177,7 +177,10 @@ WatchList::Failed WatchList::failAll(const Status& cause) {
     if (each.operation->status().ok()) continue;
     failed.isAny = true;
     const bool isOnNccl = each.external || each.ownsDeadline;
-    if (isOnNccl && each.operation->isTaken() && !failed.lost) failed.lost = each;
+    if (!isOnNccl || !each.operation->isTaken()) continue;
+    const bool isLater =
+        !failed.lost || each.operation->takenAt() > failed.lost->operation->takenAt();
+    if (isLater) failed.lost = each;
   }
   return failed;
 }

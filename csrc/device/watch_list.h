@@ -72,7 +72,7 @@ class WatchList {
   // enqueued has come from the other ranks by then.
   struct Failed {
     bool isAny = false;
-    std::optional<Watched> lost;  // the first
+    std::optional<Watched> lost;  // the first of those that were taken last
   };
   Failed failAll(const Status& cause);
   // Hands on the memory of what is over, once devices do not use it any more. False: there is more.

@@ -1,0 +1,361 @@
+"""Random programs of several groups that end badly: a rank is killed, aborts, leaves, calls
+something else or does not come. Nobody gets a wrong number or waits for longer than it should, all
+whom it concerns hear who it was, and other groups go on.
+
+To repeat one: `pytest tests/test_endings.py --seed N`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import device as devices
+from worlds.worker import Ctx
+
+SEEDS = int(os.environ.get("ENDING_SEEDS", "4"))  # of each kind
+PATIENCE = timedelta(seconds=40)
+SHORT = timedelta(seconds=3)  # of a group in which a rank does not come
+SOON = 20.0  # seconds until everybody has heard
+ENDINGS = ("kill", "abort", "leave", "odd", "miss")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "ring", "pair")
+NUMELS = (1, 100, 5000, 70_000)
+LAST = 10_000  # of the elements of what is called at the end; no other call has as many
+
+
+@dataclass(frozen=True)
+class Step:
+    group: int
+    kind: str
+    numel: int
+    is_async: bool
+    root: int  # an index into the group's members
+    settles: int  # afterwards so many may be pending
+
+
+@dataclass(frozen=True)
+class Script:
+    """The same for all ranks."""
+
+    ending: str
+    culprit: int
+    at: int  # the step in whose place it happens
+    groups: list[list[int]]
+    steps: list[Step]
+
+    @staticmethod
+    def of(seed: int, size: int, ending: str) -> Script:
+        rng = random.Random(seed)
+        groups = [list(range(size))]
+        for _ in range(rng.randint(1, 2)):
+            groups.append(sorted(rng.sample(range(size), rng.randint(2, size))))
+        steps = []
+        for _ in range(rng.randint(6, 25)):
+            group = rng.randrange(len(groups))
+            steps.append(
+                Step(
+                    group,
+                    rng.choice(KINDS),
+                    rng.choice(NUMELS),
+                    rng.random() < 0.5,
+                    rng.randrange(len(groups[group])),
+                    rng.choice((0, 0, 3, 9)),
+                )
+            )
+        # The world outlives what only a group can survive.
+        fit = [at for at, step in enumerate(steps) if step.group or ending in ("kill", "odd")]
+        if ending == "odd":  # the sizes of an all_to_all are known to pairs of ranks only
+            fit = [at for at in fit if steps[at].kind not in ("ring", "pair", "all_to_all")]
+        if not fit:
+            steps.append(Step(1, "all_reduce", 100, False, 0, 0))
+            fit = [len(steps) - 1]
+        at = rng.choice(fit)
+        return Script(ending, rng.choice(groups[steps[at].group]), at, groups, steps)
+
+    def is_hit(self, group: int) -> bool:
+        if self.ending == "kill":
+            return self.culprit in self.groups[group]
+        return group == self.steps[self.at].group
+
+
+@dataclass
+class Report:
+    """Of a rank."""
+
+    heard: dict[int, str] = field(default_factory=dict)  # by group: the first error
+    took: dict[int, float] = field(default_factory=dict)  # seconds from its last good call
+    disturbed: set[int] = field(default_factory=set)  # an error of another group came in its midst
+    wrong: list[str] = field(default_factory=list)  # numbers
+    again: str = ""  # how it went on
+
+
+class Player:
+    def __init__(self, ctx: Ctx, script: Script) -> None:
+        self.ctx, self.script, self.report = ctx, script, Report()
+        self.pending: list[tuple[int, str, dist.Work | None, torch.Tensor | None, float]] = []
+        self.groups: list[dist.ProcessGroup | None] = [dist.group.WORLD]
+        for index, members in enumerate(script.groups[1:], 1):
+            is_short = script.ending == "miss" and script.is_hit(index)
+            self.groups.append(dist.new_group(members, timeout=SHORT if is_short else PATIENCE))
+        self.names = {
+            dist.distributed_c10d._get_process_group_name(group): index
+            for index, group in enumerate(self.groups)
+            if ctx.rank in script.groups[index]
+        }
+        for index in self.mine():
+            self.call(Step(index, "all_reduce", 1, False, 0, 0), "the first call")
+        dist.barrier()
+        self.last_good = time.monotonic()
+
+    def mine(self) -> list[int]:
+        """Groups of this rank that it still uses."""
+        return [
+            index
+            for index, members in enumerate(self.script.groups)
+            if self.ctx.rank in members
+            and index not in self.report.heard
+            and index not in self.report.disturbed
+        ]
+
+    def play(self) -> Report:
+        script, rank = self.script, self.ctx.rank
+        for at, step in enumerate(script.steps):
+            is_end = at == script.at and rank == script.culprit
+            if is_end and script.ending == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step.group not in self.mine():
+                continue
+            what = f"step {at}: {step}"
+            if is_end:
+                self.guarded(step.group, lambda step=step: self.end(step))
+            else:
+                self.guarded(step.group, lambda step=step, what=what: self.call(step, what))
+            self.guarded(step.group, lambda most=step.settles: self.settle(most))
+        self.guarded(0, lambda: self.settle(0))
+        for index in self.mine():
+            last = Step(index, "all_reduce", LAST, False, 0, 0)
+            self.guarded(index, lambda last=last: self.call(last, "the last call"))
+            self.guarded(index, self.synchronize)
+        self.guarded(0, lambda: self.settle(0))
+        return self.report
+
+    def guarded(self, group: int, act: Callable[[], None]) -> None:
+        """Notes an error, which may come anywhere; also while another one is noted."""
+        self.noting(group, lambda: self.noting(group, act))
+
+    def noting(self, group: int, act: Callable[[], None]) -> None:
+        try:
+            act()
+            self.last_good = time.monotonic()
+        except dist.DistBackendError as error:
+            self.hear(group, str(error))
+
+    def hear(self, group: int, text: str) -> None:
+        """An error is of the group that it names, whatever this rank was doing."""
+        named = re.search(r"mycoll group '([^' ]+)", text)
+        found = self.names.get(named[1], group) if named else group
+        self.report.heard.setdefault(found, text)
+        self.report.took.setdefault(found, time.monotonic() - self.last_good)
+        if found != group and group in self.mine():
+            self.report.disturbed.add(group)
+            self.abort(group)
+
+    def abort(self, group: int) -> None:
+        self.groups[group]._get_backend(self.ctx.device).abort()
+
+    def end(self, step: Step) -> None:
+        ending = self.script.ending
+        if ending == "abort":
+            self.abort(step.group)
+        elif ending == "leave":
+            dist.destroy_process_group(self.groups[step.group])
+        elif ending == "odd":
+            odd = Step(step.group, step.kind, step.numel + 3, step.is_async, step.root, 0)
+            self.call(odd, "the odd call", is_checked=False)
+            return
+        self.report.disturbed.add(step.group)  # it does not call it again
+
+    def synchronize(self) -> None:
+        if self.ctx.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def full(self, numel: int, value: float) -> torch.Tensor:
+        return torch.full((numel,), float(value), device=self.ctx.device)
+
+    def settle(self, most: int) -> None:
+        while len(self.pending) > most:
+            group, what, work, out, want = self.pending.pop(0)
+            hits = self.script.is_hit
+            knows = hits(group) and any(hits(each) for each in self.report.heard)
+            if group in self.report.heard or group in self.report.disturbed:
+                out = None  # it knows that such numbers are invalid
+            elif knows and work is None:
+                out = None  # it went on before it heard of the same death from another group
+            self.guarded(group, lambda w=work, o=out, v=want, s=what: self.check(s, w, o, v))
+
+    def check(
+        self, what: str, work: dist.Work | None, out: torch.Tensor | None, want: float
+    ) -> None:
+        if work is not None:
+            work.wait()
+        if out is None:
+            return
+        low, high = out.min().item(), out.max().item()
+        if (low, high) != (want, want):
+            self.report.wrong.append(f"{what}: {low} to {high}, not {want}")
+
+    def call(self, step: Step, what: str, is_checked: bool = True) -> None:
+        group, members = self.groups[step.group], self.script.groups[step.group]
+        size, me = len(members), members.index(self.ctx.rank)
+        total, n = float(sum(range(1, size + 1))), step.numel
+        mine = self.full(n, me + 1)
+        work: dist.Work | None = None
+        out: torch.Tensor | None = None
+        want = 0.0
+        how = {"group": group, "async_op": step.is_async}
+        if step.kind == "all_reduce":
+            out, want = mine, total
+            work = dist.all_reduce(out, **how)
+        elif step.kind == "all_gather":
+            gathered = self.full(n * size, 0)
+            work = dist.all_gather_into_tensor(gathered, mine, **how)
+            out, want = gathered[-n:], size
+        elif step.kind == "reduce_scatter":
+            out, want = self.full(n, 0), total
+            work = dist.reduce_scatter_tensor(out, self.full(n * size, me + 1), **how)
+        elif step.kind == "broadcast":
+            out, want = mine, step.root + 1
+            work = dist.broadcast(out, members[step.root], **how)
+        elif step.kind == "all_to_all":
+            exchanged = self.full(n * size, 0)
+            work = dist.all_to_all_single(exchanged, self.full(n * size, me + 1), **how)
+            out, want = exchanged[-n:], size
+        elif step.kind == "ring":
+            right, left = members[(me + 1) % size], members[(me - 1) % size]
+            out, want = self.full(n, 0), (me - 1) % size + 1
+            ops = [
+                dist.P2POp(dist.isend, mine, right, group),
+                dist.P2POp(dist.irecv, out, left, group),
+            ]
+            works = dist.batch_isend_irecv(ops)
+            for each in works[:-1]:
+                self.pending.append((step.group, what, each, None, 0.0))
+            work = works[-1]
+        elif me in (step.root, (step.root + 1) % size):
+            peer = (step.root + 1) % size if me == step.root else step.root
+            if me == step.root:
+                work = dist.isend(mine, members[peer], group)
+            else:
+                out, want = self.full(n, 0), peer + 1
+                work = dist.irecv(out, members[peer], group)
+        self.pending.append((step.group, what, work, out if is_checked else None, want))
+
+
+def again(ctx: Ctx, script: Script) -> str:
+    """Leaves all groups and makes a new one of those that are left."""
+    for _ in range(len(script.groups) + 1):
+        try:
+            dist.destroy_process_group()
+            break
+        except dist.DistBackendError:
+            continue  # each group may say it once
+    alive = [r for r in range(ctx.size) if not (script.ending == "kill" and r == script.culprit)]
+    dist.init_process_group(
+        ctx.backend,
+        store=ctx.store("again"),
+        rank=alive.index(ctx.rank),
+        world_size=len(alive),
+        timeout=PATIENCE,
+    )
+    x = torch.ones(1000, device=ctx.device)
+    dist.all_reduce(x)
+    text = "" if x.max().item() == len(alive) else f"again: {x.max().item()}"
+    dist.destroy_process_group()
+    return text
+
+
+def played(ctx: Ctx, script: Script) -> Report:
+    ctx.init(timeout=PATIENCE)
+    report = Player(ctx, script).play()
+    report.again = again(ctx, script)
+    return report
+
+
+def judge(script: Script, reports: list[Report | None], is_nccl: bool) -> None:
+    disturbed = {g for report in reports if report for g in report.disturbed}
+    expected = {"odd": "MISMATCH", "miss": "timed out"}.get(script.ending, "")
+    for rank, report in enumerate(reports):
+        if report is None:
+            assert (script.ending, script.culprit) == ("kill", rank), f"rank {rank} is gone"
+            continue
+        # NCCL may carry out calls that differ; then an error follows.
+        if not (is_nccl and script.ending == "odd"):
+            assert not report.wrong, f"rank {rank}: {report.wrong}"
+        assert not report.again, f"rank {rank}: {report.again}"
+        for index, members in enumerate(script.groups):
+            if rank not in members or (rank == script.culprit and script.ending != "odd"):
+                continue
+            if index in report.disturbed:  # and not called again
+                continue
+            text = report.heard.get(index, "")
+            # The one that does not come may wait for the others in another group, or be done.
+            other = re.search("DEADLOCK|has left the group", text)
+            is_known = script.ending == "miss" and other is not None
+            if not script.is_hit(index):
+                is_well = not text or index in disturbed or is_known
+                assert is_well, f"rank {rank}, group {index}: {text}"
+                continue
+            assert text, f"rank {rank} heard nothing of group {index}"
+            assert expected in text or is_known, f"rank {rank}, group {index}: {text}"
+            # Others leave because of one that left, and may be seen first.
+            whom = members if script.ending == "leave" else [script.culprit]
+            names = {f"rank {each}" for who in whom for each in (who, members.index(who))}
+            is_named = any(re.search(rf"\b{name}\b", text) for name in names)
+            assert is_named, f"rank {rank}, group {index} does not name {names}: {text}"
+            took = report.took[index]
+            assert took < SOON, f"rank {rank} heard after {took:.1f} s: {text}"
+
+
+def seeds(config: pytest.Config) -> list[int]:
+    only = config.getoption("--seed")
+    return list(range(SEEDS)) if only is None else [only]
+
+
+# Over NCCL destroy_process_group() waits up to 10 s for the others (docs/gpu.md), and then this
+# rank must not call NCCL beside the thread that still waits.
+@pytest.mark.parametrize(
+    ("path", "ending"),
+    [(p, e) for p in ("nccl", "host", "cpu") for e in ENDINGS if (p, e) != ("nccl", "leave")],
+)
+def test_everybody_hears(request, pool, path, ending):
+    kind = request.config.getoption("--device")
+    for seed in seeds(request.config):
+        size = 2 + seed % 3
+        script = Script.of(seed, size, ending)
+        if path == "cpu":
+            spec = pool.spec(size, ("shm", "tcp")[seed % 2], init=False)
+        else:
+            taken = devices.paths(kind, size, [path])[0]
+            if reason := devices.missing(kind, taken):
+                pytest.skip(reason)
+            # A rank that died while two of them met keeps the other's thread in NCCL.
+            env = (("STANDIN_NCCL", "one_thread=0"),)
+            spec = pool.spec(size, device=kind, path=taken, init=False, env=env)
+        world = pool.fresh(spec)
+        try:
+            world.start(played, script)
+            reports = world.finish(allow_gone=ending == "kill")
+            judge(script, reports, path == "nccl")
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {script}\n{error}") from None
+        finally:
+            world.kill()

@@ -130,6 +130,7 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
     }
     operation->keep(std::move(kept));
   }
+  DeviceOperation::Putting putting(*operation);
   if (first.async) recordEvent(caller, false, isCaptured)->block(stream);
   if (isTimed) operation->setStarted(recordEvent(stream, true, isCaptured));
   if (!first.async) operation->setTaken();
@@ -140,7 +141,6 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
   } else if (isMessage) {
     group.watchMessages(operation, requests, isOfPair, /*isRecorded=*/true);
   }
-  DeviceOperation::Putting putting(*operation);
   const FailUnlessEnqueued failing(*operation);
   {
     nccl::Issue issue(*channel.comm);

@@ -31,7 +31,7 @@ DeviceOperation::Putting::~Putting() {
   EventPtr earlier;
   MutexLock lock(operation_.mutex_);
   --operation_.putting_;
-  if (!end_) return;
+  if (!end_ || operation_.kept_.empty()) return;
   for (auto& [stream, end] : operation_.put_) {
     if (stream != end_->first) continue;
     earlier = std::exchange(end, std::move(end_->second));
@@ -165,7 +165,7 @@ bool DeviceOperation::isOver() {
 }
 
 bool DeviceOperation::mayRelease() const {
-  std::vector<std::pair<c10::Stream, EventPtr>> put;
+  decltype(put_) put;
   {
     MutexLock lock(mutex_);
     if (kept_.empty()) return true;

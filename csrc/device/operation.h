@@ -20,6 +20,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -149,7 +150,7 @@ class DeviceOperation {
   std::vector<at::Tensor> kept_ GUARDED_BY(mutex_);
   int putting_ GUARDED_BY(mutex_) = 0;  // Puttings that live
   // What was put is before these: the last event of each stream.
-  std::vector<std::pair<c10::Stream, EventPtr>> put_ GUARDED_BY(mutex_);
+  c10::SmallVector<std::pair<c10::Stream, EventPtr>, 2> put_ GUARDED_BY(mutex_);
   std::vector<std::function<void()>> callbacks_ GUARDED_BY(mutex_);
   std::shared_ptr<Communicator> communicator_ GUARDED_BY(mutex_);
   OpPtr engineOp_ GUARDED_BY(mutex_);

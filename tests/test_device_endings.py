@@ -327,7 +327,7 @@ def judge(script: Script, reports: list[Report | None], is_nccl: bool) -> None:
 
 def seeds(config: pytest.Config) -> list[int]:
     only = config.getoption("--seed")
-    count = SEEDS or (1 if config.getoption("--device") == "cuda" else 4)
+    count = SEEDS or (1 if config.getoption("--device") == "cuda" else 3)
     return list(range(count)) if only is None else [only]
 
 

@@ -196,10 +196,10 @@ class Player:
             group, what, work, out, want = self.pending.pop(0)
             hits = self.script.is_hit
             knows = hits(group) and any(hits(each) for each in self.report.heard)
-            if group in self.report.heard or group in self.report.disturbed:
-                out = None  # it knows that such numbers are invalid
-            elif knows and work is None:
-                out = None  # it went on before it heard of the same death from another group
+            # Such numbers are invalid, as it knows: also of a call from which it went on before it
+            # heard of the same death from another group.
+            if group not in self.mine() or (knows and work is None):
+                out = None
             self.guarded(group, lambda w=work, o=out, v=want, s=what: self.check(s, w, o, v))
 
     def check(

@@ -61,13 +61,8 @@ nccl::CommOptions Channels::optionsOn(c10::Device device) const {
   return options;
 }
 
-Status Channels::failure() const {
-  for (const auto& group : {place_.control, place_.cpu}) MYCOLL_RETURN_IF_ERROR(group->error());
-  return Status();
-}
-
 Status Channels::interruption() const {
-  MYCOLL_RETURN_IF_ERROR(failure());
+  MYCOLL_RETURN_IF_ERROR(place_.error());
   return isInterruptPending() ? interrupted() : Status();
 }
 
@@ -86,7 +81,7 @@ template <typename Map, typename Key>
 Channel Channels::add(Map* channels, const Key& key, Channel channel) {
   MutexLock lock(mutex_);
   if (isEnded_) {
-    Status ended = failure();
+    Status ended = place_.error();
     if (ended.ok()) ended = Status(Code::kAborted, "the group has ended while NCCL connected");
     (void)channel.comm->abort(Deadline::after(std::chrono::seconds(1)), ended);
     throwStatus(ended);

@@ -68,7 +68,6 @@ class Channels {
   nccl::CommOptions optionsOn(c10::Device device) const;
   Channel join(c10::Device device, int rank, int ranks, const std::string& name,
                const nccl::UniqueId& id) const;
-  Status failure() const;  // of the group
   // What ends NCCL's waits: the group's end, or a signal.
   Status interruption() const;
   void connectBothWays(const Channel& channel,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/util/ArrayRef.h>
 
 #include <exception>
@@ -11,6 +12,7 @@
 #include "backend/plain_dispatch.h"
 #include "backend/request.h"
 #include "base/status.h"
+#include "device/operation.h"
 #include "device/streams.h"
 #include "nccl/cudart.h"
 
@@ -35,6 +37,18 @@ Status copying(c10::Device device, const Copies& copies) {
     return Status(Code::kInternal,
                   std::string("a copy between device and host failed: ") + error.what());
   }
+}
+
+// The same on `stream`, for an operation that has not failed, which keeps its tensors until the
+// stream has passed the copies: they return the event behind them.
+template <typename Copies>
+Status copyingFor(DeviceOperation& operation, const c10::Stream& stream, const Copies& copies) {
+  DeviceOperation::Putting putting(operation);
+  if (!putting.isAllowed()) return operation.status();
+  return copying(stream.device(), [&] {
+    const c10::StreamGuard guard(stream);
+    putting.setEnd(stream, copies());
+  });
 }
 
 }  // namespace mycoll

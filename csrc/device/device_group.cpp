@@ -383,12 +383,7 @@ void DeviceGroup::failLate() {
 
 // ---- failing ------------------------------------------------------------------------------------
 
-Status DeviceGroup::error() const {
-  for (const auto& group : {place_.control, place_.host, place_.cpu}) {
-    MYCOLL_RETURN_IF_ERROR(group->error());
-  }
-  return Status();
-}
+Status DeviceGroup::error() const { return place_.error(); }
 
 bool DeviceGroup::isDead() const {
   return place_.control->hasFailed() || place_.host->hasFailed() || place_.cpu->hasFailed();

@@ -1,7 +1,5 @@
 #include "device/host_collective.h"
 
-#include <c10/core/StreamGuard.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -130,11 +128,8 @@ Status HostCollective::begin() {
 }
 
 Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
-  DeviceOperation::Putting putting(*operation_);
-  if (!putting.isAllowed()) return operation_->status();
-  return copying(operation_->device(), [&] {
+  return copyingFor(*operation_, inward_, [&] {
     HostStaging::Buffer& to = buffer(chunk);
-    const c10::StreamGuard guard(inward_);
     grow(to.in, sides.reads.size() * chunkBytes);
     for (size_t i = 0; i < sides.reads.size(); ++i) {
       const Span part = partOf(sides.reads[i], chunkBytes, chunk);
@@ -143,16 +138,13 @@ Status HostCollective::copyIn(const Sides& sides, size_t chunkBytes, uint64_t ch
           .copy_(bytesOnDevice(part, operation_->device()), /*non_blocking=*/true);
     }
     to.copiedIn = recordEvent(inward_);
-    putting.setEnd(inward_, to.copiedIn);
+    return to.copiedIn;
   });
 }
 
 Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t chunk) {
-  DeviceOperation::Putting putting(*operation_);
-  if (!putting.isAllowed()) return operation_->status();
-  return copying(operation_->device(), [&] {
+  return copyingFor(*operation_, outward_, [&] {
     HostStaging::Buffer& from = buffer(chunk);
-    const c10::StreamGuard guard(outward_);
     for (size_t i = 0; i < sides.writes.size(); ++i) {
       const Span part = partOf(sides.writes[i], chunkBytes, chunk);
       if (part.bytes == 0) continue;
@@ -160,7 +152,7 @@ Status HostCollective::copyOut(const Sides& sides, size_t chunkBytes, uint64_t c
           .copy_(slice(from.out, i * chunkBytes, part.bytes), /*non_blocking=*/true);
     }
     from.copiedOut = recordEvent(outward_);
-    putting.setEnd(outward_, from.copiedOut);
+    return from.copiedOut;
   });
 }
 
@@ -196,18 +188,15 @@ Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chun
 }
 
 Status HostCollective::end() {
-  DeviceOperation::Putting putting(*operation_);
-  if (!putting.isAllowed()) return operation_->status();
-  return copying(operation_->device(), [&] {
-    const c10::StreamGuard guard(outward_);
+  return copyingFor(*operation_, outward_, [&] {
     // Before the caller may write to what was read.
     for (const HostStaging::Buffer& buffer : staging_->buffers) {
       if (buffer.copiedIn) buffer.copiedIn->block(outward_);
     }
     copyBackOnDevice(copyBacks_);
     EventPtr ended = recordEvent(outward_, operation_->isTimed());
-    putting.setEnd(outward_, ended);
-    operation_->setEnqueued(outward_, std::move(ended));
+    operation_->setEnqueued(outward_, ended);
+    return ended;
   });
 }
 

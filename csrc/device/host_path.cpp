@@ -82,10 +82,7 @@ struct HostPath::Incoming {
 
   // Copies a piece that has arrived to the device; the last one ends the operation.
   Status copyOut(size_t piece) {
-    DeviceOperation::Putting putting(*operation);
-    if (!putting.isAllowed()) return operation->status();
-    return copying(operation->device(), [&] {
-      const c10::StreamGuard guard(stream);
+    return copyingFor(*operation, stream, [&] {
       if (cut.length(piece) > 0) {
         bytesOnDevice(cut.part(target, piece), operation->device())
             .copy_(cut.data(staging, piece), /*non_blocking=*/true);
@@ -93,8 +90,8 @@ struct HostPath::Incoming {
       const bool isLast = left.fetch_sub(1, std::memory_order_acq_rel) == 1;
       if (isLast) copyBackOnDevice(copyBacks);
       EventPtr copied = recordEvent(stream, operation->isTimed());
-      putting.setEnd(stream, copied);
-      if (isLast) operation->setEnqueued(stream, std::move(copied));
+      if (isLast) operation->setEnqueued(stream, copied);
+      return copied;
     });
   }
 };

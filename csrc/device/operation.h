@@ -133,7 +133,7 @@ class DeviceOperation {
   const char* const what_;
   const c10::Stream caller_;
   std::atomic<int> source_{-1};
-  std::atomic<uint64_t> taken_{0};
+  std::atomic<uint64_t> taken_{0};  // 0: it is not; else 1 + takenAt()
   bool isTimed_ = false;
   bool isCaptured_ = false;
   std::atomic<bool> isPassed_{false};  // somebody has asked, and it was

@@ -22,6 +22,11 @@ struct DevicePlace {
   c10::intrusive_ptr<MycollOptions> options;
   bool waitsOnHost = false;  // MYCOLL_CUDA_BLOCKING_WAIT
 
+  // Not ok once the group is dead.
+  Status error() const {
+    for (const auto& group : {control, host, cpu}) MYCOLL_RETURN_IF_ERROR(group->error());
+    return Status();
+  }
   std::chrono::milliseconds timeoutOf(const Request& request) const {
     return request.timeout > std::chrono::milliseconds(0) ? request.timeout : options->timeout;
   }

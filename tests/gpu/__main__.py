@@ -41,8 +41,8 @@ SUITE = [
 ]
 OPERATIONS = "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier,ddp"
 
-SECONDS_TO_START = 15  # for ranks, until they measure
-SECONDS_TO_END = 15  # for torchrun and pytest, when they are told to
+_SECONDS_TO_START = 15  # for ranks, until they measure
+_SECONDS_TO_END = 15  # for torchrun and pytest, when they are told to
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def left(self) -> float:
-        return self.ends - time.monotonic() - 2 * SECONDS_TO_END
+        return self.ends - time.monotonic() - 2 * _SECONDS_TO_END
 
     @property
     def page(self) -> Path:
@@ -114,7 +114,7 @@ def run(
             for ending in (signal.SIGINT, signal.SIGTERM):
                 process.send_signal(ending)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(SECONDS_TO_END)
+                    process.wait(_SECONDS_TO_END)
                     break
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -211,7 +211,7 @@ def cpu_time(plan: Plan, seconds: float) -> None:
             continue
         for cost in costs:
             command = [*launcher(size), "-m", "worlds.program", "cuda", "nccl", "gpu.cpu_time"]
-            most = max(2.0, min(30.0, seconds - SECONDS_TO_START))
+            most = max(2.0, min(30.0, seconds - _SECONDS_TO_START))
             command += ["2" if plan.quick else f"{most:.0f}"]
             name = f"CPU time, {size} ranks{f', idle, {cost}' if cost else ''}"
             run(

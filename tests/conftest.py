@@ -20,7 +20,7 @@ sys.path[:0] = PYTHON_PATHS
 
 from faults.harness import SUITE_PATIENCE, Stage  # noqa: E402
 from worlds import device as devices  # noqa: E402
-from worlds import gloo_gaps  # noqa: E402
+from worlds import gloo_gaps, ports  # noqa: E402
 from worlds.pool import Options, Pool, World  # noqa: E402
 
 BUILD_HINT = (
@@ -212,6 +212,12 @@ def in_the_background(request: pytest.FixtureRequest, backend: str) -> Iterator[
     yield begin
     for world in made:
         world.kill()
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    with ports.free_port() as port:
+        yield port
 
 
 @pytest.fixture

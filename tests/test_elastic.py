@@ -81,19 +81,16 @@ def wait_for_port(port: int, agent: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def test_a_node_dies(tmp_path: Path):
+def test_a_node_dies(tmp_path: Path, free_port: int):
     """--nnodes=1:2: two nodes; one dies with all that runs on it, and the other goes on alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = (
         "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9",
-        "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint", f"127.0.0.1:{free_port}",
         "--rdzv-conf", "last_call_timeout=8,keep_alive_max_attempt=2",
         PROGRAM, "members", "mycoll", str(tmp_path),
     )  # fmt: skip
     first = torchrun(*command, transport="auto")  # holds the agents' store
-    wait_for_port(port, first)
+    wait_for_port(free_port, first)
     second = torchrun(*command, transport="auto")
     wait_for(tmp_path / "world2", [first, second])
     kill(second)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -18,12 +17,6 @@ from worlds.smoke import smoke
 from worlds.worker import Ctx
 
 pytestmark = pytest.mark.transports("shm")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def check_and_leave(ctx: Ctx) -> None:
@@ -40,8 +33,8 @@ def by_env(ctx: Ctx, port: int) -> None:
 
 
 @pytest.mark.quick
-def test_env(reused, transport):
-    reused(2, transport).run(by_env, free_port())
+def test_env(reused, transport, free_port):
+    reused(2, transport).run(by_env, free_port)
 
 
 def by_url(ctx: Ctx, url: str) -> None:
@@ -56,8 +49,8 @@ def by_url(ctx: Ctx, url: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_init_method(reused, transport, kind, tmp_path):
-    url = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path}/rendezvous"
+def test_init_method(reused, transport, kind, tmp_path, free_port):
+    url = f"tcp://127.0.0.1:{free_port}" if kind == "tcp" else f"file://{tmp_path}/rendezvous"
     reused(3, transport).run(by_url, url)
 
 
@@ -74,8 +67,8 @@ def by_store(ctx: Ctx, kind: str, where: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "prefix"])
-def test_explicit_store(reused, transport, kind, tmp_path):
-    where = free_port() if kind == "tcp" else str(tmp_path / "store")
+def test_explicit_store(reused, transport, kind, tmp_path, free_port):
+    where = free_port if kind == "tcp" else str(tmp_path / "store")
     reused(2, transport).run(by_store, kind, where)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +16,6 @@ pytestmark = pytest.mark.transports("shm")
 
 SMOKE = str(Path(__file__).parent / "worlds" / "smoke.py")
 DEADLINE = 120
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def start(*command: str, transport: str) -> subprocess.Popen[str]:
@@ -60,12 +53,12 @@ def oks(outputs: list[str]) -> set[str]:
     return set(re.findall(r"smoke: ok (\w+(?: of \d+)?)", "\n".join(outputs)))
 
 
-def test_torchrun(backend, transport):
+def test_torchrun(backend, transport, free_port):
     """Two agents, one of them by the name that torchrun had before. A single agent is in
     test_elastic.py and test_examples.py."""
     words = (
         "--nnodes", "2", "--nproc-per-node", "2",
-        "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+        "--rdzv-backend", "c10d", "--rdzv-id", "two", "--rdzv-endpoint", f"127.0.0.1:{free_port}",
         SMOKE, backend,
     )  # fmt: skip
     outputs = finish(

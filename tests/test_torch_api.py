@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -113,12 +112,9 @@ dist.destroy_process_group()
 """
 
 
-def test_breakpoint(backend):
+def test_breakpoint(backend, free_port):
     """Rank 0 stops in pdb and the others wait; `c` lets all go on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", BREAKPOINT.format(backend=backend)],

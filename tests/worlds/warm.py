@@ -117,20 +117,21 @@ def ranks(
 ) -> list[tuple[int, str, str]]:
     """The program on so many ranks, as torchrun would start it: exit code, output and errors of
     each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    place |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    from worlds.ports import free_port  # here: the server, which is this file, has no `worlds`
+
     base = {"OMP_NUM_THREADS": "1", **(os.environ if environment is None else environment)}
+    base |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     started: list[Program] = []
-    try:
-        for rank in range(count):
-            mine = {**base, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(start(code, *arguments, environment=mine, **more))
-        outputs = [program.communicate(timeout) for program in started]
-    finally:
-        for program in started:
-            program.kill()
+    with free_port() as port:
+        base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        try:
+            for rank in range(count):
+                mine = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                started.append(start(code, *arguments, environment=mine, **more))
+            outputs = [program.communicate(timeout) for program in started]
+        finally:
+            for program in started:
+                program.kill()
     codes = [program.returncode for program in started]
     return [(code or 0, *each) for code, each in zip(codes, outputs, strict=True)]
 

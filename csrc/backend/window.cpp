@@ -76,6 +76,16 @@ struct MycollWindow::Layout {
   at::ScalarType scalarType() const { return static_cast<at::ScalarType>(type); }
   at::IntArrayRef shape() const { return {sizes.data(), static_cast<size_t>(dimensions)}; }
   int64_t elements() const { return c10::multiply_integers(shape()); }
+  // What another rank tells may be anything.
+  bool fits(uint64_t bytes) const {
+    if (type < 0 || type >= static_cast<int64_t>(at::ScalarType::NumOptions)) return false;
+    if (dimensions < 0 || dimensions > static_cast<int64_t>(kMaxDimensions)) return false;
+    uint64_t all = c10::elementSize(scalarType());
+    for (const int64_t size : shape()) {
+      if (size < 0 || c10::mul_overflows(all, static_cast<uint64_t>(size), &all)) return false;
+    }
+    return all == bytes;
+  }
 };
 
 MycollWindow::MycollWindow(c10::intrusive_ptr<MycollBackend> backend)
@@ -138,6 +148,13 @@ MycollWindow::Layout MycollWindow::layoutOf(const CallSite& site, int64_t rank) 
   check(site, window_->describe(static_cast<int>(rank), &bytes, &description));
   Layout layout;
   std::memcpy(&layout, description.data(), sizeof(layout));
+  if (!layout.fits(bytes)) {
+    throwStatus(
+        Status(Code::kNetwork,
+               c10::str("mycoll group '", backend_->groupName(), "': what ",
+                        backend_->communicator_->describeRank(static_cast<int>(rank)),
+                        " tells of the tensor of its window is no tensor of ", bytes, " bytes")));
+  }
   return layout;
 }
 

@@ -77,7 +77,7 @@ TEST(SharedHeap, blocksAreApartAndUsedAgain) {
     const size_t bytes = random() % (random() % 10 == 0 ? 3 * kMiB : 3000) + 1;
     auto* begin = static_cast<char*>(heap.allocate(bytes));
     ASSERT(begin != nullptr);
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(begin) % SharedHeap::kAlignment, 0u);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(begin) % SharedHeap::kPage, 0u);
     const char mark = static_cast<char>(random());
     begin[0] = begin[bytes - 1] = mark;
     const auto after = blocks.lower_bound(begin);

@@ -14,7 +14,6 @@ namespace mycoll {
 namespace {
 
 constexpr size_t kHugePage = 2 * 1024 * 1024;
-constexpr size_t kPage = 4096;
 
 size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -109,7 +108,7 @@ void SharedHeap::removeFree(std::map<char*, size_t>::iterator range) {
 }
 
 void* SharedHeap::allocate(size_t bytes) {
-  const size_t taken = roundUp(std::max<size_t>(bytes, 1), kAlignment);
+  const size_t taken = roundUp(std::max<size_t>(bytes, 1), kPage);
   if (taken < bytes || taken > SIZE_MAX / 2) return nullptr;
   const MutexLock lock(mutex_);
   // A large block has its region for itself, and a small one does not keep a large region.
@@ -173,11 +172,8 @@ void SharedHeap::retire(char* begin, size_t bytes, Regions::iterator at) {
     keptBytes_ += region.segment->bytes();
     return drop(at);
   }
-  const auto from = static_cast<size_t>(begin - region.segment->data());
-  const size_t first = roundUp(from, kPage), end = (from + bytes) / kPage * kPage;
-  if (first >= end) return;
   (void)fallocate(region.segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                  static_cast<off_t>(first), static_cast<off_t>(end - first));
+                  begin - region.segment->data(), static_cast<off_t>(bytes));
 }
 
 SharedHeap::Block* SharedHeap::blockOf(const Span& memory) {

@@ -1,6 +1,7 @@
 // SharedHeap: memory of this process that other processes of its host can read where it lies, and
 // write to where it has been exposed. It hands out blocks of regions; a region is one segment, and
-// has a number that no other region of the process ever gets.
+// has a number that no other region of the process ever gets. A block is whole pages: others map
+// pages, and so nothing of another block.
 //
 //   region   head | block | free | block | ...
 //
@@ -8,9 +9,9 @@
 // kKeptBytes in all; beyond that its memory goes back to the system at once, also where others have
 // mapped it, and its head says so to them.
 //
-// A block that is freed while others may write to it is never used again: its whole pages go back
-// to the system, and so does its region, as soon as it has no other blocks. Whatever somebody still
-// writes there later, he writes to memory that is nobody's.
+// A block that is freed while others may write to it is never used again: its pages go back to the
+// system, and so does its region, as soon as it has no other blocks. Whatever somebody still writes
+// there later, he writes to memory that is nobody's.
 //
 // After a fork() the child has the contents of the parent's blocks, but writes to copies of its
 // own, and allocates from regions of its own. What the parent writes after the fork the child may
@@ -54,7 +55,7 @@ struct SharedPlace {
 
 class SharedHeap {
  public:
-  static constexpr size_t kAlignment = 64;
+  static constexpr size_t kPage = 4096;
   static constexpr size_t kHeadBytes = 4096;
   // Blocks of more than half of this have a region of their own.
   static constexpr size_t kRegionBytes = 64 * 1024 * 1024;

@@ -1,13 +1,17 @@
-"""What a put into another rank's window costs, beside one copy of the same bytes.
+"""What a put into another rank's window costs, beside one copy of the same bytes, and how soon a
+rank sees the first byte of another's large tensor.
 
-    ./dev python benchmarks/put.py                  two ranks of this host, 64 MiB
-    ./dev python benchmarks/put.py --bytes 4096 --rounds 2000
+    ./dev python benchmarks/windows.py                  two ranks of this host, 64 MiB
+    ./dev python benchmarks/windows.py --bytes 4096 --rounds 2000
 
 Rank 0 times, in turns that swap their order: a put into rank 1's shared tensor, torch's copy_() and
 the engine's own copy, both into a tensor of this process. Each reads another source each time, so
 that none finds it in the caches. A ratio is the copy's time over the put's, taken round by round;
 its median, and the range of the middle 90 in a hundred rounds, say how a put compares: 1.0 is a
 copy's speed, more is faster. Rank 1 sleeps meanwhile, outside of all calls.
+
+Then each rank registers a tensor of --mapped bytes, and rank 0 maps rank 1's and reads its first
+element: one time for each window.
 """
 
 from __future__ import annotations
@@ -58,10 +62,25 @@ def measure(nbytes: int, rounds: int) -> dict[str, list[int]]:
     return times
 
 
+def first_bytes(nbytes: int, windows: int = 5) -> list[int]:
+    times = []
+    for number in range(windows):
+        tensor = mycoll.empty(nbytes, dtype=torch.uint8)
+        tensor[0] = number + 1
+        window = mycoll.new_window(tensor)
+        began = time.perf_counter_ns()
+        if dist.get_rank() == 0:
+            assert window.map_remote_tensor(1)[0].item() == number + 1
+        times.append(time.perf_counter_ns() - began)
+        window.tensor_deregister()
+    return times
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--bytes", type=int, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--mapped", type=int, default=1 << 30)
     options = parser.parse_args()
     times = mycoll.spawn(measure, 2, (options.bytes, options.rounds))[0]
     for name, taken in times.items():
@@ -74,6 +93,8 @@ def main() -> None:
             f"{name} / put: {median(ratios):.3f} (middle 90 %: {twentieths[0]:.3f} to "
             f"{twentieths[-1]:.3f}, {len(ratios)} rounds)"
         )
+    for took in mycoll.spawn(first_bytes, 2, (options.mapped,))[0]:
+        print(f"first byte of {options.mapped} mapped ones  {took / 1e3:10.1f} us")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """Collectives between hosts: mycoll and gloo on network namespaces that stand for hosts.
 
-    ./dev hosts --hosts 2 --ranks 4 --rate 1gbit
+    ./dev hosts --ranks 4,4 --rate 1gbit
+    ./dev hosts --all
+
+The first has two hosts of four ranks. --all makes every table of a results page, one after the
+other, in about an hour; other options go into each of them.
 
 Makes the namespaces, joins them by a bridge, limits each host's link to the rate both ways, and
 removes it all at the end. Needs the right to do that (root). Both backends run in the same
@@ -12,8 +16,9 @@ tensor.
 with each of the components that it has for this: tuned, han and adapt. The row has the fastest.
 
 --delay 25ms makes the way between two hosts so long, one way: packets then go through router.py.
---iperf adds what iperf3 (Debian: iperf3) sends between two of these hosts, by one connection and by
-four; the operation send is a message from the first rank to the first one of another host.
+--iperf adds what iperf3 (Debian: iperf3) sends between two of these hosts: one way by one
+connection and by four, and both ways at once by two each; the operation send is a message from the
+first rank to the first one of another host.
 
 --model adds what `mycoll plan` expects, with this rate, and for the latency half of a round trip
 that is measured first.
@@ -25,6 +30,8 @@ import argparse
 import json
 import math
 import os
+import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -121,8 +128,8 @@ class Network:
         if self.router.stdout.readline() != "ready\n":
             raise OSError("the router has ended")
 
-    def iperf(self, connections: int, seconds: int = 10) -> float:
-        """Bits a second from the second host to the first."""
+    def iperf(self, connections: int, *options: str, seconds: int = 10) -> list[float]:
+        """Bits a second from the second host to the first, and with --bidir back."""
         inside = ["ip", "netns", "exec"]
         server = subprocess.Popen(
             [*inside, self.names[0], "iperf3", "-s", "-1"], stdout=subprocess.DEVNULL
@@ -130,9 +137,12 @@ class Network:
         time.sleep(1)
         said = subprocess.run(
             [*inside, self.names[1], "iperf3", "-c", "10.214.0.1", "-J", "-t", str(seconds),
-             "-P", str(connections)], check=True, capture_output=True, text=True)  # fmt: skip
+             "-P", str(connections), *options],
+            check=True, capture_output=True, text=True)  # fmt: skip
         server.wait()
-        return float(json.loads(said.stdout)["end"]["sum_received"]["bits_per_second"])
+        end = json.loads(said.stdout)["end"]
+        ways = ("sum_received", "sum_received_bidir_reverse")
+        return [float(end[way]["bits_per_second"]) for way in ways if way in end]
 
     def __exit__(self, *_: object) -> None:
         if self.router:
@@ -162,14 +172,14 @@ exec ip netns exec {prefix}-$number unshare --uts sh -c "hostname host$number; $
 class Mpi:
     """The ranks of one mpirun, which wait for lines and answer them (peers/mpi_bench.c)."""
 
-    def __init__(self, name: str, hosts: int, ranks: int, network: str, folder: Path) -> None:
+    def __init__(self, name: str, hosts: list[int], network: str, folder: Path) -> None:
         agent = folder / "agent"
         agent.write_text(AGENT.format(prefix=network))
         agent.chmod(0o755)
         address = str(folder / name)
-        where = ",".join(f"10.214.0.{host + 1}:{ranks}" for host in range(hosts))
+        where = ",".join(f"10.214.0.{i + 1}:{ranks}" for i, ranks in enumerate(hosts))
         command = [
-            "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(hosts * ranks),
+            "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(sum(hosts)),
             "--host", where, "--map-by", "slot", "--mca", "plm_rsh_agent", str(agent),
             "--mca", "oob_tcp_if_include", "veth0", "--mca", "btl_tcp_if_include", "veth0",
             "--mca", "mpi_yield_when_idle", "1",  # all hosts have the same cores
@@ -178,7 +188,7 @@ class Mpi:
         ]  # fmt: skip
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
-            listener.listen(hosts * ranks)
+            listener.listen(sum(hosts))
             listener.settimeout(60)
             self.process = subprocess.Popen(
                 ["unshare", "--uts", "sh", "-c", 'hostname host0; exec "$@"', "sh", *command],
@@ -187,7 +197,7 @@ class Mpi:
                 stderr=subprocess.DEVNULL,
             )
             self.channels: list[Any] = []
-            for _ in range(hosts * ranks):
+            for _ in range(sum(hosts)):
                 self.channels.append(listener.accept()[0].makefile("rw"))
                 self.channels[-1].readline()
 
@@ -230,7 +240,7 @@ def sent_bytes() -> int:
     return 0
 
 
-def call(dist: Any, torch: Any, operation: str, count: int, ranks: int, group: Any) -> Any:
+def call(dist: Any, torch: Any, operation: str, count: int, hosts: list[int], group: Any) -> Any:
     """What runs one call. `count` float32 elements: the whole that is reduced or gathered."""
     x = torch.ones(max(count, 1))
     if operation == "all_reduce":
@@ -242,10 +252,11 @@ def call(dist: Any, torch: Any, operation: str, count: int, ranks: int, group: A
     if operation == "barrier":
         return lambda: dist.barrier(group=group)
     if operation == "send":
-        other, rank = ranks // 2, dist.get_rank()
+        other, rank = hosts[0], dist.get_rank()
         if rank == 0:
             return lambda: dist.send(x, other, group=group)
         return lambda: dist.recv(x, 0, group=group) if rank == other else None
+    ranks = sum(hosts)
     part = torch.ones(max(count // ranks, 1))
     whole = torch.ones(part.numel() * ranks)
     if operation == "all_gather":
@@ -266,21 +277,20 @@ def rank_main(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    ranks = arguments.hosts * arguments.ranks
     os.environ["GLOO_SOCKET_IFNAME"] = "veth0"
     dist.init_process_group(
-        "mycoll", init_method=f"tcp://10.214.0.1:{PORT}", rank=arguments.rank, world_size=ranks,
-        timeout=timedelta(seconds=300))  # fmt: skip
+        "mycoll", init_method=f"tcp://10.214.0.1:{PORT}", rank=arguments.rank,
+        world_size=sum(arguments.ranks), timeout=timedelta(seconds=300))  # fmt: skip
     groups = {"mycoll": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     if arguments.model:
-        arguments.latency = round_trip(dist, torch, arguments.ranks) / 2
+        arguments.latency = round_trip(dist, torch, arguments.ranks[0]) / 2
     peers = {name: None for name in COMPONENTS if arguments.mpi}
     with tempfile.TemporaryDirectory(prefix="mycoll-hosts-") as folder:
         if arguments.rank == 0 and arguments.mpi:
             source = Path(__file__).parent / "peers" / "mpi_bench.c"
             run("mpicc", "-O2", str(source), "-o", f"{folder}/mpi_bench")
             peers = {
-                name: Mpi(name, arguments.hosts, arguments.ranks, arguments.network, Path(folder))
+                name: Mpi(name, arguments.ranks, arguments.network, Path(folder))
                 for name in COMPONENTS
             }
         work(arguments, dist, torch, groups, peers)
@@ -311,11 +321,10 @@ def expected(arguments: argparse.Namespace, operation: str, bytes_each: int) -> 
     from mycoll._registration import native
 
     # Sizes are of the whole here, and of what a rank gives there.
-    ranks = arguments.hosts * arguments.ranks
+    hosts = arguments.ranks
     parts = ("all_gather", "gather", "scatter", "all_to_all")
-    given = bytes_each // ranks if operation in parts else bytes_each
+    given = bytes_each // sum(hosts) if operation in parts else bytes_each
     rate = measure_of(arguments.rate, RATES) / 8 if arguments.rate else 1e12
-    hosts = [arguments.ranks] * arguments.hosts
     whole, _ = native()._plan_cost(operation, hosts, given, 4, 4, rate, arguments.latency)
     return float(whole["seconds"])
 
@@ -335,12 +344,11 @@ def work(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[str,
 def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[str, Any],
             peers: dict[str, Mpi | None], operation: str,
             bytes_each: int) -> dict[str, Any]:  # fmt: skip
-    ranks = arguments.hosts * arguments.ranks
     times: dict[str, list[float]] = {name: [] for name in [*groups, *peers]}
     traffic: dict[str, float] = {}
     processor: dict[str, list[float]] = {name: [] for name in groups}
     calls = {
-        name: call(dist, torch, operation, bytes_each // 4, ranks, group)
+        name: call(dist, torch, operation, bytes_each // 4, arguments.ranks, group)
         for name, group in groups.items()
     }
     for each in calls.values():
@@ -375,18 +383,20 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def bound(operation: str, hosts: int, ranks: int) -> float:
-    """What a host of so many ranks has to send at least, as a multiple of the whole."""
-    share = (hosts - 1) / hosts
+def bound(operation: str, hosts: list[int]) -> float:
+    """What the host that sends most has to send at least, as a multiple of the whole; hosts have so
+    many ranks, and the first one has the root."""
+    ranks = sum(hosts)
+    share = (len(hosts) - 1) / len(hosts)
     return {
         "all_reduce": 2 * share,
-        "reduce_scatter": share,
-        "all_gather": share,
+        "reduce_scatter": 1 - min(hosts) / ranks,
+        "all_gather": max(share, max(hosts) / ranks),
         "broadcast": 1,
         "reduce": 1,
-        "gather": 1 / hosts,
-        "scatter": share,
-        "all_to_all": ranks * share,
+        "gather": max(hosts[1:]) / ranks,
+        "scatter": 1 - hosts[0] / ranks,
+        "all_to_all": max(own * (1 - own / ranks) for own in hosts),
         "send": 1,
     }.get(operation, 0)
 
@@ -417,18 +427,30 @@ def line(row: dict[str, Any], arguments: argparse.Namespace) -> str:
     cells.append(f"{statistics.median(ratios):.2f}")
     if row["bytes"] >= 2**20:
         cells += [f"{row['sent'][name] / row['bytes']:.2f}" for name in ("mycoll", "gloo")]
-        cells.append(f"{bound(row['operation'], arguments.hosts, arguments.ranks):.2f}")
+        cells.append(f"{bound(row['operation'], arguments.ranks):.2f}")
     else:
         cells += ["", "", ""]
     return "| " + " | ".join(cells) + " |"
+
+
+LARGE = ["--sizes", "64M", "--operations", "all_reduce,reduce_scatter,all_gather,broadcast,reduce"]
+# Each table of a results page.
+TABLES = (
+    ["--ranks", "2,2", "--iperf", "--repeats", "10"],
+    ["--ranks", "2,2,2,2", "--sizes", "4", "--repeats", "10", "--operations", "all_reduce,barrier"],
+    *(["--ranks", ranks, "--rate", "1gbit"] for ranks in ("2,2", "4,4", "2,2,2,2", "4,4,4,4")),
+    ["--ranks", "3,5", "--rate", "1gbit", *LARGE],
+    ["--ranks", "1,1", "--rate", "1gbit", "--delay", "25ms", "--iperf", "--sizes", "1M,64M,256M",
+     "--operations", "send,all_reduce"],
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="on each host")
+    parser.add_argument("--ranks", default="2,2", help="of each host")
+    parser.add_argument("--all", action="store_true", help="every table of a results page")
     parser.add_argument("--rate", default="", help="of each host's link, as tc takes it: 1gbit")
     parser.add_argument("--delay", default="", help="one way: 25ms")
     parser.add_argument("--iperf", action="store_true", help="what iperf3 sends, first")
@@ -441,48 +463,57 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--network", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    words = [sys.executable, __file__, *sys.argv[1:]]
+    if arguments.all:
+        words.remove("--all")
+        for table in TABLES:
+            if subprocess.run([*words[:2], *table, *words[2:]]).returncode != 0:
+                sys.exit(f"hosts: the table of {' '.join(table)} failed")
+            print(flush=True)
+        return
+    arguments.ranks = [int(each) for each in arguments.ranks.split(",")]
     if arguments.rank >= 0:
         rank_main(arguments)
         return
-    words = [sys.executable, __file__, *sys.argv[1:]]
+    for is_asked, tool, package in (
+        (arguments.mpi, "mpicc", "libopenmpi-dev"),
+        (arguments.mpi, "mpirun", "openmpi-bin"),
+        (arguments.iperf, "iperf3", "iperf3"),
+    ):
+        if is_asked and shutil.which(tool) is None:
+            sys.exit(f"hosts: {tool} is missing: apt install {package}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("hosts: ended by SIGTERM"))
     rate = f" at {arguments.rate}" if arguments.rate else ""
     rate += f", {arguments.delay} apart" if arguments.delay else ""
-    print(
-        f"{arguments.hosts} hosts of {arguments.ranks} ranks{rate}; ms, and how often gloo's time\n"
-    )
-    with Network(arguments.hosts, arguments.rate, arguments.delay) as network:
+    print(f"Hosts of {arguments.ranks} ranks{rate}; ms, and how often gloo's time\n")
+    with Network(len(arguments.ranks), arguments.rate, arguments.delay) as network:
         run_ranks(arguments, network, words)
 
 
 def run_ranks(arguments: argparse.Namespace, network: Network, words: list[str]) -> None:
     if arguments.iperf:
-        for connections in (1, 4):
-            rate = network.iperf(connections) / 1e6
-            print(f"iperf3 with {connections} connection(s): {rate:.0f} Mbit/s")
+        for options in (("1",), ("4",), ("2", "--bidir")):
+            rates = network.iperf(int(options[0]), *options[1:])
+            text = ", ".join(f"{rate / 1e6:.0f} Mbit/s" for rate in rates)
+            print(f"iperf3 -P {' '.join(options)}: {text}")
         print()
     columns = "operation | bytes | mycoll | gloo | gloo/mycoll |"
     columns += " Open MPI's best | mycoll/Open MPI |" if arguments.mpi else ""
     columns += " model | model/mycoll |" if arguments.model else ""
     print(f"| {columns} processor: mycoll/gloo | sent: mycoll | gloo | bound |")
     print("|" + "---|" * (9 + 2 * arguments.mpi + 2 * arguments.model), flush=True)
+    places = [
+        name
+        for name, count in zip(network.names, arguments.ranks, strict=True)
+        for _ in range(count)
+    ]
     ranks = [
         subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                *words,
-                "--network",
-                network.prefix,
-                "--rank",
-                str(host * arguments.ranks + i),
-            ],
+            ["ip", "netns", "exec", name, *words, "--network", network.prefix, "--rank", str(rank)],
             stdout=subprocess.PIPE,
             text=True,
         )
-        for host, name in enumerate(network.names)
-        for i in range(arguments.ranks)
+        for rank, name in enumerate(places)
     ]
     try:
         assert ranks[0].stdout is not None

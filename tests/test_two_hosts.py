@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -329,3 +330,29 @@ def test_an_interface_that_does_not_work_is_left_out(fresh, mycoll_only, rails, 
         assert sent[0] > 15_000_000 and sent[1] < 100_000, sent
     logs = "".join(log for _, log in seen)
     assert logs.count(LEFT_OUT) == 1, logs
+
+
+def test_the_benchmark_of_hosts(hosts, mycoll_only):
+    """Hosts of one and two ranks: a table with the bytes on the wire, and nothing left behind."""
+    program = Path(__file__).parents[1] / "benchmarks" / "hosts.py"
+    before = subprocess.getoutput("ip netns list")
+    words = [
+        "--ranks",
+        "1,2",
+        "--sizes",
+        "1M",
+        "--operations",
+        "all_gather,broadcast,barrier",
+        "--rounds",
+        "3",
+    ]
+    done = subprocess.run(
+        [sys.executable, str(program), *words], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["| all_gather", "| broadcast", "| barrier"], done.stdout
+    for row in rows[:2]:
+        sent, _, bound = (float(cell.strip(" |")) for cell in row[-3:])
+        assert bound <= sent <= 1.05 * bound, row
+    assert subprocess.getoutput("ip netns list") == before

@@ -18,6 +18,7 @@
 
 #include "base/env.h"
 #include "calls.h"
+#include "collectives/plan/cost.h"
 #include "kernels/reduce.h"
 #include "test.h"
 #include "transport/frame.h"
@@ -145,6 +146,7 @@ class FrameCounter final : public LinkTap {
     int requests = 0;           // kRequestToSend
     int insideHosts = 0;        // frames of collectives between ranks of one host
     uint64_t betweenHosts = 0;  // bytes of payload
+    uint64_t messages = 0;      // of collectives, between hosts: whole ones, or their first pieces
   };
   Count count() const {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -211,6 +213,8 @@ class FrameCounter final : public LinkTap {
     count_.requests += header.kind == FrameKind::kRequestToSend;
     count_.insideHosts += isInside && isOfCollective;
     if (!isInside) count_.betweenHosts += header.payloadBytes;
+    count_.messages +=
+        !isInside && isOfCollective && (header.kind != FrameKind::kData || header.offset == 0);
   }
 
   const std::vector<int> hostOf_;
@@ -374,6 +378,41 @@ TEST(Hosts, sendOnlyBetweenHosts) {
   EXPECT_EQ(count.requests, 0);
   EXPECT_EQ(count.insideHosts, 0);
   EXPECT(count.betweenHosts > 4 * kCount * sizeof(int32_t));
+}
+
+TEST(Hosts, sendAsManyMessagesAsPlanned) {
+  for (const std::vector<int>& hostOf :
+       {std::vector<int>{0, 0, 1, 1}, {0, 0, 1, 1, 2, 2, 3, 3}, {0, 0, 0, 1, 1, 1, 1, 1}}) {
+    const Shape shape(hostOf);
+    for (const OpKind kind :
+         {OpKind::kAllReduce, OpKind::kAllGather, OpKind::kBroadcast, OpKind::kBarrier}) {
+      for (const size_t count : {size_t{1}, size_t{50'000}}) {
+        auto messagesOf = [&](int calls) {
+          FrameCounter counter(hostOf);
+          runHosts(
+              hostOf,
+              [&](Communicator& group) {
+                const auto ranks = static_cast<size_t>(group.ranks());
+                std::vector<int32_t> data(count), all(count * ranks);
+                Call c = call(kind);
+                if (kind == OpKind::kBroadcast) c.root = 0;
+                if (kind == OpKind::kAllReduce || kind == OpKind::kAllGather) c.in = {span(data)};
+                if (kind == OpKind::kAllReduce || kind == OpKind::kBroadcast) c.out = {span(data)};
+                for (size_t rank = 0; kind == OpKind::kAllGather && rank < ranks; ++rank) {
+                  c.out.push_back(span(all, rank * count, count));
+                }
+                for (int i = 0; i < calls; ++i) EXPECT(run(group, c).ok());
+              },
+              60'000, &counter);
+          return counter.count().messages;
+        };
+        const size_t bytes = kind == OpKind::kBarrier ? 0 : count * sizeof(int32_t);
+        const PlanCost cost = costOf(shape, kind, 0, bytes, sizeof(int32_t), sizeof(int32_t), {});
+        EXPECT(cost.messages > 0);
+        EXPECT_EQ(messagesOf(5) - messagesOf(2), 3 * cost.messages);
+      }
+    }
+  }
 }
 
 TEST(Hosts, bitsAreThoseOfOneHost) {

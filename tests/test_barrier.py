@@ -61,7 +61,7 @@ def monitored(ctx: Ctx) -> None:
     ctx.equal(x.item(), ctx.size)
 
 
-@pytest.mark.worlds(1, 2, 4)
+@pytest.mark.worlds(1, 2, 4, tcp=(4,))
 def test_monitored_barrier(world):
     world.run(monitored)
 
@@ -94,6 +94,7 @@ def some_missing(ctx: Ctx, missing: list[int], wait_all: bool) -> str:
 
 
 @pytest.mark.parametrize("wait_all", [False, True])
+@pytest.mark.transports("shm", "tcp")
 def test_monitored_barrier_names_missing_ranks(reused, transport, wait_all):
     texts = reused(4, transport).run_in_group(some_missing, [1, 3], wait_all)
     named = {rank for rank in (1, 3) if str(rank) in texts[0].split("monitoredBarrier")[0]}

@@ -34,7 +34,7 @@ def coalesced_calls(ctx: Ctx, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.worlds(1, 2, 3)
+@pytest.mark.worlds(1, 2, 3, tcp=(3,))
 def test_coalesced_calls(world, mode):
     world.run(coalesced_calls, mode)
 
@@ -80,7 +80,7 @@ def manager(ctx: Ctx, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.worlds(1, 2, 3)
+@pytest.mark.worlds(1, 2, 3, tcp=(3,))
 def test_coalescing_manager(world, mode):
     world.run(manager, mode)
 

@@ -2,6 +2,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <iterator>
 #include <map>
@@ -58,6 +60,61 @@ class Elements {
   int32_t* shared_ = nullptr;
   std::vector<int32_t> own_;
 };
+
+constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduce,       OpKind::kBroadcast,
+                             OpKind::kAllGather, OpKind::kGather,       OpKind::kScatter,
+                             OpKind::kAllToAll,  OpKind::kReduceScatter};
+
+// A part for each rank, or from each.
+bool readsList(OpKind kind) {
+  return kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll || kind == OpKind::kScatter;
+}
+bool writesList(OpKind kind) {
+  return kind == OpKind::kAllGather || kind == OpKind::kAllToAll || kind == OpKind::kGather;
+}
+
+// count: of a part.
+Call callOf(OpKind kind, Elements& in, Elements& out, size_t count, const Communicator& group,
+            int root, bool isInPlace) {
+  const bool isRoot = group.rank() == root;
+  const bool isRooted = kind == OpKind::kReduce || kind == OpKind::kGather;
+  auto parts = [&](Elements& all) {
+    std::vector<Span> list;
+    for (int rank = 0; rank < group.ranks(); ++rank) {
+      list.push_back(all.span(static_cast<size_t>(rank) * count, count));
+    }
+    return list;
+  };
+  Call c = call(kind);
+  if (isRooted || kind == OpKind::kBroadcast || kind == OpKind::kScatter) c.root = root;
+  if (kind == OpKind::kBroadcast) {
+    c.out = {isRoot ? in.span() : out.span()};
+    return c;
+  }
+  if (kind != OpKind::kScatter || isRoot) {
+    c.in = readsList(kind) ? parts(in) : std::vector<Span>{in.span()};
+  }
+  if (!isRooted || isRoot) c.out = writesList(kind) ? parts(out) : std::vector<Span>{out.span()};
+  if (kind == OpKind::kAllReduce && isInPlace) c.out = c.in;
+  return c;
+}
+
+// This rank's staging memory, all areas of it: marks them, or counts the bytes that are not as
+// marked.
+void mark(const Arena& arena) {
+  for (uint64_t area = 0; area < arena.shape().areas; ++area) {
+    std::memset(arena.bulk(arena.rank(), area), 0x5a, arena.shape().chunkBytes);
+  }
+}
+size_t stagedBytes(const Arena& arena) {
+  size_t bytes = 0;
+  for (uint64_t area = 0; area < arena.shape().areas; ++area) {
+    const char* begin = arena.bulk(arena.rank(), area);
+    const char* end = begin + arena.shape().chunkBytes;
+    bytes += static_cast<size_t>(end - begin - std::count(begin, end, 0x5a));
+  }
+  return bytes;
+}
 
 }  // namespace
 
@@ -153,9 +210,6 @@ TEST(SharedHeap, childrenWriteToCopies) {
 // Ranks offer some tensors and not others, in turn; regions come and go meanwhile.
 TEST(SharedTensors, collectivesOfAnyMixture) {
   const unsigned seed = std::random_device()();
-  constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduce,       OpKind::kBroadcast,
-                               OpKind::kAllGather, OpKind::kGather,       OpKind::kScatter,
-                               OpKind::kAllToAll,  OpKind::kReduceScatter};
   for (int ranks = 2; ranks <= 4; ++ranks) {
     runWorld(ranks, Links::kShm, [&](Communicator& group) {
       std::mt19937 random(seed), own(seed + group.rank());
@@ -170,33 +224,11 @@ TEST(SharedTensors, collectivesOfAnyMixture) {
         const bool isInPlace = random() % 2;
         const int mixture = random() % 4;  // mostly all shared
         const bool isShared = mixture > 1 || own() % 2;
-        const bool hasLists = kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll;
         const bool isRoot = self == root;
-        Call c = call(kind);
-        if (kind != OpKind::kAllReduce && kind != OpKind::kAllGather && !hasLists) c.root = root;
-        const bool readsList = hasLists || kind == OpKind::kScatter;
-        Elements in(isShared, readsList ? n * count : count);
+        Elements in(isShared, readsList(kind) ? n * count : count);
         in.fill(self, index);
-        const bool writesList =
-            kind == OpKind::kAllGather || kind == OpKind::kAllToAll || kind == OpKind::kGather;
-        Elements out(mixture > 1 || own() % 2, writesList ? n * count : count);
-        auto parts = [&](Elements& all) {
-          std::vector<Span> list;
-          for (size_t i = 0; i < n; ++i) list.push_back(all.span(i * count, count));
-          return list;
-        };
-        switch (kind) {
-          case OpKind::kBroadcast: c.out = {isRoot ? in.span() : out.span()}; break;
-          case OpKind::kScatter:
-            if (isRoot) c.in = parts(in);
-            c.out = {out.span()};
-            break;
-          default:
-            c.in = readsList ? parts(in) : std::vector<Span>{in.span()};
-            c.out = writesList ? parts(out) : std::vector<Span>{out.span()};
-            if ((kind == OpKind::kReduce || kind == OpKind::kGather) && !isRoot) c.out.clear();
-            if (kind == OpKind::kAllReduce && isInPlace) c.out = c.in;
-        }
+        Elements out(mixture > 1 || own() % 2, writesList(kind) ? n * count : count);
+        const Call c = callOf(kind, in, out, count, group, root, isInPlace);
         const Status status = run(group, c);
         if (!status.ok()) EXPECT_EQ(where + ": " + status.message(), "");
         Elements& result = kind == OpKind::kAllReduce && isInPlace ? in : out;
@@ -233,6 +265,41 @@ TEST(SharedTensors, collectivesOfAnyMixture) {
         }
       }
     });
+  }
+}
+
+// What all ranks share is read where it lies, from the first call on: their staging memory stays as
+// it was, and the arrivals say no more than where the tensors are.
+TEST(SharedTensors, nothingIsStaged) {
+  constexpr size_t kCount = kLeastOffer / 4;
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    for (const bool isShared : {true, false}) {
+      std::map<OpKind, std::atomic<size_t>> staged;
+      for (const OpKind kind : kKinds) staged[kind] = 0;
+      runWorld(ranks, Links::kShm, [&](Communicator& group) {
+        const int self = group.rank(), root = ranks - 1;
+        ASSERT_OK(run(group, call(OpKind::kBarrier)));
+        const Arena& arena = *group.arena();
+        for (const OpKind kind : kKinds) {
+          for (const bool isInPlace : {true, false}) {
+            const auto n = static_cast<size_t>(ranks);
+            Elements in(isShared, readsList(kind) ? n * kCount : kCount);
+            Elements out(isShared, writesList(kind) ? n * kCount : kCount);
+            in.fill(self, 0);
+            mark(arena);
+            EXPECT_OK(run(group, callOf(kind, in, out, kCount, group, root, isInPlace)));
+            staged.at(kind) += stagedBytes(arena);
+            if (!isShared) continue;
+            EXPECT(arena.blobBytesOf(self) <= (n + 1) * sizeof(SharedSpan));
+          }
+        }
+      });
+      for (const OpKind kind : kKinds) {
+        const std::string where = std::string(name(kind)) + " of " + std::to_string(ranks) + ": ";
+        const bool isAny = staged.at(kind) > 0;
+        EXPECT_EQ(where + (isAny ? "staged" : "read"), where + (isShared ? "read" : "staged"));
+      }
+    }
   }
 }
 

@@ -264,12 +264,12 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
   const GroupAddress& group = mailbox_.group();
   for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
     if (group.peers[rank].uid != uid || rank == group.rank) continue;
-    if (hasLeft(rank)) {
+    const Departure departure = departureOf(rank);
+    if (departure == Departure::kLeft) {  // its goodbye, if any, was lost
+      onLeft(rank);
       mailbox_.endReceivesFrom(rank, departed(rank));
       continue;
     }
-    const Departure departure = departureOf(rank);
-    if (departure == Departure::kLeft) continue;
     const bool isUnclear = departure == Departure::kUnknown && !wasLinked && !mailbox_.needs(rank);
     const bool wasThere = this->arena() || hasMet_[rank] || mailbox_.hasHeardOf(rank) ||
                           !hasEnded(group.peers[rank], loss);

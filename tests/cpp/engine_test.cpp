@@ -1,7 +1,12 @@
 // Every collective and point to point, over every kind of links, against plain arithmetic.
+#include <sys/socket.h>
+
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <deque>
 #include <iterator>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -9,6 +14,7 @@
 
 #include "calls.h"
 #include "test.h"
+#include "transport/link.h"
 #include "world.h"
 
 using namespace mycoll;
@@ -271,6 +277,69 @@ TEST(Engine, abortEndsEverybody) {
 }
 
 // Also those that are in no collective.
+namespace {
+
+// Once it is closed, whatever is to be sent breaks its connection instead.
+class Scissors final : public LinkTap {
+ public:
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
+    return std::make_unique<Thread>(std::move(link), isClosed);
+  }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
+
+  std::atomic<bool> isClosed{false};
+
+ private:
+  class Thread final : public LinkSender {
+   public:
+    Thread(std::unique_ptr<LinkSender> link, const std::atomic<bool>& isCut)
+        : link_(std::move(link)), isCut_(isCut) {}
+    ssize_t write(const Span* parts, int count) override {
+      if (!isCut_) return link_->write(parts, count);
+      ::shutdown(link_->fd(), SHUT_RDWR);
+      errno = EPIPE;
+      return -1;
+    }
+    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
+    int fd() const override { return link_->fd(); }
+    bool sendFd(int fd, const std::string& cookie) override { return link_->sendFd(fd, cookie); }
+
+   private:
+    const std::unique_ptr<LinkSender> link_;
+    const std::atomic<bool>& isCut_;
+  };
+};
+
+}  // namespace
+
+// The goodbye of a rank is lost with its connection; that it has left stands in the shared memory.
+TEST(Engine, whoIsLeftWithoutAGoodbyeDoesNotWait) {
+  Scissors scissors;
+  const auto meshOf = [&](int rank) {
+    MeshOptions mesh;
+    if (rank == 1) mesh.tap = &scissors;
+    return mesh;
+  };
+  const auto body = [&](Communicator& group) {
+    ASSERT_OK(run(group, call(OpKind::kBarrier)));
+    int32_t value = 1;
+    const Message message{{&value, 4}, 1 - group.rank(), 7, DType::kInt32};
+    if (group.rank() == 1) {
+      EXPECT_OK(group.wait(group.send(message, nullptr, true), Deadline::never()));
+      ASSERT_OK(run(group, call(OpKind::kBarrier)));
+      scissors.isClosed = true;
+      return;
+    }
+    EXPECT_OK(group.wait(group.recv(message, nullptr, true), Deadline::never()));
+    ASSERT_OK(run(group, call(OpKind::kBarrier)));
+    const Status status = group.wait(group.recv(message, nullptr, true), Deadline::never());
+    EXPECT_EQ(status.code(), Code::kPeerLost);
+    EXPECT(status.message().find("rank 1") != std::string::npos);
+    EXPECT(status.message().find("has left the group") != std::string::npos);
+  };
+  runMeshes(2, meshOf, body, 5000);
+}
+
 TEST(Engine, abortEndsReceives) {
   for (Links links : kAllLinks) {
     for (bool leavesAtOnce : {true, false}) {

@@ -338,6 +338,11 @@ bool Mailbox::beginReading(Transfer& request, const FrameHeader& came, const Sha
   return true;
 }
 
+bool Mailbox::isBeingRead(const Transfer& request) const {
+  return std::any_of(readings_.begin(), readings_.end(),
+                     [&](const Reading& reading) { return reading.request == &request; });
+}
+
 bool Mailbox::readShared(size_t turnBytes) {
   if (readings_.empty()) return false;
   Reading reading = std::move(readings_.front());
@@ -548,8 +553,8 @@ Mailbox::Target Mailbox::targetOfPiece(const FrameHeader& came) {
 
 // Bytes are counted as soon as they begin to come: so it ends only when no piece is under way.
 Mailbox::Target Mailbox::targetIn(Transfer& request, const FrameHeader& came) {
-  if (!request.isReceive_ || request.peer_ != came.source || came.offset > request.data_.bytes ||
-      came.payloadBytes > request.data_.bytes - came.offset ||
+  if (!request.isReceive_ || request.peer_ != came.source || isBeingRead(request) ||
+      came.offset > request.data_.bytes || came.payloadBytes > request.data_.bytes - came.offset ||
       came.payloadBytes > request.data_.bytes - request.begun_) {
     owner_->onBroken(
         Status(Code::kInternal, describeRank(came.source) + " sent more than was agreed"));

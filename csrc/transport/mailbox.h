@@ -277,6 +277,7 @@ class Mailbox {
   void offer(Transfer& request, Connection& connection, OutItem* item) REQUIRES(ioRole);
   bool beginReading(Transfer& request, const FrameHeader& header, const SharedPlace& place)
       REQUIRES(ioRole);
+  bool isBeingRead(const Transfer& request) const REQUIRES(ioRole);
   FrameHeader header(FrameKind kind, int destination) const;
   OutItem controlItem(int destination, FrameKind kind, const std::string& payload) const;
 

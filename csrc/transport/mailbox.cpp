@@ -759,7 +759,7 @@ void Mailbox::endReceivesFrom(int rank, const Status& status) {
     return message.header.source == rank && message.header.kind == FrameKind::kRequestToSend;
   });
   abandonAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
-    return request.isReceive_ && request.peer_ == rank && inFlight_.count(request.id_) > 0;
+    return request.isReceive_ && request.peer_ == rank && !isWaiting(request);
   });
 }
 

@@ -219,7 +219,7 @@ class Mailbox {
   void endSends(const Status& status) REQUIRES(ioRole);
   // Messages between the two that the rank has not met: sends, and receives that nothing came for.
   void endMessagesOf(int rank, const Status& status) REQUIRES(ioRole);
-  // Receives whose payload has not come from that rank, and never will.
+  // Receives that were met by a message of that rank, the rest of which will never come.
   void endReceivesFrom(int rank, const Status& status) REQUIRES(ioRole);
 
   // ---- for the mesh

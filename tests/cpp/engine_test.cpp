@@ -1,8 +1,6 @@
 // Every collective and point to point, over every kind of links, against plain arithmetic.
-#include <sys/socket.h>
-
+#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <deque>
 #include <iterator>
@@ -14,6 +12,7 @@
 
 #include "calls.h"
 #include "test.h"
+#include "transport/frame.h"
 #include "transport/link.h"
 #include "world.h"
 
@@ -279,26 +278,26 @@ TEST(Engine, abortEndsEverybody) {
 // Also those that are in no collective.
 namespace {
 
-// Once it is closed, whatever is to be sent breaks its connection instead.
-class Scissors final : public LinkTap {
+// Lets so many bytes out.
+class Gate final : public LinkTap {
  public:
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
-    return std::make_unique<Thread>(std::move(link), isClosed);
+    return std::make_unique<Sender>(std::move(link), budget);
   }
   std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
 
-  std::atomic<bool> isClosed{false};
+  std::atomic<size_t> budget{~size_t{0}};
 
  private:
-  class Thread final : public LinkSender {
+  class Sender final : public LinkSender {
    public:
-    Thread(std::unique_ptr<LinkSender> link, const std::atomic<bool>& isCut)
-        : link_(std::move(link)), isCut_(isCut) {}
-    ssize_t write(const Span* parts, int count) override {
-      if (!isCut_) return link_->write(parts, count);
-      ::shutdown(link_->fd(), SHUT_RDWR);
-      errno = EPIPE;
-      return -1;
+    Sender(std::unique_ptr<LinkSender> link, std::atomic<size_t>& budget)
+        : link_(std::move(link)), budget_(budget) {}
+    ssize_t write(const Span* parts, int) override {
+      const Span part{parts[0].data, std::min(parts[0].bytes, budget_.load())};
+      const ssize_t wrote = part.bytes > 0 ? link_->write(&part, 1) : 0;
+      if (wrote > 0) budget_ -= static_cast<size_t>(wrote);
+      return wrote;
     }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
     int fd() const override { return link_->fd(); }
@@ -306,38 +305,43 @@ class Scissors final : public LinkTap {
 
    private:
     const std::unique_ptr<LinkSender> link_;
-    const std::atomic<bool>& isCut_;
+    std::atomic<size_t>& budget_;
   };
 };
 
 }  // namespace
 
-// The goodbye of a rank is lost with its connection; that it has left stands in the shared memory.
+// The goodbye of a rank is lost with its connection, and so may be half of its last message. That
+// it has left stands in the shared memory.
 TEST(Engine, whoIsLeftWithoutAGoodbyeDoesNotWait) {
-  Scissors scissors;
-  const auto meshOf = [&](int rank) {
-    MeshOptions mesh;
-    if (rank == 1) mesh.tap = &scissors;
-    return mesh;
-  };
-  const auto body = [&](Communicator& group) {
-    ASSERT_OK(run(group, call(OpKind::kBarrier)));
-    int32_t value = 1;
-    const Message message{{&value, 4}, 1 - group.rank(), 7, DType::kInt32};
-    if (group.rank() == 1) {
-      EXPECT_OK(group.wait(group.send(message, nullptr, true), Deadline::never()));
+  constexpr size_t kBytes = 1000;
+  for (const size_t bytes : {size_t{0}, sizeof(FrameHeader) / 2, sizeof(FrameHeader) + 100}) {
+    Gate gate;
+    const auto meshOf = [&](int rank) {
+      MeshOptions mesh;
+      if (rank == 1) mesh.tap = &gate;
+      return mesh;
+    };
+    const auto body = [&](Communicator& group) {
+      std::vector<char> data(kBytes);
+      const Message message{{data.data(), kBytes}, 1 - group.rank(), 7};
+      if (group.rank() == 1) {
+        EXPECT_OK(group.wait(group.send(message, nullptr, true), Deadline::never()));
+        ASSERT_OK(run(group, call(OpKind::kBarrier)));
+        gate.budget = bytes;
+        const OpPtr last = bytes > 0 ? group.send(message, nullptr, false) : nullptr;
+        while (gate.budget > 0) std::this_thread::yield();
+        return group.close(Deadline::after(std::chrono::milliseconds(50)));
+      }
+      EXPECT_OK(group.wait(group.recv(message, nullptr, true), Deadline::never()));
       ASSERT_OK(run(group, call(OpKind::kBarrier)));
-      scissors.isClosed = true;
-      return;
-    }
-    EXPECT_OK(group.wait(group.recv(message, nullptr, true), Deadline::never()));
-    ASSERT_OK(run(group, call(OpKind::kBarrier)));
-    const Status status = group.wait(group.recv(message, nullptr, true), Deadline::never());
-    EXPECT_EQ(status.code(), Code::kPeerLost);
-    EXPECT(status.message().find("rank 1") != std::string::npos);
-    EXPECT(status.message().find("has left the group") != std::string::npos);
-  };
-  runMeshes(2, meshOf, body, 5000);
+      const Status status = group.wait(group.recv(message, nullptr, true), Deadline::never());
+      EXPECT_EQ(status.code(), Code::kPeerLost);
+      EXPECT(status.message().find("rank 1") != std::string::npos);
+      EXPECT(status.message().find("has left the group") != std::string::npos);
+    };
+    runMeshes(2, meshOf, body, 5000);
+  }
 }
 
 TEST(Engine, abortEndsReceives) {

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from worlds import device
-from worlds.device_tensors import full
+from worlds.device_tensors import full, is_all, slow
 from worlds.pool import World
 from worlds.worker import Ctx
 
@@ -180,6 +180,56 @@ def ends_in_good_order(ctx: Ctx) -> None:
 @pytest.mark.usefixtures("graphs")
 def test_nobody_is_interrupted_by_a_good_end(fresh_device_world):
     fresh_device_world(2, "nccl").run(ends_in_good_order)
+
+
+def dies_while_another_leaves(ctx: Ctx) -> str:
+    """Its group is destroyed while a graph is under replay that needs a rank which dies."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    graph = device.graph_on(ctx.device)
+    with graph.capture():
+        dist.all_reduce(x)
+    dist.barrier()
+    if ctx.rank == 1:
+        time.sleep(0.5)  # the other one leaves by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        graph.replay()
+        dist.destroy_process_group()
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_death_is_heard_of_while_nccl_ends(fresh_device_world):
+    world = fresh_device_world(2, "nccl")
+    world.start(dies_while_another_leaves)
+    text = world.finish(allow_gone=True)[0]
+    assert "Connection closed by peer: rank 1" in text and INVALID in text, text
+
+
+def leaves_first(ctx: Ctx) -> None:
+    """The root of a broadcast is done with it, and leaves, long before the others' devices come to
+    it; of whom one does not hear of the root's calls but by its goodbye."""
+    x = full(ctx, ctx.rank, 100)
+    dist.broadcast(x, 1)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    if ctx.rank == 1:
+        dist.broadcast(x.fill_(7), 1)
+    else:
+        for _ in range(50):
+            slow(ctx)
+        dist.broadcast(x, 1)
+        torch.accelerator.synchronize()
+        is_all(ctx, x, 7)
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_leaves_first_is_not_missed(fresh_device_world):
+    fresh_device_world(3, "nccl").run(leaves_first)
 
 
 def another_thread_hears_first(ctx: Ctx) -> str:

@@ -251,11 +251,11 @@ void Channels::abort(Deadline deadline, const Status& why) {
 
 // One after another. The thread of one that is late stays in NCCL, where no other may end in good
 // order beside it; an abort may.
-Status Channels::close(Deadline deadline) {
+Status Channels::close(Deadline deadline, const nccl::Comm::Check& check) {
   Status first;
   for (const auto& comm : end()) {
     if (first.ok()) {
-      first = comm->close(deadline);
+      first = comm->close(deadline, check);
     } else {
       comm->beginAbort(first);
     }

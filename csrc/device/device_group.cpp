@@ -385,6 +385,12 @@ void DeviceGroup::failLate() {
 
 Status DeviceGroup::error() const { return place_.error(); }
 
+Status DeviceGroup::failure() const {
+  const Status cause = error();
+  const bool isOwnEnd = state_.load() >= State::kLeaving && cause.cause().rank == place_.rank;
+  return isOwnEnd ? Status() : cause;
+}
+
 bool DeviceGroup::isDead() const {
   return place_.control->hasFailed() || place_.host->hasFailed() || place_.cpu->hasFailed();
 }
@@ -415,7 +421,7 @@ void DeviceGroup::hearOfFailures() {
   const bool isNews = isDead() && !isNcclStopped_;
   if (!isNews && now - askedAt_ < kAskEvery) return;
   askedAt_ = now;
-  Status cause = error();
+  Status cause = failure();
   if (hasLeft()) return;  // in this order: it is set before the groups end
   if (cause.ok()) {
     const Status ofNccl = channels_.check();
@@ -501,28 +507,54 @@ void DeviceGroup::close(Deadline deadline) {
     Watchdog::get().wake();
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
-  if (Watchdog::get().isExiting()) {
+  const bool isExiting = Watchdog::get().isExiting();
+  if (isExiting) {
     new std::shared_ptr<DeviceGroup>(shared_from_this());  // and so NCCL's communicators
-  } else if (!isDead() && !watched_.isBusy()) {
-    // Where it is late it stops what runs: replays of graphs.
-    const Status closed = channels_.close(deadline);
-    if (!closed.ok()) failWatched(closed);
-  } else {
-    const Status known = error();
-    const Status cause =
-        known.ok() ? Status(Code::kAborted,
-                            "mycoll group '" + place_.name +
-                                "': the group was destroyed with operations that were not done")
-                   : known;
-    failWatched(cause);
-    channels_.abort(earlier(Deadline::after(kNcclAbortTime), deadline), cause);
   }
-  state_.store(State::kLeft);  // what is heard from here on is this rank's own end
-  place_.control->close(deadline);
-  place_.host->close(deadline);
-  const Status last = place_.control->error();
+  const auto stop = [&](const Status& why) {
+    if (isExiting) return;
+    failWatched(why);
+    channels_.abort(earlier(Deadline::after(kNcclAbortTime), deadline), why);
+  };
+  Status cause = error();
+  if (!cause.ok()) {
+    fail(cause);  // ranks that have said goodbye hear of it on the CPU's group only
+  } else if (watched_.isBusy()) {
+    cause =
+        Status(Code::kAborted, "mycoll group '" + place_.name +
+                                   "': the group was destroyed with operations that were not done");
+  }
+  if (!cause.ok()) stop(cause);
+  state_.store(State::kLeaving);
+  place_.control->leave(deadline);
+  place_.host->leave(deadline);
+  if (cause.ok()) {
+    cause = failure();
+    if (!cause.ok()) {
+      fail(cause);
+      stop(cause);
+    } else if (!isExiting) {
+      endNccl(deadline);
+      (void)place_.control->watchExternal();  // what others have said as they left
+    }
+  }
+  const Status last = failure();
   if (last.code() == Code::kMismatch) failWatched(last);
+  state_.store(State::kLeft);  // what is heard from here on is this rank's own end
+  place_.control->endLeaving();
+  place_.host->endLeaving();
   WatchList::clearReleased();
+}
+
+void DeviceGroup::endNccl(Deadline deadline) {
+  Deadline patience = Deadline::never();
+  const Status closed = channels_.close(deadline, [&] {
+    const Status cause = failure();
+    if (!cause.ok() && patience.isNever()) patience = Deadline::after(kNcclAbortTime);
+    return patience.expired() ? cause : Status();
+  });
+  // Where it is late it stops what runs: replays of graphs.
+  if (!closed.ok()) failWatched(closed);
 }
 
 }  // namespace mycoll

@@ -10,7 +10,10 @@
 // has another, so that neither shares an order with the group's CPU tensors. What kills one of the
 // three kills all.
 //
-//   kOpen -> kClosing (waits for what is pending) -> kLeft
+//   kOpen -> kClosing (waits for what is pending) -> kLeaving -> kLeft
+//
+// kLeaving: the other ranks know that this one leaves, and NCCL ends, which waits for them.
+// Failures are still heard of; that another rank misses this one is none.
 //
 // Threads: every function [any thread] unless marked, without the GIL. Between addToBatch() and
 // endBatch() the calls come from one thread, as in MycollBackend. Lifetimes: held by the backend,
@@ -95,7 +98,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   bool needsWatch() const;
 
  private:
-  enum class State : uint8_t { kOpen, kClosing, kLeft };
+  enum class State : uint8_t { kOpen, kClosing, kLeaving, kLeft };
   class Waiting;
   struct Batched {
     Request request;
@@ -105,6 +108,8 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   bool isOpen() const { return state_.load() == State::kOpen; }
   bool hasLeft() const { return state_.load() == State::kLeft; }
   bool isDead() const;
+  // As error(), but this rank's own end is no failure.
+  Status failure() const;
   void throwIfDead() const;
   void fail(const Status& cause);
   Status inContext(const Status& error) const;
@@ -125,6 +130,9 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void hearOfFailures();
   // Fails what is watched, and raises it where the program has gone on from that.
   void failWatched(const Status& cause);
+  // In good order, which waits for the other ranks of the host: by the deadline, and not for long
+  // once the group has failed.
+  void endNccl(Deadline deadline);
   // since: see raiseInMainThread().
   void raise(const Status& cause, uint64_t since, const std::string& what);
 

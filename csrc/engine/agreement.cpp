@@ -231,6 +231,17 @@ bool Agreement::compareWithNext(bool atOnce) {
   return true;
 }
 
+void Agreement::tellLast() {
+  IoLock lock(mailbox_.ioMutex());
+  if (!hasBegun_ || membership_.hasFailed()) return;
+  const std::string note = notesSince(current_);
+  for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
+    if (rank != mailbox_.rank()) {
+      mailbox_.sendControlIfConnected(rank, FrameKind::kProbe, note);
+    }
+  }
+}
+
 std::vector<int> Agreement::behind(uint64_t sequence) {
   IoLock lock(mailbox_.ioMutex());
   std::vector<int> ranks;

@@ -41,6 +41,9 @@ class Agreement {
   // every rank does so, one that differs is found by a neighbour. At most every 100 ms unless
   // atOnce. True while there is more to tell, or to hear: what a neighbour has found.
   bool compareWithNext(bool atOnce);
+  // This rank leaves: tells those that it has a connection to what it has begun last. The end of it
+  // may come later there, and this rank must not be missed in it.
+  void tellLast();
   // The ranks that have not begun this collective, as far as they have been heard of.
   std::vector<int> behind(uint64_t sequence);
 

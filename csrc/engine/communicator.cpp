@@ -411,8 +411,18 @@ bool Communicator::isBusy(Deadline unsent) {
          mailbox_.isReceiving(/*orPosted=*/!unsent.expired());
 }
 
+Status Communicator::destroyed() const {
+  return Status(Code::kAborted, "mycoll group '" + options_.name +
+                                    "': the group has been destroyed on this rank; nothing more "
+                                    "can be called on it");
+}
+
 void Communicator::close(Deadline deadline, const std::string& reason) {
-  if (!membership_.beginToLeave()) return;
+  if (leave(deadline, reason)) endLeaving();
+}
+
+bool Communicator::leave(Deadline deadline, const std::string& reason) {
+  if (!membership_.beginToLeave()) return false;
   Mesh& mesh = *engine_->mesh();
   // What nobody has begun to send may never be sent.
   const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
@@ -430,12 +440,11 @@ void Communicator::close(Deadline deadline, const std::string& reason) {
   }
   TraceFile::writeWanted();
   record_.close();
-  if (options_.isExternal) watchExternal();
-  const Status destroyed(Code::kAborted,
-                         "mycoll group '" + options_.name +
-                             "': the group has been destroyed on this rank; nothing more can "
-                             "be called on it");
-  membership_.sayGoodbye(destroyed, reason);
+  if (options_.isExternal) {
+    watchExternal();
+    agreement_.tellLast();
+  }
+  membership_.sayGoodbye(destroyed(), reason);
   const int last = leavesAfter_.load();
   const bool isMet = last >= 0 && (membership_.departureOf(last) != Departure::kUnknown ||
                                    mailbox_.isConnectedTo(last));
@@ -452,9 +461,13 @@ void Communicator::close(Deadline deadline, const std::string& reason) {
     if (!mesh.progress()) usleep(50);
   }
   engine_->endWait();
-  membership_.endLeaving(destroyed);
+  return true;
+}
+
+void Communicator::endLeaving() {
+  membership_.endLeaving(destroyed());
   queue_.run(0);
-  mesh.progress();
+  engine_->mesh()->progress();
 }
 
 // ---- what the mailbox asks and passes on -------------------------------------------------------

@@ -209,6 +209,10 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   // Leaves the group: waits up to the deadline for pending operations, then says goodbye. Later
   // calls fail. Idempotent. The reason is for the other ranks: see Membership::sayGoodbye().
   void close(Deadline deadline, const std::string& reason = {});
+  // The same in two parts, for one thread: between them the other ranks know that this one leaves,
+  // and it still hears of failures. False: the group is being left already.
+  bool leave(Deadline deadline, const std::string& reason = {});
+  void endLeaving();
   // Before close(): that will stay until this rank has left as well, or nearly a second.
   void leaveAfter(int rank) { leavesAfter_.store(rank); }
 
@@ -251,6 +255,8 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   Deadline deadlineFor(Milliseconds timeout) const;
   // Something that other ranks may still need is under way.
   bool isBusy(Deadline unsent);
+  // What calls end with that come after the end.
+  Status destroyed() const;
 
   const GroupOptions options_;
   const std::shared_ptr<Engine> engine_;

@@ -534,7 +534,7 @@ std::unique_lock<std::mutex> Comm::evict() {
   return issuing;
 }
 
-Status Comm::close(Deadline deadline) {
+Status Comm::close(Deadline deadline, const Check& check) {
   const auto since = Deadline::Clock::now();
   if (state() == State::kNew) moveTo(State::kClosed);
   if (state() == State::kClosed) return {};
@@ -544,7 +544,7 @@ Status Comm::close(Deadline deadline) {
     if (!lockBy(issuing, deadline)) {
       status = late("close()", since);
     } else if (state() == State::kReady && moveTo(State::kClosing)) {
-      return leave(deadline);
+      return leave(deadline, check);
     } else {
       status = unusable();  // failed, aborted, or still connecting in another thread
     }
@@ -558,7 +558,7 @@ Status Comm::close(Deadline deadline) {
 // All of it on one thread, which has the handle to itself from here on: NCCL frees much of a
 // communicator in any of these calls, so that no second one may begin beside it. An abort from
 // elsewhere, as past the deadline, only ends our wait.
-Status Comm::leave(Deadline deadline) {
+Status Comm::leave(Deadline deadline, const Check& check) {
   RawComm* comm = nullptr;
   {
     std::lock_guard<std::mutex> inspecting(inspect_);
@@ -581,7 +581,7 @@ Status Comm::leave(Deadline deadline) {
     (void)functions.commAbort(comm);
     return result;
   };
-  Status status = runApart("close()", call, deadline, nullptr);
+  Status status = runApart("close()", call, deadline, check);
   if (status.ok() && isLate->load()) status = late("close()", since);
   if (status.ok() && moveTo(State::kClosed)) return {};
   moveTo(State::kAborted, status);

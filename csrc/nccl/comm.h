@@ -1,4 +1,5 @@
-// One NCCL communicator: made without blocking, watched, and left by a deadline whatever NCCL does.
+// One NCCL communicator: made, watched, and left by a deadline whatever NCCL does, whether its
+// calls block or not.
 //
 //   auto comm = std::make_shared<Comm>(library, rank, ranks, "dp", options);
 //   comm->connect(id, deadline, check);       // all ranks, the same id
@@ -91,10 +92,10 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // --- ending
 
   // Waits for what was enqueued and for the other ranks of the host, and frees everything. On all
-  // ranks, as far as they live. Idempotent. The Status is that of an orderly end. Past the deadline
-  // NCCL is left with it on a thread of its own, which frees it when it can: who wants to stop what
-  // runs calls abort() instead.
-  Status close(Deadline deadline);
+  // ranks, as far as they live. Idempotent. The Status is that of an orderly end. Past the
+  // deadline, or refused by `check`, NCCL is left with it on a thread of its own, which frees it
+  // when it can: who wants to stop what runs calls abort() instead.
+  Status close(Deadline deadline, const Check& check = {});
 
   // Stops what runs on the device and frees everything. `why` is what later calls return, if the
   // communicator had not failed before. Idempotent; a second caller waits for the first. Returns by
@@ -148,7 +149,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Status managed(const char* function, bool isThere, const std::function<Result(RawComm*)>& call);
   void runAbort();
   std::unique_lock<std::mutex> evict();
-  Status leave(Deadline deadline);
+  Status leave(Deadline deadline, const Check& check);
 
   const Library& library_;
   const int rank_;

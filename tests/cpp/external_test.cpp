@@ -140,4 +140,43 @@ TEST(External, theFirstCauseEndsAll) {
   });
 }
 
+// All of them have left before they hear of each other.
+TEST(External, differentCallsAreFoundAfterTheGoodbye) {
+  for (Links links : kAllLinks) {
+    runExternalWorld(3, links, [](Communicator& group) {
+      std::this_thread::sleep_for(300ms);  // all others have met
+      auto work = std::make_shared<External>();
+      group.submitExternal(allReduce(group.rank() == 2 ? 8 : 4), work);
+      work->finish(Status());
+      EXPECT(group.leave(Deadline::after(10s)));
+      EXPECT(!group.leave(Deadline::after(10s)));
+      const auto until = Clock::now() + 10s;
+      while (group.error().ok() && Clock::now() < until) {
+        group.watchExternal();
+        std::this_thread::sleep_for(5ms);
+      }
+      EXPECT_EQ(static_cast<int>(group.error().code()), static_cast<int>(Code::kMismatch));
+      group.endLeaving();
+    });
+  }
+}
+
+// What has ended on a rank that leaves may still be under way on the others.
+TEST(External, aRankThatLeavesFirstIsNotMissed) {
+  for (Links links : kAllLinks) {
+    runExternalWorld(3, links, [](Communicator& group) {
+      auto work = std::make_shared<External>();
+      const OpPtr op = group.submitExternal(allReduce(4), work);
+      const auto until = Clock::now() + (group.rank() == 1 ? 0ms : 900ms);
+      while (Clock::now() < until) {
+        group.watchExternal();
+        std::this_thread::sleep_for(5ms);
+      }
+      work->finish(Status());
+      EXPECT_EQ(watch(group, op).message(), "");
+      group.close(Deadline::after(10s));
+    });
+  }
+}
+
 }  // namespace

@@ -211,6 +211,42 @@ TEST(NcclClose, endsByItsDeadline) {
   }
 }
 
+TEST(NcclClose, endsWhenTheCheckSaysSo) {
+  StandIn& standIn = StandIn::full();
+  const int64_t comms = standIn.count("comms");
+  {
+    World world(standIn, 2);
+    const auto script = standIn.scripted("rank=0,hang=finalize");
+    int asked = 0;
+    const Status status = world[0].comm->close(patient(), [&] {
+      return ++asked < 5 ? Status() : Status(Code::kPeerLost, "rank 1 is dead");
+    });
+    EXPECT_EQ(status.message(), "rank 1 is dead");
+    EXPECT_EQ(world[0].comm->state(), State::kAborted);
+  }
+  EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
+}
+
+// NCCL waits until it is destroyed.
+TEST(NcclClose, endsByItsDeadlineBesideALivingGraph) {
+  StandIn& standIn = StandIn::full();
+  const int64_t comms = standIn.count("comms");
+  for (bool isBlocking : {true, false}) {
+    CommOptions options;
+    options.nccl.isBlocking = isBlocking;
+    World world(standIn, 1, options);
+    void* const stream = world[0].stream;
+    Buffer data(filled(1), stream);
+    void* graph = nullptr;
+    ASSERT(mycoll_standin_capture_begin(stream, 2) == nullptr);
+    EXPECT_OK(sum(world[0], data));
+    ASSERT(mycoll_standin_capture_end(stream, &graph) == nullptr);
+    EXPECT_EQ(world[0].comm->close(in(200)).code(), Code::kTimeout);
+    mycoll_standin_graph_destroy(graph);
+    EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
+  }
+}
+
 // --- children
 
 TEST(NcclSplit, byColorAndKey) {

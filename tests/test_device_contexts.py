@@ -4,7 +4,10 @@ the user's does the work: each takes half a gigabyte of the GPU's memory."""
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -60,6 +63,35 @@ def in_a_thread(ctx: Ctx) -> list[int]:
         raise failure
     dist.destroy_process_group()
     return contexts(ctx)
+
+
+def a_death_under_replay(ctx: Ctx) -> list[int]:
+    """The watchdog asks for the streams of graphs: on its thread, too, the first GPU is current."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    graph = device.graph_on(ctx.device)
+    with graph.capture():
+        dist.all_reduce(x)
+    graph.replay()
+    torch.accelerator.synchronize()
+    dist.barrier()
+    if ctx.rank == 0:
+        time.sleep(0.5)  # the other one replays by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    with ctx.raises(dist.DistBackendError, "rank 0"):
+        graph.replay()
+        x[0].item()
+    return contexts(ctx)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_no_context_on_another_gpu_after_a_death(fresh_device_world, request):
+    if request.config.getoption("--device") == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    world = fresh_device_world(2, "nccl")
+    world.start(a_death_under_replay)
+    assert world.finish(allow_gone=True)[1] == [1]
 
 
 @pytest.mark.parametrize("path", ["nccl", "host"])

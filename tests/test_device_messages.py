@@ -75,6 +75,33 @@ def test_a_message_around_the_first_collective(fresh_device_world, path):
     fresh_device_world(3, path).run(around_the_first_collective)
 
 
+def pairs_in_crossing_orders(ctx: Ctx) -> None:
+    """Each pair has a stream to itself, as long as torch's pool has that many (the stand-in's has
+    four): no message waits behind one that the other rank has called later."""
+    numel = 70_000  # over which NCCL waits for the receiver
+    groups = [dist.new_group(timeout=timedelta(seconds=10)) for _ in range(4)]
+    x = full(ctx, 0, numel)
+    for group in groups:
+        (dist.send if ctx.rank == 0 else dist.recv)(x, 1 - ctx.rank, group)
+    dist.barrier()
+    xs = [full(ctx, i if ctx.rank == 0 else -1, numel) for i in range(4)]
+    if ctx.rank == 0:
+        works = [dist.isend(xs[i], 1, groups[i]) for i in range(4)]
+    else:
+        works = [dist.irecv(xs[i], 0, groups[i]) for i in reversed(range(4))]
+    for work in works:
+        work.wait()
+    for i, each in enumerate(xs):
+        is_all(ctx, each, i)
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_pairs_in_crossing_orders(reused_device_world, path):
+    reused_device_world(2, path).run_in_group(pairs_in_crossing_orders)
+
+
 # More than the host path copies and sends at a time, just that, and just more.
 LONG = (3 * (1 << 20) + 5, 1 << 20, (1 << 20) + 1)  # of float32
 

@@ -93,6 +93,12 @@ def memory_by_torchs_names(ctx: Ctx) -> None:
             ctypes.c_void_p(backend._comm_ptr()), ctypes.byref(rank)
         )
         ctx.equal(rank.value, ctx.rank, "in the communicator")
+        if hasattr(torch._C._distributed_c10d, "_register_external_nccl_comm"):
+            from torch.distributed._symmetric_memory import _nccl
+
+            name = dist.group.WORLD.group_name
+            with _nccl.register_external_nccl_comm(name, backend._comm_ptr(), ctx.device):
+                pass
     else:
         with ctx.raises(ValueError, "no communicator of NCCL's on the current device"):
             backend._comm_ptr()

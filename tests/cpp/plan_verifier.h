@@ -2,7 +2,8 @@
 // all ranks come to the end even if every send waits for its receiver, and that each byte of every
 // output is what the operation says: the right input, or the whole tree over all ranks, with every
 // contribution in it once. Where ranks of a host share memory, it also proves that a rank reads
-// there only what its writer has said to be there.
+// there only what its writer has said to be there. And it holds plans to bounds: scratch memory,
+// ranks that one talks to, ranks that send to one host at a time.
 //
 // Plain functions: nothing blocks. Memory: some 16 bytes for each element of all ranks' buffers.
 #pragma once
@@ -12,6 +13,7 @@
 #include <deque>
 #include <iterator>
 #include <map>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -97,6 +99,7 @@ class Verifier {
         if (chunk_ == 0 || !areAlike(jobs_[rank], chunking_, chunk_, chunk_ - 1)) {
           each.plan =
               planOf(shape_, jobs_[rank], static_cast<int>(rank), chunking_, chunk_, shares);
+          checkScratch(static_cast<int>(rank));
         }
         each.scratch.assign(each.plan.scratchBytes / each.job->elementBytes, Cell());
         const uint64_t shared = shares ? areaBytes(shape_) / each.job->elementBytes : 0;
@@ -107,6 +110,7 @@ class Verifier {
         each.seen.clear();
         each.next = 0;
       }
+      if (chunk_ == 0) checkTraffic();
       runChunk();
     }
     for (size_t rank = 0; rank < jobs_.size() && wrong_.empty(); ++rank) {
@@ -118,6 +122,102 @@ class Verifier {
  private:
   void fail(const std::string& what) {
     if (wrong_.empty()) wrong_ = what;
+  }
+
+  // ---- bounds
+
+  bool isExchange() const {
+    const OpKind kind = jobs_[0].kind;
+    return kind == OpKind::kGather || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
+  }
+  // Of what hosts exchange, a rank of this one drives at most so many lanes. A broadcast has a lane
+  // for each rank of a host.
+  int mostLanes() const {
+    size_t most = shape_.lanes();
+    for (int host = 0; host < shape_.hosts(); ++host) {
+      most = std::max(most, shape_.membersOf(host).size());
+    }
+    return static_cast<int>(most);
+  }
+  int lanesOf(int host) const {
+    const int members = static_cast<int>(shape_.membersOf(host).size());
+    return (mostLanes() + members - 1) / members;
+  }
+  // On this level a host acts for its unit in what concerns so many of the hosts of a whole one.
+  int dutiesOf(int level, int host) const {
+    const int hosts = shape_.hostsIn(level, shape_.unitOf(level, host));
+    return (shape_.unitSize(level) + hosts - 1) / hosts;
+  }
+  // With so many hosts it has to do in that: one of each part of the unit, and who gets it all.
+  int mostHosts(int level, int host) const {
+    const int hosts = shape_.hostsIn(level, shape_.unitOf(level, host));
+    const int size = shape_.unitSize(level - 1);
+    return std::min(hosts - 1, dutiesOf(level - 1, host) * ((hosts + size - 1) / size + 1));
+  }
+
+  // Ranks talk to few others, and no host hears of many at a time, except for blocks that go from
+  // rank to rank and for roots of small worlds.
+  void checkTraffic() {
+    if (isExchange()) return;
+    std::map<std::pair<int, int>, std::set<int>> senders;  // by host and phase
+    for (int rank = 0; rank < shape_.ranks(); ++rank) {
+      const int host = shape_.hostOf(rank);
+      std::set<int> peers;
+      for (const Step& step : ranks_[rank].plan.steps) {
+        if (step.act < Step::Act::kSend || shape_.hostOf(step.peer) == host) continue;
+        peers.insert(step.peer);
+        if (step.act != Step::Act::kSend) continue;
+        senders[{shape_.hostOf(step.peer), step.phase}].insert(rank);
+      }
+      if (rank == jobs_[0].root && shape_.ranks() <= 64) continue;
+      size_t most = 2 * std::bit_width(static_cast<unsigned>(shape_.hosts()));  // of a barrier
+      for (int level = 1; level <= shape_.levels(); ++level) {
+        most += static_cast<size_t>(lanesOf(host) * mostHosts(level, host));
+      }
+      checkMost("rank " + std::to_string(rank) + " talks to ranks", peers.size(), most);
+    }
+    for (const auto& [where, ranks] : senders) {
+      const auto& [host, phase] = where;
+      int hosts = 0;
+      for (int level = 1; level <= shape_.levels(); ++level) {
+        hosts = std::max(hosts, mostHosts(level, host));
+      }
+      checkMost("ranks send to host " + std::to_string(host) + " in phase " + std::to_string(phase),
+                ranks.size(), static_cast<size_t>(mostLanes() * hosts));
+    }
+  }
+
+  // What a rank has of each node that it meets, as it came, as it goes on, and added up; of what
+  // goes together between hosts, as much as there is room for.
+  void checkScratch(int rank) {
+    const Job& job = jobs_[rank];
+    const int host = shape_.hostOf(rank);
+    uint64_t nodes = shape_.membersOf(host).size();
+    for (int level = 1; level <= shape_.levels(); ++level) {
+      const int size = shape_.unitSize(level - 1);
+      const int unit = shape_.unitOf(level, host), first = shape_.firstHost(level, unit);
+      for (int part = first; part < first + shape_.hostsIn(level, unit); part += size) {
+        nodes += shape_.nodesOf(level - 1, part / size).size();
+      }
+    }
+    auto hasOf = [&](const std::vector<uint64_t>& blocks) {
+      uint64_t bytes = 0;
+      for (const uint64_t block : blocks) {
+        bytes += std::min(chunking_.chunkBytes, block - std::min(chunking_.begin(chunk_), block));
+      }
+      return bytes;
+    };
+    const uint64_t wide = job.wideBytes / job.elementBytes;
+    const uint64_t together = areaBytes(shape_) + 2 * job.elementBytes * shape_.hosts();
+    checkMost("rank " + std::to_string(rank) + " has bytes of scratch memory",
+              ranks_[rank].plan.scratchBytes,
+              isExchange() ? together : 3 * wide * nodes * std::max(hasOf(job.in), hasOf(job.out)));
+  }
+
+  void checkMost(const std::string& what, size_t number, size_t most) {
+    if (number > most) {
+      fail(what + ": " + std::to_string(number) + ", and " + std::to_string(most) + " at most");
+    }
   }
 
   // The elements of a place; null: they are not there. For this rank to read, or to write.

@@ -191,6 +191,33 @@ TEST(Plan, isRightForAllSmallWorlds) {
   }
 }
 
+// More chunks than ranks of a host have areas for.
+TEST(Plan, isRightWhereMemoryIsUsedAgain) {
+  constexpr uint64_t kChunks = 40;
+  for (const auto& [hostOf, mostInUnit] :
+       {std::pair(uniform(2, 2), 16), std::pair(inARow({3, 5}), 16), std::pair(uniform(6, 3), 2),
+        std::pair(uniform(17, 2), 16)}) {
+    const int ranks = static_cast<int>(hostOf.size()), root = ranks / 2;
+    const Shape shape(hostOf, SumTree(), mostInUnit);
+    EXPECT(kChunks > 2 * areaCount(shape));
+    for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter,
+                              OpKind::kAllGather, OpKind::kBroadcast}) {
+      const uint64_t blocks = kind == OpKind::kReduceScatter ? ranks : 1;
+      const std::vector<Job> jobs = jobsOf(kind, ranks, root, kChunks * blocks * kElement, true);
+      const Chunking chunking = inChunks(jobs[root], kElement);
+      EXPECT_EQ(chunking.chunks, kChunks);
+      for (const bool areAll : {true, false}) {
+        std::vector<bool> sharesMemory(shape.hosts(), areAll);
+        sharesMemory[0] = true;
+        const std::string wrong = verify(shape, jobs, chunking, sharesMemory);
+        if (wrong.empty()) continue;
+        test::fail(__FILE__, __LINE__,
+                   std::string(name(kind)) + ", hosts " + describe(hostOf) + ": " + wrong);
+      }
+    }
+  }
+}
+
 TEST(Plan, isRightForRandomWorlds) {
   const unsigned seed = std::random_device{}();
   std::mt19937 random(seed);

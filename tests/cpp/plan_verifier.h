@@ -1,9 +1,11 @@
 // Proves the plans of all ranks without running them: that every message has its counterpart, that
 // all ranks come to the end even if every send waits for its receiver, and that each byte of every
 // output is what the operation says: the right input, or the whole tree over all ranks, with every
-// contribution in it once. Where ranks of a host share memory, it also proves that a rank reads
-// there only what its writer has said to be there. And it holds plans to bounds: scratch memory,
-// ranks that one talks to, ranks that send to one host at a time.
+// contribution in it once. Chunks are under way together as run.cpp has them: step by step, their
+// messages told apart by tags. Where ranks of a host share memory, it also proves that a rank reads
+// there only what its writer has said to be there, and writes only where it has heard that nobody
+// reads what stood there. And it holds plans to bounds: scratch memory, ranks that one talks to,
+// ranks that send to one host at a time.
 //
 // Plain functions: nothing blocks. Memory: some 16 bytes for each element of all ranks' buffers.
 #pragma once
@@ -13,6 +15,7 @@
 #include <deque>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <tuple>
@@ -50,21 +53,42 @@ inline bool reduces(OpKind kind) {
   return kind == OpKind::kAllReduce || kind == OpKind::kReduce || kind == OpKind::kReduceScatter;
 }
 
+// What a rank shares with the others of its host, for one chunk after the other.
+struct Area {
+  struct Written {
+    uint64_t chunk = 0;
+    int readableAfter = 0;  // so many of its owner's marks; 0: nothing stands there
+  };
+  std::vector<Cell> cells;
+  std::vector<Written> written;  // by element
+};
+
+// A chunk that a rank has under way.
+struct UnderWay {
+  uint64_t chunk = 0;
+  std::shared_ptr<const Plan> plan;
+  std::vector<Cell> scratch;
+  size_t next = 0;      // step
+  int phase = 0;        // the next one to begin
+  size_t messages = 0;  // of the one that was begun
+  bool isOver() const { return phase > plan->phases; }
+};
+
 // One rank's memory and how far it is.
 struct Rank {
   const Job* job = nullptr;
-  Plan plan;
   std::vector<std::vector<Cell>> in, out;
-  std::vector<Cell> scratch;
-  // What it shares with the ranks of its host; by element: after how many of its marks others may
-  // read it, 0 if nothing stands there.
-  std::vector<Cell> area;
-  std::vector<int> readableAfter;
-  int marks = 0;              // that it has set for this chunk
-  int markedAs[kMarks] = {};  // its how many-th mark that was; 0: not yet
-  std::map<int, int> seen;    // by rank: how many of its marks this one has waited for
-  size_t next = 0;            // step
-  size_t underWay = 0;        // messages of the phase
+  std::vector<Area> areas;
+  std::shared_ptr<const Plan> plan;  // of the latest chunk
+  std::deque<UnderWay> underWay;
+  uint64_t step = 0;
+  uint64_t begun = 0;  // chunks
+  size_t at = 0;       // which chunk under way comes next in this step
+  int marks = 0;       // that it has set
+  // For each mark: for how many chunks it was set, and its how many-th of all marks that was.
+  std::vector<std::pair<uint64_t, int>> marked[kMarks];
+  std::map<int, int> seen;  // by rank: how many of its marks this one has waited for
+  uint64_t freed = 0;       // for how many chunks it knows that no rank needs areas any more
 };
 
 class Verifier {
@@ -90,31 +114,21 @@ class Verifier {
   std::string run() {
     ranks_.resize(jobs_.size());
     for (size_t rank = 0; rank < jobs_.size(); ++rank) fill(static_cast<int>(rank));
-    for (chunk_ = 0; chunk_ < chunking_.chunks && wrong_.empty(); ++chunk_) {
-      for (size_t rank = 0; rank < jobs_.size(); ++rank) {
-        Rank& each = ranks_[rank];
-        const int host = shape_.hostOf(static_cast<int>(rank));
-        const bool shares = sharesMemory_[host] && isShared(shape_, jobs_[rank], chunking_);
-        // Chunks that are alike have one plan (run.cpp, PlanCache).
-        if (chunk_ == 0 || !areAlike(jobs_[rank], chunking_, chunk_, chunk_ - 1)) {
-          each.plan =
-              planOf(shape_, jobs_[rank], static_cast<int>(rank), chunking_, chunk_, shares);
-          checkScratch(static_cast<int>(rank));
-        }
-        each.scratch.assign(each.plan.scratchBytes / each.job->elementBytes, Cell());
-        const uint64_t shared = shares ? areaBytes(shape_) / each.job->elementBytes : 0;
-        each.area.assign(shared, Cell());
-        each.readableAfter.assign(shared, 0);
-        each.marks = 0;
-        std::fill(std::begin(each.markedAs), std::end(each.markedAs), 0);
-        each.seen.clear();
-        each.next = 0;
-      }
-      if (chunk_ == 0) checkTraffic();
-      runChunk();
+    checkTraffic();
+    for (size_t rank = 0; rank < jobs_.size(); ++rank) ready_.push_back(static_cast<int>(rank));
+    while (!ready_.empty() && wrong_.empty()) {
+      const int rank = ready_.front();
+      ready_.pop_front();
+      if (rank != away_) advance(rank);
     }
     for (size_t rank = 0; rank < jobs_.size() && wrong_.empty(); ++rank) {
-      checkOutput(static_cast<int>(rank));
+      const int self = static_cast<int>(rank);
+      const bool isOver = self != away_ && isAtTheEnd(ranks_[rank]);
+      if (isOver && away_ >= 0) {
+        fail("rank " + std::to_string(rank) + " does not wait for rank " + std::to_string(away_));
+      }
+      if (!isOver && away_ < 0) fail("rank " + std::to_string(rank) + " waits for ever");
+      if (away_ < 0) checkOutput(self);
     }
     return wrong_;
   }
@@ -163,7 +177,7 @@ class Verifier {
     for (int rank = 0; rank < shape_.ranks(); ++rank) {
       const int host = shape_.hostOf(rank);
       std::set<int> peers;
-      for (const Step& step : ranks_[rank].plan.steps) {
+      for (const Step& step : ranks_[rank].plan->steps) {
         if (step.act < Step::Act::kSend || shape_.hostOf(step.peer) == host) continue;
         peers.insert(step.peer);
         if (step.act != Step::Act::kSend) continue;
@@ -189,7 +203,7 @@ class Verifier {
 
   // What a rank has of each node that it meets, as it came, as it goes on, and added up; of what
   // goes together between hosts, as much as there is room for.
-  void checkScratch(int rank) {
+  void checkScratch(int rank, uint64_t chunk) {
     const Job& job = jobs_[rank];
     const int host = shape_.hostOf(rank);
     uint64_t nodes = shape_.membersOf(host).size();
@@ -203,14 +217,14 @@ class Verifier {
     auto hasOf = [&](const std::vector<uint64_t>& blocks) {
       uint64_t bytes = 0;
       for (const uint64_t block : blocks) {
-        bytes += std::min(chunking_.chunkBytes, block - std::min(chunking_.begin(chunk_), block));
+        bytes += std::min(chunking_.chunkBytes, block - std::min(chunking_.begin(chunk), block));
       }
       return bytes;
     };
     const uint64_t wide = job.wideBytes / job.elementBytes;
     const uint64_t together = areaBytes(shape_) + 2 * job.elementBytes * shape_.hosts();
     checkMost("rank " + std::to_string(rank) + " has bytes of scratch memory",
-              ranks_[rank].plan.scratchBytes,
+              ranks_[rank].plan->scratchBytes,
               isExchange() ? together : 3 * wide * nodes * std::max(hasOf(job.in), hasOf(job.out)));
   }
 
@@ -221,31 +235,50 @@ class Verifier {
   }
 
   // The elements of a place; null: they are not there. For this rank to read, or to write.
-  Cell* at(int rank, Place place, bool isWrite) {
-    if (place.space == Space::kInput || place.space == Space::kOutput) {
-      place.begin += chunking_.begin(chunk_);
-    }
+  Cell* at(int rank, UnderWay& chunk, const Place& place, bool isWrite) {
     Rank& each = ranks_[rank];
-    const bool isShared = place.space == Space::kShared;
-    const int owner = isShared ? shape_.membersOf(shape_.hostOf(rank)).at(place.block) : rank;
-    std::vector<Cell>& memory = isShared                         ? ranks_[owner].area
-                                : place.space == Space::kScratch ? each.scratch
-                                : place.space == Space::kOutput  ? each.out.at(place.block)
-                                                                 : each.in.at(place.block);
     const uint64_t unit = each.job->elementBytes;
-    const uint64_t begin = place.begin / unit, end = (place.begin + place.bytes) / unit;
-    if (place.begin % unit != 0 || end > memory.size()) return nullptr;
-    for (uint64_t i = begin; i < end && isShared; ++i) {
-      int& readableAfter = ranks_[owner].readableAfter[i];
+    const bool isOfCall = place.space == Space::kInput || place.space == Space::kOutput;
+    const uint64_t first = place.begin + (isOfCall ? chunking_.begin(chunk.chunk) : 0);
+    const uint64_t begin = first / unit, end = (first + place.bytes) / unit;
+    if (first % unit != 0) return nullptr;
+    if (place.space == Space::kShared) return inArea(rank, chunk, place, begin, end, isWrite);
+    std::vector<Cell>& memory = place.space == Space::kScratch  ? chunk.scratch
+                                : place.space == Space::kOutput ? each.out.at(place.block)
+                                                                : each.in.at(place.block);
+    return end > memory.size() ? nullptr : memory.data() + begin;
+  }
+
+  Cell* inArea(int rank, const UnderWay& chunk, const Place& place, uint64_t begin, uint64_t end,
+               bool isWrite) {
+    Rank& each = ranks_[rank];
+    const int owner = shape_.membersOf(shape_.hostOf(rank)).at(place.block);
+    std::vector<Area>& areas = ranks_[owner].areas;
+    if (areas.empty()) return nullptr;
+    Area& area = areas[chunk.chunk % areas.size()];
+    area.cells.resize(areaBytes(shape_) / each.job->elementBytes);
+    area.written.resize(area.cells.size());
+    if (end > area.cells.size()) return nullptr;
+    if (isWrite && owner != rank) fail("a rank writes to the area of another one");
+    if (isWrite && each.freed < chunksBefore(chunk.chunk)) {
+      fail("rank " + std::to_string(rank) + " writes where others may still read");
+    }
+    const auto& done = each.marked[static_cast<int>(Mark::kDone)];
+    if (!isWrite && owner != rank && !done.empty() && done.back().first > chunk.chunk) {
+      fail("rank " + std::to_string(rank) + " reads after it has said that it needs areas no more");
+    }
+    for (uint64_t i = begin; i < end; ++i) {
+      Area::Written& written = area.written[i];
+      const bool isThere = written.readableAfter > 0 && written.chunk == chunk.chunk;
       if (isWrite) {
-        if (owner != rank || readableAfter != 0) fail("shared memory is written to by two");
-        readableAfter = ranks_[owner].marks + 1;
-      } else if (owner != rank && (readableAfter == 0 || each.seen[owner] < readableAfter)) {
+        if (isThere) fail("shared memory is written to twice");
+        written = {chunk.chunk, ranks_[owner].marks + 1};
+      } else if (!isThere || (owner != rank && each.seen[owner] < written.readableAfter)) {
         fail("rank " + std::to_string(rank) + " reads what rank " + std::to_string(owner) +
              " may not yet have written");
       }
     }
-    return memory.data() + begin;
+    return area.cells.data() + begin;
   }
 
   void fill(int rank) {
@@ -264,116 +297,157 @@ class Verifier {
     each.in = blocks(each.job->in, true);
     const bool isSource = each.job->kind == OpKind::kBroadcast && rank == each.job->root;
     each.out = blocks(each.job->out, isSource);
+    plan(rank, 0);
+    if (shares(rank)) each.areas.resize(areaCount(shape_));
   }
 
-  // Phases of all ranks, as far as they come. A message is over when both sides are at it.
-  void runChunk() {
-    std::deque<int> ready;
-    for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-      if (static_cast<int>(rank) != away_) ready.push_back(static_cast<int>(rank));
-    }
-    while (!ready.empty() && wrong_.empty()) {
-      const int rank = ready.front();
-      ready.pop_front();
-      if (rank == away_) continue;
-      Rank& each = ranks_[rank];
-      while (wrong_.empty() && each.underWay == 0 && each.next < each.plan.steps.size()) {
-        if (!beginPhase(rank, &ready)) break;
-      }
-    }
-    for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-      const Rank& each = ranks_[rank];
-      if (static_cast<int>(rank) == away_) continue;
-      const bool isOver = each.underWay == 0 && each.next == each.plan.steps.size();
-      if (isOver && away_ >= 0) {
-        fail("rank " + std::to_string(rank) + " does not wait for rank " + std::to_string(away_));
-      }
-      if (isOver || away_ >= 0) continue;
-      fail("rank " + std::to_string(rank) + " waits for ever");
-    }
+  bool shares(int rank) const {
+    return sharesMemory_[shape_.hostOf(rank)] && isShared(shape_, jobs_[rank], chunking_);
+  }
+  // As Arena::roundsBefore: how many chunks all ranks of the host must have done before areas of
+  // this one may be written to.
+  uint64_t chunksBefore(uint64_t chunk) const {
+    const uint64_t areas = areaCount(shape_);
+    return chunk < areas ? 0 : chunk + 1 - areas;
+  }
+  bool isAtTheEnd(const Rank& rank) const {
+    return rank.begun == chunking_.chunks && rank.underWay.empty();
   }
 
-  // False: it waits for others of its host.
-  bool beginPhase(int rank, std::deque<int>* ready) {
+  void plan(int rank, uint64_t chunk) {
+    const Job& job = jobs_[rank];
+    ranks_[rank].plan =
+        std::make_shared<const Plan>(planOf(shape_, job, rank, chunking_, chunk, shares(rank)));
+    checkScratch(rank, chunk);
+  }
+
+  // Goes on with what netCollective() does (run.cpp), as far as it comes.
+  void advance(int rank) {
     Rank& each = ranks_[rank];
-    const int phase = each.plan.steps[each.next].phase;
-    for (; each.next < each.plan.steps.size(); ++each.next) {
-      const Step& step = each.plan.steps[each.next];
-      if (step.phase != phase) break;
-      if (step.act == Step::Act::kFold) fold(rank, step);
-      if (step.act == Step::Act::kCopy)
-        copy(rank, each.plan.inputs[step.first].place, rank, step.place);
-      if (step.act == Step::Act::kMark) mark(rank, step.mark, ready);
-      if (step.act == Step::Act::kWait && !hasWaited(rank, step.mark)) return false;
-      if (step.act < Step::Act::kSend) continue;
-      const bool isSend = step.act == Step::Act::kSend;
-      const auto pair =
-          isSend ? std::tuple(rank, step.peer, phase) : std::tuple(step.peer, rank, phase);
-      auto& waiting = (isSend ? receives_ : sends_)[pair];
-      ++each.underWay;
-      if (waiting.empty()) {
-        (isSend ? sends_ : receives_)[pair].push_back(step.place);
-        continue;
+    while (wrong_.empty() && !isAtTheEnd(each)) {
+      for (; each.at < each.underWay.size(); ++each.at) {
+        UnderWay& chunk = each.underWay[each.at];
+        if ((each.step - chunk.chunk) % stepsOfAPhase(shape_) != 0) continue;
+        if (chunk.messages > 0 || !beginPhase(rank, chunk)) return;
       }
-      const Place theirs = waiting.front();
-      waiting.pop_front();
-      Rank& other = ranks_[step.peer];
-      if (isSend) {
-        copy(rank, step.place, step.peer, theirs);
+      while (!each.underWay.empty() && each.underWay.front().isOver()) each.underWay.pop_front();
+      each.at = each.underWay.size();
+      if (each.step == each.begun && each.begun < chunking_.chunks) {
+        begin(rank, each.begun++);
       } else {
-        copy(step.peer, theirs, rank, step.place);
+        ++each.step;
+        each.at = 0;
       }
-      --each.underWay;
-      if (--other.underWay == 0) ready->push_back(step.peer);
     }
+  }
+
+  void begin(int rank, uint64_t chunk) {
+    Rank& each = ranks_[rank];
+    // Chunks that are alike have one plan (run.cpp, PlanCache).
+    if (chunk > 0 && !areAlike(jobs_[rank], chunking_, chunk, chunk - 1)) plan(rank, chunk);
+    UnderWay& begun = each.underWay.emplace_back();
+    begun.chunk = chunk;
+    begun.plan = each.plan;
+    begun.scratch.resize(each.plan->scratchBytes / each.job->elementBytes);
+  }
+
+  // False: it waits for others of its host. A message is over when both sides are at it.
+  bool beginPhase(int rank, UnderWay& chunk) {
+    const Plan& plan = *chunk.plan;
+    for (; chunk.next < plan.steps.size() && wrong_.empty(); ++chunk.next) {
+      const Step& step = plan.steps[chunk.next];
+      if (step.phase != chunk.phase) break;
+      switch (step.act) {
+        case Step::Act::kFold: fold(rank, chunk, step); break;
+        case Step::Act::kCopy:
+          copy(rank, chunk, plan.inputs[step.first].place, rank, chunk, step.place);
+          break;
+        case Step::Act::kMark: mark(rank, chunk.chunk, step.mark); break;
+        case Step::Act::kWait:
+          if (!hasWaited(rank, chunk.chunk, step.mark)) return false;
+          break;
+        case Step::Act::kSend:
+        case Step::Act::kReceive: beginMessage(rank, chunk, step); break;
+      }
+    }
+    ++chunk.phase;
     return true;
+  }
+
+  void beginMessage(int rank, UnderWay& chunk, const Step& step) {
+    const bool isSend = step.act == Step::Act::kSend;
+    const uint64_t tag = tagOf(chunk.chunk, chunk.phase);
+    const auto key = isSend ? std::tuple(rank, step.peer, tag) : std::tuple(step.peer, rank, tag);
+    std::deque<Message>& waiting = (isSend ? receives_ : sends_)[key];
+    if (waiting.empty()) {
+      std::deque<Message>& mine = (isSend ? sends_ : receives_)[key];
+      if (!mine.empty() && mine.back().chunk != &chunk) fail("messages of two chunks have one tag");
+      mine.push_back({&chunk, step.place});
+      ++chunk.messages;
+      return;
+    }
+    const Message theirs = waiting.front();
+    waiting.pop_front();
+    if (isSend) {
+      copy(rank, chunk, step.place, step.peer, *theirs.chunk, theirs.place);
+    } else {
+      copy(step.peer, *theirs.chunk, theirs.place, rank, chunk, step.place);
+    }
+    if (--theirs.chunk->messages == 0) ready_.push_back(step.peer);
   }
 
   // Those of its host that wait for it may go on.
-  void mark(int rank, Mark mark, std::deque<int>* ready) {
+  void mark(int rank, uint64_t chunk, Mark mark) {
     Rank& each = ranks_[rank];
-    int& markedAs = each.markedAs[static_cast<int>(mark)];
-    if (markedAs != 0) fail("rank " + std::to_string(rank) + " sets a mark twice");
-    markedAs = ++each.marks;
+    auto& marked = each.marked[static_cast<int>(mark)];
+    if (!marked.empty() && marked.back().first > chunk) {
+      fail("rank " + std::to_string(rank) + " sets a mark twice, or not in the order of chunks");
+    }
+    marked.emplace_back(chunk + 1, ++each.marks);
     for (const int member : shape_.membersOf(shape_.hostOf(rank))) {
-      if (member != rank) ready->push_back(member);
+      if (member != rank) ready_.push_back(member);
     }
   }
 
-  // False: some rank has not come so far. Areas are free here: each chunk has its own.
-  bool hasWaited(int rank, Mark mark) {
-    if (mark == Mark::kDone) return true;
-    const std::vector<int>& members = shape_.membersOf(shape_.hostOf(rank));
-    for (const int member : members) {
-      if (member != rank && ranks_[member].markedAs[static_cast<int>(mark)] == 0) return false;
+  // False: some rank has not come so far.
+  bool hasWaited(int rank, uint64_t chunk, Mark mark) {
+    const uint64_t chunks = mark == Mark::kDone ? chunksBefore(chunk) : chunk + 1;
+    if (chunks == 0) return true;
+    std::map<int, int> seen;
+    for (const int member : shape_.membersOf(shape_.hostOf(rank))) {
+      if (member == rank) continue;
+      const auto& marked = ranks_[member].marked[static_cast<int>(mark)];
+      const auto found = std::lower_bound(marked.begin(), marked.end(), std::pair(chunks, 0));
+      if (found == marked.end()) return false;
+      seen[member] = found->second;
     }
-    for (const int member : members) {
-      int& seen = ranks_[rank].seen[member];
-      seen = std::max(seen, ranks_[member].markedAs[static_cast<int>(mark)]);
-    }
+    Rank& each = ranks_[rank];
+    for (const auto& [member, marks] : seen) each.seen[member] = std::max(each.seen[member], marks);
+    if (mark == Mark::kDone) each.freed = std::max(each.freed, chunks);
     return true;
   }
 
-  void copy(int from, const Place& source, int to, const Place& target) {
+  void copy(int from, UnderWay& theirs, const Place& source, int to, UnderWay& mine,
+            const Place& target) {
     if (source.bytes != target.bytes) return fail("a message is not as long as expected");
     if (source.bytes == 0) return;
-    const Cell* read = at(from, source, false);
-    Cell* write = at(to, target, true);
+    const Cell* read = at(from, theirs, source, false);
+    Cell* write = at(to, mine, target, true);
     if (!read || !write) return fail("a message is outside of its memory");
     std::copy_n(read, source.bytes / ranks_[from].job->elementBytes, write);
   }
 
-  void fold(int rank, const Step& step) {
-    Rank& each = ranks_[rank];
-    const uint64_t wide = each.job->wideBytes / each.job->elementBytes;
-    const std::vector<FoldInput> inputs(each.plan.inputs.begin() + step.first,
-                                        each.plan.inputs.begin() + step.first + step.inputs);
-    Cell* to = at(rank, step.place, true);
+  void fold(int rank, UnderWay& chunk, const Step& step) {
+    const Job& job = jobs_[rank];
+    const uint64_t wide = job.wideBytes / job.elementBytes;
+    const auto first = chunk.plan->inputs.begin() + step.first;
+    const std::vector<FoldInput> inputs(first, first + step.inputs);
+    Cell* to = at(rank, chunk, step.place, true);
     if (!to) return fail("a result is outside of its memory");
     const uint64_t width = step.isResult ? 1 : wide;
     std::vector<const Cell*> read;
     for (const FoldInput& input : inputs) {
-      read.push_back(at(rank, input.place, false));
+      read.push_back(at(rank, chunk, input.place, false));
       if (!read.back()) return fail("an input is outside of its memory");
     }
     std::vector<Cell> results;
@@ -446,13 +520,16 @@ class Verifier {
   const Shape& shape_;
   std::vector<Job> jobs_;
   const Chunking chunking_;
-  uint64_t chunk_ = 0;
   const std::vector<bool>& sharesMemory_;  // by host
   const SumTree tree_;
   const int away_;
   std::vector<Rank> ranks_;
-  // By sender, receiver and phase.
-  std::map<std::tuple<int, int, int>, std::deque<Place>> sends_, receives_;
+  std::deque<int> ready_;  // to go on
+  struct Message {
+    UnderWay* chunk;
+    Place place;
+  };
+  std::map<std::tuple<int, int, uint64_t>, std::deque<Message>> sends_, receives_;  // waiting
   std::string wrong_;
 };
 

@@ -129,6 +129,12 @@ struct Chunking {
 uint64_t stepsOfAPhase(const Shape& shape);
 
 Chunking chunkingOf(const Shape& shape, const Job& job);
+// Messages of a collective are told apart by chunk and phase; those of one phase between two ranks
+// are matched in order. No plan of several chunks has so many phases.
+constexpr uint64_t kTagsOfAChunk = 16;
+constexpr uint64_t tagOf(uint64_t chunk, int phase) {
+  return chunk * kTagsOfAChunk + static_cast<uint64_t>(phase);
+}
 // Whether two chunks of a job have one plan: as much of each block.
 bool areAlike(const Job& job, const Chunking& chunking, uint64_t chunk, uint64_t other);
 // sharesMemory: with the other ranks of its host; only where isShared().

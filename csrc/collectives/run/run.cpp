@@ -15,11 +15,8 @@
 namespace mycoll {
 namespace {
 
-// Messages of a collective are told apart by chunk and phase; those of one phase between two ranks
-// are matched in order.
-constexpr uint64_t kPhases = 16;
-constexpr uint64_t kRowsTag = kPhases - 1;      // no plan has so many
-constexpr size_t kMostKept = 32 * 1024 * 1024;  // bytes of scratch memory
+constexpr uint64_t kRowsTag = tagOf(0, kTagsOfAChunk - 1);  // of no plan's phase
+constexpr size_t kMostKept = 32 * 1024 * 1024;              // bytes of scratch memory
 constexpr size_t kMostPlans = 16;
 
 std::vector<uint64_t> sizesOf(const std::vector<Span>& spans) {
@@ -153,7 +150,7 @@ class Chunk {
   }
 
  private:
-  uint64_t tag() const { return number_ * kPhases + static_cast<uint64_t>(phase_); }
+  uint64_t tag() const { return tagOf(number_, phase_); }
 
   Batch& messagesToBegin() {
     if (!batch_) batch_.emplace(group_.mailbox, group_.sequence, group_.signature);

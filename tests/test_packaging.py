@@ -335,6 +335,40 @@ def test_an_unsupported_torch_is_not_compiled_for(site: Site) -> None:
     assert message.endswith("supports torch 2.11 to 2.15: pip install 'torch==2.13.*'")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        ("engine", f"this mycoll was compiled for torch 2.9 and cannot work with torch {MINOR}."),
+        ("gloo", "MYCOLL_CPU=gloo asks for torch's gloo"),
+    ],
+    ids=["other minor", "MYCOLL_CPU"],
+)
+def test_gloo_that_cannot_be_replaced_works(site: Site, chosen: str, why: str) -> None:
+    """One warning says why, also where every warning is shown each time."""
+    told = site.built(minor="2.9" if chosen == "engine" else MINOR).passes(
+        """if True:
+        import warnings, torch, torch.distributed as dist
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda text, *more: print(text)
+        torch._import_device_backends()  # as torch's import does
+        import mycoll
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        part = dist.new_group([0], backend="gloo")
+        for group in (dist.group.WORLD, part):
+            x = torch.ones(3)
+            dist.all_reduce(x, group=group)
+            assert x.tolist() == [1.0] * 3
+            assert type(group._get_backend(torch.device("cpu"))) is dist.ProcessGroupGloo
+        dist.destroy_process_group()
+        """,
+        MYCOLL_REPLACE="gloo",
+        MYCOLL_CPU=chosen,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert told.count("\n") == 1, told
+    assert told.startswith(f"MYCOLL_REPLACE=gloo has no effect: {why}"), told
+
+
 def test_failed_registration_does_not_break_torch(site: Site) -> None:
     registration = site.package / "_registration.py"
     registration.write_text(

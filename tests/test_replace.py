@@ -478,6 +478,22 @@ def test_a_group_that_is_to_be_reconfigured_stays_gloos() -> None:
     )
 
 
+def test_groups_that_are_to_be_reconfigured_are_warned_of_once() -> None:
+    """In every torch, which may refuse the argument."""
+    run(
+        """
+        import contextlib
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with contextlib.suppress(TypeError):
+                    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, enable_reconfigure=True)
+        [text] = [str(each.message) for each in told]
+        assert "has no reconfigure" in text, text
+        """
+    )
+
+
 def test_the_real_one_stays_reachable() -> None:
     run(
         """

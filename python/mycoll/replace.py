@@ -30,6 +30,8 @@ VARIABLE = REPLACE
 _INTERFACES = "MYCOLL_SOCKET_IFNAME"
 
 _real: Any = None  # torch's class, once another one stands in its place
+_has_no_effect = False  # torch's class stays, and a warning has said why
+_has_warned_of_reconfigure = False
 
 
 def is_wanted() -> bool:
@@ -56,13 +58,13 @@ def real_gloo() -> Any:
 
 def install() -> None:
     """Puts mycoll in gloo's place, once in a process; where it cannot, a warning says why."""
-    global _real
+    global _real, _has_no_effect
     from torch._C import _distributed_c10d
 
     from mycoll import _compat, _gloo, _own_gloo
     from mycoll._registration import native
 
-    if _real is not None:
+    if _real is not None or _has_no_effect:
         return
     real = getattr(_distributed_c10d, "ProcessGroupGloo", None)
 
@@ -77,6 +79,7 @@ def install() -> None:
             raise ImportError(f"{_gloo.VARIABLE}=gloo asks for torch's gloo")
         module = native()
     except ImportError as error:
+        _has_no_effect = True
         warnings.warn(f"{VARIABLE}=gloo has no effect: {error}", stacklevel=2)
         _own_gloo.notes.reason = str(error)
         if real is not None:
@@ -143,6 +146,19 @@ def _identity(size: int, options: Any) -> tuple[str, list[int], bool]:
 # --- the class ------------------------------------------------------------------------------------
 
 
+def _warn_of_reconfigure() -> None:
+    """Once in a process."""
+    global _has_warned_of_reconfigure
+    if _has_warned_of_reconfigure:
+        return
+    _has_warned_of_reconfigure = True
+    warnings.warn(
+        f"{VARIABLE}=gloo: groups that are made with enable_reconfigure=True stay gloo's, as "
+        "mycoll has no reconfigure",
+        stacklevel=3,
+    )
+
+
 def _make_class(module: Any, real: Any) -> type[Backend]:
     from torch._C._distributed_c10d import Backend
     from torch.distributed.constants import default_pg_timeout
@@ -155,11 +171,7 @@ def _make_class(module: Any, real: Any) -> type[Backend]:
         def __call__(cls, *args: Any, enable_reconfigure: bool = False, **more: Any) -> Any:
             # What torch 2.15 has begun to pass, and nearly always as False.
             if enable_reconfigure:
-                warnings.warn(
-                    f"{VARIABLE}=gloo: a group that is made with enable_reconfigure=True stays "
-                    "gloo's, as mycoll has no reconfigure",
-                    stacklevel=2,
-                )
+                _warn_of_reconfigure()
                 return real(*args, enable_reconfigure=True, **more)
             return super().__call__(*args, **more)
 

@@ -27,6 +27,9 @@ def stop(problem: str, remedy: str) -> NoReturn:
     sys.exit(f"{problem}\nDo: {remedy}")
 
 
+if sys.platform != "linux":
+    sys.exit(f"mycoll works on Linux, and this is {sys.platform}.")
+
 if sys.version_info < (3, 10):  # noqa: UP036  # pip may be too old to look at pyproject.toml
     stop(
         f"mycoll needs Python 3.10 or newer, and this is {sys.version.split()[0]}.",

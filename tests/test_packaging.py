@@ -369,6 +369,16 @@ def test_gloo_that_cannot_be_replaced_works(site: Site, chosen: str, why: str) -
     assert told.startswith(f"MYCOLL_REPLACE=gloo has no effect: {why}"), told
 
 
+def test_another_system(site: Site) -> None:
+    """Importing torch does no harm, a group is refused in a sentence, and gloo is within reach."""
+    site.built()
+    code = "import sys; sys.platform = 'darwin'\nimport torch, mycoll\n"
+    for ask in (INIT.format(backend="mycoll"), "mycoll.Options"):
+        message = site.fails(code + ask)
+        assert "mycoll works on Linux, and this is darwin: with MYCOLL_CPU=gloo" in message
+    site.passes(code + INIT.format(backend="mycoll"), MYCOLL_CPU="gloo")
+
+
 def test_failed_registration_does_not_break_torch(site: Site) -> None:
     registration = site.package / "_registration.py"
     registration.write_text(
@@ -420,6 +430,13 @@ def test_functions_that_torch_refuses_by_name(site: Site) -> None:
 
 
 # --- setup.py -------------------------------------------------------------------------------------
+
+
+def test_another_system_is_one_sentence() -> None:
+    code = "import runpy, sys; sys.platform = 'win32'; runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "mycoll works on Linux, and this is win32.\n"
 
 
 def words_of_setup(version: str) -> list[str]:

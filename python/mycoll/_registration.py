@@ -113,6 +113,11 @@ def load() -> ModuleType:
     """
     import torch
 
+    if sys.platform != "linux":
+        raise NotUsable(
+            f"mycoll works on Linux, and this is {sys.platform}",
+            "with MYCOLL_CPU=gloo, groups called mycoll are torch's gloo",
+        )
     running = _minor(torch.__version__)
     folders = {
         folder.name.removeprefix("torch"): folder

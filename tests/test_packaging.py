@@ -495,24 +495,56 @@ def test_no_compiler_is_two_readable_lines(
     assert "Traceback" not in done.stderr
 
 
-def test_a_compiler_with_a_libstdcxx_of_its_own(tmp_path: Path) -> None:
-    """With two of them in a process, the first group would end in a segmentation fault."""
+def configure(
+    source: Path, tree: Path, *options: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     scripts = sysconfig.get_path("scripts")
     tools = [shutil.which(name, path=scripts) or shutil.which(name) for name in ("cmake", "ninja")]
     if None in tools:
         pytest.skip("the build needs cmake and ninja")
     cmake, ninja = tools
-    command = [cmake, "-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    environment = {**os.environ, "LDFLAGS": "-static-libstdc++"}
-    done = subprocess.run(
-        [*command, f"-DMYCOLL_PYTHON={sys.executable}"],
-        env=environment,
+    command = [cmake, "-S", source, "-B", tree, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    return subprocess.run(
+        [*command, f"-DMYCOLL_PYTHON={sys.executable}", *options],
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
     )
+
+
+def test_a_compiler_with_a_libstdcxx_of_its_own(tmp_path: Path) -> None:
+    """With two of them in a process, the first group would end in a segmentation fault."""
+    done = configure(ROOT, tmp_path, LDFLAGS="-static-libstdc++")
     words = " ".join(done.stderr.split())
     assert done.returncode and "puts a libstdc++ of its own into what it links" in words, words
     assert "CXX=/usr/bin/g++, for instance" in words
+
+
+def sources(root: Path) -> set[str]:
+    """What a build reads: of the package, and of the engine and its tests."""
+    files = [root / "CMakeLists.txt", root / "setup.py", root / "pyproject.toml"]
+    files += [*root.glob("python/mycoll/**/*.py"), *root.glob("python/mycoll/*.pyi")]
+    for folder in ("csrc", "tests/cpp", "tests/standins"):
+        files += [file for file in (root / folder).rglob("*") if file.is_file()]
+    return {str(file.relative_to(root)) for file in files if file.suffix != ".pyc"}
+
+
+def test_source_distribution(tmp_path: Path) -> None:
+    """Whoever has only that can build: nothing is missing, and CMake finds its way."""
+    if not find_spec("setuptools") or int(version("setuptools").split(".")[0]) < 77:
+        pytest.skip("the build needs setuptools 77")
+    # Not from what an earlier build has listed: an egg-info of its own.
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
+    done = subprocess.run(
+        [*command, "sdist", "--dist-dir", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    [archive] = tmp_path.glob("mycoll-*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path)
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    assert sources(ROOT) - sources(unpacked) == set()
+    done = configure(unpacked, tmp_path / "tree", "-DMYCOLL_TESTS=ON")
+    assert done.returncode == 0, done.stderr
 
 
 def test_wheel(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import parcel
+from worlds import warm
 from worlds.worker import Ctx
 
 LARGE = 1 << 18  # of a buffer that travels by itself
@@ -504,17 +505,79 @@ def messages(ctx: Ctx) -> None:
         ctx.equal(broadcast(large), ["broadcast"] * 5)
         ctx.equal(scatter(small), ["scatter"])
         ctx.equal(scatter(long), ["scatter"] + (["send"] * others if first else ["recv"]))
-        if first:
-            ctx.equal(counted(ctx, calls, dist.send_object_list, [small, 1], 1), ["send"])
-        elif ctx.rank == 1:
-            items = [None, None]
-            ctx.equal(counted(ctx, calls, dist.recv_object_list, items, 0), ["recv"])
+        for mine, count in ((small, 1), (long, 2), (large, 3)):
+            if first:
+                sent = counted(ctx, calls, dist.send_object_list, [mine, 1], 1)
+                ctx.equal(sent, ["send"] * count)
+            elif ctx.rank == 1:
+                came = counted(ctx, calls, dist.recv_object_list, [None, None], 0)
+                ctx.equal(came, ["recv"] * count)
 
 
 @pytest.mark.usefixtures("mycoll_only")
 @pytest.mark.worlds(2, 3)
 def test_number_of_messages(world):
     world.run(messages)
+
+
+# --- what stays torch's ---------------------------------------------------------------------------
+
+
+def test_groups_that_are_not_mycolls(mycoll_only: None) -> None:
+    """Torch's own functions run, with the same arguments."""
+    program = warm.start("""if True:
+        import inspect, torch, torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+        calls = []
+
+        def recording(function):
+            signature = inspect.signature(function)
+
+            def call(*args, **more):
+                # A later torch knows more of them.
+                known = {key: value for key, value in more.items() if key in signature.parameters}
+                given = signature.bind(*args, **known).arguments | more
+                calls.append({k: v for k, v in given.items() if v is not None and v is not False})
+
+            return call
+
+        names = [
+            *("all_gather_object", "gather_object", "broadcast_object_list"),
+            *("scatter_object_list", "send_object_list", "recv_object_list"),
+        ]
+        for name in names:
+            torchs = recording(getattr(c10d, name))
+            setattr(c10d, name, torchs)
+            setattr(dist, name, torchs)
+        store = dist.HashStore()
+        dist.init_process_group("mycoll", store=store, rank=0, world_size=1)
+        gloo = dist.new_group(backend="gloo")
+        ours, cpu, cuda = dist.group.WORLD, torch.device("cpu"), torch.device("cuda")
+
+        def runs_torchs(name, *args, **more):
+            getattr(dist, name)(*args, **more)
+            [given] = calls
+            assert list(given.values())[: len(args)] == list(args), (name, given)
+            assert more.items() <= given.items() and not len(given) - len(args) - len(more), given
+            calls.clear()
+
+        out = [None]
+        for more in ({}, {"weights_only": True}):
+            for group in (gloo, ours) if more else (gloo,):
+                runs_torchs("all_gather_object", out, 1, group, **more)
+                runs_torchs("gather_object", 1, out, 0, group, **more)
+                runs_torchs("scatter_object_list", out, [1], 0, group, **more)
+                runs_torchs("broadcast_object_list", [1], 0, group, **more)
+        for group, device in ((gloo, cpu), (gloo, cuda), (ours, cuda)):
+            runs_torchs("broadcast_object_list", [1], 0, group, device=device)
+            runs_torchs("broadcast_object_list", [1], group=group, device=device, group_src=0)
+            runs_torchs("send_object_list", [1], group=group, device=device, group_dst=0)
+            runs_torchs("recv_object_list", [1], group=group, device=device, group_src=0)
+        dist.all_gather_object(out, 7)
+        assert out == [7] and calls == []
+        """)
+    _, error = program.communicate(120)
+    assert program.returncode == 0, error
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -578,7 +641,6 @@ def weights_only(ctx: Ctx) -> None:
         dist.all_gather_object(out, Unloadable(), weights_only=True)  # type: ignore[call-arg]
 
 
-@pytest.mark.worlds(2)
 def large_memory(ctx: Ctx) -> None:
     """What arrives large lies in memory that is used again, and is an ordinary tensor."""
     numel = 9 << 20  # no whole number of huge pages
@@ -606,10 +668,12 @@ def large_memory(ctx: Ctx) -> None:
             os._exit(0 if int(kept[0].max()) == 0 else 1)
 
 
+@pytest.mark.worlds(2)
 def test_large_memory_is_used_again(world, mycoll_only):
     world.run(large_memory)
 
 
+@pytest.mark.worlds(2)
 def test_weights_only(world):
     if "weights_only" not in inspect.signature(dist.all_gather_object).parameters:
         pytest.skip("this torch has no weights_only here")

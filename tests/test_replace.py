@@ -76,6 +76,29 @@ def test_names_in_init_process_group() -> None:
     )
 
 
+@pytest.mark.parametrize("other", ["nccl", "fake"])
+def test_gloo_beside_another_backend(other: str) -> None:
+    """As in "cpu:gloo,cuda:nccl": only the half for CPU tensors is mycoll's."""
+    if other == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        pytest.skip("torch's nccl needs a build with NCCL and, since 2.15, a GPU")
+    code = f"""
+        import torch.testing._internal.distributed.fake_pg  # registers "fake"
+        dist.init_process_group("cpu:gloo,cuda:{other}")
+        again = dist.new_group(backend="cpu:gloo,cuda:{other}")
+        for group in (dist.group.WORLD, dist.new_group(), again):
+            x = torch.ones(3)
+            dist.all_reduce(x, group=group)
+            assert x.tolist() == [size] * 3
+            its = group._get_backend(torch.device("cuda"))
+            assert not hasattr(its, "transport"), its
+            names = [str(device) for device in group._device_types]
+            print(ours(group), dist.get_backend_config(group), dist.get_backend(group), *names)
+        """
+    plain = run(code, ranks=RANKS, replace=None)
+    assert run(code, ranks=RANKS) == [out.replace("False", "True") for out in plain]
+    assert f"False cpu:gloo,cuda:{other} " in plain[0]
+
+
 def test_groups_and_meshes() -> None:
     run(
         """

@@ -297,7 +297,64 @@ on_all(body)
     )
 
 
+def test_a_group_that_is_put_together_by_hand() -> None:
+    """As inference servers make groups for control messages, beside the job's: torch's functions
+    take them, and no init_process_group is needed."""
+    run(
+        THREADS
+        + """
+from torch.distributed import PrefixStore, ProcessGroup
+def stateless(store, rank):
+    store = PrefixStore("control", store)
+    group = ProcessGroup(store, rank, 2)
+    backend = ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=50))
+    backend._set_sequence_number_for_group()
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+store = dist.HashStore()
+def body(rank):
+    group = stateless(store, rank)
+    assert ours(group) and (group.rank(), group.size(), group.name()) == (rank, 2, "gloo")
+    counts = torch.full((2, 2), rank, dtype=torch.int32)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
+    assert counts.tolist() == [[1, 1], [1, 1]]
+    x = torch.full((3,), float(rank))
+    dist.broadcast(x, group=group, group_src=1)
+    assert x.tolist() == [1.0] * 3
+    objects = [None, None]
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    requests = ["a", 1] if rank == 0 else [None, None]
+    dist.broadcast_object_list(requests, group=group, group_src=0)
+    assert requests == ["a", 1]
+    dist.barrier(group=group)
+    group.shutdown()
+on_all(body)
+assert not dist.is_initialized()
+"""
+    )
+
+
 # --- what torch makes itself ----------------------------------------------------------------------
+
+
+def test_groups_of_dist2() -> None:
+    """An experiment of torch's: groups without names and without global state."""
+    pytest.importorskip("torch.distributed._dist2")
+    run(
+        """
+        from torch.distributed import _dist2
+        group = _dist2.new_group("gloo", timedelta(seconds=50), "cpu")
+        assert ours(group) and not dist.is_initialized()
+        x = torch.ones(3)
+        with _dist2.process_group(group):
+            _dist2.current_process_group().allreduce([x]).wait()
+        assert x.tolist() == [2.0] * 3
+        """,
+        ranks=RANKS,
+    )
 
 
 def test_detail_wraps_ours_in_ours() -> None:

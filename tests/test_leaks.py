@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import mycoll
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,6 +44,18 @@ def use(ctx: Ctx, group: dist.ProcessGroup | None = None) -> None:
     work = dist.isend(x, right, group=group)
     dist.recv(torch.empty(1000), left, group=group)
     work.wait()
+
+
+def use_window(ctx: Ctx) -> mycoll.Window:
+    """An open one, on shared tensors."""
+    memory = mycoll.zeros(300_000)
+    dist.all_reduce(memory)
+    window = mycoll.new_window(memory)
+    window.put(torch.ones(1000), (ctx.rank + 1) % ctx.size, 0, False)
+    window.signal((ctx.rank + 1) % ctx.size, False)
+    window.wait_signal((ctx.rank - 1) % ctx.size, False)
+    ctx.equal(float(memory.sum()), 1000.0)
+    return window
 
 
 def many_groups(ctx: Ctx) -> dict[str, int]:
@@ -102,6 +115,8 @@ def again_and_again(ctx: Ctx) -> dict[str, list[float]]:
         group = dist.new_group()
         use(ctx, group)
         dist.all_reduce(torch.ones(300_000))
+        if not ctx.gloo:
+            use_window(ctx).tensor_deregister()
         dist.destroy_process_group()
         del group
         if i in (9, 49):
@@ -148,10 +163,15 @@ def busy(ctx: Ctx, trace: str) -> None:
     groups = [dist.new_group() for _ in range(3)]
     for group in groups:
         use(ctx, group)
+    window = use_window(ctx)
+    others = [rank for rank in range(ctx.size) if ctx.setup.transport == "shm" or rank == ctx.rank]
+    mapped = [window.map_remote_tensor(rank) for rank in others]
     print("in use", flush=True)
     while True:
         for group in groups:
             dist.all_reduce(torch.ones(300_000), group=group)
+            dist.all_reduce(mycoll.zeros(300_000), group=group)
+        mapped[-1].add_(1)
 
 
 def memories(pid: int | str) -> set[str]:
@@ -190,8 +210,10 @@ def test_killed_ranks_leave_nothing_behind(fresh, transport, tmp_path, backend):
     ]
     held = set().union(*(memories(pid) for pid in world.pids))
     assert unix and held  # else there is nothing to look for
-    for pid in world.pids:
-        os.kill(pid, signal.SIGKILL)
+    # Stopped first: who sees another one die writes a trace.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in world.pids:
+            os.kill(pid, number)
     # The kernel takes a process apart after it is called dead.
     end = time.monotonic() + 20
     while left := _left(held, set(unix)) | (set(map(str, Path("/dev/shm").iterdir())) - files):

@@ -193,6 +193,15 @@ TEST(NcclIssue, failsForGoodWhenACallFails) {
   EXPECT_EQ(rank.comm->state(), State::kAborted);
 }
 
+// As NCCL does with NCCL_CHECK_POINTERS; without it, what follows is NCCL's luck.
+TEST(NcclIssue, isRefusedMemoryOfAnotherDevice) {
+  StandIn& standIn = StandIn::full();
+  World world(standIn, 2);
+  Buffer others(filled(1), world[1].stream);
+  EXPECT(contains(sum(world[0], others),
+                  "ncclAllReduce: a buffer is on device 1, the communicator on 0"));
+}
+
 TEST(NcclIssue, takesTurnsBetweenThreads) {
   StandIn& standIn = StandIn::full();
   World world(standIn, 1);

@@ -188,7 +188,10 @@ API cudaDeviceCanAccessPeer(int* can, int, int) {
   *can = 1;
   return kSuccess;
 }
-API cudaDeviceEnablePeerAccess(int, unsigned) { return kSuccess; }
+API cudaDeviceEnablePeerAccess(int, unsigned) {
+  enter();
+  return kSuccess;
+}
 
 API cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   if (least != nullptr) *least = 0;
@@ -216,7 +219,11 @@ API cudaStreamCreate(void** stream) { return cudaStreamCreateWithPriority(stream
 API cudaStreamCreateWithFlags(void** stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
-API cudaStreamDestroy(void*) { return kSuccess; }  // streams live as long as the process
+// Streams live as long as the process.
+API cudaStreamDestroy(void*) {
+  enter();
+  return kSuccess;
+}
 
 API cudaStreamGetPriority(void* stream, int* priority) {
   *priority = mycoll_standin_stream_priority(stream);
@@ -299,6 +306,7 @@ API cudaMalloc(void** address, size_t bytes) {
 
 // As cudaFree: the device has done what it was given so far.
 API cudaFree(void* address) {
+  enter();
   if (address == nullptr) return kSuccess;
   const char* const refusal =
       mycoll_standin_device_synchronize(mycoll_standin_pointer_device(address));
@@ -313,6 +321,7 @@ API cudaHostAlloc(void** address, size_t bytes, unsigned) {
 }
 API cudaMallocHost(void** address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
 API cudaFreeHost(void* address) {
+  enter();
   mycoll_standin_free(address);
   return kSuccess;
 }
@@ -378,6 +387,7 @@ API cudaStreamGetCaptureInfo(void* stream, int* status, unsigned long long* id, 
 }
 
 API cudaGraphInstantiateWithFlags(void** executable, void* graph, unsigned long long) {
+  enter();
   *executable = mycoll_standin_graph_share(graph);
   return kSuccess;
 }
@@ -392,6 +402,7 @@ API cudaGraphLaunch(void* executable, void* stream) {
 }
 
 API cudaGraphDestroy(void* graph) {
+  enter();
   mycoll_standin_graph_destroy(graph);
   return kSuccess;
 }

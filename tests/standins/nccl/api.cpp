@@ -152,7 +152,9 @@ NCCL_API Result ncclCommFinalize(Handle handle) {
 
 NCCL_API Result ncclCommDestroy(Handle handle) {
   count("ncclCommDestroy");
-  return find(handle, "ncclCommDestroy")->destroy();
+  const std::shared_ptr<Comm> comm = find(handle, "ncclCommDestroy");
+  const DeviceEntry entry(comm->device, "ncclCommDestroy");
+  return comm->destroy();
 }
 
 NCCL_API Result ncclCommAbort(Handle handle) {
@@ -183,6 +185,7 @@ NCCL_API Result ncclCommUserRank(const Handle handle, int* rank) {
 
 NCCL_API Result ncclMemAlloc(void** memory, size_t bytes) {
   count("ncclMemAlloc");
+  Device::get().enter();
   static void* const stream = Device::get().streamCreate(0, 0);
   // In whole pages that begin on one: windows want that.
   constexpr size_t kPage = mycoll::nccl::kWindowAlignment;

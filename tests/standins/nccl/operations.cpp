@@ -67,9 +67,16 @@ Result checkArguments(const Comm& comm, const Operation& op, Reach reach) {
     return invalid(name + ": invalid root or peer " + std::to_string(op.root));
   }
   if (op.count == 0) return Result::kSuccess;
-  if ((reach.reads && !isDevicePointer(op.send)) ||
-      (reach.writes && !isDevicePointer(op.receive))) {
-    return invalid(name + ": a buffer is not device memory");
+  // As NCCL_CHECK_POINTERS looks at them.
+  for (const auto& [isUsed, buffer] :
+       {std::pair(reach.reads, op.send), std::pair<bool, const void*>(reach.writes, op.receive)}) {
+    if (!isUsed) continue;
+    const int where = Device::get().pointerDevice(buffer);
+    if (where < 0) return invalid(name + ": a buffer is not device memory");
+    if (where != comm.device) {
+      return invalid(name + ": a buffer is on device " + std::to_string(where) +
+                     ", the communicator on " + std::to_string(comm.device));
+    }
   }
   return Result::kSuccess;
 }

@@ -36,14 +36,18 @@ def works(ctx: Ctx, group: dist.ProcessGroup, ranks: list[int], what: str) -> No
 def splits(ctx: Ctx) -> None:
     ctx.init(device_id=ctx.device)
     before = calls(ctx)
-    # NCCL splits nothing that operations are under way on.
+    # NCCL splits nothing that operations are under way on: a collective, and then messages, which
+    # are in no order with others. The first ones connect, for which it waits for the device.
     x, y = full(ctx, 1), full(ctx, 1)
-    slow(ctx)
-    pending = [dist.all_reduce(x, async_op=True)]
     ring = [
         dist.P2POp(dist.isend, y, (ctx.rank + 1) % ctx.size),
         dist.P2POp(dist.irecv, full(ctx, 0), (ctx.rank - 1) % ctx.size),
     ]
+    dist.batch_isend_irecv(ring)
+    slow(ctx)
+    pending = [dist.all_reduce(x, async_op=True)]
+    for _ in range(10):
+        slow(ctx)
     pending += dist.batch_isend_irecv(ring)
     # Rank 3 is in none of them.
     child = dist.split_group(split_ranks=[[0, 1], [2]])

@@ -346,9 +346,9 @@ def test_everybody_hears(request, pool, path, ending):
             taken = devices.paths(kind, size, [path])[0]
             if reason := devices.missing(kind, taken):
                 pytest.skip(reason)
-            # A rank that died while two of them met keeps the other's thread in NCCL. So does one
-            # that does not leave, in one that waits for it to, up to 10 s (docs/gpu.md).
-            env = (("STANDIN_NCCL", "one_thread=0"),) if ending in ("kill", "leave") else ()
+            # A group may end while two ranks of it meet in NCCL: one that does not come any more
+            # keeps the other's thread there. So does one that does not leave, after 10 s.
+            env = (("STANDIN_NCCL", "one_thread=0"),)
             spec = pool.spec(size, device=kind, path=taken, init=False, env=env)
         world = pool.fresh(spec)
         try:

@@ -52,7 +52,7 @@ def test_by_options(fresh):
 
 
 def unknown(ctx: Ctx) -> None:
-    with ctx.raises((RuntimeError, ValueError), "MYCOLL_CPU"):
+    with ctx.raises((RuntimeError, ValueError), "mycoll group '0': MYCOLL_CPU=nonsense"):
         ctx.init("unknown")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
+from worlds import warm
 
 pytestmark = pytest.mark.usefixtures("mycoll_only")
 
@@ -242,6 +245,48 @@ def test_refused(rank: int, size: int, text: str) -> None:
         make(dist.HashStore(), rank, size, name="wrong")
     assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, mycoll.ArgumentError)
     assert str(caught.value).startswith("mycoll group 'wrong': ")
+
+
+FAILING = """
+class Failing(dist.Store):
+    def set(self, *arguments): raise RuntimeError("out of order")
+    get = check = set
+store = Failing()
+"""
+NO_DESCRIPTORS = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1,) * 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "variables", "words"),
+    [
+        (FAILING, {}, "the rendezvous store failed to .* out of order"),
+        (NO_DESCRIPTORS, {}, ".*: Too many open files"),
+        ("", {"MYCOLL_TRANSPORT": "tpc"}, "MYCOLL_TRANSPORT=tpc is not valid"),
+        ("", {"MYCOLL_SOCKET_IFNAME": "=none"}, "MYCOLL_SOCKET_IFNAME admits none"),
+        ("", {"MYCOLL_SECRET_FILE": "/no/such/file"}, "MYCOLL_SECRET_FILE: '/no/such/file' cannot"),
+    ],
+    ids=["store", "descriptors", "value", "interface", "secret"],
+)
+def test_what_keeps_a_group_from_being_made_names_it(
+    before: str, variables: dict[str, str], words: str
+) -> None:
+    """Also what comes from below, where no group is known."""
+    code = f"""
+import mycoll, torch.distributed as dist
+mycoll.Options()  # loads the compiled module
+store = dist.HashStore()
+{before}
+try:
+    mycoll.process_group(store, 0, 1, name="unmade")
+except (RuntimeError, ValueError) as error:
+    print(error)
+"""
+    program = warm.start(code, environment={**os.environ, **variables})
+    out, error = program.communicate(120)
+    assert re.match(f"mycoll group 'unmade': {words}", out), out + error
 
 
 def test_options() -> None:

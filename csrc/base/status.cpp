@@ -45,6 +45,13 @@ std::string Status::toString() const {
   return std::string(name(rep_->code)) + ": " + rep_->message;
 }
 
+Status inGroup(const std::string& name, const Status& status) {
+  static constexpr char kPrefix[] = "mycoll group '";
+  const std::string& text = status.message();
+  if (status.ok() || status.code() == Code::kDeadlock || text.starts_with(kPrefix)) return status;
+  return status.withMessage(kPrefix + name + "': " + text);
+}
+
 Status interrupted() { return Status(Code::kInterrupted, "interrupted by a signal"); }
 
 }  // namespace mycoll

@@ -34,10 +34,11 @@ std::chrono::milliseconds patienceOf(const MycollOptions& group) {
 
 void throwUnlessConnected(const DevicePlace& place, const Status& status) {
   if (status.ok()) return;
+  const Status named = inGroup(place.name, status);
   place.control->fail(status.code() == Code::kInterrupted
                           ? Status(Code::kAborted, "interrupted while NCCL connected")
-                          : status);
-  throwStatus(status);
+                          : named);
+  throwStatus(named);
 }
 
 nccl::CommOptions Channels::optionsOn(c10::Device device) const {
@@ -100,7 +101,8 @@ Channel Channels::ofGroup(c10::Device device) {
   if (const Channel* channel = known()) return *channel;
   const auto id = std::make_shared<nccl::UniqueId>();
   if (place_.rank == 0) {
-    const Status made = nccl::Comm::createId(*nccl::Library::loaded(), id.get());
+    const Status made =
+        inGroup(place_.name, nccl::Comm::createId(*nccl::Library::loaded(), id.get()));
     if (!made.ok()) place_.control->fail(made);
     throwIfFailed(made);
   }

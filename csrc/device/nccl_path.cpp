@@ -152,7 +152,7 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
       const int peer = isOfPair ? (place_.rank < request->peer ? 1 : 0) : request->peer;
       enqueue(issue, *request, peer, stream.native_handle());
     }
-    const Status status = issue.end();
+    const Status status = inGroup(place_.name, issue.end());
     if (!status.ok()) {
       if (!isCaptured) {  // behind what NCCL has put there before it failed
         (void)copying(first.device, [&] { putting.setEnd(stream, recordEvent(stream)); });

@@ -142,8 +142,9 @@ Status PathChoice::judge(const std::vector<Report>& reports, const std::vector<i
 DevicePath PathChoice::conclude(const Status& judgement, bool warns) {
   if (judgement.ok()) return DevicePath::kNccl;
   if (judgement.code() != Code::kUnsupported) {
-    place_.control->fail(judgement);
-    throwStatus(judgement);
+    const Status refusal = inGroup(place_.name, judgement);
+    place_.control->fail(refusal);
+    throwStatus(refusal);
   }
   if (warns) warnOfHostPath(judgement.message());
   return DevicePath::kHost;

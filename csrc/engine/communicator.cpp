@@ -83,7 +83,7 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                                       {options.name, options.rank, options.ranks}, &engine, &seat);
   if (!made.ok()) {
     stayAway(options, *store, made);
-    return made;
+    return inGroup(options.name, made);
   }
   options.seat = std::move(seat);
   return create(std::move(options), std::move(store), std::move(engine), result);
@@ -92,14 +92,15 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
 Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                             std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result) {
   if (options.ranks < 1 || options.rank < 0 || options.rank >= options.ranks) {
-    return Status(Code::kInvalidArgument, "rank " + std::to_string(options.rank) +
-                                              " is out of range in a group of " +
-                                              std::to_string(options.ranks));
+    return inGroup(options.name,
+                   Status(Code::kInvalidArgument, "rank " + std::to_string(options.rank) +
+                                                      " is out of range in a group of " +
+                                                      std::to_string(options.ranks)));
   }
   raiseDescriptorLimit(options.ranks);
   GroupAddress address;
-  MYCOLL_RETURN_IF_ERROR(meet(options, *store, *engine, &address));
-  MYCOLL_RETURN_IF_ERROR(checkTransport(*engine->mesh(), address));
+  MYCOLL_RETURN_IF_ERROR(inGroup(options.name, meet(options, *store, *engine, &address)));
+  MYCOLL_RETURN_IF_ERROR(inGroup(options.name, checkTransport(*engine->mesh(), address)));
   *result = add(engine, std::move(options), std::move(address));
   return Status();
 }

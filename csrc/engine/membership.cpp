@@ -104,7 +104,7 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   }
   Cause fields = why.cause();
   if (fields.group == 0) fields.group = mailbox_.group().context;
-  cause_ = Status(why.code(), why.message(), fields);
+  cause_ = inGroup(mailbox_.group().name, Status(why.code(), why.message(), fields));
   failedFrom_ = from;
   if (state_ == State::kOpen) moveTo(State::kFailed);
   // The moment it is known; leaving a group in good order is no news.

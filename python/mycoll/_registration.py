@@ -172,7 +172,11 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         group.timeout,
     )
     group.store = store_of_this_attempt(group.store)
-    if _gloo.is_wanted(options):
+    try:
+        is_for_gloo = _gloo.is_wanted(options)
+    except ValueError as error:
+        raise ValueError(f"mycoll group '{group.group_id}': {error}") from None
+    if is_for_gloo:
         _compat.install()
         return _gloo.create(group)
 

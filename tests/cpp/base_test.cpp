@@ -66,6 +66,20 @@ TEST(Base, statusSaysWhatHappened) {
   EXPECT_EQ(copy.message(), "too late");
 }
 
+TEST(Base, statusOfAGroupBeginsWithItsName) {
+  const auto text = [](Code code, const std::string& said) {
+    return inGroup("7", Status(code, said)).message();
+  };
+  EXPECT(inGroup("7", Status()).ok());
+  EXPECT_EQ(text(Code::kStore, "no"), "mycoll group '7': no");
+  EXPECT_EQ(text(Code::kStore, "mycoll group '8': no"), "mycoll group '8': no");
+  EXPECT_EQ(text(Code::kDeadlock, "mycoll: DEADLOCK: ..."), "mycoll: DEADLOCK: ...");
+  Cause cause;
+  cause.rank = 3;
+  const Status named = inGroup("7", Status(Code::kTimeout, "late", cause));
+  EXPECT(named.code() == Code::kTimeout && named.cause() == cause);
+}
+
 TEST(Base, typesHaveNamesAndSizes) {
   std::set<std::string> names;
   for (int d = 0; d < static_cast<int>(DType::kCount); ++d) {

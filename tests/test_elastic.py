@@ -85,7 +85,8 @@ def test_a_node_dies(tmp_path: Path, free_port: int):
     """--nnodes=1:2: two nodes; one dies with all that runs on it, and the other goes on alone."""
     command = (
         "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9",
-        "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint", f"127.0.0.1:{free_port}",
+        "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
+        "--rdzv-endpoint", f"127.0.0.1:{free_port}",
         "--rdzv-conf", "last_call_timeout=8,keep_alive_max_attempt=2",
         PROGRAM, "members", "mycoll", str(tmp_path),
     )  # fmt: skip

@@ -223,7 +223,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
     uint64_t bytes = arena.blobBytesOf(rank);
     if (arena.isOffer(rank)) {
       bytes = PeerMemory::offerOf(arena, rank, 0).bytes;
-    } else if (arena.roundsOf(rank) > 0) {
+    } else if (theirs && arena.roundsOf(rank) > 0) {
       std::memcpy(&bytes, theirs, sizeof(bytes));
     }
     if (!theirs || bytes != target.bytes) {

@@ -1,7 +1,7 @@
 """Writes the kept inputs of fuzz_test that were thought up: `python tests/cpp/corpus/frames.py`.
 
 The header's layout stands in csrc/transport/frame.h; after a change there, change `frame` and run
-this again.
+this again. What offers and windows begin with is fuzz_test's own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-FOLDER = Path(__file__).with_name("frames")
+FOLDER = Path(__file__).parent
 EAGER, REQUEST, CLEAR, DATA, ABORT, GOODBYE, PROBE, ARRIVED, QUESTION, ANSWER, DEADLOCK = range(
     1, 12
 )
@@ -63,6 +63,79 @@ def control(kind: int, body: bytes = b"", **changes: int) -> bytes:
     return frame(kind, CONTROL, message=0, payload=len(body), body=body, **changes)  # type: ignore
 
 
+def announced_at(
+    offset: int, group: int = MESSAGE, region: int = 1, size: int = 65536
+) -> bytes:  # fmt: skip
+    place = struct.pack("<QQQQ", region, offset, size, 0)
+    return frame(REQUEST, group, payload=len(place), body=place)
+
+
+OPERATIONS = (
+    "broadcast", "scatter", "gather", "all-gather", "all-to-all", "reduce", "reduce-scatter",
+    "all-reduce",
+)  # fmt: skip
+HEAD, TENSOR, REGION = 4096, 128 * 1024, 64 << 20
+
+
+def offer(
+    operation: int, *spans: tuple[int, int, int], rounds: int = 0, size: int | None = None,
+    is_offer: bool = True,
+) -> list[bytes]:  # fmt: skip
+    size = 24 * len(spans) if size is None else size
+    said = struct.pack("<BBHI", operation, is_offer, rounds, size)
+    return [said, *(struct.pack("<QQQ", *span) for span in spans)]
+
+
+def offers() -> dict[str, list[bytes]]:
+    good = (1, HEAD, TENSOR)
+    return {
+        **{f"good-{name}": offer(i, good, good) for i, name in enumerate(OPERATIONS)},
+        "at-the-end": offer(3, (1, REGION - TENSOR, TENSOR)),
+        "beyond-the-end": offer(3, (1, REGION - TENSOR + 1, TENSOR)),
+        "in-the-head": offer(3, (1, HEAD - 1, TENSOR)),
+        "before-everything": offer(4, (1, MOST - TENSOR + 1, TENSOR)),
+        "of-another-size": offer(5, (1, HEAD, TENSOR - 1)),
+        "of-no-region": offer(7, (0, HEAD, TENSOR), (0, HEAD, TENSOR)),
+        "of-a-region-that-is-none": offer(0, (99, HEAD, TENSOR)),
+        "of-many-regions": offer(3, *((region, HEAD, TENSOR) for region in range(1000, 1200))),
+        "of-too-few": offer(7, good),
+        "of-nothing": offer(3),
+        "cut": offer(3, good, size=23),
+        "too-large": offer(3, good, size=2**32 - 1),
+        "with-rounds": offer(1, good, rounds=3),
+        "rounds-alone": offer(4, good, rounds=3, is_offer=False),
+        "rounds-of-too-large": offer(3, rounds=2, size=2**32 - 1, is_offer=False),
+    }
+
+
+def window(places: int, *changes: tuple[int, int]) -> list[bytes]:
+    return [bytes([places]), *(struct.pack("<QQ", *change) for change in changes)]
+
+
+def windows() -> dict[str, list[bytes]]:
+    number, size, segment, offset, cookie = range(5)
+    tcp, shared = 1, 6
+    return {
+        "good-shared": window(shared),
+        "good-of-one-rank": window(4),
+        "good-not-shared": window(0),
+        "good-tcp": window(tcp | shared),
+        "of-another-number": window(shared, (number, 2)),
+        "larger": window(shared, (size, 1001)),
+        "larger-over-tcp": window(tcp, (size, 1001)),
+        "of-everything": window(shared, (size, MOST)),
+        "of-nothing": window(shared, (size, 0)),
+        "not-shared-after-all": window(shared, (segment, 0)),
+        "shared-after-all": window(0, (segment, REGION), (offset, HEAD)),
+        "shared-over-tcp": window(tcp, (segment, REGION), (offset, HEAD)),
+        "of-a-larger-segment": window(shared, (segment, REGION + 1)),
+        "in-the-head": window(shared, (offset, HEAD - 1)),
+        "behind-the-segment": window(shared, (offset, REGION + 1)),
+        "around-the-end": window(shared, (offset, MOST - 999)),
+        "of-another-descriptor": window(shared, (cookie, 0)),
+    }
+
+
 def inputs() -> dict[str, list[bytes]]:
     announced = frame(REQUEST, payload=0)
     return {
@@ -76,7 +149,7 @@ def inputs() -> dict[str, list[bytes]]:
         "header-cut": [frame()[:95]],
         "payload-cut": [frame()[:100]],
         "wrong-magic": [frame(magic=MAGIC + 1)],
-        "kind-unknown": [frame(12)],
+        "kind-unknown": [frame(99)],
         "kind-zero": [frame(0)],
         "payload-longer-than-message": [frame(payload=65)],
         "message-longer-than-posted": [frame(message=65, payload=65)],
@@ -85,10 +158,23 @@ def inputs() -> dict[str, list[bytes]]:
         "eager-at-the-limit": [frame(message=2**24, payload=2**24)],
         "data-nobody-asked-for": [frame(DATA)],
         "data-of-everything": [frame(DATA, message=MOST, payload=MOST)],
-        "data-beyond-the-message": [announced, frame(DATA), frame(DATA)],
-        "data-for-another-request": [announced, frame(DATA, receiver=3), frame(DATA, receiver=0)],
-        "announced-small-sent-large": [announced, frame(DATA, payload=1 << 20)],
+        "data-beyond-the-message": [announced, frame(DATA, sender=0), frame(DATA, sender=0)],
+        "data-for-another-request": [
+            announced,
+            frame(DATA, sender=0, receiver=3),
+            frame(DATA, sender=0, receiver=0),
+        ],
+        "announced-small-sent-large": [announced, frame(DATA, sender=0, payload=1 << 20)],
         "announced-twice": [announced, announced],
+        "good-announced-in-place": [announced_at(4096)],
+        "announced-in-place-and-sent": [
+            announced_at(4096, COLLECTIVE),
+            announced_at(4096),
+            frame(DATA, sender=0, receiver=2),
+        ],
+        "announced-beyond-its-region": [announced_at(65536 - 63)],
+        "announced-in-the-head-of-its-region": [announced_at(4095)],
+        "announced-in-another-region": [announced_at(4096, region=2, size=65537)],
         "clear-to-send-unknown": [frame(CLEAR, payload=0, message=0, sender=99, receiver=99)],
         "clear-to-send-largest": [
             frame(CLEAR, payload=0, message=MOST, sender=MOST, receiver=MOST)
@@ -149,8 +235,10 @@ def inputs() -> dict[str, list[bytes]]:
 
 
 def main() -> None:
-    for name, frames in inputs().items():
-        (FOLDER / name).write_bytes(b"".join(frames))
+    for folder, kept in [("frames", inputs()), ("offers", offers()), ("windows", windows())]:
+        (FOLDER / folder).mkdir(exist_ok=True)
+        for name, pieces in kept.items():
+            (FOLDER / folder / name).write_bytes(b"".join(pieces))
 
 
 if __name__ == "__main__":

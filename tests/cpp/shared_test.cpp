@@ -1,4 +1,6 @@
 // Shared tensors: the heap that they lie in, and collectives that read them where they lie.
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,8 +13,10 @@
 #include <string>
 #include <vector>
 
+#include "base/fd.h"
 #include "calls.h"
 #include "collectives/shm/collectives.h"
+#include "processes.h"
 #include "test.h"
 #include "transport/shm/shared_heap.h"
 #include "world.h"
@@ -186,6 +190,67 @@ TEST(SharedHeap, smallBlocksKeepNoLargeRegion) {
   EXPECT(heap.free(small) && heap.free(next));
 }
 
+// Another process reads a region, or has a part of it to write to, and no more.
+TEST(SharedHeap, otherProcessesMapIt) {
+  SharedHeap& heap = SharedHeap::process();
+  constexpr size_t kBytes = 10'000;
+  auto* const block = static_cast<char*>(heap.allocate(kBytes + 100));
+  std::memset(block, 1, kBytes + 100);
+  const SharedPlace place = heap.find({block + 100, kBytes});
+  const auto region = heap.segmentOf(place.region);
+  endProcess(startProcess([&] {
+    const auto descriptor = [&] { return Fd(dup(region->fd())); };
+    std::shared_ptr<Segment> read;
+    ASSERT_OK(
+        Segment::adopt(descriptor(), region->bytes(), &read, Segment::Access::kReadOnly, true));
+    EXPECT(read->data() != region->data());
+    EXPECT(read->data()[place.offset] == 1 && !canWrite(read->data() + place.offset));
+
+    std::shared_ptr<Pages> pages;
+    ASSERT_OK(Pages::map(descriptor(), region->bytes(), place.offset, kBytes, &pages));
+    EXPECT_EQ(pages->bytes(), kBytes);
+    EXPECT(canWrite(pages->data()) && pages->data() != read->data() + place.offset);
+    const size_t before = place.offset % 4096;
+    EXPECT_EQ(mappingAt(pages->data()).access, "rw-s");
+    EXPECT_EQ(mappingAt(pages->data()).bytes(), (before + kBytes + 4095) / 4096 * 4096);
+    EXPECT_EQ(mappingAt(pages->data()).begin, reinterpret_cast<uintptr_t>(pages->data()) - before);
+    pages->data()[0] = 2;
+    EXPECT(read->data()[place.offset] == 2);
+    endProcess(startProcess([&] { pages->data()[kBytes - 1] = 3; }));  // a child has it, too
+
+    // What is not as it should be is refused, and not mapped.
+    const size_t mapped = mappings().size();
+    std::shared_ptr<Segment> segment;
+    pages.reset();
+    const auto expectRefused = [&](const std::function<Fd()>& given, size_t bytes, size_t offset,
+                                   size_t size) {
+      EXPECT(!Pages::map(given(), bytes, offset, size, &pages).ok() && pages == nullptr);
+      if (offset > 0) return;
+      EXPECT(!Segment::adopt(given(), bytes, &segment).ok() && segment == nullptr);
+    };
+    const size_t whole = region->bytes();
+    expectRefused(descriptor, whole + 4096, 0, kBytes);
+    expectRefused(descriptor, whole - 4096, 0, kBytes);
+    expectRefused(descriptor, 0, 0, 0);
+    expectRefused(descriptor, whole, whole + 1, 0);
+    expectRefused(descriptor, whole, whole - kBytes + 1, kBytes);
+    expectRefused(descriptor, whole, place.offset, ~size_t{0});
+    expectRefused(descriptor, whole, ~size_t{0}, 2);
+    expectRefused([] { return Fd(); }, whole, 0, kBytes);
+    for (const int seals : {0, F_SEAL_GROW, F_SEAL_SHRINK, F_SEAL_GROW | F_SEAL_SEAL}) {
+      const auto unsealed = [&] {
+        Fd made(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+        EXPECT(ftruncate(made.get(), 8192) == 0 && fcntl(made.get(), F_ADD_SEALS, seals) == 0);
+        return made;
+      };
+      expectRefused(unsealed, 8192, 0, 4096);
+    }
+    EXPECT(mappings().size() < mapped);
+  }));
+  EXPECT(block[99] == 1 && block[100] == 2 && block[99 + kBytes] == 3);
+  EXPECT(heap.free(block));
+}
+
 TEST(SharedHeap, childrenWriteToCopies) {
   SharedHeap& heap = SharedHeap::process();
   auto* block = static_cast<char*>(heap.allocate(1000));
@@ -207,65 +272,97 @@ TEST(SharedHeap, childrenWriteToCopies) {
   EXPECT(heap.free(block));
 }
 
+namespace {
+
 // Ranks offer some tensors and not others, in turn; regions come and go meanwhile.
+void runMixture(Communicator& group, unsigned seed, int calls) {
+  std::mt19937 random(seed), own(seed + group.rank());
+  const int self = group.rank(), ranks = group.ranks();
+  for (int index = 0; index < calls; ++index) {
+    const OpKind kind = kKinds[random() % std::size(kKinds)];
+    const std::string where = "seed " + std::to_string(seed) + ", " + name(kind) + " #" +
+                              std::to_string(index) + " of " + std::to_string(ranks);
+    const size_t count = (random() % 2 ? 40'000 : 400'000) + random() % 5000;
+    const auto n = static_cast<size_t>(ranks);
+    const int root = static_cast<int>(random() % ranks);
+    const bool isInPlace = random() % 2;
+    const int mixture = random() % 4;  // mostly all shared
+    const bool isShared = mixture > 1 || own() % 2;
+    const bool isRoot = self == root;
+    Elements in(isShared, readsList(kind) ? n * count : count);
+    in.fill(self, index);
+    Elements out(mixture > 1 || own() % 2, writesList(kind) ? n * count : count);
+    const Call c = callOf(kind, in, out, count, group, root, isInPlace);
+    const Status status = run(group, c);
+    if (!status.ok()) EXPECT_EQ(where + ": " + status.message(), "");
+    Elements& result = kind == OpKind::kAllReduce && isInPlace ? in : out;
+    const auto at = static_cast<size_t>(self) * count;
+    switch (kind) {
+      case OpKind::kAllReduce:
+        result.expect([&](size_t i) { return summed(ranks, index + i); }, where);
+        break;
+      case OpKind::kReduce:
+        if (!isRoot) break;
+        result.expect([&](size_t i) { return summed(ranks, index + i); }, where);
+        break;
+      case OpKind::kReduceScatter:
+        result.expect([&](size_t i) { return summed(ranks, index + at + i); }, where);
+        break;
+      case OpKind::kBroadcast:
+        if (!isRoot) result.expect([&](size_t i) { return element(root, index + i); }, where);
+        break;
+      case OpKind::kScatter:
+        result.expect([&](size_t i) { return element(root, index + at + i); }, where);
+        break;
+      case OpKind::kAllToAll:
+        result.expect(
+            [&](size_t i) { return element(static_cast<int>(i / count), index + at + i % count); },
+            where);
+        break;
+      default:
+        if (kind == OpKind::kGather && !isRoot) break;
+        result.expect(
+            [&](size_t i) { return element(static_cast<int>(i / count), index + i % count); },
+            where);
+    }
+  }
+}
+
+}  // namespace
+
 TEST(SharedTensors, collectivesOfAnyMixture) {
   const unsigned seed = std::random_device()();
   for (int ranks = 2; ranks <= 4; ++ranks) {
-    runWorld(ranks, Links::kShm, [&](Communicator& group) {
-      std::mt19937 random(seed), own(seed + group.rank());
-      const int self = group.rank();
-      for (int index = 0; index < 160; ++index) {
-        const OpKind kind = kKinds[random() % std::size(kKinds)];
-        const std::string where = "seed " + std::to_string(seed) + ", " + name(kind) + " #" +
-                                  std::to_string(index) + " of " + std::to_string(ranks);
-        const size_t count = (random() % 2 ? 40'000 : 400'000) + random() % 5000;
-        const auto n = static_cast<size_t>(ranks);
-        const int root = static_cast<int>(random() % ranks);
-        const bool isInPlace = random() % 2;
-        const int mixture = random() % 4;  // mostly all shared
-        const bool isShared = mixture > 1 || own() % 2;
-        const bool isRoot = self == root;
-        Elements in(isShared, readsList(kind) ? n * count : count);
-        in.fill(self, index);
-        Elements out(mixture > 1 || own() % 2, writesList(kind) ? n * count : count);
-        const Call c = callOf(kind, in, out, count, group, root, isInPlace);
-        const Status status = run(group, c);
-        if (!status.ok()) EXPECT_EQ(where + ": " + status.message(), "");
-        Elements& result = kind == OpKind::kAllReduce && isInPlace ? in : out;
-        const auto at = static_cast<size_t>(self) * count;
-        switch (kind) {
-          case OpKind::kAllReduce:
-            result.expect([&](size_t i) { return summed(ranks, index + i); }, where);
-            break;
-          case OpKind::kReduce:
-            if (!isRoot) break;
-            result.expect([&](size_t i) { return summed(ranks, index + i); }, where);
-            break;
-          case OpKind::kReduceScatter:
-            result.expect([&](size_t i) { return summed(ranks, index + at + i); }, where);
-            break;
-          case OpKind::kBroadcast:
-            if (!isRoot) result.expect([&](size_t i) { return element(root, index + i); }, where);
-            break;
-          case OpKind::kScatter:
-            result.expect([&](size_t i) { return element(root, index + at + i); }, where);
-            break;
-          case OpKind::kAllToAll:
-            result.expect(
-                [&](size_t i) {
-                  return element(static_cast<int>(i / count), index + at + i % count);
-                },
-                where);
-            break;
-          default:
-            if (kind == OpKind::kGather && !isRoot) break;
-            result.expect(
-                [&](size_t i) { return element(static_cast<int>(i / count), index + i % count); },
-                where);
-        }
-      }
-    });
+    runWorld(ranks, Links::kShm, [&](Communicator& group) { runMixture(group, seed, 160); });
   }
+}
+
+// A rank that is a process can read the others' regions, and write to its own only.
+TEST(SharedTensors, processesReadEachOther) {
+  const unsigned seed = std::random_device()();
+  constexpr size_t kCount = kLeastOffer / 4;
+  runProcesses(3, [&](Communicator& group) {
+    const auto ranks = static_cast<size_t>(group.ranks());
+    Elements in(true, kCount), out(true, ranks * kCount);
+    in.fill(group.rank(), 0);
+    ASSERT_OK(run(group, callOf(OpKind::kAllGather, in, out, kCount, group, 0, false)));
+    const auto wanted = [&](size_t i) { return element(static_cast<int>(i / kCount), i % kCount); };
+    out.expect(wanted, "all_gather of processes");
+    size_t theirs = 0;
+    for (const Mapping& mapping : mappings()) {
+      // What is private to this process is a copy of what its parent had.
+      const bool isRegion = mapping.name.starts_with("/memfd:") && mapping.access.ends_with("s") &&
+                            mapping.bytes() >= SharedHeap::kRegionBytes;
+      if (!isRegion) continue;
+      char* const place = reinterpret_cast<char*>(mapping.begin) + SharedHeap::kHeadBytes;
+      const bool isOwn = SharedHeap::process().find({place, 1}).region != 0;
+      EXPECT_EQ(mapping.access, isOwn ? "rw-s" : "r--s");
+      EXPECT_EQ(canWrite(place), isOwn);
+      theirs += !isOwn;
+    }
+    EXPECT_EQ(theirs, ranks - 1);
+    runMixture(group, seed, isShort() ? 10 : 40);
+  });
 }
 
 // What all ranks share is read where it lies, from the first call on: their staging memory stays as

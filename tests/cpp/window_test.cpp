@@ -1,6 +1,7 @@
 // Windows: what ranks put into each other's memory, and the signals that follow it.
 #include "engine/window.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -10,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "processes.h"
 #include "test.h"
 #include "transport/mesh.h"
 #include "transport/shm/shared_heap.h"
@@ -123,36 +125,72 @@ void inAllPlaces(int ranks, const std::function<void(Communicator&, const Place&
 
 }  // namespace
 
-TEST(Window, everyRankPutsToEveryRank) {
+namespace {
+
+void putToEveryRank(Communicator& group, const Place& place) {
   // In pieces, where it travels by messages.
   const size_t sizes[] = {1, 1000, (isShort() ? 1 : 3) * kMiB / 4 + 17};
-  inAllPlaces(3, [&](Communicator& group, const Place& place) {
-    for (const size_t count : sizes) {
-      const int self = group.rank(), ranks = group.ranks();
-      Memory memory(place.isShared, count * 3);
-      const auto window = makeWindow(group);
-      ASSERT_OK(open(group, window, memory.span()));
-      for (int rank = 0; rank < ranks; ++rank) {
-        std::vector<uint32_t> data(count);
-        for (size_t i = 0; i < count; ++i) data[i] = element(self, rank, i);
-        EXPECT_OK(put(group, window, {data.data(), count * 4}, rank,
-                      static_cast<uint64_t>(self) * count * 4));
-        EXPECT_OK(signal(group, window, rank));
-      }
-      for (int rank = 0; rank < ranks; ++rank) {
-        EXPECT_OK(waitSignal(group, window, rank));
-        const uint32_t* came = memory.data() + static_cast<size_t>(rank) * count;
-        size_t wrong = 0;
-        for (size_t i = 0; i < count; ++i) wrong += came[i] != element(rank, self, i);
-        EXPECT_EQ(wrong, 0u);
-      }
-      const bool isOnHost = place.links == Links::kShm;
-      if (place.links != Links::kMixed) {
-        EXPECT_EQ(isMapped(window, (self + 1) % ranks), isOnHost && place.isShared);
-      }
-      EXPECT_OK(close(group, window));
-      EXPECT_EQ(put(group, window, {}, 0, 0).code(), Code::kInvalidArgument);
+  for (const size_t count : sizes) {
+    const int self = group.rank(), ranks = group.ranks();
+    Memory memory(place.isShared, count * 3);
+    const auto window = makeWindow(group);
+    ASSERT_OK(open(group, window, memory.span()));
+    for (int rank = 0; rank < ranks; ++rank) {
+      std::vector<uint32_t> data(count);
+      for (size_t i = 0; i < count; ++i) data[i] = element(self, rank, i);
+      EXPECT_OK(put(group, window, {data.data(), count * 4}, rank,
+                    static_cast<uint64_t>(self) * count * 4));
+      EXPECT_OK(signal(group, window, rank));
     }
+    for (int rank = 0; rank < ranks; ++rank) {
+      EXPECT_OK(waitSignal(group, window, rank));
+      const uint32_t* came = memory.data() + static_cast<size_t>(rank) * count;
+      size_t wrong = 0;
+      for (size_t i = 0; i < count; ++i) wrong += came[i] != element(rank, self, i);
+      EXPECT_EQ(wrong, 0u);
+    }
+    const bool isOnHost = place.links == Links::kShm;
+    if (place.links != Links::kMixed) {
+      EXPECT_EQ(isMapped(window, (self + 1) % ranks), isOnHost && place.isShared);
+    }
+    EXPECT_OK(close(group, window));
+    EXPECT_EQ(put(group, window, {}, 0, 0).code(), Code::kInvalidArgument);
+  }
+}
+
+}  // namespace
+
+TEST(Window, everyRankPutsToEveryRank) { inAllPlaces(3, putToEveryRank); }
+
+TEST(Window, everyProcessPutsToEveryProcess) {
+  for (const bool isShared : {true, false}) {
+    runProcesses(3, [&](Communicator& group) { putToEveryRank(group, {Links::kShm, isShared}); });
+  }
+}
+
+// Whole pages of the other process's window, and of no more of its memory.
+TEST(Window, aProcessMapsTheWindowAlone) {
+  constexpr size_t kCount = 3000;
+  runProcesses(2, [](Communicator& group) {
+    Memory before(true, 50'000), memory(true, kCount), after(true, 50'000);
+    const auto window = makeWindow(group);
+    ASSERT_OK(open(group, window, memory.span()));
+    std::shared_ptr<Pages> pages;
+    ASSERT_OK(window->map(1 - group.rank(), &pages));
+    ASSERT(pages != nullptr);
+    const Mapping mapping = mappingAt(pages->data());
+    EXPECT_EQ(mapping.access, "rw-s");
+    EXPECT(mapping.bytes() >= kCount * 4 && mapping.bytes() < kCount * 4 + 2 * 4096);
+    pages->data()[0] = 5;
+    EXPECT_OK(barrier(group));
+    EXPECT(*memory.span().begin() == 5);
+    const auto* word = before.data();
+    EXPECT(std::count(word, word + 50'000, 0u) == 50'000);
+    word = after.data();
+    EXPECT(std::count(word, word + 50'000, 0u) == 50'000);
+    pages.reset();
+    EXPECT_OK(close(group, window));
+    EXPECT_EQ(mappingAt(reinterpret_cast<char*>(mapping.begin)).bytes(), 0u);
   });
 }
 

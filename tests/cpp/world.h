@@ -64,25 +64,29 @@ enum class Links { kShm, kTcp, kMixed };
 
 using RankBody = std::function<void(mycoll::Communicator& group)>;
 
+// The body on one rank of a group.
+inline void runRank(int rank, int ranks, mycoll::MeshOptions mesh,
+                    std::shared_ptr<mycoll::Store> store, const RankBody& body,
+                    int timeoutMs = 60'000) {
+  mesh.storeHost = "127.0.0.1";
+  std::shared_ptr<mycoll::Engine> engine;
+  ASSERT_OK(mycoll::Engine::create(mesh, &engine));
+  mycoll::GroupOptions options;
+  options.name = "test";
+  options.rank = rank;
+  options.ranks = ranks;
+  options.timeout = std::chrono::milliseconds(timeoutMs);
+  std::shared_ptr<mycoll::Communicator> group;
+  ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
+  body(*group);
+  group->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
+}
+
 // Runs the body on every rank, with a group of its own each time. meshOf(rank): its options.
 inline void runMeshes(int ranks, const std::function<mycoll::MeshOptions(int)>& meshOf,
                       const RankBody& body, int timeoutMs = 60'000) {
   auto store = std::make_shared<MemoryStore>();
-  Threads(ranks, [&](int rank) {
-    mycoll::MeshOptions mesh = meshOf(rank);
-    mesh.storeHost = "127.0.0.1";
-    std::shared_ptr<mycoll::Engine> engine;
-    ASSERT_OK(mycoll::Engine::create(mesh, &engine));
-    mycoll::GroupOptions options;
-    options.name = "test";
-    options.rank = rank;
-    options.ranks = ranks;
-    options.timeout = std::chrono::milliseconds(timeoutMs);
-    std::shared_ptr<mycoll::Communicator> group;
-    ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
-    body(*group);
-    group->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
-  });
+  Threads(ranks, [&](int rank) { runRank(rank, ranks, meshOf(rank), store, body, timeoutMs); });
 }
 
 // On hosts that they pretend to be on: hostOf[rank]. tap: of all ranks' connections.

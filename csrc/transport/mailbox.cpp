@@ -755,11 +755,13 @@ void Mailbox::endMessagesOf(int rank, const Status& status) {
 }
 
 void Mailbox::endReceivesFrom(int rank, const Status& status) {
-  std::erase_if(unexpected_, [rank](const Unexpected& message) {
-    return message.header.source == rank && message.header.kind == FrameKind::kRequestToSend;
-  });
   abandonAll(status, [&](const Transfer& request) REQUIRES(ioRole) {
     return request.isReceive_ && request.peer_ == rank && !isWaiting(request);
+  });
+  std::erase_if(assemblies_, [rank](const auto& entry) { return entry.first.first == rank; });
+  std::erase_if(unexpected_, [rank](const Unexpected& message) {
+    return message.header.source == rank &&
+           (message.header.kind == FrameKind::kRequestToSend || !message.isComplete);
   });
 }
 

@@ -220,12 +220,12 @@ TEST(SharedHeap, otherProcessesMapIt) {
 
     // What is not as it should be is refused, and not mapped.
     const size_t mapped = mappings().size();
-    std::shared_ptr<Segment> segment;
     pages.reset();
     const auto expectRefused = [&](const std::function<Fd()>& given, size_t bytes, size_t offset,
                                    size_t size) {
       EXPECT(!Pages::map(given(), bytes, offset, size, &pages).ok() && pages == nullptr);
       if (offset > 0) return;
+      std::shared_ptr<Segment> segment;
       EXPECT(!Segment::adopt(given(), bytes, &segment).ok() && segment == nullptr);
     };
     const size_t whole = region->bytes();

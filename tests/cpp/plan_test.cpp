@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -30,6 +32,7 @@ int numberFrom(const char* variable, int usually) {
   const char* value = std::getenv(variable);
   return value ? std::atoi(value) : usually;
 }
+bool hasMuchTime() { return numberFrom("PLAN_WORLDS", 0) > 1000; }
 
 std::vector<int> uniform(int hosts, int ranks) {
   std::vector<int> hostOf;
@@ -72,36 +75,53 @@ Chunking inChunks(const Job& job, uint64_t chunkBytes) {
   return {(block + chunkBytes - 1) / chunkBytes, chunkBytes};
 }
 
-void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements, bool isNarrow,
-           int mostInUnit = Shape::kMostInUnit, SumTree tree = SumTree()) {
+// In one piece or in several; memory shared on no host, on all, on every other one.
+constexpr int kVariants = 6;
+
+bool isRight(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements,
+             bool isNarrow, int variant, int mostInUnit = Shape::kMostInUnit,
+             SumTree tree = SumTree()) {
   const int ranks = static_cast<int>(hostOf.size());
   const Shape shape(hostOf, tree, mostInUnit);
   const std::vector<Job> jobs = jobsOf(kind, ranks, root, elements * kElement, isNarrow);
-  // In one piece or in several; memory shared on no host, on all, on every other one.
-  const Chunking chunkings[] = {inChunks(jobs[root], 60 * kElement),
-                                inChunks(jobs[root], 7 * kElement)};
-  for (int i = 0; i < 6; ++i) {
-    const Chunking& chunking = chunkings[i % 2];
-    std::vector<bool> sharesMemory(shape.hosts(), i / 2 == 1);
-    for (size_t host = 0; host < sharesMemory.size() && i / 2 == 2; host += 2) {
-      sharesMemory[host] = true;
-    }
-    std::string wrong = verify(shape, jobs, chunking, sharesMemory, tree);
-    if (wrong.empty() && (kind == OpKind::kBarrier || kind == OpKind::kMonitoredBarrier)) {
-      wrong = verify(shape, jobs, chunking, sharesMemory, tree, root);
-    }
-    if (wrong.empty()) continue;
-    test::fail(__FILE__, __LINE__,
-               std::string(name(kind)) + " of " + std::to_string(elements) + " elements, root " +
-                   std::to_string(root) + (isNarrow ? ", narrow" : "") + ", in " +
-                   std::to_string(chunking.chunks) + " chunks, memory shared on " +
-                   (i / 2 == 0   ? "no host"
-                    : i / 2 == 1 ? "all"
-                                 : "some") +
-                   ", units of up to " + std::to_string(mostInUnit) + ", sums of blocks of " +
-                   std::to_string(tree.block()) + ", hosts " + describe(hostOf) + ": " + wrong);
-    return;
+  const Chunking chunking = inChunks(jobs[root], (variant % 2 == 0 ? 60 : 7) * kElement);
+  std::vector<bool> sharesMemory(shape.hosts(), variant / 2 == 1);
+  for (size_t host = 0; host < sharesMemory.size() && variant / 2 == 2; host += 2) {
+    sharesMemory[host] = true;
   }
+  std::string wrong = verify(shape, jobs, chunking, sharesMemory, tree);
+  if (wrong.empty() && (kind == OpKind::kBarrier || kind == OpKind::kMonitoredBarrier)) {
+    wrong = verify(shape, jobs, chunking, sharesMemory, tree, root);
+  }
+  if (wrong.empty()) return true;
+  test::fail(__FILE__, __LINE__,
+             std::string(name(kind)) + " of " + std::to_string(elements) + " elements, root " +
+                 std::to_string(root) + (isNarrow ? ", narrow" : "") + ", in " +
+                 std::to_string(chunking.chunks) + " chunks, memory shared on " +
+                 (variant / 2 == 0   ? "no host"
+                  : variant / 2 == 1 ? "all"
+                                     : "some") +
+                 ", units of up to " + std::to_string(mostInUnit) + ", sums of blocks of " +
+                 std::to_string(tree.block()) + ", hosts " + describe(hostOf) + ": " + wrong);
+  return false;
+}
+
+void check(const std::vector<int>& hostOf, OpKind kind, int root, uint64_t elements, bool isNarrow,
+           int mostInUnit = Shape::kMostInUnit, SumTree tree = SumTree()) {
+  for (int variant = 0; variant < kVariants; ++variant) {
+    if (!isRight(hostOf, kind, root, elements, isNarrow, variant, mostInUnit, tree)) return;
+  }
+}
+
+// One of all operations, in one of all variants.
+bool isSomeRight(const std::vector<int>& hostOf, std::mt19937& random) {
+  const int ranks = static_cast<int>(hostOf.size());
+  const OpKind kind = kKinds[random() % std::size(kKinds)];
+  const uint64_t blocks = kind == OpKind::kReduceScatter ? ranks : 1;
+  const int root = static_cast<int>(random() % ranks);
+  const uint64_t elements = blocks * (1 + random() % 20);
+  const bool isNarrow = random() % 2;
+  return isRight(hostOf, kind, root, elements, isNarrow, static_cast<int>(random() % kVariants));
 }
 
 void checkAll(const std::vector<int>& hostOf, std::mt19937& random,
@@ -191,6 +211,21 @@ TEST(Plan, isRightForAllSmallWorlds) {
   }
 }
 
+// Larger ones: a few of the ways to put them on hosts, or all.
+TEST(Plan, isRightForSomeOfAllWorldsOnFewHosts) {
+  const unsigned seed = std::random_device{}();
+  std::mt19937 random(seed);
+  const unsigned stride = hasMuchTime() ? 1 : 2000;
+  bool isRight = true;
+  for (int ranks = 13; ranks <= 64; ++ranks) {
+    std::vector<int> sizes;
+    forPartitions(ranks, 4, sizes, [&](const std::vector<int>& hosts) {
+      if (isRight && random() % stride == 0) isRight = isSomeRight(inARow(hosts), random);
+    });
+  }
+  if (!isRight) test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
+}
+
 // More chunks than ranks of a host have areas for.
 TEST(Plan, isRightWhereMemoryIsUsedAgain) {
   constexpr uint64_t kChunks = 40;
@@ -273,6 +308,64 @@ TEST(Plan, isRightForLargeWorlds) {
     // Where a host has fewer ranks than lanes, one of them drives several, and talks to as many
     // ranks as those of another host together.
     EXPECT(cost.peers <= (ranks % 8 == 0 ? 64 : 8 * 22));
+  }
+}
+
+// With a block for each rank there is much to verify: of the sizes and variants one, or all.
+TEST(Plan, isRightForAllOperationsOfLargeWorlds) {
+  const unsigned seed = std::random_device{}();
+  std::mt19937 random(seed);
+  const std::vector<int> sizes = {999, 1000, 1001, 1024};
+  const int before = test::failureCount();
+  for (const OpKind kind : kKinds) {
+    if (kind == OpKind::kAllReduce || kind == OpKind::kBroadcast) continue;
+    // Its messages are as many as there are pairs.
+    const bool isFew = kind == OpKind::kAllToAll && !hasMuchTime();
+    const size_t chosen = random() % sizes.size();
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (!hasMuchTime() && i != chosen) continue;
+      const int ranks = isFew ? sizes[i] / 4 : sizes[i];
+      std::vector<int> hostOf;
+      for (int rank = 0; rank < ranks; ++rank) hostOf.push_back(rank / 8);
+      const int first = static_cast<int>(random() % kVariants);
+      for (int variant = first; variant < (hasMuchTime() ? first + kVariants : first + 1);
+           ++variant) {
+        const uint64_t elements = kind == OpKind::kReduceScatter ? ranks : 1;
+        isRight(hostOf, kind, static_cast<int>(random() % ranks), elements, random() % 2,
+                variant % kVariants);
+      }
+    }
+  }
+  if (test::failureCount() > before) {
+    test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed));
+  }
+}
+
+TEST(Plan, isRightForTenThousandRanks) {
+  std::vector<int> unequal(104, 96);
+  unequal.push_back(16);
+  for (const std::vector<int>& hostOf : {uniform(1250, 8), inARow(unequal), uniform(10'000, 1)}) {
+    const Shape shape(hostOf);
+    for (const OpKind kind : {OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kBarrier}) {
+      if (shape.hosts() == shape.ranks() && !hasMuchTime()) continue;
+      isRight(hostOf, kind, 17, hasMuchTime() ? 30 : 3, false, 4);
+    }
+    // Large ones take long to plan: some ranks, or all.
+    for (const OpKind kind :
+         {OpKind::kAllReduce, OpKind::kBroadcast, OpKind::kAllGather, OpKind::kReduce}) {
+      for (int rank = 0; rank < shape.ranks(); rank += hasMuchTime() ? 1 : 1111) {
+        const uint64_t bytes = kind == OpKind::kAllGather ? 4 : 64 << 20;
+        const Job job = evenJob(kind, shape.ranks(), rank, 17, bytes, 4, 4);
+        std::set<int> peers;
+        for (const Step& step : planOf(shape, job, rank, chunkingOf(shape, job), 0, true).steps) {
+          if (step.act < Step::Act::kSend || hostOf[step.peer] == hostOf[rank]) continue;
+          peers.insert(step.peer);
+        }
+        // A small host that is alone in its unit acts in it for all others.
+        const bool isAlone = shape.hosts() == 105 && hostOf[rank] == 104;
+        EXPECT(peers.size() <= (isAlone ? 640 : 96));
+      }
+    }
   }
 }
 

@@ -34,7 +34,7 @@ namespace {
 const std::vector<std::vector<int>> kPlacements = {
     {0, 0, 0, 0, 1, 1, 1, 1}, {0, 0, 1, 1, 2, 2, 3, 3}, {0, 1, 2, 3, 4, 5, 6, 7},
     {0, 0, 0, 1, 1, 1, 1, 1}, {0, 1, 1, 1, 1, 1, 1, 1}, {0, 1, 0, 1, 0, 1, 0, 1},
-    {0, 0, 0, 1, 1, 2, 2, 2},
+    {0, 0, 0, 1, 1, 2, 2, 2}, {0, 0, 0, 0, 0, 0, 0, 0},
 };
 constexpr int kRanks = 8;
 
@@ -449,6 +449,31 @@ TEST(Hosts, bitsOfSumsInBlocks) {
       expectBits(group, DType::kBFloat16, ReduceOp::kAvg, count);
     }
   });
+}
+
+// Ranks of a host pass what they add up in messages where a group has no arena. One that has only
+// TCP counts as a host of its own.
+TEST(Hosts, bitsWhereRanksShareNoArena) {
+  for (const std::vector<int>& hostOf : {kPlacements[0], kPlacements[3], kPlacements[7]}) {
+    auto meshOf = [&](int rank) {
+      MeshOptions mesh;
+      mesh.host = " host " + std::to_string(hostOf[rank]);
+      if (rank == 2) mesh.transport = TransportChoice::kTcp;
+      return mesh;
+    };
+    runMeshes(kRanks, meshOf, [](Communicator& group) {
+      const std::shared_ptr<Communicator> external =
+          Communicator::derive(group, " elsewhere", /*isExternal=*/true);
+      ASSERT_OK(external->meetNeighbours());
+      for (Communicator* each : {&group, external.get()}) {
+        for (const size_t count : {1, 5003, 400'007}) {
+          expectBits(*each, DType::kFloat32, ReduceOp::kSum, count);
+          expectBits(*each, DType::kBFloat16, ReduceOp::kAvg, count);
+        }
+      }
+      external->close(Deadline::after(std::chrono::milliseconds(2000)));
+    });
+  }
 }
 
 // Sums of 16-bit floats take half of the bytes where they may be rounded on their way.

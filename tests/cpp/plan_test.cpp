@@ -429,31 +429,36 @@ TEST(Plan, exchangesBlocksOfAllSizes) {
   }
 }
 
-// Of S bytes for each rank, what all hosts must send at least.
+// Of S bytes for each rank, what all hosts must send at least. Between more than 16 hosts pieces
+// come to hosts that pass them on: so many times as much.
 TEST(Plan, sendsNoByteTwiceToAHost) {
   constexpr uint64_t kBytes = 16 << 20;
   for (const auto& [hosts, ranks] :
-       {std::pair(2, 2), std::pair(2, 4), std::pair(4, 2), std::pair(4, 4)}) {
+       {std::pair(2, 2), std::pair(2, 4), std::pair(4, 2), std::pair(4, 4), std::pair(17, 8),
+        std::pair(32, 2), std::pair(125, 8)}) {
     const std::vector<int> hostOf = uniform(hosts, ranks);
     const double share = kBytes * (hosts - 1.0) / hosts;
     const struct {
       OpKind kind;
       double bound;
-    } bounds[] = {{OpKind::kAllReduce, 2 * share},
-                  {OpKind::kReduceScatter, share},
-                  {OpKind::kReduce, 1.0 * kBytes},
-                  {OpKind::kAllGather, 1.0 * kBytes * ranks * (hosts - 1)},
-                  {OpKind::kBroadcast, 1.0 * kBytes}};
-    for (const auto& [kind, bound] : bounds) {
+      double ofMany;
+    } bounds[] = {{OpKind::kAllReduce, 2 * share, 1.10},
+                  {OpKind::kReduceScatter, share, 1},
+                  {OpKind::kReduce, 1.0 * kBytes, 1.22},
+                  {OpKind::kAllGather, 1.0 * kBytes * ranks * (hosts - 1), 1.19},
+                  {OpKind::kBroadcast, 1.0 * kBytes, 1.85}};
+    for (const auto& [kind, bound, ofMany] : bounds) {
       const PlanCost cost = costOf(hostOf, kind, kBytes);
-      EXPECT(cost.sent <= 1.01 * bound);
+      EXPECT(cost.sent <= 1.01 * bound * (hosts > 16 ? ofMany : 1));
     }
   }
   // Unequal hosts: what is only moved costs no more; what is added up, what the tree's nodes cost.
   const std::vector<int> unequal = inARow({3, 5});
   EXPECT(costOf(unequal, OpKind::kAllGather, kBytes).sent <= 5 * kBytes * 1.01);
   EXPECT(costOf(unequal, OpKind::kBroadcast, kBytes).sent <= kBytes * 1.01);
-  EXPECT(costOf(unequal, OpKind::kAllReduce, kBytes).sent <= kBytes * 1.6);
+  for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
+    EXPECT(costOf(unequal, kind, kBytes).sent <= kBytes * 1.6);
+  }
   // Hosts of three times a power of two send two sums, and one with blocks of three.
   const std::vector<int> twelve = uniform(4, 12);
   EXPECT(costOf(twelve, OpKind::kReduceScatter, kBytes).sent >= 1.9 * kBytes * 3 / 4);

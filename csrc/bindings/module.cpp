@@ -41,6 +41,8 @@
 #include "kernels/copy.h"
 #include "kernels/reduce.h"
 #include "observe/trace_file.h"
+#include "transport/local.h"
+#include "transport/mailbox.h"
 #include "transport/shm/shared_heap.h"
 #include "transport/tcp/address.h"
 
@@ -362,8 +364,10 @@ std::pair<PlanNumbers, std::vector<PlanNumbers>> planCost(const std::string& ope
   Network network;
   network.bandwidth = bandwidth;
   network.latency = latency;
-  const PlanCost cost = costOf(Shape(hostsOfRanks(hosts), sumTree()), static_cast<OpKind>(kind), 0,
-                               bytes, elementBytes, wideBytes, network);
+  const Shape shape(hostsOfRanks(hosts), sumTree());
+  network.eagerBytes = eagerInCollectives(MeshOptions(), static_cast<size_t>(shape.ranks()));
+  const PlanCost cost =
+      costOf(shape, static_cast<OpKind>(kind), 0, bytes, elementBytes, wideBytes, network);
   auto number = [](uint64_t value) { return static_cast<double>(value); };
   std::vector<PlanNumbers> phases;
   for (const PhaseCost& phase : cost.phases) {

@@ -16,19 +16,18 @@ constexpr size_t kStreamingBytes = 1024 * 1024;
 // What a buffered message takes beside its payload, about.
 constexpr size_t kBufferedOverhead = 256;
 
-// Messages of a collective up to this size do not ask first. One from every rank is to find room
-// with a rank that has not made the group yet.
-size_t eagerInCollectives(const MeshOptions& options, size_t ranks) {
-  const size_t room = GroupTable::kMaxEarlyBytes / 2 / std::max<size_t>(ranks, 1);
-  return std::min(options.eagerInCollectives, std::max(options.eagerBytes, room));
-}
-
 // Of one call on each of the two ranks; or on one of them, for a window.
 bool isBetweenTwo(MessageClass messageClass) {
   return messageClass == MessageClass::kPointToPoint || messageClass == MessageClass::kWindow;
 }
 
 }  // namespace
+
+// One from every rank is to find room with a rank that has not made the group yet.
+size_t eagerInCollectives(const MeshOptions& options, size_t ranks) {
+  const size_t room = GroupTable::kMaxEarlyBytes / 2 / std::max<size_t>(ranks, 1);
+  return std::min(options.eagerInCollectives, std::max(options.eagerBytes, room));
+}
 
 Transfer::~Transfer() {
   // Nobody knows it any more when it is done. Until then another thread may be ending it right now:

@@ -49,12 +49,15 @@ namespace mycoll {
 
 class Connection;
 class Mesh;
+struct MeshOptions;
 struct OutItem;
 class Mailbox;
 
 constexpr int kFromAnyone = -1;
 // From one rank for one group. What is under way when the sender is asked to hold comes on top.
 constexpr size_t kMaxBufferedBytes = 16 * 1024 * 1024;
+// Messages of a collective of so many ranks do not ask first up to this size.
+size_t eagerInCollectives(const MeshOptions& options, size_t ranks);
 
 // One message to send or receive. A coroutine keeps it in its frame and awaits it; who needs to be
 // told instead overrides deliver().

@@ -17,7 +17,7 @@ struct Network {
   double latency = 50e-6;             // one way
   double overhead = 5e-6;             // of a rank, for a message
   double memoryRate = 5e9;            // of a rank, for bytes that it copies or adds up
-  uint64_t eagerBytes = 1024 * 1024;  // longer messages ask first
+  uint64_t eagerBytes = 1024 * 1024;  // longer messages ask first; in large groups it is less
 };
 
 struct PhaseCost {

@@ -201,8 +201,9 @@ class Verifier {
     }
   }
 
-  // What a rank has of each node that it meets, as it came, as it goes on, and added up; of what
-  // goes together between hosts, as much as there is room for.
+  // What a rank has of each node that it meets, as it came, as it goes on, and added up, and copies
+  // of its own for each host that gets them; of what goes together between hosts, as much as there
+  // is room for.
   void checkScratch(int rank, uint64_t chunk) {
     const Job& job = jobs_[rank];
     const int host = shape_.hostOf(rank);
@@ -213,6 +214,8 @@ class Verifier {
       for (int part = first; part < first + shape_.hostsIn(level, unit); part += size) {
         nodes += shape_.nodesOf(level - 1, part / size).size();
       }
+      nodes += shape_.nodesOf(level - 1, host / size).size() *
+               static_cast<uint64_t>(mostHosts(level, host));
     }
     auto hasOf = [&](const std::vector<uint64_t>& blocks) {
       uint64_t bytes = 0;

@@ -177,6 +177,31 @@ def test_in_one_graph(world, mycoll_only, compiler):
     world.run(compiled, compiler)
 
 
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = name_of()
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple:
+        return layer(x, residual, weight, self.group)
+
+
+def exported(ctx: Ctx) -> None:
+    arguments = layer_arguments(ctx)[:3]
+    rows = {0: torch.export.Dim("rows", min=2)}
+    program = torch.export.export(Layer(), arguments, dynamic_shapes=(rows, rows, None))
+    for one in (program, program.run_decompositions()):
+        for count in (6, 10):
+            arguments = layer_arguments(ctx, count)[:3]
+            for got, want in zip(one.module()(*arguments), Layer()(*arguments), strict=True):
+                ctx.same(got, want)
+
+
+@pytest.mark.worlds(2)
+def test_export(world, mycoll_only):
+    world.run(exported)
+
+
 def without_memory(ctx: Ctx) -> None:
     """What the operators say of shapes is what they return."""
     arguments = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in layer_arguments(ctx)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -231,6 +232,20 @@ def test_all_dtypes(world, mycoll_only):
         world.run(all_operations, dtype, 150_001, "shared")
 
 
+def reduce_of_many(ctx: Ctx) -> None:
+    """Its root reads up to four tensors where they lie."""
+    inputs = ctx.inputs(torch.float32, NUMELS[1])
+    for root in range(ctx.size):
+        x = shared_copy(inputs[ctx.rank])
+        dist.reduce(x, root)
+        ctx.same(x, arith.reduced("SUM", inputs) if ctx.rank == root else inputs[ctx.rank])
+
+
+@pytest.mark.worlds(5)
+def test_reduce_of_many_ranks(world, mycoll_only):
+    world.run(reduce_of_many)
+
+
 def bits(ctx: Ctx, numel: int) -> None:
     x = ctx.inputs(torch.bfloat16, numel)[ctx.rank]
     staged, direct, apart = x.clone(), shared_copy(x), mycoll.empty_like(x)
@@ -324,6 +339,38 @@ def trains(ctx: Ctx) -> list[float]:
 def test_ddp(world, mycoll_only):
     first, second = world.run(trains)
     assert first[-1] == second[-1] and first[3] < first[0]
+
+
+def gradients(ctx: Ctx, scope: contextlib.AbstractContextManager[None]) -> list[torch.Tensor]:
+    """The last step's, and the parameters after it."""
+    torch.manual_seed(0)
+    with scope:
+        net = Sequential(Linear(300, 700), Linear(700, 300))
+        model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            batch = torch.randn(8, 300, generator=torch.Generator().manual_seed(ctx.rank))
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    grads = [parameter.grad for parameter in net.parameters()]
+    return [*(grad for grad in grads if grad is not None), *net.parameters()]
+
+
+def gradients_in_buckets(ctx: Ctx) -> None:
+    """From the second step on they lie in the buckets, which are made anew then."""
+    shared = gradients(ctx, mycoll.shared_tensors())
+    plain = gradients(ctx, contextlib.nullcontext())
+    assert all(map(is_shared, shared)) and not any(map(is_shared, plain))
+    ctx.equal(len(shared), 8)
+    assert shared[0].untyped_storage().nbytes() > shared[0].nbytes  # a bucket
+    for got, want in zip(shared, plain, strict=True):
+        ctx.same(got.detach(), want.detach())
+
+
+@pytest.mark.worlds(2)
+def test_gradients_in_ddps_buckets(world, mycoll_only):
+    world.run(gradients_in_buckets)
 
 
 # --- failures

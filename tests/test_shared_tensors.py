@@ -297,6 +297,44 @@ def test_they_may_come_and_go(world, mycoll_only):
         assert mappings < 60
 
 
+def inode_at(address: int) -> str:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        ends, _, _, _, inode, *_ = line.split()
+        begin, end = (int(each, 16) for each in ends.split("-"))
+        if begin <= address < end:
+            return inode
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def rights(inode: str) -> set[str]:
+    """With which this process has mapped it."""
+    lines = map(str.split, Path("/proc/self/maps").read_text().splitlines())
+    return {line[1] for line in lines if line[4] == inode}
+
+
+def only_read(ctx: Ctx) -> None:
+    x = mycoll.zeros(300_000)
+    dist.all_reduce(x)
+    regions: list[str] = [""] * ctx.size
+    dist.all_gather_object(regions, inode_at(x.data_ptr()))
+    ctx.equal(len(set(regions)), ctx.size)
+
+    def seen() -> list[set[str]]:
+        return [rights(region) for rank, region in enumerate(regions) if rank != ctx.rank]
+
+    ctx.equal(seen(), [{"r--s"}] * (ctx.size - 1))
+    window = mycoll.new_window(x)
+    ctx.equal(seen(), [{"r--s", "rw-s"}] * (ctx.size - 1), "with a window")
+    window.tensor_deregister()
+    ctx.equal(seen(), [{"r--s"}] * (ctx.size - 1), "after it")
+
+
+@pytest.mark.worlds(3)
+def test_others_map_them_for_reading_only(world, mycoll_only):
+    """But for the pages of a window, while it is open."""
+    world.run(only_read)
+
+
 def outlive_the_group(ctx: Ctx) -> None:
     x = mycoll.empty(500_000).fill_(ctx.rank)
     for index in range(3):

@@ -334,7 +334,7 @@ TEST(Leaving, theFirstCauseIsWaitedForDuringTheHandshake) {
       world.turn(100);
       world.at(1, 1).listener.membership().fail(Status(Code::kMismatch, "different calls"));
       EXPECT(world.turnUntil([&] { return transfer.isDone(); }, 3000));
-      EXPECT_EQ(world.at(2, 1).listener.failure().message(), "different calls");
+      EXPECT_EQ(world.at(2, 1).listener.failure().message(), "mycoll group 'g1': different calls");
     }
   });
 }
@@ -350,7 +350,7 @@ TEST(Leaving, theFirstCauseComesBeforeTheGoodbye) {
     leaving.sayGoodbye(Status(Code::kAborted, "left"), "");
     Word word(world, 0, 1, 1);
     EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
-    EXPECT_EQ(world.at(0, 1).listener.failure().message(), "different calls");
+    EXPECT_EQ(world.at(0, 1).listener.failure().message(), "mycoll group 'g1': different calls");
   });
 }
 

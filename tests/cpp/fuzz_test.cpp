@@ -328,7 +328,8 @@ void offer(const test::Input& input) {
   Pair pair(TransportChoice::kAuto);
   Block in(false), out(false), theirs(true);
   std::vector<SharedSpan> spans((input.bytes.size() - sizeof(lie)) / sizeof(SharedSpan));
-  std::memcpy(spans.data(), input.bytes.data() + sizeof(lie), spans.size() * sizeof(SharedSpan));
+  const size_t spanBytes = spans.size() * sizeof(SharedSpan);
+  if (spanBytes > 0) std::memcpy(spans.data(), input.bytes.data() + sizeof(lie), spanBytes);
   for (SharedSpan& span : spans) {
     if (span.region == 0) continue;
     span.region = span.region == 1 ? theirs.region() : span.region | uint64_t{1} << 32;

@@ -333,7 +333,8 @@ void runMixture(Communicator& group, unsigned seed, int calls) {
 TEST(SharedTensors, collectivesOfAnyMixture) {
   const unsigned seed = std::random_device()();
   for (int ranks = 2; ranks <= 4; ++ranks) {
-    runWorld(ranks, Links::kShm, [&](Communicator& group) { runMixture(group, seed, isShort() ? 40 : 160); });
+    runWorld(ranks, Links::kShm,
+             [&](Communicator& group) { runMixture(group, seed, isShort() ? 40 : 160); });
   }
 }
 

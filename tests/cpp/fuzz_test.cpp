@@ -320,6 +320,16 @@ void step(Task& task) {
   task.resume();
 }
 
+// As many as there are behind so many bytes.
+template <typename T>
+std::vector<T> valuesIn(const std::string& bytes, size_t from) {
+  std::vector<T> values;
+  for (; bytes.size() - from >= sizeof(T); from += sizeof(T)) {
+    std::memcpy(&values.emplace_back(), bytes.data() + from, sizeof(T));
+  }
+  return values;
+}
+
 // Rank 1 says this when it comes to a collective in shared memory.
 void offer(const test::Input& input) {
   Lie lie;
@@ -327,9 +337,7 @@ void offer(const test::Input& input) {
   std::memcpy(&lie, input.bytes.data(), sizeof(lie));
   Pair pair(TransportChoice::kAuto);
   Block in(false), out(false), theirs(true);
-  std::vector<SharedSpan> spans((input.bytes.size() - sizeof(lie)) / sizeof(SharedSpan));
-  const size_t spanBytes = spans.size() * sizeof(SharedSpan);
-  if (spanBytes > 0) std::memcpy(spans.data(), input.bytes.data() + sizeof(lie), spanBytes);
+  std::vector<SharedSpan> spans = valuesIn<SharedSpan>(input.bytes, sizeof(lie));
   for (SharedSpan& span : spans) {
     if (span.region == 0) continue;
     span.region = span.region == 1 ? theirs.region() : span.region | uint64_t{1} << 32;
@@ -431,8 +439,7 @@ class Distorted final : public CollectiveRunner {
 void describe(const test::Input& input) {
   if (input.bytes.empty()) return;
   const char places = input.bytes[0];
-  std::vector<Change> changes((input.bytes.size() - 1) / sizeof(Change));
-  std::memcpy(changes.data(), input.bytes.data() + 1, changes.size() * sizeof(Change));
+  const std::vector<Change> changes = valuesIn<Change>(input.bytes, 1);
   runWorld(2, places & 1 ? test::Links::kTcp : test::Links::kShm, [&](Communicator& group) {
     SharedHeap& heap = SharedHeap::process();
     const bool isShared = places & (group.rank() == 0 ? 2 : 4);

@@ -4,7 +4,7 @@
     ./dev hosts --all
 
 The first has two hosts of four ranks. --all makes every table of a results page, one after the
-other, in about an hour; other options go into each of them.
+other; other options go into each of them.
 
 Makes the namespaces, joins them by a bridge, limits each host's link to the rate both ways, and
 removes it all at the end. Needs the right to do that (root). Both backends run in the same

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from worlds import device
-from worlds.device_tensors import NUMEL, full, is_all, total
+from worlds.device_tensors import NUMEL, captured_all_reduce, full, is_all, total
 from worlds.worker import Ctx
 
 
@@ -67,12 +67,7 @@ def in_a_thread(ctx: Ctx) -> list[int]:
 
 def a_death_under_replay(ctx: Ctx) -> list[int]:
     """The watchdog asks for the streams of graphs: on its thread, too, the first GPU is current."""
-    x = full(ctx, 1)
-    dist.all_reduce(x)
-    torch.accelerator.synchronize()
-    graph = device.graph_on(ctx.device)
-    with graph.capture():
-        dist.all_reduce(x)
+    x, graph = captured_all_reduce(ctx)
     graph.replay()
     torch.accelerator.synchronize()
     dist.barrier()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from worlds import device
-from worlds.device_tensors import full, is_all, slow
+from worlds.device_tensors import captured_all_reduce, full, is_all, slow
 from worlds.pool import World
 from worlds.worker import Ctx
 
@@ -184,12 +184,7 @@ def test_nobody_is_interrupted_by_a_good_end(fresh_device_world):
 
 def dies_while_another_leaves(ctx: Ctx) -> str:
     """Its group is destroyed while a graph is under replay that needs a rank which dies."""
-    x = full(ctx, 1)
-    dist.all_reduce(x)
-    torch.accelerator.synchronize()
-    graph = device.graph_on(ctx.device)
-    with graph.capture():
-        dist.all_reduce(x)
+    _, graph = captured_all_reduce(ctx)
     dist.barrier()
     if ctx.rank == 1:
         time.sleep(0.5)  # the other one leaves by then

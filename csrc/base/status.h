@@ -70,8 +70,8 @@ class [[nodiscard]] Status {
   std::shared_ptr<const Rep> rep_;
 };
 
-// The same failure, told as of this group: its texts begin with its name. Of a deadlock, which is
-// about several groups, and of what has a group's name already, nothing changes.
+// Puts the group's name before the text, as all errors of a group have it. A deadlock, which is
+// about several groups, and a text that begins with a group's name stay as they are.
 Status inGroup(const std::string& name, const Status& status);
 
 // What a wait ends with when a signal waits for its caller; what was waited for runs on.

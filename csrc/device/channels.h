@@ -54,8 +54,8 @@ class Channels {
   void beginAbort(const Status& why);
   // The same, and waits for it, also for what began before, by the deadline.
   void abort(Deadline deadline, const Status& why);
-  // Waits for what runs and frees it, by the deadline, or while check is ok; what is left then is
-  // stopped. From here on nothing connects any more.
+  // Waits for what runs and frees it, until the deadline, and for as long as check is ok. What is
+  // left then is stopped. From here on nothing connects any more.
   Status close(Deadline deadline, const nccl::Comm::Check& check);
   // For a barrier: the streams that this group's collectives are enqueued on. Not those of messages
   // between two ranks: the other end of one may come after the barrier.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "passing_sender.h"
 #include "test.h"
 #include "transport/frame.h"
 #include "transport/link.h"
@@ -289,22 +290,18 @@ class Gate final : public LinkTap {
   std::atomic<size_t> budget{~size_t{0}};
 
  private:
-  class Sender final : public LinkSender {
+  class Sender final : public PassingSender {
    public:
     Sender(std::unique_ptr<LinkSender> link, std::atomic<size_t>& budget)
-        : link_(std::move(link)), budget_(budget) {}
+        : PassingSender(std::move(link)), budget_(budget) {}
     ssize_t write(const Span* parts, int) override {
       const Span part{parts[0].data, std::min(parts[0].bytes, budget_.load())};
       const ssize_t wrote = part.bytes > 0 ? link_->write(&part, 1) : 0;
       if (wrote > 0) budget_ -= static_cast<size_t>(wrote);
       return wrote;
     }
-    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-    int fd() const override { return link_->fd(); }
-    bool sendFd(int fd, const std::string& cookie) override { return link_->sendFd(fd, cookie); }
 
    private:
-    const std::unique_ptr<LinkSender> link_;
     std::atomic<size_t>& budget_;
   };
 };

@@ -20,6 +20,7 @@
 #include "calls.h"
 #include "collectives/plan/cost.h"
 #include "kernels/reduce.h"
+#include "passing_sender.h"
 #include "test.h"
 #include "transport/frame.h"
 #include "transport/link.h"
@@ -159,10 +160,10 @@ class FrameCounter final : public LinkTap {
   std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
 
  private:
-  class Sender final : public LinkSender {
+  class Sender final : public PassingSender {
    public:
     Sender(FrameCounter& counter, std::unique_ptr<LinkSender> link)
-        : counter_(counter), link_(std::move(link)) {}
+        : PassingSender(std::move(link)), counter_(counter) {}
     ssize_t write(const Span* parts, int count) override {
       const ssize_t written = link_->write(parts, count);
       auto left = static_cast<size_t>(std::max<ssize_t>(written, 0));
@@ -173,9 +174,6 @@ class FrameCounter final : public LinkTap {
       }
       return written;
     }
-    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-    int fd() const override { return link_->fd(); }
-    bool sendFd(int fd, const std::string& cookie) override { return link_->sendFd(fd, cookie); }
 
    private:
     void follow(const char* data, size_t bytes) {
@@ -199,7 +197,6 @@ class FrameCounter final : public LinkTap {
     }
 
     FrameCounter& counter_;
-    std::unique_ptr<LinkSender> link_;
     FrameHeader header_;
     size_t known_ = 0;
     uint64_t payload_ = 0;

@@ -16,6 +16,7 @@
 
 #include "base/deadline.h"
 #include "listener.h"
+#include "passing_sender.h"
 #include "test.h"
 #include "transport/handshake.h"
 #include "transport/mailbox.h"
@@ -207,21 +208,17 @@ class Scales final : public LinkTap {
   size_t bytes = 0;
 
  private:
-  class Scale final : public LinkSender {
+  class Scale final : public test::PassingSender {
    public:
     Scale(std::unique_ptr<LinkSender> link, size_t& bytes)
-        : link_(std::move(link)), bytes_(bytes) {}
+        : PassingSender(std::move(link)), bytes_(bytes) {}
     ssize_t write(const Span* parts, int count) override {
       const ssize_t wrote = link_->write(parts, count);
       if (wrote > 0) bytes_ += static_cast<size_t>(wrote);
       return wrote;
     }
-    void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
-    int fd() const override { return link_->fd(); }
-    bool sendFd(int fd, const std::string& cookie) override { return link_->sendFd(fd, cookie); }
 
    private:
-    const std::unique_ptr<LinkSender> link_;
     size_t& bytes_;
   };
 };

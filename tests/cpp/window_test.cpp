@@ -123,10 +123,6 @@ void inAllPlaces(int ranks, const std::function<void(Communicator&, const Place&
   }
 }
 
-}  // namespace
-
-namespace {
-
 void putToEveryRank(Communicator& group, const Place& place) {
   // In pieces, where it travels by messages.
   const size_t sizes[] = {1, 1000, (isShort() ? 1 : 3) * kMiB / 4 + 17};

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from worlds import device
 from worlds.worker import Ctx
 
 NUMEL = 5000
@@ -33,6 +34,17 @@ def warm_up(ctx: Ctx) -> None:
     """Connects: that may wait for the device, and is done once."""
     dist.all_reduce(full(ctx, 1))
     here(ctx).synchronize()
+
+
+def captured_all_reduce(ctx: Ctx) -> tuple[torch.Tensor, Any]:
+    """A graph with one, and its tensor. One before it connects."""
+    x = full(ctx, 1)
+    dist.all_reduce(x)
+    torch.accelerator.synchronize()
+    graph = device.graph_on(ctx.device)
+    with graph.capture():
+        dist.all_reduce(x)
+    return x, graph
 
 
 def wait_for_all(ctx: Ctx) -> None:

@@ -19,9 +19,9 @@ from worlds import arith
 from worlds.worker import Ctx, stable_seed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.float64)
-# From 128 KiB on shared tensors are read where they lie: the last of these always, mostly the one
-# before, too.
-SIZES = (0, 1, 2, 63, 64, 1000, 4096, 30_011, 70_003, 150_001)
+# Shared tensors are read where they lie from 128 KiB on, what is reduced from 1 MiB on: the last two
+# of these mostly, and the last mostly.
+SIZES = (0, 1, 2, 63, 64, 1000, 4096, 30_011, 70_003, 300_001)
 STEPS = 150
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter", "all_to_all")
 KINDS += ("gather", "scatter", "coalesced", "objects", "p2p", "p2p", "barrier", "settle")
@@ -31,7 +31,7 @@ Check = Callable[[], None]
 
 @functools.cache
 def pool(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return arith.values(dtype, 170_011, 0).repeat(8)  # enough for seven ranks
+    return arith.values(dtype, 170_011, 0).repeat(13)  # enough for seven ranks
 
 
 class Walk:

@@ -200,7 +200,7 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood, int f
 
 // ---- where shared tensors lie -------------------------------------------------------------------
 
-constexpr size_t kTensorBytes = kLeastOffer;
+constexpr size_t kTensorBytes = kLeastReduceOffer;
 // With which each rank has a region of its own.
 constexpr size_t kBlockBytes = SharedHeap::kRegionBytes - SharedHeap::kHeadBytes;
 constexpr size_t kGuardBytes = 4096;

@@ -369,7 +369,7 @@ TEST(SharedTensors, processesReadEachOther) {
 // What all ranks share is read where it lies, from the first call on: their staging memory stays as
 // it was, and the arrivals say no more than where the tensors are.
 TEST(SharedTensors, nothingIsStaged) {
-  constexpr size_t kCount = kLeastOffer / 4;
+  constexpr size_t kCount = kLeastReduceOffer / 4;
   for (int ranks = 2; ranks <= 4; ++ranks) {
     for (const bool isShared : {true, false}) {
       std::map<OpKind, std::atomic<size_t>> staged;

@@ -235,7 +235,9 @@ Task shmPublish(ShmGroup group, const Call& call) {
     const int rank = (self + step) % arena.ranks();
     const Span target = plan.from(rank);
     if (!arena.isOffer(rank) || target.bytes == 0) continue;
-    const char* theirs = group.memory.find(rank, PeerMemory::offerOf(arena, rank, 0));
+    SharedSpan offer = PeerMemory::offerOf(arena, rank, 0);
+    offer.bytes = target.bytes;  // what is read, whatever it says by now
+    const char* theirs = group.memory.find(rank, offer);
     if (!theirs) co_return shmBadOffer(group, rank);
     copy(target.data, theirs, target.bytes, isStreaming);
   }
@@ -370,7 +372,8 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     const int rank = (self + step) % ranks;
     const Span target = incoming(rank);
     if (!arena.isOffer(rank) || target.bytes == 0) continue;
-    const SharedSpan offer = PeerMemory::offerOf(arena, rank, static_cast<size_t>(self));
+    SharedSpan offer = PeerMemory::offerOf(arena, rank, static_cast<size_t>(self));
+    offer.bytes = target.bytes;  // what is read, whatever it says by now
     const char* theirs = group.memory.find(rank, offer);
     if (!theirs) co_return shmBadOffer(group, rank);
     copy(target.data, theirs, target.bytes, isStreaming);

@@ -42,12 +42,12 @@ bool isStreamingResult(const Call& call) {
 
 // What a rank reads of another's tensors where they lie: rounds of this size wait seldom, and are
 // still in the caches when they are fetched.
-constexpr size_t kDirectChunk = 512 * 1024;
+constexpr size_t kDirectChunk = 4 * 1024 * 1024;
 constexpr int kMaxRootInputs = 4;
 
 // This rank's tensors, for the others to read: its inputs, and the output where that is read.
 std::vector<SharedSpan> offerTensors(const ShmGroup& group, const Call& call) {
-  if (totalBytes(call.in) < kLeastOffer) return {};
+  if (totalBytes(call.in) < kLeastReduceOffer) return {};
   // Many inputs are quicker reduced by all than by the root alone.
   if (call.kind == OpKind::kReduce && group.arena.ranks() > kMaxRootInputs) return {};
   const bool isOutputRead = call.kind == OpKind::kAllReduce;
@@ -315,6 +315,9 @@ Task shmReduceDirect(ShmGroup group, const Call& call) {
   MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, index, mine, &inputs));
   if (isAll) MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, 1, call.out[0], &outputs));
   const bool isStreaming = wantsResult && isStreamingResult(call);
+  // What is fetched replaces an input that its owner has read, and often still has in its cache:
+  // stores through the caches would have to ask for each line, and fetch it, first.
+  const bool isFetchStreaming = isAll && call.out[0].bytes >= kStreamingOutput;
 
   // A whole tensor: its owner is whoever wants it.
   const Slices slices(isAll ? static_cast<size_t>(ranks) : 1, kDirectChunk, mine.bytes);
@@ -336,7 +339,7 @@ Task shmReduceDirect(ShmGroup group, const Call& call) {
       RoundReached isReduced(arena, owner, Counter::kReduced, round + 1);
       co_await isReduced;
       copy(slice.data, outputs[owner] + (slice.begin() - call.out[0].begin()), slice.bytes,
-           isStreaming);
+           isFetchStreaming);
     }
   }
   const uint64_t rounds = isAll ? slices.rounds : 1;

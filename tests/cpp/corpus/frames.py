@@ -74,7 +74,7 @@ OPERATIONS = (
     "broadcast", "scatter", "gather", "all-gather", "all-to-all", "reduce", "reduce-scatter",
     "all-reduce",
 )  # fmt: skip
-HEAD, TENSOR, REGION = 4096, 128 * 1024, 64 << 20
+HEAD, TENSOR, REGION = 4096, 1024 * 1024, 64 << 20
 
 
 def offer(

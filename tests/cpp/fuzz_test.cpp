@@ -235,9 +235,9 @@ struct Lie {
   uint16_t rounds = 0;
   uint32_t blobBytes = 0;  // as it claims
 };
-constexpr OpKind kOperations[] = {OpKind::kBroadcast,     OpKind::kScatter,  OpKind::kGather,
-                                  OpKind::kAllGather,     OpKind::kAllToAll, OpKind::kReduce,
-                                  OpKind::kReduceScatter, OpKind::kAllReduce};
+constexpr OpKind kOperations[] = {OpKind::kBroadcast, OpKind::kScatter,  OpKind::kGather,
+                                  OpKind::kAllGather, OpKind::kAllToAll, OpKind::kReduceScatter,
+                                  OpKind::kAllReduce};
 
 std::string offersOfNonsense(std::mt19937& random) {
   const uint64_t values[] = {0,
@@ -289,7 +289,7 @@ Call callOf(OpKind kind, const Block& in, char* out, Span* landing) {
   } else {
     call.in.assign(give, give + 1 + readsList);
   }
-  if (kind == OpKind::kGather || kind == OpKind::kReduce) call.root = 0;
+  if (kind == OpKind::kGather) call.root = 0;
   call.out.assign(take, take + 1 + writesList);
   *landing = call.out.back();
   return call;

@@ -367,7 +367,7 @@ TEST(SharedTensors, processesReadEachOther) {
 }
 
 // What all ranks share is read where it lies, from the first call on: their staging memory stays as
-// it was, and the arrivals say no more than where the tensors are.
+// it was, and the arrivals say no more than where the tensors are. Only a reduce is not worth it.
 TEST(SharedTensors, nothingIsStaged) {
   constexpr size_t kCount = kLeastReduceOffer / 4;
   for (int ranks = 2; ranks <= 4; ++ranks) {
@@ -387,7 +387,7 @@ TEST(SharedTensors, nothingIsStaged) {
             mark(arena);
             EXPECT_OK(run(group, callOf(kind, in, out, kCount, group, root, isInPlace)));
             staged.at(kind) += stagedBytes(arena);
-            if (!isShared) continue;
+            if (!isShared || kind == OpKind::kReduce) continue;
             EXPECT(arena.blobBytesOf(self) <= (n + 1) * sizeof(SharedSpan));
           }
         }
@@ -395,7 +395,8 @@ TEST(SharedTensors, nothingIsStaged) {
       for (const OpKind kind : kKinds) {
         const std::string where = std::string(name(kind)) + " of " + std::to_string(ranks) + ": ";
         const bool isAny = staged.at(kind) > 0;
-        EXPECT_EQ(where + (isAny ? "staged" : "read"), where + (isShared ? "read" : "staged"));
+        const bool isRead = isShared && kind != OpKind::kReduce;
+        EXPECT_EQ(where + (isAny ? "staged" : "read"), where + (isRead ? "read" : "staged"));
       }
     }
   }

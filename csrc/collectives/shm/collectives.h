@@ -50,8 +50,8 @@ Task shmReduceScatterLarge(ShmGroup group, const Call& call);
 // in the place of their input.
 constexpr size_t kStreamingOutput = 1024 * 1024;
 
-// Smaller tensors are copied: that is quicker than the wait at the end. What is reduced also goes from
-// one core's cache to another's when it is read where it lies, which takes longer than a copy.
+// Smaller tensors are copied: that is quicker than the wait at the end. What is reduced also goes
+// from one core's cache to another's when it is read where it lies, which takes longer than a copy.
 constexpr size_t kLeastOffer = 128 * 1024;
 constexpr size_t kLeastReduceOffer = 1024 * 1024;
 

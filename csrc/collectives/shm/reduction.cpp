@@ -17,9 +17,9 @@
 // An owner's own input never needs staging, so the result takes its place, where the others fetch
 // it.
 //
-// When all ranks offer their tensors (PeerMemory), nothing is staged: an owner reads its slice of
-// all inputs, and the others fetch the result from its output. In place that is safe, as a slice of
-// an input is replaced only after its owner has reduced it.
+// When all ranks offer their tensors (PeerMemory) to an all_reduce or a reduce_scatter, nothing is
+// staged: an owner reads its slice of all inputs, and the others fetch the result from its output.
+// In place that is safe, as a slice of an input is replaced only after its owner has reduced it.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -43,13 +43,11 @@ bool isStreamingResult(const Call& call) {
 // What a rank reads of another's tensors where they lie: rounds of this size wait seldom, and are
 // still in the caches when they are fetched.
 constexpr size_t kDirectChunk = 4 * 1024 * 1024;
-constexpr int kMaxRootInputs = 4;
 
 // This rank's tensors, for the others to read: its inputs, and the output where that is read.
 std::vector<SharedSpan> offerTensors(const ShmGroup& group, const Call& call) {
   if (totalBytes(call.in) < kLeastReduceOffer) return {};
-  // Many inputs are quicker reduced by all than by the root alone.
-  if (call.kind == OpKind::kReduce && group.arena.ranks() > kMaxRootInputs) return {};
+  if (call.kind == OpKind::kReduce) return {};  // the root would read alone
   const bool isOutputRead = call.kind == OpKind::kAllReduce;
   std::vector<SharedSpan> offered(call.in.size() + isOutputRead);
   if (offered.size() * sizeof(SharedSpan) > group.arena.shape().smallBytes) return {};
@@ -308,23 +306,21 @@ Task shmReduceDirect(ShmGroup group, const Call& call) {
   const int self = arena.rank();
   const int ranks = arena.ranks();
   const bool isAll = call.kind == OpKind::kAllReduce;
-  const size_t index = call.kind == OpKind::kReduceScatter ? static_cast<size_t>(self) : 0;
+  const size_t index = isAll ? 0 : static_cast<size_t>(self);
   const Span mine = call.in[index];
-  const bool wantsResult = call.kind != OpKind::kReduce || self == call.root;
   std::vector<const char*> inputs, outputs;
   MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, index, mine, &inputs));
   if (isAll) MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, 1, call.out[0], &outputs));
-  const bool isStreaming = wantsResult && isStreamingResult(call);
+  const bool isStreaming = isStreamingResult(call);
   // What is fetched replaces an input that its owner has read, and often still has in its cache:
   // stores through the caches would have to ask for each line, and fetch it, first.
   const bool isFetchStreaming = isAll && call.out[0].bytes >= kStreamingOutput;
 
-  // A whole tensor: its owner is whoever wants it.
+  // A part of a reduce_scatter is one slice.
   const Slices slices(isAll ? static_cast<size_t>(ranks) : 1, kDirectChunk, mine.bytes);
   const int slot = isAll ? self : 0;
   std::vector<const void*> pieces(ranks);
   for (uint64_t round = 0; round < slices.rounds; ++round) {
-    if (!wantsResult) break;
     const Span part = slices.of(slot, round, mine.data);
     const size_t begin = static_cast<size_t>(part.begin() - mine.begin());
     for (int rank = 0; rank < ranks; ++rank) pieces[rank] = inputs[rank] + begin;

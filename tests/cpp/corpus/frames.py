@@ -71,8 +71,7 @@ def announced_at(
 
 
 OPERATIONS = (
-    "broadcast", "scatter", "gather", "all-gather", "all-to-all", "reduce", "reduce-scatter",
-    "all-reduce",
+    "broadcast", "scatter", "gather", "all-gather", "all-to-all", "reduce-scatter", "all-reduce",
 )  # fmt: skip
 HEAD, TENSOR, REGION = 4096, 1024 * 1024, 64 << 20
 
@@ -95,10 +94,10 @@ def offers() -> dict[str, list[bytes]]:
         "in-the-head": offer(3, (1, HEAD - 1, TENSOR)),
         "before-everything": offer(4, (1, MOST - TENSOR + 1, TENSOR)),
         "of-another-size": offer(5, (1, HEAD, TENSOR - 1)),
-        "of-no-region": offer(7, (0, HEAD, TENSOR), (0, HEAD, TENSOR)),
+        "of-no-region": offer(6, (0, HEAD, TENSOR), (0, HEAD, TENSOR)),
         "of-a-region-that-is-none": offer(0, (99, HEAD, TENSOR)),
         "of-many-regions": offer(3, *((region, HEAD, TENSOR) for region in range(1000, 1200))),
-        "of-too-few": offer(7, good),
+        "of-too-few": offer(6, good),
         "of-nothing": offer(3),
         "cut": offer(3, good, size=23),
         "too-large": offer(3, good, size=2**32 - 1),

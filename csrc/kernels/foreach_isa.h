@@ -5,6 +5,8 @@
 // inline functions of the standard library must not be used in it: a copy compiled for AVX-512
 // could be the one that the linker keeps for everybody.
 
+#include "kernels/isa.h"
+
 #define MYCOLL_VECTOR_BYTES 16
 #define MYCOLL_HAS_F16C 0
 namespace mycoll::baseline {
@@ -14,7 +16,7 @@ namespace mycoll::baseline {
 #undef MYCOLL_VECTOR_BYTES
 #undef MYCOLL_HAS_F16C
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if MYCOLL_HAS_ISAS
 
 #define MYCOLL_HAS_F16C 1
 

@@ -22,7 +22,7 @@ const char* name(Isa isa) {
 }
 
 Isa detectIsa() {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if MYCOLL_HAS_ISAS
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return Isa::kBaseline;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&

@@ -2,6 +2,13 @@
 // process. All [any thread].
 #pragma once
 
+// Whether there are more than the baseline.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(MYCOLL_BASELINE)
+#define MYCOLL_HAS_ISAS 1
+#else
+#define MYCOLL_HAS_ISAS 0
+#endif
+
 namespace mycoll {
 
 enum class Isa {

@@ -256,7 +256,7 @@ TEST(Plan, isRightWhereMemoryIsUsedAgain) {
 TEST(Plan, isRightForRandomWorlds) {
   const unsigned seed = std::random_device{}();
   std::mt19937 random(seed);
-  for (int i = 0; i < numberFrom("PLAN_WORLDS", 200); ++i) {
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 100); ++i) {
     const int ranks = 2 + static_cast<int>(random() % 63);
     const int hosts = 1 + static_cast<int>(random() % std::min(ranks, 24));
     std::vector<int> hostOf(ranks);
@@ -276,7 +276,7 @@ TEST(Plan, isRightForRandomWorlds) {
 TEST(Plan, isRightForRootsOfLargeWorlds) {
   const unsigned seed = std::random_device{}();
   std::mt19937 random(seed);
-  for (int i = 0; i < numberFrom("PLAN_WORLDS", 200) / 10; ++i) {
+  for (int i = 0; i < numberFrom("PLAN_WORLDS", 100) / 5; ++i) {
     const int ranks = 65 + static_cast<int>(random() % 60);
     const int hosts = 2 + static_cast<int>(random() % 30);
     std::vector<int> hostOf(ranks);

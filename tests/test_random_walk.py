@@ -19,8 +19,8 @@ from worlds import arith
 from worlds.worker import Ctx, stable_seed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.float64)
-# Shared tensors are read where they lie from 128 KiB on, what is reduced from 1 MiB on: the last two
-# and the last of these, mostly.
+# Shared tensors are read where they lie from 128 KiB on, mostly the last two of these, and what is
+# reduced from 1 MiB on, mostly the last.
 SIZES = (0, 1, 2, 63, 64, 1000, 4096, 30_011, 70_003, 300_001)
 STEPS = 150
 KINDS = ("all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter", "all_to_all")

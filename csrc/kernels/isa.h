@@ -3,7 +3,9 @@
 #pragma once
 
 // Whether there are more than the baseline.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(MYCOLL_BASELINE)
+#ifdef MYCOLL_BASELINE  // by CMakeLists.txt
+#define MYCOLL_HAS_ISAS 0
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MYCOLL_HAS_ISAS 1
 #else
 #define MYCOLL_HAS_ISAS 0

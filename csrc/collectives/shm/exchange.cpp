@@ -235,9 +235,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
     const int rank = (self + step) % arena.ranks();
     const Span target = plan.from(rank);
     if (!arena.isOffer(rank) || target.bytes == 0) continue;
-    SharedSpan offer = PeerMemory::offerOf(arena, rank, 0);
-    offer.bytes = target.bytes;  // what is read, whatever it says by now
-    const char* theirs = group.memory.find(rank, offer);
+    const char* theirs = group.memory.find(arena, rank, 0, target.bytes);
     if (!theirs) co_return shmBadOffer(group, rank);
     copy(target.data, theirs, target.bytes, isStreaming);
   }
@@ -372,9 +370,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
     const int rank = (self + step) % ranks;
     const Span target = incoming(rank);
     if (!arena.isOffer(rank) || target.bytes == 0) continue;
-    SharedSpan offer = PeerMemory::offerOf(arena, rank, static_cast<size_t>(self));
-    offer.bytes = target.bytes;  // what is read, whatever it says by now
-    const char* theirs = group.memory.find(rank, offer);
+    const char* theirs = group.memory.find(arena, rank, static_cast<size_t>(self), target.bytes);
     if (!theirs) co_return shmBadOffer(group, rank);
     copy(target.data, theirs, target.bytes, isStreaming);
   }

@@ -165,6 +165,11 @@ const char* PeerMemory::find(int rank, const SharedSpan& offered) const {
   return SharedHeap::memoryAt(*known->second.segment, offered.offset, offered.bytes);
 }
 
+const char* PeerMemory::find(const Arena& arena, int rank, size_t index, size_t bytes) const {
+  const SharedSpan offered = offerOf(arena, rank, index);
+  return offered.bytes == bytes ? find(rank, offered) : nullptr;
+}
+
 // The numbers of regions are never used again, so it does not matter which rank forgets one when.
 void PeerMemory::forgetDropped() {
   std::erase_if(known_, [&](const auto& entry) {

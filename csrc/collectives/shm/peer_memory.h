@@ -60,6 +60,8 @@ class PeerMemory {
   Task introduce(ShmGroup group);
   // Where the memory can be read, or null, if it does not lie in what the rank has shared.
   const char* find(int rank, const SharedSpan& offered) const;
+  // The same of what it offers, which may change at any time. Null, too, if that has another size.
+  const char* find(const Arena& arena, int rank, size_t index, size_t bytes) const;
 
  private:
   struct Known {

@@ -74,8 +74,7 @@ Status findTensors(const ShmGroup& group, size_t index, const Span& mine,
     const char*& place = (*found)[rank];
     place = mine.begin();
     if (rank == group.arena.rank() || mine.bytes == 0) continue;
-    const SharedSpan offered = PeerMemory::offerOf(group.arena, rank, index);
-    place = offered.bytes == mine.bytes ? group.memory.find(rank, offered) : nullptr;
+    place = group.memory.find(group.arena, rank, index, mine.bytes);
     if (!place) return shmBadOffer(group, rank);
   }
   return Status();

@@ -44,8 +44,8 @@ struct MeshOptions {
   int flows = 0;  // sockets for a peer on another host; 0: as many as its distance asks for
   int networkSeconds = 10;  // a peer beyond the network that is silent for so long is dead
   // For tests:
-  LinkTap* tap = nullptr;  // outlives the mesh
-  std::string host;        // the host that this process pretends to be on; empty: none
+  std::shared_ptr<LinkTap> tap;
+  std::string host;  // the host that this process pretends to be on; empty: none
 
   static Status fromEnv(MeshOptions* result);
 };

@@ -317,10 +317,10 @@ TEST(Engine, whoIsLeftWithoutAGoodbyeDoesNotWait) {
                                                       {sizeof(FrameHeader) / 2, false},
                                                       {sizeof(FrameHeader) + 100, false},
                                                       {sizeof(FrameHeader) + 100, true}}) {
-    Gate gate;
+    const auto gate = std::make_shared<Gate>();
     const auto meshOf = [&](int rank) {
       MeshOptions mesh;
-      if (rank == 1) mesh.tap = &gate;
+      if (rank == 1) mesh.tap = gate;
       return mesh;
     };
     const auto body = [&](Communicator& group) {
@@ -329,9 +329,9 @@ TEST(Engine, whoIsLeftWithoutAGoodbyeDoesNotWait) {
       if (group.rank() == 1) {
         EXPECT_OK(group.wait(group.send(message, nullptr, true), Deadline::never()));
         ASSERT_OK(run(group, call(OpKind::kBarrier)));
-        gate.budget = bytes;
+        gate->budget = bytes;
         const OpPtr last = bytes > 0 ? group.send(message, nullptr, false) : nullptr;
-        while (gate.budget > 0) std::this_thread::yield();
+        while (gate->budget > 0) std::this_thread::yield();
         return group.close(Deadline::after(std::chrono::milliseconds(50)));
       }
       EXPECT_OK(group.wait(group.recv(message, nullptr, true), Deadline::never()));

@@ -107,17 +107,16 @@ class Links final : public LinkTap {
 // Two processes that have talked, over so many sockets.
 struct Far {
   explicit Far(bool isChecked = false, size_t flows = kFlows, unsigned bytesPerSecond = 0)
-      : links{Links(bytesPerSecond), Links(bytesPerSecond)},
-        meshes(2, TransportChoice::kTcp, {{0, &links[0]}, {1, &links[1]}},
-               [&](MeshOptions& options) {
-                 options.flows = static_cast<int>(flows);
-                 options.isChecked = isChecked;
-               }) {
+      : links{std::make_shared<Links>(bytesPerSecond), std::make_shared<Links>(bytesPerSecond)},
+        meshes(2, TransportChoice::kTcp, {{0, links[0]}, {1, links[1]}}, [&](MeshOptions& options) {
+          options.flows = static_cast<int>(flows);
+          options.isChecked = isChecked;
+        }) {
     meshes.join(0, 1, {0, 1});
     meshes.join(1, 1, {0, 1});
     EXPECT(meshes.talk(0, 1, 1, 0, 1));
     EXPECT(meshes.talk(1, 0, 1, 1, 0));
-    EXPECT(meshes.turnUntil([&] { return links[1].sent.size() == flows; }));
+    EXPECT(meshes.turnUntil([&] { return links[1]->sent.size() == flows; }));
     meshes.turn(50);  // the last one has joined on the other side, too
   }
 
@@ -133,7 +132,7 @@ struct Far {
   }
   static Span span(std::vector<char>& data) { return {data.data(), data.size()}; }
 
-  Links links[2];
+  const std::shared_ptr<Links> links[2];
   test::Meshes meshes;
 };
 
@@ -154,7 +153,7 @@ TEST(Flows, largeMessagesUseAllSockets) {
   for (const bool isChecked : {false, true}) {
     Far far(isChecked);
     for (const int from : {0, 1}) {
-      const std::vector<size_t> before = far.links[from].sent;
+      const std::vector<size_t> before = far.links[from]->sent;
       ASSERT(before.size() == kFlows);
       std::vector<char> out = pattern(kLarge, from), in(kLarge);
       Transfer sending, receiving;
@@ -164,7 +163,7 @@ TEST(Flows, largeMessagesUseAllSockets) {
       EXPECT_OK(receiving.status());
       EXPECT(in == out);
       for (int i = 0; i < kFlows; ++i) {
-        EXPECT(far.links[from].sent[i] - before[i] >= kLarge / kFlows / 4);
+        EXPECT(far.links[from]->sent[i] - before[i] >= kLarge / kFlows / 4);
       }
     }
   }
@@ -200,7 +199,7 @@ TEST(Flows, messagesThatDoNotAskAreCutUpAndKeepTheirOrder) {
   Far far;
   for (const bool isPostedFirst : {true, false}) {
     constexpr int kMessages = 5;
-    const std::vector<size_t> before = far.links[0].sent;
+    const std::vector<size_t> before = far.links[0]->sent;
     std::vector<std::vector<char>> out, in;
     Transfer sending[kMessages], receiving[kMessages];
     for (int i = 0; i < kMessages; ++i) {
@@ -228,7 +227,7 @@ TEST(Flows, messagesThatDoNotAskAreCutUpAndKeepTheirOrder) {
       EXPECT_OK(receiving[i].status());
       EXPECT(in[i] == out[i]);
     }
-    for (int i = 0; i < kFlows; ++i) EXPECT(far.links[0].sent[i] - before[i] >= kCut / 4);
+    for (int i = 0; i < kFlows; ++i) EXPECT(far.links[0]->sent[i] - before[i] >= kCut / 4);
   }
 }
 
@@ -241,11 +240,11 @@ TEST(Flows, piecesWaitForTheBeginningOfTheirMessage) {
   std::vector<char> out = pattern(kCut, 5), in(kCut);
   Transfer sending, receiving;
   far.receive(1, receiving, in, tagOf(1), kCollective);
-  far.links[1].isHeldBack[0] = true;
+  far.links[1]->isHeldBack[0] = true;
   far.send(0, sending, out, tagOf(1), kCollective);
   far.meshes.turn(300);
   EXPECT(!receiving.isDone());
-  far.links[1].isHeldBack[0] = false;
+  far.links[1]->isHeldBack[0] = false;
   ASSERT(far.meshes.turnUntil([&] { return receiving.isDone(); }));
   EXPECT_OK(receiving.status());
   EXPECT(in == out);
@@ -257,14 +256,14 @@ TEST(Flows, aGoodbyeDoesNotOvertakePieces) {
   std::vector<char> out = pattern(kLarge, 6), in(kLarge);
   Transfer sending, receiving;
   far.receive(1, receiving, in, 9);
-  far.links[1].isHeldBack[1] = true;
+  far.links[1]->isHeldBack[1] = true;
   far.send(0, sending, out, 9);
   ASSERT(far.meshes.turnUntil([&] { return sending.isDone(); }));
   far.meshes.leave(0, 1);
   far.meshes.turn(500);
   EXPECT(!receiving.isDone());
   EXPECT(far.meshes.at(1, 1).listener.gone().empty());
-  far.links[1].isHeldBack[1] = false;
+  far.links[1]->isHeldBack[1] = false;
   ASSERT(far.meshes.turnUntil([&] { return receiving.isDone(); }));
   EXPECT_OK(receiving.status());
   EXPECT(in == out);
@@ -279,7 +278,7 @@ TEST(Flows, oneBrokenSocketEndsTheConnection) {
     std::vector<char> in(kLarge);
     Transfer receiving;
     far.receive(0, receiving, in, 9);
-    ::shutdown(far.links[1].fds[static_cast<size_t>(broken)], SHUT_RDWR);
+    ::shutdown(far.links[1]->fds[static_cast<size_t>(broken)], SHUT_RDWR);
     EXPECT(far.meshes.turnUntil([&] { return receiving.isDone(); }, 3'000));
     EXPECT_EQ(static_cast<int>(receiving.status().code()), static_cast<int>(Code::kPeerLost));
     EXPECT(
@@ -310,22 +309,22 @@ TEST(Flows, theFirstMessageToANewGroupAsks) {
 // It is small, and would not gain: the sockets are for those that do not fit in one.
 TEST(Flows, smallMessagesStayOnTheFirstSocket) {
   Far far;
-  const std::vector<size_t> before = far.links[0].sent;
+  const std::vector<size_t> before = far.links[0]->sent;
   for (int i = 0; i < 20; ++i) EXPECT(far.meshes.talk(0, 1, 1, 0, 1));
-  EXPECT(far.links[0].sent[0] > before[0]);
-  for (int i = 1; i < kFlows; ++i) EXPECT_EQ(far.links[0].sent[i], before[i]);
+  EXPECT(far.links[0]->sent[0] > before[0]);
+  for (int i = 1; i < kFlows; ++i) EXPECT_EQ(far.links[0]->sent[i], before[i]);
 }
 
 // Neighbours have one.
 TEST(Flows, aNearPeerHasOneSocket) {
-  Links links[2];
-  test::Meshes meshes(2, TransportChoice::kTcp, {{0, &links[0]}, {1, &links[1]}});
+  const std::shared_ptr<Links> links[2] = {std::make_shared<Links>(), std::make_shared<Links>()};
+  test::Meshes meshes(2, TransportChoice::kTcp, {{0, links[0]}, {1, links[1]}});
   meshes.join(0, 1, {0, 1});
   meshes.join(1, 1, {0, 1});
   EXPECT(meshes.talk(0, 1, 1, 0, 1));
   meshes.turn(200);
-  EXPECT_EQ(links[0].sent.size(), size_t{1});
-  EXPECT_EQ(links[1].sent.size(), size_t{1});
+  EXPECT_EQ(links[0]->sent.size(), size_t{1});
+  EXPECT_EQ(links[1]->sent.size(), size_t{1});
 }
 
 TEST(Flows, subnetsAreCompared) {

@@ -97,19 +97,19 @@ void forBothLinks(const std::function<void(TransportChoice)>& body) {
 // Half of its header has left: the rest has to follow, though there is no payload.
 TEST(Frames, anEmptyMessageIsCancelledHalfWay) {
   forBothLinks([](TransportChoice transport) {
-    Gate gate;
-    Meshes world(2, transport, {{0, &gate}});
+    const auto gate = std::make_shared<Gate>();
+    Meshes world(2, transport, {{0, gate}});
     for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
     ASSERT(world.talk(0, 1, kGroup, 0, 1));
-    gate.budget = 40;
+    gate->budget = 40;
     {
       Transfer cancelled;
       world.at(0, kGroup).mailbox->send(cancelled, 1, kMessages, 5, Meshes::word(0), {});
       world.turn(100);
-      EXPECT_EQ(gate.budget, 0);
+      EXPECT_EQ(gate->budget, 0);
       EXPECT(!cancelled.isDone());
     }
-    gate.budget = ~size_t{0};
+    gate->budget = ~size_t{0};
     EXPECT(world.talk(0, 1, kGroup, 0, 1));
     EXPECT_OK(world.at(1, kGroup).listener.failure());
   });
@@ -132,22 +132,22 @@ TEST(Frames, aMessageThatIsTakenBackIsNotAskedFor) {
 // What of a put has not come when its window closes goes nowhere; the frame ends all the same.
 TEST(Frames, aWindowClosesInTheMiddleOfAPut) {
   forBothLinks([](TransportChoice transport) {
-    Gate gate;
-    Meshes world(2, transport, {{0, &gate}});
+    const auto gate = std::make_shared<Gate>();
+    Meshes world(2, transport, {{0, gate}});
     for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
     ASSERT(world.talk(0, 1, kGroup, 0, 1));
     std::vector<char> data(1000, 'y');
     auto memory = std::make_unique<std::vector<char>>(1000, 'x');
     Mailbox& target = *world.at(1, kGroup).mailbox;
     target.openWindow(1, {memory->data(), 1000});
-    gate.budget = sizeof(FrameHeader) + 400;
+    gate->budget = sizeof(FrameHeader) + 400;
     Transfer putting;
     world.at(0, kGroup).mailbox->put(putting, 1, 1, 0, Meshes::word(1000), {data.data(), 1000});
-    EXPECT(world.turnUntil([&] { return gate.budget == 0 && (*memory)[399] == 'y'; }));
+    EXPECT(world.turnUntil([&] { return gate->budget == 0 && (*memory)[399] == 'y'; }));
     EXPECT((*memory)[400] == 'x');
     target.closeWindow(1, Status(Code::kAborted, "closed"));
     memory.reset();
-    gate.budget = ~size_t{0};
+    gate->budget = ~size_t{0};
     EXPECT(world.turnUntil([&] { return putting.isDone(); }));
     EXPECT_OK(putting.status());
     EXPECT(world.talk(0, 1, kGroup, 0, 1));
@@ -158,22 +158,22 @@ TEST(Frames, aWindowClosesInTheMiddleOfAPut) {
 // A put that is taken back half way: what has left ends as it was, and nothing follows.
 TEST(Frames, aPutIsCancelledHalfWay) {
   forBothLinks([](TransportChoice transport) {
-    Gate gate;
-    Meshes world(2, transport, {{0, &gate}});
+    const auto gate = std::make_shared<Gate>();
+    Meshes world(2, transport, {{0, gate}});
     for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
     ASSERT(world.talk(0, 1, kGroup, 0, 1));
     constexpr size_t kBytes = 3 * 1024 * 1024;
     std::vector<char> memory(kBytes, 'x');
     world.at(1, kGroup).mailbox->openWindow(1, {memory.data(), kBytes});
-    gate.budget = sizeof(FrameHeader) + 400;
+    gate->budget = sizeof(FrameHeader) + 400;
     {
       std::vector<char> data(kBytes, 'y');
       Transfer putting;
       world.at(0, kGroup).mailbox->put(putting, 1, 1, 0, Meshes::word(kBytes),
                                        {data.data(), kBytes});
-      EXPECT(world.turnUntil([&] { return gate.budget == 0; }));
+      EXPECT(world.turnUntil([&] { return gate->budget == 0; }));
     }
-    gate.budget = ~size_t{0};
+    gate->budget = ~size_t{0};
     EXPECT(world.talk(0, 1, kGroup, 0, 1));
     EXPECT(memory[401] == 'y');
     EXPECT(memory[kBytes - 1] == 'x');
@@ -184,8 +184,8 @@ TEST(Frames, aPutIsCancelledHalfWay) {
 // A message that had to wait for its receiver, has no bytes, and leaves in parts.
 TEST(Frames, anEmptyPieceLeavesInParts) {
   forBothLinks([](TransportChoice transport) {
-    Gate gate;
-    Meshes world(2, transport, {{0, &gate}});
+    const auto gate = std::make_shared<Gate>();
+    Meshes world(2, transport, {{0, gate}});
     for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
     // More than is kept, so that all that follows waits.
     std::vector<char> filler(64 * 1024);
@@ -197,7 +197,7 @@ TEST(Frames, anEmptyPieceLeavesInParts) {
     }
     world.turn();
     EXPECT(!unheard.back().isDone());
-    gate.atOnce = 10;
+    gate->atOnce = 10;
     Transfer sending, receiving;
     world.at(0, kGroup).mailbox->send(sending, 1, kMessages, 5, Meshes::word(0), {});
     world.at(1, kGroup).mailbox->receive(receiving, 0, kMessages, 5, Meshes::word(0), {});
@@ -211,13 +211,13 @@ TEST(Frames, anEmptyPieceLeavesInParts) {
 // connection comes in at that very moment.
 TEST(Frames, linksAreAddedWhileALostOneIsRead) {
   forBothLinks([](TransportChoice transport) {
-    Gate gate;
-    Meshes world(4, transport, {{0, &gate}});
+    const auto gate = std::make_shared<Gate>();
+    Meshes world(4, transport, {{0, gate}});
     for (int rank : {0, 1, 2, 3}) world.join(rank, kGroup, {0, 1, 2, 3});
     ASSERT(world.talk(1, 0, kGroup, 1, 0));
     ASSERT(world.talk(3, 0, kGroup, 3, 0));
     ASSERT(world.talk(0, 1, kGroup, 0, 1));
-    gate.isShut = true;
+    gate->isShut = true;
     char data[8] = {};
     Transfer expected, differs, coming;
     world.at(0, kGroup).mailbox->receive(expected, 1, kMessages, 5, Meshes::word(8), {data, 8});
@@ -226,7 +226,7 @@ TEST(Frames, linksAreAddedWhileALostOneIsRead) {
     // Rank 2 has said hello, and has been answered.
     world.at(2, kGroup).mailbox->send(coming, 0, kMessages, 6, Meshes::word(4), {data, 4});
     for (int i = 0; i < 3000; ++i) world.all[0]->progress();
-    gate.beforeRead = [&] {
+    gate->beforeRead = [&] {
       for (int i = 0; i < 100; ++i) world.all[2]->progress();
     };
     world.end(1);

@@ -135,13 +135,13 @@ class Tongue final : public LinkTap {
 
 // Two ranks of a group, of this thread both. tap: of what comes to rank 1.
 struct Pair {
-  explicit Pair(TransportChoice transport, int flows = 1, LinkTap* tap = nullptr) {
+  explicit Pair(TransportChoice transport, int flows = 1, std::shared_ptr<LinkTap> tap = nullptr) {
     for (int rank = 0; rank < 2; ++rank) {
       MeshOptions options;
       options.transport = transport;
       options.storeHost = "127.0.0.1";
       options.flows = flows;
-      if (rank == 1) options.tap = tap;
+      if (rank == 1) options.tap = std::move(tap);
       ASSERT_OK(Mesh::create(options, &meshes[rank]));
     }
     for (int rank = 0; rank < 2; ++rank) {
@@ -162,8 +162,8 @@ struct Pair {
 
 // Rank 0 says this to rank 1, which waits for two messages and has a window, number 7.
 void say(const std::string& bytes, TransportChoice transport, bool isGood, int flows = 1) {
-  Tongue tongue(bytes);
-  Pair pair(transport, flows, &tongue);
+  const auto tongue = std::make_shared<Tongue>(bytes);
+  Pair pair(transport, flows, tongue);
   auto& [meshes, listeners, mailboxes] = pair;
   // Guarded on both sides: nothing may be written there. What has come is used at once.
   std::vector<char> memory(3 * kBytes, 'x'), other(3 * kBytes, 'x'), window(3 * kBytes, 'x');
@@ -182,12 +182,12 @@ void say(const std::string& bytes, TransportChoice transport, bool isGood, int f
     for (int quiet = 0; quiet < 20 && !deadline.expired();) {
       bool moved = meshes[0]->progress();
       moved |= meshes[1]->progress();
-      quiet = moved || !tongue.isUsed ? 0 : quiet + 1;
+      quiet = moved || !tongue->isUsed ? 0 : quiet + 1;
       if (first.isDone() && !std::exchange(isUsed, true)) {
         std::fill_n(memory.begin() + kBytes, kBytes, 'u');
       }
     }
-    EXPECT(tongue.isUsed);
+    EXPECT(tongue->isUsed);
     if (isGood) EXPECT(first.isDone() && first.status().ok());
   }
   for (size_t i = 0; i < kBytes; ++i) {

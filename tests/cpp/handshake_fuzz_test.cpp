@@ -44,11 +44,11 @@ struct Counter final : LinkTap {
   int links = 0;
 };
 
-MeshOptions optionsFor(bool isUnix, LinkTap* tap) {
+MeshOptions optionsFor(bool isUnix, std::shared_ptr<LinkTap> tap) {
   MeshOptions options;
   options.transport = isUnix ? TransportChoice::kShm : TransportChoice::kTcp;
   options.storeHost = "127.0.0.1";
-  options.tap = tap;
+  options.tap = std::move(tap);
   return options;
 }
 
@@ -74,7 +74,7 @@ std::string strangerUid() {
 // An mesh that serves: a group with a rank that is not there, and others as they come.
 struct Server {
   explicit Server(bool isUnix) : isUnix(isUnix) {
-    ASSERT_OK(Mesh::create(optionsFor(isUnix, &counter), &mesh));
+    ASSERT_OK(Mesh::create(optionsFor(isUnix, counter), &mesh));
     stranger.uid = strangerUid();
     join();
   }
@@ -142,7 +142,7 @@ struct Server {
   }
 
   const bool isUnix;
-  Counter counter;
+  const std::shared_ptr<Counter> counter = std::make_shared<Counter>();
   test::Listener listener;
   std::shared_ptr<Mesh> mesh;
   PeerAddress stranger;
@@ -271,7 +271,7 @@ void record(Server& server) {
   Connector connector(server, script);
   connector.play();
   ASSERT(connector.deserves());
-  ASSERT(connector.turnUntil([&] { return server.counter.links == 1; }));
+  ASSERT(connector.turnUntil([&] { return server.counter->links == 1; }));
   ASSERT(connector.wasAccepted());
   connector.hangUp();
   server.forgetStranger();
@@ -284,13 +284,13 @@ void record(Server& server) {
 class Acceptor {
  public:
   void play(const Script& script) {
-    Counter counter;
+    const std::shared_ptr<Counter> counter = std::make_shared<Counter>();
     test::Listener listener;
     PeerAddress stranger;
     stranger.uid = strangerUid();
     Fd service;
     std::shared_ptr<Mesh> mesh;
-    ASSERT_OK(Mesh::create(optionsFor(script.isUnix, &counter), &mesh));
+    ASSERT_OK(Mesh::create(optionsFor(script.isUnix, counter), &mesh));
     if (script.isUnix) {
       ASSERT_OK(listenUnix(stranger.uid, &service));
       stranger.hostIdentity = mesh->address().hostIdentity;
@@ -341,9 +341,9 @@ class Acceptor {
     // A proof is worth something to whoever wants to pose as us: it is not for the unproven.
     Proof proof;
     EXPECT_EQ(wire.read(&proof, sizeof(proof)), isProven);
-    if (isLinked) wire.turnUntil([&] { return counter.links > 0; });
-    EXPECT_EQ(counter.links, isLinked ? 1 : 0);
-    if (!script.isKnowing) EXPECT_EQ(counter.links, 0);
+    if (isLinked) wire.turnUntil([&] { return counter->links > 0; });
+    EXPECT_EQ(counter->links, isLinked ? 1 : 0);
+    if (!script.isKnowing) EXPECT_EQ(counter->links, 0);
   }
 };
 
@@ -366,16 +366,16 @@ TEST(Fuzz, handshakes) {
       Acceptor().play(script);
     } else {
       Server& server = servers[script.isUnix];
-      const int links = server.counter.links;
+      const int links = server.counter->links;
       auto connector = std::make_unique<Connector>(server, script);
       connector->play();
       const bool deserves = connector->deserves();
       if (deserves) {
-        connector->turnUntil([&] { return server.counter.links > links; });
+        connector->turnUntil([&] { return server.counter->links > links; });
       } else {
         connector->turn(100);
       }
-      EXPECT_EQ(server.counter.links - links, deserves ? 1 : 0);
+      EXPECT_EQ(server.counter->links - links, deserves ? 1 : 0);
       EXPECT_EQ(connector->wasAccepted(), deserves);
       if (!script.isKnowing) EXPECT(!deserves);
       accepted += deserves;

@@ -290,7 +290,7 @@ class LongWay final : public LinkTap {
 double delaysOfAllReduce(size_t bytes, int flows) {
   constexpr auto kDelay = std::chrono::milliseconds(60);
   constexpr int kRounds = 6;
-  LongWay way(kDelay);
+  const auto way = std::make_shared<LongWay>(kDelay);
   std::barrier together(2);
   std::vector<double> seconds[2];
   auto store = std::make_shared<MemoryStore>();
@@ -299,7 +299,7 @@ double delaysOfAllReduce(size_t bytes, int flows) {
     MeshOptions mesh;
     mesh.storeHost = "127.0.0.1";
     mesh.host = " host " + std::to_string(rank);
-    mesh.tap = &way;
+    mesh.tap = way;
     mesh.flows = flows;
     ASSERT_OK(Engine::create(mesh, &engines[rank]));
   }
@@ -345,7 +345,7 @@ double delaysOfAllReduce(size_t bytes, int flows) {
 TEST(Hosts, sendOnlyBetweenHosts) {
   const std::vector<int> hostOf = {0, 0, 0, 1, 1};
   constexpr size_t kCount = 1'000'003;
-  FrameCounter counter(hostOf);
+  const auto counter = std::make_shared<FrameCounter>(hostOf);
   runHosts(
       hostOf,
       [&](Communicator& group) {
@@ -370,8 +370,8 @@ TEST(Hosts, sendOnlyBetweenHosts) {
           }
         }
       },
-      60'000, &counter);
-  const FrameCounter::Count count = counter.count();
+      60'000, counter);
+  const FrameCounter::Count count = counter->count();
   EXPECT_EQ(count.requests, 0);
   EXPECT_EQ(count.insideHosts, 0);
   EXPECT(count.betweenHosts > 4 * kCount * sizeof(int32_t));
@@ -385,7 +385,7 @@ TEST(Hosts, sendAsManyMessagesAsPlanned) {
          {OpKind::kAllReduce, OpKind::kAllGather, OpKind::kBroadcast, OpKind::kBarrier}) {
       for (const size_t count : {size_t{1}, size_t{50'000}}) {
         auto messagesOf = [&](int calls) {
-          FrameCounter counter(hostOf);
+          const auto counter = std::make_shared<FrameCounter>(hostOf);
           runHosts(
               hostOf,
               [&](Communicator& group) {
@@ -400,8 +400,8 @@ TEST(Hosts, sendAsManyMessagesAsPlanned) {
                 }
                 for (int i = 0; i < calls; ++i) EXPECT(run(group, c).ok());
               },
-              60'000, &counter);
-          return counter.count().messages;
+              60'000, counter);
+          return counter->count().messages;
         };
         const size_t bytes = kind == OpKind::kBarrier ? 0 : count * sizeof(int32_t);
         const PlanCost cost = costOf(shape, kind, 0, bytes, sizeof(int32_t), sizeof(int32_t), {});
@@ -481,7 +481,7 @@ TEST(Hosts, roundedPartialsAreShorter) {
   for (const bool isRounded : {false, true}) {
     const ScopedEnv choice("MYCOLL_PARTIALS", isRounded ? "rounded" : "wide");
     Env::readAgainForTest();
-    FrameCounter counter(hostOf);
+    const auto counter = std::make_shared<FrameCounter>(hostOf);
     runHosts(
         hostOf,
         [&](Communicator& group) {
@@ -498,8 +498,8 @@ TEST(Hosts, roundedPartialsAreShorter) {
             break;
           }
         },
-        60'000, &counter);
-    bytes[isRounded] = counter.count().betweenHosts;
+        60'000, counter);
+    bytes[isRounded] = counter->count().betweenHosts;
   }
   Env::readAgainForTest();
   // Of two bytes an element, each host sends what it has added up of half of them, and the result

@@ -216,13 +216,13 @@ class Late final : public LinkTap {
 
 // The news of the connection's end overtakes the last message and the goodbye.
 TEST(Leaving, theLastBytesOverTcpAreWaitedFor) {
-  Late late;
-  late.isHere = true;
-  Meshes world(2, TransportChoice::kTcp, {{1, &late}});
+  const auto late = std::make_shared<Late>();
+  late->isHere = true;
+  Meshes world(2, TransportChoice::kTcp, {{1, late}});
   for (int process : {0, 1}) world.join(process, 1, {0, 1});
   ASSERT(world.talk(0, 1, 1, 0, 1));
   ASSERT(world.talk(1, 0, 1, 1, 0));
-  late.isHere = false;
+  late->isHere = false;
   Word word(world, 0, 1, 1);
   EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }));
   int got = 0;
@@ -231,7 +231,7 @@ TEST(Leaving, theLastBytesOverTcpAreWaitedFor) {
   world.leave(0, 1);
   world.end(0);
   EXPECT(!world.turnUntil([&] { return receiving.isDone(); }, 300));
-  late.isHere = true;
+  late->isHere = true;
   EXPECT(world.turnUntil([&] { return receiving.isDone(); }, 3000));
   EXPECT_OK(receiving.status());
   EXPECT_EQ(got, word.value);

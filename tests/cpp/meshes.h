@@ -26,7 +26,7 @@ struct Member {
 class Meshes {
  public:
   Meshes(int count, mycoll::TransportChoice transport,
-         const std::map<int, mycoll::LinkTap*>& taps = {},
+         const std::map<int, std::shared_ptr<mycoll::LinkTap>>& taps = {},
          const std::function<void(mycoll::MeshOptions&)>& adjust = {}) {
     for (int i = 0; i < count; ++i) {
       mycoll::MeshOptions options;

@@ -600,12 +600,12 @@ Fates play(const std::shared_ptr<Communicator>& world, const Script& script) {
 }
 
 // The weather of each rank.
-using Climate = std::vector<std::unique_ptr<Weather>>;
+using Climate = std::vector<std::shared_ptr<Weather>>;
 
 Climate climateOf(const Script& script) {
   Climate climate;
   for (int rank = 0; rank < script.ranks; ++rank)
-    climate.push_back(std::make_unique<Weather>(script.seed, rank));
+    climate.push_back(std::make_shared<Weather>(script.seed, rank));
   return climate;
 }
 
@@ -628,7 +628,7 @@ std::vector<Fates> runWorld(const Script& script, Climate& climate, bool isCheck
     if (seed % 3) mesh.eagerInCollectives = 16 * 1024;
     mesh.isChecked = isChecked;
     if (seed % 4 < 2) mesh.flows = 3;
-    mesh.tap = climate[rank].get();
+    mesh.tap = climate[rank];
     ASSERT_OK(Engine::create(mesh, &engines[rank]));
   }
   std::thread clock([&] {

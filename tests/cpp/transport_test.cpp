@@ -31,9 +31,9 @@ namespace {
 // Two ranks.
 struct Pair {
   explicit Pair(TransportChoice transport, const std::string& secondSecret = std::string(32, 's'),
-                int count = 2, LinkTap* tap = nullptr) {
+                int count = 2, std::shared_ptr<LinkTap> tap = nullptr) {
     MeshOptions options;
-    options.tap = tap;
+    options.tap = std::move(tap);
     options.transport = transport;
     options.storeHost = "127.0.0.1";
     ASSERT_OK(Mesh::create(options, &meshes[0]));
@@ -239,8 +239,8 @@ class SharedBlock {
 
 // Two ranks that are connected, and have sent each other nothing that is shared.
 struct ConnectedPair : Pair {
-  explicit ConnectedPair(TransportChoice transport, LinkTap* tap = nullptr)
-      : Pair(transport, std::string(32, 's'), 2, tap) {
+  explicit ConnectedPair(TransportChoice transport, std::shared_ptr<LinkTap> tap = nullptr)
+      : Pair(transport, std::string(32, 's'), 2, std::move(tap)) {
     int value = 9, got = 0;
     Transfer sending, receiving;
     mailboxes[1]->receive(receiving, 0, kMessages, 1, message(4), {&got, 4});
@@ -251,8 +251,8 @@ struct ConnectedPair : Pair {
 
 TEST(Transport, readsSharedMessagesWhereTheyLie) {
   forBothLinks([](TransportChoice transport) {
-    Scales scales;
-    ConnectedPair pair(transport, &scales);
+    const auto scales = std::make_shared<Scales>();
+    ConnectedPair pair(transport, scales);
     for (const size_t bytes : {size_t{100'000}, size_t{1'000'003}, size_t{9'000'000}}) {
       for (const bool isEarly : {false, true}) {
         const std::vector<char> out = pattern(bytes, static_cast<unsigned>(bytes));
@@ -260,7 +260,7 @@ TEST(Transport, readsSharedMessagesWhereTheyLie) {
         SharedBlock block(bytes);
         block.fill(out);
         Transfer sending, receiving;
-        scales.bytes = 0;
+        scales->bytes = 0;
         const auto receive = [&] {
           pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(bytes), span(in));
         };
@@ -272,7 +272,7 @@ TEST(Transport, readsSharedMessagesWhereTheyLie) {
         EXPECT_OK(receiving.status());
         EXPECT_OK(sending.status());
         EXPECT(in == out);
-        EXPECT_EQ(scales.bytes < 1000, transport != TransportChoice::kTcp);
+        EXPECT_EQ(scales->bytes < 1000, transport != TransportChoice::kTcp);
       }
     }
   });
@@ -306,8 +306,8 @@ TEST(Transport, aSharedMessageThatIsTakenBackIsNotBelieved) {
 
 // Another message of its region was taken back, and nobody can tell which.
 TEST(Transport, aSharedMessageInDoubtIsCopied) {
-  Scales scales;
-  ConnectedPair pair(TransportChoice::kAuto, &scales);
+  const auto scales = std::make_shared<Scales>();
+  ConnectedPair pair(TransportChoice::kAuto, scales);
   constexpr size_t kBytes = 4 * 1024 * 1024;
   const std::vector<char> out = pattern(kBytes, 5);
   SharedBlock block(kBytes);
@@ -320,7 +320,7 @@ TEST(Transport, aSharedMessageInDoubtIsCopied) {
   ASSERT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
   EXPECT_OK(receiving.status());
   EXPECT(in == out);
-  EXPECT(scales.bytes > kBytes);
+  EXPECT(scales->bytes > kBytes);
 }
 
 // Both ends go while it is read.

@@ -91,7 +91,7 @@ inline void runMeshes(int ranks, const std::function<mycoll::MeshOptions(int)>& 
 
 // On hosts that they pretend to be on: hostOf[rank]. tap: of all ranks' connections.
 inline void runHosts(const std::vector<int>& hostOf, const RankBody& body, int timeoutMs = 60'000,
-                     mycoll::LinkTap* tap = nullptr) {
+                     const std::shared_ptr<mycoll::LinkTap>& tap = nullptr) {
   auto meshOf = [&](int rank) {
     mycoll::MeshOptions mesh;
     mesh.host = " host " + std::to_string(hostOf[rank]);

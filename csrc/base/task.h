@@ -43,6 +43,9 @@ void* allocateFrame(size_t bytes);
 void freeFrame(void* frame, size_t bytes);
 // Made when the program starts, when there is some.
 const Status& outOfMemory();
+inline bool isOutOfMemory(const Status& status) {
+  return &status.message() == &outOfMemory().message();
+}
 }  // namespace detail
 
 class [[nodiscard]] Task {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -23,6 +24,29 @@ constexpr auto kWaitForWork = std::chrono::milliseconds(5);
 constexpr auto kChores = std::chrono::milliseconds(250);
 // Unfinished handshakes of strangers, and the peers' processes, are looked at this often.
 constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
+
+// For a scope, others ring when they have something for these groups.
+class Asleep {
+ public:
+  Asleep(Mesh& mesh, const std::vector<std::shared_ptr<Communicator>>& groups) : mesh_(mesh) {
+    for (const auto& group : groups) {
+      if (Arena* arena = group->arena()) arenas_.push_back(arena);
+    }
+    set(true);
+  }
+  ~Asleep() { set(false); }
+  Asleep(const Asleep&) = delete;
+  Asleep& operator=(const Asleep&) = delete;
+
+ private:
+  void set(bool isAsleep) {
+    mesh_.setAsleep(isAsleep);
+    for (Arena* arena : arenas_) arena->setAsleep(isAsleep);
+  }
+
+  Mesh& mesh_;
+  std::vector<Arena*> arenas_;
+};
 
 // The first one serves nearly all groups.
 struct ProcessEngines {
@@ -186,7 +210,20 @@ bool Engine::Progress::workOnce(bool* isNeeded, bool* advanced) {
   return moved || *advanced;
 }
 
+// What finds no memory is tried again; the mesh, which cannot go on in the middle of something,
+// fails its groups itself.
 void Engine::Progress::run() {
+  while (!stopped()) {
+    try {
+      work();
+    } catch (const std::bad_alloc&) {
+      activity.exchange(kWorking, std::memory_order_seq_cst);
+      sched_yield();
+    }
+  }
+}
+
+void Engine::Progress::work() {
   auto lastMove = Clock::now();
   uint64_t lastWaits = 0;
   while (!stopped()) {
@@ -227,12 +264,7 @@ void Engine::Progress::run() {
     std::vector<std::shared_ptr<Communicator>> asleep = alive();
     std::erase_if(asleep, [](const auto& group) { return !group->queue().isUnattended(); });
     Sleeper::Nap nap(mesh->sleeper(), generation);
-    mesh->setAsleep(true);
-    std::vector<Arena*> arenas;
-    for (auto& group : asleep) {
-      if (Arena* arena = group->arena()) arenas.push_back(arena);
-    }
-    for (Arena* arena : arenas) arena->setAsleep(true);
+    const Asleep asleepNow(*mesh, asleep);
     activity.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded, &advanced)) {
       nap.sleep(Deadline::after(kWaitTick));
@@ -240,8 +272,6 @@ void Engine::Progress::run() {
       for (auto& group : asleep) group->diagnosis().checkHealth();
     }
     activity.exchange(kWorking, std::memory_order_seq_cst);
-    for (Arena* arena : arenas) arena->setAsleep(false);
-    mesh->setAsleep(false);
     if (advanced) lastMove = Clock::now();
   }
 }

@@ -102,6 +102,7 @@ class Engine {
     void wake();
     void wakeIfAsleep();
     void run();
+    void work();
     void waitForWork(uint64_t seenWakeUps);
     bool workOnce(bool* isNeeded, bool* advanced);
     void doChores();

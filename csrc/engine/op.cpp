@@ -1,5 +1,7 @@
 #include "engine/op.h"
 
+#include <new>
+
 #include "base/text.h"
 
 namespace mycoll {
@@ -49,15 +51,22 @@ std::string MessageOp::describe(const std::string& other) const {
          (isOneSided ? " in window #" : " with tag ") + std::to_string(tag);
 }
 
+// In fewer words where there is no memory for more: an operation ends in any case.
+Status MessageOp::described(const Status& outcome) const {
+  try {
+    return outcome.withMessage(outcome.message() + onThisRank(ownRank) + describe());
+  } catch (const std::bad_alloc&) {
+    return outcome;
+  }
+}
+
 void MessageOp::deliver() {
   std::shared_ptr<MessageOp> last = std::move(self);
   sourceRank_ = peer();
   if (rank == kFromAnyone) record_.setPeer(sourceRank_);
   markDone();
   Status outcome = Transfer::status();
-  if (!outcome.ok()) {
-    outcome = outcome.withMessage(outcome.message() + onThisRank(ownRank) + describe());
-  }
+  if (!outcome.ok()) outcome = described(outcome);
   finish(std::move(outcome));
 }
 

@@ -161,6 +161,7 @@ class MessageOp final : public Op, public Transfer {
   const uint64_t tag;
 
  private:
+  Status described(const Status& outcome) const;
   void deliver() override;
 };
 

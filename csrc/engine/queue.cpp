@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <new>
 #include <utility>
 
 #include "engine/communicator.h"
@@ -81,7 +82,15 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
       return true;
     }
     if (!op.record().isStarted()) op.record().start(steadyNanos());
-    op.task = runner_.start(op);
+    try {
+      op.task = runner_.start(op);
+    } catch (const std::bad_alloc&) {
+      // It may have begun, and cannot begin again.
+      *hasEnded = true;
+      *outcome = detail::outOfMemory();
+      membership_.fail(*outcome, /*tellsOthers=*/true);
+      return true;
+    }
   } else {
     Condition* condition = op.task.waitingFor();
     bool ready = condition->ready();

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
+#include <new>
 
 #include "base/log.h"
 #include "transport/handshake.h"
@@ -167,6 +168,8 @@ void Doorkeeper::acceptFrom(int listener, bool isUnix) {
 // At once when it has been admitted: this side must not go on with a connection of its own to the
 // same process in between, as each of them could then keep the one that the other has dropped.
 void Doorkeeper::letIn(Visitor& visitor) {
+  // The other side may believe that it is in.
+  if (detail::isOutOfMemory(visitor.task.result())) throw std::bad_alloc();
   if (visitor.entrant.link.sender) enter_(std::move(visitor.entrant));
 }
 

@@ -29,6 +29,7 @@ std::string Loss::describe(bool mayHaveLeft) const {
       return "sent data that failed its checksum (MYCOLL_CHECKSUM): failing memory or network, or "
              "its program wrote to a tensor that was still being sent";
     case LossReason::kNotItsName: return "sent a message in the name of another rank";
+    case LossReason::kNoMemory: return "sent what this process had no memory for";
   }
   return "is lost";
 }

@@ -16,6 +16,7 @@ enum class LossReason {
   kNotAFrame,        // it sent what is no frame
   kChanged,          // ... or what differs from its checksum
   kNotItsName,       // ... or a message in the name of another rank
+  kNoMemory,         // this process was out of memory while it read what came
 };
 
 struct Loss {

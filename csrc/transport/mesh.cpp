@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <utility>
 
 #include "base/sha256.h"
@@ -73,14 +74,44 @@ Status Mesh::open() {
 
 // ---- events and bytes --------------------------------------------------------------------------
 
+// All of it may want memory.
+template <class Work>
+bool Mesh::workWithin(const Work& work) {
+  try {
+    if (!hasRunOut_) return work();
+  } catch (const std::bad_alloc&) {
+    hasRunOut_ = true;
+  }
+  try {
+    giveUp();
+  } catch (const std::bad_alloc&) {
+    return false;  // next time
+  }
+  return true;
+}
+
+// What a connection was in the middle of is lost, and what a group was to be told may be.
+void Mesh::giveUp() {
+  for (auto& connection : connections_) connection->breakOff({LossReason::kNoMemory, ""});
+  for (Mailbox* mailbox : local_.groups.all()) {
+    const GroupAddress& group = mailbox->group();
+    mailbox->owner().onBroken(Status(
+        Code::kInternal, "mycoll group '" + group.name + "': " + mailbox->describeRank(group.rank) +
+                             " is out of memory"));
+  }
+  hasRunOut_ = false;
+}
+
 void Mesh::handleEvents(const epoll_event* events, int count) {
   bool moved;
   std::vector<Transfer*> finished;
   {
     IoLock lock(io_);
-    for (int i = 0; i < count; ++i) onEvent(events[i]);
-    goOnWithHandshakes();
-    moved = moveBytes();
+    moved = workWithin([&]() REQUIRES(ioRole) {
+      for (int i = 0; i < count; ++i) onEvent(events[i]);
+      goOnWithHandshakes();
+      return moveBytes();
+    });
     finished.swap(delivered_);
   }
   for (Transfer* request : finished) request->deliver();
@@ -114,17 +145,7 @@ bool Mesh::progress(bool* inHost) {
   {
     if (!io_.try_lock()) return false;
     IoLock lock(io_, std::adopt_lock);
-    // Rings can be seen. A few sockets are asked one by one, which is one system call less for what
-    // arrives; many by way of epoll, which now and then is also asked for news such as hang-ups.
-    const bool asksEach = local_.tcpLinks > 0 && local_.tcpLinks <= kFewSockets;
-    if (asksEach) {
-      for (auto& connection : connections_) connection->lookAgain();
-    }
-    const uint32_t rarity = asksEach ? 32 : local_.tcpLinks > 0 ? 1 : 1024;
-    const bool shakesHands = local_.dialing > 0 || doorkeeper_.isBusy();
-    if (shakesHands || ++pollCount_ % rarity == 0) pollEvents();
-    if (shakesHands || doorkeeper_.isToLookAgain()) goOnWithHandshakes();
-    moved = moveBytes(inHost);
+    moved = workWithin([&]() REQUIRES(ioRole) { return lookAndMove(inHost); });
     hasRung = std::exchange(hasRung_, false);
     finished.swap(delivered_);
   }
@@ -132,6 +153,20 @@ bool Mesh::progress(bool* inHost) {
   // The bell may have meant a thread that waits for a flag in shared memory.
   if (moved || hasRung || !finished.empty()) local_.sleeper.wakeSleepers();
   return moved;
+}
+
+bool Mesh::lookAndMove(bool* inHost) {
+  // Rings can be seen. A few sockets are asked one by one, which is one system call less for what
+  // arrives; many by way of epoll, which now and then is also asked for news such as hang-ups.
+  const bool asksEach = local_.tcpLinks > 0 && local_.tcpLinks <= kFewSockets;
+  if (asksEach) {
+    for (auto& connection : connections_) connection->lookAgain();
+  }
+  const uint32_t rarity = asksEach ? 32 : local_.tcpLinks > 0 ? 1 : 1024;
+  const bool shakesHands = local_.dialing > 0 || doorkeeper_.isBusy();
+  if (shakesHands || ++pollCount_ % rarity == 0) pollEvents();
+  if (shakesHands || doorkeeper_.isToLookAgain()) goOnWithHandshakes();
+  return moveBytes(inHost);
 }
 
 void Mesh::setAsleep(bool asleep) {

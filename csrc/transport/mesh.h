@@ -90,6 +90,11 @@ class Mesh {
   explicit Mesh(MeshOptions options);
   Status open();
   void handleEvents(const epoll_event* events, int count);
+  bool lookAndMove(bool* inHost) REQUIRES(ioRole);
+  // Calls work(); where memory runs out in it, all groups fail.
+  template <class Work>
+  bool workWithin(const Work& work) REQUIRES(ioRole);
+  void giveUp() REQUIRES(ioRole);
   void onEvent(const epoll_event& event) REQUIRES(ioRole);
   void pollEvents() REQUIRES(ioRole);
   void goOnWithHandshakes() REQUIRES(ioRole);
@@ -118,8 +123,9 @@ class Mesh {
   // those are looked at all the time, and there may be a thousand peers that none is needed with.
   std::unordered_map<std::string, std::vector<OutItem>> unconnected_ GUARDED_BY(ioRole);
   std::vector<Transfer*> delivered_ GUARDED_BY(ioRole);
-  std::atomic<int64_t> processesChecked_{0};  // when, in ms of the steady clock
-  bool hasRung_ GUARDED_BY(ioRole) = false;   // the bell was drained, and nobody woken for it yet
+  std::atomic<int64_t> processesChecked_{0};   // when, in ms of the steady clock
+  bool hasRunOut_ GUARDED_BY(ioRole) = false;  // of memory, and the groups do not know it yet
+  bool hasRung_ GUARDED_BY(ioRole) = false;    // the bell was drained, and nobody woken for it yet
   uint32_t pollCount_ GUARDED_BY(ioRole) = 0;
 };
 

@@ -106,27 +106,27 @@ Status Segment::map(int fd, size_t bytes, Access access, bool useHugePages,
                     std::shared_ptr<Segment>* result) {
   struct stat info;
   if (fstat(fd, &info) != 0) return failed("fstat");
-  std::shared_ptr<Segment> other;  // ends without the lock, which its end takes
+  // These end without the lock, which their ends take.
+  std::shared_ptr<Segment> other, segment(new Segment);
   Registry& known = registry();
   MutexLock lock(known.mutex);
   auto found = known.segments.find(info.st_ino);
   if (found != known.segments.end()) {
-    auto segment = other = found->second.lock();
-    if (segment && (segment->access_ == access || segment->access_ == Access::kReadWrite)) {
-      *result = std::move(segment);
+    other = found->second.lock();
+    if (other && (other->access_ == access || other->access_ == Access::kReadWrite)) {
+      *result = other;
       return Status();
     }
   }
   const int protection = access == Access::kReadOnly ? PROT_READ : PROT_READ | PROT_WRITE;
   void* data = mapAligned(fd, 0, bytes, protection, useHugePages);
   if (data == MAP_FAILED) return failed("mmap");
-  auto segment = std::shared_ptr<Segment>(new Segment);
   segment->data_ = static_cast<char*>(data);
   segment->bytes_ = bytes;
   segment->inode_ = info.st_ino;
   segment->access_ = access;
   known.segments[info.st_ino] = segment;
-  *result = std::move(segment);
+  *result = segment;
   return Status();
 }
 

@@ -1,0 +1,132 @@
+// An engine's thread that gets no memory: each of its allocations fails once. The process lives on,
+// and every call ends, well or with an error.
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "calls.h"
+#include "test.h"
+#include "world.h"
+
+namespace {
+
+// Of all engines' threads: the so many-th allocation of at least so many bytes fails. 0: none.
+std::atomic<int> failing{0};
+std::atomic<size_t> leastBytes{0};
+
+bool isEngineThread() {
+  thread_local bool isKnown = false;
+  char name[16] = "";
+  if (!isKnown && pthread_getname_np(pthread_self(), name, sizeof(name)) == 0) {
+    isKnown = std::strcmp(name, "mycoll") == 0;
+  }
+  return isKnown;
+}
+
+void* allocate(std::size_t bytes) {
+  const bool isCounted = failing.load(std::memory_order_relaxed) > 0 &&
+                         bytes >= leastBytes.load(std::memory_order_relaxed) && isEngineThread();
+  if (isCounted && failing.fetch_sub(1, std::memory_order_relaxed) == 1) throw std::bad_alloc();
+  if (void* const block = std::malloc(bytes)) return block;
+  throw std::bad_alloc();
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return allocate(bytes); }
+void* operator new[](std::size_t bytes) { return allocate(bytes); }
+void operator delete(void* block) noexcept { std::free(block); }
+void operator delete[](void* block) noexcept { std::free(block); }
+void operator delete(void* block, std::size_t) noexcept { std::free(block); }
+void operator delete[](void* block, std::size_t) noexcept { std::free(block); }
+
+using namespace test;
+using namespace std::chrono_literals;
+
+namespace {
+
+constexpr size_t kSmall = 25, kLarge = 100'000;
+constexpr int kTimeoutMs = 5000;
+
+// The engine's thread alone works on it.
+Status ended(const OpPtr& op) {
+  while (!op->done()) std::this_thread::sleep_for(50us);
+  return op->status();
+}
+
+void expectNoTimeout(const Status& status, int number) {
+  if (status.code() != Code::kTimeout) return;
+  EXPECT_EQ("allocation " + std::to_string(number) + ": " + status.toString(), "");
+}
+
+// Sums and messages of both sizes; true if all ended well.
+bool play(Communicator& group, int number) {
+  bool isWell = true;
+  for (const size_t count : {kSmall, kLarge}) {
+    std::vector<int32_t> values = input(group.rank(), count);
+    Call sum = call(OpKind::kAllReduce);
+    sum.in = sum.out = {span(values)};
+    const Status summed = ended(group.submit(std::move(sum), nullptr, false));
+    expectNoTimeout(summed, number);
+    if (summed.ok()) expectSums(values, 2);
+    isWell &= summed.ok();
+
+    const int other = 1 - group.rank();
+    std::vector<int32_t> sent = input(group.rank(), count), came(count);
+    const OpPtr sending = group.send({span(sent), other, 7}, nullptr, false);
+    // What comes before its receive is kept.
+    std::this_thread::sleep_for(200us);
+    const Status received = ended(group.recv({span(came), other, 7}, nullptr, false));
+    expectNoTimeout(received, number);
+    if (received.ok()) expectInput(came, other);
+    const Status left = ended(sending);
+    expectNoTimeout(left, number);
+    isWell &= received.ok() && left.ok();
+  }
+  return isWell;
+}
+
+}  // namespace
+
+TEST(Memory, everyAllocationOfTheEnginesThreadMayFail) {
+  // Most are lists of this one group, of 16 bytes, which the thread makes whenever it looks round.
+  constexpr size_t kNoSuchList = 17;
+  struct Round {
+    Links links;
+    size_t leastBytes;
+    int most;
+  };
+  for (const auto& [links, bytes, most] :
+       std::initializer_list<Round>{{Links::kTcp, 1, 25},
+                                    {Links::kShm, kNoSuchList, 1000},
+                                    {Links::kTcp, kNoSuchList, 1000}}) {
+    int failed = 0, number = 0;
+    bool isOver = false;
+    leastBytes = bytes;
+    while (!isOver && number < most) {
+      ++number;
+      std::atomic<bool> areWell{true};
+      std::atomic<int> ready{0};
+      runWorld(
+          2, links,
+          [&](Communicator& group) {
+            ready.fetch_add(1);
+            while (ready.load() < 2) std::this_thread::yield();
+            if (group.rank() == 0) failing = number;
+            if (!play(group, number)) areWell = false;
+          },
+          kTimeoutMs);
+      isOver = failing.exchange(0) > 0;
+      failed += !areWell;
+    }
+    std::printf("        %d allocations, %d of them ended a call\n", number - 1, failed);
+    EXPECT(isOver || number == 25);
+    EXPECT(failed > 0 || number == 25);
+  }
+}

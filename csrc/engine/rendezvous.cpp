@@ -36,6 +36,10 @@ constexpr char kRoot[] = "root";
 // Of a wait that a signal should be able to end.
 constexpr auto kStep = Milliseconds(100);
 constexpr auto kPollStep = Milliseconds(50);
+// Who has waited for long for another rank asks the store again after a part of that time, as
+// thousands of others may do the same.
+constexpr int kPartOfWait = 20;
+constexpr auto kLongestPause = Milliseconds(1000);
 // For a rank that is gone to come again, and for rank 0 to say who is missing.
 constexpr auto kAgain = Milliseconds(1000);
 // Rank 0 looks whether somebody else has written root.
@@ -789,11 +793,18 @@ Status Guest::look() {
 }
 
 Status Guest::await(const std::string& key, Deadline until, Card* card, bool* found) {
-  for (;;) {
-    MYCOLL_RETURN_IF_ERROR(store_.wait(key, kStep, found));
-    if (*found) MYCOLL_RETURN_IF_ERROR(read(key, found, card));
-    if (*found) return Status();
-    if (!hasRoot_) isOfNow_ = true;  // what comes now is no leftover
+  const auto began = Clock::now();
+  for (auto asksAt = began;;) {
+    if (asksAt <= Clock::now()) {
+      MYCOLL_RETURN_IF_ERROR(store_.wait(key, kStep, found));
+      if (*found) MYCOLL_RETURN_IF_ERROR(read(key, found, card));
+      if (*found) return Status();
+      if (!hasRoot_) isOfNow_ = true;  // what comes now is no leftover
+      const auto now = Clock::now();
+      asksAt = now + std::min<Clock::duration>((now - began) / kPartOfWait, kLongestPause);
+    } else {
+      std::this_thread::sleep_for(std::min<Clock::duration>(asksAt - Clock::now(), kStep));
+    }
     MYCOLL_RETURN_IF_ERROR(look());
     if (until.expired()) return Status();
   }

@@ -328,6 +328,14 @@ TEST(Meeting, theMissingAreNamed) {
   EXPECT(says(meetAs(optionsOf(1, 2, 300), std::make_shared<MemoryStore>()), "missing: 0."));
 }
 
+// Ten times a second by each rank would be much where there are thousands: 30 times here.
+TEST(Meeting, aLateRankIsAskedForLessAndLess) {
+  CountedStore* counted = new CountedStore(std::make_shared<MemoryStore>());
+  const std::shared_ptr<Store> store(counted);
+  EXPECT_EQ(meetAs(optionsOf(1, 2, 3000), store).code(), Code::kTimeout);
+  EXPECT(counted->operations <= 24);
+}
+
 // A first deadline ends it for all: nobody waits for who does not wait.
 TEST(Meeting, theFirstDeadlineEndsItForAll) {
   const auto store = std::make_shared<MemoryStore>();

@@ -64,7 +64,7 @@ Status TorchStore::tryGet(const std::string& key, bool* found, std::string* valu
 // A store that has waited in vain says so by an exception, as it does when it has failed: then the
 // next look tells. A TCPStore also prints two warnings each time.
 Status TorchStore::wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) {
-  if (isTcp_ || !canWait_) return Store::wait(key, atMost, found);
+  if (!waitsItself()) return Store::wait(key, atMost, found);
   const Deadline end = Deadline::after(atMost);
   const Status waited = guarded("wait for", key, [&] { store_->wait({key}, atMost); });
   *found = waited.ok();

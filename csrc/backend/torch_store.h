@@ -16,6 +16,7 @@ class TorchStore final : public Store {
 
   Status set(const std::string& key, const std::string& value) override;
   Status tryGet(const std::string& key, bool* found, std::string* value) override;
+  bool waitsItself() const override { return !isTcp_ && canWait_; }
   Status wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) override;
 
  private:

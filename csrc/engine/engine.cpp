@@ -213,9 +213,9 @@ bool Engine::Progress::workOnce(bool* isNeeded, bool* advanced) {
 // What finds no memory is tried again; the mesh, which cannot go on in the middle of something,
 // fails its groups itself.
 void Engine::Progress::run() {
-  while (!stopped()) {
+  for (;;) {
     try {
-      work();
+      return work();
     } catch (const std::bad_alloc&) {
       activity.exchange(kWorking, std::memory_order_seq_cst);
       sched_yield();

@@ -36,8 +36,8 @@ constexpr char kRoot[] = "root";
 // Of a wait that a signal should be able to end.
 constexpr auto kStep = Milliseconds(100);
 constexpr auto kPollStep = Milliseconds(50);
-// Who has waited for long for another rank asks the store again after a part of that time, as
-// thousands of others may do the same.
+// A rank asks the store the less often the longer it has waited, as thousands may be waiting: again
+// after this part of the time so far.
 constexpr int kPartOfWait = 20;
 constexpr auto kLongestPause = Milliseconds(1000);
 // For a rank that is gone to come again, and for rank 0 to say who is missing.
@@ -795,7 +795,7 @@ Status Guest::look() {
 Status Guest::await(const std::string& key, Deadline until, Card* card, bool* found) {
   const auto began = Clock::now();
   for (auto asksAt = began;;) {
-    if (asksAt <= Clock::now()) {
+    if (store_.waitsItself() || asksAt <= Clock::now()) {
       MYCOLL_RETURN_IF_ERROR(store_.wait(key, kStep, found));
       if (*found) MYCOLL_RETURN_IF_ERROR(read(key, found, card));
       if (*found) return Status();

@@ -19,6 +19,8 @@ class Store {
   virtual Status set(const std::string& key, const std::string& value) = 0;
   // Does not wait: *found tells whether the key is there.
   virtual Status tryGet(const std::string& key, bool* found, std::string* value) = 0;
+  // It hears of a key at once, and need not be asked for that.
+  virtual bool waitsItself() const { return false; }
   // Returns when the key is there, or after about so long. By itself a store is asked now and then.
   virtual Status wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) {
     std::string value;

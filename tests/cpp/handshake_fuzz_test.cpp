@@ -284,7 +284,7 @@ void record(Server& server) {
 class Acceptor {
  public:
   void play(const Script& script) {
-    const std::shared_ptr<Counter> counter = std::make_shared<Counter>();
+    const auto counter = std::make_shared<Counter>();
     test::Listener listener;
     PeerAddress stranger;
     stranger.uid = strangerUid();

@@ -330,9 +330,8 @@ TEST(Meeting, theMissingAreNamed) {
 
 // Ten times a second by each rank would be much where there are thousands: 30 times here.
 TEST(Meeting, aLateRankIsAskedForLessAndLess) {
-  CountedStore* counted = new CountedStore(std::make_shared<MemoryStore>());
-  const std::shared_ptr<Store> store(counted);
-  EXPECT_EQ(meetAs(optionsOf(1, 2, 3000), store).code(), Code::kTimeout);
+  const auto counted = std::make_shared<CountedStore>(std::make_shared<MemoryStore>());
+  EXPECT_EQ(meetAs(optionsOf(1, 2, 3000), counted).code(), Code::kTimeout);
   EXPECT(counted->operations <= 24);
 }
 

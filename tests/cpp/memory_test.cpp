@@ -128,7 +128,8 @@ TEST(Memory, everyAllocationOfTheEnginesThreadMayFail) {
       failed += !areWell;
     }
     std::printf("        %d allocations, %d of them ended a call\n", number - 1, failed);
-    EXPECT(isOver || number == 25);
-    EXPECT(failed > 0 || number == 25);
+    if (bytes < kNoSuchList) continue;  // of those there is no end
+    EXPECT(isOver);
+    EXPECT(failed > 0);
   }
 }

@@ -37,6 +37,7 @@ class MemoryStore final : public mycoll::Store {
     bytes_ += *found ? value->size() : 0;
     return mycoll::Status();
   }
+  bool waitsItself() const override { return true; }
   mycoll::Status wait(const std::string& key, std::chrono::milliseconds atMost,
                       bool* found) override {
     std::unique_lock<std::mutex> lock(mutex_);

@@ -19,8 +19,8 @@
 #include "base/env.h"
 #include "calls.h"
 #include "collectives/plan/cost.h"
+#include "frame_counter.h"
 #include "kernels/reduce.h"
-#include "passing_sender.h"
 #include "test.h"
 #include "transport/frame.h"
 #include "transport/link.h"
@@ -137,87 +137,6 @@ void expectBits(Communicator& group, DType dtype, ReduceOp op, size_t count) {
 void forAllPlacements(const RankBody& body) {
   for (const std::vector<int>& hostOf : kPlacements) runHosts(hostOf, body);
 }
-
-// What ranks have written to their connections, by frames. Ranks share one.
-class FrameCounter final : public LinkTap {
- public:
-  explicit FrameCounter(std::vector<int> hostOf) : hostOf_(std::move(hostOf)) {}
-
-  struct Count {
-    int requests = 0;           // kRequestToSend
-    int insideHosts = 0;        // frames of collectives between ranks of one host
-    uint64_t betweenHosts = 0;  // bytes of payload
-    uint64_t messages = 0;      // of collectives, between hosts: whole ones, or their first pieces
-  };
-  Count count() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return count_;
-  }
-
-  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
-    return std::make_unique<Sender>(*this, std::move(link));
-  }
-  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
-
- private:
-  class Sender final : public PassingSender {
-   public:
-    Sender(FrameCounter& counter, std::unique_ptr<LinkSender> link)
-        : PassingSender(std::move(link)), counter_(counter) {}
-    ssize_t write(const Span* parts, int count) override {
-      const ssize_t written = link_->write(parts, count);
-      auto left = static_cast<size_t>(std::max<ssize_t>(written, 0));
-      for (int i = 0; i < count && left > 0; ++i) {
-        const size_t bytes = std::min(left, parts[i].bytes);
-        follow(parts[i].begin(), bytes);
-        left -= bytes;
-      }
-      return written;
-    }
-
-   private:
-    void follow(const char* data, size_t bytes) {
-      while (bytes > 0) {
-        const size_t step =
-            std::min<uint64_t>(bytes, payload_ > 0 ? payload_ : sizeof(header_) - known_);
-        if (payload_ > 0) {
-          payload_ -= step;
-        } else {
-          std::memcpy(reinterpret_cast<char*>(&header_) + known_, data, step);
-          known_ += step;
-          if (known_ == sizeof(header_)) {
-            counter_.add(header_);
-            payload_ = header_.payloadBytes;
-            known_ = 0;
-          }
-        }
-        data += step;
-        bytes -= step;
-      }
-    }
-
-    FrameCounter& counter_;
-    FrameHeader header_;
-    size_t known_ = 0;
-    uint64_t payload_ = 0;
-  };
-
-  void add(const FrameHeader& header) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const bool isInside = hostOf_[header.source] == hostOf_[header.destination];
-    const bool isOfCollective =
-        header.messageClass == MessageClass::kCollective && header.kind <= FrameKind::kData;
-    count_.requests += header.kind == FrameKind::kRequestToSend;
-    count_.insideHosts += isInside && isOfCollective;
-    if (!isInside) count_.betweenHosts += header.payloadBytes;
-    count_.messages +=
-        !isInside && isOfCollective && (header.kind != FrameKind::kData || header.offset == 0);
-  }
-
-  const std::vector<int> hostOf_;
-  mutable std::mutex mutex_;
-  Count count_;
-};
 
 using Clock = std::chrono::steady_clock;
 

@@ -13,6 +13,7 @@
 #include "engine/rendezvous.h"
 #include "engine/window.h"
 #include "kernels/copy.h"
+#include "kernels/reduce.h"
 #include "observe/trace_file.h"
 
 namespace mycoll {
@@ -173,10 +174,11 @@ Communicator::Communicator(GroupOptions options, std::shared_ptr<Engine> engine,
       record_(
           {options_.name, address.context, options_.rank, options_.ranks, options_.globalRanks}),
       mailbox_(engine_->mesh(), std::move(address), this),
-      tree_(mailbox_.group()),
-      membership_(mailbox_, tree_, record_, options_.isExternal),
+      shape_(hostsOf(mailbox_.group()), sumTree()),
+      tree_(shape_),
+      membership_(mailbox_, tree_, record_, options_.isExternal, options_.mostToldDirectly),
       agreement_(mailbox_, tree_, membership_),
-      runner_(options_, mailbox_, membership_, agreement_, record_),
+      runner_(options_, mailbox_, shape_, membership_, agreement_, record_),
       queue_(options_, *engine_, membership_, runner_, diagnosis_, questions_, record_,
              localRanks(*engine_, mailbox_.group())),
       diagnosis_(options_, *engine_, mailbox_, membership_, agreement_, runner_, queue_, questions_,
@@ -489,7 +491,7 @@ bool Communicator::expects(const FrameHeader& came) { return agreement_.expects(
 
 void Communicator::onControl(const FrameHeader& came, const std::string& payload) {
   switch (came.kind) {
-    case FrameKind::kAbort: return membership_.onAbort(payload);
+    case FrameKind::kAbort: return membership_.onAbort(came.source, payload);
     case FrameKind::kGoodbye: return membership_.onGoodbye(came.source, payload);
     case FrameKind::kProbe: return agreement_.onProbe(came.source, payload);
     case FrameKind::kArrived: return agreement_.onArrived(came.source, payload);

@@ -32,6 +32,7 @@
 #include "base/deadline.h"
 #include "base/mutex.h"
 #include "base/status.h"
+#include "collectives/plan/shape.h"
 #include "engine/agreement.h"
 #include "engine/control_tree.h"
 #include "engine/diagnosis.h"
@@ -63,6 +64,8 @@ struct GroupOptions {
   // Its operations run elsewhere (see External), except a few for which somebody waits at once: no
   // memory is shared for them, and the engine's thread never works on them.
   bool isExternal = false;
+  // In a group of more ranks the news of a failure goes along the control tree, not to each rank.
+  int mostToldDirectly = 64;
   // The job's rank of each member; empty: the ranks themselves. For records and messages only.
   std::vector<int64_t> globalRanks;
   // Its ranks are ranks of the job that this process was started as a part of. False: somebody has
@@ -263,6 +266,7 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   std::atomic<int64_t> timeout_;  // milliseconds
   GroupRecord record_;
   Mailbox mailbox_;
+  const Shape shape_;
   const ControlTree tree_;
   Membership membership_;
   Agreement agreement_;

@@ -1,15 +1,9 @@
 #include "engine/control_tree.h"
 
-#include <algorithm>
 #include <map>
 #include <string>
 
 namespace mycoll {
-namespace {
-
-constexpr int kChildren = 16;
-
-}  // namespace
 
 std::vector<int> hostsOf(const GroupAddress& group) {
   std::map<std::string, int> known;
@@ -21,50 +15,45 @@ std::vector<int> hostsOf(const GroupAddress& group) {
   return hosts;
 }
 
-ControlTree::ControlTree(const GroupAddress& group) : hostOf_(group.peers.size()) {
-  const std::vector<int> firsts = hostsOf(group);
-  for (size_t rank = 0; rank < firsts.size(); ++rank) {
-    const bool isFirst = firsts[rank] == static_cast<int>(rank);
-    hostOf_[rank] = isFirst ? static_cast<int>(members_.size()) : hostOf_[firsts[rank]];
-    if (isFirst) members_.emplace_back();
-    members_[hostOf_[rank]].push_back(static_cast<int>(rank));
+int ControlTree::standsFor(int host, const HasLeft& hasLeft) const {
+  for (const int rank : shape_.membersOf(host)) {
+    if (!hasLeft(rank)) return rank;
   }
-}
-
-int ControlTree::parentOf(int rank) const {
-  const int host = hostOf_[rank];
-  if (members_[host][0] != rank) return members_[host][0];
-  return host == 0 ? -1 : members_[(host - 1) / kChildren][0];
-}
-
-void ControlTree::addChildren(int rank, std::vector<int>* ranks) const {
-  const int host = hostOf_[rank];
-  const std::vector<int>& members = members_[host];
-  if (members[0] != rank) return;
-  ranks->insert(ranks->end(), members.begin() + 1, members.end());
-  const int hosts = static_cast<int>(members_.size());
-  const int first = kChildren * host + 1;
-  for (int child = first; child < std::min(first + kChildren, hosts); ++child) {
-    ranks->push_back(members_[child][0]);
-  }
+  return -1;
 }
 
 int ControlTree::parentOf(int rank, const HasLeft& hasLeft) const {
-  do rank = parentOf(rank);
-  while (rank >= 0 && hasLeft(rank));
-  return rank;
+  int host = shape_.hostOf(rank);
+  int above = standsFor(host, hasLeft);
+  while ((above < 0 || above == rank) && host != 0) {
+    host &= host - 1;
+    above = standsFor(host, hasLeft);
+  }
+  return above == rank ? -1 : above;
+}
+
+void ControlTree::addBelow(int host, const HasLeft& hasLeft, std::vector<int>* ranks) const {
+  for (int bit = 1; host + bit < shape_.hosts() && (host & bit) == 0; bit *= 2) {
+    const int rank = standsFor(host + bit, hasLeft);
+    if (rank >= 0) {
+      ranks->push_back(rank);
+    } else {
+      addBelow(host + bit, hasLeft, ranks);
+    }
+  }
 }
 
 std::vector<int> ControlTree::childrenOf(int rank, const HasLeft& hasLeft) const {
-  std::vector<int> below, children;
-  addChildren(rank, &below);
-  const int root = members_[0][0];
-  if (rank != root && parentOf(rank, hasLeft) < 0) addChildren(root, &below);
-  while (!below.empty()) {
-    const int next = below.back();
-    below.pop_back();
-    if (next == rank) continue;
-    hasLeft(next) ? addChildren(next, &below) : children.push_back(next);
+  std::vector<int> children;
+  const int host = shape_.hostOf(rank);
+  if (standsFor(host, hasLeft) != rank) return children;
+  for (const int other : shape_.membersOf(host)) {
+    if (other != rank && !hasLeft(other)) children.push_back(other);
+  }
+  addBelow(host, hasLeft, &children);
+  if (host != 0 && parentOf(rank, hasLeft) < 0) {
+    addBelow(0, hasLeft, &children);
+    std::erase(children, rank);
   }
   return children;
 }

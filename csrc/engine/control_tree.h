@@ -1,7 +1,9 @@
 // ControlTree: along which ranks a group's news travels: who is late, who was called otherwise,
-// that the group has failed. The first rank of each host stands for its host; those are a tree of
-// sixteen children each, in the order of hosts, and the other ranks of a host hang below theirs.
-// A pure function of the group, equal on all ranks.
+// that the group has failed. The first rank of each host, of those that have not left, stands for
+// its host, and the others hang below it. Among the hosts, in their order, the one above another
+// has its number without the lowest bit: in a barrier and other small collectives these two
+// exchange something, too, so that news needs no connection of its own. A pure function of the
+// group's shape, equal on all ranks.
 //
 // Plain values: no threads, nothing blocks.
 #pragma once
@@ -9,6 +11,7 @@
 #include <functional>
 #include <vector>
 
+#include "collectives/plan/shape.h"
 #include "transport/peer.h"
 
 namespace mycoll {
@@ -18,7 +21,8 @@ std::vector<int> hostsOf(const GroupAddress& group);
 
 class ControlTree {
  public:
-  explicit ControlTree(const GroupAddress& group);
+  // The shape outlives it.
+  explicit ControlTree(const Shape& shape) : shape_(shape) {}
 
   // The next ones on the way to the root, and away from it, that have not left. -1: there is none;
   // then the rank stands for the root, and where several do so, each tells the others, too.
@@ -27,11 +31,11 @@ class ControlTree {
   std::vector<int> childrenOf(int rank, const HasLeft& hasLeft) const;
 
  private:
-  int parentOf(int rank) const;
-  void addChildren(int rank, std::vector<int>* ranks) const;
+  // Its first rank that has not left; -1: all have.
+  int standsFor(int host, const HasLeft& hasLeft) const;
+  void addBelow(int host, const HasLeft& hasLeft, std::vector<int>* ranks) const;
 
-  std::vector<std::vector<int>> members_;  // by host
-  std::vector<int> hostOf_;                // by rank
+  const Shape& shape_;
 };
 
 }  // namespace mycoll

@@ -1,5 +1,6 @@
 #include "engine/membership.h"
 
+#include <algorithm>
 #include <cassert>
 #include <cstring>
 #include <utility>
@@ -16,8 +17,6 @@ using Clock = std::chrono::steady_clock;
 
 // Collectives before the one that failed may take so long to end well.
 constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
-// In groups of more ranks news of a failure is passed on from rank to rank.
-constexpr int kMostToldDirectly = 64;
 
 // The beginning of a kAbort frame's payload; the text follows.
 struct AbortHead {
@@ -36,11 +35,12 @@ uint64_t incidentOf(const std::string& uid) {
 }  // namespace
 
 Membership::Membership(Mailbox& mailbox, const ControlTree& tree, GroupRecord& record,
-                       bool isExternal)
+                       bool isExternal, int mostToldDirectly)
     : mailbox_(mailbox),
       tree_(tree),
       record_(record),
       isExternal_(isExternal),
+      isLarge_(mailbox.ranks() > mostToldDirectly),
       hasMet_(mailbox.group().peers.size()),
       left_(mailbox.group().peers.size()) {}
 
@@ -99,7 +99,7 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
     failedFrom_ = from;
     if (!isExternal_) endsFrom_.store(from, std::memory_order_relaxed);
     endWhatIsOver();
-    if (isLarge()) this->tellOthers();
+    if (isPassedOn_) this->tellOthers();
     return;
   }
   Cause fields = why.cause();
@@ -124,7 +124,9 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   // A group that is only being left here lives on for the others.
   if (Arena* arena = this->arena(); arena && !isLeaving()) arena->fail(cause_);
   endWhatIsOver();
-  if (tellsOthers && tellsOthers_) this->tellOthers();
+  if (!tellsOthers || !tellsOthers_) return;
+  isPassedOn_ = isLarge_;
+  this->tellOthers();
 }
 
 bool Membership::endsMessage(MessageClass messageClass, uint64_t tag) const {
@@ -143,26 +145,31 @@ void Membership::endWhatIsOver() {
                              REQUIRES(ioRole) { return endsMessage(messageClass, tag); });
 }
 
-bool Membership::isLarge() const { return mailbox_.ranks() > kMostToldDirectly; }
-
 void Membership::tellOthers() {
-  const GroupAddress& group = mailbox_.group();
-  std::vector<bool> isMeant(mailbox_.ranks(), !isLarge());
-  auto hasLeft = [this](int rank) { return this->hasLeft(rank); };
-  auto addNeighbours = [&](int rank) {
-    for (const int child : tree_.childrenOf(rank, hasLeft)) isMeant[child] = true;
-    if (const int parent = tree_.parentOf(rank, hasLeft); parent >= 0) isMeant[parent] = true;
+  const int self = mailbox_.rank();
+  std::set<int> ranks;
+  auto addNeighbours = [&](const ControlTree::HasLeft& isAbsent) {
+    const std::vector<int> children = tree_.childrenOf(self, isAbsent);
+    ranks.insert(children.begin(), children.end());
+    ranks.insert(tree_.parentOf(self, isAbsent));
   };
-  addNeighbours(group.rank);
-  // A lost rank passes nothing on.
-  const int lost = cause_.cause().rank;
-  if (lost >= 0 && lost < mailbox_.ranks()) addNeighbours(lost);
+  if (isLarge_) {
+    // Who is lost, or said to be, passes nothing on. The latter may live, and is told all the same.
+    const int named = cause_.code() == Code::kPeerLost ? cause_.cause().rank : -1;
+    auto hasLeft = [&](int rank) { return this->hasLeft(rank); };
+    addNeighbours(hasLeft);
+    addNeighbours([&](int rank) REQUIRES(ioRole) {
+      return hasLeft(rank) || lost_.contains(rank) || rank == named;
+    });
+  }
+  for (int rank = 0; rank < mailbox_.ranks() && !isLarge_; ++rank) ranks.insert(rank);
   const std::string payload = abortPayload();
-  for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
-    if (rank == group.rank || hasLeft(rank)) continue;
-    if (isMeant[rank] || mailbox_.mesh().hasLinkTo(group.peers[rank])) {
-      mailbox_.sendControl(rank, FrameKind::kAbort, payload);
-    }
+  for (const int rank : ranks) {
+    if (rank < 0 || rank == self || hasLeft(rank) || lost_.contains(rank)) continue;
+    uint64_t& from = informed_.try_emplace(rank, ~uint64_t{0}).first->second;
+    if (from <= failedFrom_) continue;
+    from = failedFrom_;
+    mailbox_.sendControl(rank, FrameKind::kAbort, payload);
   }
 }
 
@@ -172,12 +179,15 @@ std::string Membership::abortPayload() const {
   return payload + cause_.message().substr(0, kMaxControlBytes - payload.size());
 }
 
-void Membership::onAbort(const std::string& payload) {
+void Membership::onAbort(int rank, const std::string& payload) {
   AbortHead head;
   if (payload.size() < sizeof(head)) return;
   std::memcpy(&head, payload.data(), sizeof(head));
+  uint64_t& from = informed_.try_emplace(rank, head.from).first->second;
+  from = std::min(from, head.from);
+  tellers_.insert(rank);
   failLocked(statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)), head.cause),
-             /*tellsOthers=*/isLarge(), head.from);
+             /*tellsOthers=*/isLarge_, head.from);
 }
 
 Status Membership::failureOf(MessageClass messageClass, uint64_t tag) {
@@ -239,6 +249,8 @@ void Membership::onLeft(int rank, const std::string& reason) {
     }
   }
   mailbox_.endMessagesOf(rank, departed(rank));
+  // It left before the news reached it.
+  if (isPassedOn_ && !tellers_.contains(rank)) this->tellOthers();
 }
 
 // Its connection has said all that it will ever say for this group. The arena also tells that a
@@ -286,7 +298,12 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
             ").\n  The group is dead; see that rank's log. To go on: destroy the "
             "group and make a new one, or restart the job (torchrun --max-restarts).",
         fields);
-    if (!isUnclear) return failLocked(story, /*tellsOthers=*/true);
+    if (!isUnclear) {
+      lost_.insert(rank);
+      failLocked(story, /*tellsOthers=*/true);
+      if (isPassedOn_) this->tellOthers();  // past this one, too
+      return;
+    }
     vanished_.emplace(rank, std::move(story));
     onLeft(rank);
   }

@@ -8,8 +8,8 @@
 //
 // A failure ends the collectives from a number on, and all messages; those before that number may
 // still end well for a while, as all ranks were called for them alike. The first cause wins. It is
-// written into the arena where there is one. Otherwise it is sent to all ranks; in a large group to
-// those that this one has a connection to, and along the control tree, and each passes it on.
+// written into the arena where there is one. Otherwise it is sent to all ranks; in a large group
+// along the control tree, past those that have left or are lost, and each passes it on, once.
 //
 // Thread contract: any thread, unless a function REQUIRES the I/O lock. The state is guarded by
 // that lock; copies of it can be read without. Lifetime: owned by its communicator, as is the
@@ -20,6 +20,7 @@
 #include <chrono>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,8 @@ enum class Departure { kLeft, kStayed, kUnknown };
 class Membership {
  public:
   // isExternal: its operations run elsewhere, and do not hear of a failure by themselves.
-  Membership(Mailbox& mailbox, const ControlTree& tree, GroupRecord& record, bool isExternal);
+  Membership(Mailbox& mailbox, const ControlTree& tree, GroupRecord& record, bool isExternal,
+             int mostToldDirectly);
 
   // ---- has it failed?
   bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
@@ -88,7 +90,7 @@ class Membership {
   // ---- what the mailbox asks and passes on
   Status failureOf(MessageClass messageClass, uint64_t tag) REQUIRES(ioRole);
   Status absenceOf(int rank) REQUIRES(ioRole);
-  void onAbort(const std::string& payload) REQUIRES(ioRole);
+  void onAbort(int rank, const std::string& payload) REQUIRES(ioRole);
   void onGoodbye(int rank, const std::string& payload) REQUIRES(ioRole);
   void onLeft(int rank, const std::string& reason = {}) REQUIRES(ioRole);
   void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
@@ -99,7 +101,6 @@ class Membership {
   void moveTo(State next) REQUIRES(ioRole);
   bool endsMessage(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
   void endWhatIsOver() REQUIRES(ioRole);
-  bool isLarge() const;
   void tellOthers() REQUIRES(ioRole);
   std::string abortPayload() const REQUIRES(ioRole);
   std::string reasonOf(int rank) const EXCLUDES(failureMutex_);
@@ -109,12 +110,18 @@ class Membership {
   const ControlTree& tree_;
   GroupRecord& record_;
   const bool isExternal_;
+  const bool isLarge_;
   std::atomic<Arena*> arena_{nullptr};
 
   State state_ GUARDED_BY(ioRole) = State::kOpen;
   Status cause_ GUARDED_BY(ioRole);                        // the first one
   uint64_t failedFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};  // the first collective that it ends
   bool tellsOthers_ GUARDED_BY(ioRole) = true;
+  bool isPassedOn_ GUARDED_BY(ioRole) = false;  // the failure, along the control tree
+  std::set<int> lost_ GUARDED_BY(ioRole);       // ranks that pass nothing on
+  std::set<int> tellers_ GUARDED_BY(ioRole);    // ranks that have told this one, and so others
+  // By rank: from which collective on it knows the group to have failed.
+  std::map<int, uint64_t> informed_ GUARDED_BY(ioRole);
   // Ranks that count as having left because nobody needed them when their process ended without a
   // word: what to say if somebody does.
   std::map<int, Status> vanished_ GUARDED_BY(ioRole);

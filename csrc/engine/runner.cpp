@@ -33,10 +33,11 @@ class ExternalEnd final : public Condition {
 
 }  // namespace
 
-Runner::Runner(const GroupOptions& options, Mailbox& mailbox, Membership& membership,
-               Agreement& agreement, GroupRecord& record)
+Runner::Runner(const GroupOptions& options, Mailbox& mailbox, const Shape& shape,
+               Membership& membership, Agreement& agreement, GroupRecord& record)
     : options_(options),
       mailbox_(mailbox),
+      shape_(shape),
       membership_(membership),
       agreement_(agreement),
       record_(record),
@@ -81,11 +82,11 @@ Task Runner::carryOut(const Call& call, const Signature& signature) {
   if (!isPrepared_) return carryOutFirst(call, signature);
   const uint64_t sequence = nextNumber();
   if (options_.ranks == 1) return carryOutAlone(call);
-  if (!shape_) {
+  if (!isPlanned_) {
     return shmCollective(ShmGroup{*arena_, memory_, mailbox_, sequence, signature}, call);
   }
   agreement_.begin(sequence, signature);
-  return netCollective({mailbox_, *shape_, *plans_, arena_.get(), sequence, signature}, call);
+  return netCollective({mailbox_, shape_, *plans_, arena_.get(), sequence, signature}, call);
 }
 
 Task Runner::carryOutFirst(const Call& call, const Signature& signature) {
@@ -124,25 +125,23 @@ bool Runner::mayShareMemory(const std::vector<int>& ranks) const {
 
 // Where all ranks are on this host, the arena does everything; otherwise plans use it.
 Task Runner::shareWithHost(const Signature& first) {
-  const std::vector<int> hostOf = hostsOf(mailbox_.group());
-  auto shape = std::make_unique<Shape>(hostOf, sumTree());
-  if (shape->hosts() > 1 && options_.rank == 0) {
-    if (const int block = betterSumBlock(hostOf, sumTree())) {
+  if (shape_.hosts() > 1 && options_.rank == 0) {
+    if (const int block = betterSumBlock(hostsOf(mailbox_.group()), sumTree())) {
       MYCOLL_LOG_INFO("group '%s': with MYCOLL_SUM_BLOCK=%d hosts would send less",
                       options_.name.c_str(), block);
     }
   }
   // Ranks that wait here for others of their host say so to all.
   if (options_.ranks > 1) agreement_.begin(begun(), first);
-  const std::vector<int>& members = shape->membersOf(shape->hostOf(options_.rank));
+  const std::vector<int>& members = shape_.membersOf(shape_.hostOf(options_.rank));
   const bool mayShare = mayShareMemory(members);
-  if (mayShare && shape->hosts() == 1) {
+  if (mayShare && shape_.hosts() == 1) {
     MYCOLL_CO_RETURN_IF_ERROR(co_await shareArena(mailbox_, membership_, &arena_));
   } else if (mayShare) {
     ArenaShape wanted;
-    wanted.smallBytes = blobBytes(*shape);
-    wanted.chunkBytes = areaBytes(*shape);
-    wanted.areas = areaCount(*shape);
+    wanted.smallBytes = blobBytes(shape_);
+    wanted.chunkBytes = areaBytes(shape_);
+    wanted.areas = areaCount(shape_);
     MYCOLL_CO_RETURN_IF_ERROR(co_await shareHostArena(mailbox_, members, wanted, &arena_));
     if (arena_) membership_.haveMet(members);
   }
@@ -150,7 +149,7 @@ Task Runner::shareWithHost(const Signature& first) {
     MYCOLL_LOG_WARN("group '%s' runs without an arena in shared memory", options_.name.c_str());
   }
   sharedArena_.store(arena_.get(), std::memory_order_release);
-  if (!arena_ || shape->hosts() > 1) shape_ = std::move(shape);
+  isPlanned_ = !arena_ || shape_.hosts() > 1;
   co_return Status();
 }
 

@@ -27,7 +27,7 @@ struct GroupOptions;
 
 class Runner final : public CollectiveRunner {
  public:
-  Runner(const GroupOptions& options, Mailbox& mailbox, Membership& membership,
+  Runner(const GroupOptions& options, Mailbox& mailbox, const Shape& shape, Membership& membership,
          Agreement& agreement, GroupRecord& record);
   ~Runner();
 
@@ -58,15 +58,16 @@ class Runner final : public CollectiveRunner {
 
   const GroupOptions& options_;
   Mailbox& mailbox_;
+  const Shape& shape_;
   Membership& membership_;
   Agreement& agreement_;
   GroupRecord& record_;
 
   bool isPrepared_ = false;
+  bool isPlanned_ = true;  // false: the arena is of all ranks, and does everything
   std::unique_ptr<Arena> arena_;
   std::atomic<Arena*> sharedArena_{nullptr};
-  PeerMemory memory_;             // beside an arena of all ranks
-  std::unique_ptr<Shape> shape_;  // where the arena is not of all ranks
+  PeerMemory memory_;  // beside an arena of all ranks
   std::unique_ptr<PlanCache> plans_;
   std::atomic<uint64_t> begun_{0};
 };

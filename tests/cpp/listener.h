@@ -44,11 +44,13 @@ class Listener final : public mycoll::MailboxOwner {
     explicit Parts(mycoll::Mailbox& mailbox)
         : ranks(mailbox.ranks()),
           record({mailbox.group().name, mailbox.group().context, mailbox.rank(), ranks, {}}),
-          tree(mailbox.group()),
-          membership(mailbox, tree, record, false),
+          shape(mycoll::hostsOf(mailbox.group())),
+          tree(shape),
+          membership(mailbox, tree, record, false, 64),
           agreement(mailbox, tree, membership) {}
     const int ranks;
     mycoll::GroupRecord record;
+    const mycoll::Shape shape;
     const mycoll::ControlTree tree;
     mycoll::Membership membership;
     mycoll::Agreement agreement;
@@ -74,7 +76,7 @@ class Listener final : public mycoll::MailboxOwner {
   void onControl(const mycoll::FrameHeader& came, const std::string& payload) override
       REQUIRES(mycoll::ioRole) {
     switch (came.kind) {
-      case mycoll::FrameKind::kAbort: return parts_->membership.onAbort(payload);
+      case mycoll::FrameKind::kAbort: return parts_->membership.onAbort(came.source, payload);
       case mycoll::FrameKind::kGoodbye: return parts_->membership.onGoodbye(came.source, payload);
       case mycoll::FrameKind::kProbe: return parts_->agreement.onProbe(came.source, payload);
       case mycoll::FrameKind::kArrived: return parts_->agreement.onArrived(came.source, payload);

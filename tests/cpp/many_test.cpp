@@ -1,12 +1,20 @@
 // Groups of many ranks on pretended hosts: what each rank must know, and whom it talks to, does not
 // grow with the number of ranks as fast as that does.
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "calls.h"
+#include "frame_counter.h"
+#include "processes.h"
 #include "test.h"
 #include "world.h"
 
@@ -119,6 +127,86 @@ TEST(Many, aFailureIsPassedOnPastRanksThatHaveLeft) {
     });
     EXPECT_EQ(heard.load(), kRanks - 2);
   }
+}
+
+namespace {
+
+// 256 ranks on 32 hosts, in a barrier. The processes of some are killed.
+void killSome(const std::vector<int>& killed) {
+  constexpr int kEach = 8, kOf = 32, kAll = kEach * kOf;
+  std::vector<int> hostOf(kAll);
+  for (int rank = 0; rank < kAll; ++rank) hostOf[rank] = rank / kEach;
+  auto isKilled = [&](int rank) {
+    return std::find(killed.begin(), killed.end(), rank) != killed.end();
+  };
+  const ScopedFolder folder;
+  const auto store = std::make_shared<FolderStore>(folder.path());
+  const auto counter = std::make_shared<FrameCounter>(hostOf);
+  auto meshOf = [&](int rank) {
+    MeshOptions mesh;
+    mesh.host = " host " + std::to_string(hostOf[rank]);
+    if (!isKilled(rank)) mesh.tap = counter;
+    return mesh;
+  };
+  std::vector<pid_t> children;
+  for (const int rank : killed) {
+    children.push_back(startProcess([&] {
+      runRank(rank, kAll, meshOf(rank), store, [](Communicator& group) {
+        for (int i = 0; i < 2; ++i) EXPECT_OK(run(group, call(OpKind::kBarrier)));
+        alarm(120);  // should nobody kill it
+        pause();
+      });
+    }));
+  }
+  const int others = kAll - static_cast<int>(killed.size());
+  std::atomic<int> arrived{0}, over{0};
+  std::atomic<bool> isCounted{false};
+  std::chrono::steady_clock::time_point began;
+  FrameCounter::Count before, after;
+  Threads(kAll, [&](int rank) {
+    if (isKilled(rank)) return;
+    runRank(rank, kAll, meshOf(rank), store, [&](Communicator& group) {
+      for (int i = 0; i < 2; ++i) EXPECT_OK(run(group, call(OpKind::kBarrier)));
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));  // both ends are counted
+      if (++arrived == others) {
+        before = counter->count();
+        began = std::chrono::steady_clock::now();
+        for (const pid_t child : children) kill(child, SIGKILL);
+      }
+      const Status status = run(group, call(OpKind::kBarrier));
+      EXPECT(status.code() == Code::kPeerLost);
+      EXPECT(isKilled(status.cause().rank));
+      if (++over == others) {
+        const auto took = std::chrono::steady_clock::now() - began;
+        after = counter->count();
+        printf(
+            "    %d killed: all know after %.0f ms; %d frames of it between %d hosts, %d new "
+            "connections\n",
+            static_cast<int>(killed.size()),
+            std::chrono::duration<double, std::milli>(took).count(), after.news, kOf,
+            after.connections - before.connections);
+        isCounted = true;
+      }
+      while (!isCounted) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    });
+  });
+  for (const pid_t child : children) waitpid(child, nullptr, 0);
+  EXPECT(after.news <= 3 * kOf);
+  // A rank that stands for its host has others in its place, to which connections are made.
+  if (killed.size() > 1 || killed[0] % kEach != 0) EXPECT_EQ(after.connections, before.connections);
+}
+
+}  // namespace
+
+// The news of a death takes a few frames for each host, and the connections that there are.
+TEST(Many, aDeathIsToldInFewFrames) { killSome({131}); }
+
+TEST(Many, aDeathIsToldPastTheDead) {
+  killSome({0});
+  killSome({128});
+  killSome({128, 129, 130, 131, 132, 133, 134, 135});
+  killSome({0, 1, 2, 3, 4, 5, 6, 7});
+  killSome({0, 1, 2, 3, 4, 5, 6, 7, 128, 129, 130, 131, 132, 133, 134, 135});
 }
 
 // Two ranks that exchange no message call with another root than the rest, and than each other.

@@ -643,6 +643,7 @@ std::vector<Fates> runWorld(const Script& script, Climate& climate, bool isCheck
     options.rank = rank;
     options.ranks = script.ranks;
     options.timeout = 20s;
+    options.mostToldDirectly = script.seed / 2 % 2 ? 1 : 64;
     std::shared_ptr<Communicator> group;
     const Status met =
         Communicator::create(options, store, engines[static_cast<size_t>(rank)], &group);

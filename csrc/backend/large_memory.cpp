@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kMostKeptBytes = size_t{512} << 20;
 
-struct Block {
+struct KeptBlock {
   void* start;
   size_t bytes;  // whole huge pages
 };
@@ -42,13 +42,13 @@ void* mapPages(size_t bytes) {
 class KeptMemory {
  public:
   // One that has been freed, or a new one; its start is null where the system gives none.
-  Block take(size_t bytes) {
+  KeptBlock take(size_t bytes) {
     if (mutex_.tryLock()) {
       const MutexLock lock(mutex_, std::adopt_lock);
       // The latest first: its pages are the likeliest to be there still.
       for (size_t i = blocks_.size(); i-- > 0;) {
         if (blocks_[i].bytes != bytes) continue;
-        const Block found = blocks_[i];
+        const KeptBlock found = blocks_[i];
         remove(i);
         return found;
       }
@@ -56,8 +56,8 @@ class KeptMemory {
     return {mapPages(bytes), bytes};
   }
 
-  void giveBack(const Block& block) {
-    std::vector<Block> surplus;
+  void giveBack(const KeptBlock& block) {
+    std::vector<KeptBlock> surplus;
     if (block.bytes <= kMostKeptBytes && mutex_.tryLock()) {
       const MutexLock lock(mutex_, std::adopt_lock);
       madvise(block.start, block.bytes, MADV_FREE);
@@ -70,7 +70,7 @@ class KeptMemory {
     } else {
       surplus.push_back(block);
     }
-    for (const Block& each : surplus) munmap(each.start, each.bytes);
+    for (const KeptBlock& each : surplus) munmap(each.start, each.bytes);
   }
 
  private:
@@ -80,7 +80,7 @@ class KeptMemory {
   }
 
   Mutex mutex_;
-  std::vector<Block> blocks_ GUARDED_BY(mutex_);  // the oldest first
+  std::vector<KeptBlock> blocks_ GUARDED_BY(mutex_);  // the oldest first
   size_t bytes_ GUARDED_BY(mutex_) = 0;
 };
 
@@ -91,7 +91,7 @@ KeptMemory& keptMemory() {
 }
 
 void release(void* context) {
-  const auto* block = static_cast<Block*>(context);
+  const auto* block = static_cast<KeptBlock*>(context);
   keptMemory().giveBack(*block);
   delete block;
 }
@@ -99,10 +99,10 @@ void release(void* context) {
 }  // namespace
 
 at::Tensor newLargeMemory(size_t bytes) {
-  const Block block = keptMemory().take(wholePages(bytes));
+  const KeptBlock block = keptMemory().take(wholePages(bytes));
   TORCH_CHECK_WITH(OutOfMemoryError, block.start != nullptr, "mycoll: no memory for an object of ",
                    bytes, " bytes that arrives");
-  c10::DataPtr data(block.start, new Block(block), &release, c10::Device(c10::kCPU));
+  c10::DataPtr data(block.start, new KeptBlock(block), &release, c10::Device(c10::kCPU));
   const c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(data),
                              c10::GetCPUAllocator(), /*resizable=*/true);
   at::Tensor tensor = at::empty({0}, at::TensorOptions(at::kByte).device(at::kCPU));

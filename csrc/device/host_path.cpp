@@ -17,8 +17,10 @@ namespace {
 // Marks the tags of pieces, beside any tag of a user's; the number of their message is below.
 constexpr uint64_t kPieceTag = uint64_t{1} << 50;
 
+}  // namespace
+
 // How a message of this size is cut, and staged: one piece, or several with a number before them.
-struct Cut {
+struct HostPath::Cut {
   explicit Cut(size_t messageBytes)
       : bytes(messageBytes), header(messageBytes > kHostChunkBytes ? sizeof(uint64_t) : 0) {}
 
@@ -47,8 +49,6 @@ struct Cut {
     return {whole.begin() + offset(piece), length(piece)};
   }
 };
-
-}  // namespace
 
 // A piece that is being copied from the device before it is sent.
 struct HostPath::Outgoing {

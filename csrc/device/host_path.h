@@ -40,6 +40,7 @@ class HostPath {
   bool advance();
 
  private:
+  struct Cut;
   struct Outgoing;
   struct Incoming;
 

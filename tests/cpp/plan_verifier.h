@@ -381,16 +381,19 @@ class Verifier {
     const bool isSend = step.act == Step::Act::kSend;
     const uint64_t tag = tagOf(chunk.chunk, chunk.phase);
     const auto key = isSend ? std::tuple(rank, step.peer, tag) : std::tuple(step.peer, rank, tag);
-    std::deque<Message>& waiting = (isSend ? receives_ : sends_)[key];
-    if (waiting.empty()) {
-      std::deque<Message>& mine = (isSend ? sends_ : receives_)[key];
-      if (!mine.empty() && mine.back().chunk != &chunk) fail("messages of two chunks have one tag");
-      mine.push_back({&chunk, step.place});
+    const auto waiting = waiting_.try_emplace(key, isSend, std::vector<Message>()).first;
+    auto& [areSends, messages] = waiting->second;
+    if (areSends == isSend) {
+      if (!messages.empty() && messages.back().chunk != &chunk) {
+        fail("messages of two chunks have one tag");
+      }
+      messages.push_back({&chunk, step.place});
       ++chunk.messages;
       return;
     }
-    const Message theirs = waiting.front();
-    waiting.pop_front();
+    const Message theirs = messages.front();
+    messages.erase(messages.begin());
+    if (messages.empty()) waiting_.erase(waiting);
     if (isSend) {
       copy(rank, chunk, step.place, step.peer, *theirs.chunk, theirs.place);
     } else {
@@ -532,7 +535,8 @@ class Verifier {
     UnderWay* chunk;
     Place place;
   };
-  std::map<std::tuple<int, int, uint64_t>, std::deque<Message>> sends_, receives_;  // waiting
+  // By sender, receiver and tag: messages that only one of them has begun, and whether by sending.
+  std::map<std::tuple<int, int, uint64_t>, std::pair<bool, std::vector<Message>>> waiting_;
   std::string wrong_;
 };
 

@@ -75,4 +75,11 @@ struct Span {
   char* begin() const { return static_cast<char*>(data); }
 };
 
+template <typename T>
+Span spanOf(T& value) {
+  return {&value, sizeof(value)};
+}
+
+constexpr size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
 }  // namespace mycoll

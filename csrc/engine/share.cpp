@@ -29,11 +29,6 @@ struct Offer {
 
 enum Step : uint64_t { kOfferStep = 1, kSentStep, kAnswerStep, kVerdictStep };
 
-template <typename T>
-Span spanOf(T& value) {
-  return {&value, sizeof(value)};
-}
-
 // Most of what a job reduces goes through its first group, so that one gets the best number of
 // areas; groups may be many, and have fewer.
 constexpr uint64_t kManyAreas = ArenaShape().areas;

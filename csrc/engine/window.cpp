@@ -21,11 +21,6 @@ constexpr uint64_t kStepsOfWindow = 4;
 // So that no all_gather of the program's own can be taken for this.
 constexpr uint8_t kPartType = 255;
 
-template <typename T>
-Span spanOf(T& value) {
-  return {&value, sizeof(value)};
-}
-
 Call gather(int self, Span first, size_t bytes, int ranks) {
   Call call;
   call.kind = OpKind::kAllGather;

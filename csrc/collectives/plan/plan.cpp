@@ -36,8 +36,6 @@ uint64_t mostTogether(const Shape& shape) {
   return std::min(kTogetherBytes, areaBytes(shape) / (2 * static_cast<uint64_t>(shape.hosts())));
 }
 
-uint64_t roundUp(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
-
 // A piece of what is reduced or gathered. in: where it lies in each rank's input. result: where it
 // lies with those that are to have it, its owner among them.
 struct Slot {

@@ -22,8 +22,6 @@ constexpr uint64_t kLookEvery = 64;
 // Ranks, in turn.
 constexpr int kLooksAtOnce = 2;
 
-size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
 }  // namespace
 
 struct Arena::Header {

@@ -20,11 +20,6 @@ struct Passing {
   std::shared_ptr<Segment> segment;
 };
 
-template <typename T>
-Span spanOf(T& value) {
-  return {&value, sizeof(value)};
-}
-
 }  // namespace
 
 bool PeerMemory::offer(const Span& mine, SharedSpan* offered) const {

@@ -80,8 +80,6 @@ Status findTensors(const ShmGroup& group, size_t index, const Span& mine,
   return Status();
 }
 
-size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
 // How a tensor is cut into rounds and slices; the same on all ranks.
 struct Slices {
   Slices(size_t rankCount, size_t chunkBytes, size_t totalBytes)

@@ -15,8 +15,6 @@ namespace {
 
 constexpr size_t kHugePage = 2 * 1024 * 1024;
 
-size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
 }  // namespace
 
 SharedHeap& SharedHeap::process() {

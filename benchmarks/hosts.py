@@ -208,13 +208,16 @@ class Mpi:
         return [json.loads(channel.readline()) for channel in self.channels]
 
     def run(self, operation: str, count: int, repeats: int) -> float:
-        """Seconds for each call, of the slowest rank; infinite once a rank has died."""
+        """Seconds for each call, of the slowest rank; infinite once a rank has died, and where the
+        program has no such operation."""
         if self.process.poll() is not None:
             return math.inf
         try:
             # Of what ranks have parts of, each has an element.
             elements = max(count, len(self.channels))
-            self.ask(f"prepare {operation} float32 sum {elements * 4} 0 1 0")
+            prepared = self.ask(f"prepare {operation} float32 sum {elements * 4} 0 1 0")
+            if "unsupported" in prepared[0]:
+                return math.inf
             self.ask("run 0 1")
             answers = self.ask(f"run 0 {repeats}")
         except (OSError, ValueError):  # Open MPI 4.1.4's han dies of large in-place all_reduces
@@ -373,7 +376,8 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
             if peer:  # on rank 0; the other ranks wait for it
                 times[name].append(peer.run(operation, bytes_each // 4, repeats))
             dist.barrier()
-    model = expected(arguments, operation, bytes_each) if arguments.model else None
+    is_planned = arguments.model and operation in OPERATIONS
+    model = expected(arguments, operation, bytes_each) if is_planned else None
     return {
         "operation": operation, "bytes": bytes_each, "times": times, "processor": processor,
         "sent": traffic, "model": model,
@@ -417,10 +421,16 @@ def line(row: dict[str, Any], arguments: argparse.Namespace) -> str:
         low, ratio, high = statistics.quantiles(
             [m / o for m, o in zip(row["times"]["mycoll"], theirs, strict=True)], n=4
         )
-        cells += [f"{statistics.median(theirs) * 1e3:.3g} {best}"]
-        cells += [f"{ratio:.2f} [{low:.2f} {high:.2f}]"]
+        if math.isinf(statistics.median(theirs)):
+            cells += ["", ""]
+        else:
+            cells += [f"{statistics.median(theirs) * 1e3:.3g} {best}"]
+            cells += [f"{ratio:.2f} [{low:.2f} {high:.2f}]"]
     if arguments.model:
-        cells += [f"{row['model'] * 1e3:.3g}", f"{row['model'] / middle['mycoll']:.2f}"]
+        model = row["model"]
+        cells += (
+            ["", ""] if model is None else [f"{model * 1e3:.3g}", f"{model / middle['mycoll']:.2f}"]
+        )
     ratios = [
         m / g for m, g in zip(row["processor"]["mycoll"], row["processor"]["gloo"], strict=True)
     ]

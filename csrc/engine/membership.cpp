@@ -154,7 +154,8 @@ void Membership::tellOthers() {
     ranks.insert(tree_.parentOf(self, isAbsent));
   };
   if (isLarge_) {
-    // Who is lost, or said to be, passes nothing on. The latter may live, and is told all the same.
+    // A lost rank passes nothing on. One that others say is lost may still live: it is told, too,
+    // but not relied on.
     const int named = cause_.code() == Code::kPeerLost ? cause_.cause().rank : -1;
     auto hasLeft = [&](int rank) { return this->hasLeft(rank); };
     addNeighbours(hasLeft);

@@ -276,11 +276,11 @@ def test_a_timeout_names_the_missing_rank(reused, mycoll_only, transport):
 
 
 def dies_with_a_window(ctx: Ctx, kind: str, victim: int, what: str) -> Seen:
-    numel = 3 * MIB
-    memory = KINDS[kind](numel)
+    memory = KINDS[kind](ctx.size, MIB)
     window = mycoll.new_window(memory)
     theirs = window.map_remote_tensor(victim) if is_mapped_here(ctx, kind) else None
-    data = torch.ones(numel)
+    # Each rank writes a row of its own: others may hear of the death later, and put until then.
+    data = torch.ones(MIB)
     here = ctx.store("puts")
     if ctx.rank == victim and what == "during puts":
         here.wait([str(rank) for rank in range(ctx.size) if rank != victim])
@@ -296,13 +296,13 @@ def dies_with_a_window(ctx: Ctx, kind: str, victim: int, what: str) -> Seen:
                 time.sleep(60)
             window.wait_signal(victim, False)
         while True:
-            window.put(data, victim, 0, False)
+            window.put(data, victim, ctx.rank * MIB, False)
 
     seen = attempt(go_on)
     # A mapping stays good for who has it; the window itself lets go of the dead rank's memory.
     if theirs is not None:
-        theirs.fill_(4)
-        ctx.equal(float(theirs[-1]), 4.0)
+        theirs[ctx.rank].fill_(4)
+        ctx.equal(theirs[ctx.rank].unique().tolist(), [4.0])
         del theirs
     memory.fill_(5)
     again = attempt(lambda: window.map_remote_tensor(victim))

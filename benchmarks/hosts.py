@@ -418,12 +418,12 @@ def line(row: dict[str, Any], arguments: argparse.Namespace) -> str:
     if arguments.mpi:
         best = min(COMPONENTS, key=lambda name: statistics.median(row["times"][name]))
         theirs = row["times"][best]
-        low, ratio, high = statistics.quantiles(
-            [m / o for m, o in zip(row["times"]["mycoll"], theirs, strict=True)], n=4
-        )
         if math.isinf(statistics.median(theirs)):
             cells += ["", ""]
         else:
+            low, ratio, high = statistics.quantiles(
+                [m / o for m, o in zip(row["times"]["mycoll"], theirs, strict=True)], n=4
+            )
             cells += [f"{statistics.median(theirs) * 1e3:.3g} {best}"]
             cells += [f"{ratio:.2f} [{low:.2f} {high:.2f}]"]
     if arguments.model:

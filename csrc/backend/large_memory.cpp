@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/types.h"
 
 namespace mycoll {
 namespace {
@@ -22,16 +23,14 @@ struct KeptBlock {
   size_t bytes;  // whole huge pages
 };
 
-size_t wholePages(size_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
-
 void* mapPages(size_t bytes) {
   // Begins at a huge page: what is before and behind goes back.
   void* const found = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return nullptr;
   char* const begin = static_cast<char*>(found);
-  const size_t before =
-      wholePages(reinterpret_cast<uintptr_t>(begin)) - reinterpret_cast<uintptr_t>(begin);
+  const auto address = reinterpret_cast<uintptr_t>(begin);
+  const size_t before = roundUp(address, kHugePage) - address;
   if (before > 0) munmap(begin, before);
   if (before < kHugePage) munmap(begin + before + bytes, kHugePage - before);
   madvise(begin + before, bytes, MADV_HUGEPAGE);
@@ -99,7 +98,7 @@ void release(void* context) {
 }  // namespace
 
 at::Tensor newLargeMemory(size_t bytes) {
-  const KeptBlock block = keptMemory().take(wholePages(bytes));
+  const KeptBlock block = keptMemory().take(roundUp(bytes, kHugePage));
   TORCH_CHECK_WITH(OutOfMemoryError, block.start != nullptr, "mycoll: no memory for an object of ",
                    bytes, " bytes that arrives");
   c10::DataPtr data(block.start, new KeptBlock(block), &release, c10::Device(c10::kCPU));

@@ -17,6 +17,7 @@
 #include "base/os.h"
 #include "base/sanitize.h"
 #include "base/topology.h"
+#include "base/types.h"
 
 namespace mycoll {
 namespace {
@@ -32,8 +33,6 @@ constexpr uint32_t kSites = 512;
 constexpr size_t kBoxAt = kDescriptionRoom;
 constexpr size_t kSitesAt = kBoxAt + kPage;
 constexpr size_t kGroupsAt = kSitesAt + kSites * kSiteBytes;
-
-size_t wholePages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // What Python's struct module calls the type of a field.
 template <typename T>
@@ -133,8 +132,8 @@ BlackBox& BlackBox::process() {
 BlackBox::BlackBox() {
   const size_t wanted = Env::process().traceEntries;
   capacity_ = wanted == 0 ? 0 : std::bit_ceil(static_cast<uint32_t>(wanted));
-  stateBytes_ = wholePages(sizeof(GroupState));
-  areaBytes_ = stateBytes_ + wholePages(capacity_ * sizeof(Entry));
+  stateBytes_ = roundUp(sizeof(GroupState), kPage);
+  areaBytes_ = stateBytes_ + roundUp(capacity_ * sizeof(Entry), kPage);
   open();
 }
 

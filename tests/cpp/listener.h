@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/agreement.h"
+#include "engine/communicator.h"
 #include "engine/membership.h"
 #include "observe/recorder.h"
 #include "transport/mailbox.h"
@@ -46,7 +47,7 @@ class Listener final : public mycoll::MailboxOwner {
           record({mailbox.group().name, mailbox.group().context, mailbox.rank(), ranks, {}}),
           shape(mycoll::hostsOf(mailbox.group())),
           tree(shape),
-          membership(mailbox, tree, record, false, 64),
+          membership(mailbox, tree, record, false, mycoll::GroupOptions().mostToldDirectly),
           agreement(mailbox, tree, membership) {}
     const int ranks;
     mycoll::GroupRecord record;

@@ -83,7 +83,7 @@ def some_missing(ctx: Ctx, missing: list[int], wait_all: bool) -> str:
         ctx.store("missing").wait(["seen"], timedelta(seconds=30))
         return ""
     try:
-        dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=wait_all)
+        dist.monitored_barrier(timeout=timedelta(seconds=2), wait_all_ranks=wait_all)
     except ERRORS as error:
         return str(error)
     finally:

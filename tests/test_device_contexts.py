@@ -72,7 +72,7 @@ def a_death_under_replay(ctx: Ctx) -> list[int]:
     torch.accelerator.synchronize()
     dist.barrier()
     if ctx.rank == 0:
-        time.sleep(0.5)  # the other one replays by then
+        time.sleep(1)  # the other one replays by then
         os.kill(os.getpid(), signal.SIGKILL)
     with ctx.raises(dist.DistBackendError, "rank 0"):
         graph.replay()

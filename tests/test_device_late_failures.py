@@ -36,7 +36,7 @@ def read_after_a_death(ctx: Ctx, how: str) -> str:
         time.sleep(1.5)  # nothing is under way for a while
     dist.barrier()
     if ctx.rank == 1:
-        time.sleep(0.5)  # the other one is in its call by then
+        time.sleep(1)  # the other one is in its call by then
         os.kill(os.getpid(), signal.SIGKILL)
     loss = full(ctx, 100)
     try:
@@ -187,7 +187,7 @@ def dies_while_another_leaves(ctx: Ctx) -> str:
     _, graph = captured_all_reduce(ctx)
     dist.barrier()
     if ctx.rank == 1:
-        time.sleep(0.5)  # the other one leaves by then
+        time.sleep(1)  # the other one leaves by then
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         graph.replay()

@@ -138,7 +138,7 @@ def test_a_step_that_takes_too_long(tmp_path: Path) -> None:
     plan = Plan("standin", tmp_path, "page", quick=True)
     broken = tmp_path / "rows.jsonl"
     broken.write_text('{"kind": "he')
-    run(plan, "endless", [*torchrun, str(tmp_path / "job.py")], 15, broken)
+    run(plan, "endless", [*torchrun, str(tmp_path / "job.py")], 20, broken)
     text = plan.page.read_text()
     assert "endless: STOPPED" in text
     assert "is not a row of `mycoll bench`" in text

@@ -33,8 +33,8 @@ def interrupted(ctx: Ctx, name: str) -> float:
     if ctx.rank:
         store.wait(["done"], timedelta(seconds=60))
         return 0.0
-    threading.Timer(BEFORE, os.kill, (os.getpid(), signal.SIGINT)).start()
     started = time.monotonic()
+    threading.Timer(BEFORE, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         wait()
         ctx.fail("it came back as if nothing had happened")

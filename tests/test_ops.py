@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from faults.harness import Seen, answers, attempt
+from faults.harness import Seen, answers, attempt, kill_one
 from torch.nn.functional import rms_norm
 from worlds import arith
 from worlds.worker import Ctx
@@ -352,8 +350,7 @@ def dies(ctx: Ctx) -> Seen:
     group = name_of()
     x = torch.ones(4096)
     torch.ops.mycoll.all_reduce_(x, group)
-    if ctx.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_one(ctx, 1)
     return attempt(lambda: torch.ops.mycoll.all_reduce_(x, group))
 
 

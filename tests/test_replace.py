@@ -484,7 +484,7 @@ text(lambda: ProcessGroupGloo(dist.HashStore(), 0, 2, timedelta(milliseconds=10)
 store = dist.HashStore()
 left = threading.Event()
 def body(rank):
-    pg = ProcessGroupGloo(store, rank, 2, timedelta(milliseconds=500))
+    pg = ProcessGroupGloo(store, rank, 2, timedelta(milliseconds=2000))
     pg.allreduce([torch.ones(1)]).wait()
     if rank == 0:
         text(lambda: pg.recv([torch.ones(1)], 1, 0).wait(),
@@ -496,11 +496,11 @@ on_all(body)
 
 store = dist.HashStore()
 def body(rank):
-    pg = ProcessGroupGloo(store, rank, 2, timedelta(milliseconds=500))
+    pg = ProcessGroupGloo(store, rank, 2, timedelta(milliseconds=2000))
     pg.allreduce([torch.ones(1)]).wait()
     if rank == 0:
         text(lambda: pg.allreduce([torch.ones(1)]).wait(),
-             "Timed out waiting 500ms", "timed out after")
+             "Timed out waiting 2000ms", "timed out after")
         left.set()
     else:
         left.wait(20)

@@ -8,7 +8,6 @@ import gc
 import io
 import itertools
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
-from faults.harness import Seen, answers, attempt
+from faults.harness import Seen, answers, attempt, kill_one
 from mycoll._registration import native
 from torch.nn import Conv2d, Linear, Sequential
 from torch.nn.parallel import DistributedDataParallel
@@ -418,8 +417,7 @@ def dies(ctx: Ctx, victim: int, what: str) -> Seen:
 
     for _ in range(3):
         step()
-    if ctx.rank == victim:
-        threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    kill_one(ctx, victim, after=0.05)
 
     def go_on() -> None:
         while True:

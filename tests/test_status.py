@@ -102,21 +102,27 @@ def test_who_waits_for_whom(fresh, transport, tmp_path) -> None:
     assert all(each.groups[0].current() is None for each in black_box.find(numbers))
 
 
-def receive(ctx: Ctx) -> None:
+def receive(ctx: Ctx, mark: str) -> None:
     if ctx.rank == 1:
-        time.sleep(1.5)
+        deadline = time.monotonic() + PATIENCE
+        while not Path(mark).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
         dist.send(torch.ones(5), 0, tag=7)
     if ctx.rank == 0:
         dist.recv(torch.empty(5), 1, tag=7)
 
 
-def test_messages(fresh, transport) -> None:
+def test_messages(fresh, transport, tmp_path) -> None:
     world = fresh(2, transport)
     numbers = world.run(pids)
-    running = during(world, receive)
-    found = eventually(
-        lambda: [each for each in black_box.find(numbers) if each.groups[0].open_messages()]
-    )
+    mark = tmp_path / "go"
+    running = during(world, receive, str(mark))
+    try:
+        found = eventually(
+            lambda: [each for each in black_box.find(numbers) if each.groups[0].open_messages()]
+        )
+    finally:
+        mark.touch()
     (operation,) = found[0].groups[0].open_messages()
     assert operation.describe() == "recv from rank 1 float32 numel=5 tag=7"
     assert "recv" in status.as_text(found)

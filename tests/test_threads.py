@@ -176,13 +176,13 @@ def interpreter_is_held(ctx: Ctx, name: str) -> None:
     if ctx.rank == 0:
 
         def hold() -> None:
-            time.sleep(0.2)
+            time.sleep(1.0)
             ctypes.PyDLL(None).usleep(2_000_000)  # PyDLL keeps it
 
         thread = threading.Thread(target=hold)
         thread.start()
     else:
-        time.sleep(0.5)
+        time.sleep(1.3)
     began = time.monotonic()
     if name == "all_reduce":
         dist.all_reduce(x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
-from faults.harness import SUITE_PATIENCE, Seen, answers, attempt
+from faults.harness import SUITE_PATIENCE, Seen, answers, attempt, kill_one
 from test_random_walk import walk
 from worlds.smoke import smoke
 from worlds.worker import Ctx
@@ -191,6 +190,7 @@ def test_windows_on_two_hosts(fresh, mycoll_only, hosts, kind):
 
 
 def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) -> Seen:
+    here = ctx.store("before the kill")  # the connection stays, whatever host this thread enters
     enter(names[ctx.rank // 3])
     url = f"tcp://{ADDRESSES['ipv4'][0]}:{PORT}"
     dist.init_process_group(
@@ -199,8 +199,7 @@ def dies_on_a_host(ctx: Ctx, names: tuple[str, str], victim: int, numel: int) ->
     x = torch.ones(numel)
     for _ in range(3):
         dist.all_reduce(x)
-    if ctx.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_one(ctx, victim, here=here)
 
     def go_on() -> None:
         while True:

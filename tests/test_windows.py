@@ -261,8 +261,10 @@ def times_out(ctx: Ctx) -> Seen:
     if ctx.rank == 0:
         options = mycoll.WaitSignalOptions()
         options.timeout = timedelta(seconds=0.5)
-        return attempt(lambda: window.wait_signal(1, False, options))
-    time.sleep(1)
+        seen = attempt(lambda: window.wait_signal(1, False, options))
+        ctx.store("times out").set("done", "")
+        return seen
+    ctx.store("times out").wait(["done"], timedelta(seconds=30))
     return attempt(lambda: window.put(torch.zeros(1), 0, 0, False))
 
 

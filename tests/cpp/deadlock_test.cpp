@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <barrier>
 #include <functional>
+#include <latch>
 #include <thread>
 #include <vector>
 
@@ -180,12 +181,14 @@ TEST(Deadlock, noFalseAlarm) {
 // What the missing rank did last, in the others' timeout.
 TEST(Deadlock, timeoutsTellWhatTheMissingRankDid) {
   overShmAndTcp([](Links links) {
+    std::latch areOver(2);
     runGroups(
         3, links, {{}, {}},
         [&](int rank, Groups& groups) {
           for (auto& group : groups) EXPECT_OK(barrier(*group));
-          if (rank == 2) return std::this_thread::sleep_for(2200ms);
+          if (rank == 2) return areOver.wait();
           const Status status = barrier(*groups[0]);
+          areOver.count_down();
           EXPECT_EQ(status.code(), Code::kTimeout);
           EXPECT(status.message().find("the last call that it finished is barrier (call #0") !=
                  std::string::npos);

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <deque>
 #include <iterator>
+#include <latch>
 #include <memory>
 #include <random>
 #include <string>
@@ -245,18 +246,17 @@ TEST(Engine, mismatchIsSeenByAll) {
 
 TEST(Engine, timeoutNamesTheMissingRank) {
   Threads(std::size(kAllLinks), [](int which) {
+    std::latch over(2);
     runWorld(
         3, kAllLinks[which],
         [&](Communicator& group) {
           EXPECT(run(group, call(OpKind::kBarrier)).ok());
-          if (group.rank() == 2) {
-            std::this_thread::sleep_for(std::chrono::milliseconds(1600));
-            return;
-          }
+          if (group.rank() == 2) return over.wait();
           Status status = run(group, call(OpKind::kBarrier));
+          over.count_down();
           EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
         },
-        1000);  // in which the group is made, too
+        2000);  // in which the group is made, too
   });
 }
 
@@ -352,8 +352,10 @@ TEST(Engine, whoIsLeftWithoutAGoodbyeDoesNotWait) {
 TEST(Engine, abortEndsReceives) {
   for (Links links : kAllLinks) {
     for (bool leavesAtOnce : {true, false}) {
+      std::latch met(3);
       runWorld(3, links, [&](Communicator& group) {
         EXPECT_OK(run(group, call(OpKind::kBarrier)));
+        met.arrive_and_wait();
         if (group.rank() == 2) {
           std::this_thread::sleep_for(std::chrono::milliseconds(50));
           group.abort("enough");

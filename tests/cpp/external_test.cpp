@@ -2,6 +2,7 @@
 // differently are found, although nothing of theirs travels over the group.
 #include <atomic>
 #include <chrono>
+#include <latch>
 #include <thread>
 
 #include "world.h"
@@ -127,9 +128,11 @@ TEST(External, timeoutNamesTheRankThatIsBehind) {
 }
 
 TEST(External, theFirstCauseEndsAll) {
-  runExternalWorld(3, Links::kShm, [](Communicator& group) {
+  std::latch haveCalled(3);
+  runExternalWorld(3, Links::kShm, [&](Communicator& group) {
     auto work = std::make_shared<External>();
     auto op = group.submitExternal(allReduce(4), work);
+    haveCalled.arrive_and_wait();
     if (group.rank() == 1) {
       std::this_thread::sleep_for(300ms);  // all others have met
       work->finish(Status(Code::kInternal, "the device fell off the bus"));
@@ -143,8 +146,9 @@ TEST(External, theFirstCauseEndsAll) {
 // All of them have left before they hear of each other.
 TEST(External, differentCallsAreFoundAfterTheGoodbye) {
   for (Links links : kAllLinks) {
-    runExternalWorld(3, links, [](Communicator& group) {
-      std::this_thread::sleep_for(300ms);  // all others have met
+    std::latch haveMet(3);
+    runExternalWorld(3, links, [&](Communicator& group) {
+      haveMet.arrive_and_wait();
       auto work = std::make_shared<External>();
       group.submitExternal(allReduce(group.rank() == 2 ? 8 : 4), work);
       work->finish(Status());

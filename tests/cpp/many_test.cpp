@@ -243,7 +243,7 @@ TEST(Many, oneRankKnowsTheMissing) {
     options.name = "late";
     options.rank = rank;
     options.ranks = kRanks;
-    options.timeout = std::chrono::milliseconds(1500);
+    options.timeout = std::chrono::milliseconds(4000);
     std::shared_ptr<Communicator> group;
     const Status status = Communicator::create(options, store, engine, &group);
     EXPECT(status.code() == Code::kTimeout);

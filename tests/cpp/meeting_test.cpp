@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <latch>
 #include <memory>
 #include <string>
 #include <thread>
@@ -339,7 +340,9 @@ TEST(Meeting, aLateRankIsAskedForLessAndLess) {
 TEST(Meeting, theFirstDeadlineEndsItForAll) {
   const auto store = std::make_shared<MemoryStore>();
   std::vector<Status> found(2);
+  std::latch areThere(2);
   Threads(2, [&](int rank) {
+    areThere.arrive_and_wait();
     found[rank] = meetAs(optionsOf(rank, 3, rank == 1 ? 500 : 60'000), store);
   });
   for (const Status& status : found) EXPECT(says(status, "after 500ms: rank 1 waited"));

@@ -101,8 +101,10 @@ TEST(StandinStream, eventsTellTime) {
   EXPECT(mycoll_standin_event_elapsed(start, end, &milliseconds) != nullptr);
   mycoll_standin_event_record(start, stream);
   mycoll_standin_stream_sleep(stream, 20000);
+  void* gate = mycoll_standin_gate_close(stream);
   mycoll_standin_event_record(end, stream);
   EXPECT(mycoll_standin_event_elapsed(start, end, &milliseconds) != nullptr);  // not yet
+  mycoll_standin_gate_open(gate);
   EXPECT(mycoll_standin_event_synchronize(end) == nullptr);
   EXPECT(mycoll_standin_event_elapsed(start, end, &milliseconds) == nullptr);
   EXPECT(milliseconds >= 20 && milliseconds < 5000);

@@ -480,19 +480,20 @@ TEST(Window, endsInAnyOrder) {
 }
 
 TEST(Window, aTimeoutNamesTheMissingRank) {
-  inAllPlaces(2, [](Communicator& group, const Place& place) {
-    Memory memory(place.isShared, 10);
-    const auto window = makeWindow(group);
-    ASSERT_OK(open(group, window, memory.span()));
-    if (group.rank() == 1) {
-      std::this_thread::sleep_for(600ms);
-      return;
-    }
-    const Status status = waitSignal(group, window, 1, 300ms);
-    EXPECT_EQ(status.code(), Code::kTimeout);
-    EXPECT(status.message().find("wait_signal from rank 1") != std::string::npos);
-    EXPECT(status.message().find("window #1") != std::string::npos);
-  });
+  for (const Place& place : kPlaces) {
+    std::latch isOver(1);
+    runWorld(2, place.links, [&](Communicator& group) {
+      Memory memory(place.isShared, 10);
+      const auto window = makeWindow(group);
+      ASSERT_OK(open(group, window, memory.span()));
+      if (group.rank() == 1) return isOver.wait();
+      const Status status = waitSignal(group, window, 1, 300ms);
+      isOver.count_down();
+      EXPECT_EQ(status.code(), Code::kTimeout);
+      EXPECT(status.message().find("wait_signal from rank 1") != std::string::npos);
+      EXPECT(status.message().find("window #1") != std::string::npos);
+    });
+  }
 }
 
 TEST(Window, aRankThatHasLeftIsNamed) {

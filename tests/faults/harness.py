@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -63,13 +64,17 @@ def attempt_and_leave(action: Callable[[], Any]) -> Seen:
     return Seen(seen.kind, seen.text, seen.began, seen.ended, left, seen.value)
 
 
-def kill_one(ctx: Ctx, victim: int) -> None:
-    """SIGKILL for that rank, once all others have come here, too: out of the calls before."""
-    here = ctx.store("before the kill")
-    if ctx.rank == victim:
-        here.wait([str(rank) for rank in range(ctx.size) if rank != victim])
+def kill_one(ctx: Ctx, victim: int, after: float = 0.0, here: dist.Store | None = None) -> None:
+    """SIGKILL for that rank, once all others have come here, too: out of the calls before. With a
+    time in `after` it goes on meanwhile. here: a store, where the test run's cannot be reached."""
+    here = here or ctx.store("before the kill")
+    if ctx.rank != victim:
+        here.set(str(ctx.rank), "")
+        return
+    here.wait([str(rank) for rank in range(ctx.size) if rank != victim])
+    if after == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    here.set(str(ctx.rank), "")
+    threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def sleep_until(moment: float) -> None:

@@ -260,9 +260,16 @@ def main(conn: Connection, setup: Setup) -> None:
 
 
 def in_new_group(ctx: Ctx, job: Callable[..., Any], timeout: float, *args: Any) -> Any:
-    """Runs a job in a default group of its own; for worlds that have none."""
-    ctx.setup = replace(ctx.setup, timeout=timeout)
-    ctx.init()
+    """Runs a job in a default group of its own; for worlds that have none. A short timeout counts
+    once all ranks are there: that they come takes as long as the machine is busy."""
+    if timeout >= ctx.setup.timeout:
+        ctx.setup = replace(ctx.setup, timeout=timeout)
+        ctx.init()
+    else:
+        ctx.init()
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
+        ctx.setup = replace(ctx.setup, timeout=timeout)
     return job(ctx, *args)
 
 

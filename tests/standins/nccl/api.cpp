@@ -186,11 +186,11 @@ NCCL_API Result ncclCommUserRank(const Handle handle, int* rank) {
 NCCL_API Result ncclMemAlloc(void** memory, size_t bytes) {
   count("ncclMemAlloc");
   Device::get().enter();
-  static void* const stream = Device::get().streamCreate(0, 0);
   // In whole pages that begin on one: windows want that.
   constexpr size_t kPage = mycoll::nccl::kWindowAlignment;
+  // Of the current device, whose default stream null is.
   auto* const block =
-      static_cast<char*>(Device::get().allocate((bytes + 2 * kPage - 1) / kPage * kPage, stream));
+      static_cast<char*>(Device::get().allocate((bytes + 2 * kPage - 1) / kPage * kPage, nullptr));
   if (block == nullptr) return complain(Result::kUnhandledCudaError, "out of memory");
   const size_t past = reinterpret_cast<uintptr_t>(block) % kPage;
   *memory = past == 0 ? block : block + kPage - past;

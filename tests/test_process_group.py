@@ -152,6 +152,19 @@ def test_stores(kind: str, tmp_path: Path) -> None:
         return result
 
     assert on_all(body, 2) == [3.0, 3.0]
+    gc.collect()
+    assert not (tmp_path / "store").exists()  # the last one to let go of it removes it
+
+
+def test_the_store_goes_with_its_last_user(free_port: int) -> None:
+    """A server's port is free again."""
+    for _ in range(3):
+        server = dist.TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False)
+        groups = on_all(lambda rank, server=server: make(server, rank, 2), 2)
+        for group in groups:
+            group.shutdown()
+        del server, groups, group
+        gc.collect()
 
 
 def test_many_in_any_order() -> None:

@@ -297,6 +297,146 @@ on_all(body)
     )
 
 
+# What gloo takes and refuses, as torch's own tests of it see it: over gloo itself, too.
+BOTH = pytest.mark.parametrize("replace", ["", "gloo"])
+
+
+@BOTH
+def test_refusals_in_gloos_words(replace: str) -> None:
+    run(
+        THREADS
+        + """
+from torch._C import _distributed_c10d as c10d_native
+t, wide, long = torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(2)
+sparse = torch.sparse_coo_tensor([[0]], [1.0], (1,))
+longer = torch.sparse_coo_tensor([[0]], [1.0], (4,))
+store = dist.HashStore()
+def options(kind, **more):
+    made = getattr(c10d_native, kind + "Options")()
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+def body(rank):
+    pg = ProcessGroupGloo(store, rank, 2, timedelta(seconds=50))
+    pg.barrier().wait()
+    other = 1 - rank
+    def rooted(call, kind, root, *tensors, **more):
+        return lambda: call(*tensors, options(kind, rootRank=root, **more))
+    def broadcast(tensors, root=rank, index=0):
+        return rooted(pg.broadcast, "Broadcast", root, tensors, rootTensor=index)
+    def reduce(tensors, root=rank, index=0):
+        return rooted(pg.reduce, "Reduce", root, tensors, rootTensor=index)
+    def scatter(outputs, inputs, root=rank):
+        return rooted(pg.scatter, "Scatter", root, outputs, inputs)
+    def gather(outputs, inputs, root=rank):
+        return rooted(pg.gather, "Gather", root, outputs, inputs)
+    def allgather(outputs, inputs):
+        return lambda: pg.allgather(outputs, inputs)
+    def coalesced(tensors):
+        return lambda: pg.allreduce_coalesced(tensors, options("AllreduceCoalesced"))
+    def columns(outputs):
+        return lambda: dist.all_gather_coalesced(outputs, [t], pg)
+    def allreduce(tensors, op=dist.ReduceOp.SUM):
+        return lambda: pg.allreduce(tensors, options("Allreduce", reduceOp=op))
+    for call, words in (
+        (broadcast([t], -1), "invalid root rank"),
+        (broadcast([t], 2), "invalid root rank"),
+        (broadcast([t], index=-1), "invalid root tensor"),
+        (broadcast([t], index=1), "invalid root tensor"),
+        (broadcast([]), "invalid root tensor"),
+        (broadcast([t, wide]), "invalid tensor type"),
+        (broadcast([t, long]), "invalid tensor size"),
+        (reduce([t], 2), "invalid root rank"),
+        (reduce([t], index=1), "invalid root tensor"),
+        (reduce([t, t]), "requires a single-element tensor list"),
+        (allreduce([]), "requires non-empty tensor list"),
+        (allreduce([t, wide]), "invalid tensor type"),
+        (allreduce([t, long]), "invalid tensor size"),
+        (allreduce([t, sparse]), "invalid tensor layout"),
+        (allreduce([sparse, longer]), "invalid tensor size"),
+        (allreduce([sparse], dist.ReduceOp.MAX), "unsupported reduction operation"),
+        (coalesced([]), "requires non-empty tensor list"),
+        (coalesced([t, wide]), "tensors must all have the same type"),
+        (coalesced([t, sparse]), "invalid tensor layout at index"),
+        (coalesced([sparse, sparse.clone()]), "unsupported layout"),
+        (scatter([t], [], -1), "invalid root rank"),
+        (scatter([], [], 0), "requires a single-element output tensor list"),
+        (scatter([t, t], [], 0), "requires a single-element output tensor list"),
+        (scatter([t], []), "requires a single-element input list"),
+        (scatter([t], [[t, t]] * 2), "requires a single-element input list"),
+        (scatter([t], [[t]]), "Incorrect input list size"),
+        (scatter([t], [[wide, wide]]), "invalid tensor type"),
+        (scatter([t], [[long, long]]), "invalid tensor size"),
+        (scatter([t], [[t, t]], other), "requires empty input on non-root"),
+        (gather([], [t], 2), "invalid root rank"),
+        (gather([], [], 0), "requires a single-element input tensor list"),
+        (gather([], [t]), "requires a single-element output list"),
+        (gather([[t] * 3], [t]), "Incorrect output list size"),
+        (gather([[wide, wide]], [t]), "invalid tensor type"),
+        (gather([[long, long]], [t]), "invalid tensor size"),
+        (gather([[t, t]], [t], other), "requires empty output on non-root"),
+        (allgather([], []), "requires non-empty input tensor list"),
+        (allgather([], [t]), "requires input/output tensor lists to have the same length"),
+        (allgather([[t] * 2] * 2, [t]), "requires input/output tensor lists to have the same"),
+        (allgather([[t]], [t]), "invalid output tensor list"),
+        (allgather([[t, wide]], [t]), "invalid tensor type"),
+        (allgather([[t, long]], [t]), "invalid tensor size"),
+        (columns([[t], [long]]), "invalid size of output tensor at index 0"),
+        (columns([[wide], [t]]), "invalid tensor type at index 0"),
+        (columns([[t]] * 3), "output lists should be equal to world size"),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            assert words in str(error), (words, str(error))
+        else:
+            raise AssertionError("accepted: " + words)
+    pg.barrier().wait()
+on_all(body)
+""",
+        replace=replace,
+    )
+
+
+@BOTH
+def test_sparse_tensors_and_futures_of_several(replace: str) -> None:
+    run(
+        THREADS
+        + """
+store = dist.HashStore()
+def body(rank):
+    pg = ProcessGroupGloo(store, rank, 2, timedelta(seconds=50))
+    xs = [torch.sparse_coo_tensor([[i]], [1.0 + rank], (3,)) for i in (rank, 2)]
+    future = pg.allreduce(xs).get_future()
+    future.wait()
+    for x in (*xs, *future.value()):
+        assert x.to_dense().tolist() == [1.0, 2.0, 3.0], x
+    ys = [torch.full((2,), 2.0 * rank + i) for i in range(2)]
+    outs = [[torch.zeros(2) for _ in range(4)] for _ in range(2)]
+    work = pg.allgather(outs, ys)
+    future = work.get_future()
+    work.wait()
+    assert [[x[0].item() for x in xs] for xs in future.value()] == [[0, 1, 2, 3]] * 2
+    rows = [[torch.zeros(2) for _ in range(2)] for _ in range(2)]
+    found = dist.all_gather_coalesced(rows, ys, pg, async_op=True).wait()
+    assert [[x[0].item() for x in xs] for xs in found] == [[0, 1], [2, 3]], found
+on_all(body)
+""",
+        replace=replace,
+    )
+
+
+def test_who_asks_for_encryption_keeps_gloo() -> None:
+    run(
+        """
+        from mycoll import _own_gloo, replace
+        assert replace.is_wanted() and not replace.is_in_place()
+        assert "asks for encryption" in _own_gloo.notes.reason
+        """,
+        GLOO_DEVICE_TRANSPORT="TCP_TLS",
+    )
+
+
 def test_a_group_that_is_put_together_by_hand() -> None:
     """As inference servers make groups for control messages, beside the job's: torch's functions
     take them, and no init_process_group is needed."""

@@ -310,6 +310,37 @@ def test_overlap_with_computing(world):
     world.run(overlap)
 
 
+def futures_asked_for_before(ctx: Ctx, kind: str) -> None:
+    """Who has waited for the Work has the value, and what was chained has run."""
+    other = (ctx.rank + 1) % ctx.size
+    for step in range(200):
+        x = torch.full((4,), float(step))
+        if kind == "all_reduce":
+            work = dist.all_reduce(x, async_op=True)
+        elif ctx.rank == 0:
+            work = dist.isend(x, other)
+        else:
+            work = dist.irecv(x, other)
+        future, seen = work.get_future(), []
+        future.add_done_callback(seen.append)
+        if step % 2:
+            work.wait()
+            ctx.equal(len(seen), 1, "callbacks that have run")
+        else:
+            while not work.is_completed():
+                pass
+        ctx.equal(future.done(), True)
+        ctx.equal(float(future.value()[0][0]), step * (ctx.size if kind == "all_reduce" else 1))
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "messages"])
+@pytest.mark.worlds(2)
+def test_a_future_is_complete_when_its_work_is(world, kind):
+    if world.backend == "gloo" and kind == "messages":
+        pytest.skip("gloo has no futures of messages")
+    world.run(futures_asked_for_before, kind)
+
+
 def futures_of_messages(ctx: Ctx) -> Seen:
     """Nobody sends, and nobody waits but by the future."""
     dist.barrier()

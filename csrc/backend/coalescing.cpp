@@ -1,4 +1,6 @@
 // Many tensors in one call, and many calls in one Work.
+#include <c10/util/StringUtil.h>
+
 #include "backend/mycoll_backend.h"
 
 namespace mycoll {
@@ -14,6 +16,26 @@ const void* thisThread() {
 // The rule looks at nothing but what all ranks know alike, so that all make the same buckets.
 constexpr size_t kSmallBytes = 64 << 10;
 constexpr size_t kBucketBytes = 1 << 20;
+
+// What gloo refuses and mycoll does not, in gloo's words.
+void checkAsGloo(const CallSite& site, const std::vector<std::vector<at::Tensor>>& outputs,
+                 const std::vector<at::Tensor>& inputs) {
+  for (const std::vector<at::Tensor>& row : outputs) {
+    for (size_t i = 0; i < row.size(); ++i) {
+      if (row[i].sizes() != inputs[i].sizes()) {
+        refuse(site, c10::str("invalid size of output tensor at index ", i,
+                              ": it must be that of "
+                              "the input, ",
+                              inputs[i].sizes(), ", but is ", row[i].sizes()));
+      }
+      if (row[i].scalar_type() != inputs[i].scalar_type()) {
+        refuse(site,
+               c10::str("invalid tensor type at index ", i, ": it must be that of the input, ",
+                        inputs[i].scalar_type(), ", but is ", row[i].scalar_type()));
+      }
+    }
+  }
+}
 
 }  // namespace
 
@@ -52,13 +74,16 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
 MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
     Tensors& given, const c10d::AllreduceCoalescedOptions& opts) {
   const CallSite site = enter("all_reduce_coalesced");
-  if (given.empty()) refuse(site, "tensors must hold at least one tensor, but it is empty");
+  if (given.empty()) refuse(site, "requires non-empty tensor list: no tensor came");
   Tensors tensors;
   for (const at::Tensor& tensor : given) tensors.push_back(withoutRepeats(tensor));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Argument argument{"tensors", static_cast<int64_t>(i)};
     checkOutput(site, argument, tensors[i]);
-    checkSameType(site, argument, tensors[i], Argument{"tensors", 0}, tensors[0]);
+    if (tensors[i].scalar_type() == tensors[0].scalar_type()) continue;
+    refuse(site, c10::str("tensors must all have the same type, but ", argument.text(), " is ",
+                          c10::toString(tensors[i].scalar_type()), " and tensors[0] is ",
+                          c10::toString(tensors[0].scalar_type())));
   }
   Request request(site, c10d::OpType::ALLREDUCE_COALESCED, "mycoll:all_reduce_coalesced",
                   opts.timeout, opts.asyncOp);
@@ -99,24 +124,27 @@ MycollBackend::WorkPtr MycollBackend::allgather_coalesced(TensorLists& outputs, 
   if (inputs.empty()) refuse(site, "input_tensor_list must hold a tensor, but it is empty");
   // output_tensor_lists[rank][i] takes inputs[i] of that rank.
   if (outputs.size() != static_cast<size_t>(size_)) {
-    refuse(site, c10::str("output_tensor_lists must hold one list for each of the ", size_,
-                          " ranks, but it holds ", outputs.size()));
+    refuse(site, c10::str("output lists should be equal to world size: output_tensor_lists must "
+                          "hold one list for each of the ",
+                          size_, " ranks, but it holds ", outputs.size()));
   }
   for (size_t rank = 0; rank < outputs.size(); ++rank) {
     if (outputs[rank].size() == inputs.size()) continue;
     refuse(site, c10::str("output_tensor_lists[", rank, "] must hold one tensor for each of the ",
                           inputs.size(), " inputs, but it holds ", outputs[rank].size()));
   }
+  if (shown_ != nullptr) checkAsGloo(site, outputs, inputs);
   Request request(site, c10d::OpType::ALLGATHER_COALESCED, "mycoll:all_gather_coalesced",
                   opts.timeout, opts.asyncOp);
-  Tensors results;
+  request.perList = inputs.size();
   for (size_t i = 0; i < inputs.size(); ++i) {
     checkTensor(site, Argument{"input_tensor_list", static_cast<int64_t>(i)}, inputs[i]);
     Tensors column;
     for (const Tensors& row : outputs) column.push_back(row[i]);
     addAllGatherList(request, column, inputs[i]);
-    results.insert(results.end(), column.begin(), column.end());
   }
+  Tensors results;
+  for (const Tensors& row : outputs) results.insert(results.end(), row.begin(), row.end());
   return run(request, inputs, results);
 }
 

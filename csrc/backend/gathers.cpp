@@ -9,8 +9,10 @@ MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& i
                                                 const c10d::AllgatherOptions& opts) {
   const CallSite site = enter("all_gather");
   if (inputs.size() > 1) return allGatherSeveral(site, outputs, inputs, opts);
-  const at::Tensor& input = single(site, "tensor", inputs);
-  const Tensors& list = singleList(site, "tensor_list", outputs);
+  if (inputs.empty()) refuse(site, "requires non-empty input tensor list: no tensor came");
+  const at::Tensor& input = inputs.front();
+  checkListForEach(site, outputs, inputs);
+  const Tensors& list = outputs.front();
   checkTensor(site, Argument{"tensor"}, input);
   Request request(site, c10d::OpType::ALLGATHER, "mycoll:all_gather", opts.timeout, opts.asyncOp);
   addAllGatherList(request, list, input);
@@ -19,11 +21,16 @@ MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& i
 
 void MycollBackend::addAllGatherList(Request& request, const Tensors& outputs,
                                      const at::Tensor& input) {
-  // Ranks may bring different shapes: every rank knows all of them, by its outputs.
+  // Ranks may bring different shapes: every rank knows all of them, by its outputs. Not in gloo's
+  // place.
   const Argument inputArgument{"tensor"};
-  checkPerRank(request.site, "tensor_list", outputs, inputArgument, input, /*areOutputs=*/true);
-  checkSameShape(request.site, Argument{"tensor_list", rank_}, outputs[static_cast<size_t>(rank_)],
-                 inputArgument, input);
+  checkPerRank(request.site, "tensor_list", outputs, inputArgument, input, /*areOutputs=*/true,
+               "invalid output tensor list");
+  for (int rank = 0; rank < size_; ++rank) {
+    if (shown_ == nullptr && rank != rank_) continue;
+    checkSameShape(request.site, Argument{"tensor_list", rank}, outputs[static_cast<size_t>(rank)],
+                   inputArgument, input);
+  }
   std::vector<Span> out = request.outputs(outputs);
   const Span in = request.input(input);
   Call& call = request.addCall(OpKind::kAllGather, input);
@@ -67,22 +74,25 @@ void MycollBackend::addAllGatherInto(Request& request, const at::Tensor& output,
 MycollBackend::WorkPtr MycollBackend::gather(TensorLists& outputs, Tensors& inputs,
                                              const c10d::GatherOptions& opts) {
   const CallSite site = enter("gather");
-  const at::Tensor& input = single(site, "tensor", inputs);
-  checkRank(site, "dst", opts.rootRank);
+  const at::Tensor& input = single(site, "tensor", inputs, "input tensor");
+  checkRoot(site, "dst", opts.rootRank);
   checkTensor(site, Argument{"tensor"}, input);
   Request request(site, c10d::OpType::GATHER, "mycoll:gather", opts.timeout, opts.asyncOp);
   const bool isRoot = opts.rootRank == rank_;
   std::vector<Span> out;
   if (isRoot) {
-    const Tensors& list = singleList(site, "gather_list", outputs);
-    checkPerRank(site, "gather_list", list, Argument{"tensor"}, input, /*areOutputs=*/true);
+    const Tensors& list = singleList(site, "gather_list", outputs, "output");
+    checkPerRank(site, "gather_list", list, Argument{"tensor"}, input, /*areOutputs=*/true,
+                 "Incorrect output list size");
     checkSameShape(site, Argument{"gather_list", rank_}, list[static_cast<size_t>(rank_)],
                    Argument{"tensor"}, input);
     out.reserve(list.size());
     for (const at::Tensor& output : list) out.push_back(request.output(output));
   } else if (!outputs.empty() && !outputs.front().empty()) {
-    refuse(site, c10::str("gather_list must be empty except on rank ", opts.rootRank,
-                          ", the destination, but it holds ", outputs.front().size(), " tensors"));
+    refuse(site,
+           c10::str("requires empty output on non-root: gather_list must be empty except on rank ",
+                    opts.rootRank, ", the destination, but it holds ", outputs.front().size(),
+                    " tensors"));
   }
   const Span in = request.input(input);
   Call& call = request.addCall(OpKind::kGather, input);

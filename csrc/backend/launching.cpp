@@ -156,6 +156,7 @@ MycollWork::Extras MycollBackend::extrasOf(Request& request, bool isProfiled) {
   extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
   if (!isMessage(request.type)) extras.order = callbacks_;
   extras.hook = workHook();
+  extras.perList = request.perList;
   if (isProfiled && request.async) {
     extras.profilingTitle = titleOf(request);
     extras.profiledInputs = request.given.vec();

@@ -18,7 +18,7 @@ Task fencedBarrier(std::shared_ptr<Condition> fence, CollectiveRunner& runner) {
 MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
                                                 const c10d::BroadcastOptions& opts) {
   const CallSite site = enter("broadcast");
-  checkRank(site, "src", opts.rootRank);
+  checkRoot(site, "src", opts.rootRank);
   checkRootTensor(site, opts.rootTensor, tensors);
   if (tensors.size() > 1) return broadcastSeveral(site, tensors, opts);
   const at::Tensor& tensor = single(site, "tensor", tensors);
@@ -39,12 +39,13 @@ MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
 MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
                                                 const c10d::AllreduceOptions& opts) {
   const CallSite site = enter("all_reduce");
-  if (tensors.size() > 1) return allReduceSeveral(site, tensors, opts);
-  const at::Tensor& given = single(site, "tensor", tensors);
+  if (tensors.empty()) refuse(site, "requires non-empty tensor list: no tensor came");
+  const at::Tensor& given = tensors.front();
   // Torch sends sparse CPU tensors this way, not to allreduce_sparse().
   if (given.defined() && given.layout() == at::kSparse) [[unlikely]] {
     return allreduce_sparse(tensors, opts);
   }
+  if (tensors.size() > 1) return allReduceSeveral(site, tensors, opts);
   at::Tensor narrowed;
   const bool isAsGiven = !given.defined() || given.is_contiguous();
   const at::Tensor& tensor = isAsGiven ? given : (narrowed = withoutRepeats(given));
@@ -80,7 +81,7 @@ void MycollBackend::allReduceInto(const at::Tensor& sum, const at::Tensor& x) {
 MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const CallSite site = enter("reduce");
   const at::Tensor& tensor = single(site, "tensor", tensors);
-  checkRank(site, "dst", opts.rootRank);
+  checkRoot(site, "dst", opts.rootRank);
   checkRootTensor(site, opts.rootTensor, tensors);
   const bool isRoot = opts.rootRank == rank_;
   if (isRoot) {

@@ -39,6 +39,7 @@ struct Request {
   // Point to point only; the one call then has one span, `in` to send and `out` to receive.
   int peer = -1;
   uint64_t tag = 0;
+  size_t perList = 0;  // the future's value is lists of so many outputs each; 0: one of all
   c10::SmallVector<Call, 1> calls;  // run in this order
   // A promise that holds on all ranks or on none, for devices: the parts of each call's lists are
   // equal in size and lie one after the other. No list, no promise.

@@ -63,22 +63,25 @@ std::vector<Span> cut(const Span& whole, const std::vector<size_t>& partBytes) {
 MycollBackend::WorkPtr MycollBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                               const c10d::ScatterOptions& opts) {
   const CallSite site = enter("scatter");
-  const at::Tensor& output = single(site, "tensor", outputs);
-  checkRank(site, "src", opts.rootRank);
+  const at::Tensor& output = single(site, "tensor", outputs, "output tensor");
+  checkRoot(site, "src", opts.rootRank);
   checkOutput(site, Argument{"tensor"}, output);
   Request request(site, c10d::OpType::SCATTER, "mycoll:scatter", opts.timeout, opts.asyncOp);
   const Span out = request.output(output);
   std::vector<Span> in;
   if (opts.rootRank == rank_) {
-    const Tensors& list = singleList(site, "scatter_list", inputs);
-    checkPerRank(site, "scatter_list", list, Argument{"tensor"}, output, /*areOutputs=*/false);
+    const Tensors& list = singleList(site, "scatter_list", inputs, "input");
+    checkPerRank(site, "scatter_list", list, Argument{"tensor"}, output, /*areOutputs=*/false,
+                 "Incorrect input list size");
     checkSameShape(site, Argument{"scatter_list", rank_}, list[static_cast<size_t>(rank_)],
                    Argument{"tensor"}, output);
     in.reserve(list.size());
     for (const at::Tensor& input : list) in.push_back(request.input(input));
   } else if (!inputs.empty() && !inputs.front().empty()) {
-    refuse(site, c10::str("scatter_list must be empty except on rank ", opts.rootRank,
-                          ", the source, but it holds ", inputs.front().size(), " tensors"));
+    refuse(
+        site,
+        c10::str("requires empty input on non-root: scatter_list must be empty except on rank ",
+                 opts.rootRank, ", the source, but it holds ", inputs.front().size(), " tensors"));
   }
   Call& call = request.addCall(OpKind::kScatter, output);
   call.root = static_cast<int>(opts.rootRank);
@@ -91,8 +94,8 @@ MycollBackend::WorkPtr MycollBackend::scatter(Tensors& outputs, TensorLists& inp
 MycollBackend::WorkPtr MycollBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                      const c10d::ReduceScatterOptions& opts) {
   const CallSite site = enter("reduce_scatter");
-  const at::Tensor& output = single(site, "output", outputs);
-  const Tensors& list = singleList(site, "input_list", inputs);
+  const at::Tensor& output = single(site, "output", outputs, "output tensor");
+  const Tensors& list = singleList(site, "input_list", inputs, "input");
   checkOutput(site, Argument{"output"}, output);
   checkPerRank(site, "input_list", list, Argument{"output"}, output, /*areOutputs=*/false);
   checkSameShape(site, Argument{"input_list", rank_}, list[static_cast<size_t>(rank_)],

@@ -76,20 +76,18 @@ MycollBackend::WorkPtr MycollBackend::allGatherSeveral(const CallSite& site, Ten
                                                        const c10d::AllgatherOptions& opts) {
   checkAlike(site, "tensors", inputs, /*areOutputs=*/false);
   const size_t count = inputs.size() * static_cast<size_t>(size_);
-  if (outputs.size() != inputs.size()) {
-    refuse(site, c10::str("there must be one output list for each input, but there are ",
-                          outputs.size(), " lists and ", inputs.size(), " inputs"));
-  }
+  checkListForEach(site, outputs, inputs);
   Tensors all{inputs[0]};
   for (const Tensors& list : outputs) {
     if (list.size() != count) {
-      refuse(site, c10::str("every output list must hold ", count, " tensors, ", inputs.size(),
-                            " for each rank, but one holds ", list.size()));
+      refuse(site, c10::str("invalid output tensor list: every one must hold ", count, " tensors, ",
+                            inputs.size(), " for each rank, but one holds ", list.size()));
     }
     all.insert(all.end(), list.begin(), list.end());
   }
   checkAlike(site, "tensor_lists", all, /*areOutputs=*/false);
   Request request(site, c10d::OpType::ALLGATHER, "mycoll:all_gather", opts.timeout, opts.asyncOp);
+  request.perList = count;
   const auto bytes = static_cast<int64_t>(inputs[0].nbytes());
   const auto each = inputs[0].numel() * static_cast<int64_t>(inputs.size());
   const at::Tensor mine = emptyElements(each, inputs[0].scalar_type());

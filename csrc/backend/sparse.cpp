@@ -34,10 +34,10 @@ struct Header {
 
 struct SparseSum {
   int rank;
-  at::Tensor target;
-  std::vector<Header> headers;  // one a rank
-  at::Tensor indices;           // mine: (sparse dimensions, count)
-  at::Tensor values;            // mine: (count, dense sizes...)
+  std::vector<at::Tensor> targets;  // alike; what a rank has is the sum of them
+  std::vector<Header> headers;      // one a rank
+  at::Tensor indices;               // mine: (sparse dimensions, count)
+  at::Tensor values;                // mine: (count, dense sizes...)
   std::vector<at::Tensor> allIndices;
   std::vector<at::Tensor> allValues;
 
@@ -93,10 +93,10 @@ struct SparseSum {
       }
       const at::Tensor sum =
           at::_sparse_coo_tensor_unsafe(
-              at::cat(shapedIndices, 1), at::cat(shapedValues, 0), target.sizes(),
-              target.options().dtype(isNarrow ? at::kFloat : type), /*is_coalesced=*/false)
+              at::cat(shapedIndices, 1), at::cat(shapedValues, 0), targets[0].sizes(),
+              targets[0].options().dtype(isNarrow ? at::kFloat : type), /*is_coalesced=*/false)
               .coalesce();
-      target.copy_(isNarrow ? sum.to(type) : sum);
+      for (at::Tensor& target : targets) target.copy_(isNarrow ? sum.to(type) : sum);
       allIndices.clear();  // the operation itself may live on in a Work
       allValues.clear();
     } catch (const c10::Error& error) {
@@ -131,12 +131,24 @@ Task gatherAndAdd(CollectiveRunner& runner, std::shared_ptr<SparseSum> sum) {
 MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
                                                        const c10d::AllreduceOptions& opts) {
   const CallSite site = enter("all_reduce");
-  const at::Tensor& tensor = single(site, "tensor", tensors);
-  if (!tensor.defined() || tensor.layout() != at::kSparse || !tensor.device().is_cpu()) {
-    refuse(site, "tensor must be a sparse COO tensor on the CPU");
+  if (tensors.empty()) refuse(site, "requires non-empty tensor list: no tensor came");
+  const at::Tensor& tensor = tensors.front();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Argument argument{"tensors", tensors.size() == 1 ? -1 : static_cast<int64_t>(i)};
+    const at::Tensor& each = tensors[i];
+    if (!each.defined() || each.layout() != at::kSparse || !each.device().is_cpu()) {
+      refuse(site, "invalid tensor layout: " + argument.text() +
+                       " must be a sparse COO tensor on the CPU");
+    }
+    checkSameType(site, argument, each, Argument{"tensors", 0}, tensor);
+    checkSameShape(site, argument, each, Argument{"tensors", 0}, tensor);
+    if (each.sparse_dim() == tensor.sparse_dim()) continue;
+    refuse(site, c10::str("invalid tensor layout: ", argument.text(), " has ", each.sparse_dim(),
+                          " sparse dimensions, and tensors[0] has ", tensor.sparse_dim()));
   }
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) {
-    refuse(site, c10::str("sparse tensors can be reduced with SUM only, but op is ",
+    refuse(site, c10::str("unsupported reduction operation: sparse tensors can be reduced with SUM "
+                          "only, but op is ",
                           name(opts.reduceOp.op_)));
   }
   checkReduceOp(site, opts.reduceOp, tensor, elementType(tensor).dtype);
@@ -147,12 +159,19 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
   auto sum = std::make_shared<SparseSum>();
   {
     const PlainDispatch guard;
-    const at::Tensor coalesced = tensor.coalesce();
-    sum->indices = coalesced._indices().contiguous();
-    sum->values = coalesced._values().contiguous().resolve_conj().resolve_neg();
+    std::vector<at::Tensor> indices, values;
+    for (const at::Tensor& each : tensors) {
+      const at::Tensor coalesced = each.coalesce();
+      indices.push_back(coalesced._indices());
+      values.push_back(coalesced._values());
+    }
+    const bool isOne = tensors.size() == 1;
+    sum->indices = (isOne ? indices[0] : at::cat(indices, 1)).contiguous();
+    sum->values =
+        (isOne ? values[0] : at::cat(values, 0)).contiguous().resolve_conj().resolve_neg();
   }
   sum->rank = rank_;
-  sum->target = tensor;
+  sum->targets = tensors;
   sum->headers.resize(static_cast<size_t>(size_));
   Header& own = sum->headers[static_cast<size_t>(rank_)];
   own.sparseDimensions = tensor.sparse_dim();

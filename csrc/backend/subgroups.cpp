@@ -11,8 +11,11 @@ namespace mycoll {
 // one's only what all have is for this one.
 c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
-  auto given = c10::dynamic_intrusive_pointer_cast<MycollOptions>(opts);
-  if (given || !opts) return given;
+  if (!opts) return {};
+  // Not by c10's cast of an intrusive_ptr, which never lets go of what is of another type.
+  if (auto* const given = dynamic_cast<MycollOptions*>(opts.get())) {
+    return c10::intrusive_ptr<MycollOptions>::unsafe_reclaim_from_nonowning(given);
+  }
   auto made = c10::make_intrusive<MycollOptions>(*options_);
   made->timeout = opts->timeout;
   made->group_name = opts->group_name;

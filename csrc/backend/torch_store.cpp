@@ -74,12 +74,13 @@ Status TorchStore::wait(const std::string& key, std::chrono::milliseconds atMost
 }
 
 std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
+  // Not by c10's cast of an intrusive_ptr, which never lets go of what is of another type.
   c10::intrusive_ptr<c10d::Store> base = store;
-  if (const auto prefixed = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(store)) {
+  if (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
     base = prefixed->getUnderlyingNonPrefixStore();
   }
-  const auto tcp = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(base);
-  return tcp ? tcp->getHost() : std::string();
+  auto* const tcp = dynamic_cast<c10d::TCPStore*>(base.get());
+  return tcp != nullptr ? tcp->getHost() : std::string();
 }
 
 bool isServedByRankZero(const c10::intrusive_ptr<c10d::Store>& store) {

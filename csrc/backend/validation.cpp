@@ -13,6 +13,11 @@ bool isPremultipliable(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
 }
 
+std::string notARank(const CallSite& site, const char* argument, int64_t rank) {
+  return c10::str(argument, " must be a rank of the group, 0 to ", site.ranks - 1, ", but it is ",
+                  rank);
+}
+
 }  // namespace
 
 std::string Argument::text() const {
@@ -39,7 +44,10 @@ void refuseTensor(const CallSite& site, const Argument& argument, const at::Tens
            c10::str(name, " must not be quantized, but it is ", c10::toString(tensor.scalar_type()),
                     "; pass its int_repr(), and its scale and zero point beside it"));
   }
-  refuse(site, c10::str(name, " must be a dense tensor, but its layout is ", tensor.layout()));
+  const std::string where = argument.index < 0 ? "" : c10::str(" at index ", argument.index);
+  refuse(site,
+         c10::str("invalid tensor layout", where, ": ", name,
+                  " must be a dense tensor, but has the unsupported layout ", tensor.layout()));
 }
 
 void checkOutput(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
@@ -55,19 +63,31 @@ void checkOutput(const CallSite& site, const Argument& argument, const at::Tenso
 }
 
 const at::Tensor& single(const CallSite& site, const char* name,
-                         const std::vector<at::Tensor>& tensors) {
+                         const std::vector<at::Tensor>& tensors, const char* kind) {
   if (tensors.size() != 1) [[unlikely]] {
-    refuse(site, c10::str(name, " must be one tensor, but ", tensors.size(), " came"));
+    refuse(site, c10::str("requires a single-element ", kind, " list: ", name,
+                          " must be one tensor, but ", tensors.size(), " came"));
   }
   return tensors.front();
 }
 
 const std::vector<at::Tensor>& singleList(const CallSite& site, const char* name,
-                                          const std::vector<std::vector<at::Tensor>>& lists) {
+                                          const std::vector<std::vector<at::Tensor>>& lists,
+                                          const char* kind) {
   if (lists.size() != 1) [[unlikely]] {
-    refuse(site, c10::str(name, " must be one list of tensors, but ", lists.size(), " came"));
+    refuse(site, c10::str("requires a single-element ", kind, " list: ", name,
+                          " must be one list of tensors, but ", lists.size(), " came"));
   }
   return lists.front();
+}
+
+void checkListForEach(const CallSite& site, const std::vector<std::vector<at::Tensor>>& lists,
+                      const std::vector<at::Tensor>& tensors) {
+  if (lists.size() == tensors.size()) [[likely]] {
+    return;
+  }
+  refuse(site, c10::str("requires input/output tensor lists to have the same length: there are ",
+                        lists.size(), " output lists and ", tensors.size(), " inputs"));
 }
 
 void checkSameType(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
@@ -75,9 +95,9 @@ void checkSameType(const CallSite& site, const Argument& argument, const at::Ten
   if (tensor.scalar_type() == expected.scalar_type()) [[likely]] {
     return;
   }
-  refuse(site, c10::str(argument.text(), " must be of the same dtype as ", reference.text(), ", ",
-                        c10::toString(expected.scalar_type()), ", but it is ",
-                        c10::toString(tensor.scalar_type())));
+  refuse(site, c10::str("invalid tensor type: ", argument.text(), " must be of the same dtype as ",
+                        reference.text(), ", ", c10::toString(expected.scalar_type()),
+                        ", but it is ", c10::toString(tensor.scalar_type())));
 }
 
 void checkSameShape(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
@@ -85,8 +105,9 @@ void checkSameShape(const CallSite& site, const Argument& argument, const at::Te
   if (tensor.sizes() == expected.sizes()) [[likely]] {
     return;
   }
-  refuse(site, c10::str(argument.text(), " must have the shape of ", reference.text(), ", ",
-                        expected.sizes(), ", but its shape is ", tensor.sizes()));
+  refuse(site,
+         c10::str("invalid tensor size: ", argument.text(), " must have the shape of ",
+                  reference.text(), ", ", expected.sizes(), ", but its shape is ", tensor.sizes()));
 }
 
 void checkOneOf(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
@@ -95,9 +116,11 @@ void checkOneOf(const CallSite& site, const Argument& argument, const at::Tensor
 }
 
 void checkPerRank(const CallSite& site, const char* name, const std::vector<at::Tensor>& tensors,
-                  const Argument& reference, const at::Tensor& expected, bool areOutputs) {
+                  const Argument& reference, const at::Tensor& expected, bool areOutputs,
+                  const char* wrongLength) {
   if (tensors.size() != static_cast<size_t>(site.ranks)) {
-    refuse(site, c10::str(name, " must hold one tensor for each of the ", site.ranks,
+    refuse(site, c10::str(wrongLength, *wrongLength == 0 ? "" : ": ", name,
+                          " must hold one tensor for each of the ", site.ranks,
                           " ranks, but it holds ", tensors.size()));
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -107,20 +130,26 @@ void checkPerRank(const CallSite& site, const char* name, const std::vector<at::
   }
 }
 
+void checkRoot(const CallSite& site, const char* argument, int64_t rank) {
+  if (rank >= 0 && rank < site.ranks) [[likely]] {
+    return;
+  }
+  refuse(site, "invalid root rank: " + notARank(site, argument, rank));
+}
+
 void checkRank(const CallSite& site, const char* argument, int64_t rank) {
   if (rank >= 0 && rank < site.ranks) [[likely]] {
     return;
   }
-  refuse(site, c10::str(argument, " must be a rank of the group, 0 to ", site.ranks - 1,
-                        ", but it is ", rank));
+  refuse(site, notARank(site, argument, rank));
 }
 
 void checkRootTensor(const CallSite& site, int64_t index, const std::vector<at::Tensor>& tensors) {
-  if (tensors.empty() || (index >= 0 && index < static_cast<int64_t>(tensors.size()))) [[likely]] {
+  if (index >= 0 && index < static_cast<int64_t>(tensors.size())) [[likely]] {
     return;
   }
-  refuse(site, c10::str("rootTensor must be the number of one of the ", tensors.size(),
-                        " tensors, but it is ", index));
+  refuse(site, c10::str("invalid root tensor: rootTensor must be the number of one of the ",
+                        tensors.size(), " tensors, but it is ", index));
 }
 
 void checkTimeout(const CallSite& site, std::chrono::milliseconds timeout) {

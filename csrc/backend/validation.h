@@ -1,7 +1,7 @@
 // Everything that can be wrong with a call is found here, before anything is sent. A refusal is an
 // ArgumentError that names the group, the function as Python's users know it, the argument, what
-// was expected, what came, and the rank. Nothing is formatted unless something is wrong. [any
-// thread]
+// was expected, what came, and the rank. Where gloo refuses the same, its words come first, as
+// programs look for them. Nothing is formatted unless something is wrong. [any thread]
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -50,12 +50,18 @@ inline void checkTensor(const CallSite& site, const Argument& argument, const at
 // As checkTensor, for memory that will be written: no two elements may share memory.
 void checkOutput(const CallSite& site, const Argument& argument, const at::Tensor& tensor);
 
-// The one tensor of c10d's lists, which were made for several devices in a process.
+// The one tensor of c10d's lists, which were made for several devices in a process. kind: what gloo
+// calls it.
 const at::Tensor& single(const CallSite& site, const char* name,
-                         const std::vector<at::Tensor>& tensors);
+                         const std::vector<at::Tensor>& tensors, const char* kind = "tensor");
 // The same for lists of lists.
 const std::vector<at::Tensor>& singleList(const CallSite& site, const char* name,
-                                          const std::vector<std::vector<at::Tensor>>& lists);
+                                          const std::vector<std::vector<at::Tensor>>& lists,
+                                          const char* kind);
+
+// One list for each tensor.
+void checkListForEach(const CallSite& site, const std::vector<std::vector<at::Tensor>>& lists,
+                      const std::vector<at::Tensor>& tensors);
 
 void checkSameType(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
                    const Argument& reference, const at::Tensor& expected);
@@ -65,12 +71,16 @@ void checkSameShape(const CallSite& site, const Argument& argument, const at::Te
 // checkOutput() or checkTensor(), for a tensor of a list.
 void checkOneOf(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
                 bool isOutput);
-// One usable tensor for each rank, all of the type of `reference`.
+// One usable tensor for each rank, all of the type of `reference`. wrongLength: gloo's words for
+// too many or too few.
 void checkPerRank(const CallSite& site, const char* name, const std::vector<at::Tensor>& tensors,
-                  const Argument& reference, const at::Tensor& expected, bool areOutputs);
+                  const Argument& reference, const at::Tensor& expected, bool areOutputs,
+                  const char* wrongLength = "");
 
 // argument: "src" or "dst".
 void checkRank(const CallSite& site, const char* argument, int64_t rank);
+// The same, of a collective.
+void checkRoot(const CallSite& site, const char* argument, int64_t rank);
 
 // rootTensor of an operation's options: which of the root's tensors.
 void checkRootTensor(const CallSite& site, int64_t index, const std::vector<at::Tensor>& tensors);

@@ -13,20 +13,21 @@ namespace {
 using Future = c10::ivalue::Future;
 using FuturePtr = c10::intrusive_ptr<Future>;
 
-FuturePtr makeTensorsFuture() {
-  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+FuturePtr makeTensorsFuture(bool areLists = false) {
+  const c10::TypePtr tensors = c10::ListType::create(c10::TensorType::get());
+  return c10::make_intrusive<Future>(areLists ? c10::ListType::create(tensors) : tensors);
+}
+
+// The tensors of a work's future, or of its lists.
+void append(const c10::IValue& value, std::vector<at::Tensor>* all) {
+  if (value.isTensorList()) {
+    for (at::Tensor& tensor : value.toTensorVector()) all->push_back(std::move(tensor));
+    return;
+  }
+  for (const c10::IValue& list : value.toListRef()) append(list, all);
 }
 
 FuturePtr makeResultFuture() { return c10::make_intrusive<Future>(c10::IntType::get()); }
-
-void completeTensors(const FuturePtr& future, const Status& status,
-                     const std::vector<at::Tensor>& outputs) {
-  if (status.ok()) {
-    future->markCompleted(c10::IValue(outputs));
-  } else {
-    future->setError(toException(status));
-  }
-}
 
 void completeResult(const FuturePtr& future, const Status& status) {
   future->markCompleted(c10::IValue(static_cast<int64_t>(toWorkResult(status))));
@@ -34,6 +35,8 @@ void completeResult(const FuturePtr& future, const Status& status) {
 
 // How often whoever waits for begin() looks for signals.
 constexpr std::chrono::milliseconds kTick(50);
+// How long wait() waits for callbacks of the future, which may wait for what the program does next.
+constexpr std::chrono::seconds kTellingTime(1);
 
 Deadline toDeadline(std::chrono::milliseconds timeout) {
   return timeout <= std::chrono::milliseconds(0) ? Deadline::never() : Deadline::after(timeout);
@@ -62,6 +65,7 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType 
       started_(extras.started),
       timeout_(extras.timeout),
       isTimed_(extras.isTimed),
+      perList_(extras.perList),
       order_(std::move(extras.order)),
       unfinishedOps_(ops_.size()),
       copyBacks_(std::move(extras.copyBacks)),
@@ -167,13 +171,18 @@ void MycollWork::finish() {
   if (endProfiling) endProfiling();
   auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
   if (turn) {
-    CallbackOrder::ready(
-        turn, [self, future] { completeTensors(future, self->status_, self->outputs_); });
+    CallbackOrder::ready(turn, [self, future] {
+      self->completeTensors(future);
+      self->setTold();
+    });
     future.reset();
   }
   if (!future && !resultFuture && !hook) return;
   CallbackPool::get().post([self = std::move(self), future, resultFuture, hook = std::move(hook)] {
-    if (future) completeTensors(future, self->status_, self->outputs_);
+    if (future) {
+      self->completeTensors(future);
+      self->setTold();
+    }
     if (resultFuture) completeResult(resultFuture, self->status_);
     if (hook) {
       hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->getSequencenumber(),
@@ -183,11 +192,46 @@ void MycollWork::finish() {
   });
 }
 
-bool MycollWork::isCompleted() {
+bool MycollWork::isOver() {
   if (isDone()) return true;
   if (!areOpsDone()) return false;
   finish();
   return true;
+}
+
+bool MycollWork::isCompleted() {
+  if (!isOver()) return false;
+  if (!isAsked_.load(std::memory_order_acquire)) return true;
+  MutexLock lock(lock_);
+  return future_->completed();
+}
+
+// Not under the lock: callbacks run here.
+void MycollWork::completeTensors(const FuturePtr& future) {
+  if (!status_.ok()) return future->setError(toException(status_));
+  if (perList_ == 0) return future->markCompleted(c10::IValue(outputs_));
+  c10::List<c10::List<at::Tensor>> lists;
+  for (size_t i = 0; i < outputs_.size(); i += perList_) {
+    const auto first = outputs_.begin() + static_cast<ptrdiff_t>(i);
+    lists.push_back(c10::List<at::Tensor>(
+        std::vector<at::Tensor>(first, first + static_cast<ptrdiff_t>(perList_))));
+  }
+  future->markCompleted(std::move(lists));
+}
+
+void MycollWork::setTold() {
+  MutexLock lock(lock_);
+  isTold_ = true;
+  told_.notify_all();
+}
+
+void MycollWork::awaitTold() {
+  // Not in a callback, which may be one of those.
+  if (!isAsked_.load(std::memory_order_acquire) || CallbackPool::isHere()) return;
+  const auto end = Clock::now() + kTellingTime;
+  MutexLock lock(lock_);
+  while (!isTold_ && told_.wait_until(lock.native(), end) != std::cv_status::timeout) {
+  }
 }
 
 bool MycollWork::isSuccess() const { return !isDone() || status_.ok(); }
@@ -204,8 +248,7 @@ int MycollWork::sourceRank() const {
 }
 
 std::vector<at::Tensor> MycollWork::result() {
-  TORCH_CHECK(isCompleted(),
-              "Work needs to be completed before calling result(); call wait() first");
+  TORCH_CHECK(isOver(), "Work needs to be completed before calling result(); call wait() first");
   return outputs_;
 }
 
@@ -227,6 +270,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
     stayIfExiting();
     finish();
   }
+  awaitTold();
   throwIfFailed(status_);
   return true;
 }
@@ -248,12 +292,15 @@ FuturePtr MycollWork::getFuture() {
   {
     MutexLock lock(lock_);
     if (future_) return future_;
-    future = future_ = makeTensorsFuture();
+    future = future_ = makeTensorsFuture(perList_ > 0);
     isComplete = isDone();
-    if (!isComplete && order_ && isCalledByPython()) turn_ = order_->here()->add();
+    if (!isComplete && isCalledByPython()) {
+      isAsked_.store(true, std::memory_order_release);
+      if (order_) turn_ = order_->here()->add();
+    }
   }
   if (isComplete) {
-    completeTensors(future, status_, outputs_);
+    completeTensors(future);
   } else {
     watch();
   }
@@ -353,7 +400,7 @@ FuturePtr CoalescedWork::getFuture() {
           whole->setError(part->exception_ptr());
           return;
         }
-        for (at::Tensor& tensor : part->value().toTensorVector()) all.push_back(std::move(tensor));
+        append(part->value(), &all);
       }
       whole->markCompleted(c10::IValue(std::move(all)));
     }

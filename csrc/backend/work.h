@@ -7,6 +7,9 @@
 // that completes the last operation.
 // A collective that follows futures whose callbacks have not run is held: it has no operations
 // until begin().
+// With a future that Python has asked for before, the end is told first: wait() returns when the
+// future is complete and its callbacks have run, as with gloo, but waits a second at most for
+// callbacks that do not return. isCompleted() says no until the future is complete.
 //
 // Lifetime: may be dropped at any time. The tensors belong to the engine until it is done, and the
 // Work itself is held by the engine's callbacks where it has anything left to do.
@@ -40,6 +43,7 @@ class MycollWork final : public c10d::Work {
     c10::SmallVector<CopyBack, 1> copyBacks;
     Hook hook;                   // called once, when done; may be empty
     bool isTimed = false;        // remember when it ended
+    size_t perList = 0;          // see Request::perList
     std::string profilingTitle;  // empty: nobody profiles
     std::optional<std::vector<at::Tensor>> profiledInputs;
     Clock::time_point started;
@@ -77,6 +81,11 @@ class MycollWork final : public c10d::Work {
   enum class State { kRunning, kDone };
 
   bool areOpsDone() const;
+  // Its operations are done, and finish() has run.
+  bool isOver();
+  void completeTensors(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+  void setTold();
+  void awaitTold();
   // Idempotent; waits for another thread that is at it. Only when the engine is done.
   void finish();
   void watch();
@@ -98,9 +107,11 @@ class MycollWork final : public c10d::Work {
   const Clock::time_point started_;
   const std::chrono::milliseconds timeout_;
   const bool isTimed_;
+  const size_t perList_;
   const std::shared_ptr<CallbackOrder> order_;
 
   std::atomic<State> state_{State::kRunning};
+  std::atomic<bool> isAsked_{false};   // Python has future_, and had it before the end
   std::atomic<size_t> unfinishedOps_;  // counts down once watched
   // Set before kDone, read after it.
   Status status_;
@@ -115,6 +126,8 @@ class MycollWork final : public c10d::Work {
   // Of future_, when Python asked for it before it was done.
   CallbackOrder::TurnPtr turn_ GUARDED_BY(lock_);
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(lock_);
+  bool isTold_ GUARDED_BY(lock_) = false;  // future_ is complete, and its callbacks have run
+  std::condition_variable told_;
 };
 
 // The error of a call that has waited this long for the callbacks before it.

@@ -115,7 +115,7 @@ Status Diagnosis::inContext(const Status& cause, const CollectiveOp& op) const {
     // As gloo says it.
     here += "\n  Rank " + std::to_string(options_.rank) +
             " successfully reached monitoredBarrier, but received errors while waiting for "
-            "send/recv from rank 0";
+            "send/recv from rank 0. Please check rank 0 logs for faulty rank.";
   }
   return cause.withMessage(cause.message() + here + traceHint());
 }
@@ -163,9 +163,8 @@ Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& 
       numbers += (numbers.empty() ? "" : ", ") + std::to_string(rank);
       if (!op.call.waitAllRanks) break;
     }
-    const bool isOne = numbers.find(',') == numbers.npos;
-    text += (isOne ? "Rank " : "Ranks ") + numbers + " failed to pass monitoredBarrier in " +
-            waited + " ms " + call + ".";
+    text += (op.call.waitAllRanks ? "Ranks " : "Rank ") + numbers +
+            " failed to pass monitoredBarrier in " + waited + " ms " + call + ".";
   } else {
     text += op.describe() + " " + call + " timed out after " + waited + " ms.";
   }

@@ -77,6 +77,8 @@ def install() -> None:
             raise ImportError("this torch was built without gloo")
         if _gloo.is_wanted(None):
             raise ImportError(f"{_gloo.VARIABLE}=gloo asks for torch's gloo")
+        if os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS":
+            raise ImportError("GLOO_DEVICE_TRANSPORT asks for encryption, which mycoll has not")
         module = native()
     except ImportError as error:
         _has_no_effect = True

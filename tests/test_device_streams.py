@@ -170,6 +170,13 @@ def futures(ctx: Ctx) -> None:
     y = full(ctx, ctx.rank + 1)
     chained = dist.all_reduce(y, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
     is_all(ctx, chained.wait(), 2 * total(ctx), "chained:")
+    for _ in range(20):
+        z = full(ctx, ctx.rank + 1)
+        work = dist.all_reduce(z, async_op=True)
+        future = work.get_future()
+        work.wait()
+        ctx.equal(future.done(), True, "done with its work")
+        is_all(ctx, future.value()[0], total(ctx))
 
 
 JOBS = (

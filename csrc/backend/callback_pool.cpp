@@ -31,6 +31,20 @@ thread_local bool isPoolThread = false;
 
 bool CallbackPool::isHere() { return isPoolThread; }
 
+void Told::set() {
+  MutexLock lock(mutex_);
+  isSet_ = true;
+  changed_.notify_all();
+}
+
+void Told::await() {
+  if (CallbackPool::isHere()) return;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  MutexLock lock(mutex_);
+  while (!isSet_ && changed_.wait_until(lock.native(), end) != std::cv_status::timeout) {
+  }
+}
+
 CallbackPool& CallbackPool::get() {
   static CallbackPool pool;
   return pool;

@@ -10,9 +10,27 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 
+#include "base/mutex.h"
+
 namespace mycoll {
+
+// Whether a future is complete and its callbacks have run, for who waits for its Work: with gloo
+// they have by then.
+class Told {
+ public:
+  void set();
+  // A second at most: a callback may wait for what the program does next. Not at all inside a
+  // callback, which may be one of those.
+  void await();
+
+ private:
+  Mutex mutex_;
+  std::condition_variable changed_;
+  bool isSet_ GUARDED_BY(mutex_) = false;
+};
 
 class CallbackPool {
  public:

@@ -4,7 +4,6 @@
 
 #include <utility>
 
-#include "backend/callback_pool.h"
 #include "backend/errors.h"
 
 namespace mycoll {
@@ -35,8 +34,6 @@ void completeResult(const FuturePtr& future, const Status& status) {
 
 // How often whoever waits for begin() looks for signals.
 constexpr std::chrono::milliseconds kTick(50);
-// How long wait() waits for callbacks of the future, which may wait for what the program does next.
-constexpr std::chrono::seconds kTellingTime(1);
 
 Deadline toDeadline(std::chrono::milliseconds timeout) {
   return timeout <= std::chrono::milliseconds(0) ? Deadline::never() : Deadline::after(timeout);
@@ -173,7 +170,7 @@ void MycollWork::finish() {
   if (turn) {
     CallbackOrder::ready(turn, [self, future] {
       self->completeTensors(future);
-      self->setTold();
+      self->told_.set();
     });
     future.reset();
   }
@@ -181,7 +178,7 @@ void MycollWork::finish() {
   CallbackPool::get().post([self = std::move(self), future, resultFuture, hook = std::move(hook)] {
     if (future) {
       self->completeTensors(future);
-      self->setTold();
+      self->told_.set();
     }
     if (resultFuture) completeResult(resultFuture, self->status_);
     if (hook) {
@@ -217,21 +214,6 @@ void MycollWork::completeTensors(const FuturePtr& future) {
         std::vector<at::Tensor>(first, first + static_cast<ptrdiff_t>(perList_))));
   }
   future->markCompleted(std::move(lists));
-}
-
-void MycollWork::setTold() {
-  MutexLock lock(lock_);
-  isTold_ = true;
-  told_.notify_all();
-}
-
-void MycollWork::awaitTold() {
-  // Not in a callback, which may be one of those.
-  if (!isAsked_.load(std::memory_order_acquire) || CallbackPool::isHere()) return;
-  const auto end = Clock::now() + kTellingTime;
-  MutexLock lock(lock_);
-  while (!isTold_ && told_.wait_until(lock.native(), end) != std::cv_status::timeout) {
-  }
 }
 
 bool MycollWork::isSuccess() const { return !isDone() || status_.ok(); }
@@ -270,7 +252,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
     stayIfExiting();
     finish();
   }
-  awaitTold();
+  if (isAsked_.load(std::memory_order_acquire)) told_.await();
   throwIfFailed(status_);
   return true;
 }

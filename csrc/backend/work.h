@@ -7,9 +7,8 @@
 // that completes the last operation.
 // A collective that follows futures whose callbacks have not run is held: it has no operations
 // until begin().
-// With a future that Python has asked for before, the end is told first: wait() returns when the
-// future is complete and its callbacks have run, as with gloo, but waits a second at most for
-// callbacks that do not return. isCompleted() says no until the future is complete.
+// With a future that Python has asked for before, wait() waits for its callbacks, too (see Told),
+// and isCompleted() says no until it is complete.
 //
 // Lifetime: may be dropped at any time. The tensors belong to the engine until it is done, and the
 // Work itself is held by the engine's callbacks where it has anything left to do.
@@ -26,6 +25,7 @@
 #include <vector>
 
 #include "backend/callback_order.h"
+#include "backend/callback_pool.h"
 #include "backend/request.h"
 #include "backend/torch_version.h"
 #include "base/mutex.h"
@@ -84,8 +84,6 @@ class MycollWork final : public c10d::Work {
   // Its operations are done, and finish() has run.
   bool isOver();
   void completeTensors(const c10::intrusive_ptr<c10::ivalue::Future>& future);
-  void setTold();
-  void awaitTold();
   // Idempotent; waits for another thread that is at it. Only when the engine is done.
   void finish();
   void watch();
@@ -126,8 +124,7 @@ class MycollWork final : public c10d::Work {
   // Of future_, when Python asked for it before it was done.
   CallbackOrder::TurnPtr turn_ GUARDED_BY(lock_);
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(lock_);
-  bool isTold_ GUARDED_BY(lock_) = false;  // future_ is complete, and its callbacks have run
-  std::condition_variable told_;
+  Told told_;  // of future_
 };
 
 // The error of a call that has waited this long for the callbacks before it.

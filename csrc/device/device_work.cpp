@@ -4,7 +4,6 @@
 
 #include <optional>
 
-#include "backend/callback_pool.h"
 #include "backend/errors.h"
 #include "device/device_group.h"
 
@@ -60,6 +59,12 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   // may hand it out again. On another stream this would be too early for what the program has
   // dropped since the call, although torch's nccl does so.
   if (current == operation_->caller()) operation_->release();
+  std::shared_ptr<Told> told;
+  {
+    MutexLock lock(mutex_);
+    told = told_;
+  }
+  if (told) told->await();
   return true;
 }
 
@@ -87,8 +92,15 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
   if (operation_->isEnqueued()) {
     complete(*future, *operation_, outputs_);
   } else {
-    operation_->onEnqueued([future, operation = operation_, outputs = outputs_] {
-      CallbackPool::get().post([=] { complete(*future, *operation, outputs); });
+    const auto told = std::make_shared<Told>();
+    lock.lock();
+    told_ = told;
+    lock.unlock();
+    operation_->onEnqueued([future, operation = operation_, outputs = outputs_, told] {
+      CallbackPool::get().post([=] {
+        complete(*future, *operation, outputs);
+        told->set();
+      });
     });
   }
   return future;

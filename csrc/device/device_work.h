@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "backend/callback_pool.h"
 #include "backend/torch_version.h"
 #include "base/mutex.h"
 #include "device/operation.h"
@@ -56,6 +57,7 @@ class DeviceWork final : public c10d::Work {
 
   Mutex mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(mutex_);
+  std::shared_ptr<Told> told_ GUARDED_BY(mutex_);  // of future_; null: it was complete at once
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(mutex_);
 };
 

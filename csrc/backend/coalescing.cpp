@@ -24,9 +24,8 @@ void checkAsGloo(const CallSite& site, const std::vector<std::vector<at::Tensor>
     for (size_t i = 0; i < row.size(); ++i) {
       if (row[i].sizes() != inputs[i].sizes()) {
         refuse(site, c10::str("invalid size of output tensor at index ", i,
-                              ": it must be that of "
-                              "the input, ",
-                              inputs[i].sizes(), ", but is ", row[i].sizes()));
+                              ": it must be that of the input, ", inputs[i].sizes(), ", but is ",
+                              row[i].sizes()));
       }
       if (row[i].scalar_type() != inputs[i].scalar_type()) {
         refuse(site,

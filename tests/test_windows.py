@@ -285,8 +285,7 @@ def dies_with_a_window(ctx: Ctx, kind: str, victim: int, what: str) -> Seen:
     data = torch.ones(MIB)
     here = ctx.store("puts")
     if ctx.rank == victim and what == "during puts":
-        here.wait([str(rank) for rank in range(ctx.size) if rank != victim])
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_one(ctx, victim, here=here)
     elif what == "before":
         kill_one(ctx, victim)
 

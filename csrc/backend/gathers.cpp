@@ -8,10 +8,10 @@ namespace mycoll {
 MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                                 const c10d::AllgatherOptions& opts) {
   const CallSite site = enter("all_gather");
-  if (inputs.size() > 1) return allGatherSeveral(site, outputs, inputs, opts);
   if (inputs.empty()) refuse(site, "requires non-empty input tensor list: no tensor came");
-  const at::Tensor& input = inputs.front();
   checkListForEach(site, outputs, inputs);
+  if (inputs.size() > 1) return allGatherSeveral(site, outputs, inputs, opts);
+  const at::Tensor& input = inputs.front();
   const Tensors& list = outputs.front();
   checkTensor(site, Argument{"tensor"}, input);
   Request request(site, c10d::OpType::ALLGATHER, "mycoll:all_gather", opts.timeout, opts.asyncOp);

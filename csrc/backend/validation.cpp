@@ -13,11 +13,6 @@ bool isPremultipliable(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
 }
 
-std::string notARank(const CallSite& site, const char* argument, int64_t rank) {
-  return c10::str(argument, " must be a rank of the group, 0 to ", site.ranks - 1, ", but it is ",
-                  rank);
-}
-
 }  // namespace
 
 std::string Argument::text() const {
@@ -130,18 +125,12 @@ void checkPerRank(const CallSite& site, const char* name, const std::vector<at::
   }
 }
 
-void checkRoot(const CallSite& site, const char* argument, int64_t rank) {
+void checkRank(const CallSite& site, const char* argument, int64_t rank, const char* words) {
   if (rank >= 0 && rank < site.ranks) [[likely]] {
     return;
   }
-  refuse(site, "invalid root rank: " + notARank(site, argument, rank));
-}
-
-void checkRank(const CallSite& site, const char* argument, int64_t rank) {
-  if (rank >= 0 && rank < site.ranks) [[likely]] {
-    return;
-  }
-  refuse(site, notARank(site, argument, rank));
+  refuse(site, c10::str(words, argument, " must be a rank of the group, 0 to ", site.ranks - 1,
+                        ", but it is ", rank));
 }
 
 void checkRootTensor(const CallSite& site, int64_t index, const std::vector<at::Tensor>& tensors) {

@@ -78,9 +78,11 @@ void checkPerRank(const CallSite& site, const char* name, const std::vector<at::
                   const char* wrongLength = "");
 
 // argument: "src" or "dst".
-void checkRank(const CallSite& site, const char* argument, int64_t rank);
+void checkRank(const CallSite& site, const char* argument, int64_t rank, const char* words = "");
 // The same, of a collective.
-void checkRoot(const CallSite& site, const char* argument, int64_t rank);
+inline void checkRoot(const CallSite& site, const char* argument, int64_t rank) {
+  checkRank(site, argument, rank, "invalid root rank: ");
+}
 
 // rootTensor of an operation's options: which of the root's tensors.
 void checkRootTensor(const CallSite& site, int64_t index, const std::vector<at::Tensor>& tensors);

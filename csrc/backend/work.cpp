@@ -168,18 +168,12 @@ void MycollWork::finish() {
   if (endProfiling) endProfiling();
   auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
   if (turn) {
-    CallbackOrder::ready(turn, [self, future] {
-      self->completeTensors(future);
-      self->told_.set();
-    });
+    CallbackOrder::ready(turn, [self, future] { self->tell(future); });
     future.reset();
   }
   if (!future && !resultFuture && !hook) return;
   CallbackPool::get().post([self = std::move(self), future, resultFuture, hook = std::move(hook)] {
-    if (future) {
-      self->completeTensors(future);
-      self->told_.set();
-    }
+    if (future) self->tell(future);
     if (resultFuture) completeResult(resultFuture, self->status_);
     if (hook) {
       hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->getSequencenumber(),
@@ -203,17 +197,24 @@ bool MycollWork::isCompleted() {
   return future_->completed();
 }
 
-// Not under the lock: callbacks run here.
-void MycollWork::completeTensors(const FuturePtr& future) {
-  if (!status_.ok()) return future->setError(toException(status_));
-  if (perList_ == 0) return future->markCompleted(c10::IValue(outputs_));
+void MycollWork::tell(const FuturePtr& future) {
+  if (status_.ok()) {
+    future->markCompleted(value());
+  } else {
+    future->setError(toException(status_));
+  }
+  told_.set();
+}
+
+c10::IValue MycollWork::value() const {
+  if (perList_ == 0) return outputs_;
   c10::List<c10::List<at::Tensor>> lists;
   for (size_t i = 0; i < outputs_.size(); i += perList_) {
     const auto first = outputs_.begin() + static_cast<ptrdiff_t>(i);
     lists.push_back(c10::List<at::Tensor>(
         std::vector<at::Tensor>(first, first + static_cast<ptrdiff_t>(perList_))));
   }
-  future->markCompleted(std::move(lists));
+  return lists;
 }
 
 bool MycollWork::isSuccess() const { return !isDone() || status_.ok(); }
@@ -282,7 +283,7 @@ FuturePtr MycollWork::getFuture() {
     }
   }
   if (isComplete) {
-    completeTensors(future);
+    tell(future);
   } else {
     watch();
   }

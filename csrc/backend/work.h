@@ -83,7 +83,9 @@ class MycollWork final : public c10d::Work {
   bool areOpsDone() const;
   // Its operations are done, and finish() has run.
   bool isOver();
-  void completeTensors(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+  // Completes future_; not under the lock, as its callbacks run here.
+  void tell(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+  c10::IValue value() const;
   // Idempotent; waits for another thread that is at it. Only when the engine is done.
   void finish();
   void watch();

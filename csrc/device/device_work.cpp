@@ -59,12 +59,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   // may hand it out again. On another stream this would be too early for what the program has
   // dropped since the call, although torch's nccl does so.
   if (current == operation_->caller()) operation_->release();
-  std::shared_ptr<Told> told;
-  {
-    MutexLock lock(mutex_);
-    told = told_;
-  }
-  if (told) told->await();
+  if (isAsked_.load(std::memory_order_acquire)) told_->await();
   return true;
 }
 
@@ -92,11 +87,9 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
   if (operation_->isEnqueued()) {
     complete(*future, *operation_, outputs_);
   } else {
-    const auto told = std::make_shared<Told>();
-    lock.lock();
-    told_ = told;
-    lock.unlock();
-    operation_->onEnqueued([future, operation = operation_, outputs = outputs_, told] {
+    told_ = std::make_shared<Told>();  // by one thread: only the first one comes here
+    isAsked_.store(true, std::memory_order_release);
+    operation_->onEnqueued([future, operation = operation_, outputs = outputs_, told = told_] {
       CallbackPool::get().post([=] {
         complete(*future, *operation, outputs);
         told->set();

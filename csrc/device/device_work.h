@@ -5,6 +5,7 @@
 // Lifetime: may be dropped at any time; the operation goes on without it.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -55,9 +56,12 @@ class DeviceWork final : public c10d::Work {
   const std::vector<at::Tensor> outputs_;
   const bool waitsOnHost_;
 
+  // Of a future that was not complete at once; set before isAsked_.
+  std::shared_ptr<Told> told_;
+  std::atomic<bool> isAsked_{false};
+
   Mutex mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(mutex_);
-  std::shared_ptr<Told> told_ GUARDED_BY(mutex_);  // of future_; null: it was complete at once
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(mutex_);
 };
 

@@ -72,9 +72,10 @@ def kill_one(ctx: Ctx, victim: int, after: float = 0.0, here: dist.Store | None 
         here.set(str(ctx.rank), "")
         return
     here.wait([str(rank) for rank in range(ctx.size) if rank != victim])
-    if after == 0:
+    if after:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
         os.kill(os.getpid(), signal.SIGKILL)
-    threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def sleep_until(moment: float) -> None:

@@ -206,8 +206,8 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   return at::mul(tensor.to(wide), factor).to(type).contiguous();
 }
 
-std::vector<at::Tensor> Request::allTensors() const {
-  std::vector<at::Tensor> all(keep.begin(), keep.end());
+c10::SmallVector<at::Tensor, 2> Request::allTensors() const {
+  c10::SmallVector<at::Tensor, 2> all = keep;
   for (const CopyBack& copy : copyBacks) all.push_back(copy.target);
   return all;
 }

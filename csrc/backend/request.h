@@ -71,7 +71,7 @@ struct Request {
 
   // Everything that must live until a device has passed the operation: the memory behind the spans,
   // and what is copied back to.
-  std::vector<at::Tensor> allTensors() const;
+  c10::SmallVector<at::Tensor, 2> allTensors() const;
 
   // Copies those inputs that share memory with an output, except where a call of this kind allows
   // it: an input that is the output for this very rank.

@@ -306,21 +306,18 @@ void DeviceGroup::watch(Watched watched) {
 void DeviceGroup::watchMessages(const DeviceOperationPtr& operation,
                                 const std::vector<Request*>& requests, bool isOfPair,
                                 bool isRecorded) {
-  Watched watched;
-  watched.operation = operation;
-  watched.isMessage = true;
-  watched.isOfPair = isOfPair;
-  watched.ownsDeadline = true;
-  watched.timeout = place_.timeoutOf(*requests.front());
-  watched.deadline = Deadline::after(watched.timeout);
-  watched.messages = messagesOf(requests);
-  watched.calledAt = callSiteOfCall();
+  auto messages = std::make_shared<WatchedMessages>();
+  messages->isOfPair = isOfPair;
+  messages->each = messagesOf(requests);
+  messages->calledAt = callSiteOfCall();
+  messages->timeout = place_.timeoutOf(*requests.front());
+  messages->deadline = Deadline::after(messages->timeout);
   if (isRecorded) {
-    for (const Operation& message : watched.messages) {
-      watched.records.push_back(place_.control->recordMessage(message, watched.calledAt));
+    for (const Operation& message : messages->each) {
+      messages->records.push_back(place_.control->recordMessage(message, messages->calledAt));
     }
   }
-  watch(std::move(watched));
+  watch({operation, nullptr, /*isMessage=*/true, std::move(messages)});
 }
 
 void DeviceGroup::watchCaptured(const c10::Stream& stream) {
@@ -353,27 +350,28 @@ DeviceGroup::Seen DeviceGroup::look() {
   return seen;
 }
 
-std::string DeviceGroup::describe(const Watched& watched) const {
+std::string DeviceGroup::describe(const WatchedMessages& messages) const {
   constexpr size_t kShown = 8;
   std::string text;
-  for (size_t i = 0; i < std::min(watched.messages.size(), kShown); ++i) {
-    const Operation& message = watched.messages[i];
+  const size_t count = messages.each.size();
+  for (size_t i = 0; i < std::min(count, kShown); ++i) {
+    const Operation& message = messages.each[i];
     const bool isSend = message.signature.kind == OpKind::kSend;
     text += std::string(i > 0 ? ", " : "") + (isSend ? "send to " : "recv from ") +
             place_.control->describeRank(message.peer) + " of " +
             std::to_string(message.signature.bytes) + " bytes";
   }
-  if (watched.messages.size() > 1) {
-    text = "a batch of " + std::to_string(watched.messages.size()) + " sends and receives (" +
-           text + (watched.messages.size() > kShown ? ", ..." : "") + ")";
+  if (count > 1) {
+    text = "a batch of " + std::to_string(count) + " sends and receives (" + text +
+           (count > kShown ? ", ..." : "") + ")";
   }
-  const std::string place = watched.place();
+  const std::string place = messages.place();
   return text + (place.empty() ? "" : " (" + place + ")");
 }
 
 // The first message that is late ends the group.
 void DeviceGroup::failLate() {
-  const std::optional<Watched> late = watched_.late();
+  const std::shared_ptr<const WatchedMessages> late = watched_.late();
   if (!late || isDead()) return;
   fail(Status(Code::kTimeout,
               "mycoll group '" + place_.name + "': [Rank " + std::to_string(place_.rank) + "]: " +

@@ -125,7 +125,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   // The path of a message between two ranks, which are connected then.
   DevicePath connectWith(Request& request);
 
-  std::string describe(const Watched& watched) const;
+  std::string describe(const WatchedMessages& messages) const;
   void failLate();
   void hearOfFailures();
   // Fails what is watched, and raises it where the program has gone on from that.

@@ -122,8 +122,8 @@ size_t HostCollective::chunkBytesOf(const Call& call) const {
 
 Status HostCollective::begin() {
   return copying(operation_->device(), [&] {
-    ready_->block(inward_);
-    ready_->block(outward_);
+    block(*ready_, inward_);
+    block(*ready_, outward_);
   });
 }
 
@@ -191,7 +191,7 @@ Status HostCollective::end() {
   return copyingFor(*operation_, outward_, [&] {
     // Before the caller may write to what was read.
     for (const HostStaging::Buffer& buffer : staging_->buffers) {
-      if (buffer.copiedIn) buffer.copiedIn->block(outward_);
+      if (buffer.copiedIn) block(*buffer.copiedIn, outward_);
     }
     copyBackOnDevice(copyBacks_);
     EventPtr ended = recordEvent(outward_, operation_->isTimed());

@@ -197,7 +197,7 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
     DeviceOperation::Putting putting(*operation);
     const PlainDispatch plain;
     const c10::StreamGuard guard(stream);
-    ready->block(stream);
+    block(*ready, stream);
     for (size_t piece = 0; piece < cut.pieces(); ++piece) {
       if (cut.length(piece) > 0) {
         cut.data(staging, piece)
@@ -232,7 +232,7 @@ void HostPath::receive(Request& request, const DeviceOperationPtr& operation, Ev
   const Cut cut(target.bytes);
   const c10::Stream stream = sideStream(request.device);
   operation->keep(request.allTensors());
-  ready->block(stream);
+  block(*ready, stream);
   const auto message = std::shared_ptr<Incoming>(new Incoming{
       place_.host, operation, cut, target, emptyPinned(cut.staged()), stream, call.dtype,
       call.opaqueType, place_.timeoutOf(request), std::move(request.copyBacks), cut.pieces()});

@@ -7,6 +7,7 @@
 
 #include "backend/call_site.h"
 #include "backend/errors.h"
+#include "base/recycler.h"
 #include "device/copies.h"
 #include "device/device_group.h"
 #include "nccl/library.h"
@@ -84,11 +85,11 @@ void NcclPath::check(const std::vector<Request*>& requests) const {
 void NcclPath::watchCollective(DeviceGroup& group, const std::vector<Request*>& requests,
                                const DeviceOperationPtr& operation) {
   Watched watched;
-  watched.external = std::make_shared<External>();
-  watched.op = place_.control->submitExternal(signatureOf(requests), watched.external,
-                                              place_.timeoutOf(*requests.front()));
-  if (watched.op->done() && !watched.op->status().ok()) throwStatus(watched.op->status());
-  if (const uint32_t site = callSiteOfCall()) watched.op->record().setSite(site);
+  watched.collective =
+      place_.control->submitExternal(signatureOf(requests), place_.timeoutOf(*requests.front()));
+  if (watched.collective->done() && !watched.collective->status().ok())
+    throwStatus(watched.collective->status());
+  if (const uint32_t site = callSiteOfCall()) watched.collective->record().setSite(site);
   watched.operation = operation;
   group.watch(std::move(watched));
 }
@@ -120,18 +121,20 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
   const c10::Stream caller = currentStream(first.device);
   const bool isCaptured = isCapturing(caller);
   const c10::Stream stream = first.async ? channel.stream : caller;
-  auto operation = std::make_shared<DeviceOperation>(first.site.function, caller);
+  auto operation = std::allocate_shared<DeviceOperation>(Recycler<DeviceOperation>(),
+                                                         first.site.function, caller);
   operation->setCaptured(isCaptured);
   if (isMessage && isAlone) operation->setSource(first.peer);
   if (first.async) {
-    std::vector<at::Tensor> kept;
-    for (const Request* request : requests) {
-      for (at::Tensor& tensor : request->allTensors()) kept.push_back(std::move(tensor));
+    Kept kept = first.allTensors();
+    for (size_t i = 1; i < requests.size(); ++i) {
+      const Kept more = requests[i]->allTensors();
+      kept.append(more.begin(), more.end());
     }
     operation->keep(std::move(kept));
   }
   DeviceOperation::Putting putting(*operation);
-  if (first.async) recordEvent(caller, false, isCaptured)->block(stream);
+  if (first.async) block(*recordEvent(caller, false, isCaptured), stream);
   if (isTimed) operation->setStarted(recordEvent(stream, true, isCaptured));
   if (!first.async) operation->setTaken();
 

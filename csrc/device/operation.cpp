@@ -44,7 +44,7 @@ void DeviceOperation::Putting::setEnd(const c10::Stream& stream, EventPtr end) {
   end_.emplace(stream, std::move(end));
 }
 
-void DeviceOperation::keep(std::vector<at::Tensor> tensors) {
+void DeviceOperation::keep(Kept tensors) {
   MutexLock lock(mutex_);
   kept_ = std::move(tensors);
 }
@@ -194,7 +194,7 @@ void DeviceOperation::onEnqueued(std::function<void()> fn) {
 
 void DeviceOperation::block(const c10::Stream& stream) const {
   const OnDevice guard(stream.device());
-  ended_->block(stream);
+  mycoll::block(*ended_, stream);
 }
 
 float DeviceOperation::milliseconds() const {
@@ -204,7 +204,7 @@ float DeviceOperation::milliseconds() const {
   return static_cast<float>(started_->elapsedTime(*ended_));
 }
 
-std::vector<at::Tensor> DeviceOperation::release() {
+Kept DeviceOperation::release() {
   MutexLock lock(mutex_);
   return std::exchange(kept_, {});
 }

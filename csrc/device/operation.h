@@ -40,6 +40,9 @@
 
 namespace mycoll {
 
+// The tensors that an operation keeps.
+using Kept = c10::SmallVector<at::Tensor, 2>;
+
 class DeviceOperation {
  public:
   // caller: the stream that was current when the operation was called; the kept memory is from it.
@@ -70,7 +73,7 @@ class DeviceOperation {
   };
 
   // Before anything is put on a stream.
-  void keep(std::vector<at::Tensor> tensors);
+  void keep(Kept tensors);
   // Somebody wants to know its duration: events are timed.
   void setTimed(bool isTimed) { isTimed_ = isTimed; }
   bool isTimed() const { return isTimed_; }
@@ -118,7 +121,7 @@ class DeviceOperation {
   uint64_t takenAt() const { return taken_.load(std::memory_order_seq_cst) - 1; }
 
   // Takes what it kept, for the caller to drop.
-  std::vector<at::Tensor> release();
+  Kept release();
   // The device does not use any more what it keeps, and never will. After a failure this may come
   // later than the end, as what NCCL has started may still be writing; where nothing is kept, it
   // costs nothing.
@@ -147,7 +150,7 @@ class DeviceOperation {
   // Set once, under mutex_, together with kEnqueued; read without it after that.
   std::optional<c10::Stream> stream_;
   EventPtr ended_;
-  std::vector<at::Tensor> kept_ GUARDED_BY(mutex_);
+  Kept kept_ GUARDED_BY(mutex_);
   int putting_ GUARDED_BY(mutex_) = 0;  // Puttings that live
   // What was put is before these: the last event of each stream.
   c10::SmallVector<std::pair<c10::Stream, EventPtr>, 2> put_ GUARDED_BY(mutex_);

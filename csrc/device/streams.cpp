@@ -1,5 +1,6 @@
 #include "device/streams.h"
 
+#include <c10/core/impl/GPUTrace.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/os.h"
+#include "base/recycler.h"
 #include "nccl/cudart.h"
 
 namespace mycoll {
@@ -41,6 +43,14 @@ class EventPool {
   std::map<Key, std::vector<std::unique_ptr<c10::Event>>> free_ GUARDED_BY(mutex_);
 };
 
+// c10's calls ask for the current device, and set it, around each of CUDA's, which takes longer
+// than that. They are needed for an event that was never recorded, as they make it then; where
+// torch traces such calls; and to say what went wrong.
+bool isDirect(const c10::Event& event) {
+  return event.device_type() == c10::DeviceType::CUDA && event.eventId() != nullptr &&
+         c10::impl::GPUTrace::get_trace() == nullptr;
+}
+
 // Never destroyed: events come back during static destruction, when the device may be gone.
 EventPool& pool() { return perProcess<EventPool>(); }
 
@@ -61,11 +71,13 @@ c10::Stream sideStream(c10::Device device) {
 }
 
 bool isCapturing(const c10::Stream& stream) {
+  if (stream.device_type() == c10::DeviceType::CUDA) {
+    return nccl::Cudart::get().isCapturing(stream.native_handle());
+  }
 #if MYCOLL_TORCH_HAS_STREAM_CAPTURE
   return stream.is_capturing();
 #else
-  return stream.device_type() == c10::DeviceType::CUDA &&
-         nccl::Cudart::get().isCapturing(stream.native_handle());
+  return false;
 #endif
 }
 
@@ -77,15 +89,24 @@ EventPtr takeEvent(c10::Device device, bool isTimed, bool isCaptured) {
         device.type(), isTimed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
   }
   if (isCaptured) return EventPtr(std::move(event));
-  return EventPtr(event.release(), [key](c10::Event* done) {
+  const auto giveBack = [key](c10::Event* done) {
     pool().giveBack(key, std::unique_ptr<c10::Event>(done));
-  });
+  };
+  return EventPtr(event.release(), giveBack, Recycler<c10::Event>());
 }
 
 EventPtr recordEvent(const c10::Stream& stream, bool isTimed, bool isCaptured) {
   EventPtr event = takeEvent(stream.device(), isTimed, isCaptured);
-  event->record(stream);
+  const bool isRecorded =
+      isDirect(*event) && nccl::Cudart::get().record(event->eventId(), stream.native_handle());
+  if (!isRecorded) event->record(stream);
   return event;
+}
+
+void block(const c10::Event& event, const c10::Stream& stream) {
+  const bool isDone =
+      isDirect(event) && nccl::Cudart::get().block(event.eventId(), stream.native_handle());
+  if (!isDone) event.block(stream);
 }
 
 Status ask(const c10::Event& event, bool* hasPassed) {

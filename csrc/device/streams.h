@@ -46,8 +46,11 @@ bool isCapturing(const c10::Stream& stream);
 // used again for anything else.
 EventPtr takeEvent(c10::Device device, bool isTimed = false, bool isCaptured = false);
 
-// Records on the stream, with a fresh event.
+// Records on the stream, with a fresh event. As for block(), the stream's device must be current.
 EventPtr recordEvent(const c10::Stream& stream, bool isTimed = false, bool isCaptured = false);
+
+// Makes the stream wait for the event.
+void block(const c10::Event& event, const c10::Stream& stream);
 
 // Whether the device has passed it. An error of the device counts as passed, and is returned. Not
 // for captured events: to ask for them spoils their graph.

@@ -24,9 +24,13 @@ Released& released() {
 
 }  // namespace
 
-std::string Watched::place() const {
-  if (op) return op->record().place();
+std::string WatchedMessages::place() const {
   return BlackBox::process().placeOf(calledAt).describe();
+}
+
+std::string Watched::place() const {
+  if (collective) return collective->record().place();
+  return messages ? messages->place() : "";
 }
 
 bool WatchList::add(Watched watched) {
@@ -36,7 +40,7 @@ bool WatchList::add(Watched watched) {
     devices_.push_back(device);
   }
   const bool wasEmpty = collectives_.empty() && others_.empty();
-  if (watched.external) {
+  if (watched.collective) {
     collectives_.push_back(std::move(watched));
   } else {
     others_.push_back(std::move(watched));
@@ -64,7 +68,7 @@ bool WatchList::hasUndrained() const {
 bool WatchList::hasOfGroup() const {
   MutexLock lock(mutex_);
   return !collectives_.empty() || std::any_of(others_.begin(), others_.end(), [](const auto& each) {
-    return each.ownsDeadline && !each.isOfPair;
+    return each.messages && !each.messages->isOfPair;
   });
 }
 
@@ -88,18 +92,18 @@ void WatchList::takeEndedCollectives(std::vector<Watched>* ended,
   constexpr size_t kAtOnce = 64;
   size_t count = 0;
   do {
-    std::vector<std::pair<DeviceOperationPtr, std::shared_ptr<External>>> oldest;
+    std::vector<std::pair<DeviceOperationPtr, std::shared_ptr<CollectiveOp>>> oldest;
     {
       MutexLock lock(mutex_);
       for (size_t i = 0; i < std::min(kAtOnce, collectives_.size()); ++i) {
-        oldest.emplace_back(collectives_[i].operation, collectives_[i].external);
+        oldest.emplace_back(collectives_[i].operation, collectives_[i].collective);
       }
     }
     for (count = 0; count < oldest.size(); ++count) {
-      const auto& [operation, external] = oldest[count];
+      const auto& [operation, collective] = oldest[count];
       if (!operation->isOver()) break;
       if (operation->isDeviceError()) onDeviceError(operation->status());
-      external->finish(operation->status());
+      collective->external->finish(operation->status());
     }
     MutexLock lock(mutex_);
     for (size_t i = 0; i < count; ++i) {
@@ -138,8 +142,10 @@ bool WatchList::takeOver(const OnDeviceError& onDeviceError) {
     ended.push_back(std::move(each));
   }
   for (const Watched& each : ended) {
-    const bool isOk = each.operation->status().ok();
-    for (const OpRecord& record : each.records) record.finish(isOk, steadyNanos());
+    if (each.messages) {
+      const bool isOk = each.operation->status().ok();
+      for (const OpRecord& record : each.messages->records) record.finish(isOk, steadyNanos());
+    }
     lingering_.push_back(each.operation);
   }
   return !ended.empty();
@@ -149,18 +155,17 @@ void WatchList::callAwaited() {
   for (Awaited& entry : takeOverOf(&awaited_)) entry.fn(entry.operation->status());
 }
 
-std::optional<Watched> WatchList::late() const {
+std::shared_ptr<const WatchedMessages> WatchList::late() const {
   Watched found;
   {
     MutexLock lock(mutex_);
     const auto first = std::find_if(others_.begin(), others_.end(), [](const Watched& each) {
-      return each.ownsDeadline && each.deadline.expired();
+      return each.messages && each.messages->deadline.expired();
     });
-    if (first == others_.end()) return {};
+    if (first == others_.end()) return nullptr;
     found = *first;
   }
-  if (found.operation->isOver()) return {};
-  return found;
+  return found.operation->isOver() ? nullptr : found.messages;
 }
 
 WatchList::Failed WatchList::failAll(const Status& cause) {
@@ -172,11 +177,12 @@ WatchList::Failed WatchList::failAll(const Status& cause) {
   Failed failed;
   for (const Watched& each : all) {
     if (each.operation->isOver()) continue;
-    const bool hasText = each.op && each.op->done() && !each.op->status().ok();
-    each.operation->fail(hasText ? each.op->status() : cause);
+    const CollectiveOp* const op = each.collective.get();
+    const bool hasText = op != nullptr && op->done() && !op->status().ok();
+    each.operation->fail(hasText ? op->status() : cause);
     if (each.operation->status().ok()) continue;
     failed.isAny = true;
-    const bool isOnNccl = each.external || each.ownsDeadline;
+    const bool isOnNccl = each.collective || each.messages;
     if (!isOnNccl || !each.operation->isTaken()) continue;
     const bool isLater =
         !failed.lost || each.operation->takenAt() > failed.lost->operation->takenAt();

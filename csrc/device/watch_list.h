@@ -21,25 +21,29 @@
 
 namespace mycoll {
 
+// A message through NCCL, or a batch of them. They have a deadline, as no group of the engine's
+// watches over them.
+struct WatchedMessages {
+  bool isOfPair = false;  // a communicator of its own carries it
+  std::vector<Operation> each;
+  std::vector<OpRecord> records;
+  uint32_t calledAt = 0;  // place in the program; 0: not known
+  std::chrono::milliseconds timeout{0};
+  Deadline deadline;
+
+  std::string place() const;  // "train.py:57 in step", if it is known
+};
+
 // An operation that is watched.
 struct Watched {
   DeviceOperationPtr operation;
   // A collective of NCCL's: its place in the control group. Null: a message, or the host path.
-  std::shared_ptr<External> external;
-  OpPtr op;
-  // A message, or a batch of them. Those on NCCL have a deadline, as no group of the engine's
-  // watches over them.
-  bool isMessage = false;
-  bool isOfPair = false;  // a communicator of its own carries it
-  bool ownsDeadline = false;
-  std::vector<Operation> messages;
-  std::vector<OpRecord> records;  // of the messages
-  uint32_t calledAt = 0;          // place in the program; 0: not known
-  std::chrono::milliseconds timeout{0};
-  Deadline deadline;
+  std::shared_ptr<CollectiveOp> collective;
+  bool isMessage = false;  // or a batch of them
+  // Of messages on NCCL.
+  std::shared_ptr<const WatchedMessages> messages;
 
-  // "train.py:57 in step", if it is known.
-  std::string place() const;
+  std::string place() const;  // as there
 };
 
 class WatchList {
@@ -65,8 +69,8 @@ class WatchList {
   using OnDeviceError = std::function<void(const Status&)>;
   bool takeOver(const OnDeviceError& onDeviceError);
   void callAwaited();
-  // The first message that is past its deadline.
-  std::optional<Watched> late() const;
+  // The first message that is past its deadline; null: none.
+  std::shared_ptr<const WatchedMessages> late() const;
   // Fails what is not over, each with its own text where the engine has one. What the program went
   // on from, as if it were over, is lost; so are results on NCCL only: what the host path has
   // enqueued has come from the other ranks by then.

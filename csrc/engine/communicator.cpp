@@ -9,6 +9,7 @@
 
 #include "base/fd.h"
 #include "base/log.h"
+#include "base/recycler.h"
 #include "engine/engine.h"
 #include "engine/rendezvous.h"
 #include "engine/window.h"
@@ -241,11 +242,11 @@ OpPtr Communicator::submitComposite(OpKind kind, Composite composite,
   return enqueue(std::move(op), std::move(keepAlive), willWait, timeout);
 }
 
-OpPtr Communicator::submitExternal(const Signature& signature, std::shared_ptr<External> external,
-                                   Milliseconds timeout) {
+std::shared_ptr<CollectiveOp> Communicator::submitExternal(const Signature& signature,
+                                                           Milliseconds timeout) {
   questions_.noteCaller();
-  auto op = std::make_shared<CollectiveOp>(signature);
-  op->external = std::move(external);
+  auto op = std::allocate_shared<CollectiveOp>(Recycler<CollectiveOp>(), signature);
+  op->external.emplace();
   op->deadline = deadlineFor(timeout);
   if (hasFailed()) {
     op->finish(diagnosis_.calledLate(signature.kind));

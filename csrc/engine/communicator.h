@@ -187,8 +187,8 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   Status meetNeighbours();
   // Queues a collective that runs elsewhere. Wakes nobody: who submits these calls watchExternal().
   // The op ends with it, or before it when the group dies.
-  OpPtr submitExternal(const Signature& signature, std::shared_ptr<External> external,
-                       Milliseconds timeout = kGroupTimeout);
+  std::shared_ptr<CollectiveOp> submitExternal(const Signature& signature,
+                                               Milliseconds timeout = kGroupTimeout);
   // Ends what is over; compares notes with another rank about what has begun since; looks at
   // deadlines and for ranks that are missing. To be called when an external operation is over, and
   // every 50 ms or so while there are any, or while it returns true: there is more to compare.

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -101,7 +102,6 @@ using Composite = std::function<Task(CollectiveRunner&)>;
 // out. Whoever sees its end calls finish(), then Communicator::watchExternal().
 class External {
  public:
-  virtual ~External() = default;
   // [any thread], once.
   void finish(Status status) {
     status_ = std::move(status);
@@ -132,7 +132,7 @@ class CollectiveOp final : public Op {
   const Signature signature;  // of the call; of a composite only its kind
   Call call;
   Composite composite;
-  std::shared_ptr<External> external;
+  std::optional<External> external;
 
   // Guarded by the queue's run lock.
   std::chrono::steady_clock::time_point begun;  // external only: when it came to the queue's head

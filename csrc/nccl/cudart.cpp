@@ -33,6 +33,8 @@ Cudart Cudart::find() {
   };
   look(found.streamIsCapturing_, "cudaStreamIsCapturing");
   if (found.streamIsCapturing_ == nullptr) return found;
+  look(found.eventRecord_, "cudaEventRecord");
+  look(found.streamWaitEvent_, "cudaStreamWaitEvent");
   look(found.exchangeCaptureMode_, "cudaThreadExchangeStreamCaptureMode");
   look(found.deviceGetAttribute_, "cudaDeviceGetAttribute");
   look(found.getLastError_, "cudaGetLastError");
@@ -73,6 +75,14 @@ bool Cudart::isCapturing(void* stream) const {
   int status = 0;
   return isThere() && succeeded(streamIsCapturing_(stream, &status)) &&
          status == kCaptureStatusActive;
+}
+
+bool Cudart::record(void* event, void* stream) const {
+  return eventRecord_ != nullptr && succeeded(eventRecord_(event, stream));
+}
+
+bool Cudart::block(void* event, void* stream) const {
+  return streamWaitEvent_ != nullptr && succeeded(streamWaitEvent_(stream, event, 0));
 }
 
 int Cudart::capability(int device) const {

@@ -1,4 +1,5 @@
-// The few functions of the CUDA runtime that neither NCCL nor torch's device-generic classes offer.
+// The few functions of the CUDA runtime that neither NCCL nor torch's device-generic classes offer,
+// or that these take long for.
 // Found in the process by name, since mycoll is built without CUDA;
 // where there is no CUDA runtime everything here says so and does nothing.
 //
@@ -25,6 +26,11 @@ class Cudart {
   // Whether the stream is under graph capture; false where nobody can say.
   bool isCapturing(void* stream) const;
 
+  // Records the event on the stream; makes the stream wait for the event. False: it was not done.
+  // The stream's device must be the current one.
+  bool record(void* event, void* stream) const;
+  bool block(void* event, void* stream) const;
+
   // 90 for sm_90; 0 where it is not known.
   int capability(int device) const;
 
@@ -35,6 +41,8 @@ class Cudart {
   bool succeeded(int error) const;
 
   int (*streamIsCapturing_)(void* stream, int* status) = nullptr;
+  int (*eventRecord_)(void* event, void* stream) = nullptr;
+  int (*streamWaitEvent_)(void* stream, void* event, unsigned int flags) = nullptr;
   int (*exchangeCaptureMode_)(int* mode) = nullptr;
   int (*deviceGetAttribute_)(int* value, int attribute, int device) = nullptr;
   int (*getLastError_)() = nullptr;

@@ -41,21 +41,19 @@ void runExternalWorld(int ranks, Links links, const test::RankBody& body, int ti
 TEST(External, endsInOrder) {
   for (Links links : kAllLinks) {
     runExternalWorld(3, links, [](Communicator& group) {
-      std::vector<std::shared_ptr<External>> works;
-      std::vector<OpPtr> ops;
+      std::vector<std::shared_ptr<CollectiveOp>> ops;
       for (uint64_t i = 0; i < 600; ++i) {  // more than are remembered
-        works.push_back(std::make_shared<External>());
-        ops.push_back(group.submitExternal(allReduce(4 * i), works.back()));
+        ops.push_back(group.submitExternal(allReduce(4 * i)));
         EXPECT_EQ(ops.back()->sequence(), i + 1);  // after the meeting
       }
-      works[1]->finish(Status());
+      ops[1]->external->finish(Status());
       group.watchExternal();
       EXPECT(!ops[0]->done() && !ops[1]->done());
-      works[0]->finish(Status());
+      ops[0]->external->finish(Status());
       group.watchExternal();
       EXPECT(ops[0]->done() && ops[1]->done() && !ops[2]->done());
-      for (size_t i = 2; i < works.size(); ++i) {
-        works[i]->finish(Status());
+      for (size_t i = 2; i < ops.size(); ++i) {
+        ops[i]->external->finish(Status());
         if (i % 50 == 0) group.watchExternal();
       }
       EXPECT_EQ(watch(group, ops.back()).message(), "");
@@ -68,10 +66,8 @@ TEST(External, differentCallsAreFoundAfterTheFact) {
   for (Links links : kAllLinks) {
     runExternalWorld(4, links, [](Communicator& group) {
       for (uint64_t i = 0; i < 20; ++i) {
-        auto work = std::make_shared<External>();
         const bool differs = group.rank() == 2 && i == 7;
-        group.submitExternal(allReduce(differs ? 8 : 4), work);
-        work->finish(Status());
+        group.submitExternal(allReduce(differs ? 8 : 4))->external->finish(Status());
         group.watchExternal();
       }
       const auto until = Clock::now() + 10s;
@@ -82,7 +78,7 @@ TEST(External, differentCallsAreFoundAfterTheFact) {
       EXPECT_EQ(static_cast<int>(group.error().code()), static_cast<int>(Code::kMismatch));
       EXPECT(group.error().message().find("collective #8") != std::string::npos);
       EXPECT(group.error().message().find("2 (") != std::string::npos);
-      auto late = group.submitExternal(allReduce(4), std::make_shared<External>());
+      auto late = group.submitExternal(allReduce(4));
       EXPECT(late->done() && !late->status().ok());
     });
   }
@@ -91,8 +87,7 @@ TEST(External, differentCallsAreFoundAfterTheFact) {
 TEST(External, differentCallsAreFoundWhileTheDeviceHangs) {
   runExternalWorld(3, Links::kTcp, [](Communicator& group) {
     const auto began = Clock::now();
-    auto op =
-        group.submitExternal(allReduce(group.rank() == 1 ? 400 : 4), std::make_shared<External>());
+    auto op = group.submitExternal(allReduce(group.rank() == 1 ? 400 : 4));
     EXPECT_EQ(static_cast<int>(watch(group, op).code()), static_cast<int>(Code::kMismatch));
     EXPECT(Clock::now() - began < 5s);
   });
@@ -103,9 +98,8 @@ TEST(External, timeoutNamesTheRankThatIsBehind) {
     runExternalWorld(
         3, links,
         [](Communicator& group) {
-          auto first = std::make_shared<External>();
-          auto op = group.submitExternal(allReduce(4), first);
-          first->finish(Status());
+          auto op = group.submitExternal(allReduce(4));
+          op->external->finish(Status());
           EXPECT(watch(group, op).ok());
           if (group.rank() == 2) {  // never comes to the second
             const auto until = Clock::now() + 10s;
@@ -114,7 +108,7 @@ TEST(External, timeoutNamesTheRankThatIsBehind) {
             }
             return;
           }
-          op = group.submitExternal(allReduce(4), std::make_shared<External>());
+          op = group.submitExternal(allReduce(4));
           const Status status = watch(group, op);
           EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTimeout));
           // Whoever was first to see it tells the story for both.
@@ -130,12 +124,11 @@ TEST(External, timeoutNamesTheRankThatIsBehind) {
 TEST(External, theFirstCauseEndsAll) {
   std::latch haveCalled(3);
   runExternalWorld(3, Links::kShm, [&](Communicator& group) {
-    auto work = std::make_shared<External>();
-    auto op = group.submitExternal(allReduce(4), work);
+    const auto op = group.submitExternal(allReduce(4));
     haveCalled.arrive_and_wait();
     if (group.rank() == 1) {
       std::this_thread::sleep_for(300ms);  // all others have met
-      work->finish(Status(Code::kInternal, "the device fell off the bus"));
+      op->external->finish(Status(Code::kInternal, "the device fell off the bus"));
     }
     const Status status = watch(group, op);
     EXPECT_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kInternal));
@@ -149,9 +142,7 @@ TEST(External, differentCallsAreFoundAfterTheGoodbye) {
     std::latch haveMet(3);
     runExternalWorld(3, links, [&](Communicator& group) {
       haveMet.arrive_and_wait();
-      auto work = std::make_shared<External>();
-      group.submitExternal(allReduce(group.rank() == 2 ? 8 : 4), work);
-      work->finish(Status());
+      group.submitExternal(allReduce(group.rank() == 2 ? 8 : 4))->external->finish(Status());
       EXPECT(group.leave(Deadline::after(10s)));
       EXPECT(!group.leave(Deadline::after(10s)));
       const auto until = Clock::now() + 10s;
@@ -169,14 +160,13 @@ TEST(External, differentCallsAreFoundAfterTheGoodbye) {
 TEST(External, aRankThatLeavesFirstIsNotMissed) {
   for (Links links : kAllLinks) {
     runExternalWorld(3, links, [](Communicator& group) {
-      auto work = std::make_shared<External>();
-      const OpPtr op = group.submitExternal(allReduce(4), work);
+      const auto op = group.submitExternal(allReduce(4));
       const auto until = Clock::now() + (group.rank() == 1 ? 0ms : 900ms);
       while (Clock::now() < until) {
         group.watchExternal();
         std::this_thread::sleep_for(5ms);
       }
-      work->finish(Status());
+      op->external->finish(Status());
       EXPECT_EQ(watch(group, op).message(), "");
       group.close(Deadline::after(10s));
     });

@@ -1,0 +1,77 @@
+// Recycler: memory for objects of which every call makes one and another thread drops it. malloc
+// answers that slowly, and both threads would wait for its lock. For std::allocate_shared.
+//
+// Thread contract: [any thread]. Nobody waits: who does not get the lock at once asks malloc.
+// Lifetime: blocks may come back during static destruction (see perProcess()).
+#pragma once
+
+#include <cstddef>
+#include <new>
+#include <vector>
+
+#include "base/mutex.h"
+#include "base/os.h"
+
+namespace mycoll {
+
+// Blocks of one size that nobody uses.
+class Shelf {
+ public:
+  // Null: none is to be had.
+  void* take() {
+    if (!mutex_.tryLock()) return nullptr;
+    MutexLock lock(mutex_, std::adopt_lock);
+    if (blocks_.empty()) return nullptr;
+    void* const block = blocks_.back();
+    blocks_.pop_back();
+    return block;
+  }
+  // False: it keeps no more.
+  bool put(void* block) {
+    if (!mutex_.tryLock()) return false;
+    MutexLock lock(mutex_, std::adopt_lock);
+    if (blocks_.size() == kMost) return false;
+    blocks_.push_back(block);
+    return true;
+  }
+
+ private:
+  static constexpr size_t kMost = 1024;
+
+  Mutex mutex_;
+  std::vector<void*> blocks_ GUARDED_BY(mutex_);
+};
+
+template <typename T>
+class Recycler {
+ public:
+  using value_type = T;
+
+  Recycler() = default;
+  template <typename U>
+  Recycler(const Recycler<U>&) {}
+
+  T* allocate(size_t count) {
+    void* const block = isKept(count) ? shelf().take() : nullptr;
+    return static_cast<T*>(block != nullptr ? block : ::operator new(count * sizeof(T)));
+  }
+  void deallocate(T* block, size_t count) {
+    if (!isKept(count) || !shelf().put(block)) ::operator delete(block);
+  }
+  bool operator==(const Recycler&) const { return true; }
+
+ private:
+  struct OwnShelf : Shelf {};  // a type for each T
+
+  static Shelf& shelf() { return perProcess<OwnShelf>(); }
+  static constexpr bool isKept(size_t count) {
+    static_assert(alignof(T) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+#ifdef __SANITIZE_ADDRESS__
+    return false;  // which is to see who uses a block that is not in use
+#else
+    return count == 1;
+#endif
+  }
+};
+
+}  // namespace mycoll

@@ -104,8 +104,6 @@ SAME_VALUE(RedOp::kProd, ncclProd);
 SAME_VALUE(RedOp::kMax, ncclMax);
 SAME_VALUE(RedOp::kMin, ncclMin);
 SAME_VALUE(RedOp::kAvg, ncclAvg);
-SAME_VALUE(ScalarResidence::kDevice, ncclScalarDevice);
-SAME_VALUE(ScalarResidence::kHostImmediate, ncclScalarHostImmediate);
 SAME_VALUE(kUndefined, NCCL_CONFIG_UNDEF_INT);
 SAME_VALUE(kSplitNoColor, NCCL_SPLIT_NOCOLOR);
 SAME_VALUE(kWindowDefault, NCCL_WIN_DEFAULT);
@@ -124,7 +122,6 @@ SAME_VALUE(versionCode(NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH), NCCL_VERSION_CODE);
 SAME_SIZE(Result, ncclResult_t);
 SAME_SIZE(DataType, ncclDataType_t);
 SAME_SIZE(RedOp, ncclRedOp_t);
-SAME_SIZE(ScalarResidence, ncclScalarResidence_t);
 SAME_SIZE(UniqueId, ncclUniqueId);  // passed by value
 static_assert(std::is_trivially_copyable_v<UniqueId> && std::is_standard_layout_v<UniqueId>);
 

@@ -63,15 +63,15 @@ class Recycler {
  private:
   struct OwnShelf : Shelf {};  // a type for each T
 
-  static Shelf& shelf() { return perProcess<OwnShelf>(); }
-  static constexpr bool isKept(size_t count) {
-    static_assert(alignof(T) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+  static_assert(alignof(T) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
 #ifdef __SANITIZE_ADDRESS__
-    return false;  // which is to see who uses a block that is not in use
+  static constexpr bool kKeeps = false;  // it is to see who uses a block that is not in use
 #else
-    return count == 1;
+  static constexpr bool kKeeps = true;
 #endif
-  }
+
+  static Shelf& shelf() { return perProcess<OwnShelf>(); }
+  static bool isKept(size_t count) { return kKeeps && count == 1; }
 };
 
 }  // namespace mycoll

@@ -101,10 +101,8 @@ class DeviceGroup::Waiting {
  public:
   Waiting(DeviceGroup& group, const char* what, c10::Device device)
       : operation_(std::make_shared<DeviceOperation>(what, currentStream(device))) {
-    Watched watched;
-    watched.operation = operation_;
-    watched.isMessage = true;  // no barrier waits for it
-    group.watch(std::move(watched));
+    // No barrier waits for it.
+    group.watch({operation_, /*collective=*/nullptr, /*isMessage=*/true, /*messages=*/nullptr});
   }
   Waiting(DeviceGroup& group, Request& message)
       : operation_(std::make_shared<DeviceOperation>(message.site.function,
@@ -317,7 +315,7 @@ void DeviceGroup::watchMessages(const DeviceOperationPtr& operation,
       messages->records.push_back(place_.control->recordMessage(message, messages->calledAt));
     }
   }
-  watch({operation, nullptr, /*isMessage=*/true, std::move(messages)});
+  watch({operation, /*collective=*/nullptr, /*isMessage=*/true, std::move(messages)});
 }
 
 void DeviceGroup::watchCaptured(const c10::Stream& stream) {

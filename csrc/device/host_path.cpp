@@ -153,10 +153,8 @@ DeviceOperationPtr HostPath::carryOne(DeviceGroup& group, Request& request, bool
   } else {
     carryCollective(request, operation, std::move(ready));
   }
-  Watched watched;
-  watched.operation = operation;
-  watched.isMessage = kind == OpKind::kSend || kind == OpKind::kRecv;
-  group.watch(std::move(watched));
+  const bool isMessage = kind == OpKind::kSend || kind == OpKind::kRecv;
+  group.watch({operation, /*collective=*/nullptr, isMessage, /*messages=*/nullptr});
   return operation;
 }
 

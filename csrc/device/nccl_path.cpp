@@ -84,14 +84,11 @@ void NcclPath::check(const std::vector<Request*>& requests) const {
 
 void NcclPath::watchCollective(DeviceGroup& group, const std::vector<Request*>& requests,
                                const DeviceOperationPtr& operation) {
-  Watched watched;
-  watched.collective =
+  auto collective =
       place_.control->submitExternal(signatureOf(requests), place_.timeoutOf(*requests.front()));
-  if (watched.collective->done() && !watched.collective->status().ok())
-    throwStatus(watched.collective->status());
-  if (const uint32_t site = callSiteOfCall()) watched.collective->record().setSite(site);
-  watched.operation = operation;
-  group.watch(std::move(watched));
+  if (collective->done() && !collective->status().ok()) throwStatus(collective->status());
+  if (const uint32_t site = callSiteOfCall()) collective->record().setSite(site);
+  group.watch({operation, std::move(collective), /*isMessage=*/false, /*messages=*/nullptr});
 }
 
 void NcclPath::enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream) const {

@@ -1,5 +1,6 @@
 // Streams and events of whatever device a tensor is on, through c10's device-generic interface: no
-// CUDA is needed to build, and a pretended device can stand in for one.
+// CUDA is needed to build, and a pretended device can stand in for one. What each operation does
+// goes straight to CUDA's runtime, where that is found.
 //
 // Thread contract: [any thread], with or without the GIL.
 // Lifetimes: an event returns to its pool with its last EventPtr; pools are never destroyed.

@@ -22,17 +22,11 @@ bool isProfiling() {
   return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value();
 }
 
-// The tensors behind the spans of a call; the engine holds this until the operation is done.
-struct Kept {
-  c10::SmallVector<at::Tensor, 2> tensors;
-};
-
 // Consumes the request's calls.
 MycollWork::Ops submit(Communicator& communicator, Request& request, uint32_t site) {
   const std::chrono::milliseconds timeout =
       request.timeout > std::chrono::milliseconds(0) ? request.timeout : kGroupTimeout;
-  auto kept = std::make_shared<Kept>();
-  kept->tensors = std::move(request.keep);
+  const auto kept = std::make_shared<Kept>(std::move(request.keep));
   MycollWork::Ops ops;
   if (request.composite) [[unlikely]] {
     ops.push_back(communicator.submitComposite(request.compositeKind, std::move(request.composite),

@@ -206,8 +206,8 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   return at::mul(tensor.to(wide), factor).to(type).contiguous();
 }
 
-c10::SmallVector<at::Tensor, 2> Request::allTensors() const {
-  c10::SmallVector<at::Tensor, 2> all = keep;
+Kept Request::allTensors() const {
+  Kept all = keep;
   for (const CopyBack& copy : copyBacks) all.push_back(copy.target);
   return all;
 }

@@ -24,6 +24,9 @@ struct CopyBack {
   int64_t offsetBytes = 0;  // in packed, which several targets may share
 };
 
+// Tensors whose memory an operation keeps.
+using Kept = c10::SmallVector<at::Tensor, 2>;
+
 struct Request {
   Request(const CallSite& callSite, c10d::OpType opType, const char* profilingTitle,
           std::chrono::milliseconds opTimeout, bool isAsync)
@@ -46,8 +49,8 @@ struct Request {
   bool isFlat() const { return areListsFlat_.value_or(false); }
   void addList(bool isFlatList) { areListsFlat_ = areListsFlat_.value_or(true) && isFlatList; }
   OpKind compositeKind = OpKind::kAllReduce;
-  Composite composite;                   // instead of calls, where these depend on each other
-  c10::SmallVector<at::Tensor, 2> keep;  // the memory behind the spans of the calls
+  Composite composite;  // instead of calls, where these depend on each other
+  Kept keep;            // the memory behind the spans of the calls
   c10::SmallVector<CopyBack, 1> copyBacks;
 
   // The description of the next call, for elements as the tensor's. What is still to be added are
@@ -71,7 +74,7 @@ struct Request {
 
   // Everything that must live until a device has passed the operation: the memory behind the spans,
   // and what is copied back to.
-  c10::SmallVector<at::Tensor, 2> allTensors() const;
+  Kept allTensors() const;
 
   // Copies those inputs that share memory with an output, except where a call of this kind allows
   // it: an input that is the output for this very rank.

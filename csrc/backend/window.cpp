@@ -188,7 +188,7 @@ MycollWindow::WorkPtr MycollWindow::put(const at::Tensor& tensor, int64_t dstRan
   Request request(site, c10d::OpType::SEND, "mycoll:put", opts.timeout, asyncOp);
   request.peer = static_cast<int>(dstRank);
   const Span source = request.input(tensor);
-  auto kept = std::make_shared<c10::SmallVector<at::Tensor, 2>>(std::move(request.keep));
+  auto kept = std::make_shared<Kept>(std::move(request.keep));
   const uint64_t offset = static_cast<uint64_t>(targetOffsetNelems) * tensor.element_size();
   OpPtr op;
   check(site, window_->put(source, request.peer, offset, std::move(kept), !asyncOp, request.timeout,

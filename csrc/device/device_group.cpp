@@ -102,7 +102,7 @@ class DeviceGroup::Waiting {
   Waiting(DeviceGroup& group, const char* what, c10::Device device)
       : operation_(std::make_shared<DeviceOperation>(what, currentStream(device))) {
     // No barrier waits for it.
-    group.watch({operation_, /*collective=*/nullptr, /*isMessage=*/true, /*messages=*/nullptr});
+    group.watch({.operation = operation_, .isMessage = true});
   }
   Waiting(DeviceGroup& group, Request& message)
       : operation_(std::make_shared<DeviceOperation>(message.site.function,
@@ -315,7 +315,7 @@ void DeviceGroup::watchMessages(const DeviceOperationPtr& operation,
       messages->records.push_back(place_.control->recordMessage(message, messages->calledAt));
     }
   }
-  watch({operation, /*collective=*/nullptr, /*isMessage=*/true, std::move(messages)});
+  watch({.operation = operation, .isMessage = true, .messages = std::move(messages)});
 }
 
 void DeviceGroup::watchCaptured(const c10::Stream& stream) {

@@ -154,7 +154,7 @@ DeviceOperationPtr HostPath::carryOne(DeviceGroup& group, Request& request, bool
     carryCollective(request, operation, std::move(ready));
   }
   const bool isMessage = kind == OpKind::kSend || kind == OpKind::kRecv;
-  group.watch({operation, /*collective=*/nullptr, isMessage, /*messages=*/nullptr});
+  group.watch({.operation = operation, .isMessage = isMessage});
   return operation;
 }
 

@@ -88,7 +88,7 @@ void NcclPath::watchCollective(DeviceGroup& group, const std::vector<Request*>& 
       place_.control->submitExternal(signatureOf(requests), place_.timeoutOf(*requests.front()));
   if (collective->done() && !collective->status().ok()) throwStatus(collective->status());
   if (const uint32_t site = callSiteOfCall()) collective->record().setSite(site);
-  group.watch({operation, std::move(collective), /*isMessage=*/false, /*messages=*/nullptr});
+  group.watch({.operation = operation, .collective = std::move(collective)});
 }
 
 void NcclPath::enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream) const {

@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "backend/errors.h"
+#include "backend/request.h"
 #include "base/deadline.h"
 #include "base/mutex.h"
 #include "base/status.h"
@@ -39,9 +40,6 @@
 #include "engine/communicator.h"
 
 namespace mycoll {
-
-// The tensors that an operation keeps.
-using Kept = c10::SmallVector<at::Tensor, 2>;
 
 class DeviceOperation {
  public:

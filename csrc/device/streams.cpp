@@ -71,8 +71,9 @@ c10::Stream sideStream(c10::Device device) {
 }
 
 bool isCapturing(const c10::Stream& stream) {
-  if (stream.device_type() == c10::DeviceType::CUDA) {
-    return nccl::Cudart::get().isCapturing(stream.native_handle());
+  const nccl::Cudart& cudart = nccl::Cudart::get();
+  if (stream.device_type() == c10::DeviceType::CUDA && cudart.isThere()) {
+    return cudart.isCapturing(stream.native_handle());
   }
 #if MYCOLL_TORCH_HAS_STREAM_CAPTURE
   return stream.is_capturing();

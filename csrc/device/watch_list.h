@@ -38,10 +38,10 @@ struct WatchedMessages {
 struct Watched {
   DeviceOperationPtr operation;
   // A collective of NCCL's: its place in the control group. Null: a message, or the host path.
-  std::shared_ptr<CollectiveOp> collective;
+  std::shared_ptr<CollectiveOp> collective{};
   bool isMessage = false;  // or a batch of them
   // Of messages on NCCL.
-  std::shared_ptr<const WatchedMessages> messages;
+  std::shared_ptr<const WatchedMessages> messages{};
 
   std::string place() const;  // as there
 };

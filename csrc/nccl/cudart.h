@@ -1,6 +1,5 @@
 // The few functions of the CUDA runtime that neither NCCL nor torch's device-generic classes offer,
-// or that these take long for.
-// Found in the process by name, since mycoll is built without CUDA;
+// or that these take long for. Found in the process by name, since mycoll is built without CUDA;
 // where there is no CUDA runtime everything here says so and does nothing.
 //
 // Thread contract: [any thread]. Found once, at first use; nothing is locked afterwards.

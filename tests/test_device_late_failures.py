@@ -86,9 +86,10 @@ def test_a_replayed_result_that_never_came_is_an_error(fresh_device_world):
     assert_error_before_the_number(fresh_device_world(2, "nccl"), "replay")
 
 
-def fail_one_after_another(ctx: Ctx) -> list[str]:
-    """Failures of several groups, one soon after the other, each of them caught by the program."""
-    texts, few, many = [], 4, 20_000  # over which NCCL does not come to an end
+def fail_one_after_another(ctx: Ctx) -> list[tuple[str, str]]:
+    """Failures of several groups, one soon after the other, each of them caught by the program.
+    Returns the errors, and what the program did then: a rank that is late gets it in its call."""
+    errors, few, many = [], 4, 20_000  # over which NCCL does not come to an end
     for step in range(3):
         group = dist.new_group()
         for numel in (few, many):  # connects
@@ -99,22 +100,25 @@ def fail_one_after_another(ctx: Ctx) -> list[str]:
                 dist.all_reduce(torch.ones(2 + ctx.rank), group=group)
         else:
             loss = full(ctx, 1, many if ctx.rank else few)
+            doing = "calls"
             try:
                 dist.all_reduce(loss, group=group)
+                doing = "computes"
                 ctx.fail(f"the loss is {loss[0].item()}, says the program")
             except dist.DistBackendError as error:
-                texts.append(str(error))
+                errors.append((str(error), doing))
         dist.barrier()
         dist.destroy_process_group(group)
         dist.barrier()
-    return texts
+    return errors
 
 
 def test_a_failure_does_not_hide_the_next(fresh_device_world):
-    for texts in fresh_device_world(2, "nccl").run(fail_one_after_another):
-        assert len(texts) == 2
-        for text in texts:
-            assert "MISMATCH" in text and INVALID in text, text
+    for errors in fresh_device_world(2, "nccl").run(fail_one_after_another):
+        assert len(errors) == 2
+        for text, doing in errors:
+            assert "MISMATCH" in text, text
+            assert doing == "calls" or INVALID in text, text
 
 
 def gets_through(ctx: Ctx, nap: float) -> tuple[str, str]:

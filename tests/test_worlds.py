@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import arith
+from worlds import arith, warm
 from worlds.pool import WorldFailure
 from worlds.worker import Ctx
 
@@ -89,3 +91,14 @@ def test_reference_against_python():
         }.items():
             got = arith.reduced(op, parts).tolist()
             assert got == [want(c) for c in columns], (dtype, op)
+
+
+def is_warm(ctx: Ctx) -> bool:
+    return gc.get_freeze_count() > 0 and "torch._dynamo" in sys.modules
+
+
+def test_servers_are_warm(pool, transport):
+    """Where one forgets an import it costs every rank a second, and nobody would notice."""
+    assert all(pool.get(pool.spec(2, transport)).run(is_warm))
+    text = "import gc; print(gc.get_freeze_count() > 0)"
+    assert warm.start(text).communicate(timeout=60)[0] == "True\n"

@@ -25,15 +25,7 @@ from typing import Any
 from worlds import worker
 
 RANK_PREFIX = re.compile(r"\[rank\d+\]:\[\w+ [\d:.]+ ")  # of torch's log lines
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.testing",
-    "pytest",
-    "worlds.worker",
-    "worlds.arith",
-    "worlds.device",
-]
+PRELOAD = ["worlds.preload"]
 # At each connection to a TCPStore torch asks for the name of 127.0.0.1, and there are thousands of
 # them: a name server that loses some of these questions must not cost 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

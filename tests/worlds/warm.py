@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import os
 import pickle
 import select
@@ -141,6 +142,10 @@ def ranks(
 
 def serve(requests: socket.socket) -> dict[str, Any]:
     """Returns in each new process, with what to run; ends with the process of the tests."""
+    import torch  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # each program would look at all of it, and so copy its pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         data, fds, _, _ = socket.recv_fds(requests, LIMIT, 3)
@@ -172,8 +177,7 @@ def watched(request: dict[str, Any], out: int, error: int, status: int) -> dict[
 
 def become(request: dict[str, Any]) -> types.ModuleType:
     """Makes this process what a new interpreter would be once it has imported torch."""
-    import torch
-
+    torch = sys.modules["torch"]
     environment = request["environment"]
     os.environ.clear()
     os.environ.update(environment)

@@ -174,7 +174,7 @@ def test_host_nccl(scenario, blocking: str, tmp_path: Path) -> None:  # type: ig
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**environment(rank, size), "MYCOLL_NCCL_BLOCKING": blocking},
+            env={**environment(rank, size), "NCCL_COMM_BLOCKING": blocking},
         )
         for rank in range(size)
     ]

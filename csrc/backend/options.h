@@ -5,7 +5,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "backend/torch_version.h"
-#include "base/env.h"
+#include "base/nccl_options.h"
 
 namespace mycoll {
 
@@ -25,9 +25,8 @@ struct MycollOptions final : c10d::Backend::Options {
   // What serves CPU tensors: "engine", or "gloo" (torch's own, to compare or to rule mycoll out).
   // Empty: as MYCOLL_CPU says.
   std::string cpu;
-  // What NCCL's communicators of this group are made with; what is not set here is as MYCOLL_NCCL_*
-  // say, and then NCCL's own choice.
-  NcclEnv nccl;
+  // What NCCL's communicators of this group are made with.
+  NcclOptions nccl;
 };
 
 }  // namespace mycoll

@@ -184,18 +184,6 @@ Kind advertised() {
           }};
 }
 
-// Nothing: NCCL's own choice.
-template <typename T>
-Kind ncclNumber(std::optional<T> NcclEnv::* field, int least, int most) {
-  return {std::to_string(least) + " to " + std::to_string(most),
-          [=](std::string_view value, Env* env) {
-            int64_t parsed = 0;
-            if (!value.empty() && !parseInteger(value, least, most, &parsed)) return false;
-            if (!value.empty()) env->nccl.*field = static_cast<T>(parsed);
-            return true;
-          }};
-}
-
 // ---- the table ---------------------------------------------------------------------------------
 
 struct Variable {
@@ -306,10 +294,6 @@ const std::vector<Variable>& variables() {
       {"MYCOLL_NCCL_LIBRARY", "", path(&Env::ncclLibrary),
        "The NCCL to load; a second copy beside torch's is refused. Unset: the one that torch has "
        "loaded, that of the nvidia-nccl wheel, or the system's libnccl.so.2."},
-      {"MYCOLL_NCCL_BLOCKING", "", ncclNumber(&NcclEnv::isBlocking, 0, 1),
-       "1: calls into NCCL return when their work is enqueued. 0: they may return earlier, and "
-       "mycoll waits where it can be interrupted. Unset: 1, or 0 with an NCCL older than 2.28.7, "
-       "where a thread that hangs in it cannot be let go."},
   };
   return *kVariables;
 }

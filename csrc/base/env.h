@@ -42,19 +42,6 @@ struct InterfaceFilter {
   bool matches(std::string_view interfaceName) const;
 };
 
-// What a group asks of NCCL (ncclConfig_t); what is not set is left to NCCL. MYCOLL_NCCL_BLOCKING
-// fills in isBlocking, the rest are a program's Options.
-struct NcclEnv {
-  std::optional<bool> isBlocking;
-  std::optional<int> minCtas;
-  std::optional<int> maxCtas;
-  std::optional<int> cgaClusterSize;
-  std::optional<int> nvlsCtas;
-  std::optional<int> ctaPolicy;
-  std::optional<int> trafficClass;
-  std::string netName;
-};
-
 // A message that its receiver must be ready to buffer is never larger, whatever the environment of
 // its sender says: receivers take a larger one for an attack.
 constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
@@ -97,7 +84,6 @@ struct Env {
   Partials partials{};
   int sumBlock = 1;
   std::string ncclLibrary;  // empty: found by itself
-  NcclEnv nccl;
   // torch's TORCHELASTIC_USE_AGENT_STORE: the rendezvous store is torchrun's, not rank 0's.
   bool isStoreOfAgent = false;
 

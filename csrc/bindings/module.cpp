@@ -405,20 +405,24 @@ PYBIND11_MODULE(_C, module) {
   // The types that ours derive from must be known first.
   py::module_::import("torch.distributed");
 
-  using mycoll::NcclEnv;
-  py::class_<NcclEnv>(module, "NcclOptions",
-                      "What NCCL's communicators of a group are made with. None, or '' for a name: "
-                      "NCCL's own choice.")
-      .def_readwrite("is_blocking", &NcclEnv::isBlocking,
+  using mycoll::NcclOptions;
+  py::class_<NcclOptions>(
+      module, "NcclOptions",
+      "What NCCL's communicators of a group are made with. None, or '' for a name: "
+      "NCCL's own choice.")
+      .def_readwrite("is_blocking", &NcclOptions::isBlocking,
                      "Whether calls into NCCL return only when their work is enqueued.")
-      .def_readwrite("min_ctas", &NcclEnv::minCtas, "The least number of thread blocks.")
-      .def_readwrite("max_ctas", &NcclEnv::maxCtas, "The largest number of thread blocks.")
-      .def_readwrite("cga_cluster_size", &NcclEnv::cgaClusterSize, "Thread blocks in a cluster.")
-      .def_readwrite("nvls_ctas", &NcclEnv::nvlsCtas, "Thread blocks for NVLink SHARP.")
-      .def_readwrite("cta_policy", &NcclEnv::ctaPolicy,
+      .def_readwrite("min_ctas", &NcclOptions::minCtas, "The least number of thread blocks.")
+      .def_readwrite("max_ctas", &NcclOptions::maxCtas, "The largest number of thread blocks.")
+      .def_readwrite("cga_cluster_size", &NcclOptions::cgaClusterSize,
+                     "Thread blocks in a cluster.")
+      .def_readwrite("nvls_ctas", &NcclOptions::nvlsCtas, "Thread blocks for NVLink SHARP.")
+      .def_readwrite("cta_policy", &NcclOptions::ctaPolicy,
                      "0: speed; 1: few thread blocks; 2: none where copy engines can serve.")
-      .def_readwrite("traffic_class", &NcclEnv::trafficClass, "The network's quality of service.")
-      .def_readwrite("net_name", &NcclEnv::netName, "The network module, such as Socket or IB.");
+      .def_readwrite("traffic_class", &NcclOptions::trafficClass,
+                     "The network's quality of service.")
+      .def_readwrite("net_name", &NcclOptions::netName,
+                     "The network module, such as Socket or IB.");
 
   py::class_<MycollOptions, c10::intrusive_ptr<MycollOptions>, c10d::Backend::Options>(
       module, "Options", "What may be chosen for one group: pg_options= of init_process_group.")
@@ -440,7 +444,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("timeout", &MycollOptions::timeout,
                      "How long an operation may take; a timeout= given to torch wins over it.")
       .def_property_readonly(
-          "nccl", [](MycollOptions& self) -> mycoll::NcclEnv& { return self.nccl; },
+          "nccl", [](MycollOptions& self) -> mycoll::NcclOptions& { return self.nccl; },
           py::return_value_policy::reference_internal,
           "How NCCL's communicators of this group are made.")
       .def("__copy__",

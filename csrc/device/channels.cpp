@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "backend/errors.h"
-#include "base/env.h"
 #include "base/log.h"
 #include "nccl/collectives.h"
 #include "nccl/library.h"
@@ -47,8 +46,7 @@ nccl::CommOptions Channels::optionsOn(c10::Device device) const {
   // Blocking where a thread that hangs in NCCL can be let go: without it recent NCCLs start a
   // thread for every operation.
   if (!options.nccl.isBlocking) {
-    options.nccl.isBlocking = Env::process().nccl.isBlocking.value_or(
-        nccl::Library::loaded()->has(nccl::Capability::kRevoke));
+    options.nccl.isBlocking = nccl::Library::loaded()->has(nccl::Capability::kRevoke);
   }
   options.issueTimeout = [group = place_.options] { return patienceOf(*group); };
   // For good, and at once: what c10's guards do where there is no context yet only c10 knows of.

@@ -268,7 +268,7 @@ Status Comm::check() {
 // Its strings are this communicator's.
 Config Comm::config() const {
   Config config;
-  const NcclEnv& asked = options_.nccl;
+  const NcclOptions& asked = options_.nccl;
   config.blocking = asked.isBlocking.value_or(false) ? 1 : 0;
   config.minCtas = asked.minCtas.value_or(kUndefined);
   config.maxCtas = asked.maxCtas.value_or(kUndefined);

@@ -38,14 +38,14 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "base/env.h"
+#include "base/nccl_options.h"
 #include "base/status.h"
 #include "nccl/library.h"
 
 namespace mycoll::nccl {
 
 struct CommOptions {
-  NcclEnv nccl;
+  NcclOptions nccl;
   // How long one enqueue may take (the first one connects to peers), or one registration of memory;
   // the communicator fails after it. Asked each time. Empty: as long as it takes.
   std::function<std::chrono::milliseconds()> issueTimeout;

@@ -135,9 +135,9 @@ TEST(NcclLibrary, refusesWhatItCannotUse) {
     });
   }
   inChild([] {
-    setenv("MYCOLL_NCCL_BLOCKING", "perhaps", 1);
+    setenv("MYCOLL_CUDA", "perhaps", 1);
     Env::readAgainForTest();
-    return refused("", Code::kInvalidArgument, "MYCOLL_NCCL_BLOCKING=perhaps is not valid");
+    return refused("", Code::kInvalidArgument, "MYCOLL_CUDA=perhaps is not valid");
   });
 }
 

@@ -13,6 +13,6 @@ A test asks for the `world` fixture and hands it a function of its own module:
 Modules: `pool` (parent side), `worker` (child side, `Ctx`), `arith` (inputs and reference
 arithmetic), `gloo_gaps` and `nccl_gaps` (what those cannot do), `device` (worlds whose tensors are
 on a device: the fixture `device_world`), `smoke` (a small job over every kind of operation, also a
-program for the launchers), `warm` (programs in processes that have imported torch already),
-`ports` (a port to listen at that nobody takes meanwhile).
+program for the launchers), `preload` (what ranks find imported), `warm` (programs in processes that
+have imported torch already), `ports` (a port to listen at that nobody takes meanwhile).
 """

@@ -1,4 +1,5 @@
-// What a group asks of NCCL (ncclConfig_t); what is not set is left to NCCL. Plain values.
+// What a group asks of NCCL (ncclConfig_t); what is not set is left to NCCL. Plain values. Here, as
+// backend/, which takes them from a program, and nccl/ do not know each other.
 #pragma once
 
 #include <optional>

@@ -64,14 +64,22 @@ def attempt_and_leave(action: Callable[[], Any]) -> Seen:
     return Seen(seen.kind, seen.text, seen.began, seen.ended, left, seen.value)
 
 
-def kill_one(ctx: Ctx, victim: int, after: float = 0.0, here: dist.Store | None = None) -> None:
-    """SIGKILL for that rank, once all others have come here, too: out of the calls before. With a
-    time in `after` it goes on meanwhile. here: a store, where the test run's cannot be reached."""
-    here = here or ctx.store("before the kill")
-    if ctx.rank != victim:
+def is_last(ctx: Ctx, last: int, here: dist.Store | None = None) -> bool:
+    """Whether this is that rank, which waits until all others have come here, too: out of the calls
+    before. here: a store, where the test run's cannot be reached."""
+    here = here or ctx.store("before the last")
+    if ctx.rank != last:
         here.set(str(ctx.rank), "")
+        return False
+    here.wait([str(rank) for rank in range(ctx.size) if rank != last])
+    return True
+
+
+def kill_one(ctx: Ctx, victim: int, after: float = 0.0, here: dist.Store | None = None) -> None:
+    """SIGKILL for that rank, as the last one that comes here. With a time in `after` it goes on
+    meanwhile."""
+    if not is_last(ctx, victim, here):
         return
-    here.wait([str(rank) for rank in range(ctx.size) if rank != victim])
     if after:
         threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
     else:

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <new>
 #include <numeric>
 
 #include "base/fd.h"
@@ -59,6 +60,18 @@ void copyOver(char* place, const Span& data) {
   }
   copy(place, data.data, data.bytes, /*isStreaming=*/data.bytes >= kStreamingBytes);
 }
+
+// For a scope, this thread works on what is pending.
+class Attending {
+ public:
+  explicit Attending(Engine& engine) : engine_(engine) { engine_.beginWait(); }
+  ~Attending() { engine_.endWait(); }
+  Attending(const Attending&) = delete;
+  Attending& operator=(const Attending&) = delete;
+
+ private:
+  Engine& engine_;
+};
 
 Signature signatureOf(OpKind kind) {
   Signature signature;
@@ -187,7 +200,11 @@ Communicator::Communicator(GroupOptions options, std::shared_ptr<Engine> engine,
       questions_(options_, *this, *engine_, mailbox_, membership_, queue_) {}
 
 Communicator::~Communicator() {
-  close(Deadline::after(Milliseconds(0)));
+  try {
+    close(Deadline::after(Milliseconds(0)));
+  } catch (const std::bad_alloc&) {
+    // Gone without a goodbye: what the other ranks wait for ends by its timeout.
+  }
   mailbox_.detach();  // before anything that answers it is gone
 }
 
@@ -430,7 +447,7 @@ bool Communicator::leave(Deadline deadline, const std::string& reason) {
   Mesh& mesh = *engine_->mesh();
   // What nobody has begun to send may never be sent.
   const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
-  engine_->beginWait();
+  const Attending attending(*engine_);
   while (!hasFailed() && isBusy(unsent) && !deadline.expired()) {
     bool moved = queue_.run(0);
     moved |= mesh.progress();
@@ -464,7 +481,6 @@ bool Communicator::leave(Deadline deadline, const std::string& reason) {
   while (!isDone()) {
     if (!mesh.progress()) usleep(50);
   }
-  engine_->endWait();
   return true;
 }
 

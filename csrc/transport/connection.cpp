@@ -380,7 +380,6 @@ void Connection::forget(Transfer* request) {
 
 void Connection::forget(Mailbox* mailbox) {
   for (Wire& wire : wires_) {
-    if (wire.link.receiver) wire.link.receiver->dropFds(mailbox->fdPrefix());
     if (wire.mailbox != mailbox) continue;
     wire.mailbox = nullptr;
     wire.target = {};
@@ -391,6 +390,10 @@ void Connection::forget(Mailbox* mailbox, uint64_t window) {
   for (Wire& wire : wires_) {
     if (wire.mailbox == mailbox && wire.target.window == window) wire.target = {};
   }
+}
+
+void Connection::dropFds(const std::string& prefix) {
+  if (isShm()) wires_.front().link.receiver->dropFds(prefix);
 }
 
 bool Connection::sendFd(int fd, const std::string& cookie) {

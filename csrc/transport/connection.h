@@ -129,6 +129,8 @@ class Connection {
   void setAsleep(bool asleep) REQUIRES(ioRole);
   bool sendFd(int fd, const std::string& cookie) REQUIRES(ioRole);
   Fd takeFd(const std::string& cookie) REQUIRES(ioRole);
+  // Those whose cookies begin so.
+  void dropFds(const std::string& prefix) REQUIRES(ioRole);
   // Whether the peer can read this process's region, when it gets the next message.
   bool giveRegion(uint64_t region) REQUIRES(ioRole);
   // One that the peer has given. Null: it cannot be read here.

@@ -20,21 +20,15 @@ std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
   return added;
 }
 
-std::vector<std::string> GroupTable::remove(Mailbox* mailbox) {
+void GroupTable::remove(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
-  const Key key{group.context, group.rank};
-  mailboxes_.erase(key);
+  mailboxes_.find({group.context, group.rank})->second = nullptr;
   std::erase(byAge_, mailbox);
-  closed_.insert(key);
   // A peer that makes its groups anew comes under another uid each time.
-  std::vector<std::string> removed;
   for (const PeerAddress& peer : group.peers) {
     const auto membership = memberships_.find(peer.uid);
-    if (--membership->second > 0) continue;
-    memberships_.erase(membership);
-    removed.push_back(peer.uid);
+    if (--membership->second == 0) memberships_.erase(membership);
   }
-  return removed;
 }
 
 Mailbox* GroupTable::find(uint64_t context, int rank) const {
@@ -43,8 +37,9 @@ Mailbox* GroupTable::find(uint64_t context, int rank) const {
 }
 
 Standing GroupTable::standing(uint64_t context, int rank) const {
-  if (mailboxes_.count({context, rank})) return Standing::kMember;
-  return closed_.count({context, rank}) ? Standing::kGone : Standing::kNotYet;
+  const auto found = mailboxes_.find({context, rank});
+  if (found == mailboxes_.end()) return Standing::kNotYet;
+  return found->second ? Standing::kMember : Standing::kGone;
 }
 
 std::vector<Mailbox*> GroupTable::commonWith(const std::string& uid) const {
@@ -53,12 +48,6 @@ std::vector<Mailbox*> GroupTable::commonWith(const std::string& uid) const {
     if (mailbox->presentRank(uid) >= 0) common.push_back(mailbox);
   }
   return common;
-}
-
-std::vector<Mailbox*> GroupTable::all() const {
-  std::vector<Mailbox*> mailboxes;
-  for (const auto& [key, mailbox] : mailboxes_) mailboxes.push_back(mailbox);
-  return mailboxes;
 }
 
 bool GroupTable::makeRoom(uint64_t context, int rank, size_t bytes) {

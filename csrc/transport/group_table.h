@@ -35,9 +35,10 @@ class GroupTable {
   // The most that all kept frames take together.
   static constexpr size_t kMaxEarlyBytes = 64 * 1024 * 1024;
 
-  // Those of its peers that were in none of the groups so far, or are in none any more.
+  // Those of its peers that were in none of the groups so far.
   std::vector<const PeerAddress*> add(Mailbox* mailbox) REQUIRES(ioRole);
-  std::vector<std::string> remove(Mailbox* mailbox) REQUIRES(ioRole);
+  // Needs no memory.
+  void remove(Mailbox* mailbox) REQUIRES(ioRole);
 
   Mailbox* find(uint64_t context, int rank) const REQUIRES(ioRole);
   // How the group of this rank stands here: kNotYet if it was never made.
@@ -46,7 +47,7 @@ class GroupTable {
   bool names(const std::string& uid) const REQUIRES(ioRole) { return memberships_.count(uid) > 0; }
   // The groups that both are in, the oldest first.
   std::vector<Mailbox*> commonWith(const std::string& uid) const REQUIRES(ioRole);
-  std::vector<Mailbox*> all() const REQUIRES(ioRole);
+  std::vector<Mailbox*> all() const REQUIRES(ioRole) { return byAge_; }
 
   // Whether a frame of so many bytes for a group that is not made yet can be kept: then keep() is
   // to follow. The group that has waited longest, which is probably never made, gives way.
@@ -58,9 +59,8 @@ class GroupTable {
  private:
   using Key = std::pair<uint64_t, int>;  // context and rank
 
-  std::map<Key, Mailbox*> mailboxes_ GUARDED_BY(ioRole);
-  std::vector<Mailbox*> byAge_ GUARDED_BY(ioRole);  // the same, the oldest first
-  std::set<Key> closed_ GUARDED_BY(ioRole);         // groups that this process has left
+  std::map<Key, Mailbox*> mailboxes_ GUARDED_BY(ioRole);  // null: this process has left it
+  std::vector<Mailbox*> byAge_ GUARDED_BY(ioRole);        // those that it is in, the oldest first
   // By uid: in how many of the groups it is.
   std::unordered_map<std::string, int> memberships_ GUARDED_BY(ioRole);
   std::vector<EarlyFrame> early_ GUARDED_BY(ioRole);  // in order of arrival

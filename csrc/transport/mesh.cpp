@@ -444,13 +444,19 @@ void Mesh::tellOfLosses(Mailbox& mailbox) {
 }
 
 void Mesh::removeMailbox(Mailbox* mailbox) {
-  for (const std::string& uid : local_.groups.remove(mailbox)) {
-    watch_.remove(uid);
-    unconnected_.erase(uid);
-    const Connection* connection = find(uid);
+  local_.groups.remove(mailbox);
+  for (const PeerAddress& peer : mailbox->group().peers) {
+    if (local_.groups.names(peer.uid)) continue;
+    watch_.remove(peer.uid);
+    unconnected_.erase(peer.uid);
+    const Connection* connection = find(peer.uid);
     if (connection && connection->state() == Connection::State::kLost) erase(*connection);
   }
   for (auto& connection : connections_) connection->forget(mailbox);
+  workWithin([&]() REQUIRES(ioRole) {
+    for (auto& connection : connections_) connection->dropFds(mailbox->fdPrefix());
+    return false;
+  });
 }
 
 }  // namespace mycoll

@@ -1,5 +1,5 @@
-// An engine's thread that gets no memory: each of its allocations fails once. The process lives on,
-// and every call ends, well or with an error.
+// A thread that gets no memory, an engine's or one that drops a group: each of its allocations
+// fails once. The process lives on, and every call ends, well or with an error.
 #include <pthread.h>
 
 #include <atomic>
@@ -16,9 +16,12 @@
 
 namespace {
 
-// Of all engines' threads: the so many-th allocation of at least so many bytes fails. 0: none.
+// The so many-th allocation of at least so many bytes fails. 0: none. Of all engines' threads, but
+// while some thread says that it is short of memory, of that one.
 std::atomic<int> failing{0};
 std::atomic<size_t> leastBytes{0};
+std::atomic<bool> doesAnyLack{false};
+thread_local bool lacksMemory = false;
 
 bool isEngineThread() {
   thread_local bool isKnown = false;
@@ -31,7 +34,8 @@ bool isEngineThread() {
 
 void* allocate(std::size_t bytes) {
   const bool isCounted = failing.load(std::memory_order_relaxed) > 0 &&
-                         bytes >= leastBytes.load(std::memory_order_relaxed) && isEngineThread();
+                         bytes >= leastBytes.load(std::memory_order_relaxed) &&
+                         (doesAnyLack.load() ? lacksMemory : isEngineThread());
   if (isCounted && failing.fetch_sub(1, std::memory_order_relaxed) == 1) throw std::bad_alloc();
   if (void* const block = std::malloc(bytes)) return block;
   throw std::bad_alloc();
@@ -132,4 +136,35 @@ TEST(Memory, everyAllocationOfTheEnginesThreadMayFail) {
     EXPECT(isOver);
     EXPECT(failed > 0);
   }
+}
+
+// Whoever holds it last ends it, the engine's thread or another, and it may not have been left.
+TEST(Memory, everyAllocationOfAGroupsEndMayFail) {
+  leastBytes = 1;
+  doesAnyLack = true;
+  for (const Links links : {Links::kShm, Links::kTcp}) {
+    for (const bool isLeft : {true, false}) {
+      int number = 0;
+      bool isOver = false;
+      while (!isOver && number < 1000) {
+        ++number;
+        const auto store = std::make_shared<MemoryStore>();
+        Threads(2, [&](int rank) {
+          std::shared_ptr<Engine> engine;
+          auto group = makeRank(rank, 2, meshWith(links, rank), store, kTimeoutMs, &engine);
+          EXPECT(play(*group, number));
+          if (isLeft || rank == 1) group->close(Deadline::after(2s));
+          lacksMemory = rank == 0;
+          if (lacksMemory) failing = number;
+          group.reset();
+          engine.reset();
+          lacksMemory = false;
+        });
+        isOver = failing.exchange(0) > 0;
+      }
+      std::printf("        %d allocations%s\n", number - 1, isLeft ? "" : ", with leaving");
+      EXPECT(isOver);
+    }
+  }
+  doesAnyLack = false;
 }

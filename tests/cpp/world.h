@@ -63,22 +63,40 @@ class MemoryStore final : public mycoll::Store {
 // By what the ranks of a world are connected; mixed: even ranks share memory, odd ones use tcp.
 enum class Links { kShm, kTcp, kMixed };
 
+inline mycoll::MeshOptions meshWith(Links links, int rank) {
+  const bool isTcp = links == Links::kTcp || (links == Links::kMixed && rank % 2 == 1);
+  mycoll::MeshOptions mesh;
+  mesh.transport = isTcp ? mycoll::TransportChoice::kTcp : mycoll::TransportChoice::kAuto;
+  return mesh;
+}
+
 using RankBody = std::function<void(mycoll::Communicator& group)>;
 
-// The body on one rank of a group.
-inline void runRank(int rank, int ranks, mycoll::MeshOptions mesh,
-                    std::shared_ptr<mycoll::Store> store, const RankBody& body,
-                    int timeoutMs = 60'000) {
+// One rank of a group, on an engine of its own, which the caller may keep as well.
+inline std::shared_ptr<mycoll::Communicator> makeRank(
+    int rank, int ranks, mycoll::MeshOptions mesh, std::shared_ptr<mycoll::Store> store,
+    int timeoutMs = 60'000, std::shared_ptr<mycoll::Engine>* engine = nullptr) {
   mesh.storeHost = "127.0.0.1";
-  std::shared_ptr<mycoll::Engine> engine;
-  ASSERT_OK(mycoll::Engine::create(mesh, &engine));
+  std::shared_ptr<mycoll::Engine> own;
+  if (engine == nullptr) engine = &own;
+  ASSERT_OK(mycoll::Engine::create(mesh, engine));
   mycoll::GroupOptions options;
   options.name = "test";
   options.rank = rank;
   options.ranks = ranks;
   options.timeout = std::chrono::milliseconds(timeoutMs);
   std::shared_ptr<mycoll::Communicator> group;
-  ASSERT_OK(mycoll::Communicator::create(options, store, engine, &group));
+  ASSERT_OK(mycoll::Communicator::create(options, std::move(store), *engine, &group));
+  return group;
+}
+
+// The body on one rank of a group.
+inline void runRank(int rank, int ranks, const mycoll::MeshOptions& mesh,
+                    std::shared_ptr<mycoll::Store> store, const RankBody& body,
+                    int timeoutMs = 60'000) {
+  std::shared_ptr<mycoll::Engine> engine;
+  const std::shared_ptr<mycoll::Communicator> group =
+      makeRank(rank, ranks, mesh, std::move(store), timeoutMs, &engine);
   body(*group);
   group->close(mycoll::Deadline::after(std::chrono::milliseconds(2000)));
 }
@@ -104,12 +122,7 @@ inline void runHosts(const std::vector<int>& hostOf, const RankBody& body, int t
 
 inline void runWorld(int ranks, Links links, const RankBody& body, int timeoutMs = 60'000,
                      bool isExternal = false) {
-  auto meshOf = [&](int rank) {
-    const bool isTcp = links == Links::kTcp || (links == Links::kMixed && rank % 2 == 1);
-    mycoll::MeshOptions mesh;
-    mesh.transport = isTcp ? mycoll::TransportChoice::kTcp : mycoll::TransportChoice::kAuto;
-    return mesh;
-  };
+  auto meshOf = [&](int rank) { return meshWith(links, rank); };
   auto external = [&](mycoll::Communicator& group) {
     const std::shared_ptr<mycoll::Communicator> derived =
         mycoll::Communicator::derive(group, " elsewhere", true);

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <optional>
+#include <span>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
@@ -26,6 +27,10 @@ struct CopyBack {
 
 // Tensors whose memory an operation keeps.
 using Kept = c10::SmallVector<at::Tensor, 2>;
+
+struct Request;
+// One, or those of a batch.
+using Requests = std::span<Request* const>;
 
 struct Request {
   Request(const CallSite& callSite, c10d::OpType opType, const char* profilingTitle,

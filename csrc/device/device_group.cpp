@@ -47,7 +47,7 @@ bool isMessage(const Request& request) {
   return request.calls.size() == 1 && isPointToPoint(request.calls.front());
 }
 
-std::vector<Operation> messagesOf(const std::vector<Request*>& requests) {
+std::vector<Operation> messagesOf(Requests requests) {
   std::vector<Operation> messages;
   for (const Request* request : requests) {
     for (const Call& call : request->calls) {
@@ -107,7 +107,8 @@ class DeviceGroup::Waiting {
   Waiting(DeviceGroup& group, Request& message)
       : operation_(std::make_shared<DeviceOperation>(message.site.function,
                                                      currentStream(message.device))) {
-    group.watchMessages(operation_, {&message}, /*isOfPair=*/true,
+    Request* const one = &message;
+    group.watchMessages(operation_, {&one, 1}, /*isOfPair=*/true,
                         /*isRecorded=*/false);  // when it is carried out
   }
   ~Waiting() { operation_->fail(Status(Code::kAborted, operation_->what())); }  // nobody reads it
@@ -191,7 +192,8 @@ DevicePath DeviceGroup::connectWith(Request& request) {
 // ---- carrying -----------------------------------------------------------------------------------
 
 DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
-  return carry({&request}, outputs, std::move(extras), /*isBatch=*/false);
+  Request* const one = &request;
+  return carry({&one, 1}, outputs, std::move(extras), /*isBatch=*/false);
 }
 
 void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {
@@ -215,22 +217,22 @@ DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
   return carry(requests, outputs, std::move(extras), /*isBatch=*/true);
 }
 
-DeviceGroup::WorkPtr DeviceGroup::carry(const std::vector<Request*>& requests,
-                                        at::TensorList outputs, Extras extras, bool isBatch) {
+DeviceGroup::WorkPtr DeviceGroup::carry(Requests requests, at::TensorList outputs, Extras extras,
+                                        bool isBatch) {
   WatchList::clearReleased();
   throwIfDead();
   const OnDevice guard(requests.front()->device);
   return carryHere(requests, outputs, std::move(extras), isBatch);
 }
 
-DeviceOperationPtr DeviceGroup::carryBy(DevicePath path, const std::vector<Request*>& requests,
-                                        bool isTimed, bool isBatch) {
+DeviceOperationPtr DeviceGroup::carryBy(DevicePath path, Requests requests, bool isTimed,
+                                        bool isBatch) {
   return path == DevicePath::kNccl ? nccl_.carry(*this, requests, isTimed, isBatch)
                                    : host_.carry(*this, requests, isTimed);
 }
 
-DeviceGroup::WorkPtr DeviceGroup::carryHere(const std::vector<Request*>& requests,
-                                            at::TensorList outputs, Extras extras, bool isBatch) {
+DeviceGroup::WorkPtr DeviceGroup::carryHere(Requests requests, at::TensorList outputs,
+                                            Extras extras, bool isBatch) {
   const Request& first = *requests.front();
   const c10::Device device = first.device;
   const c10::Stream caller = currentStream(device);
@@ -301,9 +303,8 @@ void DeviceGroup::watch(Watched watched) {
   if (isFirst || isUrgent) Watchdog::get().add(shared_from_this(), isUrgent);
 }
 
-void DeviceGroup::watchMessages(const DeviceOperationPtr& operation,
-                                const std::vector<Request*>& requests, bool isOfPair,
-                                bool isRecorded) {
+void DeviceGroup::watchMessages(const DeviceOperationPtr& operation, Requests requests,
+                                bool isOfPair, bool isRecorded) {
   auto messages = std::make_shared<WatchedMessages>();
   messages->isOfPair = isOfPair;
   messages->each = messagesOf(requests);

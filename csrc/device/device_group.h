@@ -81,8 +81,8 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void watch(Watched watched);
   // A message, or a batch of them, that no group of the engine watches over. isRecorded: in the
   // black box.
-  void watchMessages(const DeviceOperationPtr& operation, const std::vector<Request*>& requests,
-                     bool isOfPair, bool isRecorded);
+  void watchMessages(const DeviceOperationPtr& operation, Requests requests, bool isOfPair,
+                     bool isRecorded);
   // A graph that is captured on this stream holds an operation of this group. Nobody says when it
   // is replayed, so failures are listened for from here on.
   void watchCaptured(const c10::Stream& stream);
@@ -115,13 +115,10 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   Status inContext(const Status& error) const;
 
   // isBatch: also where it is a batch of one: the others' may have more, and all take one path.
-  WorkPtr carry(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,
-                bool isBatch);
+  WorkPtr carry(Requests requests, at::TensorList outputs, Extras extras, bool isBatch);
   // The same; the requests' device is current.
-  WorkPtr carryHere(const std::vector<Request*>& requests, at::TensorList outputs, Extras extras,
-                    bool isBatch);
-  DeviceOperationPtr carryBy(DevicePath path, const std::vector<Request*>& requests, bool isTimed,
-                             bool isBatch);
+  WorkPtr carryHere(Requests requests, at::TensorList outputs, Extras extras, bool isBatch);
+  DeviceOperationPtr carryBy(DevicePath path, Requests requests, bool isTimed, bool isBatch);
   // The path of a message between two ranks, which are connected then.
   DevicePath connectWith(Request& request);
 

@@ -37,7 +37,8 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, ui
 
 DeviceWork::~DeviceWork() {
   // Before its end the watchdog hands the memory on (see WatchList::clearReleased()).
-  if (operation_->mayRelease()) operation_->release();
+  Kept dropped;
+  (void)operation_->releaseUnused(&dropped);
 }
 
 std::exception_ptr DeviceWork::exception() const { return toException(operation_->status()); }

@@ -101,8 +101,7 @@ HostPath::HostPath(const DevicePlace& place)
       staging_(std::make_shared<HostStaging>()),
       queued_(std::make_shared<std::atomic<int>>(0)) {}
 
-DeviceOperationPtr HostPath::carry(DeviceGroup& group, const std::vector<Request*>& requests,
-                                   bool isTimed) {
+DeviceOperationPtr HostPath::carry(DeviceGroup& group, Requests requests, bool isTimed) {
   const Request& first = *requests.front();
   const c10::Device device = first.device;
   const c10::Stream caller = currentStream(device);

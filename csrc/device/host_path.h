@@ -34,7 +34,7 @@ class HostPath {
   explicit HostPath(const DevicePlace& place);
 
   // requests: one, or those of a batch, in order; the operation stands for all of them.
-  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed);
+  DeviceOperationPtr carry(DeviceGroup& group, Requests requests, bool isTimed);
 
   // Goes on with what waited for a device. True while there is something of the kind. [watchdog]
   bool advance();

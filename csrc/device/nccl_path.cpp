@@ -17,7 +17,7 @@ namespace {
 
 // One signature for a batch: it differs where any of its collectives does. Messages do not count,
 // as they are between pairs of ranks.
-Signature signatureOf(const std::vector<Request*>& requests) {
+Signature signatureOf(Requests requests) {
   Signature all;
   bool isFirst = true;
   for (const Request* request : requests) {
@@ -40,7 +40,7 @@ Signature signatureOf(const std::vector<Request*>& requests) {
   return all;
 }
 
-bool areMessages(const std::vector<Request*>& requests) {
+bool areMessages(Requests requests) {
   for (const Request* request : requests) {
     for (const Call& call : request->calls) {
       if (!isPointToPoint(call)) return false;
@@ -68,7 +68,7 @@ nccl::Form NcclPath::formOf(const Request& request) const {
 }
 
 // Before anything is sent.
-void NcclPath::check(const std::vector<Request*>& requests) const {
+void NcclPath::check(Requests requests) const {
   for (const Request* request : requests) {
     for (const Call& call : request->calls) {
       if (isPointToPoint(call)) continue;
@@ -82,7 +82,7 @@ void NcclPath::check(const std::vector<Request*>& requests) const {
   }
 }
 
-void NcclPath::watchCollective(DeviceGroup& group, const std::vector<Request*>& requests,
+void NcclPath::watchCollective(DeviceGroup& group, Requests requests,
                                const DeviceOperationPtr& operation) {
   auto collective =
       place_.control->submitExternal(signatureOf(requests), place_.timeoutOf(*requests.front()));
@@ -105,8 +105,8 @@ void NcclPath::enqueue(nccl::Issue& issue, const Request& request, int peer, voi
   }
 }
 
-DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request*>& requests,
-                                   bool isTimed, bool isBatch) {
+DeviceOperationPtr NcclPath::carry(DeviceGroup& group, Requests requests, bool isTimed,
+                                   bool isBatch) {
   check(requests);
   const Request& first = *requests.front();
   const bool isAlone = requests.size() == 1 && first.calls.size() == 1;
@@ -142,27 +142,25 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, const std::vector<Request
     group.watchMessages(operation, requests, isOfPair, /*isRecorded=*/true);
   }
   const FailUnlessEnqueued failing(*operation);
-  {
-    nccl::Issue issue(*channel.comm);
-    // Under the issue's mutex, so that the group's order is NCCL's.
-    if (!isMessage && !isCaptured) watchCollective(group, requests, operation);
-    if (!isAlone && issue.status().ok()) (void)issue.group();
-    for (const Request* request : requests) {
-      if (!issue.status().ok()) break;
-      const int peer = isOfPair ? (place_.rank < request->peer ? 1 : 0) : request->peer;
-      enqueue(issue, *request, peer, stream.native_handle());
+  // To the end, so that the watched operations have NCCL's order, and on a stream that of `ended`.
+  nccl::Issue issue(*channel.comm);
+  if (!isMessage && !isCaptured) watchCollective(group, requests, operation);
+  if (!isAlone && issue.status().ok()) (void)issue.group();
+  for (const Request* request : requests) {
+    if (!issue.status().ok()) break;
+    const int peer = isOfPair ? (place_.rank < request->peer ? 1 : 0) : request->peer;
+    enqueue(issue, *request, peer, stream.native_handle());
+  }
+  const Status status = inGroup(place_.name, issue.end());
+  if (!status.ok()) {
+    if (!isCaptured) {  // behind what NCCL has put there before it failed
+      (void)copying(first.device, [&] { putting.setEnd(stream, recordEvent(stream)); });
     }
-    const Status status = inGroup(place_.name, issue.end());
-    if (!status.ok()) {
-      if (!isCaptured) {  // behind what NCCL has put there before it failed
-        (void)copying(first.device, [&] { putting.setEnd(stream, recordEvent(stream)); });
-      }
-      // Often the consequence of another rank's end: the engine may know the cause by now.
-      const Status known = group.error();
-      if (known.ok()) place_.control->fail(status);
-      operation->fail(known.ok() ? status : known);
-      throwStatus(known.ok() ? status : known);
-    }
+    // Often the consequence of another rank's end: the engine may know the cause by now.
+    const Status known = group.error();
+    if (known.ok()) place_.control->fail(status);
+    operation->fail(known.ok() ? status : known);
+    throwStatus(known.ok() ? status : known);
   }
 
   for (const Request* request : requests) {

@@ -24,15 +24,13 @@ class NcclPath {
 
   // All of the same device. requests: one, or those of a batch, which become one launch. A batch
   // goes by the group's communicator, even one of a single message.
-  DeviceOperationPtr carry(DeviceGroup& group, const std::vector<Request*>& requests, bool isTimed,
-                           bool isBatch);
+  DeviceOperationPtr carry(DeviceGroup& group, Requests requests, bool isTimed, bool isBatch);
 
  private:
-  void check(const std::vector<Request*>& requests) const;
+  void check(Requests requests) const;
   nccl::Form formOf(const Request& request) const;
   // Puts the collective among the group's, as the next one in NCCL's order.
-  void watchCollective(DeviceGroup& group, const std::vector<Request*>& requests,
-                       const DeviceOperationPtr& operation);
+  void watchCollective(DeviceGroup& group, Requests requests, const DeviceOperationPtr& operation);
   // peer: of a message, as the communicator counts.
   void enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream) const;
 

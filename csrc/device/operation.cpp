@@ -55,10 +55,10 @@ void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
   {
     MutexLock lock(mutex_);
     if (state_ != State::kQueued) return;
-    state_ = State::kEnqueued;
-    finished.swap(engineOp_);
     stream_ = stream;
     ended_ = std::move(ended);
+    state_ = State::kEnqueued;
+    finished.swap(engineOp_);
     callbacks.swap(callbacks_);
   }
   changed_.notify_all();
@@ -67,13 +67,8 @@ void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
 
 void DeviceOperation::fail(const Status& cause) {
   if (isPassed_.load(std::memory_order_relaxed)) return;
-  EventPtr ended;
-  {
-    MutexLock lock(mutex_);
-    if (state_ == State::kEnqueued) ended = ended_;
-  }
   bool isPassed = false;
-  if (ended && askDevice(*ended, &isPassed).ok() && isPassed) return;
+  if (state_ == State::kEnqueued && askDevice(&isPassed).ok() && isPassed) return;
   end(cause, /*isDeviceError=*/false);
 }
 
@@ -87,8 +82,8 @@ void DeviceOperation::end(const Status& failure, bool isDeviceError) {
   {
     MutexLock lock(mutex_);
     if (state_ == State::kFailed || isPassed_.load(std::memory_order_relaxed)) return;
-    state_ = State::kFailed;
     status_ = failure;
+    state_ = State::kFailed;
     isDeviceError_.store(isDeviceError, std::memory_order_release);
     finished.swap(engineOp_);
     callbacks.swap(callbacks_);
@@ -105,6 +100,7 @@ void DeviceOperation::setEngineOp(std::shared_ptr<Communicator> communicator, Op
 }
 
 Status DeviceOperation::waitEnqueued(Deadline deadline) {
+  if (state_ != State::kQueued) return status();
   MutexLock lock(mutex_);
   while (state_ == State::kQueued) {
     if (engineOp_ && !engineOp_->done()) {
@@ -123,7 +119,7 @@ Status DeviceOperation::waitEnqueued(Deadline deadline) {
     if (isInterruptPending()) return interrupted();
     lock.lock();
   }
-  return status_;
+  return status();
 }
 
 Status DeviceOperation::waitOver(Deadline deadline) {
@@ -136,26 +132,21 @@ Status DeviceOperation::waitOver(Deadline deadline) {
   return status();
 }
 
-bool DeviceOperation::isEnqueued() const {
-  MutexLock lock(mutex_);
-  return state_ != State::kQueued;
+bool DeviceOperation::sharesStream(const DeviceOperation& other) const {
+  return state_ == State::kEnqueued && other.state_ == State::kEnqueued && stream_ == other.stream_;
 }
 
-Status DeviceOperation::askDevice(const c10::Event& ended, bool* isPassed) const {
+Status DeviceOperation::askDevice(bool* isPassed) const {
   *isPassed = true;
-  return isCaptured_ ? Status() : ask(ended, isPassed);
+  return isCaptured_ ? Status() : ask(*ended_, isPassed);
 }
 
 bool DeviceOperation::isOver() {
   if (isPassed_.load(std::memory_order_relaxed)) return true;
-  EventPtr ended;
-  {
-    MutexLock lock(mutex_);
-    if (state_ != State::kEnqueued) return state_ == State::kFailed;
-    ended = ended_;
-  }
+  const State now = state_;
+  if (now != State::kEnqueued) return now == State::kFailed;
   bool isPassed = true;
-  const Status asked = askDevice(*ended, &isPassed);
+  const Status asked = askDevice(&isPassed);
   if (!asked.ok()) {
     failByDevice(asked);
     return true;
@@ -164,22 +155,7 @@ bool DeviceOperation::isOver() {
   return isPassed;
 }
 
-bool DeviceOperation::mayRelease() const {
-  decltype(put_) put;
-  {
-    MutexLock lock(mutex_);
-    if (kept_.empty()) return true;
-    if (state_ == State::kQueued || putting_ > 0) return false;
-    put = put_;
-  }
-  return isCaptured_ || std::all_of(put.begin(), put.end(),
-                                    [](const auto& stream) { return hasPassed(*stream.second); });
-}
-
-Status DeviceOperation::status() const {
-  MutexLock lock(mutex_);
-  return status_;
-}
+Status DeviceOperation::status() const { return state_ == State::kFailed ? status_ : Status(); }
 
 void DeviceOperation::onEnqueued(std::function<void()> fn) {
   {
@@ -207,6 +183,20 @@ float DeviceOperation::milliseconds() const {
 Kept DeviceOperation::release() {
   MutexLock lock(mutex_);
   return std::exchange(kept_, {});
+}
+
+bool DeviceOperation::releaseUnused(Kept* released) {
+  decltype(put_) put;
+  {
+    MutexLock lock(mutex_);
+    if (kept_.empty()) return true;
+    if (state_ == State::kQueued || putting_ > 0) return false;
+    put = put_;
+  }
+  const auto hasCome = [](const auto& each) { return mycoll::hasPassed(*each.second); };
+  if (!isCaptured_ && !std::all_of(put.begin(), put.end(), hasCome)) return false;
+  *released = release();
+  return true;
 }
 
 }  // namespace mycoll

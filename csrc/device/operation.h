@@ -93,8 +93,13 @@ class DeviceOperation {
   Status waitEnqueued(Deadline deadline);
   // Waits until the device has passed it.
   Status waitOver(Deadline deadline);
-  bool isEnqueued() const;  // or over
-  bool isOver();            // passed, or failed
+  bool isEnqueued() const { return state_ != State::kQueued; }  // or over
+  bool isOver();                                                // passed, or failed
+  bool hasPassed() { return isOver() && isPassed_.load(std::memory_order_relaxed); }
+  // Both are enqueued, on one stream, and have not failed.
+  bool sharesStream(const DeviceOperation& other) const;
+  // What is behind it on its stream has passed.
+  void setPassed() { isPassed_.store(true, std::memory_order_relaxed); }
   Status status() const;
   // It failed by what its device said, which nobody else knows yet.
   bool isDeviceError() const { return isDeviceError_.load(std::memory_order_acquire); }
@@ -120,15 +125,14 @@ class DeviceOperation {
 
   // Takes what it kept, for the caller to drop.
   Kept release();
-  // The device does not use any more what it keeps, and never will. After a failure this may come
-  // later than the end, as what NCCL has started may still be writing; where nothing is kept, it
-  // costs nothing.
-  bool mayRelease() const;
+  // The same, unless the device may still use it: then false. After a failure that may be so beyond
+  // the end, as what NCCL has started may still be writing.
+  bool releaseUnused(Kept* released);
 
  private:
   enum class State { kQueued, kEnqueued, kFailed };
 
-  Status askDevice(const c10::Event& ended, bool* isPassed) const;  // when enqueued
+  Status askDevice(bool* isPassed) const;  // when enqueued
   void end(const Status& failure, bool isDeviceError);
 
   const char* const what_;
@@ -143,11 +147,11 @@ class DeviceOperation {
 
   mutable Mutex mutex_;
   std::condition_variable changed_;
-  State state_ GUARDED_BY(mutex_) = State::kQueued;
-  Status status_ GUARDED_BY(mutex_);
-  // Set once, under mutex_, together with kEnqueued; read without it after that.
+  std::atomic<State> state_{State::kQueued};  // changes under mutex_
+  // Set once, before kEnqueued, and before kFailed; read without mutex_ after that.
   std::optional<c10::Stream> stream_;
   EventPtr ended_;
+  Status status_;
   Kept kept_ GUARDED_BY(mutex_);
   int putting_ GUARDED_BY(mutex_) = 0;  // Puttings that live
   // What was put is before these: the last event of each stream.

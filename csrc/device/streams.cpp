@@ -13,7 +13,6 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/os.h"
-#include "base/recycler.h"
 #include "nccl/cudart.h"
 
 namespace mycoll {
@@ -22,25 +21,14 @@ namespace {
 // Making an event costs several microseconds, taking one from here a fraction of one.
 class EventPool {
  public:
-  using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, bool>;
-
-  std::unique_ptr<c10::Event> take(const Key& key) {
-    MutexLock lock(mutex_);
-    auto& free = free_[key];
-    if (free.empty()) return nullptr;
-    std::unique_ptr<c10::Event> event = std::move(free.back());
-    free.pop_back();
-    return event;
-  }
-
-  void giveBack(const Key& key, std::unique_ptr<c10::Event> event) {
-    MutexLock lock(mutex_);
-    free_[key].push_back(std::move(event));
-  }
+  EventPtr take(c10::Device device, bool isTimed);
+  void giveBack(EventPtr::Entry* entry);
 
  private:
+  using Kind = std::tuple<c10::DeviceType, c10::DeviceIndex, bool>;
+
   Mutex mutex_;
-  std::map<Key, std::vector<std::unique_ptr<c10::Event>>> free_ GUARDED_BY(mutex_);
+  std::map<Kind, std::vector<EventPtr::Entry*>> free_ GUARDED_BY(mutex_);
 };
 
 // c10's calls ask for the current device, and set it, around each of CUDA's, which takes longer
@@ -53,6 +41,55 @@ bool isDirect(const c10::Event& event) {
 
 // Never destroyed: events come back during static destruction, when the device may be gone.
 EventPool& pool() { return perProcess<EventPool>(); }
+
+}  // namespace
+
+struct EventPtr::Entry {
+  Entry(c10::DeviceType type, bool isTimed, std::vector<Entry*>* kind)
+      : event(type, isTimed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT),
+        home(kind) {}
+
+  c10::Event event;
+  std::vector<Entry*>* const home;  // the free ones of its kind; null: it is not used again
+  std::atomic<int> holders{1};
+};
+
+EventPtr::EventPtr(const EventPtr& other) : entry_(other.entry_) {
+  if (entry_ != nullptr) entry_->holders.fetch_add(1, std::memory_order_relaxed);
+}
+
+c10::Event& EventPtr::operator*() const { return entry_->event; }
+
+void EventPtr::drop() {
+  if (entry_->holders.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (entry_->home != nullptr) {
+    pool().giveBack(entry_);
+  } else {
+    delete entry_;
+  }
+}
+
+namespace {
+
+EventPtr EventPool::take(c10::Device device, bool isTimed) {
+  std::vector<EventPtr::Entry*>* home;
+  {
+    MutexLock lock(mutex_);
+    home = &free_[{device.type(), device.index(), isTimed}];
+    if (!home->empty()) {
+      EventPtr::Entry* const entry = home->back();
+      home->pop_back();
+      entry->holders.store(1, std::memory_order_relaxed);
+      return EventPtr(entry);
+    }
+  }
+  return EventPtr(new EventPtr::Entry(device.type(), isTimed, home));
+}
+
+void EventPool::giveBack(EventPtr::Entry* entry) {
+  MutexLock lock(mutex_);
+  entry->home->push_back(entry);
+}
 
 }  // namespace
 
@@ -83,17 +120,8 @@ bool isCapturing(const c10::Stream& stream) {
 }
 
 EventPtr takeEvent(c10::Device device, bool isTimed, bool isCaptured) {
-  const EventPool::Key key{device.type(), device.index(), isTimed};
-  std::unique_ptr<c10::Event> event = isCaptured ? nullptr : pool().take(key);
-  if (!event) {
-    event = std::make_unique<c10::Event>(
-        device.type(), isTimed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
-  }
-  if (isCaptured) return EventPtr(std::move(event));
-  const auto giveBack = [key](c10::Event* done) {
-    pool().giveBack(key, std::unique_ptr<c10::Event>(done));
-  };
-  return EventPtr(event.release(), giveBack, Recycler<c10::Event>());
+  if (!isCaptured) return pool().take(device, isTimed);
+  return EventPtr(new EventPtr::Entry(device.type(), isTimed, nullptr));
 }
 
 EventPtr recordEvent(const c10::Stream& stream, bool isTimed, bool isCaptured) {

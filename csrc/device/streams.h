@@ -3,7 +3,7 @@
 // goes straight to CUDA's runtime, where that is found.
 //
 // Thread contract: [any thread], with or without the GIL.
-// Lifetimes: an event returns to its pool with its last EventPtr; pools are never destroyed.
+// Lifetimes: an event returns to its pool with its last EventPtr; the pool is never destroyed.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -22,7 +22,33 @@
 
 namespace mycoll {
 
-using EventPtr = std::shared_ptr<c10::Event>;
+// An event, shared by those who hold it. Of each call there are two, which a shared_ptr would need
+// more memory for.
+class EventPtr {
+ public:
+  struct Entry;  // of the pool
+
+  EventPtr() = default;
+  explicit EventPtr(Entry* entry) : entry_(entry) {}  // the first one
+  EventPtr(const EventPtr& other);
+  EventPtr(EventPtr&& other) noexcept : entry_(std::exchange(other.entry_, nullptr)) {}
+  EventPtr& operator=(EventPtr other) noexcept {
+    std::swap(entry_, other.entry_);
+    return *this;
+  }
+  ~EventPtr() {
+    if (entry_ != nullptr) drop();
+  }
+
+  c10::Event& operator*() const;
+  c10::Event* operator->() const { return &**this; }
+  explicit operator bool() const { return entry_ != nullptr; }
+
+ private:
+  void drop();
+
+  Entry* entry_ = nullptr;
+};
 
 // While it lives, the device is this thread's current one. Before any call of CUDA's runtime: most
 // make a context on the current device, which on a thread of ours is the first one of all until

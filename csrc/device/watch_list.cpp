@@ -86,19 +86,32 @@ std::vector<DeviceOperationPtr> WatchList::queued() const {
   return found;
 }
 
+// A device passes what is on one stream in its order: few questions tell how far it has come.
+void WatchList::markPassed(std::span<const Collective> oldest) {
+  constexpr auto kFew = 4;  // are asked about one by one
+  const auto end = std::find_if(oldest.begin(), oldest.end(), [&](const Collective& each) {
+    return !each.first->sharesStream(*oldest.front().first);
+  });
+  if (end - oldest.begin() <= kFew) return;
+  const auto passed = std::partition_point(
+      oldest.begin(), end, [](const Collective& each) { return each.first->hasPassed(); });
+  std::for_each(oldest.begin(), passed, [](const auto& each) { each.first->setPassed(); });
+}
+
 // The oldest of them; nobody else takes entries away.
 void WatchList::takeEndedCollectives(std::vector<Watched>* ended,
                                      const OnDeviceError& onDeviceError) {
   constexpr size_t kAtOnce = 64;
   size_t count = 0;
   do {
-    std::vector<std::pair<DeviceOperationPtr, std::shared_ptr<CollectiveOp>>> oldest;
+    std::vector<Collective> oldest;
     {
       MutexLock lock(mutex_);
       for (size_t i = 0; i < std::min(kAtOnce, collectives_.size()); ++i) {
         oldest.emplace_back(collectives_[i].operation, collectives_[i].collective);
       }
     }
+    markPassed(oldest);
     for (count = 0; count < oldest.size(); ++count) {
       const auto& [operation, collective] = oldest[count];
       if (!operation->isOver()) break;
@@ -194,8 +207,9 @@ WatchList::Failed WatchList::failAll(const Status& cause) {
 bool WatchList::releaseMemory() {
   std::vector<at::Tensor> tensors;
   std::erase_if(lingering_, [&](const DeviceOperationPtr& operation) {
-    if (!operation->mayRelease()) return false;
-    for (at::Tensor& tensor : operation->release()) tensors.push_back(std::move(tensor));
+    Kept kept;
+    if (!operation->releaseUnused(&kept)) return false;
+    for (at::Tensor& tensor : kept) tensors.push_back(std::move(tensor));
     return true;
   });
   if (!tensors.empty()) {

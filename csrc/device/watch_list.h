@@ -12,7 +12,9 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/mutex.h"
@@ -91,6 +93,9 @@ class WatchList {
     std::function<void(const Status&)> fn;
   };
 
+  using Collective = std::pair<DeviceOperationPtr, std::shared_ptr<CollectiveOp>>;
+
+  static void markPassed(std::span<const Collective> oldest);
   void takeEndedCollectives(std::vector<Watched>* ended, const OnDeviceError& onDeviceError);
   // Takes mutex_, which guards the entries.
   template <typename Entry>

@@ -59,7 +59,6 @@ Status Issue::end() {
     const Result result = functions().groupEnd();
     (void)take(result, "ncclGroupEnd").ok();
   }
-  if (lock_.owns_lock()) lock_.unlock();
   return status_;
 }
 

@@ -28,7 +28,8 @@ class Issue {
   // makes the communicator kFailed: other ranks may have started what this one did not.
   Status take(Result result, const char* function);
 
-  // Everything enqueued is on its stream when this returns ok.
+  // Everything enqueued is on its stream when this returns ok. Nobody else enqueues before the
+  // Issue is gone.
   Status end();
 
   Comm& comm() { return comm_; }

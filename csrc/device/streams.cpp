@@ -18,18 +18,15 @@
 namespace mycoll {
 namespace {
 
-// Making an event costs several microseconds, taking one from here a fraction of one.
-class EventPool {
- public:
-  EventPtr take(c10::Device device, bool isTimed);
-  void giveBack(EventPtr::Entry* entry);
-
- private:
+// Making an event costs several microseconds, taking one from here a fraction of one. Never
+// destroyed: events come back during static destruction, when the device may be gone.
+struct EventPool {
   using Kind = std::tuple<c10::DeviceType, c10::DeviceIndex, bool>;
-
-  Mutex mutex_;
-  std::map<Kind, std::vector<EventPtr::Entry*>> free_ GUARDED_BY(mutex_);
+  Mutex mutex;
+  std::map<Kind, std::vector<EventPtr::Entry*>> free GUARDED_BY(mutex);
 };
+
+EventPool& pool() { return perProcess<EventPool>(); }
 
 // c10's calls ask for the current device, and set it, around each of CUDA's, which takes longer
 // than that. They are needed for an event that was never recorded, as they make it then; where
@@ -37,58 +34,6 @@ class EventPool {
 bool isDirect(const c10::Event& event) {
   return event.device_type() == c10::DeviceType::CUDA && event.eventId() != nullptr &&
          c10::impl::GPUTrace::get_trace() == nullptr;
-}
-
-// Never destroyed: events come back during static destruction, when the device may be gone.
-EventPool& pool() { return perProcess<EventPool>(); }
-
-}  // namespace
-
-struct EventPtr::Entry {
-  Entry(c10::DeviceType type, bool isTimed, std::vector<Entry*>* kind)
-      : event(type, isTimed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT),
-        home(kind) {}
-
-  c10::Event event;
-  std::vector<Entry*>* const home;  // the free ones of its kind; null: it is not used again
-  std::atomic<int> holders{1};
-};
-
-EventPtr::EventPtr(const EventPtr& other) : entry_(other.entry_) {
-  if (entry_ != nullptr) entry_->holders.fetch_add(1, std::memory_order_relaxed);
-}
-
-c10::Event& EventPtr::operator*() const { return entry_->event; }
-
-void EventPtr::drop() {
-  if (entry_->holders.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (entry_->home != nullptr) {
-    pool().giveBack(entry_);
-  } else {
-    delete entry_;
-  }
-}
-
-namespace {
-
-EventPtr EventPool::take(c10::Device device, bool isTimed) {
-  std::vector<EventPtr::Entry*>* home;
-  {
-    MutexLock lock(mutex_);
-    home = &free_[{device.type(), device.index(), isTimed}];
-    if (!home->empty()) {
-      EventPtr::Entry* const entry = home->back();
-      home->pop_back();
-      entry->holders.store(1, std::memory_order_relaxed);
-      return EventPtr(entry);
-    }
-  }
-  return EventPtr(new EventPtr::Entry(device.type(), isTimed, home));
-}
-
-void EventPool::giveBack(EventPtr::Entry* entry) {
-  MutexLock lock(mutex_);
-  entry->home->push_back(entry);
 }
 
 }  // namespace
@@ -120,8 +65,28 @@ bool isCapturing(const c10::Stream& stream) {
 }
 
 EventPtr takeEvent(c10::Device device, bool isTimed, bool isCaptured) {
-  if (!isCaptured) return pool().take(device, isTimed);
-  return EventPtr(new EventPtr::Entry(device.type(), isTimed, nullptr));
+  std::vector<EventPtr::Entry*>* home = nullptr;
+  if (!isCaptured) {
+    EventPool& events = pool();
+    MutexLock lock(events.mutex);
+    home = &events.free[{device.type(), device.index(), isTimed}];
+    if (!home->empty()) {
+      EventPtr event(home->back());
+      home->pop_back();
+      return event;
+    }
+  }
+  const auto flag = isTimed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
+  return EventPtr(new EventPtr::Entry{c10::Event(device.type(), flag), home});
+}
+
+void EventPtr::drop() {
+  if (entry_->home == nullptr) {
+    delete entry_;
+    return;
+  }
+  MutexLock lock(pool().mutex);
+  entry_->home->push_back(entry_);
 }
 
 EventPtr recordEvent(const c10::Stream& stream, bool isTimed, bool isCaptured) {

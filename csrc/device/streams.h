@@ -22,26 +22,31 @@
 
 namespace mycoll {
 
-// An event, shared by those who hold it. Of each call there are two, which a shared_ptr would need
-// more memory for.
+// An event, shared by those who hold it: as a shared_ptr, without a second block of memory.
 class EventPtr {
  public:
-  struct Entry;  // of the pool
+  struct Entry {
+    c10::Event event;
+    std::vector<Entry*>* home;  // where free ones of its kind are; null: it is not used again
+    std::atomic<int> holders{0};
+  };
 
   EventPtr() = default;
-  explicit EventPtr(Entry* entry) : entry_(entry) {}  // the first one
-  EventPtr(const EventPtr& other);
+  explicit EventPtr(Entry* entry) : entry_(entry) {
+    if (entry_) entry_->holders.fetch_add(1, std::memory_order_relaxed);
+  }
+  EventPtr(const EventPtr& other) : EventPtr(other.entry_) {}
   EventPtr(EventPtr&& other) noexcept : entry_(std::exchange(other.entry_, nullptr)) {}
   EventPtr& operator=(EventPtr other) noexcept {
     std::swap(entry_, other.entry_);
     return *this;
   }
   ~EventPtr() {
-    if (entry_ != nullptr) drop();
+    if (entry_ && entry_->holders.fetch_sub(1, std::memory_order_acq_rel) == 1) drop();
   }
 
-  c10::Event& operator*() const;
-  c10::Event* operator->() const { return &**this; }
+  c10::Event& operator*() const { return entry_->event; }
+  c10::Event* operator->() const { return &entry_->event; }
   explicit operator bool() const { return entry_ != nullptr; }
 
  private:

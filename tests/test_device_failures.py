@@ -257,18 +257,21 @@ def on_a_broken_device(ctx: Ctx, kind: str) -> str:
     """Rank 1's device answers with an error from some point on, as after a kernel that has gone
     wrong."""
     x = full(ctx, 1)
-    dist.all_reduce(x)
-    if kind == "message":
-        (dist.send if ctx.rank == 1 else dist.recv)(x, 1 - ctx.rank)
+
+    def call() -> dist.Work:
+        if kind == "collective":
+            return dist.all_reduce(x, async_op=True)
+        return dist.isend(x, 0) if ctx.rank == 1 else dist.irecv(x, 1)
+
+    first = call()
+    first.wait()
     torch.accelerator.synchronize()
+    ctx.equal(first.is_completed(), True)  # so nobody asks the device about it any more
     dist.barrier()
     if ctx.rank == 1:
         device.break_device("an illegal memory access was encountered")
     try:
-        if kind == "collective":
-            work = dist.all_reduce(x, async_op=True)
-        else:
-            work = dist.isend(x, 0) if ctx.rank == 1 else dist.irecv(x, 1)
+        work = call()
     except dist.DistBackendError as error:
         assert ctx.rank == 0  # rank 1 has failed before
         wait_for_all(ctx)

@@ -12,7 +12,6 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
-#include <memory>
 #include <utility>
 #include <vector>
 

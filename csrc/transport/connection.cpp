@@ -378,6 +378,12 @@ void Connection::forget(Transfer* request) {
   }
 }
 
+void Connection::forget(const Mailbox::Unexpected* message) {
+  for (Wire& wire : wires_) {
+    if (wire.target.unexpected == message) wire.target = {};
+  }
+}
+
 void Connection::forget(Mailbox* mailbox) {
   for (Wire& wire : wires_) {
     if (wire.mailbox != mailbox) continue;

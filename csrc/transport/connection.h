@@ -117,6 +117,8 @@ class Connection {
   bool hasQueued(uint64_t context, int rank) const REQUIRES(ioRole);
   // Drops what of this request has not left, and where it is being received.
   void forget(Transfer* request) REQUIRES(ioRole);
+  // Discards the rest of what is being read into this message.
+  void forget(const Mailbox::Unexpected* message) REQUIRES(ioRole);
   void forget(Mailbox* mailbox) REQUIRES(ioRole);
   void forget(Mailbox* mailbox, uint64_t window) REQUIRES(ioRole);
   // Both: true if anything moved.

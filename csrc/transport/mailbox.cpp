@@ -264,6 +264,15 @@ void Mailbox::acceptUnexpected(Transfer& request, std::list<Unexpected>::iterato
   }
 }
 
+template <typename Wanted>
+void Mailbox::eraseUnexpected(Wanted isWanted) {
+  std::erase_if(unexpected_, [&](const Unexpected& message) REQUIRES(ioRole) {
+    if (!isWanted(message)) return false;
+    if (!message.isComplete) mesh_->forget(&message);
+    return true;
+  });
+}
+
 void Mailbox::countBuffered(const FrameHeader& came, bool isMore) {
   Flow& flow = flows_[came.source];
   const size_t bytes = came.payloadBytes + kBufferedOverhead;
@@ -407,7 +416,7 @@ void Mailbox::abandon(Transfer& request, Status status) {
     // Its payload is still arriving: let it, into memory that nobody asks for.
     if (message.claimedBy == &request) message.claimedBy = nullptr;
   }
-  std::erase_if(unexpected_, [&](const Unexpected& message) REQUIRES(ioRole) {  // to itself
+  eraseUnexpected([&](const Unexpected& message) REQUIRES(ioRole) {  // to itself
     return message.header.source == group_.rank && !request.isReceive_ &&
            message.header.kind == FrameKind::kRequestToSend &&
            message.header.senderRequest == request.id_;
@@ -758,7 +767,7 @@ void Mailbox::endReceivesFrom(int rank, const Status& status) {
     return request.isReceive_ && request.peer_ == rank && !isWaiting(request);
   });
   std::erase_if(assemblies_, [rank](const auto& entry) { return entry.first.first == rank; });
-  std::erase_if(unexpected_, [rank](const Unexpected& message) {
+  eraseUnexpected([rank](const Unexpected& message) {
     return message.header.source == rank &&
            (message.header.kind == FrameKind::kRequestToSend || !message.isComplete);
   });

@@ -271,6 +271,9 @@ class Mailbox {
   void abandonAll(const Status& status, Wanted isWanted) REQUIRES(ioRole);
   void acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message)
       REQUIRES(ioRole);
+  // Frees these messages. A socket that is reading into one of them discards the rest of the frame.
+  template <typename Wanted>
+  void eraseUnexpected(Wanted isWanted) REQUIRES(ioRole);
   void countBuffered(const FrameHeader& header, bool isMore) REQUIRES(ioRole);
   void onFlow(const FrameHeader& header) REQUIRES(ioRole);
   Target targetOfPiece(const FrameHeader& header) REQUIRES(ioRole);

@@ -248,6 +248,10 @@ void Mesh::forget(Transfer* request) {
   for (auto& connection : connections_) connection->forget(request);
 }
 
+void Mesh::forget(const Mailbox::Unexpected* message) {
+  for (auto& connection : connections_) connection->forget(message);
+}
+
 void Mesh::forget(Mailbox* mailbox, uint64_t window) {
   for (auto& connection : connections_) connection->forget(mailbox, window);
 }

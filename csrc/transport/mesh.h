@@ -73,6 +73,7 @@ class Mesh {
     connection.enqueue(std::move(item));
   }
   void forget(Transfer* request) REQUIRES(ioRole);  // out of all queues
+  void forget(const Mailbox::Unexpected* message) REQUIRES(ioRole);
   // What is being read into this window goes nowhere.
   void forget(Mailbox* mailbox, uint64_t window) REQUIRES(ioRole);
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }

@@ -33,6 +33,7 @@ class Links final : public LinkTap {
 
   std::vector<size_t> sent;
   std::vector<bool> isHeldBack = std::vector<bool>(16);
+  std::vector<size_t> mayLeave = std::vector<size_t>(16, ~size_t{0});  // bytes, from now on
   std::vector<int> fds;
 
   std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
@@ -56,8 +57,13 @@ class Links final : public LinkTap {
     Sender(Links& links, std::unique_ptr<LinkSender> link, size_t number)
         : links_(links), link_(std::move(link)), number_(number) {}
     ssize_t write(const Span* parts, int count) override {
-      const ssize_t written = link_->write(parts, count);
+      size_t& left = links_.mayLeave[number_];
+      const Span cut{parts[0].data, std::min(parts[0].bytes, left)};
+      if (cut.bytes == 0) return 0;
+      const ssize_t written =
+          left == ~size_t{0} ? link_->write(parts, count) : link_->write(&cut, 1);
       if (written > 0) links_.sent[number_] += static_cast<size_t>(written);
+      if (written > 0 && left != ~size_t{0}) left -= static_cast<size_t>(written);
       return written;
     }
     void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
@@ -270,6 +276,36 @@ TEST(Flows, aGoodbyeDoesNotOvertakePieces) {
   EXPECT_OK(receiving.status());
   EXPECT(in == out);
   EXPECT(far.meshes.turnUntil([&] { return !far.meshes.at(1, 1).listener.gone().empty(); }));
+}
+
+// A sender that leaves after a failure may have sent half of a piece. The receiver frees the message
+// when it reads the goodbye, and the rest of the piece comes afterwards, by another socket.
+TEST(Flows, aGoodbyeEndsAMessageThatIsHalfThere) {
+  Far far;
+  far.meshes.join(0, 2, {0, 1});
+  far.meshes.join(1, 2, {0, 1});
+  for (int rank = 0; rank < 2; ++rank) {
+    far.meshes.at(rank, 1).listener.agreement().begin(1, test::Meshes::word(kCut));
+  }
+  std::vector<char> out(kCut, 'N');
+  Transfer sending;
+  far.links[0]->mayLeave[1] = 1000;
+  far.send(0, sending, out, tagOf(1), kCollective);
+  far.meshes.turn(500);
+  EXPECT(!sending.isDone());
+  far.meshes.leave(0, 1);
+  ASSERT(far.meshes.turnUntil([&] { return !far.meshes.at(1, 1).listener.gone().empty(); }));
+  // These may take the place of the message.
+  std::vector<std::vector<char>> allocated;
+  for (const size_t bytes : {kCut, kCut, size_t{1000}}) allocated.emplace_back(bytes, 'U');
+  far.links[0]->mayLeave[1] = ~size_t{0};
+  far.meshes.turn(500);
+  for (const std::vector<char>& each : allocated) {
+    EXPECT_EQ(std::count(each.begin(), each.end(), 'U'), static_cast<ptrdiff_t>(each.size()));
+  }
+  EXPECT(!far.meshes.all[1]->hasLost(far.meshes.addresses[0]));
+  EXPECT(far.meshes.talk(0, 1, 2, 0, 1));
+  EXPECT(far.meshes.talk(1, 0, 2, 1, 0));
 }
 
 // What has left by it cannot be told from what has arrived. Both sides hear of it soon, not only

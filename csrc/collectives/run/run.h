@@ -29,16 +29,35 @@ class ScratchPool {
  public:
   static ScratchPool& process();
 
-  struct Memory {
-    std::unique_ptr<char[]> data;  // not zeroed
-    size_t bytes = 0;
+  // Returns to the pool when it is destroyed. Messages that are received into it must have ended by
+  // then: declare it before their Batch.
+  class Memory {
+   public:
+    Memory() = default;
+    Memory(std::unique_ptr<char[]> data, size_t bytes) : data_(std::move(data)), bytes_(bytes) {}
+    Memory(Memory&&) = default;
+    Memory& operator=(Memory&&) = default;
+    ~Memory() {
+      if (data_) process().giveBack(std::move(data_), bytes_);
+    }
+    char* data() const { return data_.get(); }  // not zeroed
+
+   private:
+    std::unique_ptr<char[]> data_;
+    size_t bytes_ = 0;
   };
   Memory take(size_t bytes);
-  void giveBack(Memory memory);
 
  private:
+  ScratchPool();
+  struct Block {
+    std::unique_ptr<char[]> data;
+    size_t bytes;
+  };
+  void giveBack(std::unique_ptr<char[]> data, size_t bytes);  // allocates nothing
+
   Mutex mutex_;
-  std::vector<Memory> free_ GUARDED_BY(mutex_);
+  std::vector<Block> free_ GUARDED_BY(mutex_);
   size_t freeBytes_ GUARDED_BY(mutex_) = 0;
 };
 

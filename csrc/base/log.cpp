@@ -1,13 +1,21 @@
 #include "base/log.h"
 
 #include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
+#include <new>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/fd.h"
 #include "base/mutex.h"
@@ -19,6 +27,32 @@ namespace {
 const char* nameOf(LogLevel level) {
   static constexpr const char* kNames[] = {"off", "failure", "error", "warn", "info", "debug"};
   return kNames[static_cast<size_t>(level)];
+}
+
+constexpr size_t kMostUnwritten = 256 * 1024;
+constexpr int kLastWaitMs = 200;  // at the end of the process
+
+struct Line {
+  LogLevel level;
+  std::string text;
+  timespec when;
+};
+
+// As write(2), but never waits for a reader: EAGAIN. The descriptor is shared with others, who may
+// want it to block; so a pipe or terminal is opened once more.
+ssize_t writeNow(int fd, const char* data, size_t bytes) {
+  struct stat file;
+  if (fstat(fd, &file) == 0 && (S_ISFIFO(file.st_mode) || S_ISCHR(file.st_mode))) {
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    const Fd own(::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+    if (own.isOpen()) return ::write(own.get(), data, bytes);
+  }
+  pollfd ready{fd, POLLOUT, 0};
+  if (poll(&ready, 1, 0) == 0) {
+    errno = EAGAIN;
+    return -1;
+  }
+  return ::write(fd, data, bytes);
 }
 
 // Where lines go. Never destroyed: helper threads may log during static destruction.
@@ -42,37 +76,68 @@ class Sink {
     if (pattern_.find("%r") != pattern_.npos) isResolved_ = false;
   }
 
-  void write(LogLevel level, const char* text) {
+  void write(const Line& line) {
     char stamp[32];
-    timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
     tm local;
-    localtime_r(&now.tv_sec, &local);
+    localtime_r(&line.when.tv_sec, &local);
     std::snprintf(stamp, sizeof(stamp), "%02d:%02d:%02d.%03d", local.tm_hour, local.tm_min,
-                  local.tm_sec, static_cast<int>(now.tv_nsec / 1000000));
+                  local.tm_sec, static_cast<int>(line.when.tv_nsec / 1000000));
 
     MutexLock lock(mutex_);
     const pid_t pid = ::getpid();
     // A forked child goes to its own file when the name holds the pid.
     if (!isResolved_ || pid != pid_) open(pid);
-    std::string line = std::string("[mycoll ") + stamp + " " + nameOf(level) + " rank " +
-                       (rank_ < 0 ? "?" : std::to_string(rank_)) + " pid " + std::to_string(pid) +
-                       "] " + text + "\n";
-    const int fd = file_.isOpen() ? file_.get() : STDERR_FILENO;
-    // One write a line keeps the lines of many processes whole in one terminal or file.
-    size_t done = 0;
-    while (done < line.size()) {
-      const ssize_t n = ::write(fd, line.data() + done, line.size() - done);
-      if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) break;  // a log that cannot be written is no reason to fail
-      done += static_cast<size_t>(n);
+    const std::string head = std::string("[mycoll ") + stamp + " ";
+    const std::string place = std::string(" rank ") + (rank_ < 0 ? "?" : std::to_string(rank_)) +
+                              " pid " + std::to_string(pid) + "] ";
+    std::string text = head + nameOf(line.level) + place + line.text + "\n";
+    if (dropped_ > 0) {
+      text = head + nameOf(LogLevel::kError) + place + std::to_string(dropped_) +
+             " lines before this one were dropped, as nobody read them\n" + text;
+    }
+    if (unwritten_.size() + text.size() > kMostUnwritten) {
+      ++dropped_;
+      return;
+    }
+    dropped_ = 0;
+    unwritten_ += text;
+    writeOut();
+  }
+
+  void flush(int waitMs) {
+    MutexLock lock(mutex_);
+    if (::getpid() != pid_) return;
+    while (writeOut() && waitMs > 0) {
+      pollfd ready{fd(), POLLOUT, 0};
+      if (poll(&ready, 1, waitMs) <= 0) return;
+      waitMs /= 2;
     }
   }
 
  private:
-  Sink() : pattern_(Env::process().logFile) {}
+  Sink() : pattern_(Env::process().logFile) {
+    std::atexit([] { get().flush(kLastWaitMs); });
+  }
+
+  int fd() const REQUIRES(mutex_) { return file_.isOpen() ? file_.get() : STDERR_FILENO; }
+
+  // True if something is left.
+  bool writeOut() REQUIRES(mutex_) {
+    while (!unwritten_.empty()) {
+      // One write a line keeps the lines of many processes whole in one terminal or file.
+      const size_t bytes = std::min<size_t>(unwritten_.find('\n') + 1, PIPE_BUF);
+      const ssize_t wrote = writeNow(fd(), unwritten_.data(), bytes);
+      if (wrote < 0 && errno == EINTR) continue;
+      if (wrote < 0 && errno == EAGAIN) break;
+      // A log that cannot be written is no reason to fail.
+      unwritten_.erase(0, wrote < 0 ? bytes : static_cast<size_t>(wrote));
+    }
+    detail::hasUnwrittenLines.store(!unwritten_.empty(), std::memory_order_relaxed);
+    return !unwritten_.empty();
+  }
 
   void open(pid_t pid) REQUIRES(mutex_) {
+    if (pid != pid_) unwritten_.clear();  // in a forked child: its parent writes it
     pid_ = pid;
     isResolved_ = true;
     file_.reset();
@@ -92,7 +157,17 @@ class Sink {
   Fd file_ GUARDED_BY(mutex_);  // closed: stderr
   pid_t pid_ GUARDED_BY(mutex_) = 0;
   int rank_ GUARDED_BY(mutex_) = -1;
+  std::string unwritten_ GUARDED_BY(mutex_);  // whole lines, but for the first
+  uint64_t dropped_ GUARDED_BY(mutex_) = 0;   // lines
 };
+
+thread_local std::vector<Line> delayedLines;
+
+void write(Line line) {
+  if (detail::logDelays == 0) return Sink::get().write(line);
+  delayedLines.push_back(std::move(line));
+  detail::hasDelayedLines = true;
+}
 
 }  // namespace
 
@@ -112,6 +187,19 @@ void logFailure(const std::string& story) {
                   story.substr(0, story.find('\n')).c_str());
 }
 
+void flushLog() {
+  if (detail::hasUnwrittenLines.load(std::memory_order_relaxed)) Sink::get().flush(0);
+}
+
+void detail::writeDelayedLines() noexcept {
+  hasDelayedLines = false;
+  try {
+    for (const Line& line : std::exchange(delayedLines, {})) Sink::get().write(line);
+  } catch (const std::bad_alloc&) {
+    // The rest is lost: a log is no reason to fail.
+  }
+}
+
 void detail::logLine(LogLevel level, const char* format, ...) {
   int unknown = kLevelUnknown;
   // Only replaces "unknown": a level that setLogLevel() put there meanwhile stays.
@@ -125,15 +213,18 @@ void detail::logLine(LogLevel level, const char* format, ...) {
   va_list again;
   va_copy(again, arguments);
   char shortText[512];
+  Line line{level, "", {}};
+  clock_gettime(CLOCK_REALTIME, &line.when);
   const int length = std::vsnprintf(shortText, sizeof(shortText), format, arguments);
   va_end(arguments);
   if (length < static_cast<int>(sizeof(shortText))) {
-    Sink::get().write(level, length < 0 ? format : shortText);
+    line.text = length < 0 ? format : shortText;
   } else {
-    std::string longText(static_cast<size_t>(length) + 1, '\0');
-    std::vsnprintf(longText.data(), longText.size(), format, again);
-    Sink::get().write(level, longText.c_str());
+    line.text.resize(static_cast<size_t>(length) + 1);
+    std::vsnprintf(line.text.data(), line.text.size(), format, again);
+    line.text.pop_back();
   }
+  write(std::move(line));
   va_end(again);
   errno = savedErrno;
 }

@@ -5,6 +5,10 @@
 //   [mycoll 12:34:56.789 info rank 3 pid 4711] connected to rank 5 in 12 ms
 //
 // Costs one relaxed load when its level is off; arguments are then not evaluated.
+//
+// Writing never blocks: what the reader of stderr or of the file does not take is kept, up to a
+// limit, and written with a later line, by flushLog(), or when the process ends. What goes beyond
+// the limit is dropped, and the next line says how much that was.
 #pragma once
 
 #include <atomic>
@@ -18,6 +22,12 @@ namespace detail {
 // Above every level until the environment has been read, so that the first line asks.
 inline constexpr int kLevelUnknown = 100;
 inline std::atomic<int> logLevel{kLevelUnknown};
+// How many LogDelays this thread is inside of, and whether it has lines that wait for their end.
+constinit inline thread_local int logDelays = 0;
+constinit inline thread_local bool hasDelayedLines = false;
+inline std::atomic<bool> hasUnwrittenLines{false};
+
+void writeDelayedLines() noexcept;
 
 void logLine(LogLevel level, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
@@ -30,6 +40,21 @@ inline bool isLogged(LogLevel level) {
 // A group has failed. Logs the first line of the text: the exception has all of it, and every rank
 // logs one. At the level kFailure only the process's first failure is logged.
 void logFailure(const std::string& story);
+
+// While there is one, its thread's lines are kept; the end of the outermost one writes them. A
+// thread that holds a lock which others need has one, as has one that is to notify others first.
+class LogDelay {
+ public:
+  LogDelay() { ++detail::logDelays; }
+  ~LogDelay() {
+    if (--detail::logDelays == 0 && detail::hasDelayedLines) detail::writeDelayedLines();
+  }
+  LogDelay(const LogDelay&) = delete;
+  LogDelay& operator=(const LogDelay&) = delete;
+};
+
+// Tries again to write what could not be written.
+void flushLog();
 
 // Overrides MYCOLL_LOG from here on.
 void setLogLevel(LogLevel level);

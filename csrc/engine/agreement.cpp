@@ -19,6 +19,8 @@ struct RankRange {
 
 // News is passed on at most this often in each direction.
 constexpr auto kNewsEvery = std::chrono::milliseconds(20);
+// Between two notifications of a rank that may not have made the group yet.
+constexpr std::chrono::milliseconds kShortestPause(200), kLongestPause(4000);
 // At most this many of the awaited ranks are told directly; the others hear of it along the tree.
 constexpr size_t kMostAwaited = 64;
 
@@ -147,21 +149,18 @@ bool Agreement::mayTell(int rank) {
 }
 
 void Agreement::tellArrived(const std::vector<int>& awaited) {
-  {
-    IoLock lock(mailbox_.ioMutex());
-    if (!hasBegun_ || membership_.hasFailed()) return;
-    const Note note{current_, remembered_[current_ % kRemembered], mailbox_.rank(), 0};
-    const int up = parent();
-    if (up >= 0) {
-      tellArrived(up, note);
-    } else {
-      passOn(mailbox_.rank(), note, isNews(note));
-    }
-    for (size_t i = 0; i < std::min(awaited.size(), kMostAwaited); ++i) {
-      if (awaited[i] != up) tellArrived(awaited[i], note);
-    }
+  IoLock lock(mailbox_.ioMutex());
+  if (!hasBegun_ || membership_.hasFailed()) return;
+  const Note note{current_, remembered_[current_ % kRemembered], mailbox_.rank(), 0};
+  const int up = parent();
+  if (up >= 0) {
+    tellArrived(up, note);
+  } else {
+    passOn(mailbox_.rank(), note, isNews(note));
   }
-  mailbox_.mesh().progress();
+  for (size_t i = 0; i < std::min(awaited.size(), kMostAwaited); ++i) {
+    if (awaited[i] != up) tellArrived(awaited[i], note);
+  }
 }
 
 int Agreement::parent() const {
@@ -172,8 +171,25 @@ std::vector<int> Agreement::children() const {
   return tree_.childrenOf(mailbox_.rank(), [this](int rank) { return membership_.hasLeft(rank); });
 }
 
+// A rank that has not made the group keeps what it is sent, and does not act on it. It hears of a
+// collective at once, and then less and less often.
+bool Agreement::mayRepeat(int rank, uint64_t sequence) {
+  if (mailbox_.hasHeardOf(rank)) {
+    repeated_.erase(rank);
+    return true;
+  }
+  const auto now = Clock::now();
+  Repeated& repeated = repeated_.try_emplace(rank).first->second;
+  if (repeated.sequence != sequence) repeated = {sequence, {}, {}};
+  if (now < repeated.next) return false;
+  repeated.pause = std::clamp(repeated.pause * 2, kShortestPause, kLongestPause);
+  repeated.next = now + repeated.pause;
+  return true;
+}
+
 void Agreement::tellArrived(int rank, const Note& note) {
   if (rank == mailbox_.rank() || membership_.hasFailed() || membership_.hasLeft(rank)) return;
+  if (!mayRepeat(rank, note.sequence)) return;
   std::string payload(reinterpret_cast<const char*>(&note), sizeof(note));
   for (int first = 0; first < mailbox_.ranks(); ++first) {
     if (reached_[first] <= note.sequence) continue;
@@ -184,7 +200,7 @@ void Agreement::tellArrived(int rank, const Note& note) {
     payload.append(reinterpret_cast<const char*>(&range), sizeof(range));
     first = last;
   }
-  mailbox_.sendControl(rank, FrameKind::kArrived, payload);
+  mailbox_.sendControl(rank, FrameKind::kArrived, payload, note.sequence);
 }
 
 bool Agreement::isTimeFor(Direction& direction, bool isNew) const {
@@ -214,20 +230,17 @@ bool Agreement::noteArrived(int rank, uint64_t sequence) {
 }
 
 bool Agreement::compareWithNext(bool atOnce) {
-  {
-    IoLock lock(mailbox_.ioMutex());
-    const int next = (mailbox_.rank() + 1) % mailbox_.ranks();
-    if (next == mailbox_.rank() || !mayTell(next)) return false;
-    const auto now = std::chrono::steady_clock::now();
-    if (comparedUpTo_ > current_) return now - comparedAt_ < kAnswersWithin;
-    if (!atOnce && now - comparedAt_ < kCompareEvery) return true;
-    const uint64_t oldest = current_ < kRemembered ? 0 : current_ - kRemembered + 1;
-    const std::string notes = notesSince(std::max(comparedUpTo_, oldest));
-    comparedUpTo_ = current_ + 1;
-    comparedAt_ = now;
-    mailbox_.sendControl(next, FrameKind::kProbe, notes);
-  }
-  mailbox_.mesh().progress();
+  IoLock lock(mailbox_.ioMutex());
+  const int next = (mailbox_.rank() + 1) % mailbox_.ranks();
+  if (next == mailbox_.rank() || !mayTell(next)) return false;
+  const auto now = std::chrono::steady_clock::now();
+  if (comparedUpTo_ > current_) return now - comparedAt_ < kAnswersWithin;
+  if (!atOnce && now - comparedAt_ < kCompareEvery) return true;
+  const uint64_t oldest = current_ < kRemembered ? 0 : current_ - kRemembered + 1;
+  const std::string notes = notesSince(std::max(comparedUpTo_, oldest));
+  comparedUpTo_ = current_ + 1;
+  comparedAt_ = now;
+  mailbox_.sendControl(next, FrameKind::kProbe, notes);
   return true;
 }
 

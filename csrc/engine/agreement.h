@@ -15,6 +15,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -78,6 +79,7 @@ class Agreement {
   bool isNews(const Note& note) REQUIRES(ioRole);
   void hear(const Note& note) REQUIRES(ioRole);
   void tellArrived(int rank, const Note& note) REQUIRES(ioRole);
+  bool mayRepeat(int rank, uint64_t sequence) REQUIRES(ioRole);
   void passOn(int source, const Note& note, bool isNew) REQUIRES(ioRole);
   bool isTimeFor(Direction& direction, bool isNew) const REQUIRES(ioRole);
   bool noteArrived(int rank, uint64_t sequence) REQUIRES(ioRole);
@@ -97,6 +99,13 @@ class Agreement {
   Clock::time_point comparedAt_ GUARDED_BY(ioRole);
   std::vector<uint64_t> reached_
       GUARDED_BY(ioRole);           // by rank: collectives it is known to have begun
+  // Ranks that nothing has come from: when and about what this rank last sent them kArrived.
+  struct Repeated {
+    uint64_t sequence = 0;
+    Clock::time_point next;
+    std::chrono::milliseconds pause{0};
+  };
+  std::map<int, Repeated> repeated_ GUARDED_BY(ioRole);
   Note latest_ GUARDED_BY(ioRole);  // that somebody waits long in
   bool hasHeard_ GUARDED_BY(ioRole) = false;
   Direction up_ GUARDED_BY(ioRole), down_ GUARDED_BY(ioRole);

@@ -208,6 +208,7 @@ void Diagnosis::checkHealth() {
     block = questions_.blockOf(op, std::move(missing));
     rounds = op.rounds;
   });
+  membership_.spread();
   if (block) questions_.ask(*block, rounds);
 }
 
@@ -217,7 +218,8 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   if (isLate(op)) {
     const std::vector<int> behind =
         membership_.arena() ? missing : agreement_.behind(runner_.current());
-    return membership_.fail(timeoutStatus(op, causeOfWait(op.kind(), missing, behind), behind));
+    return membership_.failFirst(
+        timeoutStatus(op, causeOfWait(op.kind(), missing, behind), behind));
   }
   const auto announced = op.announced != Clock::time_point{} ? op.announced : op.waitsSince();
   // A monitored barrier lives by it, and may have little time.
@@ -244,7 +246,7 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
   } else if (leftSince_ == Clock::time_point{}) {
     leftSince_ = now;
   } else if (now - leftSince_ > kLeftGrace) {
-    membership_.fail(hasLeft(op, gone));
+    membership_.failFirst(hasLeft(op, gone));
   }
 }
 

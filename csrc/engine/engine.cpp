@@ -281,6 +281,7 @@ void Engine::Progress::doChores() {
   const auto now = Clock::now();
   if (now < nextChores) return;
   nextChores = now + kChores;
+  flushLog();
   bool isUnseen = false;
   for (auto& group : alive()) {
     // A group that nobody is in a call of may have failed on another rank of the host.

@@ -66,28 +66,44 @@ bool Membership::isOver(uint64_t number) const {
 
 bool Membership::noticeFailure(uint64_t number) {
   if (hasFailed()) return isOver(number);
-  return lookIntoArena();
+  return failAsArena();
+}
+
+bool Membership::failAsArena() {
+  const Arena* arena = this->arena();
+  if (hasFailed() || !arena || !arena->hasFailed()) return false;
+  failFirst(arena->failure(), /*tellsOthers=*/false);
+  return true;
 }
 
 bool Membership::lookIntoArena() {
-  const Arena* arena = this->arena();
-  if (hasFailed() || !arena || !arena->hasFailed()) return false;
-  fail(arena->failure(), /*tellsOthers=*/false);
+  if (!failAsArena()) return false;
+  spread();
   return true;
 }
 
 void Membership::fail(const Status& cause, bool tellsOthers, uint64_t from) {
-  bool wakesOthers = false;
-  {
-    IoLock lock(mailbox_.ioMutex());
-    wakesOthers = cause_.ok() && tellsOthers && tellsOthers_;
-    failLocked(cause, tellsOthers, from);
-  }
+  const LogDelay othersFirst;
+  failFirst(cause, tellsOthers, from);
+  spread();
+}
+
+void Membership::failFirst(const Status& cause, bool tellsOthers, uint64_t from) {
+  IoLock lock(mailbox_.ioMutex());
+  const bool isForAll = cause_.ok() && tellsOthers && tellsOthers_;
+  failLocked(cause, tellsOthers, from);
+  if (isForAll) news_ = News::kForAll;
+  if (news_ == News::kNone) news_ = News::kForThisProcess;
+}
+
+void Membership::spread() {
+  if (news_.load(std::memory_order_relaxed) == News::kNone) return;
+  const News news = news_.exchange(News::kNone);
   Mesh& mesh = mailbox_.mesh();
   mesh.progress();
   mesh.sleeper().wakeAll();
-  if (!wakesOthers) return;
-  // A rank that is in no call does not look at rings, and what it believes meanwhile may be wrong.
+  if (news != News::kForAll) return;
+  // A rank that is in no call does not look at rings, and acts on what it has heard before.
   for (const PeerAddress& peer : mailbox_.group().peers) {
     if (mesh.isLocal(peer)) mesh.bellOf(peer).ring();
   }

@@ -48,7 +48,8 @@ class Membership {
   Status error() const EXCLUDES(failureMutex_);
   // The failure ends the collective of this number, now.
   bool isOver(uint64_t number) const;
-  // The same; looks into the arena, too, for whoever runs that collective.
+  // The same; looks into the arena, too, for whoever runs that collective, and holds the run lock:
+  // spread() is to follow.
   bool noticeFailure(uint64_t number);
   // The same for whoever is in no collective. True when the arena had news.
   bool lookIntoArena();
@@ -56,8 +57,14 @@ class Membership {
   bool isLeaving() const { return isLeaving_.load(std::memory_order_acquire); }
 
   // ---- it fails
-  // The cause's group is filled in. Collectives before `from` may still end well.
+  // The cause's group is filled in. Collectives before `from` may still end well. Ends operations,
+  // whose callbacks run here: no lock is held.
   void fail(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
+  // In two parts, for a caller that holds the run lock: spread() follows when it has released it.
+  void failFirst(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
+  // Sends what is queued, completes the operations that have ended, and wakes the threads and
+  // processes that wait. Does nothing unless this rank has just failed the group.
+  void spread();
   void failLocked(const Status& cause, bool tellsOthers, uint64_t from = 0) REQUIRES(ioRole);
 
   // ---- ranks
@@ -98,6 +105,7 @@ class Membership {
  private:
   enum class State { kOpen, kFailed, kLeaving, kLeft };
 
+  bool failAsArena();
   void moveTo(State next) REQUIRES(ioRole);
   bool endsMessage(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
   void endWhatIsOver() REQUIRES(ioRole);
@@ -131,6 +139,8 @@ class Membership {
   std::vector<std::atomic<bool>> left_;
   std::atomic<bool> isLeaving_{false};
   std::atomic<bool> hasFailed_{false};
+  enum class News : uint8_t { kNone, kForThisProcess, kForAll };
+  std::atomic<News> news_{News::kNone};  // that spread() is to spread
   std::atomic<uint64_t> endsFrom_{0};
   std::atomic<std::chrono::steady_clock::time_point> failedAt_{};
   mutable Mutex failureMutex_;

@@ -248,7 +248,7 @@ void Questions::passOn(Question question, const Block& block) {
   const std::string text = question.encode();
   if (text.size() > kMaxQuestion) return;
   for (size_t i = 0; i < std::min(block.ranks.size(), kMaxAsked); ++i) {
-    mailbox.tell(block.ranks[i], FrameKind::kQuestion, text);
+    mailbox.tell(block.ranks[i], FrameKind::kQuestion, text, fnv1a(question.way));
   }
 }
 

@@ -61,14 +61,17 @@ std::shared_ptr<CollectiveOp> Queue::head() const {
 }
 
 bool Queue::inspectHead(const Inspect& fn) {
-  if (!runMutex_.tryLock()) return false;
-  MutexLock running(runMutex_, std::adopt_lock);
-  const std::shared_ptr<CollectiveOp> op = head();
-  if (!op) return false;
-  std::vector<int> missing;
-  const bool isWaiting = op->task.valid() && !op->task.finished() && op->task.waitingFor();
-  if (isWaiting && !op->task.waitingFor()->ready()) missing = op->task.waitingFor()->missing();
-  fn(*op, std::move(missing));
+  {
+    if (!runMutex_.tryLock()) return false;
+    MutexLock running(runMutex_, std::adopt_lock);
+    const std::shared_ptr<CollectiveOp> op = head();
+    if (!op) return false;
+    std::vector<int> missing;
+    const bool isWaiting = op->task.valid() && !op->task.finished() && op->task.waitingFor();
+    if (isWaiting && !op->task.waitingFor()->ready()) missing = op->task.waitingFor()->missing();
+    fn(*op, std::move(missing));
+  }
+  if (isLookMissed_.exchange(false)) engine_.mesh()->sleeper().wakeAll();
   return true;
 }
 
@@ -88,7 +91,7 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
       // It may have begun, and cannot begin again.
       *hasEnded = true;
       *outcome = detail::outOfMemory();
-      membership_.fail(*outcome, /*tellsOthers=*/true);
+      membership_.failFirst(*outcome);
       return true;
     }
   } else {
@@ -114,7 +117,7 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
     // that differs those that others are still at.
     if (!outcome->ok() && !membership_.hasFailed()) {
       const uint64_t from = outcome->code() == Code::kMismatch ? runner_.current() : 0;
-      membership_.fail(*outcome, /*tellsOthers=*/true, from);
+      membership_.failFirst(*outcome, /*tellsOthers=*/true, from);
     }
     op.task.reset();
   }
@@ -130,6 +133,7 @@ bool Queue::run(int spins) {
     {
       if (!runMutex_.tryLock()) return moved;
       MutexLock running(runMutex_, std::adopt_lock);
+      if (isLookMissed_.load(std::memory_order_relaxed)) isLookMissed_.store(false);
       op = head();
       if (!op) return moved;
       bool hasEnded = false;
@@ -143,6 +147,7 @@ bool Queue::run(int spins) {
       isLast = ops_.empty();
       size_.fetch_sub(1, std::memory_order_seq_cst);
     }
+    if (!outcome.ok()) membership_.spread();
     op->finish(std::move(outcome));
     engine_.mesh()->sleeper().wakeSleepers();
     if (isLast) return true;
@@ -265,7 +270,9 @@ bool Queue::sleepFor(const Op& op, Deadline deadline) {
   Sleeper::Nap nap(mesh.sleeper(), mesh.sleeper().generation());
   mesh.setAsleep(true);
   if (arena) arena->setAsleep(true);
-  // Once more, now that peers would ring, and threads of this process wake this one.
+  // Once more, now that peers would ring, and threads of this process wake this one. If another
+  // thread just inspects the queue, it wakes this one when it is through.
+  isLookMissed_.store(true);
   const bool advanced = !op.isMessage() && run(0);
   const bool moved = mesh.progress();
   if (!advanced && !moved && !op.done()) {

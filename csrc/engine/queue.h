@@ -69,8 +69,9 @@ class Queue {
   };
   Position position() const;
 
-  // Calls fn with the head and the ranks that it waits for, under the run lock. False: the queue is
-  // empty, or somebody runs it at this moment.
+  // Calls fn with the head and the ranks that it waits for, under the run lock: it must not end an
+  // operation (Membership::failFirst()). False: the queue is empty, or a thread runs it at this
+  // moment.
   using Inspect = std::function<void(CollectiveOp& head, std::vector<int> missing)>;
   bool inspectHead(const Inspect& fn);
 
@@ -101,6 +102,9 @@ class Queue {
   std::atomic<int> size_{0};
   std::atomic<int> waiters_{0};
   std::atomic<uint64_t> submitted_{0};
+  // A thread wanted to look at the queue for the last time before it sleeps, and nobody has looked
+  // since.
+  std::atomic<bool> isLookMissed_{false};
 };
 
 }  // namespace mycoll

@@ -11,6 +11,9 @@
 namespace mycoll {
 namespace {
 
+// Any process of the host may ring, as often as it likes.
+constexpr int kMostAtOnce = 64;
+
 unsigned fillAddress(const std::string& uid, sockaddr_un* address) {
   std::string name = "mycoll-bell-" + publicName(uid);
   std::memset(address, 0, sizeof(*address));
@@ -54,10 +57,12 @@ bool BellSocket::isThere(const std::string& uid) {
          errno != ECONNREFUSED;
 }
 
-void BellSocket::drain() {
+bool BellSocket::drain() {
   char byte;
-  while (recv(socket_.get(), &byte, 1, MSG_DONTWAIT) >= 0) {
+  for (int i = 0; i < kMostAtOnce; ++i) {
+    if (recv(socket_.get(), &byte, 1, MSG_DONTWAIT) < 0) return true;
   }
+  return false;
 }
 
 }  // namespace mycoll

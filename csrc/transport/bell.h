@@ -36,7 +36,8 @@ class BellSocket {
   // Whether a process of this host listens under this uid, as far as can be told.
   static bool isThere(const std::string& uid);
   // Takes all that has arrived.
-  void drain();
+  // False: some may be left.
+  bool drain();
 
  private:
   Fd socket_;

@@ -212,6 +212,14 @@ void Connection::join(Link link) {
   flush();
 }
 
+void Connection::appendLeft(std::vector<Dial::Left>* left) const {
+  auto append = [&](const Dial& dial) REQUIRES(ioRole) {
+    if (dial.isDue() && dial.left().mailbox) left->push_back(dial.left());
+  };
+  for (const auto& dial : joining_) append(*dial);
+  if (state_ == State::kDialing) append(*dial_);
+}
+
 void Connection::dialAgain() {
   for (auto& dial : joining_) {
     if (dial->isDue()) dial->again();

@@ -83,8 +83,9 @@ class Connection {
   // kIdle only.
   void dial() REQUIRES(ioRole);
   void goOnDialing() REQUIRES(ioRole);
-  // The next attempt, if it is due.
+  // The next attempt, if it is due; before it, the groups that the peer has left hear of that.
   void dialAgain() REQUIRES(ioRole);
+  void appendLeft(std::vector<Dial::Left>* left) const REQUIRES(ioRole);
   bool isShm() const REQUIRES(ioRole) { return !wires_.empty() && wires_.front().link.isShm; }
   // There is no group any more that both are in.
   bool isToNobody() const REQUIRES(ioRole) {

@@ -99,11 +99,12 @@ void Dial::finish() {
   moveTo(isMade ? State::kMade : State::kFailed);
 }
 
+Dial::Left Dial::left() const {
+  if (standing_ != Standing::kGone) return {nullptr, -1};
+  return {local_.groups.find(voucher_.context, voucher_.source), voucher_.destination};
+}
+
 void Dial::again() {
-  Mailbox* left = standing_ == Standing::kGone
-                      ? local_.groups.find(voucher_.context, voucher_.source)
-                      : nullptr;
-  if (left) left->owner().onLeft(voucher_.destination);
   if (!begin()) moveTo(State::kNobody);
 }
 

@@ -59,6 +59,14 @@ class Dial {
     return state_ == State::kWaiting && nextAttempt_.expired();
   }
   void again() REQUIRES(ioRole);
+  // A group that the peer has left, and its rank there. The owner of the mailbox may end this Dial
+  // when it hears of that, so the mesh tells it, before it calls again().
+  struct Left {
+    Mailbox* mailbox;
+    int rank;
+  };
+  // What the attempt before this one has found. No mailbox: nothing.
+  Left left() const REQUIRES(ioRole);
 
   // kMade.
   Link takeLink() REQUIRES(ioRole) { return std::move(link_); }

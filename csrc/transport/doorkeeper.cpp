@@ -23,6 +23,7 @@ namespace {
 constexpr auto kStrangerTime = std::chrono::milliseconds(5'000);
 constexpr size_t kMaxStrangers = 64;
 constexpr size_t kMaxNamed = 4096;
+constexpr int kMostAtOnce = 64;  // connections that are accepted in a row
 constexpr auto kAcceptAgain = std::chrono::milliseconds(100);
 // For a lobby to be opened.
 constexpr auto kLobbyTime = std::chrono::milliseconds(1'000);
@@ -130,7 +131,7 @@ bool Doorkeeper::dropStranger() {
 }
 
 void Doorkeeper::acceptFrom(int listener, bool isUnix) {
-  for (;;) {
+  for (int i = 0; i < kMostAtOnce; ++i) {
     const size_t named = std::count_if(visitors_.begin(), visitors_.end(),
                                        [](const auto& visitor) { return visitor->namesUs; });
     const bool isFull = named >= kMaxNamed;
@@ -163,6 +164,7 @@ void Doorkeeper::acceptFrom(int listener, bool isUnix) {
       visitors_.push_back(std::move(visitor));
     }
   }
+  local_.sleeper.watchAgain(listener);  // the rest has to wait for its turn
 }
 
 // At once when it has been admitted: this side must not go on with a connection of its own to the

@@ -14,6 +14,8 @@
 //                   latest last, to be compared
 //   kArrived        a collective that somebody waits long in, and who is known to have come to it
 //   kQuestion, kAnswer, kDeadlock  why a rank does not come: engine/questions.h
+//                   kArrived and kQuestion repeat themselves: of those with the same `tag` the
+//                   latest says all that the others do
 //   kPut            a piece of what is written into a window of the receiver: `tag` is the window,
 //                   `offset` where in it the piece begins. The next frames of that window
 //                   from this sender, signals for instance, leave after its last piece.

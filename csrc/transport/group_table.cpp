@@ -5,7 +5,16 @@
 namespace mycoll {
 namespace {
 
-constexpr size_t kMaxEarlyFrames = 4096;
+// What a frame takes beside its payload, about.
+constexpr size_t kFrameOverhead = 256;
+constexpr size_t kMostOverflown = 4096;
+
+size_t sizeOf(const EarlyFrame& frame) { return frame.payload.size() + kFrameOverhead; }
+
+// A rank that waits sends such frames again and again: see frame.h.
+bool isRepeated(const FrameHeader& header) {
+  return header.kind == FrameKind::kArrived || header.kind == FrameKind::kQuestion;
+}
 
 }  // namespace
 
@@ -52,16 +61,16 @@ std::vector<Mailbox*> GroupTable::commonWith(const std::string& uid) const {
 
 bool GroupTable::makeRoom(uint64_t context, int rank, size_t bytes) {
   const Key group{context, rank};
-  while (early_.size() >= kMaxEarlyFrames || earlyBytes_ + bytes > kMaxEarlyBytes) {
+  while (earlyBytes_ + bytes + kFrameOverhead > kMaxEarlyBytes) {
     const FrameHeader& oldest = early_.front().header;
     const Key victim{oldest.context, oldest.destination};
     // Nobody makes so many groups at a time: those of long ago.
-    if (overflown_.size() >= kMaxEarlyFrames) overflown_.erase(overflown_.begin());
+    if (overflown_.size() >= kMostOverflown) overflown_.erase(overflown_.begin());
     overflown_.insert(victim);
     if (victim == group) return false;
     std::erase_if(early_, [&](const EarlyFrame& frame) REQUIRES(ioRole) {
       if (Key{frame.header.context, frame.header.destination} != victim) return false;
-      earlyBytes_ -= frame.payload.size();
+      earlyBytes_ -= sizeOf(frame);
       return true;
     });
   }
@@ -69,7 +78,18 @@ bool GroupTable::makeRoom(uint64_t context, int rank, size_t bytes) {
 }
 
 void GroupTable::keep(EarlyFrame frame) {
-  earlyBytes_ += frame.payload.size();
+  const FrameHeader& header = frame.header;
+  if (isRepeated(header)) {
+    std::erase_if(early_, [&](const EarlyFrame& other) REQUIRES(ioRole) {
+      const bool isOlder = other.header.kind == header.kind && other.header.tag == header.tag &&
+                           other.header.context == header.context &&
+                           other.header.source == header.source &&
+                           other.header.destination == header.destination;
+      if (isOlder) earlyBytes_ -= sizeOf(other);
+      return isOlder;
+    });
+  }
+  earlyBytes_ += sizeOf(frame);
   early_.push_back(std::move(frame));
 }
 
@@ -82,7 +102,8 @@ std::vector<EarlyFrame> GroupTable::takeEarly(uint64_t context, int rank, bool* 
     if (frame.header.context == context && frame.header.destination == rank) {
       taken.push_back(std::move(frame));
     } else {
-      keep(std::move(frame));
+      earlyBytes_ += sizeOf(frame);
+      early_.push_back(std::move(frame));
     }
   }
   return taken;

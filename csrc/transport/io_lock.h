@@ -2,12 +2,14 @@
 // of all groups. A process has one mesh, so one name for it is enough for clang to check who
 // holds it (base/mutex.h), whichever object's function asks.
 //
-// Never held while anything blocks or calls a user's code. Lock order: a group's run lock, its
+// Never held while anything blocks or calls a user's code: what is logged meanwhile is written when
+// it has been released. Lock order: a group's run lock, its
 // queue lock, this one, then the sleeper's and leaves.
 #pragma once
 
 #include <mutex>
 
+#include "base/log.h"
 #include "base/mutex.h"
 
 namespace mycoll {
@@ -28,6 +30,7 @@ class SCOPED_CAPABILITY IoLock {
   IoLock& operator=(const IoLock&) = delete;
 
  private:
+  const LogDelay delay_;  // ends after the lock is released
   std::lock_guard<IoMutex> lock_;
 };
 

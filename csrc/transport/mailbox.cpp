@@ -88,6 +88,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
   request.data_ = data;
   request.transferred_ = 0;
   request.begun_ = 0;
+  request.id_ = 0;
   request.isOffered_ = false;
   request.mailbox_ = this;
   request.isPosted_ = true;
@@ -127,12 +128,26 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
       !admit(request, owner_->absenceOf(destination))) {
     return;
   }
+  Flow& flow = flows_[destination];
+  if (flow.hasSpoken || destination == group_.rank) return dispatch(request);
+  if (flow.waiting.empty() && flow.early + kBufferedOverhead <= earlyRoom()) {
+    return dispatch(request);
+  }
+  flow.waiting.push_back(&request);
+}
+
+// Sends the message, or asks the receiver to let it come.
+void Mailbox::dispatch(Transfer& request) {
+  const int destination = request.peer_;
+  const MessageClass messageClass = request.messageClass_;
+  const Span data = request.data_;
+  Flow& flow = flows_[destination];
   OutItem item;
   item.request = &request;
   item.header = header(FrameKind::kEager, destination);
   item.header.messageClass = messageClass;
-  item.header.tag = tag;
-  item.header.signature = signature;
+  item.header.tag = request.tag_;
+  item.header.signature = request.signature_;
   item.header.messageBytes = data.bytes;
   const size_t eagerBytes =
       messageClass == MessageClass::kCollective ? eagerInCollectives_ : mesh_->options().eagerBytes;
@@ -140,12 +155,16 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   if (destination != group_.rank) connection = &mesh_->linkTo(group_.peers[destination]);
   const bool isCut = connection && connection->cuts(data.bytes);
   // Pieces are read only where the group is known: the first message that is cut asks.
-  const bool mayBeCut = !isCut || flows_[destination].hasSpoken;
-  const bool isHeld = flows_[destination].holdsUs && messageClass != MessageClass::kWindow;
-  if (data.bytes <= eagerBytes && !isHeld && mayBeCut) {
+  const bool mayBeCut = !isCut || flow.hasSpoken;
+  const bool isHeld = flow.holdsUs && messageClass != MessageClass::kWindow;
+  const bool hasRoom = flow.hasSpoken || !connection ||
+                       flow.early + kBufferedOverhead + data.bytes <= earlyRoom();
+  size_t early = kBufferedOverhead;
+  if (data.bytes <= eagerBytes && !isHeld && mayBeCut && hasRoom) {
     if (isCut) item.message = data;
     if (!isCut) item.header.payloadBytes = data.bytes;
     item.payload = data.begin();
+    early += data.bytes;
   } else {
     request.id_ = nextId_++;
     inFlight_[request.id_] = &request;
@@ -154,7 +173,36 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     if (connection) offer(request, *connection, &item);
   }
   if (!connection) return sendToSelf(request, item.header);
-  mesh_->enqueue(*connection, std::move(item));
+  if (!flow.hasSpoken) flow.early += early;
+  enqueue(destination, std::move(item));
+}
+
+void Mailbox::enqueue(int destination, OutItem item) {
+  flows_[destination].isAnswered = true;
+  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
+}
+
+// For all ranks together a quarter of what their process can keep for all groups.
+size_t Mailbox::earlyRoom() const {
+  return std::max<size_t>(GroupTable::kMaxEarlyBytes / 4 / group_.peers.size(), 4096);
+}
+
+void Mailbox::noteSpoken(int source) {
+  Flow& flow = flows_[source];
+  if (std::exchange(flow.hasSpoken, true)) return;
+  // One by one: sending may fail the group, which ends those that are left.
+  while (!flow.waiting.empty()) {
+    Transfer& request = *flow.waiting.front();
+    flow.waiting.pop_front();
+    dispatch(request);
+  }
+}
+
+void Mailbox::noteUnanswered(const FrameHeader& came) {
+  Flow& flow = flows_[came.source];
+  if (flow.isAnswered || came.source == group_.rank) return;
+  flow.unanswered += came.payloadBytes + kBufferedOverhead;
+  if (flow.unanswered >= earlyRoom() / 2) sendControl(came.source, FrameKind::kGoOn, "");
 }
 
 // What is to be checked on its way has to have one.
@@ -186,7 +234,7 @@ void Mailbox::put(Transfer& request, int destination, uint64_t window, uint64_t 
   item.header.offset = offset;
   item.message = data;
   item.request = &request;
-  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
+  enqueue(destination, std::move(item));
 }
 
 void Mailbox::openWindow(uint64_t window, Span memory) {
@@ -329,7 +377,7 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, const Shar
   item.header = header(FrameKind::kClearToSend, came.source);
   item.header.senderRequest = came.senderRequest;
   item.header.receiverRequest = request.id_;
-  mesh_->enqueue(mesh_->linkTo(group_.peers[came.source]), std::move(item));
+  enqueue(came.source, std::move(item));
 }
 
 bool Mailbox::beginReading(Transfer& request, const FrameHeader& came, const SharedPlace& place) {
@@ -378,7 +426,7 @@ bool Mailbox::readShared(size_t turnBytes) {
   OutItem item;
   item.header = header(FrameKind::kTaken, reading.header.source);
   item.header.senderRequest = reading.header.senderRequest;
-  mesh_->enqueue(mesh_->linkTo(group_.peers[reading.header.source]), std::move(item));
+  enqueue(reading.header.source, std::move(item));
   finish(request, Status());
   return true;
 }
@@ -407,6 +455,7 @@ void Mailbox::abandon(Transfer& request, Status status) {
   mesh_->forget(&request);
   std::erase(posted_, &request);
   inFlight_.erase(request.id_);
+  if (!request.isReceive_) flows_[request.peer_].waiting.remove(&request);
   mesh_->addReadings(-static_cast<int>(std::erase_if(
       readings_, [&](const Reading& reading) { return reading.request == &request; })));
   if (request.isOffered_) {
@@ -456,8 +505,9 @@ void Mailbox::onRequestToSend(const FrameHeader& came, const std::string& payloa
 
 Mailbox::Target Mailbox::onFrame(const FrameHeader& came, const SharedPlace& place) {
   Target target;
-  flows_[came.source].hasSpoken = true;
+  noteSpoken(came.source);
   if (came.isPiece()) return targetOfPiece(came);
+  noteUnanswered(came);
   if (!owner_->failureOf(came.messageClass, came.tag).ok()) return target;
   if (came.kind == FrameKind::kPut) return intoWindow(came);
   if (came.messageClass == MessageClass::kWindow) return onSignal(came);
@@ -600,7 +650,7 @@ void Mailbox::onPayload(const FrameHeader& came, const Target& target) {
 }
 
 void Mailbox::onClearToSend(const FrameHeader& came) {
-  flows_[came.source].hasSpoken = true;
+  noteSpoken(came.source);
   auto found = inFlight_.find(came.senderRequest);
   if (found == inFlight_.end() || found->second->isReceive_ ||
       found->second->peer_ != came.source) {
@@ -614,11 +664,11 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
   item.header.messageBytes = request->data_.bytes;
   item.message = request->data_;
   item.request = request;
-  mesh_->enqueue(mesh_->linkTo(group_.peers[came.source]), std::move(item));
+  enqueue(came.source, std::move(item));
 }
 
 void Mailbox::onTaken(const FrameHeader& came) {
-  flows_[came.source].hasSpoken = true;
+  noteSpoken(came.source);
   auto found = inFlight_.find(came.senderRequest);
   if (found == inFlight_.end() || !found->second->isOffered_ ||
       found->second->peer_ != came.source) {
@@ -659,32 +709,37 @@ std::shared_ptr<Segment> Mailbox::regionOf(int source, uint64_t region, size_t b
 // ---- for the owner -----------------------------------------------------------------------------
 
 void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
+  // A rank that has failed or left receives nothing more.
+  if (came.kind != FrameKind::kAbort && came.kind != FrameKind::kGoodbye) noteSpoken(came.source);
   if (came.kind == FrameKind::kHold || came.kind == FrameKind::kGoOn) return onFlow(came);
   owner_->onControl(came, payload);
 }
 
-void Mailbox::sendControl(int destination, FrameKind kind, const std::string& payload) {
+void Mailbox::sendControl(int destination, FrameKind kind, const std::string& payload,
+                          uint64_t subject) {
   if (destination == group_.rank) return onControl(header(kind, destination), payload);
-  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), controlItem(destination, kind, payload));
+  enqueue(destination, controlItem(destination, kind, payload, subject));
 }
 
 void Mailbox::sendControlIfConnected(int destination, FrameKind kind, const std::string& payload) {
   mesh_->enqueueQuietly(group_.peers[destination], controlItem(destination, kind, payload));
 }
 
-OutItem Mailbox::controlItem(int destination, FrameKind kind, const std::string& payload) const {
+OutItem Mailbox::controlItem(int destination, FrameKind kind, const std::string& payload,
+                             uint64_t subject) const {
   OutItem item;
   item.header = header(kind, destination);
+  item.header.tag = subject;
   item.header.payloadBytes = payload.size();
   item.owned = payload;
   return item;
 }
 
-void Mailbox::tell(int rank, FrameKind kind, const std::string& payload) {
+void Mailbox::tell(int rank, FrameKind kind, const std::string& payload, uint64_t subject) {
   {
     IoLock lock(ioMutex());
     if (!isOpen_ || !owner_->isPresent(rank)) return;
-    sendControl(rank, kind, payload);
+    sendControl(rank, kind, payload, subject);
   }
   // A process that is idle has not asked to be rung for what comes over a ring.
   const PeerAddress& peer = group_.peers[rank];
@@ -711,7 +766,9 @@ bool Mailbox::isUnmatched(const Transfer& request) {
   IoLock lock(ioMutex());
   if (!request.isPosted_) return false;
   if (request.isReceive_) return isWaiting(request);
-  return request.id_ != 0 && inFlight_.count(request.id_) > 0;
+  const std::list<Transfer*>& waiting = flows_[request.peer_].waiting;
+  return inFlight_.count(request.id_) > 0 ||
+         std::find(waiting.begin(), waiting.end(), &request) != waiting.end();
 }
 
 bool Mailbox::isReceiving(bool orPosted) {

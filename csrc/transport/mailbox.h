@@ -7,6 +7,10 @@
 // has no place to go. A receiver that buffers more than kMaxBufferedBytes from one rank asks it to
 // let the small ones wait, too.
 //
+// A rank that nothing has come from may not have made the group yet. Its process keeps what is sent
+// to it meanwhile, but only so much (earlyRoom()): when that is used up, the sender waits. A rank
+// that has received half of it and has nothing to send itself answers with kGoOn.
+//
 // Where a larger message lies in a shared tensor, and both ranks are on one host, the receiver
 // reads it there, turn by turn, and says so when it has all of it. A sender that takes the message
 // back meanwhile counts that in the tensor's region, where the receiver looks when it has read:
@@ -177,7 +181,7 @@ class Mailbox {
            const Signature& signature, Span data);
 
   // Sends a control frame to another rank, and wakes it. Nothing is sent to a rank that has left.
-  void tell(int rank, FrameKind kind, const std::string& payload);
+  void tell(int rank, FrameKind kind, const std::string& payload, uint64_t subject = 0);
   // Hands a descriptor to a rank of this host, beside the messages. False where the connection to
   // it is not by shared memory. Only after a message to it was sent.
   bool sendFd(int destination, int fd, const std::string& cookie);
@@ -206,7 +210,10 @@ class Mailbox {
   void forEachMessage(const std::function<void(Transfer&)>& visit);
 
   // ---- for the owner
-  void sendControl(int destination, FrameKind kind, const std::string& payload) REQUIRES(ioRole);
+  // subject: a later frame of the same kind and subject says all that this one does, so that the
+  // receiver keeps only the later one while it has not made the group.
+  void sendControl(int destination, FrameKind kind, const std::string& payload,
+                   uint64_t subject = 0) REQUIRES(ioRole);
   // As sendControl(), but no connection is made for it: it leaves with the first one that there is.
   void sendControlIfConnected(int destination, FrameKind kind, const std::string& payload)
       REQUIRES(ioRole);
@@ -262,7 +269,12 @@ class Mailbox {
   bool admit(Transfer& request, const Status& refusal) REQUIRES(ioRole);
   Target intoWindow(const FrameHeader& header) REQUIRES(ioRole);
   Target onSignal(const FrameHeader& header) REQUIRES(ioRole);
+  void dispatch(Transfer& request) REQUIRES(ioRole);
+  void enqueue(int destination, OutItem item) REQUIRES(ioRole);
   void sendToSelf(Transfer& request, const FrameHeader& message) REQUIRES(ioRole);
+  size_t earlyRoom() const;
+  void noteSpoken(int source) REQUIRES(ioRole);
+  void noteUnanswered(const FrameHeader& header) REQUIRES(ioRole);
   void post(Transfer& request, MessageClass messageClass, uint64_t tag, const Signature& signature,
             Span data) REQUIRES(ioRole);
   Transfer* matchPosted(const FrameHeader& header) REQUIRES(ioRole);
@@ -285,7 +297,8 @@ class Mailbox {
       REQUIRES(ioRole);
   bool isBeingRead(const Transfer& request) const REQUIRES(ioRole);
   FrameHeader header(FrameKind kind, int destination) const;
-  OutItem controlItem(int destination, FrameKind kind, const std::string& payload) const;
+  OutItem controlItem(int destination, FrameKind kind, const std::string& payload,
+                      uint64_t subject = 0) const;
 
   const std::shared_ptr<Mesh> mesh_;
   const GroupAddress group_;
@@ -303,6 +316,10 @@ class Mailbox {
     bool isHeld = false;       // it was asked to hold
     bool holdsUs = false;      // it has asked for that
     bool hasSpoken = false;    // something has come from it
+    bool isAnswered = false;   // something was sent to it
+    size_t early = 0;          // bytes sent to it until it speaks
+    size_t unanswered = 0;     // bytes that came from it until something is sent to it
+    std::list<Transfer*> waiting;  // sends that wait until it speaks, in order
   };
   std::vector<Flow> flows_ GUARDED_BY(ioRole);  // by rank
   // What an kEager frame without its payload has begun; where the payload is to go.

@@ -122,7 +122,8 @@ void Mesh::onEvent(const epoll_event& event) {
   const int fd = event.data.fd;
   if (fd == local_.bell.fd()) {
     hasRung_ = true;
-    return local_.bell.drain();
+    if (!local_.bell.drain()) local_.sleeper.watchAgain(fd);
+    return;
   }
   if (doorkeeper_.onEvent(fd)) return;
   const bool isClosed = event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
@@ -305,6 +306,9 @@ std::vector<std::pair<Mailbox*, Transfer*>> Mesh::withMailboxes(
 }
 
 void Mesh::dialAgain() {
+  std::vector<Dial::Left> left;
+  for (const auto& connection : connections_) connection->appendLeft(&left);
+  for (const Dial::Left& each : left) each.mailbox->owner().onLeft(each.rank);
   for (size_t i = 0; i < connections_.size(); ++i) {
     Connection& connection = *connections_[i];
     connection.dialAgain();

@@ -25,14 +25,28 @@ Status Sleeper::open(HandleEvents handleEvents) {
   return Status();
 }
 
-Status Sleeper::watch(int fd) {
+namespace {
+
+epoll_event anyEventOf(int fd) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   event.data.fd = fd;
+  return event;
+}
+
+}  // namespace
+
+Status Sleeper::watch(int fd) {
+  epoll_event event = anyEventOf(fd);
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     return Status(Code::kInternal, std::string("epoll_ctl: ") + strerror(errno));
   }
   return Status();
+}
+
+void Sleeper::watchAgain(int fd) {
+  epoll_event event = anyEventOf(fd);
+  (void)epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
 }
 
 void Sleeper::unwatch(int fd) { (void)epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }

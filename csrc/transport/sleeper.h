@@ -36,6 +36,8 @@ class Sleeper {
   Status open(HandleEvents handleEvents);
   // Edge triggered: in, out and hang-up.
   Status watch(int fd);
+  // Reports once more what is there already.
+  void watchAgain(int fd);
   // Of a descriptor that lives on; one that is closed is not watched any more.
   void unwatch(int fd);
   int epollFd() const { return epoll_.get(); }

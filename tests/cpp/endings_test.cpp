@@ -2,9 +2,11 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstring>
+#include <cstdio>
+#include <functional>
 #include <future>
 #include <memory>
 #include <string>
@@ -12,9 +14,12 @@
 #include <utility>
 #include <vector>
 
+#include "base/env.h"
 #include "base/log.h"
 #include "calls.h"
 #include "collectives/run/run.h"
+#include "engine/membership.h"
+#include "engine/queue.h"
 #include "test.h"
 #include "transport/link.h"
 #include "world.h"
@@ -119,4 +124,155 @@ TEST(Endings, scratchMemoryIsKeptUntilItsReceivesHaveEnded) {
     group->close(Deadline::after(500ms));
   });
   EXPECT(!isShared);
+}
+
+namespace {
+
+// While it lives, stderr is a pipe that is full and that nobody reads.
+class StuckStderr {
+ public:
+  StuckStderr() {
+    ASSERT(pipe2(ends_, O_CLOEXEC) == 0);
+    ASSERT(fcntl(ends_[1], F_SETFL, O_NONBLOCK) == 0);
+    const char page[4096] = {};
+    while (write(ends_[1], page, sizeof(page)) > 0) {
+    }
+    while (write(ends_[1], page, 1) > 0) {
+    }
+    ASSERT(fcntl(ends_[1], F_SETFL, 0) == 0);
+    std::fflush(stderr);
+    kept_ = dup(STDERR_FILENO);
+    ASSERT(dup2(ends_[1], STDERR_FILENO) == STDERR_FILENO);
+  }
+  ~StuckStderr() {
+    (void)dup2(kept_, STDERR_FILENO);
+    for (const int fd : {kept_, ends_[0], ends_[1]}) close(fd);
+  }
+  // What has been written since the last call, the first time what filled it.
+  std::string read() {
+    ASSERT(fcntl(ends_[0], F_SETFL, O_NONBLOCK) == 0);
+    std::string text;
+    char page[4096];
+    for (ssize_t got; (got = ::read(ends_[0], page, sizeof(page))) > 0;) {
+      text.append(page, static_cast<size_t>(got));
+    }
+    return text;
+  }
+
+ private:
+  int ends_[2];
+  int kept_;
+};
+
+}  // namespace
+
+// The other ranks hear of a failure, and the rank that has failed goes on, before anybody reads its
+// log; the line is there when somebody does.
+TEST(Endings, aLogThatNobodyReadsHoldsUpNobody) {
+  for (const Links links : {Links::kShm, Links::kTcp}) {
+    setLogLevel(LogLevel::kError);  // also of failures after the process's first
+    StuckStderr stuck;
+    runWorld(
+        2, links,
+        [&](Communicator& group) {
+          ASSERT_OK(run(group, call(OpKind::kBarrier)));
+          if (group.rank() == 0) {
+            group.fail(Status(Code::kTimeout, "rank 0 has failed"));
+            return;
+          }
+          const Status status = run(group, call(OpKind::kBarrier));
+          EXPECT(status.message().find("rank 0 has failed") != std::string::npos);
+        },
+        20'000);
+    (void)stuck.read();
+    flushLog();
+    EXPECT(stuck.read().find("rank 0 has failed") != std::string::npos);
+    setLogLevel(Env::process().logLevel);
+  }
+}
+
+// What a log cannot take is bounded, and its loss is reported.
+TEST(Endings, linesThatNobodyReadsAreCounted) {
+  setLogLevel(LogLevel::kError);
+  StuckStderr stuck;
+  const std::string text(1000, 'x');
+  for (int i = 0; i < 1000; ++i) MYCOLL_LOG_ERROR("%s", text.c_str());
+  (void)stuck.read();
+  std::string later;
+  for (int i = 0; i < 100; ++i) {
+    flushLog();
+    later += stuck.read();
+  }
+  const size_t kept = later.size();
+  EXPECT(kept > 100'000 && kept < 1'000'000);
+  MYCOLL_LOG_ERROR("the end");
+  EXPECT(stuck.read().find("lines before this one were dropped") != std::string::npos);
+  setLogLevel(Env::process().logLevel);
+}
+
+// A callback may use the group from any thread: no lock of the engine is held while it runs.
+TEST(Endings, operationsEndWithoutTheRunLock) {
+  runWorld(
+      2, Links::kShm,
+      [](Communicator& group) {
+        ASSERT_OK(run(group, call(OpKind::kBarrier)));
+        if (group.rank() == 1) {
+          std::this_thread::sleep_for(100ms);
+          group.fail(Status(Code::kInternal, "rank 1 has failed"));
+          return;
+        }
+        std::vector<int32_t> data(1);
+        const OpPtr message = group.recv({span(data), 1, 3, DType::kInt32}, nullptr, false);
+        std::promise<Code> seen;
+        message->onDone([&] {
+          std::thread([&] {
+            const OpPtr late = group.submit(call(OpKind::kBarrier), nullptr, true);
+            seen.set_value(group.wait(late, Deadline::after(5s)).code());
+          }).join();
+        });
+        const Status status = run(group, call(OpKind::kBarrier));
+        EXPECT(!status.ok());
+        EXPECT_EQ(static_cast<int>(seen.get_future().get()), static_cast<int>(Code::kInternal));
+        (void)group.wait(message, Deadline::never());
+      },
+      20'000);
+}
+
+// A thread that is about to sleep looks at the queue once more. If another one inspects the queue at
+// that moment, the look is made up for when the inspection ends.
+TEST(Endings, aLookThatAnInspectionPreventsIsMadeUpFor) {
+  std::atomic<int> round{0}, arrived{0};
+  double least = 1e9;
+  runWorld(2, Links::kShm, [&](Communicator& group) {
+    constexpr int kRounds = 20;
+    for (int i = 1; i <= kRounds; ++i) {
+      ASSERT_OK(run(group, call(OpKind::kBarrier)));
+      if (group.rank() == 1) {
+        while (round < i) std::this_thread::sleep_for(100us);
+        const OpPtr op = group.submit(call(OpKind::kBarrier), nullptr, true);
+        arrived = i;
+        ASSERT_OK(group.wait(op, Deadline::never()));
+        continue;
+      }
+      const OpPtr op = group.submit(call(OpKind::kBarrier), nullptr, false);
+      std::thread waiter;
+      std::chrono::steady_clock::time_point ended;
+      const bool isSeen = group.queue().inspectHead([&](CollectiveOp&, std::vector<int>) {
+        round = i;
+        waiter = std::thread([&] { EXPECT_OK(group.wait(op, Deadline::never())); });
+        while (arrived < i) std::this_thread::sleep_for(100us);
+        std::this_thread::sleep_for(15ms);  // the waiter falls asleep
+        ended = std::chrono::steady_clock::now();
+      });
+      if (!isSeen) {
+        round = i;
+      } else {
+        waiter.join();
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - ended;
+        least = std::min(least, took.count());
+      }
+      ASSERT_OK(group.wait(op, Deadline::never()));
+    }
+  });
+  EXPECT(least < 0.02);  // of 20 rounds; a sleep that is not ended takes 35 ms
 }

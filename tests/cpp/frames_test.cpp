@@ -237,23 +237,92 @@ TEST(Frames, linksAreAddedWhileALostOneIsRead) {
   });
 }
 
-// For a group that is never made: those without a payload need room, too.
-TEST(Frames, emptyMessagesThatComeEarlyAreBounded) {
+// What comes for a group that is not made yet is kept, but only so much of it: then its senders wait.
+// Nothing is lost.
+TEST(Frames, whatComesBeforeItsGroupIsBounded) {
   if (kKeepsFreedMemory) SKIP("memory cannot be measured under this sanitizer");
+  forBothLinks([](TransportChoice transport) {
+    struct Kind {
+      size_t messages, bytes;
+    };
+    for (const Kind kind : {Kind{200'000, 0}, Kind{2'000, 60'000}, Kind{40, 3'000'000}}) {
+      Meshes world(2, transport);
+      for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
+      ASSERT(world.talk(0, 1, kGroup, 0, 1));
+      world.join(0, kGroup + 1, {0, 1});
+      std::vector<char> data(kind.bytes, 'd');
+      std::vector<Transfer> sending(kind.messages);
+      const size_t before = residentMiB();
+      for (Transfer& each : sending) {
+        world.at(0, kGroup + 1)
+            .mailbox->send(each, 1, kMessages, 5, Meshes::word(kind.bytes),
+                           {data.data(), data.size()});
+        world.turn(kind.messages > 10'000 ? 0 : 1);
+      }
+      world.turn(1000);
+      EXPECT(!sending.back().isDone());
+      EXPECT(residentMiB() <= before + 40);
+      world.join(1, kGroup + 1, {0, 1});
+      EXPECT_OK(world.at(1, kGroup + 1).listener.failure());
+      std::vector<char> got(kind.bytes);
+      size_t came = 0;
+      for (; came < kind.messages; ++came) {
+        Transfer receiving;
+        world.at(1, kGroup + 1)
+            .mailbox->receive(receiving, 0, kMessages, 5, Meshes::word(kind.bytes),
+                              {got.data(), got.size()});
+        if (!world.turnUntil([&] { return receiving.isDone(); }) || !receiving.status().ok()) break;
+      }
+      EXPECT_EQ(came, kind.messages);
+      EXPECT(got == data);
+    }
+  });
+}
+
+// A receiver that has made the group, and has nothing to send in it.
+TEST(Frames, aSenderGoesOnWhenItsReceiverIsThere) {
+  Meshes world(2, TransportChoice::kAuto);
+  for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
+  constexpr size_t kBytes = 60'000, kCount = 1'000;
+  std::vector<char> data(kBytes, 'd');
+  std::vector<Transfer> sending(kCount);
+  for (size_t i = 0; i < kCount; ++i) {
+    world.at(0, kGroup)
+        .mailbox->send(sending[i], 1, kMessages, i, Meshes::word(kBytes), {data.data(), kBytes});
+    world.turn(1);
+  }
+  // In reverse: the first ones, which have come, are asked for last.
+  std::vector<char> got(kBytes);
+  for (size_t i = kCount; i-- > 0;) {
+    Transfer receiving;
+    world.at(1, kGroup)
+        .mailbox->receive(receiving, 0, kMessages, i, Meshes::word(kBytes), {got.data(), kBytes});
+    ASSERT(world.turnUntil([&] { return receiving.isDone(); }));
+    EXPECT_OK(receiving.status());
+  }
+}
+
+// Ranks that wait for one that is late with the group repeat that they do.
+TEST(Frames, repeatedNotificationsReplaceEachOther) {
   Meshes world(2, TransportChoice::kAuto);
   for (int rank : {0, 1}) world.join(rank, kGroup, {0, 1});
   ASSERT(world.talk(0, 1, kGroup, 0, 1));
-  world.join(0, kGroup + 1, {0, 1});
-  std::vector<Transfer> sending(100);
-  size_t before = 0;
-  for (int round = 0; round < 2000; ++round) {
-    if (round == 100) before = residentMiB();
-    for (Transfer& each : sending) {
-      world.at(0, kGroup + 1).mailbox->send(each, 1, kMessages, 5, Meshes::word(0), {});
-    }
-    ASSERT(world.turnUntil([&] { return sending.back().isDone(); }));
+  Mailbox& mailbox = *world.join(0, kGroup + 1, {0, 1}).mailbox;
+  std::vector<char> once(100);
+  Transfer message;
+  mailbox.send(message, 1, kMessages, 5, Meshes::word(100), {once.data(), 100});
+  for (int i = 0; i < 100'000; ++i) {
+    mailbox.tell(1, i % 2 ? FrameKind::kArrived : FrameKind::kQuestion, std::string(1000, 'a'),
+                 static_cast<uint64_t>(i % 3));
+    world.turn(1);
   }
-  EXPECT(residentMiB() <= before + 8);
+  world.join(1, kGroup + 1, {0, 1});
+  EXPECT_OK(world.at(1, kGroup + 1).listener.failure());
+  std::vector<char> got(100);
+  Transfer receiving;
+  world.at(1, kGroup + 1)
+      .mailbox->receive(receiving, 0, kMessages, 5, Meshes::word(100), {got.data(), 100});
+  EXPECT(world.turnUntil([&] { return receiving.isDone(); }));
 }
 
 // What comes before its group is made is held to the same as what comes later.

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "meshes.h"
@@ -64,6 +65,38 @@ TEST(Leaving, aGroupThatWasLeftVouchesForNothing) {
     EXPECT_OK(world.at(0, 1).listener.failure());
     EXPECT_OK(world.at(0, 2).listener.failure());
   });
+}
+
+// The group that hears of a departure sends, which lets the peer's own connection in: the attempt
+// that had the news is over at that moment.
+TEST(Leaving, aDepartureMayEndTheAttemptThatHeardOfIt) {
+  Meshes(1, TransportChoice::kTcp).join(0, 1, {0});  // opens what the process keeps
+  const int before = test::openDescriptors();
+  {
+    Meshes world(3, TransportChoice::kTcp);
+    for (int process : {0, 1, 2}) world.join(process, 1, {0, 1, 2});
+    for (int process : {0, 1}) world.join(process, 2, {0, 1});
+    world.leave(1, 1);
+    bool hasCrossed = false;
+    test::Listener& listener = world.at(0, 1).listener;
+    listener.beforeDeparture = [&]() NO_THREAD_SAFETY_ANALYSIS {
+      if (std::exchange(hasCrossed, true)) return;
+      world.all[1]->progress();
+      world.at(0, 1).mailbox->sendControl(2, FrameKind::kProbe, "");
+    };
+    int values[2] = {7, 8}, got[2] = {};
+    Transfer sending[2], receiving[2];
+    for (int rank : {0, 1}) {
+      Mailbox& mailbox = *world.at(rank, 2).mailbox;
+      mailbox.receive(receiving[rank], 1 - rank, kMessages, 7, Meshes::word(4), {&got[rank], 4});
+      mailbox.send(sending[rank], 1 - rank, kMessages, 7, Meshes::word(4), {&values[rank], 4});
+      for (int i = 0; i < 20; ++i) world.all[1]->progress();  // answers the first, dials with its own
+    }
+    EXPECT(world.turnUntil([&] { return receiving[0].isDone() && receiving[1].isDone(); }));
+    EXPECT(got[0] == 8 && got[1] == 7);
+    EXPECT(hasCrossed);
+  }
+  EXPECT_EQ(test::openDescriptors(), before);  // no attempt goes on without its owner
 }
 
 TEST(Leaving, aPeerWithoutACommonGroupIsNotLost) {

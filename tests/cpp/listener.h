@@ -2,6 +2,7 @@
 // happens between processes below collectives.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -31,6 +32,8 @@ class Listener final : public mycoll::MailboxOwner {
   mycoll::Membership& membership() { return parts_->membership; }
   mycoll::Agreement& agreement() { return parts_->agreement; }
   mycoll::Status failure() const { return parts_ ? parts_->membership.error() : mycoll::Status(); }
+  // Called under the I/O lock before the membership hears that a rank has left.
+  std::function<void()> beforeDeparture;
   // The ranks that are known to have left.
   std::vector<int> gone() const {
     std::vector<int> ranks;
@@ -88,7 +91,10 @@ class Listener final : public mycoll::MailboxOwner {
       REQUIRES(mycoll::ioRole) {
     parts_->membership.onPeerLost(uid, loss, wasLinked);
   }
-  void onLeft(int rank) override REQUIRES(mycoll::ioRole) { parts_->membership.onLeft(rank); }
+  void onLeft(int rank) override REQUIRES(mycoll::ioRole) {
+    if (beforeDeparture) beforeDeparture();
+    parts_->membership.onLeft(rank);
+  }
   void onBroken(const mycoll::Status& cause) override REQUIRES(mycoll::ioRole) {
     parts_->membership.failLocked(cause, /*tellsOthers=*/true);
   }

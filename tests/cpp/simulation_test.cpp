@@ -178,6 +178,8 @@ using Numbers = std::vector<int32_t, Anywhere<int32_t>>;
 
 constexpr int kSteps = 10;
 constexpr size_t kMostElements = 40'000;
+// Of a collective: enough for messages that are cut into pieces where there are several sockets.
+constexpr size_t kManyElements = 200'000;
 
 int32_t element(int rank, int step, size_t index) {
   return static_cast<int32_t>(rank * 1'000'003 + step * 101 + static_cast<int>(index) * 7);
@@ -222,7 +224,7 @@ struct Step {
   bool isInPlace = false;
 };
 
-Step draw(std::mt19937& random, int number, int ranks) {
+Step draw(std::mt19937& random, int number, int ranks, bool hasLarge = false) {
   constexpr OpKind kKinds[] = {OpKind::kBarrier,       OpKind::kBroadcast, OpKind::kAllReduce,
                                OpKind::kReduce,        OpKind::kAllGather, OpKind::kGather,
                                OpKind::kReduceScatter, OpKind::kScatter,   OpKind::kAllToAll};
@@ -231,6 +233,7 @@ Step draw(std::mt19937& random, int number, int ranks) {
   step.number = number;
   step.kind = kKinds[random() % std::size(kKinds)];
   step.count = kCounts[random() % std::size(kCounts)];
+  if (hasLarge && random() % 2) step.count = kManyElements;
   step.root = static_cast<int>(random() % static_cast<unsigned>(ranks));
   step.isInPlace = random() % 2;
   return step;
@@ -375,6 +378,7 @@ struct Script {
   std::vector<int> hostOf;
   std::vector<std::vector<int>> groups;  // of all ranks, then of some, in any order
   bool hasWindow = false;                // the first group
+  bool hasLarge = false;                 // steps of kManyElements
   Ending ending = Ending::kNone;
   int oddGroup = 0;  // which group it befalls, and by which rank of all, at which step
   int oddRank = 0;
@@ -386,6 +390,7 @@ struct Script {
     ranks = 2 + below(6);
     isOneHost = seed % 3 == 0;
     hasWindow = seed / 4 % 2;
+    hasLarge = seed % 8 == 1;
     const int hosts = isOneHost ? 1 : 1 + below(4);
     for (int rank = 0; rank < ranks; ++rank) hostOf.push_back(below(static_cast<size_t>(hosts)));
     std::vector<int> members(static_cast<size_t>(ranks));
@@ -582,10 +587,12 @@ Fates play(const std::shared_ptr<Communicator>& world, const Script& script) {
     const bool isLast = script.ending != Ending::kNone && number == script.oddStep;
     auto group = static_cast<int>(random() % script.groups.size());
     if (isLast) group = script.oddGroup;
-    const Step step = draw(random, number, static_cast<int>(script.membersOf(group).size()));
+    Step step =
+        draw(random, number, static_cast<int>(script.membersOf(group).size()), script.hasLarge);
     unsigned kind = random() % (script.hasWindow && group == 0 ? 4 : 6);
     // Nobody compares what is put.
     if (isLast && script.ending == Ending::kOddCall && kind == 1) kind = 0;
+    if (kind <= 1) step.count = std::min(step.count, kMostElements);  // a message, or in a window
     if (auto player = players.find(group); player != players.end()) {
       player->second.play(step, kind, isLast);
     }
@@ -625,7 +632,7 @@ std::vector<Fates> runWorld(const Script& script, Climate& climate, bool isCheck
     mesh.host = " host " + std::to_string(script.hostOf[rank]);
     mesh.storeHost = "127.0.0.1";
     mesh.eagerBytes = 16 * 1024;
-    if (seed % 3) mesh.eagerInCollectives = 16 * 1024;
+    if (seed % 3 && !script.hasLarge) mesh.eagerInCollectives = 16 * 1024;
     mesh.isChecked = isChecked;
     if (seed % 4 < 2) mesh.flows = 3;
     mesh.tap = climate[rank];

@@ -61,6 +61,12 @@ bool comesInPieces(FrameKind kind) {
   return kind == FrameKind::kData || kind == FrameKind::kMore || kind == FrameKind::kPut;
 }
 
+// Its sender goes on only when it hears from this rank.
+bool wantsAnswer(FrameKind kind) {
+  return kind == FrameKind::kRequestToSend || kind == FrameKind::kArrived ||
+         kind == FrameKind::kQuestion;
+}
+
 uint64_t mostPayload(FrameKind kind) {
   if (isControlFrame(kind)) return kMaxControlBytes;
   if (kind == FrameKind::kEager) return kMaxEagerBytes;
@@ -570,6 +576,17 @@ bool Connection::isHeld(const Wire& wire) const {
   return wire.headerGot == sizeof(FrameHeader) && !wire.isBegun && mustWait(wire);
 }
 
+// The sender may not have heard that this rank has left: goodbyes are not kept for ever for a peer
+// without a connection.
+void Connection::sayGoodbyeAgain(const FrameHeader& came) {
+  OutItem item;
+  item.header.kind = FrameKind::kGoodbye;
+  item.header.source = came.destination;
+  item.header.destination = came.source;
+  item.header.context = came.context;
+  enqueue(std::move(item));
+}
+
 // Decides where the payload goes. False: the frame makes no sense, and the connection is given up.
 bool Connection::beginFrame(Wire& wire) {
   const FrameHeader& header = wire.header;
@@ -583,6 +600,7 @@ bool Connection::beginFrame(Wire& wire) {
     // A piece of a message was never asked for by a group that does not exist.
     const bool isLate =
         local_.groups.standing(header.context, header.destination) == Standing::kGone;
+    if (isLate && wantsAnswer(header.kind)) sayGoodbyeAgain(header);
     if (isLate || comesInPieces(header.kind) || header.isBeginning() ||
         !local_.groups.makeRoom(header.context, header.destination, header.payloadBytes)) {
       return true;  // read and thrown away

@@ -199,6 +199,7 @@ class Connection {
   bool isSound(const Wire& wire) const REQUIRES(ioRole);
   bool mustWait(const Wire& wire) const REQUIRES(ioRole);
   bool isHeld(const Wire& wire) const REQUIRES(ioRole);
+  void sayGoodbyeAgain(const FrameHeader& came) REQUIRES(ioRole);
   bool beginFrame(Wire& wire) REQUIRES(ioRole);
   void endFrame(Wire& wire) REQUIRES(ioRole);
   void close() REQUIRES(ioRole);

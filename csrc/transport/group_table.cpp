@@ -20,6 +20,7 @@ bool isRepeated(const FrameHeader& header) {
 
 std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
+  spare_.emplace_back();
   mailboxes_[{group.context, group.rank}] = mailbox;
   byAge_.push_back(mailbox);
   std::vector<const PeerAddress*> added;
@@ -31,7 +32,16 @@ std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
 
 void GroupTable::remove(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
-  mailboxes_.find({group.context, group.rank})->second = nullptr;
+  const Key key{group.context, group.rank};
+  mailboxes_.find(key)->second = nullptr;
+  left_.splice(left_.end(), spare_, spare_.begin());
+  left_.back() = key;
+  if (left_.size() > kMostLeft) {
+    const auto oldest = mailboxes_.find(left_.front());
+    // It may have been made anew.
+    if (oldest != mailboxes_.end() && oldest->second == nullptr) mailboxes_.erase(oldest);
+    left_.pop_front();
+  }
   std::erase(byAge_, mailbox);
   // A peer that makes its groups anew comes under another uid each time.
   for (const PeerAddress& peer : group.peers) {

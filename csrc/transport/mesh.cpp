@@ -18,6 +18,8 @@ constexpr int kFewSockets = 4;
 // How long the end of the process waits for what it has sent to arrive; usually it has.
 constexpr auto kLastBytes = std::chrono::milliseconds(200);
 constexpr int64_t kLookEveryMs = 50;
+// For each peer without a connection, what was last said in so many groups is kept.
+constexpr size_t kMostUnsaid = 16;
 
 }  // namespace
 
@@ -218,7 +220,9 @@ Connection& Mesh::connectionWith(const PeerAddress& peer) {
     connections_.push_back(std::make_unique<Connection>(local_, peer));
     connection = connections_.back().get();
     if (auto waiting = unconnected_.extract(peer.uid)) {
-      for (OutItem& item : waiting.mapped()) connection->enqueue(std::move(item));
+      for (auto& group : waiting.mapped()) {
+        for (OutItem& item : group) connection->enqueue(std::move(item));
+      }
     }
   }
   return *connection;
@@ -226,7 +230,15 @@ Connection& Mesh::connectionWith(const PeerAddress& peer) {
 
 void Mesh::enqueueQuietly(const PeerAddress& peer, OutItem item) {
   if (Connection* connection = find(peer.uid)) return connection->enqueue(std::move(item));
-  unconnected_[peer.uid].push_back(std::move(item));
+  // By group: what one group says comes in one piece.
+  std::list<std::vector<OutItem>>& groups = unconnected_[peer.uid];
+  if (!groups.empty() && groups.back().front().header.context == item.header.context) {
+    return groups.back().push_back(std::move(item));
+  }
+  std::vector<OutItem> first;
+  first.push_back(std::move(item));
+  groups.push_back(std::move(first));
+  if (groups.size() > kMostUnsaid) groups.pop_front();
 }
 
 void Mesh::erase(const Connection& connection) {

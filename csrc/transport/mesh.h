@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -120,9 +121,10 @@ class Mesh {
   ProcessWatch watch_;
   std::vector<std::unique_ptr<Connection>> connections_ GUARDED_BY(ioRole);
   std::unordered_map<std::string, Connection*> byUid_ GUARDED_BY(ioRole);  // the same
-  // By uid: what waits for a connection that nobody has needed so far. Not a Connection, as all of
-  // those are looked at all the time, and there may be a thousand peers that none is needed with.
-  std::unordered_map<std::string, std::vector<OutItem>> unconnected_ GUARDED_BY(ioRole);
+  // By uid: what waits for a connection that nobody has needed so far, group by group. Not a
+  // Connection, as all of those are looked at all the time, and there may be a thousand peers that
+  // none is needed with. Only of the latest groups: Connection answers for the others.
+  std::unordered_map<std::string, std::list<std::vector<OutItem>>> unconnected_ GUARDED_BY(ioRole);
   std::vector<Transfer*> delivered_ GUARDED_BY(ioRole);
   std::atomic<int64_t> processesChecked_{0};   // when, in ms of the steady clock
   bool hasRunOut_ GUARDED_BY(ioRole) = false;  // of memory, and the groups do not know it yet

@@ -3,13 +3,16 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "meshes.h"
+#include "resident.h"
 #include "test.h"
 #include "transport/mailbox.h"
 #include "transport/mesh.h"
+#include "world.h"
 
 using namespace mycoll;
 using test::Meshes;
@@ -408,6 +411,67 @@ TEST(Leaving, goodbyesAreKeptForTheFirstConnection) {
       EXPECT_EQ(listener.gone().size(), 1);
     }
   });
+}
+
+// Of many groups that were left the goodbyes are not all kept. A rank that still waits in one of the
+// older ones hears of it when it asks.
+TEST(Leaving, aGoodbyeThatWasNotKeptIsSaidWhenItIsNeeded) {
+  forBothLinks([](TransportChoice transport) {
+    constexpr uint64_t kStays = 1, kFirst = 2, kLast = 102;
+    Meshes world(2, transport);
+    for (uint64_t context = kStays; context <= kLast; ++context) {
+      for (int process : {0, 1}) world.join(process, context, {0, 1});
+    }
+    Membership& failed = world.at(1, kLast).listener.membership();
+    failed.fail(Status(Code::kMismatch, "different calls"), /*tellsOthers=*/false);
+    for (uint64_t context = kFirst; context <= kLast; ++context) world.leave(1, context);
+    EXPECT(world.talk(0, 1, kStays, 0, 1));
+    world.turn();
+    EXPECT_EQ(world.at(0, kLast).listener.failure().message(),
+              "mycoll group 'g102': different calls");
+    test::Listener& first = world.at(0, kFirst).listener;
+    first.agreement().begin(0, Meshes::word(4));
+    first.agreement().tellArrived({1});
+    EXPECT(world.turnUntil([&] { return !first.gone().empty(); }, 3000));
+    EXPECT_OK(first.failure());
+    // A message that its receiver is to ask for: its sender waits for that.
+    std::vector<char> large(4 * 1024 * 1024);
+    Transfer sending;
+    world.at(0, kFirst + 1)
+        .mailbox->send(sending, 1, kMessages, 77, Meshes::word(large.size()),
+                       {large.data(), large.size()});
+    EXPECT(world.turnUntil([&] { return sending.isDone(); }, 3000));
+    EXPECT(sending.status().message().find("has left the group") != std::string::npos);
+  });
+}
+
+// The ranks of a host share an arena, and most of them no connection.
+TEST(Leaving, groupsThatWereLeftTakeNoMemory) {
+  const int groups = test::isShort() ? 400 : 10'000;
+  const auto store = std::make_shared<test::MemoryStore>();
+  size_t before = 0, after = 0;
+  test::Threads(8, [&](int rank) {
+    const auto stays = test::makeRank(rank, 8, {}, store);
+    auto meet = [&] {
+      Call barrier;
+      barrier.kind = OpKind::kBarrier;
+      ASSERT_OK(stays->wait(stays->submit(barrier, nullptr, true), Deadline::never()));
+    };
+    auto measure = [&](size_t* resident) {
+      meet();
+      if (rank == 0) *resident = test::residentMiB();
+      meet();
+    };
+    for (int i = 0; i < groups; ++i) {
+      if (i % 100 == 0) meet();  // goodbyes are not far ahead of the groups that they are for
+      if (i == groups / 2) measure(&before);
+      const auto group = Communicator::derive(*stays, " " + std::to_string(i), false);
+      group->close(Deadline::after(std::chrono::seconds(2)));
+    }
+    measure(&after);
+    stays->close(Deadline::after(std::chrono::seconds(2)));
+  });
+  if (!test::kKeepsFreedMemory) EXPECT(after <= before + 3);
 }
 
 // Rank 0 leaves its last group at any moment of the handshake with rank 2, which only asks how it

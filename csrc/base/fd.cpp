@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cerrno>
 #include <cstdint>
 
 namespace mycoll {
@@ -44,6 +45,21 @@ void Fd::keepFromChildren() {
 void Fd::endKeeping() {
   isOurs_ = false;
   kept[fd_ / 64].fetch_and(~bitOf(fd_), std::memory_order_relaxed);
+}
+
+// In pieces: a signal takes back what a call has reserved, and may come again and again.
+bool reservePages(int fd, size_t offset, size_t bytes) {
+  constexpr size_t kPieceBytes = 8 * 1024 * 1024;
+  while (bytes > 0) {
+    const size_t piece = std::min(bytes, kPieceBytes);
+    if (::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(piece)) != 0) {
+      if (errno == EINTR) continue;
+      return false;
+    }
+    offset += piece;
+    bytes -= piece;
+  }
+  return true;
 }
 
 void raiseDescriptorLimit(int ranks) {

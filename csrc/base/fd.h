@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <cstddef>
 #include <utility>
 
 namespace mycoll {
@@ -55,6 +56,10 @@ class Fd {
   int fd_ = -1;
   bool isOurs_ = false;  // kept from children
 };
+
+// Gives so many bytes of a file in memory their pages now: a write to them cannot end in SIGBUS.
+// False: errno says why. [any thread]
+bool reservePages(int fd, size_t offset, size_t bytes);
 
 // Raises this process's soft limit of descriptors, as far as the hard one allows, where a group of
 // so many ranks may need more. Small groups leave it alone. [any thread]

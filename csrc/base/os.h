@@ -1,14 +1,19 @@
 // What a library with threads of its own needs from the operating system: no signals for those
-// threads, and a state for each side of a fork.
+// threads, a state for each side of a fork, the size of a page.
 #pragma once
 
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cstddef>
 #include <new>
 
 namespace mycoll {
+
+// What the system maps at a time. Not everywhere 4096. [any thread]
+inline size_t pageBytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
 // Signals are for the user's threads: a thread that is started while this lives has all of them
 // blocked, for good. [any thread]

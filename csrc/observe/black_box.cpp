@@ -25,14 +25,15 @@ namespace {
 constexpr char kName[] = "mycoll.black_box";  // what readers look for
 constexpr char kMagic[8] = {'m', 'y', 'c', 'o', 'l', 'l', 'B', 'B'};
 constexpr uint32_t kVersion = 1;
-constexpr size_t kPage = 4096;
-constexpr size_t kDescriptionRoom = 2 * kPage;
+constexpr size_t kDescriptionRoom = 8192;
+constexpr size_t kBoxRoom = 4096;
 constexpr size_t kSiteBytes = 256;
 constexpr size_t kFunctionBytes = 100;  // of these
 constexpr uint32_t kSites = 512;
 constexpr size_t kBoxAt = kDescriptionRoom;
-constexpr size_t kSitesAt = kBoxAt + kPage;
-constexpr size_t kGroupsAt = kSitesAt + kSites * kSiteBytes;
+constexpr size_t kSitesAt = kBoxAt + kBoxRoom;
+// Areas are mapped one by one.
+size_t groupsAt() { return roundUp(kSitesAt + kSites * kSiteBytes, pageBytes()); }
 
 // What Python's struct module calls the type of a field.
 template <typename T>
@@ -132,28 +133,27 @@ BlackBox& BlackBox::process() {
 BlackBox::BlackBox() {
   const size_t wanted = Env::process().traceEntries;
   capacity_ = wanted == 0 ? 0 : std::bit_ceil(static_cast<uint32_t>(wanted));
-  stateBytes_ = roundUp(sizeof(GroupState), kPage);
-  areaBytes_ = stateBytes_ + roundUp(capacity_ * sizeof(Entry), kPage);
+  stateBytes_ = roundUp(sizeof(GroupState), pageBytes());
+  areaBytes_ = stateBytes_ + roundUp(capacity_ * sizeof(Entry), pageBytes());
   open();
 }
 
 void BlackBox::open() {
   if (isOn()) fd_.reset(memfd_create(kName, MFD_CLOEXEC));
   // Room that is promised: a write never meets a full machine with SIGBUS.
-  if (fd_.isOpen() &&
-      (fchmod(fd_.get(), 0600) != 0 || fallocate(fd_.get(), 0, 0, kGroupsAt) != 0)) {
+  if (fd_.isOpen() && (fchmod(fd_.get(), 0600) != 0 || !reservePages(fd_.get(), 0, groupsAt()))) {
     fd_.reset();
   }
   void* memory = MAP_FAILED;
   if (fd_.isOpen()) {
-    memory = mmap(nullptr, kGroupsAt, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+    memory = mmap(nullptr, groupsAt(), PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   }
   if (memory == MAP_FAILED) {
     fd_.reset();
-    memory = std::calloc(1, kGroupsAt);
+    memory = std::calloc(1, groupsAt());
     if (!memory) throw std::bad_alloc();
   } else {
-    (void)madvise(memory, kGroupsAt, MADV_DONTFORK);
+    (void)madvise(memory, groupsAt(), MADV_DONTFORK);
   }
   head_ = static_cast<char*>(memory);
   box_ = new (head_ + kBoxAt) Box{};
@@ -201,7 +201,7 @@ void BlackBox::describe() {
   const std::string text =
       "{\"box\":{\"at\":" + number(kBoxAt) + ",\"fields\":{" + box + "}}" +
       ",\"sites\":{\"at\":" + number(kSitesAt) + ",\"bytes\":" + number(kSiteBytes) + "}" +
-      ",\"groups\":{\"at\":" + number(kGroupsAt) + ",\"bytes\":" + number(areaBytes_) +
+      ",\"groups\":{\"at\":" + number(groupsAt()) + ",\"bytes\":" + number(areaBytes_) +
       ",\"fields\":{" + group + "}}" + ",\"entries\":{\"at\":" + number(stateBytes_) +
       ",\"bytes\":" + number(sizeof(Entry)) + ",\"fields\":{" + entry + "}}" +
       ",\"operations\":" + names<OpKind>(kOpKinds) +
@@ -238,15 +238,16 @@ GroupState* BlackBox::take() {
     put(area->capacity, capacity_);
     return area;
   }
-  const off_t offset = static_cast<off_t>(kGroupsAt + areas_.size() * areaBytes_);
+  const size_t offset = groupsAt() + areas_.size() * areaBytes_;
   void* memory = MAP_FAILED;
-  if (fd_.isOpen() && fallocate(fd_.get(), 0, offset, static_cast<off_t>(areaBytes_)) == 0) {
-    memory = mmap(nullptr, areaBytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), offset);
+  if (fd_.isOpen() && reservePages(fd_.get(), offset, areaBytes_)) {
+    memory = mmap(nullptr, areaBytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(),
+                  static_cast<off_t>(offset));
   }
   if (memory == MAP_FAILED) {
     // Readers count on areas that stand in a row.
     fd_.reset();
-    memory = std::aligned_alloc(kPage, areaBytes_);
+    memory = std::aligned_alloc(pageBytes(), areaBytes_);
     if (!memory) throw std::bad_alloc();
     std::memset(memory, 0, areaBytes_);
   } else {
@@ -332,9 +333,9 @@ std::string toContext(uint64_t context) {
 std::string BlackBox::snapshot() const {
   MutexLock lock(mutex_);  // no area changes hands meanwhile
   put(box_->copied, steadyNanos());
-  std::string bytes(kGroupsAt + areas_.size() * areaBytes_, '\0');
-  copyWords(head_, bytes.data(), kGroupsAt);
-  char* copy = bytes.data() + kGroupsAt;
+  std::string bytes(groupsAt() + areas_.size() * areaBytes_, '\0');
+  copyWords(head_, bytes.data(), groupsAt());
+  char* copy = bytes.data() + groupsAt();
   for (GroupState* area : areas_) {
     copyWords(area, copy, areaBytes_);
     const Entry* entries = entriesOf(area);

@@ -66,7 +66,7 @@ class GroupTable {
   std::map<Key, Mailbox*> mailboxes_ GUARDED_BY(ioRole);  // null: this process has left it
   std::list<Key> left_ GUARDED_BY(ioRole);                // those, the first to be left first
   std::list<Key> spare_ GUARDED_BY(ioRole);  // nodes for left_: one for each group that it is in
-  std::vector<Mailbox*> byAge_ GUARDED_BY(ioRole);        // those that it is in, the oldest first
+  std::vector<Mailbox*> byAge_ GUARDED_BY(ioRole);  // those that it is in, the oldest first
   // By uid: in how many of the groups it is.
   std::unordered_map<std::string, int> memberships_ GUARDED_BY(ioRole);
   std::vector<EarlyFrame> early_ GUARDED_BY(ioRole);  // in order of arrival

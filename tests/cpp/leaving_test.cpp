@@ -413,8 +413,8 @@ TEST(Leaving, goodbyesAreKeptForTheFirstConnection) {
   });
 }
 
-// Of many groups that were left the goodbyes are not all kept. A rank that still waits in one of the
-// older ones hears of it when it asks.
+// Of many groups that were left the goodbyes are not all kept. A rank that still waits in one of
+// the older ones hears of it when it asks.
 TEST(Leaving, aGoodbyeThatWasNotKeptIsSaidWhenItIsNeeded) {
   forBothLinks([](TransportChoice transport) {
     constexpr uint64_t kStays = 1, kFirst = 2, kLast = 102;

@@ -1,11 +1,15 @@
 // Shared tensors: the heap that they lie in, and collectives that read them where they lie.
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <iterator>
 #include <map>
@@ -14,6 +18,7 @@
 #include <vector>
 
 #include "base/fd.h"
+#include "base/os.h"
 #include "calls.h"
 #include "collectives/shm/collectives.h"
 #include "processes.h"
@@ -103,6 +108,21 @@ Call callOf(OpKind kind, Elements& in, Elements& out, size_t count, const Commun
   return c;
 }
 
+// The most that one call may reserve; what takes more finds no memory.
+std::atomic<off_t> mostReserved{INT64_MAX};
+
+// As where memory may not be overcommitted, for a scope.
+class Reserving {
+ public:
+  Reserving() { Segment::reserveForTest(true); }
+  ~Reserving() {
+    Segment::reserveForTest(false);
+    mostReserved = INT64_MAX;
+  }
+  Reserving(const Reserving&) = delete;
+  Reserving& operator=(const Reserving&) = delete;
+};
+
 // This rank's staging memory, all areas of it: marks them, or counts the bytes that are not as
 // marked.
 void mark(const Arena& arena) {
@@ -122,6 +142,12 @@ size_t stagedBytes(const Arena& arena) {
 
 }  // namespace
 
+extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
+  static const auto next = reinterpret_cast<decltype(&fallocate)>(dlsym(RTLD_NEXT, "fallocate"));
+  if (mode == 0 && bytes > mostReserved) return errno = ENOSPC, -1;
+  return next(fd, mode, offset, bytes);
+}
+
 TEST(SharedHeap, blocksAreApartAndUsedAgain) {
   SharedHeap& heap = SharedHeap::process();
   std::mt19937 random(7);
@@ -138,7 +164,7 @@ TEST(SharedHeap, blocksAreApartAndUsedAgain) {
     const size_t bytes = random() % (random() % 10 == 0 ? 3 * kMiB : 3000) + 1;
     auto* begin = static_cast<char*>(heap.allocate(bytes));
     ASSERT(begin != nullptr);
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(begin) % SharedHeap::kPage, 0u);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(begin) % pageBytes(), 0u);
     const char mark = static_cast<char>(random());
     begin[0] = begin[bytes - 1] = mark;
     const auto after = blocks.lower_bound(begin);
@@ -249,6 +275,50 @@ TEST(SharedHeap, otherProcessesMapIt) {
   }));
   EXPECT(block[99] == 1 && block[100] == 2 && block[99 + kBytes] == 3);
   EXPECT(heap.free(block));
+}
+
+// Where memory may not be overcommitted a page that is touched for the first time may not be had.
+TEST(SharedHeap, memoryIsReservedWhereItMustBe) {
+  const auto heldBytes = [](const Segment& segment) {
+    struct stat info{};
+    ASSERT(fstat(segment.fd(), &info) == 0);
+    return static_cast<size_t>(info.st_blocks) * 512;
+  };
+  std::shared_ptr<Segment> lazy, reserved;
+  ASSERT_OK(Segment::create(9 * kMiB + 4096, &lazy));
+  EXPECT_EQ(heldBytes(*lazy), 0u);
+  const Reserving reserving;
+  for (const bool useHugePages : {false, true}) {
+    reserved.reset();
+    ASSERT_OK(Segment::create(9 * kMiB + 4096, &reserved, useHugePages));
+    EXPECT(heldBytes(*reserved) >= 9 * kMiB + 4096);
+    reserved->discard(0, kMiB);  // others may still write there
+    EXPECT(heldBytes(*reserved) >= 9 * kMiB + 4096);
+  }
+  lazy->data()[0] = 1;
+  lazy->discard(0, kMiB);
+  EXPECT_EQ(heldBytes(*lazy), 0u);
+}
+
+// ... and cannot be reserved: the heap says so, and groups and messages do without.
+TEST(SharedHeap, whatCannotBeReservedIsDoneWithout) {
+  const Reserving reserving;
+  for (const bool isAll : {true, false}) {
+    mostReserved = isAll ? 0 : int{kRingSegmentBytes};  // false: of arenas, not of rings
+    runWorld(2, Links::kShm, [&](Communicator& group) {
+      Elements mine(false, 100'000);
+      mine.fill(group.rank(), 0);
+      Call sum = call(OpKind::kAllReduce);
+      sum.in = sum.out = {mine.span()};
+      EXPECT_OK(run(group, sum));
+      mine.expect([](size_t i) { return element(0, i) + element(1, i); }, "sum");
+      // Descriptors go beside rings only.
+      const std::string cookie(kCookieBytes, 'x');
+      EXPECT_EQ(group.mailbox().sendFd(1 - group.rank(), 0, cookie), !isAll);
+      EXPECT(group.arena() == nullptr);
+    });
+    EXPECT(SharedHeap::process().allocate(2 * SharedHeap::kRegionBytes) == nullptr);
+  }
 }
 
 TEST(SharedHeap, childrenWriteToCopies) {

@@ -5,20 +5,32 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <string>
 
 #include "base/mutex.h"
 #include "base/os.h"
+#include "base/types.h"
 
 namespace mycoll {
 namespace {
 
 constexpr size_t kHugePage = 2 * 1024 * 1024;
-constexpr size_t kPage = 4096;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+// Whether a page of shared memory that is touched for the first time may find no memory although
+// the machine has some: then the system refuses what goes beyond a limit, for such pages with
+// SIGBUS. Read when the program starts, as bootId (base/topology.cpp).
+bool isOvercommitRefused() {
+  char mode = '0';
+  std::ifstream("/proc/sys/vm/overcommit_memory") >> mode;
+  return mode == '2';
+}
+std::atomic<bool> reserves{isOvercommitRefused()};
 
 // The segments of this process by inode; see the header for why.
 struct Registry {
@@ -67,9 +79,20 @@ Status Segment::create(size_t bytes, std::shared_ptr<Segment>* result, bool useH
   if (!fd.isOpen()) return failed("memfd_create");
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) return failed("ftruncate");
   if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) return failed("sealing");
+  const bool isReserved = reserves.load(std::memory_order_relaxed);
+  if (isReserved && !reservePages(fd.get(), 0, bytes)) return failed("reserving it");
   MYCOLL_RETURN_IF_ERROR(map(fd.get(), bytes, Access::kReadWrite, useHugePages, result));
   (*result)->fd_ = std::move(fd);
+  (*result)->isReserved_ = isReserved;
   return Status();
+}
+
+void Segment::reserveForTest(bool isReserved) { reserves = isReserved; }
+
+void Segment::discard(size_t offset, size_t bytes) const {
+  if (isReserved_) return;
+  (void)fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                  static_cast<off_t>(bytes));
 }
 
 Status Segment::adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result, Access access,
@@ -151,8 +174,8 @@ Status Pages::map(Fd fd, size_t segmentBytes, size_t offset, size_t bytes,
     pages->data_ = segment->data() + offset;
     pages->segment_ = std::move(segment);
   } else {
-    const size_t before = offset % kPage;
-    const size_t whole = (before + bytes + kPage - 1) / kPage * kPage;
+    const size_t before = offset % pageBytes();
+    const size_t whole = roundUp(before + bytes, pageBytes());
     void* const mapped = mapAligned(fd.get(), offset - before, whole, PROT_READ | PROT_WRITE,
                                     /*useHugePages=*/true);
     if (mapped == MAP_FAILED) return failed("mmap");

@@ -1,6 +1,7 @@
 // A piece of memory shared between processes: a memfd, without a name, sealed against shrinking, so
 // that nothing is left behind by a crash, /dev/shm's limit does not apply, and no peer can cause
-// SIGBUS by truncating it.
+// SIGBUS by truncating it. Pages are made when they are touched, or, where the system may refuse
+// that (vm.overcommit_memory=2), all of them at once.
 //
 // Thread contract: create and adopt from any thread; the object is immutable, but for its creator's
 // descriptor.
@@ -22,7 +23,8 @@ class Segment {
  public:
   enum class Access { kReadOnly, kReadWrite };
 
-  // Zeroed memory. useHugePages: for what is large and soon full; they are aligned for it.
+  // Zeroed memory. Fails where the system has none left. useHugePages: for what is large and soon
+  // full; they are aligned for it.
   static Status create(size_t bytes, std::shared_ptr<Segment>* result, bool useHugePages = false);
   // Maps what a peer has sent, and keeps no descriptor. Refuses a descriptor that is not a sealed
   // memfd of this size. kReadOnly: unless this process may write to it already.
@@ -36,6 +38,11 @@ class Segment {
   // needs none. Both by its creator.
   int fd() const { return fd_.get(); }
   void closeFd() { fd_.reset(); }
+  // Gives these pages back to the system, by its creator. Whoever touches them later finds others,
+  // so those that were reserved stay until the last mapping ends.
+  void discard(size_t offset, size_t bytes) const;
+  // As if the system refused overcommitment, or did not.
+  static void reserveForTest(bool isReserved);
 
  private:
   friend class Pages;
@@ -52,6 +59,7 @@ class Segment {
   unsigned long inode_ = 0;
   const pid_t process_ = getpid();
   Access access_ = Access::kReadWrite;
+  bool isReserved_ = false;
 };
 
 // A part of another process's segment, mapped to be written to: its pages, and no others. Children

@@ -1,6 +1,5 @@
 #include "transport/shm/shared_heap.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -9,6 +8,7 @@
 #include <new>
 
 #include "base/log.h"
+#include "base/os.h"
 
 namespace mycoll {
 namespace {
@@ -88,8 +88,7 @@ void SharedHeap::drop(Regions::iterator at) {
   }
   headOf(*region.segment).isDropped.store(1, std::memory_order_release);
   // Others may have it mapped, and look at its head only with their next call.
-  (void)fallocate(region.segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                  static_cast<off_t>(kHeadBytes), static_cast<off_t>(bytes - kHeadBytes));
+  region.segment->discard(kHeadBytes, bytes - kHeadBytes);
   keptBytes_ -= bytes;
   byId_.erase(region.id);
   regions_.erase(at);
@@ -106,7 +105,7 @@ void SharedHeap::removeFree(std::map<char*, size_t>::iterator range) {
 }
 
 void* SharedHeap::allocate(size_t bytes) {
-  const size_t taken = roundUp(std::max<size_t>(bytes, 1), kPage);
+  const size_t taken = roundUp(std::max<size_t>(bytes, 1), pageBytes());
   if (taken < bytes || taken > SIZE_MAX / 2) return nullptr;
   const MutexLock lock(mutex_);
   // A large block has its region for itself, and a small one does not keep a large region.
@@ -170,8 +169,7 @@ void SharedHeap::retire(char* begin, size_t bytes, Regions::iterator at) {
     keptBytes_ += region.segment->bytes();
     return drop(at);
   }
-  (void)fallocate(region.segment->fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                  begin - region.segment->data(), static_cast<off_t>(bytes));
+  region.segment->discard(static_cast<size_t>(begin - region.segment->data()), bytes);
 }
 
 SharedHeap::Block* SharedHeap::blockOf(const Span& memory) {

@@ -611,9 +611,9 @@ bool Host::onNote(Line& line, Note note) {
       return true;
     }
     case Note::kLoss: {
-      const size_t end = std::min(note.contents.find('\n'), note.contents.size());
+      const size_t end = std::min(note.contents.find('\n'), note.contents.size() - 1);
       lost_.try_emplace(note.rank, note.contents.substr(0, end),
-                        sanitized(note.contents.substr(end)));
+                        sanitized(note.contents.substr(end + 1)));
       return true;
     }
     case Note::kLate:

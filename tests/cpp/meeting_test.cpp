@@ -423,6 +423,24 @@ TEST(Meeting, aRankTwiceIsToldToAll) {
   }
 }
 
+// A rank knows that another one is lost, as a group of theirs has failed of it.
+TEST(Meeting, aLossThatIsPassedOnKeepsItsReason) {
+  const auto store = std::make_shared<MemoryStore>();
+  Status found;
+  Threads(2, [&](int rank) {
+    if (rank == 0) {
+      found = meetAs(optionsOf(0, 3), store);
+    } else {
+      Puppet knows(1, 3, store);
+      EXPECT(knows.join() == Answer::kIn);
+      knows.hear(Note::kStay);
+      knows.up->send({Note::kLoss, 2, knows.card.address.uid + "\nit was killed"});
+      knows.hear(Note::kFailed);
+    }
+  });
+  EXPECT(says(found, "the group cannot be made with rank 2: it was killed"));
+}
+
 // Its connection ends: that is all that there is to see of a process elsewhere.
 TEST(Meeting, aRankThatEndsIsNotWaitedFor) {
   const auto store = std::make_shared<MemoryStore>();

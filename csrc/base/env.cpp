@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "base/mutex.h"
+#include "base/os.h"
 #include "base/topology.h"
 
 #ifndef MYCOLL_VERSION  // CMakeLists.txt has it from python/mycoll/_version.py
@@ -353,16 +354,19 @@ std::unique_ptr<const Reading> readEnvironment() {
 
 // Readings are kept for ever, as there may be references to them.
 std::atomic<const Reading*> inForce{nullptr};
-Mutex readingLock;
+struct Readings {
+  Mutex mutex;
+  std::vector<std::unique_ptr<const Reading>> all GUARDED_BY(mutex);
+};
 
 const Reading& read(bool again = false) {
-  MutexLock lock(readingLock);
-  static auto* const kAll = new std::vector<std::unique_ptr<const Reading>>;
-  if (kAll->empty() || again) {
-    kAll->push_back(readEnvironment());
-    inForce.store(kAll->back().get(), std::memory_order_release);
+  Readings& kept = perProcess<Readings>();
+  MutexLock lock(kept.mutex);
+  if (kept.all.empty() || again) {
+    kept.all.push_back(readEnvironment());
+    inForce.store(kept.all.back().get(), std::memory_order_release);
   }
-  return *kAll->back();
+  return *kept.all.back();
 }
 
 const Reading& reading() {

@@ -19,6 +19,7 @@
 
 #include "base/fd.h"
 #include "base/mutex.h"
+#include "base/os.h"
 #include "base/topology.h"
 
 namespace mycoll {
@@ -54,6 +55,11 @@ ssize_t writeNow(int fd, const char* data, size_t bytes) {
   }
   return ::write(fd, data, bytes);
 }
+
+// Its own, as another thread may hold the parent's while this one forks.
+struct SinkLock {
+  Mutex mutex;
+};
 
 // Where lines go. Never destroyed: helper threads may log during static destruction.
 class Sink {
@@ -150,7 +156,7 @@ class Sink {
     }
   }
 
-  Mutex mutex_;
+  Mutex& mutex_ = perProcess<SinkLock>().mutex;
   std::string pattern_ GUARDED_BY(mutex_);
   // False: the file has to be opened before the next line.
   bool isResolved_ GUARDED_BY(mutex_) = false;

@@ -52,22 +52,15 @@ class Asleep {
 struct ProcessEngines {
   Mutex mutex;
   std::vector<std::weak_ptr<Engine>> engines GUARDED_BY(mutex);
-  pid_t pid GUARDED_BY(mutex) = 0;
 };
-
-ProcessEngines& processEngines() {
-  static ProcessEngines* instance = new ProcessEngines;  // groups may outlive static objects
-  return *instance;
-}
 
 }  // namespace
 
 Status Engine::process(const std::string& storeHost, Seat rank, std::shared_ptr<Engine>* result,
                        std::shared_ptr<const Seat>* seat) {
-  ProcessEngines& shared = processEngines();
+  ProcessEngines& shared = perProcess<ProcessEngines>();
   std::vector<std::shared_ptr<Engine>> living;  // released without the lock
   MutexLock lock(shared.mutex);
-  if (std::exchange(shared.pid, getpid()) != getpid()) shared.engines.clear();
   std::erase_if(shared.engines, [&](const auto& entry) {
     living.push_back(entry.lock());
     return living.back() == nullptr;

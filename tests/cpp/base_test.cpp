@@ -1,4 +1,5 @@
 // base/: status, task, types, env, log, fd, deadline, wait, topology, crc32c.
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -7,14 +8,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/crc32c.h"
@@ -46,6 +50,24 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != text.npos;
 }
 
+// Called by getenv(), on threads that have set it.
+thread_local const std::function<void()>* onGetenv = nullptr;
+
+// Whether body() ends in a child of fork(), whatever locks other threads of the parent hold.
+bool endsInChild(const std::function<void()>& body) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    body();
+    ::_exit(0);
+  }
+  int status = -1;
+  for (int i = 0; i < 500 && ::waitpid(child, &status, WNOHANG) == 0; ++i) ::usleep(10'000);
+  if (status == 0) return true;
+  ::kill(child, SIGKILL);
+  ::waitpid(child, &status, 0);
+  return false;
+}
+
 Status failsInside() {
   MYCOLL_RETURN_IF_ERROR(Status());
   MYCOLL_RETURN_IF_ERROR(Status(Code::kTimeout, "too late"));
@@ -53,6 +75,12 @@ Status failsInside() {
 }
 
 }  // namespace
+
+extern "C" char* getenv(const char* name) {
+  static const auto next = reinterpret_cast<decltype(&getenv)>(::dlsym(RTLD_NEXT, "getenv"));
+  if (onGetenv) (*onGetenv)();
+  return next(name);
+}
 
 TEST(Base, statusSaysWhatHappened) {
   EXPECT(Status().ok());
@@ -278,6 +306,48 @@ TEST(Base, logWritesToItsFile) {
   setLogLevel(LogLevel::kOff);
   setLogFile("");
   setLogRank(-1);
+}
+
+// Another thread is in the middle of it while this one forks.
+TEST(Base, childrenReadTheEnvironment) {
+  std::atomic<bool> isReading{false}, isOver{false};
+  std::thread reader([&] {
+    const std::function<void()> waits = [&] {
+      isReading = true;
+      while (!isOver) ::usleep(1000);
+    };
+    onGetenv = &waits;
+    Env::readAgainForTest();
+    onGetenv = nullptr;
+  });
+  while (!isReading) ::usleep(1000);
+  EXPECT(endsInChild([] { Env::readAgainForTest(); }));
+  isOver = true;
+  reader.join();
+}
+
+TEST(Base, childrenLog) {
+  int ends[2];
+  ASSERT(::pipe(ends) == 0);
+  setLogFile(("/proc/self/fd/" + std::to_string(ends[1])).c_str());
+  setLogLevel(LogLevel::kInfo);
+  ASSERT(::fcntl(ends[1], F_SETFL, O_NONBLOCK) == 0);
+  const std::string filling(4096, 'x');
+  while (::write(ends[1], filling.data(), filling.size()) > 0) {
+  }
+  ASSERT(::fcntl(ends[1], F_SETFL, 0) == 0);
+  std::thread logger([] { MYCOLL_LOG_INFO("to a full pipe"); });
+  ::usleep(100'000);
+  EXPECT(endsInChild([] {
+    setLogFile("/dev/null");
+    MYCOLL_LOG_INFO("from a child");
+  }));
+  std::string read(1 << 20, '\0');
+  EXPECT(::read(ends[0], read.data(), read.size()) > 0);
+  logger.join();
+  setLogLevel(LogLevel::kOff);
+  setLogFile("");
+  for (const int end : ends) ::close(end);
 }
 
 TEST(Base, fdOwns) {

@@ -11,6 +11,7 @@
 #include "base/fd.h"
 #include "base/log.h"
 #include "base/recycler.h"
+#include "base/wait.h"
 #include "engine/engine.h"
 #include "engine/rendezvous.h"
 #include "engine/window.h"
@@ -27,10 +28,15 @@ constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
 // For the rank of leaveAfter().
 constexpr auto kLastGrace = std::chrono::milliseconds(800);
 
+// Those that compete with this one for its cores. A container that has some of the machine's cores
+// competes with no other one for them.
 int localRanks(const Engine& engine, const GroupAddress& address) {
-  const std::string& host = engine.mesh()->address().hostName;
-  return static_cast<int>(std::count_if(address.peers.begin(), address.peers.end(),
-                                        [&](const PeerAddress& p) { return p.hostName == host; }));
+  const PeerAddress& self = engine.mesh()->address();
+  const bool hasAllCores = usableCores() >= sysconf(_SC_NPROCESSORS_ONLN);
+  auto competes = [&](const PeerAddress& peer) {
+    return peer.sharesKernelWith(self) && (hasAllCores || peer.pidSpace == self.pidSpace);
+  };
+  return static_cast<int>(std::count_if(address.peers.begin(), address.peers.end(), competes));
 }
 
 // Asking for shared memory only, with a rank that has none in common, cannot work.

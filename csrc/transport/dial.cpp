@@ -173,7 +173,9 @@ Task Dial::attempt() {
   bool isGone = true;  // nobody listens where it did
   if (joining_.connection == 0 && local_.isOnThisHost(peer_)) {
     Fd socket;
-    Status status = connectUnix(peer_.uid, &socket);
+    bool isFull = false;
+    Status status = connectUnix(peer_.uid, &socket, &isFull);
+    if (isFull) co_return notNow(Standing::kNotYet);
     if (status.ok()) {
       status = co_await shakeHands(std::move(socket), true);
       if (status.ok() || standing_ != Standing::kMember) co_return status;

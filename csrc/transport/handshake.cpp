@@ -110,12 +110,13 @@ Status listenUnix(const std::string& uid, Fd* listener) {
   return Status();
 }
 
-Status connectUnix(const std::string& uid, Fd* result) {
+Status connectUnix(const std::string& uid, Fd* result, bool* isFull) {
   Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   sockaddr_un address;
   socklen_t length = unixAddress(uid, &address);
   if (!socket.isOpen() ||
       connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+    *isFull = socket.isOpen() && errno == EAGAIN;
     return Status(errno == ECONNREFUSED ? Code::kPeerLost : Code::kNetwork,
                   std::string("cannot connect to a unix socket: ") + strerror(errno));
   }

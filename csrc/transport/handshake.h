@@ -127,7 +127,8 @@ struct Handshake {
 Task shakeHands(Handshake& handshake);
 
 Status listenUnix(const std::string& uid, Fd* listener);
-Status connectUnix(const std::string& uid, Fd* socket);
+// *isFull: too many wait to be accepted there, which is no reason to go another way.
+Status connectUnix(const std::string& uid, Fd* socket, bool* isFull);
 // The connected process runs as this user, or as root.
 bool isSameUser(int socket);
 

@@ -125,7 +125,13 @@ Status knock(const Mesh& mesh, const PeerAddress& peer, const Lobby& like, Deadl
   };
   if (mesh.isLocal(peer)) {
     Fd socket;
-    const Status status = connectUnix(peer.uid, &socket);
+    bool isFull = false;
+    const Status status = connectUnix(peer.uid, &socket, &isFull);
+    if (isFull) {
+      *answer = Answer::kHungUp;
+      *why = status.message();
+      return Status();
+    }
     if (status.ok()) {
       MYCOLL_RETURN_IF_ERROR(visit.shakeHands(socket.get(), true, answer, why));
       *result = std::move(socket);

@@ -59,7 +59,7 @@ Status Mesh::open() {
   MYCOLL_RETURN_IF_ERROR(randomBytes(random, sizeof(random)));
   PeerAddress& address = local_.address;
   address.uid = toHex(random, sizeof(random));
-  address.pidSpace = pidSpace() + local_.options.host;
+  address.pidSpace = local_.options.host + pidSpace();
   address.hostName = hostName() + local_.options.host;
   address.pid = processId();
   address.startTicks = processStartTicks(address.pid);
@@ -133,7 +133,7 @@ void Mesh::onEvent(const epoll_event& event) {
     if (connections_[i]->onEvent(fd, isClosed)) return;
   }
   const std::string ended = watch_.endedBy(fd);
-  if (!ended.empty() && watch_.hasEnded(ended, true)) processEnded(ended);
+  if (!ended.empty() && watch_.hasEnded(ended)) processEnded(ended);
 }
 
 void Mesh::pollEvents() {

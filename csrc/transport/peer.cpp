@@ -13,7 +13,17 @@ bool isUid(const std::string& text) {
          text.find_first_not_of("0123456789abcdef") == std::string::npos;
 }
 
+// It stands before the namespace (base/topology.h).
+std::string_view kernelOf(const std::string& pidSpace) {
+  return std::string_view(pidSpace).substr(0, pidSpace.rfind('/'));
+}
+
 }  // namespace
+
+bool PeerAddress::sharesKernelWith(const PeerAddress& other) const {
+  if (pidSpace.empty() || other.pidSpace.empty()) return hostName == other.hostName;
+  return kernelOf(pidSpace) == kernelOf(other.pidSpace);
+}
 
 // One field a line; the tcp addresses come last.
 std::string PeerAddress::encode() const {

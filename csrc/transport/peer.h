@@ -29,6 +29,9 @@ struct PeerAddress {
   uint64_t startTicks = 0;
   std::vector<TcpAddress> tcp;
 
+  // Under one kernel, as containers of one machine are, whatever they are called.
+  bool sharesKernelWith(const PeerAddress& other) const;
+
   // "node1:4711", for messages.
   std::string describe() const { return hostName + ":" + std::to_string(pid); }
   std::string encode() const;

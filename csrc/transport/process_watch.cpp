@@ -22,10 +22,11 @@ int64_t nowMilliseconds() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
 }
 
-// Which transport is used with a peer does not matter here, only whether its pid means something.
+// Which transport is used with a peer does not matter here, nor what its container calls itself,
+// only whether its pid means something.
 void ProcessWatch::add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self) {
-  if (peer.hostName != self.hostName || peer.uid == self.uid) return;
-  if (!isLiving(lookAtProcess(peer.pid, peer.startTicks))) return;  // of another pid namespace
+  if (peer.pidSpace.empty() || peer.pidSpace != self.pidSpace || peer.uid == self.uid) return;
+  if (!isLiving(lookAtProcess(peer.pid, peer.startTicks))) return;  // its connection will say so
   Process& process = processes_[peer.uid];
   process.pid = peer.pid;
   process.startTicks = peer.startTicks;
@@ -39,7 +40,8 @@ void ProcessWatch::add(const PeerAddress& peer, bool sharesMemory, const PeerAdd
 bool ProcessWatch::isEnding(const std::string& uid) const {
   const auto found = processes_.find(uid);
   return found != processes_.end() &&
-         !isLiving(lookAtProcess(found->second.pid, found->second.startTicks));
+         (found->second.endingSince != 0 ||
+          !isLiving(lookAtProcess(found->second.pid, found->second.startTicks)));
 }
 
 bool ProcessWatch::isLost(const std::string& uid) const {
@@ -56,11 +58,10 @@ std::string ProcessWatch::endedBy(int fd) const {
   return std::string();
 }
 
-bool ProcessWatch::hasEnded(const std::string& uid, bool isKnown) {
+bool ProcessWatch::hasEnded(const std::string& uid) {
   const auto found = processes_.find(uid);
   if (found == processes_.end() || found->second.isLost) return false;
   Process& process = found->second;
-  if (!isKnown && isLiving(lookAtProcess(process.pid, process.startTicks))) return false;
   if (process.endingSince == 0) process.endingSince = nowMilliseconds();
   if (!process.sharesMemory && nowMilliseconds() - process.endingSince < kInFlightMs) return false;
   process.isLost = true;

@@ -37,9 +37,9 @@ class ProcessWatch {
 
   // The process whose descriptor this is, if it has really ended; else empty.
   std::string endedBy(int fd) const REQUIRES(ioRole);
-  // True once, when it is time to count the process as lost: at once where memory is shared, else
-  // a little after its end. isKnown: it is known to have ended.
-  bool hasEnded(const std::string& uid, bool isKnown = false) REQUIRES(ioRole);
+  // Of a process that has ended. True once, when it is time to count it as lost: at once where
+  // memory is shared, else a little after its end.
+  bool hasEnded(const std::string& uid) REQUIRES(ioRole);
 
   struct Seen {
     std::string uid;

@@ -1,25 +1,36 @@
 // Connections: many at a time to a process that is late, and what strangers can learn of it.
 #include <dlfcn.h>
+#include <netdb.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cstdarg>
+#include <cstddef>
 #include <fstream>
 #include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/fd.h"
+#include "base/topology.h"
+#include "engine/engine.h"
 #include "meshes.h"
 #include "test.h"
 #include "transport/bell.h"
 #include "transport/handshake.h"
+#include "transport/shm/link.h"
 
 using namespace mycoll;
 using test::Meshes;
@@ -31,7 +42,32 @@ constexpr auto kMessages = MessageClass::kPointToPoint;
 // Called after each send().
 std::function<void(const void* data, size_t bytes)> afterSend;
 
+// Called by getaddrinfo(), on threads that have set it.
+thread_local const std::function<void()>* onLookUp = nullptr;
+// How often the stat of a process of /proc was opened.
+std::atomic<int> looksAtProcesses{0};
+
 }  // namespace
+
+extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo* hints,
+                           addrinfo** found) {
+  static const auto next =
+      reinterpret_cast<decltype(&getaddrinfo)>(dlsym(RTLD_NEXT, "getaddrinfo"));
+  if (onLookUp) (*onLookUp)();
+  return next(name, service, hints, found);
+}
+
+extern "C" int open(const char* path, int flags, ...) {
+  static const auto next =
+      reinterpret_cast<int (*)(const char*, int, ...)>(dlsym(RTLD_NEXT, "open"));
+  const std::string_view name(path);
+  looksAtProcesses += name.starts_with("/proc/") && name.ends_with("/stat");
+  va_list rest;
+  va_start(rest, flags);
+  const int mode = va_arg(rest, int);
+  va_end(rest);
+  return next(path, flags, mode);
+}
 
 extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
   static const auto next = reinterpret_cast<decltype(&send)>(dlsym(RTLD_NEXT, "send"));
@@ -195,4 +231,121 @@ TEST(Connecting, forkedChildrenHoldNoSocket) {
   EXPECT_EQ(waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
   for (int fd : hold) close(fd);
+}
+
+// The way by TCP would be taken for good, and without shared memory.
+TEST(Connecting, aFullBacklogIsWaitedFor) {
+  const auto listenerOf = [](const PeerAddress& address) {
+    for (int fd = 0; fd < 1024; ++fd) {
+      sockaddr_un name{};
+      socklen_t length = sizeof(name);
+      if (getsockname(fd, reinterpret_cast<sockaddr*>(&name), &length) != 0) continue;
+      int isListening = 0;
+      socklen_t size = sizeof(isListening);
+      getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &isListening, &size);
+      const size_t bytes = length - offsetof(sockaddr_un, sun_path);
+      if (name.sun_family == AF_UNIX && isListening &&
+          std::string(name.sun_path, bytes).find(publicName(address.uid)) != std::string::npos) {
+        return fd;
+      }
+    }
+    return -1;
+  };
+  Meshes world(2, TransportChoice::kAuto);
+  for (int process : {0, 1}) world.join(process, 1, {0, 1});
+  ASSERT(listen(listenerOf(world.addresses[1]), 0) == 0);
+  std::vector<Fd> waiting;
+  bool isFull = false;
+  while (!isFull) {
+    Fd socket;
+    const Status status = connectUnix(world.addresses[1].uid, &socket, &isFull);
+    EXPECT_EQ(status.ok(), !isFull);
+    if (status.ok()) waiting.push_back(std::move(socket));
+    ASSERT(waiting.size() < 10);
+  }
+  int value = 7, got = 0;
+  Transfer sending, receiving;
+  world.at(1, 1).mailbox->receive(receiving, 0, kMessages, 77, Meshes::word(4), {&got, 4});
+  world.at(0, 1).mailbox->send(sending, 1, kMessages, 77, Meshes::word(4), {&value, 4});
+  for (int i = 0; i < 100; ++i) world.all[0]->progress();
+  EXPECT(world.turnUntil([&] { return receiving.isDone(); }));
+  EXPECT_EQ(got, value);
+  // Descriptors go beside rings only.
+  EXPECT(world.at(0, 1).mailbox->sendFd(1, 0, std::string(kCookieBytes, 'x')));
+}
+
+// What a container calls itself says nothing, and two may call themselves alike.
+TEST(Connecting, processesAreSeenByTheirPidSpace) {
+  Meshes world(3, TransportChoice::kTcp);
+  const PeerAddress here = world.addresses[0];
+  world.addresses[1].hostName = "another name";
+  world.addresses[2].pidSpace = "another space";
+  world.join(0, 1, {0, 1, 2});
+  EXPECT(world.all[0]->isVisible(world.addresses[1]));
+  EXPECT(!world.all[0]->isVisible(world.addresses[2]));
+
+  PeerAddress pod = here;
+  pod.hostName = "another name";
+  pod.pidSpace = kernelIdentity() + "/pid:[1]";
+  EXPECT(here.sharesKernelWith(pod));
+  pod.hostName = here.hostName;
+  pod.pidSpace = "another kernel/pid:[1]";
+  EXPECT(!here.sharesKernelWith(pod));
+  pod.pidSpace.clear();  // then names are all that there is
+  EXPECT(here.sharesKernelWith(pod));
+}
+
+// With a thousand peers on a host a look at each of them takes 10 ms.
+TEST(Connecting, aDeathIsLookedAtOnce) {
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  Meshes world(2, TransportChoice::kAuto);
+  PeerAddress& address = world.addresses[1];
+  address.pid = child;
+  address.startTicks = processStartTicks(child);
+  world.join(0, 1, {0, 1});
+  EXPECT(world.all[0]->isVisible(address));
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  const int before = looksAtProcesses;
+  while (looksAtProcesses == before) world.all[0]->checkProcesses();
+  EXPECT_EQ(looksAtProcesses, before + 1);
+  EXPECT(world.all[0]->hasLost(address));
+}
+
+// Another thread makes an engine, and waits for a name server, while this one forks.
+TEST(Connecting, childrenMakeEngines) {
+#if defined(__SANITIZE_THREAD__)
+  SKIP("a child of a process with threads may start none under ThreadSanitizer");
+#endif
+  std::atomic<bool> isLookingUp{false}, isOver{false};
+  const auto make = [] {
+    std::shared_ptr<Engine> engine;
+    std::shared_ptr<const Engine::Seat> seat;
+    return Engine::process("127.0.0.1", {"group", 0, 1}, &engine, &seat);
+  };
+  std::thread maker([&] {
+    const std::function<void()> waits = [&] {
+      isLookingUp = true;
+      while (!isOver) usleep(1000);
+    };
+    onLookUp = &waits;
+    EXPECT_OK(make());
+    onLookUp = nullptr;
+  });
+  while (!isLookingUp) usleep(1000);
+  const pid_t child = fork();
+  if (child == 0) _exit(make().ok() ? 0 : 1);
+  int status = -1;
+  for (int i = 0; i < 500 && waitpid(child, &status, WNOHANG) == 0; ++i) usleep(10'000);
+  EXPECT_EQ(status, 0);
+  if (status == -1) {
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+  }
+  isOver = true;
+  maker.join();
 }

@@ -95,7 +95,8 @@ struct Server {
   Fd connect() const {
     Fd socket;
     if (isUnix) {
-      EXPECT_OK(connectUnix(mesh->address().uid, &socket));
+      bool isFull = false;
+      EXPECT_OK(connectUnix(mesh->address().uid, &socket, &isFull));
     } else {
       EXPECT_OK(startConnect(mesh->address().tcp.front().address, mesh->address().tcp.front().port,
                              nullptr, &socket));
@@ -124,7 +125,7 @@ struct Server {
     std::vector<PeerAddress> peers = {visitor->address(), mesh->address()};
     auto theirs = listeners[0].join(visitor, groupOf(kContext + visits, 0, peers));
     // Its process, which is this one, is not to be watched: that would take a descriptor for good.
-    peers[0].hostName = "elsewhere";
+    peers[0].pidSpace = "elsewhere";
     auto ours = listeners[1].join(mesh, groupOf(kContext + visits, 1, peers));
     Signature word;
     word.kind = OpKind::kSend;

@@ -77,17 +77,24 @@ void Sleeper::idle(uint64_t generation, Deadline deadline) {
 
 void Sleeper::lead(MutexLock& lock, Deadline deadline) NO_THREAD_SAFETY_ANALYSIS {
   hasLeader_ = true;
+  // Also where handleEvents_ finds no memory.
+  struct End {
+    ~End() NO_THREAD_SAFETY_ANALYSIS {
+      lock.lock();
+      sleeper.hasLeader_ = false;
+      sleeper.leaderIsIdle_ = false;
+      sleeper.generation_.fetch_add(1, std::memory_order_seq_cst);
+      if (sleeper.followers_ > 0) sleeper.changed_.notify_all();
+    }
+    Sleeper& sleeper;
+    MutexLock& lock;
+  } const end{*this, lock};
   lock.unlock();
   epoll_event events[kMaxEvents];
   int count = epoll_wait(epoll_.get(), events, kMaxEvents, deadline.pollMilliseconds());
   uint64_t ignored;
   (void)!read(event_.get(), &ignored, sizeof(ignored));
   if (count > 0) handleEvents_(events, count);
-  lock.lock();
-  hasLeader_ = false;
-  leaderIsIdle_ = false;
-  generation_.fetch_add(1, std::memory_order_seq_cst);
-  if (followers_ > 0) changed_.notify_all();
 }
 
 void Sleeper::wakeAll() {

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <new>
 #include <random>
 #include <vector>
 
@@ -569,6 +570,31 @@ TEST(Transport, newsBeforeTheSleepIsNotMissed) {
     pair.meshes[1]->bellOf(mesh->address()).ring();
     for (int i = 0; i < 3000; ++i) mesh->progress();
   }));
+}
+
+// Others sleep and lead as before.
+TEST(Transport, aLeaderThatFindsNoMemoryGivesTheLeadBack) {
+  int ends[2];
+  ASSERT(pipe(ends) == 0);
+  int events = 0;
+  Sleeper sleeper;
+  ASSERT_OK(sleeper.open([&](const epoll_event*, int) {
+    if (++events == 1) throw std::bad_alloc();
+  }));
+  ASSERT_OK(sleeper.watch(ends[0]));
+  bool isOut = false;
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(write(ends[1], "x", 1), 1);
+    try {
+      Sleeper::Nap nap(sleeper, sleeper.generation());
+      nap.sleep(Deadline::after(std::chrono::milliseconds(500)));
+    } catch (const std::bad_alloc&) {
+      isOut = true;
+    }
+  }
+  EXPECT(isOut);
+  EXPECT_EQ(events, 2);
+  for (const int end : ends) close(end);
 }
 
 // Garbage, truncated handshakes, and connections that say nothing.

@@ -126,11 +126,23 @@ void Connection::moveTo(State next) {
   local_.dialing += dialing;
   local_.pending.fetch_add(dialing, std::memory_order_relaxed);
   state_ = next;
+  countStuck();
+}
+
+void Connection::countStuck() {
+  const bool isStuck =
+      state_ == State::kOpen &&
+      (!queue_.empty() ||
+       std::any_of(wires_.begin(), wires_.end(), [](const Wire& wire) { return wire.isSending; }));
+  if (isStuck == isStuck_) return;
+  isStuck_ = isStuck;
+  local_.pending.fetch_add(isStuck ? 1 : -1, std::memory_order_relaxed);
 }
 
 Connection::~Connection() {
   while (!joining_.empty()) leaveJoining(joining_.size() - 1);
   close();
+  if (isStuck_) local_.pending.fetch_sub(1, std::memory_order_relaxed);
   if (state_ != State::kDialing) return;
   --local_.dialing;
   local_.pending.fetch_sub(1, std::memory_order_relaxed);
@@ -276,12 +288,14 @@ bool Connection::hasQueued(uint64_t context, int rank) const {
 
 // Piece by piece, so that no socket takes a message that others have room for.
 bool Connection::flush(size_t turnBytes) {
-  if (wires_.size() == 1) return flush(wires_.front(), turnBytes) > 0;
   size_t moved = 0;
-  for (size_t before = ~size_t{0}; moved != before && moved < turnBytes * wires_.size();) {
+  if (wires_.size() == 1) moved = flush(wires_.front(), turnBytes);
+  for (size_t before = ~size_t{0};
+       wires_.size() > 1 && moved != before && moved < turnBytes * wires_.size();) {
     before = moved;
     for (size_t i = 0; i < wires_.size(); ++i) moved += flush(wires_[i], kSmallPieceBytes);
   }
+  countStuck();
   return moved > 0;
 }
 
@@ -327,6 +341,8 @@ void Connection::hasLeft(Wire& wire) {
   wire.isSending = false;
   OutItem& item = wire.out;
   if (item.header.isPiece() && !isFirst(wire)) ++piecesOut_;
+  // A rank that is in no call does not look at rings, and what it believes meanwhile may be wrong.
+  if (item.header.kind == FrameKind::kAbort && wire.link.isShm) local_.bellOf(peer_).ring();
   Transfer* const request = item.request;
   if (!request || item.header.kind == FrameKind::kRequestToSend) return;
   if (item.message.bytes > 0) {

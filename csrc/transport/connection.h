@@ -185,6 +185,7 @@ class Connection {
   };
 
   void moveTo(State next) REQUIRES(ioRole);
+  void countStuck() REQUIRES(ioRole);
   bool isFirst(const Wire& wire) const REQUIRES(ioRole) { return &wire == &wires_.front(); }
   // Others get their turn between two pieces of the first message.
   void giveWay() REQUIRES(ioRole);
@@ -225,6 +226,9 @@ class Connection {
   uint64_t begunIn_ GUARDED_BY(ioRole) = 0;
   uint64_t piecesOut_ GUARDED_BY(ioRole) = 0;
   uint64_t piecesIn_ GUARDED_BY(ioRole) = 0;
+
+  // kOpen: something waits for room. It is counted as pending, whatever it is.
+  bool isStuck_ GUARDED_BY(ioRole) = false;
 
   // kEnding: when that began, or the latest bytes came.
   Deadline::Clock::time_point lastByte_ GUARDED_BY(ioRole);

@@ -597,6 +597,33 @@ TEST(Transport, aLeaderThatFindsNoMemoryGivesTheLeadBack) {
   for (const int end : ends) close(end);
 }
 
+// The news of a failure waits for room in a ring, and the program of its receiver for nothing: the
+// one comes back to it at once, and the other is rung when it is there.
+TEST(Transport, aFailureLeavesAFullRingAtOnce) {
+  ConnectedPair pair(TransportChoice::kAuto);
+  std::vector<char> byte(1);
+  std::vector<std::unique_ptr<Transfer>> sending;
+  while (sending.empty() || sending.back()->isDone()) {
+    pair.mailboxes[0]->send(*sending.emplace_back(std::make_unique<Transfer>()), 1, kMessages, 7,
+                            message(1), span(byte));
+  }
+  pair.listeners[0].membership().fail(Status(Code::kInternal, "for a test"));
+  EXPECT(sending.back()->isDone());
+  EXPECT(pair.meshes[0]->hasPending());
+  // It was rung; that is over, and so is what it had to read.
+  pair.meshes[1]->setAsleep(false);
+  for (int i = 0; i < 3000; ++i) pair.meshes[1]->progress();
+  EXPECT_OK(pair.listeners[1].failure());
+  Sleeper& sleeper = pair.meshes[1]->sleeper();
+  const Deadline deadline = Deadline::after(std::chrono::milliseconds(5000));
+  Sleeper::Nap nap(sleeper, sleeper.generation());
+  pair.meshes[0]->progress();
+  EXPECT(!pair.meshes[0]->hasPending());
+  nap.sleep(deadline);
+  EXPECT(!deadline.expired());
+  EXPECT(pair.listeners[1].failure().message().find("for a test") != std::string::npos);
+}
+
 // Garbage, truncated handshakes, and connections that say nothing.
 TEST(Transport, strangersChangeNothing) {
   Pair pair(TransportChoice::kTcp);

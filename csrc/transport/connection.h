@@ -136,6 +136,8 @@ class Connection {
   void dropFds(const std::string& prefix) REQUIRES(ioRole);
   // Whether the peer can read this process's region, when it gets the next message.
   bool giveRegion(uint64_t region) REQUIRES(ioRole);
+  // The peer could not: it may later.
+  void takeRegionBack(uint64_t region) REQUIRES(ioRole) { regions_.takeBack(region); }
   // One that the peer has given. Null: it cannot be read here.
   std::shared_ptr<Segment> regionOf(uint64_t region, size_t bytes) REQUIRES(ioRole);
 

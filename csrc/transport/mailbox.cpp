@@ -377,6 +377,7 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, const Shar
   item.header = header(FrameKind::kClearToSend, came.source);
   item.header.senderRequest = came.senderRequest;
   item.header.receiverRequest = request.id_;
+  item.header.tag = place.region;
   enqueue(came.source, std::move(item));
 }
 
@@ -658,6 +659,10 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
   }
   Transfer* request = found->second;
   inFlight_.erase(found);
+  Connection& connection = mesh_->linkTo(group_.peers[came.source]);
+  if (request->isOffered_ && came.tag != 0) {
+    connection.takeRegionBack(SharedHeap::process().find(request->data_).region);
+  }
   OutItem item;
   item.header = header(FrameKind::kData, came.source);
   item.header.receiverRequest = came.receiverRequest;
@@ -699,6 +704,11 @@ Fd Mailbox::takeFd(int source, const std::string& cookie) {
 bool Mailbox::giveRegion(int destination, uint64_t region) {
   IoLock lock(ioMutex());
   return mesh_->linkTo(group_.peers[destination]).giveRegion(region);
+}
+
+void Mailbox::takeRegionBack(int destination, uint64_t region) {
+  IoLock lock(ioMutex());
+  mesh_->linkTo(group_.peers[destination]).takeRegionBack(region);
 }
 
 std::shared_ptr<Segment> Mailbox::regionOf(int source, uint64_t region, size_t bytes) {

@@ -195,6 +195,8 @@ class Mailbox {
   // Makes a region of this process's shared tensors known to a rank of this host, which can read it
   // when the next message comes. False: it cannot. As sendFd() otherwise.
   bool giveRegion(int destination, uint64_t region);
+  // It could not: it is given again with a later message.
+  void takeRegionBack(int destination, uint64_t region);
   // What giveRegion() at `source` gave. Null: it cannot be read here.
   std::shared_ptr<Segment> regionOf(int source, uint64_t region, size_t bytes);
 

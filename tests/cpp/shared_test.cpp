@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -15,6 +16,7 @@
 #include <map>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/fd.h"
@@ -23,6 +25,7 @@
 #include "collectives/shm/collectives.h"
 #include "processes.h"
 #include "test.h"
+#include "transport/shm/peer_regions.h"
 #include "transport/shm/shared_heap.h"
 #include "world.h"
 
@@ -108,6 +111,9 @@ Call callOf(OpKind kind, Elements& in, Elements& out, size_t count, const Commun
   return c;
 }
 
+// No process has a descriptor left for what comes.
+std::atomic<bool> dropsDescriptors{false};
+
 // The most that one call may reserve; what takes more finds no memory.
 std::atomic<off_t> mostReserved{INT64_MAX};
 
@@ -141,6 +147,19 @@ size_t stagedBytes(const Arena& arena) {
 }
 
 }  // namespace
+
+extern "C" ssize_t recvmsg(int socket, msghdr* message, int flags) {
+  static const auto next = reinterpret_cast<decltype(&recvmsg)>(dlsym(RTLD_NEXT, "recvmsg"));
+  const ssize_t got = next(socket, message, flags);
+  cmsghdr* const rights = got > 0 && dropsDescriptors ? CMSG_FIRSTHDR(message) : nullptr;
+  if (rights != nullptr && rights->cmsg_type == SCM_RIGHTS) {
+    int fd;
+    std::memcpy(&fd, CMSG_DATA(rights), sizeof(fd));
+    close(fd);
+    message->msg_controllen = 0;
+  }
+  return got;
+}
 
 extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
   static const auto next = reinterpret_cast<decltype(&fallocate)>(dlsym(RTLD_NEXT, "fallocate"));
@@ -470,6 +489,32 @@ TEST(SharedTensors, nothingIsStaged) {
       }
     }
   }
+}
+
+// A rank has no descriptor left when others give it theirs, and some later.
+TEST(SharedTensors, aRegionThatCouldNotBeMappedIsIntroducedAgain) {
+  constexpr size_t kCount = kLeastReduceOffer / 4;
+  runWorld(2, Links::kShm, [&](Communicator& group) {
+    const int self = group.rank();
+    Elements mine(true, kCount);
+    const auto staged = [&] {
+      mine.fill(self, 0);
+      mark(*group.arena());
+      Call sum = call(OpKind::kAllReduce);
+      sum.in = sum.out = {mine.span()};
+      EXPECT_OK(run(group, sum));
+      mine.expect([](size_t i) { return element(0, i) + element(1, i); }, "sum");
+      return stagedBytes(*group.arena());
+    };
+    EXPECT_OK(run(group, call(OpKind::kBarrier)));
+    dropsDescriptors = true;
+    EXPECT(staged() > 0);
+    EXPECT_OK(run(group, call(OpKind::kBarrier)));
+    dropsDescriptors = false;
+    std::this_thread::sleep_for(PeerRegions::kTryAgain);
+    EXPECT_OK(run(group, call(OpKind::kBarrier)));
+    EXPECT_EQ(staged(), 0u);
+  });
 }
 
 // What a peer says is looked at before it is used.

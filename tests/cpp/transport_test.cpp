@@ -347,6 +347,36 @@ TEST(Transport, aSharedMessageIsNotReadForNobody) {
 }
 
 // What a peer says is looked at before it is used.
+// One end has no descriptor left when it is given a region, and some later.
+TEST(Transport, aRegionThatCouldNotBeReadIsGivenAgain) {
+  constexpr size_t kBytes = 1'000'000;
+  const auto scales = std::make_shared<Scales>();
+  ConnectedPair pair(TransportChoice::kAuto, scales);
+  SharedBlock block(kBytes);
+  const std::vector<char> out = pattern(kBytes, 3);
+  block.fill(out);
+  const auto sent = [&] {
+    std::vector<char> in(kBytes);
+    Transfer sending, receiving;
+    scales->bytes = 0;
+    pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(kBytes), span(in));
+    pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(kBytes), block.span());
+    EXPECT(pair.pump([&] { return receiving.isDone() && sending.isDone(); }));
+    EXPECT(in == out);
+    return scales->bytes;
+  };
+  rlimit before{};
+  ASSERT(getrlimit(RLIMIT_NOFILE, &before) == 0);
+  const rlimit none{0, before.rlim_max};
+  ASSERT(setrlimit(RLIMIT_NOFILE, &none) == 0);
+  const size_t copied = sent();
+  setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT(copied >= kBytes);
+  EXPECT(sent() >= kBytes);  // not at once
+  pair.pump([] { return false; }, static_cast<int>(PeerRegions::kTryAgain.count()) + 1);
+  EXPECT(sent() < 1000);
+}
+
 TEST(Transport, placesOfAPeerAreJudged) {
   class Given final : public LinkReceiver {
    public:

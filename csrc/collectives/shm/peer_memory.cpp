@@ -7,6 +7,7 @@
 #include "collectives/batch.h"
 #include "collectives/shm/collectives.h"
 #include "transport/mailbox.h"
+#include "transport/shm/peer_regions.h"
 #include "transport/shm/shared_heap.h"
 
 namespace mycoll {
@@ -28,7 +29,9 @@ bool PeerMemory::offer(const Span& mine, SharedSpan* offered) const {
   const SharedPlace place = SharedHeap::process().find(mine);
   if (place.region == 0) return false;
   const auto known = known_.find({self_, place.region});
-  if (known != known_.end() && !known->second.isUsable) return false;
+  if (known != known_.end() && !known->second.isUsable && !known->second.retry.expired()) {
+    return false;
+  }
   offered->region = place.region;
   offered->offset = place.offset;
   return true;
@@ -73,7 +76,9 @@ std::vector<PeerMemory::Name> PeerMemory::newIn(const Arena& arena) const {
     const size_t offers = offersOf(arena, rank);
     for (size_t index = 0; index < offers; ++index) {
       const Name name(rank, offerOf(arena, rank, index).region);
-      if (name.second == 0 || known_.contains(name)) continue;
+      const auto known = known_.find(name);
+      const bool isKnown = known != known_.end() && known->second.isUsable;
+      if (name.second == 0 || isKnown) continue;
       if (std::find(names.begin(), names.end(), name) != names.end()) continue;
       if (names.size() == Arrival::kInlineBytes) return names;
       names.push_back(name);
@@ -143,10 +148,15 @@ Task PeerMemory::introduce(ShmGroup group) {
     known.isUsable = true;
     for (int rank = 0; rank < ranks; ++rank) {
       const char* theirs = arena.blobOf(rank);
-      known.isUsable &= theirs && i < arena.blobBytesOf(rank) && theirs[i] != 0;
+      const bool isMapped = theirs && i < arena.blobBytesOf(rank) && theirs[i] != 0;
+      known.isUsable &= isMapped;
+      if (!isMapped && passing.owner == self_ && rank != self_) {
+        mailbox.takeRegionBack(rank, passing.region);
+      }
     }
     if (passing.owner == self_) {
       known.own = passing.segment;
+      known.retry = Deadline::after(PeerRegions::kTryAgain);
     } else if (known.isUsable) {
       known.segment = std::move(passing.segment);
     }

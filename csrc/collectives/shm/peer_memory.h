@@ -9,8 +9,8 @@
 //   others                                               (map it)
 //   all                                                            arrive: which are mapped
 //
-// A region is read when all have it. One that somebody could not map is never offered again, and
-// its tensors travel through the arena, like any others.
+// A region is read when all have it. One that somebody could not map is not offered for a while,
+// and its tensors travel through the arena, like any others.
 //
 // Nobody ever writes to another rank's memory: it is mapped for reading only. So a rank whose call
 // has failed may use its tensors at once, whatever the others are doing.
@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/task.h"
 #include "base/types.h"
 #include "collectives/shm/arena.h"
@@ -68,6 +69,7 @@ class PeerMemory {
     std::shared_ptr<Segment> segment;  // null: somebody could not map it, or it is our own
     std::weak_ptr<Segment> own;
     bool isUsable = false;
+    Deadline retry;  // our own that is not usable: when it may be offered again
   };
   using Name = std::pair<int, uint64_t>;  // a rank and its region
 

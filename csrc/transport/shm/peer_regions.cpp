@@ -18,20 +18,24 @@ std::string cookieOf(uint64_t region) {
 }  // namespace
 
 bool PeerRegions::give(uint64_t region, LinkSender& link) {
-  if (given_.contains(region)) return true;
+  const auto known = given_.find(region);
+  if (known != given_.end() && !known->second.expired()) return known->second.isNever();
   const std::shared_ptr<Segment> segment = SharedHeap::process().segmentOf(region);
   if (!segment || !link.sendFd(segment->fd(), cookieOf(region))) return false;
-  given_.insert(region);
+  given_[region] = Deadline::never();
   return true;
 }
+
+void PeerRegions::takeBack(uint64_t region) { given_[region] = Deadline::after(kTryAgain); }
 
 std::shared_ptr<Segment> PeerRegions::regionOf(uint64_t region, size_t bytes, LinkReceiver& link) {
   const auto [at, isNew] = known_.try_emplace(region);
   std::shared_ptr<Segment>& segment = at->second;
-  if (!isNew) return segment;
+  if (segment) return segment;
+  Fd fd = link.takeFd(cookieOf(region));
+  if (!isNew && !fd.isOpen()) return nullptr;
   forgetDropped();
   Status status(Code::kNetwork, "the descriptor did not come");
-  Fd fd = link.takeFd(cookieOf(region));
   if (fd.isOpen() && bytes > SharedHeap::kHeadBytes) {
     status = Segment::adopt(std::move(fd), bytes, &segment, Segment::Access::kReadOnly,
                             /*useHugePages=*/true);

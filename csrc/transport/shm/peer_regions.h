@@ -6,12 +6,13 @@
 // Lifetime: of the connection. Whoever reads a region holds its segment.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <set>
 
+#include "base/deadline.h"
 #include "transport/io_lock.h"
 #include "transport/link.h"
 #include "transport/shm/segment.h"
@@ -21,8 +22,14 @@ namespace mycoll {
 
 class PeerRegions {
  public:
-  // The peer can read this process's region from here on. False: it cannot.
+  // One of the two may have no descriptor or no memory left at that moment: after so long a region
+  // that could not be read is given again.
+  static constexpr std::chrono::milliseconds kTryAgain{500};
+
+  // The peer can read this process's region from here on. False: it cannot, as yet.
   bool give(uint64_t region, LinkSender& link) REQUIRES(ioRole);
+  // The peer could not read it.
+  void takeBack(uint64_t region) REQUIRES(ioRole);
   // The peer's region of so many bytes, which it has given. Null: it cannot be mapped.
   std::shared_ptr<Segment> regionOf(uint64_t region, size_t bytes, LinkReceiver& link)
       REQUIRES(ioRole);
@@ -30,7 +37,8 @@ class PeerRegions {
  private:
   void forgetDropped() REQUIRES(ioRole);
 
-  std::set<uint64_t> given_ GUARDED_BY(ioRole);
+  // By number. never(): given. Else it was taken back, and may be given from then on.
+  std::map<uint64_t, Deadline> given_ GUARDED_BY(ioRole);
   // By number. Null: it could not be mapped.
   std::map<uint64_t, std::shared_ptr<Segment>> known_ GUARDED_BY(ioRole);
 };

@@ -170,9 +170,9 @@ void Membership::tellOthers() {
     ranks.insert(tree_.parentOf(self, isAbsent));
   };
   if (isLarge_) {
-    // A lost rank passes nothing on. One that others say is lost may still live: it is told, too,
-    // but not relied on.
-    const int named = cause_.code() == Code::kPeerLost ? cause_.cause().rank : -1;
+    // A lost rank passes nothing on. One that the cause names may be stopped, or lost, or live: it
+    // is told, too, but not relied on.
+    const int named = cause_.cause().rank;
     auto hasLeft = [&](int rank) { return this->hasLeft(rank); };
     addNeighbours(hasLeft);
     addNeighbours([&](int rank) REQUIRES(ioRole) {

@@ -8,12 +8,14 @@
 #include <chrono>
 #include <cstdio>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "calls.h"
 #include "frame_counter.h"
+#include "meshes.h"
 #include "processes.h"
 #include "test.h"
 #include "world.h"
@@ -127,6 +129,31 @@ TEST(Many, aFailureIsPassedOnPastRanksThatHaveLeft) {
     });
     EXPECT_EQ(heard.load(), kRanks - 2);
   }
+}
+
+// ... and past one that is stopped, which a timeout names.
+TEST(Many, aTimeoutIsPassedOnPastTheRankThatItNames) {
+  constexpr int kAll = 72, kEach = 24, kStopped = kEach;
+  int made = 0;
+  Meshes world(kAll, TransportChoice::kAuto, {}, [&](MeshOptions& options) {
+    options.host = " host " + std::to_string(made++ / kEach);
+  });
+  std::vector<int> processes(kAll);
+  std::iota(processes.begin(), processes.end(), 0);
+  for (const int process : processes) world.join(process, 1, processes);
+  Cause cause;
+  cause.rank = kStopped;
+  world.at(kAll - 1, 1).listener.membership().fail(Status(Code::kTimeout, "too late", cause));
+  const auto hasHeard = [&](int rank) {
+    return rank == kStopped || !world.at(rank, 1).listener.failure().ok();
+  };
+  const Deadline deadline = Deadline::after(std::chrono::milliseconds(10'000));
+  while (!std::all_of(processes.begin(), processes.end(), hasHeard) && !deadline.expired()) {
+    for (const int process : processes) {
+      if (process != kStopped) world.all[process]->progress();
+    }
+  }
+  EXPECT(std::all_of(processes.begin(), processes.end(), hasHeard));
 }
 
 namespace {

@@ -6,6 +6,8 @@
 // outlive the task.
 #pragma once
 
+#include <atomic>
+
 #include "base/call.h"
 #include "base/task.h"
 #include "collectives/shm/arena.h"
@@ -57,7 +59,10 @@ constexpr size_t kLeastReduceOffer = 1024 * 1024;
 
 // After the last piece was read where it lies. Not ok: the group has failed meanwhile, so its owner
 // may have used it for something else.
-inline Status shmReadInTime(const ShmGroup& group) { return group.arena.failure(); }
+inline Status shmReadInTime(const ShmGroup& group) {
+  std::atomic_thread_fence(std::memory_order_acquire);  // looks after it has read
+  return group.arena.failure();
+}
 
 // The ranks' memory is introduced, and the call begins anew.
 Task shmAgain(ShmGroup group, const Call& call);

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <vector>
 
 #include "base/env.h"
@@ -136,7 +137,8 @@ class TreeFold {
     const size_t outBytes = elementSize(isResult ? dtype_ : wide_);
     alignas(64) char folded[kBlockBytes];
     const size_t block = kBlockBytes / elementSize(wide_);
-    memory_.resize(2 * static_cast<size_t>(n_) * kBlockBytes);  // all widened, and all sums
+    // All widened, and all sums.
+    memory_ = std::make_unique_for_overwrite<char[]>(2 * static_cast<size_t>(n_) * kBlockBytes);
     for (size_t first = 0; first < count; first += block) {
       first_ = first;
       length_ = std::min(block, count - first);
@@ -194,7 +196,7 @@ class TreeFold {
     return block;
   }
 
-  char* newBlock() { return memory_.data() + kBlockBytes * used_++; }
+  char* newBlock() { return memory_.get() + kBlockBytes * used_++; }
 
   const DType dtype_, wide_;
   const ReduceOp op_;
@@ -202,7 +204,7 @@ class TreeFold {
   const Partial* const partials_;
   const int n_;
   const SumTree tree_;
-  std::vector<char> memory_;
+  std::unique_ptr<char[]> memory_;
   size_t used_ = 0;  // blocks
   int next_ = 0;     // partial
   size_t first_ = 0, length_ = 0;

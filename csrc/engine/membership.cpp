@@ -90,23 +90,15 @@ void Membership::fail(const Status& cause, bool tellsOthers, uint64_t from) {
 
 void Membership::failFirst(const Status& cause, bool tellsOthers, uint64_t from) {
   IoLock lock(mailbox_.ioMutex());
-  const bool isForAll = cause_.ok() && tellsOthers && tellsOthers_;
   failLocked(cause, tellsOthers, from);
-  if (isForAll) news_ = News::kForAll;
-  if (news_ == News::kNone) news_ = News::kForThisProcess;
+  hasNews_ = true;
 }
 
 void Membership::spread() {
-  if (news_.load(std::memory_order_relaxed) == News::kNone) return;
-  const News news = news_.exchange(News::kNone);
-  Mesh& mesh = mailbox_.mesh();
-  mesh.progress();
-  mesh.sleeper().wakeAll();
-  if (news != News::kForAll) return;
-  // A rank that is in no call does not look at rings, and acts on what it has heard before.
-  for (const PeerAddress& peer : mailbox_.group().peers) {
-    if (mesh.isLocal(peer)) mesh.bellOf(peer).ring();
-  }
+  if (!hasNews_.load(std::memory_order_relaxed)) return;
+  hasNews_ = false;
+  mailbox_.mesh().progress();
+  mailbox_.mesh().sleeper().wakeAll();
 }
 
 void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) {

@@ -62,8 +62,8 @@ class Membership {
   void fail(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
   // In two parts, for a caller that holds the run lock: spread() follows when it has released it.
   void failFirst(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
-  // Sends what is queued, completes the operations that have ended, and wakes the threads and
-  // processes that wait. Does nothing unless this rank has just failed the group.
+  // Sends what is queued, completes the operations that have ended, and wakes the threads that wait.
+  // Does nothing unless failFirst() came before.
   void spread();
   void failLocked(const Status& cause, bool tellsOthers, uint64_t from = 0) REQUIRES(ioRole);
 
@@ -139,8 +139,7 @@ class Membership {
   std::vector<std::atomic<bool>> left_;
   std::atomic<bool> isLeaving_{false};
   std::atomic<bool> hasFailed_{false};
-  enum class News : uint8_t { kNone, kForThisProcess, kForAll };
-  std::atomic<News> news_{News::kNone};  // that spread() is to spread
+  std::atomic<bool> hasNews_{false};  // for spread()
   std::atomic<uint64_t> endsFrom_{0};
   std::atomic<std::chrono::steady_clock::time_point> failedAt_{};
   mutable Mutex failureMutex_;

@@ -641,7 +641,6 @@ TEST(Transport, aFailureLeavesAFullRingAtOnce) {
   EXPECT(sending.back()->isDone());
   EXPECT(pair.meshes[0]->hasPending());
   // It was rung; that is over, and so is what it had to read.
-  pair.meshes[1]->setAsleep(false);
   for (int i = 0; i < 3000; ++i) pair.meshes[1]->progress();
   EXPECT_OK(pair.listeners[1].failure());
   Sleeper& sleeper = pair.meshes[1]->sleeper();

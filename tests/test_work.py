@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -308,6 +311,96 @@ def overlap(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_overlap_with_computing(world):
     world.run(overlap)
+
+
+LARGE = 1 << 20
+
+
+def strided(numel: int) -> torch.Tensor:
+    return torch.ones(numel, 2)[:, 0]
+
+
+def numpy_backed(numel: int) -> torch.Tensor:
+    return torch.from_numpy(torch.ones(numel).numpy().copy())
+
+
+def known_storage(numel: int) -> torch.Tensor:
+    """Python knows the tensor's storage as well: dropping that needs the GIL, too."""
+    x = torch.ones(numel)
+    x.keeper = x.untyped_storage()  # type: ignore[attr-defined]
+    return x
+
+
+def sparse(numel: int) -> torch.Tensor:
+    return torch.ones(numel).to_sparse()
+
+
+# name -> starts an operation whose tensors nobody but the operation keeps, unless the Work does.
+UNKEPT: dict[str, Callable[[Ctx], Any]] = {
+    "reduce_scatter_tensor": lambda ctx: dist.reduce_scatter_tensor(
+        torch.empty(LARGE), torch.ones(LARGE * ctx.size), async_op=True
+    ),
+    "reduce_scatter": lambda ctx: dist.reduce_scatter(
+        torch.empty(LARGE), [torch.ones(LARGE) for _ in range(ctx.size)], async_op=True
+    ),
+    "all_gather_into_tensor": lambda ctx: dist.all_gather_into_tensor(
+        torch.empty(LARGE * ctx.size), torch.ones(LARGE), async_op=True
+    ),
+    "all_to_all_single": lambda ctx: dist.all_to_all_single(
+        torch.empty(LARGE), torch.ones(LARGE), async_op=True
+    ),
+    "a strided output": lambda ctx: dist.all_reduce(strided(LARGE), async_op=True),
+    "a numpy array": lambda ctx: dist.all_reduce(numpy_backed(LARGE), async_op=True),
+    "a known storage": lambda ctx: dist.all_gather_into_tensor(
+        torch.empty(LARGE * ctx.size), known_storage(LARGE), async_op=True
+    ),
+    "a sparse tensor": lambda ctx: dist.all_reduce(sparse(LARGE // 16), async_op=True),
+    "messages": lambda ctx: (
+        dist.isend(torch.ones(4 * LARGE), 1)
+        if ctx.rank == 0
+        else dist.irecv(torch.empty(4 * LARGE), 0)
+    ),
+}
+
+
+def while_the_gil_is_held(ctx: Ctx, name: str, keeps: bool) -> None:
+    """Operations go on while a C call holds the GIL, whoever holds their tensors last."""
+    gil_holder = ctypes.PyDLL(None)
+    store = ctx.store("gil")
+    start = UNKEPT[name]
+    start(ctx).wait()
+    for attempt in range(5):  # a machine may be too slow at times: once is enough
+        dist.barrier()
+        if ctx.rank == 0:
+            works = [start(ctx) for _ in range(4)]
+            if not keeps:
+                del works
+            store.set(f"holding {attempt}", "")
+            gil_holder.usleep(900_000)
+            has_ended = store.check([f"ended {attempt}"])
+            if keeps:
+                for work in works:
+                    work.wait()
+        else:
+            store.wait([f"holding {attempt}"], timedelta(seconds=30))
+            time.sleep(0.1)
+            for work in [start(ctx) for _ in range(4)]:
+                work.wait()
+            store.set(f"ended {attempt}", "")
+            has_ended = True
+        verdict = torch.tensor([int(has_ended)])
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+        if int(verdict):
+            return
+    ctx.fail("the operations ended only after the other rank had let go of the GIL")
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["works kept", "works dropped"])
+@pytest.mark.parametrize("name", UNKEPT)
+@pytest.mark.transports("shm", "tcp")
+@pytest.mark.worlds(2)
+def test_operations_beside_a_held_gil(world, name, keeps):
+    world.run(while_the_gil_is_held, name, keeps)
 
 
 def futures_asked_for_before(ctx: Ctx, kind: str) -> None:

@@ -2,9 +2,11 @@
 
 #include <condition_variable>
 #include <deque>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "base/mutex.h"
 #include "base/os.h"
@@ -16,6 +18,8 @@ struct CallbackPool::Workers {
   std::condition_variable posted;
   std::condition_variable ended;
   std::deque<std::function<void()>> tasks GUARDED_BY(mutex);
+  std::vector<std::shared_ptr<void>> dropped GUARDED_BY(mutex);
+  bool isDropping GUARDED_BY(mutex) = false;  // a task is posted that empties `dropped`
   size_t idle GUARDED_BY(mutex) = 0;
   size_t threads GUARDED_BY(mutex) = 0;
   bool draining GUARDED_BY(mutex) = false;
@@ -23,6 +27,7 @@ struct CallbackPool::Workers {
   // Lets go of the lock, which is the mutex's, while a task runs.
   void runTasks(MutexLock& lock) REQUIRES(mutex);
   void serve();
+  void dropAll();
 };
 
 namespace {
@@ -104,6 +109,32 @@ void CallbackPool::post(std::function<void()> task) {
     // whoever waits for a future would wait for ever.
     if (pool.threads == 0) pool.runTasks(lock);
     pool.ended.notify_all();
+  }
+}
+
+void CallbackPool::Workers::dropAll() {
+  MutexLock lock(mutex);
+  while (!dropped.empty()) {
+    std::vector<std::shared_ptr<void>> last = std::exchange(dropped, {});
+    lock.unlock();
+    last.clear();
+    lock.lock();
+  }
+  isDropping = false;
+}
+
+void CallbackPool::drop(std::shared_ptr<void> last) {
+  Workers& pool = workers();
+  {
+    MutexLock lock(pool.mutex);
+    pool.dropped.push_back(std::move(last));
+    if (std::exchange(pool.isDropping, true)) return;
+  }
+  try {
+    post([&pool] { pool.dropAll(); });
+  } catch (const std::bad_alloc&) {
+    MutexLock lock(pool.mutex);
+    pool.isDropping = false;  // the next one takes them along
   }
 }
 

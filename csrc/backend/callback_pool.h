@@ -12,6 +12,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <memory>
 
 #include "base/mutex.h"
 
@@ -42,6 +43,10 @@ class CallbackPool {
 
   // Tasks start in the order posted, and must not throw.
   void post(std::function<void()> task);
+
+  // Drops a reference on a thread of the pool, as that may take the GIL or run code of the
+  // program's. One thread does so for all that come while it waits.
+  void drop(std::shared_ptr<void> last);
 
   // Waits until everything posted has run, and for the threads to end; for the interpreter's exit.
   // False when that took longer than the timeout.

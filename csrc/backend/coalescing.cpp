@@ -106,13 +106,13 @@ MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
     int64_t offset = 0;
     for (; i < end; ++i) {
       pack(request.premultiply(tensors[i], opts.reduceOp), span.begin() + offset);
-      request.copyBacks.push_back({bucket, tensors[i], offset});
+      request.copyBacks.emplace_back(bucket, tensors[i], offset);
       offset += static_cast<int64_t>(tensors[i].nbytes());
     }
     Call& call = request.addReduction(OpKind::kAllReduce, bucket, opts.reduceOp);
     call.in.push_back(span);
     call.out.push_back(span);
-    request.keep.push_back(std::move(bucket));
+    request.keep.add(bucket);
   }
   return run(request, given, given);
 }

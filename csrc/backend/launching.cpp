@@ -23,10 +23,10 @@ bool isProfiling() {
 }
 
 // Consumes the request's calls.
-MycollWork::Ops submit(Communicator& communicator, Request& request, uint32_t site) {
+MycollWork::Ops submit(Communicator& communicator, Request& request,
+                       const std::shared_ptr<Kept>& kept, uint32_t site) {
   const std::chrono::milliseconds timeout =
       request.timeout > std::chrono::milliseconds(0) ? request.timeout : kGroupTimeout;
-  const auto kept = std::make_shared<Kept>(std::move(request.keep));
   MycollWork::Ops ops;
   if (request.composite) [[unlikely]] {
     ops.push_back(communicator.submitComposite(request.compositeKind, std::move(request.composite),
@@ -94,8 +94,12 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
     if (request.async) return hold(request, outputs, isProfiled);
     awaitCallbacks(request);
   }
-  MycollWork::Ops ops = submit(*communicator_, request, callSiteOfCall());
-  return finishLaunch(request, outputs, std::move(ops), isProfiled);
+  const auto kept = std::make_shared<Kept>(std::move(request.keep));
+  MycollWork::Ops ops = submit(*communicator_, request, kept, callSiteOfCall());
+  WorkPtr work = finishLaunch(request, outputs, std::move(ops), isProfiled);
+  // What is done by now has its memory dropped by its caller.
+  if (!request.async || kept.use_count() == 1) kept->dropHere();
+  return work;
 }
 
 MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outputs,
@@ -105,7 +109,8 @@ MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outp
   const auto work = track(request, outputs, {}, std::move(extras));
   callbacks_->here()->hold([communicator = communicator_, work, site = callSiteOfCall(),
                             held = std::make_shared<Request>(std::move(request))] {
-    work->begin(submit(*communicator, *held, site));
+    const auto kept = std::make_shared<Kept>(std::move(held->keep));
+    work->begin(submit(*communicator, *held, kept, site));
   });
   return work;
 }

@@ -121,12 +121,23 @@ at::Tensor Request::pack(const at::Tensor& tensor) const {
   return packed;
 }
 
+Span Request::standIn(const at::Tensor& packed, const at::Tensor& target) {
+  keep.add(packed);
+  copyBacks.emplace_back(packed, target);
+  return writable(packed);
+}
+
 Span Request::input(const at::Tensor& tensor) {
   if (tensor.device() != device) [[unlikely]] {
     admit(tensor);
   }
-  keep.push_back(isPlain(tensor) ? tensor : pack(tensor));
-  return readable(keep.back());
+  if (isPlain(tensor)) [[likely]] {
+    keep.add(tensor);
+    return readable(tensor);
+  }
+  const at::Tensor packed = pack(tensor);
+  keep.add(packed);
+  return readable(packed);
 }
 
 Span Request::output(const at::Tensor& tensor) {
@@ -134,12 +145,10 @@ Span Request::output(const at::Tensor& tensor) {
     admit(tensor);
   }
   if (isPlain(tensor)) [[likely]] {
-    keep.push_back(tensor);
+    keep.add(tensor);
     return writable(tensor);
   }
-  keep.push_back(emptyPacked(tensor));
-  copyBacks.push_back({keep.back(), tensor});
-  return writable(keep.back());
+  return standIn(emptyPacked(tensor), tensor);
 }
 
 Span Request::inOut(const at::Tensor& tensor) {
@@ -147,9 +156,7 @@ Span Request::inOut(const at::Tensor& tensor) {
     return output(tensor);
   }
   if (tensor.device() != device) admit(tensor);
-  keep.push_back(pack(tensor));
-  copyBacks.push_back({keep.back(), tensor});
-  return writable(keep.back());
+  return standIn(pack(tensor), tensor);
 }
 
 std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
@@ -167,7 +174,7 @@ std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
     const PlainDispatch guard;
     part.view(tensors[i].sizes()).copy_(tensors[i], /*non_blocking=*/true);
     spans.push_back(readable(part));
-    keep.push_back(part);
+    keep.add(part);
   }
   return spans;
 }
@@ -183,9 +190,7 @@ std::vector<Span> Request::outputs(const std::vector<at::Tensor>& tensors) {
   const Flat flat(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].device() != device) admit(tensors[i]);
-    keep.push_back(flat.part(i));
-    copyBacks.push_back({keep.back(), tensors[i]});
-    spans.push_back(writable(keep.back()));
+    spans.push_back(standIn(flat.part(i), tensors[i]));
   }
   return spans;
 }
@@ -206,10 +211,9 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   return at::mul(tensor.to(wide), factor).to(type).contiguous();
 }
 
-Kept Request::allTensors() const {
-  Kept all = keep;
-  for (const CopyBack& copy : copyBacks) all.push_back(copy.target);
-  return all;
+Kept Request::takeKept() {
+  for (const CopyBack& copy : copyBacks) keep.add(copy.target);
+  return std::move(keep);
 }
 
 // The inputs stay one behind the other: other ranks, whose tensors are apart, have promised it,
@@ -222,7 +226,7 @@ void Request::copyAll(Call& call) {
   for (Span& in : call.in) {
     if (in.bytes != 0) in.data = memory + (in.begin() - all.begin());
   }
-  keep.push_back(std::move(copy));
+  keep.add(copy);
 }
 
 void Request::separateInputs(Call& call) {
@@ -253,7 +257,7 @@ void Request::separateInputs(Call& call) {
       copy(separate.mutable_data_ptr(), in.data, in.bytes);
     }
     in.data = separate.mutable_data_ptr();
-    keep.push_back(std::move(separate));
+    keep.add(separate);
   }
 }
 

@@ -11,22 +11,13 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
+#include "backend/kept.h"
 #include "backend/layout.h"
 #include "backend/validation.h"
 #include "base/call.h"
 #include "engine/communicator.h"
 
 namespace mycoll {
-
-// An output that the engine cannot write in place, and the plain memory that stands in for it.
-struct CopyBack {
-  at::Tensor packed;
-  at::Tensor target;
-  int64_t offsetBytes = 0;  // in packed, which several targets may share
-};
-
-// Tensors whose memory an operation keeps.
-using Kept = c10::SmallVector<at::Tensor, 2>;
 
 struct Request;
 // One, or those of a batch.
@@ -36,6 +27,12 @@ struct Request {
   Request(const CallSite& callSite, c10d::OpType opType, const char* profilingTitle,
           std::chrono::milliseconds opTimeout, bool isAsync)
       : site(callSite), type(opType), title(profilingTitle), timeout(opTimeout), async(isAsync) {}
+  Request(Request&&) = default;
+  // What no operation has taken is dropped by the caller.
+  ~Request() {
+    keep.dropHere();
+    for (CopyBack& copy : copyBacks) copy.memory.dropHere();
+  }
 
   CallSite site;
   c10::Device device = c10::kCPU;  // of all its tensors
@@ -56,7 +53,7 @@ struct Request {
   OpKind compositeKind = OpKind::kAllReduce;
   Composite composite;  // instead of calls, where these depend on each other
   Kept keep;            // the memory behind the spans of the calls
-  c10::SmallVector<CopyBack, 1> copyBacks;
+  CopyBacks copyBacks;
 
   // The description of the next call, for elements as the tensor's. What is still to be added are
   // its spans and its root. The reference holds until the next call is added.
@@ -77,9 +74,9 @@ struct Request {
   // The tensor times the factor of a PREMUL_SUM; the tensor itself for other operations.
   at::Tensor premultiply(const at::Tensor& tensor, const c10d::ReduceOp& op);
 
-  // Everything that must live until a device has passed the operation: the memory behind the spans,
-  // and what is copied back to.
-  Kept allTensors() const;
+  // Takes everything that must live until a device has passed the operation: the memory behind the
+  // spans, and what is copied back to.
+  Kept takeKept();
 
   // Copies those inputs that share memory with an output, except where a call of this kind allows
   // it: an input that is the output for this very rank.
@@ -88,6 +85,8 @@ struct Request {
  private:
   // For a tensor on another device than `device`: the first tensor sets it, a later one is refused.
   void admit(const at::Tensor& tensor);
+  // The operation writes `packed`, which is then copied to the target.
+  Span standIn(const at::Tensor& packed, const at::Tensor& target);
   bool isOnDevice() const { return !device.is_cpu(); }
   at::Tensor pack(const at::Tensor& tensor) const;
   void copyAll(Call& call);

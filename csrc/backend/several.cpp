@@ -32,7 +32,7 @@ MycollBackend::WorkPtr MycollBackend::broadcastSeveral(const CallSite& site, Ten
   const at::Tensor& root = tensors[static_cast<size_t>(opts.rootTensor)];
   const at::Tensor whole = emptyElements(root.numel(), root.scalar_type());
   if (opts.rootRank == rank_) pack(root, whole.mutable_data_ptr());
-  for (const at::Tensor& tensor : tensors) request.copyBacks.push_back({whole, tensor});
+  for (const at::Tensor& tensor : tensors) request.copyBacks.emplace_back(whole, tensor);
   Call& call = request.addCall(OpKind::kBroadcast, whole);
   call.root = static_cast<int>(opts.rootRank);
   call.out.push_back(request.output(whole));
@@ -57,7 +57,7 @@ MycollBackend::WorkPtr MycollBackend::allReduceSeveral(const CallSite& site, Ten
     plain.push_back(isPlain(tensor) ? tensor : emptyLike(tensor));
     if (!isPlain(tensor)) pack(tensor, plain.back().mutable_data_ptr());
     inputs.push_back(plain.back().const_data_ptr());
-    request.copyBacks.push_back({whole, tensor});
+    request.copyBacks.emplace_back(whole, tensor);
   }
   if (whole.numel() > 0) {
     mycoll::reduce(call.dtype, call.reduceOp, whole.mutable_data_ptr(), inputs.data(),
@@ -98,7 +98,7 @@ MycollBackend::WorkPtr MycollBackend::allGatherSeveral(const CallSite& site, Ten
   for (const Tensors& list : outputs) {
     for (size_t i = 0; i < count; ++i) {
       checkOutput(site, Argument{"tensor_lists", static_cast<int64_t>(i)}, list[i]);
-      request.copyBacks.push_back({whole, list[i], static_cast<int64_t>(i) * bytes});
+      request.copyBacks.emplace_back(whole, list[i], static_cast<int64_t>(i) * bytes);
     }
   }
   addAllGatherInto(request, whole, mine, /*index=*/-1);

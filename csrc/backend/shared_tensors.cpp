@@ -45,6 +45,7 @@ class SharedAllocator final : public c10::Allocator {
     }
     ++depth;
   }
+  static bool isDeleter(c10::DeleterFnPtr deleter) { return deleter == &release; }
   void close() {
     TORCH_CHECK(depth > 0,
                 "mycoll.shared_tensors: a scope must be left on the thread that entered it");
@@ -75,6 +76,10 @@ void SharedAllocator::releaseAny(void* block) {
 void openSharedTensors() { allocator().open(); }
 
 void closeSharedTensors() { allocator().close(); }
+
+bool isSharedTensorDeleter(c10::DeleterFnPtr deleter) {
+  return SharedAllocator::isDeleter(deleter);
+}
 
 bool isSharedMemory(uintptr_t address, size_t bytes) {
   return SharedHeap::process().find({reinterpret_cast<void*>(address), bytes}).region != 0;

@@ -18,5 +18,7 @@ void openSharedTensors();
 void closeSharedTensors();
 // Whether that memory can be read by others.
 bool isSharedMemory(uintptr_t address, size_t bytes);
+// What frees a shared tensor's memory; it takes no lock but the heap's.
+bool isSharedTensorDeleter(void (*deleter)(void*));
 
 }  // namespace mycoll

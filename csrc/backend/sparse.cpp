@@ -5,6 +5,7 @@
 
 #include <array>
 
+#include "backend/callback_pool.h"
 #include "backend/mycoll_backend.h"
 #include "backend/plain_dispatch.h"
 
@@ -32,9 +33,18 @@ struct Header {
   }
 };
 
+// Held by the operation. It has tensors that Python knows, so a thread of the pool drops it.
 struct SparseSum {
+  static std::shared_ptr<SparseSum> make() {
+    return {new SparseSum, [](SparseSum* sum) {
+              CallbackPool::get().drop(std::unique_ptr<SparseSum>(sum));
+            }};
+  }
+
   int rank;
   std::vector<at::Tensor> targets;  // alike; what a rank has is the sum of them
+  // The targets' parts, which the sum takes the place of: Python may know them, too.
+  std::vector<at::Tensor> replaced;
   std::vector<Header> headers;      // one a rank
   at::Tensor indices;               // mine: (sparse dimensions, count)
   at::Tensor values;                // mine: (count, dense sizes...)
@@ -156,11 +166,13 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
     refuse(site, c10::str("a sparse tensor may have up to ", kMaxDimensions,
                           " dimensions, but its shape is ", tensor.sizes()));
   }
-  auto sum = std::make_shared<SparseSum>();
+  const std::shared_ptr<SparseSum> sum = SparseSum::make();
   {
     const PlainDispatch guard;
     std::vector<at::Tensor> indices, values;
     for (const at::Tensor& each : tensors) {
+      sum->replaced.push_back(each._indices());
+      sum->replaced.push_back(each._values());
       const at::Tensor coalesced = each.coalesce();
       indices.push_back(coalesced._indices());
       values.push_back(coalesced._values());

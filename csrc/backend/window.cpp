@@ -16,20 +16,22 @@
 namespace mycoll {
 namespace {
 
-// Keeps a storage, at its size. Several windows may hold one.
+// Keeps a tensor's storage, at its size. Several windows may hold one.
 class FixedStorage {
  public:
-  explicit FixedStorage(c10::Storage storage) : storage_(std::move(storage)) {
+  explicit FixedStorage(const at::Tensor& tensor)
+      : storage_(tensor.storage().unsafeGetStorageImpl()) {
+    kept_.add(tensor);
     MutexLock lock(mutex());
-    Fixed& fixed = all()[storage_.unsafeGetStorageImpl()];
-    if (fixed.holders++ == 0) fixed.wasResizable = storage_.unsafeGetStorageImpl()->resizable();
-    storage_.unsafeGetStorageImpl()->set_resizable(false);
+    Fixed& fixed = all()[storage_];
+    if (fixed.holders++ == 0) fixed.wasResizable = storage_->resizable();
+    storage_->set_resizable(false);
   }
   ~FixedStorage() {
     MutexLock lock(mutex());
-    const auto found = all().find(storage_.unsafeGetStorageImpl());
+    const auto found = all().find(storage_);
     if (--found->second.holders > 0) return;
-    storage_.unsafeGetStorageImpl()->set_resizable(found->second.wasResizable);
+    storage_->set_resizable(found->second.wasResizable);
     all().erase(found);
   }
   FixedStorage(const FixedStorage&) = delete;
@@ -51,7 +53,8 @@ class FixedStorage {
     return *kAll;
   }
 
-  const c10::Storage storage_;
+  Kept kept_;
+  c10::StorageImpl* const storage_;
 };
 
 void checkCpu(const CallSite& site, const at::Tensor& tensor) {
@@ -122,18 +125,20 @@ void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
                   /*isAsync=*/false);
   request.compositeKind = OpKind::kWindow;
   const Span memory = writable(tensor);
-  check(site, window_->open(memory, description, std::make_shared<FixedStorage>(tensor.storage()),
+  check(site, window_->open(memory, description, std::make_shared<FixedStorage>(tensor),
                             &request.composite));
   backend_->run(request, tensor, {});
+  at::Tensor own = tensor.detach();
   MutexLock lock(mutex_);
-  tensor_ = tensor.detach();
+  std::swap(tensor_, own);
 }
 
 void MycollWindow::tensor_deregister() {
   const CallSite site = backend_->enter("tensor_deregister");
+  at::Tensor last;  // dropped without the lock
   {
     MutexLock lock(mutex_);
-    tensor_.reset();
+    std::swap(tensor_, last);
   }
   Request request(site, c10d::OpType::UNKNOWN, "mycoll:tensor_deregister", c10d::kUnsetTimeout,
                   /*isAsync=*/false);

@@ -116,10 +116,17 @@ void MycollWork::awaitBegin(Deadline deadline) {
 }
 
 void MycollWork::watchOps() {
-  const auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
+  if (areOpsDone()) return finish();
+  // One reference for all operations, taken out by the last one.
+  const auto watching = std::make_shared<c10::intrusive_ptr<MycollWork>>(
+      c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this));
   for (const OpPtr& op : ops_) {
-    op->onDone([self] {
-      if (self->unfinishedOps_.fetch_sub(1, std::memory_order_acq_rel) == 1) self->finish();
+    op->onDone([watching] {
+      MycollWork& work = **watching;
+      if (work.unfinishedOps_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      work.finish();
+      auto last = std::make_shared<c10::intrusive_ptr<MycollWork>>(std::move(*watching));
+      CallbackPool::get().drop(std::move(last));
     });
   }
 }
@@ -133,11 +140,10 @@ bool MycollWork::areOpsDone() const {
 }
 
 void MycollWork::finish() {
-  // What holds tensors is dropped after the lock: freeing a tensor may need the GIL, and somebody
-  // who holds the GIL may be waiting for the lock.
-  c10::SmallVector<CopyBack, 1> copyBacks;
+  // What belongs to the program is not dropped by this thread, which may be the engine's: it moves
+  // on to the pool, or stays with the Work.
+  CopyBacks copyBacks;
   Hook hook;
-  std::function<void()> endProfiling;
   FuturePtr future;
   CallbackOrder::TurnPtr turn;
   FuturePtr resultFuture;
@@ -150,7 +156,8 @@ void MycollWork::finish() {
         break;
       }
     }
-    copyBacks.swap(copyBacks_);
+    copyBacks = std::move(copyBacks_);
+    copyBacks_.clear();
     if (status_.ok()) {
       for (const CopyBack& copy : copyBacks) {
         unpack(static_cast<const char*>(copy.packed.const_data_ptr()) + copy.offsetBytes,
@@ -158,21 +165,22 @@ void MycollWork::finish() {
       }
     }
     hook.swap(hook_);
-    endProfiling.swap(recordFunctionEndCallback_);
     future = future_;
     turn.swap(turn_);
     resultFuture = resultFuture_;
     if (isTimed_ || hook) ended_ = Clock::now();
     state_.store(State::kDone, std::memory_order_release);
   }
-  if (endProfiling) endProfiling();
-  auto self = c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
+  if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+  const auto self = [this] {
+    return c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
+  };
   if (turn) {
-    CallbackOrder::ready(turn, [self, future] { self->tell(future); });
-    future.reset();
+    CallbackOrder::ready(turn, [self = self(), future = std::move(future)] { self->tell(future); });
   }
   if (!future && !resultFuture && !hook) return;
-  CallbackPool::get().post([self = std::move(self), future, resultFuture, hook = std::move(hook)] {
+  CallbackPool::get().post([self = self(), future = std::move(future),
+                            resultFuture = std::move(resultFuture), hook = std::move(hook)] {
     if (future) self->tell(future);
     if (resultFuture) completeResult(resultFuture, self->status_);
     if (hook) {

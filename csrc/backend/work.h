@@ -10,8 +10,9 @@
 // With a future that Python has asked for before, wait() waits for its callbacks, too (see Told),
 // and isCompleted() says no until it is complete.
 //
-// Lifetime: may be dropped at any time. The tensors belong to the engine until it is done, and the
-// Work itself is held by the engine's callbacks where it has anything left to do.
+// Lifetime: may be dropped at any time. The memory belongs to the engine until it is done, and the
+// Work itself is held by the engine where it has anything left to do. The engine hands it to
+// CallbackPool::drop() then: the Work holds tensors that Python knows.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -40,7 +41,7 @@ class MycollWork final : public c10d::Work {
   using Clock = std::chrono::steady_clock;
 
   struct Extras {
-    c10::SmallVector<CopyBack, 1> copyBacks;
+    CopyBacks copyBacks;
     Hook hook;                   // called once, when done; may be empty
     bool isTimed = false;        // remember when it ended
     size_t perList = 0;          // see Request::perList
@@ -120,7 +121,7 @@ class MycollWork final : public c10d::Work {
   // Not the base's mutex_: nothing here is the base's business.
   mutable Mutex lock_;
   bool isWatched_ GUARDED_BY(lock_) = false;
-  c10::SmallVector<CopyBack, 1> copyBacks_ GUARDED_BY(lock_);
+  CopyBacks copyBacks_ GUARDED_BY(lock_);
   Hook hook_ GUARDED_BY(lock_);
   c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(lock_);
   // Of future_, when Python asked for it before it was done.

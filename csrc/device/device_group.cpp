@@ -249,9 +249,9 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(Requests requests, at::TensorList ou
   const bool isAsync = first.async;
   const DeviceOperationPtr operation = carryBy(path, requests, isTimed, isBatch);
   if (extras.whenOver) {
-    onOver(operation, [operation, whenOver = std::move(extras.whenOver)](const Status&) {
+    onOver(operation, [operation, whenOver = std::move(extras.whenOver)](const Status&) mutable {
       const std::chrono::duration<double, std::milli> took(operation->milliseconds());
-      CallbackPool::get().post([whenOver, took] {
+      CallbackPool::get().post([whenOver = std::move(whenOver), took] {
         whenOver(std::chrono::duration_cast<std::chrono::nanoseconds>(took));
       });
     });
@@ -260,7 +260,7 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(Requests requests, at::TensorList ou
     // NCCL's ran on the caller's stream; the host path's end is waited for by it.
     throwIfFailed(operation->waitEnqueued(Deadline::never()));
     if (operation->stream() != caller) operation->block(caller);
-    operation->release();
+    operation->release().dropHere();
     if (!place_.waitsOnHost) return nullptr;
     throwIfFailed(operation->waitOver(Deadline::never()));
     return nullptr;

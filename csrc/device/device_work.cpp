@@ -39,6 +39,7 @@ DeviceWork::~DeviceWork() {
   // Before its end the watchdog hands the memory on (see WatchList::clearReleased()).
   Kept dropped;
   (void)operation_->releaseUnused(&dropped);
+  dropped.dropHere();
 }
 
 std::exception_ptr DeviceWork::exception() const { return toException(operation_->status()); }
@@ -59,7 +60,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   // What comes next on the stream that the memory is from comes after the operation: the allocator
   // may hand it out again. On another stream this would be too early for what the program has
   // dropped since the call, although torch's nccl does so.
-  if (current == operation_->caller()) operation_->release();
+  if (current == operation_->caller()) operation_->release().dropHere();
   if (isAsked_.load(std::memory_order_acquire)) told_->await();
   return true;
 }
@@ -90,12 +91,15 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
   } else {
     told_ = std::make_shared<Told>();  // by one thread: only the first one comes here
     isAsked_.store(true, std::memory_order_release);
-    operation_->onEnqueued([future, operation = operation_, outputs = outputs_, told = told_] {
-      CallbackPool::get().post([=] {
-        complete(*future, *operation, outputs);
-        told->set();
-      });
-    });
+    // Moved on, so that the thread that ends the operation drops none of it.
+    operation_->onEnqueued(
+        [future, operation = operation_, outputs = outputs_, told = told_]() mutable {
+          CallbackPool::get().post([future = std::move(future), operation = std::move(operation),
+                                    outputs = std::move(outputs), told = std::move(told)] {
+            complete(*future, *operation, outputs);
+            told->set();
+          });
+        });
   }
   return future;
 }
@@ -106,9 +110,10 @@ c10::intrusive_ptr<Future> DeviceWork::getFutureResult() {
   auto future = c10::make_intrusive<Future>(c10::IntType::get());
   resultFuture_ = future;
   lock.unlock();
-  group_->onOver(operation_, [future](const Status& status) {
+  group_->onOver(operation_, [future](const Status& status) mutable {
     const auto result = static_cast<int64_t>(toWorkResult(status));
-    CallbackPool::get().post([future, result] { future->markCompleted(c10::IValue(result)); });
+    CallbackPool::get().post(
+        [future = std::move(future), result] { future->markCompleted(c10::IValue(result)); });
   });
   return future;
 }

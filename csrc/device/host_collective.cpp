@@ -40,7 +40,7 @@ at::Tensor slice(const at::Tensor& buffer, size_t offset, size_t bytes) {
 
 HostCollective::HostCollective(std::shared_ptr<HostStaging> staging, DeviceOperationPtr operation,
                                EventPtr ready, int rank, int ranks, std::vector<Call> calls,
-                               std::vector<CopyBack> copyBacks)
+                               CopyBacks copyBacks)
     : staging_(std::move(staging)),
       operation_(std::move(operation)),
       ready_(std::move(ready)),

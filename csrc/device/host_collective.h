@@ -43,7 +43,7 @@ class HostCollective {
   // ready: behind it, the caller's inputs are there and its outputs free. copyBacks: from the
   // spans' memory to tensors that are not plain, at the end.
   HostCollective(std::shared_ptr<HostStaging> staging, DeviceOperationPtr operation, EventPtr ready,
-                 int rank, int ranks, std::vector<Call> calls, std::vector<CopyBack> copyBacks);
+                 int rank, int ranks, std::vector<Call> calls, CopyBacks copyBacks);
 
   // self: keeps the collective alive in the task's frame.
   static Task run(std::shared_ptr<HostCollective> self, CollectiveRunner& runner);
@@ -74,7 +74,7 @@ class HostCollective {
   const int rank_;
   const int ranks_;
   const std::vector<Call> calls_;
-  const std::vector<CopyBack> copyBacks_;
+  const CopyBacks copyBacks_;
   const c10::Stream inward_;
   const c10::Stream outward_;
 };

@@ -77,7 +77,7 @@ struct HostPath::Incoming {
   DType dtype = DType::kOpaque;
   uint8_t opaqueType = 0;
   std::chrono::milliseconds timeout{0};
-  c10::SmallVector<CopyBack, 1> copyBacks;
+  CopyBacks copyBacks;
   std::atomic<size_t> left;  // pieces that were not copied to the device
 
   // Copies a piece that has arrived to the device; the last one ends the operation.
@@ -159,11 +159,11 @@ DeviceOperationPtr HostPath::carryOne(DeviceGroup& group, Request& request, bool
 
 void HostPath::carryCollective(Request& request, const DeviceOperationPtr& operation,
                                EventPtr ready) {
+  operation->keep(request.takeKept());
   auto collective = std::make_shared<HostCollective>(
       staging_, operation, std::move(ready), place_.rank, place_.ranks,
       std::vector<Call>(request.calls.begin(), request.calls.end()),
-      std::vector<CopyBack>(request.copyBacks.begin(), request.copyBacks.end()));
-  operation->keep(request.allTensors());
+      std::move(request.copyBacks));
   const OpPtr op = place_.host->submitComposite(
       request.calls.front().kind,
       [collective](CollectiveRunner& runner) { return HostCollective::run(collective, runner); },
@@ -189,7 +189,7 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
   place_.host->noteOtherCallers();  // it leaves when the device has copied it
   const auto left = std::make_shared<std::atomic<size_t>>(cut.pieces());
   std::vector<std::shared_ptr<Outgoing>> pieces;
-  operation->keep(request.allTensors());
+  operation->keep(request.takeKept());
   {
     DeviceOperation::Putting putting(*operation);
     const PlainDispatch plain;
@@ -228,7 +228,7 @@ void HostPath::receive(Request& request, const DeviceOperationPtr& operation, Ev
   const Span target = call.out.front();
   const Cut cut(target.bytes);
   const c10::Stream stream = sideStream(request.device);
-  operation->keep(request.allTensors());
+  operation->keep(request.takeKept());
   block(*ready, stream);
   const auto message = std::shared_ptr<Incoming>(new Incoming{
       place_.host, operation, cut, target, emptyPinned(cut.staged()), stream, call.dtype,

@@ -123,11 +123,8 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, Requests requests, bool i
   operation->setCaptured(isCaptured);
   if (isMessage && isAlone) operation->setSource(first.peer);
   if (first.async) {
-    Kept kept = first.allTensors();
-    for (size_t i = 1; i < requests.size(); ++i) {
-      const Kept more = requests[i]->allTensors();
-      kept.append(more.begin(), more.end());
-    }
+    Kept kept;
+    for (Request* request : requests) kept.add(request->takeKept());
     operation->keep(std::move(kept));
   }
   DeviceOperation::Putting putting(*operation);

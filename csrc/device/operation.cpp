@@ -44,9 +44,9 @@ void DeviceOperation::Putting::setEnd(const c10::Stream& stream, EventPtr end) {
   end_.emplace(stream, std::move(end));
 }
 
-void DeviceOperation::keep(Kept tensors) {
+void DeviceOperation::keep(Kept memory) {
   MutexLock lock(mutex_);
-  kept_ = std::move(tensors);
+  kept_ = std::move(memory);
 }
 
 void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
@@ -182,7 +182,7 @@ float DeviceOperation::milliseconds() const {
 
 Kept DeviceOperation::release() {
   MutexLock lock(mutex_);
-  return std::exchange(kept_, {});
+  return std::move(kept_);
 }
 
 bool DeviceOperation::releaseUnused(Kept* released) {

@@ -13,8 +13,8 @@
 // replayed, and nobody may ask for an event that belongs to a graph.
 //
 // Thread contract: [any thread], with or without the GIL.
-// Lifetimes: held by shared_ptr. The tensors that it keeps are dropped by whoever calls release():
-// never by the watchdog, since dropping a tensor may need the GIL and calls the allocator. A
+// Lifetimes: held by shared_ptr. The memory that it keeps is dropped by whoever calls release():
+// never by the watchdog, since that calls the allocator. A
 // failure stops nothing that is on a stream, nor who is putting it there: what uses the tensors is
 // followed to its end by Putting.
 #pragma once
@@ -71,7 +71,7 @@ class DeviceOperation {
   };
 
   // Before anything is put on a stream.
-  void keep(Kept tensors);
+  void keep(Kept memory);
   // Somebody wants to know its duration: events are timed.
   void setTimed(bool isTimed) { isTimed_ = isTimed; }
   bool isTimed() const { return isTimed_; }

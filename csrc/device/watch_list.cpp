@@ -13,7 +13,7 @@ namespace {
 // group: one that is not called again would keep it for ever.
 struct Released {
   Mutex mutex;
-  std::vector<at::Tensor> tensors GUARDED_BY(mutex);
+  Kept memory GUARDED_BY(mutex);
   std::atomic<bool> isThere{false};
 };
 
@@ -205,17 +205,17 @@ WatchList::Failed WatchList::failAll(const Status& cause) {
 }
 
 bool WatchList::releaseMemory() {
-  std::vector<at::Tensor> tensors;
+  Kept memory;
   std::erase_if(lingering_, [&](const DeviceOperationPtr& operation) {
     Kept kept;
     if (!operation->releaseUnused(&kept)) return false;
-    for (at::Tensor& tensor : kept) tensors.push_back(std::move(tensor));
+    memory.add(std::move(kept));
     return true;
   });
-  if (!tensors.empty()) {
+  if (!memory.empty()) {
     Released& all = released();
     MutexLock lock(all.mutex);
-    for (at::Tensor& tensor : tensors) all.tensors.push_back(std::move(tensor));
+    all.memory.add(std::move(memory));
     all.isThere.store(true, std::memory_order_release);
   }
   return lingering_.empty();
@@ -224,10 +224,13 @@ bool WatchList::releaseMemory() {
 void WatchList::clearReleased() {
   Released& all = released();
   if (!all.isThere.load(std::memory_order_acquire)) return;
-  std::vector<at::Tensor> tensors;
-  MutexLock lock(all.mutex);
-  tensors.swap(all.tensors);
-  all.isThere.store(false, std::memory_order_relaxed);
+  Kept memory;
+  {
+    MutexLock lock(all.mutex);
+    std::swap(memory, all.memory);
+    all.isThere.store(false, std::memory_order_relaxed);
+  }
+  memory.dropHere();
 }
 
 }  // namespace mycoll

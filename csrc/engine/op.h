@@ -52,13 +52,16 @@ class Op {
 
   // As onDone(), for the engine itself, which awaits nothing.
   void atEnd(std::function<void()> fn);
-  // Publishes the outcome, lets go of the user's memory, tells those who asked.
+  // Publishes the outcome, lets go of the program's memory, tells those who asked.
   void finish(Status status);
   // Somebody wants to be told of its end, instead of waiting for it.
   bool isAwaited() const { return isAwaited_.load(std::memory_order_relaxed); }
   void setRecord(const OpRecord& record) { record_ = record; }
 
-  // Holds the user's memory; dropped when the op is done.
+  // Holds the program's memory. Dropped by finish(), on the thread that completes the op: often the
+  // engine's, on which all groups of the process depend. So what drops it must not wait, nor take a
+  // lock that the program may hold (the GIL). The same goes for what a composite or a callback
+  // holds.
   std::shared_ptr<void> keepAlive;
   Deadline deadline;
   const std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -255,3 +256,168 @@ def failing(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_a_callback_that_raises(world):
     world.run(failing)
+
+
+# How a callback waits for an operation that the program has called.
+WAITS: dict[str, Callable[[dist.Work], None]] = {
+    "work": lambda work: work.wait() and None,
+    "future": lambda work: work.get_future().wait() and None,
+    "poll": lambda work: poll(work.is_completed),
+    "poll the future": lambda work: poll(work.get_future().done),
+}
+
+
+def poll(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_done():
+        if time.monotonic() > end:
+            raise TimeoutError("it never ended")
+        time.sleep(0.001)
+
+
+def waiting(ctx: Ctx, how: str, asks_before: bool) -> None:
+    """A callback waits for operations that were called before it was hung on its future."""
+    chance = ctx.random(ctx.rank)
+    wait = WAITS[how]
+    group = dist.new_group()
+    for _ in range(10):
+        xs = [torch.full((size,), 1.0) for size in (3, 4, 5)]
+        seen = []
+        time.sleep(chance.choice((0, 0.002)))
+        first, second, third = (dist.all_reduce(x, group=group, async_op=True) for x in xs)
+        future = first.get_future()
+        if asks_before:
+            second.get_future()
+            third.get_future()
+        fourth = dist.all_reduce(torch.ones(6), group=group, async_op=True)
+
+        def after(_, wait=wait, works=(third, second, fourth), xs=xs) -> float:
+            for work in works:
+                wait(work)
+            return sum(float(x[0]) for x in xs)
+
+        chained = future.then(after)
+        second.get_future().add_done_callback(seen.append)
+        later = torch.ones(7)
+        time.sleep(chance.choice((0, 0.002)))
+        dist.all_reduce(later, group=group)
+        ctx.equal(chained.wait(), 3.0 * ctx.size)
+        poll(lambda seen=seen: len(seen) == 1)
+        close(ctx, later, torch.full((7,), float(ctx.size)))
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("asks_before", [True, False], ids=["asked before", "asked there"])
+@pytest.mark.parametrize("how", WAITS)
+@pytest.mark.worlds(2, 3)
+def test_a_callback_that_waits(world, how, asks_before):
+    world.run(waiting, how, asks_before)
+
+
+def late(ctx: Ctx, how: str) -> None:
+    """A callback waits for an operation that the program has called while the callback ran."""
+    token = torch.zeros(1)
+    called = threading.Event()
+    works: list[dist.Work] = []
+
+    def after(_: torch.futures.Future) -> str:
+        called.wait(30)
+        WAITS[how](works[0])
+        return "waited"
+
+    if ctx.rank == 0:
+        chained = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(after)
+        works.append(dist.all_reduce(torch.ones(4), async_op=True))
+        called.set()
+        dist.send(token, 1)  # only now can the first one end
+        ctx.equal(chained.wait(), "waited")
+    else:
+        dist.recv(token, 0)
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(4))
+
+
+@pytest.mark.parametrize("how", ["work", "poll"])
+@pytest.mark.worlds(2)
+def test_a_callback_that_waits_for_a_later_call(world, how):
+    world.run(late, how)
+
+
+def one_order(ctx: Ctx, seed: int) -> None:
+    """Random programs, the same on all ranks, at random speeds: they agree on the order of all
+    operations, those begun in callbacks included, and nobody waits for ever."""
+    plan = ctx.random(("plan", seed))  # the same on all ranks
+    chance = ctx.random((ctx.rank, seed))
+    group = dist.new_group()
+    sizes = iter(range(1, 10_000))  # operations in another order would differ
+    works: list[dist.Work] = []
+    futures: list[torch.futures.Future] = []
+    results: list[torch.Tensor] = []
+    chained: list[torch.futures.Future] = []
+
+    def begin() -> dist.Work:
+        x = torch.ones(next(sizes))
+        results.append(x)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        assert work is not None
+        return work
+
+    def start() -> None:
+        works.append(begin())
+        if plan.random() < 0.6:
+            futures.append(works[-1].get_future())
+
+    def callback() -> Callable[[torch.futures.Future], None]:
+        awaited = [
+            (plan.choice(list(WAITS)), plan.choice(works))
+            for _ in range(plan.choice((0, 1, 1, 2)))
+        ]
+        waits_first, waits_for_its_own = plan.random() < 0.5, plan.random() < 0.5
+        mine = torch.ones(next(sizes)) if plan.random() < 0.6 else None
+
+        def run(_: torch.futures.Future) -> None:
+            time.sleep(chance.choice((0, 0, 0.003)))
+            for how, work in awaited if waits_first else []:
+                WAITS[how](work)
+            if mine is not None:
+                results.append(mine)
+                work = dist.all_reduce(mine, group=group, async_op=True)
+                if waits_for_its_own:
+                    work.wait()
+            for how, work in [] if waits_first else awaited:
+                WAITS[how](work)
+
+        return run
+
+    for _ in range(60):
+        time.sleep(chance.choice((0, 0, 0, 0.002)))
+        action = plan.choice(("start", "start", "hang", "hang", "hang several", "synchronous"))
+        if action == "synchronous":
+            x = torch.ones(next(sizes))
+            results.append(x)
+            dist.all_reduce(x, group=group)
+        elif action == "start" or len(futures) < 3:
+            start()
+        else:
+            count = 1 if action == "hang" else 3
+            first = plan.randrange(max(0, len(futures) - 6), len(futures) - count + 1)
+            # In the order in which they were asked for: see CallbackOrder.
+            for future in futures[first : first + count]:
+                chained.append(future.then(callback()))
+            start()
+    for future in chained:
+        future.wait()
+    for work in works:
+        work.wait()
+    dist.all_reduce(torch.ones(next(sizes)), group=group)
+    for x in results:
+        close(ctx, x, torch.full_like(x, float(ctx.size)), f"operation of {x.numel()} elements")
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.worlds(2, 3)
+def test_one_order_of_operations(world, seed):
+    if world.backend == "gloo":
+        pytest.skip("gloo's callbacks run in no order")
+    world.run(one_order, seed)

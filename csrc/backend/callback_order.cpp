@@ -1,111 +1,330 @@
 #include "backend/callback_order.h"
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "backend/callback_pool.h"
 
 namespace mycoll {
+
+// How many callbacks hang on a future. torch does not say so, and its class is final; but an
+// explicit instantiation may name private members.
+size_t callbacksOf(c10::ivalue::Future& future);
+template <auto kMutex, auto kCallbacks>
+struct FutureMembers {
+  friend size_t callbacksOf(c10::ivalue::Future& future) {
+    const std::lock_guard<std::mutex> lock(future.*kMutex);
+    return (future.*kCallbacks).size();
+  }
+};
+template struct FutureMembers<&c10::ivalue::Future::mutex_, &c10::ivalue::Future::callbacks_>;
+
 namespace {
 
-using OrderPtr = std::shared_ptr<CallbackOrder>;
+using Future = c10::ivalue::Future;
 
-// How often whoever waits looks for signals.
+// How often a thread that waits looks for signals.
 constexpr std::chrono::milliseconds kTick(50);
+// How long a future waits for its place before it is completed beside a callback that runs. Not at
+// once: it then takes a thread of the pool until its place has come.
+constexpr std::chrono::milliseconds kPatience(2);
+
+}  // namespace
+
+struct CallbackOrder::Entry {
+  std::function<void()> begin;  // of a collective
+  bool isCollective = false;
+  bool isOver = false;
+};
+
+// Guarded by the order's mutex.
+struct CallbackOrder::Turn {
+  Turn(Ptr itsOrder, FuturePtr itsFuture)
+      : order(std::move(itsOrder)), future(std::move(itsFuture)) {}
+
+  const Ptr order;
+  const FuturePtr future;
+  std::function<void()> complete;
+  bool isTaken = false;  // a thread completes it
+  std::deque<EntryPtr> parts;  // that are not over
+  bool isOpen = false;  // the last part has no mark at its end yet: what is hung now belongs to it
+  size_t seen = 1;      // callbacks up to the last mark; the gate is the first
+};
+
+namespace {
 
 // The callbacks that this thread is inside of, innermost first.
 struct Running {
   const CallbackOrder* root;
-  OrderPtr beneath;
+  std::shared_ptr<CallbackOrder> beneath;
   Running* outer;
 };
 thread_local Running* innermost = nullptr;
 
-}  // namespace
+// The mark that this thread hangs on a future. Null afterwards: it ran at once.
+thread_local const void* marking = nullptr;
 
-OrderPtr CallbackOrder::here() {
-  for (const Running* running = innermost; running != nullptr; running = running->outer) {
-    if (running->root == root_) return running->beneath;
-  }
-  return shared_from_this();
+Running* running(const CallbackOrder* root) {
+  Running* found = innermost;
+  while (found != nullptr && found->root != root) found = found->outer;
+  return found;
 }
 
-CallbackOrder::TurnPtr CallbackOrder::add() {
-  auto turn = std::make_shared<Turn>();
-  turn->order = shared_from_this();
-  const MutexLock lock(mutex_);
-  turns_.push_back(turn);
-  count(1);
+}  // namespace
+
+// ---- futures and their parts
+
+CallbackOrder::Ptr CallbackOrder::here(const Ptr& order) {
+  const Ptr& root = order->root_ ? order->root_ : order;
+  const Running* const inside = running(root.get());
+  return inside != nullptr ? inside->beneath : root;
+}
+
+// A future belongs where its collective was called, though a callback may be the first that asks
+// for it; and where it is asked for, if that is further out: the callback may be over.
+CallbackOrder::Ptr CallbackOrder::ofFuture(const Ptr& order) {
+  Ptr asked = here(order);
+  return order->depth_ < asked->depth_ ? order : asked;
+}
+
+CallbackOrder::TurnPtr CallbackOrder::add(const Ptr& order, const FuturePtr& future) {
+  const auto turn = std::make_shared<Turn>(order, future);
+  future->addCallback([turn](Future&) { turn->order->enter(*turn); });
+  const MutexLock lock(order->mutex_);
+  order->turns_.push_back(turn);
+  order->count(1);
   return turn;
 }
 
-void CallbackOrder::ready(const TurnPtr& turn, std::function<void()> complete) {
-  const OrderPtr order = turn->order;
-  {
-    const MutexLock lock(order->mutex_);
-    turn->complete = std::move(complete);
-    if (order->isRunning_ || order->turns_.front() != turn) return;
-    order->isRunning_ = true;
-  }
-  CallbackPool::get().post([order] { order->run(); });
-}
-
-void CallbackOrder::hold(std::function<void()> begin) {
-  {
-    const MutexLock lock(mutex_);
-    if (!turns_.empty()) {
-      auto turn = std::make_shared<Turn>();
-      turn->complete = std::move(begin);
-      turn->hasCallbacks = false;
-      turns_.push_back(std::move(turn));
-      count(1);
-      return;
-    }
-  }
-  begin();
-}
-
 void CallbackOrder::count(int change) {
-  pending_.fetch_add(change, std::memory_order_release);
+  pending_.fetch_add(static_cast<size_t>(change), std::memory_order_release);
   allPending_.fetch_add(change, std::memory_order_release);
 }
 
-void CallbackOrder::run() {
-  MutexLock lock(mutex_);
-  while (!turns_.empty() && turns_.front()->complete) {
-    const TurnPtr turn = turns_.front();
-    std::function<void()> complete = std::move(turn->complete);
-    lock.unlock();
-    if (turn->hasCallbacks) {
-      Running running{root_, std::make_shared<CallbackOrder>(root_), innermost};
-      innermost = &running;
-      complete();
-      complete = nullptr;  // what it held is dropped without the lock
-      innermost = running.outer;
-      running.beneath->wait(Deadline::never(), nullptr);
-    } else {
-      complete();
-      complete = nullptr;
-    }
-    lock.lock();
-    turns_.pop_front();
-    count(-1);
-    changed_.notify_all();
-  }
-  isRunning_ = false;
+CallbackOrder::EntryPtr CallbackOrder::append(std::function<void()> begin) {
+  auto entry = std::make_shared<Entry>();
+  entry->isCollective = begin != nullptr;
+  entry->begin = std::move(begin);
+  entries_.push_back(entry);
+  count(1);
+  return entry;
 }
 
-CallbackOrder::Outcome CallbackOrder::wait(Deadline deadline, bool (*isInterrupted)()) {
+// For all futures up to this one, since they were asked for before: where something has been hung,
+// or may have been. isCertain: this one has a part in any case.
+void CallbackOrder::addParts(const Turn& last, bool isCertain) {
+  for (const TurnPtr& turn : turns_) {
+    const bool isLast = turn.get() == &last;
+    if (!turn->isOpen && (turn->isTaken || (isLast && isCertain) ||
+                          callbacksOf(*turn->future) > turn->seen)) {
+      turn->parts.push_back(append(nullptr));
+      turn->isOpen = true;
+    }
+    if (isLast) return;
+  }
+}
+
+// What is hung from here on comes behind what is called now.
+void CallbackOrder::mark(const TurnPtr& turn) {
+  const size_t before = callbacksOf(*turn->future);
+  marking = turn.get();
+  turn->future->addCallback([turn](Future&) {
+    if (marking == turn.get()) {
+      marking = nullptr;  // complete: what is hung from here on runs in then()
+    } else {
+      turn->order->leavePart(*turn);
+    }
+  });
+  if (std::exchange(marking, nullptr) == nullptr) return;
+  turn->seen = before + 1;
+  turn->isOpen = false;
+}
+
+// ---- on the thread that completes a future
+
+void CallbackOrder::enter(Turn& turn) {
   MutexLock lock(mutex_);
-  while (!turns_.empty()) {
-    changed_.wait_for(lock.native(), kTick);
-    if (turns_.empty()) break;
-    if (deadline.expired()) return Outcome::kTimeout;
-    if (isInterrupted == nullptr) continue;
+  awaitPart(turn, lock);
+}
+
+void CallbackOrder::leavePart(Turn& turn) {
+  running(root_ ? root_.get() : this)->beneath->awaitIdle();
+  MutexLock lock(mutex_);
+  turn.parts.front()->isOver = true;
+  turn.parts.pop_front();
+  advance(lock);
+  awaitPart(turn, lock);
+}
+
+// Something may have been hung since anybody looked.
+void CallbackOrder::awaitPart(Turn& turn, MutexLock& lock) {
+  if (turn.parts.empty() && !entries_.empty()) addParts(turn, /*isCertain=*/true);
+  while (!turn.parts.empty() && entries_.front() != turn.parts.front()) {
+    changed_.wait(lock.native());
+  }
+}
+
+void CallbackOrder::complete(const TurnPtr& turn) {
+  const Ptr root = root_ ? root_ : shared_from_this();
+  Running inside{root.get(), std::make_shared<CallbackOrder>(root, depth_ + 1), innermost};
+  innermost = &inside;
+  turn->complete();
+  turn->complete = nullptr;  // what it held is dropped without the lock
+  innermost = inside.outer;
+  inside.beneath->awaitIdle();
+  MutexLock lock(mutex_);
+  for (const EntryPtr& part : turn->parts) part->isOver = true;
+  turn->parts.clear();
+  std::erase(turns_, turn);
+  count(-1);
+  advance(lock);
+}
+
+void CallbackOrder::ready(const TurnPtr& turn, std::function<void()> complete) {
+  CallbackOrder& order = *turn->order;
+  const MutexLock lock(order.mutex_);
+  turn->complete = std::move(complete);
+  order.ready_.push_back(turn);
+  order.attend();
+}
+
+void CallbackOrder::attend() {
+  if (ready_.empty() || std::exchange(isAttended_, true)) return;
+  CallbackPool::get().post([self = shared_from_this()] { self->serve(); });
+}
+
+// The first one whose place has come; else null.
+CallbackOrder::TurnPtr CallbackOrder::takeReady() {
+  for (auto each = ready_.begin(); each != ready_.end(); ++each) {
+    const TurnPtr turn = *each;
+    addParts(*turn, /*isCertain=*/false);
+    const bool hasCome = turn->parts.empty() ? entries_.empty()
+                                             : entries_.front() == turn->parts.front();
+    if (!hasCome) continue;
+    ready_.erase(each);
+    return turn;
+  }
+  return nullptr;
+}
+
+void CallbackOrder::serve() {
+  MutexLock lock(mutex_);
+  while (!ready_.empty()) {
+    TurnPtr turn = takeReady();
+    if (!turn) {
+      if (changed_.wait_for(lock.native(), kPatience) != std::cv_status::timeout) continue;
+      turn = ready_.front();
+      ready_.pop_front();
+    }
+    turn->isTaken = true;
+    isAttended_ = false;
+    attend();  // another thread goes on with the others
     lock.unlock();
-    if (isInterrupted()) return Outcome::kInterrupted;
+    complete(turn);
+    turn.reset();
     lock.lock();
+    if (std::exchange(isAttended_, true)) return;
+  }
+  isAttended_ = false;
+}
+
+// ---- collectives
+
+bool CallbackOrder::isBlockedNow() {
+  for (const TurnPtr& turn : turns_) {
+    if (!turn->isOpen && !turn->isTaken && callbacksOf(*turn->future) <= turn->seen) continue;
+    addParts(*turn, /*isCertain=*/false);
+    mark(turn);
+  }
+  return !entries_.empty();
+}
+
+bool CallbackOrder::isBlocked() {
+  const MutexLock lock(mutex_);
+  return isBlockedNow();
+}
+
+CallbackOrder::EntryPtr CallbackOrder::hold(std::function<void()> begin) {
+  {
+    const MutexLock lock(mutex_);
+    if (isBlockedNow()) return append(std::move(begin));
+  }
+  begin();
+  return nullptr;
+}
+
+void CallbackOrder::advance(MutexLock& lock) {
+  while (!isBeginning_ && !entries_.empty()) {
+    const EntryPtr first = entries_.front();
+    if (first->isCollective) {
+      isBeginning_ = true;
+      lock.unlock();
+      first->begin();
+      first->begin = nullptr;
+      lock.lock();
+      isBeginning_ = false;
+    } else if (!first->isOver) {
+      break;
+    }
+    entries_.pop_front();
+    count(-1);
+  }
+  changed_.notify_all();
+}
+
+void CallbackOrder::beginIfInside(const EntryPtr& entry) {
+  if (running(root_ ? root_.get() : this) == nullptr) return;
+  MutexLock lock(mutex_);
+  while (isBeginning_) changed_.wait(lock.native());
+  const auto end = std::find(entries_.begin(), entries_.end(), entry);
+  if (end == entries_.end()) return;  // it has begun
+  std::vector<EntryPtr> begun;
+  std::copy_if(entries_.begin(), end + 1, std::back_inserter(begun),
+               [](const EntryPtr& each) { return each->isCollective; });
+  std::erase_if(entries_, [&](const EntryPtr& each) {
+    return std::find(begun.begin(), begun.end(), each) != begun.end();
+  });
+  count(-static_cast<int>(begun.size()));
+  isBeginning_ = true;
+  lock.unlock();
+  for (const EntryPtr& each : begun) {
+    each->begin();
+    each->begin = nullptr;
+  }
+  lock.lock();
+  isBeginning_ = false;
+  advance(lock);
+}
+
+CallbackOrder::Outcome CallbackOrder::pass(Deadline deadline, bool (*isInterrupted)()) {
+  MutexLock lock(mutex_);
+  if (!isBlockedNow()) return Outcome::kIdle;
+  const EntryPtr own = append([] {});
+  const auto find = [&]() REQUIRES(mutex_) {
+    return std::find(entries_.begin(), entries_.end(), own);
+  };
+  while (find() != entries_.end()) {
+    changed_.wait_for(lock.native(), kTick);
+    lock.unlock();
+    const Outcome end = deadline.expired() ? Outcome::kTimeout
+                        : isInterrupted()  ? Outcome::kInterrupted
+                                           : Outcome::kIdle;
+    lock.lock();
+    if (end == Outcome::kIdle) continue;
+    while (isBeginning_) changed_.wait(lock.native());
+    if (find() == entries_.end()) break;
+    entries_.erase(find());
+    count(-1);
+    advance(lock);
+    return end;
   }
   return Outcome::kIdle;
+}
+
+void CallbackOrder::awaitIdle() {
+  MutexLock lock(mutex_);
+  while (!turns_.empty() || !entries_.empty()) changed_.wait(lock.native());
 }
 
 }  // namespace mycoll

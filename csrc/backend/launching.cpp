@@ -73,10 +73,10 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList input
   return launch(request, outputs, /*isProfiled=*/false);
 }
 
-void MycollBackend::awaitCallbacks(const Request& request) const {
+void MycollBackend::awaitCallbacks(const Request& request, CallbackOrder& order) const {
   const Milliseconds timeout =
       request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
-  switch (callbacks_->here()->wait(Deadline::after(timeout), isInterruptPending)) {
+  switch (order.pass(Deadline::after(timeout), isInterruptPending)) {
     case CallbackOrder::Outcome::kIdle: return;
     case CallbackOrder::Outcome::kInterrupted: throwStatus(interrupted());
     case CallbackOrder::Outcome::kTimeout: throwStatus(heldTooLong(describe(request), timeout));
@@ -91,8 +91,11 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
                                              bool isProfiled) {
   if (!request.device.is_cpu()) return launchOnDevice(request, outputs);
   if (!callbacks_->isIdle() && !isMessage(request.type)) [[unlikely]] {
-    if (request.async) return hold(request, outputs, isProfiled);
-    awaitCallbacks(request);
+    const CallbackOrder::Ptr order = CallbackOrder::here(callbacks_);
+    if (order->isBlocked()) {
+      if (request.async) return hold(request, outputs, isProfiled, *order);
+      awaitCallbacks(request, *order);
+    }
   }
   const auto kept = std::make_shared<Kept>(std::move(request.keep));
   MycollWork::Ops ops = submit(*communicator_, request, kept, callSiteOfCall());
@@ -103,15 +106,15 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
 }
 
 MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outputs,
-                                           bool isProfiled) {
+                                           bool isProfiled, CallbackOrder& order) {
   MycollWork::Extras extras = extrasOf(request, isProfiled);
   extras.heldCall = describe(request);
   const auto work = track(request, outputs, {}, std::move(extras));
-  callbacks_->here()->hold([communicator = communicator_, work, site = callSiteOfCall(),
-                            held = std::make_shared<Request>(std::move(request))] {
+  work->setEntry(order.hold([communicator = communicator_, work, site = callSiteOfCall(),
+                             held = std::make_shared<Request>(std::move(request))] {
     const auto kept = std::make_shared<Kept>(std::move(held->keep));
     work->begin(submit(*communicator, *held, kept, site));
-  });
+  }));
   return work;
 }
 
@@ -153,7 +156,7 @@ MycollWork::Extras MycollBackend::extrasOf(Request& request, bool isProfiled) {
   extras.isTimed = isTimed_;
   extras.started = MycollWork::Clock::now();
   extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
-  if (!isMessage(request.type)) extras.order = callbacks_;
+  if (!isMessage(request.type)) extras.order = CallbackOrder::here(callbacks_);
   extras.hook = workHook();
   extras.perList = request.perList;
   if (isProfiled && request.async) {

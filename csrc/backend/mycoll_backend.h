@@ -179,7 +179,7 @@ class MycollBackend final : public c10d::Backend {
   bool isForked() const;
 
   // Until the callbacks of earlier futures have run: see CallbackOrder.
-  void awaitCallbacks(const Request& request) const;
+  void awaitCallbacks(const Request& request, CallbackOrder& order) const;
   std::string describe(const Request& request) const;
   // pg_options that a user has given, or null.
   c10::intrusive_ptr<MycollOptions> optionsFrom(
@@ -207,7 +207,7 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
                   int source, int tag);
   // Holds an asynchronous collective: it is submitted when the callbacks before it have run.
-  WorkPtr hold(Request& request, at::TensorList outputs, bool isProfiled);
+  WorkPtr hold(Request& request, at::TensorList outputs, bool isProfiled, CallbackOrder& order);
   MycollWork::Extras extrasOf(Request& request, bool isProfiled);
   c10::intrusive_ptr<MycollWork> track(const Request& request, at::TensorList outputs,
                                        MycollWork::Ops ops, MycollWork::Extras extras);

@@ -96,6 +96,20 @@ void MycollWork::begin(Ops ops) {
   if (isWatched) watchOps();
 }
 
+void MycollWork::setEntry(CallbackOrder::EntryPtr entry) {
+  MutexLock lock(lock_);
+  held_->entry = std::move(entry);
+}
+
+void MycollWork::beginIfInCallback() {
+  CallbackOrder::EntryPtr entry;
+  {
+    MutexLock lock(lock_);
+    entry = held_->entry;
+  }
+  if (entry) order_->beginIfInside(entry);
+}
+
 void MycollWork::awaitBegin(Deadline deadline) {
   const Deadline callEnds =
       timeout_ > std::chrono::milliseconds(0) ? Deadline::after(timeout_) : Deadline::never();
@@ -199,6 +213,7 @@ bool MycollWork::isOver() {
 }
 
 bool MycollWork::isCompleted() {
+  if (!hasBegun()) beginIfInCallback();
   if (!isOver()) return false;
   if (!isAsked_.load(std::memory_order_acquire)) return true;
   MutexLock lock(lock_);
@@ -247,6 +262,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
   if (!isDone()) {
     const Deadline deadline = toDeadline(timeout);
     if (!hasBegun()) [[unlikely]] {
+      beginIfInCallback();
       awaitBegin(deadline);
     }
     for (const OpPtr& op : ops_) {
@@ -278,6 +294,7 @@ void MycollWork::blockCurrentStream() {
 void MycollWork::abort() { communicator_->abort("Work.abort() was called"); }
 
 FuturePtr MycollWork::getFuture() {
+  if (!hasBegun()) beginIfInCallback();
   FuturePtr future;
   bool isComplete = false;
   {
@@ -287,7 +304,7 @@ FuturePtr MycollWork::getFuture() {
     isComplete = isDone();
     if (!isComplete && isCalledByPython()) {
       isAsked_.store(true, std::memory_order_release);
-      if (order_) turn_ = order_->here()->add();
+      if (order_) turn_ = CallbackOrder::add(CallbackOrder::ofFuture(order_), future);
     }
   }
   if (isComplete) {

@@ -49,7 +49,7 @@ class MycollWork final : public c10d::Work {
     std::optional<std::vector<at::Tensor>> profiledInputs;
     Clock::time_point started;
     std::chrono::milliseconds timeout{0};
-    std::shared_ptr<CallbackOrder> order;  // null: callbacks of the future run when they can
+    CallbackOrder::Ptr order;  // that of the call; null: callbacks of the future run when they can
     std::string heldCall;  // not empty: begin() brings the operations, and this describes the call
   };
 
@@ -60,6 +60,8 @@ class MycollWork final : public c10d::Work {
   void start();
   // Call it once, on a held work: its operations have been submitted.
   void begin(Ops ops);
+  // The held work's place. Null: it has begun at once.
+  void setEntry(CallbackOrder::EntryPtr entry);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -92,6 +94,8 @@ class MycollWork final : public c10d::Work {
   void watch();
   void watchOps();
   bool hasBegun() const { return hasBegun_.load(std::memory_order_acquire); }
+  // A callback of the group asks for it.
+  void beginIfInCallback();
   void awaitBegin(Deadline deadline);
   bool isDone() const { return state_.load(std::memory_order_acquire) == State::kDone; }
 
@@ -99,6 +103,7 @@ class MycollWork final : public c10d::Work {
   // What waits for begin() of a held work.
   struct Held {
     std::string call;
+    CallbackOrder::EntryPtr entry;  // guarded by lock_
     std::condition_variable begun;
   };
   const std::unique_ptr<Held> held_;
@@ -109,7 +114,7 @@ class MycollWork final : public c10d::Work {
   const std::chrono::milliseconds timeout_;
   const bool isTimed_;
   const size_t perList_;
-  const std::shared_ptr<CallbackOrder> order_;
+  const CallbackOrder::Ptr order_;
 
   std::atomic<State> state_{State::kRunning};
   std::atomic<bool> isAsked_{false};   // Python has future_, and had it before the end

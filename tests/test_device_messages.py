@@ -3,6 +3,7 @@ after that nobody waits for the other's call, and on the host path long ones tra
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from datetime import timedelta
@@ -282,3 +283,48 @@ def test_the_place_of_a_batch(fresh_device_world):
     for site in fresh_device_world(2, "nccl", env=env).run(place_of_a_batch):
         assert site.startswith("test_device_messages.py:"), site
         assert site.endswith(" in place_of_a_batch"), site
+
+
+def beside_a_held_gil(ctx: Ctx) -> None:
+    """Rank 0 drops its tensors and holds the GIL; its part of operations goes on by itself."""
+    store = ctx.store("gil")
+    numel = 1 << 18
+
+    def strided() -> torch.Tensor:
+        return torch.ones(numel, 2, device=ctx.device)[:, 0]
+
+    def start() -> list:
+        whole = full(ctx, 1, numel * ctx.size)
+        return [
+            dist.all_reduce(strided(), async_op=True),
+            dist.reduce_scatter_tensor(full(ctx, 0, numel), whole, async_op=True),
+            dist.isend(strided(), 1) if ctx.rank == 0 else dist.irecv(strided(), 0),
+            dist.all_reduce(strided(), async_op=True),
+            dist.all_reduce(strided(), async_op=True),
+        ]
+
+    for work in start():
+        work.wait()
+    for round_ in range(8):  # a machine may be too slow at times: once is enough
+        dist.barrier()
+        if ctx.rank == 0:
+            start()
+            store.set(f"holding {round_}", "")
+            ctypes.PyDLL(None).usleep(400_000)
+            has_ended = store.check([f"ended {round_}"])
+        else:
+            store.wait([f"holding {round_}"], timedelta(seconds=30))
+            time.sleep(0.1)
+            for work in start():
+                work.wait()
+            store.set(f"ended {round_}", "")
+            has_ended = True
+        verdict = torch.tensor([int(has_ended)])
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+        if int(verdict):
+            return
+    ctx.fail("the operations ended only after the other rank had let go of the GIL")
+
+
+def test_operations_beside_a_held_gil(reused_device_world):
+    reused_device_world(2, "host").run_in_group(beside_a_held_gil)

@@ -369,8 +369,7 @@ def one_order(ctx: Ctx, seed: int) -> None:
 
     def callback() -> Callable[[torch.futures.Future], None]:
         awaited = [
-            (plan.choice(list(WAITS)), plan.choice(works))
-            for _ in range(plan.choice((0, 1, 1, 2)))
+            (plan.choice(list(WAITS)), plan.choice(works)) for _ in range(plan.choice((0, 1, 1, 2)))
         ]
         waits_first, waits_for_its_own = plan.random() < 0.5, plan.random() < 0.5
         mine = torch.ones(next(sizes)) if plan.random() < 0.6 else None

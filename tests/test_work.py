@@ -369,24 +369,24 @@ def while_the_gil_is_held(ctx: Ctx, name: str, keeps: bool) -> None:
     store = ctx.store("gil")
     start = UNKEPT[name]
     start(ctx).wait()
-    for attempt in range(5):  # a machine may be too slow at times: once is enough
+    for round_ in range(8):  # a machine may be too slow at times: once is enough
         dist.barrier()
         if ctx.rank == 0:
             works = [start(ctx) for _ in range(4)]
             if not keeps:
                 del works
-            store.set(f"holding {attempt}", "")
-            gil_holder.usleep(900_000)
-            has_ended = store.check([f"ended {attempt}"])
+            store.set(f"holding {round_}", "")
+            gil_holder.usleep(400_000)
+            has_ended = store.check([f"ended {round_}"])
             if keeps:
                 for work in works:
                     work.wait()
         else:
-            store.wait([f"holding {attempt}"], timedelta(seconds=30))
+            store.wait([f"holding {round_}"], timedelta(seconds=30))
             time.sleep(0.1)
             for work in [start(ctx) for _ in range(4)]:
                 work.wait()
-            store.set(f"ended {attempt}", "")
+            store.set(f"ended {round_}", "")
             has_ended = True
         verdict = torch.tensor([int(has_ended)])
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN)

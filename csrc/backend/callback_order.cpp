@@ -46,7 +46,7 @@ struct CallbackOrder::Turn {
   const Ptr order;
   const FuturePtr future;
   std::function<void()> complete;
-  bool isTaken = false;  // a thread completes it
+  bool isTaken = false;        // a thread completes it
   std::deque<EntryPtr> parts;  // that are not over
   bool isOpen = false;  // the last part has no mark at its end yet: what is hung now belongs to it
   size_t seen = 1;      // callbacks up to the last mark; the gate is the first
@@ -116,8 +116,8 @@ CallbackOrder::EntryPtr CallbackOrder::append(std::function<void()> begin) {
 void CallbackOrder::addParts(const Turn& last, bool isCertain) {
   for (const TurnPtr& turn : turns_) {
     const bool isLast = turn.get() == &last;
-    if (!turn->isOpen && (turn->isTaken || (isLast && isCertain) ||
-                          callbacksOf(*turn->future) > turn->seen)) {
+    if (!turn->isOpen &&
+        (turn->isTaken || (isLast && isCertain) || callbacksOf(*turn->future) > turn->seen)) {
       turn->parts.push_back(append(nullptr));
       turn->isOpen = true;
     }
@@ -199,8 +199,8 @@ CallbackOrder::TurnPtr CallbackOrder::takeReady() {
   for (auto each = ready_.begin(); each != ready_.end(); ++each) {
     const TurnPtr turn = *each;
     addParts(*turn, /*isCertain=*/false);
-    const bool hasCome = turn->parts.empty() ? entries_.empty()
-                                             : entries_.front() == turn->parts.front();
+    const bool hasCome =
+        turn->parts.empty() ? entries_.empty() : entries_.front() == turn->parts.front();
     if (!hasCome) continue;
     ready_.erase(each);
     return turn;

@@ -36,18 +36,17 @@ struct Header {
 // Held by the operation. It has tensors that Python knows, so a thread of the pool drops it.
 struct SparseSum {
   static std::shared_ptr<SparseSum> make() {
-    return {new SparseSum, [](SparseSum* sum) {
-              CallbackPool::get().drop(std::unique_ptr<SparseSum>(sum));
-            }};
+    return {new SparseSum,
+            [](SparseSum* sum) { CallbackPool::get().drop(std::unique_ptr<SparseSum>(sum)); }};
   }
 
   int rank;
   std::vector<at::Tensor> targets;  // alike; what a rank has is the sum of them
   // The targets' parts, which the sum takes the place of: Python may know them, too.
   std::vector<at::Tensor> replaced;
-  std::vector<Header> headers;      // one a rank
-  at::Tensor indices;               // mine: (sparse dimensions, count)
-  at::Tensor values;                // mine: (count, dense sizes...)
+  std::vector<Header> headers;  // one a rank
+  at::Tensor indices;           // mine: (sparse dimensions, count)
+  at::Tensor values;            // mine: (count, dense sizes...)
   std::vector<at::Tensor> allIndices;
   std::vector<at::Tensor> allValues;
 

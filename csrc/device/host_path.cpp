@@ -162,8 +162,7 @@ void HostPath::carryCollective(Request& request, const DeviceOperationPtr& opera
   operation->keep(request.takeKept());
   auto collective = std::make_shared<HostCollective>(
       staging_, operation, std::move(ready), place_.rank, place_.ranks,
-      std::vector<Call>(request.calls.begin(), request.calls.end()),
-      std::move(request.copyBacks));
+      std::vector<Call>(request.calls.begin(), request.calls.end()), std::move(request.copyBacks));
   const OpPtr op = place_.host->submitComposite(
       request.calls.front().kind,
       [collective](CollectiveRunner& runner) { return HostCollective::run(collective, runner); },

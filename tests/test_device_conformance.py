@@ -122,6 +122,17 @@ def test_coalesced_calls(device_world, mode):
     device_world.run(native, "test_coalesced", test_coalesced.coalesced_calls.__name__, mode)
 
 
+@pytest.mark.worlds(2)
+def test_an_exception_in_a_block(device_world):
+    device_world.run(native, "test_coalesced", test_coalesced.after_a_broken_block.__name__)
+
+
+@pytest.mark.worlds(2)
+def test_blocks_of_two_threads(device_world):
+    device_world.run(native, "test_coalesced", test_coalesced.nested_blocks.__name__)
+    device_world.run(native, "test_coalesced", test_coalesced.blocks_of_two_threads.__name__)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.worlds(3)
 def test_coalescing_manager(device_world, mode):

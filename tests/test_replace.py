@@ -542,6 +542,33 @@ def test_rpc() -> None:
     )
 
 
+def test_an_exception_in_a_block() -> None:
+    """A caught exception in `_coalescing_manager` leaves no block open."""
+    run(
+        """
+        dist.init_process_group("gloo")
+        other = dist.new_group()
+        for group in (None, other):
+            try:
+                with c10d._coalescing_manager(group):
+                    dist.all_reduce(torch.ones(3), group=group)
+                    raise KeyError
+            except KeyError:
+                pass
+            ops = [dist.P2POp(dist.isend, torch.ones(3), 1 - rank, group) for _ in range(2)]
+            ops[1].tensor = None
+            try:
+                dist.batch_isend_irecv(ops)
+            except TypeError:
+                pass
+            x = torch.ones(3)
+            dist.all_reduce(x, group=group)
+            assert x.tolist() == [2, 2, 2], x
+        """,
+        ranks=RANKS,
+    )
+
+
 def test_a_data_loader_and_a_fork(tmp_path: Path) -> None:
     """A process that has forked, as a DataLoader does, goes on; torch makes it a gloo group."""
     run(

@@ -1,6 +1,8 @@
 // Many tensors in one call, and many calls in one Work.
 #include <c10/util/StringUtil.h>
 
+#include <utility>
+
 #include "backend/mycoll_backend.h"
 
 namespace mycoll {
@@ -49,25 +51,32 @@ void MycollBackend::startCoalescing() {
   if (owner != nullptr && owner != thisThread()) {
     refuse(site, "another thread is coalescing operations of this group");
   }
-  // A list of this thread's own is left over from a block that an exception ended: torch does not
-  // tell. Its operations are under way like all others.
-  coalesced_.clear();
-  if (device_) device_->dropBatch();
+  dropCoalescing();  // left over where an exception ended a block that torch's manager did not open
   coalescingThread_.store(thisThread(), std::memory_order_release);
 }
 
 MycollBackend::WorkPtr MycollBackend::endCoalescing() {
   const CallSite site = enter("_coalescing_manager");
   if (!isCoalescing()) refuse(site, "nothing was started that could end here");
-  std::vector<WorkPtr> works = std::move(coalesced_);
-  coalesced_.clear();
+  std::vector<WorkPtr> works = std::exchange(coalesced_, {});
+  const auto messages = std::exchange(coalescedMessages_, {});
   coalescingThread_.store(nullptr, std::memory_order_release);
+  for (const auto& begin : messages) begin();
   if (device_ && device_->hasBatch()) {
     WorkPtr onDevice = device_->endBatch({isTimed_, hookFor(c10d::OpType::COALESCED)});
     if (works.empty()) return onDevice;
     works.push_back(std::move(onDevice));
   }
   return c10::make_intrusive<CoalescedWork>(std::move(works));
+}
+
+// Collectives on the CPU are under way like all others: every rank has to take part in them.
+void MycollBackend::dropCoalescing() {
+  if (!isCoalescing()) return;
+  coalesced_.clear();
+  coalescedMessages_.clear();
+  if (device_) device_->dropBatch();
+  coalescingThread_.store(nullptr, std::memory_order_release);
 }
 
 MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(

@@ -90,10 +90,19 @@ std::string MycollBackend::describe(const Request& request) const {
 MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList outputs,
                                              bool isProfiled) {
   if (!request.device.is_cpu()) return launchOnDevice(request, outputs);
-  if (!callbacks_->isIdle() && !isMessage(request.type)) [[unlikely]] {
+  if (isMessage(request.type)) {
+    if (isCoalescing()) {
+      coalescedMessages_.push_back(hold(request, outputs, isProfiled).begin);
+      return nullptr;
+    }
+  } else if (!callbacks_->isIdle()) [[unlikely]] {
     const CallbackOrder::Ptr order = CallbackOrder::here(callbacks_);
     if (order->isBlocked()) {
-      if (request.async) return hold(request, outputs, isProfiled, *order);
+      if (request.async) {
+        HeldOperation held = hold(request, outputs, isProfiled);
+        held.work->setEntry(order->hold(std::move(held.begin)));
+        return held.work;
+      }
       awaitCallbacks(request, *order);
     }
   }
@@ -105,17 +114,16 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
   return work;
 }
 
-MycollBackend::WorkPtr MycollBackend::hold(Request& request, at::TensorList outputs,
-                                           bool isProfiled, CallbackOrder& order) {
+MycollBackend::HeldOperation MycollBackend::hold(Request& request, at::TensorList outputs,
+                                                 bool isProfiled) {
   MycollWork::Extras extras = extrasOf(request, isProfiled);
   extras.heldCall = describe(request);
   const auto work = track(request, outputs, {}, std::move(extras));
-  work->setEntry(order.hold([communicator = communicator_, work, site = callSiteOfCall(),
-                             held = std::make_shared<Request>(std::move(request))] {
-    const auto kept = std::make_shared<Kept>(std::move(held->keep));
-    work->begin(submit(*communicator, *held, kept, site));
-  }));
-  return work;
+  return {work, [communicator = communicator_, work, site = callSiteOfCall(),
+                 held = std::make_shared<Request>(std::move(request))] {
+            const auto kept = std::make_shared<Kept>(std::move(held->keep));
+            work->begin(submit(*communicator, *held, kept, site));
+          }};
 }
 
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {

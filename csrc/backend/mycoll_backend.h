@@ -11,7 +11,8 @@
 //   subgroups.cpp       split, merge and shrink
 //
 // Thread contract: [any thread], never with the GIL held. Between startCoalescing() and
-// endCoalescing() the calls of that one thread belong together.
+// endCoalescing() the calls of that one thread belong together: what is on devices, and messages,
+// leave at the end, and not at all if an exception ends the block.
 // Lifetime: a process that forks cannot use its groups in the child: every call there is refused.
 // Works outlive the backend safely.
 #pragma once
@@ -126,6 +127,8 @@ class MycollBackend final : public c10d::Backend {
   bool supportsCoalescing() const override { return shown_ == nullptr; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
+  // Instead of endCoalescing(), after an exception. Nothing where this thread has no open block.
+  void dropCoalescing();
 
   // The engine numbers collectives by itself, from 0 on every rank.
   void setSequenceNumberForGroup() override {}
@@ -206,8 +209,13 @@ class MycollBackend final : public c10d::Backend {
                        bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
                   int source, int tag);
-  // Holds an asynchronous collective: it is submitted when the callbacks before it have run.
-  WorkPtr hold(Request& request, at::TensorList outputs, bool isProfiled, CallbackOrder& order);
+  // An asynchronous operation that begin() will submit: a collective when the callbacks before it
+  // have run, a message at the end of its block.
+  struct HeldOperation {
+    c10::intrusive_ptr<MycollWork> work;
+    std::function<void()> begin;
+  };
+  HeldOperation hold(Request& request, at::TensorList outputs, bool isProfiled);
   MycollWork::Extras extrasOf(Request& request, bool isProfiled);
   c10::intrusive_ptr<MycollWork> track(const Request& request, at::TensorList outputs,
                                        MycollWork::Ops ops, MycollWork::Extras extras);
@@ -245,9 +253,10 @@ class MycollBackend final : public c10d::Backend {
 
   bool isCoalescing() const;
 
-  // Which thread is between startCoalescing() and endCoalescing(); only that one touches the list.
+  // Which thread is between startCoalescing() and endCoalescing(); only that one touches the lists.
   std::atomic<const void*> coalescingThread_{nullptr};
   std::vector<WorkPtr> coalesced_;
+  std::vector<std::function<void()>> coalescedMessages_;  // begin them
 
   std::atomic<int> shrinks_{0};  // how often it was asked for a smaller group
 

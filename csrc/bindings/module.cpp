@@ -533,6 +533,8 @@ PYBIND11_MODULE(_C, module) {
       .def("_split_devices", &MycollBackend::splitDevices, py::arg("child").none(true),
            py::arg("willing"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_name", &MycollBackend::groupName)
+      .def("_drop_coalescing", &MycollBackend::dropCoalescing,
+           py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout", &MycollBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def(

@@ -4,7 +4,8 @@ torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to all groups
 `_set_pg_timeout` for groups of other backends than gloo and NCCL, and refuses
 `dist.split_group` where no accelerator is bound to the job; a group made by `dist.shrink_group`
 serves one kind of device, where its parent may have served several; torch.distributed.nn has no
-gradient of `all_gather_into_tensor` but over NCCL. They are wrapped when the
+gradient of `all_gather_into_tensor` but over NCCL; an exception inside of `_coalescing_manager`
+leaves the block open for good. They are wrapped when the
 process makes its first mycoll group; a process that makes none keeps torch's own functions. For
 groups that have no mycoll in them, torch's function is called with the same arguments. Collectives
 of objects are in objects.py.
@@ -15,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -79,6 +81,15 @@ def _backend_names(group: ProcessGroup | None) -> dict[str, str]:
         return {}
     config = dist.get_backend_config(group)
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
+
+
+def _own_backends(group: ProcessGroup) -> list[Any]:
+    """mycoll's backends of the group, also those that have another backend's name."""
+    kind = native().MycollBackend
+    backends = [group._get_backend(device) for device in group._device_types]
+    # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around them.
+    backends = [getattr(backend, "wrapped_pg", backend) for backend in backends]
+    return [backend for backend in backends if isinstance(backend, kind)]
 
 
 def _wrap_monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,6 +255,66 @@ def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
         return None if module is not None and isinstance(source, module.MycollBackend) else source
 
     return get_split_source
+
+
+@functools.cache
+def guard_coalescing() -> None:
+    """Wraps `_coalescing_manager`, once in a process; also for groups in gloo's place."""
+    replace("_coalescing_manager", _wrap_coalescing_manager)
+
+
+class _Block(list[Any]):
+    """The collectives that torch notes while a block is open, for the thread that opened it."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self._group = group.group_name
+        self._thread = threading.get_ident()
+
+    def append(self, operation: Any) -> None:
+        if threading.get_ident() != self._thread:
+            raise self.error("another thread is coalescing operations of this group")
+        super().append(operation)
+
+    def error(self, text: str) -> Exception:
+        error: Exception = native().ArgumentError(
+            f"mycoll group '{self._group}': _coalescing_manager: {text}"
+        )
+        return error
+
+
+def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's manager has no `finally`. After an exception the group would still be coalescing: the
+    program's next collectives would only be noted, and return at once with their inputs."""
+
+    @contextlib.contextmanager
+    def coalescing_manager(
+        group: ProcessGroup | None = None,
+        device: torch.device | None = None,
+        async_ops: bool = False,
+    ) -> Iterator[Any]:
+        members = group or distributed_c10d._get_default_group()
+        ours = _own_backends(members)
+        if not ours:
+            with original(members, device, async_ops) as manager:
+                yield manager
+            return
+        blocks = distributed_c10d._world.pg_coalesce_state
+        block = _Block(members)
+        if blocks.setdefault(members, block) is not block:
+            # torch's manager would add to that block, and end it in the wrong place.
+            raise block.error("a block of this group is open already, and blocks cannot be nested")
+        try:
+            with original(members, device, async_ops) as manager:
+                yield manager
+        except BaseException:
+            if blocks.get(members) is block:
+                del blocks[members]
+            for backend in ours:
+                backend._drop_coalescing()
+            raise
+
+    return coalescing_manager
 
 
 def _give_all_gather_a_gradient() -> None:

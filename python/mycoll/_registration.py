@@ -208,8 +208,9 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
 
 def prepare(module: ModuleType) -> None:
     """Before a group is made."""
-    from mycoll import _leaving, objects
+    from mycoll import _compat, _leaving, objects
 
+    _compat.guard_coalescing()
     objects.install()
     _leaving.watch_child()
     warn_of_unknown_variables(module)

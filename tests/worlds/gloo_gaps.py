@@ -79,6 +79,9 @@ GAPS: tuple[Gap, ...] = (
     # --- coalescing
     Gap("_coalescing_manager/device", "no startCoalescing"),
     Gap("test_coalesced.py::test_coalescing_manager_of_mixed_ops", "no startCoalescing"),
+    Gap("test_coalesced.py::test_an_exception_in_a_block*", "an exception leaves the block open"),
+    Gap("test_coalesced.py::test_nested_blocks*", "no startCoalescing"),
+    Gap("test_coalesced.py::test_blocks_of_two_threads*", "no startCoalescing"),
 )
 
 

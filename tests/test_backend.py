@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import os
 import random
 import signal
 import textwrap
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import mycoll
 import pytest
 import torch
 import torch.distributed as dist
@@ -348,6 +352,125 @@ def forked(ctx: Ctx) -> None:
 
 def test_a_forked_child_is_refused(reused, transport):
     reused(2, transport).run_in_group(forked)
+
+
+def works_calls(name: str, work: dist.Work) -> dict[str, Callable[[], object]]:
+    methods = ("wait", "is_completed", "is_success", "exception", "result", "synchronize")
+    methods += ("get_future", "get_future_result", "_source_rank", "_get_duration")
+    return {f"{method} of {name}": getattr(work, method) for method in methods}
+
+
+def windows_calls(window: mycoll.Window, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    return {
+        "tensor_register": lambda: window.tensor_register(x),
+        "tensor_deregister": window.tensor_deregister,
+        "put": lambda: window.put(x, 0, 0, True),
+        "signal": lambda: window.signal(0, True),
+        "wait_signal": lambda: window.wait_signal(0, False),
+        "map_remote_tensor": lambda: window.map_remote_tensor(0),
+        "get_attr": lambda: window.get_attr(0),
+        "new_window": lambda: mycoll.new_window(x),
+    }
+
+
+def groups_calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    world = dist.group.WORLD
+    backend = world._get_backend(CPU)
+    name, minute = world.group_name, timedelta(minutes=1)
+    ops, norm = torch.ops.mycoll, torch.ones(4, 3)
+    return {
+        "barrier": dist.barrier,
+        "monitored_barrier": lambda: dist.monitored_barrier(timeout=minute),
+        "batch_isend_irecv": lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0)]),
+        "_coalescing_manager": lambda: backend._start_coalescing(),
+        "all_gather_object": lambda: dist.all_gather_object([None] * dist.get_world_size(), 1),
+        "operator all_reduce": lambda: ops.all_reduce(x, name),
+        "operator all_reduce_": lambda: ops.all_reduce_(x, name),
+        "operator all_gather": lambda: ops.all_gather(x, name),
+        "operator reduce_scatter": lambda: ops.reduce_scatter(torch.ones(4), name),
+        "operator add_rms_norm": lambda: ops.all_reduce_add_rms_norm(
+            norm, norm, torch.ones(3), 1e-6, name
+        ),
+        "abort": backend.abort,
+        "timeout": lambda: dist.distributed_c10d._set_pg_timeout(minute, world),
+        "timing": world._enable_collectives_timing,
+        "hook": lambda: world._register_on_completion_hook(lambda _: None),
+        "pending works": world._wait_for_pending_works,
+    }
+
+
+def answers_of_a_child(calls: dict[str, Callable[[], object]]) -> dict[str, str]:
+    """What each call raises in a forked child, which then drops what it has."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for name in list(calls):
+                text = "no error"
+                try:
+                    calls.pop(name)()
+                except RuntimeError as error:
+                    text = str(error)
+                except BaseException as error:
+                    text = repr(error)
+                os.write(write, f"{name}\t{text.splitlines()[0]}\n".encode())
+            gc.collect()
+            os.write(write, b"end\tforked\n")
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.set_blocking(read, False)
+    end, text = time.monotonic() + 20, b""
+    while time.monotonic() < end and os.waitpid(pid, os.WNOHANG) == (0, 0):
+        time.sleep(0.01)
+        with contextlib.suppress(BlockingIOError):
+            text += os.read(read, 1 << 16)
+    if time.monotonic() >= end:
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(BlockingIOError):
+        text += os.read(read, 1 << 16)
+    os.close(read)
+    return dict(line.split("\t", 1) for line in text.decode().splitlines())
+
+
+def forked_with_works(ctx: Ctx) -> None:
+    """All that a child may call is refused there: what the parent has begun, too."""
+    right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+    window = mycoll.new_window(torch.zeros(4))
+    done = dist.all_reduce(torch.ones(3), async_op=True)
+    done.wait()
+    asked = dist.all_reduce(torch.ones(3), async_op=True)
+    future = asked.get_future()
+    asked.wait()
+    dist.barrier()
+    begun = {
+        "a receive": dist.irecv(torch.ones(3), left, tag=1),
+        "a signal": window.wait_signal(left, True),
+    }
+    if ctx.rank == 0:
+        begun["a collective"] = dist.all_reduce(torch.ones(3), async_op=True)
+    calls = windows_calls(window, torch.ones(3)) | groups_calls(torch.ones(3))
+    for name, work in {"what is done": done, "a future's": asked, **begun}.items():
+        calls |= works_calls(name, work)
+    wanted = {*calls, "end"}
+    answers = answers_of_a_child(calls)
+    ctx.equal(set(answers), wanted, "the child's answers")
+    for name, text in answers.items():
+        if "forked" not in text:
+            ctx.fail(f"{name}: {text}")
+    ctx.equal(len(future.value()), 1)
+    if ctx.rank != 0:
+        dist.all_reduce(torch.ones(3))
+    dist.isend(torch.ones(3), right, tag=1)
+    window.signal(right, False)
+    for work in begun.values():
+        work.wait()
+    window.tensor_deregister()
+
+
+@pytest.mark.parametrize("over", ["shm", "tcp"])
+def test_works_in_a_forked_child(reused, over):
+    reused(2, over).run_in_group(forked_with_works)
 
 
 BEGIN = """

@@ -389,22 +389,37 @@ def test_the_timeout_can_be_set(fresh_device_world, path):
         assert 1.5 < took < 20, took
 
 
+WORKS_METHODS = ("wait", "is_completed", "is_success", "exception", "result", "synchronize")
+WORKS_METHODS += ("get_future", "get_future_result", "_source_rank", "_get_duration")
+
+
 def forked(ctx: Ctx) -> None:
     """The child of a fork cannot use the group, and does the parent's no harm."""
     warm_up(ctx)
     x = full(ctx, ctx.rank)
     work = dist.all_reduce(x, async_op=True)
+    on_cpu = dist.all_reduce(torch.ones(3), async_op=True)
     child = os.fork()
     if child == 0:
         code = 1
         with contextlib.suppress(BaseException):
-            try:
-                dist.all_reduce(x)
-            except RuntimeError as error:
-                code = 0 if "forked" in str(error) else 2
+            answers = []
+            for call in (
+                lambda: dist.all_reduce(x),
+                *(getattr(each, name) for each in (work, on_cpu) for name in WORKS_METHODS),
+                *(lambda each=each: accelerator.abort_work(each) for each in (work, on_cpu)),
+            ):
+                try:
+                    call()
+                    answers.append("no error")
+                except RuntimeError as error:
+                    answers.append(str(error))
+            code = 0 if all("forked" in answer for answer in answers) else 2
+            del call, work, on_cpu
             write_coverage()
         os._exit(code)
     work.wait()
+    on_cpu.wait()
     is_all(ctx, x, sum(range(ctx.size)))
     ctx.equal(os.waitpid(child, 0)[1], 0, "the child")
 

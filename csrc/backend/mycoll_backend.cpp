@@ -1,7 +1,6 @@
 #include "backend/mycoll_backend.h"
 
 #include <c10/util/Float8_e4m3fn.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <cmath>
@@ -30,10 +29,6 @@ constexpr std::chrono::seconds kShutdownTimeout(10);
 constexpr std::chrono::seconds kDropTimeout(2);
 // For rank 0 to close its store after it has left. See outstaysStore_.
 constexpr std::chrono::milliseconds kStoreGrace(30);
-
-std::atomic<int> forkCount{0};
-[[maybe_unused]] const int kForkHandler =
-    pthread_atfork(nullptr, nullptr, [] { forkCount.fetch_add(1, std::memory_order_relaxed); });
 
 // Groups that live, for closeAll(). Never destroyed: a group may die during static destruction.
 struct Registry {
@@ -121,8 +116,7 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
       options_(std::move(options)),
       shown_(std::move(identity.shown)),
       makeDevice_(std::move(makeDevice)),
-      device_(makeDevice_ ? makeDevice_(groupName_, communicator_, options_) : nullptr),
-      forkCount_(forkCount.load(std::memory_order_relaxed)) {
+      device_(makeDevice_ ? makeDevice_(groupName_, communicator_, options_) : nullptr) {
   init();
   // torch has changed what becomes of numbers that are too large: the sums follow the torch at
   // hand.
@@ -130,11 +124,6 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
   setFloat8Saturates(saturates);
   MutexLock lock(registry().mutex);
   registry().groups.insert(this);
-}
-
-// This is a child of the process that made the group.
-bool MycollBackend::isForked() const {
-  return forkCount.load(std::memory_order_relaxed) != forkCount_;
 }
 
 MycollBackend::~MycollBackend() {
@@ -161,9 +150,8 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
   std::multimap<std::string, std::shared_ptr<DeviceSupport>> devices;
   {
     MutexLock lock(registry().mutex);
-    const int forks = forkCount.load(std::memory_order_relaxed);
     for (MycollBackend* group : registry().groups) {
-      if (group->forkCount_ != forks) continue;
+      if (group->isForked()) continue;
       open.push_back(group->communicator_);
       if (group->device_) devices.emplace(group->groupName_, group->device_);
     }
@@ -211,12 +199,14 @@ int64_t MycollBackend::ncclComm() const {
 }
 
 uint64_t MycollBackend::getSequenceNumberForGroup() {
+  owner_.check(groupName_, "get_sequence_number");
   return communicator_->sequence() + (device_ ? device_->sequence() : 0);
 }
 
 std::string MycollBackend::deviceTransport() const { return device_ ? device_->path() : ""; }
 
 c10d::ErrorType MycollBackend::getError() {
+  owner_.check(groupName_, "get_error");
   switch ((device_ ? device_->error() : communicator_->error()).code()) {
     case Code::kOk: return c10d::ErrorType::SUCCESS;
     case Code::kTimeout: return c10d::ErrorType::TIMEOUT;
@@ -265,6 +255,11 @@ void MycollBackend::registerOnCompletionHook(
   };
 }
 
+void MycollBackend::enableCollectivesTiming() {
+  enter("enable_collectives_timing");
+  isTimed_ = true;
+}
+
 void MycollBackend::waitForPendingWorks() {
   enter("wait_for_pending_works");
   if (!hook_) return;
@@ -275,14 +270,7 @@ void MycollBackend::waitForPendingWorks() {
 
 CallSite MycollBackend::enter(const char* function) const {
   stayIfExiting();
-  if (isForked()) [[unlikely]] {
-    C10_THROW_ERROR(
-        DistBackendError,
-        c10::str("mycoll group '", groupName_, "': ", function,
-                 ": this process was forked after the group was made, and a group cannot be used "
-                 "on both sides of a fork; make the group "
-                 "in the child, or start processes with torch.multiprocessing's 'spawn'"));
-  }
+  owner_.check(groupName_, function);
   return CallSite{function, rank_, size_, &groupName_};
 }
 

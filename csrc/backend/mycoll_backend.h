@@ -29,6 +29,7 @@
 
 #include "backend/device_support.h"
 #include "backend/options.h"
+#include "backend/owning_process.h"
 #include "backend/request.h"
 #include "backend/torch_version.h"
 #include "backend/work.h"
@@ -142,7 +143,7 @@ class MycollBackend final : public c10d::Backend {
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;
-  void enableCollectivesTiming() override { isTimed_ = true; }
+  void enableCollectivesTiming() override;
 
   // A group of some of this group's ranks; null for the others. Torch asks once for each device
   // that the group serves, and gets the same backend for the same name.
@@ -179,7 +180,7 @@ class MycollBackend final : public c10d::Backend {
 
   // Refuses in a forked child; then says which call this is, for error messages.
   CallSite enter(const char* function) const;
-  bool isForked() const;
+  bool isForked() const { return !owner_.isHere(); }
 
   // Until the callbacks of earlier futures have run: see CallbackOrder.
   void awaitCallbacks(const Request& request, CallbackOrder& order) const;
@@ -245,7 +246,7 @@ class MycollBackend final : public c10d::Backend {
   // from destroy_process_group() before, and makes a new group at once, would find the store of the
   // old one there, about to close.
   bool outstaysStore_ = false;
-  const int forkCount_;  // how often this process had been forked when the group was made
+  const OwningProcess owner_;
 
   bool isTimed_ = false;
   std::atomic<bool> isDescribed_{false};

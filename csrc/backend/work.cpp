@@ -213,6 +213,7 @@ bool MycollWork::isOver() {
 }
 
 bool MycollWork::isCompleted() {
+  enter("Work.is_completed");
   if (!hasBegun()) beginIfInCallback();
   if (!isOver()) return false;
   if (!isAsked_.load(std::memory_order_acquire)) return true;
@@ -240,13 +241,18 @@ c10::IValue MycollWork::value() const {
   return lists;
 }
 
-bool MycollWork::isSuccess() const { return !isDone() || status_.ok(); }
+bool MycollWork::isSuccess() const {
+  enter("Work.is_success");
+  return !isDone() || status_.ok();
+}
 
 std::exception_ptr MycollWork::exception() const {
+  enter("Work.exception");
   return isDone() ? toException(status_) : nullptr;
 }
 
 int MycollWork::sourceRank() const {
+  enter("Work.source_rank");
   TORCH_CHECK(hasBegun() && ops_.size() == 1 && ops_.front()->kind() == OpKind::kRecv,
               "source_rank() is for a receive");
   TORCH_CHECK(ops_.front()->done(), "source_rank() is known when the receive has completed");
@@ -254,11 +260,13 @@ int MycollWork::sourceRank() const {
 }
 
 std::vector<at::Tensor> MycollWork::result() {
+  enter("Work.result");
   TORCH_CHECK(isOver(), "Work needs to be completed before calling result(); call wait() first");
   return outputs_;
 }
 
 bool MycollWork::wait(std::chrono::milliseconds timeout) {
+  enter("Work.wait");
   if (!isDone()) {
     const Deadline deadline = toDeadline(timeout);
     if (!hasBegun()) [[unlikely]] {
@@ -283,6 +291,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
 }
 
 void MycollWork::blockCurrentStream() {
+  enter("Work.block_current_stream");
   // Where there are no streams, what comes next is this thread's next statement.
   if (at::hasCUDA()) {
     c10d::Work::blockCurrentStream();
@@ -291,9 +300,13 @@ void MycollWork::blockCurrentStream() {
   }
 }
 
-void MycollWork::abort() { communicator_->abort("Work.abort() was called"); }
+void MycollWork::abort() {
+  enter("Work.abort");
+  communicator_->abort("Work.abort() was called");
+}
 
 FuturePtr MycollWork::getFuture() {
+  enter("Work.get_future");
   if (!hasBegun()) beginIfInCallback();
   FuturePtr future;
   bool isComplete = false;
@@ -316,6 +329,7 @@ FuturePtr MycollWork::getFuture() {
 }
 
 FuturePtr MycollWork::getFutureResult() {
+  enter("Work.get_future_result");
   FuturePtr future;
   bool isComplete = false;
   {
@@ -333,6 +347,7 @@ FuturePtr MycollWork::getFutureResult() {
 }
 
 float MycollWork::getDuration() const {
+  enter("Work._get_duration");
   TORCH_CHECK(isTimed_, "durations are measured only when enableCollectivesTiming() was called");
   TORCH_CHECK(isDone(), "the duration is known when the operation has completed");
   return std::chrono::duration<float, std::milli>(ended_ - started_).count();

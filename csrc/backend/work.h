@@ -12,7 +12,8 @@
 //
 // Lifetime: may be dropped at any time. The memory belongs to the engine until it is done, and the
 // Work itself is held by the engine where it has anything left to do. The engine hands it to
-// CallbackPool::drop() then: the Work holds tensors that Python knows.
+// CallbackPool::drop() then: the Work holds tensors that Python knows. In a forked child every call
+// throws.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -27,6 +28,7 @@
 
 #include "backend/callback_order.h"
 #include "backend/callback_pool.h"
+#include "backend/owning_process.h"
 #include "backend/request.h"
 #include "backend/torch_version.h"
 #include "base/mutex.h"
@@ -68,7 +70,7 @@ class MycollWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
-  void synchronize() override {}
+  void synchronize() override { enter("Work.synchronize"); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void blockCurrentStream() override;
   void abort() override;
@@ -83,6 +85,7 @@ class MycollWork final : public c10d::Work {
  private:
   enum class State { kRunning, kDone };
 
+  void enter(const char* function) const { owner_.check(communicator_->options().name, function); }
   bool areOpsDone() const;
   // Its operations are done, and finish() has run.
   bool isOver();
@@ -100,6 +103,7 @@ class MycollWork final : public c10d::Work {
   bool isDone() const { return state_.load(std::memory_order_acquire) == State::kDone; }
 
   const std::shared_ptr<Communicator> communicator_;
+  const OwningProcess owner_;
   // What waits for begin() of a held work.
   struct Held {
     std::string call;

@@ -49,6 +49,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   ~DeviceGroup() override;
 
   int rank() const { return place_.rank; }
+  const std::string& name() const { return place_.name; }
 
   WorkPtr launch(Request& request, at::TensorList outputs, Extras extras) override;
   void addToBatch(Request request, at::TensorList outputs) override;

@@ -36,15 +36,42 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, ui
       waitsOnHost_(waitsOnHost) {}
 
 DeviceWork::~DeviceWork() {
+  if (!owner_.isHere()) return;
   // Before its end the watchdog hands the memory on (see WatchList::clearReleased()).
   Kept dropped;
   (void)operation_->releaseUnused(&dropped);
   dropped.dropHere();
 }
 
-std::exception_ptr DeviceWork::exception() const { return toException(operation_->status()); }
+void DeviceWork::enter(const char* function) const { owner_.check(group_->name(), function); }
+
+bool DeviceWork::isCompleted() {
+  enter("Work.is_completed");
+  return operation_->isOver();
+}
+
+bool DeviceWork::isSuccess() const {
+  enter("Work.is_success");
+  return operation_->status().ok();
+}
+
+std::exception_ptr DeviceWork::exception() const {
+  enter("Work.exception");
+  return toException(operation_->status());
+}
+
+std::vector<at::Tensor> DeviceWork::result() {
+  enter("Work.result");
+  return outputs_;
+}
+
+int DeviceWork::sourceRank() const {
+  enter("Work.source_rank");
+  return operation_->source();
+}
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
+  enter("Work.wait");
   WatchList::clearReleased();
   const bool isTimed = timeout > std::chrono::milliseconds(0);
   const Deadline deadline = isTimed ? Deadline::after(timeout) : Deadline::never();
@@ -75,9 +102,13 @@ void DeviceWork::throwFailure(const Status& status) const {
 
 void DeviceWork::synchronize() { wait(kNoTimeout); }
 
-void DeviceWork::abort() { group_->abort("Work.abort() was called"); }
+void DeviceWork::abort() {
+  enter("Work.abort");
+  group_->abort("Work.abort() was called");
+}
 
 c10::intrusive_ptr<Future> DeviceWork::getFuture() {
+  enter("Work.get_future");
   MutexLock lock(mutex_);
   if (future_) return future_;
   auto future = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
@@ -105,6 +136,7 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
 }
 
 c10::intrusive_ptr<Future> DeviceWork::getFutureResult() {
+  enter("Work.get_future_result");
   MutexLock lock(mutex_);
   if (resultFuture_) return resultFuture_;
   auto future = c10::make_intrusive<Future>(c10::IntType::get());
@@ -119,6 +151,7 @@ c10::intrusive_ptr<Future> DeviceWork::getFutureResult() {
 }
 
 float DeviceWork::getDuration() const {
+  enter("Work._get_duration");
   TORCH_CHECK(operation_->isOver(), "the duration is known when the operation has completed");
   return operation_->milliseconds();
 }

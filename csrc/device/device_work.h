@@ -2,7 +2,8 @@
 // host.
 //
 // Thread contract: everything [any thread]; wait() and its kin must not hold the GIL.
-// Lifetime: may be dropped at any time; the operation goes on without it.
+// Lifetime: may be dropped at any time; the operation goes on without it. In a forked child every
+// call throws.
 #pragma once
 
 #include <atomic>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "backend/callback_pool.h"
+#include "backend/owning_process.h"
 #include "backend/torch_version.h"
 #include "base/mutex.h"
 #include "device/operation.h"
@@ -28,11 +30,11 @@ class DeviceWork final : public c10d::Work {
              std::vector<at::Tensor> outputs, bool waitsOnHost);
   ~DeviceWork() override;
 
-  bool isCompleted() override { return operation_->isOver(); }
-  bool isSuccess() const override { return operation_->status().ok(); }
+  bool isCompleted() override;
+  bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  std::vector<at::Tensor> result() override { return outputs_; }
-  int sourceRank() const override { return operation_->source(); }
+  std::vector<at::Tensor> result() override;
+  int sourceRank() const override;
   // A timeout that is given asks for the end itself, and is waited for on the host.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override;
@@ -47,9 +49,11 @@ class DeviceWork final : public c10d::Work {
 #endif
 
  private:
+  void enter(const char* function) const;
   void throwFailure(const Status& status) const;
 
   const std::shared_ptr<DeviceGroup> group_;
+  const OwningProcess owner_;
   const uint64_t sequence_;
   [[maybe_unused]] const std::chrono::milliseconds timeout_;
   const DeviceOperationPtr operation_;

@@ -10,14 +10,16 @@ import random
 import signal
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import mycoll
 import pytest
 import torch
 import torch.distributed as dist
+from mycoll._registration import native
 from worlds import warm
 from worlds.smoke import smoke
 from worlds.worker import Ctx
@@ -157,6 +159,94 @@ def completion_hooks(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_completion_hooks(world):
     world.run(completion_hooks)
+
+
+@contextlib.contextmanager
+def engines_log(level: int) -> Iterator[Callable[[], list[str]]]:
+    """Collects the engine's lines up to this level (as MYCOLL_LOG's words, 1: failure)."""
+    with os.fdopen(os.memfd_create("log"), "r+b") as file:
+        native()._log_to(f"/proc/self/fd/{file.fileno()}", level)
+
+        def lines() -> list[str]:
+            file.seek(0)
+            return file.read().decode().splitlines()
+
+        try:
+            yield lines
+        finally:
+            native()._log_to("", 1)
+
+
+def hooks_that_raise(ctx: Ctx, failures: tuple[type[BaseException], ...]) -> None:
+    """The first exception of a hook is logged, with its group and operation; all else goes on."""
+    for failure in failures:
+        for level, lines_wanted in ((1, 1), (2, 3)):
+            calls = []
+
+            def hook(info: Any, calls: list[str] = calls, failure=failure) -> None:
+                calls.append(info.op_type.name)
+                raise failure("my hook is wrong")
+
+            group = dist.new_group()
+            group._register_on_completion_hook(hook)
+            x = torch.ones(3, device=ctx.device)
+            with engines_log(level) as lines:
+                dist.all_reduce(x, group=group)
+                group._wait_for_pending_works()
+                dist.all_reduce(x, group=group, async_op=True).wait()
+                dist.broadcast(x, 0, group=group)
+                group._wait_for_pending_works()
+                found = lines()
+            ctx.equal(sorted(calls), ["ALLREDUCE", "ALLREDUCE", "BROADCAST"])
+            ctx.equal(len(found), lines_wanted, "\n".join(found))
+            name = dist.distributed_c10d._get_process_group_name(group)
+            for words in (
+                f"group '{name}': the completion hook has failed after ALLREDUCE, operation 0",
+                failure.__name__,
+                "my hook is wrong",
+                "test_backend.py",
+            ):
+                ctx.equal((words in found[0]) if found else None, True, f"{words} in {found}")
+            dist.destroy_process_group(group)
+
+
+FAILURES = (ValueError, SystemExit, KeyboardInterrupt)
+
+
+@pytest.mark.worlds(2)
+def test_completion_hooks_that_raise(world):
+    world.run(hooks_that_raise, FAILURES)
+
+
+def callbacks_that_raise(ctx: Ctx) -> None:
+    """The next callbacks are called, and so is what comes after."""
+    for failure in FAILURES:
+        called: list[str] = []
+
+        def fail(_: torch.futures.Future, failure=failure) -> None:
+            raise failure("my callback is wrong")
+
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        future = work.get_future()
+        chained = future.then(fail)
+        future.add_done_callback(fail)
+        future.add_done_callback(lambda _, called=called: called.append("future"))
+        result = work.get_future_result()
+        result.add_done_callback(fail)
+        result.add_done_callback(lambda _, called=called: called.append("result"))
+        with ctx.raises((RuntimeError, failure), "my callback is wrong"):
+            chained.wait()
+        work.wait()
+        dist.all_reduce(torch.ones(3))
+        end = time.monotonic() + 20
+        while len(called) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        ctx.equal(sorted(called), ["future", "result"])
+
+
+@pytest.mark.worlds(2)
+def test_callbacks_that_raise(world):
+    world.run(callbacks_that_raise)
 
 
 def timed(ctx: Ctx) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -197,6 +198,75 @@ def hooks(ctx: Ctx) -> None:
             dist.all_reduce(x.to(torch.int16), group=group)
         group._wait_for_pending_works()  # not for what was refused
     dist.destroy_process_group(group)
+
+
+def changed_from_another_thread(ctx: Ctx) -> None:
+    """Timeout, timing and hook, while calls run; for the thread sanitizer."""
+    x, y = full(ctx, 1, 10), torch.ones(10)
+    for _ in range(5):
+        group = dist.new_group()
+        backends = [group._get_backend(where) for where in (torch.device("cpu"), ctx.device)]
+        seen: list[str] = []
+        stop = threading.Event()
+
+        def change(group=group, backends=backends, seen=seen, stop=stop) -> None:
+            group._register_on_completion_hook(lambda info: seen.append(info.op_type.name))
+            while not stop.is_set():
+                for seconds in (60, 61):
+                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+                group._enable_collectives_timing()
+                for backend in backends:
+                    ctx.equal(backend.options._timeout.seconds in (60, 61), True)
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        for _ in range(40):
+            works = [dist.all_reduce(each, group=group, async_op=True) for each in (x, y)]
+            for each in (x, y):
+                dist.broadcast(each, 0, group=group)
+            for work in works:
+                work.wait()
+        stop.set()
+        thread.join()
+        group._wait_for_pending_works()
+        ctx.equal({"ALLREDUCE", "BROADCAST"} >= set(seen), True, f"{set(seen)}")
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.worlds(2)
+def test_changes_from_another_thread(device_world):
+    device_world.run(changed_from_another_thread)
+
+
+def callback_that_throws(ctx: Ctx) -> None:
+    """A callback in C++, where nobody else catches: it ends neither the process nor the group."""
+    left, right = (ctx.rank - 1) % ctx.size, (ctx.rank + 1) % ctx.size
+    x = torch.zeros(3)
+    work = dist.irecv(x, left)
+    accelerator.throw_after(work)
+    dist.barrier()
+    with test_backend.engines_log(1) as lines:
+        dist.send(torch.ones(3), right)
+        work.wait()
+        end = time.monotonic() + 20
+        while not lines() and time.monotonic() < end:
+            time.sleep(0.01)
+        found = lines()
+    ctx.equal(len(found), 1, f"{found}")
+    ctx.equal("a callback of a future has failed after RECV: a callback in C++" in found[0], True)
+    dist.all_reduce(x)
+
+
+@pytest.mark.worlds(2)
+def test_a_callback_that_throws(device_world, request):
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("the callback is a part of the stand-in")
+    device_world.run(callback_that_throws)
+
+
+@pytest.mark.worlds(2)
+def test_hooks_that_raise(device_world):
+    device_world.run(test_backend.hooks_that_raise, (ValueError,))
 
 
 def hooks_of_what_fails(ctx: Ctx) -> None:

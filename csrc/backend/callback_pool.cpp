@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "backend/errors.h"
+#include "base/log.h"
 #include "base/mutex.h"
 #include "base/os.h"
 
@@ -47,6 +49,15 @@ void Told::await() {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   MutexLock lock(mutex_);
   while (!isSet_ && changed_.wait_until(lock.native(), end) != std::cv_status::timeout) {
+  }
+}
+
+void runCallbacks(c10d::OpType type, const std::function<void()>& complete) {
+  try {
+    complete();
+  } catch (...) {
+    MYCOLL_LOG_AT(LogLevel::kFailure, "a callback of a future has failed after %s: %s",
+                  c10d::opTypeToString(type).c_str(), describeException().c_str());
   }
 }
 

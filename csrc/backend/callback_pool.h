@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <functional>
 #include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "base/mutex.h"
 
@@ -32,6 +33,11 @@ class Told {
   std::condition_variable changed_;
   bool isSet_ GUARDED_BY(mutex_) = false;
 };
+
+// Runs `complete`, which completes a future of such an operation, and with that its callbacks. What
+// they throw is logged: it must neither end the thread nor keep the next callbacks from running.
+// (torch catches what Python's callbacks raise.)
+void runCallbacks(c10d::OpType type, const std::function<void()>& complete);
 
 class CallbackPool {
  public:

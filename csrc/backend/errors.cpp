@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -160,6 +161,24 @@ std::exception_ptr toException(const Status& status) {
   } catch (...) {
     return std::current_exception();
   }
+}
+
+std::string describeException() {
+  std::string text;
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    text = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    text = error.what();
+  } catch (...) {
+    return "an exception of an unknown type";
+  }
+  // Of Python's, the text has a line for each frame.
+  std::string line;
+  std::istringstream words(text);
+  for (std::string word; words >> word;) line += (line.empty() ? "" : " ") + word;
+  return line;
 }
 
 c10d::WorkResult toWorkResult(const Status& status) {

@@ -51,6 +51,10 @@ c10d::WorkResult toWorkResult(const Status& status);
 // The same, to be thrown elsewhere; null when ok. Ignores interrupts: they belong to one wait().
 std::exception_ptr toException(const Status& status);
 
+// The exception that is being handled, in one line for the log. For code of the program's that runs
+// on a thread of ours.
+std::string describeException();
+
 // While it lives, what this thread throws is not the failure of a group, or does not reach the
 // program.
 class QuietScope {

@@ -75,7 +75,7 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList input
 
 void MycollBackend::awaitCallbacks(const Request& request, CallbackOrder& order) const {
   const Milliseconds timeout =
-      request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
+      request.timeout > Milliseconds(0) ? request.timeout : communicator_->timeout();
   switch (order.pass(Deadline::after(timeout), isInterruptPending)) {
     case CallbackOrder::Outcome::kIdle: return;
     case CallbackOrder::Outcome::kInterrupted: throwStatus(interrupted());
@@ -143,7 +143,7 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorL
   if (request.async) {
     return track(request, outputs, std::move(ops), extrasOf(request, isProfiled));
   }
-  if (hook_) [[unlikely]] {
+  if (hasHook_.load(std::memory_order_relaxed)) [[unlikely]] {
     track(request, outputs, std::move(ops), extrasOf(request, isProfiled))->wait();
     return nullptr;
   }
@@ -163,7 +163,7 @@ MycollWork::Extras MycollBackend::extrasOf(Request& request, bool isProfiled) {
   extras.copyBacks = std::move(request.copyBacks);
   extras.isTimed = isTimed_;
   extras.started = MycollWork::Clock::now();
-  extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : options_->timeout;
+  extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : communicator_->timeout();
   if (!isMessage(request.type)) extras.order = CallbackOrder::here(callbacks_);
   extras.hook = workHook();
   extras.perList = request.perList;

@@ -42,8 +42,26 @@ Registry& registry() {
 
 }  // namespace
 
-// Counts the works that have still to call the user's hook.
+// The user's hook, and how many works have still to call it.
 struct MycollBackend::CompletionHook {
+  explicit CompletionHook(std::string name) : group(std::move(name)) {}
+
+  // The hook is the program's: what it throws is reported, and ends neither the thread that calls
+  // it nor the group. Logged by default is the first exception of each hook: it may throw at every
+  // operation.
+  void run(std::shared_ptr<c10d::WorkInfo> info) {
+    const std::string operation =
+        c10::str(c10d::opTypeToString(info->opType), ", operation ", info->seq);
+    try {
+      call(std::move(info));
+    } catch (...) {
+      const bool isFirst = !hasThrown.exchange(true, std::memory_order_relaxed);
+      MYCOLL_LOG_AT(isFirst ? LogLevel::kFailure : LogLevel::kError,
+                    "group '%s': the completion hook has failed after %s: %s", group.c_str(),
+                    operation.c_str(), describeException().c_str());
+    }
+  }
+
   // One more of them, until the last copy is gone: also one that never calls, as its call was
   // refused.
   static std::shared_ptr<void> expect(const std::shared_ptr<CompletionHook>& hook) {
@@ -56,7 +74,9 @@ struct MycollBackend::CompletionHook {
             }};
   }
 
-  MycollWork::Hook call;
+  const std::string group;
+  MycollWork::Hook call;  // set before hasHook_, and read after it
+  std::atomic<bool> hasThrown{false};
   Mutex mutex;
   std::condition_variable changed;
   size_t pending GUARDED_BY(mutex) = 0;
@@ -116,7 +136,8 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
       options_(std::move(options)),
       shown_(std::move(identity.shown)),
       makeDevice_(std::move(makeDevice)),
-      device_(makeDevice_ ? makeDevice_(groupName_, communicator_, options_) : nullptr) {
+      device_(makeDevice_ ? makeDevice_(groupName_, communicator_, options_) : nullptr),
+      hook_(std::make_shared<CompletionHook>(groupName_)) {
   init();
   // torch has changed what becomes of numbers that are too large: the sums follow the torch at
   // hand.
@@ -165,9 +186,11 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
 
 void MycollBackend::setTimeout(Milliseconds timeout) {
   checkTimeout(enter("set_timeout"), timeout);
-  options_->timeout = timeout;
-  if (shown_) shown_->timeout = timeout;
   communicator_->setTimeout(timeout);
+  if (shown_) {
+    const MutexLock lock(shownMutex_);
+    shown_->timeout = timeout;
+  }
   if (device_) device_->setTimeout(timeout);
 }
 
@@ -246,23 +269,23 @@ void MycollBackend::shutdown() {
 void MycollBackend::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
   const CallSite site = enter("register_on_completion_hook");
-  if (hook_) refuse(site, "a hook is registered already");
-  // Never copied, as that may need the GIL: everybody shares this one.
-  hook_ = std::make_shared<CompletionHook>();
+  const MutexLock lock(hook_->mutex);
+  if (hasHook_.load(std::memory_order_relaxed)) refuse(site, "a hook is registered already");
+  // Never copied, as that may need the GIL: all works share this one.
   hook_->call = std::move(hook);
   onCompletionHook_ = [state = hook_](std::shared_ptr<c10d::WorkInfo> info) {
-    state->call(std::move(info));
+    state->run(std::move(info));
   };
+  hasHook_.store(true, std::memory_order_release);
 }
 
 void MycollBackend::enableCollectivesTiming() {
   enter("enable_collectives_timing");
-  isTimed_ = true;
+  isTimed_.store(true, std::memory_order_relaxed);
 }
 
 void MycollBackend::waitForPendingWorks() {
   enter("wait_for_pending_works");
-  if (!hook_) return;
   MutexLock lock(hook_->mutex);
   hook_->changed.wait(lock.native(),
                       [this]() REQUIRES(hook_->mutex) { return hook_->pending == 0; });
@@ -275,19 +298,19 @@ CallSite MycollBackend::enter(const char* function) const {
 }
 
 std::function<void(std::chrono::nanoseconds)> MycollBackend::hookFor(c10d::OpType type) {
-  if (!hook_) return {};
+  if (!hasHook_.load(std::memory_order_acquire)) return {};
   return [state = hook_, type, sequence = getSequenceNumberForGroup(),
           expected = CompletionHook::expect(hook_)](std::chrono::nanoseconds took) {
     const auto ended = MycollWork::Clock::now();
-    state->call(std::make_shared<c10d::WorkInfo>(type, sequence, ended - took, ended,
-                                                 std::chrono::duration<float, std::nano>(took)));
+    state->run(std::make_shared<c10d::WorkInfo>(type, sequence, ended - took, ended,
+                                                std::chrono::duration<float, std::nano>(took)));
   };
 }
 
 MycollWork::Hook MycollBackend::workHook() {
-  if (!hook_) return {};
+  if (!hasHook_.load(std::memory_order_acquire)) return {};
   return [state = hook_, expected = CompletionHook::expect(hook_)](
-             std::shared_ptr<c10d::WorkInfo> info) { state->call(std::move(info)); };
+             std::shared_ptr<c10d::WorkInfo> info) { state->run(std::move(info)); };
 }
 
 }  // namespace mycoll

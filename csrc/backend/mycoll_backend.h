@@ -78,8 +78,10 @@ class MycollBackend final : public c10d::Backend {
   void registerMemory(at::Device device, void* address, size_t bytes, bool isSymmetric);
   void deregisterMemory(void* address);
   int64_t ncclComm() const;
+  // What this group was made with, and its present timeout: a copy, where no other backend's are
+  // shown.
   c10::intrusive_ptr<c10d::Backend::Options> options() const {
-    return shown_ ? shown_ : c10::intrusive_ptr<c10d::Backend::Options>(options_);
+    return shown_ ? shown_ : c10::intrusive_ptr<c10d::Backend::Options>(ownOptions());
   }
   // A shrunk group's is the same on all of its ranks; torch's own name for it may not be.
   const std::string& groupName() const { return groupName_; }
@@ -185,6 +187,7 @@ class MycollBackend final : public c10d::Backend {
   // Until the callbacks of earlier futures have run: see CallbackOrder.
   void awaitCallbacks(const Request& request, CallbackOrder& order) const;
   std::string describe(const Request& request) const;
+  c10::intrusive_ptr<MycollOptions> ownOptions() const;
   // pg_options that a user has given, or null.
   c10::intrusive_ptr<MycollOptions> optionsFrom(
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
@@ -237,8 +240,10 @@ class MycollBackend final : public c10d::Backend {
   const std::shared_ptr<Communicator> communicator_;
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;
+  // Never changed: other threads read it. The present timeout is the communicator's.
   const c10::intrusive_ptr<MycollOptions> options_;
   const c10::intrusive_ptr<c10d::Backend::Options> shown_;  // see Identity; null where not
+  Mutex shownMutex_;                                        // for its timeout
   const DeviceFactory makeDevice_;                          // also for the groups made of this one
   const std::shared_ptr<DeviceSupport> device_;             // null where there is no accelerator
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
@@ -248,9 +253,10 @@ class MycollBackend final : public c10d::Backend {
   bool outstaysStore_ = false;
   const OwningProcess owner_;
 
-  bool isTimed_ = false;
+  std::atomic<bool> isTimed_{false};
   std::atomic<bool> isDescribed_{false};
-  std::shared_ptr<CompletionHook> hook_;  // null until registered
+  const std::shared_ptr<CompletionHook> hook_;
+  std::atomic<bool> hasHook_{false};  // the program has registered one: hook_ has something to call
 
   bool isCoalescing() const;
 

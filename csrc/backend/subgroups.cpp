@@ -7,6 +7,12 @@
 
 namespace mycoll {
 
+c10::intrusive_ptr<MycollOptions> MycollBackend::ownOptions() const {
+  auto now = c10::make_intrusive<MycollOptions>(*options_);
+  now->timeout = communicator_->timeout();
+  return now;
+}
+
 // Null: none were given. torch gives one backend's options to all backends of a group: of another
 // one's only what all have is for this one.
 c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
@@ -16,7 +22,7 @@ c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
   if (auto* const given = dynamic_cast<MycollOptions*>(opts.get())) {
     return c10::intrusive_ptr<MycollOptions>::unsafe_reclaim_from_nonowning(given);
   }
-  auto made = c10::make_intrusive<MycollOptions>(*options_);
+  auto made = ownOptions();
   made->timeout = opts->timeout;
   made->group_name = opts->group_name;
   made->global_ranks_in_group = opts->global_ranks_in_group;
@@ -35,7 +41,7 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
     const std::vector<int>& members, const std::string& suffix, std::string name,
     const c10::intrusive_ptr<MycollOptions>& given,
     const c10::intrusive_ptr<c10d::Backend::Options>& shown) {
-  auto options = c10::make_intrusive<MycollOptions>(given ? *given : *options_);
+  auto options = given ? c10::make_intrusive<MycollOptions>(*given) : ownOptions();
   Identity identity{std::move(name), globalRanksOf(members), communicator_->options().isOfJob, {}};
   if (shown_ && shown && shown->backend == shown_->backend) identity.shown = shown;
   checkTimeout(CallSite{"mycoll", rank_, size_, &groupName_}, options->timeout);
@@ -85,7 +91,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
   if (!lastMerged_ || lastMergedBy_ != store) {
     lastMerged_ =
         create(store, rank, size, Identity{std::move(name), {}, /*isOfJob=*/false, {}},
-               c10::make_intrusive<MycollOptions>(given ? *given : *options_), makeDevice_);
+               given ? c10::make_intrusive<MycollOptions>(*given) : ownOptions(), makeDevice_);
     lastMergedBy_ = store;
   }
   return lastMerged_;

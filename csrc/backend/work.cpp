@@ -28,8 +28,10 @@ void append(const c10::IValue& value, std::vector<at::Tensor>* all) {
 
 FuturePtr makeResultFuture() { return c10::make_intrusive<Future>(c10::IntType::get()); }
 
-void completeResult(const FuturePtr& future, const Status& status) {
-  future->markCompleted(c10::IValue(static_cast<int64_t>(toWorkResult(status))));
+void completeResult(const FuturePtr& future, const Status& status, c10d::OpType type) {
+  runCallbacks(type, [&] {
+    future->markCompleted(c10::IValue(static_cast<int64_t>(toWorkResult(status))));
+  });
 }
 
 // How often whoever waits for begin() looks for signals.
@@ -196,7 +198,7 @@ void MycollWork::finish() {
   CallbackPool::get().post([self = self(), future = std::move(future),
                             resultFuture = std::move(resultFuture), hook = std::move(hook)] {
     if (future) self->tell(future);
-    if (resultFuture) completeResult(resultFuture, self->status_);
+    if (resultFuture) completeResult(resultFuture, self->status_, self->opType_);
     if (hook) {
       hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->getSequencenumber(),
                                             self->started_, self->ended_,
@@ -222,11 +224,13 @@ bool MycollWork::isCompleted() {
 }
 
 void MycollWork::tell(const FuturePtr& future) {
-  if (status_.ok()) {
-    future->markCompleted(value());
-  } else {
-    future->setError(toException(status_));
-  }
+  runCallbacks(opType_, [&] {
+    if (status_.ok()) {
+      future->markCompleted(value());
+    } else {
+      future->setError(toException(status_));
+    }
+  });
   told_.set();
 }
 
@@ -339,7 +343,7 @@ FuturePtr MycollWork::getFutureResult() {
     isComplete = isDone();
   }
   if (isComplete) {
-    completeResult(future, status_);
+    completeResult(future, status_, opType_);
   } else {
     watch();
   }

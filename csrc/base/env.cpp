@@ -239,7 +239,8 @@ const std::vector<Variable>& variables() {
        "the operation is over, and raises if it failed."},
       {"MYCOLL_LOG", "failure",
        choice(&Env::logLevel, {"off", "failure", "error", "warn", "info", "debug"}),
-       "What mycoll logs. failure: one line for the first failure of a group in the process."},
+       "What mycoll logs. failure: one line for the first failure of a group in the process, and "
+       "for the first exception of a completion hook."},
       {"MYCOLL_LOG_FILE", "", pattern(&Env::logFile), "Where the log goes. Unset: stderr."},
       {"MYCOLL_TRACE_ENTRIES",
        "512",

@@ -1,5 +1,5 @@
-// The log: unless MYCOLL_LOG says otherwise it tells of the process's first failure and of nothing
-// else. All [any thread].
+// The log: unless MYCOLL_LOG says otherwise it has the process's first failure, what callbacks of
+// the program throw, and nothing else. All [any thread].
 //
 //   MYCOLL_LOG_INFO("connected to rank %d in %d ms", rank, elapsed);
 //   [mycoll 12:34:56.789 info rank 3 pid 4711] connected to rank 5 in 12 ms

@@ -24,9 +24,9 @@ constexpr uint64_t kPairTag = uint64_t{1} << 49;
 constexpr std::chrono::milliseconds kIssueGrace(2000);
 
 // The group's timeout can change, and be milliseconds::max().
-std::chrono::milliseconds patienceOf(const MycollOptions& group) {
+std::chrono::milliseconds patienceOf(const Communicator& group) {
   constexpr std::chrono::hours kLongest(24 * 365);
-  return std::min<std::chrono::milliseconds>(group.timeout, kLongest) + kIssueGrace;
+  return std::min<std::chrono::milliseconds>(group.timeout(), kLongest) + kIssueGrace;
 }
 
 }  // namespace
@@ -48,7 +48,7 @@ nccl::CommOptions Channels::optionsOn(c10::Device device) const {
   if (!options.nccl.isBlocking) {
     options.nccl.isBlocking = nccl::Library::loaded()->has(nccl::Capability::kRevoke);
   }
-  options.issueTimeout = [group = place_.options] { return patienceOf(*group); };
+  options.issueTimeout = [group = place_.control] { return patienceOf(*group); };
   // For good, and at once: what c10's guards do where there is no context yet only c10 knows of.
   options.bindDevice = [device] {
     try {
@@ -71,7 +71,7 @@ Channel Channels::join(c10::Device device, int rank, int ranks, const std::strin
       std::make_shared<nccl::Comm>(*nccl::Library::loaded(), rank, ranks, name, optionsOn(device)),
       sideStream(device)};
   throwUnlessConnected(place_,
-                       channel.comm->connect(id, Deadline::after(patienceOf(*place_.options)),
+                       channel.comm->connect(id, Deadline::after(patienceOf(*place_.control)),
                                              [this] { return interruption(); }));
   return channel;
 }
@@ -206,7 +206,7 @@ bool Channels::split(Channels* child, int color, bool isWilling) {
   throwUnlessConnected(place_,
                        parent->comm->split(child != nullptr ? color : nccl::kSplitNoColor,
                                            child != nullptr ? child->place_.rank : 0, made.get(),
-                                           Deadline::after(patienceOf(*place_.options)),
+                                           Deadline::after(patienceOf(*place_.control)),
                                            [this] { return interruption(); }));
   if (child != nullptr) {
     child->add(&child->ofGroup_, device.index(), {std::move(made), sideStream(device)});

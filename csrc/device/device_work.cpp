@@ -14,12 +14,15 @@ using Future = c10::ivalue::Future;
 
 // The future's own events are recorded on the current stream: on that of the operation, what waits
 // for the future waits for the operation.
-void complete(Future& future, DeviceOperation& operation, const std::vector<at::Tensor>& outputs) {
+void complete(Future& future, DeviceOperation& operation, const std::vector<at::Tensor>& outputs,
+              c10d::OpType type) {
   operation.setTaken();
-  const Status status = operation.status();
-  if (!status.ok()) return future.setError(toException(status));
-  const c10::StreamGuard guard(operation.stream());
-  future.markCompleted(c10::IValue(outputs));
+  runCallbacks(type, [&] {
+    const Status status = operation.status();
+    if (!status.ok()) return future.setError(toException(status));
+    const c10::StreamGuard guard(operation.stream());
+    future.markCompleted(c10::IValue(outputs));
+  });
 }
 
 }  // namespace
@@ -118,19 +121,19 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
   // On NCCL's path it is enqueued by now, and the future complete at once: what is chained to it is
   // then enqueued behind it, in the same order on all ranks.
   if (operation_->isEnqueued()) {
-    complete(*future, *operation_, outputs_);
+    complete(*future, *operation_, outputs_, opType_);
   } else {
     told_ = std::make_shared<Told>();  // by one thread: only the first one comes here
     isAsked_.store(true, std::memory_order_release);
     // Moved on, so that the thread that ends the operation drops none of it.
-    operation_->onEnqueued(
-        [future, operation = operation_, outputs = outputs_, told = told_]() mutable {
-          CallbackPool::get().post([future = std::move(future), operation = std::move(operation),
-                                    outputs = std::move(outputs), told = std::move(told)] {
-            complete(*future, *operation, outputs);
-            told->set();
-          });
-        });
+    operation_->onEnqueued([future, operation = operation_, outputs = outputs_, told = told_,
+                            type = opType_]() mutable {
+      CallbackPool::get().post([future = std::move(future), operation = std::move(operation),
+                                outputs = std::move(outputs), told = std::move(told), type] {
+        complete(*future, *operation, outputs, type);
+        told->set();
+      });
+    });
   }
   return future;
 }
@@ -142,10 +145,11 @@ c10::intrusive_ptr<Future> DeviceWork::getFutureResult() {
   auto future = c10::make_intrusive<Future>(c10::IntType::get());
   resultFuture_ = future;
   lock.unlock();
-  group_->onOver(operation_, [future](const Status& status) mutable {
+  group_->onOver(operation_, [future, type = opType_](const Status& status) mutable {
     const auto result = static_cast<int64_t>(toWorkResult(status));
-    CallbackPool::get().post(
-        [future = std::move(future), result] { future->markCompleted(c10::IValue(result)); });
+    CallbackPool::get().post([future = std::move(future), result, type] {
+      runCallbacks(type, [&] { future->markCompleted(c10::IValue(result)); });
+    });
   });
   return future;
 }

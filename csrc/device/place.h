@@ -19,8 +19,8 @@ struct DevicePlace {
   std::shared_ptr<Communicator> cpu;      // the group itself
   std::shared_ptr<Communicator> control;  // external operations, and what ranks have to agree on
   std::shared_ptr<Communicator> host;     // the host path's
-  c10::intrusive_ptr<MycollOptions> options;
-  bool waitsOnHost = false;  // MYCOLL_CUDA_BLOCKING_WAIT
+  c10::intrusive_ptr<MycollOptions> options;  // never changed; the timeout is control's
+  bool waitsOnHost = false;                   // MYCOLL_CUDA_BLOCKING_WAIT
 
   // Not ok once the group is dead.
   Status error() const {
@@ -28,7 +28,7 @@ struct DevicePlace {
     return Status();
   }
   std::chrono::milliseconds timeoutOf(const Request& request) const {
-    return request.timeout > std::chrono::milliseconds(0) ? request.timeout : options->timeout;
+    return request.timeout > std::chrono::milliseconds(0) ? request.timeout : control->timeout();
   }
 };
 

@@ -227,6 +227,11 @@ def abort_work(work: Any) -> None:
     _native.abort_work(work)
 
 
+def throw_after(work: Any) -> None:
+    """A callback of C++ throws when the Work's future completes."""
+    _native.throw_after(work)
+
+
 def sequence_of(work: Any) -> int:
     """Work::getSequencenumber(), likewise."""
     return _native.sequence_of(work)

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <stdexcept>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -93,6 +94,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("race", &race, noGil);
   // What torch's C++ may call and its Python does not offer.
   m.def("abort_work", [](const c10::intrusive_ptr<c10d::Work>& work) { work->abort(); }, noGil);
+  m.def(
+      "throw_after",
+      [](const c10::intrusive_ptr<c10d::Work>& work) {
+        work->getFuture()->addCallback(
+            [](c10::ivalue::Future&) { throw std::runtime_error("a callback in C++ is wrong"); });
+      },
+      noGil);
   m.def("sequence_of",
         [](const c10::intrusive_ptr<c10d::Work>& work) { return work->getSequencenumber(); });
 }

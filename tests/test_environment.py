@@ -210,6 +210,36 @@ dist.destroy_process_group()
         assert bool(lines) == bool(argument), out
 
 
+def test_a_handler_that_raises_loses_one_line(backend) -> None:
+    if backend != "mycoll":
+        pytest.skip("about mycoll's lines")
+    program = """
+import logging, mycoll, torch.distributed as dist
+import torch
+class Handler(logging.Handler):
+    def emit(self, record):
+        text = record.getMessage()
+        if "operation 0" in text:
+            raise KeyError("my handler is wrong")
+        print(text, flush=True)
+logging.getLogger("mycoll").addHandler(Handler())
+mycoll.log_to_python(logging.ERROR)
+dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+dist.group.WORLD._register_on_completion_hook(lambda info: 1 / 0)
+for _ in range(3):
+    dist.all_reduce(torch.ones(1))
+    dist.group.WORLD._wait_for_pending_works()
+dist.destroy_process_group()
+"""
+    env = {**os.environ}
+    env.pop("MYCOLL_CPU", None)
+    run = warm.start(program, environment=env)
+    out, error = run.communicate(timeout=60)
+    assert run.returncode == 0, error
+    assert "my handler is wrong" in error
+    assert re.findall("operation [0-9]", out) == ["operation 1", "operation 2"], (out, error)
+
+
 def test_versions_are_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["version"]) == 0
     line = capsys.readouterr().out

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+import traceback
 
 log = logging.getLogger("mycoll")
 
@@ -55,7 +56,10 @@ def _forward(descriptor: int) -> None:
             found = _LINE.match(text)
             level = _LEVELS.get(found["level"], logging.INFO) if found else logging.INFO
             rank = found["rank"] if found else "?"
-            log.log(level, "%s", found["text"] if found else text, extra={"rank": rank})
+            try:
+                log.log(level, "%s", found["text"] if found else text, extra={"rank": rank})
+            except Exception:  # of a filter or a handler of the program's
+                traceback.print_exc()  # without this thread the engine would block at its full pipe
 
 
 def _stop(descriptor: int, thread: threading.Thread) -> None:

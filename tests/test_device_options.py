@@ -238,6 +238,28 @@ def test_changes_from_another_thread(device_world):
     device_world.run(changed_from_another_thread)
 
 
+def allocator_around_ours(ctx: Ctx) -> None:
+    """Another library's allocator asks ours, and a scope of shared tensors is opened again."""
+    import mycoll
+    from mycoll import _C
+
+    for round_ in range(3):
+        with mycoll.shared_tensors():
+            shared = torch.ones(1000)
+        plain = torch.ones(1000)
+        for tensor, wanted in ((shared, True), (plain, False)):
+            is_shared = _C._is_shared_memory(tensor.data_ptr(), tensor.nbytes)
+            ctx.equal(is_shared, wanted, f"round {round_}")
+        if round_ < 2:
+            accelerator.wrap_cpu_allocator()
+
+
+def test_an_allocator_around_ours(fresh_device_world, request):
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("the allocator is a part of the stand-in")
+    fresh_device_world(1, "host").run(allocator_around_ours)
+
+
 def callback_that_throws(ctx: Ctx) -> None:
     """A callback in C++, where nobody else catches: it ends neither the process nor the group."""
     left, right = (ctx.rank - 1) % ctx.size, (ctx.rank + 1) % ctx.size

@@ -36,7 +36,7 @@ class SharedAllocator final : public c10::Allocator {
   void open() {
     const MutexLock lock(mutex_);
     c10::Allocator* const current = c10::GetCPUAllocator();
-    if (current != this) {
+    if (current != this && !asksThis(current)) {
       former_ = current;
       c10::SetCPUAllocator(this);
       TORCH_CHECK(c10::GetCPUAllocator() == this,
@@ -53,6 +53,15 @@ class SharedAllocator final : public c10::Allocator {
   }
 
  private:
+  // Whether another allocator, which has been put before this one, gets its memory here. It can
+  // stay; and it must not become the former one, as each would ask the other without end.
+  static bool asksThis(c10::Allocator* other) {
+    ++depth;
+    const c10::DataPtr probe = other->allocate(1);
+    --depth;
+    return isSharedMemory(reinterpret_cast<uintptr_t>(probe.get()), 1);
+  }
+
   static void release(void* block) { SharedHeap::process().free(block); }
   static void releaseAny(void* block);
 

@@ -232,6 +232,11 @@ def throw_after(work: Any) -> None:
     _native.throw_after(work)
 
 
+def wrap_cpu_allocator() -> None:
+    """For good: torch's allocator of CPU tensors is one that asks the present one."""
+    _native.wrap_cpu_allocator()
+
+
 def sequence_of(work: Any) -> int:
     """Work::getSequencenumber(), likewise."""
     return _native.sequence_of(work)

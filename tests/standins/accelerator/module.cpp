@@ -1,4 +1,5 @@
 // What Python needs beyond torch's device-generic functions: see standin.py beside this.
+#include <c10/core/CPUAllocator.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
@@ -34,6 +35,19 @@ py::dict counts() {
   found["pinned_bytes"] = all.pinnedBytes;
   return found;
 }
+
+// Another library's, around the one that is there.
+class WrappingAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override { return inner_->allocate(bytes); }
+  c10::DeleterFnPtr raw_deleter() const override { return inner_->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    inner_->copy_data(to, from, bytes);
+  }
+
+ private:
+  c10::Allocator* const inner_ = c10::GetCPUAllocator();
+};
 
 // Two threads write the same number, and nothing orders them.
 int race() {
@@ -94,6 +108,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("race", &race, noGil);
   // What torch's C++ may call and its Python does not offer.
   m.def("abort_work", [](const c10::intrusive_ptr<c10d::Work>& work) { work->abort(); }, noGil);
+  m.def("wrap_cpu_allocator", [] { c10::SetCPUAllocator(new WrappingAllocator); });
   m.def(
       "throw_after",
       [](const c10::intrusive_ptr<c10d::Work>& work) {

@@ -1,7 +1,6 @@
 #include "device/device_group.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "backend/call_site.h"
@@ -500,9 +499,8 @@ void DeviceGroup::close(Deadline deadline) {
   State open = State::kOpen;
   if (!state_.compare_exchange_strong(open, State::kClosing)) return;
   (void)place_.control->watchExternal();  // what others have said meanwhile
-  while (watched_.isBusy() && !isDead() && !deadline.expired()) {
+  for (Pause pause; watched_.isBusy() && !isDead() && !deadline.expired(); (void)pause.rest()) {
     Watchdog::get().wake();
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   const bool isExiting = Watchdog::get().isExiting();
   if (isExiting) {

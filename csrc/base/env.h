@@ -25,7 +25,7 @@ enum class Partials { kWide, kRounded };
 enum class CpuBackend { kEngine, kGloo };
 enum class CudaPath { kAuto, kNccl, kHost };
 enum class CallSites { kNever, kWaiting, kAlways };
-// kFailure: the first failure of a group, once in a process, and what the program's callbacks throw.
+// kFailure: the process's first failure of a group, and what callbacks of the program throw.
 enum class LogLevel { kOff, kFailure, kError, kWarn, kInfo, kDebug };
 
 // Which network interfaces may be used, written as for NCCL_SOCKET_IFNAME:

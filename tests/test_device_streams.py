@@ -376,6 +376,36 @@ def test_batches(device_world):
     device_world.run(batches)
 
 
+def operations_of_callbacks(ctx: Ctx, where: str) -> None:
+    """What a callback starts comes before what the program calls next, on all ranks."""
+    warm_up(ctx)
+    for i in range(10):
+        a, b = full(ctx, 1), full(ctx, 10)
+        first = full(ctx, 1) if where == "device" else torch.ones(5)
+
+        def callback(_: object, a: torch.Tensor = a) -> torch.Tensor:
+            if ctx.rank == 0:
+                time.sleep(0.003)
+            dist.all_reduce(a)
+            return a
+
+        chained = dist.all_reduce(first, async_op=True).get_future().then(callback)
+        if ctx.rank == 1:
+            time.sleep(0.003)
+        work = dist.all_reduce(b, async_op=True)
+        chained.wait()
+        work.wait()
+        torch.accelerator.synchronize()
+        is_all(ctx, a, ctx.size, f"round {i}, the callback's")
+        is_all(ctx, b, 10 * ctx.size, f"round {i}, the program's")
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+@pytest.mark.worlds(2)
+def test_operations_of_callbacks(device_world, where):
+    device_world.run(operations_of_callbacks, where)
+
+
 # --- several devices of one rank
 
 

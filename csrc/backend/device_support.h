@@ -20,6 +20,7 @@
 
 namespace mycoll {
 
+class CallbackOrder;
 class Communicator;
 
 class DeviceSupport {
@@ -30,6 +31,8 @@ class DeviceSupport {
   struct Extras {
     bool isTimed = false;
     WhenOver whenOver;  // may be empty; timed then
+    // Of the callbacks of futures that are not complete at once; null: they run when they can.
+    std::shared_ptr<CallbackOrder> order;
   };
 
   virtual ~DeviceSupport() = default;

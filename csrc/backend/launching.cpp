@@ -131,11 +131,18 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
     refuse(request.site, c10::str("there are tensors on ", request.device,
                                   ", but this process had no accelerator when the group was made"));
   }
+  // It is not held, as what the program puts on its stream next comes behind it.
+  const bool isOrdered = !isMessage(request.type);
+  CallbackOrder::Ptr order = isOrdered ? CallbackOrder::here(callbacks_) : nullptr;
+  if (order && order->isBlocked()) [[unlikely]] {
+    awaitCallbacks(request, *order);
+  }
   if (isCoalescing()) {
     device_->addToBatch(std::move(request), outputs);
     return nullptr;
   }
-  return device_->launch(request, outputs, {isTimed_, hookFor(request.type)});
+  return device_->launch(request, outputs,
+                         {isTimed_, hookFor(request.type), std::move(order)});
 }
 
 MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,

@@ -266,7 +266,7 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(Requests requests, at::TensorList ou
   }
   return c10::make_intrusive<DeviceWork>(shared_from_this(), first.type, sequence(),
                                          place_.timeoutOf(first), operation, outputs.vec(),
-                                         place_.waitsOnHost);
+                                         place_.waitsOnHost, std::move(extras.order));
 }
 
 std::shared_ptr<Condition> DeviceGroup::fence() {

@@ -29,14 +29,16 @@ void complete(Future& future, DeviceOperation& operation, const std::vector<at::
 
 DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
                        std::chrono::milliseconds timeout, DeviceOperationPtr operation,
-                       std::vector<at::Tensor> outputs, bool waitsOnHost)
+                       std::vector<at::Tensor> outputs, bool waitsOnHost,
+                       std::shared_ptr<CallbackOrder> order)
     : c10d::Work(group->rank(), type),
       group_(std::move(group)),
       sequence_(sequence),
       timeout_(timeout),
       operation_(std::move(operation)),
       outputs_(std::move(outputs)),
-      waitsOnHost_(waitsOnHost) {}
+      waitsOnHost_(waitsOnHost),
+      order_(std::move(order)) {}
 
 DeviceWork::~DeviceWork() {
   if (!owner_.isHere()) return;
@@ -125,14 +127,22 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
   } else {
     told_ = std::make_shared<Told>();  // by one thread: only the first one comes here
     isAsked_.store(true, std::memory_order_release);
+    const CallbackOrder::TurnPtr turn =
+        order_ && isCalledByPython() ? CallbackOrder::add(CallbackOrder::ofFuture(order_), future)
+                                     : nullptr;
     // Moved on, so that the thread that ends the operation drops none of it.
-    operation_->onEnqueued([future, operation = operation_, outputs = outputs_, told = told_,
+    operation_->onEnqueued([turn, future, operation = operation_, outputs = outputs_, told = told_,
                             type = opType_]() mutable {
-      CallbackPool::get().post([future = std::move(future), operation = std::move(operation),
-                                outputs = std::move(outputs), told = std::move(told), type] {
+      auto tell = [future = std::move(future), operation = std::move(operation),
+                   outputs = std::move(outputs), told = std::move(told), type] {
         complete(*future, *operation, outputs, type);
         told->set();
-      });
+      };
+      if (turn) {
+        CallbackOrder::ready(turn, std::move(tell));
+      } else {
+        CallbackPool::get().post(std::move(tell));
+      }
     });
   }
   return future;

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "backend/callback_order.h"
 #include "backend/callback_pool.h"
 #include "backend/owning_process.h"
 #include "backend/torch_version.h"
@@ -25,9 +26,11 @@ class DeviceGroup;
 class DeviceWork final : public c10d::Work {
  public:
   // waitsOnHost: wait() returns when the operation is over, as MYCOLL_CUDA_BLOCKING_WAIT asks for.
+  // order: see DeviceSupport::Extras.
   DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
              std::chrono::milliseconds timeout, DeviceOperationPtr operation,
-             std::vector<at::Tensor> outputs, bool waitsOnHost);
+             std::vector<at::Tensor> outputs, bool waitsOnHost,
+             std::shared_ptr<CallbackOrder> order);
   ~DeviceWork() override;
 
   bool isCompleted() override;
@@ -59,6 +62,7 @@ class DeviceWork final : public c10d::Work {
   const DeviceOperationPtr operation_;
   const std::vector<at::Tensor> outputs_;
   const bool waitsOnHost_;
+  const std::shared_ptr<CallbackOrder> order_;
 
   // Of a future that was not complete at once; set before isAsked_.
   std::shared_ptr<Told> told_;

@@ -376,6 +376,35 @@ def test_batches(device_world):
     device_world.run(batches)
 
 
+def mixed_batches(ctx: Ctx) -> None:
+    """Messages of CPU and device tensors in one batch. What its future gives is ordered on the
+    current stream, whichever part ends last."""
+    warm_up(ctx)
+    peer = 1 - ctx.rank
+    for i in range(5):
+        cpu, cpu_out = torch.full((5,), float(i)), torch.zeros(5)
+        x, out = full(ctx, 0), full(ctx, -1)
+        slow(ctx)
+        x.fill_(i)
+        ops = [
+            dist.P2POp(dist.isend, cpu, peer),
+            dist.P2POp(dist.irecv, cpu_out, peer),
+            dist.P2POp(dist.isend, x, peer),
+            dist.P2POp(dist.irecv, out, peer),
+        ]
+        (work,) = dist.batch_isend_irecv(ops)
+        value = work.get_future().wait()
+        ctx.equal(len(value), 4, "tensors")
+        is_all(ctx, out + 0, i)
+        is_all(ctx, cpu_out, i)
+        work.wait()
+
+
+@pytest.mark.worlds(2)
+def test_the_future_of_a_mixed_batch(device_world):
+    device_world.run(mixed_batches)
+
+
 def operations_of_callbacks(ctx: Ctx, where: str) -> None:
     """What a callback starts comes before what the program calls next, on all ranks."""
     warm_up(ctx)

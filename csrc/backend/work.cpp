@@ -1,7 +1,10 @@
 #include "backend/work.h"
 
 #include <ATen/Context.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "backend/errors.h"
@@ -12,9 +15,10 @@ namespace {
 using Future = c10::ivalue::Future;
 using FuturePtr = c10::intrusive_ptr<Future>;
 
-FuturePtr makeTensorsFuture(bool areLists = false) {
+FuturePtr makeTensorsFuture(bool areLists = false, std::vector<c10::Device> devices = {}) {
   const c10::TypePtr tensors = c10::ListType::create(c10::TensorType::get());
-  return c10::make_intrusive<Future>(areLists ? c10::ListType::create(tensors) : tensors);
+  return c10::make_intrusive<Future>(areLists ? c10::ListType::create(tensors) : tensors,
+                                     std::move(devices));
 }
 
 // The tensors of a work's future, or of its lists.
@@ -421,22 +425,37 @@ FuturePtr CoalescedWork::getFuture() {
     FuturePtr whole;
 
     void complete() {
+      // Of its own streams, the whole's are behind the parts then, and this thread's stay free.
+      std::vector<c10::Stream> streams;
+      for (const c10::Device device : whole->devices()) {
+        streams.push_back(
+            c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+      }
+      const c10::MultiStreamGuard guard(streams);
       std::vector<at::Tensor> all;
       for (const FuturePtr& part : parts) {
         if (part->hasError()) {
           whole->setError(part->exception_ptr());
           return;
         }
+        part->wait();  // it is complete: the streams wait for its devices
         append(part->value(), &all);
       }
       whole->markCompleted(c10::IValue(std::move(all)));
     }
   };
   auto pending = std::make_shared<Pending>();
-  const FuturePtr whole = makeTensorsFuture();
-  pending->whole = whole;
   pending->left = works_.size() + 1;  // one for the loop below
-  for (const auto& work : works_) pending->parts.push_back(work->getFuture());
+  std::vector<c10::Device> devices;
+  for (const auto& work : works_) {
+    pending->parts.push_back(work->getFuture());
+    for (const c10::Device device : pending->parts.back()->devices()) {
+      const bool isKnown = std::find(devices.begin(), devices.end(), device) != devices.end();
+      if (!isKnown) devices.push_back(device);
+    }
+  }
+  const FuturePtr whole = makeTensorsFuture(/*areLists=*/false, std::move(devices));
+  pending->whole = whole;
   const auto countDown = [pending] {
     if (pending->left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     pending->complete();

@@ -18,6 +18,9 @@ def refused(ctx: Ctx) -> None:
         dist.all_gather([x.clone(), cpu.clone()], x)
     with ctx.case("CPU and device"), ctx.raises(errors):
         dist.all_gather_into_tensor(torch.ones(8), x)
+    for tensors in ([x, cpu, cpu], [cpu, cpu, x], [x, cpu]):
+        with ctx.case("CPU and device, coalesced"), ctx.raises(ValueError, "must be on one device"):
+            dist.all_reduce_coalesced([tensor.clone() for tensor in tensors])
     with ctx.case("sizes"), ctx.raises(errors):
         dist.all_gather_into_tensor(full(ctx, 0, 7), x)
     with ctx.case("dtypes"), ctx.raises(errors):

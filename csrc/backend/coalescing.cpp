@@ -100,7 +100,7 @@ MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
     size_t end = i;
     size_t bytes = 0;
     // On devices, all of them are one launch anyway.
-    while (end < tensors.size() && tensors[end].device().is_cpu() &&
+    while (request.device.is_cpu() && end < tensors.size() && tensors[end].device().is_cpu() &&
            tensors[end].nbytes() <= kSmallBytes && bytes + tensors[end].nbytes() <= kBucketBytes) {
       bytes += tensors[end].nbytes();
       ++end;

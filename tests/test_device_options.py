@@ -314,6 +314,31 @@ def test_hooks_of_what_fails(fresh_device_world):
     fresh_device_world(2, "nccl").run(hooks_of_what_fails)
 
 
+def hooks_beside_a_broken_device(ctx: Ctx) -> None:
+    """The device fails between the end of an operation and the question how long it took."""
+    seen: list[float] = []
+    group = dist.distributed_c10d._get_default_group()
+    warm_up(ctx)
+    group._register_on_completion_hook(lambda info: seen.append(info.active_duration))
+    for _ in range(5):
+        work = dist.all_reduce(full(ctx, 1), async_op=True)
+        while not work.is_completed():  # from here on nobody asks the device whether it is
+            pass
+        device.break_device("an illegal memory access")
+        time.sleep(0.05)
+        device.break_device("")
+        torch.accelerator.synchronize()
+    group._wait_for_pending_works()
+    ctx.equal(len(seen), 5)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_hooks_beside_a_broken_device(fresh_device_world, request, path):
+    if not device.is_scripted(request.config.getoption("--device")):
+        pytest.skip("only the stand-in can be told to fail")
+    fresh_device_world(2, path).run(hooks_beside_a_broken_device)
+
+
 MANY = 3000  # hundreds are under way at a time
 
 

@@ -176,8 +176,12 @@ void DeviceOperation::block(const c10::Stream& stream) const {
 float DeviceOperation::milliseconds() const {
   // The device need not have come to the end of what has failed.
   if (!started_ || !ended_ || isCaptured_ || !status().ok()) return 0.0f;
-  const OnDevice guard(device());
-  return static_cast<float>(started_->elapsedTime(*ended_));
+  try {
+    const OnDevice guard(device());
+    return static_cast<float>(started_->elapsedTime(*ended_));
+  } catch (const std::exception&) {
+    return 0.0f;  // the device has failed since, and tells its users itself
+  }
 }
 
 Kept DeviceOperation::release() {

@@ -295,6 +295,7 @@ def test_an_error_of_a_device_is_told_to_all(fresh_device_world, request, path, 
     for text in fresh_device_world(2, path).run(on_a_broken_device, kind):
         assert "rank 1" in text, text
         assert "the device reports an error" in text, text
+        assert "frame #" not in text, text
         assert "illegal memory access" in text, text
 
 

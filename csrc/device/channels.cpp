@@ -54,7 +54,7 @@ nccl::CommOptions Channels::optionsOn(c10::Device device) const {
     try {
       c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
     } catch (const std::exception& error) {
-      MYCOLL_LOG_WARN("a thread for NCCL could not choose its device: %s", error.what());
+      MYCOLL_LOG_WARN("a thread for NCCL could not choose its device: %s", textOf(error).c_str());
     }
   };
   return options;

@@ -34,8 +34,7 @@ Status copying(c10::Device device, const Copies& copies) {
     copies();
     return Status();
   } catch (const std::exception& error) {
-    return Status(Code::kInternal,
-                  std::string("a copy between device and host failed: ") + error.what());
+    return Status(Code::kInternal, "a copy between device and host failed: " + textOf(error));
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>
@@ -103,6 +104,11 @@ void block(const c10::Event& event, const c10::Stream& stream) {
   if (!isDone) event.block(stream);
 }
 
+std::string textOf(const std::exception& error) {
+  const auto* const ofTorch = dynamic_cast<const c10::Error*>(&error);
+  return ofTorch != nullptr ? ofTorch->what_without_backtrace() : error.what();
+}
+
 Status ask(const c10::Event& event, bool* hasPassed) {
   *hasPassed = true;
   try {
@@ -110,7 +116,7 @@ Status ask(const c10::Event& event, bool* hasPassed) {
     const nccl::RelaxedCapture relaxed;
     *hasPassed = event.query();
   } catch (const std::exception& error) {
-    return Status(Code::kInternal, std::string("the device reports an error: ") + error.what());
+    return Status(Code::kInternal, "the device reports an error: " + textOf(error));
   }
   return Status();
 }

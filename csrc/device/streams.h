@@ -12,6 +12,8 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
+#include <exception>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -82,6 +84,9 @@ EventPtr recordEvent(const c10::Stream& stream, bool isTimed = false, bool isCap
 
 // Makes the stream wait for the event.
 void block(const c10::Event& event, const c10::Stream& stream);
+
+// What a device or torch says has gone wrong, without the frames of C++ that torch adds.
+std::string textOf(const std::exception& error);
 
 // Whether the device has passed it. An error of the device counts as passed, and is returned. Not
 // for captured events: to ask for them spoils their graph.

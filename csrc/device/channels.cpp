@@ -49,6 +49,7 @@ nccl::CommOptions Channels::optionsOn(c10::Device device) const {
     options.nccl.isBlocking = nccl::Library::loaded()->has(nccl::Capability::kRevoke);
   }
   options.issueTimeout = [group = place_.control] { return patienceOf(*group); };
+  options.device = device.index();
   // For good, and at once: what c10's guards do where there is no context yet only c10 knows of.
   options.bindDevice = [device] {
     try {

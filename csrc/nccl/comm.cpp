@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cassert>
+#include <map>
 #include <system_error>
 #include <thread>
 
@@ -55,6 +56,28 @@ Status describeWithout(const Library& library, Result result, const char* functi
 Status lacks(const Library& library, const char* function) {
   return Status(Code::kUnsupported, library.describe() + " has no " + function);
 }
+
+// Threads that were left in an orderly end, which waits for other ranks, by device. No other
+// orderly end of the device may begin beside them.
+class LeftInAnEnd {
+ public:
+  static LeftInAnEnd& ofProcess() {
+    static LeftInAnEnd* const kAll = new LeftInAnEnd;
+    return *kAll;
+  }
+  void count(int device, int change) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    threads_[device] += change;
+  }
+  bool isAny(int device) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return threads_[device] > 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, int> threads_;
+};
 
 // How long an abort waits for a thread that is inside NCCL with this communicator. Threads of ours
 // look at the state every millisecond; one that has not left by then hangs in NCCL.
@@ -543,6 +566,11 @@ Status Comm::close(Deadline deadline, const Check& check) {
     std::unique_lock<std::mutex> issuing(issue_, std::defer_lock);
     if (!lockBy(issuing, deadline)) {
       status = late("close()", since);
+    } else if (state() == State::kReady && LeftInAnEnd::ofProcess().isAny(options_.device)) {
+      status = Status(Code::kAborted, "NCCL communicator '" + name_ +
+                                          "' is stopped, as the end of another one has not come "
+                                          "back from NCCL: all ranks of a host have to end their "
+                                          "groups in one order");
     } else if (state() == State::kReady && moveTo(State::kClosing)) {
       return leave(deadline, check);
     } else {
@@ -567,8 +595,10 @@ Status Comm::leave(Deadline deadline, const Check& check) {
   }
   if (comm == nullptr) return unusable();  // abort() was quicker
   const auto since = Deadline::Clock::now();
+  enum Place : int { kInside, kBack, kLeft };
+  auto place = std::make_shared<std::atomic<int>>(kInside);
   auto isLate = std::make_shared<std::atomic<bool>>(false);
-  auto call = [this, comm, deadline, isLate] {
+  auto end = [this, comm, deadline, isLate] {
     const Functions& functions = library_.functions();
     Result result = functions.commFinalize(comm);
     while (result == Result::kInProgress && !deadline.expired()) {
@@ -581,7 +611,14 @@ Status Comm::leave(Deadline deadline, const Check& check) {
     (void)functions.commAbort(comm);
     return result;
   };
+  auto call = [end, place, device = options_.device] {
+    const Result result = end();
+    if (place->exchange(kBack) == kLeft) LeftInAnEnd::ofProcess().count(device, -1);
+    return result;
+  };
   Status status = runApart("close()", call, deadline, check);
+  LeftInAnEnd::ofProcess().count(options_.device, 1);
+  if (place->exchange(kLeft) == kBack) LeftInAnEnd::ofProcess().count(options_.device, -1);
   if (status.ok() && isLate->load()) status = late("close()", since);
   if (status.ok() && moveTo(State::kClosed)) return {};
   moveTo(State::kAborted, status);

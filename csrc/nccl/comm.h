@@ -49,7 +49,9 @@ struct CommOptions {
   // How long one enqueue may take (the first one connects to peers), or one registration of memory;
   // the communicator fails after it. Asked each time. Empty: as long as it takes.
   std::function<std::chrono::milliseconds()> issueTimeout;
-  // Called first on every thread of ours that calls NCCL: makes the communicator's device current.
+  // The communicator's device: NCCL ends those of one device one after another.
+  int device = 0;
+  // Called first on every thread of ours that calls NCCL: makes the device current.
   std::function<void()> bindDevice;
 };
 
@@ -94,7 +96,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // Waits for what was enqueued and for the other ranks of the host, and frees everything. On all
   // ranks, as far as they live. Idempotent. The Status is that of an orderly end. Past the
   // deadline, or refused by `check`, NCCL is left with it on a thread of its own, which frees it
-  // when it can: who wants to stop what runs calls abort() instead.
+  // when it can: who wants to stop what runs calls abort() instead. While such a thread has not
+  // come back, the device's other communicators are aborted here.
   Status close(Deadline deadline, const Check& check = {});
 
   // Stops what runs on the device and frees everything. `why` is what later calls return, if the

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <barrier>
 #include <csignal>
 #include <cstdlib>
 
@@ -223,6 +224,27 @@ TEST(NcclClose, endsWhenTheCheckSaysSo) {
     });
     EXPECT_EQ(status.message(), "rank 1 is dead");
     EXPECT_EQ(world[0].comm->state(), State::kAborted);
+  }
+  EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
+}
+
+// Ranks that end two communicators in opposite orders: both come too late for the first one, and
+// NCCL may not end the second one beside it.
+TEST(NcclClose, endsTheNextOneBesideOneThatIsLate) {
+  StandIn& standIn = StandIn::full();
+  const int64_t comms = standIn.count("comms");
+  {
+    World one(standIn, 2), other(standIn, 2);
+    std::barrier bothAreLate(2);
+    test::Threads(2, [&](int rank) {
+      World& first = rank == 0 ? one : other;
+      World& second = rank == 0 ? other : one;
+      EXPECT_EQ(first[rank].comm->close(in(300)).code(), Code::kTimeout);
+      bothAreLate.arrive_and_wait();
+      const Status status = second[rank].comm->close(patient());
+      EXPECT_EQ(status.code(), Code::kAborted);
+      EXPECT(contains(status, "all ranks of a host have to end their groups in one order"));
+    });
   }
   EXPECT(eventually([&] { return standIn.count("comms") == comms; }));
 }

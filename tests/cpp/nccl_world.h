@@ -107,6 +107,7 @@ struct Rank {
 
 // Each rank has a device of its own, as its stream.
 inline CommOptions onDeviceOf(int rank, CommOptions options) {
+  options.device = rank % 4;
   options.bindDevice = [rank] { mycoll_standin_set_current_device(rank % 4); };
   return options;
 }

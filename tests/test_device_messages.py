@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import black_box
+from worlds.device import held
 from worlds.device_tensors import NUMEL, full, is_all, slow, wait_for_all, warm_up
 from worlds.worker import Ctx
 
@@ -101,6 +102,40 @@ def pairs_in_crossing_orders(ctx: Ctx) -> None:
 @pytest.mark.parametrize("path", ["nccl", "host"])
 def test_pairs_in_crossing_orders(reused_device_world, path):
     reused_device_world(2, path).run_in_group(pairs_in_crossing_orders)
+
+
+def beside_a_stream_that_waits(ctx: Ctx) -> None:
+    """A message does not wait for one to another rank, whose stream stands still."""
+    x, y = full(ctx, 5), full(ctx, 6)
+    for receiver in (1, 2):  # connect
+        if ctx.rank == 0:
+            dist.send(x, receiver)
+        elif ctx.rank == receiver:
+            dist.recv(full(ctx, 0), 0)
+    dist.barrier()
+    if ctx.rank == 0:
+        before, other = torch.accelerator.current_stream(), torch.Stream(device=ctx.device)
+        with held(other):
+            torch.accelerator.set_stream(other)
+            late = dist.isend(x, 2)
+            torch.accelerator.set_stream(before)
+            work = dist.isend(y, 1)
+            end = time.monotonic() + 20
+            while not work.is_completed() and time.monotonic() < end:
+                time.sleep(0.001)
+            ctx.equal(work.is_completed(), True, "sent while the other stream is held")
+        late.wait()
+    else:
+        out = full(ctx, 0)
+        dist.recv(out, 0)
+        is_all(ctx, out, 6 if ctx.rank == 1 else 5)
+    torch.accelerator.synchronize()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("path", ["nccl", "host"])
+def test_a_message_beside_a_stream_that_waits(reused_device_world, path):
+    reused_device_world(3, path).run_in_group(beside_a_stream_that_waits)
 
 
 # More than the host path copies and sends at a time, just that, and just more.

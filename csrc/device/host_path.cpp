@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <utility>
+#include <vector>
 
 #include "backend/call_site.h"
 #include "device/copies.h"
@@ -260,24 +262,31 @@ void HostPath::receivePiece(const std::shared_ptr<Incoming>& message, size_t pie
   });
 }
 
+// A piece waits for those before it that go to the same rank, which keeps their order. Not for
+// those to other ranks: their streams may wait for what this one's receiver answers.
 bool HostPath::advance() {
-  for (;;) {
-    std::shared_ptr<Outgoing> next;
-    Status asked;
+  std::vector<std::shared_ptr<Outgoing>> pieces;
+  {
+    MutexLock lock(mutex_);
+    pieces.assign(outgoing_.begin(), outgoing_.end());
+  }
+  std::set<int> waiting;  // ranks
+  for (const std::shared_ptr<Outgoing>& piece : pieces) {
+    if (waiting.count(piece->peer) != 0) continue;
+    bool isCopied = false;
+    const Status asked = ask(*piece->copied, &isCopied);
+    if (!isCopied) {
+      waiting.insert(piece->peer);
+      continue;
+    }
     {
       MutexLock lock(mutex_);
-      bool isCopied = false;
-      if (!outgoing_.empty()) asked = ask(*outgoing_.front()->copied, &isCopied);
-      if (isCopied) {
-        next = std::move(outgoing_.front());
-        outgoing_.pop_front();
-      }
+      std::erase(outgoing_, piece);
     }
-    if (!next) break;
     if (asked.ok()) {
-      dispatch(*next);
+      dispatch(*piece);
     } else {
-      next->operation->failByDevice(asked);
+      piece->operation->failByDevice(asked);
     }
   }
   if (queued_->load(std::memory_order_relaxed) == 0) return false;

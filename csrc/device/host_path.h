@@ -59,7 +59,7 @@ class HostPath {
 
   std::atomic<uint64_t> longMessages_{0};  // sent so far
   Mutex mutex_;
-  // Being copied from the device, in order.
+  // Being copied from the device, in the order of the calls. Only advance() removes them.
   std::deque<std::shared_ptr<Outgoing>> outgoing_ GUARDED_BY(mutex_);
 };
 

@@ -147,12 +147,17 @@ DeviceOperationPtr HostPath::carryOne(DeviceGroup& group, Request& request, bool
   queued_->fetch_add(1, std::memory_order_relaxed);
   operation->onEnqueued([queued = queued_] { queued->fetch_sub(1, std::memory_order_relaxed); });
   const OpKind kind = request.calls.front().kind;
-  if (kind == OpKind::kSend) {
-    send(request, operation, ready);
-  } else if (kind == OpKind::kRecv) {
-    receive(request, operation, std::move(ready));
-  } else {
-    carryCollective(request, operation, std::move(ready));
+  try {
+    if (kind == OpKind::kSend) {
+      send(request, operation, ready);
+    } else if (kind == OpKind::kRecv) {
+      receive(request, operation, std::move(ready));
+    } else {
+      carryCollective(request, operation, std::move(ready));
+    }
+  } catch (const std::exception& error) {
+    operation->fail(Status(Code::kInternal, textOf(error)));  // nobody watches it
+    throw;
   }
   const bool isMessage = kind == OpKind::kSend || kind == OpKind::kRecv;
   group.watch({.operation = operation, .isMessage = isMessage});

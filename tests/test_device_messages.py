@@ -138,6 +138,23 @@ def test_a_message_beside_a_stream_that_waits(reused_device_world, path):
     reused_device_world(3, path).run_in_group(beside_a_stream_that_waits)
 
 
+def small_collectives(ctx: Ctx) -> None:
+    """They take no more of the pinned memory than they need."""
+    before = torch.standin.counts()["pinned_bytes"]
+    x, out = full(ctx, 1, 16), full(ctx, 0, 16 * ctx.size)
+    dist.all_reduce(x)
+    dist.all_gather_into_tensor(out, x)
+    is_all(ctx, out, ctx.size)
+    taken = torch.standin.counts()["pinned_bytes"] - before
+    ctx.equal(taken <= 64 << 10, True, f"{taken} pinned bytes were taken:")
+
+
+def test_pinned_memory_of_small_collectives(reused_device_world, request):
+    if request.config.getoption("--device") != "standin":
+        pytest.skip("only the stand-in counts pinned memory")
+    reused_device_world(2, "host").run_in_group(small_collectives)
+
+
 # More than the host path copies and sends at a time, just that, and just more.
 LONG = (3 * (1 << 20) + 5, 1 << 20, (1 << 20) + 1)  # of float32
 

@@ -73,7 +73,7 @@ Task HostCollective::carry(const Call& call, CollectiveRunner& runner) {
     MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(agree)));
   }
   const Sides sides = sidesOf(call);
-  const size_t chunkBytes = chunkBytesOf(call);
+  const size_t chunkBytes = chunkBytesOf(call, longest);
   const uint64_t chunks = std::max<uint64_t>(1, (longest + chunkBytes - 1) / chunkBytes);
   MYCOLL_CO_RETURN_IF_ERROR(copyIn(sides, chunkBytes, 0));
   for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -106,8 +106,8 @@ HostCollective::Sides HostCollective::sidesOf(const Call& call) const {
   return call.root == rank_ ? Sides{call.out, {}} : Sides{{}, call.out};
 }
 
-// The same on all ranks, whatever each of them reads and writes.
-size_t HostCollective::chunkBytesOf(const Call& call) const {
+// The same on all ranks, whatever each of them reads and writes; no more than the longest part.
+size_t HostCollective::chunkBytesOf(const Call& call, uint64_t longest) const {
   size_t parts = 1;
   switch (call.kind) {
     case OpKind::kAllGather:
@@ -117,7 +117,9 @@ size_t HostCollective::chunkBytesOf(const Call& call) const {
     case OpKind::kAllToAll: parts = static_cast<size_t>(ranks_); break;
     default: break;
   }
-  return std::max(kHostChunkBytes / parts / kChunkAlignment, size_t{1}) * kChunkAlignment;
+  const uint64_t pages = (longest + kChunkAlignment - 1) / kChunkAlignment;
+  const uint64_t most = kHostChunkBytes / parts / kChunkAlignment;
+  return std::max<size_t>(std::min(pages, most), 1) * kChunkAlignment;
 }
 
 Status HostCollective::begin() {

@@ -58,7 +58,7 @@ class HostCollective {
   Task carry(const Call& call, CollectiveRunner& runner);
   Status saidByDevice(const EventPassed& event) const;
   Sides sidesOf(const Call& call) const;
-  size_t chunkBytesOf(const Call& call) const;
+  size_t chunkBytesOf(const Call& call, uint64_t longest) const;
   HostStaging::Buffer& buffer(uint64_t chunk) const { return staging_->buffers[chunk % 2]; }
 
   Status begin();

@@ -149,10 +149,13 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, Requests requests, bool i
     enqueue(issue, *request, peer, stream.native_handle());
   }
   const Status status = inGroup(place_.name, issue.end());
+  // After a failure: behind what NCCL has put there.
+  const auto endPutting = [&] {
+    if (isCaptured) return;
+    (void)copying(first.device, [&] { putting.setEnd(stream, recordEvent(stream)); });
+  };
   if (!status.ok()) {
-    if (!isCaptured) {  // behind what NCCL has put there before it failed
-      (void)copying(first.device, [&] { putting.setEnd(stream, recordEvent(stream)); });
-    }
+    endPutting();
     // Often the consequence of another rank's end: the engine may know the cause by now.
     const Status known = group.error();
     if (known.ok()) place_.control->fail(status);
@@ -160,12 +163,18 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, Requests requests, bool i
     throwStatus(known.ok() ? status : known);
   }
 
-  for (const Request* request : requests) {
-    if (request->copyBacks.empty()) continue;
-    const c10::StreamGuard guard(stream);
-    copyBackOnDevice(request->copyBacks);
+  EventPtr ended;
+  try {
+    for (const Request* request : requests) {
+      if (request->copyBacks.empty()) continue;
+      const c10::StreamGuard guard(stream);
+      copyBackOnDevice(request->copyBacks);
+    }
+    ended = recordEvent(stream, isTimed, isCaptured);
+  } catch (...) {
+    endPutting();
+    throw;
   }
-  EventPtr ended = recordEvent(stream, isTimed, isCaptured);
   putting.setEnd(stream, ended);
   operation->setEnqueued(stream, std::move(ended));
   return operation;

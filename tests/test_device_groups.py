@@ -128,7 +128,26 @@ def meshes(ctx: Ctx) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("job", [splits, subgroups, meshes], ids=lambda job: job.__name__)
+def barriers(ctx: Ctx) -> None:
+    """Also the first one of a group that is bound to a device waits for that device."""
+    ctx.init(device_id=ctx.device)
+    here = torch.accelerator.current_stream()
+    for _ in range(2):
+        slow(ctx)
+    dist.barrier()
+    ctx.equal(here.query(), True, "the current stream is done")
+    child = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    for _ in range(2):
+        slow(ctx)
+    dist.barrier(child)
+    if ctx.setup.path == "nccl":  # else nothing was split, and the child has no device yet
+        ctx.equal(here.query(), True, "and so it is after one of a child")
+    torch.accelerator.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("job", [splits, subgroups, meshes, barriers], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("path", ["nccl", "host"])
 def test_groups_of_a_bound_job(reused_device_world, path, job):
     reused_device_world(4, path).run(job)

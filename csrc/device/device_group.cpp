@@ -123,6 +123,7 @@ class DeviceGroup::Waiting {
 void DeviceGroup::connect(c10::Device device) {
   const OnDevice guard(device);
   choice_.agree(device, "connecting");
+  watched_.addDevice(device);
   if (choice_.known() == DevicePath::kNccl) (void)channels_.ofGroup(device);
 }
 
@@ -140,6 +141,7 @@ void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
   if (!isSplit || child == nullptr) return;
   throwIfFailed(child->place_.control->meetNeighbours());
   child->choice_.adoptNccl(choice_);
+  for (const c10::Device device : watched_.devices()) child->watched_.addDevice(device);
 }
 
 void DeviceGroup::registerMemory(c10::Device device, void* address, size_t bytes,

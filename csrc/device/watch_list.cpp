@@ -33,12 +33,19 @@ std::string Watched::place() const {
   return messages ? messages->place() : "";
 }
 
+void WatchList::addDeviceLocked(c10::Device device) {
+  const bool isKnown = std::find(devices_.begin(), devices_.end(), device) != devices_.end();
+  if (!isKnown) devices_.push_back(device);
+}
+
+void WatchList::addDevice(c10::Device device) {
+  MutexLock lock(mutex_);
+  addDeviceLocked(device);
+}
+
 bool WatchList::add(Watched watched) {
   MutexLock lock(mutex_);
-  const c10::Device device = watched.operation->device();
-  if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
-    devices_.push_back(device);
-  }
+  addDeviceLocked(watched.operation->device());
   const bool wasEmpty = collectives_.empty() && others_.empty();
   if (watched.collective) {
     collectives_.push_back(std::move(watched));

@@ -52,6 +52,8 @@ class WatchList {
  public:
   // False: others were watched already.
   bool add(Watched watched);
+  // The group uses it, or is bound to it.
+  void addDevice(c10::Device device);
   // Runs fn once on the watchdog (it must not block) when the operation is over.
   void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
 
@@ -60,7 +62,7 @@ class WatchList {
   bool hasUndrained() const;
   // The group's communicator has operations outstanding.
   bool hasOfGroup() const;
-  std::vector<c10::Device> devices() const;  // that were used
+  std::vector<c10::Device> devices() const;
   // What is not on its stream yet. No messages: their other ends may come after a barrier.
   std::vector<DeviceOperationPtr> queued() const;
 
@@ -93,6 +95,7 @@ class WatchList {
     std::function<void(const Status&)> fn;
   };
 
+  void addDeviceLocked(c10::Device device) REQUIRES(mutex_);
   using Collective = std::pair<DeviceOperationPtr, std::shared_ptr<CollectiveOp>>;
 
   static void markPassed(std::span<const Collective> oldest);

@@ -191,6 +191,26 @@ def without_gpu(ctx: Ctx, count: int) -> None:
     dist.destroy_process_group()
 
 
+def on_rocm(ctx: Ctx) -> None:
+    """Whose devices torch calls "cuda", too. CPU tensors travel as everywhere."""
+    why = "mycoll does not support ROCm"
+    x, cpu = full(ctx, ctx.rank), torch.full((10,), float(ctx.rank))
+    with mock.patch.object(torch.version, "hip", "6.4"):
+        ctx.init()
+        for work in (lambda: dist.all_reduce(x), lambda: dist.isend(x, 1 - ctx.rank)):
+            with ctx.raises(ValueError, f"there are tensors on {ctx.device}, but {why}"):
+                work()
+        dist.all_reduce(cpu)
+        ctx.same(cpu, torch.full((10,), float(sum(range(ctx.size)))))
+        dist.destroy_process_group()
+        with ctx.raises(ValueError, f"device_id is {ctx.device}, but {why}"):
+            ctx.init("bound", device_id=ctx.device)
+
+
+def test_rocm_is_refused(fresh_device_world):
+    fresh_device_world(2, "host", init=False).run(on_rocm)
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_no_groups_for_devices_without_one(reused_device_world, count):
     reused_device_world(2, "host").run(without_gpu, count)

@@ -83,6 +83,11 @@ class DeviceSupport {
   virtual void close(Deadline deadline) = 0;
 };
 
+// Why groups of this process have no DeviceSupport, for errors: the rest of a sentence. Set before
+// the first group, if it is not for want of an accelerator.
+void setWhyNoDevices(std::string why);
+const std::string& whyNoDevices();
+
 // Makes the support of a group whose ranks have met; nothing is exchanged. Empty in a process that
 // has no accelerator.
 using DeviceFactory = std::function<std::shared_ptr<DeviceSupport>(

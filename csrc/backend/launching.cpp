@@ -128,8 +128,8 @@ MycollBackend::HeldOperation MycollBackend::hold(Request& request, at::TensorLis
 
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
   if (!device_) {
-    refuse(request.site, c10::str("there are tensors on ", request.device,
-                                  ", but this process had no accelerator when the group was made"));
+    refuse(request.site,
+           c10::str("there are tensors on ", request.device, ", but ", whyNoDevices()));
   }
   // It is not held, as what the program puts on its stream next comes behind it.
   const bool isOrdered = !isMessage(request.type);

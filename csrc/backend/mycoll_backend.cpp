@@ -40,7 +40,16 @@ Registry& registry() {
   return *kRegistry;
 }
 
+std::string& whyNone() {
+  static std::string* const kWhy =
+      new std::string("this process had no accelerator when the group was made");
+  return *kWhy;
+}
+
 }  // namespace
+
+void setWhyNoDevices(std::string why) { whyNone() = std::move(why); }
+const std::string& whyNoDevices() { return whyNone(); }
 
 // The user's hook, and how many works have still to call it.
 struct MycollBackend::CompletionHook {
@@ -195,8 +204,10 @@ void MycollBackend::setTimeout(Milliseconds timeout) {
 }
 
 void MycollBackend::eagerConnectSingleDevice(at::Device device) {
-  enter("init_process_group");
-  if (device_ && !device.is_cpu()) device_->connect(device);
+  const CallSite site = enter("init_process_group");
+  if (device.is_cpu()) return;
+  if (!device_) refuse(site, c10::str("device_id is ", device, ", but ", whyNoDevices()));
+  device_->connect(device);
 }
 
 void MycollBackend::registerMemory(at::Device device, void* address, size_t bytes,

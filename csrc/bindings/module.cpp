@@ -545,6 +545,9 @@ PYBIND11_MODULE(_C, module) {
 
   module.def("set_nccl_wheel", &mycoll::setNcclWheelFile, py::arg("path"),
              "Where the nvidia-nccl wheel has its library; before the first group.");
+  module.def("set_why_no_devices", &mycoll::setWhyNoDevices, py::arg("why"),
+             "Why groups serve no tensors on devices, the rest of a sentence; before the first "
+             "group.");
   module.def("_require_nccl_memory", &mycoll::requireNcclMemory,
              "Raises where there is no NCCL, or it allocates no memory.");
   module.def("_use_nccl", &mycoll::useNccl, py::arg("path"),

@@ -215,6 +215,11 @@ def prepare(module: ModuleType) -> None:
     _leaving.watch_child()
     warn_of_unknown_variables(module)
     module.set_nccl_wheel(nccl_wheel())
+    if is_rocm():
+        module.set_why_no_devices(
+            "mycoll does not support ROCm: give those tensors to torch's own backend, as in "
+            "backend='cpu:mycoll,cuda:nccl'"
+        )
 
 
 def from_foreign_options(options: Any) -> Any:
@@ -239,11 +244,21 @@ def has_device() -> bool:
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
+    if is_rocm():
+        return False
     if accelerator is None or accelerator.type != "cuda":
         return accelerator is not None
     # CUDA builds of torch name CUDA, with and without a GPU. This count leaves the runtime alone:
     # who initialises that must not fork any more.
     return torch.cuda.device_count() > 0
+
+
+def is_rocm() -> bool:
+    """Whether this torch is built for AMD's GPUs, which it names "cuda", and whose RCCL has the
+    names of NCCL's functions: nothing here was ever run with either."""
+    import torch
+
+    return torch.version.hip is not None
 
 
 def nccl_wheel() -> str:

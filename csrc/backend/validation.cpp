@@ -47,6 +47,10 @@ void refuseTensor(const CallSite& site, const Argument& argument, const at::Tens
 
 void checkOutput(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
   checkTensor(site, argument, tensor);
+  if (tensor.is_neg() && !tensor.is_floating_point() && !tensor.is_complex()) {
+    refuse(site, c10::str(argument.text(), " must not be a lazily negated tensor of ",
+                          c10::toString(tensor.scalar_type()), "; call resolve_neg() on it"));
+  }
   if (tensor.is_contiguous()) return;
   if (mayOverlapItself(tensor)) {
     refuse(site,

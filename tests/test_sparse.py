@@ -43,6 +43,9 @@ def sparse_refused(ctx: Ctx) -> None:
     x = sparse(ctx.rank, 4, (10,), 1)
     with ctx.raises((RuntimeError, ValueError, TypeError)):
         dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    with ctx.raises((RuntimeError, ValueError, TypeError)):  # torch adds no such tensors up
+        values = torch.ones(1, dtype=torch.uint16)
+        dist.all_reduce(torch.sparse_coo_tensor(torch.tensor([[ctx.rank]]), values, (10,)))
     y = torch.ones(1)
     dist.all_reduce(y)
     ctx.equal(y.item(), ctx.size)

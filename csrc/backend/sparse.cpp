@@ -161,6 +161,10 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
                           name(opts.reduceOp.op_)));
   }
   checkReduceOp(site, opts.reduceOp, tensor, elementType(tensor).dtype);
+  if (c10::isBarebonesUnsignedType(tensor.scalar_type())) {  // torch does not add these up
+    refuse(site, c10::str("a sparse tensor of ", c10::toString(tensor.scalar_type()),
+                          " cannot be reduced; convert it to a signed type"));
+  }
   if (tensor.dim() > kMaxDimensions) {
     refuse(site, c10::str("a sparse tensor may have up to ", kMaxDimensions,
                           " dimensions, but its shape is ", tensor.sizes()));

@@ -9,6 +9,7 @@ import enum
 import gc
 import inspect
 import os
+import pickle
 import threading
 import warnings
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mycoll import parcel
+from torch.distributed import distributed_c10d
 from worlds import warm
 from worlds.worker import Ctx
 
@@ -314,6 +316,30 @@ def sizes(ctx: Ctx) -> None:
 @pytest.mark.worlds(1, 2, 3, 5)
 def test_sizes_around_the_limits(world):
     world.run(sizes)
+
+
+class Pickler(pickle.Pickler):
+    """A program's own, which knows what to do with functions."""
+
+    def reducer_override(self, item: Any) -> Any:
+        is_lambda = getattr(item, "__name__", "") == "<lambda>"
+        return (str, ("a lambda",)) if is_lambda else NotImplemented
+
+
+def own_pickler(ctx: Ctx) -> None:
+    before = distributed_c10d._pickler
+    distributed_c10d._pickler = Pickler
+    try:
+        got: list[Any] = [None] * ctx.size
+        dist.all_gather_object(got, lambda: 0)
+    finally:
+        distributed_c10d._pickler = before
+    ctx.equal(got, ["a lambda"] * ctx.size)
+
+
+@pytest.mark.worlds(2)
+def test_a_pickler_of_the_programs(world):
+    world.run(own_pickler)
 
 
 # --- memory ---------------------------------------------------------------------------------------

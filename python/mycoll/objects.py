@@ -11,6 +11,7 @@ arguments.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -232,6 +233,8 @@ def _backend(group: Any, options: Iterable[Any], device: Any = None) -> Any | No
         return None
     if any(options):  # weights_only, and whatever a later torch adds
         return None
+    if (distributed_c10d._pickler, distributed_c10d._unpickler) != _PICKLERS:
+        return None  # the program has put its own there, on all ranks
     if device is not None and torch.device(device).type != "cpu":
         return None
     members = _members(group)
@@ -244,6 +247,7 @@ def _backend(group: Any, options: Iterable[Any], device: Any = None) -> Any | No
 
 
 _CPU = torch.device("cpu")
+_PICKLERS = (pickle.Pickler, pickle.Unpickler)
 
 
 def _members(group: ProcessGroup | None) -> ProcessGroup:

@@ -69,3 +69,36 @@ def test_processes_end_after_an_interrupt(fresh, transport):
     world = fresh(2, transport)
     world.run(exit_after_interrupt)
     assert None not in world.close(), "a process did not end"
+
+
+def ends_meanwhile(ctx: Ctx) -> None:
+    """The operation ends while the handler of a signal runs."""
+    store = ctx.store("ends meanwhile")
+    if ctx.rank:
+        store.wait(["signalled"], timedelta(seconds=60))
+        for _ in range(2):
+            dist.all_reduce(torch.ones(10))
+        return
+
+    def slow(*_: object) -> None:
+        store.set("signalled", "")
+        time.sleep(0.5)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, slow)
+    works = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(2)]
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        works[0].wait()
+        time.sleep(0)
+        ctx.fail("the signal was lost")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    for work in works:
+        work.wait()
+
+
+def test_an_operation_that_ends_while_a_signal_is_handled(reused, transport):
+    reused(2, transport).run_in_group(ends_meanwhile)

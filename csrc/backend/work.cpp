@@ -284,8 +284,9 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
     for (const OpPtr& op : ops_) {
       if (op->done()) continue;
       const Status status = communicator_->wait(op, deadline);
-      // The wait's time is up, or there is a signal to handle: the operation itself goes on.
-      if (!op->done()) {
+      // The wait's time is up, or there is a signal to handle: the operation itself goes on, or
+      // has ended meanwhile.
+      if (!op->done() || status.code() == Code::kInterrupted) {
         const QuietScope quiet;  // the wait is over, not the operation
         throwStatus(status);
       }

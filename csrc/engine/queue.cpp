@@ -255,8 +255,9 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       if (isInterrupted || deadline.expired()) break;
     }
   }
-  if (op->done()) return outcomeOf(*op);
+  // First: the signal has been taken from the interpreter, which will not raise it again.
   if (isInterrupted) return interrupted();
+  if (op->done()) return outcomeOf(*op);
   const auto waited = std::chrono::ceil<std::chrono::milliseconds>(deadline.when() - began);
   return Status(Code::kTimeout, "mycoll group '" + options_.name + "': wait() for " +
                                     name(op->kind()) + " timed out: Timed out waiting " +

@@ -238,6 +238,23 @@ def test_a_group_that_ends_in_a_callback(world):
     world.run(last_reference)
 
 
+def destroyed(ctx: Ctx) -> None:
+    """A group is destroyed while a call is held behind a callback: the call is not lost."""
+    group = dist.new_group()
+    x = torch.ones(3)
+    first = dist.all_reduce(torch.ones(2), group=group, async_op=True).get_future()
+    first.then(lambda _: time.sleep(0.3))
+    last = dist.all_reduce(x, group=group, async_op=True)
+    dist.destroy_process_group(group)
+    last.wait()
+    close(ctx, x, torch.full((3,), float(ctx.size)))
+
+
+@pytest.mark.worlds(2)
+def test_a_held_call_of_a_group_that_is_destroyed(world):
+    world.run(destroyed)
+
+
 def failing(ctx: Ctx) -> None:
     """A callback that raises is the future's error, and nobody else's."""
     future = dist.all_reduce(torch.ones(3), async_op=True).get_future()

@@ -20,6 +20,12 @@ SOON = 5.0  # half a second is what is promised; this machine may be busy
 def interrupted(ctx: Ctx, name: str) -> float:
     x = torch.ones(10)
     dist.all_reduce(x)
+    group = dist.new_group()
+
+    def leave() -> None:
+        dist.all_reduce(x, group=group, async_op=True)
+        dist.destroy_process_group(group)
+
     wait = {
         "all_reduce": lambda: dist.all_reduce(x),
         "wait": lambda: dist.all_reduce(x, async_op=True).wait(),
@@ -28,6 +34,7 @@ def interrupted(ctx: Ctx, name: str) -> float:
         "recv": lambda: dist.recv(x, 1),
         "recv from anyone": lambda: dist.recv(x),
         "large all_reduce": lambda: dist.all_reduce(torch.ones(3_000_000)),
+        "destroy": leave,
     }[name]
     store = ctx.store("interrupted")
     if ctx.rank:
@@ -53,6 +60,7 @@ def interrupted(ctx: Ctx, name: str) -> float:
         *(("all_reduce", over) for over in ("shm", "tcp")),
         # Whoever waits is in the same loop, over every transport.
         *((name, "shm") for name in ("wait", "barrier", "recv from anyone", "large all_reduce")),
+        ("destroy", "shm"),
         ("recv", "tcp"),
     ],
 )
@@ -102,3 +110,25 @@ def ends_meanwhile(ctx: Ctx) -> None:
 
 def test_an_operation_that_ends_while_a_signal_is_handled(reused, transport):
     reused(2, transport).run_in_group(ends_meanwhile)
+
+
+def hook_takes_long(ctx: Ctx) -> None:
+    group = dist.new_group()
+    may_end = threading.Event()
+    group._register_on_completion_hook(lambda _: may_end.wait(30))
+    dist.all_reduce(torch.ones(10), group=group)
+    started = time.monotonic()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        group._wait_for_pending_works()
+        ctx.fail("the signal was lost")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        may_end.set()
+    if time.monotonic() - started > 15:
+        ctx.fail("it waited for the hook")
+
+
+def test_a_wait_for_completion_hooks(reused, mycoll_only):
+    reused(2, "shm").run_in_group(hook_takes_long)

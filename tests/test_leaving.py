@@ -289,6 +289,23 @@ def test_an_exception_on_one_rank_is_named_on_the_other(tmp_path, mycoll_only, c
     assert f"rank 1 ({socket.gethostname()}:" in said and text in said, said
 
 
+HELD = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("mycoll")
+first = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+first.then(lambda _: time.sleep(0.3))
+last = dist.all_reduce(torch.ones(3), async_op=True)
+last.get_future().then(lambda done: print("sum", done.value()[0].tolist(), flush=True))
+"""
+
+
+def test_an_exit_waits_for_calls_that_are_held() -> None:
+    assert run_ranks(HELD, 2).count("sum [2.0, 2.0, 2.0]") == 2
+
+
 def throws_beside(ctx: Ctx) -> Seen | None:
     """Over connections, and a message in place of a collective; the reason has no good form."""
     x = torch.ones(4)

@@ -27,6 +27,8 @@ namespace {
 constexpr std::chrono::seconds kShutdownTimeout(10);
 // The same for a group that is dropped without it.
 constexpr std::chrono::seconds kDropTimeout(2);
+// How often a wait looks for signals.
+constexpr std::chrono::milliseconds kTick(50);
 // For rank 0 to close its store after it has left. See outstaysStore_.
 constexpr std::chrono::milliseconds kStoreGrace(30);
 
@@ -176,6 +178,7 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
   beginExit();
   const Deadline deadline = Deadline::after(timeout);
   std::vector<std::shared_ptr<Communicator>> open;
+  std::vector<std::shared_ptr<CallbackOrder>> orders;
   // By name: NCCL may wait for other ranks, so all of them leave in one order.
   std::multimap<std::string, std::shared_ptr<DeviceSupport>> devices;
   {
@@ -183,9 +186,13 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
     for (MycollBackend* group : registry().groups) {
       if (group->isForked()) continue;
       open.push_back(group->communicator_);
+      orders.push_back(group->callbacks_);
       if (group->device_) devices.emplace(group->groupName_, group->device_);
     }
   }
+  // As shutdown(); a callback that does not return leaves time for the goodbyes.
+  const Deadline held = Deadline::after(timeout / 2);
+  for (const auto& order : orders) order->wait(held, nullptr);
   for (const auto& [name, device] : devices) device->close(deadline);
   for (const auto& communicator : open) communicator->close(deadline, reason);
   if (!CallbackPool::get().drain(deadline.remaining())) {
@@ -263,16 +270,22 @@ void MycollBackend::shutdown() {
   // A forked child lets go of its parent's group, and may make its own.
   if (isForked()) return;
   enter("shutdown");
+  const Deadline deadline = Deadline::after(kShutdownTimeout);
   Status drained;
-  if (device_) {
-    const Deadline deadline = Deadline::after(kShutdownTimeout);
-    drained = device_->drain(deadline);
-    const bool isPatient = drained.ok() && !deadline.expired();
-    device_->close(Deadline::after(isPatient ? kShutdownTimeout : kDropTimeout));
+  // What is held behind callbacks is pending, too, and begins when they have run.
+  if (callbacks_->here()->wait(deadline, isInterruptPending) ==
+      CallbackOrder::Outcome::kInterrupted) {
+    drained = interrupted();
   }
+  if (device_ && drained.ok()) drained = device_->drain(deadline);
+  const bool isPatient = drained.ok() && !deadline.expired();
+  const Milliseconds patience = isPatient ? kShutdownTimeout : kDropTimeout;
+  if (device_) device_->close(Deadline::after(patience));
   if (outstaysStore_) communicator_->leaveAfter(0);
-  communicator_->close(Deadline::after(drained.ok() ? kShutdownTimeout : kDropTimeout),
-                       reasonToLeave());
+  bool isInterrupted = false;
+  communicator_->close(Deadline::after(patience), reasonToLeave(),
+                       drained.ok() ? &isInterrupted : nullptr);
+  if (isInterrupted) drained = interrupted();
   if (outstaysStore_) std::this_thread::sleep_for(kStoreGrace);
   throwIfFailed(drained);
 }
@@ -298,8 +311,13 @@ void MycollBackend::enableCollectivesTiming() {
 void MycollBackend::waitForPendingWorks() {
   enter("wait_for_pending_works");
   MutexLock lock(hook_->mutex);
-  hook_->changed.wait(lock.native(),
-                      [this]() REQUIRES(hook_->mutex) { return hook_->pending == 0; });
+  while (hook_->pending != 0) {
+    hook_->changed.wait_for(lock.native(), kTick);
+    if (hook_->pending == 0) return;
+    lock.unlock();
+    if (isInterruptPending()) throwStatus(interrupted());
+    lock.lock();
+  }
 }
 
 CallSite MycollBackend::enter(const char* function) const {

@@ -444,20 +444,26 @@ Status Communicator::destroyed() const {
                                     "can be called on it");
 }
 
-void Communicator::close(Deadline deadline, const std::string& reason) {
-  if (leave(deadline, reason)) endLeaving();
+void Communicator::close(Deadline deadline, const std::string& reason, bool* isInterrupted) {
+  if (leave(deadline, reason, isInterrupted)) endLeaving();
 }
 
-bool Communicator::leave(Deadline deadline, const std::string& reason) {
+bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isInterrupted) {
   if (!membership_.beginToLeave()) return false;
   Mesh& mesh = *engine_->mesh();
   // What nobody has begun to send may never be sent.
   const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
   const Attending attending(*engine_);
+  Deadline tick = Deadline::after(kWaitTick);
   while (!hasFailed() && isBusy(unsent) && !deadline.expired()) {
     bool moved = queue_.run(0);
     moved |= mesh.progress();
     if (!moved) usleep(200);
+    if (isInterrupted == nullptr || !tick.expired()) continue;
+    tick = Deadline::after(kWaitTick);
+    *isInterrupted = options_.interrupted && options_.interrupted();
+    if (*isInterrupted) deadline = Deadline::after(kUnsentGrace);
+    if (*isInterrupted) break;
   }
   if (!hasFailed() && isBusy(unsent)) {
     logFailure("mycoll group '" + options_.name +

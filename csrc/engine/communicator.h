@@ -211,10 +211,11 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   void abort(const std::string& reason);
   // Leaves the group: waits up to the deadline for pending operations, then says goodbye. Later
   // calls fail. Idempotent. The reason is for the other ranks: see Membership::sayGoodbye().
-  void close(Deadline deadline, const std::string& reason = {});
+  // isInterrupted: not null where a signal should end the wait, and is then set.
+  void close(Deadline deadline, const std::string& reason = {}, bool* isInterrupted = nullptr);
   // The same in two parts, for one thread: between them the other ranks know that this one leaves,
   // and it still hears of failures. False: the group is being left already.
-  bool leave(Deadline deadline, const std::string& reason = {});
+  bool leave(Deadline deadline, const std::string& reason = {}, bool* isInterrupted = nullptr);
   void endLeaving();
   // Before close(): that will stay until this rank has left as well, or nearly a second.
   void leaveAfter(int rank) { leavesAfter_.store(rank); }

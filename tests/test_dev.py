@@ -88,11 +88,51 @@ def test_contradiction(checkout: Path) -> None:
     assert done.returncode == 1 and "exclude each other" in done.stderr
 
 
-def test_options_of_dev_come_first(checkout: Path) -> None:
-    done = dev(checkout, "test", "--clients", "--python", sys.executable)
-    assert done.returncode != 0
-    assert "./dev test --python" in done.stderr
+def shown(checkout: Path, *words: str) -> list[str]:
+    """What the verb's program is started with, by an interpreter that shows its arguments. The
+    build before it is left out."""
+    script = checkout / "dev"
+    text = script.read_text().replace("\nbuild() {", "\nbuild() { prepare_python; }\nreal_build() {")
+    script.write_text(text)
+    show = f'case "$1" in -c) exec {sys.executable} "$@" ;; esac\nprintf "%s\\n" "$@"'
+    stand_in(checkout, "showing", show)
+    done = dev(checkout, *[word.replace("HERE", str(checkout / "bin/showing")) for word in words])
+    assert done.returncode == 0, done.stderr
     assert not (checkout / ".venv").exists()
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["gpu", "smoke", "--rehearse", "--python", "HERE"],
+        ["gpu", "--python", "HERE", "smoke", "--rehearse"],
+        ["gpu", "smoke", "--python=HERE", "--rehearse"],
+    ],
+)
+def test_options_of_dev_are_taken_anywhere(checkout: Path, words: list[str]) -> None:
+    assert shown(checkout, *words) == ["-m", "gpu", "smoke", "--rehearse"]
+
+
+def test_quoted_arguments_stay_whole(checkout: Path) -> None:
+    words = ["test", "-k", "one or two", "--python", "HERE", "--deadline", "20"]
+    assert shown(checkout, *words) == ["-m", "pytest", "-k", "one or two", "--deadline", "20"]
+
+
+def test_options_that_are_not_of_dev(checkout: Path) -> None:
+    """Those behind `--`, and those of a program."""
+    other = ["--python", "no-such-interpreter", "--torch", "9.9.9"]
+    told = shown(checkout, "bench", "--nproc", "2", "--python", "HERE", "--", *other)
+    assert told == ["-m", "mycoll", "bench", "--nproc", "2", "--", *other]
+    assert shown(checkout, "python", "--python", "HERE", "x.py", *other) == ["x.py", *other]
+    assert shown(checkout, "python", "--python", "HERE", "-m", "x", *other) == ["-m", "x", *other]
+
+
+@pytest.mark.parametrize("option", ["--python", "--torch"])
+def test_option_without_a_value(checkout: Path, option: str) -> None:
+    done = dev(checkout, "test", "-x", option)
+    assert done.returncode == 1
+    assert f"mycoll: {option} needs a value" in done.stderr
 
 
 def test_gpu_without_one(checkout: Path) -> None:

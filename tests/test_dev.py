@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -133,6 +134,73 @@ def test_option_without_a_value(checkout: Path, option: str) -> None:
     done = dev(checkout, "test", "-x", option)
     assert done.returncode == 1
     assert f"mycoll: {option} needs a value" in done.stderr
+
+
+def sanitized(
+    checkout: Path, *words: str, **programs: str
+) -> subprocess.CompletedProcess[str]:
+    """`./dev sanitize` where these scripts are the programs of tests/cpp; each has a test Suite.NAME.
+    An empty one was not built."""
+    script = checkout / "dev"
+    text = script.read_text().replace("\ncmake_build() {", "\ncmake_build() { :; }\nreal_build() {")
+    script.write_text(text)
+    (checkout / "tests/cpp").mkdir(parents=True)
+    for name, body in programs.items():
+        (checkout / f"tests/cpp/{name}.cpp").write_text(f"TEST(Suite, {name}) {{\n}}\n")
+        for kind in ("thread", "address"):
+            program = checkout / f"build/sanitize-{kind}/tests/{name}"
+            program.parent.mkdir(parents=True, exist_ok=True)
+            if body:
+                program.write_text(f"#!/bin/sh\necho {name} runs \"$@\"\n{body}\n")
+                program.chmod(0o755)
+    return dev(checkout, "sanitize", *words, "--python", sys.executable)
+
+
+def test_sanitize_runs_all_programs(checkout: Path) -> None:
+    done = sanitized(checkout, a_test="exit 0", b_test="exit 0", c_test="exit 77")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("a_test runs") == done.stderr.count("b_test runs") == 2
+    assert "c_test: all skipped" in done.stderr
+
+
+def test_sanitize_runs_what_words_choose(checkout: Path) -> None:
+    words = ["a_test", "Suite.b"]
+    done = sanitized(checkout, *words, a_test="exit 0", b_test="exit 0", c_test="exit 1")
+    assert done.returncode == 0, done.stderr
+    runs = [line for line in done.stderr.splitlines() if " runs" in line]
+    assert sorted(runs) == 2 * ["a_test runs a_test"] + 2 * ["b_test runs Suite.b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "programs", "told"),
+    [
+        ([], {"a_test": "exit 0", "b_test": ""}, "b_test: FAILED"),
+        ([], {"a_test": "exit 77"}, "no test was run"),
+        (["Suite", "NoSuch"], {"a_test": "exit 0"}, "no C++ test has 'NoSuch' in its name"),
+        (["--short"], {"a_test": "exit 0"}, "transport_test: FAILED"),
+        (["--short"], {"transport_test": "exit 77"}, "transport_test: all skipped"),
+    ],
+    ids=["not built", "all skipped", "no such test", "short, not built", "short, all skipped"],
+)
+def test_sanitize_never_runs_nothing(
+    checkout: Path, words: list[str], programs: dict[str, str], told: str
+) -> None:
+    done = sanitized(checkout, *words, **programs)
+    assert done.returncode == 1 and told in done.stderr, done.stderr
+
+
+def test_words_of_the_short_sanitizer_stage_name_tests() -> None:
+    """So that a renamed test is missed here, before the stage is built."""
+    lists = re.findall(r"^SHORT_\w+=\((.*?)\)$", (ROOT / "dev").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(lists) == 2
+    for each in lists:
+        for quoted, bare in re.findall(r'"(.*?)"|(\S+)', each):
+            program, *words = (quoted or bare).split()
+            source = (ROOT / f"tests/cpp/{program}.cpp").read_text()
+            names = [".".join(pair) for pair in re.findall(r"^TEST\((\w+), (\w+)\)", source, re.M)]
+            assert names
+            for word in words:
+                assert any(word in name for name in names), f"{program} has no test {word}"
 
 
 def test_gpu_without_one(checkout: Path) -> None:

@@ -2,8 +2,10 @@
 //   x_test                 all of them
 //   x_test ring Mesh.dies  those whose "Suite.name" contains one of the words
 //   x_test --list
+// Exit code: 0 if none failed, 1 if one did, 77 if all were skipped, 2 if a word chooses none.
 #include <dirent.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -31,11 +33,25 @@ void guarded(const std::function<void()>& body) {
   }
 }
 
-bool wanted(const std::string& name, int count, char** words) {
-  for (int i = 0; i < count; ++i) {
-    if (name.find(words[i]) != std::string::npos) return true;
+constexpr int kFailed = 1, kBadUse = 2, kAllSkipped = 77;  // 77 as in automake
+
+bool wanted(const std::string& name, const std::vector<std::string>& words) {
+  return words.empty() || std::any_of(words.begin(), words.end(), [&](const std::string& word) {
+           return name.find(word) != std::string::npos;
+         });
+}
+
+// True if each word chooses a test. A renamed test would otherwise never run where it is named.
+bool checkWords(const std::vector<std::string>& words) {
+  for (const std::string& word : words) {
+    const bool isFound = std::any_of(registry().begin(), registry().end(), [&](const Case& each) {
+      return wanted(each.name, {word});
+    });
+    if (isFound) continue;
+    std::fprintf(stderr, "no test has '%s' in its name; --list shows their names\n", word.c_str());
+    return false;
   }
-  return count == 0;
+  return !registry().empty();
 }
 
 }  // namespace
@@ -91,9 +107,11 @@ int main(int argc, char** argv) {
     for (const test::Case& each : test::registry()) std::puts(each.name.c_str());
     return 0;
   }
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  if (!test::checkWords(words)) return test::kBadUse;
   int passed = 0, failed = 0, skippedCount = 0;
   for (const test::Case& each : test::registry()) {
-    if (!test::wanted(each.name, argc - 1, argv + 1)) continue;
+    if (!test::wanted(each.name, words)) continue;
     const int before = test::failureCount();
     test::skipped.clear();
     const Clock::time_point start = Clock::now();
@@ -114,5 +132,6 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
   }
   std::printf("%d passed, %d failed, %d skipped\n", passed, failed, skippedCount);
-  return failed == 0 ? 0 : 1;
+  if (failed != 0) return test::kFailed;
+  return passed == 0 ? test::kAllSkipped : 0;
 }

@@ -163,6 +163,54 @@ def test_misspelt_names_are_warned_about(fresh) -> None:
     ]
 
 
+NONSENSE = "%n /:"  # no value of any variable but a path
+
+
+@pytest.mark.parametrize(
+    ("replace", "cpu"), [(NONSENSE, NONSENSE), ("gloo", NONSENSE), ("gloo", "gloo"), ("gloo", "")]
+)
+def test_no_value_keeps_torch_from_being_imported(mycoll_only, replace: str, cpu: str) -> None:
+    """Nor is anything printed, also where warnings are errors. Only to stand in gloo's place is the
+    compiled module loaded."""
+    environment = {**os.environ, **dict.fromkeys(documented(), NONSENSE)}
+    environment |= {"MYCOLL_REPLACE": replace, "MYCOLL_CPU": cpu}
+    code = f"""
+import sys, torch
+assert torch.ones(2).sum() == 2 and "mycoll._registration" in sys.modules
+assert ("mycoll._C" in sys.modules) == {(replace, cpu) == ("gloo", "")}
+import mycoll
+"""
+    command = [sys.executable, "-W", "error::UserWarning", "-W", "error:::mycoll", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_nonsense_is_an_error_of_the_group(mycoll_only) -> None:
+    """Which names the variable and says what it may be. A corrected one counts in the next group."""
+    page = PAGE.read_text()
+    paths = set(re.findall(r"^\| `(MYCOLL_\w+)` \|.* Accepts a path\. \|", page, re.MULTILINE))
+    names = sorted(documented() - paths)
+    assert len(names) > 20
+    program = f"""
+import os, torch.distributed as dist
+def init():
+    dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+for name in {names}:
+    os.environ[name] = {NONSENSE!r}
+    try:
+        init()
+    except ValueError as error:
+        assert name + "={NONSENSE} is not valid: expected " in str(error), error
+    else:
+        raise AssertionError(name + " is accepted")
+    del os.environ[name]
+init()
+"""
+    run = warm.start(program, environment=dict(os.environ))
+    out, error = run.communicate(timeout=60)
+    assert run.returncode == 0, error
+
+
 def test_where_values_come_from() -> None:
     """And they are kept: what the program changes later counts no more."""
     pytest.importorskip("mycoll._C", reason="mycoll is not built", exc_type=ImportError)

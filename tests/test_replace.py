@@ -140,15 +140,62 @@ def test_off_by_default_and_undone_by_one_variable() -> None:
     assert out == "False False"
 
 
-def test_another_value_is_a_clear_error() -> None:
+@pytest.mark.parametrize("wrong", ["MYCOLL_REPLACE=glooo", "MYCOLL_CPU=glooo"])
+def test_another_value_is_an_error_of_each_group(wrong: str) -> None:
+    """Of gloo's, by whatever way it is made, and of mycoll's; others are no business of it."""
+    name, _, value = wrong.partition("=")
+    expected = "expected gloo" if name == "MYCOLL_REPLACE" else "expected engine or gloo"
+    run(
+        f"""
+        import torch.testing._internal.distributed.fake_pg  # registers "fake"
+        class Derived(dist.ProcessGroupGloo):
+            pass
+        def init(name):
+            dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+        made = [lambda kind=kind: kind(dist.HashStore(), 0, 1)
+                for kind in (dist.ProcessGroupGloo, Derived)]
+        for make in (lambda: init("gloo"), lambda: init(None), lambda: init("mycoll"), *made):
+            try:
+                make()
+            except ValueError as error:
+                assert {f"{wrong} is not valid: {expected}"!r} in str(error), error
+            else:
+                raise AssertionError("no error")
+        init("fake")
+        try:
+            dist.new_group(backend="gloo")
+        except ValueError:
+            pass
+        else:
+            raise AssertionError("no error")
+        """,
+        **{"MYCOLL_REPLACE": "gloo", name: value},
+    )
+
+
+def test_what_is_in_the_way_is_said_when_a_group_is_made() -> None:
+    """And nothing before, also where warnings are errors."""
+    code = """
+import torch, torch.distributed as dist
+def init():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    init()
+except UserWarning as warning:
+    print(warning)
+import warnings
+warnings.simplefilter("default")
+init()
+"""
     done = subprocess.run(
-        [sys.executable, "-c", "import torch"],
-        env=environment("nccl"),
+        [sys.executable, "-W", "error::UserWarning", "-c", code],
+        env=environment("gloo", MYCOLL_CPU="gloo"),
         capture_output=True,
         text=True,
     )
-    assert done.returncode != 0
-    assert "MYCOLL_REPLACE=nccl is not valid: expected gloo" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "MYCOLL_REPLACE=gloo has no effect: MYCOLL_CPU=gloo asks for torch's gloo\n"
+    assert done.stderr.count("MYCOLL_REPLACE=gloo has no effect") == 1
 
 
 def test_without_autoload_an_import_does_it() -> None:
@@ -430,7 +477,7 @@ def test_who_asks_for_encryption_keeps_gloo() -> None:
     run(
         """
         from mycoll import _own_gloo, replace
-        assert replace.is_wanted() and not replace.is_in_place()
+        assert not replace.is_in_place()
         assert "asks for encryption" in _own_gloo.notes.reason
         """,
         GLOO_DEVICE_TRANSPORT="TCP_TLS",
@@ -833,7 +880,7 @@ def test_importing_torch_changes_nothing() -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 def test_in_python_built_without_gloo_nothing_breaks() -> None:
-    """A torch that has no gloo: one warning, and no more."""
+    """A torch that has no gloo says so itself when somebody wants one."""
     run(
         """
         from torch._C import _distributed_c10d as c
@@ -841,8 +888,8 @@ def test_in_python_built_without_gloo_nothing_breaks() -> None:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             import mycoll
-        assert [str(w.message) for w in seen] == [
-            "MYCOLL_REPLACE=gloo has no effect: this torch was built without gloo"], seen
+            dist.init_process_group("mycoll", store=dist.HashStore(), rank=0, world_size=1)
+        assert seen == [], seen
         """,
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )

@@ -47,17 +47,13 @@ _failure: Exception | None = None
 
 
 def autoload() -> None:
-    """Registers the backend; raises nothing but what is wrong with MYCOLL_REPLACE."""
+    """What torch calls while it is imported."""
     global _failure
-    try:
-        register()
-    except Exception as error:
-        _failure = error
-    if os.environ.get(REPLACE):
-        from mycoll import replace
-
-        if replace.is_wanted():
-            replace.install()
+    for step in (register, replace_gloo):
+        try:
+            step()
+        except Exception as error:
+            _failure = _failure or error
 
 
 def register() -> None:
@@ -70,6 +66,14 @@ def register() -> None:
         register_mpi_scheme()
         # The first of all: what programs register runs before it, and may still communicate.
         atexit.register(close_all)
+
+
+def replace_gloo() -> None:
+    """Puts mycoll in gloo's place where MYCOLL_REPLACE says so."""
+    if os.environ.get(REPLACE):
+        from mycoll import replace
+
+        replace.install()
 
 
 def close_all() -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from mycoll import _gloo
 from mycoll._log import log
 from mycoll._registration import REPLACE
 
@@ -30,16 +31,15 @@ VARIABLE = REPLACE
 _INTERFACES = "MYCOLL_SOCKET_IFNAME"
 
 _real: Any = None  # torch's class, once another one stands in its place
-_has_no_effect = False  # torch's class stays, and a warning has said why
+_is_installed = False
 _has_warned_of_reconfigure = False
 
 
-def is_wanted() -> bool:
-    """Whether this process asks for it; any other value than gloo is an error."""
+def check() -> None:
+    """Raises ValueError if the variable has a value that means nothing."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "gloo"):
         raise ValueError(f"{VARIABLE}={value} is not valid: expected gloo")
-    return value == "gloo"
 
 
 def is_in_place() -> bool:
@@ -57,35 +57,35 @@ def real_gloo() -> Any:
 
 
 def install() -> None:
-    """Puts mycoll in gloo's place, once in a process; where it cannot, a warning says why."""
-    global _real, _has_no_effect
+    """Puts mycoll in gloo's place, once in a process.
+
+    torch is being imported, which must not fail, nor warn in programs that make no groups. So what
+    is in the way is reported when a gloo group is made: an invalid variable as an error, the rest
+    as one warning, and the group is gloo's.
+    """
+    global _real, _is_installed
     from torch._C import _distributed_c10d
 
-    from mycoll import _compat, _gloo, _own_gloo
-    from mycoll._registration import native
+    from mycoll import _compat, _own_gloo
 
-    if _real is not None or _has_no_effect:
-        return
     real = getattr(_distributed_c10d, "ProcessGroupGloo", None)
+    if _is_installed or real is None:  # torch says that it has no gloo when somebody wants one
+        return
+    _is_installed = True
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         kind: Any = real
         return _own_gloo.noting(function, lambda backend: isinstance(backend, kind))
 
     try:
-        if real is None:
-            raise ImportError("this torch was built without gloo")
-        if _gloo.is_wanted(None):
-            raise ImportError(f"{_gloo.VARIABLE}=gloo asks for torch's gloo")
-        if os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS":
-            raise ImportError("GLOO_DEVICE_TRANSPORT asks for encryption, which mycoll has not")
-        module = native()
-    except ImportError as error:
-        _has_no_effect = True
-        warnings.warn(f"{VARIABLE}=gloo has no effect: {error}", stacklevel=2)
+        module = _usable()
+    except ValueError as error:
+        _before_each(real, _refuse(error))
+        return
+    except Exception as error:
+        _before_each(real, _warn_once(error))
         _own_gloo.notes.reason = str(error)
-        if real is not None:
-            _compat.replace("_new_process_group_helper", noting)
+        _compat.replace("_new_process_group_helper", noting)
         return
 
     _use_interface_of_gloo()
@@ -94,6 +94,46 @@ def install() -> None:
     _compat.replace("_new_process_group_helper", _wrap_new_process_group_helper)
     _compat.replace("_new_process_group_helper", noting)
     log.info("mycoll: answers to gloo's name in this process, as %s says", VARIABLE)
+
+
+def _usable() -> Any:
+    """The compiled module, if mycoll can stand in gloo's place; an exception says why not."""
+    from mycoll._registration import native
+
+    check()
+    if _gloo.is_wanted(None):
+        raise ImportError(f"{_gloo.VARIABLE}=gloo asks for torch's gloo")
+    if os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS":
+        raise ImportError("GLOO_DEVICE_TRANSPORT asks for encryption, which mycoll has not")
+    return native()
+
+
+def _before_each(real: Any, act: Callable[[], None]) -> None:
+    """Calls `act` before torch's class makes a group, by whatever name it is reached."""
+    original = real.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **more: Any) -> None:
+        act()
+        original(self, *args, **more)
+
+    real.__init__ = init
+
+
+def _refuse(error: ValueError) -> Callable[[], None]:
+    def act() -> None:
+        fix = "it was read when torch was imported: correct it, and start the program again"
+        raise ValueError(f"{error}; {fix}")
+
+    return act
+
+
+def _warn_once(error: Exception) -> Callable[[], None]:
+    @functools.cache
+    def act() -> None:
+        warnings.warn(f"{VARIABLE}=gloo has no effect: {error}", stacklevel=4)
+
+    return act
 
 
 def _use_interface_of_gloo() -> None:

@@ -485,6 +485,9 @@ def main() -> None:
     if arguments.rank >= 0:
         rank_main(arguments)
         return
+    from mycoll.replace import keep_names_honest
+
+    keep_names_honest("hosts")
     for is_asked, tool, package in (
         (arguments.mpi, "mpicc", "libopenmpi-dev"),
         (arguments.mpi, "mpirun", "openmpi-bin"),

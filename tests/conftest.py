@@ -53,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("MYCOLL_REPLACE"):  # which counted when torch was imported, above
+        raise pytest.UsageError("unset MYCOLL_REPLACE: tests compare mycoll with gloo")
     config.addinivalue_line("markers", "large: needs 24 GiB of memory; run with --large")
     config.addinivalue_line(
         "markers", "worlds(*sizes, tcp=()): the worlds that a test runs in, and those over TCP, too"

@@ -82,6 +82,13 @@ sys.exit(main())
 _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
 
 
+def test_a_launcher_that_renames_gloo() -> None:
+    """The ranks have torch's gloo only if the variable was not set when they imported torch."""
+    done = on_ranks(2, "all_reduce", *_QUICK, MYCOLL_REPLACE="gloo")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "mycoll bench: compares backends by name: unset MYCOLL_REPLACE=gloo\n"
+
+
 class TestRuns:
     def test_shared_tensors_take_turns_with_others(self, tmp_path: Path) -> None:
         results = tmp_path / "results.jsonl"

@@ -847,6 +847,56 @@ def test_groups_that_ask_for_gloo_are_listed() -> None:
     assert "group 1 is gloo's own: made by Options(cpu=), or by a reference" in out, out
 
 
+# In each interpreter that has it on its path: notes what the groups that torch makes really are.
+NOTING = """
+import functools, os, torch, torch.distributed as dist
+def noting(function):
+    @functools.wraps(function)
+    def make(*args, **more):
+        made = function(*args, **more)
+        named = more.get("backend") or (args[0] if args else None)
+        backend = (made or dist.group.WORLD)._get_backend(torch.device("cpu"))
+        with open(os.environ["NOTES"], "a") as notes:
+            notes.write(f"{named} {'mycoll' if hasattr(backend, 'transport') else 'gloo'}\\n")
+        return made
+    return make
+dist.init_process_group, dist.new_group = noting(dist.init_process_group), noting(dist.new_group)
+"""
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("MYCOLL_REPLACE", "-m mycoll demo --steps 1 --rounds 1"),
+        ("MYCOLL_REPLACE", "-m mycoll bench all_reduce --nproc 2 -b 4 -e 4 -n 2 -w 1 --rounds 2"),
+        ("MYCOLL_CPU", "-m mycoll bench all_reduce --nproc 2 -b 4 -e 4 -n 2 -w 1 --rounds 2"),
+        ("MYCOLL_REPLACE", "benchmarks/objects.py gather --rounds 2"),
+        ("MYCOLL_REPLACE", "-m mycoll faults --only 19a --transport shm --json build/faults-test"),
+    ],
+)
+def test_what_is_compared_is_what_it_is_called(tmp_path: Path, variable: str, words: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOTING)
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, *words.replace("build/", f"{tmp_path}/").split()],
+        cwd=ROOT,
+        env=environment(
+            None,
+            NOTES=str(tmp_path / "notes"),
+            PYTHONPATH=os.pathsep.join(paths),
+            **{variable: "gloo"},
+        ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"ignores {variable}=gloo: it compares backends by name" in done.stderr
+    notes = set((tmp_path / "notes").read_text().splitlines())
+    assert notes == {"mycoll mycoll", "gloo gloo"}, (notes, done.stdout)
+
+
 def snapshot(replace: str | None, autoload: str) -> str:
     """What torch.distributed's modules hold after `import torch`: names and what stands there."""
     code = """

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mycoll._pipes import is_unread, silence
 from mycoll._terminal import Parser, is_terminal
+from mycoll.replace import keep_names_honest
 
 KIB, MIB = 1 << 10, 1 << 20
 CLASSES = 3
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("ranks", "steps", "rounds"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    keep_names_honest("mycoll demo")
 
     # The parent holds the rendezvous store and picks a free port for it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -54,6 +55,21 @@ def real_gloo() -> Any:
     from torch.distributed import ProcessGroupGloo
 
     return ProcessGroupGloo
+
+
+def variables_that_rename() -> list[str]:
+    """Those that are set and make a group something else than its name says: mycoll under the name
+    gloo, or gloo under the name mycoll."""
+    values = {name: os.environ.get(name, "") for name in (VARIABLE, _gloo.VARIABLE)}
+    return [f"{name}={value}" for name, value in values.items() if value not in ("", "engine")]
+
+
+def keep_names_honest(program: str) -> None:
+    """For programs that compare backends by name, before they start their ranks: takes these
+    variables out of the environment that the ranks inherit, and says so."""
+    for each in variables_that_rename():
+        del os.environ[each.partition("=")[0]]
+        print(f"{program}: ignores {each}: it compares backends by name", file=sys.stderr)
 
 
 def install() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from mycoll.replace import keep_names_honest
 from worlds.pool import Options, Pool
 
 from faults import deaths, lifecycle, misuse, network, stalls, strangers
@@ -104,6 +105,7 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help="write the page with --only, too")
     args = parser.parse_args()
+    keep_names_honest("mycoll faults")
     chosen = args.only.split(",") if args.only else list(SCENARIOS)
     kinds = columns(args)
     rows = [Row(number, title(SCENARIOS[number])) for number in chosen]

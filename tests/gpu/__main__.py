@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from mycoll.replace import keep_names_honest
 from standins import cuda as standin_cuda
 from worlds import device as devices
 
@@ -253,6 +254,7 @@ def rehearse() -> None:
 
 
 def main() -> int:
+    keep_names_honest("./dev gpu")
     if sys.argv[1:2] == ["smoke"]:
         if "--rehearse" in sys.argv:
             rehearse()

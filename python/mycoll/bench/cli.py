@@ -24,6 +24,7 @@ from mycoll.bench.peers import gather_peers
 from mycoll.bench.report import LEGEND, Recorder, table_header, table_line, unwritable
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.world import World, join, leave
+from mycoll.replace import keep_names_honest, variables_that_rename
 
 _FAILED = 1
 _BAD_USE = 2
@@ -52,6 +53,7 @@ def _start_ranks(options: Options, arguments: list[str]) -> int:
         return _misused(how, is_shown=os.environ.get("RANK") == "0")
     if wrong := _wrong_files(options):
         return _misused(wrong)
+    keep_names_honest("mycoll bench")
     Progress().show(f"starting {options.nproc} ranks ...")  # rank 0 clears the line
     return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
 
@@ -77,6 +79,9 @@ def _misused(how: str, is_shown: bool = True) -> int:
 
 
 def _run_rank(options: Options, arguments: list[str]) -> int:
+    if renaming := variables_that_rename():  # which counted when torch was imported
+        how = f"compares backends by name: unset {' and '.join(renaming)}"
+        return _misused(how, is_shown=os.environ.get("RANK") == "0")
     world = join(options)
     # The same on all ranks, before minutes of measuring.
     if wrong := world.share(_wrong_files(options) if world.rank == 0 else ""):

@@ -24,6 +24,7 @@ from mycoll.bench.machine import native_module
 from mycoll.bench.options import Options
 from mycoll.bench.workload import Call, Group, Unsupported, Workload
 from mycoll.bench.world import World
+from mycoll.replace import real_gloo
 from mycoll.shared import shared_tensors
 
 # Below this, calling the copy takes longer than copying.
@@ -181,7 +182,19 @@ def _new_group(name: str, options: Options) -> Group:
     patience = datetime.timedelta(seconds=options.timeout_seconds)
     group = dist.new_group(backend=name.split("#")[0], timeout=patience)
     assert isinstance(group, Group)
+    _check_name(name.split("#")[0], group)
     return group
+
+
+def _check_name(name: str, group: Group) -> None:
+    """Nothing is measured under another one's name, whatever the environment says."""
+    if name not in ("gloo", "mycoll"):
+        return
+    backend = group._get_backend(torch.device("cpu"))
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    actual = "gloo" if isinstance(backend, real_gloo()) else "mycoll"
+    if actual != name:
+        raise RuntimeError(f"a group called {name} is {actual} in this process")
 
 
 def gather_contenders(options: Options, world: World) -> tuple[list[Contender], list[str]]:

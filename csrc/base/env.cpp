@@ -277,11 +277,11 @@ const std::vector<Variable>& variables() {
        "the "
        "faster of both. The value of rank 0 counts."},
       {"MYCOLL_SMALL_BYTES", "32768", bytes(&Env::smallBytes, kGiB, "1G"),
-       "Messages up to this size use the algorithms with the lowest latency. Must be the same on "
-       "all ranks."},
+       "Messages up to this size use the algorithms with the lowest latency, in groups inside one "
+       "host. The value of rank 0 counts."},
       {"MYCOLL_EAGER_BYTES", "65536", bytes(&Env::eagerBytes, kMaxEagerBytes, "16M"),
-       "A send up to this size completes without waiting for its receiver. Must be the same on all "
-       "ranks."},
+       "A send up to this size completes without waiting for its receiver. The value of the rank "
+       "that sends counts."},
       {"MYCOLL_PARTIALS", "wide", choice(&Env::partials, {"wide", "rounded"}),
        "How sums of 8- and 16-bit floats over the ranks of one host travel to other hosts. wide: "
        "as "

@@ -18,7 +18,7 @@ struct Card {
   int rank = 0;
   int ranks = 0;
   // What must be alike on all ranks: mycoll's version and its protocol's, and variables that are
-  // set: "mycoll 0.1.0/5 MYCOLL_PARTIALS=rounded".
+  // set: "mycoll 0.1.0/6 MYCOLL_PARTIALS=rounded".
   std::string settings;
   std::string why;       // it has given up, and this is why; empty: it takes part
   bool hasLost = false;  // because a rank was lost, which the others raise, too

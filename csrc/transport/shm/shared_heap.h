@@ -17,7 +17,8 @@
 // own, and allocates from regions of its own. What the parent writes after the fork the child may
 // see, also when the parent uses a block again that the child still knows.
 //
-// Thread contract: all [any thread]. One lock, a leaf, which fork() takes, too.
+// Thread contract: all [any thread]. One lock, which fork() takes, too. Under it the locks of the
+// log and of the segments' registry are taken.
 // Lifetime: of the process; blocks may be freed while it exits.
 #pragma once
 

@@ -351,7 +351,7 @@ def trains(ctx: Ctx) -> list[float]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         assert all(is_shared(parameter.grad) for parameter in model.parameters())
     total = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     ctx.digest(total)

@@ -60,13 +60,20 @@ def server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LIMIT)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MYCOLL", "PYTHONPATH"))}
-    subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, __file__, str(theirs.fileno())],
         env={**kept, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         pass_fds=[theirs.fileno()],
     )
     theirs.close()
+    atexit.register(end, ours, process)
     return ours
+
+
+def end(requests: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Ends the server, which leaves when nobody can ask it for anything."""
+    requests.close()
+    process.wait(10)
 
 
 def start(

@@ -201,6 +201,22 @@ def called(mode: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
         function(*args, **kwargs)
 
 
+OURS = r"(__main__|mycoll|test_\w+|worlds|faults|gpu|standins)(\..*)?$"
+
+
+def filter_warnings() -> None:
+    """Warnings of mycoll's code and of the tests' are errors. torch's own are torch's business."""
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", module=OURS)
+    # By these torch deprecates names that the oldest supported torch has no others for.
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    # Tests send tensors of all types and layouts.
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
+    warnings.filterwarnings("ignore", "torch.quantize_per_tensor.* are deprecated")
+
+
 def main(conn: Connection, setup: Setup) -> None:
     os.setpgid(0, 0)  # Ctrl-C of the test run is for the parent alone
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -221,7 +237,7 @@ def main(conn: Connection, setup: Setup) -> None:
         # Both settings are run by everything; a test's own choice stands.
         os.environ.setdefault("MYCOLL_CHECKSUM", str(int(setup.transport == "tcp")))
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # torch deprecates names faster than it removes them
+    filter_warnings()
     ctx = Ctx(setup, os.open(setup.log + ".case", os.O_RDWR | os.O_CREAT, 0o600))
 
     def start() -> None:

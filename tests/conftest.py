@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import os
 import sys
@@ -47,6 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="seconds after which a job counts as hung (60; on CUDA 300, as ranks may share a GPU)",
     )
     group.addoption("--seed", type=int, default=None, help="of the random walks: only this one")
+    group.addoption(
+        "--must-run",
+        action="store_true",
+        help="skipped tests fail, unless tests/must_run.txt excuses them: .ci/run",
+    )
     group.addoption(
         "--native-stacks", action="store_true", help="gdb's view of hung workers, in the report"
     )
@@ -101,6 +107,37 @@ def device_params(config: pytest.Config, sizes: Sequence[int], paths: Sequence[s
             marks = [pytest.mark.skip(reason=reason)] if reason else []
             params.append(pytest.param((size, path), id=f"{size}x{path}", marks=marks))
     return params
+
+
+def must_run(name: str) -> bool:
+    """What must_run.txt says of a test of this name below tests/."""
+    verdict = True
+    for line in (TESTS / "must_run.txt").read_text().splitlines():
+        pattern = line.partition("#")[0].strip()
+        if pattern and fnmatch.fnmatchcase(name, pattern.removeprefix("!")):
+            verdict = not pattern.startswith("!")
+    return verdict
+
+
+def forbid_skip(report: Any, config: pytest.Config, name: str) -> Any:
+    is_skipped = report.skipped and not hasattr(report, "wasxfail")
+    if is_skipped and config.getoption("--must-run") and must_run(name):
+        report.outcome = "failed"
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.longrepr = f"must not be skipped (tests/must_run.txt): {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
+    report = yield
+    return forbid_skip(report, item.config, item.nodeid.removeprefix("tests/"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    report = yield  # of a file that is skipped as a whole, for one
+    return forbid_skip(report, collector.config, collector.nodeid.removeprefix("tests/") + "::")
 
 
 # Begun first, the longest of them first: otherwise one process would still have minutes to go when

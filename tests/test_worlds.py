@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +104,19 @@ def test_servers_are_warm(pool, transport):
     assert all(pool.get(pool.spec(2, transport)).run(is_warm))
     text = "import gc; print(gc.get_freeze_count() > 0)"
     assert warm.start(text).communicate(timeout=60)[0] == "True\n"
+
+
+def test_tests_that_must_not_be_skipped() -> None:
+    """As in .ci/run; without CPP_TEST_DIR all programs are skipped."""
+    names = [f"tests/test_cpp.py::test_cpp[{name}]" for name in ("base_test", "real_nccl_test")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--must-run", "-p", "no:cacheprovider", *names],
+        cwd=Path(__file__).resolve().parent.parent,
+        env={name: value for name, value in os.environ.items() if name != "CPP_TEST_DIR"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 1 skipped" in done.stdout
+    assert "must not be skipped (tests/must_run.txt): Skipped: CPP_TEST_DIR is not set" in done.stdout

@@ -93,7 +93,9 @@ def shown(checkout: Path, *words: str) -> list[str]:
     """What the verb's program is started with, by an interpreter that shows its arguments. The
     build before it is left out."""
     script = checkout / "dev"
-    text = script.read_text().replace("\nbuild() {", "\nbuild() { prepare_python; }\nreal_build() {")
+    text = script.read_text().replace(
+        "\nbuild() {", "\nbuild() { prepare_python; }\nreal_build() {"
+    )
     script.write_text(text)
     show = f'case "$1" in -c) exec {sys.executable} "$@" ;; esac\nprintf "%s\\n" "$@"'
     stand_in(checkout, "showing", show)
@@ -136,11 +138,9 @@ def test_option_without_a_value(checkout: Path, option: str) -> None:
     assert f"mycoll: {option} needs a value" in done.stderr
 
 
-def sanitized(
-    checkout: Path, *words: str, **programs: str
-) -> subprocess.CompletedProcess[str]:
-    """`./dev sanitize` where these scripts are the programs of tests/cpp; each has a test Suite.NAME.
-    An empty one was not built."""
+def sanitized(checkout: Path, *words: str, **programs: str) -> subprocess.CompletedProcess[str]:
+    """`./dev sanitize` where these scripts are the programs of tests/cpp, with a test Suite.NAME of
+    each. An empty one was not built."""
     script = checkout / "dev"
     text = script.read_text().replace("\ncmake_build() {", "\ncmake_build() { :; }\nreal_build() {")
     script.write_text(text)
@@ -151,7 +151,7 @@ def sanitized(
             program = checkout / f"build/sanitize-{kind}/tests/{name}"
             program.parent.mkdir(parents=True, exist_ok=True)
             if body:
-                program.write_text(f"#!/bin/sh\necho {name} runs \"$@\"\n{body}\n")
+                program.write_text(f'#!/bin/sh\necho {name} runs "$@"\n{body}\n')
                 program.chmod(0o755)
     return dev(checkout, "sanitize", *words, "--python", sys.executable)
 
@@ -191,7 +191,7 @@ def test_sanitize_never_runs_nothing(
 
 def test_words_of_the_short_sanitizer_stage_name_tests() -> None:
     """So that a renamed test is missed here, before the stage is built."""
-    lists = re.findall(r"^SHORT_\w+=\((.*?)\)$", (ROOT / "dev").read_text(), re.DOTALL | re.MULTILINE)
+    lists = re.findall(r"^SHORT_\w+=\((.*?)\)$", (ROOT / "dev").read_text(), re.DOTALL | re.M)
     assert len(lists) == 2
     for each in lists:
         for quoted, bare in re.findall(r'"(.*?)"|(\S+)', each):

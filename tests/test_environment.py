@@ -186,7 +186,7 @@ import mycoll
 
 
 def test_nonsense_is_an_error_of_the_group(mycoll_only) -> None:
-    """Which names the variable and says what it may be. A corrected one counts in the next group."""
+    """Which names it and says what it may be. What is corrected counts in the next group."""
     page = PAGE.read_text()
     paths = set(re.findall(r"^\| `(MYCOLL_\w+)` \|.* Accepts a path\. \|", page, re.MULTILINE))
     names = sorted(documented() - paths)
@@ -207,7 +207,7 @@ for name in {names}:
 init()
 """
     run = warm.start(program, environment=dict(os.environ))
-    out, error = run.communicate(timeout=60)
+    _, error = run.communicate(timeout=60)
     assert run.returncode == 0, error
 
 

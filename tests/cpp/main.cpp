@@ -44,9 +44,8 @@ bool wanted(const std::string& name, const std::vector<std::string>& words) {
 // True if each word chooses a test. A renamed test would otherwise never run where it is named.
 bool checkWords(const std::vector<std::string>& words) {
   for (const std::string& word : words) {
-    const bool isFound = std::any_of(registry().begin(), registry().end(), [&](const Case& each) {
-      return wanted(each.name, {word});
-    });
+    const bool isFound = std::any_of(registry().begin(), registry().end(),
+                                     [&](const Case& each) { return wanted(each.name, {word}); });
     if (isFound) continue;
     std::fprintf(stderr, "no test has '%s' in its name; --list shows their names\n", word.c_str());
     return false;

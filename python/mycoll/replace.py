@@ -36,13 +36,6 @@ _is_installed = False
 _has_warned_of_reconfigure = False
 
 
-def check() -> None:
-    """Raises ValueError if the variable has a value that means nothing."""
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "gloo"):
-        raise ValueError(f"{VARIABLE}={value} is not valid: expected gloo")
-
-
 def is_in_place() -> bool:
     """Whether mycoll answers to gloo's name in this process."""
     return _real is not None
@@ -73,7 +66,7 @@ def keep_names_honest(program: str) -> None:
 
 
 def install() -> None:
-    """Puts mycoll in gloo's place, once in a process.
+    """Puts mycoll in gloo's place, once in a process that has the variable.
 
     torch is being imported, which must not fail, nor warn in programs that make no groups. So what
     is in the way is reported when a gloo group is made: an invalid variable as an error, the rest
@@ -116,7 +109,8 @@ def _usable() -> Any:
     """The compiled module, if mycoll can stand in gloo's place; an exception says why not."""
     from mycoll._registration import native
 
-    check()
+    if (value := os.environ[VARIABLE]) != "gloo":
+        raise ValueError(f"{VARIABLE}={value} is not valid: expected gloo")
     if _gloo.is_wanted(None):
         raise ImportError(f"{_gloo.VARIABLE}=gloo asks for torch's gloo")
     if os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS":

@@ -109,7 +109,7 @@ def power_sgd(ctx: Ctx) -> str:
 
     def job(group: dist.ProcessGroup) -> list[torch.Tensor]:
         net = deep_model()
-        for layer in net:
+        for layer in list(net)[1:]:  # whose inputs have gradients
             layer.register_full_backward_hook(dawdle)
         wrapped = DistributedDataParallel(net, bucket_cap_mb=0.02, process_group=group)
         state = powerSGD_hook.PowerSGDState(

@@ -132,6 +132,8 @@ def pester(addresses: list[tuple[str, int]], count: int, chance: random.Random) 
             held.popleft().close()
         if i % 20 == 19:
             time.sleep(0.01)  # some seconds of it, rather than one burst
+    for peer in held:
+        peer.close()
     return made
 
 

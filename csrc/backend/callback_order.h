@@ -31,9 +31,9 @@
 // ours, a mark; the first callback of each future is the gate. Both wait, on the thread that
 // completes the future, until the future's next part is at the front.
 //
-// Thread contract: [any thread]; none of it holds a lock while it calls out. wait(), pass() and
-// beginNow() must not be called with the GIL held. Futures are completed on the CallbackPool, one
-// at a time, and several only where the running callback takes its time.
+// Thread contract: [any thread]; none of it holds a lock while it calls out. pass() must not be
+// called with the GIL held. Futures are completed on the CallbackPool, one at a time, and several
+// only where the running callback takes its time.
 #pragma once
 
 #include <ATen/core/ivalue.h>

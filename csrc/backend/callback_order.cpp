@@ -307,9 +307,9 @@ CallbackOrder::Outcome CallbackOrder::pass(Deadline deadline, bool (*isInterrupt
   while (find() != entries_.end()) {
     changed_.wait_for(lock.native(), kTick);
     lock.unlock();
-    const Outcome end = deadline.expired() ? Outcome::kTimeout
-                        : isInterrupted()  ? Outcome::kInterrupted
-                                           : Outcome::kIdle;
+    const Outcome end = deadline.expired()                ? Outcome::kTimeout
+                        : isInterrupted && isInterrupted() ? Outcome::kInterrupted
+                                                           : Outcome::kIdle;
     lock.lock();
     if (end == Outcome::kIdle) continue;
     while (isBeginning_) changed_.wait(lock.native());

@@ -86,7 +86,8 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   // Begins a held collective at once, with those before it, if this thread runs a callback of the
   // group: the callback waits for it.
   void beginIfInside(const EntryPtr& entry);
-  // As hold(), for a collective of the caller's: returns when it may begin.
+  // As hold(), for a collective of the caller's: returns when it may begin. isInterrupted may be
+  // null.
   Outcome pass(Deadline deadline, bool (*isInterrupted)());
 
   // In any order of this process.

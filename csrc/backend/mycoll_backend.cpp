@@ -192,7 +192,7 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
   }
   // As shutdown(); a callback that does not return leaves time for the goodbyes.
   const Deadline held = Deadline::after(timeout / 2);
-  for (const auto& order : orders) order->wait(held, nullptr);
+  for (const auto& order : orders) (void)order->pass(held, nullptr);
   for (const auto& [name, device] : devices) device->close(deadline);
   for (const auto& communicator : open) communicator->close(deadline, reason);
   if (!CallbackPool::get().drain(deadline.remaining())) {
@@ -273,7 +273,7 @@ void MycollBackend::shutdown() {
   const Deadline deadline = Deadline::after(kShutdownTimeout);
   Status drained;
   // What is held behind callbacks is pending, too, and begins when they have run.
-  if (callbacks_->here()->wait(deadline, isInterruptPending) ==
+  if (CallbackOrder::here(callbacks_)->pass(deadline, isInterruptPending) ==
       CallbackOrder::Outcome::kInterrupted) {
     drained = interrupted();
   }

@@ -18,7 +18,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -83,13 +83,21 @@ def _backend_names(group: ProcessGroup | None) -> dict[str, str]:
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 
 
-def _own_backends(group: ProcessGroup) -> list[Any]:
-    """mycoll's backends of the group, also those that have another backend's name."""
+def _own_backends(group: ProcessGroup, device: torch.device | None) -> list[Any]:
+    """mycoll's backends of the group, for this device or all, also under another one's name."""
     kind = native().MycollBackend
-    backends = [group._get_backend(device) for device in group._device_types]
-    # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around them.
-    backends = [getattr(backend, "wrapped_pg", backend) for backend in backends]
-    return [backend for backend in backends if isinstance(backend, kind)]
+    types = group._device_types
+    if device is not None and torch.device(device.type) in types:
+        types = [device]
+    found = []
+    for each in types:
+        backend = group._get_backend(each)
+        if not isinstance(backend, kind):
+            # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
+            backend = getattr(backend, "wrapped_pg", None)
+        if isinstance(backend, kind):
+            found.append(backend)
+    return found
 
 
 def _wrap_monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,12 +271,12 @@ def guard_coalescing() -> None:
     replace("_coalescing_manager", _wrap_coalescing_manager)
 
 
-class _Block(list[Any]):
+class _Operations(list[Any]):
     """The collectives that torch notes while a block is open, for the thread that opened it."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
-        self._group = group.group_name
+        self._group = group
         self._thread = threading.get_ident()
 
     def append(self, operation: Any) -> None:
@@ -278,41 +286,62 @@ class _Block(list[Any]):
 
     def error(self, text: str) -> Exception:
         error: Exception = native().ArgumentError(
-            f"mycoll group '{self._group}': _coalescing_manager: {text}"
+            f"mycoll group '{self._group.group_name}': _coalescing_manager: {text}"
         )
         return error
 
 
-def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's manager has no `finally`. After an exception the group would still be coalescing: the
-    program's next collectives would only be noted, and return at once with their inputs."""
+class _Block:
+    """torch's block of operations, which has no `finally`. After an exception the group would still
+    be coalescing: its next collectives would only be noted, and return at once."""
 
-    @contextlib.contextmanager
+    def __init__(self, group: ProcessGroup, backends: list[Any], torchs: Any) -> None:
+        self._group = group
+        self._backends = backends
+        self._torchs = torchs
+        self._operations = _Operations(group)
+
+    def __enter__(self) -> Any:
+        blocks = distributed_c10d._world.pg_coalesce_state
+        if blocks.setdefault(self._group, self._operations) is not self._operations:
+            # torch's manager would add to that block, and end it in the wrong place.
+            raise self._operations.error(
+                "a block of this group is open already, and blocks cannot be nested"
+            )
+        try:
+            return self._torchs.__enter__()
+        except BaseException:
+            self._drop()
+            raise
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
+        is_complete = False
+        try:
+            answer: bool | None = self._torchs.__exit__(kind, error, trace)
+            is_complete = kind is None
+            return answer
+        finally:
+            if not is_complete:
+                self._drop()
+
+    def _drop(self) -> None:
+        blocks = distributed_c10d._world.pg_coalesce_state
+        if blocks.get(self._group) is self._operations:
+            del blocks[self._group]
+        for backend in self._backends:
+            backend._drop_coalescing()
+
+
+def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
     def coalescing_manager(
         group: ProcessGroup | None = None,
         device: torch.device | None = None,
         async_ops: bool = False,
-    ) -> Iterator[Any]:
+    ) -> Any:
         members = group or distributed_c10d._get_default_group()
-        ours = _own_backends(members)
-        if not ours:
-            with original(members, device, async_ops) as manager:
-                yield manager
-            return
-        blocks = distributed_c10d._world.pg_coalesce_state
-        block = _Block(members)
-        if blocks.setdefault(members, block) is not block:
-            # torch's manager would add to that block, and end it in the wrong place.
-            raise block.error("a block of this group is open already, and blocks cannot be nested")
-        try:
-            with original(members, device, async_ops) as manager:
-                yield manager
-        except BaseException:
-            if blocks.get(members) is block:
-                del blocks[members]
-            for backend in ours:
-                backend._drop_coalescing()
-            raise
+        block = original(members, device, async_ops)
+        backends = _own_backends(members, device)
+        return _Block(members, backends, block) if backends else block
 
     return coalescing_manager
 

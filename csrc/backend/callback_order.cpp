@@ -182,16 +182,19 @@ void CallbackOrder::complete(const TurnPtr& turn) {
 }
 
 void CallbackOrder::ready(const TurnPtr& turn, std::function<void()> complete) {
-  CallbackOrder& order = *turn->order;
-  const MutexLock lock(order.mutex_);
-  turn->complete = std::move(complete);
-  order.ready_.push_back(turn);
-  order.attend();
+  const Ptr order = turn->order;
+  {
+    const MutexLock lock(order->mutex_);
+    turn->complete = std::move(complete);
+    order->ready_.push_back(turn);
+    if (!order->isToBeServed()) return;
+  }
+  CallbackPool::get().post([order] { order->serve(); });
 }
 
-void CallbackOrder::attend() {
-  if (ready_.empty() || std::exchange(isAttended_, true)) return;
-  CallbackPool::get().post([self = shared_from_this()] { self->serve(); });
+// True if the caller has to find a thread for serve().
+bool CallbackOrder::isToBeServed() {
+  return !ready_.empty() && !std::exchange(isAttended_, true);
 }
 
 // The first one whose place has come; else null.
@@ -218,13 +221,16 @@ void CallbackOrder::serve() {
       ready_.pop_front();
     }
     turn->isTaken = true;
+    // Another thread goes on with the others; if there is none, this one does, afterwards.
     isAttended_ = false;
-    attend();  // another thread goes on with the others
+    const bool areOthers = isToBeServed();
     lock.unlock();
+    std::function<void()> others = [self = shared_from_this()] { self->serve(); };
+    const bool isFirst = areOthers && !CallbackPool::get().tryPost(others);
     complete(turn);
     turn.reset();
     lock.lock();
-    if (std::exchange(isAttended_, true)) return;
+    if (!isFirst && std::exchange(isAttended_, true)) return;
   }
   isAttended_ = false;
 }

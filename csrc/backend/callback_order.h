@@ -106,7 +106,7 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   // Begins what may begin. Lets go of the lock meanwhile.
   void advance(MutexLock& lock) REQUIRES(mutex_);
   TurnPtr takeReady() REQUIRES(mutex_);
-  void attend() REQUIRES(mutex_);
+  bool isToBeServed() REQUIRES(mutex_);
   void serve();
   void complete(const TurnPtr& turn);
   void awaitIdle();

@@ -100,27 +100,28 @@ void CallbackPool::Workers::serve() {
 }
 
 void CallbackPool::post(std::function<void()> task) {
+  // Where there is no thread for it this one has to run it: a thread that waits for a future would
+  // wait for ever.
+  if (!tryPost(task)) task();
+}
+
+bool CallbackPool::tryPost(std::function<void()>& task) {
   Workers& pool = workers();
   MutexLock lock(pool.mutex);
+  if (pool.idle <= pool.tasks.size()) {
+    try {
+      const SignalsBlocked blocked;
+      std::thread([&pool] { pool.serve(); }).detach();
+      ++pool.threads;
+    } catch (const std::system_error&) {
+      if (pool.threads == 0) return false;
+      // Those that are there come to it in a while.
+    }
+  }
   pool.tasks.push_back(std::move(task));
-  if (pool.idle >= pool.tasks.size()) {
-    lock.unlock();
-    pool.posted.notify_one();
-    return;
-  }
-  ++pool.threads;
   lock.unlock();
-  try {
-    const SignalsBlocked blocked;
-    std::thread([&pool] { pool.serve(); }).detach();
-  } catch (const std::system_error&) {
-    lock.lock();
-    --pool.threads;
-    // Those that are there come to it in a while. Where there are none this one has to do it:
-    // whoever waits for a future would wait for ever.
-    if (pool.threads == 0) pool.runTasks(lock);
-    pool.ended.notify_all();
-  }
+  pool.posted.notify_one();
+  return true;
 }
 
 void CallbackPool::Workers::dropAll() {

@@ -49,6 +49,8 @@ class CallbackPool {
 
   // Tasks start in the order posted, and must not throw.
   void post(std::function<void()> task);
+  // As post(), where a thread of the pool will run it; else false, and the task stays as it is.
+  bool tryPost(std::function<void()>& task);
 
   // Drops a reference on a thread of the pool, as that may take the GIL or run code of the
   // program's. One thread does so for all that come while it waits.

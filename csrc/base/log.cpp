@@ -49,8 +49,9 @@ ssize_t writeNow(int fd, const char* data, size_t bytes) {
     if (own.isOpen()) return ::write(own.get(), data, bytes);
   }
   pollfd ready{fd, POLLOUT, 0};
-  if (poll(&ready, 1, 0) == 0) {
-    errno = EAGAIN;
+  const int count = poll(&ready, 1, 0);
+  if (count == 0 || (ready.revents & POLLERR) != 0) {  // a write that nobody reads: SIGPIPE
+    errno = count == 0 ? EAGAIN : EPIPE;
     return -1;
   }
   return ::write(fd, data, bytes);

@@ -56,7 +56,7 @@ struct SharedPlace {
 
 class SharedHeap {
  public:
-  static constexpr size_t kHeadBytes = 64 * 1024;  // whole pages, of whatever size
+  static constexpr size_t kHeadBytes = 4096;
   // Blocks of more than half of this have a region of their own.
   static constexpr size_t kRegionBytes = 64 * 1024 * 1024;
   // Regions without blocks are kept, up to this many bytes together.

@@ -43,10 +43,11 @@ struct Line {
 // want it to block; so a pipe or terminal is opened once more.
 ssize_t writeNow(int fd, const char* data, size_t bytes) {
   struct stat file;
+  Fd own;
   if (fstat(fd, &file) == 0 && (S_ISFIFO(file.st_mode) || S_ISCHR(file.st_mode))) {
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
-    const Fd own(::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
-    if (own.isOpen()) return ::write(own.get(), data, bytes);
+    own.reset(::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+    if (own.isOpen()) fd = own.get();
   }
   pollfd ready{fd, POLLOUT, 0};
   const int count = poll(&ready, 1, 0);

@@ -13,6 +13,9 @@
 namespace mycoll {
 namespace {
 
+// A region that could not be mapped so often travels through the arena for good.
+constexpr int kMostTries = 3;
+
 // A region on its way to the other ranks.
 struct Passing {
   int owner = 0;
@@ -29,7 +32,8 @@ bool PeerMemory::offer(const Span& mine, SharedSpan* offered) const {
   const SharedPlace place = SharedHeap::process().find(mine);
   if (place.region == 0) return false;
   const auto known = known_.find({self_, place.region});
-  if (known != known_.end() && !known->second.isUsable && !known->second.retry.expired()) {
+  if (known != known_.end() && !known->second.isUsable &&
+      (known->second.tries == kMostTries || !known->second.retry.expired())) {
     return false;
   }
   offered->region = place.region;
@@ -77,7 +81,8 @@ std::vector<PeerMemory::Name> PeerMemory::newIn(const Arena& arena) const {
     for (size_t index = 0; index < offers; ++index) {
       const Name name(rank, offerOf(arena, rank, index).region);
       const auto known = known_.find(name);
-      const bool isKnown = known != known_.end() && known->second.isUsable;
+      const bool isKnown = known != known_.end() &&
+                           (known->second.isUsable || known->second.tries == kMostTries);
       if (name.second == 0 || isKnown) continue;
       if (std::find(names.begin(), names.end(), name) != names.end()) continue;
       if (names.size() == Arrival::kInlineBytes) return names;
@@ -146,6 +151,7 @@ Task PeerMemory::introduce(ShmGroup group) {
     Passing& passing = passings[i];
     Known& known = known_[{passing.owner, passing.region}];
     known.isUsable = true;
+    ++known.tries;
     for (int rank = 0; rank < ranks; ++rank) {
       const char* theirs = arena.blobOf(rank);
       const bool isMapped = theirs && i < arena.blobBytesOf(rank) && theirs[i] != 0;

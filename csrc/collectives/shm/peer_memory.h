@@ -70,6 +70,7 @@ class PeerMemory {
     std::weak_ptr<Segment> own;
     bool isUsable = false;
     Deadline retry;  // our own that is not usable: when it may be offered again
+    int tries = 0;   // introductions, the same number on all ranks
   };
   using Name = std::pair<int, uint64_t>;  // a rank and its region
 

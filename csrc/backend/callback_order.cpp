@@ -193,9 +193,7 @@ void CallbackOrder::ready(const TurnPtr& turn, std::function<void()> complete) {
 }
 
 // True if the caller has to find a thread for serve().
-bool CallbackOrder::isToBeServed() {
-  return !ready_.empty() && !std::exchange(isAttended_, true);
-}
+bool CallbackOrder::isToBeServed() { return !ready_.empty() && !std::exchange(isAttended_, true); }
 
 // The first one whose place has come; else null.
 CallbackOrder::TurnPtr CallbackOrder::takeReady() {
@@ -313,7 +311,7 @@ CallbackOrder::Outcome CallbackOrder::pass(Deadline deadline, bool (*isInterrupt
   while (find() != entries_.end()) {
     changed_.wait_for(lock.native(), kTick);
     lock.unlock();
-    const Outcome end = deadline.expired()                ? Outcome::kTimeout
+    const Outcome end = deadline.expired()                 ? Outcome::kTimeout
                         : isInterrupted && isInterrupted() ? Outcome::kInterrupted
                                                            : Outcome::kIdle;
     lock.lock();

@@ -63,8 +63,8 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
   coalescingThread_.store(nullptr, std::memory_order_release);
   for (const auto& begin : messages) begin();
   if (device_ && device_->hasBatch()) {
-    WorkPtr onDevice = device_->endBatch({isTimed_, hookFor(c10d::OpType::COALESCED),
-                                           CallbackOrder::here(callbacks_)});
+    WorkPtr onDevice = device_->endBatch(
+        {isTimed_, hookFor(c10d::OpType::COALESCED), CallbackOrder::here(callbacks_)});
     if (works.empty()) return onDevice;
     works.push_back(std::move(onDevice));
   }

@@ -141,8 +141,7 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
     device_->addToBatch(std::move(request), outputs);
     return nullptr;
   }
-  return device_->launch(request, outputs,
-                         {isTimed_, hookFor(request.type), std::move(order)});
+  return device_->launch(request, outputs, {isTimed_, hookFor(request.type), std::move(order)});
 }
 
 MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,

@@ -98,7 +98,7 @@ class Agreement {
   uint64_t comparedUpTo_ GUARDED_BY(ioRole) = 0;  // the next rank was told of all before this one
   Clock::time_point comparedAt_ GUARDED_BY(ioRole);
   std::vector<uint64_t> reached_
-      GUARDED_BY(ioRole);           // by rank: collectives it is known to have begun
+      GUARDED_BY(ioRole);  // by rank: collectives it is known to have begun
   // Ranks that nothing has come from: when and about what this rank last sent them kArrived.
   struct Repeated {
     uint64_t sequence = 0;

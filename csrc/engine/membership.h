@@ -62,8 +62,8 @@ class Membership {
   void fail(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
   // In two parts, for a caller that holds the run lock: spread() follows when it has released it.
   void failFirst(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
-  // Sends what is queued, completes the operations that have ended, and wakes the threads that wait.
-  // Does nothing unless failFirst() came before.
+  // Sends what is queued, completes the operations that have ended, and wakes the threads that
+  // wait. Does nothing unless failFirst() came before.
   void spread();
   void failLocked(const Status& cause, bool tellsOthers, uint64_t from = 0) REQUIRES(ioRole);
 

@@ -157,8 +157,8 @@ void Mailbox::dispatch(Transfer& request) {
   // Pieces are read only where the group is known: the first message that is cut asks.
   const bool mayBeCut = !isCut || flow.hasSpoken;
   const bool isHeld = flow.holdsUs && messageClass != MessageClass::kWindow;
-  const bool hasRoom = flow.hasSpoken || !connection ||
-                       flow.early + kBufferedOverhead + data.bytes <= earlyRoom();
+  const bool hasRoom =
+      flow.hasSpoken || !connection || flow.early + kBufferedOverhead + data.bytes <= earlyRoom();
   size_t early = kBufferedOverhead;
   if (data.bytes <= eagerBytes && !isHeld && mayBeCut && hasRoom) {
     if (isCut) item.message = data;

@@ -314,13 +314,13 @@ class Mailbox {
   std::vector<Transfer*> posted_ GUARDED_BY(ioRole);
   std::list<Unexpected> unexpected_ GUARDED_BY(ioRole);
   struct Flow {
-    size_t bufferedBytes = 0;  // of its messages, in unexpected_
-    bool isHeld = false;       // it was asked to hold
-    bool holdsUs = false;      // it has asked for that
-    bool hasSpoken = false;    // something has come from it
-    bool isAnswered = false;   // something was sent to it
-    size_t early = 0;          // bytes sent to it until it speaks
-    size_t unanswered = 0;     // bytes that came from it until something is sent to it
+    size_t bufferedBytes = 0;      // of its messages, in unexpected_
+    bool isHeld = false;           // it was asked to hold
+    bool holdsUs = false;          // it has asked for that
+    bool hasSpoken = false;        // something has come from it
+    bool isAnswered = false;       // something was sent to it
+    size_t early = 0;              // bytes sent to it until it speaks
+    size_t unanswered = 0;         // bytes that came from it until something is sent to it
     std::list<Transfer*> waiting;  // sends that wait until it speaks, in order
   };
   std::vector<Flow> flows_ GUARDED_BY(ioRole);  // by rank

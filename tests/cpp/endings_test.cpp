@@ -243,8 +243,8 @@ TEST(Endings, operationsEndWithoutTheRunLock) {
       20'000);
 }
 
-// A thread that is about to sleep looks at the queue once more. If another one inspects the queue at
-// that moment, the look is made up for when the inspection ends.
+// A thread that is about to sleep looks at the queue once more. If another one inspects the queue
+// at that moment, the look is made up for when the inspection ends.
 TEST(Endings, aLookThatAnInspectionPreventsIsMadeUpFor) {
   std::atomic<int> round{0}, arrived{0};
   double least = 1e9;

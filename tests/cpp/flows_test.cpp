@@ -278,8 +278,8 @@ TEST(Flows, aGoodbyeDoesNotOvertakePieces) {
   EXPECT(far.meshes.turnUntil([&] { return !far.meshes.at(1, 1).listener.gone().empty(); }));
 }
 
-// A sender that leaves after a failure may have sent half of a piece. The receiver frees the message
-// when it reads the goodbye, and the rest of the piece comes afterwards, by another socket.
+// A sender that leaves after a failure may have sent half of a piece. The receiver frees the
+// message when it reads the goodbye, and the rest of the piece comes afterwards, by another socket.
 TEST(Flows, aGoodbyeEndsAMessageThatIsHalfThere) {
   Far far;
   far.meshes.join(0, 2, {0, 1});

@@ -237,8 +237,8 @@ TEST(Frames, linksAreAddedWhileALostOneIsRead) {
   });
 }
 
-// What comes for a group that is not made yet is kept, but only so much of it: then its senders wait.
-// Nothing is lost.
+// What comes for a group that is not made yet is kept, but only so much of it: then its senders
+// wait. Nothing is lost.
 TEST(Frames, whatComesBeforeItsGroupIsBounded) {
   if (kKeepsFreedMemory) SKIP("memory cannot be measured under this sanitizer");
   forBothLinks([](TransportChoice transport) {
@@ -287,16 +287,16 @@ TEST(Frames, aSenderGoesOnWhenItsReceiverIsThere) {
   std::vector<char> data(kBytes, 'd');
   std::vector<Transfer> sending(kCount);
   for (size_t i = 0; i < kCount; ++i) {
-    world.at(0, kGroup)
-        .mailbox->send(sending[i], 1, kMessages, i, Meshes::word(kBytes), {data.data(), kBytes});
+    world.at(0, kGroup).mailbox->send(sending[i], 1, kMessages, i, Meshes::word(kBytes),
+                                      {data.data(), kBytes});
     world.turn(1);
   }
   // In reverse: the first ones, which have come, are asked for last.
   std::vector<char> got(kBytes);
   for (size_t i = kCount; i-- > 0;) {
     Transfer receiving;
-    world.at(1, kGroup)
-        .mailbox->receive(receiving, 0, kMessages, i, Meshes::word(kBytes), {got.data(), kBytes});
+    world.at(1, kGroup).mailbox->receive(receiving, 0, kMessages, i, Meshes::word(kBytes),
+                                         {got.data(), kBytes});
     ASSERT(world.turnUntil([&] { return receiving.isDone(); }));
     EXPECT_OK(receiving.status());
   }

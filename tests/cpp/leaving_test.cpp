@@ -93,7 +93,8 @@ TEST(Leaving, aDepartureMayEndTheAttemptThatHeardOfIt) {
       Mailbox& mailbox = *world.at(rank, 2).mailbox;
       mailbox.receive(receiving[rank], 1 - rank, kMessages, 7, Meshes::word(4), {&got[rank], 4});
       mailbox.send(sending[rank], 1 - rank, kMessages, 7, Meshes::word(4), {&values[rank], 4});
-      for (int i = 0; i < 20; ++i) world.all[1]->progress();  // answers the first, dials with its own
+      for (int i = 0; i < 20; ++i)
+        world.all[1]->progress();  // answers the first, dials with its own
     }
     EXPECT(world.turnUntil([&] { return receiving[0].isDone() && receiving[1].isDone(); }));
     EXPECT(got[0] == 8 && got[1] == 7);

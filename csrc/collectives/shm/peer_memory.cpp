@@ -81,8 +81,8 @@ std::vector<PeerMemory::Name> PeerMemory::newIn(const Arena& arena) const {
     for (size_t index = 0; index < offers; ++index) {
       const Name name(rank, offerOf(arena, rank, index).region);
       const auto known = known_.find(name);
-      const bool isKnown = known != known_.end() &&
-                           (known->second.isUsable || known->second.tries == kMostTries);
+      const bool isKnown =
+          known != known_.end() && (known->second.isUsable || known->second.tries == kMostTries);
       if (name.second == 0 || isKnown) continue;
       if (std::find(names.begin(), names.end(), name) != names.end()) continue;
       if (names.size() == Arrival::kInlineBytes) return names;

@@ -28,8 +28,8 @@ PARSERS = {
     "transport/peer.cpp",
 }
 
-# Their locks are taken with a deadline or handed on, as no Mutex can be, or are torch's; or Mutex is
-# made of them.
+# Their locks are taken with a deadline or handed on, as no Mutex can be, or are torch's; or Mutex
+# is made of them.
 OTHER_LOCKS = {
     "backend/callback_order.cpp",
     "base/mutex.h",

@@ -341,7 +341,7 @@ void Connection::hasLeft(Wire& wire) {
   wire.isSending = false;
   OutItem& item = wire.out;
   if (item.header.isPiece() && !isFirst(wire)) ++piecesOut_;
-  // A rank that is in no call does not look at rings, and what it believes meanwhile may be wrong.
+  // A rank that is in no call does not look at rings, and acts on what it has heard before.
   if (item.header.kind == FrameKind::kAbort && wire.link.isShm) local_.bellOf(peer_).ring();
   Transfer* const request = item.request;
   if (!request || item.header.kind == FrameKind::kRequestToSend) return;

@@ -174,7 +174,8 @@ void Mailbox::dispatch(Transfer& request) {
   }
   if (!connection) return sendToSelf(request, item.header);
   if (!flow.hasSpoken) flow.early += early;
-  enqueue(destination, std::move(item));
+  flow.isAnswered = true;
+  mesh_->enqueue(*connection, std::move(item));
 }
 
 void Mailbox::enqueue(int destination, OutItem item) {
@@ -659,9 +660,9 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
   }
   Transfer* request = found->second;
   inFlight_.erase(found);
-  Connection& connection = mesh_->linkTo(group_.peers[came.source]);
   if (request->isOffered_ && came.tag != 0) {
-    connection.takeRegionBack(SharedHeap::process().find(request->data_).region);
+    mesh_->linkTo(group_.peers[came.source])
+        .takeRegionBack(SharedHeap::process().find(request->data_).region);
   }
   OutItem item;
   item.header = header(FrameKind::kData, came.source);

@@ -258,7 +258,7 @@ CallbackOrder::EntryPtr CallbackOrder::hold(std::function<void()> begin) {
   return nullptr;
 }
 
-void CallbackOrder::advance(MutexLock& lock) {
+void CallbackOrder::advance(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
   while (!isBeginning_ && !entries_.empty()) {
     const EntryPtr first = entries_.front();
     if (first->isCollective) {

@@ -91,7 +91,7 @@ def _own_backends(group: ProcessGroup, device: torch.device | None) -> list[Any]
         types = [device]
     found = []
     for each in types:
-        backend = group._get_backend(each)
+        backend: Any = group._get_backend(each)
         if not isinstance(backend, kind):
             # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
             backend = getattr(backend, "wrapped_pg", None)

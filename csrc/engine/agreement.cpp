@@ -174,7 +174,7 @@ std::vector<int> Agreement::children() const {
 // A rank that has not made the group keeps what it is sent, and does not act on it. It hears of a
 // collective at once, and then less and less often.
 bool Agreement::mayRepeat(int rank, uint64_t sequence) {
-  if (mailbox_.hasHeardOf(rank)) {
+  if (mailbox_.isThere(rank)) {
     repeated_.erase(rank);
     return true;
   }

@@ -129,7 +129,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
     return;
   }
   Flow& flow = flows_[destination];
-  if (flow.hasSpoken || destination == group_.rank) return dispatch(request);
+  if (flow.isThere || destination == group_.rank) return dispatch(request);
   if (flow.waiting.empty() && flow.early + kBufferedOverhead <= earlyRoom()) {
     return dispatch(request);
   }
@@ -155,10 +155,10 @@ void Mailbox::dispatch(Transfer& request) {
   if (destination != group_.rank) connection = &mesh_->linkTo(group_.peers[destination]);
   const bool isCut = connection && connection->cuts(data.bytes);
   // Pieces are read only where the group is known: the first message that is cut asks.
-  const bool mayBeCut = !isCut || flow.hasSpoken;
+  const bool mayBeCut = !isCut || flow.isThere;
   const bool isHeld = flow.holdsUs && messageClass != MessageClass::kWindow;
   const bool hasRoom =
-      flow.hasSpoken || !connection || flow.early + kBufferedOverhead + data.bytes <= earlyRoom();
+      flow.isThere || !connection || flow.early + kBufferedOverhead + data.bytes <= earlyRoom();
   size_t early = kBufferedOverhead;
   if (data.bytes <= eagerBytes && !isHeld && mayBeCut && hasRoom) {
     if (isCut) item.message = data;
@@ -173,7 +173,7 @@ void Mailbox::dispatch(Transfer& request) {
     if (connection) offer(request, *connection, &item);
   }
   if (!connection) return sendToSelf(request, item.header);
-  if (!flow.hasSpoken) flow.early += early;
+  if (!flow.isThere) flow.early += early;
   flow.isAnswered = true;
   mesh_->enqueue(*connection, std::move(item));
 }
@@ -189,8 +189,13 @@ size_t Mailbox::earlyRoom() const {
 }
 
 void Mailbox::noteSpoken(int source) {
+  flows_[source].hasSpoken = true;
+  noteThere(source);
+}
+
+void Mailbox::noteThere(int source) {
   Flow& flow = flows_[source];
-  if (std::exchange(flow.hasSpoken, true)) return;
+  if (std::exchange(flow.isThere, true)) return;
   // One by one: sending may fail the group, which ends those that are left.
   while (!flow.waiting.empty()) {
     Transfer& request = *flow.waiting.front();
@@ -721,7 +726,7 @@ std::shared_ptr<Segment> Mailbox::regionOf(int source, uint64_t region, size_t b
 
 void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   // A rank that has failed or left receives nothing more.
-  if (came.kind != FrameKind::kAbort && came.kind != FrameKind::kGoodbye) noteSpoken(came.source);
+  if (came.kind != FrameKind::kAbort && came.kind != FrameKind::kGoodbye) noteThere(came.source);
   if (came.kind == FrameKind::kHold || came.kind == FrameKind::kGoOn) return onFlow(came);
   owner_->onControl(came, payload);
 }

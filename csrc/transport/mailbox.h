@@ -219,8 +219,11 @@ class Mailbox {
   // As sendControl(), but no connection is made for it: it leaves with the first one that there is.
   void sendControlIfConnected(int destination, FrameKind kind, const std::string& payload)
       REQUIRES(ioRole);
-  // Whether that rank has ever sent anything to this one.
+  // Whether that rank has made a call that this one has got a message of.
   bool hasHeardOf(int rank) const REQUIRES(ioRole) { return flows_[rank].hasSpoken; }
+  // Whether that rank is known to have made the group: its engine has sent something, perhaps for
+  // other ranks.
+  bool isThere(int rank) const REQUIRES(ioRole) { return flows_[rank].isThere; }
   // Whether a request to or from that rank is open.
   bool needs(int rank) const REQUIRES(ioRole);
   // Messages that came before they were asked for.
@@ -276,6 +279,7 @@ class Mailbox {
   void sendToSelf(Transfer& request, const FrameHeader& message) REQUIRES(ioRole);
   size_t earlyRoom() const;
   void noteSpoken(int source) REQUIRES(ioRole);
+  void noteThere(int source) REQUIRES(ioRole);
   void noteUnanswered(const FrameHeader& header) REQUIRES(ioRole);
   void post(Transfer& request, MessageClass messageClass, uint64_t tag, const Signature& signature,
             Span data) REQUIRES(ioRole);
@@ -317,11 +321,12 @@ class Mailbox {
     size_t bufferedBytes = 0;      // of its messages, in unexpected_
     bool isHeld = false;           // it was asked to hold
     bool holdsUs = false;          // it has asked for that
-    bool hasSpoken = false;        // something has come from it
+    bool hasSpoken = false;        // a message has come from it, or an answer to one
+    bool isThere = false;          // anything has come from it
     bool isAnswered = false;       // something was sent to it
-    size_t early = 0;              // bytes sent to it until it speaks
+    size_t early = 0;              // bytes sent to it until it is there
     size_t unanswered = 0;         // bytes that came from it until something is sent to it
-    std::list<Transfer*> waiting;  // sends that wait until it speaks, in order
+    std::list<Transfer*> waiting;  // sends that wait until it is there, in order
   };
   std::vector<Flow> flows_ GUARDED_BY(ioRole);  // by rank
   // What an kEager frame without its payload has begun; where the payload is to go.

@@ -19,9 +19,6 @@ with each of the components that it has for this: tuned, han and adapt. The row 
 --iperf adds what iperf3 (Debian: iperf3) sends between two of these hosts: one way by one
 connection and by four, and both ways at once by two each; the operation send is a message from the
 first rank to the first one of another host.
-
---model adds what `mycoll plan` expects, with this rate, and for the latency half of a round trip
-that is measured first.
 """
 
 from __future__ import annotations
@@ -285,8 +282,6 @@ def rank_main(arguments: argparse.Namespace) -> None:
         "mycoll", init_method=f"tcp://10.214.0.1:{PORT}", rank=arguments.rank,
         world_size=sum(arguments.ranks), timeout=timedelta(seconds=300))  # fmt: skip
     groups = {"mycoll": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
-    if arguments.model:
-        arguments.latency = round_trip(dist, torch, arguments.ranks[0]) / 2
     peers = {name: None for name in COMPONENTS if arguments.mpi}
     with tempfile.TemporaryDirectory(prefix="mycoll-hosts-") as folder:
         if arguments.rank == 0 and arguments.mpi:
@@ -301,35 +296,6 @@ def rank_main(arguments: argparse.Namespace) -> None:
             if peer:
                 peer.close()
     dist.destroy_process_group()
-
-
-def round_trip(dist: Any, torch: Any, other: int) -> float:
-    """Seconds that a small message takes from rank 0 to `other` and back: the median of many."""
-    x, times = torch.zeros(1), []
-    for _ in range(200):
-        dist.barrier()
-        before = time.perf_counter()
-        if dist.get_rank() == 0:
-            dist.send(x, other)
-            dist.recv(x, other)
-        elif dist.get_rank() == other:
-            dist.recv(x, 0)
-            dist.send(x, 0)
-        times.append(time.perf_counter() - before)
-    return statistics.median(times)
-
-
-def expected(arguments: argparse.Namespace, operation: str, bytes_each: int) -> float:
-    """Seconds, by the model of `mycoll plan`."""
-    from mycoll._registration import native
-
-    # Sizes are of the whole here, and of what a rank gives there.
-    hosts = arguments.ranks
-    parts = ("all_gather", "gather", "scatter", "all_to_all")
-    given = bytes_each // sum(hosts) if operation in parts else bytes_each
-    rate = measure_of(arguments.rate, RATES) / 8 if arguments.rate else 1e12
-    whole, _ = native()._plan_cost(operation, hosts, given, 4, 4, rate, arguments.latency)
-    return float(whole["seconds"])
 
 
 def work(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[str, Any],
@@ -376,11 +342,9 @@ def measure(arguments: argparse.Namespace, dist: Any, torch: Any, groups: dict[s
             if peer:  # on rank 0; the other ranks wait for it
                 times[name].append(peer.run(operation, bytes_each // 4, repeats))
             dist.barrier()
-    is_planned = arguments.model and operation in OPERATIONS
-    model = expected(arguments, operation, bytes_each) if is_planned else None
     return {
         "operation": operation, "bytes": bytes_each, "times": times, "processor": processor,
-        "sent": traffic, "model": model,
+        "sent": traffic,
     }  # fmt: skip
 
 
@@ -426,11 +390,6 @@ def line(row: dict[str, Any], arguments: argparse.Namespace) -> str:
             )
             cells += [f"{statistics.median(theirs) * 1e3:.3g} {best}"]
             cells += [f"{ratio:.2f} [{low:.2f} {high:.2f}]"]
-    if arguments.model:
-        model = row["model"]
-        cells += (
-            ["", ""] if model is None else [f"{model * 1e3:.3g}", f"{model / middle['mycoll']:.2f}"]
-        )
     ratios = [
         m / g for m, g in zip(row["processor"]["mycoll"], row["processor"]["gloo"], strict=True)
     ]
@@ -469,7 +428,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=1, help="of a call in a round")
     parser.add_argument("--mpi", action="store_true", help="beside Open MPI, too")
-    parser.add_argument("--model", action="store_true", help="what mycoll plan expects, too")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--network", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -512,9 +470,8 @@ def run_ranks(arguments: argparse.Namespace, network: Network, words: list[str])
         print()
     columns = "operation | bytes | mycoll | gloo | gloo/mycoll |"
     columns += " Open MPI's best | mycoll/Open MPI |" if arguments.mpi else ""
-    columns += " model | model/mycoll |" if arguments.model else ""
     print(f"| {columns} processor: mycoll/gloo | sent: mycoll | gloo | bound |")
-    print("|" + "---|" * (9 + 2 * arguments.mpi + 2 * arguments.model), flush=True)
+    print("|" + "---|" * (9 + 2 * arguments.mpi), flush=True)
     places = [
         name
         for name, count in zip(network.names, arguments.ranks, strict=True)

@@ -467,7 +467,7 @@ def groups_calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     world = dist.group.WORLD
     backend = world._get_backend(CPU)
     name, minute = world.group_name, timedelta(minutes=1)
-    ops, norm = torch.ops.mycoll, torch.ones(4, 3)
+    ops = torch.ops.mycoll
     return {
         "barrier": dist.barrier,
         "monitored_barrier": lambda: dist.monitored_barrier(timeout=minute),
@@ -478,9 +478,6 @@ def groups_calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
         "operator all_reduce_": lambda: ops.all_reduce_(x, name),
         "operator all_gather": lambda: ops.all_gather(x, name),
         "operator reduce_scatter": lambda: ops.reduce_scatter(torch.ones(4), name),
-        "operator add_rms_norm": lambda: ops.all_reduce_add_rms_norm(
-            norm, norm, torch.ones(3), 1e-6, name
-        ),
         "abort": backend.abort,
         "timeout": lambda: dist.distributed_c10d._set_pg_timeout(minute, world),
         "timing": world._enable_collectives_timing,

@@ -12,12 +12,9 @@
 #include "backend/errors.h"
 #include "backend/layout.h"
 #include "backend/mycoll_backend.h"
-#include "kernels/add_rms_norm.h"
 
 namespace mycoll {
 namespace {
-
-using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 
 // ---- on the CPU
 
@@ -101,61 +98,6 @@ at::Tensor reduceScatter(const at::Tensor& x, const std::string& group) {
   return mine;
 }
 
-void checkNorm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight) {
-  const auto refuseNorm = [](const auto&... what) {
-    throwArgumentError(c10::str("torch.ops.mycoll.all_reduce_add_rms_norm: ", what...));
-  };
-  const at::ScalarType type = x.scalar_type();
-  if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16) {
-    refuseNorm("x must be of Float, Half or BFloat16, but it is ", c10::toString(type));
-  }
-  if (residual.scalar_type() != type || weight.scalar_type() != type) {
-    refuseNorm("x, residual and weight must be of one dtype, but they are ", c10::toString(type),
-               ", ", c10::toString(residual.scalar_type()), " and ",
-               c10::toString(weight.scalar_type()));
-  }
-  if (residual.sizes() != x.sizes()) {
-    refuseNorm("residual must have the shape of x, ", x.sizes(), ", but its shape is ",
-               residual.sizes());
-  }
-  if (x.dim() == 0 || weight.dim() != 1 || weight.size(0) != x.size(-1)) {
-    refuseNorm("weight must have one element for each of the last dimension of x, whose shape is ",
-               x.sizes(), ", but its shape is ", weight.sizes());
-  }
-}
-
-at::Tensor plain(const at::Tensor& tensor) {
-  if (isPlain(tensor)) [[likely]] {
-    return tensor;
-  }
-  at::Tensor packed = emptyLike(tensor);
-  pack(tensor, packed.mutable_data_ptr());
-  return packed;
-}
-
-TwoTensors allReduceAddRmsNorm(const at::Tensor& x, const at::Tensor& residual,
-                               const at::Tensor& weight, double eps, const std::string& group) {
-  const GroupEnd backend("all_reduce_add_rms_norm", group);
-  checkNorm(x, residual, weight);
-  at::Tensor newResidual = emptyLike(x);
-  backend->allReduceInto(newResidual, x);
-  at::Tensor normed = emptyLike(x);
-  if (x.numel() == 0) return {std::move(normed), std::move(newResidual)};
-  const at::Tensor plainResidual = plain(residual);
-  const at::Tensor plainWeight = plain(weight);
-  AddRmsNorm arrays;
-  arrays.sum = newResidual.const_data_ptr();
-  arrays.residual = plainResidual.const_data_ptr();
-  arrays.weight = plainWeight.const_data_ptr();
-  arrays.newResidual = newResidual.mutable_data_ptr();
-  arrays.out = normed.mutable_data_ptr();
-  arrays.width = static_cast<size_t>(x.size(-1));
-  arrays.rows = static_cast<size_t>(x.numel()) / arrays.width;
-  arrays.epsilon = static_cast<float>(eps);
-  addRmsNorm(elementType(x).dtype, arrays);
-  return {std::move(normed), std::move(newResidual)};
-}
-
 // ---- without memory: shapes, for torch.compile and torch.export
 
 at::Tensor emptyOf(const at::Tensor& x, c10::SymIntArrayRef shape) {
@@ -180,11 +122,6 @@ at::Tensor metaOfReduceScatter(const at::Tensor& x, const std::string& group) {
   std::vector<c10::SymInt> shape = x.sym_sizes().vec();
   if (!shape.empty()) shape[0] = shape[0] / sizeOf(group);
   return emptyOf(x, shape);
-}
-
-TwoTensors metaOfAllReduceAddRmsNorm(const at::Tensor& x, const at::Tensor&, const at::Tensor&,
-                                     double, const std::string&) {
-  return {emptyOf(x, x.sym_sizes()), emptyOf(x, x.sym_sizes())};
 }
 
 // ---- under autograd
@@ -236,7 +173,6 @@ constexpr char kAllReduceInPlace[] = "mycoll::all_reduce_";
 constexpr char kAllReduce[] = "mycoll::all_reduce";
 constexpr char kAllGather[] = "mycoll::all_gather";
 constexpr char kReduceScatter[] = "mycoll::reduce_scatter";
-constexpr char kAllReduceAddRmsNorm[] = "mycoll::all_reduce_add_rms_norm";
 
 torch::Library* libraryFor(torch::Library::Kind kind, std::optional<c10::DispatchKey> key) {
   // Never destroyed: at the process's end torch may be gone before.
@@ -251,32 +187,24 @@ bool define() {
   schemas.def("all_reduce(Tensor x, str group) -> Tensor", tags);
   schemas.def("all_gather(Tensor x, str group) -> Tensor", tags);
   schemas.def("reduce_scatter(Tensor x, str group) -> Tensor", tags);
-  schemas.def(
-      "all_reduce_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group) -> "
-      "(Tensor, Tensor)",
-      tags);
 
   torch::Library& cpu = *libraryFor(torch::Library::IMPL, c10::DispatchKey::CPU);
   cpu.impl("all_reduce_", TORCH_FN(allReduceInPlace));
   cpu.impl("all_reduce", TORCH_FN(allReduce));
   cpu.impl("all_gather", TORCH_FN(allGather));
   cpu.impl("reduce_scatter", TORCH_FN(reduceScatter));
-  cpu.impl("all_reduce_add_rms_norm", TORCH_FN(allReduceAddRmsNorm));
 
   torch::Library& meta = *libraryFor(torch::Library::IMPL, c10::DispatchKey::Meta);
   meta.impl("all_reduce_", TORCH_FN(metaOfAllReduceInPlace));
   meta.impl("all_reduce", TORCH_FN(metaOfAllReduce));
   meta.impl("all_gather", TORCH_FN(metaOfAllGather));
   meta.impl("reduce_scatter", TORCH_FN(metaOfReduceScatter));
-  meta.impl("all_reduce_add_rms_norm", TORCH_FN(metaOfAllReduceAddRmsNorm));
 
   torch::Library& autograd = *libraryFor(torch::Library::IMPL, c10::DispatchKey::Autograd);
   autograd.impl("all_reduce_", withoutGradient<kAllReduceInPlace, true>(allReduceInPlace));
   autograd.impl("all_reduce", withoutGradient<kAllReduce>(allReduce));
   autograd.impl("all_gather", withoutGradient<kAllGather>(allGather));
   autograd.impl("reduce_scatter", withoutGradient<kReduceScatter>(reduceScatter));
-  autograd.impl("all_reduce_add_rms_norm",
-                withoutGradient<kAllReduceAddRmsNorm>(allReduceAddRmsNorm));
   return true;
 }
 

@@ -7,8 +7,6 @@
 //   all_reduce(Tensor x, str group) -> Tensor
 //   all_gather(Tensor x, str group) -> Tensor             along the first dimension
 //   reduce_scatter(Tensor x, str group) -> Tensor         along the first dimension
-//   all_reduce_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str group)
-//       -> (Tensor, Tensor)                               what is normalised, the new residual
 #pragma once
 
 namespace mycoll {

@@ -34,7 +34,7 @@
 #include "base/wait.h"
 #include "bindings/call_site.h"
 #include "bindings/to_python.h"
-#include "collectives/plan/cost.h"
+#include "collectives/plan/shape.h"
 #include "device/device_group.h"
 #include "device/nccl_memory.h"
 #include "device/watchdog.h"
@@ -338,8 +338,6 @@ void defineWindow(py::module_& module) {
            "UNIFIED where a rank's memory is mapped here, else SEPARATE.");
 }
 
-using PlanNumbers = std::map<std::string, double>;
-
 // hosts: how many ranks each has, in order.
 std::vector<int> hostsOfRanks(const std::vector<int>& hosts) {
   std::vector<int> hostOf;
@@ -347,44 +345,6 @@ std::vector<int> hostsOfRanks(const std::vector<int>& hosts) {
     hostOf.insert(hostOf.end(), hosts[host], static_cast<int>(host));
   }
   return hostOf;
-}
-
-// The cost of the whole plan, and of each phase.
-std::pair<PlanNumbers, std::vector<PlanNumbers>> planCost(const std::string& operation,
-                                                          const std::vector<int>& hosts,
-                                                          uint64_t bytes, uint64_t elementBytes,
-                                                          uint64_t wideBytes, double bandwidth,
-                                                          double latency) {
-  using namespace mycoll;
-  int kind = 0;
-  while (kind < static_cast<int>(OpKind::kSend) && operation != name(static_cast<OpKind>(kind))) {
-    ++kind;
-  }
-  if (kind == static_cast<int>(OpKind::kSend)) throw py::value_error("no such operation");
-  Network network;
-  network.bandwidth = bandwidth;
-  network.latency = latency;
-  const Shape shape(hostsOfRanks(hosts), sumTree());
-  network.eagerBytes = eagerInCollectives(MeshOptions(), static_cast<size_t>(shape.ranks()));
-  const PlanCost cost =
-      costOf(shape, static_cast<OpKind>(kind), 0, bytes, elementBytes, wideBytes, network);
-  auto number = [](uint64_t value) { return static_cast<double>(value); };
-  std::vector<PlanNumbers> phases;
-  for (const PhaseCost& phase : cost.phases) {
-    phases.push_back({{"messages", number(phase.messages)},
-                      {"per_rank", number(phase.perRank)},
-                      {"sent", number(phase.sent)},
-                      {"received", number(phase.received)},
-                      {"inside", number(phase.inside)},
-                      {"seconds", phase.seconds}});
-  }
-  return {{{"chunks", number(cost.chunks)},
-           {"sent", number(cost.sent)},
-           {"messages", number(cost.messages)},
-           {"scratch", number(cost.scratch)},
-           {"peers", number(cost.peers)},
-           {"seconds", cost.seconds}},
-          phases};
 }
 
 }  // namespace
@@ -567,12 +527,6 @@ PYBIND11_MODULE(_C, module) {
       "words, counted from off = 0).");
   module.def("dump_trace", &dumpTrace, py::arg("path"), py::call_guard<py::gil_scoped_release>(),
              "Writes what this process did last; returns the path. Empty: where failures go.");
-  module.def(
-      "_plan_cost", &planCost, py::arg("operation"), py::arg("hosts"), py::arg("bytes"),
-      py::arg("element_bytes"), py::arg("wide_bytes"), py::arg("bandwidth"), py::arg("latency"),
-      py::call_guard<py::gil_scoped_release>(),
-      "What a collective would do between hosts with so many ranks each, and how long it would "
-      "take; see `mycoll plan`.");
   module.def(
       "_better_sum_block",
       [](const std::vector<int>& hosts) {

@@ -48,15 +48,6 @@ Status BellSocket::open(const std::string& uid) {
   return Status();
 }
 
-bool BellSocket::isThere(const std::string& uid) {
-  const Fd socket(::socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  sockaddr_un address;
-  const unsigned length = fillAddress(uid, &address);
-  return !socket.isOpen() ||
-         connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 ||
-         errno != ECONNREFUSED;
-}
-
 bool BellSocket::drain() {
   char byte;
   for (int i = 0; i < kMostAtOnce; ++i) {

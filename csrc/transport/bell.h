@@ -33,8 +33,6 @@ class BellSocket {
   Status open(const std::string& uid);
   int fd() const { return socket_.get(); }
   Bell bellOf(const std::string& uid) const { return Bell(socket_.get(), uid); }
-  // Whether a process of this host listens under this uid, as far as can be told.
-  static bool isThere(const std::string& uid);
   // Takes all that has arrived.
   // False: some may be left.
   bool drain();

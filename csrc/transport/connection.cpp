@@ -14,7 +14,6 @@
 #include "base/crc32c.h"
 #include "base/log.h"
 #include "kernels/copy.h"
-#include "transport/loopback.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/link.h"
 
@@ -158,7 +157,7 @@ void Connection::close() {
 // ---- being made --------------------------------------------------------------------------------
 
 void Connection::dial() {
-  if (peer_.uid == local_.address.uid) return open(Loopback::make());
+  assert(peer_.uid != local_.address.uid);
   moveTo(State::kDialing);
   dial_ = std::make_unique<Dial>(local_, peer_, Dial::Joining{});
 }

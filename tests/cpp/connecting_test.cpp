@@ -28,7 +28,6 @@
 #include "engine/engine.h"
 #include "meshes.h"
 #include "test.h"
-#include "transport/bell.h"
 #include "transport/handshake.h"
 #include "transport/shm/link.h"
 
@@ -191,15 +190,16 @@ TEST(Connecting, bothSidesAtOnce) {
 
 // The names of sockets can be listed by all users of a host; who knows a uid counts as a member.
 TEST(Connecting, namesOfSocketsHideTheUid) {
+  const auto names = [] {
+    std::ifstream file("/proc/net/unix");
+    return std::string((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  };
   Meshes world(1, TransportChoice::kAuto);
-  std::ifstream file("/proc/net/unix");
-  const std::string names((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  const std::string& uid = world.addresses[0].uid;
-  EXPECT(names.find(publicName(uid)) != std::string::npos);
-  EXPECT(names.find(uid) == std::string::npos);
-  EXPECT(BellSocket::isThere(uid));
+  const std::string uid = world.addresses[0].uid;
+  EXPECT(names().find("mycoll-bell-" + publicName(uid)) != std::string::npos);
+  EXPECT(names().find(uid) == std::string::npos);
   world.end(0);
-  EXPECT(!BellSocket::isThere(uid));
+  EXPECT(names().find(publicName(uid)) == std::string::npos);
 }
 
 // The other side hears of a process's end, whatever its children do.

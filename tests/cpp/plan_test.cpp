@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/plan/cost.h"
+#include "plan_counts.h"
 #include "plan_verifier.h"
 #include "test.h"
 
@@ -149,9 +149,9 @@ void forPartitions(int ranks, int hosts, std::vector<int>& sizes, const Visit& v
   }
 }
 
-PlanCost costOf(const std::vector<int>& hostOf, OpKind kind, uint64_t bytes, uint64_t element = 4,
-                SumTree tree = SumTree()) {
-  return costOf(Shape(hostOf, tree), kind, 0, bytes, element, 4, Network());
+PlanCounts countsOf(const std::vector<int>& hostOf, OpKind kind, uint64_t bytes,
+                    uint64_t element = 4, SumTree tree = SumTree()) {
+  return countsOf(Shape(hostOf, tree), kind, bytes, element, 4);
 }
 
 }  // namespace
@@ -303,11 +303,11 @@ TEST(Plan, isRightForLargeWorlds) {
       check(hostOf, kind, 17, 3, false);
       if (ranks == 1000 && kind != OpKind::kBarrier) check(hostOf, kind, 17, 60, true);
     }
-    const PlanCost cost = costOf(hostOf, OpKind::kAllReduce, 64 << 20);
-    EXPECT(cost.scratch <= 48 << 20);
+    const PlanCounts counts = countsOf(hostOf, OpKind::kAllReduce, 64 << 20);
+    EXPECT(counts.scratch <= 48 << 20);
     // Where a host has fewer ranks than lanes, one of them drives several, and talks to as many
     // ranks as those of another host together.
-    EXPECT(cost.peers <= (ranks % 8 == 0 ? 64 : 8 * 22));
+    EXPECT(counts.peers <= (ranks % 8 == 0 ? 64 : 8 * 22));
   }
 }
 
@@ -448,50 +448,51 @@ TEST(Plan, sendsNoByteTwiceToAHost) {
                   {OpKind::kAllGather, 1.0 * kBytes * ranks * (hosts - 1), 1.19},
                   {OpKind::kBroadcast, 1.0 * kBytes, 1.85}};
     for (const auto& [kind, bound, ofMany] : bounds) {
-      const PlanCost cost = costOf(hostOf, kind, kBytes);
-      EXPECT(cost.sent <= 1.01 * bound * (hosts > 16 ? ofMany : 1));
+      const PlanCounts counts = countsOf(hostOf, kind, kBytes);
+      EXPECT(counts.sent <= 1.01 * bound * (hosts > 16 ? ofMany : 1));
     }
   }
-  // Unequal hosts: what is only moved costs no more; what is added up, what the tree's nodes cost.
+  // Unequal hosts: what is only moved costs no more; what is added up, what the tree's nodes
+  // counts.
   const std::vector<int> unequal = inARow({3, 5});
-  EXPECT(costOf(unequal, OpKind::kAllGather, kBytes).sent <= 5 * kBytes * 1.01);
-  EXPECT(costOf(unequal, OpKind::kBroadcast, kBytes).sent <= kBytes * 1.01);
+  EXPECT(countsOf(unequal, OpKind::kAllGather, kBytes).sent <= 5 * kBytes * 1.01);
+  EXPECT(countsOf(unequal, OpKind::kBroadcast, kBytes).sent <= kBytes * 1.01);
   for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
-    EXPECT(costOf(unequal, kind, kBytes).sent <= kBytes * 1.6);
+    EXPECT(countsOf(unequal, kind, kBytes).sent <= kBytes * 1.6);
   }
   // Hosts of three times a power of two send two sums, and one with blocks of three.
   const std::vector<int> twelve = uniform(4, 12);
-  EXPECT(costOf(twelve, OpKind::kReduceScatter, kBytes).sent >= 1.9 * kBytes * 3 / 4);
-  EXPECT(costOf(twelve, OpKind::kReduceScatter, kBytes, 4, SumTree(3)).sent <=
+  EXPECT(countsOf(twelve, OpKind::kReduceScatter, kBytes).sent >= 1.9 * kBytes * 3 / 4);
+  EXPECT(countsOf(twelve, OpKind::kReduceScatter, kBytes, 4, SumTree(3)).sent <=
          1.01 * kBytes * 3 / 4);
   // Narrow floats travel wide where a host has added them up.
-  EXPECT(costOf(uniform(2, 4), OpKind::kAllReduce, kBytes, 2).sent <= kBytes * 1.51);
+  EXPECT(countsOf(uniform(2, 4), OpKind::kAllReduce, kBytes, 2).sent <= kBytes * 1.51);
 }
 
 TEST(Plan, needsLittleMemoryAndFewMessages) {
   for (const int hosts : {2, 4, 32}) {
     for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
-      EXPECT(costOf(uniform(hosts, 8), kind, 64 << 20).scratch <= 32 << 20);
+      EXPECT(countsOf(uniform(hosts, 8), kind, 64 << 20).scratch <= 32 << 20);
     }
   }
   // Small: one message from each host to each other one.
-  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kAllReduce, 4).messages, 4u * 3);
-  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kBarrier, 0).messages, 4u * 2);
-  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kBroadcast, 4).messages, 3u);
-  EXPECT_EQ(costOf(uniform(4, 2), OpKind::kAllToAll, 4).messages, 4u * 3);
+  EXPECT_EQ(countsOf(uniform(4, 2), OpKind::kAllReduce, 4).messages, 4u * 3);
+  EXPECT_EQ(countsOf(uniform(4, 2), OpKind::kBarrier, 0).messages, 4u * 2);
+  EXPECT_EQ(countsOf(uniform(4, 2), OpKind::kBroadcast, 4).messages, 3u);
+  EXPECT_EQ(countsOf(uniform(4, 2), OpKind::kAllToAll, 4).messages, 4u * 3);
   // In a large world a rank talks to few others.
-  EXPECT(costOf(uniform(125, 8), OpKind::kAllReduce, 1 << 20).peers <= 34);
-  EXPECT(costOf(uniform(125, 8), OpKind::kAllReduce, 4).messages <= 125 * 24);
-  EXPECT_EQ(costOf(uniform(125, 8), OpKind::kAllToAll, 8).messages, 125u * 124);
-  EXPECT(costOf(uniform(125, 8), OpKind::kAllToAll, 8).peers <= 16);
+  EXPECT(countsOf(uniform(125, 8), OpKind::kAllReduce, 1 << 20).peers <= 34);
+  EXPECT(countsOf(uniform(125, 8), OpKind::kAllReduce, 4).messages <= 125 * 24);
+  EXPECT_EQ(countsOf(uniform(125, 8), OpKind::kAllToAll, 8).messages, 125u * 124);
+  EXPECT(countsOf(uniform(125, 8), OpKind::kAllToAll, 8).peers <= 16);
   for (const OpKind kind : {OpKind::kBroadcast, OpKind::kReduce}) {
-    EXPECT(costOf(uniform(125, 8), kind, 1 << 20).peers <= 34);
+    EXPECT(countsOf(uniform(125, 8), kind, 1 << 20).peers <= 34);
   }
   for (const OpKind kind : {OpKind::kGather, OpKind::kScatter}) {
-    EXPECT(costOf(uniform(125, 8), kind, 8).peers <= 16);
+    EXPECT(countsOf(uniform(125, 8), kind, 8).peers <= 16);
   }
-  EXPECT_EQ(costOf(uniform(125, 8), OpKind::kGather, 8).messages, 124u);
-  EXPECT_EQ(costOf(uniform(125, 8), OpKind::kScatter, 8).messages, 124u);
+  EXPECT_EQ(countsOf(uniform(125, 8), OpKind::kGather, 8).messages, 124u);
+  EXPECT_EQ(countsOf(uniform(125, 8), OpKind::kScatter, 8).messages, 124u);
 }
 
 // A plan that is wrong is found out.

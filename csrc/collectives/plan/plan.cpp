@@ -1107,37 +1107,4 @@ uint64_t areaCount(const Shape& shape) {
   return stepsOfAPhase(shape) * 2 * static_cast<uint64_t>(shape.levels()) + 1;
 }
 
-Job evenJob(OpKind kind, int ranks, int rank, int root, uint64_t bytes, uint64_t elementBytes,
-            uint64_t wideBytes) {
-  Job job{kind, root, elementBytes, wideBytes, {}, {}};
-  const std::vector<uint64_t> each(ranks, bytes);
-  const bool isRoot = rank == root;
-  switch (kind) {
-    case OpKind::kBroadcast: job.out = {bytes}; break;
-    case OpKind::kAllReduce: job.in = job.out = {bytes}; break;
-    case OpKind::kReduce:
-      job.in = {bytes};
-      if (isRoot) job.out = {bytes};
-      break;
-    case OpKind::kAllGather: job.in = {bytes}, job.out = each; break;
-    case OpKind::kGather:
-      job.in = {bytes};
-      if (isRoot) job.out = each;
-      break;
-    case OpKind::kScatter:
-      job.out = {bytes};
-      if (isRoot) job.in = each;
-      break;
-    case OpKind::kReduceScatter: {
-      const uint64_t block = bytes / elementBytes / ranks * elementBytes;
-      job.in.assign(ranks, block);
-      job.out = {block};
-      break;
-    }
-    case OpKind::kAllToAll: job.in = job.out = each; break;
-    default: break;
-  }
-  return job;
-}
-
 }  // namespace mycoll

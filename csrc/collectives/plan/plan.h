@@ -1,7 +1,6 @@
 // Plan: what one rank does in a collective between hosts, as a list of steps. It is a pure function
-// of the operation, the sizes and the shape of the world: all ranks plan alike, a verifier proves
-// plans without running them (tests/cpp/plan_verifier.h), and a model tells what they cost
-// (cost.h).
+// of the operation, the sizes and the shape of the world: all ranks plan alike, and a verifier
+// proves plans without running them (tests/cpp/plan_verifier.h).
 //
 // Bytes cross the network once for each host that needs them, not once for each rank:
 //
@@ -140,11 +139,6 @@ bool areAlike(const Job& job, const Chunking& chunking, uint64_t chunk, uint64_t
 // sharesMemory: with the other ranks of its host; only where isShared().
 Plan planOf(const Shape& shape, const Job& job, int rank, const Chunking& chunking, uint64_t chunk,
             bool sharesMemory);
-
-// The job of one rank where all blocks are equal: `bytes` is what a rank gives (kReduceScatter: all
-// blocks of it together).
-Job evenJob(OpKind kind, int ranks, int rank, int root, uint64_t bytes, uint64_t elementBytes,
-            uint64_t wideBytes);
 
 // Whether ranks of a host that share memory do this job through it; the same on all of them.
 bool isShared(const Shape& shape, const Job& job, const Chunking& chunking);

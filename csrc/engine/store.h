@@ -1,9 +1,11 @@
 // The rendezvous store as the engine needs it: a few small values that all ranks of a group can
-// see. Implemented over torch's Store in backend/ and in memory in the engine's tests. Thread
-// contract: called only while a group is made, by the thread that does it.
+// see. Implemented over torch's Store in backend/ and in memory in the engine's tests.
+// Thread contract: called only while a group is made, by the thread that makes it; ranks that are
+// threads of one process may share a store.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <string>
 #include <thread>
@@ -27,16 +29,17 @@ class Store {
     for (auto left = atMost; left > std::chrono::milliseconds(0);) {
       const Status asked = tryGet(key, found, &value);
       if (!asked.ok() || *found) return asked;
-      const auto pause = std::min(pause_, left);
+      const std::chrono::milliseconds next = pause_;
+      const auto pause = std::min(next, left);
       std::this_thread::sleep_for(pause);
       left -= pause;
-      pause_ = std::min(2 * pause_, std::chrono::milliseconds(100));
+      pause_ = std::min(2 * next, std::chrono::milliseconds(100));
     }
     return Status();
   }
 
  private:
-  std::chrono::milliseconds pause_{1};
+  std::atomic<std::chrono::milliseconds> pause_{std::chrono::milliseconds(1)};
 };
 
 }  // namespace mycoll

@@ -148,4 +148,10 @@ TEST(Portable, librariesAndThreads) {
 }
 
 }  // namespace
+#else
+#include "test.h"
+
+TEST(Portable, needsNoSanitizer) {
+  SKIP("a sanitizer brings some of the functions in one version only");
+}
 #endif

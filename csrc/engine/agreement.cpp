@@ -30,21 +30,14 @@ constexpr auto kCompareEvery = std::chrono::milliseconds(100);
 // If the others differ, they say so within this time: all have begun what has ended here.
 constexpr auto kAnswersWithin = std::chrono::milliseconds(1000);
 
-bool isCollective(const FrameHeader& came) {
-  return came.messageClass == MessageClass::kCollective;
-}
-
-uint64_t sequenceOf(const FrameHeader& came) { return came.tag >> kStepBits; }
-
 }  // namespace
 
 Agreement::Agreement(Mailbox& mailbox, const ControlTree& tree, Membership& membership)
     : mailbox_(mailbox),
       tree_(tree),
       membership_(membership),
-      remembered_(kRemembered),
       reached_(mailbox.group().peers.size()) {
-  static_assert(kRemembered * sizeof(Note) <= kMaxControlBytes);  // all of them, at once
+  static_assert(CallLog::kRemembered * sizeof(Note) <= kMaxControlBytes);  // all of them, at once
 }
 
 void Agreement::fail(const Signature& mine, int source, const Signature& theirs,
@@ -57,66 +50,35 @@ void Agreement::fail(const Signature& mine, int source, const Signature& theirs,
   membership_.failLocked(Status(Code::kMismatch, text, fields), /*tellsOthers=*/true, from);
 }
 
-bool Agreement::signaturesAgree(const Signature& mine, const FrameHeader& came) {
-  const Signature& theirs = came.signature;
-  if (isCollective(came)) {
-    if (mine == theirs) return true;
-    const uint64_t sequence = sequenceOf(came);
-    fail(mine, came.source, theirs, "collective #" + std::to_string(sequence), sequence, sequence);
-    return false;
+void Agreement::onDifference(const CallsDiffer& difference) {
+  const FrameHeader& came = difference.came;
+  const Signature& mine = difference.mine;
+  const bool isCollective = came.messageClass == MessageClass::kCollective;
+  const uint64_t sequence = isCollective ? came.tag >> kStepBits : Cause::kNoSequence;
+  const uint64_t from = isCollective ? sequence : 0;
+  if (!agree(came.messageClass, mine, came.signature)) {
+    const std::string where = isCollective ? "collective #" + std::to_string(sequence)
+                                           : "tag " + std::to_string(came.tag);
+    return fail(mine, came.source, came.signature, where, from, sequence);
   }
-  const bool isMessage = came.messageClass == MessageClass::kPointToPoint;
-  const bool agree = isMessage
-                         ? mine.dtype == theirs.dtype && mine.opaqueType == theirs.opaqueType &&
-                               mine.bytes == theirs.bytes
-                         : mine == theirs;
-  if (agree) return true;
-  fail(mine, came.source, theirs, "tag " + std::to_string(came.tag), 0, Cause::kNoSequence);
-  return false;
-}
-
-// The signature, and the size where it leaves that open (all_to_all with splits, and the like).
-bool Agreement::agrees(const Transfer& request, const FrameHeader& came) {
-  if (!signaturesAgree(request.signature(), came)) return false;
-  if (came.messageBytes == request.bytes()) return true;
   const std::string text =
       "mycoll group '" + mailbox_.group().name + "': MISMATCH of sizes\n  " +
-      mailbox_.describeRank(mailbox_.rank()) + ": expects " + std::to_string(request.bytes()) +
-      " bytes from the other in " + request.signature().describe() + "\n  " +
-      mailbox_.describeRank(came.source) + ": sends " + std::to_string(came.messageBytes) +
-      " bytes in " + came.signature.describe() +
+      mailbox_.describeRank(mailbox_.rank()) + ": expects " + std::to_string(difference.bytes) +
+      " bytes from the other in " + mine.describe() + "\n  " + mailbox_.describeRank(came.source) +
+      ": sends " + std::to_string(came.messageBytes) + " bytes in " + came.signature.describe() +
       "\n  Each pair of ranks must agree on the size of what one sends to the other." +
-      (isCollective(came) && !mailbox_.mesh().isLocal(mailbox_.group().peers[came.source])
+      (isCollective && !mailbox_.mesh().isLocal(mailbox_.group().peers[came.source])
            ? " From host to host, small blocks are counted together."
            : "");
   Cause fields;
-  if (isCollective(came)) fields.sequence = sequenceOf(came);
-  membership_.failLocked(Status(Code::kMismatch, text, fields), /*tellsOthers=*/true,
-                         isCollective(came) ? sequenceOf(came) : 0);
-  return false;
-}
-
-bool Agreement::expects(const FrameHeader& came) {
-  if (!isCollective(came)) return true;
-  compare(came.source, sequenceOf(came), came.signature);
-  return membership_.failureOf(came.messageClass, came.tag).ok();
+  fields.sequence = sequence;
+  membership_.failLocked(Status(Code::kMismatch, text, fields), /*tellsOthers=*/true, from);
 }
 
 void Agreement::begin(uint64_t sequence, const Signature& signature) {
   IoLock lock(mailbox_.ioMutex());
-  current_ = sequence;
-  hasBegun_ = true;
-  remembered_[sequence % kRemembered] = signature;
+  mailbox_.beginCollective(sequence, signature);
   noteArrived(mailbox_.rank(), sequence);
-  // Copied, as a mismatch drops messages.
-  std::vector<FrameHeader> early;
-  mailbox_.forEachEarly([&](const FrameHeader& came) {
-    if (isCollective(came) && sequenceOf(came) == sequence) early.push_back(came);
-  });
-  for (const FrameHeader& came : early) {
-    if (!signaturesAgree(signature, came)) return;
-  }
-  if (early_.empty()) return;
   std::vector<Note> notes;
   notes.swap(early_);
   for (const Note& note : notes) {
@@ -129,29 +91,30 @@ void Agreement::begin(uint64_t sequence, const Signature& signature) {
 }
 
 void Agreement::compare(int source, uint64_t sequence, const Signature& theirs) {
-  if (!hasBegun_ || sequence > current_ || current_ - sequence >= kRemembered) return;
-  const Signature& mine = remembered_[sequence % kRemembered];
-  if (mine == theirs) return;
-  fail(mine, source, theirs, "collective #" + std::to_string(sequence), sequence, sequence);
+  const Signature* const mine = mailbox_.calls().find(sequence);
+  if (mine == nullptr || *mine == theirs) return;
+  fail(*mine, source, theirs, "collective #" + std::to_string(sequence), sequence, sequence);
 }
 
 std::string Agreement::notesSince(uint64_t first) const {
   std::string notes;
-  for (uint64_t sequence = first; sequence <= current_; ++sequence) {
-    const Note note{sequence, remembered_[sequence % kRemembered], mailbox_.rank(), 0};
+  const CallLog& calls = mailbox_.calls();
+  for (uint64_t sequence = first; sequence <= calls.current(); ++sequence) {
+    const Note note{sequence, *calls.find(sequence), mailbox_.rank(), 0};
     notes.append(reinterpret_cast<const char*>(&note), sizeof(note));
   }
   return notes;
 }
 
 bool Agreement::mayTell(int rank) {
-  return hasBegun_ && !membership_.hasFailed() && !membership_.hasLeft(rank);
+  return mailbox_.calls().hasBegun() && !membership_.hasFailed() && !membership_.hasLeft(rank);
 }
 
 void Agreement::tellArrived(const std::vector<int>& awaited) {
   IoLock lock(mailbox_.ioMutex());
-  if (!hasBegun_ || membership_.hasFailed()) return;
-  const Note note{current_, remembered_[current_ % kRemembered], mailbox_.rank(), 0};
+  if (!mailbox_.calls().hasBegun() || membership_.hasFailed()) return;
+  const uint64_t current = mailbox_.calls().current();
+  const Note note{current, *mailbox_.calls().find(current), mailbox_.rank(), 0};
   const int up = parent();
   if (up >= 0) {
     tellArrived(up, note);
@@ -234,11 +197,11 @@ bool Agreement::compareWithNext(bool atOnce) {
   const int next = (mailbox_.rank() + 1) % mailbox_.ranks();
   if (next == mailbox_.rank() || !mayTell(next)) return false;
   const auto now = std::chrono::steady_clock::now();
-  if (comparedUpTo_ > current_) return now - comparedAt_ < kAnswersWithin;
+  const CallLog& calls = mailbox_.calls();
+  if (comparedUpTo_ > calls.current()) return now - comparedAt_ < kAnswersWithin;
   if (!atOnce && now - comparedAt_ < kCompareEvery) return true;
-  const uint64_t oldest = current_ < kRemembered ? 0 : current_ - kRemembered + 1;
-  const std::string notes = notesSince(std::max(comparedUpTo_, oldest));
-  comparedUpTo_ = current_ + 1;
+  const std::string notes = notesSince(std::max(comparedUpTo_, calls.oldest()));
+  comparedUpTo_ = calls.current() + 1;
   comparedAt_ = now;
   mailbox_.sendControl(next, FrameKind::kProbe, notes);
   return true;
@@ -246,8 +209,8 @@ bool Agreement::compareWithNext(bool atOnce) {
 
 void Agreement::tellLast() {
   IoLock lock(mailbox_.ioMutex());
-  if (!hasBegun_ || membership_.hasFailed()) return;
-  const std::string note = notesSince(current_);
+  if (!mailbox_.calls().hasBegun() || membership_.hasFailed()) return;
+  const std::string note = notesSince(mailbox_.calls().current());
   for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
     if (rank != mailbox_.rank()) {
       mailbox_.sendControlIfConnected(rank, FrameKind::kProbe, note);
@@ -288,14 +251,14 @@ bool Agreement::isNews(const Note& note) {
 
 // Compares the note with this rank's own call, now or when that call begins.
 void Agreement::hear(const Note& note) {
-  if (hasBegun_ && note.sequence <= current_) {
+  if (mailbox_.calls().hasBegun() && note.sequence <= mailbox_.calls().current()) {
     compare(note.rank, note.sequence, note.signature);
     return;
   }
   auto isSame = [&](const Note& other) {
     return other.rank == note.rank && other.sequence == note.sequence;
   };
-  if (early_.size() < kRemembered && std::none_of(early_.begin(), early_.end(), isSame)) {
+  if (early_.size() < CallLog::kRemembered && std::none_of(early_.begin(), early_.end(), isSame)) {
     early_.push_back(note);
   }
 }

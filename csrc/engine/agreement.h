@@ -48,9 +48,8 @@ class Agreement {
   // The ranks that have not begun this collective, as far as they have been heard of.
   std::vector<int> behind(uint64_t sequence);
 
-  // ---- what the mailbox asks and passes on; see MailboxOwner
-  bool agrees(const Transfer& request, const FrameHeader& came) REQUIRES(ioRole);
-  bool expects(const FrameHeader& came) REQUIRES(ioRole);
+  // ---- events
+  void onDifference(const CallsDiffer& difference) REQUIRES(ioRole);
   void onProbe(int source, const std::string& payload) REQUIRES(ioRole);
   void onArrived(int source, const std::string& payload) REQUIRES(ioRole);
 
@@ -69,7 +68,6 @@ class Agreement {
     bool isOwed = false;     // there is some that was held back, as the last was just before
   };
 
-  bool signaturesAgree(const Signature& mine, const FrameHeader& came) REQUIRES(ioRole);
   void compare(int source, uint64_t sequence, const Signature& theirs) REQUIRES(ioRole);
   void fail(const Signature& mine, int source, const Signature& theirs, const std::string& where,
             uint64_t from, uint64_t sequence) REQUIRES(ioRole);
@@ -89,11 +87,6 @@ class Agreement {
   const ControlTree& tree_;
   Membership& membership_;
 
-  // Signatures of the latest collectives, to judge what arrives late or early.
-  static constexpr uint64_t kRemembered = 256;
-  uint64_t current_ GUARDED_BY(ioRole) = 0;
-  bool hasBegun_ GUARDED_BY(ioRole) = false;
-  std::vector<Signature> remembered_ GUARDED_BY(ioRole);
   std::vector<Note> early_ GUARDED_BY(ioRole);    // for collectives not begun here yet
   uint64_t comparedUpTo_ GUARDED_BY(ioRole) = 0;  // the next rank was told of all before this one
   Clock::time_point comparedAt_ GUARDED_BY(ioRole);

@@ -13,6 +13,7 @@
 #include "base/recycler.h"
 #include "base/wait.h"
 #include "engine/engine.h"
+#include "engine/events.h"
 #include "engine/rendezvous.h"
 #include "engine/window.h"
 #include "kernels/copy.h"
@@ -211,7 +212,7 @@ Communicator::~Communicator() {
   } catch (const std::bad_alloc&) {
     // Gone without a goodbye: what the other ranks wait for ends by its timeout.
   }
-  mailbox_.detach();  // before anything that answers it is gone
+  mailbox_.detach();  // before anything is gone that handles events
 }
 
 // ---- calls -------------------------------------------------------------------------------------
@@ -502,43 +503,10 @@ void Communicator::endLeaving() {
   engine_->mesh()->progress();
 }
 
-// ---- what the mailbox asks and passes on -------------------------------------------------------
-
-Status Communicator::failureOf(MessageClass messageClass, uint64_t tag) {
-  return membership_.failureOf(messageClass, tag);
-}
-
-Status Communicator::absenceOf(int rank) { return membership_.absenceOf(rank); }
-
-bool Communicator::isPresent(int rank) const { return !membership_.hasLeft(rank); }
-
-bool Communicator::agrees(const Transfer& request, const FrameHeader& came) {
-  return agreement_.agrees(request, came);
-}
-
-bool Communicator::expects(const FrameHeader& came) { return agreement_.expects(came); }
-
-void Communicator::onControl(const FrameHeader& came, const std::string& payload) {
-  switch (came.kind) {
-    case FrameKind::kAbort: return membership_.onAbort(came.source, payload);
-    case FrameKind::kGoodbye: return membership_.onGoodbye(came.source, payload);
-    case FrameKind::kProbe: return agreement_.onProbe(came.source, payload);
-    case FrameKind::kArrived: return agreement_.onArrived(came.source, payload);
-    case FrameKind::kQuestion:
-    case FrameKind::kAnswer:
-    case FrameKind::kDeadlock: return questions_.onMessage(came.source, came.kind, payload);
-    default: return;  // no frame of the group
-  }
-}
-
-void Communicator::onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) {
-  membership_.onPeerLost(uid, loss, wasLinked);
-}
-
-void Communicator::onLeft(int rank) { membership_.onLeft(rank); }
-
-void Communicator::onBroken(const Status& cause) {
-  membership_.failLocked(cause, /*tellsOthers=*/true);
+void Communicator::handle(const Event& event) {
+  if (handleEvent(event, mailbox_, membership_, agreement_)) return;
+  const ControlFrame& frame = std::get<ControlFrame>(event);
+  questions_.onMessage(frame.header.source, frame.header.kind, frame.payload);
 }
 
 }  // namespace mycoll

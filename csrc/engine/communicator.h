@@ -101,7 +101,7 @@ struct Message {
   uint64_t offset = 0;      // put: where in the window
 };
 
-class Communicator final : public MailboxOwner, public std::enable_shared_from_this<Communicator> {
+class Communicator final : public EventHandler, public std::enable_shared_from_this<Communicator> {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
@@ -235,17 +235,7 @@ class Communicator final : public MailboxOwner, public std::enable_shared_from_t
   static std::shared_ptr<Communicator> add(const std::shared_ptr<Engine>& engine,
                                            GroupOptions options, GroupAddress address);
 
-  // MailboxOwner
-  Status failureOf(MessageClass messageClass, uint64_t tag) override REQUIRES(ioRole);
-  Status absenceOf(int rank) override REQUIRES(ioRole);
-  bool isPresent(int rank) const override REQUIRES(ioRole);
-  bool agrees(const Transfer& request, const FrameHeader& came) override REQUIRES(ioRole);
-  bool expects(const FrameHeader& came) override REQUIRES(ioRole);
-  void onControl(const FrameHeader& came, const std::string& payload) override REQUIRES(ioRole);
-  void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) override
-      REQUIRES(ioRole);
-  void onLeft(int rank) override REQUIRES(ioRole);
-  void onBroken(const Status& cause) override REQUIRES(ioRole);
+  void handle(const Event& event) override REQUIRES(ioRole);
 
   OpPtr enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<void> keepAlive, bool willWait,
                 Milliseconds timeout);

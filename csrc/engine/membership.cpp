@@ -106,7 +106,7 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
     if (from >= failedFrom_) return;
     failedFrom_ = from;
     if (!isExternal_) endsFrom_.store(from, std::memory_order_relaxed);
-    endWhatIsOver();
+    mailbox_.failFrom(failedFrom_, cause_);
     if (isPassedOn_) this->tellOthers();
     return;
   }
@@ -131,26 +131,10 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   record_.fail(cause_);
   // A group that is only being left here lives on for the others.
   if (Arena* arena = this->arena(); arena && !isLeaving()) arena->fail(cause_);
-  endWhatIsOver();
+  mailbox_.failFrom(failedFrom_, cause_);
   if (!tellsOthers || !tellsOthers_) return;
   isPassedOn_ = isLarge_;
   this->tellOthers();
-}
-
-bool Membership::endsMessage(MessageClass messageClass, uint64_t tag) const {
-  if (cause_.ok()) return false;
-  switch (messageClass) {
-    case MessageClass::kCollective: return tag >> kStepBits >= failedFrom_;
-    case MessageClass::kPointToPoint:
-    case MessageClass::kWindow: return true;
-    case MessageClass::kControl: return failedFrom_ == 0;
-  }
-  return true;
-}
-
-void Membership::endWhatIsOver() {
-  mailbox_.endIf(cause_, [this](MessageClass messageClass, uint64_t tag)
-                             REQUIRES(ioRole) { return endsMessage(messageClass, tag); });
 }
 
 void Membership::tellOthers() {
@@ -199,10 +183,6 @@ void Membership::onAbort(int rank, const std::string& payload) {
              /*tellsOthers=*/isLarge_, head.from);
 }
 
-Status Membership::failureOf(MessageClass messageClass, uint64_t tag) {
-  return endsMessage(messageClass, tag) ? cause_ : Status();
-}
-
 // ---- ranks that leave or are lost --------------------------------------------------------------
 
 Departure Membership::departureOf(int rank) const {
@@ -235,29 +215,25 @@ Status Membership::departed(int rank) const {
                 fields);
 }
 
-Status Membership::absenceOf(int rank) {
-  if (!hasLeft(rank)) return Status();
-  auto vanished = vanished_.find(rank);
-  if (vanished == vanished_.end()) return departed(rank);
-  const Status story = vanished->second;
-  failLocked(story, /*tellsOthers=*/true);
-  return cause_;
-}
-
 void Membership::onLeft(int rank, const std::string& reason) {
   if (hasLeft(rank)) return;
   if (!reason.empty()) {
     MutexLock lock(failureMutex_);
     saidWhy_.emplace(rank, reason);
   }
+  isGone(rank, departed(rank), /*isFailure=*/false);
+}
+
+void Membership::isGone(int rank, const Status& story, bool isFailure) {
   left_[rank].store(true, std::memory_order_release);
+  mailbox_.setAbsent(rank, story, isFailure);
   // A rank that leaves after a failure has written the cause into the arena before.
   if (const Arena* arena = this->arena(); arena && !isLeaving()) {
     if (const Status known = arena->failure(); !known.ok()) {
       return failLocked(known, /*tellsOthers=*/false);
     }
   }
-  mailbox_.endMessagesOf(rank, departed(rank));
+  mailbox_.endMessagesOf(rank, story);
   // It left before the news reached it.
   if (isPassedOn_ && !tellers_.contains(rank)) this->tellOthers();
 }
@@ -313,8 +289,7 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
       if (isPassedOn_) this->tellOthers();  // past this one, too
       return;
     }
-    vanished_.emplace(rank, std::move(story));
-    onLeft(rank);
+    isGone(rank, story, /*isFailure=*/true);
   }
 }
 

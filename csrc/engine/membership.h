@@ -94,9 +94,7 @@ class Membership {
   // Afterwards calls end with this.
   void endLeaving(const Status& cause);
 
-  // ---- what the mailbox asks and passes on
-  Status failureOf(MessageClass messageClass, uint64_t tag) REQUIRES(ioRole);
-  Status absenceOf(int rank) REQUIRES(ioRole);
+  // ---- events
   void onAbort(int rank, const std::string& payload) REQUIRES(ioRole);
   void onGoodbye(int rank, const std::string& payload) REQUIRES(ioRole);
   void onLeft(int rank, const std::string& reason = {}) REQUIRES(ioRole);
@@ -107,8 +105,7 @@ class Membership {
 
   bool failAsArena();
   void moveTo(State next) REQUIRES(ioRole);
-  bool endsMessage(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
-  void endWhatIsOver() REQUIRES(ioRole);
+  void isGone(int rank, const Status& story, bool isFailure) REQUIRES(ioRole);
   void tellOthers() REQUIRES(ioRole);
   std::string abortPayload() const REQUIRES(ioRole);
   std::string reasonOf(int rank) const EXCLUDES(failureMutex_);
@@ -130,9 +127,6 @@ class Membership {
   std::set<int> tellers_ GUARDED_BY(ioRole);    // ranks that have told this one, and so others
   // By rank: from which collective on it knows the group to have failed.
   std::map<int, uint64_t> informed_ GUARDED_BY(ioRole);
-  // Ranks that count as having left because nobody needed them when their process ended without a
-  // word: what to say if somebody does.
-  std::map<int, Status> vanished_ GUARDED_BY(ioRole);
   std::vector<bool> hasMet_ GUARDED_BY(ioRole);  // by rank
 
   // For readers without the I/O lock.

@@ -229,25 +229,24 @@ void Connection::join(Link link) {
   flush();
 }
 
-void Connection::appendLeft(std::vector<Dial::Left>* left) const {
-  auto append = [&](const Dial& dial) REQUIRES(ioRole) {
-    if (dial.isDue() && dial.left().mailbox) left->push_back(dial.left());
-  };
-  for (const auto& dial : joining_) append(*dial);
-  if (state_ == State::kDialing) append(*dial_);
-}
-
+// A group that the peer has left hears of that first.
 void Connection::dialAgain() {
-  for (auto& dial : joining_) {
-    if (dial->isDue()) dial->again();
-  }
-  if (state_ == State::kDialing && dial_->isDue()) dial_->again();
+  const auto again = [&](Dial& dial) REQUIRES(ioRole) {
+    if (!dial.isDue()) return;
+    const Dial::Left left = dial.left();
+    if (left.mailbox == nullptr || !left.mailbox->isPresent(left.rank)) return dial.again();
+    local_.raise(left.mailbox, RankLeft{left.rank});
+  };
+  for (auto& dial : joining_) again(*dial);
+  if (state_ == State::kDialing) again(*dial_);
 }
 
-std::vector<Transfer*> Connection::giveUpDialing() {
+void Connection::giveUpDialing() {
   moveTo(State::kIdle);
   dial_.reset();
-  return takeUnsent();
+  for (Mailbox* mailbox : dropUnsent()) {
+    local_.raise(mailbox, NotSent{peer_.uid, "has left the group"});
+  }
 }
 
 void Connection::open(Link link) {
@@ -268,8 +267,9 @@ void Connection::open(Link link) {
 
 void Connection::enqueue(OutItem item) {
   if (state_ == State::kLost) {
-    if (item.request) item.request->mailbox_->endUnsent(item.request, loss_.describe());
-    return;
+    if (!item.request) return;
+    item.request->isUnsent_ = true;
+    return local_.raise(item.request->mailbox_, NotSent{peer_.uid, loss_.describe()});
   }
   const bool mayLeave = queue_.empty() && !(!wires_.empty() && wires_.front().isSending);
   queue_.push_back(std::move(item));
@@ -292,7 +292,7 @@ bool Connection::flush(size_t turnBytes) {
   for (size_t before = ~size_t{0};
        wires_.size() > 1 && moved != before && moved < turnBytes * wires_.size();) {
     before = moved;
-    for (size_t i = 0; i < wires_.size(); ++i) moved += flush(wires_[i], kSmallPieceBytes);
+    for (Wire& wire : wires_) moved += flush(wire, kSmallPieceBytes);
   }
   countStuck();
   return moved > 0;
@@ -486,8 +486,7 @@ void Connection::breakOff(Loss loss) {
   end(std::move(loss));
 }
 
-// By index: what comes may be answered, and further sockets join while it is. What one wire brings
-// another one may have waited for.
+// What one wire brings another one may have waited for.
 bool Connection::drain(size_t turnBytes) {
   bool moved = false;
   auto isFreed = [&](const Wire& wire) REQUIRES(ioRole) {
@@ -495,7 +494,7 @@ bool Connection::drain(size_t turnBytes) {
            !mustWait(wire);
   };
   do {
-    for (size_t i = 0; i < wires_.size(); ++i) moved |= drain(wires_[i], turnBytes);
+    for (Wire& wire : wires_) moved |= drain(wire, turnBytes);
   } while (wires_.size() > 1 && std::any_of(wires_.begin(), wires_.end(), isFreed));
   return moved;
 }
@@ -729,23 +728,25 @@ bool Connection::hasArrived() NO_THREAD_SAFETY_ANALYSIS {
   return hasAll;
 }
 
-std::vector<Transfer*> Connection::takeUnsent() {
-  std::vector<Transfer*> unsent;
-  auto take = [&](const OutItem& item) {
-    const bool isNew = std::find(unsent.begin(), unsent.end(), item.request) == unsent.end();
-    if (item.request && isNew) unsent.push_back(item.request);
+// Returns whose requests were to be sent.
+std::set<Mailbox*> Connection::dropUnsent() {
+  std::set<Mailbox*> mailboxes;
+  const auto drop = [&](const OutItem& item) REQUIRES(ioRole) {
+    if (!item.request) return;
+    item.request->isUnsent_ = true;
+    mailboxes.insert(item.request->mailbox_);
   };
   for (Wire& wire : wires_) {
-    if (std::exchange(wire.isSending, false)) take(wire.out);
+    if (std::exchange(wire.isSending, false)) drop(wire.out);
   }
-  for (const OutItem& item : std::exchange(queue_, {})) take(item);
-  return unsent;
+  for (const OutItem& item : std::exchange(queue_, {})) drop(item);
+  return mailboxes;
 }
 
-std::vector<Transfer*> Connection::lose() {
+void Connection::lose() {
   moveTo(State::kLost);
   close();
-  return takeUnsent();
+  (void)dropUnsent();
 }
 
 }  // namespace mycoll

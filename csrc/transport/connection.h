@@ -18,7 +18,7 @@
 // also that it was leaving: it is read first, as long as it may still be on its way.
 //
 // Thread contract: the mesh's I/O lock. Nothing here blocks. Reading hands frames to mailboxes,
-// which may answer on this connection and on others, and ask for new ones.
+// which answer on this connection; what a group has to answer is an event (event.h).
 #pragma once
 
 #include <chrono>
@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -83,16 +84,15 @@ class Connection {
   // kIdle only.
   void dial() REQUIRES(ioRole);
   void goOnDialing() REQUIRES(ioRole);
-  // The next attempt, if it is due; before it, the groups that the peer has left hear of that.
+  // The next attempt, if it is due. Raises RankLeft and waits where the last one has found that.
   void dialAgain() REQUIRES(ioRole);
-  void appendLeft(std::vector<Dial::Left>* left) const REQUIRES(ioRole);
   bool isShm() const REQUIRES(ioRole) { return !wires_.empty() && wires_.front().link.isShm; }
   // There is no group any more that both are in.
   bool isToNobody() const REQUIRES(ioRole) {
     return dial_ && dial_->state() == Dial::State::kNobody;
   }
-  // kDialing -> kIdle. Returns what was not sent.
-  std::vector<Transfer*> giveUpDialing() REQUIRES(ioRole);
+  // kDialing -> kIdle. Raises NotSent for what was queued.
+  void giveUpDialing() REQUIRES(ioRole);
   bool isToBeMade() const REQUIRES(ioRole) {
     return state_ == State::kIdle || state_ == State::kDialing;
   }
@@ -108,7 +108,8 @@ class Connection {
 
   // ---- bytes
 
-  // Takes it, or ends its request if the peer is lost. kIdle: it leaves when somebody has dialled.
+  // Takes it, or raises NotSent for its request if the peer is lost. kIdle: it leaves when somebody
+  // has dialled.
   void enqueue(OutItem item) REQUIRES(ioRole);
   std::deque<OutItem>& queue() REQUIRES(ioRole) { return queue_; }
   // Whether a message of so many bytes is spread over several sockets.
@@ -156,8 +157,8 @@ class Connection {
   void sayNoMore();
   // ... and what it had sent has arrived. Reads what comes, for nobody (tcp/link.h).
   bool hasArrived();
-  // kEnding -> kLost. Returns what was not sent.
-  std::vector<Transfer*> lose() REQUIRES(ioRole);
+  // kEnding -> kLost. What was queued ends with PeerLost, which is for the caller to raise.
+  void lose() REQUIRES(ioRole);
 
   // A whole frame that came before its group. False: it is not in its sender's own name.
   static bool deliver(Mailbox& mailbox, const EarlyFrame& frame) REQUIRES(ioRole);
@@ -206,7 +207,7 @@ class Connection {
   bool beginFrame(Wire& wire) REQUIRES(ioRole);
   void endFrame(Wire& wire) REQUIRES(ioRole);
   void close() REQUIRES(ioRole);
-  std::vector<Transfer*> takeUnsent() REQUIRES(ioRole);
+  std::set<Mailbox*> dropUnsent() REQUIRES(ioRole);
 
   Local& local_;
   const PeerAddress peer_;

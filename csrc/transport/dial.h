@@ -59,8 +59,7 @@ class Dial {
     return state_ == State::kWaiting && nextAttempt_.expired();
   }
   void again() REQUIRES(ioRole);
-  // A group that the peer has left, and its rank there. The owner of the mailbox may end this Dial
-  // when it hears of that, so the mesh tells it, before it calls again().
+  // A group that the peer has left, and its rank there.
   struct Left {
     Mailbox* mailbox;
     int rank;

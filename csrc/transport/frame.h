@@ -66,6 +66,14 @@ constexpr int kStepBits = 20;
 // signals, which are empty and counted where nobody waits for one (mailbox.h).
 enum class MessageClass : uint8_t { kCollective, kPointToPoint, kControl, kWindow };
 
+// Whether two calls may exchange a message: of the sizes of parts that only two ranks know, the
+// receiver compares its own (Mailbox::agrees()).
+inline bool agree(MessageClass messageClass, const Signature& mine, const Signature& theirs) {
+  if (messageClass != MessageClass::kPointToPoint) return mine == theirs;
+  return mine.dtype == theirs.dtype && mine.opaqueType == theirs.opaqueType &&
+         mine.bytes == theirs.bytes;
+}
+
 struct FrameHeader {
   static constexpr uint32_t kMagic = 0x4c59434d;         // "MCYL"
   static constexpr uint32_t kCheckedMagic = 0x6c79636d;  // "mcyl"

@@ -8,15 +8,18 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/env.h"
 #include "base/status.h"
 #include "transport/bell.h"
+#include "transport/event.h"
 #include "transport/group_table.h"
 #include "transport/io_lock.h"
 #include "transport/link.h"
@@ -63,6 +66,12 @@ struct Local {
   Link makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment,
                 RingSide side) const;
 
+  // For the group of this mailbox: see event.h.
+  void raise(Mailbox* mailbox, Event event) REQUIRES(ioRole) {
+    events.emplace_back(mailbox, std::move(event));
+    pending.fetch_add(1, std::memory_order_relaxed);
+  }
+
   const MeshOptions options;
   PeerAddress address;                       // const once the mesh is open
   std::vector<InterfaceAddress> interfaces;  // that it listens on; const then, too
@@ -71,8 +80,10 @@ struct Local {
   Sleeper sleeper;
   BellSocket bell;
   GroupTable groups GUARDED_BY(ioRole);
-  std::map<uint64_t, Lobby*> lobbies GUARDED_BY(ioRole);  // by number
-  std::atomic<int> pending{0};          // requests that are posted, connections that are being made
+  std::deque<std::pair<Mailbox*, Event>> events GUARDED_BY(ioRole);  // that no group has handled
+  std::map<uint64_t, Lobby*> lobbies GUARDED_BY(ioRole);             // by number
+  // Requests that are posted, connections that are being made, events.
+  std::atomic<int> pending{0};
   int dialing GUARDED_BY(ioRole) = 0;   // of these, connections
   int tcpLinks GUARDED_BY(ioRole) = 0;  // connections over TCP that are open
   int readings GUARDED_BY(ioRole) = 0;  // messages that are read where they lie (mailbox.h)

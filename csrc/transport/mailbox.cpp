@@ -35,10 +35,10 @@ Transfer::~Transfer() {
   if (mailbox_ != nullptr && !isDone()) mailbox_->cancel(*this);
 }
 
-Mailbox::Mailbox(std::shared_ptr<Mesh> mesh, GroupAddress group, MailboxOwner* owner)
+Mailbox::Mailbox(std::shared_ptr<Mesh> mesh, GroupAddress group, EventHandler* handler)
     : mesh_(std::move(mesh)),
       group_(std::move(group)),
-      owner_(owner),
+      handler_(handler),
       eagerInCollectives_(eagerInCollectives(mesh_->options(), group_.peers.size())),
       flows_(group_.peers.size()) {}
 
@@ -90,6 +90,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
   request.begun_ = 0;
   request.id_ = 0;
   request.isOffered_ = false;
+  request.isUnsent_ = false;
   request.mailbox_ = this;
   request.isPosted_ = true;
   request.done_.store(false, std::memory_order_relaxed);
@@ -124,8 +125,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   post(request, messageClass, tag, signature, data);
   request.isReceive_ = false;
   request.peer_ = destination;
-  if (!admit(request, owner_->failureOf(messageClass, tag)) ||
-      !admit(request, owner_->absenceOf(destination))) {
+  if (!admit(request, failureOf(messageClass, tag)) || !admit(request, absenceOf(destination))) {
     return;
   }
   Flow& flow = flows_[destination];
@@ -196,12 +196,7 @@ void Mailbox::noteSpoken(int source) {
 void Mailbox::noteThere(int source) {
   Flow& flow = flows_[source];
   if (std::exchange(flow.isThere, true)) return;
-  // One by one: sending may fail the group, which ends those that are left.
-  while (!flow.waiting.empty()) {
-    Transfer& request = *flow.waiting.front();
-    flow.waiting.pop_front();
-    dispatch(request);
-  }
+  for (Transfer* request : std::exchange(flow.waiting, {})) dispatch(*request);
 }
 
 void Mailbox::noteUnanswered(const FrameHeader& came) {
@@ -227,8 +222,8 @@ void Mailbox::put(Transfer& request, int destination, uint64_t window, uint64_t 
   post(request, MessageClass::kWindow, window, signature, data);
   request.isReceive_ = false;
   request.peer_ = destination;
-  if (!admit(request, owner_->failureOf(MessageClass::kWindow, window)) ||
-      !admit(request, owner_->absenceOf(destination))) {
+  if (!admit(request, failureOf(MessageClass::kWindow, window)) ||
+      !admit(request, absenceOf(destination))) {
     return;
   }
   OutItem item;
@@ -258,16 +253,89 @@ void Mailbox::closeWindow(uint64_t window, const Status& status) {
   });
 }
 
-bool Mailbox::admit(Transfer& request, const Status& refusal) {
+bool Mailbox::admit(Transfer& request, Status refusal) {
   if (refusal.ok()) return true;
-  // The answer may have failed the group, and ended the request with it.
-  if (request.isPosted_) finish(request, refusal);
+  finish(request, std::move(refusal));
   return false;
 }
 
+// ---- what the group has decided
+
+Status Mailbox::failureOf(MessageClass messageClass, uint64_t tag) const {
+  if (failure_.ok()) return Status();
+  switch (messageClass) {
+    case MessageClass::kCollective: return tag >> kStepBits >= failedFrom_ ? failure_ : Status();
+    case MessageClass::kControl: return failedFrom_ == 0 ? failure_ : Status();
+    case MessageClass::kPointToPoint:
+    case MessageClass::kWindow: break;
+  }
+  return failure_;
+}
+
+void Mailbox::failFrom(uint64_t number, const Status& cause) {
+  failure_ = cause;
+  failedFrom_ = number;
+  abandonAll(cause, [this](const Transfer& request) REQUIRES(ioRole) {
+    return !failureOf(request.messageClass_, request.tag_).ok();
+  });
+}
+
+void Mailbox::setAbsent(int rank, Status status, bool isFailure) {
+  absent_.insert_or_assign(rank, Absence{std::move(status), isFailure});
+}
+
+Status Mailbox::absenceOf(int rank) {
+  const auto found = absent_.find(rank);
+  if (found == absent_.end()) return Status();
+  const Absence& absence = found->second;
+  if (!absence.isFailure) return absence.status;
+  raise(GroupFails{absence.status});
+  return failure_.ok() ? absence.status : failure_;
+}
+
+void Mailbox::raise(Event event) { mesh_->raise(this, std::move(event)); }
+
+void Mailbox::failBy(const std::string& what) {
+  raise(GroupFails{Status(Code::kInternal, "mycoll group '" + group_.name + "': " + what)});
+}
+
+// Once for the collective: the group fails by it.
+void Mailbox::beginCollective(uint64_t number, const Signature& signature) {
+  calls_.begin(number, signature);
+  for (const Unexpected& message : unexpected_) {
+    const FrameHeader& came = message.header;
+    if (came.messageClass != MessageClass::kCollective || came.tag >> kStepBits != number) continue;
+    if (!agreesEarly(came)) return;
+  }
+}
+
+// The signature, and the size where it leaves that open (all_to_all with splits, and the like).
+bool Mailbox::agrees(const Transfer& request, const FrameHeader& came) {
+  if (agree(came.messageClass, request.signature_, came.signature) &&
+      came.messageBytes == request.data_.bytes) {
+    return true;
+  }
+  raise(CallsDiffer{request.signature_, request.data_.bytes, came});
+  return false;
+}
+
+// A message that meets no request yet.
+bool Mailbox::agreesEarly(const FrameHeader& came) {
+  if (came.messageClass != MessageClass::kCollective) return true;
+  const Signature* const mine = calls_.find(came.tag >> kStepBits);
+  if (mine == nullptr || *mine == came.signature) return true;
+  raise(CallsDiffer{*mine, came.messageBytes, came});
+  return false;
+}
+
+// ---- messages
+
 void Mailbox::sendToSelf(Transfer& request, const FrameHeader& message) {
   const Target target = onFrame(message);
-  if (message.kind != FrameKind::kEager || !request.isPosted_) return;  // a mismatch ends it
+  if (message.kind != FrameKind::kEager) return;
+  const bool isTaken =
+      target.request || target.unexpected || message.messageClass == MessageClass::kWindow;
+  if (!isTaken) return;  // the calls differ, which ends it
   copy(target.data, request.data_.data, request.data_.bytes);
   onPayload(message, target);
   finish(request, Status());
@@ -280,7 +348,7 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
   post(request, messageClass, tag, signature, data);
   request.isReceive_ = true;
   request.peer_ = source;
-  if (!admit(request, owner_->failureOf(messageClass, tag))) return;
+  if (!admit(request, failureOf(messageClass, tag))) return;
   if (messageClass == MessageClass::kWindow) {
     const auto window = windows_.find(tag);
     if (window == windows_.end()) {
@@ -298,13 +366,13 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
       return acceptUnexpected(request, message);
     }
   }
-  if (source != kFromAnyone && !admit(request, owner_->absenceOf(source))) return;
+  if (source != kFromAnyone && !admit(request, absenceOf(source))) return;
   posted_.push_back(&request);
 }
 
 void Mailbox::acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message) {
   request.peer_ = message->header.source;
-  if (!owner_->agrees(request, message->header)) return;
+  if (!agrees(request, message->header)) return;
   if (message->header.kind == FrameKind::kRequestToSend) {
     clearToSend(request, message->header, message->place);
     unexpected_.erase(message);
@@ -333,10 +401,7 @@ void Mailbox::countBuffered(const FrameHeader& came, bool isMore) {
   flow.bufferedBytes += isMore ? bytes : -bytes;
   const size_t limit = flow.isHeld ? kMaxBufferedBytes / 2 : kMaxBufferedBytes;
   const bool isTooMuch = flow.bufferedBytes > limit;
-  if (isTooMuch == flow.isHeld || !owner_->isPresent(came.source) ||
-      !owner_->failureOf(MessageClass::kPointToPoint, 0).ok()) {
-    return;
-  }
+  if (isTooMuch == flow.isHeld || !isPresent(came.source) || !failure_.ok()) return;
   flow.isHeld = isTooMuch;
   sendControl(came.source, isTooMuch ? FrameKind::kHold : FrameKind::kGoOn, "");
 }
@@ -445,17 +510,9 @@ void Mailbox::cancel(Transfer& request) {
 
 int Mailbox::presentRank(const std::string& uid) const {
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (rank != group_.rank && group_.peers[rank].uid == uid && owner_->isPresent(rank))
-      return rank;
+    if (rank != group_.rank && group_.peers[rank].uid == uid && isPresent(rank)) return rank;
   }
   return -1;
-}
-
-bool Mailbox::isOpen(const Transfer* request) const {
-  for (const Transfer* open = open_; open != nullptr; open = open->next_) {
-    if (open == request) return true;
-  }
-  return false;
 }
 
 void Mailbox::abandon(Transfer& request, Status status) {
@@ -478,17 +535,6 @@ void Mailbox::abandon(Transfer& request, Status status) {
            message.header.senderRequest == request.id_;
   });
   finish(request, std::move(status));
-}
-
-void Mailbox::endUnsent(Transfer* request, const std::string& how) {
-  if (!isOpen(request)) return;
-  Status story = owner_->absenceOf(request->peer_);
-  if (!isOpen(request)) return;  // the group has failed
-  if (story.ok()) {
-    story = Status(Code::kPeerLost, "mycoll group '" + group_.name +
-                                        "': " + describeRank(request->peer_) + " " + how);
-  }
-  abandon(*request, std::move(story));
 }
 
 Transfer* Mailbox::matchPosted(const FrameHeader& came) {
@@ -515,12 +561,12 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came, const SharedPlace& pla
   noteSpoken(came.source);
   if (came.isPiece()) return targetOfPiece(came);
   noteUnanswered(came);
-  if (!owner_->failureOf(came.messageClass, came.tag).ok()) return target;
+  if (!failureOf(came.messageClass, came.tag).ok()) return target;
   if (came.kind == FrameKind::kPut) return intoWindow(came);
   if (came.messageClass == MessageClass::kWindow) return onSignal(came);
   Transfer* request = matchPosted(came);
   if (request) {
-    if (!owner_->agrees(*request, came)) return target;
+    if (!agrees(*request, came)) return target;
     if (came.kind == FrameKind::kRequestToSend) {
       clearToSend(*request, came, place);
     } else if (came.isBeginning()) {
@@ -533,7 +579,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came, const SharedPlace& pla
     }
     return target;
   }
-  if (!owner_->expects(came)) return target;
+  if (!agreesEarly(came)) return target;
   Unexpected& message = unexpected_.emplace_back();
   message.header = came;
   message.place = place;
@@ -560,10 +606,8 @@ Mailbox::Target Mailbox::intoWindow(const FrameHeader& came) {
   const size_t bytes = found == windows_.end() ? 0 : found->second.memory.bytes;
   const uint64_t offset = came.offset;
   if (found == windows_.end() || offset > bytes || came.payloadBytes > bytes - offset) {
-    owner_->onBroken(Status(Code::kInternal,
-                            "mycoll group '" + group_.name + "': " + describeRank(came.source) +
-                                " put " + std::to_string(came.payloadBytes) + " bytes where rank " +
-                                std::to_string(group_.rank) + " has no window"));
+    failBy(describeRank(came.source) + " put " + std::to_string(came.payloadBytes) +
+           " bytes where rank " + std::to_string(group_.rank) + " has no window");
     return target;
   }
   target.data = found->second.memory.begin() + offset;
@@ -577,10 +621,8 @@ Mailbox::Target Mailbox::onSignal(const FrameHeader& came) {
   const auto found = windows_.find(came.tag);
   if (found == windows_.end() && came.tag <= lastWindow_) return target;  // it is closed
   if (found == windows_.end() || came.kind != FrameKind::kEager || came.messageBytes != 0) {
-    owner_->onBroken(Status(Code::kInternal, "mycoll group '" + group_.name +
-                                                 "': " + describeRank(came.source) +
-                                                 " signalled a window that rank " +
-                                                 std::to_string(group_.rank) + " does not have"));
+    failBy(describeRank(came.source) + " signalled a window that rank " +
+           std::to_string(group_.rank) + " does not have");
     return target;
   }
   target.request = matchPosted(came);
@@ -599,8 +641,7 @@ Mailbox::Target Mailbox::targetOfPiece(const FrameHeader& came) {
     if (came.payloadBytes > assembly.left ||
         (unexpected && (came.offset > unexpected->header.messageBytes ||
                         came.payloadBytes > unexpected->header.messageBytes - came.offset))) {
-      owner_->onBroken(
-          Status(Code::kInternal, describeRank(came.source) + " sent more than it had announced"));
+      failBy(describeRank(came.source) + " sent more than it had announced");
       return {};
     }
     assembly.left -= came.payloadBytes;
@@ -621,8 +662,7 @@ Mailbox::Target Mailbox::targetIn(Transfer& request, const FrameHeader& came) {
   if (!request.isReceive_ || request.peer_ != came.source || isBeingRead(request) ||
       came.offset > request.data_.bytes || came.payloadBytes > request.data_.bytes - came.offset ||
       came.payloadBytes > request.data_.bytes - request.begun_) {
-    owner_->onBroken(
-        Status(Code::kInternal, describeRank(came.source) + " sent more than was agreed"));
+    failBy(describeRank(came.source) + " sent more than was agreed");
     return {};
   }
   request.begun_ += came.payloadBytes;
@@ -722,13 +762,13 @@ std::shared_ptr<Segment> Mailbox::regionOf(int source, uint64_t region, size_t b
   return mesh_->linkTo(group_.peers[source]).regionOf(region, bytes);
 }
 
-// ---- for the owner -----------------------------------------------------------------------------
+// ---- for the group -----------------------------------------------------------------------------
 
 void Mailbox::onControl(const FrameHeader& came, const std::string& payload) {
   // A rank that has failed or left receives nothing more.
   if (came.kind != FrameKind::kAbort && came.kind != FrameKind::kGoodbye) noteThere(came.source);
   if (came.kind == FrameKind::kHold || came.kind == FrameKind::kGoOn) return onFlow(came);
-  owner_->onControl(came, payload);
+  raise(ControlFrame{came, payload});
 }
 
 void Mailbox::sendControl(int destination, FrameKind kind, const std::string& payload,
@@ -754,7 +794,7 @@ OutItem Mailbox::controlItem(int destination, FrameKind kind, const std::string&
 void Mailbox::tell(int rank, FrameKind kind, const std::string& payload, uint64_t subject) {
   {
     IoLock lock(ioMutex());
-    if (!isOpen_ || !owner_->isPresent(rank)) return;
+    if (!isOpen_ || !isPresent(rank)) return;
     sendControl(rank, kind, payload, subject);
   }
   // A process that is idle has not asked to be rung for what comes over a ring.
@@ -805,10 +845,6 @@ bool Mailbox::needs(int rank) const {
   return false;
 }
 
-void Mailbox::forEachEarly(const std::function<void(const FrameHeader&)>& visit) {
-  for (const Unexpected& message : unexpected_) visit(message.header);
-}
-
 template <typename Wanted>
 void Mailbox::abandonAll(const Status& status, Wanted isWanted) {
   for (Transfer* request = open_; request;) {
@@ -816,12 +852,6 @@ void Mailbox::abandonAll(const Status& status, Wanted isWanted) {
     if (isWanted(*request)) abandon(*request, status);
     request = next;
   }
-}
-
-void Mailbox::endIf(const Status& status,
-                    const std::function<bool(MessageClass, uint64_t)>& isMeant) {
-  abandonAll(status,
-             [&](const Transfer& request) { return isMeant(request.messageClass_, request.tag_); });
 }
 
 void Mailbox::endSends(const Status& status) {
@@ -833,6 +863,19 @@ void Mailbox::endMessagesOf(int rank, const Status& status) {
     return request.peer_ == rank && isBetweenTwo(request.messageClass_) &&
            (!request.isReceive_ || isWaiting(request));
   });
+}
+
+void Mailbox::endUnsent(const std::string& uid, const std::string& how) {
+  for (Transfer* request = open_; request;) {
+    Transfer& each = *std::exchange(request, request->next_);
+    if (!each.isUnsent_ || group_.peers[each.peer_].uid != uid) continue;
+    Status story = absenceOf(each.peer_);
+    if (story.ok()) {
+      story = Status(Code::kPeerLost,
+                     "mycoll group '" + group_.name + "': " + describeRank(each.peer_) + " " + how);
+    }
+    abandon(each, std::move(story));
+  }
 }
 
 void Mailbox::endReceivesFrom(int rank, const Status& status) {

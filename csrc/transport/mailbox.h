@@ -1,6 +1,7 @@
 // Mailbox: the messages of one rank of one group. It matches what arrives with what was posted, by
 // class, source and tag, in order, and keeps senders from overrunning a receiver. It knows nothing
-// of collectives, failures or departures: its owner, the group, is asked about those.
+// of collectives, failures or departures: the group writes into it what it has decided about those,
+// and what comes for the group is an event (event.h).
 //
 // Small messages are sent at once and buffered by the receiver when nothing is posted; larger ones
 // wait at the sender until the receiver has posted memory for them, so nothing is ever read that
@@ -23,8 +24,8 @@
 //
 // Thread contract: functions may be called from any thread unless they REQUIRE the I/O lock; they
 // take it themselves.
-// Lifetime: a mailbox is registered at the mesh from open() to detach(), and its owner must be
-// able to answer meanwhile. Requests must not outlive it. The memory of a posted request must live
+// Lifetime: a mailbox is registered at the mesh from open() to detach(), and its handler must live
+// meanwhile. Requests must not outlive it. The memory of a posted request must live
 // until it is done or destroyed.
 #pragma once
 
@@ -43,9 +44,10 @@
 #include "base/fd.h"
 #include "base/status.h"
 #include "base/task.h"
+#include "transport/call_log.h"
+#include "transport/event.h"
 #include "transport/frame.h"
 #include "transport/io_lock.h"
-#include "transport/loss.h"
 #include "transport/peer.h"
 #include "transport/shm/shared_heap.h"
 
@@ -112,44 +114,17 @@ class Transfer : public Condition {
   Status status_;
   // Sends: the receiver may read it where it lies, until it is ready.
   bool isOffered_ GUARDED_BY(ioRole) = false;
+  bool isUnsent_ GUARDED_BY(ioRole) = false;  // NotSent, or PeerLost, was raised for it
   std::atomic<bool> done_{false};
-};
-
-// What a mailbox asks its group, and passes on to it. The I/O lock is held: an answer must not
-// block or call a user's code. An answer may fail the group, and so end requests (endIf and the
-// like).
-class MailboxOwner {
- public:
-  // Not ok: messages of this class and tag end with it, as the group has failed.
-  virtual Status failureOf(MessageClass messageClass, uint64_t tag) REQUIRES(ioRole) = 0;
-  // Not ok: the rank has left, and what needs it ends with this.
-  virtual Status absenceOf(int rank) REQUIRES(ioRole) = 0;
-  virtual bool isPresent(int rank) const REQUIRES(ioRole) = 0;
-  // Whether a request and the message that meets it were called alike. If not the group has failed,
-  // and the request with it.
-  virtual bool agrees(const Transfer& request, const FrameHeader& came) REQUIRES(ioRole) = 0;
-  // A message that meets no request yet. False: it is not to be kept.
-  virtual bool expects(const FrameHeader& came) REQUIRES(ioRole) = 0;
-  // A frame of the group itself: neither a message nor flow control.
-  virtual void onControl(const FrameHeader& came, const std::string& payload) REQUIRES(ioRole) = 0;
-  // The process of some rank is lost. wasLinked: there was a connection with it.
-  virtual void onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked)
-      REQUIRES(ioRole) = 0;
-  virtual void onLeft(int rank) REQUIRES(ioRole) = 0;
-  // The peer broke the protocol, or this side cannot go on.
-  virtual void onBroken(const Status& cause) REQUIRES(ioRole) = 0;
-
- protected:
-  ~MailboxOwner() = default;
 };
 
 class Mailbox {
  public:
-  Mailbox(std::shared_ptr<Mesh> mesh, GroupAddress group, MailboxOwner* owner);
+  Mailbox(std::shared_ptr<Mesh> mesh, GroupAddress group, EventHandler* handler);
   ~Mailbox();
   // Registers it at the mesh: what has come for the group before is handed over now.
   void open();
-  // Takes it off: its owner is not called any more. For an owner that goes first.
+  // Takes it off: its handler is not called any more.
   void detach();
 
   int rank() const { return group_.rank; }
@@ -211,7 +186,7 @@ class Mailbox {
   // Visits the unfinished messages between two ranks; `visit` runs under the I/O lock.
   void forEachMessage(const std::function<void(Transfer&)>& visit);
 
-  // ---- for the owner
+  // ---- for the group
   // subject: a later frame of the same kind and subject says all that this one does, so that the
   // receiver keeps only the later one while it has not made the group.
   void sendControl(int destination, FrameKind kind, const std::string& payload,
@@ -226,27 +201,31 @@ class Mailbox {
   bool isThere(int rank) const REQUIRES(ioRole) { return flows_[rank].isThere; }
   // Whether a request to or from that rank is open.
   bool needs(int rank) const REQUIRES(ioRole);
-  // Messages that came before they were asked for.
-  void forEachEarly(const std::function<void(const FrameHeader&)>& visit) REQUIRES(ioRole);
+  // The collective that begins now. Messages that have come for it, or will come, and differ raise
+  // CallsDiffer.
+  void beginCollective(uint64_t number, const Signature& signature) REQUIRES(ioRole);
+  const CallLog& calls() const REQUIRES(ioRole) { return calls_; }
+  // The group has failed: collectives from this number on and all messages between two ranks end
+  // with this cause, those that are open and those to come.
+  void failFrom(uint64_t number, const Status& cause) REQUIRES(ioRole);
+  // The rank has left: requests that need it from now on end with this status. isFailure: they fail
+  // the group, too.
+  void setAbsent(int rank, Status status, bool isFailure) REQUIRES(ioRole);
+  bool isPresent(int rank) const REQUIRES(ioRole) { return !absent_.contains(rank); }
   // Each ends all open requests of its kind with this status:
-  void endIf(const Status& status, const std::function<bool(MessageClass, uint64_t tag)>& isMeant)
-      REQUIRES(ioRole);
   void endSends(const Status& status) REQUIRES(ioRole);
   // Messages between the two that the rank has not met: sends, and receives that nothing came for.
   void endMessagesOf(int rank, const Status& status) REQUIRES(ioRole);
+  // What NotSent or PeerLost, of this process, was raised for.
+  void endUnsent(const std::string& uid, const std::string& how) REQUIRES(ioRole);
   // Receives that were met by a message of that rank, the rest of which will never come.
   void endReceivesFrom(int rank, const Status& status) REQUIRES(ioRole);
 
   // ---- for the mesh
-  MailboxOwner& owner() const { return *owner_; }
+  EventHandler& handler() const { return *handler_; }
   void finish(Transfer& request, Status status) REQUIRES(ioRole);
   // As finish(), for a request that may still be known elsewhere.
   void abandon(Transfer& request, Status status) REQUIRES(ioRole);
-  // Its receiver is gone: ends it as the owner tells the story, or by this one. It may have been
-  // dropped since it was posted.
-  void endUnsent(Transfer* request, const std::string& how) REQUIRES(ioRole);
-  // Whether a request that was posted here is still open; it may have been dropped since.
-  bool isOpen(const Transfer* request) const REQUIRES(ioRole);
   // Which rank that process is, other than this one; -1: none, or it has left.
   int presentRank(const std::string& uid) const REQUIRES(ioRole);
   // Where the payload of this frame goes; no `data`: it is thrown away. May queue answers.
@@ -270,8 +249,16 @@ class Mailbox {
 
  private:
   bool checkRank(Transfer& request, int rank, const char* what);
-  // False: the request has ended, as its message cannot come.
-  bool admit(Transfer& request, const Status& refusal) REQUIRES(ioRole);
+  // Not ok: a message of this class and tag ends with it, as the group has failed.
+  Status failureOf(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
+  // Not ok: what needs the rank ends with it.
+  Status absenceOf(int rank) REQUIRES(ioRole);
+  // False: the request has ended with this status.
+  bool admit(Transfer& request, Status refusal) REQUIRES(ioRole);
+  void raise(Event event) REQUIRES(ioRole);
+  void failBy(const std::string& what) REQUIRES(ioRole);
+  bool agrees(const Transfer& request, const FrameHeader& came) REQUIRES(ioRole);
+  bool agreesEarly(const FrameHeader& came) REQUIRES(ioRole);
   Target intoWindow(const FrameHeader& header) REQUIRES(ioRole);
   Target onSignal(const FrameHeader& header) REQUIRES(ioRole);
   void dispatch(Transfer& request) REQUIRES(ioRole);
@@ -308,9 +295,19 @@ class Mailbox {
 
   const std::shared_ptr<Mesh> mesh_;
   const GroupAddress group_;
-  MailboxOwner* const owner_;
+  EventHandler* const handler_;
   const size_t eagerInCollectives_;
   bool isOpen_ GUARDED_BY(ioRole) = false;
+
+  // What the group has decided.
+  CallLog calls_ GUARDED_BY(ioRole);
+  Status failure_ GUARDED_BY(ioRole);  // ok: it has not failed
+  uint64_t failedFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};
+  struct Absence {
+    Status status;
+    bool isFailure = false;
+  };
+  std::map<int, Absence> absent_ GUARDED_BY(ioRole);  // by rank
 
   // Every request that is not finished, whatever it waits for.
   Transfer* open_ GUARDED_BY(ioRole) = nullptr;

@@ -68,7 +68,7 @@ Status Mesh::open() {
   address.hostIdentity =
       local_.options.transport == TransportChoice::kTcp ? "tcp-only " + address.uid : host;
   MYCOLL_RETURN_IF_ERROR(local_.sleeper.open(
-      [this](const epoll_event* events, int count) { handleEvents(events, count); }));
+      [this](const epoll_event* events, int count) { onReady(events, count); }));
   MYCOLL_RETURN_IF_ERROR(local_.bell.open(address.uid));
   MYCOLL_RETURN_IF_ERROR(local_.sleeper.watch(local_.bell.fd()));
   return doorkeeper_.listen();
@@ -92,24 +92,47 @@ bool Mesh::workWithin(const Work& work) {
   return true;
 }
 
-// What a connection was in the middle of is lost, and what a group was to be told may be.
+// What a connection was in the middle of is lost, and so may be events.
 void Mesh::giveUp() {
   for (auto& connection : connections_) connection->breakOff({LossReason::kNoMemory, ""});
   for (Mailbox* mailbox : local_.groups.all()) {
     const GroupAddress& group = mailbox->group();
-    mailbox->owner().onBroken(Status(
-        Code::kInternal, "mycoll group '" + group.name + "': " + mailbox->describeRank(group.rank) +
-                             " is out of memory"));
+    raise(mailbox, GroupFails{Status(Code::kInternal, "mycoll group '" + group.name + "': " +
+                                                          mailbox->describeRank(group.rank) +
+                                                          " is out of memory")});
   }
+  handleEvents();
   hasRunOut_ = false;
 }
 
-void Mesh::handleEvents(const epoll_event* events, int count) {
+// What the groups answer leaves at once.
+template <class Work>
+bool Mesh::turn(const Work& work) {
+  return workWithin([&]() REQUIRES(ioRole) {
+    const bool moved = work();
+    if (local_.events.empty()) return moved;
+    handleEvents();
+    for (auto& connection : connections_) connection->flush();
+    return true;
+  });
+}
+
+// A handler may raise further events.
+void Mesh::handleEvents() {
+  while (!local_.events.empty()) {
+    const auto [mailbox, event] = std::move(local_.events.front());
+    local_.events.pop_front();
+    addPending(-1);
+    mailbox->handler().handle(event);
+  }
+}
+
+void Mesh::onReady(const epoll_event* events, int count) {
   bool moved;
   std::vector<Transfer*> finished;
   {
     IoLock lock(io_);
-    moved = workWithin([&]() REQUIRES(ioRole) {
+    moved = turn([&]() REQUIRES(ioRole) {
       for (int i = 0; i < count; ++i) onEvent(events[i]);
       goOnWithHandshakes();
       return moveBytes();
@@ -129,8 +152,8 @@ void Mesh::onEvent(const epoll_event& event) {
   }
   if (doorkeeper_.onEvent(fd)) return;
   const bool isClosed = event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
-  for (size_t i = 0; i < connections_.size(); ++i) {
-    if (connections_[i]->onEvent(fd, isClosed)) return;
+  for (auto& connection : connections_) {
+    if (connection->onEvent(fd, isClosed)) return;
   }
   const std::string ended = watch_.endedBy(fd);
   if (!ended.empty() && watch_.hasEnded(ended)) processEnded(ended);
@@ -148,7 +171,7 @@ bool Mesh::progress(bool* inHost) {
   {
     if (!io_.try_lock()) return false;
     IoLock lock(io_, std::adopt_lock);
-    moved = workWithin([&]() REQUIRES(ioRole) { return lookAndMove(inHost); });
+    moved = turn([&]() REQUIRES(ioRole) { return lookAndMove(inHost); });
     hasRung = std::exchange(hasRung_, false);
     finished.swap(delivered_);
   }
@@ -180,19 +203,18 @@ void Mesh::setAsleep(bool asleep) {
 }
 
 void Mesh::goOnWithHandshakes() {
-  for (size_t i = 0; i < connections_.size(); ++i) connections_[i]->goOnDialing();
+  for (auto& connection : connections_) connection->goOnDialing();
   doorkeeper_.goOn();
 }
 
-// By index: what comes may be answered, to other processes too, which adds connections.
 bool Mesh::moveBytes(bool* inHost) {
   bool moved = false;
-  auto note = [&](size_t i, bool hasMoved) REQUIRES(ioRole) {
+  const auto note = [&](const Connection& connection, bool hasMoved) REQUIRES(ioRole) {
     moved |= hasMoved;
-    if (hasMoved && inHost) *inHost |= connections_[i]->isShm();
+    if (hasMoved && inHost) *inHost |= connection.isShm();
   };
-  for (size_t i = 0; i < connections_.size(); ++i) {
-    if (connections_[i]->maybeReadable()) note(i, connections_[i]->drain());
+  for (auto& connection : connections_) {
+    if (connection->maybeReadable()) note(*connection, connection->drain());
   }
   if (local_.readings > 0) {
     for (Mailbox* mailbox : local_.groups.all()) {
@@ -201,7 +223,7 @@ bool Mesh::moveBytes(bool* inHost) {
       if (hasRead && inHost) *inHost = true;
     }
   }
-  for (size_t i = 0; i < connections_.size(); ++i) note(i, connections_[i]->flush());
+  for (auto& connection : connections_) note(*connection, connection->flush());
   if (local_.dialing > 0) dialAgain();
   loseEnding();
   return moved;
@@ -248,10 +270,7 @@ void Mesh::erase(const Connection& connection) {
 
 Connection& Mesh::linkTo(const PeerAddress& peer) {
   Connection& connection = connectionWith(peer);
-  if (connection.state() == Connection::State::kIdle) {
-    connection.dial();
-    goOnWithHandshakes();
-  }
+  if (connection.state() == Connection::State::kIdle) connection.dial();
   return connection;
 }
 
@@ -309,28 +328,16 @@ Doorkeeper::Admission Mesh::admit(const std::string& uid, uint64_t joins) const 
   return Doorkeeper::Admission::kEnter;
 }
 
-// A request may be gone as soon as its group has been told anything.
-std::vector<std::pair<Mailbox*, Transfer*>> Mesh::withMailboxes(
-    const std::vector<Transfer*>& requests) {
-  std::vector<std::pair<Mailbox*, Transfer*>> result;
-  for (Transfer* request : requests) result.emplace_back(request->mailbox_, request);
-  return result;
-}
-
 void Mesh::dialAgain() {
-  std::vector<Dial::Left> left;
-  for (const auto& connection : connections_) connection->appendLeft(&left);
-  for (const Dial::Left& each : left) each.mailbox->owner().onLeft(each.rank);
-  for (size_t i = 0; i < connections_.size(); ++i) {
-    Connection& connection = *connections_[i];
-    connection.dialAgain();
-    if (!connection.isToNobody()) continue;
-    // The other side has left all groups that both were in.
-    const std::vector<Transfer*> unsent = connection.giveUpDialing();
-    erase(connection), --i;
-    for (const auto& [mailbox, request] : withMailboxes(unsent)) {
-      mailbox->endUnsent(request, "has left the group");
-    }
+  std::vector<Connection*> toNobody;
+  for (auto& connection : connections_) {
+    connection->dialAgain();
+    if (connection->isToNobody()) toNobody.push_back(connection.get());
+  }
+  // The other side has left all groups that both were in.
+  for (Connection* connection : toNobody) {
+    connection->giveUpDialing();
+    erase(*connection);
   }
 }
 
@@ -340,43 +347,34 @@ void Mesh::processEnded(const std::string& uid) {
   const Loss loss{LossReason::kEnded, ""};
   Connection* connection = find(uid);
   if (!connection || connection->state() == Connection::State::kLost) {
-    return tellGroups(uid, loss, connection && connection->wasOpen());
+    return raiseLost({uid, loss, connection && connection->wasOpen()});
   }
   connection->end(loss);
   loseEnding();
 }
 
 void Mesh::loseEnding() {
-  std::vector<std::string> ending;
-  for (const auto& connection : connections_) {
-    if (connection->state() == Connection::State::kEnding) ending.push_back(connection->peer().uid);
-  }
-  for (const std::string& uid : ending) {
-    Connection* connection = find(uid);
-    if (!connection || connection->state() != Connection::State::kEnding) continue;
+  std::vector<Connection*> lost;
+  for (auto& connection : connections_) {
+    if (connection->state() != Connection::State::kEnding) continue;
     // A killed process closes its connections, too: say what it was.
-    const bool isEnded = watch_.isEnding(uid);
+    const bool isEnded = watch_.isEnding(connection->peer().uid);
     if (isEnded) connection->hasEnded();
-    if (connection->hasSaidAll(isEnded)) lose(*connection);
+    if (connection->hasSaidAll(isEnded)) lost.push_back(connection.get());
   }
+  for (Connection* connection : lost) lose(*connection);
 }
 
 void Mesh::lose(Connection& connection) {
   const std::string uid = connection.peer().uid;
-  const auto unsent = withMailboxes(connection.lose());
-  const Loss loss = connection.loss();
-  // Groups first, so that the requests below end with the group's story where it has failed. Those
-  // are then gone: whoever waited for one may have dropped it by now.
-  tellGroups(uid, loss, connection.wasOpen());
-  for (const auto& [mailbox, request] : unsent) {
-    mailbox->endUnsent(request, loss.describe());
-  }
+  connection.lose();
+  raiseLost({uid, connection.loss(), connection.wasOpen()});
   // Groups that are made with it yet are to hear of the loss; when there are none, nobody asks.
   if (!local_.groups.names(uid)) erase(connection);
 }
 
-void Mesh::tellGroups(const std::string& uid, const Loss& loss, bool wasLinked) {
-  for (Mailbox* mailbox : local_.groups.all()) mailbox->owner().onPeerLost(uid, loss, wasLinked);
+void Mesh::raiseLost(const PeerLost& lost) {
+  for (Mailbox* mailbox : local_.groups.all()) raise(mailbox, lost);
 }
 
 bool Mesh::isVisible(const PeerAddress& peer) {
@@ -440,31 +438,29 @@ void Mesh::addMailbox(Mailbox* mailbox) {
   const std::vector<EarlyFrame> early =
       local_.groups.takeEarly(group.context, group.rank, &isComplete);
   if (!isComplete) {
-    mailbox->owner().onBroken(Status(
-        Code::kInternal, "mycoll group '" + group.name + "': rank " + std::to_string(group.rank) +
-                             " received more early messages than it can buffer before it joined "
-                             "the group"));
+    raise(mailbox, GroupFails{Status(
+                       Code::kInternal,
+                       "mycoll group '" + group.name + "': rank " + std::to_string(group.rank) +
+                           " received more early messages than it can buffer before it joined "
+                           "the group")});
   }
   for (const EarlyFrame& frame : early) {
     if (Connection::deliver(*mailbox, frame)) continue;
     if (Connection* connection = find(frame.uid))
       connection->breakOff({LossReason::kNotItsName, ""});
   }
-  tellOfLosses(*mailbox);
-}
-
-// A connection that was lost stays so for as long as any group names its peer: one that is made
-// meanwhile would wait for messages that cannot come.
-void Mesh::tellOfLosses(Mailbox& mailbox) {
-  for (size_t i = 0; i < connections_.size(); ++i) {  // telling others may add some
-    const Connection& connection = *connections_[i];
-    if (connection.state() != Connection::State::kLost) continue;
-    mailbox.owner().onPeerLost(connection.peer().uid, connection.loss(), connection.wasOpen());
+  // A connection that was lost stays so for as long as any group names its peer: one that is made
+  // meanwhile would wait for messages that cannot come.
+  for (auto& connection : connections_) {
+    if (connection->state() != Connection::State::kLost) continue;
+    raise(mailbox, PeerLost{connection->peer().uid, connection->loss(), connection->wasOpen()});
   }
 }
 
 void Mesh::removeMailbox(Mailbox* mailbox) {
   local_.groups.remove(mailbox);
+  addPending(-static_cast<int>(
+      std::erase_if(local_.events, [&](const auto& entry) { return entry.first == mailbox; })));
   for (const PeerAddress& peer : mailbox->group().peers) {
     if (local_.groups.names(peer.uid)) continue;
     watch_.remove(peer.uid);

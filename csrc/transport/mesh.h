@@ -42,8 +42,9 @@ class Mesh {
   // Whether shared memory is to be tried with this peer: both sides judge alike.
   bool isLocal(const PeerAddress& peer) const { return local_.isOnThisHost(peer); }
 
-  // Moves what can be moved, without blocking. True if anything did; *inHost: also between
-  // processes of this host, which are waiting at this moment for what was moved.
+  // One turn: moves what can be moved, without blocking, then hands the groups their events. True
+  // if anything moved; *inHost: also between processes of this host, which are waiting at this
+  // moment for what was moved.
   bool progress(bool* inHost = nullptr);
   // True while something is queued, posted or being connected.
   bool hasPending() const { return local_.pending.load(std::memory_order_relaxed) > 0; }
@@ -77,6 +78,9 @@ class Mesh {
   void forget(const Mailbox::Unexpected* message) REQUIRES(ioRole);
   // What is being read into this window goes nowhere.
   void forget(Mailbox* mailbox, uint64_t window) REQUIRES(ioRole);
+  void raise(Mailbox* mailbox, Event event) REQUIRES(ioRole) {
+    local_.raise(mailbox, std::move(event));
+  }
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
   void addReadings(int delta) REQUIRES(ioRole) { local_.readings += delta; }
   void finishDelivered(Transfer* request) REQUIRES(ioRole) { delivered_.push_back(request); }
@@ -91,7 +95,11 @@ class Mesh {
  private:
   explicit Mesh(MeshOptions options);
   Status open();
-  void handleEvents(const epoll_event* events, int count);
+  // Of a thread that waits in the sleeper.
+  void onReady(const epoll_event* events, int count);
+  template <class Work>
+  bool turn(const Work& work) REQUIRES(ioRole);
+  void handleEvents() REQUIRES(ioRole);
   bool lookAndMove(bool* inHost) REQUIRES(ioRole);
   // Calls work(); where memory runs out in it, all groups fail.
   template <class Work>
@@ -110,10 +118,7 @@ class Mesh {
   void processEnded(const std::string& uid) REQUIRES(ioRole);
   void loseEnding() REQUIRES(ioRole);
   void lose(Connection& connection) REQUIRES(ioRole);
-  static std::vector<std::pair<Mailbox*, Transfer*>> withMailboxes(
-      const std::vector<Transfer*>& requests) REQUIRES(ioRole);
-  void tellGroups(const std::string& uid, const Loss& loss, bool wasLinked) REQUIRES(ioRole);
-  void tellOfLosses(Mailbox& mailbox) REQUIRES(ioRole);
+  void raiseLost(const PeerLost& lost) REQUIRES(ioRole);  // for all groups
 
   Local local_;
   IoMutex io_;

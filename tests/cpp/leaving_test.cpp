@@ -111,8 +111,8 @@ TEST(Leaving, aPeerWithoutACommonGroupIsNotLost) {
     Word word(world, 0, 1, 1);
     EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
     EXPECT(word.transfer.status().message().find("has left the group") != std::string::npos);
+    EXPECT(world.turnUntil([&] { return !world.all[0]->hasPending(); }, 3000));
     EXPECT_OK(world.at(0, 1).listener.failure());
-    EXPECT(!world.all[0]->hasPending());
     EXPECT(!world.all[0]->hasLost(world.addresses[1]));
   });
 }
@@ -310,6 +310,7 @@ TEST(Leaving, aSilentPeerMayHaveLeft) {
     Transfer receiving;
     world.at(2, 1).mailbox->receive(receiving, 0, kMessages, 77, Meshes::word(4), {&got, 4});
     EXPECT(receiving.isDone());
+    world.turn(1);
     EXPECT(listener.failure().code() == Code::kPeerLost);
     EXPECT(listener.failure().message().find("rank 0 (") != std::string::npos);
     EXPECT(world.turnUntil([&] { return !world.at(1, 1).listener.failure().ok(); }, 3000));
@@ -349,9 +350,11 @@ TEST(Leaving, aGroupThatIsMadeLaterHearsOfTheLoss) {
     world.end(1);
     EXPECT(world.turnUntil([&] { return !world.at(0, 1).listener.failure().ok(); }, 3000));
     world.join(0, 2, {2, 0, 1});
+    world.turn(1);
     EXPECT(world.at(0, 2).listener.failure().code() == Code::kPeerLost);
     EXPECT(world.at(0, 2).listener.failure().message().find("rank 2 (") != std::string::npos);
     world.join(0, 3, {2, 0});
+    world.turn(1);
     EXPECT_OK(world.at(0, 3).listener.failure());
   });
 }

@@ -1,4 +1,4 @@
-// The parts of a group that a mailbox asks, without the queue and what runs it: for tests of what
+// The parts of a group that handle events, without the queue and what runs it: for tests of what
 // happens between processes below collectives.
 #pragma once
 
@@ -11,13 +11,14 @@
 
 #include "engine/agreement.h"
 #include "engine/communicator.h"
+#include "engine/events.h"
 #include "engine/membership.h"
 #include "observe/recorder.h"
 #include "transport/mailbox.h"
 
 namespace test {
 
-class Listener final : public mycoll::MailboxOwner {
+class Listener final : public mycoll::EventHandler {
  public:
   // The mailbox of this group, open. The listener outlives it.
   std::unique_ptr<mycoll::Mailbox> join(std::shared_ptr<mycoll::Mesh> mesh,
@@ -46,12 +47,14 @@ class Listener final : public mycoll::MailboxOwner {
  private:
   struct Parts {
     explicit Parts(mycoll::Mailbox& mailbox)
-        : ranks(mailbox.ranks()),
+        : mailbox(&mailbox),
+          ranks(mailbox.ranks()),
           record({mailbox.group().name, mailbox.group().context, mailbox.rank(), ranks, {}}),
           shape(mycoll::hostsOf(mailbox.group())),
           tree(shape),
           membership(mailbox, tree, record, false, mycoll::GroupOptions().mostToldDirectly),
           agreement(mailbox, tree, membership) {}
+    mycoll::Mailbox* const mailbox;
     const int ranks;
     mycoll::GroupRecord record;
     const mycoll::Shape shape;
@@ -60,43 +63,9 @@ class Listener final : public mycoll::MailboxOwner {
     mycoll::Agreement agreement;
   };
 
-  mycoll::Status failureOf(mycoll::MessageClass messageClass, uint64_t tag) override
-      REQUIRES(mycoll::ioRole) {
-    return parts_->membership.failureOf(messageClass, tag);
-  }
-  mycoll::Status absenceOf(int rank) override REQUIRES(mycoll::ioRole) {
-    return parts_->membership.absenceOf(rank);
-  }
-  bool isPresent(int rank) const override REQUIRES(mycoll::ioRole) {
-    return !parts_->membership.hasLeft(rank);
-  }
-  bool agrees(const mycoll::Transfer& request, const mycoll::FrameHeader& came) override
-      REQUIRES(mycoll::ioRole) {
-    return parts_->agreement.agrees(request, came);
-  }
-  bool expects(const mycoll::FrameHeader& came) override REQUIRES(mycoll::ioRole) {
-    return parts_->agreement.expects(came);
-  }
-  void onControl(const mycoll::FrameHeader& came, const std::string& payload) override
-      REQUIRES(mycoll::ioRole) {
-    switch (came.kind) {
-      case mycoll::FrameKind::kAbort: return parts_->membership.onAbort(came.source, payload);
-      case mycoll::FrameKind::kGoodbye: return parts_->membership.onGoodbye(came.source, payload);
-      case mycoll::FrameKind::kProbe: return parts_->agreement.onProbe(came.source, payload);
-      case mycoll::FrameKind::kArrived: return parts_->agreement.onArrived(came.source, payload);
-      default: return;
-    }
-  }
-  void onPeerLost(const std::string& uid, const mycoll::Loss& loss, bool wasLinked) override
-      REQUIRES(mycoll::ioRole) {
-    parts_->membership.onPeerLost(uid, loss, wasLinked);
-  }
-  void onLeft(int rank) override REQUIRES(mycoll::ioRole) {
-    if (beforeDeparture) beforeDeparture();
-    parts_->membership.onLeft(rank);
-  }
-  void onBroken(const mycoll::Status& cause) override REQUIRES(mycoll::ioRole) {
-    parts_->membership.failLocked(cause, /*tellsOthers=*/true);
+  void handle(const mycoll::Event& event) override REQUIRES(mycoll::ioRole) {
+    if (std::holds_alternative<mycoll::RankLeft>(event) && beforeDeparture) beforeDeparture();
+    (void)mycoll::handleEvent(event, *parts_->mailbox, parts_->membership, parts_->agreement);
   }
 
   std::optional<Parts> parts_;

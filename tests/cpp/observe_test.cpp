@@ -48,7 +48,8 @@ struct Area {
 
 // The number behind a name in the description at the beginning of the box.
 size_t described(const std::string& box, const std::string& name, const std::string& what) {
-  const size_t at = box.find("\"" + what + "\":", box.find("\"" + name + "\":"));
+  const size_t part = box.find("\"" + name + "\":{\"at\":");
+  const size_t at = box.find("\"" + what + "\":", part);
   return static_cast<size_t>(std::atoll(box.c_str() + at + what.size() + 3));
 }
 

@@ -336,6 +336,7 @@ TEST(SharedHeap, whatCannotBeReservedIsDoneWithout) {
       // Descriptors go beside rings only.
       const std::string cookie(kCookieBytes, 'x');
       EXPECT_EQ(group.mailbox().sendFd(1 - group.rank(), 0, cookie), !isAll);
+      EXPECT_OK(run(group, call(OpKind::kBarrier)));  // until then the other rank is there
       EXPECT(group.arena() == nullptr);
     });
     EXPECT(SharedHeap::process().allocate(2 * SharedHeap::kRegionBytes) == nullptr);

@@ -18,12 +18,12 @@ class Deadline {
   static Deadline at(Clock::time_point when) { return Deadline(when); }
 
   // Durations too long for the clock (torch passes milliseconds::max() for "no timeout") are never.
-  static Deadline after(Milliseconds timeout) {
-    const Clock::time_point now = Clock::now();
-    if (timeout >= std::chrono::duration_cast<Milliseconds>(Clock::time_point::max() - now)) {
+  static Deadline after(Milliseconds timeout) { return after(timeout, Clock::now()); }
+  static Deadline after(Milliseconds timeout, Clock::time_point from) {
+    if (timeout >= std::chrono::duration_cast<Milliseconds>(Clock::time_point::max() - from)) {
       return never();
     }
-    return Deadline(now + std::max(timeout, Milliseconds(0)));
+    return Deadline(from + std::max(timeout, Milliseconds(0)));
   }
 
   bool isNever() const { return when_ == Clock::time_point::max(); }

@@ -23,6 +23,9 @@ using std::chrono::milliseconds;
 constexpr milliseconds kLongYield(1);
 constexpr milliseconds kRowEnds(50);
 constexpr milliseconds kContentionStays(200);
+// A large message takes long over a network, and the kernel takes in what comes: a thread that
+// looks for each packet gains nothing.
+constexpr auto kTricklePatience = std::chrono::microseconds(100);
 
 std::string contents(const std::string& path) {
   std::ifstream file(path);
@@ -130,6 +133,30 @@ void CoreContention::yielded(Clock::time_point from, Clock::time_point back) {
   inRow_.store(inRow, kRelaxed);
   last_.store(back, kRelaxed);
   if (inRow >= enough_) until_.store(back + kContentionStays, kRelaxed);
+}
+
+void Backoff::moved() {
+  if (idleSince_ == Clock::time_point::min()) return;
+  trickles_ |= Clock::now() - idleSince_ > kTricklePatience;
+}
+
+// A yield is shorter than what a network takes, also for a rank that waits for a neighbour that
+// waits for the network.
+Backoff::Pause Backoff::next(Clock::time_point now, bool isFast) {
+  using Microseconds = std::chrono::microseconds;
+  if (idleSince_ == Clock::time_point::min()) idleSince_ = now;
+  const auto idle = now - idleSince_;
+  const bool isContended = contention_.isHere(now);
+  if (!isContended && isFast && idle < Microseconds(policy_.spinMicros)) return Pause::kSpin;
+  const auto patience = trickles_ ? kTricklePatience : Microseconds(policy_.yieldMicros);
+  if (!isContended && idle < patience) return Pause::kYield;
+  trickles_ |= !isFast;
+  return Pause::kSleep;
+}
+
+void Backoff::yield(Clock::time_point now) {
+  sched_yield();
+  contention_.yielded(now, Clock::now());
 }
 
 SpinPolicy choose(int localRanks) {

@@ -63,6 +63,30 @@ class CoreContention {
   std::atomic<Clock::time_point> until_{Clock::time_point::min()};
 };
 
+// What a waiting thread does between two looks at its operation: it spins, then yields its core,
+// then sleeps, for as long as the operation does not advance. Of one wait, by one thread.
+class Backoff {
+ public:
+  using Clock = std::chrono::steady_clock;
+  enum class Pause { kSpin, kYield, kSleep };
+
+  Backoff(const SpinPolicy& policy, CoreContention& contention)
+      : policy_(policy), contention_(contention) {}
+  // The operation, or something of this host, has advanced.
+  void advanced() { idleSince_ = Clock::time_point::min(); }
+  // Bytes have moved, but the operation has not advanced.
+  void moved();
+  // Nothing has moved. isFast: what the thread waits for does not come over a network.
+  Pause next(Clock::time_point now, bool isFast);
+  void yield(Clock::time_point now);
+
+ private:
+  const SpinPolicy& policy_;
+  CoreContention& contention_;
+  Clock::time_point idleSince_ = Clock::time_point::min();
+  bool trickles_ = false;  // bytes come more slowly than a thread can look for them
+};
+
 namespace detail {
 
 // For tests. The cgroup's quota in whole cores, 0 when there is none. procCgroup: the text of

@@ -217,8 +217,8 @@ Communicator::~Communicator() {
 
 // ---- calls -------------------------------------------------------------------------------------
 
-Deadline Communicator::deadlineFor(Milliseconds timeout) const {
-  return Deadline::after(timeout.count() > 0 ? timeout : this->timeout());
+Deadline Communicator::deadlineOf(const Op& op, Milliseconds timeout) const {
+  return Deadline::after(timeout.count() > 0 ? timeout : this->timeout(), op.submitted);
 }
 
 OpPtr Communicator::endAtOnce(std::shared_ptr<Op> op, const Operation& operation) {
@@ -235,7 +235,7 @@ OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<vo
                             bool willWait, Milliseconds timeout) {
   questions_.noteCaller();
   op->keepAlive = std::move(keepAlive);
-  op->deadline = deadlineFor(timeout);
+  op->deadline = deadlineOf(*op, timeout);
   if (membership_.isOver(runner_.begun())) {
     op->setSequence(sequence());
     const Operation late = op->description();
@@ -271,7 +271,7 @@ std::shared_ptr<CollectiveOp> Communicator::submitExternal(const Signature& sign
   questions_.noteCaller();
   auto op = std::allocate_shared<CollectiveOp>(Recycler<CollectiveOp>(), signature);
   op->external.emplace();
-  op->deadline = deadlineFor(timeout);
+  op->deadline = deadlineOf(*op, timeout);
   if (hasFailed()) {
     op->finish(diagnosis_.calledLate(signature.kind));
     return op;
@@ -350,7 +350,7 @@ OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<vo
   const auto op = makeMessage(kind, message, signature);
   if (op->done()) return op;
   op->keepAlive = std::move(keepAlive);
-  op->deadline = deadlineFor(timeout);
+  op->deadline = deadlineOf(*op, timeout);
   op->self = op;
   if (isOutgoing(kind)) {
     if (message.rank != options_.rank) {  // nobody will take what a rank that leaves sent to itself

@@ -246,7 +246,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
                                          const Signature& signature);
   // The group had failed before this was called: that this rank has come, too, is worth noting.
   OpPtr endAtOnce(std::shared_ptr<Op> op, const Operation& operation);
-  Deadline deadlineFor(Milliseconds timeout) const;
+  Deadline deadlineOf(const Op& op, Milliseconds timeout) const;
   // Something that other ranks may still need is under way.
   bool isBusy(Deadline unsent);
   // What calls end with that come after the end.

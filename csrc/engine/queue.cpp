@@ -17,7 +17,6 @@ namespace mycoll {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Microseconds = std::chrono::microseconds;
 
 constexpr int kSpinBatch = 64;
 
@@ -158,10 +157,6 @@ bool Queue::run(int spins) {
 
 namespace {
 
-// A large message takes long over a network, and the kernel takes in what comes: a thread that
-// looks for each packet gains nothing.
-constexpr auto kTricklePatience = Microseconds(100);
-
 // Counts a user's thread that waits, and therefore works.
 class Waiting {
  public:
@@ -191,17 +186,16 @@ class Waiting {
 
 Status Queue::wait(const OpPtr& op, Deadline deadline) {
   if (op->done()) return outcomeOf(*op);
+  // A wait without a deadline reads no clock before it has looked.
+  auto began = deadline.isNever() ? Clock::time_point::min() : Clock::now();
+  auto lastTick = began;
   const bool isMessage = op->isMessage();
   Mesh& mesh = *engine_.mesh();
   bool isInterrupted = false;
-  Clock::time_point began;
   {
     Waiting waiting(engine_, *this, isMessage ? nullptr : &waiters_);
-    auto idleSince = Clock::time_point::min();  // since when the operation has not advanced
-    bool trickles = false;                      // more slowly over a network than a thread can look
-    auto lastTick = Clock::now();
-    began = lastTick;
     std::optional<WaitBoard::Entry> entry;
+    Backoff backoff(spinPolicy_, contention_);
     int spins = spinPolicy_.pauses;
     while (!op->done()) {
       const bool advanced = !isMessage && run(spins);
@@ -209,42 +203,29 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       if (op->done()) break;
       if (isMessage || !membership_.arena() || mesh.hasPending()) moved |= mesh.progress(&inHost);
       if (advanced || inHost) {
-        idleSince = Clock::time_point::min();
-      } else if (moved && idleSince != Clock::time_point::min()) {
-        trickles |= Clock::now() - idleSince > kTricklePatience;
+        backoff.advanced();
+      } else if (moved) {
+        backoff.moved();
       }
       if (moved) continue;
       const auto now = Clock::now();
-      if (idleSince == Clock::time_point::min()) idleSince = now;
-      const auto idle = now - idleSince;
-      const auto patience = trickles ? kTricklePatience : Microseconds(spinPolicy_.yieldMicros);
-      const bool isContended = contention_.isHere(now);
-      // What comes over a network takes longer than a yield.
-      const bool mayComeAtOnce = isMessage || membership_.arena();
-      if (!isContended && mayComeAtOnce && idle < Microseconds(spinPolicy_.spinMicros)) {
-        spins = isMessage ? 0 : kSpinBatch;
-        if (isMessage) cpuRelax();
-      } else if (!isContended && idle < patience) {
-        spins = 0;
-        sched_yield();
-        contention_.yielded(now, Clock::now());
-      } else {
-        spins = 0;
-        // Also for who waits for a neighbour that waits for the network.
-        trickles |= !mayComeAtOnce;
-        if (sleepFor(*op, deadline)) idleSince = Clock::time_point::min();
+      if (began == Clock::time_point::min()) began = lastTick = now;
+      spins = 0;
+      switch (backoff.next(now, isMessage || membership_.arena())) {
+        case Backoff::Pause::kSpin:
+          if (isMessage) cpuRelax();
+          if (!isMessage) spins = kSpinBatch;
+          break;
+        case Backoff::Pause::kYield: backoff.yield(now); break;
+        case Backoff::Pause::kSleep:
+          if (sleepFor(*op, deadline)) backoff.advanced();
+          break;
       }
       if (now - lastTick < kWaitTick) continue;
       lastTick = now;
       // A thread that looks now and then is not stuck; one that waits for good may be.
       if (!entry && deadline.isNever()) questions_.enter(&entry, op, began);
-      mesh.checkProcesses();
-      engine_.hear();
-      if (isMessage) {
-        diagnosis_.checkMessage(static_cast<MessageOp&>(*op));
-      } else {
-        diagnosis_.checkHealth();
-      }
+      lookAround(*op);
       if (op->done()) break;
       // Both may wait for the interpreter, which another thread may hold for long: meanwhile the
       // engine's thread works.
@@ -263,6 +244,17 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
                                     name(op->kind()) + " timed out: Timed out waiting " +
                                     std::to_string(waited.count()) +
                                     "ms; the operation is still running");
+}
+
+// What a waiting thread does every kWaitTick.
+void Queue::lookAround(Op& op) {
+  engine_.mesh()->checkProcesses();
+  engine_.hear();
+  if (op.isMessage()) {
+    diagnosis_.checkMessage(static_cast<MessageOp&>(op));
+  } else {
+    diagnosis_.checkHealth();
+  }
 }
 
 bool Queue::sleepFor(const Op& op, Deadline deadline) {

@@ -81,6 +81,7 @@ class Queue {
   bool step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) REQUIRES(runMutex_);
   // True if a collective went on.
   bool sleepFor(const Op& op, Deadline deadline);
+  void lookAround(Op& op);
   Status outcomeOf(const Op& op);
   void noteCallSite(const Op& op);
 

@@ -135,7 +135,15 @@ void CallbackPool::Workers::dropAll() {
   isDropping = false;
 }
 
+namespace {
+thread_local DropScope* dropScope = nullptr;
+}  // namespace
+
+DropScope::DropScope() : outer_(std::exchange(dropScope, this)) {}
+DropScope::~DropScope() { dropScope = outer_; }
+
 void CallbackPool::drop(std::shared_ptr<void> last) {
+  if (dropScope != nullptr) return dropScope->dropped_.push_back(std::move(last));
   Workers& pool = workers();
   {
     MutexLock lock(pool.mutex);

@@ -9,6 +9,8 @@
 // [any thread]
 #pragma once
 
+#include <c10/util/SmallVector.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -39,6 +41,21 @@ class Told {
 // (torch catches what Python's callbacks raise.)
 void runCallbacks(c10d::OpType type, const std::function<void()>& complete);
 
+// For the scope of a wait of the program's: what CallbackPool::drop() is given on this thread is
+// dropped at the end. Then the thread works on no queue any more, and goes back to the program.
+class DropScope {
+ public:
+  DropScope();
+  ~DropScope();
+  DropScope(const DropScope&) = delete;
+  DropScope& operator=(const DropScope&) = delete;
+
+ private:
+  friend class CallbackPool;
+  DropScope* const outer_;
+  c10::SmallVector<std::shared_ptr<void>, 2> dropped_;
+};
+
 class CallbackPool {
  public:
   // The process's. Never destroyed.
@@ -52,8 +69,8 @@ class CallbackPool {
   // As post(), where a thread of the pool will run it; else false, and the task stays as it is.
   bool tryPost(std::function<void()>& task);
 
-  // Drops a reference on a thread of the pool, as that may take the GIL or run code of the
-  // program's. One thread does so for all that come while it waits.
+  // Drops a reference where taking the GIL and running the program's code delay nothing else: at
+  // the end of this thread's DropScope, else on a thread of the pool.
   void drop(std::shared_ptr<void> last);
 
   // Waits until everything posted has run, and for the threads to end; for the interpreter's exit.

@@ -59,9 +59,12 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
   const CallSite site = enter("_coalescing_manager");
   if (!isCoalescing()) refuse(site, "nothing was started that could end here");
   std::vector<WorkPtr> works = std::exchange(coalesced_, {});
-  const auto messages = std::exchange(coalescedMessages_, {});
+  std::vector<CoalescedMessage> messages = std::exchange(coalescedMessages_, {});
   coalescingThread_.store(nullptr, std::memory_order_release);
-  for (const auto& begin : messages) begin();
+  for (CoalescedMessage& each : messages) {
+    each.request.given = each.inputs;
+    works.push_back(launchNow(each.request, each.outputs, each.isProfiled, each.site));
+  }
   if (device_ && device_->hasBatch()) {
     WorkPtr onDevice = device_->endBatch(
         {isTimed_, hookFor(c10d::OpType::COALESCED), CallbackOrder::here(callbacks_)});

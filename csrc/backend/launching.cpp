@@ -92,7 +92,8 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
   if (!request.device.is_cpu()) return launchOnDevice(request, outputs);
   if (isMessage(request.type)) {
     if (isCoalescing()) {
-      coalescedMessages_.push_back(hold(request, outputs, isProfiled).begin);
+      request.async = true;  // the block's Work waits for it
+      coalescedMessages_.emplace_back(std::move(request), outputs, isProfiled, callSiteOfCall());
       return nullptr;
     }
   } else if (!callbacks_->isIdle()) [[unlikely]] {
@@ -106,8 +107,13 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
       awaitCallbacks(request, *order);
     }
   }
+  return launchNow(request, outputs, isProfiled, callSiteOfCall());
+}
+
+MycollBackend::WorkPtr MycollBackend::launchNow(Request& request, at::TensorList outputs,
+                                                bool isProfiled, uint32_t site) {
   const auto kept = std::make_shared<Kept>(std::move(request.keep));
-  MycollWork::Ops ops = submit(*communicator_, request, kept, callSiteOfCall());
+  MycollWork::Ops ops = submit(*communicator_, request, kept, site);
   WorkPtr work = finishLaunch(request, outputs, std::move(ops), isProfiled);
   // What is done by now has its memory dropped by its caller.
   if (!request.async || kept.use_count() == 1) kept->dropHere();
@@ -153,6 +159,7 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorL
     track(request, outputs, std::move(ops), extrasOf(request, isProfiled))->wait();
     return nullptr;
   }
+  const DropScope afterwards;
   for (const OpPtr& op : ops) {
     const Status status = communicator_->wait(op, Deadline::never());
     if (!status.ok()) stayIfExiting();

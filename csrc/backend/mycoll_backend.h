@@ -220,6 +220,7 @@ class MycollBackend final : public c10d::Backend {
     std::function<void()> begin;
   };
   HeldOperation hold(Request& request, at::TensorList outputs, bool isProfiled);
+  WorkPtr launchNow(Request& request, at::TensorList outputs, bool isProfiled, uint32_t site);
   MycollWork::Extras extrasOf(Request& request, bool isProfiled);
   c10::intrusive_ptr<MycollWork> track(const Request& request, at::TensorList outputs,
                                        MycollWork::Ops ops, MycollWork::Extras extras);
@@ -263,7 +264,23 @@ class MycollBackend final : public c10d::Backend {
   // Which thread is between startCoalescing() and endCoalescing(); only that one touches the lists.
   std::atomic<const void*> coalescingThread_{nullptr};
   std::vector<WorkPtr> coalesced_;
-  std::vector<std::function<void()>> coalescedMessages_;  // begin them
+  // A message that begins at the end of the block.
+  struct CoalescedMessage {
+    CoalescedMessage(Request&& itsRequest, at::TensorList itsOutputs, bool profiled,
+                     uint32_t callSite)
+        : request(std::move(itsRequest)),
+          outputs(itsOutputs.vec()),
+          isProfiled(profiled),
+          site(callSite) {
+      if (isProfiled) inputs = request.given.vec();
+    }
+    Request request;
+    Tensors inputs;  // if isProfiled
+    Tensors outputs;
+    bool isProfiled;
+    uint32_t site;
+  };
+  std::vector<CoalescedMessage> coalescedMessages_;
 
   std::atomic<int> shrinks_{0};  // how often it was asked for a smaller group
 

@@ -281,6 +281,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
       beginIfInCallback();
       awaitBegin(deadline);
     }
+    const DropScope afterwards;
     for (const OpPtr& op : ops_) {
       if (op->done()) continue;
       const Status status = communicator_->wait(op, deadline);

@@ -1,14 +1,12 @@
 """`mycoll trace`: compares what the ranks did last: which is missing, differs, or waits.
 
 It reads the files that processes write at a failure (or mycoll.dump_trace), or, with --live, the
-memory of those that run here. `--picture` draws a lane for each rank; `--export` writes files for
-torchfrtrace.
+memory of those that run here. `--export` writes a timeline of the ranks for Perfetto.
 """
 
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from collections import Counter
@@ -16,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mycoll import _terminal, black_box, flight_record, status, timeline
+from mycoll import _terminal, black_box, status, timeline
 from mycoll.black_box import Group, Operation, Process
 from mycoll.trace_file import default_folder, load
 
@@ -45,15 +43,18 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--live", action="store_true", help="the processes that run here, instead")
     parser.add_argument("--job", default="", help="with --live: only this job")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: .svg, .png or .pdf")
-    parser.add_argument("--last", type=status.positive, metavar="SECONDS", help="draw only the end")
-    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write it for torchfrtrace")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE.json",
+        help="write a Chrome trace, for https://ui.perfetto.dev",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(list(words))
     if parsed.live and parsed.trace:
         parser.error("--live compares processes that run; name no traces with it")
-    if parsed.picture and parsed.picture.suffix.lower() not in timeline.KINDS:
-        parser.error(f"--picture: a name that ends with {', '.join(timeline.KINDS)}")
+    if parsed.export and parsed.export.suffix != ".json":
+        parser.error("--export writes JSON: give it a name that ends with .json")
     problems: list[str] = []
     if parsed.live:
         found = [each for each in black_box.find() if each.job.startswith(parsed.job)]
@@ -77,16 +78,11 @@ def main(words: Sequence[str]) -> int:
             ago = status.seconds(time.time() - written(found))
             print(f"the latest job that failed, {ago} ago: {default_folder() / found[0].job}\n")
         print("\n\n".join(paragraphs(worlds)))
-    members, findings = worlds[0]
-    notes = []
-    if parsed.picture:
-        timeline.draw(by_title(members), findings, parsed.picture, parsed.last)
-        notes.append(f"drawn: {parsed.picture}")
     if parsed.export:
-        flight_record.write(members, parsed.export)
-        notes.append(f"to read it: torchfrtrace {shlex.quote(str(parsed.export))} --prefix rank_")
-    if notes and not parsed.json:
-        print("\n" + "\n".join(notes))
+        members, findings = worlds[0]
+        timeline.write(by_title(members), findings, parsed.export)
+        if not parsed.json:
+            print(f"\nwritten: {parsed.export}; open it in https://ui.perfetto.dev")
     return 1 if any(findings for _, findings in worlds) else 0
 
 
@@ -268,13 +264,13 @@ def _open_messages(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
                 continue
             waited = status.seconds((operation.ended or process.taken) - operation.enqueued)
             other = [] if operation.peer < 0 else [group.to_global(operation.peer)]
-            whom = f"rank {other[0]}" if other else "any rank"
+            peer = f"rank {other[0]}" if other else "any rank"
             way = "to" if operation.kind == "send" else "from"
             yield Finding(
                 "message",
                 name,
                 f"group {name}: rank {process.rank} has waited {waited} in {operation.kind} {way} "
-                f"{whom} with tag {operation.tag}",
+                f"{peer} with tag {operation.tag}",
                 operation.sequence,
                 other,
             )
@@ -289,7 +285,7 @@ def _without_trace(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
 
 
 def _failures(name: str, members: dict[int, tuple[Process, Group]]) -> list[Finding]:
-    """What the ranks raised; most the same."""
+    """The errors of the ranks, most of which are equal."""
     said: dict[str, list[int]] = {}
     for process, group in members.values():
         if group.failure:

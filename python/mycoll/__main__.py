@@ -56,7 +56,7 @@ def known_verbs() -> dict[str, tuple[str, Verb]]:
         "top": ("the same, updated every second", top),
         "trace": ("what the ranks did last: which is missing, which differs", in_module("trace")),
         "metrics": ("counters of this host's ranks, for Prometheus", in_module("metrics")),
-        "bench": ("time collectives beside gloo, MPI and nccl", in_module("bench")),
+        "bench": ("time collectives beside gloo and nccl", in_module("bench")),
         "plan": ("what a collective would do on a cluster, and its time", in_module("plan")),
         "faults": ("break ranks on purpose, and time how the others notice", faults.main),
         "version": ("versions of mycoll, torch and Python", show_version),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mycoll._pipes import quietly
 from mycoll._terminal import Progress, paint, wrapped
@@ -20,7 +20,6 @@ from mycoll.bench.launch import (
 )
 from mycoll.bench.machine import header
 from mycoll.bench.options import Options, parse_options
-from mycoll.bench.peers import gather_peers
 from mycoll.bench.report import LEGEND, Recorder, table_header, table_line, unwritable
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.world import World, join, leave
@@ -30,24 +29,41 @@ _FAILED = 1
 _BAD_USE = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+Gather = Callable[[Options, World], tuple[list[Contender], list[str]]]
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    program: Sequence[str] = ("-m", "mycoll.bench"),
+    gather: Gather = gather_contenders,
+) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The words after the name of the command.
+        program: The words after "python" that start a rank, in front of `argv`.
+        gather: Finds the contenders, and explains in a line each which are not available.
+
+    Returns:
+        The exit code.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return quietly(lambda: _main(arguments))
+    return quietly(lambda: _main(arguments, program, gather))
 
 
-def _main(arguments: list[str]) -> int:
+def _main(arguments: list[str], program: Sequence[str], gather: Gather) -> int:
     if arguments[:1] == ["compare"]:
         return compare_main(arguments[1:])
     end_with_parent()
     options = parse_options(arguments)
     if options.nproc and not started_here():
-        return _start_ranks(options, arguments)
+        return _start_ranks(options, [*program, *arguments])
     if not under_launcher():
         return _misused("add --nproc N to start N ranks here, or run it under torchrun")
-    return _run_rank(options, arguments)
+    return _run_rank(options, arguments, gather)
 
 
-def _start_ranks(options: Options, arguments: list[str]) -> int:
+def _start_ranks(options: Options, command: list[str]) -> int:
     if under_torchrun():
         how = "torchrun has started the ranks already; leave --nproc out"
         return _misused(how, is_shown=os.environ.get("RANK") == "0")
@@ -55,7 +71,7 @@ def _start_ranks(options: Options, arguments: list[str]) -> int:
         return _misused(wrong)
     keep_names_honest("mycoll bench")
     Progress().show(f"starting {options.nproc} ranks ...")  # rank 0 clears the line
-    return run_ranks(["-m", "mycoll.bench", *arguments], options.nproc)
+    return run_ranks(command, options.nproc)
 
 
 def _wrong_files(options: Options) -> str:
@@ -78,7 +94,7 @@ def _misused(how: str, is_shown: bool = True) -> int:
     return _BAD_USE
 
 
-def _run_rank(options: Options, arguments: list[str]) -> int:
+def _run_rank(options: Options, arguments: list[str], gather: Gather) -> int:
     if renaming := variables_that_rename():  # which counted when torch was imported
         how = f"compares backends by name: unset {' and '.join(renaming)}"
         return _misused(how, is_shown=os.environ.get("RANK") == "0")
@@ -98,14 +114,12 @@ def _run_rank(options: Options, arguments: list[str]) -> int:
                 progress.hide()
                 _introduce(record)
                 progress.show("connecting ...")
-            contenders, absent = gather_contenders(options, world)
+            contenders, absent = gather(options, world)
             here = {contender.name for contender in contenders}
             history.failed |= set(options.backends) - here
-            peers, absent_peers = gather_peers(options, world)
-            contenders += peers
             progress.hide()
             if world.rank == 0:
-                _explain(contenders, [*absent, *absent_peers])
+                _explain(contenders, absent)
             _measure(options, world, contenders, recorder, history, progress)
     finally:
         for contender in contenders:

@@ -1,6 +1,7 @@
-"""What is measured: torch backends, torch's floor, the memory's limit, and (in peers) MPIs.
+"""The contenders of a run: torch backends, torch's floor, and the memory's limit.
 
 All take part in the same rounds, so that each can be compared with each in pairs.
+benchmarks/peers adds MPIs to them.
 """
 
 from __future__ import annotations
@@ -78,8 +79,6 @@ class TorchContender(Contender):
         self._host_times: list[int] = []
 
     def prepare(self, workload: Workload) -> None:
-        if self.kind == "floor" and workload.case.op == "ddp":
-            raise Unsupported("")  # DDP looks at results
         self._workload = workload
         with self._memory():
             self._calls = workload.calls(self._group)
@@ -93,7 +92,7 @@ class TorchContender(Contender):
             return self._workload.verify(self._group, seed, plant_error)
 
     def _memory(self) -> AbstractContextManager[None]:
-        """Where what torch makes on the way belongs, as DDP's buckets."""
+        """The memory of tensors that torch makes during a call."""
         return shared_tensors() if self.shares_memory else nullcontext()
 
     def run(self, warmups: int, iterations: int) -> list[list[int]]:

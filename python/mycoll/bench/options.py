@@ -25,14 +25,12 @@ OPERATIONS = (
     "pingpong",
     "bandwidth",
     "put",
-    "ddp",
 )
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDOPS = ("sum", "prod", "min", "max", "avg")
 _MOST = 1e6  # seconds, factors
 _MOST_SIZES = 10_000
-PEERS = ("openmpi", "mpich", "intelmpi", "openmpi-tcp", "mpich-tcp", "vllm", "deepspeed")
 
 # nccl-tests' names beside torch's own.
 _DTYPE_ALIASES = {
@@ -86,7 +84,6 @@ class Options:
     timeout_seconds: float
     floor: bool
     limit: bool
-    peers: tuple[str, ...]
     nproc: int
     json: str
     plot: str
@@ -248,13 +245,6 @@ def _parser() -> Parser:
     add("--ops", action="store_true", help="also time torch.ops.mycoll, where it has the operation")
     add("--floor", action="store_true", help="also time torch's own cost of a call")
     add("--limit", action="store_true", help="also time memory copies by all ranks at once")
-    add(
-        "--peers",
-        type=_names(PEERS, "peer"),
-        default=(),
-        metavar="NAMES",
-        help=f"also time other libraries that are installed: {', '.join(PEERS)}",
-    )
     add(
         "--timeout",
         dest="timeout_seconds",

@@ -62,7 +62,7 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by what stands above a pair of axes, if there is a line to draw."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        if row.op not in ("ddp", "barrier"):
+        if row.op != "barrier":
             kind = row.type if row.redop == "none" else f"{row.type} {row.redop}"
             panels.setdefault(f"{row.op}, {kind}, {row.ranks} ranks", []).append(row)
     return {

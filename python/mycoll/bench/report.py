@@ -15,7 +15,6 @@ LEGEND = {
     "floor": "torch's own cost of a call",
     "limit": "memory copies, all ranks at once",
     "peer": "in C, without torch",
-    "operator": "an operator of torch that another project has for inference",
 }
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -34,7 +33,7 @@ def size_label(size: float) -> str:
 
 def table_header(row: Row, subject: str) -> str:
     """Above the first row of an operation, dtype and redop."""
-    kind = "" if row.op in ("barrier", "ddp") else f", {row.type}"
+    kind = "" if row.op == "barrier" else f", {row.type}"
     kind += "" if row.redop == "none" else f" {row.redop}"
     third = "CPU us" if "cpu_us" in row.extra else "p99 us"
     return "\n".join(

@@ -34,7 +34,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        if self.op in ("barrier", "ddp"):
+        if self.op == "barrier":
             return self.op
         redop = "" if self.redop == "none" else f" {self.redop}"
         return f"{self.op} {self.size} B {self.dtype_name}{redop}"

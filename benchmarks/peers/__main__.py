@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
 
 PEERS = ("openmpi", "mpich", "intelmpi", "openmpi-tcp", "mpich-tcp")
 
@@ -22,8 +21,7 @@ def main(words: list[str]) -> int:
     from mpi import gather
     from mycoll.bench.cli import main as bench
 
-    program = (str(Path(__file__).parent), words[0])
-    return bench(words[1:], program, partial(gather, names))
+    return bench(words[1:], partial(gather, names))
 
 
 if __name__ == "__main__":

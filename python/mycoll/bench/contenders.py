@@ -62,10 +62,10 @@ class Contender(ABC):
         return {}
 
     def release(self) -> None:
-        """Lets go of the case's memory."""
+        """Frees the case's memory."""
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Frees everything."""
 
 
 class TorchContender(Contender):
@@ -134,7 +134,7 @@ class OperatorContender(TorchContender):
 
 
 class CopyContender(Contender):
-    """Every rank copies, at once, what the operation must at least move: the memory's limit."""
+    """All ranks copy at the same time the bytes that the operation must at least move."""
 
     def __init__(
         self, name: str, world: World, options: Options, copy: Callable[..., object] | None
@@ -197,7 +197,7 @@ def _check_name(name: str, group: Group) -> None:
 
 
 def gather_contenders(options: Options, world: World) -> tuple[list[Contender], list[str]]:
-    """What can be measured here, and one line for each backend that cannot."""
+    """The contenders that are available, and a line for each backend that is not."""
     found: list[Contender] = []
     absent: list[str] = []
     kinds = [(name, "backend") for name in options.backends]

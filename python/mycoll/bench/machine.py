@@ -1,4 +1,4 @@
-"""What was measured on: the header row of every result."""
+"""The machine, the versions and the settings: the header row of every result."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _DASHED = "#777777"
 _DASHES = {"fake": (1, 2), "copy": (6, 2), "copy-nt": (3, 2)}
 _LABELS = {
     "fake": "torch's own cost of a call",
-    "copy": "memory copy, all ranks at once",
+    "copy": "memory copies, all ranks together",
     "copy-nt": "the same, non-temporal",
 }
 

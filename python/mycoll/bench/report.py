@@ -1,4 +1,4 @@
-"""What a person and what a program reads: the table, and JSON lines."""
+"""The results: a table for people, and JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from mycoll._terminal import paint
 from mycoll.bench.result import Row
 
-# What stands in the table beside backends.
+# Contenders other than backends, by kind.
 LEGEND = {
     "floor": "torch's own cost of a call",
-    "limit": "memory copies, all ranks at once",
+    "limit": "memory copies, all ranks together",
     "peer": "in C, without torch",
 }
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))

@@ -50,7 +50,7 @@ def _workload(case: Case, world: World, hot: bool) -> Workload:
 
 @dataclass
 class History:
-    """What the cases of a run leave behind: which backend could do what, and which failed."""
+    """The outcome of earlier cases: which backend could do what, and which failed."""
 
     able: set[tuple[str, str, str, str]] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)

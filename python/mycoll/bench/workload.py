@@ -1,4 +1,4 @@
-"""What a row measures, and what every kind of operation tells the measuring loop about itself."""
+"""Cases and workloads: what a row measures, and the interface of an operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mycoll.bench.options import torch_dtype
 from mycoll.bench.world import World
 
 Call = Callable[[], object]
@@ -41,7 +40,9 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype_name)
+        dtype = getattr(torch, self.dtype_name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
 
 class Workload(ABC):

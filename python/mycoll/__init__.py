@@ -15,7 +15,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from mycoll._log import log_to_python
-from mycoll._registration import autoload, native
+from mycoll._registration import autoload, is_called_later, native
 from mycoll._version import __version__
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ _NATIVE = (
     "Window",
 )
 
-autoload()
+if not is_called_later():
+    autoload()
 
 
 def dump_trace(path: str | PathLike[str] | None = None) -> str:

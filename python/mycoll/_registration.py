@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -54,6 +55,17 @@ def autoload() -> None:
             step()
         except Exception as error:
             _failure = _failure or error
+
+
+def is_called_later() -> bool:
+    """Whether torch has not been imported yet, and will call autoload() by itself: commands that
+    need no torch, such as --help, then start without it."""
+    if sys.modules.get("torch") is not None:
+        return False
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return False
+    known = importlib.metadata.entry_points(group="torch.backends")
+    return any(each.name == NAME for each in known)
 
 
 def register() -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from typing import IO, NoReturn
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
@@ -36,6 +37,35 @@ def wrapped(text: str, indent: int) -> list[str]:
     for line in text.splitlines():
         lines += textwrap.wrap(line, columns, break_long_words=False, break_on_hyphens=False)
     return lines or [""]
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table whose first row has the headings.
+
+    Columns without a value are left out. If a cell of the last column is too long for the width,
+    the cells of that column are on lines of their own.
+    """
+    keep = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    *columns, last = keep
+    sizes = [max(len(row[i]) for row in rows) for i in columns]
+    room = width() - sum(sizes) - 2 * len(sizes)
+    is_below = any(len(row[last]) > room for row in rows)
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [row[i].ljust(size) for i, size in zip(columns, sizes)]
+        if is_below and number:
+            lines += ["  ".join(cells).rstrip(), *folded(" " * 6 + row[last])]
+        else:
+            lines.append("  ".join(cells if is_below else [*cells, row[last]]).rstrip())
+    return lines
+
+
+def folded(sentence: str) -> list[str]:
+    """The lines of a sentence. Its own indentation stays, and further lines have four more."""
+    indent = " " * (len(sentence) - len(sentence.lstrip()))
+    return textwrap.wrap(
+        sentence, width(), initial_indent="", subsequent_indent=f"{indent}    "
+    )
 
 
 class Progress:

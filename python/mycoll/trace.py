@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mycoll import _terminal, black_box, status, timeline
+from mycoll._units import show_seconds
 from mycoll.black_box import Group, Operation, Process
 from mycoll.trace_file import default_folder, load
 
@@ -75,7 +76,7 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps({"findings": rows}, indent=2))
     else:
         if not parsed.trace and not parsed.live:
-            ago = status.seconds(time.time() - written(found))
+            ago = show_seconds(time.time() - written(found))
             print(f"the latest job that failed, {ago} ago: {default_folder() / found[0].job}\n")
         print("\n\n".join(paragraphs(worlds)))
     if parsed.export:
@@ -100,7 +101,7 @@ def paragraphs(worlds: list[tuple[list[Process], list[Finding]]]) -> Iterator[st
     for number, (members, findings) in enumerate(worlds):
         heading = ""
         if len(worlds) > 1:
-            ago = f", {status.seconds(latest - written(members))} earlier" if number else ""
+            ago = f", {show_seconds(latest - written(members))} earlier" if number else ""
             heading = f"job {members[0].job[:8]}{ago}: "
         yield heading + as_text(members, findings)
 
@@ -117,7 +118,7 @@ def as_text(processes: list[Process], results: list[Finding]) -> str:
     lines += [line for each in results for line in each.text.splitlines()]
     if not results:
         lines.append("no difference in what they remember, and nothing waits")
-    return "\n".join(part for line in lines for part in status.folded(line) or [""])
+    return "\n".join(part for line in lines for part in _terminal.folded(line) or [""])
 
 
 def _place(process: Process) -> str:
@@ -221,7 +222,7 @@ def _absence(
         if last is None:
             lines.append(f"  rank {process.rank} has called nothing in this group")
         else:
-            ago = status.seconds(process.taken - (last.ended or last.enqueued))
+            ago = show_seconds(process.taken - (last.ended or last.enqueued))
             lines.append(f"  rank {process.rank}: its last was {status.call(last)}, {ago} before")
         for other in process.groups:
             busy = status.busy_with(other)
@@ -262,7 +263,7 @@ def _open_messages(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
         for operation in group.operations:
             if not operation.is_message or operation.state == "done":
                 continue
-            waited = status.seconds((operation.ended or process.taken) - operation.enqueued)
+            waited = show_seconds((operation.ended or process.taken) - operation.enqueued)
             other = [] if operation.peer < 0 else [group.to_global(operation.peer)]
             peer = f"rank {other[0]}" if other else "any rank"
             way = "to" if operation.kind == "send" else "from"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mycoll._terminal import Parser, paint, wrapped
-from mycoll.bench.options import between
-from mycoll.bench.report import duration, read_results, size_label
+from mycoll._units import between, show_size
+from mycoll.bench.report import duration, read_results
 from mycoll.bench.result import Row
 from mycoll.bench.stats import Interval, unpaired_ratio
 
@@ -175,4 +175,4 @@ def _name(row: Row) -> str:
     """The name of a row, without the default values."""
     kind = [row.type] if row.type != "float32" else []
     kind += [row.redop] if row.redop not in ("none", "sum") else []
-    return " ".join([row.op, size_label(row.size), *kind, row.contender])
+    return " ".join([row.op, show_size(row.size), *kind, row.contender])

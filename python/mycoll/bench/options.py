@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from mycoll._terminal import Parser
+from mycoll._units import at_least, between, parse_size, seconds
 
 OPERATIONS = (
     "all_reduce",
@@ -88,18 +88,6 @@ class Options:
     plant_error: bool
 
 
-def parse_size(text: str) -> int:
-    """Bytes from `8`, `64K`, `1.5M`, `1G` (powers of 1024, as in nccl-tests)."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 8, 64K, 1M or 1G")
-    shift = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}[match[2].lower()]
-    size = float(match[1]) * (1 << shift)
-    if size >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"'{text}' is more than any memory holds")
-    return int(size)
-
-
 def sweep(begin: int, end: int, factor: float) -> tuple[int, ...]:
     """The sizes from begin, multiplied by the factor, up to the end, which is always one of them.
 
@@ -131,34 +119,6 @@ def _names(
     return parse
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}")
-        return value
-
-    return parse
-
-
-def between(low: float, high: float) -> Callable[[str], float]:
-    """A number from low to high: no NaN, nothing infinite."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low:g} to {high:g}")
-        return value
-
-    return parse
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="mycoll bench",
@@ -176,7 +136,7 @@ def _parser() -> Parser:
         metavar="OP[,OP...]",
         help=f"all, or some of: {', '.join(OPERATIONS)}",
     )
-    add("--nproc", type=_at_least(1), default=0, metavar="N", help="start N ranks on this host")
+    add("--nproc", type=at_least(1), default=0, metavar="N", help="start N ranks on this host")
     add(
         "--backend",
         default="mycoll",
@@ -188,7 +148,7 @@ def _parser() -> Parser:
     add("-e", "--maxbytes", type=size, default=64 << 20, metavar="SIZE", help="largest (64M)")
     factor = between(1, _MOST)
     add("-f", "--stepfactor", type=factor, default=8, metavar="X", help="between sizes (default 8)")
-    count = _at_least(0)
+    count = at_least(0)
     add(
         "-n",
         "--iters",
@@ -207,7 +167,7 @@ def _parser() -> Parser:
         metavar="N",
         help="untimed calls a round",
     )
-    rounds = _at_least(1)
+    rounds = at_least(1)
     add("--rounds", type=rounds, default=12, metavar="N", help="turns of each backend (default 12)")
     add(
         "-d",
@@ -241,7 +201,7 @@ def _parser() -> Parser:
     add(
         "--timeout",
         dest="timeout_seconds",
-        type=between(0.1, _MOST),
+        type=seconds,
         default=120.0,
         metavar="S",
         help="of a group, in s",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mycoll.bench.report import size_label
+from mycoll._units import show_size
 from mycoll.bench.result import Row
 
 _SHOWN_WIDTH, _ROW_HEIGHT, _DPI = 12.0, 4.2, 130
@@ -101,7 +101,7 @@ def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
     if figure == "busbw" and highest:
         axes.set_ylim(top=1.08 * highest)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda size, _: size_label(size))
+    axes.xaxis.set_major_formatter(lambda size, _: show_size(size))
     axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel("size")
     axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)

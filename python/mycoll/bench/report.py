@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mycoll._terminal import paint
+from mycoll._units import show_size
 from mycoll.bench.result import Row
 
 # Contenders other than backends, by kind.
@@ -16,19 +17,11 @@ LEGEND = {
     "limit": "memory copies, all ranks together",
     "peer": "in C, without torch",
 }
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def duration(microseconds: float) -> str:
     digits = 2 if microseconds < 100 else 1 if microseconds < 10000 else 0
     return f"{microseconds:.{digits}f}"
-
-
-def size_label(size: float) -> str:
-    for unit, name in _UNITS:
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size:.0f} B"
 
 
 def table_header(row: Row, subject: str) -> str:
@@ -47,7 +40,7 @@ def table_header(row: Row, subject: str) -> str:
 
 def table_line(row: Row) -> str:
     third = row.extra.get("cpu_us", row.p99_us)
-    line = f"{size_label(row.size):>10} {duration(row.time_us):>9} {duration(third):>9} "
+    line = f"{show_size(row.size):>10} {duration(row.time_us):>9} {duration(third):>9} "
     line += f"{row.busbw:8.2f}  {row.contender:12} {ratio(row)}"
     if row.wrong:
         line = line.rstrip() + "  " + paint(f"{row.wrong} WRONG", "red")

@@ -1,4 +1,4 @@
-"""What the commands share when they write for people: width, colour, progress, bad arguments."""
+"""Output for people, shared by the commands: width, tables, colour, progress, bad arguments."""
 
 from __future__ import annotations
 
@@ -63,13 +63,11 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def folded(sentence: str) -> list[str]:
     """The lines of a sentence. Its own indentation stays, and further lines have four more."""
     indent = " " * (len(sentence) - len(sentence.lstrip()))
-    return textwrap.wrap(
-        sentence, width(), initial_indent="", subsequent_indent=f"{indent}    "
-    )
+    return textwrap.wrap(sentence, width(), initial_indent="", subsequent_indent=f"{indent}    ")
 
 
 class Progress:
-    """What is being done, in one line of stderr that is rewritten in place; only on a terminal."""
+    """The current step, in one line of stderr that is rewritten in place; only on a terminal."""
 
     def __init__(self, is_wanted: bool = True) -> None:
         self._is_shown = is_wanted and is_terminal(sys.stderr)
@@ -85,7 +83,7 @@ class Progress:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong first, and then how the command is used."""
+    """Prints what is wrong first, and then the usage of the command."""
 
     def error(self, message: str) -> NoReturn:
         text = "\n  ".join(wrapped(f"{self.prog}: {message}", 2))

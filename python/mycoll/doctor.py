@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mycoll import _own_gloo, _terminal, replace
+from mycoll import _terminal, replace
 from mycoll._registration import NotUsable, native
 from mycoll._version import __version__
 from mycoll.launch import SpawnError, spawn
@@ -228,18 +228,11 @@ def check_variables() -> Iterator[Result]:
         yield Result("variables", "CPU tensors go over torch's gloo", WARN, fix)
 
 
-def check_gloo() -> Iterator[Result]:
-    """Groups of running processes that are gloo's although they were to be mycoll's."""
-    for each in _own_gloo.find():
-        fix = "see the warning at that process's start, and docs/compatibility.md"
-        yield Result("gloo", each.sentence(), WARN, fix)
-
-
 WRITTEN = ("MYCOLL_LOG_FILE", "MYCOLL_TRACE_FILE")
 
 
 def file_of(variable: str, path: Path) -> Iterator[Result]:
-    """Whether a file can be where a variable says: otherwise nobody notices before it is missed."""
+    """Whether the file that a variable names can be written, before a run depends on it."""
     folder = path.parent
     if variable in WRITTEN and str(path) not in ("", "off", ".") and "%" not in str(folder):
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -434,7 +427,6 @@ CHECKS: tuple[Callable[[], Iterator[Result]], ...] = (
     check_ranks,
     check_container,
     check_nccl,
-    check_gloo,
     check_transports,
 )
 NEED_MODULE = (check_variables, check_network, check_cores, check_ranks, check_transports)

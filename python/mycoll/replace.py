@@ -75,16 +75,12 @@ def install() -> None:
     global _real, _is_installed
     from torch._C import _distributed_c10d
 
-    from mycoll import _compat, _own_gloo
+    from mycoll import _compat
 
     real = getattr(_distributed_c10d, "ProcessGroupGloo", None)
     if _is_installed or real is None:  # torch says that it has no gloo when somebody wants one
         return
     _is_installed = True
-
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        kind: Any = real
-        return _own_gloo.noting(function, lambda backend: isinstance(backend, kind))
 
     try:
         module = _usable()
@@ -93,15 +89,12 @@ def install() -> None:
         return
     except Exception as error:
         _before_each(real, _warn_once(error))
-        _own_gloo.notes.reason = str(error)
-        _compat.replace("_new_process_group_helper", noting)
         return
 
     _use_interface_of_gloo()
     _real = real
     _compat.rebind("ProcessGroupGloo", real, _make_class(module, real))
     _compat.replace("_new_process_group_helper", _wrap_new_process_group_helper)
-    _compat.replace("_new_process_group_helper", noting)
     log.info("mycoll: answers to gloo's name in this process, as %s says", VARIABLE)
 
 

@@ -1,7 +1,7 @@
 """`mycoll status` and `mycoll top`: what the mycoll processes of this host do, right now.
 
-It asks nobody: it reads what the processes keep in memory (black_box.py), so it works while they
-hang or are stopped, and needs no preparation.
+It reads the memory of the processes (black_box.py), so it works while they hang or are stopped, and
+needs no preparation.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from mycoll import _own_gloo, _terminal, _units, black_box
-from mycoll._own_gloo import OwnGloo
+from mycoll import _terminal, _units, black_box
 from mycoll._terminal import folded, table
 from mycoll._units import show_seconds
 from mycoll.black_box import Group, Operation, Process
@@ -35,8 +34,8 @@ LONG_SECONDS = 2.0
 def main(words: Sequence[str], watch: bool = False) -> int:
     parser = _terminal.Parser(
         prog="mycoll top" if watch else "mycoll status",
-        description="What the mycoll processes of this user on this host do, and which rank waits "
-        "for which. Works on processes that hang or are stopped.",
+        description="Shows what this user's mycoll processes on this host do now, and which rank "
+        "waits for which. Works on processes that hang or are stopped.",
     )
     parser.add_argument("pid", nargs="*", type=int, help="only these processes")
     parser.add_argument("--job", help="only this job (its beginning is enough)")
@@ -52,20 +51,19 @@ def main(words: Sequence[str], watch: bool = False) -> int:
     )
     parsed = parser.parse_args(list(words))
 
-    def look() -> tuple[list[Process], list[OwnGloo]]:
+    def look() -> list[Process]:
         found = black_box.find(parsed.pid)
-        found = [each for each in found if each.job.startswith(parsed.job or "")]
-        return found, [] if parsed.job else _own_gloo.find(parsed.pid)
+        return [each for each in found if each.job.startswith(parsed.job or "")]
 
     show = as_json if parsed.json else as_text
     nobody = NOBODY if not (parsed.pid or parsed.job) else NOT_THOSE
     if parsed.watch is None:
         found = look()
-        print(show(*found) or nobody)
-        return 0 if any(found) else 1
+        print(show(found) or nobody)
+        return 0 if found else 1
     try:
         while True:
-            text = show(*look()) or nobody
+            text = show(look()) or nobody
             if sys.stdout.isatty():
                 text = f"\033[H\033[2J{text}"  # from the upper left corner, on an empty screen
             print(text, flush=True)
@@ -74,7 +72,7 @@ def main(words: Sequence[str], watch: bool = False) -> int:
         return 0
 
 
-def as_json(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
+def as_json(processes: list[Process]) -> str:
     rows = []
     for process in processes:
         row = asdict(process)
@@ -88,11 +86,10 @@ def as_json(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
             row["groups"].append(entry)
         rows.append(row)
     found = [each for world in black_box.related(processes) for each in findings(world)]
-    own_gloo = [asdict(each) for each in others]
-    return json.dumps({"processes": rows, "own_gloo": own_gloo, "findings": found}, indent=2)
+    return json.dumps({"processes": rows, "findings": found}, indent=2)
 
 
-def as_text(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
+def as_text(processes: list[Process]) -> str:
     lines: list[str] = []
     for members in black_box.related(processes):
         world = max((group.ranks for each in members for group in each.groups), default=0)
@@ -111,9 +108,6 @@ def as_text(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
         lines += without_calls(members)
         found = list(findings(members))
         lines += ["", *(line for each in found for line in folded(each)), ""] if found else [""]
-    if others:
-        lines.append("not mycoll's, although MYCOLL_REPLACE=gloo is set:")
-        lines += [line for each in others for line in folded(f"  {each.sentence()}")]
     return "\n".join(lines).rstrip()
 
 

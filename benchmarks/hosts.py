@@ -321,7 +321,7 @@ def round_trip(dist: Any, torch: Any, other: int) -> float:
 
 def expected(arguments: argparse.Namespace, operation: str, bytes_each: int) -> float:
     """Seconds, by the model of `mycoll plan`."""
-    from mycoll._registration import native
+    from mycoll._native import native
 
     # Sizes are of the whole here, and of what a rank gives there.
     hosts = arguments.ranks
@@ -485,7 +485,7 @@ def main() -> None:
     if arguments.rank >= 0:
         rank_main(arguments)
         return
-    from mycoll.replace import keep_names_honest
+    from mycoll._gloo import keep_names_honest
 
     keep_names_honest("hosts")
     for is_asked, tool, package in (

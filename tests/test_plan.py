@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from mycoll import plan
-from mycoll._registration import native
+from mycoll._native import native
 
 LAN = (25e9 / 8, 50e-6)
 

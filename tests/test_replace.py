@@ -478,8 +478,8 @@ def test_who_asks_for_encryption_keeps_gloo() -> None:
     run(
         """
         import contextlib
-        from mycoll import replace
-        assert not replace.is_in_place()
+        from mycoll import _gloo
+        assert not _gloo.is_replaced()
         with warnings.catch_warnings(record=True) as seen, contextlib.suppress(RuntimeError):
             warnings.simplefilter("always")
             dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # there are no certificates

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mycoll import _terminal, faults
+from mycoll._native import native
 from mycoll._pipes import quietly
-from mycoll._registration import native
 from mycoll._version import __version__
 
 Verb = Callable[[list[str]], int]

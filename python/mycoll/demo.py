@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mycoll import launch
+from mycoll._gloo import keep_names_honest
 from mycoll._terminal import Parser
 from mycoll.bench import cli
-from mycoll.replace import keep_names_honest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

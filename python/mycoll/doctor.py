@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mycoll import _terminal, replace
-from mycoll._registration import NotUsable, native
+from mycoll import _gloo, _terminal
+from mycoll._load import NotUsable
+from mycoll._native import native
 from mycoll._version import __version__
 from mycoll.launch import SpawnError, spawn
 
@@ -221,7 +222,7 @@ def check_variables() -> Iterator[Result]:
     yield Result("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")
     for entry in rows:
         yield from file_of(str(entry["name"]), Path(str(entry["value"])))
-    if replace.is_in_place():
+    if _gloo.is_replaced():
         yield Result("variables", "mycoll is in gloo's place: groups called gloo are mycoll's")
     if "MYCOLL_CPU=gloo" in words:
         fix = "unset MYCOLL_CPU when the comparison is over"

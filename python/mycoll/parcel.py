@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from mycoll._registration import native
+from mycoll._native import native
 
 # Memory of this size travels by itself: one more message costs less than two copies.
 ASIDE_BYTES = 1 << 17

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from mycoll import _terminal
-from mycoll._registration import native
+from mycoll._native import native
 
 OPERATIONS = (
     "all_reduce",

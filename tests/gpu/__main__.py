@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from mycoll.replace import keep_names_honest
+from mycoll._gloo import keep_names_honest
 from standins import cuda as standin_cuda
 from worlds import device as devices
 

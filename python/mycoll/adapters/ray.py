@@ -36,7 +36,8 @@ from ray.util.collective.types import (
 from torch.distributed import DistError, ProcessGroup, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from mycoll import _registration, groups
+from mycoll import groups
+from mycoll._native import native
 
 NAME = "MYCOLL"
 
@@ -70,7 +71,7 @@ class MycollGroup(BaseGroup):  # type: ignore[misc]
     @classmethod
     def check_backend_availability(cls) -> bool:
         try:
-            _registration.native()
+            native()
         except ImportError:
             return False
         return True

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mycoll import launch
+from mycoll._gloo import keep_names_honest
 from mycoll._pipes import quietly
 from mycoll._terminal import Progress
 from mycoll.bench.compare import compare_main
 from mycoll.bench.options import Options, parse_options
-from mycoll.bench.report import unwritable
-from mycoll.replace import keep_names_honest
+from mycoll.bench.report import misused, wrong_files
 
 if TYPE_CHECKING:
     from mycoll.bench.run import Gather
-
-_BAD_USE = 2
 
 
 def main(argv: Sequence[str] | None = None, gather: Gather | None = None) -> int:
@@ -62,24 +60,3 @@ def _start_ranks(options: Options, arguments: list[str], gather: Gather | None) 
     return launch.run_command(
         "mycoll bench", run_rank, options.nproc, (options, arguments, gather), backend="gloo"
     )
-
-
-def wrong_files(options: Options) -> str:
-    """Why rank 0 cannot write its files; '' if it can."""
-    if options.plot:
-        from mycoll.bench.plot import undrawable
-
-        if reason := undrawable(options.plot):
-            return f"--plot: {reason}"
-    for name in ("json", "plot"):
-        path = getattr(options, name)
-        if path and (reason := unwritable(path)):
-            return f"--{name}: {reason}"
-    return ""
-
-
-def misused(how: str, is_shown: bool = True) -> int:
-    """Prints what is wrong with the command line, on one of the ranks; returns the exit code."""
-    if is_shown:
-        print(f"mycoll bench: {how}", file=sys.stderr)
-    return _BAD_USE

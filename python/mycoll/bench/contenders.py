@@ -18,6 +18,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from mycoll._gloo import real_gloo
+from mycoll._groups import unwrapped
 from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.clock import time_calls
 from mycoll.bench.collectives import OPERATORS
@@ -25,7 +27,6 @@ from mycoll.bench.machine import native_module
 from mycoll.bench.options import Options
 from mycoll.bench.workload import Call, Group, Unsupported, Workload
 from mycoll.bench.world import World
-from mycoll.replace import real_gloo
 from mycoll.shared import shared_tensors
 
 # Below this, calling the copy takes longer than copying.
@@ -189,8 +190,7 @@ def _check_name(name: str, group: Group) -> None:
     """Nothing is measured under another one's name, whatever the environment says."""
     if name not in ("gloo", "mycoll"):
         return
-    backend = group._get_backend(torch.device("cpu"))
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    backend = unwrapped(group._get_backend(torch.device("cpu")))
     actual = "gloo" if isinstance(backend, real_gloo()) else "mycoll"
     if actual != name:
         raise RuntimeError(f"a group called {name} is {actual} in this process")

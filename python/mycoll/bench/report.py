@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from mycoll._terminal import paint
 from mycoll._units import show_size
+from mycoll.bench.options import Options
+from mycoll.bench.plot import undrawable
 from mycoll.bench.result import Row
 
 # Contenders other than backends, by kind.
@@ -17,6 +20,8 @@ LEGEND = {
     "limit": "memory copies, all ranks together",
     "peer": "in C, without torch",
 }
+
+_BAD_USE = 2
 
 
 def duration(microseconds: float) -> str:
@@ -75,6 +80,24 @@ def unwritable(path: str) -> str:
     if not was_there:
         file.unlink()
     return ""
+
+
+def wrong_files(options: Options) -> str:
+    """Why rank 0 cannot write its files; '' if it can."""
+    if options.plot and (reason := undrawable(options.plot)):
+        return f"--plot: {reason}"
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path and (reason := unwritable(path)):
+            return f"--{name}: {reason}"
+    return ""
+
+
+def misused(how: str, is_shown: bool = True) -> int:
+    """Prints what is wrong with the command line, on one of the ranks; returns the exit code."""
+    if is_shown:
+        print(f"mycoll bench: {how}", file=sys.stderr)
+    return _BAD_USE
 
 
 class Recorder:

@@ -6,15 +6,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from mycoll._gloo import variables_that_rename
 from mycoll._terminal import Progress, paint, wrapped
-from mycoll.bench.cli import misused, wrong_files
 from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.machine import header
 from mycoll.bench.options import Options
-from mycoll.bench.report import LEGEND, Recorder, table_header, table_line
+from mycoll.bench.report import (
+    LEGEND,
+    Recorder,
+    misused,
+    table_header,
+    table_line,
+    wrong_files,
+)
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.world import World, join, leave, missing_device
-from mycoll.replace import variables_that_rename
 
 Gather = Callable[[Options, World], tuple[list[Contender], list[str]]]
 

@@ -171,7 +171,7 @@ bench.machine bench.world bench.arena bench.clock bench.patterns bench.workload
 bench.collectives bench.pairwise bench.contenders bench.rounds
 bench.run bench.cli bench bench.__main__
 demo_training demo faults
-adapters adapters.torchft adapters.ray
+adapters adapters.torchft
 _registration __init__ __main__
 """
 ORDER = LINES.split()

@@ -339,23 +339,6 @@ def check_ranks() -> Iterator[Result]:
     yield Result("ranks", text, WARN if block else OK, fix)
 
 
-def check_container() -> Iterator[Result]:
-    signs = {
-        "/.dockerenv": "Docker",
-        "/run/.containerenv": "Podman",
-        "/singularity": "Apptainer",
-        "/.singularity.d": "Apptainer",
-    }
-    kind = next((kind for path, kind in signs.items() if Path(path).exists()), "")
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        kind = "Kubernetes"
-    if kind:
-        text = f"{kind}: ranks share memory only within one network namespace"
-        yield Result("container", text)
-    else:
-        yield Result("container", "none")
-
-
 # --- a real group ---------------------------------------------------------------------------------
 
 
@@ -426,7 +409,6 @@ CHECKS: tuple[Callable[[], Iterator[Result]], ...] = (
     check_memory,
     check_cores,
     check_ranks,
-    check_container,
     check_nccl,
     check_transports,
 )

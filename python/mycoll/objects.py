@@ -2,7 +2,7 @@
 
 torch sends the sizes, then the pickles, each padded to the longest. Here the first message has a
 fixed size, and most objects are in it. Whatever does not fit follows: the rest of the pickles, and
-large memory from where it lies to where it will stay (parcel.py). Who sends what is decided by
+large memory from where it lies to where it will stay (parcel.py). What each rank sends depends on
 sizes that the receivers have, so all ranks agree.
 
 For other groups, for devices and for `weights_only`, torch's functions are called with the same
@@ -42,7 +42,7 @@ from mycoll.parcel import (
 _ALL_CELLS_BYTES = 1 << 18
 _SMALLEST_CELL = 512
 
-# Of the messages that belong to gather_object and scatter_object_list; those of programs have 0, or
+# The tag of messages in gather_object and scatter_object_list; those of programs have 0, or
 # small numbers.
 _TAG = 0x6F626A73
 
@@ -379,7 +379,7 @@ def _broadcast_asides(backend: Any, parcel: Parcel, root: int) -> list[Any]:
 
 
 def _send_rest(backend: Any, parcel: Parcel, room: int, peer: int, tag: int) -> list[Any]:
-    """What was not in the first message, which had so much room."""
+    """Sends the rest of a parcel after the first message, which had `room` bytes."""
     head = parcel.head()
     rest = [as_tensor(head)] if len(head) > room else []
     rest += parcel.asides

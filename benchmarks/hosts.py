@@ -443,7 +443,7 @@ def main() -> None:
     if arguments.rank >= 0:
         rank_main(arguments)
         return
-    from mycoll.replace import keep_names_honest
+    from mycoll._gloo import keep_names_honest
 
     keep_names_honest("hosts")
     for is_asked, tool, package in (

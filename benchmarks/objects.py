@@ -25,7 +25,7 @@ import mycoll
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from mycoll.replace import keep_names_honest
+from mycoll._gloo import keep_names_honest
 from torch.futures import Future
 
 Times = dict[str, list[float]]

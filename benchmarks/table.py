@@ -32,6 +32,7 @@ class Series:
     rounds: int
     variables: dict[str, str] = field(default_factory=dict)
     is_busy: bool = False  # a program that computes on each core meanwhile
+    peers: str = ""  # MPIs, by benchmarks/peers
 
 
 _TCP = {"MYCOLL_TRANSPORT": "tcp"}
@@ -41,28 +42,27 @@ SERIES = {
         " --nproc 2 -b 4 -e 1K -f 256 --floor",
         8,
     ),
-    "large": Series(f"all_reduce --nproc 2 -b 64K -e 16M -f 16 --limit --peers {_MPIS}", 8),
+    "large": Series("all_reduce --nproc 2 -b 64K -e 16M -f 16 --limit", 8, peers=_MPIS),
     "64M": Series(
-        "all_reduce,reduce_scatter,broadcast,sendrecv --nproc 2 -b 64M -e 64M --limit"
-        f" --peers {_MPIS}",
+        "all_reduce,reduce_scatter,broadcast,sendrecv --nproc 2 -b 64M -e 64M --limit",
         6,
+        peers=_MPIS,
     ),
-    "32M": Series(f"all_gather,all_to_all --nproc 2 -b 32M -e 32M --limit --peers {_MPIS}", 6),
-    "4ranks-small": Series("all_reduce,barrier --nproc 4 -b 4 -e 4 --peers openmpi", 6),
-    "4ranks-large": Series("all_reduce --nproc 4 -b 64K -e 16M -f 256 --peers openmpi", 6),
-    "8ranks-small": Series("all_reduce,barrier --nproc 8 -b 4 -e 4 --peers openmpi", 6),
-    "8ranks-large": Series("all_reduce --nproc 8 -b 64K -e 16M -f 256 --peers openmpi", 6),
+    "32M": Series("all_gather,all_to_all --nproc 2 -b 32M -e 32M --limit", 6, peers=_MPIS),
+    "4ranks-small": Series("all_reduce,barrier --nproc 4 -b 4 -e 4", 6, peers="openmpi"),
+    "4ranks-large": Series("all_reduce --nproc 4 -b 64K -e 16M -f 256", 6, peers="openmpi"),
+    "8ranks-small": Series("all_reduce,barrier --nproc 8 -b 4 -e 4", 6, peers="openmpi"),
+    "8ranks-large": Series("all_reduce --nproc 8 -b 64K -e 16M -f 256", 6, peers="openmpi"),
     "sockets-small": Series(
-        "all_reduce,pingpong --nproc 2 -b 4 -e 64K -f 16384 --peers openmpi-tcp", 6, _TCP
+        "all_reduce,pingpong --nproc 2 -b 4 -e 64K -f 16384", 6, _TCP, peers="openmpi-tcp"
     ),
     "sockets-16M": Series(
-        "all_reduce,bandwidth,sendrecv --nproc 2 -b 16M -e 16M --peers openmpi-tcp", 6, _TCP
+        "all_reduce,bandwidth,sendrecv --nproc 2 -b 16M -e 16M", 6, _TCP, peers="openmpi-tcp"
     ),
     "busy": Series("all_reduce,broadcast --nproc 2 -b 4 -e 16M -f 2048", 6, is_busy=True),
     "dtypes": Series(
         "all_reduce --nproc 2 -b 1M -e 16M -f 16 -d float32,bfloat16,float16,int8,bool", 6
     ),
-    "ddp": Series("ddp --nproc 2", 6),
 }
 
 
@@ -113,7 +113,6 @@ GOALS = (
     Goal("busy cores: broadcast 4 B", "busy", "broadcast", 4, gloo=1),
     Goal("busy cores: broadcast 8 KiB", "busy", "broadcast", 8 * _KiB, gloo=1),
     Goal("busy cores: broadcast 16 MiB", "busy", "broadcast", 16 * _MiB, gloo=1),
-    Goal("DDP step, 100 small parameters", "ddp", "ddp", 211200, gloo=1 / 0.6),
 )
 _DTYPE_GOAL = 1.3  # times float32 of as many bytes, at most
 
@@ -140,7 +139,10 @@ def measure(folder: Path, only: list[str], times: int) -> int:
     worst = 0
     for name in only or SERIES:
         series = SERIES[name]
-        command = [sys.executable, "-m", "mycoll", "bench", *series.arguments.split()]
+        program = ["-m", "mycoll", "bench"]
+        if series.peers:
+            program = [str(Path(__file__).parent / "peers"), series.peers]
+        command = [sys.executable, *program, *series.arguments.split()]
         command += ["--backend", "mycoll,gloo", "--rounds", str(series.rounds * times)]
         command += ["--json", str(folder / f"{name}.jsonl")]
         print(f"== {name}", flush=True)

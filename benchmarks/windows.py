@@ -24,7 +24,7 @@ from statistics import median, quantiles
 import mycoll
 import torch
 import torch.distributed as dist
-from mycoll._registration import native
+from mycoll._native import native
 
 SOURCES = 4
 

@@ -19,7 +19,7 @@ import mycoll
 import pytest
 import torch
 import torch.distributed as dist
-from mycoll._registration import native
+from mycoll._native import native
 from worlds import warm
 from worlds.smoke import smoke
 from worlds.worker import Ctx

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import mycoll
 import pytest
 from mycoll.bench.options import OPERATIONS
-from mycoll.bench.peer_build import PeerAbsent, build
 from mycoll.bench.report import read_results
 from standins import accelerator
 from worlds import warm
@@ -49,13 +47,6 @@ def run_bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Com
 
 
 # Ranks in which something is planted run as scripts.
-_HAS_OPERATORS = """
-import sys, torch, torch.distributed as dist
-from mycoll.bench import inference, main
-inference.INFERENCE_PEERS["vllm"] = lambda world: dist.all_reduce
-inference.INFERENCE_PEERS["deepspeed"] = lambda world: torch.Tensor.zero_
-sys.exit(main())
-"""
 _LOSES_MESSAGES = """
 import sys, torch, torch.distributed as dist
 real, count = dist.isend, 0
@@ -211,65 +202,6 @@ class TestRuns:
         assert "left out: no_such_backend" in done.stdout
         assert "wrong elements: 0" in done.stdout
 
-    @pytest.mark.parametrize("peer", ["openmpi", "mpich"])
-    def test_a_peer_takes_its_turn(self, peer: str, tmp_path: Path) -> None:
-        try:
-            build(peer, tmp_path)
-        except PeerAbsent as reason:
-            pytest.skip(f"{peer}: {reason}")
-        path = tmp_path / "out.jsonl"
-        done = run_bench(
-            *("all_reduce,pingpong,bandwidth,barrier", "--nproc", "2", "--backend", "gloo"),
-            *("--peers", peer, "-b", "1K", "-e", "1K", "-d", "complex64", *_QUICK),
-            *("--json", str(path)),
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        _, rows = read_results(str(path))
-        wrong = {(row.op, row.contender): row.wrong for row in rows}
-        assert len(wrong) == 8 and wrong.pop(("barrier", peer)) is None
-        assert set(wrong.values()) == {0}
-        assert f"{peer}: in C, without torch" in done.stdout
-
-    def test_operators_of_others(self, tmp_path: Path) -> None:
-        """They sum up in place; one of these does it wrong."""
-        path = tmp_path / "out.jsonl"
-        done = on_ranks(
-            2,
-            *("all_reduce,all_gather", "--backend", "gloo", "--peers", "vllm,deepspeed"),
-            *("-b", "1K", "-e", "1K", "-d", "bfloat16,int32", "-o", "sum,max", *_QUICK),
-            *("--json", str(path)),
-            code=_HAS_OPERATORS,
-        )
-        assert done.returncode == 1, done.stdout + done.stderr
-        assert "vllm, deepspeed: an operator of torch" in done.stdout
-        _, rows = read_results(str(path))
-        found = {
-            (row.contender, row.op, row.type, row.redop): bool(row.wrong)
-            for row in rows
-            if row.contender != "gloo"
-        }
-        case = ("all_reduce", "bfloat16", "sum")
-        assert found == {("vllm", *case): False, ("deepspeed", *case): True}
-
-    @pytest.mark.parametrize("peer", ["vllm", "deepspeed"])
-    def test_an_operator_of_others(self, peer: str, tmp_path: Path) -> None:
-        """The real ones, where they are installed."""
-        if importlib.util.find_spec(peer) is None:
-            pytest.skip(f"{peer} is not installed")
-        path = tmp_path / "out.jsonl"
-        done = run_bench(
-            *("all_reduce", "--nproc", "2", "--backend", "mycoll", "--ops", "--peers", peer),
-            *("-b", "1K", "-e", "1M", "-f", "32", "-d", "float32,bfloat16,float16", *_QUICK),
-            *("--json", str(path)),
-        )
-        _, *absent = done.stdout.split("left out: ")
-        if absent:
-            pytest.skip(absent[0].split("\n")[0])
-        assert done.returncode == 0, done.stdout + done.stderr
-        _, rows = read_results(str(path))
-        assert {row.wrong for row in rows} == {0}
-        assert sum(row.contender == peer for row in rows) == 9
-
     def test_nproc_beside_variables_of_another_launcher(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -328,7 +260,7 @@ class TestDevice:
         if accelerator.folder() is None:
             pytest.skip("the stand-ins are not built; ./dev builds them")
         file = tmp_path / "rows.jsonl"
-        operations = "all_reduce,all_gather,sendrecv,barrier,ddp"
+        operations = "all_reduce,all_gather,sendrecv,barrier"
         run = on_ranks(
             *(2, "standin", "host", "mycoll.bench"),
             *(operations, "--device", "standin", "-b", "1K", "-e", "1K", *_QUICK),

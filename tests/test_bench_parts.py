@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import functools
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import mycoll
 import pytest
 import torch
+from mycoll._units import parse_size
 from mycoll.bench import main
 from mycoll.bench import world as worlds
 from mycoll.bench.contenders import Contender
 from mycoll.bench.machine import native_module
-from mycoll.bench.options import DTYPES, REDOPS, parse_options, parse_size, sweep
+from mycoll.bench.options import DTYPES, REDOPS, parse_options, sweep
 from mycoll.bench.pairwise import BandwidthWorkload, PingPongWorkload
 from mycoll.bench.patterns import Pattern, spoil
-from mycoll.bench.peer_build import PeerAbsent, build
-from mycoll.bench.peers import MpiContender, gather_peers
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.workload import Case, Unsupported, Workload
 from mycoll.bench.world import World
@@ -218,40 +215,11 @@ class TestContenders:
         assert [row.contender for row in measurement.run()] == ["steady"]
         assert measurement.notes == ["dying: it is dead"]
 
-    @pytest.mark.parametrize(
-        "trouble", [OSError("AF_UNIX path too long"), subprocess.TimeoutExpired("mpicc", 1)]
-    )
-    def test_trouble_of_a_peer_is_its_own(
-        self, trouble: Exception, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def start(*_: object) -> None:
-            raise trouble
-
-        monkeypatch.setattr(MpiContender, "start", start)
-        options = parse_options(["barrier", "--peers", "mpich"])
-        found, (absent,) = gather_peers(options, alone())
-        assert found == [] and absent.startswith("mpich: ") and str(trouble) in absent
-
-    def test_a_peer_that_died_says_so_on_all_ranks(self) -> None:
-        contender = MpiContender("mpich", alone(), parse_options(["barrier"]))
-        ours, theirs = socket.socketpair()
-        contender._channels = [ours.makefile("rw")]
-        ours.close()
-        theirs.close()
-        with pytest.raises(Unsupported, match="died or hung"):
-            contender.run(1, 1)
-
 
 def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_options(["all_reduce", "--nproc", "abc"])
     assert "'abc' is not a whole number" in capsys.readouterr().err
-
-
-def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(PeerAbsent, match="apt install mpich"):
-        build("mpich", tmp_path)
 
 
 def test_a_build_for_another_torch_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

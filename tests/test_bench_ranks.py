@@ -8,17 +8,17 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import mycoll
 import pytest
-from mycoll.bench import cli, launch
+from mycoll import launch
+from mycoll._pipes import INTERRUPTED
+from mycoll.bench import cli
 from worlds import warm
 
 _TIMEOUT_SECONDS = 120
-_SIGINT_MASK = 1 << (signal.SIGINT - 1)
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -32,6 +32,11 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def is_rank(pid: str) -> bool:
+    """And not multiprocessing's resource tracker."""
+    return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @contextlib.contextmanager
@@ -51,7 +56,7 @@ def measuring() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("# mycoll bench")
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-        ranks = [int(child) for child in children.split()]
+        ranks = [int(child) for child in children.split() if is_rank(child)]
         assert len(ranks) == 2
         yield process, ranks
     finally:
@@ -72,25 +77,13 @@ def has_ended(pid: int) -> bool:
         os.close(descriptor)
 
 
-def is_stopped(pid: int) -> bool:
-    """With all threads: none takes a signal any more."""
-    stats = Path(f"/proc/{pid}/task").glob("*/stat")
-    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-
-def is_interrupted(pid: int) -> bool:
-    """Whether a stopped process has a SIGINT to come."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    pending = next(line.split()[1] for line in lines if line.startswith("ShdPnd"))
-    return bool(int(pending, 16) & _SIGINT_MASK)
-
-
 def test_a_rank_that_is_killed() -> None:
     with measuring() as (process, ranks):
         os.kill(ranks[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
-        assert process.returncode == 128 + signal.SIGKILL
-        assert "rank 1 was ended by SIGKILL (out of memory?)" in errors
+        assert process.returncode == 1
+        assert errors.startswith("mycoll bench: rank 1 of 2 failed:\n\n"), errors
+        assert "ended by SIGKILL (killed: perhaps the machine ran out of memory)" in errors
 
 
 def test_no_rank_outlives_who_started_it() -> None:
@@ -99,54 +92,33 @@ def test_no_rank_outlives_who_started_it() -> None:
         assert all(map(has_ended, ranks))
 
 
-def test_a_parent_that_ended_before() -> None:
-    command = [sys.executable, "-m", "mycoll", "bench", "all_reduce", "--nproc", "2"]
-    env = environment(**{launch._PARENT: "-1"})
-    done = subprocess.run(command, env=env, capture_output=True, timeout=_TIMEOUT_SECONDS)
-    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, b"")
-
-
-def test_interrupted_twice() -> None:
-    """Ranks that do not end at the first Ctrl-C are ended by the second."""
+def test_interrupted() -> None:
+    """Ctrl-C ends the ranks, also those that do not run."""
     with measuring() as (process, ranks):
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
-        while not all(map(is_stopped, ranks)):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        while not all(map(is_interrupted, ranks)):
-            time.sleep(0.01)
-        time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
-        assert (process.returncode, errors) == (launch.INTERRUPTED, "")
+        assert (process.returncode, errors) == (INTERRUPTED, "")
         assert all(map(has_ended, ranks))
 
 
-class TestRunRanks:
-    """In this process, with ranks that are something else."""
+def test_interrupted_together() -> None:
+    """As a terminal sends it: to all processes of the group."""
+    with measuring() as (process, ranks):
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
+        assert (process.returncode, errors) == (INTERRUPTED, "")
+        assert all(map(has_ended, ranks))
 
-    @pytest.fixture(autouse=True)
-    def no_handler(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
 
-    def test_terminated_while_it_starts_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        started: list[subprocess.Popen[bytes]] = []
+def exit_code(factor: int) -> int:
+    return factor * int(os.environ["RANK"])
 
-        def start(*_: object) -> subprocess.Popen[bytes]:
-            if started:
-                raise KeyboardInterrupt
-            started.append(subprocess.Popen(["sleep", "1000"]))
-            return started[0]
 
-        monkeypatch.setattr(launch, "_start", start)
-        assert launch.run_ranks([], 2) == launch.INTERRUPTED
-        assert started[0].returncode == -signal.SIGINT
-
-    def test_exit_codes(self) -> None:
-        script = "import os, sys; sys.exit(7 * int(os.environ['RANK']))"
-        assert launch.run_ranks(["-c", script], 2) == 7
-        assert launch.run_ranks(["-c", script], 1) == 0
+def test_exit_codes() -> None:
+    assert launch.run_command("test", exit_code, 2, (7,), "gloo") == 7
+    assert launch.run_command("test", exit_code, 1, (7,), "gloo") == 0
 
 
 def test_ranks_of_torchrun_start_none(
@@ -154,7 +126,7 @@ def test_ranks_of_torchrun_start_none(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "run_command", lambda *_: pytest.fail("ranks were started"))
     assert cli.main(["all_reduce", "--nproc", "2"]) == 2
     assert "leave --nproc out" in capsys.readouterr().err
 

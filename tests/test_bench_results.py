@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mycoll import launch
 from mycoll.bench import cli, main
 from mycoll.bench.compare import compare
 from mycoll.bench.plot import draw, undrawable
@@ -211,7 +212,7 @@ class TestPlot:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-        monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+        monkeypatch.setattr(launch, "run_command", lambda *_: pytest.fail("ranks were started"))
         assert cli.main(["all_reduce", "--nproc", "2", "--plot", "out.png"]) == 2
         assert "pip install matplotlib" in capsys.readouterr().err
 
@@ -246,6 +247,6 @@ def test_files_are_looked_at_first(
     if option == "--plot":
         pytest.importorskip("matplotlib")
     monkeypatch.setenv("RANK", "1")  # exported for something else
-    monkeypatch.setattr(cli, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "run_command", lambda *_: pytest.fail("ranks were started"))
     assert cli.main(["all_reduce", "--nproc", "2", option, "/nonexistent/x.png"]) == 2
     assert f"mycoll bench: {option}: " in capsys.readouterr().err

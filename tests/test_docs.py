@@ -303,9 +303,9 @@ def test_verbs(page: Path) -> None:
     assert set(re.findall(r"(?:`| -m )mycoll ([a-z]+)", text)) <= own
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "results"], ids=name_of)
 def test_operations_of_bench(page: Path) -> None:
-    """What follows `mycoll bench` is something that it measures."""
+    """The word after `mycoll bench` is an operation; results keep the commands of their day."""
     from mycoll.bench.options import OPERATIONS
 
     for named in re.findall(r"mycoll bench ([a-z_,]+)", page.read_text()):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from mycoll import doctor
-from mycoll._registration import NotUsable
+from mycoll._load import NotUsable
 from worlds import warm
 
 

@@ -1,7 +1,8 @@
-"""The layers of csrc/ point one way, sub-folders included, and only the top ones know torch."""
+"""Layers point one way, in csrc/ and in the package; of csrc/ only the top ones know torch."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -148,3 +149,97 @@ def test_engine_tests_know_no_torch() -> None:
         for _, name in INCLUDE.findall(source.read_text()):
             assert not TORCH.match(name), f"{source.name}: {name}"
             assert name.split("/")[0] not in KNOW_TORCH, f"{source.name}: {name}"
+
+
+# --- the package ----------------------------------------------------------------------------------
+
+PACKAGE = CSRC.parent / "python/mycoll"
+# From the bottom to the top: a module imports only modules before it, at its top and inside of
+# functions. Imports for types do not count.
+LINES = """
+_version _load _C _native
+_patch _pipes _units _terminal _leaving
+_log _groups
+_gloo parcel _compat
+objects shared memory windows
+_create
+groups replace rendezvous launch
+black_box trace_file
+status timeline metrics trace doctor
+bench.options bench.stats bench.result bench.plot bench.report bench.compare
+bench.machine bench.world bench.arena bench.clock bench.patterns bench.workload
+bench.collectives bench.pairwise bench.contenders bench.rounds
+bench.run bench.cli bench bench.__main__
+demo_training demo faults
+adapters adapters.torchft
+_registration __init__ __main__
+"""
+ORDER = LINES.split()
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """By name below the package; the package itself is __init__."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        name = ".".join(path.relative_to(package).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(path: Path, known: set[str]) -> list[str]:
+    """The modules of the package that a file imports when it runs."""
+    found = []
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.extend(each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            for each in node.names:
+                whole = f"{node.module}.{each.name}"
+                found.append(whole if whole.removeprefix("mycoll.") in known else f"{node.module}")
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    inside = [each for each in found if each.split(".")[0] == "mycoll"]
+    return ["__init__" if each == "mycoll" else each.removeprefix("mycoll.") for each in inside]
+
+
+def arrows_up(package: Path) -> list[str]:
+    found = modules(package)
+    problems = [f"{name} needs its place in ORDER" for name in found if name not in ORDER]
+    for name, path in found.items():
+        for other in imports(path, set(found)):
+            if name in ORDER and other in ORDER and ORDER.index(other) >= ORDER.index(name):
+                problems.append(f"{name} imports {other}, which is above it")
+    return problems
+
+
+def test_modules_import_what_is_below_them() -> None:
+    assert not arrows_up(PACKAGE)
+    assert set(ORDER) == set(modules(PACKAGE)), "ORDER has names that are gone"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("_native", "from mycoll import _log"),
+        ("_log", "def later():\n    from mycoll._create import prepare"),
+        ("bench.stats", "import mycoll.bench.rounds"),
+        ("shared", "from mycoll import zeros"),
+    ],
+)
+def test_an_import_from_above_is_seen(tmp_path: Path, name: str, line: str) -> None:
+    package = tmp_path / "mycoll"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("torch*", "*.so"))
+    path = modules(package)[name]
+    path.write_text(f"{path.read_text()}\n{line}\n")
+    assert any(each.startswith(f"{name} imports ") for each in arrows_up(package))
+
+
+def test_a_new_module_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "misc.py").write_text("")
+    assert arrows_up(tmp_path) == ["misc needs its place in ORDER"]

@@ -135,7 +135,7 @@ def test_autoload_registers(fresh_site: Site) -> None:
         # Others keep their devices, and nothing of ours is loaded or running yet.
         assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
         ours = {name for name in sys.modules if name.startswith("mycoll")}
-        assert ours == {"mycoll", "mycoll._log", "mycoll._registration", "mycoll._version"}, ours
+        assert ours == {"mycoll", "mycoll._native", "mycoll._registration", "mycoll._version"}, ours
         """)
 
 
@@ -300,7 +300,7 @@ def test_each_minor_has_its_module(site: Site) -> None:
         site.built(f"import builtins; builtins.loaded.append({minor!r})", minor)
     site.built("def broken(", "2.14")
     code = "import builtins, sys, torch, mycoll; builtins.loaded = []; torch.__version__ = {!r}\n"
-    code += "from mycoll._registration import native\n"
+    code += "from mycoll._native import native\n"
     for running, minor in (("2.11.0+cu130", "2.11"), ("2.15.0a0+git1", "2.15"), ("2.9.1", "2.9")):
         loads = f"""if True:
             import mycoll._C

@@ -61,7 +61,7 @@ def copies():
 
 before = copies()
 from mycoll import _C
-from mycoll._registration import nccl_wheel
+from mycoll._native import nccl_wheel
 _C.set_nccl_wheel(nccl_wheel())
 _C._require_nccl_memory()
 assert copies() == before, (before, copies())

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.harness import Seen, answers, attempt, kill_one
-from mycoll._registration import native
+from mycoll._native import native
 from torch.nn import Conv2d, Linear, Sequential
 from torch.nn.parallel import DistributedDataParallel
 from worlds import arith

@@ -9,8 +9,8 @@ import re
 import subprocess
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -136,20 +136,25 @@ def command(*words: Any) -> subprocess.CompletedProcess[str]:
     return warm.run_module("mycoll", "trace", *map(str, words))
 
 
-def test_command_and_picture(failed, tmp_path, capsys) -> None:
+def test_command_and_export(failed, tmp_path, capsys) -> None:
     failed("missing", "shm")
-    drawn = tmp_path / "lanes.svg"
-    shown = command(tmp_path, "--picture", drawn)
+    exported = tmp_path / "lanes.json"
+    shown = command(tmp_path, "--export", exported)
     assert shown.returncode == 1, shown.stderr
     assert "rank 0, 2 came, rank 1 did not" in shown.stdout
-    picture = ElementTree.parse(drawn).getroot()
-    texts = [each.text or "" for each in picture.iter("{http://www.w3.org/2000/svg}text")]
-    call = "#21 all_reduce SUM float32 numel=7"
-    for wanted in ("rank 0, group 0 (default_pg)", call, "#21 was not called"):
-        assert wanted in texts, texts
-    assert any(re.fullmatch(r"rank 1, group \w+ \(pair\)", each) for each in texts), texts
-    bars = [each for each in picture.iter("{http://www.w3.org/2000/svg}title") if each.text]
-    assert sum("started" in each.text or "failed" in each.text for each in bars) == 2
+    events = json.loads(exported.read_text())["traceEvents"]
+    rows = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {(rank, "group 0 (default_pg)") for rank in range(3)} <= rows
+    assert any(re.fullmatch(r"group \w+ \(pair\)", name) for rank, name in rows if rank == 1)
+    last = [each for each in events if each["ph"] == "X" and each["args"].get("number") == 21]
+    assert {each["pid"] for each in last} == {0, 2}
+    for each in last:
+        assert each["args"]["call"] == "all_reduce SUM float32 numel=7"
+        assert each["args"]["at"].startswith("test_trace.py:")
+        assert each["args"]["state"] in ("started", "failed")
+        assert each["dur"] >= (SHORT - 0.1) * 1e6
+    (arrow,) = [each for each in events if each["ph"] == "i"]
+    assert (arrow["pid"], arrow["name"]) == (1, "absent")
     files = [tmp_path / f"rank_{rank}" for rank in range(3)]
     assert trace.main([*map(str, files), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["findings"]
@@ -157,23 +162,13 @@ def test_command_and_picture(failed, tmp_path, capsys) -> None:
     assert found[0]["ranks"] == [1]
 
 
-@pytest.mark.parametrize(
-    "words", [("--picture", "x.gif"), ("--last", "nan"), ("--last", "0"), ("--picture", "x")]
-)
+@pytest.mark.parametrize("words", [("--export", "x.svg"), ("--export", "x")])
 def test_bad_options(tmp_path, capsys, words) -> None:
     with pytest.raises(SystemExit, match="2"):
         trace.main([str(tmp_path), *words])
     complaint, *_ = capsys.readouterr().err.splitlines()
     assert complaint.startswith("mycoll trace: ")
     assert words[0] in complaint
-
-
-def test_png(failed, tmp_path) -> None:
-    pytest.importorskip("matplotlib")
-    failed("mismatch", "shm")
-    drawn = tmp_path / "lanes.png"
-    assert trace.main([str(tmp_path), "--picture", str(drawn)]) == 1
-    assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_trace_is_data(tmp_path, capsys) -> None:
@@ -250,15 +245,40 @@ def member(rank: int, context: str, members: list[int]) -> Process:
     return Process(rank, 100 + rank, "vm", "j", "1", taken=3.0, groups=[group])
 
 
-def test_picture_of_groups_with_one_description(tmp_path) -> None:
+def exported(processes: list[Process], path: Path) -> list[dict[str, Any]]:
+    timeline.write(trace.by_title(processes), [], path)
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def test_export_of_groups_with_one_description(tmp_path) -> None:
     """As the submeshes of a device mesh have."""
     processes = [
         member(rank, "ab"[rank // 2], [rank // 2 * 2, rank // 2 * 2 + 1]) for rank in range(4)
     ]
-    groups = trace.by_title(processes)
-    assert list(groups) == ["4 (mesh_tp)", "4 (mesh_tp) (2)"]
-    drawn = tmp_path / "lanes.svg"
-    timeline.draw(groups, [], drawn)
-    for rank in range(4):
-        title = "4 (mesh_tp)" if rank < 2 else "4 (mesh_tp) (2)"
-        assert f">rank {rank}, group {title}</text>" in drawn.read_text()
+    assert list(trace.by_title(processes)) == ["4 (mesh_tp)", "4 (mesh_tp) (2)"]
+    events = exported(processes, tmp_path / "lanes.json")
+    rows = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert rows == {
+        0: "group 4 (mesh_tp)",
+        1: "group 4 (mesh_tp)",
+        2: "group 4 (mesh_tp) (2)",
+        3: "group 4 (mesh_tp) (2)",
+    }
+
+
+def test_calls_that_overlap_are_in_rows_of_their_own(tmp_path) -> None:
+    process = member(0, "a", [0, 1])
+    process.groups[0].operations = [
+        Operation("all_reduce", 0, "done", 10.0, 10.0, 12.0),
+        Operation("all_reduce", 1, "done", 11.0, 12.0, 13.0),
+        Operation("all_reduce", 2, "queued", 12.5, None, None),
+    ]
+    process.taken = 14.0
+    events = exported([process], tmp_path / "lanes.json")
+    slices = [each for each in events if each["ph"] == "X"]
+    assert [each["ts"] for each in slices] == [0, 1e6, 2.5e6]
+    assert [each["dur"] for each in slices] == [2e6, 2e6, 1.5e6]
+    assert [each["tid"] % 2 for each in slices] == [0, 1, 0]
+    names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
+    assert names == ["rank 0 (vm:100)", "rank 1 (no trace)"]

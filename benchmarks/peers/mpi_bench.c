@@ -1,4 +1,4 @@
-/* MPI's side of `mycoll bench --peers`: the same operations on the same sizes, timed the same way, without torch.
+/* MPI's side of benchmarks/peers: the same operations on the same sizes, timed the same way, without torch.
  *
  *   mpiexec -n P mpi_bench SOCKET
  *
@@ -351,7 +351,7 @@ int main(int argc, char** argv) {
   MPI_Comm_size(MPI_COMM_WORLD, &ranks);
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   if (argc != 2 || strlen(argv[1]) >= sizeof address.sun_path) {
-    fprintf(stderr, "usage: mpi_bench SOCKET (started by `mycoll bench --peers`)\n");
+    fprintf(stderr, "usage: mpi_bench SOCKET (started by benchmarks/peers)\n");
     MPI_Abort(MPI_COMM_WORLD, 2);
   }
   strcpy(address.sun_path, argv[1]);

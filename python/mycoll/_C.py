@@ -1,7 +1,7 @@
-"""Becomes the compiled module for the torch that is running; what that contains is in _C.pyi."""
+"""Becomes the compiled module for the running torch. _C.pyi describes its contents."""
 
 import sys
 
-from mycoll._registration import load
+from mycoll._load import load
 
 sys.modules[__name__] = load()

@@ -11,11 +11,12 @@ module is loaded when a group is first made, or an attribute is used.
 
 from __future__ import annotations
 
+import importlib
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from mycoll._log import log_to_python
-from mycoll._registration import autoload, native
+from mycoll._native import native
+from mycoll._registration import autoload, is_called_later
 from mycoll._version import __version__
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         WaitSignalOptions,
         Window,
     )
+    from mycoll._log import log_to_python
     from mycoll.groups import process_group
     from mycoll.launch import SpawnError, spawn
     from mycoll.memory import deregister_mem_pool, nccl_mem_pool, register_mem_pool
@@ -56,6 +58,21 @@ __all__ = [
     "zeros",
 ]
 
+# The modules of names that are imported when they are used first.
+_MODULES = {
+    "SpawnError": "mycoll.launch",
+    "deregister_mem_pool": "mycoll.memory",
+    "empty": "mycoll.shared",
+    "empty_like": "mycoll.shared",
+    "log_to_python": "mycoll._log",
+    "nccl_mem_pool": "mycoll.memory",
+    "new_window": "mycoll.windows",
+    "process_group": "mycoll.groups",
+    "register_mem_pool": "mycoll.memory",
+    "shared_tensors": "mycoll.shared",
+    "spawn": "mycoll.launch",
+    "zeros": "mycoll.shared",
+}
 _NATIVE = (
     "ArgumentError",
     "Options",
@@ -65,7 +82,8 @@ _NATIVE = (
     "Window",
 )
 
-autoload()
+if not is_called_later():
+    autoload()
 
 
 def dump_trace(path: str | PathLike[str] | None = None) -> str:
@@ -80,26 +98,8 @@ def dump_trace(path: str | PathLike[str] | None = None) -> str:
 def __getattr__(name: str) -> Any:
     if name in _NATIVE:
         return getattr(native(), name)
-    if name == "process_group":
-        from mycoll.groups import process_group
-
-        return process_group
-    if name in ("spawn", "SpawnError"):
-        from mycoll import launch
-
-        return getattr(launch, name)
-    if name in ("deregister_mem_pool", "nccl_mem_pool", "register_mem_pool"):
-        from mycoll import memory
-
-        return getattr(memory, name)
-    if name in ("empty", "empty_like", "shared_tensors", "zeros"):
-        from mycoll import shared
-
-        return getattr(shared, name)
-    if name == "new_window":
-        from mycoll.windows import new_window
-
-        return new_window
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'mycoll' has no attribute '{name}'")
 
 

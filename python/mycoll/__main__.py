@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mycoll import _terminal, faults
+from mycoll._native import native
 from mycoll._pipes import quietly
-from mycoll._registration import native
 from mycoll._version import __version__
 
 Verb = Callable[[list[str]], int]
@@ -52,11 +52,11 @@ def known_verbs() -> dict[str, tuple[str, Verb]]:
         "demo": ("train on two ranks, then time mycoll beside gloo", in_module("demo")),
         "doctor": ("check this machine, and run a self-test", in_module("doctor")),
         "env": ("every MYCOLL_* variable: value, default, meaning", show_environment),
-        "status": ("what running ranks are doing, and which rank waits for which", status),
-        "top": ("the same, updated every second", top),
+        "status": ("what running ranks do now, and which waits for which", in_module("status")),
+        "top": ("the same, updated every second", in_module("status", watch=True)),
         "trace": ("what the ranks did last: which is missing, which differs", in_module("trace")),
         "metrics": ("counters of this host's ranks, for Prometheus", in_module("metrics")),
-        "bench": ("time collectives beside gloo, MPI and nccl", in_module("bench")),
+        "bench": ("time collectives beside gloo and nccl", in_module("bench")),
         "faults": ("break ranks on purpose, and time how the others notice", faults.main),
         "version": ("versions of mycoll, torch and Python", show_version),
     }
@@ -65,25 +65,13 @@ def known_verbs() -> dict[str, tuple[str, Verb]]:
     return verbs
 
 
-def in_module(name: str) -> Verb:
+def in_module(name: str, **options: Any) -> Verb:
     """Imported when it is called: most verbs import torch, which takes seconds."""
 
     def call(words: list[str]) -> int:
-        return int(importlib.import_module(f"mycoll.{name}").main(words) or 0)
+        return int(importlib.import_module(f"mycoll.{name}").main(words, **options) or 0)
 
     return call
-
-
-def status(words: list[str]) -> int:
-    from mycoll import status as module
-
-    return module.main(words)
-
-
-def top(words: list[str]) -> int:
-    from mycoll import status as module
-
-    return module.main(words, watch=True)
 
 
 def show_version(words: list[str]) -> int:

@@ -20,14 +20,17 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mycoll._registration import from_foreign_options, native
+from mycoll._groups import backend_of, members, unwrapped
+from mycoll._native import native
+from mycoll._patch import replace
+
+_NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
 
 _installed = False
 
@@ -54,27 +57,6 @@ def install() -> None:
     _give_all_gather_a_gradient()
 
 
-def replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wraps torch's function of this name, if this torch has it."""
-    original = getattr(distributed_c10d, name, None)
-    if original is None:
-        return
-    rebind(name, original, functools.wraps(original)(wrap(original)))
-
-
-def rebind(name: str, original: Any, new: Any) -> None:
-    """Puts `new` wherever `original` stands under its name."""
-    # Also where a program, or torch's device_mesh, has imported the function by its name already.
-    # Asked for its real type and its real dictionary: modules that load themselves when they are
-    # used would run their code, and what only says that it is a module (cffi's libraries) has none.
-    dictionary = vars(ModuleType)["__dict__"]
-    for module in list(sys.modules.values()):
-        if issubclass(type(module), ModuleType):
-            names = dictionary.__get__(module) or {}
-            if names.get(name) is original:
-                names[name] = new
-
-
 def _backend_names(group: ProcessGroup | None) -> dict[str, str]:
     """{"cpu": "mycoll", "cuda": "nccl"}; empty when this process is not in the group."""
     if distributed_c10d._rank_not_in_group(group):
@@ -83,21 +65,10 @@ def _backend_names(group: ProcessGroup | None) -> dict[str, str]:
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 
 
-def _own_backends(group: ProcessGroup, device: torch.device | None) -> list[Any]:
-    """mycoll's backends of the group, for this device or all, also under another one's name."""
-    kind = native().MycollBackend
-    types = group._device_types
-    if device is not None and torch.device(device.type) in types:
-        types = [device]
-    found = []
-    for each in types:
-        backend: Any = group._get_backend(each)
-        if not isinstance(backend, kind):
-            # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
-            backend = getattr(backend, "wrapped_pg", None)
-        if isinstance(backend, kind):
-            found.append(backend)
-    return found
+def _own_backends(group: ProcessGroup) -> list[Any]:
+    """mycoll's backends of the group, also under another one's name."""
+    found = (backend_of(group, each) for each in group._device_types)
+    return [backend for backend in found if backend is not None]
 
 
 def _wrap_monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,8 +85,8 @@ def _wrap_monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
         elif isinstance(timeout, (int, float)):
             timeout = timedelta(seconds=timeout)  # as torch, which warns and takes seconds
         distributed_c10d._check_valid_timeout(timeout)
-        members = distributed_c10d._get_default_group() if group is None else group
-        members.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
+        barrier = members(group).monitored_barrier  # type: ignore[attr-defined]
+        barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     return monitored_barrier
 
@@ -126,11 +97,9 @@ def _wrap_set_pg_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
         ours = [device for device, name in names.items() if name == "mycoll"]
         if len(ours) < len(names) or not ours:
             original(timeout, group)
-        members = distributed_c10d._get_default_group() if group is None else group
         for device in ours:
-            backend = members._get_backend(torch.device(device))
-            # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
-            getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+            backend = members(group)._get_backend(torch.device(device))
+            unwrapped(backend)._set_default_timeout(timeout)
 
     return set_pg_timeout
 
@@ -144,8 +113,8 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         group_desc: str | None = None,
         **more: Any,
     ) -> ProcessGroup | int | None:
-        default = distributed_c10d._get_default_group()
-        parent = default if parent_pg is None else parent_pg
+        default = members(None)
+        parent = members(parent_pg)
         on_cpu = _backend_names(parent).get("cpu") == "mycoll" and default.bound_device_id is None
         if not on_cpu or not split_ranks:
             ours = _device_backend(parent) if more.get("backend") is None else None
@@ -160,7 +129,7 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         before = _splits.get(parent, 0)
         _splits[parent] = before + 1
         if mine is None:
-            # What torch returns: -100 since 2.15, where its annotations have a name for that.
+            # As torch: -100 since 2.15, whose annotations have a name for it.
             outside = dist.GroupMember.NON_GROUP_MEMBER
             return outside if hasattr(distributed_c10d, "_NonGroupMember") else None
         return _make_group(
@@ -191,7 +160,7 @@ def _part_of_backends(parent: ProcessGroup, wanted: str | None) -> str:
 
 def _make_group(
     parent: ProcessGroup,
-    members: list[int],
+    mine: list[int],
     suffix: str,
     backend: str,
     timeout: timedelta | None,
@@ -201,17 +170,16 @@ def _make_group(
     """A group of these ranks of the parent, which they alone make: as by new_group, but for its
     name. They meet in the store by that. torch makes names from how many groups a process is in,
     or has asked for, and that differs between processes; what the parent is called does not."""
-    ours = parent._get_backend(torch.device("cpu"))
-    ours = getattr(ours, "wrapped_pg", ours)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    ours = unwrapped(parent._get_backend(torch.device("cpu")))
     name = getattr(ours, "_name", parent.group_name) + suffix
-    ranks = [dist.get_global_rank(parent, rank) for rank in members]
+    ranks = [dist.get_global_rank(parent, rank) for rank in mine]
     made: ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
-        members.index(parent.rank()),
+        mine.index(parent.rank()),
         ranks,
         distributed_c10d.Backend(backend),
-        distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][1],
+        distributed_c10d._world.pg_map[members(None)][1],
         distributed_c10d.GroupName(name),
         backend_options=pg_options,
         timeout=timeout or distributed_c10d._get_default_timeout(distributed_c10d.Backend(backend)),
@@ -223,27 +191,45 @@ def _make_group(
 
 def _device_backend(group: ProcessGroup) -> Any | None:
     """mycoll's, where the job is bound to devices; the same answer on all ranks of the group."""
-    bound = distributed_c10d._get_default_group().bound_device_id
+    bound = members(None).bound_device_id
     if bound is None or _backend_names(group).get(bound.type) != "mycoll":
         return None
-    backend = group._get_backend(bound)
-    backend = getattr(backend, "wrapped_pg", backend)
+    backend = unwrapped(group._get_backend(bound))
     return backend if hasattr(backend, "_split_devices") else None
 
 
 def _split_devices(parent: Any, make: Callable[[], ProcessGroup | None]) -> ProcessGroup | None:
-    """Makes the group, and splits NCCL's communicator for all of these groups at once. As torch
+    """Makes the group, and splits NCCL's communicator, once for all of these groups. As torch
     demands of split_group, all ranks of the parent are here, in a new group or not."""
     made = None
     try:
         made = make()
     except BaseException:
         with contextlib.suppress(Exception):
-            parent._split_devices(None, willing=False)  # lets the others go on
+            parent._split_devices(None, willing=False)  # the others continue
         raise
     child = _device_backend(made) if isinstance(made, ProcessGroup) else None
     parent._split_devices(child, willing=True)
     return made
+
+
+def from_foreign_options(options: Any) -> Any:
+    """mycoll's options with the settings of NCCL's communicators in torch's options for nccl.
+
+    None for options of other backends: a group like "cpu:mycoll,cuda:xccl" passes its options to
+    both of its backends. The timeout in them is not used, as torch passes that of the group, too.
+    """
+    config = getattr(options, "config", None)
+    if config is None or options.backend != "nccl":
+        return None
+    ours = native().Options()
+    for name in dir(ours.nccl):
+        theirs = getattr(config, "blocking" if name == "is_blocking" else name, None)
+        is_set = theirs is not None and theirs != _NCCL_UNDEFINED
+        if name.startswith("_") or not is_set:
+            continue
+        setattr(ours.nccl, name, bool(theirs) if name == "is_blocking" else theirs)
+    return ours
 
 
 def _own_options(options: Any) -> Any:
@@ -259,7 +245,7 @@ def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_split_source(*args: Any, **more: Any) -> Any:
         source = original(*args, **more)
-        module = sys.modules.get("mycoll._C")  # not there: nor is a group of ours
+        module = sys.modules.get("mycoll._C")  # absent: there is no group of ours
         return None if module is not None and isinstance(source, module.MycollBackend) else source
 
     return get_split_source
@@ -274,74 +260,80 @@ def guard_coalescing() -> None:
 class _Operations(list[Any]):
     """The collectives that torch notes while a block is open, for the thread that opened it."""
 
+    __slots__ = ("group", "thread")
+
     def __init__(self, group: ProcessGroup) -> None:
-        super().__init__()
-        self._group = group
-        self._thread = threading.get_ident()
+        self.group = group
+        self.thread = threading.get_ident()
 
     def append(self, operation: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             raise self.error("another thread is coalescing operations of this group")
         super().append(operation)
 
     def error(self, text: str) -> Exception:
         error: Exception = native().ArgumentError(
-            f"mycoll group '{self._group.group_name}': _coalescing_manager: {text}"
+            f"mycoll group '{self.group.group_name}': _coalescing_manager: {text}"
         )
         return error
 
 
 class _Block:
     """torch's block of operations, which has no `finally`. After an exception the group would still
-    be coalescing: its next collectives would only be noted, and return at once."""
+    be coalescing: its next collectives would only be noted, and return without a result."""
 
-    def __init__(self, group: ProcessGroup, backends: list[Any], torchs: Any) -> None:
-        self._group = group
-        self._backends = backends
-        self._torchs = torchs
-        self._operations = _Operations(group)
+    __slots__ = ("operations", "torchs")
+
+    def __init__(self, group: ProcessGroup, torchs: Any) -> None:
+        self.torchs = torchs
+        self.operations = _Operations(group)
 
     def __enter__(self) -> Any:
         blocks = distributed_c10d._world.pg_coalesce_state
-        if blocks.setdefault(self._group, self._operations) is not self._operations:
+        if blocks.setdefault(self.operations.group, self.operations) is not self.operations:
             # torch's manager would add to that block, and end it in the wrong place.
-            raise self._operations.error(
+            raise self.operations.error(
                 "a block of this group is open already, and blocks cannot be nested"
             )
         try:
-            return self._torchs.__enter__()
+            return self.torchs.__enter__()
         except BaseException:
-            self._drop()
+            self.drop()
             raise
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
-        is_complete = False
         try:
-            answer: bool | None = self._torchs.__exit__(kind, error, trace)
-            is_complete = kind is None
-            return answer
-        finally:
-            if not is_complete:
-                self._drop()
+            answer: bool | None = self.torchs.__exit__(kind, error, trace)
+        except BaseException:
+            self.drop()
+            raise
+        if kind is not None:
+            self.drop()
+        return answer
 
-    def _drop(self) -> None:
-        blocks = distributed_c10d._world.pg_coalesce_state
-        if blocks.get(self._group) is self._operations:
-            del blocks[self._group]
-        for backend in self._backends:
+    def drop(self) -> None:
+        blocks, group = distributed_c10d._world.pg_coalesce_state, self.operations.group
+        if blocks.get(group) is self.operations:
+            del blocks[group]
+        for backend in _own_backends(group):
             backend._drop_coalescing()
 
 
 def _wrap_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    ours: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
     def coalescing_manager(
         group: ProcessGroup | None = None,
         device: torch.device | None = None,
         async_ops: bool = False,
     ) -> Any:
-        members = group or distributed_c10d._get_default_group()
-        block = original(members, device, async_ops)
-        backends = _own_backends(members, device)
-        return _Block(members, backends, block) if backends else block
+        whole = group or members(None)
+        block = original(whole, device, async_ops)
+        if whole not in ours:
+            if not _own_backends(whole):
+                return block
+            ours.add(whole)
+        return _Block(whole, block)
 
     return coalescing_manager
 

@@ -1,4 +1,4 @@
-"""MYCOLL_CPU=gloo and Options(cpu="gloo"): torch's gloo in place of the engine.
+"""torch's gloo: in place of the engine, with MYCOLL_CPU=gloo and Options(cpu="gloo").
 
 For ruling the engine out, and for platforms where the compiled module cannot be built: nothing here
 needs it.
@@ -8,14 +8,52 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mycoll._log import log
+from mycoll._native import CPU, REPLACE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, _DistributedBackendOptions
 
-VARIABLE = "MYCOLL_CPU"
+_real: Any = None  # torch's class, while another one is in its place
+
+
+def is_replaced() -> bool:
+    """Whether mycoll has gloo's name in this process (replace.py)."""
+    return _real is not None
+
+
+def keep_real(real: Any) -> None:
+    """Remembers torch's class before another one takes its place."""
+    global _real
+    _real = real
+
+
+def real_gloo() -> Any:
+    """torch's own class."""
+    if _real is not None:
+        return _real
+    from torch.distributed import ProcessGroupGloo
+
+    return ProcessGroupGloo
+
+
+def variables_that_rename() -> list[str]:
+    """The variables that are set and give a backend another one's name, as NAME=VALUE."""
+    values = {name: os.environ.get(name, "") for name in (REPLACE, CPU)}
+    return [f"{name}={value}" for name, value in values.items() if value not in ("", "engine")]
+
+
+def keep_names_honest(program: str) -> None:
+    """Removes such variables from the environment that ranks will inherit, and prints a message.
+
+    For programs that compare backends by name.
+    """
+    for each in variables_that_rename():
+        del os.environ[each.partition("=")[0]]
+        print(f"{program}: ignores {each}: it compares backends by name", file=sys.stderr)
 
 
 def is_wanted(options: Any) -> bool:
@@ -28,23 +66,19 @@ def is_wanted(options: Any) -> bool:
 
 @functools.cache  # as of every variable, the first group's value counts
 def _is_gloo_by_default() -> bool:
-    value = os.environ.get(VARIABLE, "") or "engine"
+    value = os.environ.get(CPU, "") or "engine"
     if value not in ("engine", "gloo"):
-        raise ValueError(f"{VARIABLE}={value} is not valid: expected engine or gloo")
+        raise ValueError(f"{CPU}={value} is not valid: expected engine or gloo")
     return value == "gloo"
 
 
 def create(group: _DistributedBackendOptions) -> Backend:
     """The group as torch's own backend="gloo" would make it."""
-    from mycoll import replace
-
     log.warning(
         "mycoll: group '%s' carries CPU tensors over torch's gloo, as %s or Options(cpu=) says",
         group.group_id,
-        VARIABLE,
+        CPU,
     )
-    backend: Backend = replace.real_gloo()(
-        group.store, group.group_rank, group.group_size, group.timeout
-    )
+    backend: Backend = real_gloo()(group.store, group.group_rank, group.group_size, group.timeout)
     backend._set_sequence_number_for_group()
     return backend

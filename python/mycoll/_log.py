@@ -13,6 +13,8 @@ import re
 import threading
 import traceback
 
+from mycoll._native import native
+
 log = logging.getLogger("mycoll")
 
 _LINE = re.compile(r"\[mycoll \S+ (?P<level>[a-z]+) rank (?P<rank>\S+) pid \d+\] (?P<text>.*)")
@@ -36,8 +38,6 @@ def log_to_python(level: int = logging.INFO) -> None:
     The first failure of a process, which mycoll reports in any case, is CRITICAL.
     """
     global _pipe
-    from mycoll._registration import native
-
     if _pipe is None:
         _pipe = os.pipe()
         thread = threading.Thread(target=_forward, args=(_pipe[0],), name="mycoll log", daemon=True)
@@ -64,8 +64,6 @@ def _forward(descriptor: int) -> None:
 
 def _stop(descriptor: int, thread: threading.Thread) -> None:
     """At exit: what was written so far still arrives, and the rest goes to stderr."""
-    from mycoll._registration import native
-
     native()._log_to("", list(_LEVELS).index("failure"))
     os.write(descriptor, _END)
     thread.join(1)

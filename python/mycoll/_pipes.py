@@ -1,5 +1,5 @@
-"""How a command ends: what becomes of output that nobody reads any more, as of `mycoll env | head
--1`, or that cannot be written, and of Ctrl-C."""
+"""How a command ends: after Ctrl-C, when the reader of its output goes away (as of `mycoll env |
+head -1`), or when the output cannot be written."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import signal
 import sys
 from collections.abc import Callable
 
-# What a shell shows for a program that the signal has ended.
+# The exit code that a shell shows for a program that the signal has ended.
 UNREAD = 128 + signal.SIGPIPE
 INTERRUPTED = 128 + signal.SIGINT
 FAILED = 2
 
 
 def quietly(run: Callable[[], int]) -> int:
-    """Runs a command; its exit code, without a traceback where its reader goes away, the disk is
-    full, mycoll does not load here, or somebody has seen enough."""
+    """Runs a command, and returns its exit code: without a traceback when its reader goes away, the
+    disk is full, mycoll does not load here, or the user interrupts it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names are in any language
     try:

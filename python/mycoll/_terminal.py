@@ -1,4 +1,4 @@
-"""What the commands share when they write for people: width, colour, progress, bad arguments."""
+"""Output for people, shared by the commands: width, tables, colour, progress, bad arguments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from typing import IO, NoReturn
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
@@ -38,8 +39,35 @@ def wrapped(text: str, indent: int) -> list[str]:
     return lines or [""]
 
 
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table whose first row has the headings.
+
+    Columns without a value are left out. If a cell of the last column is too long for the width,
+    the cells of that column are on lines of their own.
+    """
+    keep = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    *columns, last = keep
+    sizes = [max(len(row[i]) for row in rows) for i in columns]
+    room = width() - sum(sizes) - 2 * len(sizes)
+    is_below = any(len(row[last]) > room for row in rows)
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [row[i].ljust(size) for i, size in zip(columns, sizes)]
+        if is_below and number:
+            lines += ["  ".join(cells).rstrip(), *folded(" " * 6 + row[last])]
+        else:
+            lines.append("  ".join(cells if is_below else [*cells, row[last]]).rstrip())
+    return lines
+
+
+def folded(sentence: str) -> list[str]:
+    """The lines of a sentence. Its own indentation stays, and further lines have four more."""
+    indent = " " * (len(sentence) - len(sentence.lstrip()))
+    return textwrap.wrap(sentence, width(), initial_indent="", subsequent_indent=f"{indent}    ")
+
+
 class Progress:
-    """What is being done, in one line of stderr that is rewritten in place; only on a terminal."""
+    """The current step, in one line of stderr that is rewritten in place; only on a terminal."""
 
     def __init__(self, is_wanted: bool = True) -> None:
         self._is_shown = is_wanted and is_terminal(sys.stderr)
@@ -55,7 +83,7 @@ class Progress:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong first, and then how the command is used."""
+    """Prints what is wrong first, and then the usage of the command."""
 
     def error(self, message: str) -> NoReturn:
         text = "\n  ".join(wrapped(f"{self.prog}: {message}", 2))

@@ -1,4 +1,4 @@
-"""What mycoll processes remember of themselves, read from outside, also while they hang.
+"""The record that each mycoll process keeps of itself, read from outside, also while it hangs.
 
 Each process keeps its last operations in a memfd (csrc/observe/black_box.h), which its own user
 (and root) can open through /proc. Nothing has to answer there. A trace is a copy of it in a file.
@@ -79,7 +79,7 @@ class Operation:
 
 @dataclass
 class Counts:
-    """Of the operations of one kind."""
+    """Totals of the operations of one kind."""
 
     done: int
     failed: int
@@ -151,7 +151,7 @@ def find(pids: list[int] | None = None) -> list[Process]:
 
 
 def own_pids() -> list[int]:
-    """Of all processes of this user on this host."""
+    """The ids of all processes of this user on this host."""
     me = os.geteuid()
     pids = []
     for entry in Path("/proc").iterdir():
@@ -161,11 +161,11 @@ def own_pids() -> list[int]:
     return pids
 
 
-def memfds(pid: int, link: str) -> Iterator[Path]:
-    """The process's descriptors of memory whose name begins so."""
+def memfds(pid: int) -> Iterator[Path]:
+    """The process's descriptors of such memory."""
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            if str(path.readlink()).startswith(link):
+            if str(path.readlink()).startswith(LINK):
                 yield path
 
 
@@ -191,15 +191,15 @@ def related(processes: list[Process]) -> list[list[Process]]:
 
 def read(pid: int) -> Process | None:
     """None when there is no such process, it is another user's, or it has made no group."""
-    # It goes on meanwhile, and may be of a version that nobody knows here.
+    # The process runs meanwhile, and may have a version that is unknown here.
     with contextlib.suppress(OSError, *_MALFORMED):
-        for path in memfds(pid, LINK):
+        for path in memfds(pid):
             with contextlib.suppress(OSError):
                 with path.open("rb", buffering=0) as file:
                     data = file.read()
                     again = os.pread(file.fileno(), len(data), 0)
                 process = _to_process(data, again)
-                # A child of fork has its parent's descriptor; it is not what the box tells about.
+                # A child of fork inherits its parent's descriptor, which describes the parent.
                 if process.pid in numbers_of(pid):
                     process.pid, process.state = pid, _state_of(pid)
                     return process
@@ -223,7 +223,7 @@ _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, struct.error, 
 
 
 class _Struct:
-    """A structure of the box: named fields at offsets. All of them are unpacked at once: a box with
+    """A structure of the box: named fields at offsets. They are unpacked in one call, as a box with
     many groups has ten thousands of entries."""
 
     def __init__(self, description: dict[str, Any]) -> None:
@@ -380,7 +380,7 @@ def _to_operation(
 
 
 def numbers_of(pid: int) -> Iterator[int]:
-    """What the process is called in its own and all outer pid namespaces."""
+    """The ids of the process in its own and all outer pid namespaces."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("NSpid:"):
             yield from map(int, line.split()[1:])

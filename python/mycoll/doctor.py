@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mycoll import _own_gloo, _terminal, replace
-from mycoll._registration import NotUsable, native
+from mycoll import _gloo, _terminal
+from mycoll._load import NotUsable
+from mycoll._native import native
 from mycoll._version import __version__
 from mycoll.launch import SpawnError, spawn
 
@@ -36,7 +37,7 @@ INDENT = 17  # status and name
 
 
 @dataclass(frozen=True)
-class Finding:
+class Result:
     """One line of the report."""
 
     name: str
@@ -53,21 +54,21 @@ def main(words: Sequence[str] = ()) -> int:
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     as_json = parser.parse_args(words).json
-    findings: list[Finding] = []
+    results: list[Result] = []
     usable = is_usable()
     progress = _terminal.Progress(not as_json)
     for check in CHECKS:
         progress.show(f"checking: {title(check)}")
         is_skipped = check in NEED_MODULE and not usable
-        for finding in [skipped(check)] if is_skipped else examine(check):
-            findings.append(finding)
+        for result in [skipped(check)] if is_skipped else examine(check):
+            results.append(result)
             progress.hide()
             if not as_json:
-                show(finding)
-    failed = sum(each.status == FAIL for each in findings)
-    warned = sum(each.status == WARN for each in findings)
+                show(result)
+    failed = sum(each.status == FAIL for each in results)
+    warned = sum(each.status == WARN for each in results)
     if as_json:
-        rows = [asdict(each) for each in findings]
+        rows = [asdict(each) for each in results]
         print(json.dumps({"ok": not failed, "findings": rows}, indent=2))
     else:
         print(f"\n{counted(failed, 'problem')}, {counted(warned, 'warning')}")
@@ -86,30 +87,30 @@ def is_usable() -> bool:
     return True
 
 
-def title(check: Callable[[], Iterator[Finding]]) -> str:
+def title(check: Callable[[], Iterator[Result]]) -> str:
     return check.__name__.replace("check_", "")
 
 
-def skipped(check: Callable[[], Iterator[Finding]]) -> Finding:
+def skipped(check: Callable[[], Iterator[Result]]) -> Result:
     text = "not checked: it needs the compiled module, see torch"
-    return Finding(title(check), text, WARN, "fix that first")
+    return Result(title(check), text, WARN, "fix that first")
 
 
-def examine(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def examine(check: Callable[[], Iterator[Result]]) -> Iterator[Result]:
     """A check that breaks is a finding, not the end of the report."""
     try:
         yield from check()
     except Exception as error:
         text = f"the check itself failed: {error!r}"
-        yield Finding(title(check), text, WARN, "report this to mycoll's authors")
+        yield Result(title(check), text, WARN, "report this to mycoll's authors")
 
 
-def show(finding: Finding) -> None:
-    colour = {OK: "green", WARN: "yellow", FAIL: "red"}[finding.status]
-    first, *more = _terminal.wrapped(finding.text, INDENT)
-    print(f"{_terminal.paint(f'{finding.status:4}', colour)}  {finding.name:10} {first}")
-    if finding.fix:
-        more += _terminal.wrapped(f"fix: {finding.fix}", INDENT)
+def show(result: Result) -> None:
+    colour = {OK: "green", WARN: "yellow", FAIL: "red"}[result.status]
+    first, *more = _terminal.wrapped(result.text, INDENT)
+    print(f"{_terminal.paint(f'{result.status:4}', colour)}  {result.name:10} {first}")
+    if result.fix:
+        more += _terminal.wrapped(f"fix: {result.fix}", INDENT)
     for line in more:
         print(f"{'':{INDENT}}{line}", flush=True)
 
@@ -117,14 +118,14 @@ def show(finding: Finding) -> None:
 # --- the software ---------------------------------------------------------------------------------
 
 
-def check_torch() -> Iterator[Finding]:
+def check_torch() -> Iterator[Result]:
     import torch
     import torch.distributed as dist
 
-    yield Finding("mycoll", f"{__version__}, {Path(__file__).parent}")
+    yield Result("mycoll", f"{__version__}, {Path(__file__).parent}")
     if not dist.is_available():
         text = f"{torch.__version__} is built without torch.distributed"
-        yield Finding("torch", text, FAIL, "install a torch wheel from pytorch.org")
+        yield Result("torch", text, FAIL, "install a torch wheel from pytorch.org")
         return
     try:
         built = native().torch_version
@@ -132,22 +133,22 @@ def check_torch() -> Iterator[Finding]:
         problem, fix = str(error), "install mycoll again"
         if isinstance(error, NotUsable):
             problem, fix = error.problem, error.fix
-        yield Finding("torch", f"{torch.__version__}: {problem}", FAIL, fix)
+        yield Result("torch", f"{torch.__version__}: {problem}", FAIL, fix)
         return
     minor = ".".join(str(built).split(".")[:2])
-    yield Finding("torch", f"{torch.__version__}, matches the build ({minor})")
+    yield Result("torch", f"{torch.__version__}, matches the build ({minor})")
     if "mycoll" not in dist.Backend.backend_list:
-        yield Finding("torch", "does not know the backend", FAIL, "import mycoll in your program")
+        yield Result("torch", "does not know the backend", FAIL, "import mycoll in your program")
 
 
-def check_interpreter() -> Iterator[Finding]:
+def check_interpreter() -> Iterator[Result]:
     name = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
-    yield Finding("python", name)
+    yield Result("python", name)
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
     if sys.platform == "linux":
-        yield Finding("system", text)
+        yield Result("system", text)
     else:
-        yield Finding("system", text, FAIL, "mycoll runs on Linux; elsewhere use gloo")
+        yield Result("system", text, FAIL, "mycoll runs on Linux; elsewhere use gloo")
 
 
 class _DlInfo(ctypes.Structure):
@@ -183,11 +184,11 @@ def nccl_version() -> tuple[int, int, int]:
     return major, minor, patch
 
 
-def check_nccl() -> Iterator[Finding]:
+def check_nccl() -> Iterator[Result]:
     import torch.distributed as dist
 
     if not dist.is_nccl_available():
-        yield Finding("nccl", "not in this torch (CPU tensors need none)")
+        yield Result("nccl", "not in this torch (CPU tensors need none)")
         return
     version = ".".join(map(str, nccl_version()))
     where = nccl_file() or "inside libtorch"
@@ -200,9 +201,9 @@ def check_nccl() -> Iterator[Finding]:
     text += "\nserves CUDA tensors, unless MYCOLL_CUDA=host"
     if len(packages) > 1:
         fix = "pip uninstall the one that torch does not require: both write the same file"
-        yield Finding("nccl", text, WARN, fix)
+        yield Result("nccl", text, WARN, fix)
     else:
-        yield Finding("nccl", text)
+        yield Result("nccl", text)
 
 
 def _is_installed(name: str) -> bool:
@@ -212,47 +213,40 @@ def _is_installed(name: str) -> bool:
     return False
 
 
-def check_variables() -> Iterator[Finding]:
+def check_variables() -> Iterator[Result]:
     for name, near in native().unknown_variables():
         fix = f"did you mean {near}?" if near else "unset it; `mycoll env` lists all"
-        yield Finding("variables", f"{name} is unknown and has no effect", WARN, fix)
+        yield Result("variables", f"{name} is unknown and has no effect", WARN, fix)
     rows = [entry for entry in native().environment() if entry["source"] != "default"]
     words = sorted(f"{entry['source']}={entry['value']}" for entry in rows)
-    yield Finding("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")
+    yield Result("variables", ", ".join(words) if words else "all MYCOLL_* at their defaults")
     for entry in rows:
         yield from file_of(str(entry["name"]), Path(str(entry["value"])))
-    if replace.is_in_place():
-        yield Finding("variables", "mycoll is in gloo's place: groups called gloo are mycoll's")
+    if _gloo.is_replaced():
+        yield Result("variables", "mycoll is in gloo's place: groups called gloo are mycoll's")
     if "MYCOLL_CPU=gloo" in words:
         fix = "unset MYCOLL_CPU when the comparison is over"
-        yield Finding("variables", "CPU tensors go over torch's gloo", WARN, fix)
-
-
-def check_gloo() -> Iterator[Finding]:
-    """Groups of running processes that are gloo's although they were to be mycoll's."""
-    for each in _own_gloo.find():
-        fix = "see the warning at that process's start, and docs/compatibility.md"
-        yield Finding("gloo", each.sentence(), WARN, fix)
+        yield Result("variables", "CPU tensors go over torch's gloo", WARN, fix)
 
 
 WRITTEN = ("MYCOLL_LOG_FILE", "MYCOLL_TRACE_FILE")
 
 
-def file_of(variable: str, path: Path) -> Iterator[Finding]:
-    """Whether a file can be where a variable says: otherwise nobody notices before it is missed."""
+def file_of(variable: str, path: Path) -> Iterator[Result]:
+    """Whether the file that a variable names can be written, before a run depends on it."""
     folder = path.parent
     if variable in WRITTEN and str(path) not in ("", "off", ".") and "%" not in str(folder):
         if not os.access(folder, os.W_OK | os.X_OK):
             text = f"{variable}={path}: cannot write in {folder}"
-            yield Finding("variables", text, WARN, f"mkdir -p {folder}, or another place")
+            yield Result("variables", text, WARN, f"mkdir -p {folder}, or another place")
     elif variable == "MYCOLL_SECRET_FILE" and not os.access(path, os.R_OK):
-        yield Finding("variables", f"{variable}={path} cannot be read", WARN, "see its permissions")
+        yield Result("variables", f"{variable}={path} cannot be read", WARN, "see its permissions")
 
 
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def check_network() -> Iterator[Finding]:
+def check_network() -> Iterator[Result]:
     variable = "MYCOLL_SOCKET_IFNAME"
     wanted = os.environ.get(variable, "")
     store = os.environ.get("MASTER_ADDR", "")
@@ -261,13 +255,13 @@ def check_network() -> Iterator[Finding]:
         chosen, own_address = native().choose_interface(store or ELSEWHERE)[0]
     except RuntimeError as error:
         fix = f"export {variable}={names[0]}, or unset it" if names else "ip link set lo up"
-        yield Finding("network", str(error), FAIL, fix)
+        yield Result("network", str(error), FAIL, fix)
         return
     why = f"as {variable}={wanted} says" if wanted else ""
     if not wanted and store:
         why = f"as it leads to MASTER_ADDR={store}"
     text = f"{chosen} {own_address} {why}".rstrip()
-    yield Finding("network", f"{text}, of the interfaces {', '.join(names)}")
+    yield Result("network", f"{text}, of the interfaces {', '.join(names)}")
 
     name = socket.gethostname()
     try:
@@ -276,18 +270,18 @@ def check_network() -> Iterator[Finding]:
         address = str(known[0][4][0])
     except OSError:
         fix = f"echo '{own_address} {name}' >> /etc/hosts, or give MASTER_ADDR as an address"
-        yield Finding("hostname", f"{name} does not resolve", WARN, fix)
+        yield Result("hostname", f"{name} does not resolve", WARN, fix)
         return
     if address.startswith("127.") and not own_address.startswith(("127.", "::1")):
         text = f"{name} resolves to {address}, which other hosts cannot reach"
         fix = f"for jobs on several hosts: export {variable}={chosen}"
         fix += f", and MASTER_ADDR={own_address} if rank 0 is here"
-        yield Finding("hostname", text, OK if wanted else WARN, "" if wanted else fix)
+        yield Result("hostname", text, OK if wanted else WARN, "" if wanted else fix)
     else:
-        yield Finding("hostname", f"{name} resolves to {address}")
+        yield Result("hostname", f"{name} resolves to {address}")
 
 
-def check_memory() -> Iterator[Finding]:
+def check_memory() -> Iterator[Result]:
     try:
         descriptor = os.memfd_create("mycoll-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -295,14 +289,14 @@ def check_memory() -> Iterator[Finding]:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         finally:
             os.close(descriptor)
-        yield Finding("shm", "sealed memfd works; /dev/shm and its size limit are not used")
+        yield Result("shm", "sealed memfd works; /dev/shm and its size limit are not used")
     except OSError as error:
         fix = "allow memfd_create in the container's seccomp profile, or MYCOLL_TRANSPORT=tcp"
-        yield Finding("shm", f"no sealed memfd: {error}", FAIL, fix)
+        yield Result("shm", f"no sealed memfd: {error}", FAIL, fix)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY:
         text = f"files, and with them shared memory, are limited to {limit // MIB} MiB"
-        yield Finding("shm", text, WARN, "ulimit -f unlimited")
+        yield Result("shm", text, WARN, "ulimit -f unlimited")
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{soft} file descriptors ({hard} at most)"
@@ -310,26 +304,26 @@ def check_memory() -> Iterator[Finding]:
     fix = f"ulimit -n {max(soft, min(hard, 65536))}" if status != OK else ""
     if fix and hard < DESCRIPTORS:
         fix = "raise the hard limit: limits.conf, LimitNOFILE=, or docker run --ulimit nofile=65536"
-    yield Finding("limits", text, status, fix)
+    yield Result("limits", text, status, fix)
     if hasattr(os, "pidfd_open"):
         try:
             os.close(os.pidfd_open(os.getpid()))
         except OSError as error:
             text = f"no pidfd_open ({error}): the death of a rank may be noticed later"
-            yield Finding("limits", text, WARN, "allow pidfd_open in the seccomp profile")
+            yield Result("limits", text, WARN, "allow pidfd_open in the seccomp profile")
 
 
-def check_cores() -> Iterator[Finding]:
+def check_cores() -> Iterator[Result]:
     cores = native().usable_cores()
     text = f"{cores} of {os.cpu_count()} usable (affinity and the cgroup's quota)"
     if cores < 2:
         fix = "give the job a core for each rank (taskset, --cpus-per-task, docker run --cpus)"
-        yield Finding("cores", f"{text}: ranks take turns", WARN, fix)
+        yield Result("cores", f"{text}: ranks take turns", WARN, fix)
     else:
-        yield Finding("cores", f"{text}: up to {cores} ranks may spin while they wait")
+        yield Result("cores", f"{text}: up to {cores} ranks may spin while they wait")
 
 
-def check_ranks() -> Iterator[Finding]:
+def check_ranks() -> Iterator[Result]:
     """How ranks are numbered, where a launcher has said it: WORLD_SIZE and LOCAL_WORLD_SIZE."""
     try:
         ranks = int(os.environ["WORLD_SIZE"])
@@ -342,30 +336,13 @@ def check_ranks() -> Iterator[Finding]:
     block = native()._better_sum_block([here] * (ranks // here))
     fix = f"export MYCOLL_SUM_BLOCK={block} on all of them" if block else ""
     text += ", which send more than one partial sum each" if block else ""
-    yield Finding("ranks", text, WARN if block else OK, fix)
-
-
-def check_container() -> Iterator[Finding]:
-    signs = {
-        "/.dockerenv": "Docker",
-        "/run/.containerenv": "Podman",
-        "/singularity": "Apptainer",
-        "/.singularity.d": "Apptainer",
-    }
-    kind = next((kind for path, kind in signs.items() if Path(path).exists()), "")
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
-        kind = "Kubernetes"
-    if kind:
-        text = f"{kind}: ranks share memory only within one network namespace"
-        yield Finding("container", text)
-    else:
-        yield Finding("container", "none")
+    yield Result("ranks", text, WARN if block else OK, fix)
 
 
 # --- a real group ---------------------------------------------------------------------------------
 
 
-def check_transports() -> Iterator[Finding]:
+def check_transports() -> Iterator[Result]:
     for transport in ("shm", "tcp"):
         fix = f"look at the log: MYCOLL_LOG=debug mycoll doctor; to do without {transport}: "
         fix += "MYCOLL_TRANSPORT=tcp" if transport == "shm" else "MYCOLL_TRANSPORT=shm"
@@ -380,18 +357,18 @@ def check_transports() -> Iterator[Finding]:
             reports = spawn(self_test, 2, env=settings, timeout=TEST_SECONDS)
         except Exception as error:
             cause = error.cause if isinstance(error, SpawnError) else str(error)
-            yield Finding("self-test", f"{name}: {cause}", FAIL, fix)
+            yield Result("self-test", f"{name}: {cause}", FAIL, fix)
             continue
         wrong = sum(number for number, _ in reports)
         used = reports[0][1]
         text = f"{name}: all_reduce, all_gather, send and recv: {wrong} wrong"
         if wrong:
             fix = "report this to mycoll's authors; until then MYCOLL_CPU=gloo"
-            yield Finding("self-test", text, FAIL, fix)
+            yield Result("self-test", text, FAIL, fix)
         elif used != transport:
-            yield Finding("self-test", f"{text}, but over {used}", FAIL, fix)
+            yield Result("self-test", f"{text}, but over {used}", FAIL, fix)
         else:
-            yield Finding("self-test", text)
+            yield Result("self-test", text)
 
 
 def self_test() -> tuple[int, str]:
@@ -424,7 +401,7 @@ def self_test() -> tuple[int, str]:
     return wrong, group._get_backend(torch.device("cpu")).transport()
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[], Iterator[Result]], ...] = (
     check_torch,
     check_interpreter,
     check_variables,
@@ -432,9 +409,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_memory,
     check_cores,
     check_ranks,
-    check_container,
     check_nccl,
-    check_gloo,
     check_transports,
 )
 NEED_MODULE = (check_variables, check_network, check_cores, check_ranks, check_transports)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
-from mycoll import _registration
+from mycoll import _create
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -26,19 +26,18 @@ def process_group(
     name: str = "group",
     pg_options: Options | None = None,
 ) -> ProcessGroup:
-    """A group of `size` ranks that meet in `store`; returns when all of them have come.
+    """A group of `size` ranks that meet in `store`; returns when all of them are there.
 
     It needs no init_process_group, and dist does not know of it. A process may have any number of
     them, be several ranks of one group (in threads), and make and drop them in any order, from any
-    thread. `shutdown()` leaves it, `abort()` ends it for everybody.
+    thread. `shutdown()` leaves it, `abort()` ends it for all ranks.
 
     timeout: for the meeting and for each operation; 30 minutes unless pg_options say otherwise.
     name: the same on all ranks. Groups that share a store at one time need names of their own.
     """
     if timeout is None:
         timeout = default_pg_timeout if pg_options is None else pg_options.timeout
-    module = _registration.native()
-    _registration.prepare(module)
+    module = _create.prepare()
     own_store = PrefixStore(f"mycoll {name}/", store)
     backend = module.MycollBackend(
         own_store,
@@ -48,7 +47,7 @@ def process_group(
         name,
         [],
         pg_options,
-        _registration.has_device(),
+        _create.has_device(),
         of_job=False,
     )
     group = ProcessGroup(own_store, rank, size)

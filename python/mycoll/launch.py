@@ -1,18 +1,20 @@
 """mycoll.spawn: a function on several ranks of this machine, from a script or a notebook cell.
 
 Each rank is a process of its own (start method "spawn": safe with threads, and for CUDA). The
-parent holds the rendezvous store, collects what the ranks return, and stops them all when one
-fails.
+parent holds the rendezvous store, collects the results of the ranks, and stops them all when one
+fails. `mycoll bench` and `mycoll demo` start their ranks here, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import math
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -25,11 +27,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mycoll import _leaving
-from mycoll._parent import end_with, signal_name
+from mycoll._pipes import is_unread
 
 # How long others may take to report after the first failure: it may be the consequence of theirs.
 GRACE_SECONDS = 1.0
 TICK_SECONDS = 0.5
+
+_PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
 
@@ -62,6 +66,53 @@ def spawn(
     the call belongs under `if __name__ == "__main__":`.
     """
     __tracebackhide__ = True  # pytest shows the caller, and the rank's own traceback
+    return _spawn(fn, nprocs, args, backend, env or {}, timeout)
+
+
+def run_command(
+    name: str,
+    fn: Callable[..., int | None],
+    nprocs: int,
+    args: Sequence[Any],
+    backend: str,
+) -> int:
+    """Runs a command on ranks that share the cores: one thread each, unless OMP_NUM_THREADS is set.
+
+    Args:
+        name: The command, for messages.
+        fn: Called with `args` on each rank; returns the rank's exit code.
+        nprocs: The number of ranks.
+        args: The arguments of `fn`.
+        backend: The backend of the group that the ranks have when `fn` starts.
+
+    Returns:
+        The largest exit code of the ranks; 1 if one fails, after printing its error.
+
+    Raises:
+        BrokenPipeError: The reader of standard output has gone away.
+    """
+    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    try:
+        codes = _spawn(fn, nprocs, args, backend, env, None, is_command=True)
+    except SpawnError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    return max(code or 0 for code in codes)
+
+
+# --- in the parent --------------------------------------------------------------------------------
+
+
+def _spawn(
+    fn: Callable[..., T],
+    nprocs: int,
+    args: Sequence[Any],
+    backend: str,
+    env: Mapping[str, str],
+    timeout: float | None,
+    is_command: bool = False,
+) -> list[T]:
+    __tracebackhide__ = True
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, not {nprocs}")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -72,7 +123,7 @@ def spawn(
     import torch.distributed as dist
 
     payload = _pack((fn, tuple(args)), fn)
-    # Held by the parent: rank 0 may fail early, and the others must still hear of it.
+    # Held by the parent: if rank 0 fails early, the others must still be notified.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     ranks: list[_Rank] = []
@@ -81,20 +132,17 @@ def spawn(
             receiver, sender = context.Pipe(duplex=False)
             job = _Job(rank, nprocs, store.port, backend, os.getpid(), payload)
             process = context.Process(target=_run, args=(job, sender), name=f"mycoll rank {rank}")
-            with _starting, _environment(env or {}), _without_phantom_script():
+            with _starting, _environment(env), _without_phantom_script():
                 process.start()
             sender.close()  # now only the child holds it: its death is an end of file
             ranks.append(_Rank(rank, process, receiver))
-        _collect(ranks, timeout)
+        _collect(ranks, timeout, is_command)
         failed = [each for each in ranks if each.failure is not None]
         if failed:
             raise _error(failed, nprocs)
         return [pickle.loads(each.result) for each in ranks]
     finally:
         _stop(ranks)
-
-
-# --- in the parent --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -123,8 +171,11 @@ class _Rank:
             kind, content = self.receiver.recv()
         except (EOFError, OSError):
             self.process.join(10)
-            text = _last_words(self.process.exitcode)
-            self.failure = _Failure(text, time.monotonic(), False, text)
+            code = self.process.exitcode
+            text = _last_words(code)
+            # A signal is the cause, also where others have noticed the end before this process.
+            when = 0.0 if code is not None and code < 0 else time.monotonic()
+            self.failure = _Failure(text, when, False, text)
             return
         if kind == "result":
             self.result = content
@@ -132,7 +183,7 @@ class _Rank:
             self.failure = _Failure(*content)
 
 
-def _collect(ranks: list[_Rank], timeout: float | None) -> None:
+def _collect(ranks: list[_Rank], timeout: float | None, is_command: bool) -> None:
     """Until all are done, or one has failed and the others have had their grace."""
     __tracebackhide__ = True
     end = time.monotonic() + timeout if timeout is not None else None
@@ -140,6 +191,8 @@ def _collect(ranks: list[_Rank], timeout: float | None) -> None:
     while waiting := [each for each in ranks if not each.is_done]:
         left = math.inf if end is None else max(0.0, end - time.monotonic())
         heard = wait([each.receiver for each in waiting], min(left, TICK_SECONDS))
+        if is_command and is_unread():
+            raise BrokenPipeError
         for each in waiting:
             # A process that it has forked may hold its end of the pipe: then nothing comes.
             if each.receiver in heard or not each.process.is_alive():
@@ -169,7 +222,8 @@ def _error(failed: list[_Rank], nprocs: int) -> SpawnError:
 
 def _last_words(code: int | None) -> str:
     if code is not None and code < 0:
-        name = signal_name(-code)
+        known = -code in set(signal.Signals)
+        name = signal.Signals(-code).name if known else f"signal {-code}"
         hint = " (killed: perhaps the machine ran out of memory)" if name == "SIGKILL" else ""
         return f"The process was ended by {name}{hint}."
     return f"The process ended with exit code {code} and without a result; see its output."
@@ -192,7 +246,7 @@ _starting = threading.Lock()  # the environment is the whole process's
 
 @contextlib.contextmanager
 def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    """For a rank to inherit: what it imports before it hears of its job may look at it."""
+    """For a rank to inherit: modules that it imports before it receives its job may read it."""
     before = {name: os.environ.get(name) for name in more}
     try:
         os.environ.update(more)
@@ -257,7 +311,10 @@ class _Job:
 
 
 def _run(job: _Job, sender: Connection) -> None:
-    end_with(job.parent)
+    # A rank does not outlive its parent.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != job.parent:  # it has ended already
+        raise SystemExit(128 + signal.SIGTERM)
     try:
         result = _call(job)
     except BaseException as error:
@@ -265,11 +322,13 @@ def _run(job: _Job, sender: Connection) -> None:
         error.__traceback__ = _below_this_file(error.__traceback__)
         text = "".join(traceback.format_exception(error))
         cause = "".join(traceback.format_exception_only(error)).strip()
-        sender.send(("failure", (text, when, _is_consequence(error), cause)))
+        with contextlib.suppress(OSError):  # the parent has been interrupted, too
+            sender.send(("failure", (text, when, _is_consequence(error), cause)))
         sender.close()
-        _leaving.close_after(error)  # the others say why this rank has gone
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _leaving.close_after(error)  # the others' errors then name the reason
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(1)
     sender.send(("result", result))
     sender.close()

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mycoll._registration import native, nccl_wheel
+from mycoll._groups import backend_of, unwrapped
+from mycoll._native import native, nccl_wheel
 
 if TYPE_CHECKING:
     from mycoll._C import MycollBackend
@@ -36,7 +37,7 @@ def nccl_mem_pool() -> torch.cuda.MemPool:
 
 
 def nccl_allocator() -> Any:
-    """What torch.cuda.MemPool() is made with; a backend's `mem_allocator`."""
+    """The allocator for torch.cuda.MemPool(), and a backend's `mem_allocator`."""
     module = native()
     module.set_nccl_wheel(nccl_wheel())
     module._require_nccl_memory()
@@ -134,10 +135,9 @@ class _Pool:
 def _group_of(backend: MycollBackend, device: torch.device) -> ProcessGroup | None:
     """The group of torch's that this is the backend of; None where it has been destroyed."""
     for group in distributed_c10d._world.pg_map:
-        if torch.device(device.type) in group._device_types:
-            found = group._get_backend(device)
-            if getattr(found, "wrapped_pg", found) is backend:
-                return group
+        serves = torch.device(device.type) in group._device_types
+        if serves and unwrapped(group._get_backend(device)) is backend:
+            return group
     return None
 
 
@@ -156,13 +156,10 @@ def _segments(pool: Any) -> list[dict[str, Any]]:
 
 
 def _backend(group: ProcessGroup | None, device: torch.device) -> MycollBackend:
-    members = distributed_c10d._get_default_group() if group is None else group
-    backend = members._get_backend(device)
-    # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
-    backend = getattr(backend, "wrapped_pg", backend)
-    if not isinstance(backend, native().MycollBackend):
+    backend: MycollBackend | None = backend_of(group, device)
+    if backend is None:
         raise ValueError(
             f"{dist.get_backend(group)!r} serves tensors on {device}, not mycoll: "
             "its own functions register memory"
         )
-    return backend  # type: ignore[no-any-return]
+    return backend

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mycoll import _terminal, black_box, status
+from mycoll import _terminal, _units, black_box, status
 from mycoll.black_box import Counts, Group, Process
 
 # Operations of groups that are gone are still counted, so that a sum over groups never falls.
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
         "--file", type=Path, metavar="PATH", help="write there, whole or not at all (NAME.prom)"
     )
     parser.add_argument(
-        "--every", type=status.positive, metavar="SECONDS", help="with --file: until Ctrl-C"
+        "--every", type=_units.seconds, metavar="SECONDS", help="with --file: until Ctrl-C"
     )
     parsed = parser.parse_args(list(words))
     if parsed.every and not parsed.file:

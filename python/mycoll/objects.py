@@ -2,7 +2,7 @@
 
 torch sends the sizes, then the pickles, each padded to the longest. Here the first message has a
 fixed size, and most objects are in it. Whatever does not fit follows: the rest of the pickles, and
-large memory from where it lies to where it will stay (parcel.py). Who sends what is decided by
+large memory from where it lies to where it will stay (parcel.py). What each rank sends depends on
 sizes that the receivers have, so all ranks agree.
 
 For other groups, for devices and for `weights_only`, torch's functions are called with the same
@@ -25,7 +25,8 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from mycoll import _compat, _registration
+from mycoll._groups import backend_of, members
+from mycoll._patch import replace
 from mycoll.parcel import (
     CELL_BYTES,
     Incoming,
@@ -41,7 +42,7 @@ from mycoll.parcel import (
 _ALL_CELLS_BYTES = 1 << 18
 _SMALLEST_CELL = 512
 
-# Of the messages that belong to gather_object and scatter_object_list; those of programs have 0, or
+# The tag of messages in gather_object and scatter_object_list; those of programs have 0, or
 # small numbers.
 _TAG = 0x6F626A73
 
@@ -62,7 +63,7 @@ def install() -> None:
         _wrap_send_object_list,
         _wrap_recv_object_list,
     ):
-        _compat.replace(wrap.__name__.removeprefix("_wrap_"), wrap)
+        replace(wrap.__name__.removeprefix("_wrap_"), wrap)
 
 
 # --- the functions --------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def _wrap_send_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
             original(object_list, dst, group, device, group_dst, use_batch, *args, **more)
             return
         peer = _group_rank(group, dst, group_dst)
-        distributed_c10d._check_not_self_rank(_members(group), peer, "destination")
+        distributed_c10d._check_not_self_rank(members(group), peer, "destination")
         _check_not_empty(object_list)
         parcel = pack(object_list)
         cell = backend.send([as_tensor(parcel.cell(CELL_BYTES))], peer, 0)
@@ -211,15 +212,15 @@ def _wrap_recv_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
         if backend is None:
             return original(object_list, src, group, device, group_src, use_batch, *args, **more)
         peer = _group_rank(group, src, group_src)
-        distributed_c10d._check_not_self_rank(_members(group), peer, "source")
+        distributed_c10d._check_not_self_rank(members(group), peer, "source")
         _check_not_empty(object_list)
         cell = new_memory(CELL_BYTES)
         _wait([backend.recv([as_tensor(cell)], peer, 0)])
         [parcel] = _receive_rest(backend, [(peer, cell)], 0)
         _put(object_list, parcel, peer)
-        members = _members(group)
-        is_listed = members in distributed_c10d._world.pg_group_ranks
-        return dist.get_global_rank(members, peer) if is_listed else peer
+        whole = members(group)
+        is_listed = whole in distributed_c10d._world.pg_group_ranks
+        return dist.get_global_rank(whole, peer) if is_listed else peer
 
     return recv_object_list
 
@@ -237,21 +238,13 @@ def _backend(group: Any, options: Iterable[Any], device: Any = None) -> Any | No
         return None  # the program has put its own there, on all ranks
     if device is not None and torch.device(device).type != "cpu":
         return None
-    members = _members(group)
     try:
-        backend = members._get_backend(_CPU)
+        return backend_of(group)
     except (RuntimeError, AttributeError):  # serves devices only; no ProcessGroup, as torch's RPC
         return None
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-    return backend if isinstance(backend, _registration.native().MycollBackend) else None
 
 
-_CPU = torch.device("cpu")
 _PICKLERS = (pickle.Pickler, pickle.Unpickler)
-
-
-def _members(group: ProcessGroup | None) -> ProcessGroup:
-    return distributed_c10d._get_default_group() if group is None else group
 
 
 def _group_rank(
@@ -260,7 +253,7 @@ def _group_rank(
     if rank is None and group_rank is None:
         rank = default
     result: int = distributed_c10d._canonicalize_group_rank(
-        _members(group), rank, group_rank, return_global=False
+        members(group), rank, group_rank, return_global=False
     )
     return result
 
@@ -386,7 +379,7 @@ def _broadcast_asides(backend: Any, parcel: Parcel, root: int) -> list[Any]:
 
 
 def _send_rest(backend: Any, parcel: Parcel, room: int, peer: int, tag: int) -> list[Any]:
-    """What was not in the first message, which had so much room."""
+    """Sends the rest of a parcel after the first message, which had `room` bytes."""
     head = parcel.head()
     rest = [as_tensor(head)] if len(head) > room else []
     rest += parcel.asides

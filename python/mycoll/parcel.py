@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from mycoll._registration import native
+from mycoll._native import native
 
 # Memory of this size travels by itself: one more message costs less than two copies.
 ASIDE_BYTES = 1 << 17
@@ -39,15 +39,15 @@ _FRONT = struct.Struct("<IIQ")
 _ONE = struct.Struct(f"{_FRONT.format}Q")  # of one object, as most parcels are
 _PROTOCOL = 5
 
-# Of a head that is longer, the garbage collector waits for the end.
+# While a longer head is unpickled, the garbage collector is off.
 _PAUSE_BYTES = 1 << 16
 
-# What is larger is in huge pages, which are used again.
+# Larger memory is in huge pages, which are used again.
 _HUGE_BYTES = 1 << 22
 
 
 class Parcel:
-    """What a rank sends, or has received."""
+    """Objects that a rank sends, or has received."""
 
     def __init__(self, memory: memoryview, asides: Sequence[torch.Tensor]) -> None:
         self.memory = memory  # begins with the head
@@ -165,7 +165,7 @@ class _Packing:
     def __init__(self) -> None:
         self._asides: list[torch.Tensor] = []
         self._entries: list[int] = []
-        # What stands for a storage's memory in the pickle, until the pickler asks about it.
+        # Placeholders for the memory of storages in the pickle, until the pickler asks about them.
         self._storages: dict[int, tuple[pickle.PickleBuffer, torch.UntypedStorage]] = {}
 
     def pack(self, objects: Sequence[Any]) -> Parcel:
@@ -227,7 +227,7 @@ class _Packing:
         return stand_in
 
     def _stays_inside(self, buffer: pickle.PickleBuffer) -> bool:
-        """What the pickler asks of a buffer that an object offers."""
+        """Whether a buffer that an object offers to the pickler is copied into the pickle."""
         _, storage = self._storages.pop(id(buffer), (None, None))
         if storage is not None:
             tensor = bytes_of_storage(storage)

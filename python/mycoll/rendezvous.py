@@ -1,7 +1,7 @@
-"""init_method="mpi://": who am I and where is rank 0, as the launcher's variables say.
+"""init_method="mpi://": reads the rank and the place of rank 0 from the launcher's variables.
 
 Known are Open MPI, PALS (Cray), MPICH and Intel MPI (hydra), and Slurm's srun. No MPI library is
-used. Loaded when somebody asks for mpi://, not before.
+used. Loaded only when a program asks for mpi://.
 """
 
 from __future__ import annotations
@@ -175,7 +175,9 @@ def _port(environment: Mapping[str, str], launcher: Launcher) -> int:
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS if job.strip(".") else DEFAULT_PORT
 
 
-def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+def rendezvous(
+    url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
+) -> Iterator[tuple[Store, int, int]]:
     """torch's contract: yields (store, rank, world size) once."""
     from torch.distributed import TCPStore
 
@@ -193,7 +195,7 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, 
             "there: MASTER_ADDR and MASTER_PORT choose others",
         )
         raise
-    # What torchrun would have set; programs and libraries look for these.
+    # torchrun sets these, too; programs and libraries read them.
     os.environ.setdefault("RANK", str(place.rank))
     os.environ.setdefault("WORLD_SIZE", str(place.size))
     if place.local_rank is not None:

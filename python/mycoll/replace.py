@@ -1,12 +1,12 @@
-"""MYCOLL_REPLACE=gloo: mycoll answers to gloo's name.
+"""MYCOLL_REPLACE=gloo: mycoll takes gloo's place.
 
-Programs, and torch itself, make gloo groups by a name that torch lets nobody else have, and all of
-them end at one class, `torch.distributed.ProcessGroupGloo`. In a process with the variable, a class
-of mycoll's stands in its place: with its constructors, its options and devices, and right answers
-to `isinstance`. Whatever is made by it is called "gloo" as before.
+Programs, and torch itself, make gloo groups by a name that torch reserves for gloo, and all of them
+are instances of one class, `torch.distributed.ProcessGroupGloo`. In a process with the variable, a
+class of mycoll's replaces it: with its constructors, its options and devices, and right answers to
+`isinstance`. Its groups are called "gloo" as before.
 
-torch tells the class nothing but a store, a rank and a size. So one function of torch's is wrapped
-as well: the one that knows which group is being made.
+torch gives the class only a store, a rank and a size. So the function of torch that knows which
+group is being made is wrapped, too.
 """
 
 from __future__ import annotations
@@ -14,77 +14,39 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from mycoll import _gloo
+from mycoll import _create, _gloo, _patch
 from mycoll._log import log
-from mycoll._registration import REPLACE
+from mycoll._native import CPU, REPLACE, native
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store
 
-VARIABLE = REPLACE
 _INTERFACES = "MYCOLL_SOCKET_IFNAME"
 
-_real: Any = None  # torch's class, once another one stands in its place
 _is_installed = False
 _has_warned_of_reconfigure = False
-
-
-def is_in_place() -> bool:
-    """Whether mycoll answers to gloo's name in this process."""
-    return _real is not None
-
-
-def real_gloo() -> Any:
-    """torch's own class."""
-    if _real is not None:
-        return _real
-    from torch.distributed import ProcessGroupGloo
-
-    return ProcessGroupGloo
-
-
-def variables_that_rename() -> list[str]:
-    """Those that are set and make a group something else than its name says: mycoll under the name
-    gloo, or gloo under the name mycoll."""
-    values = {name: os.environ.get(name, "") for name in (VARIABLE, _gloo.VARIABLE)}
-    return [f"{name}={value}" for name, value in values.items() if value not in ("", "engine")]
-
-
-def keep_names_honest(program: str) -> None:
-    """For programs that compare backends by name, before they start their ranks: takes these
-    variables out of the environment that the ranks inherit, and says so."""
-    for each in variables_that_rename():
-        del os.environ[each.partition("=")[0]]
-        print(f"{program}: ignores {each}: it compares backends by name", file=sys.stderr)
 
 
 def install() -> None:
     """Puts mycoll in gloo's place, once in a process that has the variable.
 
-    torch is being imported, which must not fail, nor warn in programs that make no groups. So what
-    is in the way is reported when a gloo group is made: an invalid variable as an error, the rest
-    as one warning, and the group is gloo's.
+    torch is being imported, which must not fail, and must not warn in programs that make no groups.
+    So an obstacle is reported when a gloo group is made: an invalid variable as an error, others as
+    one warning, and the group is gloo's.
     """
-    global _real, _is_installed
+    global _is_installed
     from torch._C import _distributed_c10d
 
-    from mycoll import _compat, _own_gloo
-
     real = getattr(_distributed_c10d, "ProcessGroupGloo", None)
-    if _is_installed or real is None:  # torch says that it has no gloo when somebody wants one
+    if _is_installed or real is None:  # torch itself raises an error if a program uses gloo
         return
     _is_installed = True
-
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        kind: Any = real
-        return _own_gloo.noting(function, lambda backend: isinstance(backend, kind))
 
     try:
         module = _usable()
@@ -93,28 +55,23 @@ def install() -> None:
         return
     except Exception as error:
         _before_each(real, _warn_once(error))
-        _own_gloo.notes.reason = str(error)
-        _compat.replace("_new_process_group_helper", noting)
         return
 
     _use_interface_of_gloo()
-    _real = real
-    _compat.rebind("ProcessGroupGloo", real, _make_class(module, real))
-    _compat.replace("_new_process_group_helper", _wrap_new_process_group_helper)
-    _compat.replace("_new_process_group_helper", noting)
-    log.info("mycoll: answers to gloo's name in this process, as %s says", VARIABLE)
+    _gloo.keep_real(real)
+    _patch.rebind("ProcessGroupGloo", real, _make_class(module, real))
+    _patch.replace("_new_process_group_helper", _wrap_new_process_group_helper)
+    log.info("mycoll: answers to gloo's name in this process, as %s says", REPLACE)
 
 
 def _usable() -> Any:
-    """The compiled module, if mycoll can stand in gloo's place; an exception says why not."""
-    from mycoll._registration import native
-
-    if (value := os.environ[VARIABLE]) != "gloo":
-        raise ValueError(f"{VARIABLE}={value} is not valid: expected gloo")
+    """The compiled module, if mycoll can replace gloo; an exception says why not."""
+    if (value := os.environ[REPLACE]) != "gloo":
+        raise ValueError(f"{REPLACE}={value} is not valid: expected gloo")
     if _gloo.is_wanted(None):
-        raise ImportError(f"{_gloo.VARIABLE}=gloo asks for torch's gloo")
+        raise ImportError(f"{CPU}=gloo asks for torch's gloo")
     if os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS":
-        raise ImportError("GLOO_DEVICE_TRANSPORT asks for encryption, which mycoll has not")
+        raise ImportError("GLOO_DEVICE_TRANSPORT asks for encryption, which mycoll lacks")
     return native()
 
 
@@ -141,7 +98,7 @@ def _refuse(error: ValueError) -> Callable[[], None]:
 def _warn_once(error: Exception) -> Callable[[], None]:
     @functools.cache
     def act() -> None:
-        warnings.warn(f"{VARIABLE}=gloo has no effect: {error}", stacklevel=4)
+        warnings.warn(f"{REPLACE}=gloo has no effect: {error}", stacklevel=4)
 
     return act
 
@@ -205,7 +162,7 @@ def _warn_of_reconfigure() -> None:
         return
     _has_warned_of_reconfigure = True
     warnings.warn(
-        f"{VARIABLE}=gloo: groups that are made with enable_reconfigure=True stay gloo's, as "
+        f"{REPLACE}=gloo: groups that are made with enable_reconfigure=True stay gloo's, as "
         "mycoll has no reconfigure",
         stacklevel=3,
     )
@@ -215,13 +172,11 @@ def _make_class(module: Any, real: Any) -> type[Backend]:
     from torch._C._distributed_c10d import Backend
     from torch.distributed.constants import default_pg_timeout
 
-    from mycoll import _registration
-
     class Like(type(module.MycollBackend)):  # type: ignore[misc]
         """isinstance(): torch may hand out a group's backend as the compiled class."""
 
         def __call__(cls, *args: Any, enable_reconfigure: bool = False, **more: Any) -> Any:
-            # What torch 2.15 has begun to pass, and nearly always as False.
+            # torch 2.15 always passes it, and nearly always as False.
             if enable_reconfigure:
                 _warn_of_reconfigure()
                 return real(*args, enable_reconfigure=True, **more)
@@ -260,8 +215,8 @@ def _make_class(module: Any, real: Any) -> type[Backend]:
                 options._timeout = timeout
             name, ranks, of_job = _identity(size, options)
             if of_job:
-                store = _registration.store_of_this_attempt(store)
-            _registration.prepare(module)
+                store = _create.store_of_this_attempt(store)
+            _create.prepare()
             super().__init__(
                 store,
                 rank,
@@ -270,7 +225,7 @@ def _make_class(module: Any, real: Any) -> type[Backend]:
                 name,
                 ranks,
                 None,
-                _registration.has_device(),
+                _create.has_device(),
                 of_job,
                 options,
             )

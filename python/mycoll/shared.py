@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mycoll._registration import native
+from mycoll._native import native
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,7 @@ def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """What would be made in other memory."""
+    """Refuses options for tensors in other memory."""
     device = options.pop("device", None)
     if isinstance(device, int) or torch.device(device or "cpu").type != "cpu":
         raise ValueError("shared tensors are CPU tensors; leave out device=")

@@ -1,13 +1,11 @@
 """`mycoll status` and `mycoll top`: what the mycoll processes of this host do, right now.
 
-It asks nobody: it reads what the processes keep in memory (black_box.py), so it works while they
-hang or are stopped, and needs no preparation.
+It reads the memory of the processes (black_box.py), so it works while they hang or are stopped, and
+needs no preparation.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import sys
 import textwrap
@@ -15,8 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from mycoll import _own_gloo, _terminal, black_box
-from mycoll._own_gloo import OwnGloo
+from mycoll import _terminal, _units, black_box
+from mycoll._terminal import folded, table
+from mycoll._units import show_seconds
 from mycoll.black_box import Group, Operation, Process
 
 NOT_RUNNING = {
@@ -35,8 +34,8 @@ LONG_SECONDS = 2.0
 def main(words: Sequence[str], watch: bool = False) -> int:
     parser = _terminal.Parser(
         prog="mycoll top" if watch else "mycoll status",
-        description="What the mycoll processes of this user on this host do, and which rank waits "
-        "for which. Works on processes that hang or are stopped.",
+        description="Shows what this user's mycoll processes on this host do now, and which rank "
+        "waits for which. Works on processes that hang or are stopped.",
     )
     parser.add_argument("pid", nargs="*", type=int, help="only these processes")
     parser.add_argument("--job", help="only this job (its beginning is enough)")
@@ -44,7 +43,7 @@ def main(words: Sequence[str], watch: bool = False) -> int:
     parser.add_argument(
         "--watch",
         nargs="?",
-        type=positive,
+        type=_units.seconds,
         const=1.0,
         default=1.0 if watch else None,
         metavar="SECONDS",
@@ -52,37 +51,28 @@ def main(words: Sequence[str], watch: bool = False) -> int:
     )
     parsed = parser.parse_args(list(words))
 
-    def look() -> tuple[list[Process], list[OwnGloo]]:
+    def look() -> list[Process]:
         found = black_box.find(parsed.pid)
-        found = [each for each in found if each.job.startswith(parsed.job or "")]
-        return found, [] if parsed.job else _own_gloo.find(parsed.pid)
+        return [each for each in found if each.job.startswith(parsed.job or "")]
 
     show = as_json if parsed.json else as_text
     nobody = NOBODY if not (parsed.pid or parsed.job) else NOT_THOSE
     if parsed.watch is None:
         found = look()
-        print(show(*found) or nobody)
-        return 0 if any(found) else 1
+        print(show(found) or nobody)
+        return 0 if found else 1
     try:
         while True:
-            text = show(*look()) or nobody
+            text = show(look()) or nobody
             if sys.stdout.isatty():
                 text = f"\033[H\033[2J{text}"  # from the upper left corner, on an empty screen
             print(text, flush=True)
-            time.sleep(max(0.1, parsed.watch))
+            time.sleep(parsed.watch)
     except KeyboardInterrupt:
         return 0
 
 
-def positive(text: str) -> float:
-    """For argparse."""
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < 1e6:
-            return value
-    raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-
-
-def as_json(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
+def as_json(processes: list[Process]) -> str:
     rows = []
     for process in processes:
         row = asdict(process)
@@ -96,11 +86,10 @@ def as_json(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
             row["groups"].append(entry)
         rows.append(row)
     found = [each for world in black_box.related(processes) for each in findings(world)]
-    own_gloo = [asdict(each) for each in others]
-    return json.dumps({"processes": rows, "own_gloo": own_gloo, "findings": found}, indent=2)
+    return json.dumps({"processes": rows, "findings": found}, indent=2)
 
 
-def as_text(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
+def as_text(processes: list[Process]) -> str:
     lines: list[str] = []
     for members in black_box.related(processes):
         world = max((group.ranks for each in members for group in each.groups), default=0)
@@ -108,20 +97,17 @@ def as_text(processes: list[Process], others: Sequence[OwnGloo] = ()) -> str:
             f"job {members[0].job[:8]} on {members[0].host}: {len(members)} processes here, "
             f"largest group {world} ranks, mycoll {members[0].version}"
         )
-        table: list[tuple[str, ...]] = [
+        rows: list[tuple[str, ...]] = [
             ("rank", "pid", "state", "group", "for", "waits for", "operation")
         ]
         for process in members:
             used = [each for each in process.groups if each.is_used]
             groups: Sequence[Group | None] = used or process.groups[:1] or [None]
-            table += [row_of(process, group, members) for group in groups]
-        lines += aligned(table)
+            rows += [row_of(process, group, members) for group in groups]
+        lines += table(rows)
         lines += without_calls(members)
         found = list(findings(members))
         lines += ["", *(line for each in found for line in folded(each)), ""] if found else [""]
-    if others:
-        lines.append("not mycoll's, although MYCOLL_REPLACE=gloo is set:")
-        lines += [line for each in others for line in folded(f"  {each.sentence()}")]
     return "\n".join(lines).rstrip()
 
 
@@ -149,13 +135,13 @@ def row_of(process: Process, group: Group | None, members: list[Process]) -> tup
         last = group.last()
         if last is None:
             return (*first, group.title, "", "", "no calls")
-        ago = "" if last.ended is None else seconds(process.taken - last.ended)
+        ago = "" if last.ended is None else show_seconds(process.taken - last.ended)
         return (*first, group.title, ago, "", f"idle, last {call(last)}")
     waits = ", ".join(str(group.to_global(r)) for r in waits_for(group, members))
     waits += f" and {group.waits_for_more} more" if waits and group.waits_for_more else ""
     if operation.is_message:
         waits = "any" if operation.peer < 0 else str(group.to_global(operation.peer))
-    since = seconds(process.taken - operation.enqueued)
+    since = show_seconds(process.taken - operation.enqueued)
     site = f", at {operation.site}" if operation.site else ""
     return (*first, group.title, since, waits, f"{call(operation)}{site}")
 
@@ -168,16 +154,6 @@ def call(operation: Operation) -> str:
     number = "" if operation.is_message else f" #{operation.sequence}"
     name, *more = operation.describe().split(" ", 1)
     return f"{name}{number} {' '.join(more)}".rstrip()
-
-
-def seconds(value: float) -> str:
-    if value < 1e-3:
-        return f"{max(0.0, value) * 1e6:.0f} us"
-    if value < 1:
-        return f"{value * 1e3:.3g} ms"
-    if value < 100:
-        return f"{value:.1f} s"
-    return f"{value / 60:.0f} min" if value < 6000 else f"{value / 3600:.1f} h"
 
 
 def peers(group: Group, processes: list[Process]) -> dict[int, tuple[Process, Group]]:
@@ -226,7 +202,8 @@ def findings(processes: list[Process]) -> Iterator[str]:
         ranks = ", ".join(str(g.to_global(g.rank)) for _, _, g, _ in waiting)
         missing = waits_for(group, processes)
         yield (
-            f"group {group.title}: {call(operation)} has waited {seconds(waited)} on rank {ranks}"
+            f"group {group.title}: {call(operation)} has waited {show_seconds(waited)} on rank "
+            + ranks
             + ("" if missing else "; all ranks that can be seen from here have called it")
         )
         for rank in missing:
@@ -252,33 +229,7 @@ def absence(
         assert operation is not None
         text += f"; it is in {call(operation)} of group {busy[0].title}"
     elif last is not None and last.ended is not None:
-        text += f"; its last was {call(last)}, {seconds(process.taken - last.ended)} ago"
+        text += f"; its last was {call(last)}, {show_seconds(process.taken - last.ended)} ago"
     else:
         text += "; it has called nothing yet"
     return text if state else f"{text} (its Python: py-spy dump --pid {process.pid})"
-
-
-def aligned(table: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns without a value are left out. The last one stands below its row where one of its
-    cells is too long for the width."""
-    keep = [i for i in range(len(table[0])) if any(row[i] for row in table[1:])]
-    *columns, last = keep
-    widths = [max(len(row[i]) for row in table) for i in columns]
-    room = _terminal.width() - sum(widths) - 2 * len(widths)
-    is_below = any(len(row[last]) > room for row in table)
-    lines = []
-    for number, row in enumerate(table):
-        cells = [row[i].ljust(width) for i, width in zip(columns, widths)]
-        if is_below and number:
-            lines += ["  ".join(cells).rstrip(), *folded(" " * 6 + row[last])]
-        else:
-            lines.append("  ".join(cells if is_below else [*cells, row[last]]).rstrip())
-    return lines
-
-
-def folded(sentence: str) -> list[str]:
-    """Keeps what it is indented by, and indents what follows by two more."""
-    indent = " " * (len(sentence) - len(sentence.lstrip()))
-    return textwrap.wrap(
-        sentence, _terminal.width(), initial_indent="", subsequent_indent=f"{indent}    "
-    )

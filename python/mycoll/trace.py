@@ -1,14 +1,12 @@
 """`mycoll trace`: compares what the ranks did last: which is missing, differs, or waits.
 
 It reads the files that processes write at a failure (or mycoll.dump_trace), or, with --live, the
-memory of those that run here. `--picture` draws a lane for each rank; `--export` writes files for
-torchfrtrace.
+memory of those that run here. `--export` writes a timeline of the ranks for Perfetto.
 """
 
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from collections import Counter
@@ -16,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mycoll import _terminal, black_box, flight_record, status, timeline
+from mycoll import _terminal, black_box, status, timeline
+from mycoll._units import show_seconds
 from mycoll.black_box import Group, Operation, Process
 from mycoll.trace_file import default_folder, load
 
@@ -45,15 +44,18 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--live", action="store_true", help="the processes that run here, instead")
     parser.add_argument("--job", default="", help="with --live: only this job")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: .svg, .png or .pdf")
-    parser.add_argument("--last", type=status.positive, metavar="SECONDS", help="draw only the end")
-    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write it for torchfrtrace")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE.json",
+        help="write a Chrome trace, for https://ui.perfetto.dev",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(list(words))
     if parsed.live and parsed.trace:
         parser.error("--live compares processes that run; name no traces with it")
-    if parsed.picture and parsed.picture.suffix.lower() not in timeline.KINDS:
-        parser.error(f"--picture: a name that ends with {', '.join(timeline.KINDS)}")
+    if parsed.export and parsed.export.suffix != ".json":
+        parser.error("--export writes JSON: give it a name that ends with .json")
     problems: list[str] = []
     if parsed.live:
         found = [each for each in black_box.find() if each.job.startswith(parsed.job)]
@@ -74,19 +76,14 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps({"findings": rows}, indent=2))
     else:
         if not parsed.trace and not parsed.live:
-            ago = status.seconds(time.time() - written(found))
+            ago = show_seconds(time.time() - written(found))
             print(f"the latest job that failed, {ago} ago: {default_folder() / found[0].job}\n")
         print("\n\n".join(paragraphs(worlds)))
-    members, findings = worlds[0]
-    notes = []
-    if parsed.picture:
-        timeline.draw(by_title(members), findings, parsed.picture, parsed.last)
-        notes.append(f"drawn: {parsed.picture}")
     if parsed.export:
-        flight_record.write(members, parsed.export)
-        notes.append(f"to read it: torchfrtrace {shlex.quote(str(parsed.export))} --prefix rank_")
-    if notes and not parsed.json:
-        print("\n" + "\n".join(notes))
+        members, findings = worlds[0]
+        timeline.write(by_title(members), findings, parsed.export)
+        if not parsed.json:
+            print(f"\nwritten: {parsed.export}; open it in https://ui.perfetto.dev")
     return 1 if any(findings for _, findings in worlds) else 0
 
 
@@ -104,7 +101,7 @@ def paragraphs(worlds: list[tuple[list[Process], list[Finding]]]) -> Iterator[st
     for number, (members, findings) in enumerate(worlds):
         heading = ""
         if len(worlds) > 1:
-            ago = f", {status.seconds(latest - written(members))} earlier" if number else ""
+            ago = f", {show_seconds(latest - written(members))} earlier" if number else ""
             heading = f"job {members[0].job[:8]}{ago}: "
         yield heading + as_text(members, findings)
 
@@ -121,7 +118,7 @@ def as_text(processes: list[Process], results: list[Finding]) -> str:
     lines += [line for each in results for line in each.text.splitlines()]
     if not results:
         lines.append("no difference in what they remember, and nothing waits")
-    return "\n".join(part for line in lines for part in status.folded(line) or [""])
+    return "\n".join(part for line in lines for part in _terminal.folded(line) or [""])
 
 
 def _place(process: Process) -> str:
@@ -225,7 +222,7 @@ def _absence(
         if last is None:
             lines.append(f"  rank {process.rank} has called nothing in this group")
         else:
-            ago = status.seconds(process.taken - (last.ended or last.enqueued))
+            ago = show_seconds(process.taken - (last.ended or last.enqueued))
             lines.append(f"  rank {process.rank}: its last was {status.call(last)}, {ago} before")
         for other in process.groups:
             busy = status.busy_with(other)
@@ -266,15 +263,15 @@ def _open_messages(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
         for operation in group.operations:
             if not operation.is_message or operation.state == "done":
                 continue
-            waited = status.seconds((operation.ended or process.taken) - operation.enqueued)
+            waited = show_seconds((operation.ended or process.taken) - operation.enqueued)
             other = [] if operation.peer < 0 else [group.to_global(operation.peer)]
-            whom = f"rank {other[0]}" if other else "any rank"
+            peer = f"rank {other[0]}" if other else "any rank"
             way = "to" if operation.kind == "send" else "from"
             yield Finding(
                 "message",
                 name,
                 f"group {name}: rank {process.rank} has waited {waited} in {operation.kind} {way} "
-                f"{whom} with tag {operation.tag}",
+                f"{peer} with tag {operation.tag}",
                 operation.sequence,
                 other,
             )
@@ -289,7 +286,7 @@ def _without_trace(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
 
 
 def _failures(name: str, members: dict[int, tuple[Process, Group]]) -> list[Finding]:
-    """What the ranks raised; most the same."""
+    """The errors of the ranks, most of which are equal."""
     said: dict[str, list[int]] = {}
     for process, group in members.values():
         if group.failure:

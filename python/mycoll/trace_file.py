@@ -10,7 +10,7 @@ from mycoll.black_box import Process, TraceError
 
 
 def default_folder() -> Path:
-    """Where processes write when nobody names a file: a folder for each job."""
+    """The folder that processes write to by default. It has a folder for each job."""
     return Path(f"/tmp/mycoll-{os.geteuid()}")
 
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
-from mycoll._registration import native
+from mycoll._groups import backend_of
 
 if TYPE_CHECKING:
     from mycoll._C import Window
@@ -33,13 +33,10 @@ def new_window(tensor: torch.Tensor | None = None, group: ProcessGroup | None = 
     Window.tensor_register() opens it. Ranks are the group's. Tensors of mycoll.empty() and the like
     are mapped by the other ranks of the host; others are written by messages.
     """
-    members = distributed_c10d._get_default_group() if group is None else group
-    backend = members._get_backend(torch.device("cpu"))
-    # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around it.
-    backend = getattr(backend, "wrapped_pg", backend)
-    if not isinstance(backend, native().MycollBackend):
+    backend = backend_of(group)
+    if backend is None:
         raise ValueError(
-            f"{dist.get_backend(members)!r} serves the group's CPU tensors, not mycoll: it has no "
+            f"{dist.get_backend(group)!r} serves the group's CPU tensors, not mycoll: it has no "
             "windows of mycoll's"
         )
     return backend.new_window(tensor)  # type: ignore[no-any-return]

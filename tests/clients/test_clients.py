@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parent
+EXAMPLES = FOLDER.parents[1] / "examples"
 DEADLINE = 240
 
 CLIENTS = [
@@ -54,11 +55,12 @@ def test_client(backend, tmp_path: Path, library: str, program: str, arguments: 
 
 
 def launched(folder: Path, program: str, *arguments: str, may_abort: bool = False) -> str:
+    paths = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*launch, "--nproc-per-node", "2", str(FOLDER / program), *arguments],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

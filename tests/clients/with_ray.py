@@ -1,4 +1,5 @@
-"""Ray: actors in groups of ray.util.collective. The first rank is the driver."""
+"""Ray: actors in groups of ray.util.collective. The first rank is the driver.
+examples/ray_backend.py is on the path."""
 
 import os
 
@@ -6,8 +7,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # no token in the home folde
 
 import numpy as np
 import ray
+import ray_backend
 import torch
-from mycoll.adapters import ray as mycoll_ray
 from ray.experimental import internal_kv
 from ray.util import collective
 from ray.util.collective.types import ReduceOp
@@ -17,7 +18,7 @@ from ray.util.collective.types import ReduceOp
 class Member:
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        mycoll_ray.register()
+        ray_backend.register()
 
     def run(self, name: str) -> list:
         collective.init_collective_group(2, self.rank, backend="mycoll", group_name=name)

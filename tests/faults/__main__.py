@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from mycoll.replace import keep_names_honest
+from mycoll._gloo import keep_names_honest
 from worlds.pool import Options, Pool
 
 from faults import deaths, lifecycle, misuse, network, stalls, strangers

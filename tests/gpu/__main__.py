@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from mycoll.replace import keep_names_honest
+from mycoll._gloo import keep_names_honest
 from standins import cuda as standin_cuda
 from worlds import device as devices
 
@@ -40,7 +40,7 @@ SUITE = [
         if file.stem.removeprefix("test_device_") not in FIRST
     ),
 ]
-OPERATIONS = "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier,ddp"
+OPERATIONS = "all_reduce,all_gather,reduce_scatter,broadcast,all_to_all,sendrecv,barrier"
 
 _SECONDS_TO_START = 15  # for ranks, until they measure
 _SECONDS_TO_END = 15  # for torchrun and pytest, when they are told to
@@ -230,8 +230,7 @@ def measure(plan: Plan, size: int, path: str, seconds: float) -> None:
     most = "64M" if path == "nccl" else "4M"
     rows = plan.folder / f"{plan.stem}-{size}x{path}.jsonl"
     command = [*launcher(size), "-m", "worlds.program", plan.device, path]
-    operations = OPERATIONS.removesuffix(",ddp") if plan.quick else OPERATIONS
-    command += ["mycoll.bench", operations, "--device", plan.device, "--backend", rivals]
+    command += ["mycoll.bench", OPERATIONS, "--device", plan.device, "--backend", rivals]
     command += ["-b", "8", "-e", "1K" if plan.quick else most, "-f", "32", "--json", str(rows)]
     if plan.quick:
         command += ["-n", "2", "-w", "1", "--rounds", "2"]

@@ -1,2 +1,1 @@
-"""mycoll under the interfaces of other libraries, each in a module of its own: it is imported where
-that library is installed."""
+"""mycoll under the interfaces of other libraries, in a module for each library."""

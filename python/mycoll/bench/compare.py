@@ -1,4 +1,4 @@
-"""`mycoll bench compare A.jsonl B.jsonl`: what became faster or slower beyond the noise."""
+"""`mycoll bench compare A.jsonl B.jsonl`: finds times that differ by more than the noise."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mycoll._terminal import Parser, paint, wrapped
-from mycoll.bench.options import between
-from mycoll.bench.report import duration, read_results, size_label
+from mycoll._units import between, show_size
+from mycoll.bench.report import duration, read_results
 from mycoll.bench.result import Row
 from mycoll.bench.stats import Interval, unpaired_ratio
 
@@ -72,7 +72,7 @@ def compare(
 
 
 def _broken(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """What is worse than slow, a line each: wrong results, and what the subject no longer does."""
+    """Rows that are worse than slow: wrong results, and those that the subject no longer has."""
     backends = (row.contender for row in before if row.contender_kind == "backend")
     subject = next(backends, "")
     measured = {_key(row) for row in after}
@@ -86,7 +86,7 @@ def _broken(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
 def compare_main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="mycoll bench compare",
-        description="What became faster or slower beyond the noise, between two files of --json.",
+        description="Compares two files of --json: which rows differ by more than the noise.",
     )
     parser.add_argument("before", metavar="BEFORE.jsonl")
     parser.add_argument("after", metavar="AFTER.jsonl")
@@ -172,7 +172,7 @@ def _line(change: Change) -> str:
 
 
 def _name(row: Row) -> str:
-    """What is usual is left out."""
+    """The name of a row, without the default values."""
     kind = [row.type] if row.type != "float32" else []
     kind += [row.redop] if row.redop not in ("none", "sum") else []
-    return " ".join([row.op, size_label(row.size), *kind, row.contender])
+    return " ".join([row.op, show_size(row.size), *kind, row.contender])

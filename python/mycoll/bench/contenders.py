@@ -1,6 +1,7 @@
-"""What is measured: torch backends, torch's floor, the memory's limit, and (in peers) MPIs.
+"""The contenders of a run: torch backends, torch's floor, and the memory's limit.
 
 All take part in the same rounds, so that each can be compared with each in pairs.
+benchmarks/peers adds MPIs to them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from mycoll._gloo import real_gloo
+from mycoll._groups import unwrapped
 from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.clock import time_calls
 from mycoll.bench.collectives import OPERATORS
@@ -24,7 +27,6 @@ from mycoll.bench.machine import native_module
 from mycoll.bench.options import Options
 from mycoll.bench.workload import Call, Group, Unsupported, Workload
 from mycoll.bench.world import World
-from mycoll.replace import real_gloo
 from mycoll.shared import shared_tensors
 
 # Below this, calling the copy takes longer than copying.
@@ -61,10 +63,10 @@ class Contender(ABC):
         return {}
 
     def release(self) -> None:
-        """Lets go of the case's memory."""
+        """Frees the case's memory."""
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Frees everything."""
 
 
 class TorchContender(Contender):
@@ -78,8 +80,6 @@ class TorchContender(Contender):
         self._host_times: list[int] = []
 
     def prepare(self, workload: Workload) -> None:
-        if self.kind == "floor" and workload.case.op == "ddp":
-            raise Unsupported("")  # DDP looks at results
         self._workload = workload
         with self._memory():
             self._calls = workload.calls(self._group)
@@ -93,7 +93,7 @@ class TorchContender(Contender):
             return self._workload.verify(self._group, seed, plant_error)
 
     def _memory(self) -> AbstractContextManager[None]:
-        """Where what torch makes on the way belongs, as DDP's buckets."""
+        """The memory of tensors that torch makes during a call."""
         return shared_tensors() if self.shares_memory else nullcontext()
 
     def run(self, warmups: int, iterations: int) -> list[list[int]]:
@@ -135,7 +135,7 @@ class OperatorContender(TorchContender):
 
 
 class CopyContender(Contender):
-    """Every rank copies, at once, what the operation must at least move: the memory's limit."""
+    """All ranks copy at the same time the bytes that the operation must at least move."""
 
     def __init__(
         self, name: str, world: World, options: Options, copy: Callable[..., object] | None
@@ -190,15 +190,14 @@ def _check_name(name: str, group: Group) -> None:
     """Nothing is measured under another one's name, whatever the environment says."""
     if name not in ("gloo", "mycoll"):
         return
-    backend = group._get_backend(torch.device("cpu"))
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    backend = unwrapped(group._get_backend(torch.device("cpu")))
     actual = "gloo" if isinstance(backend, real_gloo()) else "mycoll"
     if actual != name:
         raise RuntimeError(f"a group called {name} is {actual} in this process")
 
 
 def gather_contenders(options: Options, world: World) -> tuple[list[Contender], list[str]]:
-    """What can be measured here, and one line for each backend that cannot."""
+    """The contenders that are available, and a line for each backend that is not."""
     found: list[Contender] = []
     absent: list[str] = []
     kinds = [(name, "backend") for name in options.backends]

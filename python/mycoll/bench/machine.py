@@ -1,9 +1,8 @@
-"""What was measured on: the header row of every result."""
+"""The machine, the versions and the settings: the header row of every result."""
 
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
 import platform
 from collections.abc import Collection
@@ -12,7 +11,8 @@ from types import ModuleType
 
 import torch
 
-from mycoll._registration import native
+from mycoll._native import native
+from mycoll._version import __version__
 from mycoll.bench.options import Options
 
 _ASSUMED_CACHE_BYTES = 32 << 20
@@ -70,9 +70,7 @@ def _cpu_quota() -> float | None:
 
 
 def _mycoll_version() -> str:
-    package = importlib.import_module("mycoll")
-    version = str(getattr(package, "__version__", "unknown"))
-    return version if native_module() is not None else f"{version} (not built)"
+    return __version__ if native_module() is not None else f"{__version__} (not built)"
 
 
 def _load_average() -> float | None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-import torch
-
 from mycoll._terminal import Parser
+from mycoll._units import at_least, between, parse_size, seconds
 
 OPERATIONS = (
     "all_reduce",
@@ -25,14 +23,12 @@ OPERATIONS = (
     "pingpong",
     "bandwidth",
     "put",
-    "ddp",
 )
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDOPS = ("sum", "prod", "min", "max", "avg")
 _MOST = 1e6  # seconds, factors
 _MOST_SIZES = 10_000
-PEERS = ("openmpi", "mpich", "intelmpi", "openmpi-tcp", "mpich-tcp", "vllm", "deepspeed")
 
 # nccl-tests' names beside torch's own.
 _DTYPE_ALIASES = {
@@ -69,7 +65,7 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What one run measures. Iterations of 0 and warm-ups of -1 mean: chosen by the size."""
+    """The options of a run. Iterations of 0 and warm-ups of -1 are chosen by the size."""
 
     operations: tuple[str, ...]
     backends: tuple[str, ...]
@@ -86,35 +82,17 @@ class Options:
     timeout_seconds: float
     floor: bool
     limit: bool
-    peers: tuple[str, ...]
     nproc: int
     json: str
     plot: str
     plant_error: bool
 
 
-def parse_size(text: str) -> int:
-    """Bytes from `8`, `64K`, `1.5M`, `1G` (powers of 1024, as in nccl-tests)."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 8, 64K, 1M or 1G")
-    shift = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}[match[2].lower()]
-    size = float(match[1]) * (1 << shift)
-    if size >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"'{text}' is more than any memory holds")
-    return int(size)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def sweep(begin: int, end: int, factor: float) -> tuple[int, ...]:
     """The sizes from begin, multiplied by the factor, up to the end, which is always one of them.
 
-    ValueError if nobody can want that many.
+    Raises:
+        ValueError: There are more sizes than a run can measure.
     """
     sizes = [begin]
     while sizes[-1] < end:
@@ -141,34 +119,6 @@ def _names(
     return parse
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}")
-        return value
-
-    return parse
-
-
-def between(low: float, high: float) -> Callable[[str], float]:
-    """A number from low to high: no NaN, nothing infinite."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low:g} to {high:g}")
-        return value
-
-    return parse
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="mycoll bench",
@@ -186,7 +136,7 @@ def _parser() -> Parser:
         metavar="OP[,OP...]",
         help=f"all, or some of: {', '.join(OPERATIONS)}",
     )
-    add("--nproc", type=_at_least(1), default=0, metavar="N", help="start N ranks on this host")
+    add("--nproc", type=at_least(1), default=0, metavar="N", help="start N ranks on this host")
     add(
         "--backend",
         default="mycoll",
@@ -198,7 +148,7 @@ def _parser() -> Parser:
     add("-e", "--maxbytes", type=size, default=64 << 20, metavar="SIZE", help="largest (64M)")
     factor = between(1, _MOST)
     add("-f", "--stepfactor", type=factor, default=8, metavar="X", help="between sizes (default 8)")
-    count = _at_least(0)
+    count = at_least(0)
     add(
         "-n",
         "--iters",
@@ -217,7 +167,7 @@ def _parser() -> Parser:
         metavar="N",
         help="untimed calls a round",
     )
-    rounds = _at_least(1)
+    rounds = at_least(1)
     add("--rounds", type=rounds, default=12, metavar="N", help="turns of each backend (default 12)")
     add(
         "-d",
@@ -247,18 +197,11 @@ def _parser() -> Parser:
     )
     add("--ops", action="store_true", help="also time torch.ops.mycoll, where it has the operation")
     add("--floor", action="store_true", help="also time torch's own cost of a call")
-    add("--limit", action="store_true", help="also time memory copies by all ranks at once")
-    add(
-        "--peers",
-        type=_names(PEERS, "peer"),
-        default=(),
-        metavar="NAMES",
-        help=f"also time other libraries that are installed: {', '.join(PEERS)}",
-    )
+    add("--limit", action="store_true", help="also time memory copies, by all ranks together")
     add(
         "--timeout",
         dest="timeout_seconds",
-        type=between(0.1, _MOST),
+        type=seconds,
         default=120.0,
         metavar="S",
         help="of a group, in s",
@@ -286,18 +229,15 @@ def parse_options(argv: Sequence[str]) -> Options:
     backends = _labels([name for name in found.backend.split(",") if name])
     if not backends:
         parser.error("--backend names no backend")
-    try:
-        device = torch.device(found.device)
-    except RuntimeError:
-        parser.error(f"--device: torch knows no '{found.device}'")
-    if found.memory != "private" and device.type != "cpu":
+    if ":" in found.device:
+        kind = found.device.partition(":")[0]
+        parser.error(f"--device: every rank takes its own; say '{kind}'")
+    if found.memory != "private" and found.device != "cpu":
         parser.error("--memory is about CPU tensors")
-    if found.ops and device.type != "cpu":
+    if found.ops and found.device != "cpu":
         parser.error("--ops are for CPU tensors")
     if found.ops and "mycoll" not in backends:
         parser.error("--ops are mycoll's: name it in --backend")
-    if ":" in found.device:
-        parser.error(f"--device: every rank takes its own; say '{device.type}'")
     if found.minbytes < 1 or found.maxbytes < found.minbytes:
         parser.error("-b must be at least 1 and -e at least -b")
     if found.stepfactor <= 1:

@@ -111,7 +111,7 @@ class PingPongWorkload(_Pairwise):
 
 
 class BandwidthWorkload(_Pairwise):
-    """Sixteen messages under way at once, then an answer; the time is one message's."""
+    """Sixteen concurrent messages, then an answer. The time is that of one message."""
 
     messages = length = _WINDOW
 
@@ -155,7 +155,7 @@ class PutWorkload(_Pairwise):
         return self.world.rank == 1
 
     def calls(self, group: Group) -> Sequence[Call]:
-        # All ranks make it, and the arenas of those who talk have one shape.
+        # A collective call; the arenas of the two ranks have the same shape.
         self._window = new_window(self.arena.memory, group)
         return super().calls(group)
 

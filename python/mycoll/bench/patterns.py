@@ -48,7 +48,7 @@ class Pattern:
 
     @property
     def _period(self) -> int:
-        """Of the index: one period of a result says everything about it."""
+        """The period over the index. To verify a result, one period is enough."""
         if self.dtype == torch.bool:
             return 7
         if self.redop == "prod":
@@ -137,7 +137,7 @@ class Pattern:
 
 
 def poison(tensors: Sequence[torch.Tensor]) -> None:
-    """Marks outputs, so that an element nobody wrote is wrong."""
+    """Marks outputs, so that an element that was not written is wrong."""
     for tensor in tensors:
         tensor.view(torch.uint8).fill_(1 if tensor.dtype == torch.bool else _POISON)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mycoll.bench.report import size_label
+from mycoll._units import show_size
 from mycoll.bench.result import Row
 
 _SHOWN_WIDTH, _ROW_HEIGHT, _DPI = 12.0, 4.2, 130
@@ -17,7 +17,7 @@ _DASHED = "#777777"
 _DASHES = {"fake": (1, 2), "copy": (6, 2), "copy-nt": (3, 2)}
 _LABELS = {
     "fake": "torch's own cost of a call",
-    "copy": "memory copy, all ranks at once",
+    "copy": "memory copies, all ranks together",
     "copy-nt": "the same, non-temporal",
 }
 
@@ -62,7 +62,7 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by what stands above a pair of axes, if there is a line to draw."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        if row.op not in ("ddp", "barrier"):
+        if row.op != "barrier":
             kind = row.type if row.redop == "none" else f"{row.type} {row.redop}"
             panels.setdefault(f"{row.op}, {kind}, {row.ranks} ranks", []).append(row)
     return {
@@ -101,7 +101,7 @@ def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
     if figure == "busbw" and highest:
         axes.set_ylim(top=1.08 * highest)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda size, _: size_label(size))
+    axes.xaxis.set_major_formatter(lambda size, _: show_size(size))
     axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel("size")
     axes.grid(True, which="major", color="#E5E5E5", linewidth=0.8)

@@ -1,23 +1,27 @@
-"""What a person and what a program reads: the table, and JSON lines."""
+"""The results: a table for people, and JSON lines for programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from mycoll._terminal import paint
+from mycoll._units import show_size
+from mycoll.bench.options import Options
+from mycoll.bench.plot import undrawable
 from mycoll.bench.result import Row
 
-# What stands in the table beside backends.
+# Contenders other than backends, by kind.
 LEGEND = {
     "floor": "torch's own cost of a call",
-    "limit": "memory copies, all ranks at once",
+    "limit": "memory copies, all ranks together",
     "peer": "in C, without torch",
-    "operator": "an operator of torch that another project has for inference",
 }
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+_BAD_USE = 2
 
 
 def duration(microseconds: float) -> str:
@@ -25,16 +29,9 @@ def duration(microseconds: float) -> str:
     return f"{microseconds:.{digits}f}"
 
 
-def size_label(size: float) -> str:
-    for unit, name in _UNITS:
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size:.0f} B"
-
-
 def table_header(row: Row, subject: str) -> str:
     """Above the first row of an operation, dtype and redop."""
-    kind = "" if row.op in ("barrier", "ddp") else f", {row.type}"
+    kind = "" if row.op == "barrier" else f", {row.type}"
     kind += "" if row.redop == "none" else f" {row.redop}"
     third = "CPU us" if "cpu_us" in row.extra else "p99 us"
     return "\n".join(
@@ -48,7 +45,7 @@ def table_header(row: Row, subject: str) -> str:
 
 def table_line(row: Row) -> str:
     third = row.extra.get("cpu_us", row.p99_us)
-    line = f"{size_label(row.size):>10} {duration(row.time_us):>9} {duration(third):>9} "
+    line = f"{show_size(row.size):>10} {duration(row.time_us):>9} {duration(third):>9} "
     line += f"{row.busbw:8.2f}  {row.contender:12} {ratio(row)}"
     if row.wrong:
         line = line.rstrip() + "  " + paint(f"{row.wrong} WRONG", "red")
@@ -83,6 +80,24 @@ def unwritable(path: str) -> str:
     if not was_there:
         file.unlink()
     return ""
+
+
+def wrong_files(options: Options) -> str:
+    """Why rank 0 cannot write its files; '' if it can."""
+    if options.plot and (reason := undrawable(options.plot)):
+        return f"--plot: {reason}"
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path and (reason := unwritable(path)):
+            return f"--{name}: {reason}"
+    return ""
+
+
+def misused(how: str, is_shown: bool = True) -> int:
+    """Prints what is wrong with the command line, on one of the ranks; returns the exit code."""
+    if is_shown:
+        print(f"mycoll bench: {how}", file=sys.stderr)
+    return _BAD_USE
 
 
 class Recorder:

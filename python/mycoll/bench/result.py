@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 from mycoll.bench.stats import Interval, paired_ratio, percentile
-from mycoll.bench.workload import Case, Workload
+
+if TYPE_CHECKING:
+    from mycoll.bench.workload import Case, Workload
 
 # rounds[r][k][i]: ns of call i in round r on rank k. A rank that takes no part has no calls.
 Rounds = Sequence[Sequence[Sequence[int]]]

@@ -16,7 +16,6 @@ from mycoll.bench.contenders import Contender, one_line
 from mycoll.bench.options import REDUCING, ROOTED, Options
 from mycoll.bench.pairwise import PAIRWISE
 from mycoll.bench.result import Row, compared, make_row
-from mycoll.bench.training import DdpWorkload, models
 from mycoll.bench.workload import Case, Unsupported, Workload
 from mycoll.bench.world import World
 from mycoll.shared import shared_tensors
@@ -30,12 +29,10 @@ _VERIFIED_CALLS = 2
 
 
 def cases(options: Options, op: str) -> Iterator[Case]:
-    """What the options ask of an operation. DDP's size is that of its models."""
+    """The cases of an operation, as the options choose them."""
     root = 0 if op in ROOTED else -1
-    if op in ("barrier", "ddp"):
-        sizes: Sequence[int] = (0,) if op == "barrier" else range(len(models()))
-        for size in sizes:
-            yield Case(op, size, "float32", "none", root)
+    if op == "barrier":
+        yield Case(op, 0, "float32", "none", root)
         return
     for dtype in options.dtypes:
         for redop in options.redops if op in REDUCING else ("none",):
@@ -48,14 +45,12 @@ def _workload(case: Case, world: World, hot: bool) -> Workload:
         return CollectiveWorkload(case, world, hot)
     if case.op == "barrier":
         return BarrierWorkload(case, world)
-    if case.op in PAIRWISE:
-        return PAIRWISE[case.op](case, world, hot)
-    return DdpWorkload(case, world, list(models())[case.size])
+    return PAIRWISE[case.op](case, world, hot)
 
 
 @dataclass
 class History:
-    """What the cases of a run leave behind: which backend could do what, and which failed."""
+    """The outcome of earlier cases: which backend could do what, and which failed."""
 
     able: set[tuple[str, str, str, str]] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)

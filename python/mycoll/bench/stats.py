@@ -9,7 +9,7 @@ from statistics import median
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
-# What a bootstrap calls 95 % holds the median in 75 % of all cases with 3 rounds, 92 % with 6.
+# A 95 % interval by bootstrap contains the median in 75 % of all cases with 3 rounds, 92 % with 6.
 _FEWEST_ROUNDS = 6
 
 

@@ -1,4 +1,4 @@
-"""What a row measures, and what every kind of operation tells the measuring loop about itself."""
+"""Cases and workloads: what a row measures, and the interface of an operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mycoll.bench.options import torch_dtype
 from mycoll.bench.world import World
 
 Call = Callable[[], object]
@@ -34,14 +33,16 @@ class Case:
 
     @property
     def title(self) -> str:
-        if self.op in ("barrier", "ddp"):
+        if self.op == "barrier":
             return self.op
         redop = "" if self.redop == "none" else f" {self.redop}"
         return f"{self.op} {self.size} B {self.dtype_name}{redop}"
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype_name)
+        dtype = getattr(torch, self.dtype_name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
 
 class Workload(ABC):

@@ -1,4 +1,4 @@
-"""The ranks of this run: they agree through a gloo group that is never what is measured."""
+"""The ranks of this run. They agree through a gloo group of their own, which is not measured."""
 
 from __future__ import annotations
 
@@ -54,20 +54,29 @@ class World:
         return boxes
 
 
+def missing_device(options: Options) -> str:
+    """Why this process has no such device; '' if it has one."""
+    try:
+        kind = torch.device(options.device).type
+    except RuntimeError:
+        return f"--device: torch knows no '{options.device}'"
+    is_here = kind == "cpu" or torch.accelerator.is_available()
+    return "" if is_here else f"this machine has no {options.device} device"
+
+
 def join(options: Options) -> World:
-    """Joins the ranks named by torchrun's environment variables."""
+    """Makes the group in which the ranks of a launcher agree, unless it has made that itself."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(1)
     gc.disable()  # collected between cases instead: not while a clock runs
     device = torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if options.device != "cpu":
-        if not torch.accelerator.is_available():
-            raise SystemExit(f"mycoll bench: this machine has no {options.device} device")
         device = torch.device(options.device, local_rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device.index)
     patience = datetime.timedelta(seconds=10 * options.timeout_seconds)
-    dist.init_process_group("gloo", timeout=patience)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=patience)
     me = (socket.gethostname(), usable_cpus())
     everybody = [me] * dist.get_world_size()
     dist.all_gather_object(everybody, me)

@@ -1,12 +1,13 @@
-"""mycoll as a backend of ray.util.collective.
+"""mycoll as a backend of ray.util.collective. Copy this file into your project:
 
-    from mycoll.adapters import ray as mycoll_ray
+    import ray_backend
 
-    mycoll_ray.register()  # in the driver and in each actor
+    ray_backend.register()  # in the driver and in each actor
     ray.util.collective.init_collective_group(size, rank, backend="mycoll", group_name="mine")
 
-Tensors of torch and arrays of NumPy, in place. A process may be in any number of groups, and needs
-no torch.distributed.init_process_group.
+It takes tensors of torch and arrays of NumPy, in place. A process may be in any number of groups,
+and needs no torch.distributed.init_process_group. Written for Ray 2.60; the registry of backends
+and the key-value store are private parts of Ray, and may differ in other versions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import mycoll
 import numpy as np
 import ray.util
 import torch
@@ -36,8 +38,6 @@ from ray.util.collective.types import (
 from torch.distributed import DistError, ProcessGroup, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from mycoll import _registration, groups
-
 NAME = "MYCOLL"
 
 _OPS = {
@@ -56,7 +56,7 @@ def register() -> None:
         register_collective_backend(NAME, MycollGroup)
 
 
-class MycollGroup(BaseGroup):  # type: ignore[misc]
+class MycollGroup(BaseGroup):
     """One rank's end of a group. Ray wraps each tensor in a list, one for each device."""
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
@@ -70,7 +70,7 @@ class MycollGroup(BaseGroup):  # type: ignore[misc]
     @classmethod
     def check_backend_availability(cls) -> bool:
         try:
-            _registration.native()
+            mycoll.Options()  # loads the compiled module
         except ImportError:
             return False
         return True
@@ -124,8 +124,10 @@ class MycollGroup(BaseGroup):  # type: ignore[misc]
 
 
 def _meet(size: int, rank: int, name: str) -> ProcessGroup:
-    """Rank 0 hosts a store, and Ray's own store says where, until all have come to it. Then the
-    address is removed, and only then the ranks go on: a next group of this name finds no old one.
+    """Rank 0 hosts a store, whose address is in Ray's own store until all ranks have connected.
+
+    The ranks continue only after the address is removed: the next group of this name must not find
+    it.
     """
     key = f"mycoll group {name}"
     if rank == 0:
@@ -141,11 +143,11 @@ def _meet(size: int, rank: int, name: str) -> ProcessGroup:
         store = _join(key)
         store.set(f"here/{rank}", "")
         store.wait(["go"], default_pg_timeout)
-    return groups.process_group(store, rank, size, name=name)
+    return mycoll.process_group(store, rank, size, name=name)
 
 
 def _join(key: str) -> TCPStore:
-    """The store of rank 0. An earlier one may have been killed and have left its address."""
+    """The store of rank 0. An earlier rank 0 may have been killed, and have left its address."""
     deadline = time.monotonic() + default_pg_timeout.total_seconds()
     while True:
         host, _, port = _wait_for(key, deadline).rpartition(":")

@@ -1,4 +1,4 @@
-"""Finds the MPIs of this machine, and builds mpi_bench.c with each one's compiler."""
+"""Finds the MPIs of this machine, and builds mpi_bench.c with the compiler of each."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_SOURCE = Path("benchmarks") / "peers" / "mpi_bench.c"
+_SOURCE = Path(__file__).with_name("mpi_bench.c")
 _BUILD_SECONDS = 120
 _ASK_SECONDS = 20
 
 
 class PeerAbsent(Exception):
-    """One line: what is missing, and how to get it."""
+    """An MPI that cannot be measured here; the message names what is missing, and how to get it."""
 
 
 @dataclass(frozen=True)
 class _Family:
-    """How an MPI is told from another that is installed under the same names."""
+    """How to distinguish an MPI from another one that is installed under the same names."""
 
     suffix: str
     mark: str
@@ -38,7 +38,7 @@ _TCP_ARGUMENTS: dict[str, list[str]] = {
     "openmpi": ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp"],
     "mpich": [],
 }
-# MPICH is built on libfabric or on UCX; each has its own way to say it, and ignores the other's.
+# MPICH is built on libfabric or on UCX; each has its own variable, and ignores that of the other.
 _TCP_VARIABLES: dict[str, dict[str, str]] = {
     "openmpi": {},
     "mpich": {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "FI_PROVIDER": "tcp"},
@@ -65,17 +65,8 @@ def _tool(tool: str, family: _Family) -> str:
     raise PeerAbsent(f"no {tool} of its own here (Debian, Ubuntu: apt install {family.package})")
 
 
-def source_file() -> Path:
-    """Beside the package in a checkout, or below the current folder."""
-    places = (Path(__file__).resolve().parents[3], Path.cwd())
-    for place in places:
-        if (place / _SOURCE).is_file():
-            return place / _SOURCE
-    raise PeerAbsent(f"{_SOURCE} is not here: run from a checkout of mycoll")
-
-
 def _intel_root() -> Path:
-    """Where Intel MPI lies: named by its own variable, or a wheel in this environment."""
+    """The folder of Intel MPI: from I_MPI_ROOT, or that of a wheel in this environment."""
     for place in (os.environ.get("I_MPI_ROOT", ""), sys.prefix):
         root = Path(place)
         if place and (root / _INTEL_LIBRARY).is_file() and (root / _INTEL_LAUNCHER).is_file():
@@ -84,7 +75,7 @@ def _intel_root() -> Path:
 
 
 def _compiler(family: str) -> tuple[list[str], list[str]]:
-    """What stands before and after the source on the compiler's line.
+    """The words before and after the source file on the compiler's command line.
 
     Intel's wheel has no headers. Its library keeps MPICH's binary interface, so MPICH's fit.
     """
@@ -95,7 +86,7 @@ def _compiler(family: str) -> tuple[list[str], list[str]]:
     answer = subprocess.run(wrapper, capture_output=True, text=True, timeout=_ASK_SECONDS)
     words = answer.stdout.split()
     if not words:
-        raise PeerAbsent(f"{wrapper[0]} does not say what it calls")
+        raise PeerAbsent(f"{wrapper[0]} -show printed nothing")
     return [words[0], *(word for word in words if word.startswith("-I"))], [
         str(root / _INTEL_LIBRARY)
     ]
@@ -106,7 +97,7 @@ def build(name: str, folder: Path) -> Path:
     family, _ = _split(name)
     before, after = _compiler(family)
     binary = folder / f"mpi_bench.{name}"
-    command = [*before, "-std=gnu11", "-O2", str(source_file()), *after, "-o", str(binary)]
+    command = [*before, "-std=gnu11", "-O2", str(_SOURCE), *after, "-o", str(binary)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]

@@ -1,9 +1,7 @@
-"""Other libraries as contenders.
+"""MPIs as contenders of `mycoll bench`: a C program without torch, in the same rounds.
 
-MPIs: a C program without torch, whose ranks take their turn in the same rounds.
-Rank 0 of the harness starts mpiexec once; the MPI ranks connect to its unix socket and wait in
-read() until a line tells them what to do. The other ranks of the harness sleep in a barrier
-meanwhile.
+Rank 0 of the harness starts mpiexec once. The MPI ranks connect to its unix socket and wait in
+read() for commands, a line each. The other ranks of the harness sleep in a barrier meanwhile.
 """
 
 from __future__ import annotations
@@ -14,16 +12,17 @@ import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from mycoll.bench.arena import plan
-from mycoll.bench.contenders import Contender, one_line
-from mycoll.bench.inference import INFERENCE_PEERS, InferenceContender
+from mycoll.bench.contenders import Contender, gather_contenders, one_line
 from mycoll.bench.options import Options
-from mycoll.bench.peer_build import PeerAbsent, build, environment, launch_command
 from mycoll.bench.workload import Unsupported, Workload
 from mycoll.bench.world import World
+
+from build import PeerAbsent, build, environment, launch_command
 
 _START_SECONDS = 30.0
 _QUIT_SECONDS = 5.0
@@ -134,26 +133,24 @@ class MpiContender(Contender):
             process.wait()
 
 
-def gather_peers(options: Options, world: World) -> tuple[list[Contender], list[str]]:
-    """The peers that run here, and a line for each that does not."""
-    found: list[Contender] = []
-    absent: list[str] = []
-    for name in options.peers:
+def gather(
+    names: Sequence[str], options: Options, world: World
+) -> tuple[list[Contender], list[str]]:
+    """The contenders of `mycoll bench`, these MPIs, and a line for each that is not available."""
+    found, absent = gather_contenders(options, world)
+    for name in names:
         reason = ""
-        contender: Contender | None = None
+        contender: MpiContender | None = None
         try:
             if world.hosts > 1:
                 raise PeerAbsent("peers are measured on one host only")
-            if name in INFERENCE_PEERS:
-                contender = InferenceContender(name, world)
-            else:
-                contender = mpi = MpiContender(name, world, options)
-                if world.rank == 0:
-                    with tempfile.TemporaryDirectory(prefix="mycoll-bench-") as folder:
-                        mpi.start(Path(folder))
+            contender = MpiContender(name, world, options)
+            if world.rank == 0:
+                with tempfile.TemporaryDirectory(prefix="mycoll-bench-") as folder:
+                    contender.start(Path(folder))
         except PeerAbsent as cause:
             reason = str(cause)
-        except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as cause:
+        except (OSError, subprocess.SubprocessError) as cause:
             reason = one_line(cause)
         reasons = [text for text in world.gather_all(reason) if text]
         if reasons or contender is None:

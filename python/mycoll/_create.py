@@ -1,0 +1,124 @@
+"""Makes the backends of groups."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import Backend
+from torch.distributed.constants import default_pg_timeout
+
+from mycoll import _compat, _gloo, _leaving, objects
+from mycoll._log import log
+from mycoll._native import native, nccl_wheel
+from mycoll._version import __version__
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch._C._distributed_c10d import Store, _DistributedBackendOptions
+
+_warned = False
+
+
+def create(group: _DistributedBackendOptions, options: Any) -> Backend:
+    """Makes the backend of a group for torch: `options` is the user's pg_options, or None."""
+    log.info(
+        "mycoll %s: group '%s', rank %d of %d, timeout %s",
+        __version__,
+        group.group_id,
+        group.group_rank,
+        group.group_size,
+        group.timeout,
+    )
+    group.store = store_of_this_attempt(group.store)
+    try:
+        is_for_gloo = _gloo.is_wanted(options)
+    except ValueError as error:
+        raise ValueError(f"mycoll group '{group.group_id}': {error}") from None
+    if is_for_gloo:
+        _compat.install()
+        return _gloo.create(group)
+
+    module = prepare()
+    if options is not None and not isinstance(options, module.Options):
+        if not isinstance(options, Backend.Options):
+            raise TypeError(
+                f"pg_options of a mycoll group is a mycoll.Options, not {type(options).__name__}"
+            )
+        options = _compat.from_foreign_options(options)
+
+    _compat.install()
+    timeout = group.timeout
+    if options is not None and timeout == default_pg_timeout:
+        timeout = options.timeout  # torch's default, which it always passes
+    return module.MycollBackend(  # type: ignore[no-any-return]
+        group.store,
+        group.group_rank,
+        group.group_size,
+        timeout,
+        group.group_id,
+        # Empty: the world.
+        list(group.global_ranks_in_group) or list(range(group.group_size)),
+        options,
+        has_device(),
+    )
+
+
+def prepare() -> ModuleType:
+    """The compiled module, ready for a group to be made."""
+    module = native()
+    _compat.guard_coalescing()
+    objects.install()
+    _leaving.watch_child()
+    warn_of_unknown_variables(module)
+    module.set_nccl_wheel(nccl_wheel())
+    if is_rocm():
+        module.set_why_no_devices(
+            "mycoll does not support ROCm: give those tensors to torch's own backend, as in "
+            "backend='cpu:mycoll,cuda:nccl'"
+        )
+    return module
+
+
+def has_device() -> bool:
+    """Whether this process can have tensors on a device: only then a group is made for those."""
+    accelerator = torch.accelerator.current_accelerator()
+    if is_rocm():
+        return False
+    if accelerator is None or accelerator.type != "cuda":
+        return accelerator is not None
+    # CUDA builds of torch name CUDA, with and without a GPU. This count does not initialise CUDA's
+    # runtime, after which a process cannot fork.
+    return torch.cuda.device_count() > 0
+
+
+def is_rocm() -> bool:
+    """Whether this torch is built for AMD's GPUs, which it names "cuda", and whose RCCL has the
+    names of NCCL's functions: nothing here was ever run with either."""
+    return torch.version.hip is not None
+
+
+def warn_of_unknown_variables(module: ModuleType) -> None:
+    """Once in a process, and on a host only in the first rank that a launcher starts."""
+    global _warned
+    if _warned or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    _warned = True
+    for name, nearest in module.unknown_variables():
+        hint = f"did you mean {nearest}?" if nearest else "`mycoll env` lists those that are"
+        warnings.warn(f"{name} is not a variable of mycoll's; {hint}", stacklevel=2)
+
+
+def store_of_this_attempt(store: Store) -> Store:
+    """Hides what earlier attempts of a torchrun job wrote: its store outlives a restart.
+
+    Only with one agent: several count the failures of their own workers each, and do not agree.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return store
+    log.info("mycoll: attempt %s of torchrun's job: what earlier ones wrote is not read", attempt)
+    return torch.distributed.PrefixStore(f"attempt{attempt}", store)

@@ -1,0 +1,134 @@
+"""A rank of `mycoll bench`: from the options to the rows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from mycoll._gloo import variables_that_rename
+from mycoll._terminal import Progress, paint, wrapped
+from mycoll.bench.contenders import Contender, gather_contenders
+from mycoll.bench.machine import header
+from mycoll.bench.options import Options
+from mycoll.bench.report import (
+    LEGEND,
+    Recorder,
+    misused,
+    table_header,
+    table_line,
+    wrong_files,
+)
+from mycoll.bench.rounds import History, Measurement, cases
+from mycoll.bench.world import World, join, leave, missing_device
+
+Gather = Callable[[Options, World], tuple[list[Contender], list[str]]]
+
+_FAILED = 1
+
+
+def run_rank(options: Options, arguments: list[str], gather: Gather | None = None) -> int:
+    """Measures, as one of the ranks that a launcher has started; returns the exit code.
+
+    Args:
+        options: What to measure.
+        arguments: The words of the command line, for the results.
+        gather: Finds the contenders, and explains in a line each which are not available.
+    """
+    wrong = missing_device(options)
+    if renaming := variables_that_rename():  # they had their effect when torch was imported
+        wrong = f"compares backends by name: unset {' and '.join(renaming)}"
+    if wrong:
+        return misused(wrong, is_shown=os.environ.get("RANK") == "0")
+    world = join(options)
+    # The same on all ranks, before minutes of measuring.
+    if wrong := world.share(wrong_files(options) if world.rank == 0 else ""):
+        leave()
+        return misused(wrong, is_shown=world.rank == 0)
+    progress = Progress(world.rank == 0)
+    record = header(options, arguments, world.size, world.hosts, world.cache_bytes)
+    recorder = Recorder(record, options.json if world.rank == 0 else "")
+    contenders: list[Contender] = []
+    history = History()
+    try:
+        if world.rank == 0:
+            progress.hide()
+            _introduce(record)
+            progress.show("connecting ...")
+        contenders, absent = (gather or gather_contenders)(options, world)
+        here = {contender.name for contender in contenders}
+        history.failed |= set(options.backends) - here
+        progress.hide()
+        if world.rank == 0:
+            _explain(contenders, absent)
+        _measure(options, world, contenders, recorder, history, progress)
+    finally:
+        for contender in contenders:
+            contender.close()
+        recorder.close()
+    if world.rank == 0 and options.plot:
+        from mycoll.bench.plot import draw
+
+        print(draw(options.plot, record, recorder.rows))
+    code = world.share(_verdict(recorder, history) if world.rank == 0 else 0)
+    leave()
+    return code
+
+
+def _verdict(recorder: Recorder, history: History) -> int:
+    """The last lines, and the exit code."""
+    wrong = sum(row.wrong or 0 for row in recorder.rows)
+    if history.failed:
+        print(paint(f"# failed: {', '.join(sorted(history.failed))}", "red"))
+    end = f"# wrong elements: {wrong}" if recorder.rows else "# nothing was measured"
+    print(paint(end, "red") if wrong or not recorder.rows else end, flush=True)
+    return _FAILED if wrong or history.failed or not recorder.rows else 0
+
+
+def _introduce(record: dict[str, object]) -> None:
+    machine, versions = record["machine"], record["versions"]
+    assert isinstance(machine, dict) and isinstance(versions, dict)
+    print(f"# mycoll bench, {machine['cpu']}, {machine['usable_cores']} cores")
+    print("# " + ", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
+
+
+def _explain(contenders: Sequence[Contender], absent: Sequence[str]) -> None:
+    for kind, meaning in LEGEND.items():
+        names = [contender.name for contender in contenders if contender.kind == kind]
+        if names:
+            print(f"# {', '.join(names)}: {meaning}")
+    for line in absent:
+        _note(f"left out: {line}")
+    sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    for line in wrapped(text, 2):
+        print(paint(f"# {line}", "yellow"), flush=True)
+
+
+def _measure(
+    options: Options,
+    world: World,
+    contenders: Sequence[Contender],
+    recorder: Recorder,
+    history: History,
+    progress: Progress,
+) -> None:
+    work = [case for op in options.operations for case in cases(options, op)]
+    shown = ("", "", "")
+    for number, case in enumerate(work, 1):
+        progress.show(f"measuring {number} of {len(work)}: {case.title}")
+        measurement = Measurement(case, contenders, world, options, history)
+        rows = measurement.run()
+        progress.hide()
+        if world.rank != 0:
+            continue
+        for row in rows:
+            if shown != (row.op, row.type, row.redop):
+                print(table_header(row, options.backends[0]))
+                shown = (row.op, row.type, row.redop)
+            recorder.add(row)
+            print(table_line(row), flush=True)
+        for note in measurement.notes:
+            _note(f"{case.title}: {note}")

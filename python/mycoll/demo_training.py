@@ -1,0 +1,104 @@
+"""The training of `mycoll demo`, on one of its ranks.
+
+Read it as an example, too: only the caller, which makes the group, knows which backend is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mycoll._terminal import is_terminal
+
+CLASSES = 3
+
+
+def run_rank(backend: str, steps: int) -> None:
+    say(f"Training on {dist.get_world_size()} ranks over {backend}, torch {torch.__version__}\n")
+    check_weights(train(steps))
+
+
+def spirals(points: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points on three intertwined spiral arms, and the arm of each."""
+    random = torch.Generator().manual_seed(seed)
+    radius = torch.rand(points, generator=random)
+    arm = torch.randint(CLASSES, (points,), generator=random)
+    noise = torch.randn(points, generator=random) * 0.15
+    angle = 2 * math.pi * (arm / CLASSES + 2 * radius) + noise
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arm
+
+
+def train(steps: int, batch: int = 256) -> nn.Module:
+    torch.manual_seed(0)  # DDP would broadcast rank 0's weights anyway
+    layers: list[nn.Module] = []
+    for inputs, outputs in [(2, 256), (256, 256), (256, 256)]:
+        layers += [nn.Linear(inputs, outputs), nn.GELU()]
+    model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(256, CLASSES)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # Each rank sees other data; only the gradients that DDP all-reduces make them agree.
+    points, arms = spirals(20_000, seed=dist.get_rank() + 1)
+    test_points, test_arms = spirals(2_000, seed=1000 + dist.get_rank())
+
+    start = time.perf_counter()
+    for step in range(1, steps + 1):
+        chosen = torch.randint(len(points), (batch,))
+        loss = nn.functional.cross_entropy(model(points[chosen]), arms[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1 or step == steps or step % max(1, steps // 40) == 0:
+            with torch.no_grad():
+                right = (model.module(test_points).argmax(dim=1) == test_arms).float().mean()
+            # Loss and accuracy of all ranks, in one small tensor.
+            means = torch.stack([loss.detach(), right])
+            dist.all_reduce(means)
+            means /= dist.get_world_size()
+            bar = "#" * round(24 * step / steps)
+            progress(
+                f"  [{bar:24}] step {step:5d}  loss {means[0]:.4f}  accuracy {means[1]:6.1%}"
+                f"  {step / (time.perf_counter() - start):5.0f} steps/s",
+                milestone=step == 1 or step == steps or step % max(1, steps // 10) == 0,
+            )
+    if on_terminal():
+        say("")
+    return model
+
+
+def check_weights(model: nn.Module) -> None:
+    """All ranks must hold the same weights, to the last bit."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    if not all(torch.equal(other, mine) for other in everyone):
+        raise SystemExit(f"rank {dist.get_rank()}: the ranks' weights differ")
+    say(f"\nWeights of all ranks are identical to the bit (sha256 {digest.hexdigest()[:16]}).\n")
+
+
+# --- the screen: rank 0 only ----------------------------------------------------------------------
+
+
+def say(text: str, end: str = "\n") -> None:
+    if dist.get_rank() == 0:
+        print(text, end=end, flush=True)
+
+
+def progress(line: str, milestone: bool) -> None:
+    """One line that moves on a terminal; elsewhere, a line for each milestone."""
+    if on_terminal():
+        say(f"\r{line}", end="")
+    elif milestone:
+        say(line)
+
+
+def on_terminal() -> bool:
+    return is_terminal(sys.stdout)

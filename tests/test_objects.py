@@ -8,7 +8,6 @@ import dataclasses
 import enum
 import gc
 import inspect
-import os
 import pickle
 import threading
 import warnings
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from mycoll import parcel
 from torch.distributed import distributed_c10d
 from worlds import warm
 from worlds.worker import Ctx
@@ -665,38 +663,6 @@ def weights_only(ctx: Ctx) -> None:
     ctx.equal([tensor.numel() for tensor in out], [LARGE] * ctx.size)
     with ctx.raises(Exception, "weights"):
         dist.all_gather_object(out, Unloadable(), weights_only=True)  # type: ignore[call-arg]
-
-
-def large_memory(ctx: Ctx) -> None:
-    """What arrives large lies in memory that is used again, and is an ordinary tensor."""
-    numel = 9 << 20  # no whole number of huge pages
-    kept: list[torch.Tensor] = []
-    places = []
-    for turn in range(4):
-        items = [torch.full((numel + 5,), turn, dtype=torch.uint8) if ctx.rank == 0 else None]
-        dist.broadcast_object_list(items, src=0)
-        [tensor] = items
-        assert isinstance(tensor, torch.Tensor)
-        ctx.same(tensor, torch.full((numel + 5,), turn, dtype=torch.uint8))
-        places.append(tensor.data_ptr())
-        if turn == 0:
-            kept.append(tensor)
-    if ctx.rank:
-        ctx.equal(len(set(places)), 3, "one is in use, the others take turns:")
-        ctx.equal(int(kept[0].max()), 0, "what is in use")
-        tensor.resize_(2 * numel)[-1] = 7
-        ctx.equal((int(tensor[numel]), int(tensor[-1])), (3, 7))
-        if child := os.fork():
-            ctx.equal(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
-        else:
-            again = parcel.new_memory(numel)
-            again[0] = 1
-            os._exit(0 if int(kept[0].max()) == 0 else 1)
-
-
-@pytest.mark.worlds(2)
-def test_large_memory_is_used_again(world, mycoll_only):
-    world.run(large_memory)
 
 
 @pytest.mark.worlds(2)

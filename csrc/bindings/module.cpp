@@ -22,7 +22,6 @@
 
 #include "backend/call_site.h"
 #include "backend/errors.h"
-#include "backend/large_memory.h"
 #include "backend/mycoll_backend.h"
 #include "backend/operators.h"
 #include "backend/options.h"
@@ -33,7 +32,6 @@
 #include "base/log.h"
 #include "base/wait.h"
 #include "bindings/call_site.h"
-#include "bindings/to_python.h"
 #include "collectives/plan/shape.h"
 #include "device/device_group.h"
 #include "device/nccl_memory.h"
@@ -549,13 +547,6 @@ PYBIND11_MODULE(_C, module) {
         return std::make_pair(usage.regionBytes, usage.blockBytes);
       },
       "For tests: bytes mapped for shared tensors, and bytes of them in use.");
-  module.def(
-      "_new_large_memory",
-      [](size_t bytes) {
-        return py::reinterpret_steal<py::object>(mycoll::toPython(mycoll::newLargeMemory(bytes)));
-      },
-      py::arg("bytes"),
-      "A uint8 tensor on the CPU, in memory that was used before if there is any.");
   module.def(
       "_close_all", &closeAll, py::arg("reason"),
       "Groups that were never destroyed end with the interpreter, while there still is one. The "

@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 
-from mycoll._native import native
-
 # Memory of this size travels by itself: one more message costs less than two copies.
 ASIDE_BYTES = 1 << 17
 
@@ -41,9 +39,6 @@ _PROTOCOL = 5
 
 # While a longer head is unpickled, the garbage collector is off.
 _PAUSE_BYTES = 1 << 16
-
-# Larger memory is in huge pages, which are used again.
-_HUGE_BYTES = 1 << 22
 
 
 class Parcel:
@@ -78,7 +73,7 @@ class Incoming(Parcel):
         entries = struct.unpack_from(f"<{asides}Q", memory, total - 8 * asides) if asides else ()
         for entry in entries:
             size, is_storage = divmod(entry, 2)
-            storage = _new_storage(size)
+            storage = torch.UntypedStorage(size)
             tensor = bytes_of_storage(storage)
             tensors.append(tensor)
             self._buffers.append(storage if is_storage else tensor.numpy().data)
@@ -137,9 +132,9 @@ def objects_inside(cells: Sequence[memoryview]) -> list[Any] | None:
 
 
 def new_memory(size: int) -> memoryview:
-    if size < _HUGE_BYTES:
+    if size < _PAUSE_BYTES:
         return memoryview(bytearray(size))
-    return bytes_of_storage(_new_storage(size)).numpy().data
+    return bytes_of_storage(torch.UntypedStorage(size)).numpy().data  # not filled with zeros
 
 
 def as_tensor(memory: memoryview) -> torch.Tensor:
@@ -150,13 +145,6 @@ def as_tensor(memory: memoryview) -> torch.Tensor:
 
 def bytes_of_storage(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-
-
-def _new_storage(size: int) -> torch.UntypedStorage:
-    if size < _HUGE_BYTES:
-        return torch.UntypedStorage(size)
-    tensor: torch.Tensor = native()._new_large_memory(size)
-    return tensor.untyped_storage()
 
 
 class _Packing:

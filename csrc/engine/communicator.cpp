@@ -131,9 +131,9 @@ std::shared_ptr<Communicator> Communicator::add(const std::shared_ptr<Engine>& e
                                                 GroupOptions options, GroupAddress address) {
   std::shared_ptr<Communicator> group(
       new Communicator(std::move(options), engine, std::move(address)));
-  // From here on it may be told of failures, by questions of others, too.
   group->mailbox_.open();
   engine->add(group);
+  engine->mesh()->progress();  // what has come for it before are events now
   return group;
 }
 

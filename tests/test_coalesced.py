@@ -244,3 +244,20 @@ def blocks_of_two_threads(ctx: Ctx) -> None:
 @pytest.mark.worlds(2)
 def test_blocks_of_two_threads(world):
     world.run(blocks_of_two_threads)
+
+
+def lazily_conjugated_beside_others(ctx: Ctx) -> None:
+    """Several tensors in one call, of which one is conjugated without a copy."""
+    first = torch.full((5,), 1 + 2j)
+    second = torch.full((5,), 3 + 4j).conj()
+    third = torch.full((5,), 5 + 0j)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.allreduce([first, second, third]).wait()
+    want = torch.full((5,), (9 - 2j) * ctx.size)
+    for i, got in enumerate((first, second, third)):
+        ctx.same(got.resolve_conj(), want, f"tensor {i}")
+
+
+@pytest.mark.worlds(1, 2)
+def test_a_lazily_conjugated_tensor_beside_others(world, mycoll_only):
+    world.run(lazily_conjugated_beside_others)

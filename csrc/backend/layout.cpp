@@ -203,10 +203,11 @@ void pack(const at::Tensor& tensor, void* plain) {
 
 void unpack(const void* plain, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
-  // The plain memory is a buffer of ours that is not read again.
+  // The plain memory may be the source of other tensors, so it is restored afterwards.
   applyLazyBits(tensor, const_cast<void*>(plain));
   copyStrided(tensor, static_cast<char*>(tensor.mutable_data_ptr()),
               static_cast<char*>(const_cast<void*>(plain)), /*toTensor=*/true);
+  applyLazyBits(tensor, const_cast<void*>(plain));
 }
 
 at::Tensor withoutRepeats(const at::Tensor& tensor) {

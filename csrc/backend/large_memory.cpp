@@ -24,7 +24,7 @@ struct KeptBlock {
 };
 
 void* mapPages(size_t bytes) {
-  // Begins at a huge page: what is before and behind goes back.
+  // Begins at a huge page: unmaps the memory before and after the block.
   void* const found = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) return nullptr;
@@ -37,14 +37,15 @@ void* mapPages(size_t bytes) {
   return begin + before;
 }
 
-// The mutex is only tried: a child of fork() may find it locked for ever, and does without.
+// Only tries the mutex: in a child of fork() it may be locked forever; the child then keeps no
+// memory.
 class KeptMemory {
  public:
-  // One that has been freed, or a new one; its start is null where the system gives none.
+  // Returns a block that was freed, or a new one; start is null if the system has no memory.
   KeptBlock take(size_t bytes) {
     if (mutex_.tryLock()) {
       const MutexLock lock(mutex_, std::adopt_lock);
-      // The latest first: its pages are the likeliest to be there still.
+      // Latest block first: its pages are most likely to be still there.
       for (size_t i = blocks_.size(); i-- > 0;) {
         if (blocks_[i].bytes != bytes) continue;
         const KeptBlock found = blocks_[i];
@@ -83,7 +84,7 @@ class KeptMemory {
   size_t bytes_ GUARDED_BY(mutex_) = 0;
 };
 
-// Never destroyed: tensors die at any time.
+// Never destroyed: tensors may be freed at any time.
 KeptMemory& keptMemory() {
   static KeptMemory* const kMemory = new KeptMemory;
   return *kMemory;

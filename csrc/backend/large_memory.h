@@ -1,6 +1,6 @@
-// Memory of large objects that arrive (python/mycoll/parcel.py). New memory costs several times as
-// much as what is copied into it, nearly all of that for its pages; so memory that is freed is kept
-// for the next object. The kernel may take its pages meanwhile, where memory is short.
+// Memory for large objects that are received (python/mycoll/parcel.py). New memory takes several
+// times as long as the copy into it, nearly all of that for its pages; so freed memory is kept for
+// the next object. The kernel may take the pages meanwhile if memory is short.
 // Thread contract: [any thread]. Tensors may outlive everything else.
 #pragma once
 
@@ -10,7 +10,8 @@
 
 namespace mycoll {
 
-// So many bytes on the CPU, not initialised. Their storage can be resized, as that of any tensor.
+// Returns a tensor of `bytes` bytes on the CPU, not initialised. Its storage can be resized, like
+// that of any tensor.
 at::Tensor newLargeMemory(size_t bytes);
 
 }  // namespace mycoll

@@ -79,7 +79,7 @@ struct MycollWindow::Layout {
   at::ScalarType scalarType() const { return static_cast<at::ScalarType>(type); }
   at::IntArrayRef shape() const { return {sizes.data(), static_cast<size_t>(dimensions)}; }
   int64_t elements() const { return c10::multiply_integers(shape()); }
-  // Whether a layout received from another rank is valid, and needs so many bytes.
+  // Whether a layout that another rank sent is valid, and needs exactly `bytes` bytes.
   bool fits(uint64_t bytes) const {
     if (type < 0 || type >= static_cast<int64_t>(at::ScalarType::NumOptions)) return false;
     if (dimensions < 0 || dimensions > static_cast<int64_t>(kMaxDimensions)) return false;

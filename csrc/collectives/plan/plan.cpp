@@ -20,7 +20,7 @@ constexpr uint64_t kTogetherBytes = 256 * 1024;
 constexpr int kLeastTogether = 8;
 constexpr int kLeastTogetherForRoot = 65;
 // One chunk is added up while the next one is in flight. Each needs scratch memory, which should
-// stay in the caches; but messages should be long compared to the cost of each.
+// stay in the caches; but messages should be long enough to outweigh the cost of each.
 constexpr uint64_t kMessageBytes = 256 * 1024;
 constexpr uint64_t kLeastChunk = 512 * 1024;
 constexpr uint64_t kMostChunk = 2 * 1024 * 1024;
@@ -167,7 +167,7 @@ class Planner {
     const bool hasRoot = job_.kind == OpKind::kBroadcast || job_.kind == OpKind::kReduce;
     return hasRoot && shape_.hostOf(job_.root) == host;
   }
-  bool hasHelpers() const { return shape_.ranks() >= kLeastTogetherForRoot; }  // of a root
+  bool hasHelpers() const { return shape_.ranks() >= kLeastTogetherForRoot; }  // the root has
   // The rank of a host that has the slot, or receives it for the others.
   int holder(const Slot& slot, int host) const {
     const bool isHome = !isWhole(slot) && shape_.hostOf(slot.owner) == host;

@@ -8,7 +8,7 @@
 //              host has -> the owner of the piece, which adds up the rest and rounds once
 //   gather     the owner of a piece -> a driver on each other host -> the ranks of that host
 //   all_reduce first a reduce, then a gather; broadcast deals pieces out and gathers them. In large
-//              worlds the ranks of a root's host send or receive for it, each its lane
+//              worlds the ranks of a root's host send or receive for it, each for its lane
 //   exchange   (gather, scatter, all_to_all) small blocks of a host's ranks for those of another
 //              host -> one of its ranks -> one rank of the other host -> the ranks of that host;
 //              large blocks go from rank to rank

@@ -74,7 +74,7 @@ Span piece(Span whole, uint64_t round, size_t perRound);
 // The error if a rank makes another call than this one.
 Status arrivalMismatch(const Mailbox& names, uint64_t sequence, const Signature& mine,
                        const AllArrived& arrived);
-// The error if the size that one rank sends to another is not the size which that expects.
+// The error if one rank sends another a size that the receiver does not expect.
 Status sizeMismatch(const Mailbox& names, uint64_t sequence, const Signature& signature, int from,
                     uint64_t sent, int to, uint64_t expected);
 Status shmMismatch(const ShmGroup& group, const AllArrived& arrived);

@@ -2,10 +2,11 @@
 // (kernels/reduce.h) and rounded once, by one rank or by each in the same way: so all ranks get the
 // same bits, whatever the size or the transport.
 //
-// Large tensors are reduced in rounds of one bulk area per rank. Of two ranks, each stages its own
-// input, and reduces everything. A byte crosses memory as often as if they divided the work, and
-// they wait for each other once per round instead of twice. Near ranks stage round k+1 in the loop
-// that reduces round k: staging waits for memory, reducing for the other core's cache.
+// Large tensors are reduced in rounds of one bulk area per rank. If there are two ranks, each
+// stages its own input, and reduces everything. A byte crosses memory as often as if they divided
+// the work, and they wait for each other once per round instead of twice. Near ranks stage round
+// k+1 in the loop that reduces round k: staging waits for memory, reducing for the other core's
+// cache.
 //
 // More ranks divide the work. In each round every rank owns one slice:
 //

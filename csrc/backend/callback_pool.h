@@ -42,7 +42,7 @@ class Told {
 // catches what Python's callbacks raise.)
 void runCallbacks(c10d::OpType type, const std::function<void()>& complete);
 
-// The scope of a wait() that the program called: references passed to CallbackPool::drop() on this
+// The scope of a wait that the program called: references passed to CallbackPool::drop() on this
 // thread are dropped at its end, when the thread no longer works on a queue and returns to the
 // program.
 class DropScope {

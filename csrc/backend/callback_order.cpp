@@ -8,8 +8,8 @@
 
 namespace mycoll {
 
-// How many callbacks hang on a future. torch does not say so, and its class is final; but an
-// explicit instantiation may name private members.
+// Returns the number of callbacks of a future. torch has no function for that, and its class is
+// final; but an explicit instantiation may name private members.
 size_t callbacksOf(c10::ivalue::Future& future);
 template <auto kMutex, auto kCallbacks>
 struct FutureMembers {
@@ -24,10 +24,10 @@ namespace {
 
 using Future = c10::ivalue::Future;
 
-// How often a thread that waits looks for signals.
+// How often a waiting thread checks for signals.
 constexpr std::chrono::milliseconds kTick(50);
-// How long a future waits for its place before it is completed beside a callback that runs. Not at
-// once: it then takes a thread of the pool until its place has come.
+// How long a ready future waits for its place before it is completed alongside a running callback.
+// Not zero: it then occupies a thread of the pool until its place is reached.
 constexpr std::chrono::milliseconds kPatience(2);
 
 }  // namespace
@@ -48,13 +48,13 @@ struct CallbackOrder::Turn {
   std::function<void()> complete;
   bool isTaken = false;        // a thread completes it
   std::deque<EntryPtr> parts;  // that are not over
-  bool isOpen = false;  // the last part has no mark at its end yet: what is hung now belongs to it
+  bool isOpen = false;  // the last part has no mark at its end yet: callbacks added now join it
   size_t seen = 1;      // callbacks up to the last mark; the gate is the first
 };
 
 namespace {
 
-// The callbacks that this thread is inside of, innermost first.
+// The callbacks that this thread is running, innermost first.
 struct Running {
   const CallbackOrder* root;
   std::shared_ptr<CallbackOrder> beneath;
@@ -62,7 +62,7 @@ struct Running {
 };
 thread_local Running* innermost = nullptr;
 
-// The mark that this thread hangs on a future. Null afterwards: it ran at once.
+// The turn to whose future this thread is adding a mark. Null afterwards: the mark ran immediately.
 thread_local const void* marking = nullptr;
 
 Running* running(const CallbackOrder* root) {
@@ -81,8 +81,9 @@ CallbackOrder::Ptr CallbackOrder::here(const Ptr& order) {
   return inside != nullptr ? inside->beneath : root;
 }
 
-// A future belongs where its collective was called, though a callback may be the first that asks
-// for it; and where it is asked for, if that is further out: the callback may be over.
+// A future belongs to the order in which its collective was called, even if a callback is the first
+// to ask for it. If it is asked for in an outer order, it belongs there: the callback that called
+// the collective may be over.
 CallbackOrder::Ptr CallbackOrder::ofFuture(const Ptr& order) {
   Ptr asked = here(order);
   return order->depth_ < asked->depth_ ? order : asked;
@@ -111,8 +112,8 @@ CallbackOrder::EntryPtr CallbackOrder::append(std::function<void()> begin) {
   return entry;
 }
 
-// For all futures up to this one, since they were asked for before: where something has been hung,
-// or may have been. isCertain: this one has a part in any case.
+// Opens a part for each future up to `last`, which were asked for earlier, if callbacks have been
+// added to it, or may have been. isCertain: `last` gets a part in any case.
 void CallbackOrder::addParts(const Turn& last, bool isCertain) {
   for (const TurnPtr& turn : turns_) {
     const bool isLast = turn.get() == &last;
@@ -125,13 +126,13 @@ void CallbackOrder::addParts(const Turn& last, bool isCertain) {
   }
 }
 
-// What is hung from here on comes behind what is called now.
+// Ends the part: callbacks added from now on come after the collective that is called now.
 void CallbackOrder::mark(const TurnPtr& turn) {
   const size_t before = callbacksOf(*turn->future);
   marking = turn.get();
   turn->future->addCallback([turn](Future&) {
     if (marking == turn.get()) {
-      marking = nullptr;  // complete: what is hung from here on runs in then()
+      marking = nullptr;  // the future is complete: callbacks added from now on run in then()
     } else {
       turn->order->leavePart(*turn);
     }
@@ -157,7 +158,7 @@ void CallbackOrder::leavePart(Turn& turn) {
   awaitPart(turn, lock);
 }
 
-// Something may have been hung since anybody looked.
+// Callbacks may have been added since the last check.
 void CallbackOrder::awaitPart(Turn& turn, MutexLock& lock) {
   if (turn.parts.empty() && !entries_.empty()) addParts(turn, /*isCertain=*/true);
   while (!turn.parts.empty() && entries_.front() != turn.parts.front()) {
@@ -170,7 +171,7 @@ void CallbackOrder::complete(const TurnPtr& turn) {
   Running inside{root.get(), std::make_shared<CallbackOrder>(root, depth_ + 1), innermost};
   innermost = &inside;
   turn->complete();
-  turn->complete = nullptr;  // what it held is dropped without the lock
+  turn->complete = nullptr;  // its captures are dropped without the lock
   innermost = inside.outer;
   inside.beneath->awaitIdle();
   MutexLock lock(mutex_);
@@ -192,10 +193,10 @@ void CallbackOrder::ready(const TurnPtr& turn, std::function<void()> complete) {
   CallbackPool::get().post([order] { order->serve(); });
 }
 
-// True if the caller has to find a thread for serve().
+// Returns true if the caller must find a thread for serve().
 bool CallbackOrder::isToBeServed() { return !ready_.empty() && !std::exchange(isAttended_, true); }
 
-// The first one whose place has come; else null.
+// Returns the first ready future whose place is reached, or null.
 CallbackOrder::TurnPtr CallbackOrder::takeReady() {
   for (auto each = ready_.begin(); each != ready_.end(); ++each) {
     const TurnPtr turn = *each;
@@ -219,7 +220,7 @@ void CallbackOrder::serve() {
       ready_.pop_front();
     }
     turn->isTaken = true;
-    // Another thread goes on with the others; if there is none, this one does, afterwards.
+    // Another thread serves the others; if the pool has none, this thread does, afterwards.
     isAttended_ = false;
     const bool areOthers = isToBeServed();
     lock.unlock();

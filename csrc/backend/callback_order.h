@@ -1,39 +1,40 @@
-// CallbackOrder: the order of a group's collectives and of the callbacks that Python hangs on its
+// CallbackOrder: the order of a group's collectives and of the callbacks that Python adds to its
 // futures.
 //
-// A callback may begin collectives of its own; DDP's PowerSGD hook does. All ranks have to begin a
-// group's collectives in one order, but a callback runs where its future completes, or at once in
-// then() if that has happened, and this differs between ranks. So everything takes the place that
-// it has in the program's text, as if every future was complete at once (those of NCCL are):
+// A callback may begin collectives of its own; DDP's PowerSGD hook does. All ranks must begin a
+// group's collectives in one order, but a callback runs when its future completes, or immediately
+// in then() if it is complete already, and this differs between ranks. So everything takes the
+// place that it has in the program's text, as if every future were complete immediately (NCCL's
+// are):
 //
-//   - A callback's place is where it is hung on its future. Callbacks run one after another.
-//   - A collective's place is where it is called. It begins when the callbacks have run that were
-//     hung before that: a synchronous one waits in its caller, an asynchronous one is held and
-//     begun by the thread that ran the last callback. Callbacks hung later come later.
-//   - A callback is a program, too. The collectives that it calls, and the callbacks that it hangs
-//     on their futures, have an order of their own, beneath it. All of these come before what comes
-//     after the callback.
+//   - The place of a callback is where it is added to its future. Callbacks run one after another.
+//   - The place of a collective is where it is called. It begins when the callbacks added before
+//     have run: a synchronous one waits in its caller; an asynchronous one is held, and begun by
+//     the thread that ran the last of these callbacks. Callbacks added later run later.
+//   - A callback is a program, too. The collectives that it calls, and the callbacks that it adds
+//     to their futures, have an order of their own, beneath it. All of these come before what
+//     comes after the callback.
 //
-// So a callback may wait for everything that was called before it was hung: by Work.wait(), by the
-// future, or by asking again and again. That has begun; and a future is complete when its operation
-// is done, whatever other callbacks still do (only its callbacks wait for their place). A callback
-// that asks the Work of a collective that is held begins it, with all that is held before it.
+// So a callback may wait for everything that was called before it was added: by Work.wait(), by the
+// future, or by polling. The operation has begun; and a future is complete when its operation is
+// done, whatever other callbacks still do (only its own callbacks wait for their place). A callback
+// that queries the Work of a held collective begins it, with all that is held before it.
 //
-// Only futures that Python asks for are held to it: the callbacks of torch's C++ (DDP's own) begin
-// nothing. Not covered, as torch says neither when callbacks are hung nor that a future is waited
-// for: between two calls of collectives, callbacks hung on several futures in another order than
-// that in which the futures were asked for; and callbacks of a future that then() made, which count
-// as hung with the callback that completes it.
+// The order includes only futures that Python asks for: the callbacks of torch's C++ (DDP's own)
+// begin nothing. torch does not report when a callback is added or a future is waited for, so two
+// cases are not covered: callbacks that are added to several futures between two calls of
+// collectives, in another order than that in which the futures were asked for; and callbacks of a
+// future that then() made, which count as added with the callback that completes it.
 //
 //   entries:  part of f1 | part of f2 | all_reduce | part of f1 | ...
 //
-// A part is what was hung on a future between two collectives. At its end stands a callback of
-// ours, a mark; the first callback of each future is the gate. Both wait, on the thread that
-// completes the future, until the future's next part is at the front.
+// A part is the callbacks that were added to a future between two collectives. It ends with a
+// callback of ours, a mark; the first callback of each future is the gate. Both wait, on the thread
+// that completes the future, until the future's next part is at the front.
 //
-// Thread contract: [any thread]; none of it holds a lock while it calls out. pass() must not be
-// called with the GIL held. Futures are completed on the CallbackPool, one at a time, and several
-// only where the running callback takes its time.
+// Thread contract: [any thread]; no lock is held during calls out of this class. pass() must not be
+// called with the GIL held. Futures are completed on the CallbackPool, one at a time; several at a
+// time only if the running callback takes long.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -52,7 +53,7 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
  public:
   using Ptr = std::shared_ptr<CallbackOrder>;
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-  // A future that is not over: its operation runs, or its callbacks.
+  // A future that is not over: its operation or its callbacks still run.
   struct Turn;
   using TurnPtr = std::shared_ptr<Turn>;
   // A held collective, or a part.
@@ -68,29 +69,30 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
     count(-static_cast<int>(pending_.load()));
   }
 
-  // The order that this thread is subject to, in the group of `order`: that beneath the callback
-  // which it runs, or the group's own.
+  // Returns the order that applies to this thread in the group of `order`: the one beneath the
+  // callback that the thread runs, or the group's own.
   static Ptr here(const Ptr& order);
-  // The order of a future that this thread asks for, of a collective called under `order`.
+  // Returns the order of a future that this thread asks for, of a collective called under `order`.
   static Ptr ofFuture(const Ptr& order);
 
-  // Takes in a future on which nothing has been hung.
+  // Adds a future that has no callbacks yet.
   static TurnPtr add(const Ptr& order, const FuturePtr& future);
-  // The operation is over: `complete` completes the future. It must not throw.
+  // Called when the operation is over: `complete` will complete the future. It must not throw.
   static void ready(const TurnPtr& turn, std::function<void()> complete);
 
-  // A collective that is called now has callbacks, or held collectives, to wait for.
+  // Returns true if a collective that is called now must wait for callbacks or held collectives.
   bool isBlocked();
-  // Calls `begin` in its place; at once if nothing is before it. It must not throw.
+  // Calls `begin` when its place is reached. If nothing is before it, that is immediately, and
+  // returns null. `begin` must not throw.
   EntryPtr hold(std::function<void()> begin);
-  // Begins a held collective at once, with those before it, if this thread runs a callback of the
-  // group: the callback waits for it.
+  // Begins a held collective immediately, with those before it, if this thread runs a callback of
+  // the group: the callback waits for it.
   void beginIfInside(const EntryPtr& entry);
-  // As hold(), for a collective of the caller's: returns when it may begin. isInterrupted may be
-  // null.
+  // As hold(), for a collective that the caller begins itself: returns when it may. isInterrupted
+  // may be null.
   Outcome pass(Deadline deadline, bool (*isInterrupted)());
 
-  // In any order of this process.
+  // Whether futures or collectives are pending in any order of this process.
   static bool isAnyPending() { return allPending_.load(std::memory_order_acquire) > 0; }
   bool isIdle() const { return pending_.load(std::memory_order_acquire) == 0; }
 
@@ -103,7 +105,7 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   void enter(Turn& turn);
   void leavePart(Turn& turn);
   void awaitPart(Turn& turn, MutexLock& lock) REQUIRES(mutex_);
-  // Begins what may begin. Lets go of the lock meanwhile.
+  // Begins the collectives that may begin. Releases the lock meanwhile.
   void advance(MutexLock& lock) REQUIRES(mutex_);
   TurnPtr takeReady() REQUIRES(mutex_);
   bool isToBeServed() REQUIRES(mutex_);
@@ -118,10 +120,10 @@ class CallbackOrder : public std::enable_shared_from_this<CallbackOrder> {
   Mutex mutex_;
   std::condition_variable changed_;
   std::deque<TurnPtr> turns_ GUARDED_BY(mutex_);  // in the order in which they were asked for
-  std::deque<TurnPtr> ready_ GUARDED_BY(mutex_);  // of these: to be completed
+  std::deque<TurnPtr> ready_ GUARDED_BY(mutex_);  // those of them that are to be completed
   std::deque<EntryPtr> entries_ GUARDED_BY(mutex_);
   bool isBeginning_ GUARDED_BY(mutex_) = false;  // a thread begins collectives
-  bool isAttended_ GUARDED_BY(mutex_) = false;   // a thread takes the next one of ready_
+  bool isAttended_ GUARDED_BY(mutex_) = false;   // a thread takes the next of ready_
 };
 
 }  // namespace mycoll

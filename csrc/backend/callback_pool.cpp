@@ -26,7 +26,7 @@ struct CallbackPool::Workers {
   size_t threads GUARDED_BY(mutex) = 0;
   bool draining GUARDED_BY(mutex) = false;
 
-  // Lets go of the lock, which is the mutex's, while a task runs.
+  // Releases the lock, which locks `mutex`, while a task runs.
   void runTasks(MutexLock& lock) REQUIRES(mutex);
   void serve();
   void dropAll();
@@ -75,7 +75,7 @@ void CallbackPool::Workers::runTasks(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS 
       tasks.pop_front();
       lock.unlock();
       next();
-    }  // what the task held is dropped here, without the lock
+    }  // the task's captures are dropped here, without the lock
     lock.lock();
   }
 }
@@ -100,8 +100,8 @@ void CallbackPool::Workers::serve() {
 }
 
 void CallbackPool::post(std::function<void()> task) {
-  // Where there is no thread for it this one has to run it: a thread that waits for a future would
-  // wait for ever.
+  // If there is no thread for the task, this one must run it: otherwise a thread that waits for a
+  // future would wait forever.
   if (!tryPost(task)) task();
 }
 
@@ -115,7 +115,7 @@ bool CallbackPool::tryPost(std::function<void()>& task) {
       ++pool.threads;
     } catch (const std::system_error&) {
       if (pool.threads == 0) return false;
-      // Those that are there come to it in a while.
+      // An existing thread will run it later.
     }
   }
   pool.tasks.push_back(std::move(task));
@@ -154,7 +154,7 @@ void CallbackPool::drop(std::shared_ptr<void> last) {
     post([&pool] { pool.dropAll(); });
   } catch (const std::bad_alloc&) {
     MutexLock lock(pool.mutex);
-    pool.isDropping = false;  // the next one takes them along
+    pool.isDropping = false;  // the next call posts the task for all of them
   }
 }
 

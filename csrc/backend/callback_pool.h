@@ -1,11 +1,12 @@
-// Where code of the user's runs when an operation is done: callbacks of futures, completion hooks.
+// CallbackPool: the threads that run the user's code when an operation is done: callbacks of
+// futures and completion hooks.
 //
-// Never the thread that completes the operation: that one may be the engine's only progress thread,
-// or a thread that works on the queue for a while inside its own wait(), and a callback may well
-// wait for further operations (DDP's PowerSGD hook does). A pool and not one thread, because such a
-// callback waits for a future that has to be completed by somebody else: there is always an idle
-// thread for the next task, started when needed and gone after a second without work. Where the
-// system gives no thread, tasks wait for those that are there, or run in the poster's.
+// The thread that completes the operation must not run them: it may be the engine's only progress
+// thread, or a thread that works on the queue inside its own wait(), and a callback may wait for
+// further operations (DDP's PowerSGD hook does). One thread would not do, because such a callback
+// waits for a future that another thread must complete: there is always an idle thread for the next
+// task. It is started when needed and ends after a second without work. If the system cannot start
+// a thread, tasks wait for the existing threads or run on the posting thread.
 // [any thread]
 #pragma once
 
@@ -21,13 +22,13 @@
 
 namespace mycoll {
 
-// Whether a future is complete and its callbacks have run, for who waits for its Work: with gloo
-// they have by then.
+// Set when a future is complete and its callbacks have run. Work.wait() waits for it: with gloo,
+// the callbacks have run when wait() returns.
 class Told {
  public:
   void set();
-  // A second at most: a callback may wait for what the program does next. Not at all inside a
-  // callback, which may be one of those.
+  // Waits for set(), at most one second: a callback may wait for what the program does next.
+  // Returns immediately inside a callback, which may be one of those.
   void await();
 
  private:
@@ -36,13 +37,14 @@ class Told {
   bool isSet_ GUARDED_BY(mutex_) = false;
 };
 
-// Runs `complete`, which completes a future of such an operation, and with that its callbacks. What
-// they throw is logged: it must neither end the thread nor keep the next callbacks from running.
-// (torch catches what Python's callbacks raise.)
+// Runs `complete`, which completes a future of an operation of this type and so runs its callbacks.
+// Logs an exception that they throw: it must not end the thread or stop the next callbacks. (torch
+// catches what Python's callbacks raise.)
 void runCallbacks(c10d::OpType type, const std::function<void()>& complete);
 
-// For the scope of a wait of the program's: what CallbackPool::drop() is given on this thread is
-// dropped at the end. Then the thread works on no queue any more, and goes back to the program.
+// The scope of a wait that the program called: references passed to CallbackPool::drop() on this
+// thread are dropped at its end, when the thread no longer works on a queue and returns to the
+// program.
 class DropScope {
  public:
   DropScope();
@@ -58,23 +60,24 @@ class DropScope {
 
 class CallbackPool {
  public:
-  // The process's. Never destroyed.
+  // The pool of the process. Never destroyed.
   static CallbackPool& get();
 
-  // This thread is one of its.
+  // Whether this thread belongs to the pool.
   static bool isHere();
 
   // Tasks start in the order posted, and must not throw.
   void post(std::function<void()> task);
-  // As post(), where a thread of the pool will run it; else false, and the task stays as it is.
+  // As post(), if a thread of the pool will run the task. Otherwise returns false, and leaves the
+  // task unchanged.
   bool tryPost(std::function<void()>& task);
 
   // Drops a reference where taking the GIL and running the program's code delay nothing else: at
-  // the end of this thread's DropScope, else on a thread of the pool.
+  // the end of this thread's DropScope, or else on a thread of the pool.
   void drop(std::shared_ptr<void> last);
 
-  // Waits until everything posted has run, and for the threads to end; for the interpreter's exit.
-  // False when that took longer than the timeout.
+  // Waits until all posted tasks have run and the threads have ended; for the interpreter's exit.
+  // Returns false if that takes longer than the timeout.
   bool drain(std::chrono::milliseconds timeout);
 
  private:

@@ -14,12 +14,13 @@ const void* thisThread() {
   return &token;
 }
 
-// Small tensors travel together: one operation on a bucket costs little more than one on a tensor.
-// The rule looks at nothing but what all ranks know alike, so that all make the same buckets.
+// Small tensors are reduced together: one operation on a bucket costs little more than one on a
+// tensor. The rule uses only values that are the same on all ranks, so that all ranks make the same
+// buckets.
 constexpr size_t kSmallBytes = 64 << 10;
 constexpr size_t kBucketBytes = 1 << 20;
 
-// What gloo refuses and mycoll does not, in gloo's words.
+// Refuses what gloo refuses and mycoll would accept, in gloo's words.
 void checkAsGloo(const CallSite& site, const std::vector<std::vector<at::Tensor>>& outputs,
                  const std::vector<at::Tensor>& inputs) {
   for (const std::vector<at::Tensor>& row : outputs) {
@@ -51,7 +52,7 @@ void MycollBackend::startCoalescing() {
   if (owner != nullptr && owner != thisThread()) {
     refuse(site, "another thread is coalescing operations of this group");
   }
-  dropCoalescing();  // left over where an exception ended a block that torch's manager did not open
+  dropCoalescing();  // left over if an exception ended a block that torch's manager did not open
   coalescingThread_.store(thisThread(), std::memory_order_release);
 }
 
@@ -74,7 +75,7 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
   return c10::make_intrusive<CoalescedWork>(std::move(works));
 }
 
-// Collectives on the CPU are under way like all others: every rank has to take part in them.
+// Collectives on the CPU have been submitted already, and continue: every rank must take part.
 void MycollBackend::dropCoalescing() {
   if (!isCoalescing()) return;
   coalesced_.clear();
@@ -102,7 +103,7 @@ MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
   for (size_t i = 0; i < tensors.size();) {
     size_t end = i;
     size_t bytes = 0;
-    // On devices, all of them are one launch anyway.
+    // On devices, all tensors are one launch anyway.
     while (request.device.is_cpu() && end < tensors.size() && tensors[end].device().is_cpu() &&
            tensors[end].nbytes() <= kSmallBytes && bytes + tensors[end].nbytes() <= kBucketBytes) {
       bytes += tensors[end].nbytes();
@@ -134,7 +135,7 @@ MycollBackend::WorkPtr MycollBackend::allgather_coalesced(TensorLists& outputs, 
                                                           const c10d::AllgatherOptions& opts) {
   const CallSite site = enter("all_gather_coalesced");
   if (inputs.empty()) refuse(site, "input_tensor_list must hold a tensor, but it is empty");
-  // output_tensor_lists[rank][i] takes inputs[i] of that rank.
+  // output_tensor_lists[rank][i] receives inputs[i] of that rank.
   if (outputs.size() != static_cast<size_t>(size_)) {
     refuse(site, c10::str("output lists should be equal to world size: output_tensor_lists must "
                           "hold one list for each of the ",

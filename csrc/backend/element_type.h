@@ -1,4 +1,4 @@
-// From torch's element types and reduce operations to the engine's. [any thread]
+// Converts torch's element types and reduce operations to the engine's. [any thread]
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,13 +11,13 @@ namespace mycoll {
 
 struct ElementType {
   DType dtype = DType::kOpaque;
-  uint8_t opaqueType = 0;  // torch's number of a type that is only moved
+  uint8_t opaqueType = 0;  // torch's number of a type that can only be moved
   size_t bytes = 1;
 };
 
 ElementType elementType(const at::Tensor& tensor);
 
-// ReduceOp::kCount for PREMUL_SUM and what torch calls UNUSED.
+// Returns ReduceOp::kCount for PREMUL_SUM and for torch's UNUSED.
 ReduceOp toReduceOp(c10d::ReduceOp::RedOpType op);
 const char* name(c10d::ReduceOp::RedOpType op);
 

@@ -22,11 +22,11 @@ PythonHooks python;
 std::atomic<pthread_t> exiting{};
 
 using Clock = std::chrono::steady_clock;
-// One cause reaches the groups of a process within this.
+// One cause reaches all groups of a process within this time.
 constexpr auto kSpreading = std::chrono::seconds(1);
-thread_local int quietScopes = 0;  // those that live
+thread_local int quietScopes = 0;  // alive on this thread
 
-// The failures of groups that Python's main thread has been thrown within kSpreading. [any thread]
+// The failures of groups that were thrown in Python's main thread within kSpreading. [any thread]
 class RaisedFailures {
  public:
   static RaisedFailures& get() {
@@ -62,7 +62,7 @@ class RaisedFailures {
 
   Mutex mutex_;
   std::vector<Entry> latest_ GUARDED_BY(mutex_);
-  std::atomic<uint64_t> count_{0};  // of all
+  std::atomic<uint64_t> count_{0};  // of all failures
 };
 
 }  // namespace
@@ -174,7 +174,7 @@ std::string describeException() {
   } catch (...) {
     return "an exception of an unknown type";
   }
-  // Of Python's, the text has a line for each frame.
+  // The text of a Python exception has a line for each frame.
   std::string line;
   std::istringstream words(text);
   for (std::string word; words >> word;) line += (line.empty() ? "" : " ") + word;

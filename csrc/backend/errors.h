@@ -1,4 +1,4 @@
-// From Status to the exceptions that torch's users know, and the way in which Ctrl-C gets out.
+// Converts a Status to the exceptions that torch's users know; lets Ctrl-C end a wait.
 // [any thread], with or without the GIL.
 #pragma once
 
@@ -13,31 +13,30 @@
 
 namespace mycoll {
 
-// The caller's mistake. Where bindings/ has not registered a class of its own, Python sees a
-// ValueError; with it, one that is a RuntimeError as well, which is what torch's backends raise.
+// An error of the caller. Python sees a ValueError; if bindings/ has registered its own class, one
+// that is also a RuntimeError, which is what torch's backends raise.
 class ArgumentError final : public c10::ValueError {
  public:
   using c10::ValueError::ValueError;
 };
 [[noreturn]] void throwArgumentError(const std::string& message);
 
-// What a Status is in Python:
+// Throws the status, which must not be ok. Its class in Python:
 //   kInvalidArgument   ArgumentError, which is a ValueError and a RuntimeError
 //   kUnsupported       NotImplementedError
 //   kNetwork           DistNetworkError
 //   kStore             DistStoreError
 //   kInterrupted       what the signal handler raised (KeyboardInterrupt)
 //   all others         DistBackendError
-// The status must not be ok.
 [[noreturn]] void throwStatus(const Status& status);
 
-// For results that a program may use without asking whether they are valid: throws the status in
-// Python's main thread, between two steps of what it does, as Ctrl-C would. Not where that thread
-// has been thrown the same failure (Status::isSameFailure()) within a second and since
-// raisedSoFar() was `since`, or is meanwhile: a program that is cleaning up is left alone. isWanted
-// is asked at that moment.
+// For results that a program may use without checking whether they are valid: throws the status in
+// Python's main thread, between two steps of the program, as Ctrl-C would. Does nothing if the same
+// failure (Status::isSameFailure()) was thrown in that thread within the last second and since
+// raisedSoFar() was `since`, or is thrown there in the meantime: a program that is cleaning up is
+// not disturbed. isWanted is called right before the throw.
 void raiseInMainThread(const Status& status, uint64_t since, std::function<bool()> isWanted);
-// How many failures of groups that thread has been thrown.
+// Number of group failures that were thrown in that thread.
 uint64_t raisedSoFar();
 
 inline void throwIfFailed(const Status& status) {
@@ -48,15 +47,16 @@ inline void throwIfFailed(const Status& status) {
 
 c10d::WorkResult toWorkResult(const Status& status);
 
-// The same, to be thrown elsewhere; null when ok. Ignores interrupts: they belong to one wait().
+// Returns the exception of the status, to be thrown elsewhere; null if ok. An interrupt becomes a
+// DistBackendError: it belongs to one wait().
 std::exception_ptr toException(const Status& status);
 
-// The exception that is being handled, in one line for the log. For code of the program's that runs
-// on a thread of ours.
+// Describes the exception that is being handled, in one line for the log. For the program's code
+// that runs on our threads.
 std::string describeException();
 
-// While it lives, what this thread throws is not the failure of a group, or does not reach the
-// program.
+// While it lives, an exception of this thread does not count as the failure of a group: it is none,
+// or does not reach the program.
 class QuietScope {
  public:
   QuietScope();
@@ -65,21 +65,23 @@ class QuietScope {
   QuietScope& operator=(const QuietScope&) = delete;
 };
 
-// What backend/, which knows no Python, has to ask it. Set once by bindings/, before the first
-// group.
+// The functions of Python that backend/, which does not use Python's API, needs. bindings/ sets
+// them once, before the first group.
 struct PythonHooks {
-  // True when this thread's wait should end for a signal; the reason is then kept for this thread
-  // until raiseInterrupt().
+  // Returns true if a signal should end this thread's wait; the exception is then kept for this
+  // thread until raiseInterrupt().
   bool (*isInterruptPending)() = nullptr;
-  // Throws what isInterruptPending() kept; returns when there is nothing.
+  // Throws the exception that isInterruptPending() kept; returns if there is none.
   void (*raiseInterrupt)() = nullptr;
   // Whether this thread holds the GIL.
   bool (*holdsGil)() = nullptr;
-  // Whether Python has, or may have, threads beside the one that waits.
+  // Whether Python has, or may have, threads other than the one that waits.
   bool (*mayHaveOtherThreads)() = nullptr;
-  // Has fn called in the main thread, which raises what it throws. False: it will not be.
+  // Schedules a call of fn in the main thread, which raises what fn throws. Returns false if fn
+  // will not be called.
   bool (*callInMainThread)(std::function<void()> fn) = nullptr;
-  // The exception that this thread is handling, for others to read; "" without one. Takes the GIL.
+  // Describes the exception that this thread is handling, for the other ranks; "" if there is none.
+  // Takes the GIL.
   std::string (*reasonToLeave)() = nullptr;
 };
 void setPythonHooks(PythonHooks hooks);
@@ -91,10 +93,10 @@ bool isMainThread();
 bool isCalledByPython();
 bool mayHaveOtherThreads();
 
-// The interpreter is about to end, which it does on this thread. Other threads that are in a call
-// of mycoll, or make one, do not come back any more (stayIfExiting): they would want the GIL, and
-// Python ends whoever wants it then in a way that C++ answers by ending the process. Daemon
-// threads, that is; the others have ended by now. CallbackPool's come back.
+// Called on the thread that is about to end the interpreter. From then on, other threads that are
+// in a call of mycoll, or make one, do not return (stayIfExiting): they would take the GIL, and
+// Python ends a thread that does so in a way that makes C++ terminate the process. This concerns
+// daemon threads; all others have ended by then. Threads of the CallbackPool return.
 void beginExit();
 void stayIfExiting();
 

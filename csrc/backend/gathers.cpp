@@ -21,8 +21,8 @@ MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& i
 
 void MycollBackend::addAllGatherList(Request& request, const Tensors& outputs,
                                      const at::Tensor& input) {
-  // Ranks may bring different shapes: every rank knows all of them, by its outputs. Not in gloo's
-  // place.
+  // Ranks may pass different shapes: every rank knows all of them from its outputs. In place of
+  // gloo (shown_), all shapes must be equal.
   const Argument inputArgument{"tensor"};
   checkPerRank(request.site, "tensor_list", outputs, inputArgument, input, /*areOutputs=*/true,
                "invalid output tensor list");
@@ -55,7 +55,7 @@ void MycollBackend::addAllGatherInto(Request& request, const at::Tensor& output,
   checkTensor(request.site, inputArgument, input);
   checkOutput(request.site, outputArgument, output);
   checkSameType(request.site, outputArgument, output, inputArgument, input);
-  // Any shape of the right number of elements: concatenated, stacked, or (1, n) of SyncBatchNorm.
+  // Any shape with the right number of elements: concatenated, stacked, or SyncBatchNorm's (1, n).
   checkElements(request.site, outputArgument, output, input.numel() * size_,
                 "the input's times the number of ranks");
   const Span whole = request.output(output);

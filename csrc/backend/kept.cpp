@@ -12,7 +12,7 @@
 namespace mycoll {
 namespace {
 
-// Freeing the memory runs no code but torch's and ours, and Python does not know the storage.
+// Whether freeing the memory runs only torch's code and ours, and Python does not know the storage.
 bool isPlainMemory(const c10::Storage& storage) {
   static const c10::DeleterFnPtr kTorchs = c10::GetDefaultCPUAllocator()->raw_deleter();
   c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
@@ -21,7 +21,7 @@ bool isPlainMemory(const c10::Storage& storage) {
   return deleter == kTorchs || isSharedTensorDeleter(deleter);
 }
 
-// The same tensor as an object that Python does not know.
+// Returns the same tensor as an object that Python does not know.
 at::Tensor unknown(const at::Tensor& tensor) {
   const PlainDispatch guard;
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
@@ -38,7 +38,7 @@ void Kept::letGo() noexcept {
       CallbackPool::get().drop(std::make_shared<c10::Storage>(std::move(storage)));
     }
   } catch (const std::bad_alloc&) {
-    // Dropped here, at the price of waiting.
+    // The destructor drops the rest here, and may have to wait for the GIL.
   }
 }
 

@@ -1,11 +1,11 @@
-// Kept: the memory that an operation uses, held until the operation is done.
+// Kept: holds the memory that an operation uses until the operation is done.
 //
-// An operation is done on whatever thread completes it: the engine's, the watchdog's, or one that
-// works on the queue while it waits. None of these may wait for the GIL, which one C call of the
-// program can hold for seconds. So storages are kept and not tensors: dropping one of the last two
-// references to a tensor that Python knows takes the GIL. A storage needs it where Python knows the
-// storage itself (untyped_storage()), or where Python owns the memory (numpy, DLPack); such a
-// storage goes to CallbackPool::drop(). All others are dropped in place, at no cost.
+// Any thread may complete an operation: the engine's, the watchdog's, or one that works on the
+// queue while it waits. None of these may wait for the GIL, which one C call of the program can
+// hold for seconds. So Kept holds storages and not tensors: dropping one of the last two references
+// to a tensor that Python knows takes the GIL. Dropping a storage takes the GIL if Python knows the
+// storage itself (untyped_storage()) or owns the memory (numpy, DLPack); such a storage is passed
+// to CallbackPool::drop(). All others are dropped in place, at no cost.
 //
 // Thread contract: one thread at a time. May be destroyed on any thread, with or without the GIL.
 #pragma once
@@ -36,7 +36,7 @@ class Kept {
     others.storages_.clear();
   }
   bool empty() const { return storages_.empty(); }
-  // For a thread that may wait for the GIL: spares the way over the pool.
+  // For a thread that may wait for the GIL: drops all storages here, without the pool.
   void dropHere() { storages_.clear(); }
 
  private:
@@ -45,10 +45,10 @@ class Kept {
   c10::SmallVector<c10::Storage, 2> storages_;
 };
 
-// An output that the engine cannot write in place, and the plain memory that stands in for it.
-// May be destroyed on any thread.
+// An output that the engine cannot write in place, and the plain memory that it writes instead. May
+// be destroyed on any thread.
 struct CopyBack {
-  // offset: in bytes, in packed, which several targets may share.
+  // offset: in bytes, in packedMemory, which several targets may share.
   CopyBack(const at::Tensor& packedMemory, const at::Tensor& target, int64_t offset = 0);
 
   Kept memory;  // of both; before the tensors, so that it is dropped after them

@@ -1,4 +1,4 @@
-// How a request becomes operations of the engine's: at once, when callbacks have run, or on a
+// Turns a request into operations: of the engine, immediately or when callbacks have run, or of a
 // device.
 #include <ATen/record_function.h>
 
@@ -56,8 +56,8 @@ MycollWork::Ops submit(Communicator& communicator, Request& request,
 MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList inputs,
                                           at::TensorList outputs) {
   if (!isDescribed_.load(std::memory_order_relaxed)) [[unlikely]] {
-    // A group has torch's name everywhere ("0" is the world's), and beside it the description, if
-    // somebody has given one; torch sets it some time after the group was made.
+    // A group is shown with torch's name everywhere ("0" is the default group), and with its
+    // description if it has one; torch sets that some time after the group was made.
     isDescribed_.store(true, std::memory_order_relaxed);
     std::string description = pg_desc_ == "undefined" ? std::string() : pg_desc_;
     if (shown_) {
@@ -115,7 +115,7 @@ MycollBackend::WorkPtr MycollBackend::launchNow(Request& request, at::TensorList
   const auto kept = std::make_shared<Kept>(std::move(request.keep));
   MycollWork::Ops ops = submit(*communicator_, request, kept, site);
   WorkPtr work = finishLaunch(request, outputs, std::move(ops), isProfiled);
-  // What is done by now has its memory dropped by its caller.
+  // If the operations are done by now, the caller drops their memory.
   if (!request.async || kept.use_count() == 1) kept->dropHere();
   return work;
 }
@@ -137,7 +137,7 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
     refuse(request.site,
            c10::str("there are tensors on ", request.device, ", but ", whyNoDevices()));
   }
-  // It is not held, as what the program puts on its stream next comes behind it.
+  // The operation is not held: whatever the program enqueues on its stream next must come after it.
   const bool isOrdered = !isMessage(request.type);
   CallbackOrder::Ptr order = isOrdered ? CallbackOrder::here(callbacks_) : nullptr;
   if (order && order->isBlocked()) [[unlikely]] {

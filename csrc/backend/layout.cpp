@@ -23,8 +23,8 @@ struct Dimension {
 };
 using Dimensions = c10::SmallVector<Dimension, 8>;
 
-// Outermost first. Dimensions of size 1 are left out, and neighbours that both sides walk as one
-// are merged, so that what comes out is as short as it can be.
+// Returns the dimensions, outermost first. Leaves out dimensions of size 1, and merges neighbours
+// that are contiguous on both sides, so that the list is as short as possible.
 Dimensions dimensionsOf(const at::Tensor& tensor) {
   const int64_t bytes = static_cast<int64_t>(tensor.itemsize());
   Dimensions dimensions;
@@ -56,9 +56,9 @@ void copyRow(char* to, int64_t toStride, const char* from, int64_t fromStride, i
   }
 }
 
-// Two dimensions. Where one side is a transposition of the other, in tiles: 8 columns, so that
-// lines a power of two apart still fit the ways of one cache set, and 64 rows, so that each of
-// those lines is used whole.
+// Copies two dimensions. If one side is a transposition of the other, copies in tiles: 8 columns,
+// so that lines a power of two apart still fit the ways of one cache set, and 64 rows, so that each
+// of those lines is used whole.
 template <size_t kBytes>
 void copyPlane(char* to, const char* from, bool toTensor, const Dimension& outer,
                const Dimension& inner) {
@@ -123,8 +123,9 @@ CopyInner copyInnerFor(size_t elementBytes) {
 void copyStrided(const at::Tensor& tensor, char* tensorData, char* plain, bool toTensor) {
   Dimensions dimensions = dimensionsOf(tensor);
   if (dimensions.empty()) dimensions.push_back({1, 0, 0});
-  // The second innermost loop walks where the tensor's memory is densest; with the innermost, which
-  // walks where the plain memory is, it makes the plane that is copied in tiles.
+  // The second innermost loop runs over the dimension in which the tensor's memory is densest, the
+  // innermost over the one in which the plain memory is. The two form the plane that is copied in
+  // tiles.
   if (dimensions.size() > 2) {
     auto densest = std::min_element(dimensions.begin(), dimensions.end() - 1,
                                     [](const Dimension& a, const Dimension& b) {
@@ -137,7 +138,7 @@ void copyStrided(const at::Tensor& tensor, char* tensorData, char* plain, bool t
   c10::SmallVector<int64_t, 8> index(outerCount, 0);
   while (true) {
     copyPlanes(toTensor ? tensorData : plain, toTensor ? plain : tensorData, toTensor, dimensions);
-    size_t i = outerCount;  // an odometer over the outer dimensions
+    size_t i = outerCount;  // counts up the index, last of the outer dimensions first
     while (i > 0) {
       const Dimension& dimension = dimensions[--i];
       tensorData += dimension.tensorStride;
@@ -152,7 +153,7 @@ void copyStrided(const at::Tensor& tensor, char* tensorData, char* plain, bool t
   }
 }
 
-// Flips the sign of every `step`-th number, from `first` on.
+// Flips the sign of every `step`-th number, starting with `first`.
 template <typename Bits>
 void flipSigns(void* data, int64_t count, int64_t first, int64_t step) {
   constexpr Bits kSign = Bits{1} << (sizeof(Bits) * 8 - 1);
@@ -160,7 +161,7 @@ void flipSigns(void* data, int64_t count, int64_t first, int64_t step) {
   for (int64_t i = first; i < count; i += step) numbers[i] ^= kSign;
 }
 
-// What a lazy conjugation and a lazy negation do to plain elements. Both are their own inverse.
+// Applies the tensor's lazy conjugation and negation to plain elements. Each is its own inverse.
 void applyLazyBits(const at::Tensor& tensor, void* plain) {
   if (!tensor.is_conj() && !tensor.is_neg()) return;
   const at::ScalarType type = tensor.scalar_type();

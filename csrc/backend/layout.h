@@ -1,8 +1,8 @@
-// Between tensors of any layout and the plain memory that the engine works on.
+// Copies between tensors of any layout and the plain memory that the engine works on.
 //
-// None of this goes through torch's dispatcher: results are copied back on whatever thread
-// completes an operation, where the modes of that thread (autograd, functorch, inference, Python
-// dispatch) have nothing to do with the operation and its tensors.
+// The copies do not use torch's dispatcher: results are copied back on any thread that completes an
+// operation, and the modes of that thread (autograd, functorch, inference, Python dispatch) have
+// nothing to do with the operation and its tensors.
 // [any thread], with or without the GIL.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace mycoll {
 
-// True when the tensor's memory is its elements in order.
+// True if the tensor's memory is its elements in order.
 inline bool isPlain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
@@ -28,15 +28,16 @@ at::Tensor emptyElements(int64_t count, at::ScalarType type);
 void pack(const at::Tensor& tensor, void* plain);
 void unpack(const void* plain, const at::Tensor& tensor);
 
-// True when two elements of the tensor may be the same memory (expanded tensors): writing to it
-// then has no defined result.
+// True if two elements of the tensor may share memory (expanded tensors): writing to it then has no
+// defined result.
 bool mayOverlapItself(const at::Tensor& tensor);
 
-// One element for all that are the same memory, where the tensor is expanded (stride 0): what is
-// done to each element of a tensor, in place, is done once then. Else the tensor itself.
+// If the tensor is expanded (stride 0), returns a view with one element for all that share memory,
+// so that an operation in place changes each of them once. Otherwise returns the tensor itself.
 at::Tensor withoutRepeats(const at::Tensor& tensor);
 
-// Memory of a plain tensor: for reading, and for writing (which un-shares copy-on-write memory).
+// The memory of a plain tensor: for reading, and for writing (which un-shares copy-on-write
+// memory).
 inline Span readable(const at::Tensor& plain) {
   const size_t bytes = plain.nbytes();
   return Span{bytes == 0 ? nullptr : const_cast<void*>(plain.const_data_ptr()), bytes};

@@ -25,14 +25,15 @@ namespace {
 
 // How long destroy_process_group() waits for operations that are still pending.
 constexpr std::chrono::seconds kShutdownTimeout(10);
-// The same for a group that is dropped without it.
+// The same for a group that is dropped without that call.
 constexpr std::chrono::seconds kDropTimeout(2);
-// How often a wait looks for signals.
+// How often a wait checks for signals.
 constexpr std::chrono::milliseconds kTick(50);
-// For rank 0 to close its store after it has left. See outstaysStore_.
+// The time that rank 0 needs to close its store after it has left. See outstaysStore_.
 constexpr std::chrono::milliseconds kStoreGrace(30);
 
-// Groups that live, for closeAll(). Never destroyed: a group may die during static destruction.
+// All existing groups, for closeAll(). Never destroyed: a group may be destroyed during static
+// destruction.
 struct Registry {
   Mutex mutex;
   std::unordered_set<MycollBackend*> groups GUARDED_BY(mutex);
@@ -53,12 +54,12 @@ std::string& whyNone() {
 void setWhyNoDevices(std::string why) { whyNone() = std::move(why); }
 const std::string& whyNoDevices() { return whyNone(); }
 
-// The user's hook, and how many works have still to call it.
+// The user's hook, and the number of works that have yet to call it.
 struct MycollBackend::CompletionHook {
   explicit CompletionHook(std::string name) : group(std::move(name)) {}
 
-  // The hook is the program's: what it throws is reported, and ends neither the thread that calls
-  // it nor the group. Logged by default is the first exception of each hook: it may throw at every
+  // The hook is code of the program: an exception is logged, and does not end the calling thread or
+  // the group. By default only the first exception of each hook is logged: it may throw at every
   // operation.
   void run(std::shared_ptr<c10d::WorkInfo> info) {
     const std::string operation =
@@ -73,8 +74,8 @@ struct MycollBackend::CompletionHook {
     }
   }
 
-  // One more of them, until the last copy is gone: also one that never calls, as its call was
-  // refused.
+  // Counts one more work until the last copy of the result is destroyed, even if the work never
+  // calls the hook because its call was refused.
   static std::shared_ptr<void> expect(const std::shared_ptr<CompletionHook>& hook) {
     MutexLock lock(hook->mutex);
     ++hook->pending;
@@ -112,8 +113,8 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
   }
 
   GroupOptions group;
-  // torch's group_name ("0" is the default group): what errors, logs and tools call the group. Its
-  // group_desc ("default_pg") comes later, and is only shown beside the name.
+  // Errors, logs and tools use torch's group_name ("0" is the default group). Its group_desc
+  // ("default_pg") is set later, and is only shown beside the name.
   group.name = identity.name;
   group.rank = rank;
   group.ranks = size;
@@ -150,8 +151,8 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
       device_(makeDevice_ ? makeDevice_(groupName_, communicator_, options_) : nullptr),
       hook_(std::make_shared<CompletionHook>(groupName_)) {
   init();
-  // torch has changed what becomes of numbers that are too large: the sums follow the torch at
-  // hand.
+  // torch versions convert numbers that are too large in different ways: sums follow the torch in
+  // use.
   static const bool saturates = !std::isnan(static_cast<float>(c10::Float8_e4m3fn(1000.0f)));
   setFloat8Saturates(saturates);
   MutexLock lock(registry().mutex);
@@ -160,7 +161,7 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
 
 MycollBackend::~MycollBackend() {
   if (isForked()) {
-    // The parent's connections must not hear from its child: nothing is closed, nothing is freed.
+    // A child must not use its parent's connections: closes nothing and frees nothing.
     new std::shared_ptr<Communicator>(communicator_);
     new std::shared_ptr<DeviceSupport>(device_);
     return;
@@ -179,7 +180,7 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
   const Deadline deadline = Deadline::after(timeout);
   std::vector<std::shared_ptr<Communicator>> open;
   std::vector<std::shared_ptr<CallbackOrder>> orders;
-  // By name: NCCL may wait for other ranks, so all of them leave in one order.
+  // By name: NCCL may wait for other ranks, so all ranks must close their groups in the same order.
   std::multimap<std::string, std::shared_ptr<DeviceSupport>> devices;
   {
     MutexLock lock(registry().mutex);
@@ -190,7 +191,8 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
       if (group->device_) devices.emplace(group->groupName_, group->device_);
     }
   }
-  // As shutdown(); a callback that does not return leaves time for the goodbyes.
+  // As in shutdown(), but for half of the time: the rest is for close() if a callback does not
+  // return.
   const Deadline held = Deadline::after(timeout / 2);
   for (const auto& order : orders) (void)order->pass(held, nullptr);
   for (const auto& [name, device] : devices) device->close(deadline);
@@ -267,12 +269,12 @@ void MycollBackend::abort() {
 }
 
 void MycollBackend::shutdown() {
-  // A forked child lets go of its parent's group, and may make its own.
+  // A forked child abandons its parent's group, and may make its own.
   if (isForked()) return;
   enter("shutdown");
   const Deadline deadline = Deadline::after(kShutdownTimeout);
   Status drained;
-  // What is held behind callbacks is pending, too, and begins when they have run.
+  // Held operations are pending, too; they begin when the callbacks before them have run.
   if (CallbackOrder::here(callbacks_)->pass(deadline, isInterruptPending) ==
       CallbackOrder::Outcome::kInterrupted) {
     drained = interrupted();
@@ -295,7 +297,7 @@ void MycollBackend::registerOnCompletionHook(
   const CallSite site = enter("register_on_completion_hook");
   const MutexLock lock(hook_->mutex);
   if (hasHook_.load(std::memory_order_relaxed)) refuse(site, "a hook is registered already");
-  // Never copied, as that may need the GIL: all works share this one.
+  // Never copied, as that may take the GIL: all works share this one.
   hook_->call = std::move(hook);
   onCompletionHook_ = [state = hook_](std::shared_ptr<c10d::WorkInfo> info) {
     state->run(std::move(info));

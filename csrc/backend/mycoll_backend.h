@@ -1,20 +1,20 @@
-// MycollBackend: what torch.distributed calls for a group. It checks a call, translates it for the
-// engine, and either waits for it (the caller wants to) or returns a Work.
+// MycollBackend: the class that torch.distributed calls for a group. It checks a call, translates
+// it for the engine, and either waits for it (synchronous calls) or returns a Work.
 //
-//   mycoll_backend.cpp  the life of a group: made, closed, aborted; what torch asks about it
+//   mycoll_backend.cpp  makes, closes and aborts a group; answers torch's queries about it
 //   reductions.cpp gathers.cpp scatters.cpp point_to_point.cpp sparse.cpp  the operations
 //   several.cpp         several tensors of each rank in one call, as gloo takes them
 //   coalescing.cpp      many tensors in one call, many calls in one Work
-//   operators.cpp       the same as operators of torch's, without a Work
-//   launching.cpp       how a Request becomes operations of the engine; profiling.cpp: when watched
+//   operators.cpp       the same as torch operators, without a Work
+//   launching.cpp       turns a Request into operations of the engine; profiling.cpp: with profiler
 //   window.h            one-sided windows
 //   subgroups.cpp       split, merge and shrink
 //
 // Thread contract: [any thread], never with the GIL held. Between startCoalescing() and
-// endCoalescing() the calls of that one thread belong together: what is on devices, and messages,
-// leave at the end, and not at all if an exception ends the block.
-// Lifetime: a process that forks cannot use its groups in the child: every call there is refused.
-// Works outlive the backend safely.
+// endCoalescing() the calls of that one thread belong together: operations on devices, and
+// messages, are launched at the end, and not at all if an exception ends the block.
+// Lifetime: a forked child cannot use its parent's groups: calls are refused there, and shutdown()
+// does nothing. Works may outlive the backend.
 #pragma once
 
 #include <atomic>
@@ -47,15 +47,15 @@ class MycollBackend final : public c10d::Backend {
 
   struct Identity {
     std::string name;  // the same on all ranks
-    // The job's rank of each member; empty when the group is the whole job, or none of its.
+    // The job's rank of each member; empty if the group is the whole job, or no part of it.
     std::vector<int64_t> globalRanks;
     bool isOfJob = true;  // as GroupOptions::isOfJob
-    // Options of the backend that this one replaces: torch and the program see these, and the
-    // backend has their name. Null: it replaces none.
+    // Options of the backend that this one replaces: torch and the program see these, and this
+    // backend takes its name from them. Null: it replaces none.
     c10::intrusive_ptr<c10d::Backend::Options> shown;
   };
 
-  // Meets the other ranks; returns when all have come. makeDevice: empty where this process has no
+  // Meets the other ranks; returns when all have arrived. makeDevice: empty if this process has no
   // accelerator.
   static c10::intrusive_ptr<MycollBackend> create(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size, Identity identity,
@@ -66,24 +66,24 @@ class MycollBackend final : public c10d::Backend {
                 c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice);
   ~MycollBackend() override;
 
-  // Closes every group of the process, within the timeout altogether: for the interpreter's exit.
-  // The others hear the reason; it may be empty.
+  // Closes all groups of the process, within the timeout in total, for the interpreter's exit. The
+  // reason is sent to the other ranks; it may be empty.
   static void closeAll(Milliseconds timeout, const std::string& reason);
 
   // "shm", "tcp", "shm+tcp" or "self".
   std::string transport() const { return communicator_->transport(); }
-  // How tensors on devices travel: "nccl" or "host"; "" while that is not decided.
+  // How tensors on devices are transferred: "nccl" or "host"; "" while that is not decided.
   std::string deviceTransport() const;
   // Memory that NCCL may use without copies: see DeviceSupport.
   void registerMemory(at::Device device, void* address, size_t bytes, bool isSymmetric);
   void deregisterMemory(void* address);
   int64_t ncclComm() const;
-  // What this group was made with, and its present timeout: a copy, where no other backend's are
-  // shown.
+  // The options of this group, with its present timeout: a copy, unless another backend's options
+  // are shown.
   c10::intrusive_ptr<c10d::Backend::Options> options() const {
     return shown_ ? shown_ : c10::intrusive_ptr<c10d::Backend::Options>(ownOptions());
   }
-  // A shrunk group's is the same on all of its ranks; torch's own name for it may not be.
+  // A shrunk group has the same name on all of its ranks; torch's own name for it may differ.
   const std::string& groupName() const { return groupName_; }
 
   const std::string getBackendName() const override {
@@ -93,7 +93,7 @@ class MycollBackend final : public c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
-  // The same into another tensor, of x's shape and type: a sum, and done when it returns.
+  // Sums x into another tensor of x's shape and type. Synchronous.
   void allReduceInto(const at::Tensor& sum, const at::Tensor& x);
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors,
@@ -126,11 +126,11 @@ class MycollBackend final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  // In the place of another backend: programs may count on a Work for each call, as there.
+  // False in place of another backend: programs may expect a Work for each call, as there.
   bool supportsCoalescing() const override { return shown_ == nullptr; }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
-  // Instead of endCoalescing(), after an exception. Nothing where this thread has no open block.
+  // Replaces endCoalescing() after an exception. Does nothing if this thread has no open block.
   void dropCoalescing();
 
   // The engine numbers collectives by itself, from 0 on every rank.
@@ -147,8 +147,8 @@ class MycollBackend final : public c10d::Backend {
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override;
 
-  // A group of some of this group's ranks; null for the others. Torch asks once for each device
-  // that the group serves, and gets the same backend for the same name.
+  // Returns a group of some of this group's ranks; null on the others. torch calls it once for each
+  // device that the group serves, and gets the same backend for the same name.
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
@@ -157,11 +157,11 @@ class MycollBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts,
                                           const int& rank, const int& size) override;
-  // On all ranks of this group, once some of them have made a child by split(): gives the child a
-  // part of NCCL's communicator, as far as there is one. null: this rank is in no child; isWilling:
-  // that is as it should be.
+  // Called on all ranks of this group, after some of them have made a child by split(): gives the
+  // child a part of NCCL's communicator, if there is one. child: null if this rank is in none;
+  // isWilling: whether that is as it should be.
   void splitDevices(MycollBackend* child, bool isWilling);
-  // The group of the ranks that are left, which all of them ask for; for torch's shrink_group().
+  // Returns the group of the remaining ranks, all of which call it; for torch's shrink_group().
   bool supportsShrinking() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> shrink(
       const std::vector<int64_t>& excluded, int flags,
@@ -170,7 +170,7 @@ class MycollBackend final : public c10d::Backend {
   bool supportsWindow() const MYCOLL_TORCH_WINDOW_OVERRIDE { return true; }
   c10::intrusive_ptr<TorchWindow> new_window(const std::optional<at::Tensor>& tensor = std::nullopt)
       MYCOLL_TORCH_WINDOW_OVERRIDE;
-  // For torch's device_id: the other connections are made when first needed.
+  // For torch's device_id. All other connections are made when first needed.
   void eagerConnectSingleDevice(at::Device device) override;
 #if MYCOLL_TORCH_HAS_IS_INITIALIZED
   bool isInitialized() override { return true; }
@@ -180,41 +180,40 @@ class MycollBackend final : public c10d::Backend {
   friend class MycollWindow;
   struct CompletionHook;
 
-  // Refuses in a forked child; then says which call this is, for error messages.
+  // Throws in a forked child. Otherwise returns a description of the call, for error messages.
   CallSite enter(const char* function) const;
   bool isForked() const { return !owner_.isHere(); }
 
-  // Until the callbacks of earlier futures have run: see CallbackOrder.
+  // Waits until the callbacks of earlier futures have run: see CallbackOrder.
   void awaitCallbacks(const Request& request, CallbackOrder& order) const;
   std::string describe(const Request& request) const;
   c10::intrusive_ptr<MycollOptions> ownOptions() const;
-  // pg_options that a user has given, or null.
+  // The pg_options that the user passed, or null.
   c10::intrusive_ptr<MycollOptions> optionsFrom(
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
   std::vector<int64_t> globalRanksOf(const std::vector<int>& ranks) const;
   // Returns when all members have called it, with the same suffix: see Communicator::shrink().
-  // given: its options, or null. shown: those of another backend, for Identity, or null.
+  // given: the child's options, or null. shown: those of another backend, for Identity, or null.
   c10::intrusive_ptr<MycollBackend> childOf(
       const std::vector<int>& members, const std::string& suffix, std::string name,
       const c10::intrusive_ptr<MycollOptions>& given,
       const c10::intrusive_ptr<c10d::Backend::Options>& shown);
-  // Submits the calls, and waits for them unless the request is asynchronous; torch takes a null
-  // Work for "done". inputs: what a profiler shows. outputs: what Work.result() and its future
-  // hold.
+  // Submits the calls, and waits for them unless the request is asynchronous; to torch, a null Work
+  // means "done". inputs: for the profiler. outputs: the value of Work.result() and of its future.
   WorkPtr run(Request& request, at::TensorList inputs, at::TensorList outputs);
   WorkPtr runProfiled(Request& request, at::TensorList outputs);
   std::string titleOf(const Request& request) const;
   WorkPtr launch(Request& request, at::TensorList outputs, bool isProfiled);
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
-  // For an operation on devices: tells the completion hook of its end; empty where there is none.
+  // For an operation on devices: returns a function that calls the completion hook when it is over;
+  // empty if there is no hook.
   std::function<void(std::chrono::nanoseconds took)> hookFor(c10d::OpType type);
   MycollWork::Hook workHook();  // the same for a Work
   WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops,
                        bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
                   int source, int tag);
-  // An asynchronous operation that begin() will submit: a collective when the callbacks before it
-  // have run, a message at the end of its block.
+  // An asynchronous collective that begin() will submit when the callbacks before it have run.
   struct HeldOperation {
     c10::intrusive_ptr<MycollWork> work;
     std::function<void()> begin;
@@ -243,25 +242,25 @@ class MycollBackend final : public c10d::Backend {
   const std::vector<int64_t> globalRanks_;
   // Never changed: other threads read it. The present timeout is the communicator's.
   const c10::intrusive_ptr<MycollOptions> options_;
-  const c10::intrusive_ptr<c10d::Backend::Options> shown_;  // see Identity; null where not
+  const c10::intrusive_ptr<c10d::Backend::Options> shown_;  // see Identity; may be null
   Mutex shownMutex_;                                        // for its timeout
-  const DeviceFactory makeDevice_;                          // also for the groups made of this one
-  const std::shared_ptr<DeviceSupport> device_;             // null where there is no accelerator
+  const DeviceFactory makeDevice_;                          // also for groups made from this one
+  const std::shared_ptr<DeviceSupport> device_;             // null if there is no accelerator
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
-  // The job's own group, and its store is rank 0's and ends with its group: a rank that is back
-  // from destroy_process_group() before, and makes a new group at once, would find the store of the
-  // old one there, about to close.
+  // True if this is the job's own group, and rank 0 serves its store, which ends with the group: a
+  // rank that returns from destroy_process_group() earlier, and makes a new group immediately,
+  // would still find the old store, which is about to close.
   bool outstaysStore_ = false;
   const OwningProcess owner_;
 
   std::atomic<bool> isTimed_{false};
   std::atomic<bool> isDescribed_{false};
   const std::shared_ptr<CompletionHook> hook_;
-  std::atomic<bool> hasHook_{false};  // the program has registered one: hook_ has something to call
+  std::atomic<bool> hasHook_{false};  // the program has registered one
 
   bool isCoalescing() const;
 
-  // Which thread is between startCoalescing() and endCoalescing(); only that one touches the lists.
+  // The thread that is between startCoalescing() and endCoalescing(); only it uses the lists.
   std::atomic<const void*> coalescingThread_{nullptr};
   std::vector<WorkPtr> coalesced_;
   // A message that begins at the end of the block.
@@ -282,13 +281,13 @@ class MycollBackend final : public c10d::Backend {
   };
   std::vector<CoalescedMessage> coalescedMessages_;
 
-  std::atomic<int> shrinks_{0};  // how often it was asked for a smaller group
+  std::atomic<int> shrinks_{0};  // how often shrink() was called
 
   Mutex childMutex_;
-  // By members: how often these were split off.
+  // How often each list of members was split off.
   std::map<std::vector<int>, int> splits_ GUARDED_BY(childMutex_);
-  // The last groups made, kept for torch's question for the next device. Weak pointers would not
-  // do: c10's keep the object from being destroyed.
+  // The last groups made, kept because torch asks for them again for the next device. Weak pointers
+  // would not do: c10's prevent the object from being destroyed.
   c10::intrusive_ptr<MycollBackend> lastSplit_ GUARDED_BY(childMutex_);
   c10::intrusive_ptr<MycollBackend> lastMerged_ GUARDED_BY(childMutex_);
   c10::intrusive_ptr<c10d::Store> lastMergedBy_ GUARDED_BY(childMutex_);

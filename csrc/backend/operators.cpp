@@ -18,8 +18,7 @@ namespace {
 
 // ---- on the CPU
 
-// A group's backend for CPU tensors, held as long as it is used: another thread may destroy the
-// group.
+// A group's backend for CPU tensors, held while it is used: another thread may destroy the group.
 class GroupEnd {
  public:
   GroupEnd(const char* function, const std::string& group)
@@ -41,7 +40,7 @@ class GroupEnd {
   MycollBackend* const mycoll_;
 };
 
-// The shape that all_gather and reduce_scatter change in its first dimension.
+// Returns the shape, of which all_gather and reduce_scatter change the first dimension.
 std::vector<int64_t> shapeOf(const char* function, const at::Tensor& x) {
   if (x.dim() == 0) {
     throwArgumentError(c10::str("torch.ops.mycoll.", function,
@@ -141,8 +140,8 @@ void refuseGradient(const char*, const Other&) {}
 template <typename Signature>
 struct WithoutGradient;
 
-// `Name` is the operator's; the kernel refuses what autograd would have to know of, and passes on
-// the rest.
+// kName is the name of the operator. The kernel refuses tensors that require a gradient, and passes
+// on all others.
 template <typename Result, typename... Arguments>
 struct WithoutGradient<Result(Arguments...)> {
   template <const char* kName, bool kIsInPlace>
@@ -154,7 +153,7 @@ struct WithoutGradient<Result(Arguments...)> {
     if constexpr (kIsInPlace) {
       op.redispatch(keys & c10::after_autograd_keyset, arguments...);
       const at::Tensor& written = std::get<0>(std::tie(arguments...));
-      // So that autograd notices what it has saved, and is no more what it was.
+      // So that autograd notices that a tensor which it saved has changed.
       if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
     } else {
       return op.redispatch(keys & c10::after_autograd_keyset, arguments...);
@@ -175,14 +174,14 @@ constexpr char kAllGather[] = "mycoll::all_gather";
 constexpr char kReduceScatter[] = "mycoll::reduce_scatter";
 
 torch::Library* libraryFor(torch::Library::Kind kind, std::optional<c10::DispatchKey> key) {
-  // Never destroyed: at the process's end torch may be gone before.
+  // Never destroyed: at the end of the process, torch may be destroyed first.
   return new torch::Library(kind, "mycoll", key, __FILE__, __LINE__);
 }
 
 bool define() {
   torch::Library& schemas = *libraryFor(torch::Library::DEF, std::nullopt);
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-  // all_reduce_ returns nothing, as torch.compile makes only such operators functional.
+  // all_reduce_ returns nothing: torch.compile functionalizes only such operators.
   schemas.def("all_reduce_(Tensor(a!) x, str group) -> ()", tags);
   schemas.def("all_reduce(Tensor x, str group) -> Tensor", tags);
   schemas.def("all_gather(Tensor x, str group) -> Tensor", tags);

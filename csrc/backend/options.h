@@ -1,4 +1,4 @@
-// mycoll.Options: what a user may choose for one group (pg_options). Plain values.
+// mycoll.Options: the options that a user may set for one group (pg_options). Plain values.
 #pragma once
 
 #include <string>
@@ -22,10 +22,10 @@ struct MycollOptions final : c10d::Backend::Options {
   }
 #endif
 
-  // What serves CPU tensors: "engine", or "gloo" (torch's own, to compare or to rule mycoll out).
-  // Empty: as MYCOLL_CPU says.
+  // The implementation for CPU tensors: "engine", or "gloo" (torch's own, to compare or to rule
+  // mycoll out). Empty: the value of MYCOLL_CPU.
   std::string cpu;
-  // What NCCL's communicators of this group are made with.
+  // Options of this group's NCCL communicators.
   NcclOptions nccl;
 };
 

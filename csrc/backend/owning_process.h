@@ -1,6 +1,6 @@
-// OwningProcess: the process in which a group, and what belongs to it, was made. A forked child has
-// copies of these objects, but none of the threads that serve them, and locks in the state in which
-// the fork found them: whatever the child's program may call has to check first.
+// OwningProcess: the process in which a group and its parts were made. A forked child has copies of
+// these objects, but none of the threads that serve them, and its locks are in the state that they
+// had at the fork: every function that the child's program may call must check first.
 // [any thread]
 #pragma once
 
@@ -14,7 +14,7 @@ class OwningProcess {
 
   // False in a forked child.
   bool isHere() const;
-  // Throws in a forked child. `function`: what the program has called.
+  // Throws in a forked child. `function`: the name of the function that the program called.
   void check(const std::string& group, const char* function) const {
     if (!isHere()) [[unlikely]] {
       refuse(group, function);

@@ -1,5 +1,6 @@
-// Calls to torch's operators from threads, and under modes, that have nothing to do with the
-// tensors: no autograd, no version counters, no functorch, no autocast, no Python dispatch.
+// PlainDispatch: for calls to torch's operators from threads whose modes have nothing to do with
+// the tensors. While it lives, this thread uses no autograd, no version counters, no functorch, no
+// autocast and no Python dispatch.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -1,5 +1,5 @@
-// What torch.profiler sees of an operation: a record_param_comms event around its submission, and
-// an event "mycoll:<function>" from its start to its end.
+// The events that torch.profiler sees for an operation: a record_param_comms event around its
+// submission, and an event "mycoll:<function>" from its start to its end.
 #include <ATen/record_function.h>
 
 #include <optional>
@@ -16,7 +16,7 @@ namespace {
 int64_t elementsOf(const Request& request, std::vector<Span> Call::* side) {
   int64_t elements = 0;
   for (const Call& call : request.calls) {
-    // As NCCL's: a broadcast has its tensor on both sides, on all ranks.
+    // As in NCCL's events, a broadcast has its tensor on both sides, on all ranks.
     const bool isBroadcast = call.kind == OpKind::kBroadcast;
     for (const Span& span : isBroadcast ? call.out : call.*side) {
       elements += static_cast<int64_t>(span.bytes / call.elementBytes);
@@ -25,7 +25,7 @@ int64_t elementsOf(const Request& request, std::vector<Span> Call::* side) {
   return elements;
 }
 
-// What stands under "Rank": the other rank of a message, the root where there is one.
+// The value of "Rank": the other rank of a message, the root if there is one, or else this rank.
 int rankOf(const Request& request, int own) {
   if (request.peer >= 0) return request.peer;
   const bool hasRoot = !request.calls.empty() && request.calls.front().root >= 0;
@@ -34,7 +34,7 @@ int rankOf(const Request& request, int own) {
 
 }  // namespace
 
-// In the place of another backend as that one names them: "gloo:all_reduce".
+// In place of another backend, the title has that backend's name: "gloo:all_reduce".
 std::string MycollBackend::titleOf(const Request& request) const {
   const std::string title = request.title;
   return shown_ ? shown_->backend + title.substr(title.find(':')) : title;
@@ -63,8 +63,8 @@ MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorLi
       const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
       std::string title = titleOf(request);
 #if MYCOLL_TORCH_HAS_COMM_NAME
-      // dist.record_comm() names the operations of its block. Those that are asynchronous take the
-      // name in c10d::Work's constructor.
+      // dist.record_comm() names the operations of its block. Asynchronous ones take the name in
+      // c10d::Work's constructor.
       const std::string& given = c10d::get_comm_profiling_name();
       if (!given.empty()) title = given;
 #endif

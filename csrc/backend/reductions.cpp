@@ -41,7 +41,7 @@ MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
   const CallSite site = enter("all_reduce");
   if (tensors.empty()) refuse(site, "requires non-empty tensor list: no tensor came");
   const at::Tensor& given = tensors.front();
-  // Torch sends sparse CPU tensors this way, not to allreduce_sparse().
+  // torch passes sparse CPU tensors here, not to allreduce_sparse().
   if (given.defined() && given.layout() == at::kSparse) [[unlikely]] {
     return allreduce_sparse(tensors, opts);
   }
@@ -103,10 +103,10 @@ MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::Reduc
 }
 
 MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) {
-  // device_ids tell NCCL which devices to use; ranks that meet on the CPU need none.
+  // device_ids are for NCCL; ranks that meet on the CPU need none.
   const CallSite site = enter("barrier");
   Request request(site, c10d::OpType::BARRIER, "mycoll:barrier", opts.timeout, opts.asyncOp);
-  // What was enqueued before it on devices is over behind it, as with NCCL's.
+  // Everything enqueued on devices before the barrier is over after it, as with NCCL's.
   const std::shared_ptr<Condition> fence = device_ ? device_->fence() : nullptr;
   if (fence && opts.asyncOp) {
     request.compositeKind = OpKind::kBarrier;
@@ -120,7 +120,7 @@ MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) 
 
 void MycollBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
   const CallSite site = enter("monitored_barrier");
-  if (opts.timeout.count() == 0) {  // for gloo, and so for its programs, no time at all
+  if (opts.timeout.count() == 0) {  // for gloo, and so for programs made for it, no time at all
     C10_THROW_ERROR(DistBackendError, c10::str("mycoll group '", groupName_, "': Rank ", rank_,
                                                " timed out in monitoredBarrier after 0 ms"));
   }

@@ -32,7 +32,8 @@ Span envelope(const std::vector<Span>& spans) {
   return Span{begin, static_cast<size_t>(end - begin)};
 }
 
-// On a device, and of equal size: such lists travel as one piece of memory.
+// Whether the tensors are on a device and of equal size: such lists are transferred as one piece of
+// memory.
 bool canBeFlat(const std::vector<at::Tensor>& tensors) {
   if (tensors.front().device().is_cpu()) return false;
   for (const at::Tensor& tensor : tensors) {
@@ -41,7 +42,7 @@ bool canBeFlat(const std::vector<at::Tensor>& tensors) {
   return true;
 }
 
-// That piece of memory, and what stands in it for each tensor of the list.
+// That piece of memory, and the part of it for each tensor of the list.
 class Flat {
  public:
   explicit Flat(const std::vector<at::Tensor>& tensors) : count_(tensors.front().numel()) {
@@ -59,7 +60,7 @@ class Flat {
   at::Tensor memory_;
 };
 
-// Plain, and one behind the other, as the chunks of one tensor are.
+// Whether the tensors are plain and adjacent in memory, as the chunks of one tensor are.
 bool areAdjacent(const std::vector<at::Tensor>& tensors) {
   const char* next = nullptr;
   for (const at::Tensor& tensor : tensors) {
@@ -201,7 +202,8 @@ at::Tensor Request::premultiply(const at::Tensor& tensor, const c10d::ReduceOp& 
   }
   const auto& supplement = static_cast<const PreMulSum&>(*op.supplement_);
   const PlainDispatch guard;
-  // In the accumulator's type, with one rounding at the end; torch does so by itself with a number.
+  // Multiplies in the accumulator's type and rounds once, at the end; with a number, torch does so
+  // itself.
   if (!supplement.tensor_factor.defined()) {
     return at::mul(tensor, c10::Scalar(supplement.double_factor)).contiguous();
   }
@@ -216,8 +218,8 @@ Kept Request::takeKept() {
   return std::move(keep);
 }
 
-// The inputs stay one behind the other: other ranks, whose tensors are apart, have promised it,
-// too.
+// Copies all inputs, so that they stay adjacent: isFlat() must hold on all ranks, also on those
+// whose inputs and outputs do not overlap.
 void Request::copyAll(Call& call) {
   const Span all = envelope(call.in);
   const PlainDispatch guard;

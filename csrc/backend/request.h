@@ -1,5 +1,5 @@
-// A call of the user's, checked and translated: what the engine has to do, what must live until
-// then, and what is to be copied back at the end.
+// Request: a call of the user, checked and translated: the calls for the engine, the memory that
+// must live until they are done, and the results to copy back at the end.
 // Lifetime: made on the stack of one call and consumed by MycollBackend::run().
 #pragma once
 
@@ -20,7 +20,7 @@
 namespace mycoll {
 
 struct Request;
-// One, or those of a batch.
+// One request, or those of a batch.
 using Requests = std::span<Request* const>;
 
 struct Request {
@@ -28,7 +28,7 @@ struct Request {
           std::chrono::milliseconds opTimeout, bool isAsync)
       : site(callSite), type(opType), title(profilingTitle), timeout(opTimeout), async(isAsync) {}
   Request(Request&&) = default;
-  // What no operation has taken is dropped by the caller.
+  // The caller drops the memory that no operation has taken.
   ~Request() {
     keep.dropHere();
     for (CopyBack& copy : copyBacks) copy.memory.dropHere();
@@ -38,52 +38,53 @@ struct Request {
   c10::Device device = c10::kCPU;  // of all its tensors
   c10d::OpType type;
   const char* title;                  // "mycoll:all_reduce"; a literal
-  std::chrono::milliseconds timeout;  // as torch says it: not positive means the group's
+  std::chrono::milliseconds timeout;  // as torch passes it: not positive means the group's
   bool async;
   at::TensorList given;  // for a profiler: the inputs as the caller has them; not kept alive
   // Point to point only; the one call then has one span, `in` to send and `out` to receive.
   int peer = -1;
   uint64_t tag = 0;
-  size_t perList = 0;  // the future's value is lists of so many outputs each; 0: one of all
+  size_t perList = 0;  // the future's value is lists of this many outputs each; 0: one list of all
   c10::SmallVector<Call, 1> calls;  // run in this order
-  // A promise that holds on all ranks or on none, for devices: the parts of each call's lists are
-  // equal in size and lie one after the other. No list, no promise.
+  // For devices; the same on all ranks: whether the parts of each call's lists are equal in size
+  // and adjacent in memory. False if there is no list.
   bool isFlat() const { return areListsFlat_.value_or(false); }
   void addList(bool isFlatList) { areListsFlat_ = areListsFlat_.value_or(true) && isFlatList; }
   OpKind compositeKind = OpKind::kAllReduce;
-  Composite composite;  // instead of calls, where these depend on each other
+  Composite composite;  // instead of calls, if these depend on each other
   Kept keep;            // the memory behind the spans of the calls
   CopyBacks copyBacks;
 
-  // The description of the next call, for elements as the tensor's. What is still to be added are
-  // its spans and its root. The reference holds until the next call is added.
+  // Adds a call for elements of the tensor's type; the caller adds its spans and its root. The
+  // reference is valid until the next call is added.
   Call& addCall(OpKind kind, const at::Tensor& tensor);
-  // As addCall(), for one that reduces. Refuses an operation that the elements do not have.
+  // As addCall(), for a reduction. Refuses an operation that is not defined for the elements.
   Call& addReduction(OpKind kind, const at::Tensor& tensor, const c10d::ReduceOp& op);
 
-  // Memory for a tensor that is read; a packed copy unless it is plain.
+  // Returns memory for a tensor that is read: a packed copy unless the tensor is plain.
   Span input(const at::Tensor& tensor);
-  // Memory for a tensor that is written, and that is not read by the operation.
+  // Returns memory for a tensor that the operation writes and does not read.
   Span output(const at::Tensor& tensor);
-  // Memory for a tensor that is read and then written.
+  // Returns memory for a tensor that is read and then written.
   Span inOut(const at::Tensor& tensor);
-  // The same for lists with a tensor for each rank, where all ranks know all sizes. On a device,
-  // parts of equal size become one piece of memory: there is one function for that.
+  // The same for lists with a tensor for each rank, if all ranks know all sizes. On a device, parts
+  // of equal size become one piece of memory, for which NCCL has one function.
   std::vector<Span> inputs(const std::vector<at::Tensor>& tensors);
   std::vector<Span> outputs(const std::vector<at::Tensor>& tensors);
-  // The tensor times the factor of a PREMUL_SUM; the tensor itself for other operations.
+  // Returns the tensor times the factor of a PREMUL_SUM; the tensor itself for other operations.
   at::Tensor premultiply(const at::Tensor& tensor, const c10d::ReduceOp& op);
 
-  // Takes everything that must live until a device has passed the operation: the memory behind the
-  // spans, and what is copied back to.
+  // Takes everything that must live until a device has finished the operation: the memory behind
+  // the spans, and the targets of the copies back.
   Kept takeKept();
 
-  // Copies those inputs that share memory with an output, except where a call of this kind allows
-  // it: an input that is the output for this very rank.
+  // Copies the inputs that share memory with an output, except where a call of this kind allows it:
+  // an input that is also this rank's own output.
   void separateInputs(Call& call);
 
  private:
-  // For a tensor on another device than `device`: the first tensor sets it, a later one is refused.
+  // For a tensor on a device other than `device`: the first tensor sets `device`, a later one is
+  // refused.
   void admit(const at::Tensor& tensor);
   // The operation writes `packed`, which is then copied to the target.
   Span standIn(const at::Tensor& packed, const at::Tensor& target);
@@ -98,7 +99,7 @@ struct Request {
 inline bool isPointToPoint(const Call& call) {
   return call.kind == OpKind::kSend || call.kind == OpKind::kRecv;
 }
-// Bytes of device memory as a tensor that owns nothing.
+// Returns device memory as a byte tensor that does not own it.
 at::Tensor bytesOnDevice(const Span& span, c10::Device device);
 
 }  // namespace mycoll

@@ -8,7 +8,8 @@
 namespace mycoll {
 namespace {
 
-// Byte sizes of the parts that all_to_all_single cuts a tensor into, along its first dimension.
+// Returns the byte sizes of the parts into which all_to_all_single cuts a tensor, along its first
+// dimension.
 std::vector<size_t> partBytes(const CallSite& site, const char* tensorName, const char* splitsName,
                               const at::Tensor& tensor, const std::vector<int64_t>& splits) {
   const size_t ranks = static_cast<size_t>(site.ranks);

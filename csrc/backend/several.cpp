@@ -1,5 +1,5 @@
-// Several tensors of each rank in one call, which c10d's lists allow and gloo takes: broadcast,
-// all_reduce and all_gather. On the CPU; on devices, one call has one tensor.
+// broadcast, all_reduce and all_gather with several tensors of each rank in one call, which c10d's
+// lists allow and gloo accepts. On the CPU only: on devices, one call has one tensor.
 #include <c10/util/StringUtil.h>
 
 #include "backend/mycoll_backend.h"
@@ -8,7 +8,8 @@
 namespace mycoll {
 namespace {
 
-// All on the CPU, of one type and shape; as what is written to, where they are outputs.
+// Checks that all tensors are on the CPU and of one type and shape, and that outputs can be
+// written.
 void checkAlike(const CallSite& site, const char* name, const std::vector<at::Tensor>& tensors,
                 bool areOutputs) {
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -24,7 +25,7 @@ void checkAlike(const CallSite& site, const char* name, const std::vector<at::Te
 
 }  // namespace
 
-// The root's tensor number rootTensor, in all tensors of all ranks.
+// Copies the root's tensor number rootTensor to all tensors of all ranks.
 MycollBackend::WorkPtr MycollBackend::broadcastSeveral(const CallSite& site, Tensors& tensors,
                                                        const c10d::BroadcastOptions& opts) {
   checkAlike(site, "tensors", tensors, /*areOutputs=*/true);
@@ -39,7 +40,7 @@ MycollBackend::WorkPtr MycollBackend::broadcastSeveral(const CallSite& site, Ten
   return run(request, tensors, tensors);
 }
 
-// Over all tensors of all ranks.
+// Reduces all tensors of all ranks.
 MycollBackend::WorkPtr MycollBackend::allReduceSeveral(const CallSite& site, Tensors& tensors,
                                                        const c10d::AllreduceOptions& opts) {
   checkAlike(site, "tensors", tensors, /*areOutputs=*/true);
@@ -70,7 +71,7 @@ MycollBackend::WorkPtr MycollBackend::allReduceSeveral(const CallSite& site, Ten
   return run(request, tensors, tensors);
 }
 
-// Every list takes all tensors of all ranks, those of rank 0 first.
+// Every list receives all tensors of all ranks, those of rank 0 first.
 MycollBackend::WorkPtr MycollBackend::allGatherSeveral(const CallSite& site, TensorLists& outputs,
                                                        Tensors& inputs,
                                                        const c10d::AllgatherOptions& opts) {

@@ -26,8 +26,8 @@ class SharedAllocator final : public c10::Allocator {
                      "descriptors (ulimit -n)");
     return {block, block, &release, c10::Device(c10::kCPU)};
   }
-  // For who asks for plain memory, oneDNN for instance, and gives it back on any thread, at any
-  // time.
+  // For libraries that allocate plain memory, oneDNN for instance, and free it on any thread, at
+  // any time.
   c10::DeleterFnPtr raw_deleter() const override { return &releaseAny; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
@@ -53,8 +53,8 @@ class SharedAllocator final : public c10::Allocator {
   }
 
  private:
-  // Whether another allocator, which has been put before this one, gets its memory here. It can
-  // stay; and it must not become the former one, as each would ask the other without end.
+  // Whether another allocator, which was installed after this one, gets its memory from this one.
+  // It can stay; it must not become former_, as the two would call each other endlessly.
   static bool asksThis(c10::Allocator* other) {
     ++depth;
     const c10::DataPtr probe = other->allocate(1);
@@ -66,11 +66,11 @@ class SharedAllocator final : public c10::Allocator {
   static void releaseAny(void* block);
 
   Mutex mutex_;
-  // Set before anybody can ask for memory here.
+  // Set before this allocator is installed.
   std::atomic<c10::Allocator*> former_{c10::GetDefaultCPUAllocator()};
 };
 
-// Never destroyed: tensors may name it for as long as the process lives.
+// Never destroyed: tensors may refer to it as long as the process lives.
 SharedAllocator& allocator() {
   static SharedAllocator* const kAllocator = new SharedAllocator;
   return *kAllocator;

@@ -1,11 +1,12 @@
 // Shared tensors: CPU tensors in memory that the other ranks of a host can read (SharedHeap), made
 // by torch's own functions while a scope is open on the thread.
 //
-// torch has one CPU allocator. From the first scope on that is ours, which asks torch's former one
-// for the memory of threads without a scope. It stays: what was allocated by it may be given back
-// to it by name. A tensor keeps the way to free its memory, so it outlives the scope as any other.
+// torch has one CPU allocator. The first scope installs ours, which passes requests of threads
+// without a scope to the former one. It stays installed: memory that was allocated by it may be
+// freed through it (raw_deleter()). A tensor holds the deleter of its memory, so it may outlive the
+// scope.
 //
-// Thread contract: all [any thread]; a thread closes what it has opened.
+// Thread contract: all [any thread]; a thread closes the scope that it opened.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +14,12 @@
 
 namespace mycoll {
 
-// Throws where something else has taken torch's allocator for itself.
+// Throws if another library has replaced torch's allocator.
 void openSharedTensors();
 void closeSharedTensors();
-// Whether that memory can be read by others.
+// Whether other ranks can read that memory.
 bool isSharedMemory(uintptr_t address, size_t bytes);
-// What frees a shared tensor's memory; it takes no lock but the heap's.
+// Whether `deleter` frees the memory of shared tensors; it takes no lock but the heap's.
 bool isSharedTensorDeleter(void (*deleter)(void*));
 
 }  // namespace mycoll

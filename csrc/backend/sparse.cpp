@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kMaxDimensions = 12;
 
-// What ranks tell each other first. Everything but the count must be the same on all of them.
+// Each rank sends this first. Everything but the count must be the same on all ranks.
 struct Header {
   int64_t sparseDimensions = 0;
   int64_t denseDimensions = 0;
@@ -33,7 +33,7 @@ struct Header {
   }
 };
 
-// Held by the operation. It has tensors that Python knows, so a thread of the pool drops it.
+// Held by the operation. It has tensors that Python knows, so it is passed to CallbackPool::drop().
 struct SparseSum {
   static std::shared_ptr<SparseSum> make() {
     return {new SparseSum,
@@ -41,16 +41,16 @@ struct SparseSum {
   }
 
   int rank;
-  std::vector<at::Tensor> targets;  // alike; what a rank has is the sum of them
-  // The targets' parts, which the sum takes the place of: Python may know them, too.
+  std::vector<at::Tensor> targets;  // alike; a rank contributes their sum
+  // The indices and values of the targets, which the sum replaces: Python may know them, too.
   std::vector<at::Tensor> replaced;
-  std::vector<Header> headers;  // one a rank
+  std::vector<Header> headers;  // by rank
   at::Tensor indices;           // mine: (sparse dimensions, count)
   at::Tensor values;            // mine: (count, dense sizes...)
   std::vector<at::Tensor> allIndices;
   std::vector<at::Tensor> allValues;
 
-  // Room for what every rank sends.
+  // Allocates memory for what every rank sends.
   Status allocate() {
     const Header& own = headers[static_cast<size_t>(rank)];
     for (size_t i = 0; i < headers.size(); ++i) {
@@ -106,7 +106,7 @@ struct SparseSum {
               targets[0].options().dtype(isNarrow ? at::kFloat : type), /*is_coalesced=*/false)
               .coalesce();
       for (at::Tensor& target : targets) target.copy_(isNarrow ? sum.to(type) : sum);
-      allIndices.clear();  // the operation itself may live on in a Work
+      allIndices.clear();  // a Work may hold the operation much longer
       allValues.clear();
     } catch (const c10::Error& error) {
       return Status(Code::kInternal, std::string("all_reduce: adding up sparse tensors failed: ") +

@@ -1,4 +1,4 @@
-// Groups made of groups: split, shrunk and merged.
+// Makes groups from other groups: split, shrink and merge.
 #include <algorithm>
 #include <utility>
 
@@ -13,12 +13,12 @@ c10::intrusive_ptr<MycollOptions> MycollBackend::ownOptions() const {
   return now;
 }
 
-// Null: none were given. torch gives one backend's options to all backends of a group: of another
-// one's only what all have is for this one.
+// Returns null if there are none. torch passes one backend's options to all backends of a group:
+// from another backend's options, this one takes only the fields that all have.
 c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) const {
   if (!opts) return {};
-  // Not by c10's cast of an intrusive_ptr, which never lets go of what is of another type.
+  // Not by c10's cast of an intrusive_ptr, which leaks an object of another type.
   if (auto* const given = dynamic_cast<MycollOptions*>(opts.get())) {
     return c10::intrusive_ptr<MycollOptions>::unsafe_reclaim_from_nonowning(given);
   }
@@ -53,8 +53,8 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
                                             std::move(identity), std::move(options), makeDevice_);
 }
 
-// The members know each other, and need no store: torch gives the members of one split different
-// names for it when they have been in different splits before.
+// The members know each other, and need no store: torch names it differently for the members of one
+// split if they have been in different splits before.
 c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
     const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
@@ -87,7 +87,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
   std::string name = opts && !opts->group_name.empty() ? opts->group_name : groupName_ + ":merged";
 
   MutexLock lock(childMutex_);
-  // A store serves one merging; torch asks once for each device.
+  // A store serves one merge; torch calls once for each device.
   if (!lastMerged_ || lastMergedBy_ != store) {
     lastMerged_ =
         create(store, rank, size, Identity{std::move(name), {}, /*isOfJob=*/false, {}},

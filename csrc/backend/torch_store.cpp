@@ -11,7 +11,8 @@
 namespace mycoll {
 namespace {
 
-// A store that cannot be reached stays a network error, so that the user gets torch's own type.
+// Runs `action`. If the store cannot be reached, the code is kNetwork, so that the user gets
+// torch's own exception type.
 template <typename Action>
 Status guarded(const char* verb, const std::string& key, Action&& action) {
   Code code = Code::kStore;
@@ -27,7 +28,7 @@ Status guarded(const char* verb, const std::string& key, Action&& action) {
   } catch (const std::exception& error) {
     cause = error.what();
   }
-  // torch's words where a class in Python lacks a method.
+  // torch's words if a class in Python lacks a method.
   if (cause.find("pure virtual function") != std::string::npos) {
     cause += " (a store that is written in Python must define set, get and check)";
   }
@@ -47,8 +48,8 @@ TorchStore::TorchStore(c10::intrusive_ptr<c10d::Store> store)
 Status TorchStore::tryGet(const std::string& key, bool* found, std::string* value) {
   return guarded("get", key, [&] {
     if (isTcp_) {
-      // One message there and one back, where check() and get() take three: what is not equal to
-      // the expected value stays, and comes back; the expected one where there is nothing.
+      // One round trip, where check() and get() take three: a value that differs from the expected
+      // one stays unchanged and is returned; if there is no value, the expected one is returned.
       static const std::string kNothing = "mycoll: there is nothing";
       *value = store_->compareSet(key, kNothing, kNothing);
       *found = *value != kNothing;
@@ -61,8 +62,8 @@ Status TorchStore::tryGet(const std::string& key, bool* found, std::string* valu
   });
 }
 
-// A store that has waited in vain says so by an exception, as it does when it has failed: then the
-// next look tells. A TCPStore also prints two warnings each time.
+// A store throws an exception if the wait times out, and also if it has failed: the next tryGet()
+// finds out which. A TCPStore would also print two warnings each time.
 Status TorchStore::wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) {
   if (!waitsItself()) return Store::wait(key, atMost, found);
   const Deadline end = Deadline::after(atMost);
@@ -74,7 +75,7 @@ Status TorchStore::wait(const std::string& key, std::chrono::milliseconds atMost
 }
 
 std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {
-  // Not by c10's cast of an intrusive_ptr, which never lets go of what is of another type.
+  // Not by c10's cast of an intrusive_ptr, which leaks an object of another type.
   c10::intrusive_ptr<c10d::Store> base = store;
   if (auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
     base = prefixed->getUnderlyingNonPrefixStore();

@@ -1,4 +1,4 @@
-// torch's rendezvous store, as the engine wants it.
+// TorchStore: torch's rendezvous store behind the engine's interface.
 // Thread contract: that of mycoll::Store, without the GIL: a store written in Python takes it.
 #pragma once
 
@@ -25,10 +25,10 @@ class TorchStore final : public Store {
   bool canWait_ = true;
 };
 
-// Whether it is served by rank 0 itself, as torch does by default where no launcher does.
+// Whether rank 0 itself serves the store, which is torch's default if no launcher serves it.
 bool isServedByRankZero(const c10::intrusive_ptr<c10d::Store>& store);
 
-// The host at which a TCPStore listens; empty for other stores.
+// The host on which a TCPStore listens; empty for other stores.
 std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store);
 
 }  // namespace mycoll

@@ -1,4 +1,4 @@
-// The one place that knows how torch's minors differ; everything else in backend/, device/ and
+// The only file that depends on how torch's minors differ; everything else in backend/, device/ and
 // bindings/ is written against all of them. One build is for one minor (virtual functions move
 // between minors).
 #pragma once
@@ -24,14 +24,14 @@ static_assert(TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 11,
 
 namespace mycoll {
 
-// What ReduceOp PREMUL_SUM carries: a factor, as a number or as a tensor of one element.
+// The factor of ReduceOp PREMUL_SUM: a number or a tensor of one element.
 #if TORCH_VERSION_MINOR >= 13
 using PreMulSum = c10d::PreMulSumSupplement;
 #else
 using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #endif
 
-// c10::Stream::is_capturing() came with 2.12.
+// c10::Stream::is_capturing() is new in 2.12.
 #if TORCH_VERSION_MINOR >= 12
 #define MYCOLL_TORCH_HAS_STREAM_CAPTURE 1
 #else
@@ -45,7 +45,7 @@ using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #define MYCOLL_TORCH_HAS_COMM_NAME 0
 #endif
 
-// c10d::Backend::Options::clone() and c10d::Work::getTimeout() came with 2.14.
+// c10d::Backend::Options::clone() and c10d::Work::getTimeout() are new in 2.14.
 #if TORCH_VERSION_MINOR >= 14
 #define MYCOLL_TORCH_HAS_OPTIONS_CLONE 1
 #define MYCOLL_TORCH_HAS_WORK_TIMEOUT 1
@@ -54,15 +54,14 @@ using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #define MYCOLL_TORCH_HAS_WORK_TIMEOUT 0
 #endif
 
-// c10d::Backend::isInitialized() came with 2.15.
+// c10d::Backend::isInitialized() is new in 2.15.
 #if TORCH_VERSION_MINOR >= 15
 #define MYCOLL_TORCH_HAS_IS_INITIALIZED 1
 #else
 #define MYCOLL_TORCH_HAS_IS_INITIALIZED 0
 #endif
 
-// One-sided windows came with 2.14. Before, these stand in for torch's types, with the same
-// members.
+// One-sided windows are new in 2.14. Before, these replace torch's types, with the same members.
 #if TORCH_VERSION_MINOR >= 14
 #define MYCOLL_TORCH_HAS_WINDOW 1
 #define MYCOLL_TORCH_WINDOW_OVERRIDE override

@@ -16,7 +16,7 @@
 namespace mycoll {
 namespace {
 
-// Keeps a tensor's storage, at its size. Several windows may hold one.
+// Keeps a tensor's storage, and prevents its resizing. Several windows may hold the same storage.
 class FixedStorage {
  public:
   explicit FixedStorage(const at::Tensor& tensor)
@@ -69,7 +69,7 @@ void check(const CallSite& site, const Status& status) {
 
 }  // namespace
 
-// As it travels, in mycoll::Window::Description.
+// A tensor's type and shape, as sent in mycoll::Window::Description.
 struct MycollWindow::Layout {
   static constexpr size_t kMaxDimensions = 16;
   int64_t type = 0;  // at::ScalarType
@@ -79,7 +79,7 @@ struct MycollWindow::Layout {
   at::ScalarType scalarType() const { return static_cast<at::ScalarType>(type); }
   at::IntArrayRef shape() const { return {sizes.data(), static_cast<size_t>(dimensions)}; }
   int64_t elements() const { return c10::multiply_integers(shape()); }
-  // What another rank tells may be anything.
+  // Whether a layout that another rank sent is valid, and needs exactly `bytes` bytes.
   bool fits(uint64_t bytes) const {
     if (type < 0 || type >= static_cast<int64_t>(at::ScalarType::NumOptions)) return false;
     if (dimensions < 0 || dimensions > static_cast<int64_t>(kMaxDimensions)) return false;
@@ -95,7 +95,7 @@ MycollWindow::MycollWindow(c10::intrusive_ptr<MycollBackend> backend)
     : backend_(std::move(backend)), window_(mycoll::Window::make(backend_->communicator_)) {}
 
 MycollWindow::~MycollWindow() {
-  // As MycollBackend: what belongs to the parent is left alone.
+  // As in MycollBackend, a forked child does not touch its parent's objects.
   if (backend_->isForked()) new std::shared_ptr<mycoll::Window>(window_);
 }
 

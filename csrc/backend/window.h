@@ -2,21 +2,21 @@
 // mycoll.Window for all torch versions. It checks arguments and knows tensors; the window itself is
 // engine/window.h.
 //
-// Which tensors. Any CPU tensor whose memory is its elements in order. Where it is a shared one
-// (shared_tensors.h) the ranks of its host map it: a put is a copy, map_remote_tensor() gives the
-// tensor itself. An ordinary one is written by its own process, as between hosts, and cannot be
-// mapped: torch's API allows any tensor, and the engine has a safe way for it.
+// A window takes any CPU tensor whose memory is its elements in order. If it is a shared tensor
+// (shared_tensors.h), the ranks of its host map it: a put is a copy, and map_remote_tensor()
+// returns the tensor itself. An ordinary tensor is written by its own process, as between hosts,
+// and cannot be mapped: torch's API allows any tensor, and this is safe for all of them.
 //
-// The memory belongs to the window until tensor_deregister(), or until the window is gone, also
-// where it is not `owning`: another rank may write to it at any moment. Meanwhile its storage
-// cannot be resized.
+// The window holds the memory until tensor_deregister(), or until it is destroyed, even if it is
+// not `owning`: another rank may write to the memory at any moment. Meanwhile the storage cannot be
+// resized.
 //
-// A put makes no signal of its own (torch's window over NCCL does, as NCCL has no other). A tensor
-// that map_remote_tensor() gave may be used as long as somebody holds it; once its owner has freed
-// its own there are zeros in it.
+// A put makes no signal of its own (torch's window over NCCL does, as NCCL has no other put). A
+// tensor that map_remote_tensor() returned remains valid while it is referenced; once its owner has
+// freed the original, it reads as zeros.
 //
 // Thread contract: as MycollBackend's.
-// Lifetime: keeps its backend, which stays open until its group is destroyed or both are dropped.
+// Lifetime: holds its backend, which stays open until its group is destroyed or both are dropped.
 #pragma once
 
 #include <ATen/core/Tensor.h>

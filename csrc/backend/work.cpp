@@ -21,7 +21,7 @@ FuturePtr makeTensorsFuture(bool areLists = false, std::vector<c10::Device> devi
                                      std::move(devices));
 }
 
-// The tensors of a work's future, or of its lists.
+// Appends the tensors of a work's future, or of its lists.
 void append(const c10::IValue& value, std::vector<at::Tensor>* all) {
   if (value.isTensorList()) {
     for (at::Tensor& tensor : value.toTensorVector()) all->push_back(std::move(tensor));
@@ -38,7 +38,7 @@ void completeResult(const FuturePtr& future, const Status& status, c10d::OpType 
   });
 }
 
-// How often whoever waits for begin() looks for signals.
+// How often a thread that waits for begin() checks for signals.
 constexpr std::chrono::milliseconds kTick(50);
 
 Deadline toDeadline(std::chrono::milliseconds timeout) {
@@ -74,7 +74,7 @@ MycollWork::MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType 
       copyBacks_(std::move(extras.copyBacks)),
       hook_(std::move(extras.hook)) {}
 
-// Nobody else knows the work yet.
+// Takes no lock: no other thread knows the work yet.
 void MycollWork::start() NO_THREAD_SAFETY_ANALYSIS {
   const bool hasMoreToDo =
       !copyBacks_.empty() || hook_ || isTimed_ || recordFunctionEndCallback_ != nullptr;
@@ -137,7 +137,7 @@ void MycollWork::awaitBegin(Deadline deadline) {
 
 void MycollWork::watchOps() {
   if (areOpsDone()) return finish();
-  // One reference for all operations, taken out by the last one.
+  // One reference for all operations; the last one takes it.
   const auto watching = std::make_shared<c10::intrusive_ptr<MycollWork>>(
       c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this));
   for (const OpPtr& op : ops_) {
@@ -160,8 +160,8 @@ bool MycollWork::areOpsDone() const {
 }
 
 void MycollWork::finish() {
-  // What belongs to the program is not dropped by this thread, which may be the engine's: it moves
-  // on to the pool, or stays with the Work.
+  // This thread, which may be the engine's, does not drop the program's objects: they move to the
+  // pool, or stay with the Work.
   CopyBacks copyBacks;
   Hook hook;
   FuturePtr future;
@@ -285,7 +285,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
     for (const OpPtr& op : ops_) {
       if (op->done()) continue;
       const Status status = communicator_->wait(op, deadline);
-      // The wait's time is up, or there is a signal to handle: the operation itself goes on, or
+      // The wait has timed out, or there is a signal to handle: the operation itself continues, or
       // has ended meanwhile.
       if (!op->done() || status.code() == Code::kInterrupted) {
         const QuietScope quiet;  // the wait is over, not the operation
@@ -302,7 +302,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
 
 void MycollWork::blockCurrentStream() {
   enter("Work.block_current_stream");
-  // Where there are no streams, what comes next is this thread's next statement.
+  // Without streams, the only thing to block is this thread.
   if (at::hasCUDA()) {
     c10d::Work::blockCurrentStream();
   } else {
@@ -405,7 +405,7 @@ std::vector<at::Tensor> CoalescedWork::result() {
 bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = toDeadline(timeout);
   for (const auto& work : works_) {
-    // At least a millisecond: none would be no timeout at all.
+    // At least a millisecond: zero would mean no timeout.
     work->wait(deadline.isNever() ? kNoTimeout
                                   : std::max(deadline.remaining(), std::chrono::milliseconds(1)));
   }
@@ -427,7 +427,8 @@ FuturePtr CoalescedWork::getFuture() {
     FuturePtr whole;
 
     void complete() {
-      // Of its own streams, the whole's are behind the parts then, and this thread's stay free.
+      // On streams of the pool: these wait for the parts and complete `whole`; this thread's own do
+      // not wait.
       std::vector<c10::Stream> streams;
       for (const c10::Device device : whole->devices()) {
         streams.push_back(

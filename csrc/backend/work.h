@@ -1,19 +1,18 @@
-// What torch gets back for an operation in flight.
+// MycollWork: the Work that torch gets for an operation in flight.
 //
 // Thread contract: everything [any thread], with or without the GIL, except wait(), which must not
-// hold it. An operation is over for the user when finish() has run: results copied back, profiler
-// told, futures and hooks on their way. Whoever first sees that the engine is done runs it: a
-// waiter, somebody who polls, or (when there is something to copy, or somebody to tell) the thread
-// that completes the last operation.
+// hold it. An operation is over for the user when finish() has run: it copies results back,
+// notifies the profiler, and posts futures and hooks. The first thread that sees the engine done
+// runs it: one that waits or polls, or (if there is something to copy or to notify) the one that
+// completes the last operation.
 // A collective that follows futures whose callbacks have not run is held: it has no operations
 // until begin().
-// With a future that Python has asked for before, wait() waits for its callbacks, too (see Told),
-// and isCompleted() says no until it is complete.
+// If Python asked for the future before the operation was done, wait() also waits for its callbacks
+// (see Told), and isCompleted() returns false until the future is complete.
 //
-// Lifetime: may be dropped at any time. The memory belongs to the engine until it is done, and the
-// Work itself is held by the engine where it has anything left to do. The engine hands it to
-// CallbackPool::drop() then: the Work holds tensors that Python knows. In a forked child every call
-// throws.
+// Lifetime: may be dropped at any time. The engine holds the memory until it is done, and also the
+// Work if that has anything left to do. The Work is then passed to CallbackPool::drop(), because it
+// holds tensors that Python knows. In a forked child every call throws.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -45,24 +44,25 @@ class MycollWork final : public c10d::Work {
   struct Extras {
     CopyBacks copyBacks;
     Hook hook;                   // called once, when done; may be empty
-    bool isTimed = false;        // remember when it ended
+    bool isTimed = false;        // record when it ended
     size_t perList = 0;          // see Request::perList
-    std::string profilingTitle;  // empty: nobody profiles
+    std::string profilingTitle;  // empty: not profiled
     std::optional<std::vector<at::Tensor>> profiledInputs;
     Clock::time_point started;
     std::chrono::milliseconds timeout{0};
-    CallbackOrder::Ptr order;  // that of the call; null: callbacks of the future run when they can
-    std::string heldCall;  // not empty: begin() brings the operations, and this describes the call
+    CallbackOrder::Ptr order;  // of the call; null: callbacks of the future run when they can
+    std::string heldCall;      // describes a held call, whose operations begin() adds; else empty
   };
 
   MycollWork(std::shared_ptr<Communicator> communicator, c10d::OpType type, Ops ops,
              std::vector<at::Tensor> outputs, Extras extras);
 
-  // Asks the engine to say when it is done, if finish() must not wait until somebody looks.
+  // Asks the engine for a notification when it is done, if finish() must not wait for a thread that
+  // waits or polls.
   void start();
-  // Call it once, on a held work: its operations have been submitted.
+  // Called once on a held work, when its operations have been submitted.
   void begin(Ops ops);
-  // The held work's place. Null: it has begun at once.
+  // Sets the held work's place. Null: it has begun immediately.
   void setEntry(CallbackOrder::EntryPtr entry);
 
   bool isCompleted() override;
@@ -87,24 +87,24 @@ class MycollWork final : public c10d::Work {
 
   void enter(const char* function) const { owner_.check(communicator_->options().name, function); }
   bool areOpsDone() const;
-  // Its operations are done, and finish() has run.
+  // Whether its operations are done. If so, finish() has run.
   bool isOver();
   // Completes future_; not under the lock, as its callbacks run here.
   void tell(const c10::intrusive_ptr<c10::ivalue::Future>& future);
   c10::IValue value() const;
-  // Idempotent; waits for another thread that is at it. Only when the engine is done.
+  // Idempotent; waits for another thread that is running it. Call it only when the engine is done.
   void finish();
   void watch();
   void watchOps();
   bool hasBegun() const { return hasBegun_.load(std::memory_order_acquire); }
-  // A callback of the group asks for it.
+  // Begins a held work if this thread runs a callback of the group.
   void beginIfInCallback();
   void awaitBegin(Deadline deadline);
   bool isDone() const { return state_.load(std::memory_order_acquire) == State::kDone; }
 
   const std::shared_ptr<Communicator> communicator_;
   const OwningProcess owner_;
-  // What waits for begin() of a held work.
+  // The state of a held work until begin().
   struct Held {
     std::string call;
     CallbackOrder::EntryPtr entry;  // guarded by lock_
@@ -121,19 +121,19 @@ class MycollWork final : public c10d::Work {
   const CallbackOrder::Ptr order_;
 
   std::atomic<State> state_{State::kRunning};
-  std::atomic<bool> isAsked_{false};   // Python has future_, and had it before the end
+  std::atomic<bool> isAsked_{false};   // Python got future_ before the end
   std::atomic<size_t> unfinishedOps_;  // counts down once watched
   // Set before kDone, read after it.
   Status status_;
   Clock::time_point ended_;
 
-  // Not the base's mutex_: nothing here is the base's business.
+  // Not the base's mutex_: the base does not use any of these.
   mutable Mutex lock_;
   bool isWatched_ GUARDED_BY(lock_) = false;
   CopyBacks copyBacks_ GUARDED_BY(lock_);
   Hook hook_ GUARDED_BY(lock_);
   c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(lock_);
-  // Of future_, when Python asked for it before it was done.
+  // The turn of future_, if Python asked for it before it was done.
   CallbackOrder::TurnPtr turn_ GUARDED_BY(lock_);
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(lock_);
   Told told_;  // of future_
@@ -142,7 +142,7 @@ class MycollWork final : public c10d::Work {
 // The error of a call that has waited this long for the callbacks before it.
 Status heldTooLong(const std::string& call, std::chrono::milliseconds timeout);
 
-// A work that stands for several: what endCoalescing() returns.
+// A Work for several operations, which endCoalescing() returns.
 class CoalescedWork final : public c10d::Work {
  public:
   explicit CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)

@@ -1,4 +1,4 @@
-// Messages of one collective that are under way together.
+// Batch: messages of one collective that are in flight together.
 // Thread contract: as Task; a Batch lives in the frame of one.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace mycoll {
 
-// Add messages, co_await it, then look at status(). Ready when all are done, or one has failed.
+// Add messages, co_await it, then check status(). Ready when all are done, or one has failed.
 class Batch final : public Condition {
  public:
   Batch(Mailbox& mailbox, uint64_t sequence, const Signature& signature)
@@ -18,11 +18,11 @@ class Batch final : public Condition {
         messageClass_(MessageClass::kCollective),
         base_(sequence << kStepBits),
         signature_(signature) {}
-  // Messages of the group's own, beside all collectives.
+  // For the group's own messages, which belong to no collective.
   Batch(Mailbox& mailbox, const Signature& signature)
       : mailbox_(mailbox), messageClass_(MessageClass::kControl), base_(0), signature_(signature) {}
 
-  // step: tells apart the messages that two ranks exchange in one collective.
+  // step: distinguishes the messages that two ranks exchange in one collective.
   void send(int rank, Span data, uint64_t step = 0) {
     mailbox_.send(entries_.emplace_back(rank).transfer, rank, messageClass_, base_ + step,
                   signature_, data);
@@ -61,7 +61,7 @@ class Batch final : public Condition {
   const MessageClass messageClass_;
   const uint64_t base_;
   const Signature& signature_;
-  std::deque<Entry> entries_;  // does not move what is posted
+  std::deque<Entry> entries_;  // a deque does not move posted transfers
   size_t next_ = 0;
 };
 

@@ -8,36 +8,37 @@
 namespace mycoll {
 namespace {
 
-// Up to here one hop counts more than bytes.
+// Up to this size, a hop costs more than the bytes.
 constexpr uint64_t kWholeBytes = 16 * 1024;
-// Up to here a tree of whole messages is fastest for a broadcast.
+// Up to this size, a tree of whole messages is fastest for a broadcast.
 constexpr uint64_t kTreeBytes = 64 * 1024;
-// Up to here blocks of a host's ranks for those of another go in one message: in more, what each
-// costs counts less than copying.
+// Up to this size, blocks of a host's ranks for those of another are sent in one message. Beyond
+// it, the cost of a message for each is less than that of copying.
 constexpr uint64_t kTogetherBytes = 256 * 1024;
-// In smaller worlds ranks lose more by waiting for the others of their host than by messages: in an
-// all_to_all, and where a root has to do with all others.
+// In smaller worlds, waiting for the other ranks of the host costs more than messages do: in an
+// all_to_all, and in an exchange between a root and all others.
 constexpr int kLeastTogether = 8;
 constexpr int kLeastTogetherForRoot = 65;
-// One chunk is added up while the next one is on its way. Each needs scratch memory, which is to
-// stay in caches; but messages should be long enough for what each costs.
+// One chunk is added up while the next one is in flight. Each needs scratch memory, which should
+// stay in the caches; but messages should be long enough to outweigh the cost of each.
 constexpr uint64_t kMessageBytes = 256 * 1024;
 constexpr uint64_t kLeastChunk = 512 * 1024;
 constexpr uint64_t kMostChunk = 2 * 1024 * 1024;
-// What is in one phase together: 1 Gbit/s over 30 ms.
+// Bytes in flight in one phase: 1 Gbit/s over 30 ms.
 constexpr uint64_t kUnderWay = 4 * 1024 * 1024;
 constexpr uint64_t kLeastBlock = 4 * 1024;  // of a chunk that has a block for each rank
-constexpr uint64_t kMostChunks = 60'000;    // messages are told apart by chunk and phase
+constexpr uint64_t kMostChunks = 60'000;    // a tag must hold the chunk and the phase
 // Pieces begin at cache lines.
 constexpr uint64_t kUnit = 64;
 
-// An area has room for what all ranks of a host may give, and for what they may get.
+// Most bytes that two hosts send together: an area has room for everything that the ranks of a host
+// may give to all hosts, and may receive from them.
 uint64_t mostTogether(const Shape& shape) {
   return std::min(kTogetherBytes, areaBytes(shape) / (2 * static_cast<uint64_t>(shape.hosts())));
 }
 
-// A piece of what is reduced or gathered. in: where it lies in each rank's input. result: where it
-// lies with those that are to have it, its owner among them.
+// A piece of the data that is reduced or gathered. in: its place in each rank's input. result: its
+// place on the ranks that need it, its owner among them.
 struct Slot {
   int owner = -1;  // -1: each host's driver of the lane ("whole")
   int lane = 0;
@@ -142,7 +143,7 @@ class Planner {
 
   // ---- pieces
 
-  // What this chunk has of a block.
+  // The part of a block that is in this chunk.
   Place part(Space space, int block, uint64_t blockBytes) const {
     return {space, block, 0, std::min(length_, blockBytes - std::min(begin_, blockBytes))};
   }
@@ -154,26 +155,26 @@ class Planner {
     const uint64_t hi = std::min(units * (i + 1) / n * unit, whole.bytes);
     return {whole.space, whole.block, whole.begin + lo, hi - lo};
   }
-  // Where a rank of this host puts its part of a place in an input or output.
+  // The place in the area of a rank of this host for its data at a place of an input or output.
   Place shared(int rank, const Place& place) const {
     const bool isOfOneRank = job_.kind == OpKind::kReduceScatter || job_.kind == OpKind::kAllGather;
     const uint64_t block = isOfOneRank ? static_cast<uint64_t>(place.block) * length_ : 0;
     return {Space::kShared, shape_.indexOf(rank), block + place.begin, place.bytes};
   }
   bool isWhole(const Slot& slot) const { return slot.owner < 0; }
-  // Of a broadcast or reduce.
+  // Whether the root of a broadcast or reduce is on the host.
   bool isRoots(int host) const {
     const bool hasRoot = job_.kind == OpKind::kBroadcast || job_.kind == OpKind::kReduce;
     return hasRoot && shape_.hostOf(job_.root) == host;
   }
-  bool hasHelpers() const { return shape_.ranks() >= kLeastTogetherForRoot; }  // a root
-  // Who on a host has the slot, or gets it there for the others.
+  bool hasHelpers() const { return shape_.ranks() >= kLeastTogetherForRoot; }  // the root has
+  // The rank of a host that has the slot, or receives it for the others.
   int holder(const Slot& slot, int host) const {
     const bool isHome = !isWhole(slot) && shape_.hostOf(slot.owner) == host;
     return isHome ? slot.owner : shape_.driver(host, slot.lane);
   }
-  // The same for what hosts pass on for a root, which does that itself on its host if it has no
-  // helpers.
+  // The same if hosts pass the slot on for a root. On its own host, a root without helpers does
+  // that itself.
   int gate(const Slot& slot, int host) const {
     const bool isRootItself = isRoots(host) && shape_.hostOf(slot.owner) != host && !hasHelpers();
     return isRootItself ? job_.root : holder(slot, host);
@@ -182,7 +183,7 @@ class Planner {
     return isWhole(slot) ? holder(slot, host_) == rank_ : slot.owner == rank_;
   }
 
-  // Calls visit(key, place) for what lies side by side and has one key; key -1: left out.
+  // Calls visit(key, place) for each run of adjacent places with the same key; leaves out key -1.
   template <typename Key, typename PlaceOf, typename Visit>
   static void forRuns(const std::vector<Slot>& slots, Key key, PlaceOf placeOf, Visit visit) {
     int runKey = -1;
@@ -206,8 +207,8 @@ class Planner {
     end();
   }
 
-  // ---- reduce: from all ranks' inputs to the owners' results. Ends in the phase that it returns,
-  // in which the results may be sent.
+  // ---- reduce: from all ranks' inputs to the owners' results. Returns the phase in which it ends;
+  // the results may be sent in that phase.
 
   int reduceSlots(int phase, const std::vector<Slot>& slots) {
     const std::vector<int>& members = shape_.membersOf(host_);
@@ -215,7 +216,7 @@ class Planner {
     auto holderHere = [&](const Slot& slot) { return holder(slot, host_); };
     auto inputOf = [](const Slot& slot) { return slot.in; };
     auto mine = [&](const Slot& slot) { return holderHere(slot) == rank_ ? rank_ : -1; };
-    // Inputs of the host's ranks meet.
+    // Collect the inputs of the host's ranks.
     if (isShared_) {
       waitFor(phase + 1, Mark::kDone);
       forRuns(
@@ -276,20 +277,20 @@ class Planner {
     return end;
   }
 
-  // A slot whose inputs on this host meet here, and what this rank has of it.
+  // A slot whose inputs on this host this rank collects, and the inputs that it has.
   struct Held {
     Held(const Slot& which, uint64_t elements) : slot(which), count(elements) {}
     const Slot& slot;
     uint64_t count;
     std::vector<FoldInput> inputs;
   };
-  // A node that another rank sends for it.
+  // A node that another rank sends for a held slot.
   struct Coming {
     Held* held;
     Node node;
   };
 
-  // All hosts of a unit get what its parts have, each from one host of the part.
+  // All hosts of a unit receive the nodes of its parts, each from one host of the part.
   void exchangeNodes(int phase, int level, Held& held, std::map<int, std::vector<Place>>* leaving,
                      std::map<int, std::vector<Coming>>* coming) {
     const int unit = shape_.unitOf(level, host_), part = shape_.unitOf(level - 1, host_);
@@ -313,7 +314,7 @@ class Planner {
     });
   }
 
-  // One host of a unit gets what its parts have: on the last level the owner's.
+  // One host of a unit receives the nodes of its parts: on the last level, the owner's host.
   void moveNodes(int phase, int level, Held& held, std::map<int, std::vector<Place>>* leaving,
                  std::map<int, std::vector<Coming>>* coming) {
     const int home = shape_.hostOf(held.slot.owner);
@@ -337,8 +338,8 @@ class Planner {
     });
   }
 
-  // All nodes for one rank go in one message, each at a multiple of kUnit: as they lie, or in a
-  // copy.
+  // All nodes for one rank are sent in one message, each at a multiple of kUnit: from where they
+  // are if they are so arranged, or from a copy.
   Place pack(int phase, const std::vector<Place>& places) {
     Place message = places[0];
     bool isInARow = true;
@@ -386,7 +387,7 @@ class Planner {
     return node.ranks() > 1 && job_.wideBytes > job_.elementBytes;
   }
 
-  // The units of the level below that a unit is made of.
+  // Visits the units of the level below that make up a unit.
   template <typename Visit>
   void forParts(int level, int unit, Visit visit) const {
     const int size = shape_.unitSize(level - 1);
@@ -396,7 +397,7 @@ class Planner {
     }
   }
 
-  // A node of one rank stays as it is, and so does what was folded before.
+  // Folds inputs to the wanted nodes. An input that is such a node already stays as it is.
   void foldNodes(int phase, const std::vector<Node>& wanted, Held& held) {
     std::vector<FoldInput> nodes;
     for (const Node& node : wanted) {
@@ -422,7 +423,7 @@ class Planner {
     shareInHost(phase, slots);
   }
 
-  // To those that hold the slots on all hosts, but not to the root's, which has them already.
+  // Sends the slots to their holders on all hosts except the root's, which has them already.
   void shareBetweenHosts(int phase, const std::vector<Slot>& slots) {
     for (int level = shape_.levels(); level > 0; --level) {
       const int when = phase + shape_.levels() - level;
@@ -436,14 +437,15 @@ class Planner {
     }
   }
 
-  // From those that hold the slots on this host to its other ranks. except: has them all.
+  // Sends the slots from their holders on this host to its other ranks. except: a rank that has
+  // them all.
   void shareInHost(int phase, const std::vector<Slot>& slots, int except = -1) {
     auto resultOf = [](const Slot& slot) { return slot.result; };
     auto isHome = [&](const Slot& slot) {
       return isWhole(slot) || shape_.hostOf(slot.owner) == host_;
     };
     if (isShared_) return shareInMemory(phase, slots);
-    // Its own slots at once, the others when they have come.
+    // Sends the host's own slots first, and the others when they have arrived.
     for (const bool ofHome : {true, false}) {
       const int when = phase + (ofHome ? 0 : shape_.levels());
       forRuns(
@@ -468,7 +470,8 @@ class Planner {
     }
   }
 
-  // Those that hold slots on this host put them where the others find them.
+  // The holders of slots on this host copy them to their areas, and the others copy them from
+  // there.
   void shareInMemory(int phase, const std::vector<Slot>& slots) {
     const bool isThere = !slots.empty() && isWhole(slots[0]);
     const int when = phase + (isThere ? 0 : shape_.levels());
@@ -491,7 +494,7 @@ class Planner {
         resultOf, [&](int from, const Place& run) { copy(when, run, shared(from, run)); });
   }
 
-  // From one rank to the others of its host.
+  // Copies data from one rank to the others of its host.
   void giveInMemory(int phase, int from, const Place& data) {
     waitFor(phase, Mark::kDone);
     if (rank_ == from) copy(phase, shared(rank_, data), data);
@@ -501,7 +504,7 @@ class Planner {
     copy(phase, data, shared(from, data));
   }
 
-  // What goes to, or comes from, each rank; what lies side by side goes in one message.
+  // The places that are sent to, or received from, each rank; adjacent ones form one message.
   class Runs {
    public:
     void add(int peer, const Place& place) {
@@ -522,7 +525,7 @@ class Planner {
     std::map<int, size_t> last_;  // by rank
   };
 
-  // From the host that acts for a unit to those that act for its parts.
+  // Sends a slot from the host that acts for a unit to those that act for its parts.
   void shareSlot(int level, const Slot& slot, Runs* leaving, Runs* coming) {
     if (slot.result.bytes == 0) return;
     const int home = shape_.hostOf(slot.owner);
@@ -536,7 +539,8 @@ class Planner {
     });
   }
 
-  // All hosts, so that pieces of those side by side go the same way for as many levels as can be.
+  // Returns all hosts in an order in which the pieces of neighbours take the same way for as many
+  // levels as possible.
   std::vector<int> inOrderOfTheirWays() const {
     std::vector<int> hosts(shape_.hosts());
     std::iota(hosts.begin(), hosts.end(), 0);
@@ -552,7 +556,7 @@ class Planner {
 
   // ---- operations
 
-  // Adding everything up on both of two hosts moves no byte more, if each has one node to send.
+  // With two hosts, each of which sends one node, adding up everything on both moves no more bytes.
   bool isBetterWhole(uint64_t bytes) const {
     if (bytes <= kWholeBytes) return true;
     if (shape_.hosts() != 2) return false;
@@ -605,7 +609,7 @@ class Planner {
         pass(phase + shape_.levels() - at, way[at], way[at - 1], slots[i].result);
       }
     }
-    // What is owned on the root's host is there, the rest comes to the root or to its neighbours.
+    // The root's host now has all slots: the root itself, or other ranks of the host.
     const bool isAllThere =
         std::all_of(ways.begin(), ways.end(), [&](const auto& way) { return way[0] == job_.root; });
     if (isAllThere) return;
@@ -614,7 +618,7 @@ class Planner {
     for (const Slot& slot : slots) pass(phase, gate(slot, home), job_.root, slot.result);
   }
 
-  // What the other ranks of its host have.
+  // The other ranks of the root's host give it the slots that they have.
   void giveToRoot(int phase, const std::vector<Slot>& slots) {
     for (const Slot& slot : slots) {
       if (gate(slot, host_) == rank_ && rank_ != job_.root) {
@@ -655,8 +659,8 @@ class Planner {
     const uint64_t bytes = job_.out[0];
     const Place data = part(Space::kOutput, 0, bytes);
     if (bytes <= kTreeBytes) return broadcastWhole(data);
-    // The other hosts' ranks get a piece each, and share them. The root's host has all of it first:
-    // in large worlds its ranks send it, each its lane.
+    // Each rank of the other hosts receives a piece, and they share the pieces. The root's host has
+    // all pieces first: in large worlds its ranks send them, each its lane.
     const int home = shape_.hostOf(job_.root);
     const std::vector<int> owners = shape_.hosts() == 1 ? othersAtHome() : ranksAway();
     const int n = static_cast<int>(owners.size());
@@ -704,7 +708,7 @@ class Planner {
     return ranks;
   }
 
-  // By which ranks a slot goes from the root's host to its owner.
+  // Returns the ranks on the way of a slot from the root's host to its owner.
   std::vector<int> wayFromRoot(const Slot& slot) const {
     const int home = shape_.hostOf(job_.root), goal = shape_.hostOf(slot.owner);
     std::vector<int> way{gate(slot, home)};
@@ -712,7 +716,7 @@ class Planner {
       way.push_back(gate(slot, shape_.agent(level, shape_.unitOf(level, home), goal)));
     }
     if (shape_.levels() > 0) way.push_back(slot.owner);
-    // Units of unequal size may lead back to where it began: there it begins.
+    // With units of unequal size, the way may lead back to its first rank: it then begins there.
     const auto last = std::find(way.rbegin(), way.rend(), way[0]);
     std::fill(last, way.rend(), way[0]);
     return way;
@@ -738,7 +742,7 @@ class Planner {
     treeFrom(phase, members, data);
   }
 
-  // From the first of them to all. Returns the phase after it.
+  // Sends data from the first of the ranks to all. Returns the phase after it.
   int treeFrom(int phase, const std::vector<int>& ranks, const Place& data) {
     const int n = static_cast<int>(ranks.size());
     const int self = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin());
@@ -751,7 +755,8 @@ class Planner {
     return phase;
   }
 
-  // Those of a host meet at its first rank; these hear of each other, the distance doubling.
+  // The ranks of a host meet at its first rank; the first ranks notify each other, at distances
+  // that double.
   void barrier(int phase) {
     const std::vector<int>& members = shape_.membersOf(host_);
     const int first = members[0];
@@ -784,15 +789,16 @@ class Planner {
     }
   }
 
-  // ---- exchange. Phase 0: the ranks of a host give what is to go together; 1: all messages
-  // between hosts, and those from rank to rank; 2: the ranks of a host get what came together.
+  // ---- exchange. Phase 0: the ranks of a host give the blocks that are sent together; 1: all
+  // messages between hosts, and those from rank to rank; 2: the ranks of a host get the blocks that
+  // were sent together.
 
   void exchange() {
     if (isMeant(rank_, rank_)) copy(0, incoming(rank_), outgoing(rank_));
     layOut();
     const int hosts = shape_.hosts();
     if (isShared_) give();
-    // No two hosts, and no two ranks of one, begin with the same one.
+    // No two hosts begin with the same host, and no two ranks of a host with the same rank.
     for (int distance = 0; distance < hosts; ++distance) {
       receiveFrom((host_ - distance + hosts) % hosts);
     }
@@ -817,19 +823,19 @@ class Planner {
     const int block = job_.kind == OpKind::kScatter ? 0 : from;
     return {Space::kOutput, block, 0, job_.out[block]};
   }
-  // Who sends and receives for a host what it exchanges with another one.
+  // The rank that sends and receives for a host what it exchanges with another one.
   int speaker(int host, int other) const {
     const std::vector<int>& members = shape_.membersOf(host);
     return members[static_cast<size_t>(other) % members.size()];
   }
-  // Of two hosts, one of which is this one.
+  // For two ranks, one of which is on this host.
   uint64_t blockBytes(int from, int to) const {
     return shape_.hostOf(from) == host_ ? job_.rows[shape_.indexOf(from)].sends[to]
                                         : job_.rows[shape_.indexOf(to)].receives[from];
   }
-  // What goes from one host to another in one message, sender by sender. It is never empty: a host
-  // whose blocks go each by itself says so with a message that is, so that two that disagree about
-  // the sizes find out.
+  // The bytes of the one message from a host to another, sender by sender. It is never empty: a
+  // host that sends its blocks separately announces that with an empty message, so that two hosts
+  // that disagree about the sizes detect it.
   uint64_t togetherBytes(int from, int to) const {
     uint64_t bytes = job_.elementBytes;
     for (const int sender : shape_.membersOf(from)) {
@@ -847,8 +853,8 @@ class Planner {
   }
   static constexpr uint64_t kNowhere = ~uint64_t{0};
 
-  // Where in its area each rank of this host gives its blocks for a host, one after the other, and
-  // the speaker for a host has what came from there.
+  // Sets where in its area each rank of this host gives its blocks for a host, one after the other,
+  // and where the speaker for a host has what it received from there.
   void layOut() {
     const std::vector<int>& members = shape_.membersOf(host_);
     const auto hosts = static_cast<size_t>(shape_.hosts());
@@ -924,7 +930,7 @@ class Planner {
 
   void sendTogether(int host) {
     const int mine = speaker(host_, host);
-    if (isShared_ && rank_ != mine) return;  // it has given
+    if (isShared_ && rank_ != mine) return;  // give() has copied its blocks
     Place message;
     if (rank_ == mine) message = scratch(togetherBytes(host_, host));
     uint64_t at = message.begin;
@@ -951,7 +957,7 @@ class Planner {
     Place message = area(mine, cameAt_[host], bytes);
     if (!isShared_ && rank_ == mine) message = scratch(bytes);
     if (rank_ == mine) receive(1, speaker(host, host_), message);
-    if (isShared_) return;  // take() goes on
+    if (isShared_) return;  // take() copies the blocks
     uint64_t at = message.begin;
     for (const int from : shape_.membersOf(host)) {
       for (const int to : shape_.membersOf(host_)) {
@@ -1099,7 +1105,7 @@ bool isShared(const Shape& shape, const Job& job, const Chunking& chunking) {
 uint64_t stepsOfAPhase(const Shape& shape) { return kUnderWay / usualChunk(shape); }
 
 uint64_t areaBytes(const Shape& shape) {
-  return usualChunk(shape) + static_cast<uint64_t>(shape.ranks()) * kUnit;  // which were rounded up
+  return usualChunk(shape) + static_cast<uint64_t>(shape.ranks()) * kUnit;  // for rounding up
 }
 
 // In an all_reduce an area is filled in phase 1 and read up to phase 2 * levels + 1.

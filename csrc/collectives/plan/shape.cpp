@@ -7,7 +7,7 @@
 namespace mycoll {
 namespace {
 
-// More flows between two hosts gain nothing.
+// More lanes between two hosts gain nothing.
 constexpr int kMostLanes = 16;
 
 // Whether left and right are the two halves of a node.
@@ -18,8 +18,8 @@ bool areSiblings(Node left, Node right, int ranks, SumTree tree) {
 
 int log2Up(int value) { return std::bit_width(static_cast<unsigned>(value - 1)); }
 
-// As few levels as there can be, and about as many units in a unit on each: powers of two, as the
-// nodes of the tree are.
+// Returns the unit sizes of as few levels as possible, with about as many units in a unit on each
+// level: powers of two, like the nodes of the tree.
 std::vector<int> unitSizes(int hosts, int mostInUnit) {
   const int bits = log2Up(hosts), most = log2Up(mostInUnit);
   const int levels = std::max(1, (bits + most - 1) / most);

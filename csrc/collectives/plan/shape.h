@@ -1,5 +1,5 @@
 // Shape: which ranks of a group are on which host. Plans depend on it and on nothing else of the
-// world. Derived by every rank alike.
+// world. Every rank derives the same shape.
 //
 // Plain values: no threads, nothing blocks.
 #pragma once
@@ -20,49 +20,51 @@ struct Node {
   bool operator==(const Node&) const = default;
 };
 
-// The largest nodes of the tree over `ranks` ranks that `members`, in order, make up.
+// Returns the largest nodes, of the tree over `ranks` ranks, that consist of `members`, which are
+// in order.
 std::vector<Node> largestNodes(const std::vector<int>& members, int ranks,
                                SumTree tree = SumTree());
 
-// A block of the tree (MYCOLL_SUM_BLOCK) with which hosts have fewer partial sums to send; 0: none.
+// Returns a block of the tree (MYCOLL_SUM_BLOCK) with which hosts send fewer partial sums; 0: none.
 int betterSumBlock(const std::vector<int>& hostOf, SumTree tree);
 
 class Shape {
  public:
-  // Hosts that talk to each other directly, at most; a power of two.
+  // Most hosts that communicate with each other directly; a power of two.
   static constexpr int kMostInUnit = 16;
 
-  // hostOf[rank]: a number that ranks of one host have in common.
+  // hostOf[rank]: a number that is the same for all ranks of a host.
   explicit Shape(const std::vector<int>& hostOf, SumTree tree = SumTree(),
                  int mostInUnit = kMostInUnit);
 
   int ranks() const { return static_cast<int>(hostOf_.size()); }
-  // In the order of their lowest ranks.
+  // Hosts are in the order of their lowest ranks.
   int hosts() const { return static_cast<int>(members_.size()); }
   const std::vector<int>& membersOf(int host) const { return members_[host]; }
   int hostOf(int rank) const { return hostOf_[rank]; }
   int indexOf(int rank) const { return indexOf_[rank]; }  // among the members of its host
   const std::vector<Node>& nodesOf(int host) const { return units_[0].nodes[host]; }
 
-  // Many hosts are in units, these in larger ones and so on. What hosts exchange goes from unit to
-  // unit of one level, so that each talks to few others. A host is a unit of level 0, and all of
-  // them are the one of the last.
+  // Many hosts form units, these form larger ones, and so on. Hosts exchange data between the units
+  // of one level after the other, so that each communicates with few others. A host is a unit of
+  // level 0; the last level has one unit, with all hosts.
   int levels() const { return static_cast<int>(units_.size()) - 1; }
-  // A unit of this level has so many hosts, the last one maybe fewer.
+  // The hosts in a unit of this level; the last unit may have fewer.
   int unitSize(int level) const { return units_[level].size; }
   int unitOf(int level, int host) const { return host / unitSize(level); }
   int firstHost(int level, int unit) const { return unit * unitSize(level); }
   int hostsIn(int level, int unit) const {
     return std::min(unitSize(level), hosts() - firstHost(level, unit));
   }
-  // The host of a unit that acts for it in what concerns `host`, which acts for its own ones.
+  // The host of a unit that acts for the unit in what concerns `host`. In its own units, that is
+  // `host` itself.
   int agent(int level, int unit, int host) const {
     return firstHost(level, unit) + host % unitSize(level) % hostsIn(level, unit);
   }
   const std::vector<Node>& nodesOf(int level, int unit) const { return units_[level].nodes[unit]; }
 
-  // What hosts exchange is cut into lanes. A lane is driven by one rank of each host, which talks
-  // to the drivers of the same lane; where a host has few ranks, one drives several.
+  // The data that hosts exchange is split into lanes. One rank of each host drives a lane, and
+  // communicates with the drivers of the same lane; if a host has few ranks, one drives several.
   int lanes() const { return lanes_; }
   int driver(int host, int lane) const {
     return members_[host][static_cast<size_t>(lane) % members_[host].size()];

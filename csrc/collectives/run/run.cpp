@@ -16,8 +16,8 @@ namespace mycoll {
 namespace {
 
 constexpr uint64_t kRowsTag = tagOf(0, kTagsOfAChunk - 1);  // of no plan's phase
-// Bytes of scratch memory. Nothing is kept under AddressSanitizer, so that it sees each use of
-// memory that has been given back.
+// Bytes of scratch memory that are kept. AddressSanitizer builds keep none, so that each use of
+// memory that has been given back is detected.
 #ifdef __SANITIZE_ADDRESS__
 constexpr size_t kMostKept = 0;
 #else
@@ -56,7 +56,7 @@ Job::Row readRow(const char* from, int ranks) {
   return row;
 }
 
-// Ranks of a host that share no memory tell each other what they send and have.
+// For ranks of a host that share no memory: each sends its row to the others.
 Task exchangeRows(NetGroup group, const Job::Row& mine, std::vector<Job::Row>* rows) {
   const int rank = group.mailbox.rank();
   const std::vector<int>& members = group.shape.membersOf(group.shape.hostOf(rank));
@@ -81,7 +81,7 @@ Task exchangeRows(NetGroup group, const Job::Row& mine, std::vector<Job::Row>* r
   co_return Status();
 }
 
-// Whether ranks of this host disagree about what one sends to another.
+// Fails if ranks of this host disagree about what one sends to another.
 Status checkRows(NetGroup group, const std::vector<Job::Row>& rows) {
   const Mailbox& names = group.mailbox;
   const std::vector<int>& members = group.shape.membersOf(group.shape.hostOf(names.rank()));
@@ -104,7 +104,7 @@ Counter counterOf(Mark mark) {
   }
 }
 
-// A chunk under way. It is a round of the arena, which is null where the plan does without.
+// A chunk in flight. It is a round of the arena, which is null if the plan uses none.
 class Chunk {
  public:
   Chunk(NetGroup group, const Call& call, const Job& job, const Chunking& chunking, uint64_t number)
@@ -124,9 +124,10 @@ class Chunk {
   Batch* messages() { return batch_ ? &*batch_ : nullptr; }
   bool isOver() const { return phase_ > plan_->phases; }
 
-  // The one before is over. After the last one: nothing. Returns what must come first; then it is
-  // to be called again. Null: it has begun. haveMet: what other ranks of the host have given is
-  // known to be for the same call, and may be used.
+  // Begins the next phase; the one before must be over. After the last one, it begins nothing. If
+  // it returns a condition, wait for that and call it again; null: the phase has begun. haveMet:
+  // other ranks of the host are known to be in the same call, so that what they have given may be
+  // used.
   Condition* beginPhase(bool haveMet = true) {
     if (!ranksOfHost_) batch_.reset();
     ranksOfHost_.reset();
@@ -139,7 +140,7 @@ class Chunk {
         case Step::Act::kWait: {
           const bool isForArea = step.mark == Mark::kDone;
           const uint64_t rounds = isForArea ? group_.arena->roundsBefore(number_) : number_ + 1;
-          if (rounds == 0) break;  // the collectives before have left it free
+          if (rounds == 0) break;  // earlier collectives have left it free
           ranksOfHost_.emplace(*group_.arena, counterOf(step.mark), rounds);
           if (!ranksOfHost_->ready() || (!isForArea && !haveMet)) return &*ranksOfHost_;
           ranksOfHost_.reset();
@@ -175,7 +176,7 @@ class Chunk {
     return {base + place.begin, place.bytes};
   }
 
-  // The root of a broadcast may have its data among the inputs.
+  // The root of a broadcast may have its data in the inputs.
   const Span& outputOf(int block) const {
     const bool isSource = call_.kind == OpKind::kBroadcast && call_.root == group_.mailbox.rank();
     return isSource && !call_.in.empty() ? call_.in[0] : call_.out[block];
@@ -195,7 +196,7 @@ class Chunk {
       const FoldInput& input = plan_->inputs[step.first + i];
       partials.push_back({input.node.lo, input.node.hi, at(input.place).data, input.isWide});
     }
-    // A partial sum that is to be no wider is rounded as a result is, but not divided.
+    // If partial sums are not wide, they are rounded like results, but not divided.
     const bool isRounded = step.isResult || !isWide_;
     const bool isDivided = step.isResult || call_.reduceOp != ReduceOp::kAvg;
     foldTree(call_.dtype, isDivided ? call_.reduceOp : ReduceOp::kSum, at(step.place).data,
@@ -251,7 +252,7 @@ void ScratchPool::giveBack(std::unique_ptr<char[]> data, size_t bytes) {
 std::shared_ptr<const Plan> PlanCache::planOf(const Shape& shape, const Job& job, int rank,
                                               const Chunking& chunking, uint64_t chunk,
                                               bool sharesMemory) {
-  // To compare rows takes as long as to plan.
+  // Comparing rows takes as long as planning.
   if (!job.rows.empty()) {
     return std::make_shared<const Plan>(
         mycoll::planOf(shape, job, rank, chunking, chunk, sharesMemory));
@@ -287,8 +288,8 @@ Task netCollective(NetGroup group, const Call& call) {
     const size_t bytes = needsRows ? blobBytes(group.shape) : 0;
     char* blob = group.arena->beginBlob(bytes);
     if (needsRows) write(row, blob);
-    // The ranks of a host meet once less where what the others need is there when a rank arrives.
-    // Where they need nothing of each other, messages are under way before they meet.
+    // The ranks of a host meet once less if a rank, when it arrives, has already given what the
+    // others need. If they need nothing from each other, messages are in flight before they meet.
     Condition* first = nullptr;
     const bool mayBegin = needsRows ? goesByItself(group.shape, job, group.mailbox.rank())
                                     : chunking.chunks == 1 && group.arena->isFirstAreaFree();

@@ -1,11 +1,12 @@
 // Carries out plans (plan/plan.h): the collectives of a group that spans hosts, or may not use an
-// arena. Messages go between hosts, and inside them where their ranks share no memory.
+// arena. Ranks send messages between hosts, and also inside a host whose ranks share no memory.
 //
-// Chunks follow each other phase by phase: in its n-th step a rank begins phase 0 of chunk n, phase
-// 1 of chunk n - s and so on, and waits for what it began s = stepsOfAPhase() steps before. All
-// ranks do the same, so nobody waits for what another would begin later.
+// Chunks form a pipeline: in its n-th step a rank begins phase 0 of chunk n, phase 1 of chunk n - s
+// and so on, and waits for what it began s = stepsOfAPhase() steps before. All ranks do the same,
+// so no rank waits for something that another begins later.
 //
-// Thread contract: as Task. What a NetGroup refers to, the call and its memory outlive the task.
+// Thread contract: as Task. The objects of a NetGroup, the call and its memory must outlive the
+// task.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +24,8 @@ namespace mycoll {
 class Arena;
 class Mailbox;
 
-// Memory that plans work in, kept from call to call as long as it is not much. All groups of the
-// process share it. [any thread]
+// The scratch memory of plans, kept from call to call up to a limit. All groups of the process
+// share it. [any thread]
 class ScratchPool {
  public:
   static ScratchPool& process();
@@ -83,12 +84,12 @@ struct NetGroup {
   Mailbox& mailbox;
   const Shape& shape;
   PlanCache& plans;
-  Arena* arena;                // of this host's ranks, with areas as plans want them; may be null
+  Arena* arena;                // of this host's ranks, with areas as plans need them; may be null
   uint64_t sequence;           // of the collective: the upper part of its messages' tags
   const Signature& signature;  // of the call
 };
 
-// What a rank may have to say when it arrives at a collective.
+// Most bytes that a rank publishes when it arrives at a collective.
 size_t blobBytes(const Shape& shape);
 
 Task netCollective(NetGroup group, const Call& call);

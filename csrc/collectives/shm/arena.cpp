@@ -13,13 +13,13 @@ namespace {
 constexpr size_t kLine = 128;
 constexpr size_t kPage = 4096;
 
-// Beyond anything that a leader would choose; below what could overflow.
+// Larger than any size that a leader would choose; too small to overflow.
 constexpr size_t kMaxAreaBytes = size_t{1} << 32;
 constexpr uint64_t kMaxAreas = 1024;
 
-// Where a rank neither fills nor takes rounds, as far as it says: every so many collectives.
+// If a rank's arrival shows no use of rounds, it is looked at in every kLookEvery-th collective.
 constexpr uint64_t kLookEvery = 64;
-// Ranks, in turn.
+// Ranks that are looked at in one collective, in turn.
 constexpr int kLooksAtOnce = 2;
 
 }  // namespace
@@ -32,7 +32,7 @@ struct Arena::Header {
   uint32_t textBytes;
   Cause cause;
   char text[3072];
-  alignas(kLine) std::atomic<uint32_t> areNear;  // by rank 0
+  alignas(kLine) std::atomic<uint32_t> areNear;  // written by rank 0
 };
 
 struct Arena::Control {
@@ -42,7 +42,7 @@ struct Arena::Control {
   } counters[3];
   alignas(kLine) std::atomic<uint32_t> asleep;
   std::atomic<uint32_t> left;
-  char reason[256];  // to leave; ends with a zero
+  char reason[256];  // for leaving; ends with a zero
   Distance::Marks marks;
 };
 
@@ -176,7 +176,7 @@ bool Arena::has(int rank, Counter counter, uint64_t roundsCompleted) const {
 }
 
 void Arena::endRounds(uint64_t rounds) {
-  // Nobody waits for these beyond what was published: the next collective starts from here.
+  // No rank waits for more than was published: the next collective starts from here.
   for (auto& counter : control(rank_).counters) {
     counter.value.store(base_ + rounds, std::memory_order_release);
   }

@@ -1,9 +1,9 @@
-// The collectives of a group whose ranks all share one host, on its arena.
+// The collectives of a group whose ranks are all on one host, in its arena.
 //
-// Large tensors that other ranks can read where they lie (PeerMemory) are offered to them; others
-// go through the bulk areas. Whoever offers one waits at the end until nobody reads it any more.
-// Thread contract: as Task. The arena, the names, the signature, the call and its memory must
-// outlive the task.
+// Large tensors that other ranks can read in place (PeerMemory) are offered to them; all others go
+// through the bulk areas. A rank that offers one waits at the end until no rank reads it any more.
+// Thread contract: as Task. The objects of the ShmGroup, the call and its memory must outlive the
+// task.
 #pragma once
 
 #include <atomic>
@@ -29,56 +29,56 @@ Task shmCollective(ShmGroup group, const Call& call);
 
 // ---- by kind of work; shmCollective chooses
 
-// Nothing but the meeting.
+// The ranks only meet.
 Task shmBarrier(ShmGroup group);
-// Everybody publishes one piece of memory, and takes those of others that it has room for:
+// Each rank publishes one piece of memory, and copies those of others for which it has an output:
 // broadcast, all_gather, gather.
 Task shmPublish(ShmGroup group, const Call& call);
-// Everybody has a piece for each other rank: all_to_all, scatter.
+// A rank has a piece for each other rank: all_to_all, scatter.
 Task shmPairwise(ShmGroup group, const Call& call);
-// all_reduce, reduce: small ones, and those of two ranks, are reduced by every rank that wants
-// them, others by parts.
+// all_reduce, reduce: every rank that needs the result of a small one, or one of two ranks, reduces
+// all of it; otherwise the ranks divide the work.
 Task shmReduceSmall(ShmGroup group, const Call& call);
 Task shmReduceOfTwo(ShmGroup group, const Call& call);
 Task shmReduceLarge(ShmGroup group, const Call& call);
-// What all ranks have offered; goes on from the arrival of the others.
+// Reduces what all ranks have offered; begins after the arrival of the others.
 Task shmReduceDirect(ShmGroup group, const Call& call);
 Task shmReduceScatterSmall(ShmGroup group, const Call& call);
 Task shmReduceScatterLarge(ShmGroup group, const Call& call);
 
 // ---- shared by them
 
-// Outputs of this size and more are written past the caches, but for what all_reduce and reduce put
-// in the place of their input.
+// Outputs of at least this size are written past the caches, except for results that all_reduce and
+// reduce write over their input.
 constexpr size_t kStreamingOutput = 1024 * 1024;
 
-// Smaller tensors are copied: that is quicker than the wait at the end. What is reduced also goes
-// from one core's cache to another's when it is read where it lies, which takes longer than a copy.
+// Smaller tensors are copied: that is faster than the wait at the end. Inputs of a reduction, if
+// read in place, also move from one core's cache to another's, which takes longer than a copy.
 constexpr size_t kLeastOffer = 128 * 1024;
 constexpr size_t kLeastReduceOffer = 1024 * 1024;
 
-// After the last piece was read where it lies. Not ok: the group has failed meanwhile, so its owner
-// may have used it for something else.
+// Called after the last piece was read in place. Not ok: the group has failed meanwhile, so the
+// owner may have used the memory for something else.
 inline Status shmReadInTime(const ShmGroup& group) {
-  std::atomic_thread_fence(std::memory_order_acquire);  // looks after it has read
+  std::atomic_thread_fence(std::memory_order_acquire);  // checks after the reads
   return group.arena.failure();
 }
 
-// The ranks' memory is introduced, and the call begins anew.
+// Introduces the ranks' memory, and begins the call again.
 Task shmAgain(ShmGroup group, const Call& call);
 
 uint64_t roundsFor(size_t bytes, size_t perRound);
 // The part of `whole` that belongs to a round.
 Span piece(Span whole, uint64_t round, size_t perRound);
 
-// The rank that was found to differ was called otherwise than this one.
+// The error if a rank makes another call than this one.
 Status arrivalMismatch(const Mailbox& names, uint64_t sequence, const Signature& mine,
                        const AllArrived& arrived);
-// What one rank sends to another is not what that expects.
+// The error if one rank sends another a size that the receiver does not expect.
 Status sizeMismatch(const Mailbox& names, uint64_t sequence, const Signature& signature, int from,
                     uint64_t sent, int to, uint64_t expected);
 Status shmMismatch(const ShmGroup& group, const AllArrived& arrived);
-// A rank offers what it has not.
+// The error if a rank offers memory that it has not shared.
 Status shmBadOffer(const ShmGroup& group, int rank);
 Status shmSizeMismatch(const ShmGroup& group, int rank, size_t theirs, size_t expected);
 

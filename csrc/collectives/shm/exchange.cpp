@@ -1,16 +1,17 @@
 // Collectives that only move data.
 //
-// A rank's data goes with its arrival when it is small, else in rounds, through its bulk areas in
-// turn. While the others take round k out of one area, it fills round k+1 into the next:
+// A rank publishes small data with its arrival, larger data in rounds, through its bulk areas in
+// turn. While the others copy round k from one area, it copies round k+1 to the next:
 //
 //   writer   fill 0 | fill 1 | fill 2 | ...
 //   readers           take 0 | take 1 | ...
 //
-// A rank that only writes runs ahead of its readers, until it comes to an area that one of them has
+// A rank that only writes runs ahead of its readers, until it reaches an area that one of them has
 // not finished (roundsBefore).
 //
-// What a rank offers from shared memory, the others copy in place before the rounds of the ranks
-// that offer nothing. One more round says who has read it: the ranks that offer wait for that.
+// If a rank offers its data from shared memory, the others copy it from there, before the rounds of
+// the ranks that offer nothing. In one more round each rank reports that it has read the offers:
+// the ranks that offer wait for that.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -30,7 +31,7 @@ uint64_t maxRounds(const Arena& arena) {
   return rounds;
 }
 
-// What this rank publishes to all, and where it wants what the others publish.
+// The memory that this rank publishes to all, and where it wants the data of the others.
 struct Published {
   Span mine;
   const Span* theirs = nullptr;  // by rank; null: wants none
@@ -63,7 +64,7 @@ Published published(const Call& call, int rank) {
   return result;
 }
 
-// What goes to each rank; empty unless all of it can be read where it lies.
+// Offers the data for each rank. Returns an empty list unless all of it can be read in place.
 std::vector<SharedSpan> offerEach(const ShmGroup& group, const std::vector<Span>& spans) {
   std::vector<SharedSpan> offered(spans.size());
   if (spans.size() * sizeof(SharedSpan) > group.arena.shape().smallBytes) return {};
@@ -77,7 +78,7 @@ std::vector<SharedSpan> offerEach(const ShmGroup& group, const std::vector<Span>
   return offered;
 }
 
-// In the round after the last one each rank says that it has read what is offered. isOffer: this
+// In the round after the last one, each rank reports that it has read the offers. isOffer: this
 // rank waits for all of them.
 Task endOffers(ShmGroup group, uint64_t rounds, bool isOffer) {
   Arena& arena = group.arena;
@@ -160,7 +161,7 @@ Task shmBarrier(ShmGroup group) {
   co_return Status();
 }
 
-// The blob is the data itself when small, else its size, or where it lies.
+// The blob is the data itself if small; otherwise its size, or its location.
 Task shmPublish(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
@@ -183,7 +184,7 @@ Task shmPublish(ShmGroup group, const Call& call) {
   } else {
     std::memcpy(blob, &myBytes, blobBytes);
   }
-  // Where my own goes, round by round.
+  // This rank's output for its own data, which it fills round by round.
   const Span kept =
       myRounds > 0 && plan.from(self).data != plan.mine.data ? plan.from(self) : Span();
   const bool isKeptStreaming = kept.bytes >= kStreamingOutput;
@@ -266,8 +267,8 @@ Task shmPublish(ShmGroup group, const Call& call) {
   co_return Status();
 }
 
-// The blob is a table of sizes by destination, followed by the data when that is small; or where
-// each lies. In the rounds a bulk area is divided evenly between the destinations.
+// The blob is a table of sizes by destination, followed by the data if that is small; or the
+// location of each block. In the rounds, a bulk area is divided evenly between the destinations.
 Task shmPairwise(ShmGroup group, const Call& call) {
   Arena& arena = group.arena;
   const int self = arena.rank();
@@ -295,7 +296,7 @@ Task shmPairwise(ShmGroup group, const Call& call) {
       isOffer ? offered.size() * sizeof(SharedSpan) : tableBytes + (isSmall ? dataBytes : 0);
   char* blob = arena.beginBlob(blobBytes);
   if (isOffer) std::memcpy(blob, offered.data(), blobBytes);
-  // Where the part of `to` begins in the area of `from`: nobody sends to itself through it.
+  // offset() is where the part of `to` begins in the area of `from`, which has no part for itself.
   const size_t part =
       arena.shape().chunkBytes / static_cast<size_t>(std::max(1, ranks - 1)) & ~(kSliceUnit - 1);
   auto offset = [&](int from, int to) {

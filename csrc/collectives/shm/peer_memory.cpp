@@ -13,14 +13,14 @@
 namespace mycoll {
 namespace {
 
-// A region that could not be mapped so often travels through the arena for good.
+// After so many introductions that failed, a region's tensors always go through the arena.
 constexpr int kMostTries = 3;
 
-// A region on its way to the other ranks.
+// A region that is passed to the other ranks.
 struct Passing {
   int owner = 0;
   uint64_t region = 0;
-  std::vector<uint64_t> bytes;  // by rank: of what it was given; others use their own only
+  std::vector<uint64_t> bytes;  // by rank: of the region it was given; others use their own only
   std::shared_ptr<Segment> segment;
 };
 
@@ -73,7 +73,8 @@ bool PeerMemory::isAnyNew(const Arena& arena) const {
   return isAnyOffered(arena) && !newIn(arena).empty();
 }
 
-// In an order that is the same on all ranks, and no more than one arrival can tell about.
+// Returns the new regions in an order that is the same on all ranks, and no more than one arrival
+// can report.
 std::vector<PeerMemory::Name> PeerMemory::newIn(const Arena& arena) const {
   std::vector<Name> names;
   for (int rank = 0; rank < arena.ranks(); ++rank) {
@@ -116,7 +117,7 @@ Task PeerMemory::introduce(ShmGroup group) {
   co_await words;
   MYCOLL_CO_RETURN_IF_ERROR(words.status());
 
-  // The words have left, so there is a connection to each.
+  // The empty messages have left, so there is a connection to each rank.
   Batch given(mailbox, group.sequence, group.signature);
   for (size_t i = 0; i < passings.size(); ++i) {
     Passing& passing = passings[i];
@@ -181,7 +182,7 @@ const char* PeerMemory::find(const Arena& arena, int rank, size_t index, size_t 
   return offered.bytes == bytes ? find(rank, offered) : nullptr;
 }
 
-// The numbers of regions are never used again, so it does not matter which rank forgets one when.
+// Region numbers are never reused, so it does not matter when a rank forgets one.
 void PeerMemory::forgetDropped() {
   std::erase_if(known_, [&](const auto& entry) {
     const auto& [name, known] = entry;

@@ -1,22 +1,22 @@
-// PeerMemory: what a rank has mapped of the other ranks' shared tensors (SharedHeap), to read them
-// where they lie.
+// PeerMemory: the shared tensors (SharedHeap) of the other ranks that a rank has mapped, to read
+// them in place.
 //
-// A rank that offers its tensors says where they are with its arrival: a list of SharedSpan. What
-// the list means is the algorithm's business. All ranks see the same offers, so all know which
-// regions are new, and meet once for each, before the collective begins anew:
+// A rank that offers its tensors publishes their locations with its arrival: a list of SharedSpan.
+// Each algorithm defines the meaning of the list. All ranks see the same offers, so all know which
+// regions are new, and introduce them before the collective begins again:
 //
-//   owner     a word, to each ->   the region, to each ->
-//   others                                               (map it)
-//   all                                                            arrive: which are mapped
+//   owner     empty message, to each ->   region, to each ->
+//   others                                                   (map it)
+//   all                                                                arrive: which are mapped
 //
-// A region is read when all have it. One that somebody could not map is not offered for a while,
-// and its tensors travel through the arena, like any others.
+// A region is read if all ranks have mapped it. If one of them could not, the region is not offered
+// for a while, and its tensors go through the arena, like any others.
 //
-// Nobody ever writes to another rank's memory: it is mapped for reading only. So a rank whose call
-// has failed may use its tensors at once, whatever the others are doing.
+// No rank writes to another rank's memory: it is mapped for reading only. So a rank whose call has
+// failed may use its tensors immediately, whatever the others are doing.
 //
-// Thread contract: as Arena: whoever holds the run lock.
-// Lifetime: of the group. The mappings are those of the connections (PeerRegions).
+// Thread contract: as Arena: the thread that holds the run lock.
+// Lifetime: that of the group. The mappings are those of the connections (PeerRegions).
 #pragma once
 
 #include <cstdint>
@@ -46,27 +46,30 @@ class PeerMemory {
  public:
   explicit PeerMemory(int rank) : self_(rank) {}
 
-  // False: it is not shared, or the others cannot have it. Memory of no bytes can always be had.
+  // Returns false if the memory is not shared, or the others cannot map it. Memory of 0 bytes can
+  // always be offered.
   bool offer(const Span& mine, SharedSpan* offered) const;
 
   // ---- after all arrivals, the same on all ranks
-  // How many SharedSpan the rank has offered.
+  // The number of SharedSpan that the rank has offered.
   static size_t offersOf(const Arena& arena, int rank);
   static SharedSpan offerOf(const Arena& arena, int rank, size_t index);
   static bool isAnyOffered(const Arena& arena);
   static bool areAllOffered(const Arena& arena);
-  // Some of what is offered is still to be introduced.
+  // Whether some offered regions have yet to be introduced.
   bool isAnyNew(const Arena& arena) const;
-  // By all ranks, when isAnyNew(): they make the regions known to each other.
+  // Called by all ranks if isAnyNew(): they make the regions known to each other.
   Task introduce(ShmGroup group);
-  // Where the memory can be read, or null, if it does not lie in what the rank has shared.
+  // Returns where the memory can be read, or null if it is not in a region that the rank has
+  // shared.
   const char* find(int rank, const SharedSpan& offered) const;
-  // The same of what it offers, which may change at any time. Null, too, if that has another size.
+  // The same for the rank's offer, which may change at any time. Also null if that has another
+  // size.
   const char* find(const Arena& arena, int rank, size_t index, size_t bytes) const;
 
  private:
   struct Known {
-    std::shared_ptr<Segment> segment;  // null: somebody could not map it, or it is our own
+    std::shared_ptr<Segment> segment;  // null: a rank could not map it, or it is our own
     std::weak_ptr<Segment> own;
     bool isUsable = false;
     Deadline retry;  // our own that is not usable: when it may be offered again

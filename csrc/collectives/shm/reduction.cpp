@@ -1,25 +1,27 @@
-// Collectives that compute. Every element is reduced over all ranks' inputs by one tree
-// (kernels/reduce.h) and with one rounding, by one rank or by each in the same way: so all ranks
-// hold the same bits, whatever the size or the transport.
+// Collectives that compute. Every element is reduced over all ranks' inputs along one tree
+// (kernels/reduce.h) and rounded once, by one rank or by each in the same way: so all ranks get the
+// same bits, whatever the size or the transport.
 //
-// Large ones go in rounds of one bulk area a rank. Between two ranks each stages its own input, and
-// reduces all of it. A byte crosses memory as often as if they divided the work, and they wait for
-// each other once a round instead of twice. Near ranks stage round k+1 in the loop that reduces
-// round k: the one waits for memory, the other for the other core's cache.
+// Large tensors are reduced in rounds of one bulk area per rank. If there are two ranks, each
+// stages its own input, and reduces everything. A byte crosses memory as often as if they divided
+// the work, and they wait for each other once per round instead of twice. Near ranks stage round
+// k+1 in the loop that reduces round k: staging waits for memory, reducing for the other core's
+// cache.
 //
-// More ranks divide it. In each round every rank owns one slice:
+// More ranks divide the work. In each round every rank owns one slice:
 //
 //                   slice 0      slice 1      slice 2
 //   area of rank 0  result of 0  input of 0   input of 0     rank 0 reduces slice 0: its own input
 //   area of rank 1  input of 1   result of 1  input of 1     from the caller's memory, the others'
 //   area of rank 2  input of 2   input of 2   result of 2    from their areas
 //
-// An owner's own input never needs staging, so the result takes its place, where the others fetch
+// An owner does not stage its own input, so the result takes its place, from which the others copy
 // it.
 //
-// When all ranks offer their tensors (PeerMemory) to an all_reduce or a reduce_scatter, nothing is
-// staged: an owner reads its slice of all inputs, and the others fetch the result from its output.
-// In place that is safe, as a slice of an input is replaced only after its owner has reduced it.
+// If all ranks offer their tensors (PeerMemory) in an all_reduce or a reduce_scatter, nothing is
+// staged: an owner reads its slice of all inputs, and the others copy the result from its output.
+// This is safe in place, because a slice of an input is replaced only after its owner has reduced
+// it.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -31,20 +33,20 @@
 namespace mycoll {
 namespace {
 
-// Beyond this, reducing everything everywhere costs more than dividing the work.
+// Beyond this, reducing everything on every rank costs more than dividing the work.
 constexpr size_t kMaxSymmetricWork = 256 * 1024;
 
-// In place, what is written has just been read: stores past the caches would have to drive it out
-// of them first.
+// In place, the memory to write has just been read: stores past the caches would have to evict it
+// first.
 bool isStreamingResult(const Call& call) {
   return call.out[0].bytes >= kStreamingOutput && call.out[0].data != call.in[0].data;
 }
 
-// What a rank reads of another's tensors where they lie: rounds of this size wait seldom, and are
-// still in the caches when they are fetched.
+// For tensors that are read in place: rounds of this size wait seldom, and their results are still
+// in the caches when they are copied.
 constexpr size_t kDirectChunk = 4 * 1024 * 1024;
 
-// This rank's tensors, for the others to read: its inputs, and the output where that is read.
+// Offers this rank's tensors to the others: its inputs, and the output if that is read.
 std::vector<SharedSpan> offerTensors(const ShmGroup& group, const Call& call) {
   if (totalBytes(call.in) < kLeastReduceOffer) return {};
   if (call.kind == OpKind::kReduce) return {};  // the root would read alone
@@ -58,7 +60,7 @@ std::vector<SharedSpan> offerTensors(const ShmGroup& group, const Call& call) {
   return offered;
 }
 
-// Says where they are, or nothing. Returns the size of the blob.
+// Writes the locations, if there are any, to the blob. Returns the size of the blob.
 size_t beginOffer(Arena& arena, const std::vector<SharedSpan>& offered) {
   const size_t bytes = offered.size() * sizeof(SharedSpan);
   char* const blob = arena.beginBlob(bytes);
@@ -66,7 +68,7 @@ size_t beginOffer(Arena& arena, const std::vector<SharedSpan>& offered) {
   return bytes;
 }
 
-// By rank: where its tensor of this index is; `mine` for this one. The size is what all agree on.
+// Finds each rank's tensor of this index; for this rank, that is `mine`. All agree on the size.
 Status findTensors(const ShmGroup& group, size_t index, const Span& mine,
                    std::vector<const char*>* found) {
   found->resize(group.arena.ranks());
@@ -168,7 +170,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
   const bool isWanted = isAll || other == call.root;
   const size_t bytes = call.in[0].bytes;
   const bool isStreaming = wantsResult && isStreamingResult(call);
-  // Large rounds are best at any distance: there is only one wait in them, which they hide.
+  // Large rounds are best at any distance: each has only one wait, which it hides.
   const size_t chunk = arena.shape().chunkBytes;
   const uint64_t rounds = roundsFor(bytes, chunk);
 
@@ -192,7 +194,7 @@ Task shmReduceOfTwo(ShmGroup group, const Call& call) {
 
   if (!isEarly) fill(0);
   for (uint64_t round = 0; round < rounds; ++round) {
-    Span next;  // what is staged while this round is reduced
+    Span next;  // staged while this round is reduced
     if (round + 1 < rounds) {
       RoundReached isFree(arena, Counter::kDone, arena.roundsBefore(round + 1));
       co_await isFree;
@@ -293,7 +295,7 @@ Task shmReduceLarge(ShmGroup group, const Call& call) {
   co_return Status();
 }
 
-// After the arrival. Rounds only where ranks wait for each other's results.
+// Called after the arrival. Publishes results in rounds only if ranks wait for each other's.
 Task shmReduceDirect(ShmGroup group, const Call& call) {
   if (group.memory.isAnyNew(group.arena)) {
     Status status = co_await shmAgain(group, call);
@@ -309,8 +311,8 @@ Task shmReduceDirect(ShmGroup group, const Call& call) {
   MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, index, mine, &inputs));
   if (isAll) MYCOLL_CO_RETURN_IF_ERROR(findTensors(group, 1, call.out[0], &outputs));
   const bool isStreaming = isStreamingResult(call);
-  // What is fetched replaces an input that its owner has read, and often still has in its cache:
-  // stores through the caches would have to ask for each line, and fetch it, first.
+  // The copied result replaces an input that another rank has read, and often still has in its
+  // cache: stores through the caches would have to request each line, and fetch it, first.
   const bool isFetchStreaming = isAll && call.out[0].bytes >= kStreamingOutput;
 
   // A part of a reduce_scatter is one slice.

@@ -1,5 +1,5 @@
-// What a caller asks of a group: the description of a collective, and the signature by which ranks
-// prove to each other that they were asked for the same. Plain values: no threads, no ownership.
+// Call describes a collective; Signature is the part of it that ranks compare to verify that they
+// make the same call. Plain values: no threads, no ownership.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace mycoll {
 struct Signature {
   OpKind kind = OpKind::kBarrier;
   DType dtype = DType::kOpaque;
-  uint8_t opaqueType = 0;  // tells apart the types that are only moved; 1: a sum of scaled inputs
+  uint8_t opaqueType = 0;  // distinguishes the types that are only moved; 1: a sum of scaled inputs
   ReduceOp reduceOp = ReduceOp::kCount;  // kCount: none
   int32_t root = -1;
   uint64_t bytes = 0;   // of the part that all ranks know alike; 0 where sizes differ by rank
@@ -30,7 +30,8 @@ static_assert(sizeof(Signature) == 24);
 
 uint64_t totalBytes(const std::vector<Span>& spans);
 
-// What a failure says when two ranks were called differently. me, other: as messages name ranks.
+// The error text for two ranks that made different calls. me, other: the ranks as messages name
+// them.
 std::string mismatchText(const std::string& group, const std::string& where, const std::string& me,
                          const Signature& mine, const std::string& other, const Signature& theirs);
 

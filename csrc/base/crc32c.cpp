@@ -15,7 +15,7 @@ constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected
 
 using Table = std::array<std::array<uint32_t, 256>, 8>;
 
-// kTable[k][b]: what byte b does to the CRC when k more bytes follow it.
+// kTable[k][b]: the contribution of byte b to the CRC when k more bytes follow it.
 constexpr Table makeTable() {
   Table table{};
   for (uint32_t b = 0; b < 256; ++b) {

@@ -1,5 +1,4 @@
-// CRC-32C (Castagnoli): guards frames against bugs and bad memory, not against enemies.
-// [any thread]
+// CRC-32C (Castagnoli): detects damage by bugs and bad memory, not by an attacker. [any thread]
 #pragma once
 
 #include <cstddef>
@@ -7,12 +6,12 @@
 
 namespace mycoll {
 
-// Continues from `crc`, so that crc32c(b, n, crc32c(a, m)) is that of a followed by b.
+// Continues from `crc`: crc32c(b, n, crc32c(a, m)) is the CRC of a followed by b.
 uint32_t crc32c(const void* data, size_t bytes, uint32_t crc = 0);
 
 namespace detail {
 
-// Without the processor's instruction; for machines that lack it, and for tests.
+// The implementation without the processor's instruction: for machines that lack it, and for tests.
 uint32_t crc32cTable(const void* data, size_t bytes, uint32_t crc);
 
 }  // namespace detail

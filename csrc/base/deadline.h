@@ -1,4 +1,4 @@
-// A point in time by which something has to be over. A plain value on the steady clock.
+// A point in time by which something must end. A plain value on the steady clock.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ class Deadline {
   using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
 
-  // Never, as never() says it.
+  // The same as never().
   Deadline() = default;
 
   static Deadline never() { return Deadline(); }
@@ -30,7 +30,7 @@ class Deadline {
   bool expired() const { return !isNever() && Clock::now() >= when_; }
   Clock::time_point when() const { return when_; }
 
-  // Rounded up, so that whoever sleeps for it wakes after the deadline and not before; 0 when
+  // Rounded up: a thread that sleeps this long wakes after the deadline, not before. 0 when
   // expired, Milliseconds::max() for never.
   Milliseconds remaining() const {
     if (isNever()) return Milliseconds::max();

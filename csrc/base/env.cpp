@@ -12,7 +12,7 @@
 #include "base/os.h"
 #include "base/topology.h"
 
-#ifndef MYCOLL_VERSION  // CMakeLists.txt has it from python/mycoll/_version.py
+#ifndef MYCOLL_VERSION  // CMakeLists.txt sets it from python/mycoll/_version.py
 #define MYCOLL_VERSION "unknown"
 #endif
 
@@ -23,8 +23,8 @@ namespace {
 
 // ---- how values are written --------------------------------------------------------------------
 
-// What a variable may be, for people, and its reader. A reader that does not accept a value returns
-// false and leaves the field alone.
+// The values that a variable accepts, as text for people, and the function that reads them. It
+// returns false for any other value and leaves the field unchanged.
 struct Kind {
   std::string accepted;
   std::function<bool(std::string_view value, Env* env)> read;
@@ -39,7 +39,7 @@ bool parseInteger(std::string_view text, int64_t least, int64_t most, int64_t* r
   return true;
 }
 
-// The words stand for 0, 1, 2 and so on: the values of an enum, or a bool.
+// The words map to 0, 1, 2 and so on: the values of an enum, or a bool.
 template <typename T>
 Kind choice(T Env::* field, std::vector<std::string> words) {
   std::string accepted = words.front();
@@ -192,7 +192,7 @@ struct Variable {
   const char* defaultValue;
   Kind kind;
   const char* help;
-  // torch's variables for the same, in force where this one is not set.
+  // torch's variables with the same meaning, used where this one is not set.
   std::vector<const char*> others = {};
 };
 
@@ -332,7 +332,7 @@ std::unique_ptr<const Reading> readEnvironment() {
     entry.isSet = isOwn;
     entry.source = value ? source : "default";
     if (value && variable.kind.read(value, env)) continue;
-    // What torch accepts in its own variables is torch's business.
+    // An invalid value in a variable of torch's is not an error here.
     if (isOwn && reading->error.ok()) {
       reading->error =
           Status(Code::kInvalidArgument, std::string(variable.name) + "=" + value +
@@ -353,7 +353,7 @@ std::unique_ptr<const Reading> readEnvironment() {
   return reading;
 }
 
-// Readings are kept for ever, as there may be references to them.
+// Readings are never freed, as there may be references to them.
 std::atomic<const Reading*> inForce{nullptr};
 struct Readings {
   Mutex mutex;
@@ -432,7 +432,7 @@ std::string expandPattern(std::string_view pattern, int rank) {
 
 std::string nearestName(std::string_view given, const std::vector<std::string>& names,
                         size_t same) {
-  // Beyond half of the letters a likeness is chance.
+  // If more than half of the letters differ, a similarity is chance.
   size_t best = (given.size() - std::min(same, given.size())) / 2 + 1;
   std::string nearest;
   for (const std::string& name : names) {

@@ -1,9 +1,9 @@
-// Every MYCOLL_* variable, documented in one table (env.cpp). Variables of others, which mycoll
-// only takes into account, are read where they count: those of NCCL in device/path_choice.cpp.
+// Every MYCOLL_* variable, documented in one table (env.cpp). Variables of other libraries that
+// mycoll takes into account are read where they are used: NCCL's in device/path_choice.cpp.
 //
-// Lifetime: read when the first group is made (or by the first line of the log, should that come
-// before) and kept for the process: what a program changes in its environment later counts no more.
-// Thread contract: all [any thread], as long as nobody calls setenv() during that first reading.
+// Lifetime: read when the first group is made (or by the first log line, if that comes earlier) and
+// kept for the process: later changes of the environment have no effect.
+// Thread contract: all [any thread]. No thread may call setenv() during that first reading.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +15,10 @@
 
 namespace mycoll {
 
-// mycoll's own, "1.2.3".
+// mycoll's own version, "1.2.3".
 const char* version();
 
-// In the order in which the table names them.
+// In the order in which the table lists the words.
 enum class TransportChoice { kAuto, kShm, kTcp };
 enum class DistanceChoice { kMeasured, kNear, kFar };
 enum class Partials { kWide, kRounded };
@@ -41,8 +41,8 @@ struct InterfaceFilter {
   bool matches(std::string_view interfaceName) const;
 };
 
-// A message that its receiver must be ready to buffer is never larger, whatever the environment of
-// its sender says: receivers take a larger one for an attack.
+// The largest message that a receiver must be able to buffer, whatever the environment of the
+// sender says: a receiver treats a larger one as an attack.
 constexpr size_t kMaxEagerBytes = 16 * 1024 * 1024;
 
 // From first to last; first 0: the system chooses.
@@ -51,13 +51,13 @@ struct PortRange {
   int last = 0;
 };
 
-// An address that others are told instead of this host's own; empty: none. port 0: the listener's.
+// The address that other ranks use instead of this host's own; empty: none. port 0: the listener's.
 struct AdvertisedAddress {
   std::string address;
   int port = 0;
 };
 
-// What each field means stands in the table, which also has the defaults.
+// The table documents each field and has the defaults.
 struct Env {
   TransportChoice transport{};
   InterfaceFilter socketInterfaces;
@@ -83,17 +83,17 @@ struct Env {
   Partials partials{};
   int sumBlock = 1;
   std::string ncclLibrary;  // empty: found by itself
-  // torch's TORCHELASTIC_USE_AGENT_STORE: the rendezvous store is torchrun's, not rank 0's.
+  // torch's TORCHELASTIC_USE_AGENT_STORE: torchrun hosts the rendezvous store, not rank 0.
   bool isStoreOfAgent = false;
 
-  // The process's, with defaults in place of invalid values.
+  // The variables of the process, with defaults in place of invalid values.
   static const Env& process();
   // The first invalid value, as an error that names the variable, the value and what is accepted.
-  // Asked by each new group: as nothing was made of it, a wrong environment may be corrected, and
-  // is then read again.
+  // Each new group calls it. After an error no group exists, so the program may correct its
+  // environment: the next call reads it again.
   static Status check();
-  // For tests: what the environment says now is the process's from here on. Earlier references stay
-  // valid.
+  // For tests: reads the environment again; process() returns the new values. Earlier references
+  // remain valid.
   static void readAgainForTest();
 };
 
@@ -101,14 +101,14 @@ struct EnvEntry {
   std::string name;
   std::string defaultValue;
   std::string help;
-  std::string value;  // what is in force; as written in the environment when isSet
+  std::string value;  // the value in use; as written in the environment when isSet
   bool isSet = false;
-  std::string source;  // "default", or the variable that says so: its own, or torch's for the same
+  std::string source;  // "default", or the variable that sets it: its own, or torch's equivalent
 };
 
 std::vector<EnvEntry> describeEnv();
 
-// A path with %h (host), %p (process), %r (rank) and %% filled in; rank below 0: not known.
+// Expands %h (host), %p (process), %r (rank) and %% in a path; rank below 0: not known.
 std::string expandPattern(std::string_view pattern, int rank);
 
 // MYCOLL_* variables in the environment that mycoll does not know, most likely misspelt.
@@ -119,8 +119,8 @@ struct UnknownVariable {
 
 std::vector<UnknownVariable> unknownVariables();
 
-// The one of `names` that `given` resembles; empty when none does. The first `same` letters, which
-// all of them share, are no likeness.
+// The element of `names` that is similar to `given`; empty when none is. The first `same` letters,
+// which all of them share, do not count.
 std::string nearestName(std::string_view given, const std::vector<std::string>& names, size_t same);
 
 }  // namespace mycoll

@@ -13,15 +13,15 @@
 namespace mycoll {
 namespace {
 
-// By number: a child looks at it when threads of its parent may have held any lock. Descriptors
-// beyond are not kept.
+// A bit for each number, without a lock: when a child reads it, threads of the parent may hold any
+// lock. Larger descriptors are not kept.
 constexpr int kMaxKept = 1 << 16;
 std::atomic<uint64_t> kept[kMaxKept / 64];
 
 uint64_t bitOf(int fd) { return uint64_t{1} << (fd % 64); }
 
-// Replaced, not closed: an Fd of the parent's that dies in the child closes its own number, and
-// nothing that the child has opened since.
+// Replaced, not closed: when the child destroys an Fd of its parent, that closes the same number,
+// and must not close a descriptor that the child has opened since.
 void replaceInChild() {
   const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
   for (int word = 0; word < kMaxKept / 64; ++word) {
@@ -47,7 +47,7 @@ void Fd::endKeeping() {
   kept[fd_ / 64].fetch_and(~bitOf(fd_), std::memory_order_relaxed);
 }
 
-// In pieces: a signal takes back what a call has reserved, and may come again and again.
+// In pieces: a signal undoes the reservation of the call that it interrupts, and may repeat.
 bool reservePages(int fd, size_t offset, size_t bytes) {
   constexpr size_t kPieceBytes = 8 * 1024 * 1024;
   while (bytes > 0) {

@@ -29,21 +29,21 @@ class Fd {
   bool isOpen() const { return fd_ >= 0; }
   explicit operator bool() const { return isOpen(); }
 
-  // The caller closes it from here on.
+  // The caller must close the returned descriptor.
   [[nodiscard]] int release() {
     share();
     return std::exchange(fd_, -1);
   }
 
-  // A child that is forked finds /dev/null in its place. For sockets: the other side hears of the
-  // end of this process only when nobody holds the socket any more.
+  // In a forked child the number refers to /dev/null. For sockets: the peer detects the end of this
+  // process only when no process holds the socket.
   void keepFromChildren();
 
   void reset(int fd = -1) {
     share();
     const int old = std::exchange(fd_, fd);
-    // EINTR is not retried: on Linux the descriptor is gone already, and may belong to another
-    // thread by now.
+    // EINTR is not retried: on Linux the descriptor is closed already, and its number may belong to
+    // another thread by now.
     if (old >= 0 && old != fd) ::close(old);
   }
 
@@ -57,12 +57,12 @@ class Fd {
   bool isOurs_ = false;  // kept from children
 };
 
-// Gives so many bytes of a file in memory their pages now: a write to them cannot end in SIGBUS.
-// False: errno says why. [any thread]
+// Allocates the pages of this part of a file in memory now: a write to them cannot raise SIGBUS.
+// Returns false with errno set on failure. [any thread]
 bool reservePages(int fd, size_t offset, size_t bytes);
 
-// Raises this process's soft limit of descriptors, as far as the hard one allows, where a group of
-// so many ranks may need more. Small groups leave it alone. [any thread]
+// Raises the soft limit of descriptors of this process, at most to the hard limit, where a group of
+// so many ranks may need more. Small groups leave it unchanged. [any thread]
 void raiseDescriptorLimit(int ranks);
 
 }  // namespace mycoll

@@ -1,4 +1,4 @@
-// FNV-1a: tells byte strings apart where nobody means harm. [any thread]
+// FNV-1a: a hash for byte strings that no attacker chooses. [any thread]
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace mycoll {
 
 constexpr uint64_t kEmptyHash = 0xcbf29ce484222325ULL;
 
-// hash: of what stands before.
+// hash: that of the preceding bytes.
 constexpr uint64_t fnv1a(std::string_view bytes, uint64_t hash = kEmptyHash) {
   for (const char byte : bytes) {
     hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3ULL;

@@ -39,8 +39,8 @@ struct Line {
   timespec when;
 };
 
-// As write(2), but never waits for a reader: EAGAIN. The descriptor is shared with others, who may
-// want it to block; so a pipe or terminal is opened once more.
+// As write(2), but returns EAGAIN instead of waiting for a reader. Other processes share the
+// descriptor and may need it to block, so a pipe or terminal is opened a second time.
 ssize_t writeNow(int fd, const char* data, size_t bytes) {
   struct stat file;
   Fd own;
@@ -51,19 +51,19 @@ ssize_t writeNow(int fd, const char* data, size_t bytes) {
   }
   pollfd ready{fd, POLLOUT, 0};
   const int count = poll(&ready, 1, 0);
-  if (count == 0 || (ready.revents & POLLERR) != 0) {  // a write that nobody reads: SIGPIPE
+  if (count == 0 || (ready.revents & POLLERR) != 0) {  // a write would raise SIGPIPE
     errno = count == 0 ? EAGAIN : EPIPE;
     return -1;
   }
   return ::write(fd, data, bytes);
 }
 
-// Its own, as another thread may hold the parent's while this one forks.
+// The lock of this process: another thread may hold the parent's while this one forks.
 struct SinkLock {
   Mutex mutex;
 };
 
-// Where lines go. Never destroyed: helper threads may log during static destruction.
+// The destination of lines. Never destroyed: helper threads may log during static destruction.
 class Sink {
  public:
   static Sink& get() {
@@ -93,7 +93,7 @@ class Sink {
 
     MutexLock lock(mutex_);
     const pid_t pid = ::getpid();
-    // A forked child goes to its own file when the name holds the pid.
+    // A forked child writes to its own file when the name contains the pid.
     if (!isResolved_ || pid != pid_) open(pid);
     const std::string head = std::string("[mycoll ") + stamp + " ";
     const std::string place = std::string(" rank ") + (rank_ < 0 ? "?" : std::to_string(rank_)) +
@@ -129,15 +129,15 @@ class Sink {
 
   int fd() const REQUIRES(mutex_) { return file_.isOpen() ? file_.get() : STDERR_FILENO; }
 
-  // True if something is left.
+  // Returns true if lines remain.
   bool writeOut() REQUIRES(mutex_) {
     while (!unwritten_.empty()) {
-      // One write a line keeps the lines of many processes whole in one terminal or file.
+      // One write per line keeps the lines of several processes intact in one terminal or file.
       const size_t bytes = std::min<size_t>(unwritten_.find('\n') + 1, PIPE_BUF);
       const ssize_t wrote = writeNow(fd(), unwritten_.data(), bytes);
       if (wrote < 0 && errno == EINTR) continue;
       if (wrote < 0 && errno == EAGAIN) break;
-      // A log that cannot be written is no reason to fail.
+      // A failed write drops the line: a log must not make an operation fail.
       unwritten_.erase(0, wrote < 0 ? bytes : static_cast<size_t>(wrote));
     }
     detail::hasUnwrittenLines.store(!unwritten_.empty(), std::memory_order_relaxed);
@@ -145,7 +145,7 @@ class Sink {
   }
 
   void open(pid_t pid) REQUIRES(mutex_) {
-    if (pid != pid_) unwritten_.clear();  // in a forked child: its parent writes it
+    if (pid != pid_) unwritten_.clear();  // in a forked child: its parent writes these lines
     pid_ = pid;
     isResolved_ = true;
     file_.reset();
@@ -165,7 +165,7 @@ class Sink {
   Fd file_ GUARDED_BY(mutex_);  // closed: stderr
   pid_t pid_ GUARDED_BY(mutex_) = 0;
   int rank_ GUARDED_BY(mutex_) = -1;
-  std::string unwritten_ GUARDED_BY(mutex_);  // whole lines, but for the first
+  std::string unwritten_ GUARDED_BY(mutex_);  // complete lines, except the first
   uint64_t dropped_ GUARDED_BY(mutex_) = 0;   // lines
 };
 
@@ -204,18 +204,18 @@ void detail::writeDelayedLines() noexcept {
   try {
     for (const Line& line : std::exchange(delayedLines, {})) Sink::get().write(line);
   } catch (const std::bad_alloc&) {
-    // The rest is lost: a log is no reason to fail.
+    // The remaining lines are lost: a log must not make an operation fail.
   }
 }
 
 void detail::logLine(LogLevel level, const char* format, ...) {
   int unknown = kLevelUnknown;
-  // Only replaces "unknown": a level that setLogLevel() put there meanwhile stays.
+  // Replaces only kLevelUnknown: a level that setLogLevel() has stored meanwhile stays.
   logLevel.compare_exchange_strong(unknown, static_cast<int>(Env::process().logLevel),
                                    std::memory_order_relaxed);
   if (!isLogged(level)) return;
 
-  const int savedErrno = errno;  // so that logging between a call and its errno is harmless
+  const int savedErrno = errno;  // so that code may log between a call and the use of its errno
   va_list arguments;
   va_start(arguments, format);
   va_list again;

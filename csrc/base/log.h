@@ -1,14 +1,14 @@
-// The log: unless MYCOLL_LOG says otherwise it has the process's first failure, what callbacks of
-// the program throw, and nothing else. All [any thread].
+// The log. By default it contains the process's first failure, exceptions thrown by callbacks of
+// the program, and nothing else; MYCOLL_LOG changes that. All [any thread].
 //
 //   MYCOLL_LOG_INFO("connected to rank %d in %d ms", rank, elapsed);
 //   [mycoll 12:34:56.789 info rank 3 pid 4711] connected to rank 5 in 12 ms
 //
 // Costs one relaxed load when its level is off; arguments are then not evaluated.
 //
-// Writing never blocks: what the reader of stderr or of the file does not take is kept, up to a
-// limit, and written with a later line, by flushLog(), or when the process ends. What goes beyond
-// the limit is dropped, and the next line says how much that was.
+// Writing never blocks: lines that the reader of stderr or of the file does not accept are kept, up
+// to a limit, and written with a later line, by flushLog(), or when the process ends. Lines beyond
+// the limit are dropped, and the next line reports how many.
 #pragma once
 
 #include <atomic>
@@ -19,10 +19,11 @@
 namespace mycoll {
 namespace detail {
 
-// Above every level until the environment has been read, so that the first line asks.
+// Above every level: until the environment has been read, the first line calls logLine(), which
+// reads it.
 inline constexpr int kLevelUnknown = 100;
 inline std::atomic<int> logLevel{kLevelUnknown};
-// How many LogDelays this thread is inside of, and whether it has lines that wait for their end.
+// The number of live LogDelays of this thread, and whether it has delayed lines.
 constinit inline thread_local int logDelays = 0;
 constinit inline thread_local bool hasDelayedLines = false;
 inline std::atomic<bool> hasUnwrittenLines{false};
@@ -37,12 +38,12 @@ inline bool isLogged(LogLevel level) {
   return static_cast<int>(level) <= detail::logLevel.load(std::memory_order_relaxed);
 }
 
-// A group has failed. Logs the first line of the text: the exception has all of it, and every rank
-// logs one. At the level kFailure only the process's first failure is logged.
+// Logs the failure of a group: the first line of the text, as every rank logs one and the exception
+// has all of it. At the level kFailure only the process's first failure is logged.
 void logFailure(const std::string& story);
 
-// While there is one, its thread's lines are kept; the end of the outermost one writes them. A
-// thread that holds a lock which others need has one, as has one that is to notify others first.
+// While one exists, the lines of its thread are kept; the end of the outermost one writes them. For
+// a thread that holds a lock which others need, or that must notify others first.
 class LogDelay {
  public:
   LogDelay() { ++detail::logDelays; }
@@ -53,7 +54,7 @@ class LogDelay {
   LogDelay& operator=(const LogDelay&) = delete;
 };
 
-// Tries again to write what could not be written.
+// Tries again to write the lines that could not be written.
 void flushLog();
 
 // Overrides MYCOLL_LOG from here on.

@@ -42,11 +42,11 @@ class CAPABILITY("mutex") Mutex {
   std::mutex mutex_;
 };
 
-// Holds a mutex until it is destroyed; may let it go and take it again meanwhile.
+// Holds a mutex until it is destroyed; may release and lock it again meanwhile.
 class SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) ACQUIRE(mutex) : lock_(mutex.mutex_) {}
-  // Takes over a mutex that tryLock() has taken.
+  // Adopts a mutex that tryLock() has locked.
   MutexLock(Mutex& mutex, std::adopt_lock_t adopt) REQUIRES(mutex) : lock_(mutex.mutex_, adopt) {}
   ~MutexLock() RELEASE() {}
   MutexLock(const MutexLock&) = delete;

@@ -1,5 +1,5 @@
-// What a group asks of NCCL (ncclConfig_t); what is not set is left to NCCL. Plain values. Here, as
-// backend/, which takes them from a program, and nccl/ do not know each other.
+// Options of a group for NCCL (ncclConfig_t); where one is not set, NCCL chooses. Plain values. In
+// base/ because backend/, which reads them from a program, and nccl/ do not include each other.
 #pragma once
 
 #include <optional>

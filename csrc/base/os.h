@@ -1,5 +1,5 @@
-// What a library with threads of its own needs from the operating system: no signals for those
-// threads, a state for each side of a fork, the size of a page.
+// Helpers for a library that has threads of its own: no signals for those threads, a state for each
+// side of a fork, the size of a page.
 #pragma once
 
 #include <pthread.h>
@@ -12,11 +12,11 @@
 
 namespace mycoll {
 
-// What the system maps at a time. Not everywhere 4096. [any thread]
+// The page size, which is not always 4096. [any thread]
 inline size_t pageBytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
-// Signals are for the user's threads: a thread that is started while this lives has all of them
-// blocked, for good. [any thread]
+// Signals are for the user's threads: a thread that is started while this object lives has all of
+// them blocked, permanently. [any thread]
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -32,16 +32,16 @@ class SignalsBlocked {
   sigset_t before_;
 };
 
-// Apart from the guard of a static, which another thread may be holding while this one forks.
+// Separate from the guard of a static, which another thread may hold while this one forks.
 template <typename T>
 inline std::atomic<T*> processInstance{nullptr};
 
-// The one T of this process, for what all groups share: made at first use and never destroyed, as
-// it may be used during static destruction. A forked child begins with a T of its own; the parent's
-// knows threads that the child does not have, and may be locked.
+// The single T of this process, for state that all groups share: made at first use and never
+// destroyed, as it may be used during static destruction. A forked child starts with a new T; the
+// parent's refers to threads that the child does not have, and may be locked.
 //
-// [any thread]. The child's T is made between fork() and its return, where only the thread that
-// forked is left: T's constructor takes no lock, and asks for no other T.
+// [any thread]. The child's T is made before fork() returns, when only the forking thread exists:
+// T's constructor must take no lock and must not use another T.
 template <typename T>
 T& perProcess() {
   if (T* const made = processInstance<T>.load(std::memory_order_acquire)) return *made;

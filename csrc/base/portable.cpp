@@ -1,10 +1,10 @@
-// For wheels (MYCOLL_PORTABLE): what the compiler takes from a newer glibc or libstdc++ than
-// manylinux_2_28 promises, in terms of what is there. The linker sends each call of NAME to
-// __wrap_NAME (--wrap in CMakeLists.txt). `./dev wheel` fails where something is missing here, and
-// names it.
+// For wheels (MYCOLL_PORTABLE): replaces the functions that the compiler takes from a newer glibc
+// or libstdc++ than manylinux_2_28 has, by older ones. The linker redirects each call of NAME to
+// __wrap_NAME (--wrap in CMakeLists.txt). `./dev wheel` fails where one is missing here, and names
+// it.
 //
-// libstdc++ is not linked statically instead: torch's exceptions, strings and threads are those of
-// the process's one libstdc++.
+// libstdc++ is not linked statically instead: torch's exceptions, strings and threads require the
+// process's one libstdc++.
 #ifdef MYCOLL_PORTABLE
 #include <cxxabi.h>
 #include <dlfcn.h>
@@ -20,7 +20,7 @@
 #include <sstream>
 #include <string>
 
-// `local` is the function as it was when it got `version`.
+// `local` is the function `name` in its version `version`.
 #define OLD_VERSION(local, name, version) asm(".symver " #local "," #name "@" #version)
 
 namespace {
@@ -46,8 +46,8 @@ timespec asTimeOfDay(clockid_t clock, const timespec& deadline) {
 
 extern "C" {
 
-// libstdc++ asks whether it may count without atomics; never is right, too. A variable of
-// glibc 2.32.
+// libstdc++ reads it to learn whether it may count without atomics; 0 (no) is always correct. A
+// variable of glibc 2.32.
 char __libc_single_threaded = 0;
 
 // Inline functions until glibc 2.33; the 1 is the version of struct stat.
@@ -66,7 +66,7 @@ int __wrap_fstatat(int folder, const char* path, struct stat* result, int flags)
   return oldFstatat(1, folder, path, result, flags);
 }
 
-// Moved from libpthread and libdl into libc with 2.32 and 2.34, and got that version.
+// These moved from libpthread and libdl into libc in 2.32 and 2.34, and were given that version.
 int oldTrylock(pthread_mutex_t* mutex);
 int oldSignalMask(int how, const sigset_t* set, sigset_t* before);
 int oldSetName(pthread_t thread, const char* name);
@@ -99,8 +99,8 @@ int __wrap_dlclose(void* library) { return oldClose(library); }
 char* __wrap_dlerror() { return oldError(); }
 int __wrap_dladdr(const void* address, Dl_info* result) { return oldAddress(address, result); }
 
-// Since 2.30. Without them a deadline moves with the time of day, as all of libstdc++'s did then,
-// and a wait may end early: those here are in loops that look again.
+// Since 2.30. Without them a deadline moves with the time of day, as everywhere in libstdc++ then,
+// and a wait may end early: the callers here are loops that check again.
 int __wrap_pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex,
                                   clockid_t clock, const timespec* deadline) {
   static const auto there = reinterpret_cast<decltype(&pthread_cond_clockwait)>(
@@ -118,7 +118,7 @@ int __wrap_pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock,
   return oldTimedlock(mutex, &end);
 }
 
-// std::condition_variable::wait(): another version with libstdc++ 12.
+// std::condition_variable::wait(): has another version in libstdc++ 12.
 void oldWait(std::condition_variable* condition, std::unique_lock<std::mutex>* lock);
 OLD_VERSION(oldWait, _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE, GLIBCXX_3.4.11);
 void __wrap__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(

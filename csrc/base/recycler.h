@@ -1,8 +1,8 @@
-// Recycler: memory for objects of which every call makes one and another thread drops it. malloc
-// answers that slowly, and both threads would wait for its lock. For std::allocate_shared.
+// Recycler: memory for objects that each call makes and another thread frees. malloc is slow in
+// that case, and both threads would wait for its lock. For std::allocate_shared.
 //
-// Thread contract: [any thread]. Nobody waits: who does not get the lock at once asks malloc.
-// Lifetime: blocks may come back during static destruction (see perProcess()).
+// Thread contract: [any thread]. Never blocks: if the lock is taken, falls back to malloc.
+// Lifetime: blocks may be returned during static destruction (see perProcess()).
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,10 @@
 
 namespace mycoll {
 
-// Blocks of one size that nobody uses.
+// Free blocks of one size.
 class Shelf {
  public:
-  // Null: none is to be had.
+  // Null: none is available.
   void* take() {
     if (!mutex_.tryLock()) return nullptr;
     MutexLock lock(mutex_, std::adopt_lock);
@@ -26,7 +26,7 @@ class Shelf {
     blocks_.pop_back();
     return block;
   }
-  // False: it keeps no more.
+  // False: the block was not kept.
   bool put(void* block) {
     if (!mutex_.tryLock()) return false;
     MutexLock lock(mutex_, std::adopt_lock);
@@ -65,7 +65,7 @@ class Recycler {
 
   static_assert(alignof(T) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
 #ifdef __SANITIZE_ADDRESS__
-  static constexpr bool kKeeps = false;  // it is to see who uses a block that is not in use
+  static constexpr bool kKeeps = false;  // ASan must detect a use of a freed block
 #else
   static constexpr bool kKeeps = true;
 #endif

@@ -7,7 +7,7 @@ namespace {
 
 bool isInsideCharacter(char byte) { return (static_cast<unsigned char>(byte) & 0xc0) == 0x80; }
 
-// How many bytes the character at the beginning takes; 0: there is none.
+// The number of bytes of the character at the beginning; 0: it is not valid.
 size_t characterBytes(std::string_view text) {
   const auto byte = [&](size_t at) { return static_cast<unsigned char>(text[at]); };
   const unsigned char first = byte(0);
@@ -20,7 +20,7 @@ size_t characterBytes(std::string_view text) {
   for (size_t at = 1; at < bytes; ++at) {
     if (!isInsideCharacter(text[at])) return 0;
   }
-  // Longer than needed, surrogates, beyond the last one.
+  // Overlong forms, surrogates, and numbers beyond the last character.
   const bool isWrong = (first == 0xe0 && byte(1) < 0xa0) || (first == 0xed && byte(1) >= 0xa0) ||
                        (first == 0xf0 && byte(1) < 0x90) || (first == 0xf4 && byte(1) >= 0x90);
   return isWrong ? 0 : bytes;

@@ -1,4 +1,4 @@
-// Text that comes from other processes, or is cut to fit: always valid UTF-8, as readers refuse
+// Text that comes from other processes, or is cut to fit: always valid UTF-8, as readers reject
 // anything else. [any thread]
 #pragma once
 

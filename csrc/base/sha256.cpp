@@ -85,7 +85,7 @@ void Sha256::update(const void* data, size_t bytes) {
 
 Digest Sha256::finish() {
   const uint64_t bits = totalBytes_ * 8;
-  // 0x80, zeros, the length in bits: up to the end of a block.
+  // The padding: 0x80, zeros, and the length in bits, up to the end of a block.
   uint8_t padding[kBlockBytes + 8] = {0x80};
   const size_t zerosEnd = (pendingBytes_ < 56 ? 56 : 120) - pendingBytes_;
   storeBigEndian(static_cast<uint32_t>(bits >> 32), padding + zerosEnd);

@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4), HMAC (RFC 2104) and what a handshake needs beside them. Sha256 belongs to
-// one thread; the functions are [any thread].
+// SHA-256 (FIPS 180-4), HMAC (RFC 2104) and helpers for a handshake. A Sha256 is used by one
+// thread; the functions are [any thread].
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ class Sha256 {
  public:
   void update(const void* data, size_t bytes);
   void update(std::string_view text) { update(text.data(), text.size()); }
-  // Ends the message: the object is of no further use.
+  // Ends the message: the object must not be used afterwards.
   Digest finish();
 
  private:
@@ -34,13 +34,13 @@ class Sha256 {
 Digest sha256(std::string_view message);
 Digest hmacSha256(std::string_view key, std::string_view message);
 
-// Takes as long for a wrong first byte as for a wrong last one.
+// Takes the same time wherever the first difference is.
 bool constantTimeEqual(const void* a, const void* b, size_t bytes);
 inline bool constantTimeEqual(const Digest& a, const Digest& b) {
   return constantTimeEqual(a.data(), b.data(), a.size());
 }
 
-// From the kernel; fit for keys and challenges.
+// Random bytes from the kernel; fit for keys and challenges.
 Status randomBytes(void* data, size_t bytes);
 
 std::string toHex(const void* data, size_t bytes);

@@ -1,5 +1,5 @@
 // Status: the outcome of anything that can fail below backend/. Cheap to copy; immutable, so that
-// the same story can be handed to every waiter from any thread.
+// every waiter, in any thread, can be given the same one.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ enum class Code {
   kTimeout,
   kPeerLost,     // a rank died, left or became unreachable
   kNetwork,      // no connection could be made
-  kStore,        // the rendezvous store failed or told something impossible
+  kStore,        // the rendezvous store failed or returned an invalid value
   kAborted,      // the group was aborted or destroyed
   kInterrupted,  // a signal is waiting for the caller (Ctrl-C)
   kUnsupported,
@@ -46,7 +46,7 @@ class [[nodiscard]] Status {
   Status() = default;  // ok
   Status(Code code, std::string message, const Cause& cause = {})
       : rep_(std::make_shared<const Rep>(Rep{code, std::move(message), cause})) {}
-  // The same failure in other words.
+  // The same failure with another text.
   Status withMessage(std::string message) const {
     return Status(code(), std::move(message), cause());
   }
@@ -54,11 +54,11 @@ class [[nodiscard]] Status {
   bool ok() const { return rep_ == nullptr; }
   Code code() const { return rep_ ? rep_->code : Code::kOk; }
   const Cause& cause() const;
-  // Both tell of one event: of one group, or of several that it ended.
+  // Whether both describe one event: in one group, or in several that it ended.
   bool isSameFailure(const Status& other) const;
   // Empty when ok.
   const std::string& message() const;
-  // "kTimeout: ..." for logs and tests.
+  // "timeout: ..." for logs and tests.
   std::string toString() const;
 
  private:
@@ -70,11 +70,11 @@ class [[nodiscard]] Status {
   std::shared_ptr<const Rep> rep_;
 };
 
-// Puts the group's name before the text, as all errors of a group have it. A deadlock, which is
-// about several groups, and a text that begins with a group's name stay as they are.
+// Puts the group's name before the text, as in all errors of a group. A deadlock, which is about
+// several groups, and a text that begins with a group's name are returned unchanged.
 Status inGroup(const std::string& name, const Status& status);
 
-// What a wait ends with when a signal waits for its caller; what was waited for runs on.
+// The result of a wait when a signal is pending for its caller; the operation itself continues.
 Status interrupted();
 
 }  // namespace mycoll

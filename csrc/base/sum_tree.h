@@ -3,9 +3,9 @@
 //
 //   T[lo, hi) = T[lo, mid) op T[mid, hi)
 //
-// Blocks of `block` ranks in a row are added up from left to right: mid = hi - 1. They are the
-// leaves of a binary tree: beyond one block, mid = lo + the largest power of two of blocks below hi
-// - lo. With blocks of one or two, that is a binary tree over ranks.
+// Blocks of `block` consecutive ranks are added from left to right: mid = hi - 1. They are the
+// leaves of a binary tree: for more than one block, mid = lo + the largest power of two of blocks
+// below hi - lo. With blocks of one or two, that is a binary tree over ranks.
 //
 // Plain values: no threads.
 #pragma once
@@ -19,7 +19,7 @@ class SumTree {
   explicit SumTree(int block = 1) : block_(block) {}
 
   int block() const { return block_; }
-  // Of a node of at least two ranks.
+  // Where a node of at least two ranks is split.
   int middle(int lo, int hi) const {
     const int blocks = (hi - lo + block_ - 1) / block_;
     if (blocks == 1) return hi - 1;

@@ -7,7 +7,7 @@
 namespace mycoll::detail {
 namespace {
 
-// Frames are a few hundred bytes; what is larger than the largest class goes to malloc directly.
+// Frames are a few hundred bytes; malloc allocates those that are larger than the largest class.
 constexpr size_t kGranule = 256;
 constexpr size_t kClasses = 8;
 constexpr int kKeptPerClass = 8;
@@ -16,7 +16,7 @@ struct FreeFrame {
   FreeFrame* next;
 };
 
-// Plain memory, which lasts as long as its thread: tasks may still come and go while the thread's
+// Plain memory with the lifetime of its thread: tasks may be made and destroyed while the thread's
 // own objects are destroyed, and in static destruction after that.
 struct FrameCache {
   std::array<FreeFrame*, kClasses> heads{};
@@ -24,7 +24,7 @@ struct FrameCache {
 };
 constinit thread_local FrameCache frames;
 
-// At the thread's end: what is kept is freed, and nothing is kept from then on.
+// At the end of the thread, frees the kept frames; no frame is kept from then on.
 struct Emptier {
   bool isNeeded = false;
   ~Emptier() {
@@ -63,7 +63,7 @@ void freeFrame(void* frame, size_t bytes) {
   size_t index = classOf(bytes);
   if (index < kClasses) {
     if (frames.counts[index] < kKeptPerClass) {
-      emptier.isNeeded = true;  // makes it, the first time
+      emptier.isNeeded = true;  // the first access constructs it
       auto* head = static_cast<FreeFrame*>(frame);
       head->next = frames.heads[index];
       frames.heads[index] = head;

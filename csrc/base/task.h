@@ -25,8 +25,8 @@
 
 namespace mycoll {
 
-// Something that a suspended task waits for. ready() is called often, by whoever runs the task; it
-// must be cheap, and once true stay true until the task has been resumed.
+// A condition that a suspended task waits for. The thread that runs the task calls ready() often;
+// it must be cheap, and once true stay true until the task has been resumed.
 class Condition {
  public:
   virtual bool ready() = 0;
@@ -41,7 +41,7 @@ namespace detail {
 // Frames come from a small per-thread cache: a collective of 4 bytes should not pay for malloc.
 void* allocateFrame(size_t bytes);
 void freeFrame(void* frame, size_t bytes);
-// Made when the program starts, when there is some.
+// Made at program start, while memory is available.
 const Status& outOfMemory();
 inline bool isOutOfMemory(const Status& status) {
   return &status.message() == &outOfMemory().message();
@@ -72,7 +72,8 @@ class [[nodiscard]] Task {
   bool finished() const;
   // Only when finished.
   const Status& result() const;
-  // What the innermost suspended coroutine waits for; null before the first resume and at the end.
+  // The condition of the innermost suspended coroutine; null before the first resume and at the
+  // end.
   Condition* waitingFor() const;
   // Runs until the next condition that is not ready, or to the end.
   void resume();
@@ -87,11 +88,11 @@ class [[nodiscard]] Task {
 };
 
 struct Task::promise_type {
-  // The outermost task's promise keeps what its whole chain is suspended on.
+  // The outermost task's promise records where its whole chain is suspended.
   promise_type* root = this;
   std::coroutine_handle<> leaf;      // root only: the coroutine to resume
   Condition* condition = nullptr;    // root only
-  std::coroutine_handle<> awaiting;  // who continues when this one ends
+  std::coroutine_handle<> awaiting;  // continues when this one ends
   Status status;
 
   Task get_return_object() {
@@ -113,7 +114,7 @@ struct Task::promise_type {
     return Final{};
   }
   void return_value(Status value) { status = std::move(value); }
-  // Below backend/ nothing throws but the allocator. The operation ends, not the process.
+  // Below backend/ only the allocator throws. The operation ends, not the process.
   void unhandled_exception() {
     try {
       throw;

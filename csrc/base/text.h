@@ -1,4 +1,4 @@
-// Words for messages. Plain functions.
+// Text for messages. Plain functions.
 #pragma once
 
 #include <string>

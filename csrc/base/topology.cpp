@@ -25,8 +25,8 @@ std::string firstLine(const char* path) {
   return line;
 }
 
-// Read when the program starts: a rank that has no descriptor left must still be able to say where
-// it is. Never destroyed.
+// Read at program start: a rank that has no descriptor left must still be able to report where it
+// is. Never destroyed.
 const std::string& bootId = *new std::string(firstLine("/proc/sys/kernel/random/boot_id"));
 
 std::string linkTarget(const char* path) {
@@ -38,7 +38,7 @@ std::string linkTarget(const char* path) {
 }  // namespace
 
 std::string kernelIdentity() {
-  // Sandboxes may hide it.
+  // Sandboxes may hide the boot id.
   return bootId.empty() ? firstLine("/etc/machine-id") + "@" + hostName() : bootId;
 }
 
@@ -68,7 +68,7 @@ struct ProcessStat {
   char state = 0;  // as ps shows it; 0: no such process
   unsigned long flags = 0;
   uint64_t startTicks = 0;
-  bool isUnknown = false;  // no descriptor was left to look with
+  bool isUnknown = false;  // the file could not be opened: no descriptor was left
 };
 
 ProcessStat readStat(pid_t pid) {
@@ -101,7 +101,7 @@ uint64_t processStartTicks(pid_t pid) { return readStat(pid).startTicks; }
 
 namespace {
 
-// Asked first, because the kernel takes long to describe a process with many threads.
+// Checked first, because the kernel needs long to describe a process with many threads.
 bool isThisProcess(pid_t pid, uint64_t startTicks) {
   static std::atomic<pid_t> known{0};
   static std::atomic<uint64_t> ticks{0};

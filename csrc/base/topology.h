@@ -10,7 +10,7 @@ namespace mycoll {
 
 // Equal in two processes when they run under one kernel and share a network namespace, so that
 // they can reach each other by abstract unix socket (which the network namespace scopes).
-// A host name would not do: containers of one host, and clones of one image, may share theirs.
+// A host name is not enough: containers of one host, and clones of one image, may share theirs.
 std::string hostIdentity();
 
 // Equal in two processes when they run under one kernel, and so see the same devices.
@@ -24,11 +24,11 @@ std::string hostName();
 
 pid_t processId();
 
-// When a process started, in clock ticks since boot; 0 when there is no such process. With the pid
-// it names a process for good, where a pid alone may be reused.
+// When a process started, in clock ticks since boot; 0 when there is no such process. Identifies a
+// process together with the pid, which alone may be reused.
 uint64_t processStartTicks(pid_t pid);
 
-// What can be seen of a process of this host.
+// The observable state of a process of this host.
 //   kEnding  it was killed or has left, and the kernel is still taking it apart: its sockets stay
 //            open and its pidfd silent, for 40 ms for every GB of its memory
 //   kGone    there is no such process (any more); also where it lives in another pid namespace

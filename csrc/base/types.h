@@ -1,5 +1,5 @@
-// The vocabulary that every layer shares: element types, operations, spans of bytes.
-// Plain values: no threads, no ownership.
+// The types that every layer shares: element types, operations, spans of bytes. Plain values: no
+// threads, no ownership.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace mycoll {
 
-// Element types that mycoll can compute with. A type that is only moved (any other type that torch
-// has) travels as kOpaque + a caller's number, so that ranks that disagree are still told apart.
+// Element types that mycoll can compute with. A type that is only moved (any other type of torch)
+// travels as kOpaque + a number from the caller, so that ranks that disagree still detect it.
 enum class DType : uint8_t {
   kFloat32,
   kFloat64,
@@ -63,12 +63,12 @@ enum class OpKind : uint8_t {
 };
 
 const char* name(OpKind kind);
-// Between two ranks, and not in the order of the collectives.
+// Messages between two ranks, which are not part of the order of collectives.
 constexpr bool isMessage(OpKind kind) {
   return kind >= OpKind::kSend && kind <= OpKind::kWaitSignal;
 }
 
-// Memory of the caller. Whoever holds a Span keeps neither it nor its contents alive.
+// Memory of the caller. A Span does not own it.
 struct Span {
   void* data = nullptr;
   size_t bytes = 0;

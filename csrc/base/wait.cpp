@@ -19,12 +19,12 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A yield that takes longer is a long one. Rows end where none comes for a while.
+// A yield that takes longer is a long one. A row of long yields ends after this time without one.
 constexpr milliseconds kLongYield(1);
 constexpr milliseconds kRowEnds(50);
 constexpr milliseconds kContentionStays(200);
-// A large message takes long over a network, and the kernel takes in what comes: a thread that
-// looks for each packet gains nothing.
+// A large message takes long over a network, and the kernel receives packets by itself: a thread
+// that polls for each packet gains nothing.
 constexpr auto kTricklePatience = std::chrono::microseconds(100);
 
 std::string contents(const std::string& path) {
@@ -33,7 +33,7 @@ std::string contents(const std::string& path) {
 }
 
 int affinityCores() {
-  // The kernel refuses masks smaller than its own, so grow until it is content.
+  // The kernel refuses masks smaller than its own: try larger ones.
   for (int bits = 1024; bits <= 1 << 20; bits *= 2) {
     const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(
         CPU_ALLOC(bits), [](cpu_set_t* mask) { CPU_FREE(mask); });
@@ -126,8 +126,8 @@ SpinPolicy detail::choosePolicy(int localRanks, int cores, int spinMicrosOverrid
 
 void CoreContention::yielded(Clock::time_point from, Clock::time_point back) {
   if (back - from <= kLongYield) return;
-  // What was known when we went to sleep is still known: contention that stays is found by one
-  // yield.
+  // A row continues across the time that we slept: if the contention persists, one yield detects
+  // it.
   const Clock::time_point last = std::max(last_.load(kRelaxed), until_.load(kRelaxed));
   const int inRow = last + kRowEnds > from ? inRow_.load(kRelaxed) + 1 : 1;
   inRow_.store(inRow, kRelaxed);
@@ -140,7 +140,7 @@ void Backoff::moved() {
   trickles_ |= Clock::now() - idleSince_ > kTricklePatience;
 }
 
-// A yield is shorter than what a network takes, also for a rank that waits for a neighbour that
+// A yield is shorter than the latency of a network, on which a rank also depends when its neighbour
 // waits for the network.
 Backoff::Pause Backoff::next(Clock::time_point now, bool isFast) {
   using Microseconds = std::chrono::microseconds;

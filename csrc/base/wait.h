@@ -7,7 +7,7 @@
 
 namespace mycoll {
 
-// Tells the core that this is a spin loop: saves power, and leaves the pipeline to its sibling.
+// Hints to the core that this is a spin loop: saves power, and leaves the pipeline to its sibling.
 inline void cpuRelax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -18,15 +18,15 @@ inline void cpuRelax() {
 #endif
 }
 
-// While a thread sleeps in the kernel: how often it looks at signals, deadlines and peers.
+// How often a thread that sleeps in the kernel checks signals, deadlines and peers.
 inline constexpr std::chrono::milliseconds kWaitTick(50);
 
-// Cores that this process may keep busy: the affinity mask, cut by the cgroup's cpu quota (rounded
-// down, as a spinner that exceeds its quota is stopped for the rest of the period). At least 1.
-// Read once; a change of affinity later is not seen.
+// Cores that this process may keep busy: the affinity mask, limited by the cgroup's cpu quota
+// (rounded down, as a spinner that exceeds its quota is stopped for the rest of the period). At
+// least 1. Read once; later changes of the affinity have no effect.
 int usableCores();
 
-// A waiter spins for `pauses` pauses, goes on spinning up to spinMicros in all, then calls
+// A waiter spins for `pauses` pauses, continues to spin up to spinMicros in all, then calls
 // sched_yield() up to yieldMicros, and then sleeps in the kernel (futex, epoll).
 struct SpinPolicy {
   int pauses = 0;
@@ -35,16 +35,18 @@ struct SpinPolicy {
   int longYields = 1;  // this many in a row: others compute on our cores (CoreContention)
 };
 
-// localRanks: those of one host, each with a thread that waits. When they outnumber the cores,
-// whoever spins keeps the one that it waits for from running. MYCOLL_SPIN_US overrides spinMicros.
+// localRanks: the ranks of one host, each with a thread that waits. When they outnumber the cores,
+// a thread that spins may keep the one that it waits for from running. MYCOLL_SPIN_US overrides
+// spinMicros.
 SpinPolicy choose(int localRanks);
 
-// Whether programs that compute share our cores. Ranks that wait as we do give the core back soon
-// when we yield to them; whoever keeps it for longer is given a slice of milliseconds by every
-// yield, while a thread that sleeps is put before it when it wakes. So for a while after that it is
-// better to sleep at once. Where ranks outnumber the cores a single yield proves nothing: one of us
-// may be computing, and the scheduler may let one wait that has yielded often.
-// [any thread]; what threads overwrite of each other's is only a hint.
+// Detects that programs which compute share our cores. When we yield to ranks that also wait, they
+// soon give the core back; a program that computes keeps it for a slice of milliseconds after every
+// yield, while a thread that sleeps is scheduled before it when it wakes. So, for a while after
+// long yields, a waiter sleeps without yielding first. Where ranks outnumber the cores a single
+// long yield proves nothing: one of the ranks may be computing, and the scheduler may delay a
+// thread that has yielded often.
+// [any thread]; threads may overwrite each other's values, which are only hints.
 class CoreContention {
  public:
   using Clock = std::chrono::steady_clock;
@@ -63,8 +65,8 @@ class CoreContention {
   std::atomic<Clock::time_point> until_{Clock::time_point::min()};
 };
 
-// What a waiting thread does between two looks at its operation: it spins, then yields its core,
-// then sleeps, for as long as the operation does not advance. Of one wait, by one thread.
+// Decides how a thread pauses between two checks of its operation: while the operation does not
+// advance, it spins, then yields its core, then sleeps. For one wait, by one thread.
 class Backoff {
  public:
   using Clock = std::chrono::steady_clock;
@@ -84,7 +86,7 @@ class Backoff {
   const SpinPolicy& policy_;
   CoreContention& contention_;
   Clock::time_point idleSince_ = Clock::time_point::min();
-  bool trickles_ = false;  // bytes come more slowly than a thread can look for them
+  bool trickles_ = false;  // bytes arrive more slowly than a thread polls for them
 };
 
 namespace detail {

@@ -18,9 +18,9 @@ namespace {
 
 constexpr size_t kLineBytes = 64;
 constexpr size_t kStepBytes = 256;
-// Below, the partial lines at both ends cost more than is gained.
+// Smaller copies gain less than the partial lines at both ends cost.
 constexpr size_t kLeastBytes = 2048;
-// What is read twice in turn comes from the first caches the second time.
+// A piece that is read twice in a row comes from the first-level caches the second time.
 constexpr size_t kCachedBytes = 32 * 1024;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Between reduce.cpp and the kernels of each family of types. Not for other folders.
+// The interface between reduce.cpp and the kernels of each family of types. Not for other folders.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct FoldArguments {
   size_t count;     // lanes: elements times Fold::lanesPerElement
   int divisor;      // of the accumulator; 1 for none. Ignored by integer kernels
   bool streaming;   // non-temporal stores, not fenced: the caller does that
-  // Bytes to copy on the way (reduceAndCopy), however many.
+  // Bytes to copy in the same loop (reduceAndCopy); any number.
   char* copyTo = nullptr;
   const char* copyFrom = nullptr;
   size_t copyBytes = 0;
@@ -31,7 +31,7 @@ struct Fold {
   size_t lanesPerElement = 1;
 };
 
-// Narrow floats to float, in order, and back with one rounding: `count` elements.
+// Conversions of `count` narrow floats to float, in order, and back with one rounding.
 struct Conversion {
   void (*widen)(char* out, const char* in, size_t count);
   void (*narrow)(char* out, const char* in, size_t count);
@@ -39,7 +39,7 @@ struct Conversion {
 Conversion conversionForHalf(Isa isa, DType dtype);
 Conversion conversionForFloat8(Isa isa, DType dtype, bool saturates);
 
-// nullptr inside where the pair is not one of the family's.
+// The function is nullptr where the family does not support the pair.
 Fold foldForFloat(Isa isa, DType dtype, ReduceOp op);  // float32, float64; sums of complex
 Fold foldForHalf(Isa isa, DType dtype, ReduceOp op);   // float16, bfloat16
 Fold foldForFloat8(Isa isa, DType dtype, ReduceOp op, bool saturates);
@@ -47,7 +47,7 @@ Fold foldForInteger(Isa isa, DType dtype, ReduceOp op);  // AVG: the sum, withou
 Fold foldForBool(Isa isa, DType dtype, ReduceOp op);
 Fold foldForComplexProduct(Isa isa, DType dtype);
 
-// In place, towards zero: what AVG of integers does after the fold.
+// In place, towards zero: the division of an AVG of integers, after the fold.
 void divideIntegers(Isa isa, DType dtype, char* data, size_t count, int divisor);
 
 }  // namespace mycoll

@@ -1,9 +1,9 @@
 // Includes MYCOLL_KERNEL_FILE once for every instruction set, each time in a namespace of its own:
 // mycoll::baseline, mycoll::avx2, mycoll::avx512. No include guard: this is a loop.
 //
-// Whatever MYCOLL_KERNEL_FILE needs from outside has to be included before this file. Templates and
-// inline functions of the standard library must not be used in it: a copy compiled for AVX-512
-// could be the one that the linker keeps for everybody.
+// Include what MYCOLL_KERNEL_FILE needs before this file. It must not use templates and inline
+// functions of the standard library: the linker could keep the copy that was compiled for AVX-512
+// for the whole program.
 
 #include "kernels/isa.h"
 

@@ -1,9 +1,9 @@
-// Which instruction set the kernels use. Every kernel is compiled once for each, and chosen once a
-// process. All [any thread].
+// The instruction set of the kernels. Every kernel is compiled once for each set, and chosen once
+// per process. All [any thread].
 #pragma once
 
-// Whether there are more than the baseline.
-#ifdef MYCOLL_BASELINE  // by CMakeLists.txt
+// Whether the kernels are compiled for more than the baseline.
+#ifdef MYCOLL_BASELINE  // set by CMakeLists.txt
 #define MYCOLL_HAS_ISAS 0
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MYCOLL_HAS_ISAS 1
@@ -14,20 +14,20 @@
 namespace mycoll {
 
 enum class Isa {
-  kBaseline,  // what the compiler may assume anyway: SSE2 on x86-64, NEON on aarch64
+  kBaseline,  // what the compiler may always use: SSE2 on x86-64, NEON on aarch64
   kAvx2,      // with F16C
   kAvx512,    // F, BW, CD, DQ, VL
 };
 
 const char* name(Isa isa);
 
-// The best that this processor and kernel have.
+// The best that this processor and kernel support.
 Isa detectIsa();
 
-// What kernels run with.
+// The instruction set that kernels use.
 Isa activeIsa();
 
-// For tests and benchmarks. Not above detectIsa().
+// For tests and benchmarks. Must not exceed detectIsa().
 void setActiveIsa(Isa isa);
 
 }  // namespace mycoll

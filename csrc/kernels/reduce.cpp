@@ -15,7 +15,7 @@
 namespace mycoll {
 namespace {
 
-// Fits in the first-level cache together with as many bytes of each of a few inputs.
+// Fits into the first-level cache together with as many bytes of each of a few inputs.
 constexpr size_t kBlockBytes = 4096;
 
 std::atomic<bool> float8Saturates{true};
@@ -40,7 +40,7 @@ Fold foldFor(Isa isa, DType dtype, ReduceOp op) {
   }
 }
 
-// One call's worth of decisions, so that blocks do not take them again.
+// The parameters and the kernel of one call, chosen once for all its blocks.
 class Reducer {
  public:
   Reducer(DType dtype, ReduceOp op, const void* const* in, int n, int divisor)
@@ -52,7 +52,7 @@ class Reducer {
         isa_(activeIsa()),
         fold_(foldFor(isa_, dtype, op)) {
     if (fold_.function != nullptr && n >= 1) return;
-    // Going on would leave garbage in somebody's gradients.
+    // Returning would leave garbage in the user's gradients.
     std::fprintf(stderr, "mycoll: bug: reduce(%s, %s) of %d inputs\n", name(dtype), name(op), n);
     std::abort();
   }
@@ -88,7 +88,7 @@ class Reducer {
   }
 
  private:
-  // One input that is its own result. (A bool is not: it may have to become 0 or 1.)
+  // The only input is the result. (Not for bool: its bytes may have to become 0 or 1.)
   bool isCopy() const { return n_ == 1 && divisor_ == 1 && dtype_ != DType::kBool; }
 
   DType dtype_;
@@ -106,11 +106,11 @@ Conversion conversionFor(DType dtype) {
   return conversionForFloat8(isa, dtype, float8Saturates.load(std::memory_order_relaxed));
 }
 
-// Along a binary tree over the inputs, whatever the block.
+// Along a binary tree over the inputs, whatever the block size of sumTree().
 void reduceBinary(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
                   int divisor, bool streaming, const BytesToCopy& copied = {});
 
-// One call of foldTree(). Works on blocks that stay in the first-level cache.
+// One call of foldTree(). Processes blocks that stay in the first-level cache.
 class TreeFold {
  public:
   TreeFold(DType dtype, ReduceOp op, const Partial* partials, int n)
@@ -125,7 +125,7 @@ class TreeFold {
   void run(char* out, bool isResult, size_t count, int divisor) {
     const bool isNarrow = dtype_ != wide_;
     const int by = isAverage_ && isResult ? divisor : 1;
-    // The usual cases: blocks of one size are the leaves of a tree of the same form.
+    // The usual cases: nodes of one size are the leaves of a binary tree.
     const bool isAsGiven =
         std::none_of(partials_, partials_ + n_, [](const Partial& each) { return each.isWide; });
     if (isEven() && (!isNarrow || (isResult && isAsGiven))) {
@@ -137,7 +137,7 @@ class TreeFold {
     const size_t outBytes = elementSize(isResult ? dtype_ : wide_);
     alignas(64) char folded[kBlockBytes];
     const size_t block = kBlockBytes / elementSize(wide_);
-    // All widened, and all sums.
+    // Room for all widened partials and all sums.
     memory_ = std::make_unique_for_overwrite<char[]>(2 * static_cast<size_t>(n_) * kBlockBytes);
     for (size_t first = 0; first < count; first += block) {
       first_ = first;
@@ -145,7 +145,7 @@ class TreeFold {
       used_ = 0;
       next_ = 0;
       const void* node[1] = {foldNode(partials_[0].lo, partials_[n_ - 1].hi)};
-      // Also where nothing is divided: a bool becomes 0 or 1.
+      // Needed also where nothing is divided: a bool becomes 0 or 1.
       reduceBinary(wide_, by > 1 ? ReduceOp::kAvg : op_, folded, node, 1, length_, by, false);
       char* const to = out + first * outBytes;
       if (isResult && isNarrow) {
@@ -165,12 +165,13 @@ class TreeFold {
       const int length = partials_[i].hi - partials_[i].lo;
       if (i + 1 < n_ ? length != size : length > size) return false;
     }
-    // Of a power of two of blocks; single ranks are if blocks are.
+    // The size must be a power of two of blocks; that of single ranks is where blocks are single
+    // ranks.
     return size % tree_.block() == 0 &&
            std::has_single_bit(static_cast<unsigned>(size / tree_.block()));
   }
 
-  // The block of T[lo, hi), wide. Partials are met from left to right.
+  // Computes the block of T[lo, hi), wide. Consumes the partials from left to right.
   const char* foldNode(int lo, int hi) {
     const Partial& partial = partials_[next_];
     if (partial.lo == lo && partial.hi == hi) {
@@ -217,7 +218,7 @@ void reduceBinary(DType dtype, ReduceOp op, void* out, const void* const* in, in
   char* const to = static_cast<char*>(out);
   if (reducer.dividesIntegers()) {
     copy(copied.to, copied.from, copied.bytes);
-    // Divided while the block is in the cache. Stores past the cache would defeat that.
+    // Divides while the block is in the cache, which non-temporal stores would prevent.
     const size_t block = reducer.blockCount();
     for (size_t first = 0; first < count; first += block) {
       reducer.run(to + first * reducer.elementBytes(), first, std::min(block, count - first),
@@ -229,10 +230,10 @@ void reduceBinary(DType dtype, ReduceOp op, void* out, const void* const* in, in
   if (streaming) streamingFence();
 }
 
-// Blocks of one or two ranks are what a binary tree has anyway.
+// A tree of at most three ranks, or with blocks of one or two, is a binary tree.
 bool isBinary(int n) { return n <= 3 || sumTree().block() <= 2; }
 
-// Every input by itself.
+// foldTree() with every input as a partial of its own.
 void reduceInBlocks(DType dtype, ReduceOp op, void* out, const void* const* in, int n, size_t count,
                     int divisor) {
   std::vector<Partial> partials;
@@ -263,7 +264,7 @@ void reduce2(DType dtype, ReduceOp op, void* out, void* out2, const void* const*
     return copy(out2, out, count * elementSize(dtype), streaming2);
   }
   const Reducer reducer(dtype, op, in, n, divisor);
-  // A block is reduced into out2, or beside it when that is not to be cached, and goes on from
+  // Each block is reduced into out2, or into scratch if out2 is not to be cached, and copied from
   // there while it is in the first-level cache.
   const size_t block = reducer.blockCount();
   alignas(64) char scratch[kBlockBytes];

@@ -1,5 +1,5 @@
-// What mycoll uses of NCCL's binary interface, in declarations of our own: neither nccl.h nor CUDA
-// is needed to build. tests/test_nccl_abi.py holds every line against the real nccl.h. Plain
+// The part of NCCL's binary interface that mycoll uses, declared here so that a build needs no
+// nccl.h and no CUDA. tests/test_nccl_abi.py compares every line with the real nccl.h. Plain
 // declarations: no threads, no ownership.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace mycoll::nccl {
 
-struct RawComm;            // behind ncclComm_t
-struct Window;             // behind ncclWindow_t
+struct RawComm;            // ncclComm_t points to it
+struct Window;             // ncclWindow_t points to it
 using CudaStream = void*;  // cudaStream_t
 
 struct UniqueId {
@@ -25,7 +25,7 @@ enum class Result : int {
   kInvalidUsage = 5,
   kRemoteError = 6,
   kInProgress = 7,
-  kTimeout = 8,  // from 2.32
+  kTimeout = 8,  // since 2.32
 };
 
 enum class DataType : int {
@@ -39,13 +39,13 @@ enum class DataType : int {
   kFloat32 = 7,
   kFloat64 = 8,
   kBFloat16 = 9,
-  kFloat8E4M3 = 10,  // from 2.24
+  kFloat8E4M3 = 10,  // since 2.24
   kFloat8E5M2 = 11,
 };
 
 enum class RedOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
-inline constexpr int kUndefined = INT_MIN;  // of a Config: NCCL's own choice
+inline constexpr int kUndefined = INT_MIN;  // in a Config: NCCL chooses
 inline constexpr int kSplitNoColor = -1;
 inline constexpr int kWindowDefault = 0, kWindowSymmetric = 1;
 inline constexpr size_t kWindowAlignment = 4096;
@@ -53,11 +53,11 @@ inline constexpr int kCtaPolicyDefault = 0, kCtaPolicyEfficiency = 1, kCtaPolicy
 inline constexpr unsigned kConfigMagic = 0xcafebeef;
 
 constexpr int versionCode(int major, int minor, int patch) {
-  return major * 10000 + minor * 100 + patch;  // as from 2.9 on
+  return major * 10000 + minor * 100 + patch;  // since 2.9
 }
 
-// As of 2.28. NCCL reads as many bytes as it knows and `size` tells; an older one overlooks the
-// last fields, a newer one takes its own choice for those that it has added.
+// As of 2.28. NCCL reads at most `size` bytes; an older version ignores the last fields, a newer
+// one chooses values for the fields that it has added.
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = kConfigMagic;
@@ -81,7 +81,7 @@ struct Config {
 }  // namespace mycoll::nccl
 
 // Every function that mycoll calls: X(member, symbol, return type, parameters).
-// Required: in every NCCL from the oldest that is accepted.
+// Required: present in every accepted version of NCCL.
 #define MYCOLL_NCCL_REQUIRED(X)                                                                    \
   X(getVersion, ncclGetVersion, Result, (int* version))                                            \
   X(getUniqueId, ncclGetUniqueId, Result, (UniqueId * id))                                         \
@@ -115,7 +115,7 @@ struct Config {
   X(recv, ncclRecv, Result,                                                                        \
     (void* buffer, size_t count, DataType type, int peer, RawComm* comm, CudaStream stream))
 
-// Null where the library at hand does not have them: see Capability.
+// Null where the library does not have them: see Capability.
 #define MYCOLL_NCCL_OPTIONAL(X)                                                                \
   X(commSplit, ncclCommSplit, Result,                                                          \
     (RawComm * comm, int color, int key, RawComm** child, Config* config))                     \

@@ -12,7 +12,7 @@ struct Reduction {
   size_t unitBytes = 1;  // NCCL's element: a part of ours for complex numbers
 };
 
-// From which GPU on NCCL reduces float8.
+// The oldest GPU on which NCCL reduces float8.
 constexpr int kFloat8Capability = 90;
 
 bool isReduction(OpKind kind) {
@@ -96,7 +96,7 @@ Status findReduction(const Library& library, const Call& call, const Form& form,
   return {};
 }
 
-// Equal parts, one after the other: what Form::isFlat promises.
+// Whether the parts have one size and are contiguous, as Form::isFlat promises.
 bool isFlat(const std::vector<Span>& parts) {
   for (size_t i = 1; i < parts.size(); ++i) {
     if (parts[i].bytes != parts[0].bytes ||
@@ -106,7 +106,7 @@ bool isFlat(const std::vector<Span>& parts) {
   return true;
 }
 
-// One call on one stream: the functions below read as the operations that they are.
+// One call on one stream.
 class Enqueuer {
  public:
   Enqueuer(Issue& issue, CudaStream stream)
@@ -183,7 +183,7 @@ class Enqueuer {
   Status gather(Span in, const std::vector<Span>& out, int root, bool isFlat) {
     if (isFlat && library().has(Capability::kGatherScatter)) {
       if (in.bytes == 0) return {};
-      // Others write to none, but with NCCL_CHECK_POINTERS a null pointer is refused.
+      // Only the root writes to it, but with NCCL_CHECK_POINTERS a null pointer is rejected.
       void* const to = rank() == root ? out[0].data : in.data;
       return issue_.take(
           functions_.gather(in.data, to, in.bytes, kBytes, root, issue_.handle(), stream_),
@@ -225,7 +225,7 @@ class Enqueuer {
                          "ncclAlltoAll");
     }
     MYCOLL_RETURN_IF_ERROR(group());
-    // Beginning with the next rank, so that not all send to rank 0 first.
+    // Starts with the next rank, so that not all ranks send to rank 0 first.
     for (int step = 0; step < ranks(); ++step) {
       const int to = (rank() + step) % ranks(), from = (rank() - step + ranks()) % ranks();
       MYCOLL_RETURN_IF_ERROR(send(in[to], to));

@@ -1,8 +1,8 @@
-// mycoll's calls on device memory, as calls of NCCL. Spans are device memory here; streams are
-// cudaStream_t. Nothing waits for the device.
+// Makes mycoll's calls on device memory by calls of NCCL. Spans are device memory here; streams are
+// cudaStream_t. No function waits for the device.
 //
 // Thread contract: [any thread]; an Issue belongs to one thread.
-// Lifetimes: the caller keeps the memory until the stream has passed the operation.
+// Lifetimes: the caller keeps the memory until the stream has completed the operation.
 #pragma once
 
 #include "base/call.h"
@@ -10,25 +10,26 @@
 
 namespace mycoll::nccl {
 
-// How a call is to be carried out, where the call itself does not say it.
+// Properties of a call that Call does not contain.
 struct Form {
-  // A promise that holds on all ranks or on none: the parts of a list are equal in size and lie one
-  // after the other, also on the other ranks. Then NCCL has one function for the operation. Without
-  // it, even if it is true here, a list travels as a group of transfers: another rank's may not be.
+  // A promise, made by all ranks or by none: the parts of a list are equal in size and contiguous,
+  // also on the other ranks. Then NCCL has one function for the operation. Without it a list is a
+  // group of transfers even if it is contiguous here, as those of other ranks may not be.
   bool isFlat = false;
   int capability = 0;  // of the oldest GPU of all ranks, 90 for sm_90; 0: not known
 };
 
-// Whether NCCL can do it, before anything is sent: the same answer on all ranks that ask the same.
+// Whether NCCL supports the call, before anything is sent: ranks that pass the same get the same
+// answer.
 Status check(const Library& library, const Call& call, const Form& form = {});
 
-// Enqueues the call on the stream; of a failure, see Issue::take(). The lists of `call` are as
-// base/call.h has them, and:
+// Enqueues the call on the stream; for failures see Issue::take(). The lists of `call` are those of
+// base/call.h, and:
 //   kBarrier   out[0] is 4 bytes of device memory whose content does not matter (an all_reduce)
-// Elements are moved as bytes whatever their type. Parts of no length are left out on both sides.
+// Elements are moved as bytes whatever their type. Empty parts are skipped on both sides.
 Status enqueue(Issue& issue, const Call& call, CudaStream stream, const Form& form = {});
 
-// Point to point. Both of a pair in one group (Issue::group()) if this rank sends and receives.
+// Point to point. If this rank both sends and receives, both must be in one group (Issue::group()).
 Status send(Issue& issue, Span data, int peer, CudaStream stream);
 Status receive(Issue& issue, Span data, int peer, CudaStream stream);
 

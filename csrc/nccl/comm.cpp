@@ -43,7 +43,7 @@ Code codeOf(Result result) {
   }
 }
 
-// For those who have no communicator yet.
+// For errors without a communicator.
 Status describeWithout(const Library& library, Result result, const char* function) {
   if (result == Result::kSuccess) return {};
   const char* const error = library.functions().getErrorString(result);
@@ -57,8 +57,8 @@ Status lacks(const Library& library, const char* function) {
   return Status(Code::kUnsupported, library.describe() + " has no " + function);
 }
 
-// Threads that were left in an orderly end, which waits for other ranks, by device. No other
-// orderly end of the device may begin beside them.
+// Counts, by device, the threads left behind in a clean shutdown, which waits for other ranks. No
+// other clean shutdown on the device may begin beside them.
 class LeftInAnEnd {
  public:
   static LeftInAnEnd& ofProcess() {
@@ -79,8 +79,8 @@ class LeftInAnEnd {
   std::map<int, int> threads_;
 };
 
-// How long an abort waits for a thread that is inside NCCL with this communicator. Threads of ours
-// look at the state every millisecond; one that has not left by then hangs in NCCL.
+// How long an abort waits for a thread that is inside NCCL with this communicator. Our threads
+// check the state every millisecond; one that has not returned by then hangs in NCCL.
 constexpr std::chrono::milliseconds kGrace{200};
 
 bool lockBy(std::unique_lock<std::mutex>& lock, Deadline deadline) {
@@ -138,12 +138,12 @@ Status Comm::cause() const {
   return cause_;
 }
 
-// The one place where the state changes. False: somebody ended the communicator first.
+// The only function that changes the state. False: another thread ended the communicator first.
 bool Comm::moveTo(State next, Status cause) {
   std::lock_guard<std::mutex> lock(stateMutex_);
   const State now = state();
   if (!isLegal(now, next)) {
-    // Anything but an end by somebody else is a mistake of ours.
+    // A transition is illegal only if another thread has ended the communicator; else it is a bug.
     assert(now == next || now == State::kFailed || now == State::kAborted || now == State::kClosed);
     return false;
   }
@@ -154,14 +154,14 @@ bool Comm::moveTo(State next, Status cause) {
   return true;
 }
 
-// Returns the first cause, which may be another than this one.
+// Returns the first cause, which may differ from this one.
 Status Comm::fail(Status cause) {
   moveTo(State::kFailed, cause);
   const Status first = this->cause();
   return first.ok() ? cause : first;
 }
 
-// Why a state other than kReady can enqueue nothing.
+// Why a communicator that is not kReady cannot enqueue.
 Status Comm::unusable() const {
   std::lock_guard<std::mutex> lock(stateMutex_);
   if (!cause_.ok()) return cause_;
@@ -180,14 +180,14 @@ Status Comm::late(const char* function, Deadline::Clock::time_point since) const
 
 // --- waiting for NCCL
 
-// Waits until NCCL has finished in the background what `function` began.
+// Waits until NCCL has finished the background work that `function` began.
 Status Comm::settle(const char* function, RawComm* comm, Deadline deadline, const Check& check) {
   const auto since = Deadline::Clock::now();
   auto nextCheck = since + kCheckInterval;
   for (int poll = 0;; ++poll) {
     {
       std::lock_guard<std::mutex> lock(inspect_);
-      // Past this line nobody frees it until we let go.
+      // Past this check no thread frees the handle while inspect_ is locked.
       if (handle() != comm || state() == State::kAborted) return unusable();
       Result error = Result::kSuccess;
       const Result asked = library_.functions().commGetAsyncError(comm, &error);
@@ -208,13 +208,12 @@ struct Comm::Apart {
   std::mutex mutex;
   std::condition_variable done;
   bool isDone = false;
-  bool isLeft = false;  // nobody waits any more
+  bool isLeft = false;  // the caller no longer waits
   Result result = Result::kSuccess;
 };
 
 // Runs `call` on a thread of its own. Ok when it returned kSuccess or kInProgress in time. The
-// thread does undo() where the call has failed, and where it has come back too late, for which
-// nobody waits.
+// thread calls undo() if the call has failed, or has returned after the caller stopped waiting.
 Status Comm::runApart(const char* function, Call call, Deadline deadline, const Check& check,
                       std::function<void()> undo) {
   const auto since = Deadline::Clock::now();
@@ -275,7 +274,7 @@ Status Comm::runApart(const char* function, Call call, Deadline deadline, const 
 Status Comm::check() {
   if (state() != State::kReady) return cause();
   std::unique_lock<std::mutex> lock(inspect_, std::try_to_lock);
-  if (!lock.owns_lock()) return {};  // somebody is asking already
+  if (!lock.owns_lock()) return {};  // another thread is asking already
   RawComm* const comm = handle();
   if (comm == nullptr || state() != State::kReady) return cause();
   Result error = Result::kSuccess;
@@ -288,7 +287,7 @@ Status Comm::check() {
 
 // --- making
 
-// Its strings are this communicator's.
+// Its strings point into this communicator.
 Config Comm::config() const {
   Config config;
   const NcclOptions& asked = options_.nccl;
@@ -299,7 +298,7 @@ Config Comm::config() const {
   config.nvlsCtas = asked.nvlsCtas.value_or(kUndefined);
   config.ctaPolicy = asked.ctaPolicy.value_or(kUndefined);
   config.trafficClass = asked.trafficClass.value_or(kUndefined);
-  // NCCL would stop the kernels of all that share resources when one of them is aborted.
+  // If they shared resources, aborting one communicator would stop the kernels of all.
   config.splitShare = 0;
   if (!asked.netName.empty()) config.netName = asked.netName.c_str();
   if (!name_.empty()) config.commName = name_.c_str();
@@ -318,7 +317,7 @@ Status Comm::connect(const UniqueId& id, Deadline deadline, const Check& check) 
     Config config = this->config();
     return library_.functions().commInitRankConfig(slot.get(), ranks_, id, rank_, &config);
   };
-  // NCCL leaves a handle behind also where it fails.
+  // NCCL may return a handle even if it fails.
   auto undo = [this, slot] {
     if (*slot != nullptr) (void)library_.functions().commAbort(*slot);
   };
@@ -331,7 +330,7 @@ Status Comm::connect(const UniqueId& id, Deadline deadline, const Check& check) 
   return becomeReady(slot, kFunction, deadline, check);
 }
 
-// NCCL has made a handle, and may still be at work on it.
+// Called when NCCL has made a handle, which it may still be connecting.
 Status Comm::becomeReady(const Slot& slot, const char* function, Deadline deadline,
                          const Check& check) {
   RawComm* const comm = *slot;
@@ -341,7 +340,7 @@ Status Comm::becomeReady(const Slot& slot, const char* function, Deadline deadli
     isOurs = state() == State::kConnecting;
     if (isOurs) comm_.store(comm, std::memory_order_release);
   }
-  if (!isOurs) {  // aborted meanwhile, by somebody who did not have the handle
+  if (!isOurs) {  // aborted meanwhile, without the handle
     auto free = [this, comm] { return library_.functions().commAbort(comm); };
     (void)runApart("ncclCommAbort", free, Deadline::after(std::chrono::seconds(1)), nullptr).ok();
     return unusable();
@@ -406,8 +405,8 @@ Deadline Comm::issueDeadline() const {
 
 // --- memory
 
-// An error here is the call's own; the communicator lives on. Not where the call is late: then a
-// thread is left inside NCCL, beside which no other call may begin.
+// An error here concerns only the call; the communicator stays usable. A timeout is the exception:
+// it leaves a thread inside NCCL, beside which no other call may begin.
 Status Comm::managed(const char* function, bool isThere,
                      const std::function<Result(RawComm*)>& call) {
   if (!isThere) return lacks(library_, function);
@@ -509,15 +508,15 @@ void Comm::runAbort() {
     comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
     unfinished.swap(unfinished_);
   }
-  // With both locks let go: the handle is ours alone now, and others must not wait for NCCL.
+  // Both locks are released: this thread owns the handle now, and others must not wait for NCCL.
   inspecting = {};
   issuing = {};
   if (comm != nullptr) result = library_.functions().commAbort(comm);
-  // kInProgress: NCCL goes on by itself, and the handle is gone either way.
+  // kInProgress: NCCL continues in the background, and the handle is gone either way.
   if (result != Result::kSuccess && result != Result::kInProgress) {
     MYCOLL_LOG_WARN("%s", describe(result, "ncclCommAbort").message().c_str());
   }
-  // NCCL is done with them now, and has made a child in some, for which nobody had waited.
+  // NCCL has finished these splits now. It has made a child in some, after their callers gave up.
   for (const Slot& slot : unfinished) {
     if (result == Result::kSuccess && *slot != nullptr) {
       (void)library_.functions().commAbort(*slot);
@@ -528,8 +527,8 @@ void Comm::runAbort() {
   abortDone_.notify_all();
 }
 
-// ncclCommAbort frees the communicator, also under a thread that is inside: that has to come back
-// first. Revoking stops what runs and frees nothing, so it lets the thread go. Where NCCL cannot
+// ncclCommAbort frees the communicator even if a thread is inside, so that thread must return
+// first. Revoking stops what runs and frees nothing, so the thread returns. Where NCCL cannot
 // revoke, communicators do not block unless the user wants it, and no thread stays inside for long.
 std::unique_lock<std::mutex> Comm::evict() {
   std::unique_lock<std::mutex> issuing(issue_, std::defer_lock);
@@ -577,15 +576,15 @@ Status Comm::close(Deadline deadline, const Check& check) {
       status = unusable();  // failed, aborted, or still connecting in another thread
     }
   }
-  // The first reason stays; the deadline may have passed, so nobody waits much longer.
+  // The first cause is kept. Waits at most until the deadline, which may have passed.
   beginAbort(status);
   (void)abort(earlier(deadline, Deadline::after(std::chrono::seconds(5))), status).ok();
   return status;
 }
 
-// All of it on one thread, which has the handle to itself from here on: NCCL frees much of a
-// communicator in any of these calls, so that no second one may begin beside it. An abort from
-// elsewhere, as past the deadline, only ends our wait.
+// Runs all steps on one thread, which owns the handle from here on: NCCL frees much of a
+// communicator in each of these calls, so that no second one may begin beside it. An abort by
+// another thread, as past the deadline, only ends our wait.
 Status Comm::leave(Deadline deadline, const Check& check) {
   RawComm* comm = nullptr;
   {
@@ -593,7 +592,7 @@ Status Comm::leave(Deadline deadline, const Check& check) {
     std::lock_guard<std::mutex> lock(stateMutex_);
     if (state() == State::kClosing) comm = comm_.exchange(nullptr, std::memory_order_acq_rel);
   }
-  if (comm == nullptr) return unusable();  // abort() was quicker
+  if (comm == nullptr) return unusable();  // abort() was first
   const auto since = Deadline::Clock::now();
   enum Place : int { kInside, kBack, kLeft };
   auto place = std::make_shared<std::atomic<int>>(kInside);

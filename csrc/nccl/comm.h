@@ -1,4 +1,4 @@
-// One NCCL communicator: made, watched, and left by a deadline whatever NCCL does, whether its
+// One NCCL communicator: made, monitored and freed within deadlines even if NCCL hangs, whether its
 // calls block or not.
 //
 //   auto comm = std::make_shared<Comm>(library, rank, ranks, "dp", options);
@@ -12,20 +12,22 @@
 //    |           |            |          |
 //    +-----------+------------+----------+---> (kFailed) -> kAborted
 //
-// kFailed: NCCL reported an error; nothing more is issued, abort() frees what is left. The first
-// cause is kept, and is what every later call returns.
+// close() moves kNew directly to kClosed. kFailed: NCCL reported an error; nothing more is issued,
+// abort() frees the communicator. The first cause is kept, and every later call returns it.
 //
 // Threads: every function [any thread] unless marked. connect(), split() and close() are for one
 // thread at a time; Issue serialises the rest by a mutex that is held around enqueues only.
-// check(), state() and cause() never wait for that mutex, and abort() by its deadline. While NCCL
-// works on something the calling thread waits in short steps, and abort() ends that wait.
+// check(), state() and cause() never wait for that mutex, and abort() at most until its deadline.
+// While NCCL works on something the calling thread waits in short steps, and abort() ends that
+// wait.
 // NCCL's enqueues run in their caller. A communicator is freed when no thread is inside NCCL with
-// it: one that hangs there is let go by ncclCommRevoke, where the library has it. What makes,
-// registers or ends something runs on a short-lived thread of ours, so that a call that hangs in
-// NCCL is left there, logged, and nobody waits for it longer than until his deadline.
+// it: ncclCommRevoke, where the library has it, makes a thread that hangs there return. Calls that
+// make, register or end something run on a short-lived thread of ours: if one hangs in NCCL, its
+// thread is left there and logged, and the caller waits no longer than until its deadline.
 //
-// Lifetimes: held by shared_ptr only; threads left behind hold one. close() or abort() come before
-// the last reference goes; without either, NCCL's resources are abandoned and the log says so.
+// Lifetimes: held by shared_ptr only; threads left behind hold one. close() or abort() must be
+// called before the last reference is dropped; otherwise NCCL's resources are leaked, and the log
+// reports it.
 #pragma once
 
 #include <atomic>
@@ -59,33 +61,34 @@ class Comm : public std::enable_shared_from_this<Comm> {
  public:
   enum class State { kNew, kConnecting, kReady, kClosing, kClosed, kFailed, kAborted };
 
-  // Asked every few milliseconds during a wait for others: a failure ends the wait, and is what the
-  // waiting call returns. May be empty.
+  // Called every few milliseconds while a call waits for other ranks: a failure ends the wait and
+  // is returned by the waiting call. May be empty.
   using Check = std::function<Status()>;
 
-  // name: of the group, for logs, error texts and NCCL's own (commName).
+  // name: of the group, for logs, error texts and NCCL's commName.
   Comm(const Library& library, int rank, int ranks, std::string name, CommOptions options = {});
   ~Comm();
   Comm(const Comm&) = delete;
   Comm& operator=(const Comm&) = delete;
 
-  // For rank 0, which tells the others.
+  // For rank 0, which sends the id to the other ranks.
   static Status createId(const Library& library, UniqueId* id);
 
-  // --- making: on all ranks. Failed, late or refused by `check`: the communicator is aborted.
+  // --- making: on all ranks. If it fails, is late or `check` fails, the new communicator is
+  // aborted.
 
   Status connect(const UniqueId& id, Deadline deadline, const Check& check);
 
   // Called on all ranks of this communicator. Ranks with one color get a child, ordered by key;
-  // `child` was constructed for it, with its own rank and size, and is connected by this. color
-  // kSplitNoColor: child is null. Needs Capability::kSplit. Other threads' enqueues wait meanwhile.
-  // After a failure this communicator has failed, too: its ranks no longer agree.
+  // `child` was constructed for it, with its own rank and size, and this connects it. color
+  // kSplitNoColor: child is null. Needs Capability::kSplit. Enqueues of other threads wait
+  // meanwhile. After a failure this communicator has failed, too: its ranks no longer agree.
   Status split(int color, int key, Comm* child, Deadline deadline, const Check& check);
 
   // --- watching
 
   State state() const { return state_.load(std::memory_order_acquire); }
-  // Ok while it can be used, else why not.
+  // Ok while the communicator can be used, else the cause.
   Status cause() const;
   // Asks NCCL for asynchronous errors. Ok while all is well or in progress; a new error makes the
   // communicator kFailed. Does not block, not even behind an enqueue that hangs.
@@ -104,14 +107,14 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // communicator had not failed before. Idempotent; a second caller waits for the first. Returns by
   // the deadline: kTimeout when NCCL has not come back by then, and then it never counts on it.
   Status abort(Deadline deadline, Status why);
-  // The same without waiting: several communicators are stopped at once by it.
+  // The same without waiting, to stop several communicators simultaneously.
   void beginAbort(Status why);
 
-  // --- memory of this communicator, for zero-copy transfers. Freed memory is deregistered first.
+  // --- memory of this communicator, for zero-copy transfers. Deregister memory before freeing it.
 
   Status registerBuffer(void* memory, size_t bytes, void** handle);
   Status deregisterBuffer(void* handle);
-  // On all ranks, in the same order, same size: memory from allocate(), aligned to
+  // On all ranks, in the same order, with the same size: memory from allocate(), aligned to
   // kWindowAlignment.
   Status registerWindow(void* memory, size_t bytes, int flags, Window** window);
   Status deregisterWindow(Window* window);
@@ -120,17 +123,17 @@ class Comm : public std::enable_shared_from_this<Comm> {
   static Status allocate(const Library& library, size_t bytes, void** memory);
   static Status free(const Library& library, void* memory);
 
-  // --- who it is
+  // --- identity
 
   const Library& library() const { return library_; }
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
   const std::string& name() const { return name_; }
-  // NCCL's own handle; null before connect() and after the end.
+  // NCCL's handle; null before connect() and after the end.
   RawComm* handle() const { return comm_.load(std::memory_order_acquire); }
 
-  // A result of NCCL as a Status that says the function, the error in NCCL's words, the version and
-  // who this is. Ok for kSuccess. context: what for, appended in brackets; may be empty.
+  // A result of NCCL as a Status with the function, NCCL's error text, the version and this rank.
+  // Ok for kSuccess. context: the purpose, appended in brackets; may be empty.
   Status describe(Result result, const char* function, const std::string& context = {}) const;
 
  private:
@@ -160,20 +163,20 @@ class Comm : public std::enable_shared_from_this<Comm> {
   const std::string name_;
   const CommOptions options_;
 
-  // In this order, where both are held.
-  std::mutex issue_;    // around enqueues, and around what must not meet one
-  std::mutex inspect_;  // around ncclCommGetAsyncError, so that nobody frees the handle under it
+  // Lock order: issue_ before inspect_.
+  std::mutex issue_;    // around enqueues, and around calls that must not run beside one
+  std::mutex inspect_;  // around ncclCommGetAsyncError: the handle is not freed meanwhile
 
   std::atomic<int> apart_{0};  // threads of ours that are inside NCCL
 
   std::atomic<State> state_{State::kNew};
   std::atomic<RawComm*> comm_{nullptr};  // set and cleared under stateMutex_
 
-  mutable std::mutex stateMutex_;  // guards transitions and what follows; never held in NCCL
+  mutable std::mutex stateMutex_;  // guards transitions and the fields below; never held in NCCL
   std::condition_variable abortDone_;
   Status cause_;
   bool isAbortDone_ = false;
-  // Of splits that have not ended well: NCCL may still make a child there, which goes with us.
+  // Slots of splits that have failed: NCCL may still make a child there, which abort() frees.
   std::vector<Slot> unfinished_;
 };
 

@@ -14,7 +14,7 @@ constexpr int kCaptureStatusActive = 1;  // cudaStreamCaptureStatusActive
 constexpr int kCapabilityMajor = 75;     // cudaDevAttrComputeCapabilityMajor
 constexpr int kCapabilityMinor = 76;
 
-// The runtime that torch is linked with, which need not be visible to everybody.
+// torch's runtime, whose symbols are not always global.
 void* handleOfRuntime() {
   if (dlsym(RTLD_DEFAULT, "cudaStreamIsCapturing") != nullptr) return RTLD_DEFAULT;
   for (const char* name : {"libcudart.so.13", "libcudart.so.12"}) {
@@ -50,12 +50,12 @@ const Cudart& Cudart::get() {
   if (const Cudart* found = known.load(std::memory_order_acquire)) return *found;
   const Cudart found = find();
   if (!found.isThere()) return kNone;
-  const auto* const kept = new Cudart(found);  // never freed: used by threads until the very end
+  const auto* const kept = new Cudart(found);  // never freed: threads use it until the process ends
   known.store(kept, std::memory_order_release);
   return *kept;
 }
 
-// An error that we know how to live with must not be found by torch after its next kernel.
+// Clears an error that we handle, which torch would otherwise find after its next kernel.
 bool Cudart::succeeded(int error) const {
   if (error == 0) return true;
   if (getLastError_ != nullptr) getLastError_();

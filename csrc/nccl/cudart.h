@@ -1,6 +1,6 @@
-// The few functions of the CUDA runtime that neither NCCL nor torch's device-generic classes offer,
-// or that these take long for. Found in the process by name, since mycoll is built without CUDA;
-// where there is no CUDA runtime everything here says so and does nothing.
+// A few functions of the CUDA runtime that NCCL and torch's device-generic classes do not offer, or
+// that are slow there. Found in the process by name, since mycoll is built without CUDA; without a
+// CUDA runtime every function reports failure.
 //
 // Thread contract: [any thread]. Found once, at first use; nothing is locked afterwards.
 // Lifetimes: nothing is owned here.
@@ -12,21 +12,21 @@ namespace mycoll::nccl {
 
 class Cudart {
  public:
-  // That of this process. It is looked for until it has been found: torch may load it late.
+  // The runtime of this process. Searched for until it is found: torch may load it late.
   static const Cudart& get();
 
   // False: no CUDA runtime in this process, and all below return false.
   bool isThere() const { return streamIsCapturing_ != nullptr; }
 
-  // "0000:3b:00.0": the GPU behind a device's number, by which NCCL tells whether two ranks share
-  // one. False where that is not known.
+  // "0000:3b:00.0": the GPU of a device number, by which NCCL detects that two ranks share a GPU.
+  // False where that is not known.
   static bool busId(int device, std::string* id);
 
-  // Whether the stream is under graph capture; false where nobody can say.
+  // Whether the stream is under graph capture; false where that is not known.
   bool isCapturing(void* stream) const;
 
-  // Records the event on the stream; makes the stream wait for the event. False: it was not done.
-  // The stream's device must be the current one.
+  // Records the event on the stream; makes the stream wait for the event. False: it failed. The
+  // stream's device must be the current one.
   bool record(void* event, void* stream) const;
   bool block(void* event, void* stream) const;
 
@@ -47,9 +47,9 @@ class Cudart {
   int (*getLastError_)() = nullptr;
 };
 
-// While it lives, this thread may call what CUDA forbids while any thread captures (event queries,
-// allocations) without spoiling that capture.
-// What was recorded in a capture must not be asked for all the same: that spoils it.
+// While it lives, this thread may make calls that CUDA forbids while any thread captures (event
+// queries, allocations) without invalidating that capture. Events recorded in a capture must not be
+// queried even so: that invalidates it.
 class RelaxedCapture {
  public:
   RelaxedCapture();
@@ -58,7 +58,7 @@ class RelaxedCapture {
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
-  int mode_ = 2;  // cudaStreamCaptureModeRelaxed; then what was in force before
+  int mode_ = 2;  // cudaStreamCaptureModeRelaxed; then the previous mode
   bool isExchanged_ = false;
 };
 

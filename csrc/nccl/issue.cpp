@@ -19,7 +19,7 @@ void pauseBefore(int poll) {
 
 Issue::Issue(Comm& comm) : comm_(comm) {
   lock_ = std::unique_lock<std::mutex>(comm_.issue_, std::try_to_lock);
-  // Not lock(): whoever holds it may hang in NCCL, and abort() must end our wait.
+  // Not lock(): the thread that holds it may hang in NCCL, and abort() must end our wait.
   for (int poll = 0; !lock_.owns_lock(); ++poll) {
     if (comm_.state() != Comm::State::kReady) break;
     pauseBefore(poll);

@@ -1,8 +1,8 @@
 // The right to enqueue on a communicator: holds its issue mutex, and balances ncclGroupStart with
 // ncclGroupEnd. Several operations of one Issue become one launch.
 //
-// Threads: for the thread that made it, which must not make another one of the same communicator
-// meanwhile. Short-lived.
+// Threads: used only by the thread that made it, which must not make another one of the same
+// communicator meanwhile. Short-lived.
 #pragma once
 
 #include <mutex>
@@ -21,15 +21,15 @@ class Issue {
   // Why nothing can be enqueued; after a failed call, its error.
   const Status& status() const { return status_; }
 
-  // From here on until end(), operations form one group. Once is enough; more does no harm.
+  // From here on until end(), operations form one group. May be called repeatedly.
   Status group();
 
   // After each call into NCCL. kInProgress is waited for here, or at end() in a group. A failure
   // makes the communicator kFailed: other ranks may have started what this one did not.
   Status take(Result result, const char* function);
 
-  // Everything enqueued is on its stream when this returns ok. Nobody else enqueues before the
-  // Issue is gone.
+  // Everything enqueued is on its stream when this returns ok. No other thread enqueues before the
+  // Issue is destroyed.
   Status end();
 
   Comm& comm() { return comm_; }
@@ -45,7 +45,8 @@ class Issue {
   bool isEnded_ = false;
 };
 
-// Between two looks at what NCCL does in the background: short at first, as most of it is short.
+// Pauses before the given check of NCCL's background work: briefly at first, as most of it is
+// short.
 void pauseBefore(int poll);
 
 }  // namespace mycoll::nccl

@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kSoname = "libnccl.so.2";
 
-// Never freed: a Library lives as long as the process, also through static destruction.
+// Never freed: a Library lives as long as the process, including static destruction.
 std::atomic<const Library*> theLibrary{nullptr};
 
 std::string versionTextOf(int version) {
@@ -37,7 +37,7 @@ bool isSameFile(const std::string& a, const std::string& b) {
   return left.st_dev == right.st_dev && left.st_ino == right.st_ino;
 }
 
-// A copy that is in the process already.
+// A copy that the process has already loaded.
 struct Resident {
   void* handle = nullptr;  // null: none
   std::string path;
@@ -45,12 +45,12 @@ struct Resident {
 
 Resident findResident() {
   Resident found;
-  // Linked into something global, or preloaded: what torch's own calls are bound to.
+  // Linked globally or preloaded: torch's own calls are bound to it.
   if (void* function = dlsym(RTLD_DEFAULT, "ncclGetVersion")) {
     found.handle = RTLD_DEFAULT;
     found.path = fileOf(function);
     // RTLD_DEFAULT is a null pointer with glibc, and other libraries may define single names; the
-    // object itself, if it can be had, answers for all of them.
+    // handle of the library itself, if available, finds all of them in one place.
     if (void* handle = dlopen(found.path.c_str(), RTLD_NOLOAD | RTLD_NOW)) found.handle = handle;
     return found;
   }
@@ -111,7 +111,7 @@ Status Library::load(void* handle, const std::string& where, const Library** lib
   MYCOLL_NCCL_REQUIRED(MYCOLL_NCCL_NEED)
 #undef MYCOLL_NCCL_NEED
 
-  // The version first: it explains what is missing better than a name does.
+  // The version first: it explains missing functions better than their names.
   if (functions.getVersion == nullptr) {
     return refuse(Status(Code::kUnsupported, where + " is not NCCL: it has no ncclGetVersion"));
   }
@@ -154,7 +154,7 @@ Status Library::load(void* handle, const std::string& where, const Library** lib
 }
 
 Status Library::open(const std::string& file, const Library** library) {
-  // Local, so that nothing else binds to it by accident; eager, so that what is missing shows here.
+  // Local, so that nothing else binds to it by accident; eager, so that missing symbols fail here.
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     return Status(Code::kUnsupported, "NCCL cannot be loaded: " + lastLinkerError());
@@ -171,7 +171,7 @@ const Library* Library::loaded() { return theLibrary.load(std::memory_order_acqu
 Status Library::get(const std::string& wheelFile, const Library** library) {
   *library = loaded();
   if (*library != nullptr) return {};
-  static Mutex mutex;  // one thread looks, the others wait for what it finds
+  static Mutex mutex;  // one thread searches, the others wait for its result
   MutexLock lock(mutex);
   *library = loaded();
   if (*library != nullptr) return {};

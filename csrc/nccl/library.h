@@ -12,7 +12,7 @@
 
 namespace mycoll::nccl {
 
-// What an NCCL may lack. Bits, so that a set of them is a number.
+// Features that a version of NCCL may lack. Bits, so that a set of them is a number.
 enum class Capability : uint32_t {
   kSplit = 1u << 0,                // ncclCommSplit, 2.18
   kMemAlloc = 1u << 2,             // ncclMemAlloc, 2.19
@@ -27,25 +27,26 @@ enum class Capability : uint32_t {
 
 class Library {
  public:
-  // The oldest that is accepted: the first in which ncclConfig_t has all that subgroups and
-  // non-blocking initialisation need (2.14 brought the latter, 2.17 CTAs, 2.18 split).
+  // The oldest accepted version: the first in which ncclConfig_t has all that subgroups and
+  // non-blocking initialisation need (2.14 added the latter, 2.17 CTAs, 2.18 split).
   static constexpr int kOldestVersion = versionCode(2, 18, 1);
 
-  // The one of this process. Looks, in this order, for
+  // The library of this process. Searches, in this order, for
   //   MYCOLL_NCCL_LIBRARY    (a file)
-  //   what is loaded already, by torch or LD_PRELOAD: its symbols, then libnccl.so.2
+  //   a copy that torch or LD_PRELOAD has loaded: its symbols, then libnccl.so.2
   //   wheelFile              (libnccl.so.2 of the nvidia-nccl wheel beside torch; empty: none)
   //   libnccl.so.2           (wherever the dynamic linker finds it)
-  // and refuses a file that would be a second copy beside a loaded one: two copies share neither
-  // memory nor settings, and a communicator of one is garbage to the other.
-  // The first success is kept for good; after a failure the next call looks again.
+  // and rejects a file that would be a second copy beside a loaded one: two copies do not share
+  // memory or settings, and one cannot use a communicator of the other.
+  // The first success is kept; after a failure the next call searches again.
   static Status get(const std::string& wheelFile, const Library** library);
-  // What get() found; null before its first success.
+  // The library that get() found; null before its first success.
   static const Library* loaded();
 
-  // Exactly this file, whoever else is loaded; every call makes another Library. For tests.
+  // Exactly this file, even if another copy is loaded; every call makes another Library. For tests.
   static Status open(const std::string& file, const Library** library);
-  // From now on get() finds this one. For tests: a stand-in beside the copy that torch has loaded.
+  // From now on get() returns this one. For tests: a stand-in beside the copy that torch has
+  // loaded.
   static void adopt(const Library* library);
 
   Library(const Library&) = delete;

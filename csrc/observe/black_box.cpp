@@ -22,7 +22,7 @@
 namespace mycoll {
 namespace {
 
-constexpr char kName[] = "mycoll.black_box";  // what readers look for
+constexpr char kName[] = "mycoll.black_box";  // readers search for this name
 constexpr char kMagic[8] = {'m', 'y', 'c', 'o', 'l', 'l', 'B', 'B'};
 constexpr uint32_t kVersion = 1;
 constexpr size_t kDescriptionRoom = 8192;
@@ -32,10 +32,10 @@ constexpr size_t kFunctionBytes = 100;  // of these
 constexpr uint32_t kSites = 512;
 constexpr size_t kBoxAt = kDescriptionRoom;
 constexpr size_t kSitesAt = kBoxAt + kBoxRoom;
-// Areas are mapped one by one.
+// Each area is mapped separately.
 size_t groupsAt() { return roundUp(kSitesAt + kSites * kSiteBytes, pageBytes()); }
 
-// What Python's struct module calls the type of a field.
+// The character of Python's struct module for the type of a field.
 template <typename T>
 constexpr char letter() {
   if constexpr (requires { typename T::value_type; }) {
@@ -87,7 +87,7 @@ std::string names(int count) {
   return text += ']';
 }
 
-// Others may be writing: each word is what it was at some moment.
+// Other threads may be writing: each word has the value of some moment.
 void copyWords(const void* from, char* to, size_t bytes) {
   const auto* words = static_cast<const uint64_t*>(from);
   for (size_t i = 0; i < bytes / sizeof(uint64_t); ++i) {
@@ -101,19 +101,19 @@ void copyWords(const void* from, char* to, size_t bytes) {
 struct BlackBox::Box {
   int32_t pid;
   std::atomic<int32_t> rank;
-  int64_t realtimeOffset;       // what to add to the steady clock for the time of day, ns
+  int64_t realtimeOffset;       // add to the steady clock to get the time of day, ns
   std::atomic<int64_t> copied;  // when snapshot() made this copy; steady clock, ns
   std::atomic<uint32_t> groups;
   std::atomic<uint32_t> sites;
   std::atomic<uint64_t> job;
   char host[128];
   char version[32];
-  Tally ended[kOpKinds];  // of groups that are gone
+  Tally ended[kOpKinds];  // of closed groups
 };
 
 namespace {
 
-// Without a box at first, so that one is made when it is needed and not at once in each child.
+// Starts without a box: one is made at first use, not in every forked child.
 struct Holder {
   std::atomic<BlackBox*> box{nullptr};
   Mutex making;
@@ -140,7 +140,7 @@ BlackBox::BlackBox() {
 
 void BlackBox::open() {
   if (isOn()) fd_.reset(memfd_create(kName, MFD_CLOEXEC));
-  // Room that is promised: a write never meets a full machine with SIGBUS.
+  // Pages are reserved: a write cannot raise SIGBUS when the machine runs out of memory.
   if (fd_.isOpen() && (fchmod(fd_.get(), 0600) != 0 || !reservePages(fd_.get(), 0, groupsAt()))) {
     fd_.reset();
   }
@@ -216,12 +216,12 @@ void BlackBox::describe() {
     uint32_t version;
     uint32_t bytes;
   } preface{{}, kVersion, static_cast<uint32_t>(text.size())};
-  if (sizeof(preface) + text.size() > kDescriptionRoom) std::abort();  // seen by any test
+  if (sizeof(preface) + text.size() > kDescriptionRoom) std::abort();  // any test would fail
   std::memcpy(head_ + sizeof(preface), text.data(), text.size());
   std::memcpy(head_ + sizeof(preface.magic), reinterpret_cast<char*>(&preface) + sizeof(kMagic),
               sizeof(preface) - sizeof(kMagic));
   std::atomic_signal_fence(std::memory_order_seq_cst);
-  std::memcpy(head_, kMagic, sizeof(kMagic));  // last: now it can be read
+  std::memcpy(head_, kMagic, sizeof(kMagic));  // last: readers accept the box from here on
 }
 
 GroupState* BlackBox::take() {
@@ -245,7 +245,7 @@ GroupState* BlackBox::take() {
                   static_cast<off_t>(offset));
   }
   if (memory == MAP_FAILED) {
-    // Readers count on areas that stand in a row.
+    // Readers require contiguous areas.
     fd_.reset();
     memory = std::aligned_alloc(pageBytes(), areaBytes_);
     if (!memory) throw std::bad_alloc();
@@ -255,7 +255,7 @@ GroupState* BlackBox::take() {
   }
   auto* area = new (memory) GroupState{};
   areas_.push_back(area);
-  put(area->life, uint32_t{1});  // 0 is nobody's: it stands there while an area changes hands
+  put(area->life, uint32_t{1});  // 0 is the value while an area is reassigned, and no group's
   put(area->capacity, capacity_);
   box_->groups.store(static_cast<uint32_t>(areas_.size()), std::memory_order_release);
   return area;
@@ -284,7 +284,7 @@ uint32_t BlackBox::intern(std::string_view function, std::string_view file, int 
   std::string site(beginning(function, kFunctionBytes));
   std::string end("\n");
   end += std::to_string(line);
-  // The end of a long path says more than its beginning.
+  // The end of a long path is more useful than its beginning.
   file = ending(file, kSiteBytes - 1 - site.size() - 1 - end.size());
   site.append("\n").append(file).append(end);
   MutexLock lock(mutex_);
@@ -331,7 +331,7 @@ std::string toContext(uint64_t context) {
 }
 
 std::string BlackBox::snapshot() const {
-  MutexLock lock(mutex_);  // no area changes hands meanwhile
+  MutexLock lock(mutex_);  // no area is reassigned meanwhile
   put(box_->copied, steadyNanos());
   std::string bytes(groupsAt() + areas_.size() * areaBytes_, '\0');
   copyWords(head_, bytes.data(), groupsAt());
@@ -342,7 +342,7 @@ std::string BlackBox::snapshot() const {
     for (uint32_t i = 0; i < capacity_; ++i) {
       const uint64_t id = get(entries[i].id);
       char* copiedId = copy + stateBytes_ + i * sizeof(Entry) + offsetof(Entry, id);
-      // Else it was written over meanwhile.
+      // Otherwise the entry was overwritten meanwhile.
       if (std::memcmp(copiedId, &id, sizeof(id)) != 0) std::memset(copiedId, 0, sizeof(id));
     }
     copy += areaBytes_;

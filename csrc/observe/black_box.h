@@ -1,24 +1,24 @@
-// BlackBox: what this process has been doing, in memory that others of the same user can read while
-// it runs, hangs or is stopped: `mycoll status` opens it through /proc/PID/fd, which the kernel
-// allows to whoever may trace the process. Nothing has to answer there.
+// BlackBox: a record of the operations of this process, in memory that other processes of the same
+// user can read while it runs, hangs or is stopped: `mycoll status` opens it through /proc/PID/fd,
+// which the kernel allows to processes that may trace this one. This process does not take part.
 //
-//   0      magic, version, a description of everything below (JSON), so that a reader of another
-//          version finds its way
+//   0      magic, version, a description of everything below (JSON), by which a reader of another
+//          version finds the fields
 //   box    the process: pid, rank, clocks
-//   sites  texts: where in the program operations were called
+//   sites  texts: where the program called operations
 //   groups one area for each group: its state, then the ring of its last operations
 //
 // The same bytes are the trace that is written when a group fails (trace_file.h). Only Python reads
 // them: python/mycoll/black_box.py.
 //
-// Where no shared memory can be had, the areas are ordinary memory: recording goes on, and only
-// readers from outside see nothing.
+// Without shared memory, the areas are ordinary memory: recording continues, but other processes
+// cannot read it.
 //
-// Thread contract: all [any thread]. Every field that changes is an atomic of its own; what belongs
-// together is guarded by a number that readers look at before and after (Entry::id, waitVersion).
+// Thread contract: all [any thread]. Every field that changes is an atomic; related fields are
+// guarded by a number that readers check before and after (Entry::id, waitVersion).
 // Lifetime: one for each process, made with the first group and never unmapped, so that a pointer
-// into it is valid for good. A forked child does not have it (reading it there would show the
-// parent), and makes one of its own.
+// into it always remains valid. A forked child does not inherit it (a reader would take it for the
+// child's), and makes its own.
 #pragma once
 
 #include <time.h>
@@ -42,7 +42,7 @@ constexpr int kOpKinds = static_cast<int>(OpKind::kCount);
 
 template <typename T>
 void put(std::atomic<T>& field, T value) {
-  // Release, as each has to come after the number that says "being written"; free on x86.
+  // Release: each store must come after the number that says "being written"; free on x86.
   field.store(value, std::memory_order_release);
 }
 template <typename T>
@@ -64,7 +64,7 @@ struct alignas(64) Entry {
   std::atomic<uint64_t> outBytes;
   std::atomic<uint64_t> tag;
   std::atomic<uint64_t> signature[3];  // a Signature, as the ranks compare it
-  std::atomic<int32_t> peer;           // of a message the other rank; -1: any
+  std::atomic<int32_t> peer;           // of a message: the other rank; -1: any
   std::atomic<uint32_t> site;          // 0: not known
   std::atomic<uint8_t> state;
   std::atomic<uint8_t> flags;  // kIs...
@@ -76,7 +76,7 @@ inline bool isOver(const Entry& entry) { return isOver(static_cast<OpState>(get(
 constexpr uint8_t kIsComposite = 1;  // sizes are not known in advance
 constexpr uint8_t kIsOnDevice = 2;
 
-// What has been done of one kind of operation.
+// The completed operations of one kind.
 struct Tally {
   std::atomic<uint64_t> done;
   std::atomic<uint64_t> failed;
@@ -93,22 +93,23 @@ struct GroupState {
   static constexpr size_t kFailureBytes = 1024;
 
   std::atomic<uint32_t> phase;
-  std::atomic<uint32_t> life;  // counts up with each group that has this area
+  std::atomic<uint32_t> life;  // incremented for each group that uses this area
   std::atomic<uint32_t> capacity;
   std::atomic<int32_t> rank;
   std::atomic<int32_t> ranks;
-  std::atomic<uint64_t> context;    // the same on all ranks, and no other group's
-  std::atomic<uint64_t> written;    // where the next entry goes, counted up
+  std::atomic<uint64_t> context;    // the same on all ranks of the group, unique to it
+  std::atomic<uint64_t> written;    // the number of entries written: the index of the next one
   std::atomic<uint64_t> submitted;  // collectives
   std::atomic<uint64_t> finished;
-  // The ranks that the current collective waits for, as last looked at.
+  // The ranks that the current collective waits for, as of the last check.
   std::atomic<uint32_t> waitVersion;  // odd: being written
   std::atomic<int32_t> waitCount;
   std::atomic<uint64_t> waitSequence;
   std::atomic<int32_t> waitRanks[kShownWaits];
   std::atomic<int32_t> globalRanks[kShownRanks];  // -1: none; a prefix where there are more
   Tally tallies[kOpKinds];                        // since the group was made
-  // A part of another group, as those for tensors on devices are: shown once it has done something.
+  // The group is a part of another one, such as that for tensors on devices: readers show it once
+  // it has run an operation.
   std::atomic<uint32_t> isPart;
   // Each written once.
   char name[kNameBytes];
@@ -121,10 +122,10 @@ class BlackBox {
  public:
   static BlackBox& process();
 
-  // An area of zeroed state and entries, free of a former group's.
+  // Returns an area with zeroed state and entries; may reuse that of a closed group.
   GroupState* take();
-  // The group is gone. Its area stays readable until another group needs one; what it counted is
-  // added to what other groups that are gone have counted.
+  // Called when the group is closed. Its area stays readable until another group needs one; its
+  // tallies are added to those of all closed groups.
   void giveBack(GroupState* area);
   Tally& ended(OpKind kind);
   Entry* entriesOf(GroupState* area) const;
@@ -134,9 +135,9 @@ class BlackBox {
 
   uint64_t nextId() { return nextId_.fetch_add(1, std::memory_order_relaxed) + 1; }
 
-  // A number for a place in a program; 0 when there is no room for more.
+  // Returns a number for a place in a program; 0 when there is no room for more.
   uint32_t intern(std::string_view function, std::string_view file, int line);
-  // What is remembered of it: of a long path the end. Empty and 0: it is not known.
+  // The place of a number; a long path is cut at its beginning. Empty and 0: not known.
   struct Place {
     std::string function, file;
     int line = 0;
@@ -144,14 +145,15 @@ class BlackBox {
   };
   Place placeOf(uint32_t site) const;
 
-  // A group is made. Where it is the only one, as the first of a job is, also after a restart
-  // within the process: its context is the job's name, and rank this process's number in it.
+  // Called for each new group. If it is the only one, as the first of a job is, also after a
+  // restart within the process, its context becomes the job's name, and rank this process's rank in
+  // the job.
   void join(uint64_t context, int rank);
   // -1: not known yet.
   int rank() const;
   // The same for all ranks of a job; 16 hexadecimal digits.
   std::string job() const;
-  // All of it, as a reader would find it now: each operation is whole, or left out.
+  // A copy of the whole box, as a reader would see it now: each operation is complete or left out.
   std::string snapshot() const;
 
  private:

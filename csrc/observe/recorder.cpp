@@ -10,7 +10,7 @@
 namespace mycoll {
 namespace {
 
-// Keeps the last byte zero. Byte by byte, as somebody may be reading: then the text is cut.
+// Keeps the last byte zero. Copies byte by byte: a concurrent reader sees a shorter text.
 template <size_t kBytes>
 void copyText(char (&target)[kBytes], const std::string& text) {
   const std::string_view shown = beginning(text, kBytes - 1);
@@ -19,7 +19,7 @@ void copyText(char (&target)[kBytes], const std::string& text) {
   }
 }
 
-// How many entries of operations under way a new one leaves alone before it takes one of them.
+// How many entries of unfinished operations a new one skips before it overwrites one.
 constexpr int kMaxLeft = 16;
 
 }  // namespace
@@ -72,7 +72,7 @@ void OpRecord::finish(bool isOk, int64_t now) const {
                         get(group_->phase) == static_cast<uint32_t>(GroupPhase::kClosed);
   Tally& tally =
       isClosed ? BlackBox::process().ended(kind_) : group_->tallies[static_cast<int>(kind_)];
-  // Messages end on any thread, so these add; collectives would not need it.
+  // Messages end on any thread, so the tallies are added to atomically.
   (isOk ? tally.done : tally.failed).fetch_add(1, std::memory_order_relaxed);
   tally.bytes.fetch_add(bytes_, std::memory_order_relaxed);
   tally.nanos.fetch_add(static_cast<uint64_t>(now - enqueued_), std::memory_order_relaxed);
@@ -100,13 +100,13 @@ GroupRecord::GroupRecord(const GroupIdentity& identity)
 
 GroupRecord::~GroupRecord() { close(); }
 
-// What has not ended is what anybody will ask for: newer ones leave it, as long as these are few.
+// Skips operations that have not ended, as long as they are few: users look for these first.
 Entry& GroupRecord::nextEntry() {
   Entry* const entries = box_.entriesOf(state_);
   for (int tries = 0;; ++tries) {
     const uint64_t number = state_->written.fetch_add(1, std::memory_order_relaxed);
     Entry& entry = entries[number & (box_.capacity() - 1)];
-    // Later than in the first round, an empty one is being written by somebody else.
+    // After the first round, an empty entry is being written by another thread.
     const bool isFree = number < box_.capacity() || (get(entry.id) != 0 && isOver(entry));
     if (isFree || tries == kMaxLeft) return entry;
   }

@@ -1,16 +1,16 @@
-// GroupRecord: the last operations of one group, and how it fares; always on. Whoever runs an
-// operation notes three moments of it:
+// GroupRecord: the last operations of one group, and its state; always on. The code that runs an
+// operation records three moments of it:
 //
 //   OpRecord record = group->enqueue(operation, now);   // the call
-//   record.start(now);                                   // its turn has come
+//   record.start(now);                                   // it is first in its queue
 //   record.finish(ok, now);                              // the end
 //
-// Used by the engine for what it runs itself, and by backend/ for what others run (a device).
+// The engine records the operations that it runs; backend/ records those that a device runs.
 //
 // Thread contract: all [any thread], without locks; enqueue() by one thread at a time for the
-// collectives of a group, so that they stand in the order of their numbers.
-// Lifetime: records point into the black box, which lives for good: they may outlive the group, and
-// do nothing then. One whose entry has been written over still counts.
+// collectives of a group, so that they are recorded in the order of their numbers.
+// Lifetime: records point into the black box, which is never unmapped: they may outlive the group,
+// and do nothing then. One whose entry has been overwritten still counts in the tallies.
 #pragma once
 
 #include <memory>
@@ -24,9 +24,9 @@
 
 namespace mycoll {
 
-// What is to be remembered of a call.
+// The description of a call to record.
 struct Operation {
-  Signature signature;  // of a message between two ranks: without a root
+  Signature signature;  // without a root for a message between two ranks
   uint8_t flags = 0;    // kIs...
   int peer = -1;        // of a message: the other rank, -1: any
   uint32_t site = 0;    // see BlackBox::intern
@@ -43,13 +43,13 @@ class OpRecord {
  public:
   OpRecord() = default;  // records nothing
 
-  // Once; later calls change nothing.
+  // Only the first call has an effect.
   void start(int64_t now) const;
   bool isStarted() const { return !isCurrent() || get(entry_->started) != 0; }
   void finish(bool isOk, int64_t now) const;
-  // recv from any rank: whose message it was.
+  // For recv from any rank: the rank that sent the message.
   void setPeer(int rank) const;
-  // Where the program called it; as often as more becomes known.
+  // Where the program called it; may be called again when more is known.
   void setSite(uint32_t site) const;
   bool hasSite() const { return !isCurrent() || get(entry_->site) != 0; }
   // "train.py:57 in step"; empty where it is not known.
@@ -60,8 +60,8 @@ class OpRecord {
   bool isCurrent() const { return entry_ && get(entry_->id) == id_; }
 
   GroupState* group_ = nullptr;
-  uint32_t life_ = 0;       // of the group: its area may be another one's by now
-  Entry* entry_ = nullptr;  // null: single operations are not remembered
+  uint32_t life_ = 0;       // of the group: its area may belong to another one by now
+  Entry* entry_ = nullptr;  // null: single operations are not recorded
   uint64_t id_ = 0;
   // For the tallies.
   OpKind kind_ = OpKind::kBarrier;
@@ -83,22 +83,22 @@ class GroupRecord {
   explicit GroupRecord(const GroupIdentity& identity);
   ~GroupRecord();  // as close()
 
-  // isStarted: nothing is ahead of it.
+  // isStarted: no other operation is ahead of it.
   OpRecord enqueue(const Operation& operation, int64_t now, bool isStarted = false);
-  // Collectives this rank has been asked for.
+  // The number of collectives that were called on this rank.
   void setSubmitted(uint64_t count) {
     if (!isClosed_.load(std::memory_order_relaxed)) put(state_->submitted, count);
   }
-  // The collective of this number waits for these ranks.
+  // The collective with this number waits for these ranks.
   void waitsFor(uint64_t sequence, const std::vector<int>& ranks);
   void setTransport(const std::string& name);
-  // What the group is for, in its maker's words. Once.
+  // A description of the group by its creator. Only the first call has an effect.
   void describe(const std::string& text);
   // See GroupState::isPart.
   void setPart() { put(state_->isPart, uint32_t{1}); }
-  // First cause; wants a dump of everything unless the group was only ended.
+  // Records the first cause; requests a trace file unless the group was only ended.
   void fail(const Status& cause);
-  // The area may be another group's from now on: nothing is written any more.
+  // The area may belong to another group from now on: nothing more is written.
   void close();
 
  private:

@@ -29,11 +29,11 @@ namespace {
 // How many jobs' folders are kept whatever their age, and how many at most.
 constexpr size_t kKeptJobs = 10;
 constexpr size_t kMaxJobs = 100;
-// Others are kept for so long, in seconds.
+// How long the others are kept, in seconds.
 constexpr int64_t kKeptSeconds = 24 * 3600;
 
-// How long the background leaves it to the calls that fail, in ns: those know where in the program
-// they were made.
+// How long the background leaves the file to the failing calls, in ns: their entries have the place
+// in the program.
 constexpr int64_t kLeftToCallers = 200'000'000;
 
 enum class Progress { kNothing, kWanted, kMeanwhile, kWritten };
@@ -69,7 +69,7 @@ Status writeWhole(const std::string& path, const std::string& bytes) {
   static std::atomic<unsigned> count{0};
   const std::string unfinished = path + "." + std::to_string(processId()) + "-" +
                                  std::to_string(count.fetch_add(1)) + ".unfinished";
-  unlink(unfinished.c_str());  // of a former process of this number; or somebody laid it there
+  unlink(unfinished.c_str());  // left by an earlier process with this pid, or placed by an attacker
   const Fd fd(open(unfinished.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   if (!fd.isOpen()) return failed("open", unfinished);
   Status problem;
@@ -82,7 +82,7 @@ Status writeWhole(const std::string& path, const std::string& bytes) {
   return problem;
 }
 
-// A directory that is this user's alone, whoever else may write beside it.
+// Makes a directory that only this user can write to, in a parent that others may write to.
 Status makePrivate(const std::string& path) {
   if (mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) return failed("mkdir", path);
   struct stat info;
@@ -103,10 +103,11 @@ void removeFolder(const std::string& path) {
     }
     closedir(folder);
   }
-  rmdir(path.c_str());  // stays if it holds anything that is not ours
+  rmdir(path.c_str());  // remains if it contains files that are not ours
 }
 
-// A job that fails is followed by others within minutes: the folder that its error names stays.
+// Keeps recent folders: other jobs may fail within minutes after the one whose error names a
+// folder.
 void removeOldJobs(const std::string& parent) {
   std::vector<std::pair<int64_t, std::string>> jobs;
   if (DIR* folder = opendir(parent.c_str())) {
@@ -146,7 +147,7 @@ Status choosePath(std::string* path) {
 
 bool isOff() { return !BlackBox::process().isOn() || Env::process().traceFile == "off"; }
 
-// For a shell.
+// Quotes a path for a shell.
 std::string quoted(const std::string& path) {
   const bool isPlain = std::all_of(path.begin(), path.end(), [](unsigned char letter) {
     return std::isalnum(letter) || std::strchr("/._-+:,@%=", letter) != nullptr;
@@ -157,7 +158,7 @@ std::string quoted(const std::string& path) {
   return text + "'";
 }
 
-// Unless somebody has come as far, who has then done so.
+// Writes the file unless another thread has made as much progress already.
 void writeUnless(Progress done) {
   const auto isDue = [done] {
     const Progress now = wish().progress.load(std::memory_order_acquire);

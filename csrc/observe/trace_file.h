@@ -1,12 +1,12 @@
-// TraceFile: the black box as a file, its bytes as they are. `mycoll trace` reads such files.
+// TraceFile: the black box as a file, byte for byte. `mycoll trace` reads such files.
 //
-// Written by itself when a group fails, in place of what an earlier failure wrote, and on request.
-// It goes where MYCOLL_TRACE_FILE or torch's own variables say, else to
+// Written automatically when a group fails, replacing that of an earlier failure, and on request.
+// The path is that of MYCOLL_TRACE_FILE or of torch's own variables, else
 //   /tmp/mycoll-<uid>/<job>/rank_<rank>
 // one folder for each job that failed. Folders are removed when they are older than a day and not
 // among the latest ten, or not among the latest hundred.
 //
-// Thread contract: all [any thread]; those that write take a few milliseconds.
+// Thread contract: all [any thread]; the functions that write take a few milliseconds.
 #pragma once
 
 #include <string>
@@ -17,20 +17,21 @@ namespace mycoll {
 
 class TraceFile {
  public:
-  // A group has failed. Writes nothing: may be called under locks.
+  // Requests the file after a group's failure. Writes nothing: may be called under locks.
   static void want();
-  // "mycoll trace FOLDER", for the folder where it will be; empty when there will be none.
+  // "mycoll trace FOLDER", with the folder of the file; empty when none will be written.
   static std::string command();
-  // Writes it, unless that is done or nobody wants it. A call that fails by the failure does so
-  // before it returns.
+  // Writes the file if it is requested and not yet written. A call that fails by the failure calls
+  // this before it returns.
   static void writeWanted();
-  // For the background: no call that fails by it has written for a while.
+  // For the background: whether the file has been requested for a while and no failing call wrote
+  // it.
   static bool isLeftOver();
-  // For the background: what there is, as the process may end without another call. The first call
-  // that fails by it still writes, and so adds itself.
+  // For the background: writes the file now, as the process may end without another call. The first
+  // failing call writes it again, and so adds its entry.
   static void writeMeanwhile();
 
-  // On request. Empty path: as after a failure. Readers see all of the file or none of it.
+  // On request. Empty path: as after a failure. Readers see the complete file or none.
   static Status write(const std::string& path, std::string* written);
 };
 

@@ -16,8 +16,8 @@
 //
 // Two processes may connect to each other at the same time; one connection is enough, and they
 // never open two. Once the process with the smaller uid has sent its Proof, its attempt may have
-// opened a connection, so it tells the other process to ask again. In all other cases a peer that
-// proves itself is accepted, and the acceptor's own attempt ends.
+// opened a connection, so it refuses the other process with isToAskAgain. In all other cases a peer
+// that proves itself is accepted, and the acceptor's own attempt ends.
 //
 // A connection over TCP may have several sockets. The process that has made it adds them by the
 // same handshake; the Hello then names the connection that the socket joins.

@@ -14,7 +14,7 @@ enum class LossReason {
   kNotListening,     // connecting to it failed: nothing listens at its address
   kUnreachable,      // ... for another reason
   kNotAFrame,        // it sent an invalid frame
-  kChanged,          // ... or what differs from its checksum
+  kChanged,          // ... or data that differs from its checksum
   kNotItsName,       // ... or a message in the name of another rank
   kNoMemory,         // this process ran out of memory while it received
 };
@@ -25,7 +25,7 @@ struct Loss {
   // kClosedInMessage: the network's error, if there was one.
   std::string detail;
 
-  // There was a connection, and the other side has ended it.
+  // There was a connection, and the peer has ended it.
   bool isClosed() const {
     return reason == LossReason::kEnded || reason == LossReason::kClosed ||
            reason == LossReason::kClosedInMessage;

@@ -68,7 +68,7 @@ class Mesh {
   // For Mailbox, from here on.
   IoMutex& ioMutex() { return io_; }
   void addMailbox(Mailbox* mailbox) REQUIRES(ioRole);
-  void removeMailbox(Mailbox* mailbox) REQUIRES(ioRole);  // throws nothing
+  void removeMailbox(Mailbox* mailbox) REQUIRES(ioRole);  // does not throw
   Connection& linkTo(const PeerAddress& peer) REQUIRES(ioRole);
   void enqueue(Connection& connection, OutItem item) REQUIRES(ioRole) {
     connection.enqueue(std::move(item));

@@ -11,7 +11,7 @@
 namespace mycoll {
 namespace {
 
-// Data that a process sent over sockets may arrive after its death; data in shared memory may not.
+// Data that a process sent over sockets may arrive after its death; data in shared memory cannot.
 // Usually the end of its connection shows that everything has arrived; this is the limit if not.
 constexpr int64_t kInFlightMs = 500;
 

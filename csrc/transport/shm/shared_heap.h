@@ -101,7 +101,7 @@ class SharedHeap {
     std::shared_ptr<Segment> segment;
     size_t blocks = 0;
     bool isInherited = false;  // of the process that this one was forked from
-    bool isSpoiled = false;    // some of it is never used again
+    bool isSpoiled = false;    // part of it is never used again
 
     char* begin() const { return segment->data() + kHeadBytes; }
     char* end() const { return segment->data() + segment->bytes(); }

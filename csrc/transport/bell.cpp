@@ -11,14 +11,14 @@
 namespace mycoll {
 namespace {
 
-// Any process of the host may ring, as often as it likes.
+// Limits one drain(), as any process of the host may ring, at any rate.
 constexpr int kMostAtOnce = 64;
 
 unsigned fillAddress(const std::string& uid, sockaddr_un* address) {
   std::string name = "mycoll-bell-" + publicName(uid);
   std::memset(address, 0, sizeof(*address));
   address->sun_family = AF_UNIX;
-  // A leading zero byte: the abstract namespace, which leaves nothing in any file system.
+  // A leading zero byte selects the abstract namespace, which leaves nothing in a file system.
   std::memcpy(address->sun_path + 1, name.data(), name.size());
   return static_cast<unsigned>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }

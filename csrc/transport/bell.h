@@ -1,6 +1,6 @@
-// Bells wake a sleeping process of the same host: one datagram socket in the abstract namespace per
-// process, on which anybody may send an empty message. Who rings says nothing and is believed
-// nothing: the woken process looks at its memory and finds out.
+// Bells wake a sleeping process of the same host. Each process has one datagram socket in the
+// abstract namespace, and any process of the host may send an empty message to it. The message
+// carries no information: the process that it wakes re-checks its own memory.
 #pragma once
 
 #include <sys/un.h>
@@ -12,13 +12,13 @@
 
 namespace mycoll {
 
-// Where to ring. Copyable; `socket` is borrowed from the process's BellSocket, which the mesh
-// keeps for as long as any link or group can ring.
+// The address of a process's bell. Copyable; `socket` is borrowed from this process's BellSocket,
+// which the mesh keeps for as long as any link or group can ring.
 class Bell {
  public:
   Bell() = default;
   Bell(int socket, const std::string& uid);
-  // Any thread. Never blocks; a full queue means that the peer is about to wake anyway.
+  // Any thread. Never blocks: if the peer's queue is full, the peer is about to wake anyway.
   void ring() const;
 
  private:
@@ -33,8 +33,7 @@ class BellSocket {
   Status open(const std::string& uid);
   int fd() const { return socket_.get(); }
   Bell bellOf(const std::string& uid) const { return Bell(socket_.get(), uid); }
-  // Takes all that has arrived.
-  // False: some may be left.
+  // Receives all messages that have arrived. Returns false if some may be left.
   bool drain();
 
  private:

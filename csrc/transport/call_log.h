@@ -1,5 +1,5 @@
-// CallLog: the signatures of a group's latest collectives, by number: what a message or a note of
-// another rank is compared with.
+// CallLog: the signatures of a group's latest collectives, by number. A message or a note of
+// another rank (engine/agreement.h) is compared with them.
 // Thread contract: the mesh's I/O lock.
 #pragma once
 
@@ -21,12 +21,12 @@ class CallLog {
     signatures_[number % kRemembered] = signature;
   }
   bool hasBegun() const REQUIRES(ioRole) { return hasBegun_; }
-  // The collective that began last.
+  // The number of the latest collective.
   uint64_t current() const REQUIRES(ioRole) { return current_; }
   uint64_t oldest() const REQUIRES(ioRole) {
     return current_ < kRemembered ? 0 : current_ - kRemembered + 1;
   }
-  // Null: it has not begun here, or is not remembered.
+  // Null if it has not begun here, or is no longer remembered.
   const Signature* find(uint64_t number) const REQUIRES(ioRole) {
     const bool isKnown = hasBegun_ && number <= current_ && number >= oldest();
     return isKnown ? &signatures_[number % kRemembered] : nullptr;

@@ -22,14 +22,15 @@ namespace {
 
 using State = Connection::State;
 
-// Large messages leave in pieces, so that others get their turn on the link.
+// Large messages are sent in pieces, so that other items get their turn on the link.
 constexpr size_t kPieceBytes = 1024 * 1024;
 constexpr size_t kToTheEnd = ~size_t{0};
-// From here on one socket's window is often too small for the line, and slow to grow.
+// From this round-trip time on, one socket's window is often too small for the line, and grows
+// slowly.
 constexpr std::chrono::milliseconds kFarAway(5);
 constexpr int kFlowsFarAway = 8;
-// What a process of this host that has ended had sent over TCP comes within so much time of each
-// other, or not at all.
+// Data that a process of this host sent over TCP before it ended arrives within this time of the
+// previous data, or not at all.
 constexpr std::chrono::milliseconds kSilentHere(500);
 
 [[maybe_unused]] bool isLegal(State from, State to) {
@@ -48,7 +49,7 @@ bool isInItsName(const Mailbox& mailbox, const FrameHeader& header, const std::s
          mailbox.group().peers[header.source].uid == uid;
 }
 
-// Frames of the group itself; their payload is short and handed over whole.
+// Frames for the group itself, and kHold and kGoOn. Their payload is short and delivered whole.
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
          kind == FrameKind::kArrived || kind == FrameKind::kQuestion ||
@@ -60,7 +61,7 @@ bool comesInPieces(FrameKind kind) {
   return kind == FrameKind::kData || kind == FrameKind::kMore || kind == FrameKind::kPut;
 }
 
-// Its sender goes on only when it hears from this rank.
+// Whether the sender continues only after an answer from this rank.
 bool wantsAnswer(FrameKind kind) {
   return kind == FrameKind::kRequestToSend || kind == FrameKind::kArrived ||
          kind == FrameKind::kQuestion;
@@ -83,7 +84,7 @@ void seal(OutItem& item) {
   item.header.headerCheck = item.header.check();
 }
 
-// What is left of a frame: its header, its payload, or both. Returns how many parts.
+// Finds the unsent parts of a frame: its header, its payload, or both. Returns their number.
 int partsOf(OutItem& item, Span parts[2]) {
   int count = 0;
   if (item.sent < sizeof(FrameHeader)) {
@@ -98,7 +99,7 @@ int partsOf(OutItem& item, Span parts[2]) {
   return count;
 }
 
-// What a link's -1 means: errno says why, 0 is an end in good order.
+// The loss that a link's -1 reports: errno holds the error, or 0 for a clean close.
 Loss closed(LossReason reason) {
   return {errno == ETIMEDOUT ? LossReason::kSilent : reason, errno == 0 ? "" : strerror(errno)};
 }
@@ -189,7 +190,7 @@ void Connection::goOnDialing() {
   }
 }
 
-// How many sockets there are to be is this side's choice, as it has made the connection.
+// This side has made the connection, and so chooses the number of sockets.
 void Connection::joinMore() {
   if (state_ != State::kOpen || wires_.front().link.isShm) return;
   int wanted = local_.options.flows;
@@ -225,11 +226,11 @@ void Connection::join(Link link) {
   shareLoad(wire.link.sender->fd());
   MYCOLL_LOG_DEBUG("%zu sockets to %s", wires_.size(), peer_.describe().c_str());
   if (local_.asleep > 0) setAsleep(true);
-  wire.link.receiver->onEvent(false);  // what came with the handshake raises no event any more
+  wire.link.receiver->onEvent(false);  // no event reports what arrived with the handshake
   flush();
 }
 
-// A group that the peer has left hears of that first.
+// A group that the peer has left is notified first.
 void Connection::dialAgain() {
   const auto again = [&](Dial& dial) REQUIRES(ioRole) {
     if (!dial.isDue()) return;
@@ -251,7 +252,7 @@ void Connection::giveUpDialing() {
 
 void Connection::open(Link link) {
   moveTo(State::kOpen);
-  dial_.reset();  // the peer may have been faster
+  dial_.reset();  // the peer may have connected first
   Wire& first = wires_.emplace_back();
   first.link = std::move(link);
   wasOpen_ = true;
@@ -259,7 +260,7 @@ void Connection::open(Link link) {
   MYCOLL_LOG_DEBUG("connected to %s over %s", peer_.describe().c_str(),
                    first.link.isShm ? "shared memory" : "tcp");
   if (local_.asleep > 0) setAsleep(true);
-  first.link.receiver->onEvent(false);  // what came with the handshake raises no event any more
+  first.link.receiver->onEvent(false);  // no event reports what arrived with the handshake
   flush();
 }
 
@@ -285,7 +286,7 @@ bool Connection::hasQueued(uint64_t context, int rank) const {
                      [&](const Wire& wire) { return wire.isSending && isMeant(wire.out); });
 }
 
-// Piece by piece, so that no socket takes a message that others have room for.
+// Fills the sockets piece by piece, so that none takes a message that others have room for.
 bool Connection::flush(size_t turnBytes) {
   size_t moved = 0;
   if (wires_.size() == 1) moved = flush(wires_.front(), turnBytes);
@@ -298,7 +299,7 @@ bool Connection::flush(size_t turnBytes) {
   return moved > 0;
 }
 
-// What leaves by this wire next. False: nothing.
+// Chooses what this wire sends next. Returns false if there is nothing.
 bool Connection::takeNext(Wire& wire) {
   auto item = queue_.begin();
   if (!isFirst(wire)) {
@@ -340,7 +341,7 @@ void Connection::hasLeft(Wire& wire) {
   wire.isSending = false;
   OutItem& item = wire.out;
   if (item.header.isPiece() && !isFirst(wire)) ++piecesOut_;
-  // A rank that is in no call does not look at rings, and acts on what it has heard before.
+  // A rank that is in no call does not poll its rings: wake it, so that it learns of the failure.
   if (item.header.kind == FrameKind::kAbort && wire.link.isShm) local_.bellOf(peer_).ring();
   Transfer* const request = item.request;
   if (!request || item.header.kind == FrameKind::kRequestToSend) return;
@@ -377,7 +378,7 @@ size_t Connection::flush(Wire& wire, size_t most) {
   return moved;
 }
 
-// What follows a put in its window does not overtake it.
+// Moves the first message behind the others, but not a put behind later frames of its window.
 void Connection::giveWay() {
   const OutItem& first = queue_.front();
   const bool isPut = first.header.kind == FrameKind::kPut;
@@ -390,8 +391,8 @@ void Connection::giveWay() {
 }
 
 void Connection::forget(Transfer* request) {
-  // What has not begun to leave is dropped. Of a frame that has, the rest must follow: as it was,
-  // since the receiver may get to use it before it hears of a failure.
+  // Drops frames that have not begun to be sent. A frame that has must be completed with its
+  // original content, since the receiver may use it before it learns of a failure.
   std::erase_if(queue_, [&](const OutItem& item) { return item.request == request; });
   for (Wire& wire : wires_) {
     if (wire.target.request == request) wire.target = {};
@@ -400,7 +401,7 @@ void Connection::forget(Transfer* request) {
     out.request = nullptr;
     if (out.sent == 0) {
       wire.isSending = false;
-      if (out.header.isBeginning()) --begunOut_;  // the latest: only the first wire has them
+      if (out.header.isBeginning()) --begunOut_;  // the latest: only the first wire sends them
     } else if (out.payload) {
       out.owned.assign(out.payload, out.header.payloadBytes);
     }
@@ -486,7 +487,7 @@ void Connection::breakOff(Loss loss) {
   end(std::move(loss));
 }
 
-// What one wire brings another one may have waited for.
+// Repeats while a frame that one wire has received allows another wire to continue.
 bool Connection::drain(size_t turnBytes) {
   bool moved = false;
   auto isFreed = [&](const Wire& wire) REQUIRES(ioRole) {
@@ -559,7 +560,7 @@ bool Connection::drain(Wire& wire, size_t turnBytes) {
   return moved;
 }
 
-// The other wires are read to their ends: the peer closes them, too, when it hears of this one.
+// The other wires are still read to their ends: the peer also closes them when it detects this end.
 void Connection::readIsOver(Wire& wire, LossReason reason) {
   wire.isReadOver = true;
   end(closed(reason));
@@ -579,7 +580,7 @@ bool Connection::isSound(const Wire& wire) const {
   return header.messageBytes == header.payloadBytes;
 }
 
-// Whether what is to come before the frame has not come yet, by another wire.
+// Whether the frame must wait for frames that arrive on another wire.
 bool Connection::mustWait(const Wire& wire) const {
   const FrameHeader& header = wire.header;
   if (header.kind == FrameKind::kMore) return header.number > begunIn_;
@@ -590,8 +591,8 @@ bool Connection::isHeld(const Wire& wire) const {
   return wire.headerGot == sizeof(FrameHeader) && !wire.isBegun && mustWait(wire);
 }
 
-// The sender may not have heard that this rank has left: goodbyes are not kept for ever for a peer
-// without a connection.
+// The sender may not know that this rank has left: for a peer without a connection, only the
+// goodbyes of the latest groups are kept.
 void Connection::sayGoodbyeAgain(const FrameHeader& came) {
   OutItem item;
   item.header.kind = FrameKind::kGoodbye;
@@ -601,7 +602,7 @@ void Connection::sayGoodbyeAgain(const FrameHeader& came) {
   enqueue(std::move(item));
 }
 
-// Decides where the payload goes. False: the frame makes no sense, and the connection is given up.
+// Decides where the payload goes. Returns false if the frame is invalid and broke the connection.
 bool Connection::beginFrame(Wire& wire) {
   const FrameHeader& header = wire.header;
   wire.mailbox = nullptr;
@@ -611,13 +612,13 @@ bool Connection::beginFrame(Wire& wire) {
   if (header.isBeginning()) begunIn_ = header.number;
   Mailbox* mailbox = local_.groups.find(header.context, header.destination);
   if (!mailbox) {
-    // A piece of a message was never asked for by a group that does not exist.
+    // A group that does not exist here cannot have asked for a piece of a message.
     const bool isLate =
         local_.groups.standing(header.context, header.destination) == Standing::kGone;
     if (isLate && wantsAnswer(header.kind)) sayGoodbyeAgain(header);
     if (isLate || comesInPieces(header.kind) || header.isBeginning() ||
         !local_.groups.makeRoom(header.context, header.destination, header.payloadBytes)) {
-      return true;  // read and thrown away
+      return true;  // read and discarded
     }
     wire.isEarly = true;
     wire.control.resize(header.payloadBytes);
@@ -688,7 +689,7 @@ void Connection::end(Loss loss) {
   lastByte_ = Deadline::Clock::now();
   dial_.reset();
   while (!joining_.empty()) leaveJoining(joining_.size() - 1);
-  // Nothing is sent any more. So the peer hears of it by all sockets, not just by one that broke.
+  // Nothing more is sent. Shutting down every socket notifies the peer even if one is broken.
   if (wires_.size() < 2) return;
   for (const Wire& wire : wires_) shutdown(wire.link.sender->fd(), SHUT_WR);
 }
@@ -697,7 +698,7 @@ bool Connection::hasSaidAll(bool isEnded) {
   if (wires_.empty()) return true;
   lookAgain();
   if (drain(kToTheEnd)) lastByte_ = Deadline::Clock::now();
-  // Those that wait for each other will do so for ever.
+  // Wires that wait for each other would wait forever.
   const bool isReadOver = std::all_of(
       wires_.begin(), wires_.end(),
       [&](const Wire& wire) REQUIRES(ioRole) { return wire.isReadOver || isHeld(wire); });
@@ -718,7 +719,7 @@ bool Connection::hasArrived() NO_THREAD_SAFETY_ANALYSIS {
   for (const Wire& wire : wires_) {
     const int fd = wire.link.sender->fd();
     char discarded[16 * 1024];
-    // Some of it: the peer may go on sending.
+    // Limited, as the peer may continue to send.
     for (int i = 0; i < 64; ++i) {
       if (recv(fd, discarded, sizeof(discarded), MSG_DONTWAIT) <= 0) break;
     }
@@ -728,7 +729,7 @@ bool Connection::hasArrived() NO_THREAD_SAFETY_ANALYSIS {
   return hasAll;
 }
 
-// Returns whose requests were to be sent.
+// Returns the mailboxes whose requests were dropped.
 std::set<Mailbox*> Connection::dropUnsent() {
   std::set<Mailbox*> mailboxes;
   const auto drop = [&](const OutItem& item) REQUIRES(ioRole) {

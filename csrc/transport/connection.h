@@ -1,24 +1,25 @@
-// Connection: all that this process has with one other: what is queued to it, and the frames that
-// come from it. There is one for a pair of processes, used both ways, whichever of them makes it
-// (handshake.h). Until one of them needs it there is none; what is not worth one waits in the
-// mesh.
+// Connection: everything that this process has with one other process: the frames queued to it, and
+// the frames received from it. Two processes share one connection, used in both directions,
+// whichever of them makes it (handshake.h). It is made when either process needs it. Until then,
+// frames that do not justify a connection wait in the mesh.
 //
-// Between hosts it may have several sockets: one carries no more than its window and the network
-// allow it. The side that has made the connection then adds others. All belong to it, and when one
-// of them ends so does the connection: what has left by it cannot be told from what has arrived.
+// Between hosts a connection may have several sockets, as one carries no more than its window and
+// the network allow. The side that has made the connection adds them. When one of them ends, so
+// does the connection, as it is unknown how much of what was sent on that socket has arrived.
 //
 // States (moveTo() makes every transition):
 //
 //   kIdle -> kDialing -> kOpen -> kEnding -> kLost
 //   kIdle -> kOpen                the peer has dialled
 //   kIdle, kDialing -> kEnding
-//   kDialing -> kIdle             the peer has left all groups that both were in
+//   kDialing -> kIdle             the peer has left every group that both were in
 //
-// kEnding: it has failed, or the peer's process has ended. What the peer had sent before counts,
-// also that it was leaving: it is read first, as long as it may still be on its way.
+// kEnding: the connection has failed, or the peer's process has ended. Frames that the peer sent
+// before still count, including its goodbye. They are read first, for as long as they may be in
+// flight.
 //
-// Thread contract: the mesh's I/O lock. Nothing here blocks. Reading hands frames to mailboxes,
-// which answer on this connection; what a group has to answer is an event (event.h).
+// Thread contract: the mesh's I/O lock. Nothing here blocks. Reading passes frames to mailboxes,
+// which answer on this connection; what the group itself must handle is an event (event.h).
 #pragma once
 
 #include <chrono>
@@ -46,17 +47,17 @@
 
 namespace mycoll {
 
-// Something on its way out.
+// A queued frame, or a message that is sent in pieces.
 struct OutItem {
   FrameHeader header;
   const char* payload = nullptr;
-  std::string owned;  // the payload instead, where it is nobody else's
-  size_t sent = 0;    // of header and payload together
-  // Finished when the payload has left; null: nobody's. It is dropped with its request, so that
-  // nobody is asked to take what will not be sent.
+  std::string owned;  // replaces `payload` if it is not empty
+  size_t sent = 0;    // bytes of header and payload
+  // The request that finishes when the payload has been sent, or null. The item is dropped with its
+  // request, so that the receiver is not asked for a message that will not be sent.
   Transfer* request = nullptr;
-  // kData, kMore, kPut: the whole message, which leaves in pieces, and how much of it has been cut
-  // off. kEager: the same, as soon as this frame, which has no payload, has left.
+  // kData, kMore, kPut: the whole message, which is sent in pieces, and how much of it has been cut
+  // off. kEager: the same, once this frame, which has no payload, has been sent.
   Span message;
   size_t cut = 0;
 };
@@ -65,8 +66,8 @@ class Connection {
  public:
   enum class State { kIdle, kDialing, kOpen, kEnding, kLost };
   static constexpr size_t kMostSockets = 64;
-  // After so many bytes in one direction the others get their turn: what is under way between two
-  // processes then stays within the caches, and both directions flow at once.
+  // After this many bytes in one direction, the other direction and other connections get their
+  // turn. The data in flight between two processes then stays in the caches.
   static constexpr size_t kTurnBytes = 512 * 1024;
 
   Connection(Local& local, PeerAddress peer) : local_(local), peer_(std::move(peer)) {}
@@ -74,9 +75,9 @@ class Connection {
 
   const PeerAddress& peer() const { return peer_; }
   State state() const REQUIRES(ioRole) { return state_; }
-  // Why it is ending, or lost.
+  // The reason for kEnding or kLost.
   const Loss& loss() const REQUIRES(ioRole) { return loss_; }
-  // It is, or was, open.
+  // Whether it is, or was, open.
   bool wasOpen() const REQUIRES(ioRole) { return wasOpen_; }
 
   // ---- being made
@@ -84,103 +85,107 @@ class Connection {
   // kIdle only.
   void dial() REQUIRES(ioRole);
   void goOnDialing() REQUIRES(ioRole);
-  // The next attempt, if it is due. Raises RankLeft and waits where the last one has found that.
+  // Starts the next attempt if it is due. If the last attempt found that the peer has left a group,
+  // raises RankLeft for that group first.
   void dialAgain() REQUIRES(ioRole);
   bool isShm() const REQUIRES(ioRole) { return !wires_.empty() && wires_.front().link.isShm; }
-  // There is no group any more that both are in.
+  // No group is left that both processes are in.
   bool isToNobody() const REQUIRES(ioRole) {
     return dial_ && dial_->state() == Dial::State::kNobody;
   }
-  // kDialing -> kIdle. Raises NotSent for what was queued.
+  // kDialing -> kIdle. Raises NotSent for the queued requests.
   void giveUpDialing() REQUIRES(ioRole);
   bool isToBeMade() const REQUIRES(ioRole) {
     return state_ == State::kIdle || state_ == State::kDialing;
   }
-  // If it is to be made: it is, by this side or the other.
+  // Requires isToBeMade(): this side or the peer has made the connection.
   void open(Link link) REQUIRES(ioRole);
-  // One more socket. Closed at once if it cannot be used any more.
+  // Adds one more socket. Closes it if the connection can no longer use it.
   void join(Link link) REQUIRES(ioRole);
   bool mayBeJoined(uint64_t id) const REQUIRES(ioRole) {
     return state_ == State::kOpen && wires_.front().link.id == id && wires_.size() < kMostSockets;
   }
-  // kDialing: the peer may have opened it already.
+  // kDialing: whether the peer may have opened it already.
   bool mayBeOpen() const REQUIRES(ioRole) { return dial_ && dial_->hasProved(); }
 
   // ---- bytes
 
-  // Takes it, or raises NotSent for its request if the peer is lost. kIdle: it leaves when somebody
-  // has dialled.
+  // Queues the item, or raises NotSent for its request if the peer is lost. kIdle: the item is sent
+  // once either side has dialled.
   void enqueue(OutItem item) REQUIRES(ioRole);
   std::deque<OutItem>& queue() REQUIRES(ioRole) { return queue_; }
-  // Whether a message of so many bytes is spread over several sockets.
+  // Whether a message of this size is spread over several sockets.
   bool cuts(size_t bytes) const REQUIRES(ioRole) {
     return wires_.size() > 1 && bytes > kSmallPieceBytes;
   }
   bool hasQueued(uint64_t context, int rank) const REQUIRES(ioRole);
-  // Drops what of this request has not left, and where it is being received.
+  // Drops the unsent frames of this request. The rest of a frame that is being received into it is
+  // discarded.
   void forget(Transfer* request) REQUIRES(ioRole);
-  // Discards the rest of what is being read into this message.
+  // Discards the rest of a frame that is being received into this message.
   void forget(const Mailbox::Unexpected* message) REQUIRES(ioRole);
   void forget(Mailbox* mailbox) REQUIRES(ioRole);
   void forget(Mailbox* mailbox, uint64_t window) REQUIRES(ioRole);
-  // Both: true if anything moved.
+  // Both return true if anything moved.
   bool flush(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
   bool drain(size_t turnBytes = kTurnBytes) REQUIRES(ioRole);
   bool maybeReadable() const REQUIRES(ioRole);
   void lookAgain() REQUIRES(ioRole);
-  // False: the descriptor is none of its.
+  // Returns false if the descriptor belongs to another object.
   bool onEvent(int fd, bool isClosed) REQUIRES(ioRole);
   void setAsleep(bool asleep) REQUIRES(ioRole);
   bool sendFd(int fd, const std::string& cookie) REQUIRES(ioRole);
   Fd takeFd(const std::string& cookie) REQUIRES(ioRole);
-  // Those whose cookies begin so.
+  // Closes the received descriptors whose cookies begin with this prefix.
   void dropFds(const std::string& prefix) REQUIRES(ioRole);
-  // Whether the peer can read this process's region, when it gets the next message.
+  // Returns whether the peer can read this process's region once it receives the next message.
   bool giveRegion(uint64_t region) REQUIRES(ioRole);
-  // The peer could not: it may later.
+  // The peer could not read it. It is given again later.
   void takeRegionBack(uint64_t region) REQUIRES(ioRole) { regions_.takeBack(region); }
-  // One that the peer has given. Null: it cannot be read here.
+  // A region that the peer has given. Null if this process cannot read it.
   std::shared_ptr<Segment> regionOf(uint64_t region, size_t bytes) REQUIRES(ioRole);
 
   // ---- ending
 
-  // The first reason stays.
+  // Keeps the first reason, except that kSilent replaces another one during kEnding.
   void end(Loss loss) REQUIRES(ioRole);
-  // The same, and nothing more is read.
+  // As end(), and stops reading.
   void breakOff(Loss loss) REQUIRES(ioRole);
-  // kEnding: its process has ended, which says more than what was seen of it.
+  // kEnding: the peer's process has ended, which explains more than the error of the connection.
   void hasEnded() REQUIRES(ioRole) { loss_ = {LossReason::kEnded, ""}; }
-  // kEnding: all has been read that will come. isEnded: its process is no more.
+  // kEnding: reads what has arrived. Returns true if nothing more will arrive. isEnded: the peer's
+  // process has ended.
   bool hasSaidAll(bool isEnded) REQUIRES(ioRole);
-  // This process ends, and will send nothing more. Here and in hasArrived() without the lock:
-  // nobody else has the mesh any more.
+  // This process ends and sends nothing more. This and hasArrived() are called without the lock: no
+  // other thread uses the mesh any more.
   void sayNoMore();
-  // ... and what it had sent has arrived. Reads what comes, for nobody (tcp/link.h).
+  // Whether everything sent has arrived. Reads and discards what the peer still sends (tcp/link.h).
   bool hasArrived();
-  // kEnding -> kLost. What was queued ends with PeerLost, which is for the caller to raise.
+  // kEnding -> kLost. The caller must raise PeerLost, which ends the queued requests.
   void lose() REQUIRES(ioRole);
 
-  // A whole frame that came before its group. False: it is not in its sender's own name.
+  // Delivers a whole frame that arrived before its group was made. Returns false if the frame names
+  // a rank of another process as its source.
   static bool deliver(Mailbox& mailbox, const EarlyFrame& frame) REQUIRES(ioRole);
 
  private:
-  // Pieces, where there are several sockets.
+  // The size of pieces when there are several sockets.
   static constexpr size_t kSmallPieceBytes = 128 * 1024;
 
-  // A socket, or rings: what leaves by it just now, and what comes.
+  // A socket or a pair of rings, with the frames that are being sent and received on it.
   struct Wire {
     Link link;
     OutItem out;  // if isSending
     bool isSending = false;
 
-    // Nothing comes any more, or nothing that can be believed.
+    // Nothing more arrives, or what arrives cannot be trusted.
     bool isReadOver = false;
     FrameHeader header;
     size_t headerGot = 0;
     size_t payloadGot = 0;
-    uint32_t payloadCheck = 0;  // of what was got of a checked frame
-    bool isBegun = false;       // the frame: its header is there, and it is its turn
-    // Of the frame being read; null: its payload is thrown away.
+    uint32_t payloadCheck = 0;  // of the received part of a checked frame
+    bool isBegun = false;       // the header has arrived, and the frame need not wait
+    // For the frame being read. Null: its payload is discarded unless isEarly.
     Mailbox* mailbox = nullptr;
     Mailbox::Target target;
     bool isEarly = false;  // the frame is kept for a group that is not made yet
@@ -190,7 +195,7 @@ class Connection {
   void moveTo(State next) REQUIRES(ioRole);
   void countStuck() REQUIRES(ioRole);
   bool isFirst(const Wire& wire) const REQUIRES(ioRole) { return &wire == &wires_.front(); }
-  // Others get their turn between two pieces of the first message.
+  // Lets other items be sent between two pieces of the first message.
   void giveWay() REQUIRES(ioRole);
   void joinMore() REQUIRES(ioRole);
   void leaveJoining(size_t number) REQUIRES(ioRole);
@@ -215,25 +220,26 @@ class Connection {
   Loss loss_ GUARDED_BY(ioRole);
   bool wasOpen_ GUARDED_BY(ioRole) = false;
   std::unique_ptr<Dial> dial_ GUARDED_BY(ioRole);  // kDialing
-  // kOpen, kEnding. The first carries everything, the others pieces. Grows only, while others read.
+  // kOpen, kEnding. The first wire carries all kinds of frames, the others only pieces. Wires are
+  // added even while others are read, but never removed.
   std::deque<Wire> wires_ GUARDED_BY(ioRole);
-  // kOpen: of further sockets that are being made.
+  // kOpen: one for each further socket that is being made.
   std::vector<std::unique_ptr<Dial>> joining_ GUARDED_BY(ioRole);
 
   PeerRegions regions_ GUARDED_BY(ioRole);
-  std::deque<OutItem> queue_ GUARDED_BY(ioRole);  // what no wire has begun to send, or to cut up
+  std::deque<OutItem> queue_ GUARDED_BY(ioRole);  // items not begun, or messages being cut up
 
-  // Messages whose beginning has left, or come; pieces that have left, or come, whole, by another
-  // wire than the first.
+  // The number of messages whose beginning was sent or received, and of whole pieces that were sent
+  // or received by other wires than the first.
   uint64_t begunOut_ GUARDED_BY(ioRole) = 0;
   uint64_t begunIn_ GUARDED_BY(ioRole) = 0;
   uint64_t piecesOut_ GUARDED_BY(ioRole) = 0;
   uint64_t piecesIn_ GUARDED_BY(ioRole) = 0;
 
-  // kOpen: something waits for room. It is counted as pending, whatever it is.
+  // kOpen: something waits for room. Counts once in Local::pending, however much waits.
   bool isStuck_ GUARDED_BY(ioRole) = false;
 
-  // kEnding: when that began, or the latest bytes came.
+  // kEnding: when that state began, or when the latest bytes arrived.
   Deadline::Clock::time_point lastByte_ GUARDED_BY(ioRole);
 };
 

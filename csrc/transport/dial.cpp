@@ -16,13 +16,13 @@ namespace mycoll {
 namespace {
 
 constexpr auto kConnectTime = std::chrono::milliseconds(30'000);
-// After a peer has said that it has not made the group yet, which it says after a while (see
-// doorkeeper.cpp); or after it has hung up without a word, which it does when there are too many at
-// a time.
+// After a peer has reported that it has not made the group yet, which it does after a while (see
+// doorkeeper.cpp); or after it has closed the socket without an answer, which it does when there
+// are too many connections at a time.
 constexpr auto kConnectAgain = std::chrono::milliseconds(100);
 constexpr int kMaxHangUps = 50;
-// A peer that is gone may have gone because of a failure, which the others are about to tell, and
-// which says more.
+// A peer that is gone may be gone because of a failure that other ranks are about to report, and
+// which is the better explanation.
 constexpr auto kLastWords = std::chrono::milliseconds(400);
 constexpr auto kLookAgain = std::chrono::milliseconds(50);
 
@@ -47,15 +47,15 @@ void Dial::moveTo(State next) {
   state_ = next;
 }
 
-// Not kNobody at once: the caller may have something to send, which ends with the next attempt.
+// Not kNobody yet: the caller may have something to send, which ends with the next attempt.
 Dial::Dial(Local& local, const PeerAddress& peer, Joining joining)
     : local_(local), peer_(peer), joining_(joining) {
   if (!begin()) nextAttempt_ = Deadline::after(std::chrono::milliseconds(0));
 }
 
-// The oldest group that both are in vouches, whichever needs the connection: the other side has
-// made it long ago, while it may be late with a new one. If not even that, the next one is asked
-// about: it may have been made while the oldest cannot be. False: there is none.
+// The oldest group that both are in authenticates the connection, whichever group needs it: the
+// peer has made it long ago, but may be late with a new one. If the peer has not made the oldest,
+// the next one is tried, which it may have made. Returns false if there is no such group.
 bool Dial::begin() {
   const std::vector<Mailbox*> common = local_.groups.commonWith(peer_.uid);
   if (common.empty()) return false;
@@ -108,8 +108,8 @@ void Dial::again() {
   if (!begin()) moveTo(State::kNobody);
 }
 
-// In the middle of the handshake, or before it began. After shared memory TCP is next, which asks
-// again; where nobody listens there either, it hung up because it is gone.
+// The peer closed the socket before or during the handshake. After shared memory TCP is tried,
+// which asks again. If nothing listens on TCP either, the peer closed because it is gone.
 Status Dial::hungUp(bool isShm) {
   if (!isShm && ++hangUps_ <= kMaxHangUps) standing_ = Standing::kNotYet;
   return Status(isShm ? Code::kPeerLost : Code::kNetwork, "did not answer the handshake");
@@ -118,11 +118,11 @@ Status Dial::hungUp(bool isShm) {
 // Another attempt follows.
 Status Dial::notNow(Standing standing) {
   standing_ = standing;
-  return Status(Code::kNetwork, "refused");  // seen by nobody
+  return Status(Code::kNetwork, "refused");  // not reported
 }
 
-// In the order in which they are tried: those of a network that both are in come first, those that
-// did not work before come last. Further sockets begin one later each, and so use all of them.
+// The addresses in the order in which they are tried: those in a common network first, those that
+// failed before last. Each further socket begins with the next one, so that all are used.
 std::vector<const TcpAddress*> Dial::addresses() const {
   auto isNear = [this](const TcpAddress* entry) {
     return std::any_of(
@@ -136,7 +136,7 @@ std::vector<const TcpAddress*> Dial::addresses() const {
   if (order.size() < 2) return order;
   const auto bad = std::stable_partition(order.begin(), order.end(), isGood);
   const auto far = std::stable_partition(order.begin(), bad, isNear);
-  // Where they have a network in common it is used; also IPv4 only, where it is not the only one.
+  // If there is a common network, only it is used; likewise only IPv4, if there are both.
   auto last = far != order.begin() ? far : bad;
   const bool isIpv6 = isIpv6Address(order.front()->address);
   last = std::stable_partition(order.begin(), last, [&](const TcpAddress* entry) {
@@ -151,7 +151,7 @@ std::vector<const TcpAddress*> Dial::addresses() const {
   return order;
 }
 
-// Where this host has several addresses in that network, they take turns.
+// If this host has several addresses in that network, they are used in turn.
 const InterfaceAddress* Dial::ownFor(const TcpAddress& entry) const {
   std::vector<const InterfaceAddress*> own;
   for (const InterfaceAddress& each : local_.interfaces) {
@@ -160,7 +160,7 @@ const InterfaceAddress* Dial::ownFor(const TcpAddress& entry) const {
   return own.size() > 1 ? own[joining_.number % own.size()] : nullptr;
 }
 
-// Where nobody listens it is the process that is gone, and not the way to it.
+// If nothing listens there, the process is gone, and the address is not at fault.
 void Dial::setAside(const TcpAddress& entry, const Status& failure) {
   if (peer_.tcp.size() < 2 || failure.code() == Code::kPeerLost) return;
   if (!local_.unreachable.insert(entry.address).second) return;
@@ -170,7 +170,7 @@ void Dial::setAside(const TcpAddress& entry, const Status& failure) {
 
 Task Dial::attempt() {
   std::string reasons;
-  bool isGone = true;  // nobody listens where it did
+  bool isGone = true;  // nothing listens at its addresses
   if (joining_.connection == 0 && local_.isOnThisHost(peer_)) {
     Fd socket;
     bool isFull = false;
@@ -222,7 +222,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   handshake_ = {};
   handshake_.socket = socket.get();
   handshake_.secret = voucher_.secret;
-  // The other side may be stopped, and go on: its end would end the connection.
+  // The peer may be stopped and continue later. If it ends, so does the connection.
   handshake_.deadline = Deadline::never();
   handshake_.makesRings = isShm;
   Hello& hello = handshake_.hello;

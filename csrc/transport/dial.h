@@ -1,7 +1,7 @@
-// Dial: how this process gets a connection to one peer: the calling side of the handshake
-// (handshake.h), by shared memory, then by each of the peer's addresses; attempt after attempt
-// while the peer has not made the group that is to vouch, or has left it. Or one more socket for a
-// connection that there is already.
+// Dial: how this process makes a connection to one peer. It is the connecting side of the handshake
+// (handshake.h). It tries shared memory, then each of the peer's addresses, and repeats that while
+// the peer has not made the group that authenticates the connection, or has left it. It also adds
+// one more socket to an existing connection.
 //
 // States (moveTo() makes every transition):
 //
@@ -36,25 +36,25 @@ class Dial {
     kWaiting,  // for the next attempt
     kMade,     // the rest is in the fields below
     kFailed,   // loss() says why
-    kNobody,   // there is no group any more that both are in
+    kNobody,   // no group is left that both are in
   };
 
-  // What a further socket of a connection needs to know.
+  // Describes a further socket of a connection.
   struct Joining {
-    uint64_t connection = 0;  // 0: none is joined, a connection is made
-    size_t number = 0;        // of the socket: which addresses it is for, where there are several
+    uint64_t connection = 0;  // 0: no existing one, a connection is made
+    size_t number = 0;        // of the socket: selects among several addresses
   };
   // Begins the first attempt. The peer's address outlives this.
   Dial(Local& local, const PeerAddress& peer, Joining joining) REQUIRES(ioRole);
   State state() const REQUIRES(ioRole) { return state_; }
-  // The peer may have made the connection already: it knows that this side wants it.
+  // Whether the peer may have made the connection already, as it knows that this side wants it.
   bool hasProved() const REQUIRES(ioRole) {
     return state_ == State::kTrying && handshake_.hasProved;
   }
 
-  // Goes on with an attempt if what it waits for has come.
+  // Continues an attempt if what it waits for has happened.
   void goOn() REQUIRES(ioRole);
-  // Whether the next attempt is due; begins it.
+  // Whether the next attempt is due; again() begins it.
   bool isDue() const REQUIRES(ioRole) {
     return state_ == State::kWaiting && nextAttempt_.expired();
   }
@@ -64,7 +64,7 @@ class Dial {
     Mailbox* mailbox;
     int rank;
   };
-  // What the attempt before this one has found. No mailbox: nothing.
+  // The group that the peer has left, as the latest attempt found. No mailbox: none.
   Left left() const REQUIRES(ioRole);
 
   // kMade.
@@ -90,15 +90,15 @@ class Dial {
   State state_ GUARDED_BY(ioRole) = State::kWaiting;
   Task task_ GUARDED_BY(ioRole);               // of the attempt that is under way
   HandshakeGroup voucher_ GUARDED_BY(ioRole);  // of the latest attempt
-  // What that group is to the other side. Not kMember: another attempt follows.
+  // The peer's relation to that group. Not kMember: another attempt follows.
   Standing standing_ GUARDED_BY(ioRole) = Standing::kGone;
   Deadline nextAttempt_ GUARDED_BY(ioRole);
-  Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // once nobody listened
+  Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // set once nothing listened
   Handshake handshake_ GUARDED_BY(ioRole);                   // of this attempt
-  // The other side has, or makes, a connection of its own.
+  // The peer has, or makes, a connection of its own.
   bool isCrossed_ GUARDED_BY(ioRole) = false;
   size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group
-  int hangUps_ GUARDED_BY(ioRole) = 0;    // how many times it said nothing
+  int hangUps_ GUARDED_BY(ioRole) = 0;    // how many times it closed without an answer
   Link link_ GUARDED_BY(ioRole);
   Loss loss_ GUARDED_BY(ioRole);
 };

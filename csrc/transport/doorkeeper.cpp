@@ -18,18 +18,20 @@
 namespace mycoll {
 namespace {
 
-// A stranger may hold a socket of ours for so long, and so many of them may. Of those that know our
-// name: a large job's, all of which may come before we have made the group.
+// An unauthenticated connection may exist for this long, and so many of them. kMaxNamed: those that
+// know this process's uid. All ranks of a large job may connect before this process has made the
+// group.
 constexpr auto kStrangerTime = std::chrono::milliseconds(5'000);
 constexpr size_t kMaxStrangers = 64;
 constexpr size_t kMaxNamed = 4096;
 constexpr int kMostAtOnce = 64;  // connections that are accepted in a row
 constexpr auto kAcceptAgain = std::chrono::milliseconds(100);
-// For a lobby to be opened.
+// How long a connection waits for a lobby to be opened.
 constexpr auto kLobbyTime = std::chrono::milliseconds(1'000);
 
-// The group that a stranger names may be made on this side only in a moment: it saw our address
-// before we saw all of theirs. Or it was here, and has been left.
+// Waits until the group that a Hello names is known here. This process may be about to make it, as
+// the peer had this process's address earlier than this process had all others. Or this process has
+// left it.
 class GroupIsKnown final : public Condition {
  public:
   GroupIsKnown(const GroupTable& groups, uint64_t context, int rank, Deadline deadline)
@@ -61,12 +63,12 @@ class LobbyIsOpen final : public Condition {
 
 }  // namespace
 
-// A connection that has not proved anything yet.
+// A connection that is not authenticated yet.
 struct Doorkeeper::Visitor {
   Fd socket;
   bool isUnix = false;
   Deadline deadline;
-  bool hasNews = true;   // its socket has something to be looked at
+  bool hasNews = true;   // its socket may have something to read
   bool namesUs = false;  // it knows this process's uid, as members do; strangers do not
   Task task;
   Entrant entrant;  // what the handshake ends with; without a link when it failed
@@ -120,8 +122,8 @@ bool Doorkeeper::onEvent(int fd) {
   return false;
 }
 
-// Those that do not know a name of ours make room, the oldest first: however many strangers there
-// are, a member that comes among them finds a place. False: there is no such stranger.
+// Drops the oldest connection that does not know this process's uid, so that a member finds a place
+// among any number of strangers. Returns false if there is none.
 bool Doorkeeper::dropStranger() {
   auto found = std::find_if(visitors_.begin(), visitors_.end(),
                             [](const auto& visitor) { return !visitor->namesUs; });
@@ -155,7 +157,7 @@ void Doorkeeper::acceptFrom(int listener, bool isUnix) {
     visitor->socket = std::move(socket);
     visitor->isUnix = isUnix;
     visitor->deadline = Deadline::after(kStrangerTime);
-    if (!local_.sleeper.watch(visitor->socket.get()).ok()) continue;  // we would never hear of it
+    if (!local_.sleeper.watch(visitor->socket.get()).ok()) continue;  // its events would be missed
     visitor->task = answer(visitor.get());
     visitor->task.resume();
     if (visitor->task.finished()) {
@@ -164,13 +166,13 @@ void Doorkeeper::acceptFrom(int listener, bool isUnix) {
       visitors_.push_back(std::move(visitor));
     }
   }
-  local_.sleeper.watchAgain(listener);  // the rest has to wait for its turn
+  local_.sleeper.watchAgain(listener);  // the rest waits for its turn
 }
 
-// At once when it has been admitted: this side must not go on with a connection of its own to the
-// same process in between, as each of them could then keep the one that the other has dropped.
+// Called immediately after admission: if this side continued with a connection of its own to the
+// same process in between, each side could keep the connection that the other one has dropped.
 void Doorkeeper::letIn(Visitor& visitor) {
-  // The other side may believe that it is in.
+  // The peer may take itself for admitted.
   if (detail::isOutOfMemory(visitor.task.result())) throw std::bad_alloc();
   if (visitor.entrant.link.sender) enter_(std::move(visitor.entrant));
 }
@@ -207,7 +209,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
     co_await sendAnswer;
     co_return refused;
   }
-  deadline = visitor->deadline = Deadline::after(kStrangerTime);  // it has waited for us
+  deadline = visitor->deadline = Deadline::after(kStrangerTime);  // it has waited for this process
   const std::string sourceUid(hello.sourceUid, sizeof(hello.sourceUid));
   if (hello.source < 0 || hello.source >= mailbox->ranks() ||
       mailbox->group().peers[hello.source].uid != sourceUid) {
@@ -252,7 +254,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
   co_return Status();
 }
 
-// Whoever does not wait has been told the lobby's number when it was open: it is there, or is over.
+// A peer that does not wait knows the lobby's number from when it was open: it is open or over.
 Task Doorkeeper::answerInLobby(Visitor* visitor, Hello hello) {
   const int fd = visitor->socket.get();
   const Status refused(Code::kNetwork, "refused");
@@ -262,7 +264,7 @@ Task Doorkeeper::answerInLobby(Visitor* visitor, Hello hello) {
   }
   const auto lobby = local_.lobbies.find(hello.context);
   const bool isOpen = lobby != local_.lobbies.end();
-  if (!isOpen && hello.waits) co_return refused;  // it comes again
+  if (!isOpen && hello.waits) co_return refused;  // it connects again
   Challenge challenge{};
   challenge.standing = Standing::kGone;
   std::string secret;
@@ -301,7 +303,7 @@ void Doorkeeper::goOn() {
   if (acceptAgain_.when() <= now) acceptAll();
   for (size_t i = 0; i < visitors_.size();) {
     Visitor& visitor = *visitors_[i];
-    // Those that say nothing cost no system call: a job goes on at its pace among many of them.
+    // Silent connections cost no system call, so many of them do not slow a job down.
     if (visitor.hasNews || visitor.namesUs || visitor.deadline.when() <= now) {
       visitor.hasNews = false;
       Condition* condition = visitor.task.waitingFor();

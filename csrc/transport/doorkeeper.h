@@ -1,6 +1,6 @@
-// Doorkeeper: where peers connect to this process: its listeners, and the connections that have not
-// proved anything yet (the answering side of the handshake, handshake.h). These are bounded in
-// number and time; the peers that prove themselves are let in.
+// Doorkeeper: the accepting side of the handshake (handshake.h): the listeners of this process, and
+// the connections that are not authenticated yet. These are limited in number and time. A peer that
+// authenticates itself is admitted.
 //
 // Thread contract: the mesh's I/O lock. Nothing here blocks.
 #pragma once
@@ -23,35 +23,35 @@ namespace mycoll {
 
 class Doorkeeper {
  public:
-  // A connection whose other end has proved who it is.
+  // An authenticated connection.
   struct Entrant {
     PeerAddress peer;
     Link link;
-    uint64_t joins = 0;  // 0: no connection, but makes one
+    uint64_t joins = 0;  // 0: it makes a connection
   };
   enum class Admission {
     kEnter,
-    kAskAgain,  // there is a connection with it, or one is being made
-    kRefused,   // it counts as lost
-    kGone,      // no group has it any more: when it asks again, it hears that
+    kAskAgain,  // a connection with it exists or is being made
+    kRefused,   // it is lost, or there is no such connection to join
+    kGone,      // no group contains it any more: it learns that when it asks again
   };
-  // What becomes of a peer that has proved who it is.
+  // Decides on a peer that has authenticated itself.
   using Admit = std::function<Admission(const std::string& uid, uint64_t joins)>;
   using Enter = std::function<void(Entrant)>;
 
   Doorkeeper(Local& local, Admit admit, Enter enter);
   ~Doorkeeper();
 
-  // Opens the listeners, and adds to the process's address where they are. Once, before anybody
-  // else has the mesh: without the lock.
+  // Opens the listeners, and adds their addresses to the process's address. Called once and without
+  // the lock, before any other thread uses the mesh.
   Status listen();
-  // False: the descriptor is none of its.
+  // Returns false if the descriptor belongs to another object.
   bool onEvent(int fd) REQUIRES(ioRole);
-  // Whether somebody is at the door.
+  // Whether connections wait to be authenticated.
   bool isBusy() const REQUIRES(ioRole) { return !visitors_.empty(); }
-  // ... or had to be left outside for a moment.
+  // Whether connections could not be accepted, and will be later.
   bool isToLookAgain() const REQUIRES(ioRole) { return !acceptAgain_.isNever(); }
-  // Goes on with the handshakes.
+  // Continues the handshakes.
   void goOn() REQUIRES(ioRole);
 
  private:
@@ -67,11 +67,11 @@ class Doorkeeper {
   Local& local_;
   const Admit admit_;
   const Enter enter_;
-  // As listen() has made them.
+  // Constant after listen().
   Fd unixListener_;
   std::vector<Fd> tcpListeners_;
   std::vector<std::unique_ptr<Visitor>> visitors_ GUARDED_BY(ioRole);  // the oldest first
-  // Descriptors were used up; listeners do not report twice.
+  // When to accept again after descriptors were used up: listeners do not report twice.
   Deadline acceptAgain_ GUARDED_BY(ioRole);
 };
 

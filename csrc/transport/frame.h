@@ -1,35 +1,36 @@
-// What travels on a link: frames, each a header and `payloadBytes` of payload.
+// Frames, which are sent on links. Each is a header and `payloadBytes` of payload.
 //
-//   kEager          a whole message that is small enough to be buffered by the receiver; or,
-//                   without its payload, the beginning of one: the rest comes in kMore frames
+//   kEager          a whole message that is small enough for the receiver to buffer; or, without
+//                   its payload, the beginning of one: the rest follows in kMore frames
 //   kRequestToSend  a larger message is ready; its payload waits at the sender. The frame's own
-//                   payload, if any: where the receiver can read that itself (SharedPlace)
-//   kClearToSend    the receiver has posted memory for it; goes back over the same connection
-//   kTaken          ... or the receiver has read it where it lies
+//                   payload, if any, is the place where the receiver can read it (SharedPlace)
+//   kClearToSend    the receiver has posted memory for it; sent back over the same connection
+//   kTaken          ... or the receiver has read it in place
 //   kData           a piece of that payload
-//   kMore           a piece of the payload that an kEager frame came without
+//   kMore           a piece of the payload of a kEager frame that has none itself
 //   kAbort          the group has failed; the payload is the first cause
-//   kGoodbye        the sender has closed its end of the group; the payload says why, or nothing
-//   kProbe          the sender tells the numbers and signatures of collectives it has begun, the
-//                   latest last, to be compared
-//   kArrived        a collective that somebody waits long in, and who is known to have come to it
-//   kQuestion, kAnswer, kDeadlock  why a rank does not come: engine/questions.h
-//                   kArrived and kQuestion repeat themselves: of those with the same `tag` the
-//                   latest says all that the others do
-//   kPut            a piece of what is written into a window of the receiver: `tag` is the window,
-//                   `offset` where in it the piece begins. The next frames of that window
-//                   from this sender, signals for instance, leave after its last piece.
-//   kHold, kGoOn    the sender buffers much that nobody receives: what is sent to it from now on
-//                   is to wait for its receiver, however small; it may come at once again
+//   kGoodbye        the sender has closed its end of the group; the payload is the reason, if any
+//   kProbe          the numbers and signatures of collectives that the sender has begun, the latest
+//                   last, to be compared
+//   kArrived        a collective in which a rank waits long, and the ranks known to be in it
+//   kQuestion, kAnswer, kDeadlock  why a rank is missing: engine/questions.h
+//                   kArrived and kQuestion are repeated: of those with the same `tag`, the latest
+//                   contains everything that the others do
+//   kPut            a piece of a write to a window of the receiver: `tag` is the window, `offset`
+//                   the place of the piece in it. Later frames of that window from this sender,
+//                   such as signals, are sent after its last piece
+//   kHold           the sender of this frame buffers many messages without a receive: from now on,
+//                   even small messages to it must wait for one
+//   kGoOn           ... small messages to it no longer wait
 //
-// Two hosts may be connected by several sockets. All frames leave by the first one, in order, but
-// for pieces of payloads (kData, kMore), which say where they belong and leave by any socket. What
-// a piece needs to come first is waited for where it is read: its kEager frame. So are the pieces
-// that a kGoodbye must not overtake.
+// Two hosts may be connected by several sockets. All frames are sent on the first one, in order,
+// except for pieces of payloads (kData, kMore). These name their place in the message and are sent
+// on any socket. A reader delays a piece until it has read the kEager frame of its message, and a
+// kGoodbye until it has read all pieces sent before it.
 //
-// A frame may be checked (MYCOLL_CHECKSUM; its sender decides): then it says so by its magic
-// number, and holds the CRC-32C of its header, which is looked at before anything in it is
-// believed, and that of its payload, which is looked at before anybody is told that it has come.
+// Frames may be checked (MYCOLL_CHECKSUM; the sender decides). A checked frame has another magic
+// number, and holds the CRC-32C of its header, verified before any other field is used, and that of
+// its payload, verified before the message is reported as received.
 #pragma once
 
 #include <cstddef>
@@ -59,15 +60,15 @@ enum class FrameKind : uint8_t {
   kTaken,
 };
 
-// Tags of collectives: the collective's number, then the step within it.
+// The tag of a collective: its number, then the step within it, in this many bits.
 constexpr int kStepBits = 20;
 
-// Messages of different classes never match each other. kWindow: what is put into a window, and
-// signals, which are empty and counted where nobody waits for one (mailbox.h).
+// Messages of different classes never match each other. kWindow: data put into a window, and
+// signals, which are empty messages; a signal without a receive is counted (mailbox.h).
 enum class MessageClass : uint8_t { kCollective, kPointToPoint, kControl, kWindow };
 
-// Whether two calls may exchange a message: of the sizes of parts that only two ranks know, the
-// receiver compares its own (Mailbox::agrees()).
+// Whether two calls may exchange a message. The receiver compares sizes of parts that only two
+// ranks know with its own (Mailbox::agrees()).
 inline bool agree(MessageClass messageClass, const Signature& mine, const Signature& theirs) {
   if (messageClass != MessageClass::kPointToPoint) return mine == theirs;
   return mine.dtype == theirs.dtype && mine.opaqueType == theirs.opaqueType &&
@@ -91,20 +92,20 @@ struct FrameHeader {
   uint64_t payloadBytes = 0;  // that follow this header
   union {
     uint64_t senderRequest = 0;
-    uint64_t offset;  // kData, kMore: of the piece in its message; kPut: of it in the window
+    uint64_t offset;  // kData, kMore: of the piece in the message; kPut: in the window
   };
   union {
     uint64_t receiverRequest = 0;
-    // kMore, and kEager without its payload: which such message of this connection it is, from 1
-    // on. kGoodbye: how many pieces have left by other sockets than the first.
+    // kMore, and kEager without its payload: the number of that message on this connection, from 1
+    // on. kGoodbye: the number of pieces sent by other sockets than the first.
     uint64_t number;
   };
   uint32_t payloadCheck = 0;  // checked frames only
-  uint32_t headerCheck = 0;   // of all that stands before it
+  uint32_t headerCheck = 0;   // of all fields before it
 
   bool isChecked() const { return magic == kCheckedMagic; }
   bool isPiece() const { return kind == FrameKind::kData || kind == FrameKind::kMore; }
-  // The beginning of a message whose payload comes in pieces.
+  // Whether it begins a message whose payload follows in pieces.
   bool isBeginning() const {
     return kind == FrameKind::kEager && payloadBytes == 0 && messageBytes > 0;
   }
@@ -112,7 +113,7 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 96);
 
-// Larger announcements are nonsense; smaller ones are still checked against what was posted.
+// The largest valid payload of a control frame.
 constexpr uint64_t kMaxControlBytes = 16 * 1024;
 
 }  // namespace mycoll

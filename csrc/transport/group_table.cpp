@@ -5,13 +5,13 @@
 namespace mycoll {
 namespace {
 
-// What a frame takes beside its payload, about.
+// The approximate memory of a frame beside its payload.
 constexpr size_t kFrameOverhead = 256;
 constexpr size_t kMostOverflown = 4096;
 
 size_t sizeOf(const EarlyFrame& frame) { return frame.payload.size() + kFrameOverhead; }
 
-// A rank that waits sends such frames again and again: see frame.h.
+// Whether a waiting rank sends such frames repeatedly: see frame.h.
 bool isRepeated(const FrameHeader& header) {
   return header.kind == FrameKind::kArrived || header.kind == FrameKind::kQuestion;
 }
@@ -38,12 +38,12 @@ void GroupTable::remove(Mailbox* mailbox) {
   left_.back() = key;
   if (left_.size() > kMostLeft) {
     const auto oldest = mailboxes_.find(left_.front());
-    // It may have been made anew.
+    // The group may have been made again.
     if (oldest != mailboxes_.end() && oldest->second == nullptr) mailboxes_.erase(oldest);
     left_.pop_front();
   }
   std::erase(byAge_, mailbox);
-  // A peer that makes its groups anew comes under another uid each time.
+  // A peer that makes its groups again has another uid each time, so entries must not accumulate.
   for (const PeerAddress& peer : group.peers) {
     const auto membership = memberships_.find(peer.uid);
     if (--membership->second == 0) memberships_.erase(membership);
@@ -74,7 +74,7 @@ bool GroupTable::makeRoom(uint64_t context, int rank, size_t bytes) {
   while (earlyBytes_ + bytes + kFrameOverhead > kMaxEarlyBytes) {
     const FrameHeader& oldest = early_.front().header;
     const Key victim{oldest.context, oldest.destination};
-    // Nobody makes so many groups at a time: those of long ago.
+    // Limits the set: no job makes so many groups at a time.
     if (overflown_.size() >= kMostOverflown) overflown_.erase(overflown_.begin());
     overflown_.insert(victim);
     if (victim == group) return false;

@@ -75,7 +75,7 @@ Task shakeHands(Handshake& handshake) {
     MYCOLL_CO_RETURN_IF_ERROR(Segment::create(kRingSegmentBytes, &handshake.rings));
     auto* ring = reinterpret_cast<RingHeader*>(handshake.rings->data());
     std::memcpy(ring->cookie, proof.cookie, sizeof(ring->cookie));
-    // A fresh socket has room for so few bytes: this never fails for want of it.
+    // A fresh socket has room for so few bytes, so this never fails for lack of it.
     if (!sendDescriptor(fd, handshake.rings->fd(), reinterpret_cast<const char*>(&proof),
                         sizeof(proof))) {
       if (errno == EPIPE || errno == ECONNRESET) co_return Status();

@@ -1,6 +1,6 @@
-// How two processes come to believe each other before a byte of either is acted on. Both prove that
-// they know the secret of a group that both are in; the proofs cover what both have said, so that
-// neither can be replayed or reflected.
+// How two processes authenticate each other before either acts on a byte from the other. Both prove
+// that they know the secret of a group that both are in. The proofs cover what both have sent, so
+// that neither can be replayed or reflected.
 //
 //   connector                                 acceptor
 //   Hello: group, ranks, uids, nonce    ->
@@ -10,20 +10,20 @@
 //          [shm: with the rings' memory] ->
 //                                       <-    Verdict
 //
-// An acceptor that does not know the group says so by its standing, and that is the end: the
-// connector asks again, or lets another group vouch. This needs no proof. Who could say it falsely
-// could as well be silent.
+// An acceptor that does not know the group reports that as its standing, which ends the handshake.
+// The connector asks again later, or uses another group. The report needs no proof: an attacker
+// that can forge it could also send nothing.
 //
-// Two processes may connect to each other at once, and one connection is enough. Neither opens two:
-// the process with the smaller uid lets the other one ask again from its own Proof on, as that may
-// have opened a connection already; else whoever proves itself is accepted, and the acceptor's own
-// attempt ends.
+// Two processes may connect to each other at the same time; one connection is enough, and they
+// never open two. Once the process with the smaller uid has sent its Proof, its attempt may have
+// opened a connection, so it refuses the other process with isToAskAgain. In all other cases a peer
+// that proves itself is accepted, and the acceptor's own attempt ends.
 //
-// A connection over TCP may have more sockets than one. The process that has made it makes those,
-// by the same handshake, whose Hello names the connection that the socket joins.
+// A connection over TCP may have several sockets. The process that has made it adds them by the
+// same handshake; the Hello then names the connection that the socket joins.
 //
-// All sizes are fixed: nothing is allocated for a stranger but a socket and a coroutine, whose
-// number and time are bounded (doorkeeper.h).
+// All sizes are fixed. For an unauthenticated peer, only a socket and a coroutine are allocated;
+// their number and lifetime are limited (doorkeeper.h).
 #pragma once
 
 #include <array>
@@ -43,13 +43,14 @@ namespace mycoll {
 class Segment;
 
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
-// Of all that travels between processes: the handshake, what ranks say when they meet, frames.
+// The version of all data sent between processes: handshakes, the exchange that makes a group,
+// frames.
 constexpr uint32_t kProtocolVersion = 6;
 
 // The rank of a process that is in no group yet: see lobby.h.
 constexpr int kNobody = -1;
 
-// Which group vouches for a connection.
+// The group whose secret authenticates a connection.
 struct HandshakeGroup {
   uint64_t context = 0;
   std::string secret;
@@ -57,10 +58,10 @@ struct HandshakeGroup {
   int destination = 0;
 };
 
-// What the group of a Hello is to the acceptor.
+// The acceptor's relation to the group that a Hello names.
 enum class Standing : uint32_t {
-  kMember,  // it will prove that it is one
-  kNotYet,  // it has not made the group, in all the time that it could wait
+  kMember,  // it is a member, and proves it
+  kNotYet,  // it did not make the group within the time it could wait
   kGone,    // it has left the group
 };
 
@@ -71,9 +72,9 @@ struct Hello {
   uint64_t context = 0;
   int32_t source = 0;
   int32_t destination = 0;
-  // The connection (idOf() its cookie) that this is one more socket of; 0: none.
+  // The connection (idOf() its Proof) that this socket joins; 0: none.
   uint64_t joins = 0;
-  uint64_t waits = 0;  // 1: for a lobby that may not be open yet
+  uint64_t waits = 0;  // 1: waits for a lobby that may not be open yet
   char sourceUid[32];
   char destinationUid[32];
   uint8_t nonce[32];
@@ -85,28 +86,28 @@ struct Challenge {
   Digest mac;
 };
 struct Proof {
-  char cookie[32];  // also stands in the rings' memory, if there is one
+  char cookie[32];  // also stored in the rings' memory, if there is one
   Digest mac;
 };
 struct Verdict {
   uint32_t isAccepted = 0;
-  uint32_t isToAskAgain = 0;  // not accepted, as there is a connection, or one is being made
+  uint32_t isToAskAgain = 0;  // not accepted: a connection exists or is being made
 };
 
-// What both sides call the connection that was made with this Proof.
+// The identifier that both sides use for the connection made with this Proof.
 uint64_t idOf(const Proof& proof);
 
 Digest acceptorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32]);
 Digest connectorProof(const std::string& secret, const Hello& hello, const uint8_t nonce[32],
                       const char cookie[32]);
 
-// The connecting side. A value that outlives the task.
+// The connecting side of a handshake. Must outlive its task.
 struct Handshake {
   enum class End {
     kHungUp,  // or did not answer in time
-    kNotYet,  // both as the acceptor's standing
+    kNotYet,  // kNotYet, kGone: the acceptor's standing
     kGone,
-    kDistrusted,  // it could not prove that it knows the secret
+    kDistrusted,  // the acceptor could not prove that it knows the secret
     kRefused,
     kAskAgain,
     kAccepted,
@@ -116,20 +117,21 @@ struct Handshake {
   Hello hello;  // without the nonce
   std::string secret;
   Deadline deadline;
-  bool makesRings = false;  // hands over memory for them
+  bool makesRings = false;  // creates their memory and sends it
 
   End end = End::kHungUp;
   bool hasProved = false;  // the acceptor may have accepted
   Proof proof;
   std::shared_ptr<Segment> rings;
 };
-// Fails only for want of something on this side.
+// Fails only if this side lacks a resource.
 Task shakeHands(Handshake& handshake);
 
 Status listenUnix(const std::string& uid, Fd* listener);
-// *isFull: too many wait to be accepted there, which is no reason to go another way.
+// *isFull: too many connections wait to be accepted there, which is no reason to use another
+// transport.
 Status connectUnix(const std::string& uid, Fd* socket, bool* isFull);
-// The connected process runs as this user, or as root.
+// Whether the connected process runs as this user, or one of the two as root.
 bool isSameUser(int socket);
 
 // ---- conditions: moving bytes over a socket without blocking ------------------------------------
@@ -140,7 +142,7 @@ class SocketCondition : public Condition {
 
  protected:
   SocketCondition(int socket, Deadline deadline) : socket_(socket), deadline_(deadline) {}
-  // True ends the wait.
+  // A result of true ends the wait.
   bool fail() { return failed_ = true; }
   bool late() { return deadline_.expired() ? fail() : false; }
 
@@ -149,7 +151,7 @@ class SocketCondition : public Condition {
   bool failed_ = false;
 };
 
-// Exactly so many bytes, and at most one descriptor with them.
+// Reads exactly this many bytes, and at most one descriptor with them.
 class ReadExactly final : public SocketCondition {
  public:
   ReadExactly(int socket, void* data, size_t bytes, Deadline deadline, Fd* descriptor = nullptr)
@@ -176,12 +178,12 @@ class WriteExactly final : public SocketCondition {
   size_t bytes_;
 };
 
-// A connection that was started is there, or has failed.
+// Waits until a connection attempt has succeeded or failed.
 class Connected final : public SocketCondition {
  public:
   Connected(int socket, Deadline deadline) : SocketCondition(socket, deadline) {}
   bool ready() override;
-  int error() const { return error_; }  // why it has failed: an errno
+  int error() const { return error_; }  // the errno of the failure
 
  private:
   int error_ = ETIMEDOUT;

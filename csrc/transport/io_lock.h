@@ -1,10 +1,10 @@
-// The lock of a mesh: it guards the connections, and the mailboxes, memberships and agreements
-// of all groups. A process has one mesh, so one name for it is enough for clang to check who
-// holds it (base/mutex.h), whichever object's function asks.
+// The lock of a mesh. It guards the connections, and the mailboxes, memberships and agreements of
+// all groups. A process has one mesh, so one capability is enough for clang to check that the
+// lock is held (base/mutex.h), in the functions of all these objects.
 //
-// Never held while anything blocks or calls a user's code: what is logged meanwhile is written when
-// it has been released. Lock order: a group's run lock, its
-// queue lock, this one, then the sleeper's and leaves.
+// It is never held while a thread blocks or calls user code: log messages are written after it is
+// released. Lock order: a group's run lock, its queue lock, this one, then the sleeper's and leaf
+// locks.
 #pragma once
 
 #include <mutex>
@@ -17,13 +17,13 @@ namespace mycoll {
 class CAPABILITY("I/O lock") IoRole {};
 inline IoRole ioRole;
 
-// What a mesh hands out for an IoLock to take.
+// The mutex type of a mesh, which IoLock takes.
 using IoMutex = std::mutex;
 
 class SCOPED_CAPABILITY IoLock {
  public:
   explicit IoLock(IoMutex& mutex) ACQUIRE(ioRole) : lock_(mutex) {}
-  // Takes over a mutex that try_lock() has taken.
+  // Adopts a mutex that try_lock() has taken.
   IoLock(IoMutex& mutex, std::adopt_lock_t adopt) ACQUIRE(ioRole) : lock_(mutex, adopt) {}
   ~IoLock() RELEASE() {}
   IoLock(const IoLock&) = delete;

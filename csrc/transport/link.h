@@ -1,8 +1,8 @@
-// A link is this process's end of a connection with another: a LinkSender for the bytes that leave,
-// and a LinkReceiver for those that come, reliably and in order. Both share one socket.
+// A link is this process's end of a connection with another: a LinkSender for outgoing bytes and a
+// LinkReceiver for incoming bytes, reliably and in order. Both share one socket.
 // Two implementations: shm/link.h inside a host, tcp/link.h between hosts.
 //
-// Thread contract: all calls under the mesh's I/O lock, except where marked.
+// Thread contract: all calls under the mesh's I/O lock.
 // Nothing here blocks. Data is accepted or delivered as far as there is room.
 #pragma once
 
@@ -17,41 +17,42 @@
 
 namespace mycoll {
 
-// Closed with the later of the two that hold it.
+// Closed with the later of the sender and the receiver.
 using Socket = std::shared_ptr<const Fd>;
 
 class LinkSender {
  public:
   virtual ~LinkSender() = default;
-  // Takes bytes from the parts in order. Returns how many (0: no room now), or -1 when the peer is
-  // gone; errno says how.
+  // Takes bytes from the parts in order. Returns their number (0: no room now), or -1 with errno if
+  // the peer is gone.
   virtual ssize_t write(const Span* parts, int count) = 0;
-  // About to sleep (true), or awake again: while asleep and short of room, the peer must ring.
+  // The process is about to sleep (true), or awake again. While it sleeps and the link is short of
+  // room, the peer must ring.
   virtual void setAsleep(bool asleep) = 0;
   virtual int fd() const = 0;
-  // Beside the bytes: hands the receiver a descriptor under a name of 32 bytes. False where links
-  // of this kind cannot.
+  // Sends a descriptor beside the bytes, under a name of 32 bytes. Returns false if it could not be
+  // sent; some kinds of links never can.
   virtual bool sendFd(int, const std::string& /*cookie*/) { return false; }
 };
 
 class LinkReceiver {
  public:
   virtual ~LinkReceiver() = default;
-  // Up to `bytes` into `data`. Returns how many (0: nothing there now), or -1 when the peer has
-  // gone and all it had sent was read; errno says how (0: in good order). streaming: the
-  // destination will not be read soon by this process.
+  // Reads up to `bytes` into `data`. Returns their number (0: nothing there now), or -1 if the peer
+  // is gone and everything it sent was read; errno is then the error, or 0 for a clean close.
+  // streaming: this process will not read the destination soon.
   virtual ssize_t read(void* data, size_t bytes, bool streaming) = 0;
   // False only if read() would surely return 0. Cheap: no system call.
   virtual bool maybeReadable() const = 0;
-  // The next read() asks the kernel, without waiting to be told that there is something.
+  // The next read() asks the kernel, without waiting for an event.
   virtual void lookAgain() {}
   // The descriptor became readable, or its other end was closed.
   virtual void onEvent(bool isClosed) = 0;
   virtual void setAsleep(bool asleep) = 0;
   virtual int fd() const = 0;
-  // What sendFd() sent with this cookie; closed when it has not come.
+  // The descriptor that sendFd() sent with this cookie; a closed one if it has not arrived.
   virtual Fd takeFd(const std::string& /*cookie*/) { return Fd(); }
-  // Those that nobody will take, by the beginning of their cookies.
+  // Closes received descriptors whose cookies begin with this prefix.
   virtual void dropFds(const std::string& /*prefix*/) {}
 };
 
@@ -59,11 +60,11 @@ struct Link {
   std::unique_ptr<LinkSender> sender;
   std::unique_ptr<LinkReceiver> receiver;
   bool isShm = false;
-  // Over TCP: what both ends call the connection that it is the first link of. Not 0.
+  // Over TCP: the identifier, at both ends, of the connection that this link began. Not 0.
   uint64_t id = 0;
 };
 
-// For tests: may put something of its own between a mesh and each new link.
+// For tests: may wrap each new link of a mesh.
 class LinkTap {
  public:
   virtual std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) = 0;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kLookEveryMs = 50;
 
-// One attempt to get in, over one socket.
+// One attempt to enter, over one socket.
 class Visit {
  public:
   Visit(const Mesh& mesh, const PeerAddress& peer, const Lobby& like, Deadline deadline,

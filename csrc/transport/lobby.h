@@ -1,10 +1,10 @@
-// Lobby: where processes come together that are in no group yet. A process that opens one is found
-// there by whoever knows its address, the lobby's number and its secret, and proves that by the
-// handshake of a group (handshake.h; the rank is kNobody on both sides). What the two say then is
-// theirs: each gets the socket.
+// Lobby: connects processes that are in no group yet. Another process enters it if it knows the
+// address of the process that opened it, the lobby's number and its secret, and proves that by the
+// handshake of a group (handshake.h; the rank is kNobody on both sides). Afterwards each of the two
+// owns its end of the socket, and the protocol on it is theirs.
 //
-// Thread contract: the owner's thread, but for enter() [I/O lock]. knock() blocks its caller.
-// Lifetime: it outlives its stay in the mesh: Mesh::openLobby(), closeLobby().
+// Thread contract: the owner's thread, except enter() [I/O lock]. knock() blocks its caller.
+// Lifetime: it must live from Mesh::openLobby() to closeLobby().
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ class Lobby {
   Status open();
   uint64_t number() const { return number_; }
   const std::string& secret() const { return secret_; }
-  // Readable while somebody is in it.
+  // Readable while it holds sockets.
   int fd() const { return news_.get(); }
   std::vector<Fd> takeAll();
   void enter(Fd socket);
@@ -44,15 +44,15 @@ class Lobby {
 
 enum class Answer {
   kIn,
-  kNobody,       // that process is no more, or has no such lobby (any more)
+  kNobody,       // that process is gone, or has no such lobby (any more)
   kHungUp,       // it may be too busy
   kUnreachable,  // no connection could be made
   kDistrusted,   // the two have different secrets
 };
 
-// Connects to that process's lobby. look: asked every 50 ms; when it is not ok, that is returned.
-// *why: of an answer that is not kIn, in words. waits: it may not be open yet: that process holds
-// the door for about a second, and then hangs up.
+// Connects to that process's lobby. look: called every 50 ms; a status that is not ok is returned.
+// *why: the reason in words if the answer is not kIn. waits: the lobby may not be open yet; that
+// process then delays the handshake for about a second before it closes the socket.
 Status knock(const Mesh& mesh, const PeerAddress& peer, const Lobby& like, Deadline deadline,
              const std::function<Status()>& look, Answer* answer, Fd* socket, std::string* why,
              bool waits = false);

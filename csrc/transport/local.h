@@ -1,8 +1,8 @@
-// Local: what all connections of this process share: its address, how it sleeps and is woken, the
-// groups that it is in, and what the mesh counts over all of them.
+// Local: the state that all connections of this process share: its address, its sleeper and bell,
+// the groups that it is in, and the mesh's counters.
 //
-// Thread contract: what the mesh's I/O lock guards says so; the rest is const, or locks itself
-// (Sleeper, Bell, pending).
+// Thread contract: members under the mesh's I/O lock are annotated; the others are const, or lock
+// themselves (Sleeper, Bell, pending).
 #pragma once
 
 #include <atomic>
@@ -39,13 +39,13 @@ struct MeshOptions {
   AdvertisedAddress advertised;
   std::string storeHost;  // empty: unknown
   size_t eagerBytes = 64 * 1024;
-  // Its receiver is about to ask for it, and would have room for it: asking first would only cost
-  // the time to the other host and back.
+  // Larger than eagerBytes: the receiver is about to ask for the message and would have room for
+  // it, so asking first would only cost a round trip.
   size_t eagerInCollectives = 1024 * 1024;
   bool isChecked = false;  // what is sent carries checksums
   DistanceChoice distance = DistanceChoice::kMeasured;
   int flows = 0;  // sockets for a peer on another host; 0: as many as its distance asks for
-  int networkSeconds = 10;  // a peer beyond the network that is silent for so long is dead
+  int networkSeconds = 10;  // a peer over TCP that is silent for this long is dead
   // For tests:
   std::shared_ptr<LinkTap> tap;
   std::string host;  // the host that this process pretends to be on; empty: none
@@ -56,17 +56,17 @@ struct MeshOptions {
 struct Local {
   explicit Local(MeshOptions chosen) : options(std::move(chosen)) {}
 
-  // Whether shared memory is to be tried with this peer: both sides judge alike.
+  // Whether to try shared memory with this peer. Both sides decide alike.
   bool isOnThisHost(const PeerAddress& peer) const {
     return peer.hostIdentity == address.hostIdentity;
   }
   Bell bellOf(const PeerAddress& peer) const { return bell.bellOf(peer.uid); }
-  // This process's end of a connection that both sides have agreed on. segment: of its rings; null
-  // where no memory is shared.
+  // Makes this process's end of a connection that both sides have agreed on. segment: the memory of
+  // its rings; null over TCP.
   Link makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment,
                 RingSide side) const;
 
-  // For the group of this mailbox: see event.h.
+  // Queues an event for the group of this mailbox: see event.h.
   void raise(Mailbox* mailbox, Event event) REQUIRES(ioRole) {
     events.emplace_back(mailbox, std::move(event));
     pending.fetch_add(1, std::memory_order_relaxed);
@@ -80,14 +80,15 @@ struct Local {
   Sleeper sleeper;
   BellSocket bell;
   GroupTable groups GUARDED_BY(ioRole);
-  std::deque<std::pair<Mailbox*, Event>> events GUARDED_BY(ioRole);  // that no group has handled
+  std::deque<std::pair<Mailbox*, Event>> events GUARDED_BY(ioRole);  // not handled yet
   std::map<uint64_t, Lobby*> lobbies GUARDED_BY(ioRole);             // by number
-  // Requests that are posted, connections that are being made, events.
+  // The number of posted requests, of connections that are being made or have frames queued, and
+  // of events.
   std::atomic<int> pending{0};
-  int dialing GUARDED_BY(ioRole) = 0;   // of these, connections
-  int tcpLinks GUARDED_BY(ioRole) = 0;  // connections over TCP that are open
-  int readings GUARDED_BY(ioRole) = 0;  // messages that are read where they lie (mailbox.h)
-  int asleep GUARDED_BY(ioRole) = 0;    // threads; while there is one, peers ring
+  int dialing GUARDED_BY(ioRole) = 0;   // dials in progress, of these
+  int tcpLinks GUARDED_BY(ioRole) = 0;  // open TCP sockets of connections
+  int readings GUARDED_BY(ioRole) = 0;  // messages being read in place (mailbox.h)
+  int asleep GUARDED_BY(ioRole) = 0;    // threads asleep; if there is one, peers ring
 };
 
 }  // namespace mycoll

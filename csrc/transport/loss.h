@@ -1,4 +1,4 @@
-// Loss: why a process counts as lost. Programs decide by the reason; the text is for people.
+// Loss: why a process is considered lost. Code decides by the reason; the text is for people.
 #pragma once
 
 #include <string>
@@ -7,31 +7,31 @@ namespace mycoll {
 
 enum class LossReason {
   kNone,
-  kEnded,            // its process is no more
+  kEnded,            // its process has ended
   kClosed,           // its connection has ended
-  kSilent,           // ... as neither the network nor the process gave a sign of life
+  kSilent,           // ... because it or the network no longer responds
   kClosedInMessage,  // ... in the middle of a message
-  kNotListening,     // it could not be connected to: nobody listens where it did
+  kNotListening,     // connecting to it failed: nothing listens at its address
   kUnreachable,      // ... for another reason
-  kNotAFrame,        // it sent what is no frame
-  kChanged,          // ... or what differs from its checksum
+  kNotAFrame,        // it sent an invalid frame
+  kChanged,          // ... or data that differs from its checksum
   kNotItsName,       // ... or a message in the name of another rank
-  kNoMemory,         // this process was out of memory while it read what came
+  kNoMemory,         // this process ran out of memory while it received
 };
 
 struct Loss {
   LossReason reason = LossReason::kNone;
-  // kNotListening, kUnreachable: what was tried, and with what result. kClosed, kSilent,
-  // kClosedInMessage: the network's error, if it was one.
+  // kNotListening, kUnreachable: the attempts and their results. kClosed, kSilent,
+  // kClosedInMessage: the network's error, if there was one.
   std::string detail;
 
-  // There was a connection, and the other side has ended it.
+  // There was a connection, and the peer has ended it.
   bool isClosed() const {
     return reason == LossReason::kEnded || reason == LossReason::kClosed ||
            reason == LossReason::kClosedInMessage;
   }
-  // After "rank 3 (node1:4712)". mayHaveLeft: for all that is known it may have left in good order,
-  // without a connection to say so.
+  // The text to follow "rank 3 (node1:4712)". mayHaveLeft: the process may have left cleanly, but
+  // had no connection on which to report that.
   std::string describe(bool mayHaveLeft = false) const;
 };
 

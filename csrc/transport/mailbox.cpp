@@ -11,27 +11,27 @@
 namespace mycoll {
 namespace {
 
-// Received payloads beyond this size are written past the cache: they are larger than it anyway.
+// Payloads from this size on are written past the cache, as they are larger than it anyway.
 constexpr size_t kStreamingBytes = 1024 * 1024;
-// What a buffered message takes beside its payload, about.
+// The approximate memory of a buffered message beside its payload.
 constexpr size_t kBufferedOverhead = 256;
 
-// Of one call on each of the two ranks; or on one of them, for a window.
+// Whether a message belongs to one call on each of two ranks, or for a window, on one of them.
 bool isBetweenTwo(MessageClass messageClass) {
   return messageClass == MessageClass::kPointToPoint || messageClass == MessageClass::kWindow;
 }
 
 }  // namespace
 
-// One from every rank is to find room with a rank that has not made the group yet.
+// A rank that has not made the group yet must have room for one message from every rank.
 size_t eagerInCollectives(const MeshOptions& options, size_t ranks) {
   const size_t room = GroupTable::kMaxEarlyBytes / 2 / std::max<size_t>(ranks, 1);
   return std::min(options.eagerInCollectives, std::max(options.eagerBytes, room));
 }
 
 Transfer::~Transfer() {
-  // Nobody knows it any more when it is done. Until then another thread may be ending it right now:
-  // the I/O lock, under which that happens, is waited for.
+  // Once the request is done, no other thread uses it. Until then another thread may be ending it:
+  // cancel() waits for the I/O lock, under which that happens.
   if (mailbox_ != nullptr && !isDone()) mailbox_->cancel(*this);
 }
 
@@ -136,7 +136,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
   flow.waiting.push_back(&request);
 }
 
-// Sends the message, or asks the receiver to let it come.
+// Sends the message, or a request to send it.
 void Mailbox::dispatch(Transfer& request) {
   const int destination = request.peer_;
   const MessageClass messageClass = request.messageClass_;
@@ -154,7 +154,8 @@ void Mailbox::dispatch(Transfer& request) {
   Connection* connection = nullptr;
   if (destination != group_.rank) connection = &mesh_->linkTo(group_.peers[destination]);
   const bool isCut = connection && connection->cuts(data.bytes);
-  // Pieces are read only where the group is known: the first message that is cut asks.
+  // The receiver accepts pieces only if it knows the group: until then, a message to be cut asks
+  // first.
   const bool mayBeCut = !isCut || flow.isThere;
   const bool isHeld = flow.holdsUs && messageClass != MessageClass::kWindow;
   const bool hasRoom =
@@ -183,7 +184,7 @@ void Mailbox::enqueue(int destination, OutItem item) {
   mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
 }
 
-// For all ranks together a quarter of what their process can keep for all groups.
+// All senders together may use a quarter of what the receiver's process can keep for all groups.
 size_t Mailbox::earlyRoom() const {
   return std::max<size_t>(GroupTable::kMaxEarlyBytes / 4 / group_.peers.size(), 4096);
 }
@@ -206,7 +207,7 @@ void Mailbox::noteUnanswered(const FrameHeader& came) {
   if (flow.unanswered >= earlyRoom() / 2) sendControl(came.source, FrameKind::kGoOn, "");
 }
 
-// What is to be checked on its way has to have one.
+// A checked message must be sent in frames, which hold its checksums.
 void Mailbox::offer(Transfer& request, Connection& connection, OutItem* item) {
   if (mesh_->options().isChecked) return;
   const SharedPlace place = SharedHeap::process().find(request.data_);
@@ -259,7 +260,7 @@ bool Mailbox::admit(Transfer& request, Status refusal) {
   return false;
 }
 
-// ---- what the group has decided
+// ---- decisions of the group
 
 Status Mailbox::failureOf(MessageClass messageClass, uint64_t tag) const {
   if (failure_.ok()) return Status();
@@ -299,7 +300,7 @@ void Mailbox::failBy(const std::string& what) {
   raise(GroupFails{Status(Code::kInternal, "mycoll group '" + group_.name + "': " + what)});
 }
 
-// Once for the collective: the group fails by it.
+// Reports one mismatch only, as the group fails by it.
 void Mailbox::beginCollective(uint64_t number, const Signature& signature) {
   calls_.begin(number, signature);
   for (const Unexpected& message : unexpected_) {
@@ -309,7 +310,8 @@ void Mailbox::beginCollective(uint64_t number, const Signature& signature) {
   }
 }
 
-// The signature, and the size where it leaves that open (all_to_all with splits, and the like).
+// Compares the signatures, and the sizes, which the signatures may leave open (all_to_all with
+// splits).
 bool Mailbox::agrees(const Transfer& request, const FrameHeader& came) {
   if (agree(came.messageClass, request.signature_, came.signature) &&
       came.messageBytes == request.data_.bytes) {
@@ -319,7 +321,7 @@ bool Mailbox::agrees(const Transfer& request, const FrameHeader& came) {
   return false;
 }
 
-// A message that meets no request yet.
+// For a message that matches no request yet.
 bool Mailbox::agreesEarly(const FrameHeader& came) {
   if (came.messageClass != MessageClass::kCollective) return true;
   const Signature* const mine = calls_.find(came.tag >> kStepBits);
@@ -335,7 +337,7 @@ void Mailbox::sendToSelf(Transfer& request, const FrameHeader& message) {
   if (message.kind != FrameKind::kEager) return;
   const bool isTaken =
       target.request || target.unexpected || message.messageClass == MessageClass::kWindow;
-  if (!isTaken) return;  // the calls differ, which ends it
+  if (!isTaken) return;  // the calls differ: the group fails and ends the request
   copy(target.data, request.data_.data, request.data_.bytes);
   onPayload(message, target);
   finish(request, Status());
@@ -410,7 +412,7 @@ void Mailbox::onFlow(const FrameHeader& came) {
   flows_[came.source].holdsUs = came.kind == FrameKind::kHold;
   if (came.kind == FrameKind::kGoOn) return;
   if (came.source == group_.rank) return;
-  // Also what has not left yet.
+  // Messages that have not begun to be sent wait, too.
   Connection& link = mesh_->linkTo(group_.peers[came.source]);
   for (OutItem& item : link.queue()) {
     if (item.header.kind != FrameKind::kEager ||
@@ -526,10 +528,10 @@ void Mailbox::abandon(Transfer& request, Status status) {
     SharedHeap::process().revoke(SharedHeap::process().find(request.data_));
   }
   for (Unexpected& message : unexpected_) {
-    // Its payload is still arriving: let it, into memory that nobody asks for.
+    // Its payload continues to arrive; another receive may claim the message.
     if (message.claimedBy == &request) message.claimedBy = nullptr;
   }
-  eraseUnexpected([&](const Unexpected& message) REQUIRES(ioRole) {  // to itself
+  eraseUnexpected([&](const Unexpected& message) REQUIRES(ioRole) {  // a message to itself
     return message.header.source == group_.rank && !request.isReceive_ &&
            message.header.kind == FrameKind::kRequestToSend &&
            message.header.senderRequest == request.id_;
@@ -634,7 +636,7 @@ Mailbox::Target Mailbox::targetOfPiece(const FrameHeader& came) {
   uint64_t id = came.receiverRequest;
   if (came.kind == FrameKind::kMore) {
     auto found = assemblies_.find({came.source, came.number});
-    if (found == assemblies_.end()) return {};  // nobody wants the message any more
+    if (found == assemblies_.end()) return {};  // the message was abandoned
     Assembly& assembly = found->second;
     Unexpected* const unexpected = assembly.unexpected;
     id = assembly.request;
@@ -657,7 +659,8 @@ Mailbox::Target Mailbox::targetOfPiece(const FrameHeader& came) {
   return found == inFlight_.end() ? Target{} : targetIn(*found->second, came);
 }
 
-// Bytes are counted as soon as they begin to come: so it ends only when no piece is under way.
+// Counts the bytes of a piece when it begins to arrive. As the total is limited, the request
+// finishes only when no piece is in flight.
 Mailbox::Target Mailbox::targetIn(Transfer& request, const FrameHeader& came) {
   if (!request.isReceive_ || request.peer_ != came.source || isBeingRead(request) ||
       came.offset > request.data_.bytes || came.payloadBytes > request.data_.bytes - came.offset ||
@@ -797,7 +800,7 @@ void Mailbox::tell(int rank, FrameKind kind, const std::string& payload, uint64_
     if (!isOpen_ || !isPresent(rank)) return;
     sendControl(rank, kind, payload, subject);
   }
-  // A process that is idle has not asked to be rung for what comes over a ring.
+  // An idle process has not asked to be rung for data in its rings.
   const PeerAddress& peer = group_.peers[rank];
   if (mesh_->isLocal(peer)) mesh_->bellOf(peer).ring();
   mesh_->progress();
@@ -813,7 +816,7 @@ bool Mailbox::isConnectedTo(int rank) {
   return mesh_->hasLinkTo(group_.peers[rank]);
 }
 
-// Nothing has come for it.
+// Whether no message has arrived for it.
 bool Mailbox::isWaiting(const Transfer& request) const {
   return std::find(posted_.begin(), posted_.end(), &request) != posted_.end();
 }

@@ -1,32 +1,33 @@
-// Mailbox: the messages of one rank of one group. It matches what arrives with what was posted, by
-// class, source and tag, in order, and keeps senders from overrunning a receiver. It knows nothing
-// of collectives, failures or departures: the group writes into it what it has decided about those,
-// and what comes for the group is an event (event.h).
+// Mailbox: the messages of one rank of one group. It matches arriving messages with posted
+// requests, by class, source and tag, in order, and keeps senders from overrunning a receiver. It
+// knows nothing of collectives, failures or departures: the group writes its decisions about those
+// into it, and receives what it must handle as events (event.h).
 //
-// Small messages are sent at once and buffered by the receiver when nothing is posted; larger ones
-// wait at the sender until the receiver has posted memory for them, so nothing is ever read that
-// has no place to go. A receiver that buffers more than kMaxBufferedBytes from one rank asks it to
-// let the small ones wait, too.
+// Small messages are sent immediately, and the receiver buffers them if no receive is posted.
+// Larger ones wait at the sender until the receiver has posted memory for them, so nothing is read
+// without a place to put it. A receiver that buffers more than kMaxBufferedBytes from one rank asks
+// it to let the small ones wait, too.
 //
-// A rank that nothing has come from may not have made the group yet. Its process keeps what is sent
-// to it meanwhile, but only so much (earlyRoom()): when that is used up, the sender waits. A rank
-// that has received half of it and has nothing to send itself answers with kGoOn.
+// A rank from which nothing was received may not have made the group yet. Its process keeps what is
+// sent to it meanwhile, but only so much (earlyRoom()): after that, the sender waits. A rank that
+// has received half of it and has nothing to send itself answers with kGoOn.
 //
-// Where a larger message lies in a shared tensor, and both ranks are on one host, the receiver
-// reads it there, turn by turn, and says so when it has all of it. A sender that takes the message
-// back meanwhile counts that in the tensor's region, where the receiver looks when it has read:
-// then it believes nothing of it, and asks for it as for any other.
+// If a larger message is in a shared tensor and both ranks are on one host, the receiver reads it
+// there, in turns, and notifies the sender when it has all of it. A sender that takes the message
+// back meanwhile increments a counter in the tensor's region. The receiver checks the counter after
+// reading. If it has changed, the receiver discards the data and asks for the message as for any
+// other.
 //
-// Windows are memory that other ranks write to, without a receive. What comes for one is read to
-// where it belongs, or is thrown away when the window has been closed; who writes beyond it, or to
-// one that never was, has broken the protocol. Signals of a window are messages of its own class
-// without contents; those that nobody has posted a receive for are counted, by window and source.
+// Windows are memory that other ranks write to, without a receive. Data for a window is read
+// directly into it, or discarded if the window has been closed. A rank that writes beyond a window,
+// or to one that never existed, has broken the protocol. Signals of a window are empty messages of
+// its class; those without a posted receive are counted, by window and source.
 //
-// Thread contract: functions may be called from any thread unless they REQUIRE the I/O lock; they
-// take it themselves.
+// Thread contract: any thread may call functions that do not REQUIRE the I/O lock; they take it
+// themselves.
 // Lifetime: a mailbox is registered at the mesh from open() to detach(), and its handler must live
-// meanwhile. Requests must not outlive it. The memory of a posted request must live
-// until it is done or destroyed.
+// for that time. Requests must not outlive the mailbox. The memory of a posted request must live
+// until the request is done or destroyed.
 #pragma once
 
 #include <atomic>
@@ -60,35 +61,35 @@ struct OutItem;
 class Mailbox;
 
 constexpr int kFromAnyone = -1;
-// From one rank for one group. What is under way when the sender is asked to hold comes on top.
+// The limit for one rank and one group, without what is in flight when the sender is asked to hold.
 constexpr size_t kMaxBufferedBytes = 16 * 1024 * 1024;
-// Messages of a collective of so many ranks do not ask first up to this size.
+// The largest message of a collective of this many ranks that is sent without asking first.
 size_t eagerInCollectives(const MeshOptions& options, size_t ranks);
 
-// One message to send or receive. A coroutine keeps it in its frame and awaits it; who needs to be
-// told instead overrides deliver().
+// One message to send or receive. A coroutine keeps it in its frame and awaits it; a subclass may
+// override deliver() to be notified instead.
 class Transfer : public Condition {
  public:
   Transfer() = default;
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
-  virtual ~Transfer();  // takes an unfinished request back
+  virtual ~Transfer();  // cancels an unfinished request
 
   bool ready() final { return isDone(); }
   bool isDone() const { return done_.load(std::memory_order_acquire); }
   // Only when ready.
   const Status& status() const { return status_; }
-  // The rank that the message came from (receive) or goes to. Receive: only when ready.
+  // The rank that sends the message (for a receive, valid when ready) or receives it.
   int peer() const { return peer_; }
 
-  // What was called, as it was posted.
+  // The call that this request belongs to, as it was posted.
   const Signature& signature() const { return signature_; }
   size_t bytes() const { return data_.bytes; }
 
  protected:
   explicit Transfer(bool isDelivered) : isDelivered_(isDelivered) {}
-  // For requests that are delivered: called once without locks instead of becoming ready under the
-  // I/O lock. The implementation calls markDone(), and may drop its last reference in here.
+  // For requests that are delivered: called once, without locks, instead of becoming ready under
+  // the I/O lock. The implementation calls markDone(), and may drop its last reference here.
   virtual void deliver() {}
   void markDone() { done_.store(true, std::memory_order_release); }
 
@@ -105,14 +106,14 @@ class Transfer : public Condition {
   uint64_t tag_ = 0;
   Signature signature_;
   Span data_;
-  size_t transferred_ GUARDED_BY(ioRole) = 0;  // bytes that have come, or left
-  size_t begun_ GUARDED_BY(ioRole) = 0;        // ... and those that are coming now
+  size_t transferred_ GUARDED_BY(ioRole) = 0;  // bytes received or sent
+  size_t begun_ GUARDED_BY(ioRole) = 0;        // ... and those being received now
   uint64_t id_ GUARDED_BY(ioRole) = 0;
   Mailbox* mailbox_ = nullptr;
   Transfer* previous_ GUARDED_BY(ioRole) = nullptr;  // in the mailbox's list of open requests
   Transfer* next_ GUARDED_BY(ioRole) = nullptr;
   Status status_;
-  // Sends: the receiver may read it where it lies, until it is ready.
+  // Sends: the receiver may read it in place, until it is ready.
   bool isOffered_ GUARDED_BY(ioRole) = false;
   bool isUnsent_ GUARDED_BY(ioRole) = false;  // NotSent, or PeerLost, was raised for it
   std::atomic<bool> done_{false};
@@ -122,9 +123,9 @@ class Mailbox {
  public:
   Mailbox(std::shared_ptr<Mesh> mesh, GroupAddress group, EventHandler* handler);
   ~Mailbox();
-  // Registers it at the mesh: what has come for the group before is handed over now.
+  // Registers it at the mesh, which delivers the frames that arrived for the group before.
   void open();
-  // Takes it off: its handler is not called any more.
+  // Unregisters it: its handler is not called any more.
   void detach();
 
   int rank() const { return group_.rank; }
@@ -132,93 +133,96 @@ class Mailbox {
   const GroupAddress& group() const { return group_; }
   Mesh& mesh() const { return *mesh_; }
   IoMutex& ioMutex() const;
-  // "rank 3 (node1:4712)": for messages.
+  // "rank 3 (node1:4712)", for error messages.
   std::string describeRank(int rank) const;
 
   // Both post and return; the request is ready when the memory may be reused (send) or holds the
-  // message (receive). A rank may be its own peer: such a message meets its receive here, as if it
-  // had come from elsewhere, and is on no connection.
+  // message (receive). A rank may send to itself: the message is matched here like any other,
+  // without a connection.
   void send(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
             const Signature& signature, Span data);
   void receive(Transfer& request, int source, MessageClass messageClass, uint64_t tag,
                const Signature& signature, Span data);
-  // Takes it back, unless it is ready.
+  // Cancels it, unless it is ready.
   void cancel(Transfer& request);
 
-  // From here on other ranks may write to this memory, and signal. Numbers only grow, and are the
-  // same on all ranks; each rank has opened a window before another one can know of that.
+  // From now on other ranks may write to this memory, and signal. Window numbers only grow, and are
+  // the same on all ranks. Each rank opens a window before another one can know that it has.
   void openWindow(uint64_t window, Span memory);
-  // Nobody writes to it any more, and nobody will. Ends what was posted for it with this status.
+  // Nothing is written to the window any more. Ends the requests posted for it with this status.
   void closeWindow(uint64_t window, const Status& status);
-  // Posts, as send(): writes to a window of another rank, from this offset on. The caller has
-  // checked that it belongs there.
+  // Posts, like send(), a write to a window of another rank, from this offset on. The caller has
+  // checked that the data fits.
   void put(Transfer& request, int destination, uint64_t window, uint64_t offset,
            const Signature& signature, Span data);
 
-  // Sends a control frame to another rank, and wakes it. Nothing is sent to a rank that has left.
+  // Sends a control frame to another rank and wakes it. Does nothing if the rank has left.
   void tell(int rank, FrameKind kind, const std::string& payload, uint64_t subject = 0);
-  // Hands a descriptor to a rank of this host, beside the messages. False where the connection to
-  // it is not by shared memory. Only after a message to it was sent.
+  // Sends a descriptor to a rank of this host, beside the messages. Returns false if the connection
+  // to it does not use shared memory. Only after a message to it was sent.
   bool sendFd(int destination, int fd, const std::string& cookie);
-  // What cookies of this group begin with: what nobody has taken when it ends is dropped by it.
+  // The prefix of this group's cookies. Descriptors that were not taken when the group ends are
+  // dropped by it.
   std::string fdPrefix() const {
     return std::string(reinterpret_cast<const char*>(&group_.context), sizeof(group_.context));
   }
-  // What sendFd() at `source` sent with this cookie; closed when there is none.
+  // The descriptor that sendFd() at `source` sent with this cookie; a closed one if there is none.
   Fd takeFd(int source, const std::string& cookie);
 
-  // Makes a region of this process's shared tensors known to a rank of this host, which can read it
-  // when the next message comes. False: it cannot. As sendFd() otherwise.
+  // Gives a region of this process's shared tensors to a rank of this host, which can read it once
+  // the next message arrives. Returns false if it cannot. Otherwise like sendFd().
   bool giveRegion(int destination, uint64_t region);
-  // It could not: it is given again with a later message.
+  // The rank could not read it. It is given again with a later message.
   void takeRegionBack(int destination, uint64_t region);
-  // What giveRegion() at `source` gave. Null: it cannot be read here.
+  // The region that giveRegion() at `source` gave. Null if this process cannot read it.
   std::shared_ptr<Segment> regionOf(int source, uint64_t region, size_t bytes);
 
-  // Nothing has come for it from the other side: no message, or nobody who takes this one.
+  // Whether the other rank has not matched it: no message has arrived for this receive, or no
+  // answer for this send.
   bool isUnmatched(const Transfer& request);
-  // True when all that was queued has been handed to the connections.
+  // Whether everything queued has been passed to the links.
   bool isFlushed();
   bool isConnectedTo(int rank);
-  // A message between two ranks is being received; `orPosted`: or may yet come for a receive whose
-  // sender is still there.
+  // Whether a message between two ranks is being received; `orPosted`: or a receive for one is
+  // posted.
   bool isReceiving(bool orPosted);
   // Visits the unfinished messages between two ranks; `visit` runs under the I/O lock.
   void forEachMessage(const std::function<void(Transfer&)>& visit);
 
   // ---- for the group
-  // subject: a later frame of the same kind and subject says all that this one does, so that the
-  // receiver keeps only the later one while it has not made the group.
+  // subject: a later frame of the same kind and subject replaces this one, so a receiver that has
+  // not made the group keeps only the later one.
   void sendControl(int destination, FrameKind kind, const std::string& payload,
                    uint64_t subject = 0) REQUIRES(ioRole);
-  // As sendControl(), but no connection is made for it: it leaves with the first one that there is.
+  // As sendControl(), but makes no connection: the frame is sent on the first one that exists.
   void sendControlIfConnected(int destination, FrameKind kind, const std::string& payload)
       REQUIRES(ioRole);
-  // Whether that rank has made a call that this one has got a message of.
+  // Whether this rank has received a message of one of that rank's calls.
   bool hasHeardOf(int rank) const REQUIRES(ioRole) { return flows_[rank].hasSpoken; }
   // Whether that rank is known to have made the group: its engine has sent something, perhaps for
   // other ranks.
   bool isThere(int rank) const REQUIRES(ioRole) { return flows_[rank].isThere; }
   // Whether a request to or from that rank is open.
   bool needs(int rank) const REQUIRES(ioRole);
-  // The collective that begins now. Messages that have come for it, or will come, and differ raise
-  // CallsDiffer.
+  // The collective that begins now. Messages for it that differ raise CallsDiffer, whether they
+  // have already arrived or not.
   void beginCollective(uint64_t number, const Signature& signature) REQUIRES(ioRole);
   const CallLog& calls() const REQUIRES(ioRole) { return calls_; }
   // The group has failed: collectives from this number on and all messages between two ranks end
-  // with this cause, those that are open and those to come.
+  // with this cause, both open and future ones.
   void failFrom(uint64_t number, const Status& cause) REQUIRES(ioRole);
-  // The rank has left: requests that need it from now on end with this status. isFailure: they fail
-  // the group, too.
+  // The rank has left: from now on, requests that need it end with this status. isFailure: they
+  // also fail the group.
   void setAbsent(int rank, Status status, bool isFailure) REQUIRES(ioRole);
   bool isPresent(int rank) const REQUIRES(ioRole) { return !absent_.contains(rank); }
-  // Each ends all open requests of its kind with this status:
+  // Each ends all open requests of one kind with this status:
   void endSends(const Status& status) REQUIRES(ioRole);
-  // Messages between the two that the rank has not met: sends, and receives that nothing came for.
+  // Messages with that rank that it has not matched: sends, and receives for which nothing has
+  // arrived.
   void endMessagesOf(int rank, const Status& status) REQUIRES(ioRole);
-  // What NotSent or PeerLost, of this process, was raised for.
+  // Requests to this process for which NotSent or PeerLost was raised.
   void endUnsent(const std::string& uid, const std::string& how) REQUIRES(ioRole);
-  // Receives that were met by a message of that rank, the rest of which will never come.
+  // Receives that were matched with a message of that rank whose rest will never arrive.
   void endReceivesFrom(int rank, const Status& status) REQUIRES(ioRole);
 
   // ---- for the mesh
@@ -226,9 +230,9 @@ class Mailbox {
   void finish(Transfer& request, Status status) REQUIRES(ioRole);
   // As finish(), for a request that may still be known elsewhere.
   void abandon(Transfer& request, Status status) REQUIRES(ioRole);
-  // Which rank that process is, other than this one; -1: none, or it has left.
+  // The rank of that process, other than this one; -1: none, or it has left.
   int presentRank(const std::string& uid) const REQUIRES(ioRole);
-  // Where the payload of this frame goes; no `data`: it is thrown away. May queue answers.
+  // Where the payload of this frame goes; without `data` it is discarded. May queue answers.
   struct Unexpected;
   struct Target {
     char* data = nullptr;
@@ -242,18 +246,18 @@ class Mailbox {
   void onPayload(const FrameHeader& header, const Target& target) REQUIRES(ioRole);
   void onClearToSend(const FrameHeader& header) REQUIRES(ioRole);
   void onTaken(const FrameHeader& header) REQUIRES(ioRole);
-  // Up to so many bytes of a message that lies in another rank's shared tensor. True if there was
-  // one.
+  // Reads up to this many bytes of a message in another rank's shared tensor. Returns true if there
+  // was one.
   bool readShared(size_t turnBytes) REQUIRES(ioRole);
   void onControl(const FrameHeader& header, const std::string& payload) REQUIRES(ioRole);
 
  private:
   bool checkRank(Transfer& request, int rank, const char* what);
-  // Not ok: a message of this class and tag ends with it, as the group has failed.
+  // Not ok: a message of this class and tag ends with this status, as the group has failed.
   Status failureOf(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
-  // Not ok: what needs the rank ends with it.
+  // Not ok: a request that needs the rank ends with this status.
   Status absenceOf(int rank) REQUIRES(ioRole);
-  // False: the request has ended with this status.
+  // Returns true if `refusal` is ok. If not, ends the request with it.
   bool admit(Transfer& request, Status refusal) REQUIRES(ioRole);
   void raise(Event event) REQUIRES(ioRole);
   void failBy(const std::string& what) REQUIRES(ioRole);
@@ -299,7 +303,7 @@ class Mailbox {
   const size_t eagerInCollectives_;
   bool isOpen_ GUARDED_BY(ioRole) = false;
 
-  // What the group has decided.
+  // The decisions of the group.
   CallLog calls_ GUARDED_BY(ioRole);
   Status failure_ GUARDED_BY(ioRole);  // ok: it has not failed
   uint64_t failedFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};
@@ -309,35 +313,35 @@ class Mailbox {
   };
   std::map<int, Absence> absent_ GUARDED_BY(ioRole);  // by rank
 
-  // Every request that is not finished, whatever it waits for.
+  // All unfinished requests.
   Transfer* open_ GUARDED_BY(ioRole) = nullptr;
-  // In the order posted, and in the order of arrival. Short: linear search is the fastest.
+  // In order of posting, and in order of arrival. Both are short: linear search is the fastest.
   std::vector<Transfer*> posted_ GUARDED_BY(ioRole);
   std::list<Unexpected> unexpected_ GUARDED_BY(ioRole);
   struct Flow {
     size_t bufferedBytes = 0;      // of its messages, in unexpected_
     bool isHeld = false;           // it was asked to hold
-    bool holdsUs = false;          // it has asked for that
-    bool hasSpoken = false;        // a message has come from it, or an answer to one
-    bool isThere = false;          // anything has come from it
+    bool holdsUs = false;          // it has asked this rank to hold
+    bool hasSpoken = false;        // a message or an answer was received from it
+    bool isThere = false;          // it is known to have made the group
     bool isAnswered = false;       // something was sent to it
-    size_t early = 0;              // bytes sent to it until it is there
-    size_t unanswered = 0;         // bytes that came from it until something is sent to it
-    std::list<Transfer*> waiting;  // sends that wait until it is there, in order
+    size_t early = 0;              // bytes sent to it before isThere
+    size_t unanswered = 0;         // bytes received from it before isAnswered
+    std::list<Transfer*> waiting;  // sends that wait for isThere, in order
   };
   std::vector<Flow> flows_ GUARDED_BY(ioRole);  // by rank
-  // What an kEager frame without its payload has begun; where the payload is to go.
+  // A message that a kEager frame without payload has begun, and where its payload goes.
   struct Assembly {
     uint64_t request = 0;              // by id; or
-    Unexpected* unexpected = nullptr;  // memory of our own
-    size_t left = 0;                   // bytes that have not begun to come
+    Unexpected* unexpected = nullptr;  // memory of this mailbox
+    size_t left = 0;                   // bytes that have not begun to arrive
   };
   std::map<std::pair<int, uint64_t>, Assembly> assemblies_ GUARDED_BY(ioRole);  // source, number
   // Matched, or waiting for clear-to-send, by id.
   std::unordered_map<uint64_t, Transfer*> inFlight_ GUARDED_BY(ioRole);
   uint64_t nextId_ GUARDED_BY(ioRole) = 1;
 
-  // Messages that are read where they lie, in turn. All are counted in the mesh.
+  // Messages that are being read in place, in turn. The mesh counts all of them.
   struct Reading {
     Transfer* request;
     FrameHeader header;
@@ -350,18 +354,18 @@ class Mailbox {
 
   struct OpenWindow {
     Span memory;
-    std::vector<uint64_t> signals;  // by source: those that nobody has waited for
+    std::vector<uint64_t> signals;  // by source: signals without a receive
   };
   std::map<uint64_t, OpenWindow> windows_ GUARDED_BY(ioRole);
   uint64_t lastWindow_ GUARDED_BY(ioRole) = 0;
 };
 
-// A message that came before its receive was posted.
+// A message that arrived before its receive was posted.
 struct Mailbox::Unexpected {
   FrameHeader header;
   SharedPlace place;
   std::unique_ptr<char[]> payload;
-  size_t got = 0;  // bytes of it
+  size_t got = 0;  // bytes received
   bool isComplete = false;
   Transfer* claimedBy = nullptr;  // matched while its payload was still arriving
 };

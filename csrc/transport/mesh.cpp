@@ -15,10 +15,10 @@ namespace mycoll {
 namespace {
 
 constexpr int kFewSockets = 4;
-// How long the end of the process waits for what it has sent to arrive; usually it has.
+// How long a process that ends waits for its last bytes to arrive; usually they have.
 constexpr auto kLastBytes = std::chrono::milliseconds(200);
 constexpr int64_t kLookEveryMs = 50;
-// For each peer without a connection, what was last said in so many groups is kept.
+// For a peer without a connection, the last frames of this many groups are kept.
 constexpr size_t kMostUnsaid = 16;
 
 }  // namespace
@@ -63,7 +63,7 @@ Status Mesh::open() {
   address.hostName = hostName() + local_.options.host;
   address.pid = processId();
   address.startTicks = processStartTicks(address.pid);
-  // A process that may use no shared memory is on a host of its own, as far as peers are concerned.
+  // A process that may not use shared memory appears to its peers to be alone on its host.
   const std::string host = hostIdentity() + local_.options.host;
   address.hostIdentity =
       local_.options.transport == TransportChoice::kTcp ? "tcp-only " + address.uid : host;
@@ -76,7 +76,7 @@ Status Mesh::open() {
 
 // ---- events and bytes --------------------------------------------------------------------------
 
-// All of it may want memory.
+// Any part of the work may run out of memory.
 template <class Work>
 bool Mesh::workWithin(const Work& work) {
   try {
@@ -87,12 +87,12 @@ bool Mesh::workWithin(const Work& work) {
   try {
     giveUp();
   } catch (const std::bad_alloc&) {
-    return false;  // next time
+    return false;  // retried next time
   }
   return true;
 }
 
-// What a connection was in the middle of is lost, and so may be events.
+// Frames that the connections were sending or receiving are lost, and so may be events.
 void Mesh::giveUp() {
   for (auto& connection : connections_) connection->breakOff({LossReason::kNoMemory, ""});
   for (Mailbox* mailbox : local_.groups.all()) {
@@ -105,7 +105,7 @@ void Mesh::giveUp() {
   hasRunOut_ = false;
 }
 
-// What the groups answer leaves at once.
+// Sends immediately what the groups answer.
 template <class Work>
 bool Mesh::turn(const Work& work) {
   return workWithin([&]() REQUIRES(ioRole) {
@@ -176,14 +176,15 @@ bool Mesh::progress(bool* inHost) {
     finished.swap(delivered_);
   }
   for (Transfer* request : finished) request->deliver();
-  // The bell may have meant a thread that waits for a flag in shared memory.
+  // The bell may be meant for a thread that waits for a flag in shared memory.
   if (moved || hasRung || !finished.empty()) local_.sleeper.wakeSleepers();
   return moved;
 }
 
 bool Mesh::lookAndMove(bool* inHost) {
-  // Rings can be seen. A few sockets are asked one by one, which is one system call less for what
-  // arrives; many by way of epoll, which now and then is also asked for news such as hang-ups.
+  // Rings are polled in memory. A few sockets are read one by one, which saves a system call per
+  // arrival. Many are polled with epoll, which is also polled now and then for events such as
+  // hang-ups.
   const bool asksEach = local_.tcpLinks > 0 && local_.tcpLinks <= kFewSockets;
   if (asksEach) {
     for (auto& connection : connections_) connection->lookAgain();
@@ -252,7 +253,7 @@ Connection& Mesh::connectionWith(const PeerAddress& peer) {
 
 void Mesh::enqueueQuietly(const PeerAddress& peer, OutItem item) {
   if (Connection* connection = find(peer.uid)) return connection->enqueue(std::move(item));
-  // By group: what one group says comes in one piece.
+  // By group: the frames of one group are sent one after the other.
   std::list<std::vector<OutItem>>& groups = unconnected_[peer.uid];
   if (!groups.empty() && groups.back().front().header.context == item.header.context) {
     return groups.back().push_back(std::move(item));
@@ -304,10 +305,10 @@ Fd Mesh::takeFd(const std::string& uid, const std::string& cookie) {
   return connection ? connection->takeFd(cookie) : Fd();
 }
 
-// If two processes connect to each other at once, the connection made by the smaller uid stays,
-// unless this side's own cannot be open at the peer yet.
+// If two processes connect to each other at the same time, the connection made by the smaller uid
+// is kept, unless this side's own cannot be open at the peer yet.
 Doorkeeper::Admission Mesh::admit(const std::string& uid, uint64_t joins) const {
-  // What was left to say to it was dropped with the last common group.
+  // The frames queued for it were dropped with the last common group.
   if (!local_.groups.names(uid)) return Doorkeeper::Admission::kGone;
   const Connection* connection = find(uid);
   if (joins != 0) {
@@ -320,7 +321,8 @@ Doorkeeper::Admission Mesh::admit(const std::string& uid, uint64_t joins) const 
     case Connection::State::kDialing:
       if (connection->mayBeOpen() && address().uid < uid) return Doorkeeper::Admission::kAskAgain;
       break;
-    // The peer asked before it had the one that is open; or has lost that, and we are about to.
+    // The peer asked before it had the one that is open; or it has lost that one, and this side is
+    // about to detect the loss.
     case Connection::State::kOpen:
     case Connection::State::kEnding: return Doorkeeper::Admission::kAskAgain;
     case Connection::State::kLost: return Doorkeeper::Admission::kRefused;
@@ -357,7 +359,7 @@ void Mesh::loseEnding() {
   std::vector<Connection*> lost;
   for (auto& connection : connections_) {
     if (connection->state() != Connection::State::kEnding) continue;
-    // A killed process closes its connections, too: say what it was.
+    // A killed process closes its connections, too: report its end as the reason.
     const bool isEnded = watch_.isEnding(connection->peer().uid);
     if (isEnded) connection->hasEnded();
     if (connection->hasSaidAll(isEnded)) lost.push_back(connection.get());
@@ -369,7 +371,7 @@ void Mesh::lose(Connection& connection) {
   const std::string uid = connection.peer().uid;
   connection.lose();
   raiseLost({uid, connection.loss(), connection.wasOpen()});
-  // Groups that are made with it yet are to hear of the loss; when there are none, nobody asks.
+  // While a group names it, the connection is kept, so that groups made later learn of the loss.
   if (!local_.groups.names(uid)) erase(connection);
 }
 
@@ -410,7 +412,7 @@ void Mesh::checkProcesses() {
     processEnded(each.uid);
   }
   if (!isAnyLost) return;
-  progress();  // the news leaves at once
+  progress();  // notifies other ranks immediately
   local_.sleeper.wakeAll();
 }
 
@@ -419,7 +421,7 @@ void Mesh::checkProcesses() {
 void Mesh::openLobby(Lobby* lobby) {
   IoLock lock(io_);
   local_.lobbies[lobby->number()] = lobby;
-  doorkeeper_.goOn();  // with those that wait for it
+  doorkeeper_.goOn();  // for the peers that wait for this lobby
 }
 
 void Mesh::closeLobby(const Lobby& lobby) {
@@ -449,8 +451,8 @@ void Mesh::addMailbox(Mailbox* mailbox) {
     if (Connection* connection = find(frame.uid))
       connection->breakOff({LossReason::kNotItsName, ""});
   }
-  // A connection that was lost stays so for as long as any group names its peer: one that is made
-  // meanwhile would wait for messages that cannot come.
+  // A lost connection stays lost for as long as any group names its peer: a group that is made
+  // meanwhile would otherwise wait for messages that cannot arrive.
   for (auto& connection : connections_) {
     if (connection->state() != Connection::State::kLost) continue;
     raise(mailbox, PeerLost{connection->peer().uid, connection->loss(), connection->wasOpen()});

@@ -13,7 +13,7 @@ bool isUid(const std::string& text) {
          text.find_first_not_of("0123456789abcdef") == std::string::npos;
 }
 
-// It stands before the namespace (base/topology.h).
+// The kernel comes before the namespace (base/topology.h).
 std::string_view kernelOf(const std::string& pidSpace) {
   return std::string_view(pidSpace).substr(0, pidSpace.rfind('/'));
 }
@@ -35,7 +35,7 @@ std::string PeerAddress::encode() const {
   return text;
 }
 
-// A rank of a large group reads very many.
+// Must be fast: a rank of a large group decodes very many.
 Status PeerAddress::decode(std::string_view text, PeerAddress* result) {
   const auto next = [&text] {
     const size_t end = std::min(text.find('\n'), text.size());

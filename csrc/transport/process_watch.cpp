@@ -11,8 +11,8 @@
 namespace mycoll {
 namespace {
 
-// What a process had sent over sockets may arrive after its death; where memory is shared, not. The
-// end of its connection usually says that all has come; this is for when that is late.
+// Data that a process sent over sockets may arrive after its death; data in shared memory cannot.
+// Usually the end of its connection shows that everything has arrived; this is the limit if not.
 constexpr int64_t kInFlightMs = 500;
 
 }  // namespace
@@ -22,11 +22,10 @@ int64_t nowMilliseconds() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
 }
 
-// Which transport is used with a peer does not matter here, nor what its container calls itself,
-// only whether its pid means something.
+// Only the validity of its pid matters here, not the transport or the name of its container.
 void ProcessWatch::add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self) {
   if (peer.pidSpace.empty() || peer.pidSpace != self.pidSpace || peer.uid == self.uid) return;
-  if (!isLiving(lookAtProcess(peer.pid, peer.startTicks))) return;  // its connection will say so
+  if (!isLiving(lookAtProcess(peer.pid, peer.startTicks))) return;  // its connection reports that
   Process& process = processes_[peer.uid];
   process.pid = peer.pid;
   process.startTicks = peer.startTicks;
@@ -65,7 +64,7 @@ bool ProcessWatch::hasEnded(const std::string& uid) {
   if (process.endingSince == 0) process.endingSince = nowMilliseconds();
   if (!process.sharesMemory && nowMilliseconds() - process.endingSince < kInFlightMs) return false;
   process.isLost = true;
-  process.fd.reset();  // a process that survives many deaths does not collect their descriptors
+  process.fd.reset();  // a process that survives many peers must not accumulate their descriptors
   return true;
 }
 

@@ -1,5 +1,5 @@
-// ProcessWatch: the peers' processes, as far as this host's kernel shows them. Tells of each that
-// has ended, once.
+// ProcessWatch: the peers' processes, as far as this host's kernel shows them. Reports once that a
+// process has ended.
 //
 // Thread contract: the mesh's I/O lock.
 #pragma once
@@ -22,23 +22,23 @@ class ProcessWatch {
  public:
   explicit ProcessWatch(Sleeper& sleeper) : sleeper_(sleeper) {}
 
-  // sharesMemory: what it had sent is there at once. self: this process.
+  // sharesMemory: everything that it sent is visible immediately. self: this process.
   void add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self) REQUIRES(ioRole);
   void remove(const std::string& uid) REQUIRES(ioRole) { processes_.erase(uid); }
 
-  // Whether it can be seen at all: not on another host, nor in another pid namespace.
+  // Whether its process is visible: not on another host or in another pid namespace.
   bool isVisible(const std::string& uid) const REQUIRES(ioRole) {
     return processes_.count(uid) > 0;
   }
-  // It is no more, or the kernel is taking it apart.
+  // Whether it has ended, or the kernel is tearing it down.
   bool isEnding(const std::string& uid) const REQUIRES(ioRole);
-  // hasEnded() has said so.
+  // Whether hasEnded() has returned true for it.
   bool isLost(const std::string& uid) const REQUIRES(ioRole);
 
   // The process whose descriptor this is, if it has really ended; else empty.
   std::string endedBy(int fd) const REQUIRES(ioRole);
-  // Of a process that has ended. True once, when it is time to count it as lost: at once where
-  // memory is shared, else a little after its end.
+  // Called for a process that has ended. Returns true once, when it should be declared lost:
+  // immediately if memory is shared, else a little later.
   bool hasEnded(const std::string& uid) REQUIRES(ioRole);
 
   struct Seen {
@@ -46,7 +46,7 @@ class ProcessWatch {
     pid_t pid;
     uint64_t startTicks;
   };
-  // Those that are not lost: to be looked at without the lock, as there may be many.
+  // The processes that are not lost, to be checked without the lock, as there may be many.
   std::vector<Seen> living() const REQUIRES(ioRole);
 
  private:
@@ -54,7 +54,7 @@ class ProcessWatch {
     pid_t pid = 0;
     uint64_t startTicks = 0;
     bool sharesMemory = false;
-    Fd fd;  // becomes readable at the end; closed where the kernel has none
+    Fd fd;  // a pidfd, readable after the end; closed if the kernel has none
     int64_t endingSince = 0;
     bool isLost = false;
   };

@@ -17,7 +17,8 @@ Status Sleeper::open(HandleEvents handleEvents) {
     return Status(Code::kInternal,
                   std::string("cannot open an epoll descriptor: ") + strerror(errno));
   }
-  // The only level-triggered one: it is read by the leader alone, after it has the lead again.
+  // The only level-triggered one: it stays readable until the leader has read it, even if another
+  // thread polls epoll in between (Mesh::pollEvents()).
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.fd = event_.get();
@@ -77,7 +78,7 @@ void Sleeper::idle(uint64_t generation, Deadline deadline) {
 
 void Sleeper::lead(MutexLock& lock, Deadline deadline) NO_THREAD_SAFETY_ANALYSIS {
   hasLeader_ = true;
-  // Also where handleEvents_ finds no memory.
+  // Runs also if handleEvents_ throws std::bad_alloc.
   struct End {
     ~End() NO_THREAD_SAFETY_ANALYSIS {
       lock.lock();

@@ -23,7 +23,7 @@ void Distance::look(int other, const Marks& theirs, uint64_t number) {
   if (choice_ != DistanceChoice::kMeasured) return;
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
-  // Each address depends on what was read before, so that the reads follow each other.
+  // Each address depends on the value read before, so that the reads follow each other.
   uint64_t lag = 0;
   for (size_t at = 0; at < kMarks; ++at) {
     const size_t next = at + (lag & 1);

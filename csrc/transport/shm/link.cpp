@@ -118,8 +118,8 @@ ssize_t ShmSender::write(const Span* parts, int count) {
 }
 
 void ShmSender::publish() {
-  // Sequentially consistent against the receiver's "I am asleep, is there anything?": one of the
-  // two sees the other.
+  // Sequentially consistent, as is the receiver, which sets receiverAsleep and then checks head:
+  // one of the two sees the other's store.
   ring_->head.store(head_, std::memory_order_seq_cst);
   if (ring_->receiverAsleep.load(std::memory_order_seq_cst)) bell_.ring();
 }
@@ -132,7 +132,7 @@ void ShmSender::setAsleep(bool asleep) {
   ring_->senderAsleep.store(asleep, std::memory_order_seq_cst);
   if (!asleep) return;
   tailSeen_ = ring_->tail.load(std::memory_order_seq_cst);
-  // A receiver whose program waits for nothing has not asked to be rung, and looks once a second.
+  // A receiver whose program waits for nothing has not asked to be rung, and checks once a second.
   if (head_ - tailSeen_ >= lap_) bell_.ring();
 }
 
@@ -151,7 +151,7 @@ bool ShmReceiver::maybeReadable() const {
   return hungUp_ || ring_->head.load(std::memory_order_relaxed) != tail_;
 }
 
-// Something of it has been published.
+// Called when some bytes of the lap have been published.
 void ShmReceiver::beginLap() {
   if (lap_ == kShortLap && ring_->grownAt.load(std::memory_order_relaxed) == tail_) {
     lap_ = kLongLap;
@@ -168,7 +168,7 @@ void ShmReceiver::beginLap() {
 ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
   auto* target = static_cast<char*>(data);
   ssize_t total = 0;
-  // A peer that can write to the ring can write nonsense to its header: never trust more than fits.
+  // The peer can write any value to the ring's header: never accept more than fits.
   size_t available =
       std::min<uint64_t>(ring_->head.load(std::memory_order_seq_cst) - tail_, kLongLap);
   while (bytes > 0 && available > 0) {
@@ -189,15 +189,15 @@ ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
   return -1;
 }
 
-// The socket carries descriptors and, at the end, the news that the peer has gone.
+// The socket carries descriptors and, at the end, reports that the peer is gone.
 void ShmReceiver::onEvent(bool) {
   for (;;) {
     Fd fd;
     char cookie[kCookieBytes];
     ssize_t got = receiveDescriptor(socket_->get(), &fd, cookie, sizeof(cookie));
     if (got == static_cast<ssize_t>(sizeof(cookie))) {
-      // None where this process has no descriptor left: whoever takes it sees that. An
-      // authenticated peer sends one for each group; more than this is a peer gone mad.
+      // No descriptor if this process has none left; the caller of takeFd() handles that. An
+      // authenticated peer sends one for each group; a peer that sends more than this is faulty.
       if (!fd.isOpen() || received_.size() >= 4096) continue;
       received_[std::string(cookie, sizeof(cookie))] = std::move(fd);
     } else if (got < 0 && (errno == EAGAIN || errno == EINTR)) {

@@ -1,18 +1,19 @@
 // A link inside a host: a byte ring for each direction, both in one segment that the connecting
-// side made and the other mapped. The connected unix socket on which the segment was handed over
-// stays open to tell when the peer has gone, and carries descriptors; wake-ups travel through the
-// peer's bell (bell.h).
+// side has created and the other has mapped. The unix socket over which the segment was sent stays
+// open: it reports when the peer is gone, and carries descriptors. Wake-ups go to the peer's bell
+// (bell.h).
 //
 //   head  bytes ever published by the sender     (one writer each, on cache lines of their own)
 //   tail  bytes ever consumed by the receiver
 //
-// How the ring is used depends on how near the two are (distance.h), which the receiver measures at
-// the beginning of each lap, and says:
+// How the ring is used depends on the distance between the two processes (distance.h), which the
+// receiver measures at the beginning of each lap, and publishes:
 //   far   stores past the caches, laps of kShortLap;
-//   near  stores through them. From the first message that is large a lap is kLongLap: then what
-//         the receiver reads has left the first caches of its sender, where it is slow to fetch.
-// A lap grows once, at the end of a short one, and never shrinks: grownAt says after which byte, so
-// that both sides find every byte at the same place. Memory that was never reached is none.
+//   near  stores through them. From the first large message on, a lap is kLongLap: then what the
+//         receiver reads has left the first caches of its sender, from which it is slow to fetch.
+// A lap grows once, at the end of a short one, and never shrinks: grownAt is the byte after which
+// it grew, so that both sides find every byte at the same place. Memory that was never reached is
+// not allocated.
 #pragma once
 
 #include <atomic>
@@ -32,33 +33,33 @@ namespace mycoll {
 struct RingHeader {
   alignas(128) std::atomic<uint64_t> head;
   alignas(128) std::atomic<uint64_t> tail;
-  // Set by a side that is going to sleep and wants to be rung.
+  // Set by a side that is about to sleep and must be rung.
   alignas(128) std::atomic<uint32_t> senderAsleep;
   alignas(128) std::atomic<uint32_t> receiverAsleep;
   alignas(128) std::atomic<uint32_t> areNear;  // by the receiver
   alignas(128) std::atomic<uint64_t> grownAt;  // by the sender; 0: laps are short
-  char cookie[32];                             // of the first ring: proof that both map it
+  char cookie[32];                             // in the first ring: proof that both map it
   Distance::Marks marks;                       // by the sender, at the beginning of each lap
 };
 constexpr size_t kCookieBytes = 32;
 
 constexpr size_t kShortLap = 512 * 1024;
 constexpr size_t kLongLap = 1792 * 1024;
-// In whole pages: the rings share none.
+// Whole pages, so that the rings share none.
 constexpr size_t kRingBytes = (sizeof(RingHeader) + kLongLap + 4095) / 4096 * 4096;
 constexpr size_t kRingSegmentBytes = 2 * kRingBytes;
 
 // A side of the connection. The maker of the segment writes to its first ring.
 enum class RingSide { kMaker, kTaker };
 
-// Passing descriptors over a connected unix socket, with kCookieBytes of data. receive: the bytes
-// read (0: the peer has gone), or -1 with errno.
+// Pass a descriptor over a connected unix socket, together with `data`. receive: returns the bytes
+// read (0: the peer is gone), or -1 with errno.
 bool sendDescriptor(int socket, int fd, const char* data, size_t bytes);
 ssize_t receiveDescriptor(int socket, Fd* fd, char* data, size_t bytes);
 
 class ShmSender final : public LinkSender {
  public:
-  // bell: where the receiver sleeps.
+  // bell: wakes the receiver.
   ShmSender(std::shared_ptr<Segment> segment, RingSide side, Socket socket, Bell bell);
   ssize_t write(const Span* parts, int count) override;
   void setAsleep(bool asleep) override;
@@ -83,7 +84,7 @@ class ShmSender final : public LinkSender {
 
 class ShmReceiver final : public LinkReceiver {
  public:
-  // bell: where the sender sleeps.
+  // bell: wakes the sender.
   ShmReceiver(std::shared_ptr<Segment> segment, RingSide side, Socket socket, Bell bell,
               DistanceChoice distance);
   ssize_t read(void* data, size_t bytes, bool streaming) override;

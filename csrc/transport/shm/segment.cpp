@@ -22,9 +22,9 @@ namespace {
 constexpr size_t kHugePage = 2 * 1024 * 1024;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// Whether a page of shared memory that is touched for the first time may find no memory although
-// the machine has some: then the system refuses what goes beyond a limit, for such pages with
-// SIGBUS. Read when the program starts, as bootId (base/topology.cpp).
+// Whether the first access to a page of shared memory may find no memory although the machine has
+// some: the system then refuses memory beyond a limit, for such pages with SIGBUS. Read when the
+// program starts, like bootId (base/topology.cpp).
 bool isOvercommitRefused() {
   char mode = '0';
   std::ifstream("/proc/sys/vm/overcommit_memory") >> mode;
@@ -45,8 +45,8 @@ Status failed(const char* what) {
   return Status(Code::kNetwork, std::string("shared memory: ") + what + ": " + strerror(errno));
 }
 
-// At an address where huge pages can be used, and not inherited by children: a child of fork() must
-// not write into a group that belongs to its parent. offset and bytes: of whole pages.
+// Maps at an address where huge pages can be used. Children do not inherit the mapping: a child of
+// fork() must not write into a group that belongs to its parent. offset and bytes: whole pages.
 void* mapAligned(int fd, size_t offset, size_t bytes, int protection, bool useHugePages) {
   const auto from = static_cast<off_t>(offset);
   if (!useHugePages) {
@@ -120,7 +120,7 @@ std::shared_ptr<Segment> Segment::known(int fd) {
   const auto found = known.segments.find(info.st_ino);
   auto segment = found == known.segments.end() ? nullptr : found->second.lock();
   const bool isUsable = segment && segment->access_ == Access::kReadWrite;
-  // Its end takes the lock, so it must not be dropped here.
+  // Its destructor takes the lock, so the lock is released first.
   if (segment && !isUsable) lock.unlock();
   return isUsable ? segment : nullptr;
 }
@@ -129,7 +129,7 @@ Status Segment::map(int fd, size_t bytes, Access access, bool useHugePages,
                     std::shared_ptr<Segment>* result) {
   struct stat info;
   if (fstat(fd, &info) != 0) return failed("fstat");
-  // These end without the lock, which their ends take.
+  // Destroyed after the lock is released, as their destructors take it.
   std::shared_ptr<Segment> other, segment(new Segment);
   Registry& known = registry();
   MutexLock lock(known.mutex);
@@ -158,7 +158,7 @@ Segment::~Segment() {
   MutexLock lock(known.mutex);
   auto found = known.segments.find(inode_);
   if (found != known.segments.end() && found->second.expired()) known.segments.erase(found);
-  // In a child something else may be there.
+  // In a forked child, something else may be mapped there.
   if (data_ && process_ == getpid()) munmap(data_, bytes_);
 }
 

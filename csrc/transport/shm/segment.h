@@ -1,12 +1,12 @@
-// A piece of memory shared between processes: a memfd, without a name, sealed against shrinking, so
-// that nothing is left behind by a crash, /dev/shm's limit does not apply, and no peer can cause
-// SIGBUS by truncating it. Pages are made when they are touched, or, where the system may refuse
-// that (vm.overcommit_memory=2), all of them at once.
+// Memory shared between processes: a memfd, without a name, sealed against resizing. So a crash
+// leaves nothing behind, the limit of /dev/shm does not apply, and no peer can cause SIGBUS by
+// truncating it. Pages are allocated when they are touched or, if the system may refuse that
+// (vm.overcommit_memory=2), all of them when the segment is created.
 //
-// Thread contract: create and adopt from any thread; the object is immutable, but for its creator's
-// descriptor.
-// Inside one process a segment is mapped once, however often it is adopted: ranks that are threads
-// then share addresses, which is what lets ThreadSanitizer see their accesses as one.
+// Thread contract: create and adopt from any thread; the object is immutable, except for its
+// creator's descriptor.
+// A process maps a segment once, however often it adopts it. Ranks that are threads then share
+// addresses, so ThreadSanitizer recognises their accesses as those to one memory.
 #pragma once
 
 #include <unistd.h>
@@ -23,31 +23,31 @@ class Segment {
  public:
   enum class Access { kReadOnly, kReadWrite };
 
-  // Zeroed memory. Fails where the system has none left. useHugePages: for what is large and soon
-  // full; they are aligned for it.
+  // Zeroed memory. Fails if the system has none left. useHugePages: for large memory that is soon
+  // full; aligns it for them.
   static Status create(size_t bytes, std::shared_ptr<Segment>* result, bool useHugePages = false);
-  // Maps what a peer has sent, and keeps no descriptor. Refuses a descriptor that is not a sealed
-  // memfd of this size. kReadOnly: unless this process may write to it already.
+  // Maps a segment that a peer has sent, and keeps no descriptor. Refuses a descriptor that is not
+  // a sealed memfd of this size. kReadOnly has no effect if this process has it mapped for writing.
   static Status adopt(Fd fd, size_t bytes, std::shared_ptr<Segment>* result,
                       Access access = Access::kReadWrite, bool useHugePages = false);
   ~Segment();
 
   char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  // To hand to peers. Only of a segment that was created here, and until closeFd(): the mapping
-  // needs none. Both by its creator.
+  // The descriptor to send to peers. Only of a segment that was created here, and until closeFd():
+  // the mapping needs none. Both are called by its creator.
   int fd() const { return fd_.get(); }
   void closeFd() { fd_.reset(); }
-  // Gives these pages back to the system, by its creator. Whoever touches them later finds others,
-  // so those that were reserved stay until the last mapping ends.
+  // Returns these pages to the system; called by its creator. A process that touches them later
+  // gets new ones, so reserved pages are kept until the last mapping ends.
   void discard(size_t offset, size_t bytes) const;
-  // As if the system refused overcommitment, or did not.
+  // Behaves as if the system refused overcommitment, or did not.
   static void reserveForTest(bool isReserved);
 
  private:
   friend class Pages;
   Segment() = default;
-  // Of this process, and writable, where it has that memory already.
+  // The segment of this descriptor if this process has it mapped for writing, else null.
   static std::shared_ptr<Segment> known(int fd);
   static Status checkSealed(int fd, size_t bytes);
   static Status map(int fd, size_t bytes, Access access, bool useHugePages,
@@ -62,11 +62,11 @@ class Segment {
   bool isReserved_ = false;
 };
 
-// A part of another process's segment, mapped to be written to: its pages, and no others. Children
-// of fork() inherit it.
+// A part of another process's segment, mapped for writing: its pages, and no others. Children of
+// fork() inherit it.
 class Pages {
  public:
-  // fd: of a sealed segment of segmentBytes; it is not kept.
+  // fd: a sealed segment of segmentBytes; it is not kept.
   static Status map(Fd fd, size_t segmentBytes, size_t offset, size_t bytes,
                     std::shared_ptr<Pages>* result);
   ~Pages();
@@ -81,7 +81,7 @@ class Pages {
 
   char* data_ = nullptr;
   size_t bytes_ = 0;
-  // Whole pages; or where this process has the memory already, what keeps it.
+  // The mapped pages; or, if this process has the memory mapped already, its segment.
   void* mapped_ = nullptr;
   size_t mappedBytes_ = 0;
   std::shared_ptr<Segment> segment_;

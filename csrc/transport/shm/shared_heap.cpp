@@ -23,8 +23,8 @@ SharedHeap& SharedHeap::process() {
 }
 
 SharedHeap::SharedHeap() {
-  // Another thread may be inside at the moment of a fork. Three functions share the lock, which the
-  // analysis cannot follow.
+  // The lock is held during a fork, so that no other thread is inside. Three functions share it,
+  // which the analysis cannot follow.
   pthread_atfork([]() NO_THREAD_SAFETY_ANALYSIS { process().mutex_.lock(); },
                  []() NO_THREAD_SAFETY_ANALYSIS { process().mutex_.unlock(); },
                  []() NO_THREAD_SAFETY_ANALYSIS {
@@ -33,7 +33,7 @@ SharedHeap::SharedHeap() {
                  });
 }
 
-// In the child of a fork(), which has one thread.
+// Runs in the child of a fork(), which has one thread.
 void SharedHeap::inherit() {
   for (auto& [begin, region] : regions_) {
     Segment& segment = *region.segment;
@@ -64,7 +64,7 @@ char* SharedHeap::addRegion(size_t bytes) {
     MYCOLL_LOG_WARN("no memory for shared tensors: %s", made.message().c_str());
     return nullptr;
   }
-  // Children get it, but not to write to: see inherit().
+  // Children inherit it, but write to a copy: see inherit().
   (void)madvise(region.segment->data(), whole, MADV_DOFORK);
   new (region.segment->data()) RegionHead;
   region.id = ++lastId_;
@@ -81,13 +81,13 @@ char* SharedHeap::addRegion(size_t bytes) {
 void SharedHeap::drop(Regions::iterator at) {
   Region& region = at->second;
   const size_t bytes = region.segment->bytes();
-  // One, unless parts of the region were retired.
+  // One range, unless parts of the region were retired.
   for (auto range = free_.lower_bound(region.begin());
        range != free_.end() && range->first < region.end();) {
     removeFree(range++);
   }
   headOf(*region.segment).isDropped.store(1, std::memory_order_release);
-  // Others may have it mapped, and look at its head only with their next call.
+  // Other processes may have it mapped, and check its head only in their next call.
   region.segment->discard(kHeadBytes, bytes - kHeadBytes);
   keptBytes_ -= bytes;
   byId_.erase(region.id);
@@ -108,7 +108,7 @@ void* SharedHeap::allocate(size_t bytes) {
   const size_t taken = roundUp(std::max<size_t>(bytes, 1), pageBytes());
   if (taken < bytes || taken > SIZE_MAX / 2) return nullptr;
   const MutexLock lock(mutex_);
-  // A large block has its region for itself, and a small one does not keep a large region.
+  // A large block has a region of its own, and a small one must not keep a large region.
   const bool isLarge = taken > kRegionBytes / 2;
   auto best = freeBySize_.lower_bound({taken, nullptr});
   while (best != freeBySize_.end() && !isLarge &&
@@ -140,7 +140,7 @@ bool SharedHeap::free(void* block) {
   blocks_.erase(found);
   const auto at = regionOf(begin);
   Region& region = at->second;
-  if (region.isInherited) return true;  // its parent's to use again
+  if (region.isInherited) return true;  // the parent uses it again
   if (isExposed) return retire(begin, bytes, at), true;
   auto next = free_.lower_bound(begin);
   if (next != free_.end() && next->first == begin + bytes && begin + bytes < region.end()) {
@@ -213,7 +213,7 @@ SharedPlace SharedHeap::find(const Span& memory) const {
 
 void SharedHeap::revoke(const SharedPlace& place) {
   const std::shared_ptr<Segment> segment = segmentOf(place.region);
-  if (!segment) return;  // it is dropped, with all that was in it
+  if (!segment) return;  // the region was dropped with all its blocks
   headOf(*segment).revocations.fetch_add(1, std::memory_order_seq_cst);
 }
 

@@ -1,25 +1,25 @@
-// SharedHeap: memory of this process that other processes of its host can read where it lies, and
-// write to where it has been exposed. It hands out blocks of regions; a region is one segment, and
-// has a number that no other region of the process ever gets. A block is whole pages: others map
-// pages, and so nothing of another block.
+// SharedHeap: memory of this process that other processes of its host can read in place, and write
+// to if it is exposed. It allocates blocks in regions. A region is one segment, with a number that
+// no other region of the process ever gets. A block is whole pages, so that a process that maps one
+// maps nothing of another.
 //
 //   region   head | block | free | block | ...
 //
-// What is freed is used again. A region without blocks is kept for the next ones, up to
-// kKeptBytes in all; beyond that its memory goes back to the system at once, also where others have
-// mapped it, and its head says so to them.
+// Freed memory is used again. Regions without blocks are kept for later blocks, up to kKeptBytes in
+// all. The memory of a region beyond that is returned to the system immediately, even if others
+// have mapped it, and its head reports that to them.
 //
-// A block that is freed while others may write to it is never used again: its pages go back to the
-// system, and so does its region, as soon as it has no other blocks. Whatever somebody still writes
-// there later, he writes to memory that is nobody's.
+// A block that is freed while others may write to it is never used again: its pages are returned to
+// the system, and so is its region once it has no other blocks. Later writes of other processes go
+// to memory that is not used.
 //
 // After a fork() the child has the contents of the parent's blocks, but writes to copies of its
-// own, and allocates from regions of its own. What the parent writes after the fork the child may
-// see, also when the parent uses a block again that the child still knows.
+// own, and allocates from regions of its own. The child may see what the parent writes after the
+// fork, also if the parent uses a block again that the child still has.
 //
-// Thread contract: all [any thread]. One lock, which fork() takes, too. Under it the locks of the
-// log and of the segments' registry are taken.
-// Lifetime: of the process; blocks may be freed while it exits.
+// Thread contract: all [any thread]. One lock, which fork() takes, too. While it is held, the locks
+// of the log and of the segments' registry are taken.
+// Lifetime: that of the process; blocks may be freed while it exits.
 #pragma once
 
 #include <atomic>
@@ -41,17 +41,17 @@ namespace mycoll {
 struct RegionHead {
   static constexpr uint64_t kMagic = 0x6e6f69676572636d;
   uint64_t magic = kMagic;
-  std::atomic<uint32_t> isDropped;  // nothing is in it any more, or ever will be
-  // How often its owner has taken back something that others were told to read.
+  std::atomic<uint32_t> isDropped;  // it is empty, and stays so
+  // How often its owner has revoked an offer to read from the region.
   std::atomic<uint32_t> revocations;
 };
 
-// Where memory lies that another process of the host may read. region 0: nowhere.
+// The place of memory that another process of the host may read. region 0: none.
 struct SharedPlace {
   uint64_t region = 0;
   uint64_t offset = 0;       // from the beginning of the segment
   uint64_t regionBytes = 0;  // of the segment
-  uint64_t revocations = 0;  // as RegionHead's: more by now means that it may hold something else
+  uint64_t revocations = 0;  // RegionHead's then: if it has changed, the data may differ
 };
 
 class SharedHeap {
@@ -64,27 +64,28 @@ class SharedHeap {
 
   static SharedHeap& process();
 
-  // Null where the system has no memory or descriptor left. Not initialised.
+  // Null if the system has no memory or descriptor left. Not initialised.
   void* allocate(size_t bytes);
-  // False: it is no block of this heap.
+  // Returns false if it is not a block of this heap.
   bool free(void* block);
 
-  // From here on others may write to this memory, which lies in one block: see above. As often as
-  // it is exposed, conceal() takes it back: nobody can write to it any more on that account. False:
-  // it is in no block of this process that others can have.
+  // From now on others may write to this memory, which is in one block: see above. Each expose() is
+  // undone by one conceal(), once no process can write to the memory because of it. Returns false
+  // if the memory is not in a block of this process that others can map.
   bool expose(const Span& memory);
   void conceal(const Span& memory);
 
-  // Region 0: it is in no region of this process.
+  // Region 0 if it is in no region of this process.
   SharedPlace find(const Span& memory) const;
-  // Whoever was told to read there, and has not finished, will see that he must not believe it.
+  // Revokes an offer: a process that has not finished reading there detects that the data is
+  // invalid.
   void revoke(const SharedPlace& place);
-  // Null: there is no such region any more.
+  // Null if the region no longer exists.
   std::shared_ptr<Segment> segmentOf(uint64_t region) const;
   static RegionHead& headOf(const Segment& region) {
     return *reinterpret_cast<RegionHead*>(region.data());
   }
-  // What another process says that lies there in a region of its own. Null: no block can.
+  // The memory that another process names in a region of its own. Null if no block can be there.
   static const char* memoryAt(const Segment& region, uint64_t offset, uint64_t bytes);
 
   // For tests: what is mapped, and what of it is in blocks.
@@ -100,7 +101,7 @@ class SharedHeap {
     std::shared_ptr<Segment> segment;
     size_t blocks = 0;
     bool isInherited = false;  // of the process that this one was forked from
-    bool isSpoiled = false;    // some of it is never used again
+    bool isSpoiled = false;    // part of it is never used again
 
     char* begin() const { return segment->data() + kHeadBytes; }
     char* end() const { return segment->data() + segment->bytes(); }
@@ -112,11 +113,11 @@ class SharedHeap {
   using Regions = std::map<char*, Region>;  // by the beginning of the segment
 
   SharedHeap();
-  // The block that all of this memory lies in, or null.
+  // The block that contains all of this memory, or null.
   Block* blockOf(const Span& memory) REQUIRES(mutex_);
   void retire(char* begin, size_t bytes, Regions::iterator region) REQUIRES(mutex_);
   Regions::iterator regionOf(const void* address) REQUIRES(mutex_);
-  // Where its memory begins, which is free. Null: there is none.
+  // Returns the beginning of its memory, which is free, or null if there is none.
   char* addRegion(size_t bytes) REQUIRES(mutex_);
   void drop(Regions::iterator region) REQUIRES(mutex_);
   void addFree(char* begin, size_t bytes) REQUIRES(mutex_);

@@ -23,8 +23,8 @@ std::string numericHost(const sockaddr* address, socklen_t length) {
   return host;
 }
 
-// The local address that packets to `host` would leave from; "" when that cannot be told. No packet
-// is sent: connecting a datagram socket only looks up the route.
+// The local address from which packets to `host` would be sent; "" if it cannot be determined. No
+// packet is sent: connecting a datagram socket only looks up the route.
 std::string routeSource(const std::string& host) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_DGRAM;
@@ -86,7 +86,7 @@ std::vector<InterfaceAddress> interfaceAddresses() {
         numericHost(entry->ifa_addr, found.isIpv6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in));
     if (!found.address.empty() && isUsable(found)) result.push_back(found);
   }
-  // IPv4 first: where both work, it is the one that is set up right more often.
+  // IPv4 first: if both work, it is more often configured correctly.
   std::stable_sort(result.begin(), result.end(),
                    [](const auto& a, const auto& b) { return a.isIpv6 < b.isIpv6; });
   return result;
@@ -109,8 +109,8 @@ Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHo
   std::vector<InterfaceAddress> all = interfaceAddresses();
   std::string name;
   if (filter.isSet()) {
-    // A name that was asked for by inclusion may be a loopback; an exclusion never means one, and
-    // means a container's bridge only where there is nothing else.
+    // An inclusion may name a loopback interface. An exclusion never selects one, and selects a
+    // container's bridge only if there is nothing else.
     for (const bool areBridgesAdmitted : {false, true}) {
       for (const auto& entry : all) {
         bool admitted =
@@ -144,7 +144,7 @@ Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHo
   }
   chosen->clear();
   for (const auto& entry : all) {
-    // All that are named, as whoever names several wants them to be used.
+    // All that the filter names, as a user that names several wants them to be used.
     const bool isNamed =
         filter.isSet() && !filter.isExclusion && filter.matches(entry.interfaceName);
     if (isNamed || entry.interfaceName == name) chosen->push_back(entry);
@@ -177,7 +177,7 @@ Status failed(const std::string& what) {
   return Status(Code::kNetwork, what + ": " + strerror(errno));
 }
 
-// port 0: a free one. *isTaken: it is not free.
+// port 0: any free one. *isTaken: the port is in use.
 Status listenOnPort(const InterfaceAddress& address, int port, Fd* listener, int* chosen,
                     bool* isTaken) {
   sockaddr_storage where{};
@@ -186,7 +186,7 @@ Status listenOnPort(const InterfaceAddress& address, int port, Fd* listener, int
   Fd socket(::socket(where.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   std::string what = "cannot listen on " + address.address + " (" + address.interfaceName + ")";
   if (!socket.isOpen()) return failed(what);
-  // What an earlier process of this port has left behind is no listener.
+  // Connections that an earlier process on this port left behind must not prevent listening.
   const int reuse = port != 0;
   setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof(reuse));
   if (bind(socket.get(), reinterpret_cast<sockaddr*>(&where), length) != 0 ||
@@ -249,7 +249,7 @@ void tuneSocket(int fd, int deadAfterSeconds) {
   int one = 1;
   (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
   (void)setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof(one));
-  // An idle connection is probed; on a busy one, data is not acknowledged.
+  // A dead peer is detected on an idle connection by probes, on a busy one by unacknowledged data.
   int probes = 3, intervalSeconds = std::max(1, deadAfterSeconds / 5);
   int idleSeconds = std::max(1, deadAfterSeconds - probes * intervalSeconds);
   (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idleSeconds, sizeof(idleSeconds));

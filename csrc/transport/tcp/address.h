@@ -1,4 +1,4 @@
-// Which of this host's addresses peers should connect to, and sockets on them.
+// The addresses of this host that peers should connect to, and sockets on them.
 // Thread contract: [any thread]; nothing here keeps state.
 #pragma once
 
@@ -23,29 +23,29 @@ struct InterfaceAddress {
 // The addresses of all interfaces that are up.
 std::vector<InterfaceAddress> interfaceAddresses();
 
-// The interfaces that others should use, with their addresses, IPv4 first:
-//   filter set: all that it names; the first that it admits, if it says what is not to be used;
-//   else: the one that routes to storeHost (where the rendezvous store is; empty: unknown);
-//   else: the first that is no loopback and no container bridge; else loopback.
+// The interfaces that peers should use, with their addresses, IPv4 first:
+//   filter set: all that it names; or, if it is an exclusion, the first that it admits;
+//   else: the one that routes to storeHost (the host of the rendezvous store; empty: unknown);
+//   else: the first that is neither loopback nor a container bridge; else loopback.
 Status chooseInterface(const InterfaceFilter& filter, const std::string& storeHost,
                        std::vector<InterfaceAddress>* chosen);
 
 // A non-blocking listener on a free port of this address alone, never on all interfaces.
 Status listenOn(const InterfaceAddress& address, const PortRange& ports, Fd* listener, int* port);
 
-// Whether the numeric address is one of this interface's subnet.
+// Whether the numeric address is in this interface's subnet.
 bool isInSubnetOf(const InterfaceAddress& own, const std::string& address);
 
-// Starts a non-blocking connection to a numeric address. Finished when writable. from: this host's
-// address that it is to leave from; null: the system chooses.
+// Starts a non-blocking connection to a numeric address. Finished when writable. from: the local
+// address to use; null: the system chooses.
 Status startConnect(const std::string& address, int port, const InterfaceAddress* from, Fd* socket);
-// How a connection that was started has failed. kPeerLost: nobody listens there.
+// The status of a connection attempt that failed with this errno. kPeerLost: nothing listens there.
 Status connectFailure(const std::string& address, int port, int error);
 
-// Small messages leave at once; a peer that has silently gone is noticed by the kernel.
+// Small messages are sent without delay, and the kernel detects a peer that is silently gone.
 void tuneSocket(int fd, int deadAfterSeconds);
-// It takes little more than the network takes at the moment: what does not fit may leave by another
-// socket of the same connection.
+// Makes the socket take little more than the network takes at the moment: the rest may be sent on
+// another socket of the same connection.
 void shareLoad(int fd);
 
 }  // namespace mycoll

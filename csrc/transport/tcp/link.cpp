@@ -47,7 +47,7 @@ ssize_t TcpReceiver::receive(void* data, size_t bytes) {
   for (;;) {
     ssize_t got = recvmsg(socket_->get(), &message, MSG_DONTWAIT);
     if (got > 0) {
-      // Less than there was room for: the next byte raises a new event.
+      // Less arrived than there was room for, so the next byte raises a new event.
       if (static_cast<size_t>(got) < bytes + kBufferBytes && !closed_) readable_ = false;
       begin_ = 0;
       end_ = static_cast<size_t>(got) - std::min(bytes, static_cast<size_t>(got));

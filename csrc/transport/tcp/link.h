@@ -1,10 +1,11 @@
 // A link between hosts: one TCP connection.
 //
-// What the kernel has taken arrives though its sender ends, unless bytes for the sender lie unread
-// in its socket when that is closed: then TCP resets the connection, and drops what the other side
-// has not acknowledged yet. So a process that ends in good order says first that it sends no more,
-// reads what still comes, and waits a moment for the acknowledgement (Connection::sayNoMore()). One
-// that is killed does not: its last bytes may be lost, as they may be lost with its host.
+// Data that the kernel has accepted arrives even if its sender ends, unless the sender's socket
+// still holds unread bytes when it is closed: then TCP resets the connection, and drops what the
+// other side has not acknowledged yet. So a process that ends cleanly first reports that it sends
+// nothing more, reads what still arrives, and waits a moment for the acknowledgement
+// (Connection::sayNoMore()). A process that is killed does not: its last bytes may be lost, as they
+// may be lost with its host.
 #pragma once
 
 #include <chrono>
@@ -15,7 +16,7 @@
 
 namespace mycoll {
 
-// The least time that anything has taken to the other end and back; 0: unknown.
+// The shortest round-trip time measured on this connection; 0: unknown.
 std::chrono::microseconds roundTripOf(int fd);
 
 class TcpSender final : public LinkSender {
@@ -43,15 +44,15 @@ class TcpReceiver final : public LinkReceiver {
   int fd() const override { return socket_->get(); }
 
  private:
-  // Into `data`, and what comes beyond that into the buffer, which is empty. Returns the whole.
+  // Reads into `data`, and what exceeds it into the buffer, which is empty. Returns the total.
   ssize_t receive(void* data, size_t bytes);
 
   Socket socket_;
   // Set by the edge-triggered poll (or lookAgain), cleared by a read that left nothing behind.
   bool readable_ = true;
-  bool closed_ = false;  // what is left to read ends with the end
-  // Headers and short payloads come through here: one system call for several of them, and none of
-  // its own for the header that follows a long payload. Small, as its content is copied once more.
+  bool closed_ = false;  // unread bytes are followed by the end of the stream
+  // Receives headers and short payloads: one system call reads several of them, and the header that
+  // follows a long payload needs none of its own. Small, as its content is copied once more.
   static constexpr size_t kBufferBytes = 4 * 1024;
   std::unique_ptr<char[]> buffer_{new char[kBufferBytes]};
   size_t begin_ = 0;

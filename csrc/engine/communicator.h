@@ -163,7 +163,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   OpPtr recv(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
              Milliseconds timeout = kGroupTimeout);
 
-  // ---- windows (window.h, which checks what it is asked for)
+  // ---- windows (window.h, which checks the arguments)
   // A window gets its number when its opening begins to run: in the same order on all ranks.
   uint64_t nextWindow() { return windows_.fetch_add(1, std::memory_order_relaxed) + 1; }
   void noteWindow(const std::shared_ptr<Window>& window) EXCLUDES(openWindowsMutex_);

@@ -29,7 +29,7 @@ constexpr auto kWarnAfter = Milliseconds(1000);
 // How long a collective waits for a missing rank after it has left. The messages that the rank sent
 // before its goodbye may not have been processed here yet.
 constexpr auto kLeftGrace = Milliseconds(500);
-// A message describes the state of the missing ranks if they are at most this many.
+// If more ranks are missing, a message only lists their numbers.
 constexpr size_t kMostDescribed = 16;
 // In a monitored barrier the other ranks wait this much longer than rank 0, which reports first.
 constexpr auto kRootGrace = Milliseconds(1000);
@@ -39,8 +39,7 @@ std::string traceHint() {
   return command.empty() ? "" : "\n  Trace: " + command;
 }
 
-// "(call #4)". With the place of the call if the operation is external: its caller may not wait for
-// it, so that no stack shows the place.
+// "(call #4)". An external operation adds the place of the call, as its caller may have returned.
 std::string numberOf(const CollectiveOp& op) {
   const std::string place = op.external ? op.record().place() : "";
   return "(call #" + std::to_string(op.sequence()) + (place.empty() ? "" : ", ") + place + ")";
@@ -191,8 +190,8 @@ Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) 
 
 // ---- checks ------------------------------------------------------------------------------------
 
-// In a monitored barrier rank 0 reports the timeout, as in gloo: where messages carry it, the other
-// ranks let rank 0 time out first.
+// In a monitored barrier rank 0 reports the timeout, as in gloo: without an arena the other ranks
+// let rank 0 time out first.
 bool Diagnosis::isLate(const CollectiveOp& op) const {
   const bool yields =
       op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0 && !membership_.arena();

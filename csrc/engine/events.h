@@ -9,7 +9,7 @@
 
 namespace mycoll {
 
-// Returns false for a control frame that neither membership nor agreement handles.
+// Returns false for a control frame of another part of the group.
 bool handleEvent(const Event& event, Mailbox& mailbox, Membership& membership, Agreement& agreement)
     REQUIRES(ioRole);
 

@@ -17,17 +17,17 @@ struct RankRange {
   int32_t last = 0;
 };
 
-// News is passed on at most this often in each direction.
+// Notices are forwarded at most this often in each direction.
 constexpr auto kNewsEvery = std::chrono::milliseconds(20);
-// Between two notifications of a rank that may not have made the group yet.
+// The pause between two notices to a rank that may not have created the group yet.
 constexpr std::chrono::milliseconds kShortestPause(200), kLongestPause(4000);
-// At most this many of the awaited ranks are told directly; the others hear of it along the tree.
+// At most this many of the awaited ranks are notified directly, the others along the tree.
 constexpr size_t kMostAwaited = 64;
 
-// Ranks that differ must be found before anybody uses the numbers for long; a message to one rank
-// now and then costs nothing beside a device's work.
+// A difference must be detected before a program uses wrong results for long. One message to one
+// rank per interval is cheap compared with a device's work.
 constexpr auto kCompareEvery = std::chrono::milliseconds(100);
-// If the others differ, they say so within this time: all have begun what has ended here.
+// Ranks that differ report it within this time: all have begun the collectives that ended here.
 constexpr auto kAnswersWithin = std::chrono::milliseconds(1000);
 
 }  // namespace
@@ -37,7 +37,7 @@ Agreement::Agreement(Mailbox& mailbox, const ControlTree& tree, Membership& memb
       tree_(tree),
       membership_(membership),
       reached_(mailbox.group().peers.size()) {
-  static_assert(CallLog::kRemembered * sizeof(Note) <= kMaxControlBytes);  // all of them, at once
+  static_assert(CallLog::kRemembered * sizeof(Note) <= kMaxControlBytes);  // all in one frame
 }
 
 void Agreement::fail(const Signature& mine, int source, const Signature& theirs,
@@ -134,8 +134,8 @@ std::vector<int> Agreement::children() const {
   return tree_.childrenOf(mailbox_.rank(), [this](int rank) { return membership_.hasLeft(rank); });
 }
 
-// A rank that has not made the group keeps what it is sent, and does not act on it. It hears of a
-// collective at once, and then less and less often.
+// A rank that has not created the group yet stores what it receives and does not act on it. So it
+// is notified of a collective immediately, and then at growing intervals.
 bool Agreement::mayRepeat(int rank, uint64_t sequence) {
   if (mailbox_.isThere(rank)) {
     repeated_.erase(rank);
@@ -175,7 +175,8 @@ bool Agreement::isTimeFor(Direction& direction, bool isNew) const {
   return true;
 }
 
-// From below to the root, and from the root, or what stands for it, down to all.
+// Forwards a note from below up to the root, and from the root, or a rank that acts as the root,
+// down to all ranks.
 void Agreement::passOn(int source, const Note& note, bool isNew) {
   const int up = parent();
   if (up >= 0 && source != up) {
@@ -238,7 +239,7 @@ void Agreement::onProbe(int source, const std::string& payload) {
   noteArrived(source, note.sequence);
 }
 
-// Whether the note is about a later collective than all before, or about another call.
+// Whether the note is about a later collective than all notes before it, or about another call.
 bool Agreement::isNews(const Note& note) {
   const bool isNewer = note.sequence > latest_.sequence || !hasHeard_;
   if (!isNewer && (note.sequence < latest_.sequence || note.signature == latest_.signature)) {
@@ -282,8 +283,8 @@ void Agreement::onArrived(int source, const std::string& payload) {
   }
   if (membership_.hasFailed()) return;
   passOn(source, note, isNew);
-  // The sender counts this rank among the missing: it has come, but has not waited long enough to
-  // say so.
+  // The sender counts this rank as missing, although it has begun the collective: it has not waited
+  // long enough to send a notice.
   const bool hasCome = reached_[mailbox_.rank()] > note.sequence;
   if (const int up = parent(); hasCome && !isKnownToCome && source == up) tellArrived(up, note);
 }

@@ -1,13 +1,13 @@
-// Agreement: holds the ranks of a group to the same calls, where they talk by messages. Each
-// message carries the signature of its call, compared before its payload is used. A rank that never
-// exchanges a message with the one that differs (two roots of a gather, a device's collectives)
-// finds out by notes: the numbers and signatures of the collectives that a rank has begun.
-// (Inside a host the arena compares: collectives/shm.)
+// Agreement: checks that all ranks of a group make the same calls, where they communicate by
+// messages. Each message carries the signature of its call, which is compared before its payload is
+// used. A rank that never exchanges a message with the one that differs (two roots of a gather, a
+// device's collectives) detects it by notes: the numbers and signatures of the collectives that a
+// rank has begun. (Inside a host the arena compares: collectives/shm.)
 //
-// A rank that waits long says so along the control tree, up to the root and from there down to all,
-// with what it was called for and the ranks that it knows to have come. Each rank on the way
-// compares and adds what it knows. So all hear who is missing by a few messages for each rank,
-// however many wait.
+// A rank that has waited long sends a notice along the control tree, up to the root and from there
+// down to all ranks, with its call and the ranks that it knows to have begun it. Each rank on the
+// way compares the call with its own and adds the ranks that it knows. So all ranks learn which
+// ones are missing, with a few messages per rank, however many wait.
 //
 // Thread contract: guarded by the I/O lock; functions that do not REQUIRE it take it.
 // Lifetime: owned by its communicator.
@@ -31,21 +31,22 @@ class Agreement {
  public:
   Agreement(Mailbox& mailbox, const ControlTree& tree, Membership& membership);
 
-  // The collective that runs now: messages of the same number but another signature are a mismatch,
-  // whatever their tag.
+  // Begins a collective. Messages of the same number but another signature are a mismatch, whatever
+  // their tag.
   void begin(uint64_t sequence, const Signature& signature);
-  // This rank has waited long in the current collective: says so to the others. Those that are in
-  // the same one, or were, or come to it, and were called differently, fail the group. awaited: the
-  // ranks that it waits for, as far as it knows; they are told at once.
+  // Notifies the others that this rank has waited long in the current collective. A rank whose call
+  // of the same number differs, be it past, current or still to come, fails the group. awaited: the
+  // ranks that this one waits for, as far as it knows; they are notified directly.
   void tellArrived(const std::vector<int>& awaited);
-  // Tells the next rank what has begun here since the last time, as far as it is remembered: if
-  // every rank does so, one that differs is found by a neighbour. At most every 100 ms unless
-  // atOnce. True while there is more to tell, or to hear: what a neighbour has found.
+  // Sends the next rank the collectives that have begun here since the last time, as far as CallLog
+  // remembers them: if every rank does so, a rank that differs is detected by a neighbour. Sends at
+  // most every 100 ms unless atOnce. True while there is more to send, or while a neighbour may
+  // still report a difference.
   bool compareWithNext(bool atOnce);
-  // This rank leaves: tells those that it has a connection to what it has begun last. The end of it
-  // may come later there, and this rank must not be missed in it.
+  // For a rank that leaves: sends the collective that it has begun last to the ranks that it is
+  // connected to. They may finish it later, and must not count this rank as missing in it.
   void tellLast();
-  // The ranks that have not begun this collective, as far as they have been heard of.
+  // The ranks that are not known to have begun this collective.
   std::vector<int> behind(uint64_t sequence);
 
   // ---- events
@@ -62,10 +63,10 @@ class Agreement {
     int32_t rank = 0;
     uint32_t reserved = 0;
   };
-  // A direction of the tree in which news goes.
+  // A direction in which notices travel along the tree.
   struct Direction {
-    Clock::time_point last;  // news went there
-    bool isOwed = false;     // there is some that was held back, as the last was just before
+    Clock::time_point last;  // when a notice was sent there
+    bool isOwed = false;     // a notice was held back, as the last one was too recent
   };
 
   void compare(int source, uint64_t sequence, const Signature& theirs) REQUIRES(ioRole);
@@ -88,18 +89,18 @@ class Agreement {
   Membership& membership_;
 
   std::vector<Note> early_ GUARDED_BY(ioRole);    // for collectives not begun here yet
-  uint64_t comparedUpTo_ GUARDED_BY(ioRole) = 0;  // the next rank was told of all before this one
+  uint64_t comparedUpTo_ GUARDED_BY(ioRole) = 0;  // the next rank was sent all before this one
   Clock::time_point comparedAt_ GUARDED_BY(ioRole);
   std::vector<uint64_t> reached_
       GUARDED_BY(ioRole);  // by rank: collectives it is known to have begun
-  // Ranks that nothing has come from: when and about what this rank last sent them kArrived.
+  // For each rank that has sent nothing so far: the last kArrived that this rank sent to it.
   struct Repeated {
     uint64_t sequence = 0;
     Clock::time_point next;
     std::chrono::milliseconds pause{0};
   };
   std::map<int, Repeated> repeated_ GUARDED_BY(ioRole);
-  Note latest_ GUARDED_BY(ioRole);  // that somebody waits long in
+  Note latest_ GUARDED_BY(ioRole);  // the latest one that a rank waits long in
   bool hasHeard_ GUARDED_BY(ioRole) = false;
   Direction up_ GUARDED_BY(ioRole), down_ GUARDED_BY(ioRole);
 };

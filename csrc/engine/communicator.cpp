@@ -23,14 +23,14 @@
 namespace mycoll {
 namespace {
 
-// How long a group that is being destroyed offers its receives to those who are about to send, and
-// one that is dead tries to say goodbye.
+// How long a group that is being destroyed keeps its receives open for messages that are about to
+// be sent, and how long a dead one tries to send its goodbye.
 constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
-// For the rank of leaveAfter().
+// The longest wait for the rank of leaveAfter().
 constexpr auto kLastGrace = std::chrono::milliseconds(800);
 
-// Those that compete with this one for its cores. A container that has some of the machine's cores
-// competes with no other one for them.
+// The number of ranks that compete with this one for its cores. A container that has only some of
+// the machine's cores does not share them with other containers.
 int localRanks(const Engine& engine, const GroupAddress& address) {
   const PeerAddress& self = engine.mesh()->address();
   const bool hasAllCores = usableCores() >= sysconf(_SC_NPROCESSORS_ONLN);
@@ -40,7 +40,7 @@ int localRanks(const Engine& engine, const GroupAddress& address) {
   return static_cast<int>(std::count_if(address.peers.begin(), address.peers.end(), competes));
 }
 
-// Asking for shared memory only, with a rank that has none in common, cannot work.
+// An explicit request for shared memory fails if a rank shares none with this one.
 Status checkTransport(const Mesh& mesh, const GroupAddress& address) {
   if (mesh.options().transport != TransportChoice::kShm) return Status();
   for (size_t rank = 0; rank < address.peers.size(); ++rank) {
@@ -57,7 +57,8 @@ bool isOutgoing(OpKind kind) {
   return kind == OpKind::kSend || kind == OpKind::kPut || kind == OpKind::kSignal;
 }
 
-// Large pieces past the caches, as they are not for this rank. The source may be a window, too.
+// Writes large data past the caches, as this rank does not read it. The source may lie in a window,
+// too, and overlap the destination.
 void copyOver(char* place, const Span& data) {
   constexpr size_t kStreamingBytes = 1024 * 1024;
   if (data.bytes == 0) return;
@@ -68,7 +69,7 @@ void copyOver(char* place, const Span& data) {
   copy(place, data.data, data.bytes, /*isStreaming=*/data.bytes >= kStreamingBytes);
 }
 
-// For a scope, this thread works on what is pending.
+// For a scope, this thread works on pending operations.
 class Attending {
  public:
   explicit Attending(Engine& engine) : engine_(engine) { engine_.beginWait(); }
@@ -210,9 +211,9 @@ Communicator::~Communicator() {
   try {
     close(Deadline::after(Milliseconds(0)));
   } catch (const std::bad_alloc&) {
-    // Gone without a goodbye: what the other ranks wait for ends by its timeout.
+    // No goodbye was sent: what the other ranks wait for ends by its timeout.
   }
-  mailbox_.detach();  // before anything is gone that handles events
+  mailbox_.detach();  // before the members that handle events are destroyed
 }
 
 // ---- calls -------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ OpPtr Communicator::enqueue(std::shared_ptr<CollectiveOp> op, std::shared_ptr<vo
   }
   const bool isFirst = queue_.push(op);
   if (!willWait) {
-    // As far as it goes at once: often that is the whole of this rank's part.
+    // Run it as far as it goes now: often that completes this rank's part.
     if (isFirst) queue_.run(0);
     if (!op->done()) engine_->wake();
   }
@@ -353,7 +354,7 @@ OpPtr Communicator::post(OpKind kind, const Message& message, std::shared_ptr<vo
   op->deadline = deadlineOf(*op, timeout);
   op->self = op;
   if (isOutgoing(kind)) {
-    if (message.rank != options_.rank) {  // nobody will take what a rank that leaves sent to itself
+    if (message.rank != options_.rank) {  // close() does not wait for messages to itself
       sending_->fetch_add(1, std::memory_order_relaxed);
       op->atEnd([sending = sending_] { sending->fetch_sub(1, std::memory_order_relaxed); });
     }
@@ -398,7 +399,7 @@ void Communicator::releaseWindows() {
 
 // ---- what runs elsewhere -----------------------------------------------------------------------
 
-// The barrier finds out which rank is absent, and says so to all.
+// The barrier detects which rank is missing and reports it to all ranks.
 Status Communicator::meetNeighbours() {
   Call barrier;
   barrier.kind = OpKind::kMonitoredBarrier;
@@ -452,7 +453,8 @@ void Communicator::close(Deadline deadline, const std::string& reason, bool* isI
 bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isInterrupted) {
   if (!membership_.beginToLeave()) return false;
   Mesh& mesh = *engine_->mesh();
-  // What nobody has begun to send may never be sent.
+  // Messages that their senders have not begun to send may never be sent: do not wait long for
+  // them.
   const Deadline unsent = earlier(deadline, Deadline::after(kUnsentGrace));
   const Attending attending(*engine_);
   Deadline tick = Deadline::after(kWaitTick);
@@ -483,7 +485,7 @@ bool Communicator::leave(Deadline deadline, const std::string& reason, bool* isI
   const bool isMet = last >= 0 && (membership_.departureOf(last) != Departure::kUnknown ||
                                    mailbox_.isConnectedTo(last));
   const Deadline patience = earlier(deadline, Deadline::after(kLastGrace));
-  // A connection that hangs may be why the group is dead.
+  // A connection that hangs may be the reason why the group is dead: do not wait long for it.
   const Deadline flushed =
       hasFailed() ? earlier(deadline, Deadline::after(kUnsentGrace)) : deadline;
   auto isDone = [&] {

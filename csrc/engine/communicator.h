@@ -1,24 +1,24 @@
 // Communicator: one rank's end of a group. It takes calls, runs them in order, matches them with
-// the other ranks' calls, and tells the same story to everybody when one goes wrong. Its parts each
-// own one thing:
+// the other ranks' calls, and reports the same first cause on all ranks when one fails. Each of its
+// parts owns one thing:
 //
-//   mailbox     messages: what was posted, what has come            [I/O lock]
-//   tree        along which ranks news travels
-//   membership  who is here, has left or is lost; the first cause   [I/O lock]
-//   agreement   that ranks were called alike, by messages           [I/O lock]
-//   queue       calls in order, and who runs them                   [run lock, queue lock]
-//   runner      how a collective is carried out                     [the queue's run lock]
-//   diagnosis   deadlines, missing ranks, words about them
-//   questions   why a rank does not come; deadlocks                 [a leaf]
+//   mailbox     messages: posted requests, arrived messages         [I/O lock]
+//   tree        along which ranks notices travel
+//   membership  which ranks are here, have left or are lost; cause  [I/O lock]
+//   agreement   that all ranks make the same calls, by messages     [I/O lock]
+//   queue       calls in order, and the threads that run them       [run lock, queue lock]
+//   runner      how a collective is executed                        [the queue's run lock]
+//   diagnosis   deadlines, missing ranks, their descriptions
+//   questions   why a rank is missing; deadlocks                    [a leaf]
 //
-// Thread contract: every public function may be called from any thread; calls that several threads
-// make on one group at the same time run in an order that is only theirs to know, so they should
-// not. No function holds a lock while it calls back.
+// Thread contract: every public function may be called from any thread. Concurrent calls of several
+// threads on one group run in an unspecified order, which other ranks cannot match: avoid them. No
+// function holds a lock while it runs a callback.
 // A call is queued. The queue is run by any thread that waits for one of its operations, or, for
-// operations that nobody waits for, by the process's one progress thread (queue.h).
-// Lifetime: a Communicator may be dropped at any time; it closes itself (see close()). An Op
-// outlives its communicator safely. User memory named in a call must live until its Op is done:
-// `keepAlive` is held exactly as long.
+// operations that no thread waits for, by the process's one progress thread (queue.h).
+// Lifetime: a Communicator may be dropped at any time; it closes itself (see close()). An Op may
+// outlive its communicator. User memory named in a call must live until its Op is done: `keepAlive`
+// is held exactly as long.
 #pragma once
 
 #include <atomic>
@@ -50,7 +50,7 @@ class Engine;
 class Window;
 
 constexpr int kAnySource = kFromAnyone;
-// As a timeout: the group's own.
+// Passed as a timeout: use the group's own.
 constexpr std::chrono::milliseconds kGroupTimeout(-1);
 
 struct GroupOptions {
@@ -58,38 +58,38 @@ struct GroupOptions {
   int rank = 0;
   int ranks = 1;
   std::chrono::milliseconds timeout{1800'000};
-  // Where the rendezvous store is, if that is known: peers are reached on the interface that routes
-  // there. A name or an address.
+  // The host of the rendezvous store, if known, as a name or an address: peers are reached on the
+  // interface that routes there.
   std::string storeHost;
-  // Its operations run elsewhere (see External), except a few for which somebody waits at once: no
-  // memory is shared for them, and the engine's thread never works on them.
+  // Its operations run elsewhere (see External), except a few whose callers wait for them
+  // immediately: these use no shared memory, and the engine's thread never works on them.
   bool isExternal = false;
-  // In a group of more ranks the news of a failure goes along the control tree, not to each rank.
+  // A group of more ranks sends a failure along the control tree, not directly to each rank.
   int mostToldDirectly = 64;
   // The job's rank of each member; empty: the ranks themselves. For records and messages only.
   std::vector<int64_t> globalRanks;
-  // Its ranks are ranks of the job that this process was started as a part of. False: somebody has
-  // numbered them for this group alone, so what becomes of them says nothing about other groups.
+  // Its ranks are ranks of the job that this process was started as a part of. False: they were
+  // numbered for this group only, so the loss of one says nothing about other groups.
   bool isOfJob = true;
   // Held while the group lives; may be empty. See Engine::process().
   std::shared_ptr<const void> seat;
-  // Asked now and then while a user's thread waits (about every 50 ms); true ends the wait with
-  // kInterrupted and leaves the operation running. May be empty. Called without locks.
+  // Called about every 50 ms while a user's thread waits; true ends the wait with kInterrupted and
+  // leaves the operation running. May be empty. Called without locks.
   std::function<bool()> interrupted;
-  // Where the program called what this thread waits for, as BlackBox::intern() numbers it; 0: not
-  // known. Asked of a user's thread that has waited a while, or whose operation has failed. May be
-  // empty. Called without locks.
+  // Returns where the program called the operation that this thread waits for, as a number of
+  // BlackBox::intern(); 0: unknown. Called on a user's thread that has waited a while, or whose
+  // operation has failed. May be empty. Called without locks.
   std::function<uint32_t()> callSite;
-  // Whether others than the threads that have called this group may yet call it: threads of the
-  // program, callbacks of futures. Then it is not stuck because its callers wait elsewhere. Empty:
-  // nobody. Called without locks.
+  // Whether threads that have not called this group so far may still call it: threads of the
+  // program, callbacks of futures. If so, the group is not stuck when its known callers wait
+  // elsewhere. Empty: no. Called without locks.
   std::function<bool()> mayBeCalled;
 };
 
 // The job's rank of each member.
 std::vector<int64_t> jobRanks(const GroupOptions& options);
 
-// A message to or from another rank. tag: any non-negative number; of a put or a signal: the
+// A message to or from another rank. tag: any non-negative number; for a put or a signal: the
 // window.
 struct Message {
   Span data;
@@ -97,7 +97,7 @@ struct Message {
   uint64_t tag = 0;
   DType dtype = DType::kOpaque;
   uint8_t opaqueType = 0;
-  uint64_t wholeBytes = 0;  // what the two ranks are compared by, where this is a piece of more
+  uint64_t wholeBytes = 0;  // both ranks compare this size, if the message is a piece
   uint64_t offset = 0;      // put: where in the window
 };
 
@@ -105,20 +105,22 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // Meets the other ranks through the store; returns when all have come, or with the names of
-  // those that have not at the deadline (options.timeout). Connections are made when first needed.
+  // Meets the other ranks through the store. Returns when all have joined, or at the deadline
+  // (options.timeout) with an error that names the missing ones. Connections are made when first
+  // needed.
   static Status create(GroupOptions options, std::shared_ptr<Store> store,
                        std::shared_ptr<Communicator>* result);
-  // As create(), on an engine of the caller's: tests give each rank-thread one of its own.
+  // As create(), on the caller's engine: tests give each rank-thread its own.
   static Status create(GroupOptions options, std::shared_ptr<Store> store,
                        std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result);
-  // A second group of the same ranks, which needs no rendezvous: for all ranks to make before they
-  // use it, with nothing exchanged. suffix: appended to the name, the same on all ranks.
+  // Makes a second group of the same ranks, without a rendezvous or any other exchange: each rank
+  // must make it before it uses it. suffix: appended to the name, the same on all ranks.
   static std::shared_ptr<Communicator> derive(const Communicator& parent, const std::string& suffix,
                                               bool isExternal);
-  // A group of those of the parent's ranks that are left, in this order, whatever has become of the
-  // parent; needs no rendezvous, as they know each other. Returns when all of them have called it
-  // with the same suffix and members, which no earlier group of theirs may have had.
+  // Makes a group of the parent's ranks that are left, in the order of `members`, whatever the
+  // parent's state. It needs no rendezvous, as the ranks know each other. Returns when all of them
+  // have called it with the same suffix and members; no earlier group of these ranks may have had
+  // both.
   static Status shrink(const Communicator& parent, const std::string& suffix,
                        const std::vector<int>& members, std::shared_ptr<Communicator>* result);
   ~Communicator();
@@ -134,23 +136,23 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   Arena* arena() const { return runner_.arena(); }  // see Runner
   // "rank 0 (node1:4712)": for messages.
   std::string describeRank(int rank) const { return mailbox_.describeRank(rank); }
-  // What the group has done and is at. The engine records what is submitted here; others may add
-  // what they run beside it.
+  // The record of what the group has done and is doing. The engine records submitted operations;
+  // callers may add those that they run themselves.
   GroupRecord& record() { return record_; }
   // Number of collectives submitted so far.
   uint64_t sequence() const { return queue_.submitted(); }
 
   // ---- collectives
-  // Queues a collective. The caller has checked that the call is well formed. timeout < 0: the
-  // group's. willWait: the caller waits at once, so that nobody else needs to be woken for it.
+  // Queues a collective. The caller has checked that the call is well formed. timeout <= 0: the
+  // group's. willWait: the caller waits next, so that no other thread needs to be woken for it.
   OpPtr submit(Call call, std::shared_ptr<void> keepAlive, bool willWait,
                Milliseconds timeout = kGroupTimeout);
-  // Queues a coroutine that may run any number of collectives, as one operation; it is told about
-  // as a call of this kind.
+  // Queues a coroutine that may run any number of collectives, as one operation; records and
+  // messages describe it as a call of this kind.
   OpPtr submitComposite(OpKind kind, Composite composite, std::shared_ptr<void> keepAlive,
                         bool willWait, Milliseconds timeout = kGroupTimeout);
-  // Runs the queue as far as it goes now: for who knows that a condition of a composite's own,
-  // which nobody else can see, has become true.
+  // Runs the queue as far as it goes now. For a caller that knows that a composite's private
+  // condition, which no other thread can detect, has become true.
   void advance() { queue_.run(0); }
 
   // ---- messages
@@ -161,18 +163,18 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   OpPtr recv(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
              Milliseconds timeout = kGroupTimeout);
 
-  // ---- windows (window.h, which checks what it is asked for)
-  // Windows are numbered as their opening begins to run, which is in the same order on all ranks.
+  // ---- windows (window.h, which checks the arguments)
+  // A window gets its number when its opening begins to run: in the same order on all ranks.
   uint64_t nextWindow() { return windows_.fetch_add(1, std::memory_order_relaxed) + 1; }
   void noteWindow(const std::shared_ptr<Window>& window) EXCLUDES(openWindowsMutex_);
   // Done when the message has left.
   OpPtr put(const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
             Milliseconds timeout = kGroupTimeout);
-  // The same into memory that is mapped here: done when it returns.
+  // As put(), into memory that is mapped here: done when it returns.
   OpPtr putInto(char* place, const Message& message);
   OpPtr signal(const Message& message, bool willWait, Milliseconds timeout = kGroupTimeout);
   OpPtr waitSignal(const Message& message, bool willWait, Milliseconds timeout = kGroupTimeout);
-  // The group is dead: its windows let go of the other ranks' memory. For the engine, now and then.
+  // The group is dead: its windows release the other ranks' memory. Called by the engine.
   void releaseWindows() EXCLUDES(openWindowsMutex_);
 
   // ---- waiting
@@ -181,43 +183,45 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   Status wait(const OpPtr& op, Deadline deadline) { return queue_.wait(op, deadline); }
 
   // ---- what runs elsewhere (External)
-  // Once, on all ranks and before the first external operation: meets the others, and connects the
-  // neighbours, so that a death or a leaving is heard of although nothing of these operations
-  // travels over the group.
+  // To be called once, on all ranks, before the first external operation. Meets the other ranks and
+  // connects the neighbours, so that a death or a departure is detected although external
+  // operations send nothing over this group.
   Status meetNeighbours();
-  // Queues a collective that runs elsewhere. Wakes nobody: who submits these calls watchExternal().
-  // The op ends with it, or before it when the group dies.
+  // Queues a collective that runs elsewhere. Wakes no thread: its caller calls watchExternal(). The
+  // op ends with the external operation, or earlier if the group dies.
   std::shared_ptr<CollectiveOp> submitExternal(const Signature& signature,
                                                Milliseconds timeout = kGroupTimeout);
-  // Ends what is over; compares notes with another rank about what has begun since; looks at
-  // deadlines and for ranks that are missing. To be called when an external operation is over, and
-  // every 50 ms or so while there are any, or while it returns true: there is more to compare.
+  // Ends external operations that are over, sends the collectives begun since the last time to the
+  // next rank for comparison, and checks deadlines and missing ranks. To be called when an external
+  // operation is over, and about every 50 ms while there are any, or while it returns true: there
+  // is more to compare.
   bool watchExternal();
-  // A message that runs elsewhere has been called, at this place of the program: for the record.
-  // The caller finishes the record when it sees the end.
+  // Records a message that runs elsewhere and was called at this place of the program. The caller
+  // finishes the record when it detects the end of the message.
   OpRecord recordMessage(Operation message, uint32_t site);
-  // Other threads than those that have called it so far may make the call that others wait for.
+  // Threads that have not called this group so far may make the call that others wait for.
   void noteOtherCallers() { questions_.noteOtherCallers(); }
 
   // ---- the end
   // Not ok once the group is dead: the first cause.
   Status error() const { return membership_.error(); }
-  // Whether that is a failure: costs nothing to ask.
+  // Whether error() is not ok; takes no lock.
   bool hasFailed() const { return membership_.hasFailed(); }
-  // Kills the group here and, by telling them, on the other ranks; the first cause stays. Returns
-  // at once.
+  // Fails the group here and, by notifying them, on the other ranks; the first cause is kept. Does
+  // not wait for them.
   void fail(const Status& cause) { membership_.fail(cause); }
-  // The same, for a reason of the user's.
+  // As fail(), for a reason given by the user.
   void abort(const std::string& reason);
-  // Leaves the group: waits up to the deadline for pending operations, then says goodbye. Later
-  // calls fail. Idempotent. The reason is for the other ranks: see Membership::sayGoodbye().
-  // isInterrupted: not null where a signal should end the wait, and is then set.
+  // Leaves the group: waits up to the deadline for pending operations, then sends a goodbye. Later
+  // calls fail. Idempotent. reason: for the other ranks, see Membership::sayGoodbye().
+  // isInterrupted: if not null, a signal ends the wait and sets it.
   void close(Deadline deadline, const std::string& reason = {}, bool* isInterrupted = nullptr);
-  // The same in two parts, for one thread: between them the other ranks know that this one leaves,
-  // and it still hears of failures. False: the group is being left already.
+  // close() in two parts, for one thread: between them the other ranks know that this one leaves,
+  // and it still detects failures. leave() returns false if the group is being left already.
   bool leave(Deadline deadline, const std::string& reason = {}, bool* isInterrupted = nullptr);
   void endLeaving();
-  // Before close(): that will stay until this rank has left as well, or nearly a second.
+  // To be called before close(), which then waits until `rank` has left as well, for nearly a
+  // second at most.
   void leaveAfter(int rank) { leavesAfter_.store(rank); }
 
   // ---- for the engine and its parts
@@ -241,15 +245,16 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
                 Milliseconds timeout);
   OpPtr post(OpKind kind, const Message& message, std::shared_ptr<void> keepAlive, bool willWait,
              Milliseconds timeout);
-  // Refused if it has failed: then the op is done.
+  // The op is done already if the group has failed.
   std::shared_ptr<MessageOp> makeMessage(OpKind kind, const Message& message,
                                          const Signature& signature);
-  // The group had failed before this was called: that this rank has come, too, is worth noting.
+  // Ends and records an operation that was called after the group had failed: the record shows that
+  // this rank made the call, too.
   OpPtr endAtOnce(std::shared_ptr<Op> op, const Operation& operation);
   Deadline deadlineOf(const Op& op, Milliseconds timeout) const;
-  // Something that other ranks may still need is under way.
+  // An operation that other ranks may still need is in progress.
   bool isBusy(Deadline unsent);
-  // What calls end with that come after the end.
+  // The status of calls that are made after the group was closed.
   Status destroyed() const;
 
   const GroupOptions options_;

@@ -1,9 +1,9 @@
-// ControlTree: along which ranks a group's news travels: who is late, who was called otherwise,
-// that the group has failed. The first rank of each host, of those that have not left, stands for
-// its host, and the others hang below it. Among the hosts, in their order, the one above another
-// has its number without the lowest bit: in a barrier and other small collectives these two
-// exchange something, too, so that news needs no connection of its own. A pure function of the
-// group's shape, equal on all ranks.
+// ControlTree: the tree along which the ranks of a group forward notices: late ranks, mismatched
+// calls, the failure of the group. The first rank of each host, of those that have not left,
+// represents its host; the host's other ranks are its children. The hosts are numbered in order,
+// and the parent of a host has the same number without the lowest set bit: a barrier and other
+// small collectives exchange messages between these two as well, so that notices need no
+// connections of their own. A pure function of the group's shape and of the ranks that have left.
 //
 // Plain values: no threads, nothing blocks.
 #pragma once
@@ -24,14 +24,14 @@ class ControlTree {
   // The shape outlives it.
   explicit ControlTree(const Shape& shape) : shape_(shape) {}
 
-  // The next ones on the way to the root, and away from it, that have not left. -1: there is none;
-  // then the rank stands for the root, and where several do so, each tells the others, too.
+  // The nearest ranks that have not left, towards the root and away from it. Parent -1: this rank
+  // acts as the root; if several ranks do so, the others are among its children.
   using HasLeft = std::function<bool(int rank)>;
   int parentOf(int rank, const HasLeft& hasLeft) const;
   std::vector<int> childrenOf(int rank, const HasLeft& hasLeft) const;
 
  private:
-  // Its first rank that has not left; -1: all have.
+  // The first rank of the host that has not left; -1: all have left.
   int standsFor(int host, const HasLeft& hasLeft) const;
   void addBelow(int host, const HasLeft& hasLeft, std::vector<int>* ranks) const;
 

@@ -22,16 +22,16 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-// A collective that has waited for so long tells the others, again and again.
+// A collective that waits notifies the other ranks each time after this long.
 constexpr auto kAnnounceEvery = Milliseconds(250);
-// One that has waited for so long says so in the log.
+// A collective that has waited for this long logs a warning.
 constexpr auto kWarnAfter = Milliseconds(1000);
-// A rank that has left cannot come any more. It said so after all that it had to say, which this
-// rank may not have looked at yet.
+// How long a collective waits for a missing rank after it has left. The messages that the rank sent
+// before its goodbye may not have been processed here yet.
 constexpr auto kLeftGrace = Milliseconds(500);
-// At most this many missing ranks are described by what they do.
+// If more ranks are missing, a message only lists their numbers.
 constexpr size_t kMostDescribed = 16;
-// By how much the root of a monitored barrier is let go first with its verdict.
+// In a monitored barrier the other ranks wait this much longer than rank 0, which reports first.
 constexpr auto kRootGrace = Milliseconds(1000);
 
 std::string traceHint() {
@@ -39,7 +39,7 @@ std::string traceHint() {
   return command.empty() ? "" : "\n  Trace: " + command;
 }
 
-// "(call #4)". Of what runs elsewhere with its place in the program: nobody need be there any more.
+// "(call #4)". An external operation adds the place of the call, as its caller may have returned.
 std::string numberOf(const CollectiveOp& op) {
   const std::string place = op.external ? op.record().place() : "";
   return "(call #" + std::to_string(op.sequence()) + (place.empty() ? "" : ", ") + place + ")";
@@ -62,16 +62,18 @@ bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
-// Where plans pass things on, a rank may wait for others that wait themselves. Of those that it
-// waits for: the ones that have not been heard to come; else all that have not. Only where nobody
-// ends before all have come: elsewhere a rank that is not heard of may have been long since.
+// The ranks that cause the wait. Plans forward data, so a rank may wait for others that wait
+// themselves. If no rank can finish the collective before all have begun it, the cause is those of
+// the missing ranks that are not known to have begun; if there are none, all ranks that are not. In
+// other collectives a rank that is not known to have begun may have begun long ago, so the cause is
+// the missing ranks.
 std::vector<int> causeOfWait(OpKind kind, const std::vector<int>& missing,
                              const std::vector<int>& behind) {
   const bool needsAll = kind == OpKind::kAllReduce || kind == OpKind::kReduceScatter ||
                         kind == OpKind::kAllGather || kind == OpKind::kAllToAll ||
                         kind == OpKind::kBarrier || kind == OpKind::kMonitoredBarrier;
   if (!needsAll || missing.empty() || behind.empty()) return missing;
-  if (kind == OpKind::kMonitoredBarrier) return behind;  // it is asked for all of them
+  if (kind == OpKind::kMonitoredBarrier) return behind;  // its error must name all of them
   std::vector<int> both;
   for (const int rank : missing) {
     if (contains(behind, rank)) both.push_back(rank);
@@ -112,7 +114,7 @@ Status Diagnosis::calledLate(OpKind kind) const {
 Status Diagnosis::inContext(const Status& cause, const CollectiveOp& op) const {
   std::string here = onThisRank(options_.rank) + op.describe() + " " + numberOf(op);
   if (op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0) {
-    // As gloo says it.
+    // Worded as in gloo.
     here += "\n  Rank " + std::to_string(options_.rank) +
             " successfully reached monitoredBarrier, but received errors while waiting for "
             "send/recv from rank 0. Please check rank 0 logs for faulty rank.";
@@ -120,14 +122,14 @@ Status Diagnosis::inContext(const Status& cause, const CollectiveOp& op) const {
   return cause.withMessage(cause.message() + here + traceHint());
 }
 
-// "rank 2 (node1:4712), which is stopped": what can be seen of it from here. Of many only the
-// numbers.
+// "rank 2 (node1:4712), which is stopped": the ranks with what this process can detect of their
+// state. If they are many, only their numbers.
 std::string Diagnosis::listRanks(const std::vector<int>& ranks) const {
   if (ranks.size() > kMostDescribed) return "ranks " + listNumbers(ranks);
   std::string text;
   for (int rank : ranks) {
     text += (text.empty() ? "" : ", ") + mailbox_.describeRank(rank);
-    // What a rank that has gone did before is no longer of use.
+    // The last answer of a rank that has left is of no use.
     if (membership_.departureOf(rank) == Departure::kLeft) continue;
     const PeerAddress& peer = mailbox_.group().peers[rank];
     Mesh& mesh = *engine_.mesh();
@@ -137,7 +139,7 @@ std::string Diagnosis::listRanks(const std::vector<int>& ranks) const {
   return text;
 }
 
-// All but this rank and those that are missing, or not known to have come.
+// All ranks except this one, the missing ones and those that are not known to have begun.
 std::string Diagnosis::listArrived(const std::vector<int>& missing,
                                    const std::vector<int>& behind) const {
   std::vector<int> arrived;
@@ -152,12 +154,12 @@ std::string Diagnosis::listArrived(const std::vector<int>& missing,
 Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& missing,
                                 const std::vector<int>& behind) const {
   const auto waited = std::to_string(millisecondsSince(op.submitted));
-  // The prefix that all errors of a group have.
+  // All errors of a group have this prefix.
   std::string text =
       "mycoll group '" + options_.name + "': [Rank " + std::to_string(options_.rank) + "]: ";
   const std::string call = numberOf(op);
   if (op.kind() == OpKind::kMonitoredBarrier && !missing.empty()) {
-    // In the words that people search for.
+    // Worded as in gloo: users search for it.
     std::string numbers;
     for (int rank : missing) {
       numbers += (numbers.empty() ? "" : ", ") + std::to_string(rank);
@@ -168,7 +170,7 @@ Status Diagnosis::timeoutStatus(const CollectiveOp& op, const std::vector<int>& 
   } else {
     text += op.describe() + " " + call + " timed out after " + waited + " ms.";
   }
-  // gloo's words, which programs look for.
+  // Worded as in gloo: programs look for it.
   const auto patience =
       std::chrono::duration_cast<Milliseconds>(op.deadline.when() - op.submitted).count();
   text += " Timed out waiting " + std::to_string(patience) + "ms for ";
@@ -188,8 +190,8 @@ Status Diagnosis::hasLeft(const CollectiveOp& op, const std::vector<int>& gone) 
 
 // ---- checks ------------------------------------------------------------------------------------
 
-// Of a monitored barrier rank 0 is to tell, as with gloo: over messages the others let it time out
-// first.
+// In a monitored barrier rank 0 reports the timeout, as in gloo: without an arena the other ranks
+// let rank 0 time out first.
 bool Diagnosis::isLate(const CollectiveOp& op) const {
   const bool yields =
       op.kind() == OpKind::kMonitoredBarrier && options_.rank != 0 && !membership_.arena();
@@ -222,12 +224,12 @@ void Diagnosis::check(CollectiveOp& op, std::vector<int> missing) {
         timeoutStatus(op, causeOfWait(op.kind(), missing, behind), behind));
   }
   const auto announced = op.announced != Clock::time_point{} ? op.announced : op.waitsSince();
-  // A monitored barrier lives by it, and may have little time.
+  // A monitored barrier depends on these notices, and may have a short timeout.
   const bool isAtOnce =
       op.kind() == OpKind::kMonitoredBarrier && op.announced == Clock::time_point{};
   if (!membership_.arena() && (isAtOnce || now - announced > kAnnounceEvery)) {
     op.announced = now;
-    // Whom an external one waits for is only known by what the others tell.
+    // The ranks that an external collective waits for are only known from the others' notices.
     agreement_.tellArrived(op.external ? std::vector<int>() : missing);
   }
   if (!op.hasWarned && !missing.empty() && now - op.waitsSince() > kWarnAfter) {

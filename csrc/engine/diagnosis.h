@@ -1,6 +1,6 @@
-// Diagnosis: looks after a group while somebody waits in it. It ends operations whose time is over
-// or whose ranks have left, warns of late ones, asks late ranks why (questions.h), and puts into
-// words which ranks are missing and what they do.
+// Diagnosis: monitors a group while a thread waits in it. It ends operations that are past their
+// deadline or whose ranks have left, warns of late ones, asks late ranks for the reason
+// (questions.h), and describes which ranks are missing and what they do.
 //
 // Thread contract: all [any thread]. Checks of the head of the queue run under its run lock.
 // Lifetime: owned by its communicator, as are the parts that it refers to.
@@ -29,17 +29,17 @@ class Diagnosis {
             Agreement& agreement, Runner& runner, Queue& queue, Questions& questions,
             GroupRecord& record);
 
-  // ---- for whoever has waited a while
-  // The collective that runs: its deadline, its missing ranks.
+  // ---- for a thread that has waited a while
+  // Checks the deadline and the missing ranks of the collective that runs.
   void checkHealth();
   void checkMessage(MessageOp& op);
-  // Messages that futures tell of, whose deadline nobody looks at in a wait.
+  // Checks the deadlines of messages that only futures wait for, which no waiting thread checks.
   void checkFutures();
 
-  // ---- words
+  // ---- descriptions
   // The failure as the caller of this collective sees it.
   Status inContext(const Status& cause, const CollectiveOp& op) const;
-  // ... as the caller of something that came after it sees it.
+  // The failure as the caller of a later operation sees it.
   Status calledLate(OpKind kind) const;
 
  private:

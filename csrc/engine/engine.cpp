@@ -18,14 +18,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// While the user's threads work themselves, this one looks again after this time.
+// While the user's threads work themselves, the engine's thread looks again after this time.
 constexpr auto kWaitForWork = std::chrono::milliseconds(5);
-// Failures that nobody is there to see, and records of them.
+// The interval of doChores().
 constexpr auto kChores = std::chrono::milliseconds(250);
-// Unfinished handshakes of strangers, and the peers' processes, are looked at this often.
+// An idle thread checks unfinished handshakes and the peers' processes this often.
 constexpr auto kHousekeeping = std::chrono::milliseconds(1000);
 
-// For a scope, others ring when they have something for these groups.
+// For a scope, other ranks ring this process when they have something for these groups.
 class Asleep {
  public:
   Asleep(Mesh& mesh, const std::vector<std::shared_ptr<Communicator>>& groups) : mesh_(mesh) {
@@ -48,7 +48,7 @@ class Asleep {
   std::vector<Arena*> arenas_;
 };
 
-// The first one serves nearly all groups.
+// The engines of this process. The first one serves nearly all groups.
 struct ProcessEngines {
   Mutex mutex;
   std::vector<std::weak_ptr<Engine>> engines GUARDED_BY(mutex);
@@ -153,7 +153,7 @@ std::map<int64_t, Engine::Loss> Engine::losses() {
 }
 
 void Engine::Progress::wake() {
-  // Against run(): either it sees the work, or this sees that it sleeps.
+  // Pairs with work(): either that thread sees the work, or this one sees that it sleeps.
   if (activity.fetch_add(0, std::memory_order_seq_cst) == kWorking) return;
   {
     MutexLock lock(mutex);
@@ -187,8 +187,8 @@ void Engine::Progress::hear() {
   for (auto& group : alive()) group->questions().handleMessages();
 }
 
-// True if anything moved. *isNeeded: there is work that nobody else will do. *advanced: more than
-// some bytes over a network.
+// True if anything moved. *isNeeded: there is work that no other thread will do. *advanced: a queue
+// advanced, or bytes moved within this host.
 bool Engine::Progress::workOnce(bool* isNeeded, bool* advanced) {
   const std::vector<std::shared_ptr<Communicator>> living = alive();
   *advanced = false;
@@ -203,8 +203,8 @@ bool Engine::Progress::workOnce(bool* isNeeded, bool* advanced) {
   return moved || *advanced;
 }
 
-// What finds no memory is tried again; the mesh, which cannot go on in the middle of something,
-// fails its groups itself.
+// Retries when memory runs out. The mesh, which cannot resume an interrupted step, then fails its
+// groups itself.
 void Engine::Progress::run() {
   for (;;) {
     try {
@@ -236,7 +236,7 @@ void Engine::Progress::work() {
       const uint64_t waitsNow = waits.load(std::memory_order_relaxed);
       const bool areOthersAtIt = someoneWaits() || waitsNow != std::exchange(lastWaits, waitsNow);
       activity.exchange(areOthersAtIt ? kWaiting : kSleeping, std::memory_order_seq_cst);
-      // Once more, now that whoever brings work would wake this thread.
+      // Look once more: from here on a caller that brings work wakes this thread.
       if (!workOnce(&isNeeded, &advanced) && !isNeeded) {
         if (areOthersAtIt) {
           waitForWork(seen);
@@ -249,7 +249,7 @@ void Engine::Progress::work() {
       lastMove = Clock::now();
       continue;
     }
-    // Work that waits for peers. The cores belong to the user's computation: yield, then sleep.
+    // The work waits for peers. Yield, then sleep: the cores belong to the user's computation.
     if (Clock::now() - lastMove < std::chrono::microseconds(200)) {
       sched_yield();
       continue;
@@ -269,7 +269,7 @@ void Engine::Progress::work() {
   }
 }
 
-// What has to be done in the background now and then, and whose time has not come most of the time.
+// Periodic background work; most of the time it is not due.
 void Engine::Progress::doChores() {
   const auto now = Clock::now();
   if (now < nextChores) return;
@@ -277,7 +277,7 @@ void Engine::Progress::doChores() {
   flushLog();
   bool isUnseen = false;
   for (auto& group : alive()) {
-    // A group that nobody is in a call of may have failed on another rank of the host.
+    // Another rank of the host may have failed a group that no thread of this process waits in.
     isUnseen |= !group->queue().hasWaiters() && group->membership().lookIntoArena();
     group->diagnosis().checkFutures();
     if (group->hasFailed()) group->releaseWindows();
@@ -285,8 +285,9 @@ void Engine::Progress::doChores() {
   if (isUnseen || TraceFile::isLeftOver()) TraceFile::writeMeanwhile();
 }
 
-// Nothing to do, and the user's threads wait for their operations themselves: this thread would be
-// woken by their sockets' events for nothing, so it stays away from these until things are quiet.
+// There is nothing to do, and the user's threads wait for their operations themselves. Their
+// sockets' events would wake this thread for nothing, so it does not wait for events until the
+// process is quiet.
 void Engine::Progress::waitForWork(uint64_t seenWakeUps) {
   MutexLock lock(mutex);
   woken.wait_for(lock.native(), kWaitForWork,

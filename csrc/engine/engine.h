@@ -1,5 +1,5 @@
-// Engine: what all groups of a process share: the mesh, and the one thread that works on
-// operations nobody waits for.
+// Engine: what all groups of a process share: the mesh, and the one thread that works on operations
+// that no other thread waits for.
 //
 // Thread contract: all [any thread].
 // Lifetime: groups hold it by shared_ptr; the last one stops the thread and closes the mesh.
@@ -25,73 +25,73 @@ class Communicator;
 
 class Engine {
  public:
-  // A rank of a group, for as long as somebody holds it.
+  // A rank of a group, for as long as the seat is referenced.
   struct Seat {
     std::string group;
     int rank;
     int ranks;
   };
-  // The process's, made when there is none. A process may be several ranks of one group, as threads
-  // are in tests and actors in one process: to the others each of them is a process of its own,
+  // Returns the process's engine, or makes one. A process may hold several ranks of one group, as
+  // threads (in tests) or as actors: each of them appears to the others as a process of its own,
   // with an engine of its own. *seat: to be held while the rank is in the group. storeHost: as in
   // MeshOptions.
   static Status process(const std::string& storeHost, Seat rank, std::shared_ptr<Engine>* result,
                         std::shared_ptr<const Seat>* seat);
-  // One of its own: tests give each rank-thread one.
+  // Makes a separate engine: tests give each rank-thread one.
   static Status create(const MeshOptions& options, std::shared_ptr<Engine>* result);
   ~Engine();
 
   const std::shared_ptr<Mesh>& mesh() const { return progress_->mesh; }
 
   void add(const std::shared_ptr<Communicator>& group);
-  // There is work that nobody waits for.
+  // Wakes the thread: there is work that no other thread waits for.
   void wake() { progress_->wake(); }
-  // As wake(), for a message: its caller most often waits for it next. A thread that has just seen
-  // others wait is not woken for it, and looks by itself a little later.
+  // As wake(), for a message, whose caller most often waits for it next. A thread that has just
+  // seen others wait is not woken, and looks by itself a little later.
   void wakeIfAsleep() { progress_->wakeIfAsleep(); }
-  // Bracket a user's thread that waits, and therefore works.
+  // Bracket the wait of a user's thread, which works while it waits.
   void beginWait() {
     progress_->waits.fetch_add(Progress::kOneWait + 1, std::memory_order_seq_cst);
   }
   void endWait() { progress_->waits.fetch_sub(1, std::memory_order_seq_cst); }
 
-  // What this process waits for, and the threads that it is called from.
+  // The waits of this process, and the thread that it is called from.
   WaitBoard& waits() { return progress_->board; }
   Caller& caller() { return progress_->caller; }
   std::vector<std::shared_ptr<Communicator>> groups() { return progress_->alive(); }
-  // The oldest of its groups in which all of these ranks of the job are; null: there is none.
+  // The oldest group of the job that contains all of these ranks of the job; null: there is none.
   std::shared_ptr<Communicator> groupWith(std::vector<int64_t> ranks);
-  // A rank of the job that a group has failed of, which is still open here: its process, and the
-  // group's error.
+  // A rank of the job that is lost, in a group that has failed and is not being left: the rank's
+  // process, and the group's error.
   struct Loss {
     std::string uid;
     Status cause;
   };
-  // By the job's ranks.
+  // By the rank in the job.
   std::map<int64_t, Loss> losses();
-  // A rank has said something to a group (questions.h). [I/O lock]
+  // A group has received a message for its Questions (questions.h). [I/O lock]
   void messageCame() { progress_->messages.fetch_add(1, std::memory_order_release); }
-  // Lets the groups hear what was said. For whoever has waited a while.
+  // Lets the groups handle these messages. For a thread that has waited a while.
   void hear() { progress_->hear(); }
 
  private:
-  // Outlives the engine where the thread itself drops the last group.
+  // Outlives the engine if the thread itself drops the last group.
   struct Progress {
     std::shared_ptr<Mesh> mesh;
     Mutex mutex;
     std::condition_variable woken;
     std::vector<std::weak_ptr<Communicator>> groups GUARDED_BY(mutex);
     bool isStopped GUARDED_BY(mutex) = false;
-    // Below kOneWait: threads that wait now. Above: how many waits there ever were.
+    // Below kOneWait: threads that wait now. Above: the number of waits begun so far.
     static constexpr uint64_t kOneWait = uint64_t{1} << 32;
     std::atomic<uint64_t> waits{0};
     bool someoneWaits() const { return waits.load(std::memory_order_relaxed) % kOneWait > 0; }
-    // What the thread does. A caller that brings it work must wake it unless it is working.
-    // kWaiting: for wake() only; kSleeping: for events of sockets, too.
+    // The thread's activity. A caller that brings it work must wake it unless it is working.
+    // kWaiting: it waits for wake() only; kSleeping: for socket events, too.
     enum Activity { kWorking, kWaiting, kSleeping };
     std::atomic<int> activity{kWorking};
     uint64_t wakeUps GUARDED_BY(mutex) = 0;
-    std::chrono::steady_clock::time_point nextChores;  // the thread's own
+    std::chrono::steady_clock::time_point nextChores;  // used by the thread only
     WaitBoard board;
     Caller caller;
     std::atomic<int> messages{0};
@@ -110,10 +110,10 @@ class Engine {
   };
 
   Engine() = default;
-  // Another rank of the same group has its seat here.
+  // Whether another rank of the same group has a seat here.
   bool isTakenFor(const Seat& rank) const;
 
-  // Those of its ranks. Under the lock of all engines of the process.
+  // The seats of its ranks. Guarded by the lock of all engines of the process.
   std::vector<std::weak_ptr<const Seat>> seats_;
   std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
   std::thread thread_;

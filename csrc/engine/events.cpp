@@ -3,7 +3,7 @@
 namespace mycoll {
 namespace {
 
-// A visitor of events, by its parts.
+// Combines lambdas into one visitor.
 template <typename... Parts>
 struct Visitor : Parts... {
   using Parts::operator()...;
@@ -30,8 +30,7 @@ bool handleEvent(const Event& event, Mailbox& mailbox, Membership& membership,
                           return true;
                         },
                         [&](const PeerLost& lost) REQUIRES(ioRole) {
-                          // The group first, so that what was not sent ends with its cause where it
-                          // fails.
+                          // The group comes first: if it fails, unsent messages end with its cause.
                           membership.onPeerLost(lost.uid, lost.loss, lost.wasLinked);
                           mailbox.endUnsent(lost.uid, lost.loss.describe());
                           return true;

@@ -1,5 +1,5 @@
-// What a group does with the events of its mailbox (transport/event.h): the one place where
-// something that has come changes it.
+// Applies the events of a group's mailbox (transport/event.h) to its membership, its agreement and
+// the mailbox itself.
 #pragma once
 
 #include "engine/agreement.h"
@@ -9,7 +9,7 @@
 
 namespace mycoll {
 
-// False: a control frame that is for neither.
+// Returns false for a control frame of another part of the group.
 bool handleEvent(const Event& event, Mailbox& mailbox, Membership& membership, Agreement& agreement)
     REQUIRES(ioRole);
 

@@ -15,7 +15,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Collectives before the one that failed may take so long to end well.
+// How long collectives before the failed one may still succeed after the failure.
 constexpr auto kCompletionGrace = std::chrono::milliseconds(1000);
 
 // The beginning of a kAbort frame's payload; the text follows.
@@ -115,7 +115,7 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   cause_ = inGroup(mailbox_.group().name, Status(why.code(), why.message(), fields));
   failedFrom_ = from;
   if (state_ == State::kOpen) moveTo(State::kFailed);
-  // The moment it is known; leaving a group in good order is no news.
+  // Log it as soon as it is known; a departure without a failure is not logged.
   if (cause_.code() != Code::kAborted) {
     logFailure(cause_.message());
   } else if (tellsOthers) {
@@ -129,7 +129,7 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   failedAt_.store(Clock::now(), std::memory_order_relaxed);
   hasFailed_.store(true, std::memory_order_release);
   record_.fail(cause_);
-  // A group that is only being left here lives on for the others.
+  // If only this rank is leaving, the group lives on for the others.
   if (Arena* arena = this->arena(); arena && !isLeaving()) arena->fail(cause_);
   mailbox_.failFrom(failedFrom_, cause_);
   if (!tellsOthers || !tellsOthers_) return;
@@ -146,8 +146,8 @@ void Membership::tellOthers() {
     ranks.insert(tree_.parentOf(self, isAbsent));
   };
   if (isLarge_) {
-    // A lost rank passes nothing on. One that the cause names may be stopped, or lost, or live: it
-    // is told, too, but not relied on.
+    // A lost rank forwards nothing. The rank that the cause names may be stopped, lost or alive: it
+    // is notified, but also bypassed.
     const int named = cause_.cause().rank;
     auto hasLeft = [&](int rank) { return this->hasLeft(rank); };
     addNeighbours(hasLeft);
@@ -227,25 +227,26 @@ void Membership::onLeft(int rank, const std::string& reason) {
 void Membership::isGone(int rank, const Status& story, bool isFailure) {
   left_[rank].store(true, std::memory_order_release);
   mailbox_.setAbsent(rank, story, isFailure);
-  // A rank that leaves after a failure has written the cause into the arena before.
+  // A rank that leaves after a failure writes the cause into the arena first.
   if (const Arena* arena = this->arena(); arena && !isLeaving()) {
     if (const Status known = arena->failure(); !known.ok()) {
       return failLocked(known, /*tellsOthers=*/false);
     }
   }
   mailbox_.endMessagesOf(rank, story);
-  // It left before the news reached it.
+  // It may have left before it received the failure: bypass it.
   if (isPassedOn_ && !tellers_.contains(rank)) this->tellOthers();
 }
 
-// Its connection has said all that it will ever say for this group. The arena also tells that a
-// rank has left, and may be faster than messages that are still on the connection.
+// The goodbye is the last frame of this group on its connection, so that open receives end here.
+// The arena also reports that a rank has left, maybe before messages that are still on the
+// connection.
 void Membership::onGoodbye(int rank, const std::string& payload) {
   onLeft(rank, sanitized(payload));
   mailbox_.endReceivesFrom(rank, departed(rank));
 }
 
-// Whether that process is known to be no more.
+// Whether that process is known to have ended.
 bool Membership::hasEnded(const PeerAddress& peer, const Loss& loss) const {
   if (loss.reason == LossReason::kEnded) return true;
   const bool isVisible =
@@ -253,10 +254,10 @@ bool Membership::hasEnded(const PeerAddress& peer, const Loss& loss) const {
   return isVisible && !isLiving(lookAtProcess(peer.pid, peer.startTicks));
 }
 
-// A rank without a connection to this one says no goodbye to it, so its end alone is no failure. If
-// it was one, the ranks that have a connection to it know, and tell; and a rank that needs it, now
-// or later, fails by that. Only a rank that nobody had a connection to can die without its group
-// hearing of it before it is needed.
+// A rank without a connection to this one sends it no goodbye, so the end of its process alone is
+// no failure. If it is one, the ranks that are connected to it detect it and notify this one; and a
+// call that needs that rank, now or later, fails the group. Only the death of a rank without any
+// connection remains undetected until the rank is needed.
 void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLinked) {
   const GroupAddress& group = mailbox_.group();
   for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
@@ -286,7 +287,7 @@ void Membership::onPeerLost(const std::string& uid, const Loss& loss, bool wasLi
     if (!isUnclear) {
       lost_.insert(rank);
       failLocked(story, /*tellsOthers=*/true);
-      if (isPassedOn_) this->tellOthers();  // past this one, too
+      if (isPassedOn_) this->tellOthers();  // bypassing this rank, too
       return;
     }
     isGone(rank, story, /*isFailure=*/true);
@@ -318,7 +319,7 @@ void Membership::sayGoodbye(const Status& cause, const std::string& reason) {
   {
     IoLock lock(mailbox_.ioMutex());
     mailbox_.endSends(cause);
-    // The other side must not hear of the departure before it hears why.
+    // The other side must receive the cause before the departure.
     const std::string why = !cause_.ok() && tellsOthers_ ? abortPayload() : "";
     for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
       if (rank == mailbox_.rank()) continue;

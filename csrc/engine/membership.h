@@ -1,15 +1,16 @@
-// Membership: who is in the group. It knows which ranks are here, have left or are lost, whether
-// the group has failed and by what first cause, and it is the only place where a group fails,
-// whatever the sign of it: a lost process, another rank's word, the arena, a device, or a call of
-// this rank.
+// Membership: which ranks are in the group. It knows which ranks are here, have left or are lost,
+// whether the group has failed and by which first cause. It is the only place where a group fails,
+// whatever the sign of the failure: a lost process, another rank's message, the arena, a device, or
+// a call of this rank.
 //
 //   own state   kOpen -> kFailed -> kLeaving -> kLeft
 //               kOpen ------------> kLeaving
 //
-// A failure ends the collectives from a number on, and all messages; those before that number may
-// still end well for a while, as all ranks were called for them alike. The first cause wins. It is
-// written into the arena where there is one. Otherwise it is sent to all ranks; in a large group
-// along the control tree, past those that have left or are lost, and each passes it on, once.
+// A failure ends all messages, and the collectives from a number on. Collectives before that number
+// may still succeed for a while, as all ranks made those calls alike. The first cause is kept. It
+// is written into the arena if there is one. Otherwise it is sent to all ranks; in a large group
+// along the control tree, bypassing ranks that have left or are lost, and each rank forwards it
+// once.
 //
 // Thread contract: any thread, unless a function REQUIRES the I/O lock. The state is guarded by
 // that lock; copies of it can be read without. Lifetime: owned by its communicator, as is the
@@ -33,12 +34,12 @@
 
 namespace mycoll {
 
-// Where another rank is, as far as this one knows. Unknown: nothing tells a departure from a death.
+// This rank's knowledge of another one. kUnknown: departure and death cannot be distinguished.
 enum class Departure { kLeft, kStayed, kUnknown };
 
 class Membership {
  public:
-  // isExternal: its operations run elsewhere, and do not hear of a failure by themselves.
+  // isExternal: its operations run elsewhere, and do not detect a failure by themselves.
   Membership(Mailbox& mailbox, const ControlTree& tree, GroupRecord& record, bool isExternal,
              int mostToldDirectly);
 
@@ -46,52 +47,52 @@ class Membership {
   bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
   // Not ok once it has: the first cause.
   Status error() const EXCLUDES(failureMutex_);
-  // The failure ends the collective of this number, now.
+  // Whether the failure ends the collective of this number now.
   bool isOver(uint64_t number) const;
-  // The same; looks into the arena, too, for whoever runs that collective, and holds the run lock:
-  // spread() is to follow.
+  // As isOver(), but checks the arena, too. For the thread that runs that collective and holds the
+  // run lock; it must call spread() afterwards.
   bool noticeFailure(uint64_t number);
-  // The same for whoever is in no collective. True when the arena had news.
+  // As noticeFailure(), for a thread that runs no collective. True if the arena had a new failure.
   bool lookIntoArena();
   // This rank has begun to leave.
   bool isLeaving() const { return isLeaving_.load(std::memory_order_acquire); }
 
   // ---- it fails
-  // The cause's group is filled in. Collectives before `from` may still end well. Ends operations,
-  // whose callbacks run here: no lock is held.
+  // Fails the group and fills in the cause's group. Collectives before `from` may still succeed.
+  // Ends operations, whose callbacks run here: the caller holds no lock.
   void fail(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
   // In two parts, for a caller that holds the run lock: spread() follows when it has released it.
   void failFirst(const Status& cause, bool tellsOthers = true, uint64_t from = 0);
-  // Sends what is queued, completes the operations that have ended, and wakes the threads that
-  // wait. Does nothing unless failFirst() came before.
+  // Sends queued frames, completes the operations that have ended, and wakes waiting threads. Does
+  // nothing unless failFirst() was called before.
   void spread();
   void failLocked(const Status& cause, bool tellsOthers, uint64_t from = 0) REQUIRES(ioRole);
 
   // ---- ranks
   Departure departureOf(int rank) const;
   bool hasLeft(int rank) const { return left_[rank].load(std::memory_order_acquire); }
-  // "rank 1 (node1:4712) has left the group", and why if it has said so.
+  // "rank 1 (node1:4712) has left the group", and the reason if it has sent one.
   std::string describeDeparture(int rank) const;
-  // What needs such a rank ends with this.
+  // The status of operations that need a rank that has left.
   Status departed(int rank) const;
 
   // ---- the arena, for as long as the group lives
   void attach(Arena* arena) { arena_.store(arena, std::memory_order_release); }
   Arena* arena() const { return arena_.load(std::memory_order_acquire); }
-  // All ranks have it: who looks into it hears of a failure, and need not be told.
+  // All ranks have mapped the arena. They detect a failure there, so it need not be sent to them.
   void trustArena();
-  // These ranks have made a call together, though not by messages: an arena of this host.
+  // These ranks have made a call together in an arena of this host, without messages.
   void haveMet(const std::vector<int>& ranks);
 
   // ---- this rank leaves
   // False: it is leaving already.
   bool beginToLeave();
-  // Tells the ranks that this one leaves. No connection is made for that: a rank without one may
-  // see the process end and not know why; see onPeerLost(). What is still to be sent ends with
-  // `cause`, as nothing of a message follows its sender's goodbye.
-  // The reason is for those that still need this rank: "its program ended with ..."; empty: none.
+  // Notifies the ranks that this one leaves. It makes no connection for that: a rank without one
+  // may see the process end without knowing why; see onPeerLost(). Unsent messages end with
+  // `cause`, as no part of a message may follow its sender's goodbye. reason: for ranks that still
+  // need this one, like "its program ended with ..."; empty: none.
   void sayGoodbye(const Status& cause, const std::string& reason);
-  // Afterwards calls end with this.
+  // From then on calls end with this status.
   void endLeaving(const Status& cause);
 
   // ---- events
@@ -122,10 +123,10 @@ class Membership {
   Status cause_ GUARDED_BY(ioRole);                        // the first one
   uint64_t failedFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};  // the first collective that it ends
   bool tellsOthers_ GUARDED_BY(ioRole) = true;
-  bool isPassedOn_ GUARDED_BY(ioRole) = false;  // the failure, along the control tree
-  std::set<int> lost_ GUARDED_BY(ioRole);       // ranks that pass nothing on
-  std::set<int> tellers_ GUARDED_BY(ioRole);    // ranks that have told this one, and so others
-  // By rank: from which collective on it knows the group to have failed.
+  bool isPassedOn_ GUARDED_BY(ioRole) = false;  // the failure is sent along the control tree
+  std::set<int> lost_ GUARDED_BY(ioRole);       // lost ranks, which forward nothing
+  std::set<int> tellers_ GUARDED_BY(ioRole);    // ranks that sent the failure to this one
+  // By rank: the first collective that it knows to be ended by the failure.
   std::map<int, uint64_t> informed_ GUARDED_BY(ioRole);
   std::vector<bool> hasMet_ GUARDED_BY(ioRole);  // by rank
 
@@ -138,7 +139,7 @@ class Membership {
   std::atomic<std::chrono::steady_clock::time_point> failedAt_{};
   mutable Mutex failureMutex_;
   Status failure_ GUARDED_BY(failureMutex_);
-  std::map<int, std::string> saidWhy_ GUARDED_BY(failureMutex_);  // ranks that have left
+  std::map<int, std::string> saidWhy_ GUARDED_BY(failureMutex_);  // by rank that has left
 };
 
 }  // namespace mycoll

@@ -51,7 +51,7 @@ std::string MessageOp::describe(const std::string& other) const {
          (isOneSided ? " in window #" : " with tag ") + std::to_string(tag);
 }
 
-// In fewer words where there is no memory for more: an operation ends in any case.
+// Returns a shorter status if memory runs out: an operation must end in any case.
 Status MessageOp::described(const Status& outcome) const {
   try {
     return outcome.withMessage(outcome.message() + onThisRank(ownRank) + describe());

@@ -1,9 +1,8 @@
-// The operations of a group: what a caller holds of one (Op), and the two kinds that the engine
-// runs.
+// The operations of a group: the caller's handle (Op), and the two kinds that the engine runs.
 //
-// Thread contract: an Op may be looked at from any thread. finish() is called once, by whoever
-// completes it, without locks.
-// Lifetime: shared by the caller and the group; it outlives the group safely.
+// Thread contract: an Op may be read from any thread. finish() is called once, without locks, by
+// the thread that completes it.
+// Lifetime: shared by the caller and the group; it may outlive the group.
 #pragma once
 
 #include <atomic>
@@ -34,15 +33,15 @@ class Op {
   bool done() const { return done_.load(std::memory_order_acquire); }
   // Only when done.
   const Status& status() const { return status_; }
-  // Position among the collectives of the group, from 0; send and recv count by themselves.
+  // Position among the group's collectives, from 0; messages are counted separately.
   uint64_t sequence() const { return sequence_; }
   OpKind kind() const { return kind_; }
   bool isMessage() const { return mycoll::isMessage(kind_); }
-  // recv: the rank whose message came. Only when done.
+  // recv: the rank that sent the message. Only when done.
   int sourceRank() const { return sourceRank_; }
-  // What is remembered of it.
+  // Its entry in the group's record.
   const OpRecord& record() const { return record_; }
-  // Runs fn once, when the op is done: at once if it is, else on the thread that completes it.
+  // Runs fn once: immediately if the op is done, else on the thread that completes it.
   void onDone(std::function<void()> fn) {
     isAwaited_.store(true, std::memory_order_relaxed);
     atEnd(std::move(fn));
@@ -50,18 +49,18 @@ class Op {
 
   // ---- the engine's
 
-  // As onDone(), for the engine itself, which awaits nothing.
+  // As onDone(), for the engine itself: does not make the op awaited.
   void atEnd(std::function<void()> fn);
-  // Publishes the outcome, lets go of the program's memory, tells those who asked.
+  // Publishes the outcome, runs the callbacks and releases the program's memory.
   void finish(Status status);
-  // Somebody wants to be told of its end, instead of waiting for it.
+  // Whether onDone() was called: maybe no thread waits for the op.
   bool isAwaited() const { return isAwaited_.load(std::memory_order_relaxed); }
   void setRecord(const OpRecord& record) { record_ = record; }
 
   // Holds the program's memory. Dropped by finish(), on the thread that completes the op: often the
-  // engine's, on which all groups of the process depend. So what drops it must not wait, nor take a
-  // lock that the program may hold (the GIL). The same goes for what a composite or a callback
-  // holds.
+  // engine's, on which all groups of the process depend. So its destructor must not wait, and must
+  // not take a lock that the program may hold (the GIL). The same applies to objects held by a
+  // composite or a callback.
   std::shared_ptr<void> keepAlive;
   Deadline deadline;
   const std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();
@@ -82,7 +81,7 @@ class Op {
   std::vector<std::function<void()>> callbacks_ GUARDED_BY(mutex_);
 
  public:
-  // When, and how often, the ranks that it waits for were asked why; guarded by Questions.
+  // When, and how often, this rank asked the ranks that it waits for; guarded by Questions.
   std::chrono::steady_clock::time_point asked;
   uint32_t rounds = 0;
 };
@@ -100,9 +99,10 @@ class CollectiveRunner {
 };
 using Composite = std::function<Task(CollectiveRunner&)>;
 
-// A collective that runs elsewhere, on a device: the group keeps its place in the order, holds the
-// ranks to the same calls, watches its deadline and the other ranks' lives, and does not carry it
-// out. Whoever sees its end calls finish(), then Communicator::watchExternal().
+// A collective that runs elsewhere, on a device. The group does not execute it, but keeps its place
+// in the order, checks that all ranks make the same call, and monitors its deadline and the other
+// ranks' processes. The thread that detects its end calls finish(), then
+// Communicator::watchExternal().
 class External {
  public:
   // [any thread], once.
@@ -129,7 +129,7 @@ class CollectiveOp final : public Op {
   std::string describe() const { return composite ? name(kind()) : signature.describe(); }
   // For the record.
   Operation description() const;
-  // Since when the other ranks' part of it is waited for.
+  // When it began to wait for the other ranks.
   std::chrono::steady_clock::time_point waitsSince() const { return external ? begun : submitted; }
 
   const Signature signature;  // of the call; of a composite only its kind
@@ -138,13 +138,13 @@ class CollectiveOp final : public Op {
   std::optional<External> external;
 
   // Guarded by the queue's run lock.
-  std::chrono::steady_clock::time_point begun;  // external only: when it came to the queue's head
+  std::chrono::steady_clock::time_point begun;  // external only: when it reached the queue's head
   Task task;
-  std::chrono::steady_clock::time_point announced;  // when the others last heard that it waits
+  std::chrono::steady_clock::time_point announced;  // when it last sent a notice that it waits
   bool hasWarned = false;
 };
 
-// On its way by itself.
+// A message, which is not queued behind other operations.
 class MessageOp final : public Op, public Transfer {
  public:
   MessageOp(OpKind kind, uint64_t sequence, int ownRank, int rank, uint64_t tag)
@@ -153,14 +153,14 @@ class MessageOp final : public Op, public Transfer {
   using Op::done;
   using Op::status;
 
-  // "recv from rank 1 with tag 0". other: how the other rank is called.
+  // "recv from rank 1 with tag 0". other: the description of the other rank.
   std::string describe() const;
   std::string describe(const std::string& other) const;
 
-  // Holds itself while the mailbox knows it.
+  // Keeps the op alive while the mailbox refers to it.
   std::shared_ptr<MessageOp> self;
   const int ownRank;
-  const int rank;  // as asked for
+  const int rank;  // may be kFromAnyone
   const uint64_t tag;
 
  private:

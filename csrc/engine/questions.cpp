@@ -24,8 +24,8 @@ constexpr size_t kMaxQuestion = 12 * 1024;  // below kMaxControlBytes
 constexpr size_t kMaxAnswer = 1024;
 constexpr size_t kMaxIncoming = 1024;
 constexpr size_t kMaxPassedOn = 256;
-constexpr size_t kMaxAsked = 64;  // ranks at a time
-constexpr int kLooks = 20;        // at a queue that somebody runs
+constexpr size_t kMaxAsked = 64;  // ranks per question
+constexpr int kLooks = 20;        // attempts to inspect a queue that a thread runs
 
 std::string seconds(Clock::duration time) {
   char text[32];
@@ -48,7 +48,7 @@ std::vector<std::string> splitLines(const std::string& text) {
   return lines;
 }
 
-// The processes of a way, in order: "uid:wait;uid:wait;".
+// The processes on the way of a question, in order: "uid:wait;uid:wait;".
 std::vector<std::pair<std::string, uint64_t>> decodeWay(const std::string& text) {
   std::vector<std::pair<std::string, uint64_t>> way;
   std::istringstream stream(text);
@@ -68,10 +68,10 @@ std::string encodeStep(const std::string& uid, uint64_t wait) {
 
 }  // namespace
 
-// As it travels, one field a line: round, 'c' or 'm', number, way, then one line for each wait.
+// Encoded with one field per line: round, 'c' or 'm', number, way, then one line for each wait.
 struct Questions::Question {
   uint32_t round = 0;
-  bool isMessage = false;  // a send or a receive is waited for; else the collective `number`
+  bool isMessage = false;  // it is about a send or a receive; else the collective `number`
   uint64_t number = 0;
   std::string way;
   std::vector<std::string> waits;
@@ -119,7 +119,7 @@ uint64_t Questions::callingThread() const {
   return caller_.thread() == 0 ? creator_ : caller_.thread();
 }
 
-// ---- what this rank is at ----------------------------------------------------------------------
+// ---- what this rank is doing -------------------------------------------------------------------
 
 uint64_t Questions::identityOf(bool isMessage, uint64_t number) const {
   uint64_t mixed = (number * 2 + (isMessage ? 1 : 0) + 1) * 0x9e3779b97f4a7c15ULL;
@@ -132,7 +132,7 @@ std::optional<Block> Questions::blockedHead() {
     const bool isSeen = queue_.inspectHead([&](CollectiveOp& op, std::vector<int> missing) {
       block = blockOf(op, std::move(missing));
     });
-    if (isSeen) break;  // else somebody looks whether it can go on
+    if (isSeen) break;  // else another thread runs the queue
   }
   return block;
 }
@@ -173,7 +173,8 @@ std::string Questions::listNames(const std::vector<int>& ranks) const {
   return text;
 }
 
-// Says why this rank does not come to what is asked for, and, if it is stuck, what blocks it.
+// Explains why this rank has not made the call or sent the message in question and, if it is
+// blocked, what blocks it.
 std::string Questions::explain(const Question& question, std::optional<Block>* block) {
   const Queue::Position position = queue_.position();
   std::string before = "it has made no call yet";
@@ -195,7 +196,7 @@ std::string Questions::explain(const Question& question, std::optional<Block>* b
   return before + (own ? "; before this call it is in " + own->text : "");
 }
 
-// The call was not made: what does the thread do that should make it?
+// The call was not made: explains what the thread that should make it is doing.
 std::string Questions::explainMissingCall(std::optional<Block>* block) {
   if (options_.mayBeCalled && options_.mayBeCalled()) {
     return "; its program has other threads, or callbacks that are still to run";
@@ -223,7 +224,7 @@ bool Questions::isTimeToAsk(Op& op, Clock::time_point since) {
   const bool isFirst = op.rounds == 0;
   const Milliseconds pause =
       op.rounds < std::size(kPauses) ? kPauses[op.rounds] : Milliseconds(5000);
-  // Once more before the end, so that the answers in the error are fresh.
+  // Ask once more before the deadline, so that the answers in the error are fresh.
   const bool isLast = !op.deadline.isNever() &&
                       now - op.asked > Milliseconds(isFirst ? 300 : 600) &&
                       op.deadline.when() - now < Milliseconds(250);
@@ -260,7 +261,7 @@ std::string Questions::lastAnswer(int rank) const {
          " ago it answered: " + answer->second.text + ")";
 }
 
-// ---- hearing -----------------------------------------------------------------------------------
+// ---- receiving ---------------------------------------------------------------------------------
 
 void Questions::onMessage(int source, FrameKind kind, const std::string& payload) {
   {
@@ -302,7 +303,7 @@ void Questions::onQuestion(int source, const std::string& text) {
     if (way.front().second == block->identity) onCycle(question, *block);
     return;
   }
-  // A cycle that the asker is not part of: its members find it themselves.
+  // This cycle does not contain the sender of the question: its members find it themselves.
   if (question.way.find(self + ":") != question.way.npos) return;
   {
     const std::string key = encodeStep(way.front().first, way.front().second) +
@@ -315,7 +316,7 @@ void Questions::onQuestion(int source, const std::string& text) {
   passOn(std::move(question), *block);
 }
 
-// The same cycle was found before, by an earlier round of questions.
+// Whether an earlier round of questions found the same cycle.
 bool Questions::wasSeenBefore(const Question& question) {
   MutexLock lock(mutex_);
   if (cycle_.way == question.way && cycle_.round < question.round) return true;
@@ -338,7 +339,7 @@ void Questions::onCycle(const Question& question, const Block& block) {
   onDeadlock(question.way + "\n" + text);
 }
 
-// Ends the wait of this process that is part of the cycle, and tells the next one.
+// Fails the group of this process's wait that is part of the cycle, and notifies the next process.
 void Questions::onDeadlock(const std::string& payload) {
   const size_t end = payload.find('\n');
   if (end == payload.npos) return;

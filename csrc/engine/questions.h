@@ -1,21 +1,22 @@
-// Questions: finds out why a rank does not come. A rank that has waited long asks those that it
-// waits for, process to process. Each answers what it is at; and when it is itself stuck, because
-// the thread that should make the call waits in another one, it passes the question on to those
-// that it waits for in turn. A question that comes back to its asker has gone round a deadlock:
+// Questions: finds out why a rank is missing. A rank that has waited long asks the ranks that it
+// waits for, process to process. Each answers with what it is doing. If it is itself blocked,
+// because the thread that should make the call waits in another one, it forwards the question to
+// the ranks that it waits for in turn. A question that returns to its sender has followed a
+// deadlock:
 //
 //   rank 0, in a call of A  -> asks rank 1 -> whose thread is in a call of B, waits for rank 0
 //   rank 0, for B           <- is asked        ^ the same wait that asked: a cycle
 //
-// Every rank of the cycle waits for all of the next ones to come, and none can come before it has
-// been served; so no false alarm is possible as long as "the thread that should make the call" is
-// right. It is known for a group that has only ever been called from one thread, in a process that
-// has no other that could (GroupOptions::mayBeCalled); others are never accused. A cycle is
-// believed when it is found twice in the same shape, half a second apart.
+// Each rank waits for all of the ranks that it asks, and no rank of the cycle can make its call
+// before its own wait ends. So there is no false alarm if "the thread that should make the call" is
+// right. That thread is known for a group that only one thread has ever called, in a process that
+// has no other thread that could call it (GroupOptions::mayBeCalled); no cycle is reported for
+// other groups. A cycle is reported when it is found twice in the same shape, half a second apart.
 //
-// Nothing of this happens before a wait has lasted for a second.
+// The first question is sent when a wait has lasted for a second, or shortly before its deadline.
 //
-// Thread contract: all [any thread]. One lock, a leaf: it may be taken under the I/O lock. What
-// another rank says is kept by onMessage() and looked at by handleMessages(), outside of that lock.
+// Thread contract: all [any thread]. One lock, a leaf: it may be taken under the I/O lock.
+// onMessage() stores what another rank sends; handleMessages() handles it without that lock.
 // Lifetime: owned by its communicator, as are the parts that it refers to.
 #pragma once
 
@@ -48,23 +49,23 @@ class Questions {
 
   // ---- from which thread the group is called
   void noteCaller();
-  // Other threads than those that have called it so far may make the call that others wait for.
+  // Threads that have not called the group so far may make the call that others wait for.
   void noteOtherCallers() { caller_.noteMany(); }
-  // Enters a wait that nothing but its op ends.
+  // Registers a wait that only its op can end.
   void enter(std::optional<WaitBoard::Entry>* entry, const OpPtr& op,
              std::chrono::steady_clock::time_point since);
 
   // ---- asking
   // True if the ranks that the op waits for should be asked now; counts the rounds.
   bool isTimeToAsk(Op& op, std::chrono::steady_clock::time_point since);
-  // What blocks an op. None: it does not wait for certain ranks, or could go on.
+  // Returns what blocks an op; nullopt if it waits for no particular ranks, or can continue.
   std::optional<Block> blockOf(const CollectiveOp& op, std::vector<int> missing);
   std::optional<Block> blockOf(MessageOp& op);
   void ask(const Block& block, uint32_t round);
-  // " (0.4 s ago it answered: ...)"; empty where it has not answered.
+  // " (0.4 s ago it answered: ...)"; empty if it has not answered.
   std::string lastAnswer(int rank) const;
 
-  // ---- hearing
+  // ---- receiving
   // [I/O lock]
   void onMessage(int source, FrameKind kind, const std::string& payload);
   void handleMessages();

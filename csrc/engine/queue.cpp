@@ -87,7 +87,7 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
     try {
       op.task = runner_.start(op);
     } catch (const std::bad_alloc&) {
-      // It may have begun, and cannot begin again.
+      // The collective may have begun, and cannot begin again.
       *hasEnded = true;
       *outcome = detail::outOfMemory();
       membership_.failFirst(*outcome);
@@ -112,8 +112,8 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
   *hasEnded = op.task.finished();
   if (*hasEnded) {
     *outcome = op.task.result();
-    // An echo of what is known already must not take earlier collectives down with it, nor a call
-    // that differs those that others are still at.
+    // A failure that is already known must not fail earlier collectives. A mismatch must not fail
+    // earlier collectives that other ranks still run.
     if (!outcome->ok() && !membership_.hasFailed()) {
       const uint64_t from = outcome->code() == Code::kMismatch ? runner_.current() : 0;
       membership_.failFirst(*outcome, /*tellsOthers=*/true, from);
@@ -157,7 +157,7 @@ bool Queue::run(int spins) {
 
 namespace {
 
-// Counts a user's thread that waits, and therefore works.
+// Counts a user's thread that waits, and works while it waits.
 class Waiting {
  public:
   Waiting(Engine& engine, const Queue& queue, std::atomic<int>* waiters)
@@ -172,7 +172,7 @@ class Waiting {
   void end() {
     if (waiters_) waiters_->fetch_sub(1, std::memory_order_seq_cst);
     engine_.endWait();
-    // What this thread worked on goes on without it.
+    // The engine's thread continues the work of this one.
     if (queue_.size() > 0 || engine_.mesh()->hasPending()) engine_.wake();
   }
 
@@ -186,7 +186,7 @@ class Waiting {
 
 Status Queue::wait(const OpPtr& op, Deadline deadline) {
   if (op->done()) return outcomeOf(*op);
-  // A wait without a deadline reads no clock before it has looked.
+  // A wait without a deadline reads the clock only after its first look at the queue.
   auto began = deadline.isNever() ? Clock::time_point::min() : Clock::now();
   auto lastTick = began;
   const bool isMessage = op->isMessage();
@@ -223,12 +223,12 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       }
       if (now - lastTick < kWaitTick) continue;
       lastTick = now;
-      // A thread that looks now and then is not stuck; one that waits for good may be.
+      // Only a wait without a deadline blocks its thread: one that polls is not stuck.
       if (!entry && deadline.isNever()) questions_.enter(&entry, op, began);
       lookAround(*op);
       if (op->done()) break;
-      // Both may wait for the interpreter, which another thread may hold for long: meanwhile the
-      // engine's thread works.
+      // Both calls may wait for the interpreter, which another thread may hold for long: meanwhile
+      // the engine's thread works.
       waiting.end();
       isInterrupted = options_.interrupted && options_.interrupted();
       noteCallSite(*op);
@@ -236,7 +236,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
       if (isInterrupted || deadline.expired()) break;
     }
   }
-  // First: the signal has been taken from the interpreter, which will not raise it again.
+  // This comes first: the signal was taken from the interpreter, which will not raise it again.
   if (isInterrupted) return interrupted();
   if (op->done()) return outcomeOf(*op);
   const auto waited = std::chrono::ceil<std::chrono::milliseconds>(deadline.when() - began);
@@ -246,7 +246,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
                                     "ms; the operation is still running");
 }
 
-// What a waiting thread does every kWaitTick.
+// Called by a waiting thread every kWaitTick.
 void Queue::lookAround(Op& op) {
   engine_.mesh()->checkProcesses();
   engine_.hear();
@@ -263,8 +263,8 @@ bool Queue::sleepFor(const Op& op, Deadline deadline) {
   Sleeper::Nap nap(mesh.sleeper(), mesh.sleeper().generation());
   mesh.setAsleep(true);
   if (arena) arena->setAsleep(true);
-  // Once more, now that peers would ring, and threads of this process wake this one. If another
-  // thread just inspects the queue, it wakes this one when it is through.
+  // Look once more: from here on peers ring, and threads of this process wake this one. If another
+  // thread is inspecting the queue, it wakes this one afterwards.
   isLookMissed_.store(true);
   const bool advanced = !op.isMessage() && run(0);
   const bool moved = mesh.progress();

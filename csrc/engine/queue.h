@@ -1,4 +1,4 @@
-// Queue: the collectives that a group was asked for, in order, and who runs them.
+// Queue: the collectives that a group was asked for, in order, and the threads that run them.
 //
 //   push -> queue -> run(): the head's task is resumed whenever its condition is ready
 //                     |  by a user's thread inside wait(), or by the engine's thread
@@ -6,11 +6,11 @@
 //                    Op::finish(): done, callbacks, next
 //
 // A thread that waits also works: wait() runs the queue itself instead of sleeping, so a
-// synchronous call with nothing ahead of it runs in its caller. The engine's thread runs what
-// nobody waits for.
+// synchronous call with nothing ahead of it runs in its caller. The engine's thread runs
+// collectives that no other thread waits for.
 //
-// Thread contract: all [any thread]. Two locks: the run lock (who runs the queue; nothing else in
-// the engine is called a run lock) before the queue lock. Neither is held while an op is finished.
+// Thread contract: all [any thread]. Two locks: the run lock, which the thread that runs the queue
+// holds, is taken before the queue lock. Neither is held while an op is finished.
 // Lifetime: owned by its communicator, as are the parts that it refers to.
 #pragma once
 
@@ -41,7 +41,7 @@ class Queue {
   Queue(const GroupOptions& options, Engine& engine, Membership& membership, Runner& runner,
         Diagnosis& diagnosis, Questions& questions, GroupRecord& record, int localRanks);
 
-  // Numbers it, notes it in the record and queues it. True if nothing is ahead of it.
+  // Numbers the op, records it and queues it. True if nothing is ahead of it.
   bool push(std::shared_ptr<CollectiveOp> op);
   // Advances the queue as far as it goes now. spins: how often to look again at a condition that is
   // not ready. True if anything moved.
@@ -51,12 +51,12 @@ class Queue {
 
   int size() const { return size_.load(std::memory_order_seq_cst); }
   bool hasWaiters() const { return waiters_.load(std::memory_order_seq_cst) > 0; }
-  // Collectives are queued and nobody waits for one of them.
+  // Collectives are queued and no thread waits for one of them. Never true for an external group.
   bool isUnattended() const;
   // Collectives that this rank was asked for.
   uint64_t submitted() const { return submitted_.load(std::memory_order_relaxed); }
 
-  // Where this rank is.
+  // The position of this rank in its calls.
   struct Finished {
     OpKind kind = OpKind::kBarrier;
     uint64_t sequence = 0;
@@ -69,17 +69,17 @@ class Queue {
   };
   Position position() const;
 
-  // Calls fn with the head and the ranks that it waits for, under the run lock: it must not end an
-  // operation (Membership::failFirst()). False: the queue is empty, or a thread runs it at this
-  // moment.
+  // Calls fn with the head and the ranks that it waits for, under the run lock: fn must not end an
+  // operation (see Membership::failFirst()). Returns false if the queue is empty or another thread
+  // holds the run lock.
   using Inspect = std::function<void(CollectiveOp& head, std::vector<int> missing)>;
   bool inspectHead(const Inspect& fn);
 
  private:
   std::shared_ptr<CollectiveOp> head() const;
-  // Resumes the head once. False: it cannot go on now. Ended: *outcome is set.
+  // Resumes the head once. False: it cannot continue now. *outcome is set if *hasEnded.
   bool step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) REQUIRES(runMutex_);
-  // True if a collective went on.
+  // True if a collective advanced.
   bool sleepFor(const Op& op, Deadline deadline);
   void lookAround(Op& op);
   Status outcomeOf(const Op& op);
@@ -103,8 +103,8 @@ class Queue {
   std::atomic<int> size_{0};
   std::atomic<int> waiters_{0};
   std::atomic<uint64_t> submitted_{0};
-  // A thread wanted to look at the queue for the last time before it sleeps, and nobody has looked
-  // since.
+  // A thread wanted to run the queue for the last time before it sleeps, and no thread has looked
+  // at the queue since.
   std::atomic<bool> isLookMissed_{false};
 };
 

@@ -17,7 +17,7 @@
 namespace mycoll {
 namespace {
 
-// The end of an external collective, as its task awaits it.
+// The end of an external collective, which its task awaits.
 class ExternalEnd final : public Condition {
  public:
   ExternalEnd(const External& external, Agreement& agreement, uint64_t sequence)
@@ -123,7 +123,7 @@ bool Runner::mayShareMemory(const std::vector<int>& ranks) const {
   return mesh.options().transport != TransportChoice::kTcp;
 }
 
-// Where all ranks are on this host, the arena does everything; otherwise plans use it.
+// If all ranks are on this host, the arena runs everything; otherwise plans use it.
 Task Runner::shareWithHost(const Signature& first) {
   if (shape_.hosts() > 1 && options_.rank == 0) {
     if (const int block = betterSumBlock(hostsOf(mailbox_.group()), sumTree())) {
@@ -131,7 +131,7 @@ Task Runner::shareWithHost(const Signature& first) {
                       options_.name.c_str(), block);
     }
   }
-  // Ranks that wait here for others of their host say so to all.
+  // The collective begins now: a rank that waits here for others of its host can then notify all.
   if (options_.ranks > 1) agreement_.begin(begun(), first);
   const std::vector<int>& members = shape_.membersOf(shape_.hostOf(options_.rank));
   const bool mayShare = mayShareMemory(members);

@@ -1,8 +1,8 @@
-// Runner: carries out a group's collectives, one after the other: in the arena where all ranks
-// share a host, by plans otherwise. Which of the two is settled with the first collective.
+// Runner: executes a group's collectives, one after the other: in the arena if all ranks share a
+// host, else by plans. The first collective decides which of the two.
 //
-// Thread contract: everything but transport(), arena() and the counts by whoever holds the queue's
-// run lock.
+// Thread contract: transport(), arena() and the counts [any thread]; all else is called by the
+// thread that holds the queue's run lock.
 // Lifetime: owned by its communicator, as are the parts that it refers to; tasks do not outlive it.
 #pragma once
 
@@ -31,18 +31,18 @@ class Runner final : public CollectiveRunner {
          Agreement& agreement, GroupRecord& record);
   ~Runner();
 
-  // The op's task, not yet resumed. The op outlives it.
+  // Returns the op's task, not yet resumed. The op must outlive it.
   Task start(CollectiveOp& op);
-  // CollectiveRunner: a collective as part of a task of this group's queue.
+  // CollectiveRunner: runs a collective as part of a task of this group's queue.
   Task run(Call call) override;
 
-  // Collectives begun, as all ranks count them; and the number of the one that runs.
+  // The number of collectives begun, the same on all ranks; and the number of the current one.
   uint64_t begun() const { return begun_.load(std::memory_order_relaxed); }
   uint64_t current() const { return begun() > 0 ? begun() - 1 : 0; }
   // "shm", "tcp", "shm+tcp" or "self", once known; for logs and tests.
   std::string transport() const;
-  // The memory that it shares with ranks of its host, once there is some: whoever sleeps until
-  // something changes in there says so to it.
+  // The memory shared with ranks of this host, once there is some. A thread that sleeps until its
+  // contents change must call its setAsleep().
   Arena* arena() const { return sharedArena_.load(std::memory_order_acquire); }
 
  private:
@@ -64,10 +64,10 @@ class Runner final : public CollectiveRunner {
   GroupRecord& record_;
 
   bool isPrepared_ = false;
-  bool isPlanned_ = true;  // false: the arena is of all ranks, and does everything
+  bool isPlanned_ = true;  // false: the arena is of all ranks, and runs everything
   std::unique_ptr<Arena> arena_;
   std::atomic<Arena*> sharedArena_{nullptr};
-  PeerMemory memory_;  // beside an arena of all ranks
+  PeerMemory memory_;  // used with an arena of all ranks
   std::unique_ptr<PlanCache> plans_;
   std::atomic<uint64_t> begun_{0};
 };

@@ -29,8 +29,8 @@ struct Offer {
 
 enum Step : uint64_t { kOfferStep = 1, kSentStep, kAnswerStep, kVerdictStep };
 
-// Most of what a job reduces goes through its first group, so that one gets the best number of
-// areas; groups may be many, and have fewer.
+// Most of a job's data is reduced in its first group, so that one gets the best number of areas.
+// There may be many other groups; they get fewer.
 constexpr uint64_t kManyAreas = ArenaShape().areas;
 constexpr uint64_t kFewAreas = 3;
 
@@ -47,10 +47,11 @@ void noteAreas(const std::shared_ptr<Segment>& segment, uint64_t areas) {
   if (areas >= kManyAreas) largeSegment = segment;
 }
 
-// The ranks that share an arena. members[0] offers it; shape: the one that it proposes.
+// The ranks that share an arena. members[0] offers it; shape: the one that this rank offers or
+// expects.
 struct Sharing {
   Mailbox& mailbox;
-  Membership* membership;  // null: these are not all ranks of the group
+  Membership* membership;  // null: the members are not all ranks of the group
   std::vector<int> members;
   ArenaShape shape;
 
@@ -99,7 +100,7 @@ Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   MYCOLL_CO_RETURN_IF_ERROR(offers.status());
   if (!offer.isOffered) co_return Status();
 
-  // The offers have left, so there is a connection to each.
+  // The offers were sent, so there is a connection to each rank.
   std::vector<uint64_t> flags(others.size());
   Batch sent(mailbox, signature);
   for (size_t i = 0; i < others.size(); ++i) {
@@ -117,7 +118,8 @@ Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   segment->closeFd();
   uint64_t verdict = 1;
   for (const uint64_t flag : flags) verdict &= flag;
-  // Known here before anybody hears of it: a failure is then written where all will look.
+  // Attach the arena before the others receive the verdict: from then on all ranks look for a
+  // failure there, so it must be written there.
   if (verdict) {
     *arena = makeArena(sharing, std::move(segment), sharing.shape, Env::process().distance);
     if (sharing.membership) sharing.membership->attach(arena->get());
@@ -125,7 +127,8 @@ Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   Batch verdicts(mailbox, signature);
   for (const int rank : others) verdicts.send(rank, spanOf(verdict), kVerdictStep);
   co_await verdicts;
-  // Until then some rank may not have it yet, and hears of a failure by a message only.
+  // Until the verdicts are sent some rank may not have the arena yet, and detects a failure only by
+  // a message.
   MYCOLL_CO_RETURN_IF_ERROR(verdicts.status());
   if (verdict && sharing.membership) sharing.membership->trustArena();
   co_return Status();

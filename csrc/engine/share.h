@@ -1,5 +1,5 @@
-// How the ranks of a host come to share an arena: the first of them makes one and hands it to the
-// others as a descriptor; all must have mapped it, or nobody uses it.
+// Shares an arena among the ranks of a host. The first rank creates it and sends its descriptor to
+// the others; the arena is used only if all of them have mapped it.
 //
 //   the first    offer ->            descriptor, sent ->              verdict ->
 //   others                 -> (map it)                  answer ->
@@ -16,12 +16,13 @@ namespace mycoll {
 
 class Membership;
 
-// By all ranks of a group on one host. *arena stays empty where it cannot be shared; the membership
-// knows it as soon as this rank has it. Thread contract: as Task; what is referred to outlives it.
+// Called by all ranks of a group on one host. *arena stays empty if it cannot be shared; as soon as
+// this rank has it, it is attached to the membership. Thread contract: as Task. Lifetime: the
+// referenced objects outlive the task.
 Task shareArena(Mailbox& mailbox, Membership& membership, std::unique_ptr<Arena>* arena);
 
-// The same by those ranks of a group that are on this host, for their part of collectives that span
-// hosts. It tells nothing of failures and departures: messages do.
+// As shareArena(), called by the ranks of a group that are on this host, for their part of
+// collectives that span hosts. This arena does not report failures and departures: messages do.
 Task shareHostArena(Mailbox& mailbox, std::vector<int> members, ArenaShape shape,
                     std::unique_ptr<Arena>* arena);
 

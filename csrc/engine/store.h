@@ -19,11 +19,11 @@ class Store {
   virtual ~Store() = default;
 
   virtual Status set(const std::string& key, const std::string& value) = 0;
-  // Does not wait: *found tells whether the key is there.
+  // Does not wait. *found: whether the key exists.
   virtual Status tryGet(const std::string& key, bool* found, std::string* value) = 0;
-  // It hears of a key at once, and need not be asked for that.
+  // Whether wait() is notified of a new key, and does not poll.
   virtual bool waitsItself() const { return false; }
-  // Returns when the key is there, or after about so long. By itself a store is asked now and then.
+  // Returns when the key exists, or after about atMost. The default implementation polls.
   virtual Status wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) {
     std::string value;
     for (auto left = atMost; left > std::chrono::milliseconds(0);) {

@@ -1,8 +1,8 @@
-// What each thread of this process waits for: so that a rank which is waited for can say why it
-// does not come.
+// Records what each thread of this process waits for, so that a missing rank can report why it is
+// missing.
 //
 // Thread contract: all [any thread]. One lock, a leaf.
-// Lifetime: entries stand for as long as their wait; they keep the op alive, and its group weakly.
+// Lifetime: an entry lives as long as its wait. It keeps the op alive, but not its group.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace mycoll {
 
 class Communicator;
 
-// The number of the calling thread. No other thread ever gets it, and no thread gets 0.
+// The number of the calling thread. It is never 0, and no other thread ever gets it.
 uint64_t threadNumber();
 
 struct Wait {
@@ -31,20 +31,20 @@ struct Wait {
   std::chrono::steady_clock::time_point since;
 };
 
-// A wait that cannot end before others have come.
+// A wait that cannot end before other ranks make a call.
 struct Block {
   std::shared_ptr<Communicator> group;
-  uint64_t identity = 0;  // of what is waited for; another wait has another one
+  uint64_t identity = 0;  // of the awaited operation; different for any other
   std::string text;       // "all_reduce ... (call #3) of group 'x', for 2.1 s, waits for rank 1"
   bool isMessage = false;
   uint64_t number = 0;
-  std::vector<int> ranks;  // of the group: all of them must come
+  std::vector<int> ranks;  // of the group: all of them must make the call
 };
 
 class WaitBoard {
  public:
-  // Enters a wait, for as long as it lives. Only for waits that last, and that nothing but their op
-  // ends: who looks now and then is not stuck.
+  // Registers a wait for its own lifetime. Only for long waits that only their op can end: a thread
+  // that polls is not stuck.
   class Entry {
    public:
     Entry(WaitBoard& board, Wait wait);
@@ -64,17 +64,17 @@ class WaitBoard {
   std::list<Wait> waits_ GUARDED_BY(mutex_);
 };
 
-// The one thread that a group is called from, as far as that is known.
+// The only thread that calls a group, if known.
 class Caller {
  public:
-  // True if that is news.
+  // Records the calling thread as a caller. True if that changes what is known.
   bool note() {
     const uint64_t self = threadNumber();
     return thread_.load(std::memory_order_relaxed) != self && noteOther(self);
   }
-  // From here on it counts as called from many threads.
+  // From here on the group counts as called from many threads.
   void noteMany() { thread_.store(kMany, std::memory_order_relaxed); }
-  // 0: nobody yet.
+  // 0: no thread has called yet.
   uint64_t thread() const { return thread_.load(std::memory_order_relaxed); }
   bool isMany() const { return thread() == kMany; }
 

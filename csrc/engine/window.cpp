@@ -15,10 +15,10 @@
 namespace mycoll {
 namespace {
 
-// Of the group's own messages (Batch): far from those that make its arena.
+// The steps of the group's own messages (Batch), far from those that set up its arena.
 constexpr uint64_t kFirstStep = uint64_t{1} << 40;
 constexpr uint64_t kStepsOfWindow = 4;
-// So that no all_gather of the program's own can be taken for this.
+// Distinguishes this all_gather from any that the program calls.
 constexpr uint8_t kPartType = 255;
 
 Call gather(int self, Span first, size_t bytes, int ranks) {
@@ -42,11 +42,11 @@ struct Window::Part {
   Description description{};
 };
 
-// To and from the other ranks of this host.
+// The exchange of descriptors with another rank of this host.
 struct Window::Passing {
   int rank = 0;
-  uint64_t isSent = 0, isSentHere = 0;      // a descriptor: by this rank, to this rank
-  uint64_t isMapped = 0, isMappedHere = 0;  // what was sent
+  uint64_t isSent = 0, isSentHere = 0;      // a descriptor: by this rank, by the other
+  uint64_t isMapped = 0, isMappedHere = 0;  // it: by the other, by this rank
 };
 
 std::shared_ptr<Window> Window::make(std::shared_ptr<Communicator> group) {
@@ -65,7 +65,7 @@ void Window::moveTo(State next) {
   state_ = next;
 }
 
-// ---- opened and closed by all ------------------------------------------------------------------
+// ---- called by all ranks -----------------------------------------------------------------------
 
 Status Window::open(Span memory, const Description& description, std::shared_ptr<void> keepAlive,
                     Composite* opening) {
@@ -86,7 +86,7 @@ Status Window::open(Span memory, const Description& description, std::shared_ptr
   return Status();
 }
 
-// Those that may map each other's memory.
+// The other ranks of this host, which may map this one's memory.
 std::vector<int> Window::neighbours() const {
   const Mailbox& mailbox = group_->mailbox();
   std::vector<int> ranks;
@@ -119,7 +119,7 @@ Task Window::introduce(CollectiveRunner& runner) {
   id_ = group_->nextWindow();
   isExposed_ = !neighbours().empty() && SharedHeap::process().expose(memory_);
   group_->noteWindow(shared_from_this());
-  // Before another rank can hear of it.
+  // This precedes the exchange, after which other ranks may put into it.
   group_->mailbox().openWindow(id_, memory_);
   std::vector<Part> parts(ranks);
   parts[group_->rank()] = ownPart();
@@ -146,9 +146,9 @@ Task Window::introduce(CollectiveRunner& runner) {
   co_return Status();
 }
 
-// Each rank that has shared memory sends its descriptor to each other one of its host:
+// Each rank that has shared memory sends its descriptor to every other rank of its host:
 //
-//   word, so that there is a connection  ->  descriptor, and that it was sent  ->  (map it)
+//   message, which makes a connection    ->  descriptor, and that it was sent  ->  (map it)
 //                                        <-  whether it is mapped
 Task Window::mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr<Pages>>& mapped) {
   Mailbox& mailbox = group_->mailbox();
@@ -212,7 +212,7 @@ Task Window::mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr
   const bool areAllMapped = std::all_of(passings.begin(), passings.end(),
                                         [](const Passing& each) { return each.isMapped != 0; });
   if (!areAllMapped && own.bytes > 0) {
-    // Peers on a ring do not ring for somebody who waits for nothing.
+    // Peers with shared memory do not ring for a process that waits for nothing.
     MutexLock lock(mutex_);
     isAttended_ = true;
     mailbox.mesh().addPending(1);
@@ -228,8 +228,8 @@ Status Window::close(Composite* closing) {
   return Status();
 }
 
-// Nobody begins anything in it any more. Where no rank holds a mapping of another one's memory,
-// that may be used for other things.
+// After the gather no rank starts an operation on the window. If no rank holds a mapping of another
+// one's memory, that memory may be used for other things.
 Task Window::retire(CollectiveRunner& runner) {
   const int ranks = group_->ranks();
   std::vector<char> areFree(ranks);
@@ -265,7 +265,7 @@ void Window::end() {
   mailbox.closeWindow(
       id_, Status(Code::kAborted, "mycoll group '" + group_->options().name + "': window #" +
                                       std::to_string(id_) + " has been closed on this rank"));
-  mailbox.mesh().sleeper().wakeAll();  // for those whose waits have ended
+  mailbox.mesh().sleeper().wakeAll();  // threads whose waits have ended
 }
 
 void Window::ignoreMessages() {

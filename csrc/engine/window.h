@@ -1,45 +1,46 @@
-// Window: memory of each rank of a group that the others write to, and read where they can, without
-// a call of its owner.
+// Window: memory of each rank of a group that the other ranks write to, and read where they can,
+// without a call of its owner.
 //
-//   all ranks     open(memory)       where each one's memory lies; the ranks of a host map it
+//   all ranks     open(memory)       exchange where the memory is; the ranks of a host map it
 //   any rank      put, map, signal, waitSignal
-//   all ranks     close()            or none: see below
+//   all ranks     close()            optional: see below
 //
-// How a put travels. A rank of this host whose memory is shared (SharedHeap) has been mapped: a put
-// is one copy by its caller, and is over when it returns. Any other memory is written by its own
-// process: the put is a message (frame kPut), done when it has left, and whoever moves bytes over
-// there, the engine's thread if nobody else does, reads it to its place. Ordinary memory of this
-// host is written like that, too: no other process can map it, and the kernel's ways to write into
-// it from outside (process_vm_writev) ask for the rights of a debugger, and would write into what
-// has become of it after it was freed. While such a window is open, the engine's thread of its
-// owner sleeps as one that waits for messages.
+// How a put travels. Shared memory (SharedHeap) of a rank on this host is mapped here: its put is
+// one copy by the caller, and is done when it returns. Any other memory is written by the process
+// that owns it: the put is a message (frame kPut) and is done when it has left. The thread that
+// moves bytes in that process (the engine's, if no other does) reads it into place. This includes
+// unshared memory on this host: no other process can map it, and process_vm_writev() needs the
+// rights of a debugger and would write into whatever occupies the memory after it was freed. While
+// a window with such memory is open, the engine's thread of its owner sleeps like a thread that
+// waits for messages.
 //
-// Order. What a rank puts into a window of another one, and then its signal, arrive in that order:
-// who has received the signal sees the puts. Between puts of different ranks, or to different
-// windows, there is none; nor between puts and messages or collectives of the group. Signals are
-// counted: each ends one waitSignal() of its receiver for that rank, now or later. A put makes
-// none.
+// Order. A rank's puts into a window of another rank and a signal after them arrive in that order:
+// the rank that has received the signal sees the puts. Puts of different ranks, or into different
+// windows, are not ordered; neither are puts relative to messages or collectives of the group.
+// Signals are counted: each ends one waitSignal() of its receiver for the sender's rank, now or
+// later. A put sends no signal.
 //
-// Bounds. What is put is checked here against what its owner has opened, and by the owner again,
-// against the window as it is then (Mailbox). Other ranks map the pages that the window lies in,
-// and no more of the heap.
+// Bounds. A put is checked here against the size that the owner has opened. The owner checks a
+// message again, against the window as it is then (Mailbox). Other ranks map the pages that contain
+// the window, and no more of the heap.
 //
-// Ending. A window whose ranks all call close() leaves nothing behind. One that is simply dropped
-// here takes no further puts by messages, and those under way go nowhere; but other ranks may still
-// have the memory mapped. It is then not used for anything else when it is freed (SharedHeap), so
-// they write to nobody's memory; the same after a failure, or when the group is closed first. A
-// mapping (Pages) may be touched for as long as somebody holds it, whatever becomes of its rank:
-// when that has ended it has its last contents, when that has freed the memory it has zeros. Of a
-// dead group the window itself lets go within a second or two.
+// Ending. If all ranks call close(), and no rank still uses a mapping, the memory can be used for
+// other things. A window that is only dropped here accepts no further puts by messages and discards
+// those in progress; but other ranks may still have the memory mapped. So the memory is not reused
+// after it is freed (SharedHeap), and late writes destroy no other data. The same holds after a
+// failure, or if the group is closed first. A mapping (Pages) may be accessed while it is
+// referenced, whatever happens to its rank: if the process has ended, the mapping has its last
+// contents; if it has freed the memory, zeros. The window of a dead group releases its own mappings
+// within a second or two.
 //
-// Failure. As for messages: a rank that has died or left is named, and every call on the window of
-// a group that has failed ends with its first cause. A copy needs nobody at the other side, so it
-// may still end well until the death is known.
+// Failure. As for messages: an error names the rank that has died or left, and every call on the
+// window of a failed group ends with the group's first cause. A copy needs no action of the other
+// rank, so it may still succeed until the death is known.
 //
-// Thread contract: all [any thread], but open() and close(), and the composites that these return,
+// Thread contract: all [any thread], except open(), close() and the composites that they return,
 // which belong to the collectives of the group. One lock, a leaf, never held while bytes move.
-// Lifetime: holds its group. The memory stays where it is until the window is closed or dropped:
-// keepAlive is held as long.
+// Lifetime: holds its group. The memory must stay where it is until the window is closed or
+// dropped: keepAlive is held as long.
 #pragma once
 
 #include <array>
@@ -59,35 +60,35 @@ namespace mycoll {
 class Window final : public std::enable_shared_from_this<Window> {
  public:
   using Milliseconds = Communicator::Milliseconds;
-  // What a rank tells the others of its memory beside its size: the caller's business.
+  // A rank's description of its memory for the others, opaque to the window.
   using Description = std::array<char, 160>;
 
   static std::shared_ptr<Window> make(std::shared_ptr<Communicator> group);
   ~Window();
 
-  // Both give a composite (kWindow) for the caller to submit; all ranks do so, in the same order
-  // among their collectives. Where one is not submitted the window can only be dropped.
+  // Both return a composite (kWindow) for the caller to submit; all ranks do so, in the same order
+  // among their collectives. If it is not submitted, the window can only be dropped.
   Status open(Span memory, const Description& description, std::shared_ptr<void> keepAlive,
               Composite* opening) EXCLUDES(mutex_);
   Status close(Composite* closing) EXCLUDES(mutex_);
 
-  // ---- while it is open; not ok otherwise, or where there is no such rank
+  // ---- while it is open; an error otherwise, or for a rank out of range
   Status describe(int rank, uint64_t* bytes, Description* description) const EXCLUDES(mutex_);
   // *op is done when the source may be used again.
   Status put(Span data, int rank, uint64_t offset, std::shared_ptr<void> keepAlive, bool willWait,
              Milliseconds timeout, OpPtr* op) EXCLUDES(mutex_);
   Status signal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) EXCLUDES(mutex_);
   Status waitSignal(int rank, bool willWait, Milliseconds timeout, OpPtr* op) EXCLUDES(mutex_);
-  // Another rank's memory; null where it is not mapped here.
+  // Another rank's memory; null if it is not mapped here.
   Status map(int rank, std::shared_ptr<Pages>* pages) const EXCLUDES(mutex_);
 
-  // For the group, when it is dead.
+  // Called by the group when it is dead.
   void releaseOthers() EXCLUDES(mutex_);
 
  private:
   enum class State { kClosed, kOpening, kOpen, kClosing };
-  struct Part;     // what a rank tells of its memory
-  struct Passing;  // descriptors on their way
+  struct Part;     // a rank's entry: its memory
+  struct Passing;  // exchange of descriptors
 
   explicit Window(std::shared_ptr<Communicator> group);
   void moveTo(State next) REQUIRES(mutex_);
@@ -98,7 +99,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   Task mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr<Pages>>& mapped);
   Task retire(CollectiveRunner& runner);
   void ignoreMessages() REQUIRES(mutex_);
-  // What is here of it.
+  // Closes the window on this rank.
   void end() EXCLUDES(mutex_);
 
   const std::shared_ptr<Communicator> group_;
@@ -113,7 +114,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   std::shared_ptr<void> keepAlive_ GUARDED_BY(mutex_);
   std::vector<Part> parts_ GUARDED_BY(mutex_);                     // by rank
   std::vector<std::shared_ptr<Pages>> mapped_ GUARDED_BY(mutex_);  // by rank; null: by messages
-  bool isAttended_ GUARDED_BY(mutex_) = false;  // the engine's thread looks after messages for it
+  bool isAttended_ GUARDED_BY(mutex_) = false;  // keeps the engine's thread ready for its messages
 };
 
 }  // namespace mycoll

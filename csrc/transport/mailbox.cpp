@@ -16,6 +16,17 @@ constexpr size_t kStreamingBytes = 1024 * 1024;
 // The approximate memory of a buffered message beside its payload.
 constexpr size_t kBufferedOverhead = 256;
 
+// Whether a failure from this collective on ends such a message. ~0: there is no failure.
+bool endsWith(uint64_t from, MessageClass messageClass, uint64_t tag) {
+  switch (messageClass) {
+    case MessageClass::kCollective: return tag >> kStepBits >= from;
+    case MessageClass::kControl: return from == 0;
+    case MessageClass::kPointToPoint:
+    case MessageClass::kWindow: break;
+  }
+  return from != ~uint64_t{0};
+}
+
 // Whether a message belongs to one call on each of two ranks, or for a window, on one of them.
 bool isBetweenTwo(MessageClass messageClass) {
   return messageClass == MessageClass::kPointToPoint || messageClass == MessageClass::kWindow;
@@ -138,6 +149,7 @@ void Mailbox::send(Transfer& request, int destination, MessageClass messageClass
 
 // Sends the message, or a request to send it.
 void Mailbox::dispatch(Transfer& request) {
+  if (isEnding(request.messageClass_, request.tag_)) return;
   const int destination = request.peer_;
   const MessageClass messageClass = request.messageClass_;
   const Span data = request.data_;
@@ -224,7 +236,7 @@ void Mailbox::put(Transfer& request, int destination, uint64_t window, uint64_t 
   request.isReceive_ = false;
   request.peer_ = destination;
   if (!admit(request, failureOf(MessageClass::kWindow, window)) ||
-      !admit(request, absenceOf(destination))) {
+      !admit(request, absenceOf(destination)) || isEnding(MessageClass::kWindow, window)) {
     return;
   }
   OutItem item;
@@ -263,19 +275,17 @@ bool Mailbox::admit(Transfer& request, Status refusal) {
 // ---- decisions of the group
 
 Status Mailbox::failureOf(MessageClass messageClass, uint64_t tag) const {
-  if (failure_.ok()) return Status();
-  switch (messageClass) {
-    case MessageClass::kCollective: return tag >> kStepBits >= failedFrom_ ? failure_ : Status();
-    case MessageClass::kControl: return failedFrom_ == 0 ? failure_ : Status();
-    case MessageClass::kPointToPoint:
-    case MessageClass::kWindow: break;
-  }
-  return failure_;
+  return endsWith(failedFrom_, messageClass, tag) ? failure_ : Status();
+}
+
+bool Mailbox::isEnding(MessageClass messageClass, uint64_t tag) const {
+  return endsWith(endsFrom_, messageClass, tag);
 }
 
 void Mailbox::failFrom(uint64_t number, const Status& cause) {
   failure_ = cause;
   failedFrom_ = number;
+  endsFrom_ = std::min(endsFrom_, number);
   abandonAll(cause, [this](const Transfer& request) REQUIRES(ioRole) {
     return !failureOf(request.messageClass_, request.tag_).ok();
   });
@@ -290,14 +300,20 @@ Status Mailbox::absenceOf(int rank) {
   if (found == absent_.end()) return Status();
   const Absence& absence = found->second;
   if (!absence.isFailure) return absence.status;
-  raise(GroupFails{absence.status});
+  raiseFailure(0, GroupFails{absence.status});
   return failure_.ok() ? absence.status : failure_;
 }
 
 void Mailbox::raise(Event event) { mesh_->raise(this, std::move(event)); }
 
+void Mailbox::raiseFailure(uint64_t from, Event event) {
+  endsFrom_ = std::min(endsFrom_, from);
+  raise(std::move(event));
+}
+
 void Mailbox::failBy(const std::string& what) {
-  raise(GroupFails{Status(Code::kInternal, "mycoll group '" + group_.name + "': " + what)});
+  raiseFailure(0,
+               GroupFails{Status(Code::kInternal, "mycoll group '" + group_.name + "': " + what)});
 }
 
 // Reports one mismatch only, as the group fails by it.
@@ -317,7 +333,9 @@ bool Mailbox::agrees(const Transfer& request, const FrameHeader& came) {
       came.messageBytes == request.data_.bytes) {
     return true;
   }
-  raise(CallsDiffer{request.signature_, request.data_.bytes, came});
+  const bool isCollective = came.messageClass == MessageClass::kCollective;
+  raiseFailure(isCollective ? came.tag >> kStepBits : 0,
+               CallsDiffer{request.signature_, request.data_.bytes, came});
   return false;
 }
 
@@ -326,7 +344,7 @@ bool Mailbox::agreesEarly(const FrameHeader& came) {
   if (came.messageClass != MessageClass::kCollective) return true;
   const Signature* const mine = calls_.find(came.tag >> kStepBits);
   if (mine == nullptr || *mine == came.signature) return true;
-  raise(CallsDiffer{*mine, came.messageBytes, came});
+  raiseFailure(came.tag >> kStepBits, CallsDiffer{*mine, came.messageBytes, came});
   return false;
 }
 
@@ -350,7 +368,7 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
   post(request, messageClass, tag, signature, data);
   request.isReceive_ = true;
   request.peer_ = source;
-  if (!admit(request, failureOf(messageClass, tag))) return;
+  if (!admit(request, failureOf(messageClass, tag)) || isEnding(messageClass, tag)) return;
   if (messageClass == MessageClass::kWindow) {
     const auto window = windows_.find(tag);
     if (window == windows_.end()) {
@@ -563,7 +581,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came, const SharedPlace& pla
   noteSpoken(came.source);
   if (came.isPiece()) return targetOfPiece(came);
   noteUnanswered(came);
-  if (!failureOf(came.messageClass, came.tag).ok()) return target;
+  if (isEnding(came.messageClass, came.tag)) return target;
   if (came.kind == FrameKind::kPut) return intoWindow(came);
   if (came.messageClass == MessageClass::kWindow) return onSignal(came);
   Transfer* request = matchPosted(came);

@@ -259,7 +259,12 @@ class Mailbox {
   Status absenceOf(int rank) REQUIRES(ioRole);
   // Returns true if `refusal` is ok. If not, ends the request with it.
   bool admit(Transfer& request, Status refusal) REQUIRES(ioRole);
+  // Returns true if a failure has been raised that ends such messages: nothing of them is sent or
+  // received any more. Requests for them stay open until the group has handled the failure.
+  bool isEnding(MessageClass messageClass, uint64_t tag) const REQUIRES(ioRole);
   void raise(Event event) REQUIRES(ioRole);
+  // Raises an event that fails the group, from this collective on.
+  void raiseFailure(uint64_t from, Event event) REQUIRES(ioRole);
   void failBy(const std::string& what) REQUIRES(ioRole);
   bool agrees(const Transfer& request, const FrameHeader& came) REQUIRES(ioRole);
   bool agreesEarly(const FrameHeader& came) REQUIRES(ioRole);
@@ -307,6 +312,7 @@ class Mailbox {
   CallLog calls_ GUARDED_BY(ioRole);
   Status failure_ GUARDED_BY(ioRole);  // ok: it has not failed
   uint64_t failedFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};
+  uint64_t endsFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};  // failures that are raised only, too
   struct Absence {
     Status status;
     bool isFailure = false;

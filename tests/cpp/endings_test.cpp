@@ -191,6 +191,24 @@ TEST(Endings, aLogThatNobodyReadsHoldsUpNobody) {
   }
 }
 
+// A call that differs ends all later ones, on both ranks, also those that come in the same turn.
+TEST(Endings, noCallSucceedsBehindOneThatDiffers) {
+  for (int round = 0; round < 20; ++round) {
+    runWorld(2, Links::kTcp, [&](Communicator& group) {
+      ASSERT_OK(run(group, call(OpKind::kBarrier)));
+      std::vector<float> in(2), out(1);
+      Call scatter = call(OpKind::kScatter);
+      scatter.root = group.rank();  // each rank sends, and waits for nothing
+      scatter.in = {{&in[0], sizeof(float)}, {&in[1], sizeof(float)}};
+      scatter.out = {{&out[0], sizeof(float)}};
+      const Status first = run(group, scatter);
+      const Status second = run(group, call(OpKind::kBarrier));
+      EXPECT(second.message().find("MISMATCH") != std::string::npos);
+      if (!first.ok()) EXPECT(first.message().find("MISMATCH") != std::string::npos);
+    });
+  }
+}
+
 // What a log cannot take is bounded, and its loss is reported.
 TEST(Endings, linesThatNobodyReadsAreCounted) {
   setLogLevel(LogLevel::kError);

@@ -53,8 +53,8 @@ void Agreement::fail(const Signature& mine, int source, const Signature& theirs,
 void Agreement::onDifference(const CallsDiffer& difference) {
   const FrameHeader& came = difference.came;
   const Signature& mine = difference.mine;
-  const bool isCollective = came.messageClass == MessageClass::kCollective;
-  const uint64_t sequence = isCollective ? came.tag >> kStepBits : Cause::kNoSequence;
+  const bool isCollective = came.isOfCollective();
+  const uint64_t sequence = isCollective ? came.collective() : Cause::kNoSequence;
   const uint64_t from = isCollective ? sequence : 0;
   if (!agree(came.messageClass, mine, came.signature)) {
     const std::string where = isCollective ? "collective #" + std::to_string(sequence)

@@ -104,6 +104,9 @@ struct FrameHeader {
   uint32_t headerCheck = 0;   // of all fields before it
 
   bool isChecked() const { return magic == kCheckedMagic; }
+  bool isOfCollective() const { return messageClass == MessageClass::kCollective; }
+  // The number of the collective; only if isOfCollective().
+  uint64_t collective() const { return tag >> kStepBits; }
   bool isPiece() const { return kind == FrameKind::kData || kind == FrameKind::kMore; }
   // Whether it begins a message whose payload follows in pieces.
   bool isBeginning() const {

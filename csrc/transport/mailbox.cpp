@@ -321,7 +321,7 @@ void Mailbox::beginCollective(uint64_t number, const Signature& signature) {
   calls_.begin(number, signature);
   for (const Unexpected& message : unexpected_) {
     const FrameHeader& came = message.header;
-    if (came.messageClass != MessageClass::kCollective || came.tag >> kStepBits != number) continue;
+    if (!came.isOfCollective() || came.collective() != number) continue;
     if (!agreesEarly(came)) return;
   }
 }
@@ -333,18 +333,17 @@ bool Mailbox::agrees(const Transfer& request, const FrameHeader& came) {
       came.messageBytes == request.data_.bytes) {
     return true;
   }
-  const bool isCollective = came.messageClass == MessageClass::kCollective;
-  raiseFailure(isCollective ? came.tag >> kStepBits : 0,
+  raiseFailure(came.isOfCollective() ? came.collective() : 0,
                CallsDiffer{request.signature_, request.data_.bytes, came});
   return false;
 }
 
 // For a message that matches no request yet.
 bool Mailbox::agreesEarly(const FrameHeader& came) {
-  if (came.messageClass != MessageClass::kCollective) return true;
-  const Signature* const mine = calls_.find(came.tag >> kStepBits);
+  if (!came.isOfCollective()) return true;
+  const Signature* const mine = calls_.find(came.collective());
   if (mine == nullptr || *mine == came.signature) return true;
-  raiseFailure(came.tag >> kStepBits, CallsDiffer{*mine, came.messageBytes, came});
+  raiseFailure(came.collective(), CallsDiffer{*mine, came.messageBytes, came});
   return false;
 }
 

@@ -31,7 +31,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("peer", ["openmpi", "mpich"])
 def test_a_peer_takes_its_turn(peer: str, tmp_path: Path) -> None:
-    from build import PeerAbsent, build
+    from mpi_build import PeerAbsent, build
 
     try:
         build(peer, tmp_path)
@@ -57,7 +57,7 @@ def test_an_unknown_peer() -> None:
 
 def test_absent_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    from build import PeerAbsent, build
+    from mpi_build import PeerAbsent, build
 
     with pytest.raises(PeerAbsent, match="apt install mpich"):
         build("mpich", tmp_path)

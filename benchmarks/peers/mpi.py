@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from mpi_build import PeerAbsent, build, environment, launch_command
 from mycoll.bench.arena import plan
 from mycoll.bench.contenders import Contender, gather_contenders, one_line
 from mycoll.bench.options import Options
 from mycoll.bench.workload import Unsupported, Workload
 from mycoll.bench.world import World
-
-from build import PeerAbsent, build, environment, launch_command
 
 _START_SECONDS = 30.0
 _QUIT_SECONDS = 5.0

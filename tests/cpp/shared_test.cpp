@@ -264,7 +264,7 @@ TEST(SharedHeap, otherProcessesMapIt) {
     endProcess(startProcess([&] { pages->data()[kBytes - 1] = 3; }));  // a child has it, too
 
     // What is not as it should be is refused, and not mapped.
-    const size_t mapped = mappings().size();
+    [[maybe_unused]] const size_t mapped = mappings().size();
     pages.reset();
     const auto expectRefused = [&](const std::function<Fd()>& given, size_t bytes, size_t offset,
                                    size_t size) {

@@ -48,6 +48,7 @@ namespace mycoll {
 
 class Engine;
 class Window;
+struct KnownPeers;
 
 constexpr int kAnySource = kFromAnyone;
 // Passed as a timeout: use the group's own.
@@ -236,6 +237,8 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
 
  private:
   Communicator(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address);
+  static Status form(GroupOptions options, Store* store, const std::shared_ptr<Engine>& engine,
+                     KnownPeers known, std::shared_ptr<Communicator>* result);
   static std::shared_ptr<Communicator> add(const std::shared_ptr<Engine>& engine,
                                            GroupOptions options, GroupAddress address);
 

@@ -61,7 +61,8 @@ bool Dial::begin() {
   if (common.empty()) return false;
   const Mailbox& mailbox = *common[notYet_ % common.size()];
   const GroupAddress& group = mailbox.group();
-  voucher_ = {group.context, group.secret, group.rank, mailbox.presentRank(peer_.uid)};
+  voucher_ = {group.isInvitation, group.context, group.secret, group.rank,
+              mailbox.presentRank(peer_.uid)};
   standing_ = Standing::kMember;
   isCrossed_ = false;
   moveTo(State::kTrying);
@@ -84,12 +85,14 @@ void Dial::finish() {
     const bool isLater = standing_ == Standing::kNotYet;
     notYet_ += isLater && !isCrossed_;
     const bool isLastGroup = local_.groups.commonWith(peer_.uid).size() == 1;
-    nextAttempt_ = Deadline::after(isLater       ? kConnectAgain
-                                   : isLastGroup ? kLastWords
-                                                 : std::chrono::milliseconds(0));
+    nextAttempt_ =
+        Deadline::after(isLater                                 ? kConnectAgain
+                        : isLastGroup && !voucher_.isInvitation ? kLastWords
+                                                                : std::chrono::milliseconds(0));
     return moveTo(State::kWaiting);
   }
-  if (!isMade && loss_.reason == LossReason::kNotListening && joining_.connection == 0) {
+  if (!isMade && loss_.reason == LossReason::kNotListening && joining_.connection == 0 &&
+      !voucher_.isInvitation) {
     if (givesUp_.isNever()) givesUp_ = Deadline::after(kLastWords);
     if (!givesUp_.expired()) {
       nextAttempt_ = Deadline::after(kLookAgain);
@@ -212,7 +215,8 @@ Task Dial::attempt() {
     loss_ = {LossReason::kNotListening, reasons};
     co_return Status(Code::kPeerLost, reasons);
   }
-  loss_ = {LossReason::kUnreachable, reasons.empty() ? "it has no address in common" : reasons};
+  loss_ = {isDistrusted_ ? LossReason::kDistrusted : LossReason::kUnreachable,
+           reasons.empty() ? "it has no address in common" : reasons};
   co_return Status(Code::kNetwork, reasons);
 }
 
@@ -228,6 +232,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   Hello& hello = handshake_.hello;
   hello.isShm = isShm;
   hello.joins = joining_.connection;
+  hello.isInvitation = voucher_.isInvitation;
   hello.context = voucher_.context;
   hello.source = voucher_.source;
   hello.destination = voucher_.destination;
@@ -241,6 +246,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
     case End::kNotYet: co_return notNow(Standing::kNotYet);
     case End::kAskAgain: isCrossed_ = true; co_return notNow(Standing::kNotYet);
     case End::kDistrusted:
+      isDistrusted_ = true;
       co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
     case End::kRefused:
       co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");

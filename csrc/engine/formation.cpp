@@ -26,6 +26,8 @@ using Milliseconds = std::chrono::milliseconds;
 
 // The longest time between two checks for signals, losses and deadlines.
 constexpr auto kTick = Milliseconds(50);
+// The ends of processes that are not connected are looked for this often.
+constexpr auto kCheckProcesses = Milliseconds(250);
 // Time for a rank that is gone to come again, and for rank 0 to report who is missing.
 constexpr auto kAgain = Milliseconds(1000);
 // Rank 0 forms the first round without the missing ranks after this time.
@@ -37,6 +39,8 @@ constexpr auto kLookAgain = Milliseconds(500);
 constexpr auto kLookSoon = Milliseconds(10);
 // Ranks that have not joined this long after the latest one are slow.
 constexpr auto kSlow = Milliseconds(1000);
+// The longest time between two rounds.
+constexpr auto kNextRound = Milliseconds(10'000);
 constexpr auto kForward = Milliseconds(100);
 // The longest wait for the answer of a process whose handle may be stale.
 constexpr auto kProbe = Milliseconds(500);
@@ -56,7 +60,7 @@ bool isFirstFormation() {
 std::string keyOf(int rank) { return "handle/" + std::to_string(rank); }
 
 std::string nonceOf(const KnownPeers& known, int rank) {
-  return toHex(hmacSha256(known.secret, std::to_string(rank)));
+  return toHex(hmacSha256(known.secret, std::to_string(rank)).data(), 16);
 }
 
 // What both sides do.
@@ -88,7 +92,6 @@ class Forming : public Formation {
   void pause(Milliseconds atMost);
   // Passes on what is queued for the other ranks, at the latest for this time.
   void flush(Milliseconds atMost);
-  virtual bool hasNews() const;
 
   Clock::duration waited() const { return Clock::now() - began_; }
   Milliseconds pollPause(Milliseconds shortest) const {
@@ -135,9 +138,10 @@ class Forming : public Formation {
   Handle mine_;
   bool isPublished_ = false;
   bool hasPredecessor_ = false;  // there was another handle of this rank
+  News news_;
   std::vector<std::unique_ptr<Reception>> receptions_;
   std::unique_ptr<Round> round_;
-  Clock::time_point latestNews_ = began_;
+  Clock::time_point latestNews_ = began_, checkedProcesses_ = began_;
 };
 
 Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, KnownPeers known)
@@ -178,7 +182,7 @@ Status Forming::run(GroupAddress* result) {
 }
 
 Status Forming::openReception(const std::string& nonce) {
-  return Reception::open(engine_->mesh(), nonce, &receptions_.emplace_back());
+  return Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back());
 }
 
 // ---- the store
@@ -216,7 +220,7 @@ Status Forming::checkPredecessor(const Handle& there) {
                               ". Two processes were started with one rank.");
   std::unique_ptr<Invitation> conflict;
   MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {there.address, there.nonce},
-                                          Invitation::Content::kConflict, taken.message(), {},
+                                          {Invitation::Content::kConflict, taken.message()}, {},
                                           &conflict));
   for (const Deadline end = Deadline::after(kProbe); !end.expired() && !conflict->hasFailed();) {
     pause(kLookSoon);
@@ -243,7 +247,7 @@ Status Forming::isCurrent(const Handle& handle, bool* result) {
   if (isDead(handle.address) || handle.address.uid == mine_.address.uid) return Status();
   std::unique_ptr<Invitation> probe;
   MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {handle.address, handle.nonce},
-                                          Invitation::Content::kProbe, "", {}, &probe));
+                                          {Invitation::Content::kProbe, ""}, {}, &probe));
   for (const Deadline end = Deadline::after(kProbe); !end.expired();) {
     if (probe->hasFailed()) return Status();
     if (isInterrupted()) return interrupted();
@@ -255,28 +259,18 @@ Status Forming::isCurrent(const Handle& handle, bool* result) {
 
 // ---- waiting
 
-bool Forming::hasNews() const {
-  return std::any_of(receptions_.begin(), receptions_.end(),
-                     [](const auto& each) { return each->hasNews(); }) ||
-         (round_ && round_->hasNews());
-}
-
+// The engine's thread moves the bytes.
 void Forming::pause(Milliseconds atMost) {
   Mesh& mesh = *engine_->mesh();
-  const Attending attending(*engine_);
-  const Deadline end = Deadline::after(atMost);
-  while (!hasNews() && Clock::now() - latestNews_ < kYield) {
+  while (!news_.isThere() && Clock::now() - latestNews_ < kYield) {
     if (!mesh.progress()) sched_yield();
   }
-  while (!hasNews() && !end.expired()) {
-    Sleeper::Nap nap(mesh.sleeper(), mesh.sleeper().generation());
-    mesh.setAsleep(true);
-    if (!mesh.progress() && !hasNews()) nap.sleep(end);
-    mesh.setAsleep(false);
-  }
+  if (news_.isThere()) latestNews_ = Clock::now();
+  news_.wait(atMost);
+  const auto now = Clock::now();
+  if (now - checkedProcesses_ < kCheckProcesses) return;
+  checkedProcesses_ = now;
   mesh.checkProcesses();
-  if (hasNews()) latestNews_ = Clock::now();
-  if (round_) round_->clearNews();
 }
 
 void Forming::flush(Milliseconds atMost) {
@@ -626,7 +620,7 @@ Status Root::startRound() {
   joined_.assign(options_.ranks, false);
   const std::string text = roster.encode();
   round_.reset();  // a connection to a rank that has not joined is not authenticated by it
-  return Round::open(engine_->mesh(), options_.name, 0, text, std::move(roster), &round_);
+  return Round::open(engine_->mesh(), options_.name, 0, text, std::move(roster), news_, &round_);
 }
 
 std::vector<int> Root::missing() {
@@ -727,7 +721,7 @@ Status Member::join() {
     round_.reset();
     lostParent_ = {};
     MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, options_.rank, text,
-                                       std::move(roster), &round_));
+                                       std::move(roster), news_, &round_));
   }
   return Status();
 }
@@ -739,9 +733,9 @@ Status Member::attendRound() {
     return failure;
   }
   if (round_->isFormed()) return Status();
-  if (round_->hasLostParent()) {
+  if (const Round::Parent state = round_->parentState(); state != Round::Parent::kHere) {
     if (lostParent_ == Clock::time_point()) lostParent_ = Clock::now();
-    if (Clock::now() - lostParent_ > kAgain) {
+    if (Clock::now() - lostParent_ > (state == Round::Parent::kLost ? kAgain : kNextRound)) {
       const int parent = round_->parent();
       const Status why = ended(parent, round_->roster().members[parent].address);
       round_->fail(why);

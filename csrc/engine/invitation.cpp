@@ -19,8 +19,8 @@ std::string asText(const Digest& digest) {
   return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
 }
 
-std::string macOf(const GroupAddress& address, std::string_view contents) {
-  return asText(hmacSha256(address.secret, "mycoll frame " + std::string(contents)));
+std::string macOf(const GroupAddress& address, char content, const Digest& text) {
+  return asText(hmacSha256(address.secret, std::string("mycoll frame ") + content + asText(text)));
 }
 
 Status addressOf(const std::string& nonce, int rank, PeerAddress receiver, GroupAddress* address) {
@@ -63,14 +63,26 @@ void setContext(GroupAddress* address) {
 
 // ---- Reception ---------------------------------------------------------------------------------
 
-Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address)
-    : mailbox_(std::move(mesh), std::move(address), this) {}
+void News::note() {
+  const MutexLock lock(mutex_);
+  isThere_.store(true, std::memory_order_release);
+  changed_.notify_one();
+}
 
-Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce,
+void News::wait(std::chrono::milliseconds atMost) {
+  MutexLock lock(mutex_);
+  changed_.wait_for(lock.native(), atMost, [this] { return isThere(); });
+  isThere_.store(false, std::memory_order_release);
+}
+
+Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news)
+    : mailbox_(std::move(mesh), std::move(address), this), news_(news) {}
+
+Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
                        std::unique_ptr<Reception>* result) {
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(addressOf(nonce, kReceiver, mesh->address(), &address));
-  result->reset(new Reception(std::move(mesh), std::move(address)));
+  result->reset(new Reception(std::move(mesh), std::move(address), news));
   (*result)->mailbox_.open();
   return Status();
 }
@@ -83,7 +95,7 @@ void Reception::handle(const Event& event) {
   const std::string& payload = frame->payload;
   if (payload.size() <= sizeof(Digest)) return;
   const std::string_view contents = std::string_view(payload).substr(sizeof(Digest));
-  const std::string mac = macOf(mailbox_.group(), contents);
+  const std::string mac = macOf(mailbox_.group(), contents[0], sha256(contents.substr(1)));
   if (!constantTimeEqual(mac.data(), payload.data(), sizeof(Digest))) return;
   switch (static_cast<Invitation::Content>(contents[0])) {
     case Invitation::Content::kRoster:
@@ -93,12 +105,11 @@ void Reception::handle(const Event& event) {
     case Invitation::Content::kConflict: conflict_ = sanitized(contents.substr(1)); break;
     default: return;
   }
-  hasNews_.store(true, std::memory_order_release);
+  news_.note();
 }
 
 bool Reception::take(std::string* roster) {
   IoLock lock(mailbox_.ioMutex());
-  hasNews_.store(!conflict_.empty(), std::memory_order_release);
   *roster = std::move(roster_);
   return std::exchange(hasRoster_, false);
 }
@@ -114,14 +125,13 @@ Invitation::Invitation(std::shared_ptr<Mesh> mesh, GroupAddress address,
                        std::function<void()> refused)
     : mailbox_(std::move(mesh), std::move(address), this), refused_(std::move(refused)) {}
 
-Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver, Content content,
-                        const std::string& text, std::function<void()> refused,
-                        std::unique_ptr<Invitation>* result) {
+Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver, const Letter& letter,
+                        std::function<void()> refused, std::unique_ptr<Invitation>* result) {
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(addressOf(receiver.nonce, kSender, receiver.address, &address));
   address.peers[kSender] = mesh->address();
-  const std::string contents = static_cast<char>(content) + text;
-  const std::string payload = macOf(address, contents) + contents;
+  const char content = static_cast<char>(letter.content);
+  const std::string payload = macOf(address, content, letter.digest) + content + letter.text;
   result->reset(new Invitation(std::move(mesh), std::move(address), std::move(refused)));
   (*result)->mailbox_.open();
   (*result)->mailbox_.tell(kReceiver, FrameKind::kInvitation, payload, receiver.isOpened ? 1 : 0);

@@ -10,10 +10,14 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <string>
 
+#include "base/mutex.h"
+#include "base/sha256.h"
 #include "base/status.h"
 #include "transport/event.h"
 #include "transport/mailbox.h"
@@ -27,14 +31,27 @@ Status secretOf(const std::string& text, std::string* secret);
 // Sets the group's number, which is made of its secret and its name. It does not reveal the secret.
 void setContext(GroupAddress* address);
 
+// Wakes the thread that forms a group.
+class News {
+ public:
+  void note() EXCLUDES(mutex_);
+  bool isThere() const { return isThere_.load(std::memory_order_acquire); }
+  // Returns when something was noted since the last time, or after atMost.
+  void wait(std::chrono::milliseconds atMost) EXCLUDES(mutex_);
+
+ private:
+  Mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<bool> isThere_{false};
+};
+
 class Reception final : public EventHandler {
  public:
   // Fails if MYCOLL_SECRET_FILE cannot be used.
-  static Status open(std::shared_ptr<Mesh> mesh, const std::string& nonce,
+  static Status open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
                      std::unique_ptr<Reception>* result);
   ~Reception();
 
-  bool hasNews() const { return hasNews_.load(std::memory_order_acquire); }
   // The roster of the latest invitation, encoded. Returns false if there is none since the last
   // call.
   bool take(std::string* roster);
@@ -42,14 +59,14 @@ class Reception final : public EventHandler {
   Status conflict();
 
  private:
-  Reception(std::shared_ptr<Mesh> mesh, GroupAddress address);
+  Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news);
   void handle(const Event& event) override REQUIRES(ioRole);
 
   Mailbox mailbox_;
   std::string roster_ GUARDED_BY(ioRole);
   bool hasRoster_ GUARDED_BY(ioRole) = false;
   std::string conflict_ GUARDED_BY(ioRole);
-  std::atomic<bool> hasNews_{false};
+  News& news_;
 };
 
 class Invitation final : public EventHandler {
@@ -66,10 +83,18 @@ class Invitation final : public EventHandler {
     kProbe,     // nothing: the sender wants to know whether the reception is open
   };
 
+  struct Letter {
+    Letter(Content what, std::string words)
+        : content(what), text(std::move(words)), digest(sha256(text)) {}
+
+    Content content;
+    std::string text;
+    Digest digest;  // of the text, which may be long and have many receivers
+  };
+
   // refused: called under the I/O lock if the process has no such reception any more; may be empty.
-  static Status send(std::shared_ptr<Mesh> mesh, const Receiver& receiver, Content content,
-                     const std::string& text, std::function<void()> refused,
-                     std::unique_ptr<Invitation>* result);
+  static Status send(std::shared_ptr<Mesh> mesh, const Receiver& receiver, const Letter& letter,
+                     std::function<void()> refused, std::unique_ptr<Invitation>* result);
   ~Invitation();
 
   // Whether the process has no such reception any more, or cannot be reached.

@@ -14,7 +14,7 @@ namespace {
 
 // The first character of a reason.
 constexpr char kLost = 'L', kOther = 'O';
-constexpr size_t kNumberLength = 64;
+constexpr size_t kNumberLength = 32;
 
 Status notOurs(const std::string& what) {
   return Status(Code::kStore, what + " holds something that this version of mycoll did not write");

@@ -54,11 +54,13 @@ Round::Report::Kind kindOf(LossReason reason) {
 
 }  // namespace
 
-Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, std::string text, Roster roster)
+Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, Invitation::Letter letter,
+             Roster roster, News& news)
     : mesh_(std::move(mesh)),
-      text_(std::move(text)),
+      letter_(std::move(letter)),
       roster_(std::move(roster)),
       mailbox_(mesh_, std::move(address), this),
+      news_(news),
       joined_(roster_.members.size()) {
   const int self = mailbox_.rank();
   const Shape shape(hostsOf(mailbox_.group()), sumTree());
@@ -79,14 +81,17 @@ Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, std::string text,
 }
 
 Status Round::open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
-                   const std::string& text, Roster roster, std::unique_ptr<Round>* result) {
+                   const std::string& text, Roster roster, News& news,
+                   std::unique_ptr<Round>* result) {
   GroupAddress address;
   address.name = name;
   address.rank = rank;
   address.peers = addressesOf(roster);
-  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll round " + text, &address.secret));
+  Invitation::Letter letter(Invitation::Content::kRoster, text);
+  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll round " + toHex(letter.digest), &address.secret));
   setContext(&address);
-  result->reset(new Round(std::move(mesh), std::move(address), text, std::move(roster)));
+  result->reset(
+      new Round(std::move(mesh), std::move(address), std::move(letter), std::move(roster), news));
   Round& round = **result;
   // The invitations come first: a connection to a child is authenticated by the oldest group that
   // it is in, and the child does not know this round yet.
@@ -111,16 +116,16 @@ Status Round::inviteChildren() {
     const auto refused = [this, child]() REQUIRES(ioRole) {
       onLost(child, Report::kNoReception, "it is in no group");
     };
-    MYCOLL_RETURN_IF_ERROR(Invitation::send(
-        mesh_, {member.address, member.nonce, member.isPublished}, Invitation::Content::kRoster,
-        text_, refused, &invitations_.emplace_back()));
+    MYCOLL_RETURN_IF_ERROR(Invitation::send(mesh_,
+                                            {member.address, member.nonce, member.isPublished},
+                                            letter_, refused, &invitations_.emplace_back()));
   }
   return Status();
 }
 
 Status Round::result(GroupAddress* address) const {
   *address = mailbox_.group();
-  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll group " + text_, &address->secret));
+  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll group " + toHex(letter_.digest), &address->secret));
   setContext(address);
   return Status();
 }
@@ -135,7 +140,7 @@ void Round::join() {
 }
 
 void Round::sendUp(bool isWhole) {
-  hasNews_.store(true, std::memory_order_release);
+  news_.note();
   if (parent_ >= 0) {
     const auto whole = static_cast<int32_t>(isWhole);
     std::string payload(reinterpret_cast<const char*>(&whole), sizeof(whole));
@@ -162,7 +167,7 @@ void Round::onJoined(int child, const std::string& payload) {
     joined_[rank] = true;
     unsent_.push_back(rank);
   }
-  hasNews_.store(true, std::memory_order_release);
+  news_.note();
   if (values[0] == 0 || isSet(wholeChildren_, child)) return;
   wholeChildren_.push_back(child);
   if (wholeChildren_.size() == children_.size()) sendUp(/*isWhole=*/true);
@@ -178,7 +183,7 @@ void Round::forward() {
 }
 
 void Round::toChildren(FrameKind kind, const std::string& payload) {
-  hasNews_.store(true, std::memory_order_release);
+  news_.note();
   for (const int child : children_) {
     if (mailbox_.isPresent(child)) mailbox_.sendControl(child, kind, payload);
   }
@@ -198,9 +203,9 @@ void Round::handle(const Event& event) {
         return toChildren(FrameKind::kFormed, "");
       // A process that has left the round answers so.
       case FrameKind::kGoodbye:
-        if (source != parent_ || isFormed_) return;
-        hasLostParent_ = true;
-        return hasNews_.store(true, std::memory_order_release);
+        if (source != parent_ || parentState_ != Parent::kHere) return;
+        parentState_ = Parent::kLeft;
+        return news_.note();
       default: return;
     }
   }
@@ -219,8 +224,8 @@ void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
   if (!mailbox_.isPresent(rank)) return;
   mailbox_.setAbsent(rank, Status(Code::kPeerLost, why), /*isFailure=*/false);
   if (rank == parent_) {
-    hasLostParent_ = true;
-    hasNews_.store(true, std::memory_order_release);
+    parentState_ = Parent::kLost;
+    news_.note();
   } else if (isChild || mailbox_.rank() == 0) {
     const std::string words = mailbox_.describeRank(mailbox_.rank()) + " cannot reach " +
                               mailbox_.describeRank(rank) + ": " + why;
@@ -229,7 +234,7 @@ void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
 }
 
 void Round::pass(const Report& report) {
-  hasNews_.store(true, std::memory_order_release);
+  news_.note();
   if (mailbox_.rank() == 0) return reports_.push_back(report);
   if (mailbox_.isPresent(parent_)) mailbox_.sendControl(parent_, FrameKind::kAbort, encode(report));
 }
@@ -271,9 +276,9 @@ Status Round::failure() {
   return failure_;
 }
 
-bool Round::hasLostParent() {
+Round::Parent Round::parentState() {
   IoLock lock(mailbox_.ioMutex());
-  return hasLostParent_;
+  return parentState_;
 }
 
 std::vector<Round::Report> Round::takeReports() {

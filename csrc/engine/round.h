@@ -17,7 +17,6 @@
 // Thread contract: one thread owns it; events are handled under the I/O lock.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -49,21 +48,24 @@ class Round final : public EventHandler {
     Status why;
   };
 
-  // Joins the round of this roster, and invites the children. text: the roster, encoded.
+  // Joins the round of this roster, and invites the children. text: the roster, encoded. news:
+  // noted when the state of the round changes.
   static Status open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
-                     const std::string& text, Roster roster, std::unique_ptr<Round>* result);
+                     const std::string& text, Roster roster, News& news,
+                     std::unique_ptr<Round>* result);
   ~Round();
 
   const Roster& roster() const { return roster_; }
-  // Whether something below may have changed since clearNews().
-  bool hasNews() const { return hasNews_.load(std::memory_order_acquire); }
-  void clearNews() { hasNews_.store(false, std::memory_order_release); }
   // All ranks have joined, and rank 0 has said so.
   bool isFormed();
   // Not ok: rank 0, or a rank that has lost its parent, has ended the round.
   Status failure();
-  // The parent is lost, or has left the round.
-  bool hasLostParent();
+  enum class Parent {
+    kHere,
+    kLeft,  // it has left the round: it is in a later one, or has failed
+    kLost,  // its process has ended, or it cannot be reached
+  };
+  Parent parentState();
   int parent() const { return parent_; }
 
   // Sends up the ranks that have joined since the last time. To be called about every 100 ms.
@@ -83,7 +85,8 @@ class Round final : public EventHandler {
   Status result(GroupAddress* address) const;
 
  private:
-  Round(std::shared_ptr<Mesh> mesh, GroupAddress address, std::string text, Roster roster);
+  Round(std::shared_ptr<Mesh> mesh, GroupAddress address, Invitation::Letter letter, Roster roster,
+        News& news);
 
   void handle(const Event& event) override REQUIRES(ioRole);
   void onJoined(int child, const std::string& payload) REQUIRES(ioRole);
@@ -96,20 +99,20 @@ class Round final : public EventHandler {
   Status inviteChildren();
 
   const std::shared_ptr<Mesh> mesh_;
-  const std::string text_;
+  const Invitation::Letter letter_;  // the roster
   const Roster roster_;
   Mailbox mailbox_;
   std::vector<int> children_;
   int parent_ = -1;
   std::vector<std::unique_ptr<Invitation>> invitations_;
-  std::atomic<bool> hasNews_{false};
+  News& news_;
 
   std::vector<bool> joined_ GUARDED_BY(ioRole);        // by rank: those known here
   std::vector<int> unsent_ GUARDED_BY(ioRole);         // of these, not sent up yet
   std::vector<int> wholeChildren_ GUARDED_BY(ioRole);  // whose subtrees have joined
   std::vector<Report> reports_ GUARDED_BY(ioRole);
   bool isFormed_ GUARDED_BY(ioRole) = false;
-  bool hasLostParent_ GUARDED_BY(ioRole) = false;
+  Parent parentState_ GUARDED_BY(ioRole) = Parent::kHere;
   Status failure_ GUARDED_BY(ioRole);
 };
 

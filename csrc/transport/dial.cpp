@@ -64,7 +64,7 @@ bool Dial::begin() {
   voucher_ = {group.isInvitation, group.context, group.secret, group.rank,
               mailbox.presentRank(peer_.uid)};
   standing_ = Standing::kMember;
-  isCrossed_ = false;
+  isCrossed_ = isBusy_ = false;
   moveTo(State::kTrying);
   task_ = attempt();
   task_.resume();
@@ -83,7 +83,7 @@ void Dial::finish() {
   task_.reset();
   if (standing_ != Standing::kMember) {
     const bool isLater = standing_ == Standing::kNotYet;
-    notYet_ += isLater && !isCrossed_;
+    notYet_ += isLater && !isCrossed_ && !isBusy_;
     const bool isLastGroup = local_.groups.commonWith(peer_.uid).size() == 1;
     nextAttempt_ =
         Deadline::after(isLater                                 ? kConnectAgain
@@ -114,7 +114,10 @@ void Dial::again() {
 // The peer closed the socket before or during the handshake. After shared memory TCP is tried,
 // which asks again. If nothing listens on TCP either, the peer closed because it is gone.
 Status Dial::hungUp(bool isShm) {
-  if (!isShm && ++hangUps_ <= kMaxHangUps) standing_ = Standing::kNotYet;
+  if (!isShm && ++hangUps_ <= kMaxHangUps) {
+    isBusy_ = true;
+    standing_ = Standing::kNotYet;
+  }
   return Status(isShm ? Code::kPeerLost : Code::kNetwork, "did not answer the handshake");
 }
 
@@ -178,7 +181,10 @@ Task Dial::attempt() {
     Fd socket;
     bool isFull = false;
     Status status = connectUnix(peer_.uid, &socket, &isFull);
-    if (isFull) co_return notNow(Standing::kNotYet);
+    if (isFull) {
+      isBusy_ = true;
+      co_return notNow(Standing::kNotYet);
+    }
     if (status.ok()) {
       status = co_await shakeHands(std::move(socket), true);
       if (status.ok() || standing_ != Standing::kMember) co_return status;

@@ -98,6 +98,8 @@ class Dial {
   bool isDistrusted_ GUARDED_BY(ioRole) = false;             // the peer's proof was wrong
   // The peer has, or makes, a connection of its own.
   bool isCrossed_ GUARDED_BY(ioRole) = false;
+  // The peer has not looked at the group: it has too many connections that wait.
+  bool isBusy_ GUARDED_BY(ioRole) = false;
   size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group
   int hangUps_ GUARDED_BY(ioRole) = 0;    // how many times it closed without an answer
   Link link_ GUARDED_BY(ioRole);

@@ -108,7 +108,9 @@ class Puppet {
   }
 
   void publish() { ASSERT_OK(store_->set(keyOf(handle.rank), handle.encode())); }
-  void openReception() { ASSERT_OK(Reception::open(engine_->mesh(), handle.nonce, &reception_)); }
+  void openReception() {
+    ASSERT_OK(Reception::open(engine_->mesh(), handle.nonce, news, &reception_));
+  }
   // Moves bytes until it is done.
   void drive(const std::function<bool()>& isDone) {
     const Deadline deadline = Deadline::after(milliseconds(10'000));
@@ -132,7 +134,7 @@ class Puppet {
   // Joins the round that it was invited to last.
   void join(const Roster& roster) {
     round.reset();
-    ASSERT_OK(Round::open(engine_->mesh(), "test", handle.rank, text_, roster, &round));
+    ASSERT_OK(Round::open(engine_->mesh(), "test", handle.rank, text_, roster, news, &round));
   }
   // Until the round has failed.
   Status failure() {
@@ -142,6 +144,7 @@ class Puppet {
   std::shared_ptr<Mesh> mesh() const { return engine_->mesh(); }
 
   Handle handle;
+  News news;
 
  private:
   const std::shared_ptr<Store> store_;
@@ -182,6 +185,7 @@ TEST(Formation, aThousandRanks) {
   const auto store = std::make_shared<MemoryStore>();
   std::vector<size_t> operations(kRanks);
   std::atomic<int> formed{0};
+  std::latch areFormed(kRanks);
   const auto began = std::chrono::steady_clock::now();
   Threads(kRanks, [&](int rank) {
     const std::shared_ptr<Engine> engine = engineOn(" host " + std::to_string(rank / kOnEach));
@@ -198,7 +202,7 @@ TEST(Formation, aThousandRanks) {
       printf("    %d ranks, engines included: %.2f s\n", kRanks,
              std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
     }
-    while (formed < kRanks) std::this_thread::sleep_for(milliseconds(5));
+    areFormed.arrive_and_wait();
     if (group) group->close(Deadline::after(milliseconds(100)));
   });
   printf("    store operations: %zu\n",
@@ -526,7 +530,7 @@ TEST(Formation, theEndOfRankZeroIsReported) {
       member.address = handle.address;
     }
     const std::string text = roster.encode();
-    ASSERT_OK(Round::open(puppet.mesh(), "test", 0, text, roster, &puppet.round));
+    ASSERT_OK(Round::open(puppet.mesh(), "test", 0, text, roster, puppet.news, &puppet.round));
     puppet.drive([&] {
       const std::vector<bool> joined = puppet.round->joined();
       return std::count(joined.begin(), joined.end(), true) == 4;
@@ -635,7 +639,7 @@ TEST(Formation, anInvitationWithoutTheNonceIsIgnored) {
   ASSERT_OK(Handle::freshNonce(&other));
   std::unique_ptr<Invitation> invitation;
   ASSERT_OK(Invitation::send(stranger.mesh(), {rank.handle.address, other},
-                             Invitation::Content::kRoster, "roster", {}, &invitation));
+                             {Invitation::Content::kRoster, "roster"}, {}, &invitation));
   const Deadline deadline = Deadline::after(milliseconds(5'000));
   while (!invitation->hasFailed() && !deadline.expired()) {
     stranger.mesh()->progress();

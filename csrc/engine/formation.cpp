@@ -245,6 +245,10 @@ void Forming::giveUp(const Status& why) {
 Status Forming::isCurrent(const Handle& handle, bool* result) {
   *result = false;
   if (isDead(handle.address) || handle.address.uid == mine_.address.uid) return Status();
+  if (!engine_->mesh()->isLocal(handle.address) && handle.address.tcp.empty()) {
+    *result = true;  // it cannot be asked
+    return Status();
+  }
   std::unique_ptr<Invitation> probe;
   MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {handle.address, handle.nonce},
                                           {Invitation::Content::kProbe, ""}, {}, &probe));
@@ -267,6 +271,7 @@ void Forming::pause(Milliseconds atMost) {
   }
   if (news_.isThere()) latestNews_ = Clock::now();
   news_.wait(atMost);
+  mesh.progress();  // an idle process is not rung for everything in its rings
   const auto now = Clock::now();
   if (now - checkedProcesses_ < kCheckProcesses) return;
   checkedProcesses_ = now;
@@ -421,7 +426,7 @@ Status Root::attend() {
     if (round_ && round_->isFormed()) return Status();
     const int unknown = usesStore() ? firstUnknown() : 0;
     if (unknown == 0) {
-      pause(std::min(kTick, Milliseconds(nextLook_.remaining() + kShortestPoll)));
+      pause(std::clamp(nextLook_.remaining(), kShortestPoll, kTick));
     } else if (store_->waitsItself()) {
       MYCOLL_RETURN_IF_ERROR(store_->wait(keyOf(unknown), kTick));
     } else {
@@ -568,10 +573,13 @@ Status Root::handleReport(const Round::Report& report) {
       return error(Code::kNetwork, report.why.message());
     }
     candidate.inviteAgain = Deadline::after(kLookAgain);
-  } else if (report.kind == Kind::kEnded ||
-             (report.kind == Kind::kNotListening && !isAlive(address) &&
+  } else if (joined_[report.rank] ||
+             (report.kind != Kind::kNoReception && !isAlive(address) &&
               (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
     setGone(&candidate, ended(report.rank, address));
+  } else if (report.kind == Kind::kEnded) {
+    // The connection has ended, and the process lives: it has left its groups, or the link is bad.
+    candidate.inviteAgain = Deadline::after(kLookAgain);
   }
   return Status();
 }
@@ -679,7 +687,7 @@ void Member::spread(const Status& why) {
   const Code code = why.code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
-  if (isPublished_ && isLasting && (!round_ || !conflict().ok())) giveUp(why);
+  if (usesStore() && isLasting && (!round_ || !conflict().ok())) giveUp(why);
 }
 
 Status Member::check() {

@@ -16,10 +16,6 @@ namespace {
 constexpr char kLost = 'L', kOther = 'O';
 constexpr size_t kNumberLength = 32;
 
-Status notOurs(const std::string& what) {
-  return Status(Code::kStore, what + " holds something that this version of mycoll did not write");
-}
-
 template <typename Number>
 void append(std::string* text, Number number) {
   text->append(reinterpret_cast<const char*>(&number), sizeof(number));
@@ -75,7 +71,8 @@ std::string Handle::encode() const {
 }
 
 Status Handle::decode(const std::string& text, Handle* handle) {
-  const Status bad = notOurs("the store");
+  const Status bad(Code::kStore,
+                   "the store holds something that this version of mycoll did not write");
   const size_t first = text.find('\n');
   const size_t second = first == std::string::npos ? first : text.find('\n', first + 1);
   if (first != kNumberLength || second == std::string::npos) return bad;
@@ -115,7 +112,7 @@ std::string Roster::encode() const {
 }
 
 Status Roster::decode(const std::string& text, Roster* roster) {
-  const Status bad = notOurs("the invitation of another rank");
+  const Status bad(Code::kStore, "rank 0 has sent a list of ranks that mycoll did not write");
   Reader reader(text);
   roster->round = reader.number<uint64_t>();
   roster->number = reader.take(kNumberLength);

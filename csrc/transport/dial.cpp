@@ -57,8 +57,14 @@ Dial::Dial(Local& local, const PeerAddress& peer, Joining joining)
 // peer has made it long ago, but may be late with a new one. If the peer has not made the oldest,
 // the next one is tried, which it may have made. Returns false if there is no such group.
 bool Dial::begin() {
-  const std::vector<Mailbox*> common = local_.groups.commonWith(peer_.uid);
+  std::vector<Mailbox*> common = local_.groups.commonWith(peer_.uid);
   if (common.empty()) return false;
+  if (joining_.connection != 0) {
+    // An invitation ends soon, and the group that it is for follows.
+    std::erase_if(common, [](const Mailbox* mailbox) { return mailbox->group().isInvitation; });
+    nextAttempt_ = Deadline::after(kConnectAgain);
+    if (common.empty()) return true;
+  }
   const Mailbox& mailbox = *common[notYet_ % common.size()];
   const GroupAddress& group = mailbox.group();
   voucher_ = {group.isInvitation, group.context, group.secret, group.rank,

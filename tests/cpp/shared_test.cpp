@@ -217,7 +217,7 @@ TEST(SharedHeap, memoryIsReturned) {
   for (void* block : blocks) EXPECT(heap.free(block));
   EXPECT(heap.usageForTest().regionBytes <= SharedHeap::kKeptBytes);
   EXPECT(openDescriptors() <= descriptors + 5);
-  // Somebody still has the last one.
+  // The last region is still mapped here.
   EXPECT(heap.segmentOf(place.region) == nullptr);
   EXPECT(reinterpret_cast<const RegionHead*>(peers->data())->isDropped.load() != 0);
   EXPECT(peers->data()[place.offset] == 0);
@@ -263,7 +263,7 @@ TEST(SharedHeap, otherProcessesMapIt) {
     EXPECT(read->data()[place.offset] == 2);
     endProcess(startProcess([&] { pages->data()[kBytes - 1] = 3; }));  // a child has it, too
 
-    // What is not as it should be is refused, and not mapped.
+    // Descriptors, sizes and places that are invalid are refused, and nothing is mapped.
     [[maybe_unused]] const size_t mapped = mappings().size();
     pages.reset();
     const auto expectRefused = [&](const std::function<Fd()>& given, size_t bytes, size_t offset,
@@ -321,7 +321,7 @@ TEST(SharedHeap, memoryIsReservedWhereItMustBe) {
   EXPECT_EQ(heldBytes(*lazy), 0u);
 }
 
-// ... and cannot be reserved: the heap says so, and groups and messages do without.
+// Memory cannot be reserved: the heap reports that, and groups and messages do without it.
 TEST(SharedHeap, whatCannotBeReservedIsDoneWithout) {
   const Reserving reserving;
   for (const bool isAll : {true, false}) {

@@ -76,8 +76,9 @@ class Forming : public Formation {
  protected:
   // Returns when the group is formed.
   virtual Status attend() = 0;
-  // The formation has failed here. Notifies the other ranks.
-  virtual void spread(const Status& why) = 0;
+  // The formation has failed here. Notifies the other ranks. Returns false if they have made the
+  // group, so that this rank is in it, too.
+  virtual bool spread(const Status& why) = 0;
 
   Status openReception(const std::string& nonce);
   Status publish();
@@ -120,12 +121,15 @@ class Forming : public Formation {
     return Status(code, "mycoll group '" + options_.name + "': " + text);
   }
   Status ended(int rank, const PeerAddress& peer) const;
+  // ended(), or the lost connection if the process is alive.
+  Status lost(const Round::Report& loss, const PeerAddress& peer) const;
   Status hasGivenUp(const Handle& handle) const;
   Status tooLate(int rank, const std::string& milliseconds, const std::vector<int>& missing) const;
   Status isLost(int rank, const std::string& why) const;
   // Not ok: the other rank was started for another group than this one.
   Status isUnlike(const Handle& other) const;
-  // Ranks of this group, by their numbers in it, that other groups of this process have lost.
+  // Ranks of this group, by their numbers in it, that other groups of this process have lost. None
+  // without a store: the caller of shrink has chosen the ranks.
   std::map<int, Engine::Loss> losses() const;
 
   const GroupOptions& options_;
@@ -172,12 +176,12 @@ Status Forming::run(GroupAddress* result) {
   if (status.ok() && !known_.peers.empty()) status = openReception(nonceOf(known_, options_.rank));
   if (status.ok() && store_) status = openReception(mine_.nonce);
   if (status.ok()) status = attend();
-  if (status.ok()) {
+  if (status.ok() || !spread(status)) {
     flush(kAgain);
     return round_->result(result);
   }
-  spread(status);
   flush(status.code() == Code::kInterrupted ? kTick : kAgain);
+  if (round_) round_->leave();
   return status;
 }
 
@@ -298,6 +302,12 @@ Status Forming::ended(int rank, const PeerAddress& peer) const {
                                     "see its log");
 }
 
+Status Forming::lost(const Round::Report& loss, const PeerAddress& peer) const {
+  if (!isAlive(peer)) return ended(loss.rank, peer);
+  return error(Code::kPeerLost,
+               "a connection was lost while the group was made: " + sanitized(loss.why.message()));
+}
+
 Status Forming::hasGivenUp(const Handle& handle) const {
   return error(handle.hasLost ? Code::kPeerLost : Code::kStore,
                "rank " + std::to_string(handle.rank) + " (" + handle.address.describe() +
@@ -346,7 +356,7 @@ Status Forming::tooLate(int rank, const std::string& milliseconds,
 
 std::map<int, Engine::Loss> Forming::losses() const {
   std::map<int, Engine::Loss> found;
-  if (!options_.isOfJob) return found;
+  if (!options_.isOfJob || !store_) return found;
   const std::map<int64_t, Engine::Loss> known = engine_->losses();
   for (int rank = 0; rank < options_.ranks && !known.empty(); ++rank) {
     const auto loss = known.find(options_.globalRanks.empty() ? rank : options_.globalRanks[rank]);
@@ -381,7 +391,7 @@ class Root final : public Forming {
   };
 
   Status attend() override;
-  void spread(const Status& why) override;
+  bool spread(const Status& why) override;
 
   Status check();
   Status lookAtStore();
@@ -422,8 +432,8 @@ Status Root::attend() {
     MYCOLL_RETURN_IF_ERROR(check());
     MYCOLL_RETURN_IF_ERROR(handleReports());
     MYCOLL_RETURN_IF_ERROR(lookAtStore());
-    if (isRoundDue()) MYCOLL_RETURN_IF_ERROR(startRound());
     if (round_ && round_->isFormed()) return Status();
+    if (isRoundDue()) MYCOLL_RETURN_IF_ERROR(startRound());
     const int unknown = usesStore() ? firstUnknown() : 0;
     if (unknown == 0) {
       pause(std::clamp(nextLook_.remaining(), kShortestPoll, kTick));
@@ -435,9 +445,10 @@ Status Root::attend() {
   }
 }
 
-void Root::spread(const Status& why) {
-  if (round_) round_->fail(why);
+bool Root::spread(const Status& why) {
+  if (round_ && !round_->fail(why)) return false;
   if (usesStore()) giveUp(why);
+  return true;
 }
 
 // What makes waiting pointless.
@@ -574,11 +585,11 @@ Status Root::handleReport(const Round::Report& report) {
     }
     candidate.inviteAgain = Deadline::after(kLookAgain);
   } else if (joined_[report.rank] ||
-             (report.kind != Kind::kNoReception && !isAlive(address) &&
+             ((report.kind == Kind::kEnded ||
+               (report.kind != Kind::kNoReception && !isAlive(address))) &&
               (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
-    setGone(&candidate, ended(report.rank, address));
+    setGone(&candidate, lost(report, address));
   } else if (report.kind == Kind::kEnded) {
-    // The connection has ended, and the process lives: it has left its groups, or the link is bad.
     candidate.inviteAgain = Deadline::after(kLookAgain);
   }
   return Status();
@@ -609,6 +620,7 @@ bool Root::isRoundDue() {
 }
 
 Status Root::startRound() {
+  if (round_ && !round_->end()) return Status();
   Roster roster;
   MYCOLL_RETURN_IF_ERROR(Handle::freshNonce(&roster.number));
   // Larger than those of a process that was rank 0 before.
@@ -648,9 +660,10 @@ class Member final : public Forming {
 
  private:
   Status attend() override;
-  void spread(const Status& why) override;
+  bool spread(const Status& why) override;
 
   Status check();
+  Status checkKnownPeers();
   Status join();
   Status attendRound();
   Status lookAtStore();
@@ -659,7 +672,7 @@ class Member final : public Forming {
   bool hasLooked_ = false;
   std::string firstNonce_;  // of rank 0's handle, when this rank looked first; empty: none
   Deadline rankZeroGone_ = Deadline::never();
-  Clock::time_point lostParent_;
+  Clock::time_point lostParent_, lostKnownPeer_;
   Deadline nextForward_;
   bool hasReportedLate_ = false;
   bool isKnownToAll_ = false;  // the failure
@@ -681,13 +694,14 @@ Status Member::attend() {
   }
 }
 
-void Member::spread(const Status& why) {
-  if (isKnownToAll_) return;
+bool Member::spread(const Status& why) {
+  if (isKnownToAll_) return true;
   if (round_) round_->report({options_.rank, Round::Report::kGaveUp, why});
   const Code code = why.code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
   if (usesStore() && isLasting && (!round_ || !conflict().ok())) giveUp(why);
+  return true;
 }
 
 Status Member::check() {
@@ -705,6 +719,23 @@ Status Member::check() {
     const Roster::Member* const member = round_ ? &round_->roster().members[rank] : nullptr;
     const bool isReplaced = member && !member->isAbsent() && member->address.uid != loss.uid;
     if (!isReplaced) return isLost(rank, loss.cause.message());
+  }
+  return round_ || store_ ? Status() : checkKnownPeers();
+}
+
+// Without a store, a rank that is not invited learns only from its own connections why.
+Status Member::checkKnownPeers() {
+  for (const PeerLost& lost : receptions_[0]->losses()) {
+    for (int rank = 0; rank < options_.ranks; ++rank) {
+      const PeerAddress& peer = known_.peers[rank];
+      if (peer.uid != lost.uid) continue;
+      if (lostKnownPeer_ == Clock::time_point()) lostKnownPeer_ = Clock::now();
+      if (Clock::now() - lostKnownPeer_ < kAgain) return Status();
+      const std::string words = "rank " + std::to_string(options_.rank) + " cannot reach rank " +
+                                std::to_string(rank) + " (" + peer.describe() +
+                                "): " + lost.loss.detail;
+      return this->lost({rank, Round::Report::kEnded, Status(Code::kNetwork, words)}, peer);
+    }
   }
   return Status();
 }
@@ -741,11 +772,14 @@ Status Member::attendRound() {
     return failure;
   }
   if (round_->isFormed()) return Status();
-  if (const Round::Parent state = round_->parentState(); state != Round::Parent::kHere) {
+  Round::Report loss;
+  if (const Round::Parent state = round_->parentState(&loss); state != Round::Parent::kHere) {
     if (lostParent_ == Clock::time_point()) lostParent_ = Clock::now();
     if (Clock::now() - lostParent_ > (state == Round::Parent::kLost ? kAgain : kNextRound)) {
       const int parent = round_->parent();
-      const Status why = ended(parent, round_->roster().members[parent].address);
+      const PeerAddress& address = round_->roster().members[parent].address;
+      const Status why =
+          state == Round::Parent::kLost ? lost(loss, address) : ended(parent, address);
       round_->fail(why);
       isKnownToAll_ = true;
       return why;

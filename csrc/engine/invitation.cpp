@@ -90,6 +90,10 @@ Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, New
 Reception::~Reception() { mailbox_.detach(); }
 
 void Reception::handle(const Event& event) {
+  if (const auto* const lost = std::get_if<PeerLost>(&event)) {
+    losses_.push_back(*lost);
+    return news_.note();
+  }
   const auto* const frame = std::get_if<ControlFrame>(&event);
   if (!frame || frame->header.kind != FrameKind::kInvitation) return;
   const std::string& payload = frame->payload;
@@ -117,6 +121,11 @@ bool Reception::take(std::string* roster) {
 Status Reception::conflict() {
   IoLock lock(mailbox_.ioMutex());
   return conflict_.empty() ? Status() : Status(Code::kStore, conflict_);
+}
+
+std::vector<PeerLost> Reception::losses() {
+  IoLock lock(mailbox_.ioMutex());
+  return losses_;
 }
 
 // ---- Invitation --------------------------------------------------------------------------------

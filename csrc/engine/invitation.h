@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/mutex.h"
 #include "base/sha256.h"
@@ -57,6 +58,8 @@ class Reception final : public EventHandler {
   bool take(std::string* roster);
   // Not ok: another process claims to be this rank. In its words.
   Status conflict();
+  // The processes that this one has lost, or had lost before.
+  std::vector<PeerLost> losses();
 
  private:
   Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news);
@@ -66,6 +69,7 @@ class Reception final : public EventHandler {
   std::string roster_ GUARDED_BY(ioRole);
   bool hasRoster_ GUARDED_BY(ioRole) = false;
   std::string conflict_ GUARDED_BY(ioRole);
+  std::vector<PeerLost> losses_ GUARDED_BY(ioRole);
   News& news_;
 };
 

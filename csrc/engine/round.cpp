@@ -223,13 +223,15 @@ void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
   const bool isChild = std::find(children_.begin(), children_.end(), rank) != children_.end();
   if (!mailbox_.isPresent(rank)) return;
   mailbox_.setAbsent(rank, Status(Code::kPeerLost, why), /*isFailure=*/false);
+  const std::string words = mailbox_.describeRank(mailbox_.rank()) + " cannot reach " +
+                            mailbox_.describeRank(rank) + ": " + why;
+  const Report loss{rank, kind, Status(Code::kNetwork, words)};
   if (rank == parent_) {
     parentState_ = Parent::kLost;
+    parentLoss_ = loss;
     news_.note();
   } else if (isChild || mailbox_.rank() == 0) {
-    const std::string words = mailbox_.describeRank(mailbox_.rank()) + " cannot reach " +
-                              mailbox_.describeRank(rank) + ": " + why;
-    pass({rank, kind, Status(Code::kNetwork, words)});
+    pass(loss);
   }
 }
 
@@ -256,14 +258,32 @@ void Round::report(const Report& report) {
   mesh_->progress();
 }
 
-void Round::fail(const Status& why) {
+bool Round::fail(const Status& why) {
   {
     IoLock lock(mailbox_.ioMutex());
-    if (!failure_.ok() || isFormed_) return;
+    if (isFormed_) return false;
+    if (!failure_.ok()) return true;
     failure_ = why;
     toChildren(FrameKind::kAbort, encode({mailbox_.rank(), Report::kGaveUp, why}));
   }
   mesh_->progress();
+  return true;
+}
+
+bool Round::end() {
+  IoLock lock(mailbox_.ioMutex());
+  if (!isFormed_) failure_ = Status(Code::kAborted, "rank 0 makes another round");
+  return !isFormed_;
+}
+
+void Round::leave() {
+  GroupAddress address;
+  if (!roster_.isComplete() || !result(&address).ok()) return;
+  struct Ignores final : EventHandler {
+    void handle(const Event& /*event*/) override {}
+  } handler;
+  Mailbox mailbox(mesh_, std::move(address), &handler);
+  mailbox.open();
 }
 
 bool Round::isFormed() {
@@ -276,8 +296,9 @@ Status Round::failure() {
   return failure_;
 }
 
-Round::Parent Round::parentState() {
+Round::Parent Round::parentState(Report* loss) {
   IoLock lock(mailbox_.ioMutex());
+  *loss = parentLoss_;
   return parentState_;
 }
 

@@ -65,15 +65,21 @@ class Round final : public EventHandler {
     kLeft,  // it has left the round: it is in a later one, or has failed
     kLost,  // its process has ended, or it cannot be reached
   };
-  Parent parentState();
+  // loss: set if the parent is lost.
+  Parent parentState(Report* loss);
   int parent() const { return parent_; }
 
   // Sends up the ranks that have joined since the last time. To be called about every 100 ms.
   void forward();
   // Reports that this rank gives up or is late. Not on rank 0.
   void report(const Report& report);
-  // Ends the round for this rank's subtree, which is all ranks if this is rank 0.
-  void fail(const Status& why);
+  // Ends the round for this rank's subtree, which is all ranks if this is rank 0. Returns false if
+  // the group is formed already.
+  bool fail(const Status& why);
+  // Rank 0 ends the round without a report, as it makes another. Returns false like fail().
+  bool end();
+  // Leaves the group that the other ranks may have made: they receive a goodbye if they call it.
+  void leave();
   // Whether everything has been passed to the links.
   bool isFlushed() { return mailbox_.isFlushed(); }
 
@@ -113,7 +119,8 @@ class Round final : public EventHandler {
   std::vector<Report> reports_ GUARDED_BY(ioRole);
   bool isFormed_ GUARDED_BY(ioRole) = false;
   Parent parentState_ GUARDED_BY(ioRole) = Parent::kHere;
-  Status failure_ GUARDED_BY(ioRole);
+  Report parentLoss_ GUARDED_BY(ioRole);
+  Status failure_ GUARDED_BY(ioRole);  // also set by end()
 };
 
 }  // namespace mycoll

@@ -304,8 +304,7 @@ Status Forming::ended(int rank, const PeerAddress& peer) const {
 
 Status Forming::lost(const Round::Report& loss, const PeerAddress& peer) const {
   if (!isAlive(peer)) return ended(loss.rank, peer);
-  return error(Code::kPeerLost,
-               "a connection was lost while the group was made: " + sanitized(loss.why.message()));
+  return error(Code::kPeerLost, sanitized(loss.why.message()) + " while the group was made");
 }
 
 Status Forming::hasGivenUp(const Handle& handle) const {
@@ -584,13 +583,10 @@ Status Root::handleReport(const Round::Report& report) {
       return error(Code::kNetwork, report.why.message());
     }
     candidate.inviteAgain = Deadline::after(kLookAgain);
-  } else if (joined_[report.rank] ||
-             ((report.kind == Kind::kEnded ||
-               (report.kind != Kind::kNoReception && !isAlive(address))) &&
+  } else if (joined_[report.rank] || report.kind == Kind::kEnded ||
+             (report.kind == Kind::kNotListening && !isAlive(address) &&
               (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
     setGone(&candidate, lost(report, address));
-  } else if (report.kind == Kind::kEnded) {
-    candidate.inviteAgain = Deadline::after(kLookAgain);
   }
   return Status();
 }
@@ -687,9 +683,9 @@ Status Member::attend() {
     if (round_) {
       MYCOLL_RETURN_IF_ERROR(attendRound());
       if (round_->isFormed() && round_->roster().isComplete()) return Status();
-    } else if (usesStore() && nextLook_.expired()) {
-      MYCOLL_RETURN_IF_ERROR(lookAtStore());
     }
+    const bool isAlone = !round_ || lostParent_ != Clock::time_point();
+    if (isAlone && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
     pause(kTick);
   }
 }
@@ -731,9 +727,9 @@ Status Member::checkKnownPeers() {
       if (peer.uid != lost.uid) continue;
       if (lostKnownPeer_ == Clock::time_point()) lostKnownPeer_ = Clock::now();
       if (Clock::now() - lostKnownPeer_ < kAgain) return Status();
-      const std::string words = "rank " + std::to_string(options_.rank) + " cannot reach rank " +
-                                std::to_string(rank) + " (" + peer.describe() +
-                                "): " + lost.loss.detail;
+      const std::string words = "rank " + std::to_string(rank) + " (" + peer.describe() + ") " +
+                                lost.loss.describe() + " (seen by rank " +
+                                std::to_string(options_.rank) + ")";
       return this->lost({rank, Round::Report::kEnded, Status(Code::kNetwork, words)}, peer);
     }
   }

@@ -114,7 +114,7 @@ Status Round::inviteChildren() {
   for (const int child : children_) {
     const Roster::Member& member = roster_.members[child];
     const auto refused = [this, child]() REQUIRES(ioRole) {
-      onLost(child, Report::kNoReception, "it is in no group");
+      onLost(child, Report::kNoReception, "is in no group");
     };
     MYCOLL_RETURN_IF_ERROR(Invitation::send(mesh_,
                                             {member.address, member.nonce, member.isPublished},
@@ -201,20 +201,23 @@ void Round::handle(const Event& event) {
         if (source != parent_ || isFormed_ || !failure_.ok()) return;
         isFormed_ = true;
         return toChildren(FrameKind::kFormed, "");
-      // A process that has left the round answers so.
-      case FrameKind::kGoodbye:
-        if (source != parent_ || parentState_ != Parent::kHere) return;
-        parentState_ = Parent::kLeft;
-        return news_.note();
+      case FrameKind::kGoodbye: return onLeft(source);
       default: return;
     }
   }
+  if (const auto* const left = std::get_if<RankLeft>(&event)) return onLeft(left->rank);
   const auto* const lost = std::get_if<PeerLost>(&event);
   if (!lost) return;
   for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
     if (rank == mailbox_.rank() || !mailbox_.isOf(rank, lost->uid)) continue;
-    onLost(rank, kindOf(lost->loss.reason), lost->loss.detail);
+    onLost(rank, kindOf(lost->loss.reason), lost->loss.describe());
   }
+}
+
+void Round::onLeft(int rank) {
+  if (rank != parent_ || parentState_ != Parent::kHere) return;
+  parentState_ = Parent::kLeft;
+  news_.note();
 }
 
 // Rank 0 acts on every loss that it detects, the others only on those of their parents and
@@ -223,8 +226,8 @@ void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
   const bool isChild = std::find(children_.begin(), children_.end(), rank) != children_.end();
   if (!mailbox_.isPresent(rank)) return;
   mailbox_.setAbsent(rank, Status(Code::kPeerLost, why), /*isFailure=*/false);
-  const std::string words = mailbox_.describeRank(mailbox_.rank()) + " cannot reach " +
-                            mailbox_.describeRank(rank) + ": " + why;
+  const std::string words = mailbox_.describeRank(rank) + " " + why + " (seen by rank " +
+                            std::to_string(mailbox_.rank()) + ")";
   const Report loss{rank, kind, Status(Code::kNetwork, words)};
   if (rank == parent_) {
     parentState_ = Parent::kLost;

@@ -97,6 +97,7 @@ class Round final : public EventHandler {
   void handle(const Event& event) override REQUIRES(ioRole);
   void onJoined(int child, const std::string& payload) REQUIRES(ioRole);
   void onAbort(int source, const std::string& payload) REQUIRES(ioRole);
+  void onLeft(int rank) REQUIRES(ioRole);
   void onLost(int rank, Report::Kind kind, const std::string& why) REQUIRES(ioRole);
   void pass(const Report& report) REQUIRES(ioRole);
   void join() REQUIRES(ioRole);

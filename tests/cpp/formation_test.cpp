@@ -590,7 +590,7 @@ TEST(Formation, theEndOfAParentIsReported) {
     do {
       leader.join(leader.beInvited());
     } while (leader.round->roster().members[2].isAbsent());
-    leader.drive([&] { return leader.round->joined()[2]; });
+    leader.drive([&]() -> bool { return leader.round->joined()[2]; });
   });
   for (const int rank : {0, 2}) {
     EXPECT_EQ(found[rank].code(), Code::kPeerLost);

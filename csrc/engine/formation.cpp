@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <thread>
 #include <utility>
 
 #include "base/deadline.h"
@@ -446,7 +447,13 @@ Status Root::attend() {
 
 bool Root::spread(const Status& why) {
   if (round_ && !round_->fail(why)) return false;
-  if (usesStore()) giveUp(why);
+  if (!usesStore()) return true;
+  giveUp(why);
+  // Ranks that are in no round find the error in the store, which this process may be serving.
+  const bool isAwaited = why.code() != Code::kTimeout && why.code() != Code::kInterrupted;
+  if (isAwaited && !missing().empty()) {
+    std::this_thread::sleep_for(pollPause(kLookAgain) + kForward);
+  }
   return true;
 }
 

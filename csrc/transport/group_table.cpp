@@ -13,8 +13,7 @@ size_t sizeOf(const EarlyFrame& frame) { return frame.payload.size() + kFrameOve
 
 // Whether a waiting rank sends such frames repeatedly: see frame.h.
 bool isRepeated(const FrameHeader& header) {
-  return header.kind == FrameKind::kArrived || header.kind == FrameKind::kQuestion ||
-         header.kind == FrameKind::kInvitation;
+  return header.kind == FrameKind::kArrived || header.kind == FrameKind::kQuestion;
 }
 
 }  // namespace
@@ -26,7 +25,7 @@ std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
   byAge_.push_back(mailbox);
   std::vector<const PeerAddress*> added;
   for (const PeerAddress& peer : group.peers) {
-    if (!peer.uid.empty() && memberships_[peer.uid]++ == 0) added.push_back(&peer);
+    if (memberships_[peer.uid]++ == 0) added.push_back(&peer);
   }
   return added;
 }
@@ -34,14 +33,9 @@ std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
 void GroupTable::remove(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
   const Key key{group.context, group.rank};
-  if (group.isInvitation) {
-    mailboxes_.erase(key);
-    spare_.pop_front();
-  } else {
-    mailboxes_.find(key)->second = nullptr;
-    left_.splice(left_.end(), spare_, spare_.begin());
-    left_.back() = key;
-  }
+  mailboxes_.find(key)->second = nullptr;
+  left_.splice(left_.end(), spare_, spare_.begin());
+  left_.back() = key;
   if (left_.size() > kMostLeft) {
     const auto oldest = mailboxes_.find(left_.front());
     // The group may have been made again.
@@ -51,7 +45,6 @@ void GroupTable::remove(Mailbox* mailbox) {
   std::erase(byAge_, mailbox);
   // A peer that makes its groups again has another uid each time, so entries must not accumulate.
   for (const PeerAddress& peer : group.peers) {
-    if (peer.uid.empty()) continue;
     const auto membership = memberships_.find(peer.uid);
     if (--membership->second == 0) memberships_.erase(membership);
   }

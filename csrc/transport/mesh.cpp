@@ -9,7 +9,6 @@
 
 #include "base/sha256.h"
 #include "base/topology.h"
-#include "transport/lobby.h"
 
 namespace mycoll {
 namespace {
@@ -26,9 +25,7 @@ constexpr size_t kMostUnsaid = 16;
 Mesh::Mesh(MeshOptions options)
     : local_(std::move(options)),
       doorkeeper_(
-          local_,
-          [this](const std::string& uid, uint64_t joins)
-              REQUIRES(ioRole) { return admit(uid, joins); },
+          local_, [this](const Doorkeeper::Claim& claim) REQUIRES(ioRole) { return admit(claim); },
           [this](Doorkeeper::Entrant entrant) REQUIRES(ioRole) {
             Connection& connection = connectionWith(entrant.peer);
             if (entrant.joins != 0) {
@@ -307,13 +304,14 @@ Fd Mesh::takeFd(const std::string& uid, const std::string& cookie) {
 
 // If two processes connect to each other at the same time, the connection made by the smaller uid
 // is kept, unless this side's own cannot be open at the peer yet.
-Doorkeeper::Admission Mesh::admit(const std::string& uid, uint64_t joins) const {
+Doorkeeper::Admission Mesh::admit(const Doorkeeper::Claim& claim) const {
+  const std::string& uid = claim.uid;
   // The frames queued for it were dropped with the last common group.
-  if (!local_.groups.names(uid)) return Doorkeeper::Admission::kGone;
+  if (!claim.isInvitation && !local_.groups.names(uid)) return Doorkeeper::Admission::kGone;
   const Connection* connection = find(uid);
-  if (joins != 0) {
-    return connection && connection->mayBeJoined(joins) ? Doorkeeper::Admission::kEnter
-                                                        : Doorkeeper::Admission::kRefused;
+  if (claim.joins != 0) {
+    return connection && connection->mayBeJoined(claim.joins) ? Doorkeeper::Admission::kEnter
+                                                              : Doorkeeper::Admission::kRefused;
   }
   if (!connection) return Doorkeeper::Admission::kEnter;
   switch (connection->state()) {
@@ -414,19 +412,6 @@ void Mesh::checkProcesses() {
   if (!isAnyLost) return;
   progress();  // notifies other ranks immediately
   local_.sleeper.wakeAll();
-}
-
-// ---- meetings ----------------------------------------------------------------------------------
-
-void Mesh::openLobby(Lobby* lobby) {
-  IoLock lock(io_);
-  local_.lobbies[lobby->number()] = lobby;
-  doorkeeper_.goOn();  // for the peers that wait for this lobby
-}
-
-void Mesh::closeLobby(const Lobby& lobby) {
-  IoLock lock(io_);
-  local_.lobbies.erase(lobby.number());
 }
 
 // ---- groups ------------------------------------------------------------------------------------

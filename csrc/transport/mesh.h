@@ -61,10 +61,6 @@ class Mesh {
   // down the process, which takes seconds if it has much memory. For threads that wait.
   void checkProcesses();
 
-  // Peers that connect to the lobby are admitted until it is closed.
-  void openLobby(Lobby* lobby);
-  void closeLobby(const Lobby& lobby);
-
   // For Mailbox, from here on.
   IoMutex& ioMutex() { return io_; }
   void addMailbox(Mailbox* mailbox) REQUIRES(ioRole);
@@ -109,7 +105,7 @@ class Mesh {
   void goOnWithHandshakes() REQUIRES(ioRole);
   bool moveBytes(bool* inHost = nullptr) REQUIRES(ioRole);
   void dialAgain() REQUIRES(ioRole);
-  Doorkeeper::Admission admit(const std::string& uid, uint64_t joins) const REQUIRES(ioRole);
+  Doorkeeper::Admission admit(const Doorkeeper::Claim& claim) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);
   Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
   void erase(const Connection& connection) REQUIRES(ioRole);

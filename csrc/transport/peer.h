@@ -40,8 +40,13 @@ struct PeerAddress {
   static Status decode(std::string_view text, PeerAddress* result);
 };
 
-// A group as one of its ranks knows it.
+// A group as one of its ranks knows it. A rank without a uid is absent: nothing can be sent to it.
+//
+// An invitation is a group of two that reaches a rank which is in no group yet: rank 0 is any
+// process that knows the secret, and has no uid in the address that rank 1 has. Rank 1 opens it
+// before it publishes what the secret is made of.
 struct GroupAddress {
+  bool isInvitation = false;
   uint64_t context = 0;  // the same on all ranks, different from all other groups
   std::string name;
   std::string secret;  // 32 bytes that only members know

@@ -1,0 +1,116 @@
+// Invitations: how a process reaches a rank that is in no group yet. A rank that wants to be in a
+// group opens a Reception, whose number and secret are made of a nonce, and then publishes the
+// nonce and its address. A process that knows them sends it an Invitation. Both are ends of a group
+// of two (GroupAddress::isInvitation). The connection between the two processes, which is made if
+// there is none, later carries the data of their groups. What is sent carries a MAC, as the
+// connection may have been authenticated by another group.
+//
+// Thread contract: [any thread]; events are handled under the I/O lock.
+// Lifetime: both hold the engine's mesh.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "base/sha256.h"
+#include "base/status.h"
+#include "transport/event.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+// The secret that every rank of a job can make of this text: with MYCOLL_SECRET_FILE, only those
+// that have the file can. Fails if that file cannot be used.
+Status secretOf(const std::string& text, std::string* secret);
+
+// Sets the group's number, which is made of its secret and its name. It does not reveal the secret.
+void setContext(GroupAddress* address);
+
+// Wakes the thread that forms a group.
+class News {
+ public:
+  void note() EXCLUDES(mutex_);
+  bool isThere() const { return isThere_.load(std::memory_order_acquire); }
+  // Returns when something was noted since the last time, or after atMost.
+  void wait(std::chrono::milliseconds atMost) EXCLUDES(mutex_);
+
+ private:
+  Mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<bool> isThere_{false};
+};
+
+class Reception final : public EventHandler {
+ public:
+  // Fails if MYCOLL_SECRET_FILE cannot be used.
+  static Status open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
+                     std::unique_ptr<Reception>* result);
+  ~Reception();
+
+  // The roster of the latest invitation, encoded. Returns false if there is none since the last
+  // call.
+  bool take(std::string* roster);
+  // Not ok: another process claims to be this rank. In its words.
+  Status conflict();
+  // The processes that this one has lost, or had lost before.
+  std::vector<PeerLost> losses();
+
+ private:
+  Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news);
+  void handle(const Event& event) override REQUIRES(ioRole);
+
+  Mailbox mailbox_;
+  std::string roster_ GUARDED_BY(ioRole);
+  bool hasRoster_ GUARDED_BY(ioRole) = false;
+  std::string conflict_ GUARDED_BY(ioRole);
+  std::vector<PeerLost> losses_ GUARDED_BY(ioRole);
+  News& news_;
+};
+
+class Invitation final : public EventHandler {
+ public:
+  struct Receiver {
+    PeerAddress address;
+    std::string nonce;
+    // The reception was opened before the nonce could be known; else it may be opened later.
+    bool isOpened = true;
+  };
+  enum class Content : char {
+    kRoster,    // the text is a roster, encoded
+    kConflict,  // another process claims to be the receiver's rank; the text says which
+    kProbe,     // nothing: the sender wants to know whether the reception is open
+  };
+
+  struct Letter {
+    Letter(Content what, std::string words)
+        : content(what), text(std::move(words)), digest(sha256(text)) {}
+
+    Content content;
+    std::string text;
+    Digest digest;  // of the text, which may be long and have many receivers
+  };
+
+  // refused: called under the I/O lock if the process has no such reception any more; may be empty.
+  static Status send(std::shared_ptr<Mesh> mesh, const Receiver& receiver, const Letter& letter,
+                     std::function<void()> refused, std::unique_ptr<Invitation>* result);
+  ~Invitation();
+
+  // Whether the process has no such reception any more, or cannot be reached.
+  bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
+
+ private:
+  Invitation(std::shared_ptr<Mesh> mesh, GroupAddress address, std::function<void()> refused);
+  void handle(const Event& event) override REQUIRES(ioRole);
+
+  Mailbox mailbox_;
+  const std::function<void()> refused_;
+  std::atomic<bool> hasFailed_{false};
+};
+
+}  // namespace mycoll

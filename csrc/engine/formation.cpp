@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -31,15 +32,19 @@ constexpr auto kTick = Milliseconds(50);
 constexpr auto kCheckProcesses = Milliseconds(250);
 // Time for a rank that is gone to come again, and for rank 0 to report who is missing.
 constexpr auto kAgain = Milliseconds(1000);
-// Rank 0 forms the first round without the missing ranks after this time.
+// Rank 0 begins a round without the missing ranks when no rank has arrived for this time.
 constexpr auto kPartial = Milliseconds(100);
+// ... and one without the ranks that have gone when nothing has happened for this time.
+constexpr auto kUrgent = Milliseconds(5);
 // How often rank 0 looks for newer handles of ranks that do not join, and the others for an error
 // of rank 0.
 constexpr auto kLookAgain = Milliseconds(500);
 // ... and at first, if the store holds handles of an earlier group.
 constexpr auto kLookSoon = Milliseconds(10);
-// Ranks that have not joined this long after the latest one are slow.
+// Ranks that have not joined this long after the latest one are slow, or this many times as long
+// as the others took.
 constexpr auto kSlow = Milliseconds(1000);
+constexpr int kTimesSlower = 2;
 // The longest time between two rounds.
 constexpr auto kNextRound = Milliseconds(10'000);
 constexpr auto kForward = Milliseconds(100);
@@ -225,8 +230,8 @@ Status Forming::checkPredecessor(const Handle& there) {
                               ". Two processes were started with one rank.");
   std::unique_ptr<Invitation> conflict;
   MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {there.address, there.nonce},
-                                          {Invitation::Content::kConflict, taken.message()}, {},
-                                          &conflict));
+                                          {InvitationMessage::Content::kConflict, taken.message()},
+                                          {}, &conflict));
   for (const Deadline end = Deadline::after(kProbe); !end.expired() && !conflict->hasFailed();) {
     pause(kLookSoon);
     Handle now;
@@ -249,14 +254,14 @@ void Forming::giveUp(const Status& why) {
 
 Status Forming::isCurrent(const Handle& handle, bool* result) {
   *result = false;
-  if (isDead(handle.address) || handle.address.uid == mine_.address.uid) return Status();
+  if (isDead(handle.address)) return Status();
   if (!engine_->mesh()->isLocal(handle.address) && handle.address.tcp.empty()) {
     *result = true;  // it cannot be asked
     return Status();
   }
   std::unique_ptr<Invitation> probe;
   MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {handle.address, handle.nonce},
-                                          {Invitation::Content::kProbe, ""}, {}, &probe));
+                                          {InvitationMessage::Content::kProbe, ""}, {}, &probe));
   for (const Deadline end = Deadline::after(kProbe); !end.expired();) {
     if (probe->hasFailed()) return Status();
     if (isInterrupted()) return interrupted();
@@ -412,10 +417,10 @@ class Root final : public Forming {
   Milliseconds lookPause_ = kLookAgain;
   bool hasChanged_ = false;     // the ranks to be invited are not those of the round
   bool isRoundUrgent_ = false;  // ... as one of those has gone
-  Clock::time_point roundBegan_;
+  Clock::time_point lastChange_ = began_;
   uint64_t rounds_ = 0;
   std::vector<bool> joined_;
-  Clock::time_point lastJoined_;
+  Clock::time_point roundBegan_, lastJoined_;
 };
 
 Status Root::attend() {
@@ -488,7 +493,7 @@ int Root::firstUnknown() const {
 // Whether there may be another handle than the one that is known.
 bool Root::isToBeRead(int rank) const {
   const Candidate& candidate = candidates_[rank];
-  return !candidate.isInvited() || (round_ && !joined_[rank]);
+  return !candidate.isInvited() || (candidate.isSlow && !joined_[rank]);
 }
 
 Status Root::lookAtStore() {
@@ -541,7 +546,10 @@ Status Root::consider(int rank, Handle handle) {
     next.isAside = true;
   }
   next.handle = std::move(handle);
-  hasChanged_ |= next.isInvited() || candidates_[rank].isInvited();
+  if (next.isInvited() || candidates_[rank].isInvited()) {
+    hasChanged_ = true;
+    lastChange_ = Clock::now();
+  }
   candidates_[rank] = std::move(next);
   return Status();
 }
@@ -581,6 +589,7 @@ Status Root::handleReport(const Round::Report& report) {
   }
   candidate.isAside = true;
   hasChanged_ = isRoundUrgent_ = true;
+  lastChange_ = Clock::now();
   nextLook_ = earlier(nextLook_, Deadline::after(kLookSoon));
   if (report.kind == Kind::kUnreachable) {
     const std::chrono::seconds patience(engine_->mesh()->options().networkSeconds);
@@ -598,9 +607,13 @@ Status Root::handleReport(const Round::Report& report) {
   return Status();
 }
 
+// A round ends the one before. So that ranks that arrive or join slowly do not keep rank 0 from
+// ever completing one, it begins a round with missing ranks only when the others have joined.
 bool Root::isRoundDue() {
   const auto now = Clock::now();
-  bool isComplete = true;
+  const bool isSlow =
+      now - lastJoined_ > kSlow && now - lastJoined_ > kTimesSlower * (lastJoined_ - roundBegan_);
+  bool isComplete = true, isSettled = true;
   int invited = 0;
   for (int rank = 0; rank < options_.ranks; ++rank) {
     Candidate& candidate = candidates_[rank];
@@ -611,15 +624,16 @@ bool Root::isRoundDue() {
     }
     isComplete &= candidate.isInvited();
     invited += candidate.isInvited();
-    if (round_ && !candidate.isSlow && candidate.isInvited() && !joined_[rank] &&
-        now - lastJoined_ > kSlow && !round_->roster().members[rank].isAbsent()) {
-      candidate.isSlow = hasChanged_ = isRoundUrgent_ = true;
-    }
+    const bool isJoining = round_ && candidate.isInvited() && !joined_[rank] &&
+                           !round_->roster().members[rank].isAbsent();
+    if (!isJoining || candidate.isSlow) continue;
+    isSettled = false;
+    if (isSlow) candidate.isSlow = hasChanged_ = isRoundUrgent_ = true;
   }
   if (!hasChanged_) return false;
   if (isComplete) return true;
-  if (isRoundUrgent_) return true;
-  return invited > 1 && now - (round_ ? roundBegan_ : began_) > pollPause(kPartial);
+  const auto quiet = now - lastChange_;
+  return isRoundUrgent_ ? quiet > kUrgent : invited > 1 && isSettled && quiet > kPartial;
 }
 
 Status Root::startRound() {
@@ -630,20 +644,23 @@ Status Root::startRound() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   roster.round = std::max(rounds_ + 1, static_cast<uint64_t>(now / std::chrono::microseconds(1)));
   rounds_ = roster.round;
+  std::vector<PeerAddress> peers(candidates_.size());
   for (const Candidate& candidate : candidates_) {
     Roster::Member& member = roster.members.emplace_back();
     if (!candidate.isInvited()) continue;
     member.nonce = candidate.handle.nonce;
-    member.address = candidate.handle.address;
+    peers[roster.members.size() - 1] = candidate.handle.address;
     member.isSlow = candidate.isSlow;
     member.isPublished = candidate.isPublished;
   }
+  roster.peers = std::move(peers);
   hasChanged_ = isRoundUrgent_ = false;
   roundBegan_ = lastJoined_ = Clock::now();
   joined_.assign(options_.ranks, false);
-  const std::string text = roster.encode();
+  InvitationMessage message(InvitationMessage::Content::kRoster, roster.encode());
   round_.reset();  // a connection to a rank that has not joined is not authenticated by it
-  return Round::open(engine_->mesh(), options_.name, 0, text, std::move(roster), news_, &round_);
+  return Round::open(engine_->mesh(), options_.name, 0, std::move(message), std::move(roster),
+                     news_, &round_);
 }
 
 std::vector<int> Root::missing() {
@@ -719,8 +736,8 @@ Status Member::check() {
     deadline_ = Deadline::after(kAgain);
   }
   for (const auto& [rank, loss] : losses()) {
-    const Roster::Member* const member = round_ ? &round_->roster().members[rank] : nullptr;
-    const bool isReplaced = member && !member->isAbsent() && member->address.uid != loss.uid;
+    const bool isInvited = round_ && !round_->roster().members[rank].isAbsent();
+    const bool isReplaced = isInvited && round_->roster().peers[rank].uid != loss.uid;
     if (!isReplaced) return isLost(rank, loss.cause.message());
   }
   return round_ || store_ ? Status() : checkKnownPeers();
@@ -746,14 +763,14 @@ Status Member::checkKnownPeers() {
 // Follows the latest invitation, if it is newer than the round.
 Status Member::join() {
   for (const auto& reception : receptions_) {
-    std::string text;
-    if (!reception->take(&text)) continue;
+    std::optional<InvitationMessage> message = reception->takeRoster();
+    if (!message) continue;
     Roster roster;
-    MYCOLL_RETURN_IF_ERROR(Roster::decode(text, &roster));
+    MYCOLL_RETURN_IF_ERROR(Roster::decode(message->text, &roster));
     if (round_ && roster.round <= round_->roster().round) continue;
     const auto ranks = static_cast<int>(roster.members.size());
     const bool isThere =
-        options_.rank < ranks && roster.members[options_.rank].address.uid == mine_.address.uid;
+        options_.rank < ranks && roster.peers[options_.rank].uid == mine_.address.uid;
     if (ranks != options_.ranks || !isThere) {
       return error(Code::kStore,
                    "rank 0 was started with " + std::to_string(ranks) + " ranks, rank " +
@@ -762,8 +779,8 @@ Status Member::join() {
     }
     round_.reset();
     lostParent_ = {};
-    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, options_.rank, text,
-                                       std::move(roster), news_, &round_));
+    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, options_.rank,
+                                       std::move(*message), std::move(roster), news_, &round_));
   }
   return Status();
 }
@@ -780,7 +797,7 @@ Status Member::attendRound() {
     if (lostParent_ == Clock::time_point()) lostParent_ = Clock::now();
     if (Clock::now() - lostParent_ > (state == Round::Parent::kLost ? kAgain : kNextRound)) {
       const int parent = round_->parent();
-      const PeerAddress& address = round_->roster().members[parent].address;
+      const PeerAddress& address = round_->roster().peers[parent];
       const Status why =
           state == Round::Parent::kLost ? lost(loss, address) : ended(parent, address);
       round_->fail(why);
@@ -826,7 +843,9 @@ KnownPeers KnownPeers::from(const GroupAddress& group, const std::vector<int>& m
   KnownPeers known;
   const Digest secret = hmacSha256(group.secret, "mycoll formation " + name);
   known.secret.assign(reinterpret_cast<const char*>(secret.data()), secret.size());
-  for (const int member : members) known.peers.push_back(group.peers[member]);
+  std::vector<PeerAddress> peers;
+  for (const int member : members) peers.push_back(group.peers[member]);
+  known.peers = std::move(peers);
   return known;
 }
 

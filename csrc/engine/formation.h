@@ -42,8 +42,8 @@ struct KnownPeers {
   static KnownPeers from(const GroupAddress& group, const std::vector<int>& members,
                          const std::string& name);
 
-  std::string secret;              // of the members of that group, for this name
-  std::vector<PeerAddress> peers;  // by rank; empty: they are not known
+  std::string secret;  // of the members of that group, for this name
+  PeerList peers;      // by rank; empty: they are not known
 };
 
 class Formation {

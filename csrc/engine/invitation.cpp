@@ -19,16 +19,18 @@ std::string asText(const Digest& digest) {
   return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
 }
 
-std::string macOf(const GroupAddress& address, char content, const Digest& text) {
-  return asText(hmacSha256(address.secret, std::string("mycoll frame ") + content + asText(text)));
+std::string macOf(const GroupAddress& address, const InvitationMessage& message) {
+  return asText(hmacSha256(
+      address.secret,
+      std::string("mycoll frame ") + static_cast<char>(message.content) + asText(message.digest)));
 }
 
-Status addressOf(const std::string& nonce, int rank, PeerAddress receiver, GroupAddress* address) {
+Status addressOf(const std::string& nonce, int rank, const PeerAddress& sender,
+                 const PeerAddress& receiver, GroupAddress* address) {
   address->isInvitation = true;
   address->name = "invitation";
   address->rank = rank;
-  address->peers.resize(2);
-  address->peers[kReceiver] = std::move(receiver);
+  address->peers = {sender, receiver};
   MYCOLL_RETURN_IF_ERROR(secretOf("mycoll invitation " + nonce, &address->secret));
   // The number does not depend on the secret file: two processes with different files find out that
   // they have.
@@ -81,7 +83,7 @@ Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& new
 Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
                        std::unique_ptr<Reception>* result) {
   GroupAddress address;
-  MYCOLL_RETURN_IF_ERROR(addressOf(nonce, kReceiver, mesh->address(), &address));
+  MYCOLL_RETURN_IF_ERROR(addressOf(nonce, kReceiver, PeerAddress(), mesh->address(), &address));
   result->reset(new Reception(std::move(mesh), std::move(address), news));
   (*result)->mailbox_.open();
   return Status();
@@ -99,23 +101,21 @@ void Reception::handle(const Event& event) {
   const std::string& payload = frame->payload;
   if (payload.size() <= sizeof(Digest)) return;
   const std::string_view contents = std::string_view(payload).substr(sizeof(Digest));
-  const std::string mac = macOf(mailbox_.group(), contents[0], sha256(contents.substr(1)));
+  using Content = InvitationMessage::Content;
+  InvitationMessage message(static_cast<Content>(contents[0]), contents.substr(1));
+  const std::string mac = macOf(mailbox_.group(), message);
   if (!constantTimeEqual(mac.data(), payload.data(), sizeof(Digest))) return;
-  switch (static_cast<Invitation::Content>(contents[0])) {
-    case Invitation::Content::kRoster:
-      roster_ = contents.substr(1);
-      hasRoster_ = true;
-      break;
-    case Invitation::Content::kConflict: conflict_ = sanitized(contents.substr(1)); break;
+  switch (message.content) {
+    case Content::kRoster: roster_ = std::move(message); break;
+    case Content::kConflict: conflict_ = sanitized(message.text); break;
     default: return;
   }
   news_.note();
 }
 
-bool Reception::take(std::string* roster) {
+std::optional<InvitationMessage> Reception::takeRoster() {
   IoLock lock(mailbox_.ioMutex());
-  *roster = std::move(roster_);
-  return std::exchange(hasRoster_, false);
+  return std::exchange(roster_, std::nullopt);
 }
 
 Status Reception::conflict() {
@@ -134,16 +134,24 @@ Invitation::Invitation(std::shared_ptr<Mesh> mesh, GroupAddress address,
                        std::function<void()> refused)
     : mailbox_(std::move(mesh), std::move(address), this), refused_(std::move(refused)) {}
 
-Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver, const Letter& letter,
-                        std::function<void()> refused, std::unique_ptr<Invitation>* result) {
+Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
+                        const InvitationMessage& message, std::function<void()> refused,
+                        std::unique_ptr<Invitation>* result) {
   GroupAddress address;
-  MYCOLL_RETURN_IF_ERROR(addressOf(receiver.nonce, kSender, receiver.address, &address));
-  address.peers[kSender] = mesh->address();
-  const char content = static_cast<char>(letter.content);
-  const std::string payload = macOf(address, content, letter.digest) + content + letter.text;
+  MYCOLL_RETURN_IF_ERROR(
+      addressOf(receiver.nonce, kSender, mesh->address(), receiver.address, &address));
+  const std::string payload =
+      macOf(address, message) + static_cast<char>(message.content) + message.text;
+  const bool isToItself = receiver.address.uid == mesh->address().uid;
   result->reset(new Invitation(std::move(mesh), std::move(address), std::move(refused)));
-  (*result)->mailbox_.open();
-  (*result)->mailbox_.tell(kReceiver, FrameKind::kInvitation, payload, receiver.isOpened ? 1 : 0);
+  Invitation& invitation = **result;
+  if (isToItself) {
+    IoLock lock(invitation.mailbox_.ioMutex());
+    invitation.fail(/*isRefused=*/true);
+    return Status();
+  }
+  invitation.mailbox_.open();
+  invitation.mailbox_.tell(kReceiver, FrameKind::kInvitation, payload, receiver.isOpened ? 1 : 0);
   return Status();
 }
 
@@ -154,7 +162,10 @@ void Invitation::handle(const Event& event) {
   const bool isRefused = std::holds_alternative<RankLeft>(event) ||
                          (frame && frame->header.kind == FrameKind::kGoodbye);
   const auto* const lost = std::get_if<PeerLost>(&event);
-  if (!isRefused && !(lost && lost->uid == mailbox_.group().peers[kReceiver].uid)) return;
+  if (isRefused || (lost && lost->uid == mailbox_.group().peers[kReceiver].uid)) fail(isRefused);
+}
+
+void Invitation::fail(bool isRefused) {
   hasFailed_.store(true, std::memory_order_release);
   if (!isRefused || !mailbox_.isPresent(kReceiver)) return;
   mailbox_.setAbsent(kReceiver, Status(Code::kPeerLost, "it is in no group"), false);

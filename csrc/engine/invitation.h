@@ -14,7 +14,9 @@
 #include <condition_variable>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/mutex.h"
@@ -46,6 +48,22 @@ class News {
   std::atomic<bool> isThere_{false};
 };
 
+// What is sent with an invitation.
+struct InvitationMessage {
+  enum class Content : char {
+    kRoster,    // the text is a roster, encoded
+    kConflict,  // another process claims to be the receiver's rank; the text says which
+    kProbe,     // nothing: the sender wants to know whether the reception is open
+  };
+
+  InvitationMessage(Content what, std::string_view words)
+      : content(what), text(words), digest(sha256(text)) {}
+
+  Content content;
+  std::string text;
+  Digest digest;  // of the text, which may be long and have many receivers
+};
+
 class Reception final : public EventHandler {
  public:
   // Fails if MYCOLL_SECRET_FILE cannot be used.
@@ -53,9 +71,8 @@ class Reception final : public EventHandler {
                      std::unique_ptr<Reception>* result);
   ~Reception();
 
-  // The roster of the latest invitation, encoded. Returns false if there is none since the last
-  // call.
-  bool take(std::string* roster);
+  // The latest message with a roster, if there is one since the last call.
+  std::optional<InvitationMessage> takeRoster();
   // Not ok: another process claims to be this rank. In its words.
   Status conflict();
   // The processes that this one has lost, or had lost before.
@@ -66,8 +83,7 @@ class Reception final : public EventHandler {
   void handle(const Event& event) override REQUIRES(ioRole);
 
   Mailbox mailbox_;
-  std::string roster_ GUARDED_BY(ioRole);
-  bool hasRoster_ GUARDED_BY(ioRole) = false;
+  std::optional<InvitationMessage> roster_ GUARDED_BY(ioRole);
   std::string conflict_ GUARDED_BY(ioRole);
   std::vector<PeerLost> losses_ GUARDED_BY(ioRole);
   News& news_;
@@ -81,24 +97,12 @@ class Invitation final : public EventHandler {
     // The reception was opened before the nonce could be known; else it may be opened later.
     bool isOpened = true;
   };
-  enum class Content : char {
-    kRoster,    // the text is a roster, encoded
-    kConflict,  // another process claims to be the receiver's rank; the text says which
-    kProbe,     // nothing: the sender wants to know whether the reception is open
-  };
-
-  struct Letter {
-    Letter(Content what, std::string words)
-        : content(what), text(std::move(words)), digest(sha256(text)) {}
-
-    Content content;
-    std::string text;
-    Digest digest;  // of the text, which may be long and have many receivers
-  };
 
   // refused: called under the I/O lock if the process has no such reception any more; may be empty.
-  static Status send(std::shared_ptr<Mesh> mesh, const Receiver& receiver, const Letter& letter,
-                     std::function<void()> refused, std::unique_ptr<Invitation>* result);
+  // A process refuses what it sends to itself: the nonce is of an earlier reception.
+  static Status send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
+                     const InvitationMessage& message, std::function<void()> refused,
+                     std::unique_ptr<Invitation>* result);
   ~Invitation();
 
   // Whether the process has no such reception any more, or cannot be reached.
@@ -107,6 +111,7 @@ class Invitation final : public EventHandler {
  private:
   Invitation(std::shared_ptr<Mesh> mesh, GroupAddress address, std::function<void()> refused);
   void handle(const Event& event) override REQUIRES(ioRole);
+  void fail(bool isRefused) REQUIRES(ioRole);
 
   Mailbox mailbox_;
   const std::function<void()> refused_;

@@ -101,8 +101,9 @@ std::string Roster::encode() const {
   append(&text, round);
   text.append(number);
   append(&text, static_cast<uint32_t>(members.size()));
-  for (const Member& member : members) {
-    const std::string address = member.isAbsent() ? "" : member.address.encode();
+  for (size_t rank = 0; rank < members.size(); ++rank) {
+    const Member& member = members[rank];
+    const std::string address = member.isAbsent() ? "" : peers[rank].encode();
     append(&text, static_cast<uint32_t>(address.size()));
     if (member.isAbsent()) continue;
     append(&text, static_cast<char>((member.isSlow ? 1 : 0) + (member.isPublished ? 2 : 0)));
@@ -119,7 +120,9 @@ Status Roster::decode(const std::string& text, Roster* roster) {
   const auto count = reader.number<uint32_t>();
   if (reader.hasFailed() || count > text.size() / sizeof(uint32_t)) return bad;
   roster->members.assign(count, {});
-  for (Member& member : roster->members) {
+  std::vector<PeerAddress> peers(count);
+  for (size_t rank = 0; rank < count; ++rank) {
+    Member& member = roster->members[rank];
     const auto bytes = reader.number<uint32_t>();
     if (bytes == 0) continue;
     const char flags = reader.number<char>();
@@ -128,8 +131,9 @@ Status Roster::decode(const std::string& text, Roster* roster) {
     member.nonce = reader.take(kNumberLength);
     const std::string_view address = reader.take(bytes);
     if (reader.hasFailed()) return bad;
-    MYCOLL_RETURN_IF_ERROR(PeerAddress::decode(address, &member.address));
+    MYCOLL_RETURN_IF_ERROR(PeerAddress::decode(address, &peers[rank]));
   }
+  roster->peers = std::move(peers);
   return reader.isAtEnd() ? Status() : bad;
 }
 

@@ -33,7 +33,6 @@ struct Handle {
 
 struct Roster {
   struct Member {
-    PeerAddress address;
     std::string nonce;  // empty: the rank is absent
     // The rank has published the nonce, after it had opened its reception. Else the nonce is made
     // of the secret of another group.
@@ -45,9 +44,10 @@ struct Roster {
     bool isAbsent() const { return nonce.empty(); }
   };
 
-  uint64_t round = 0;  // later rosters of one group have larger numbers
-  std::string number;  // random: no two rosters are equal
-  std::vector<Member> members;
+  uint64_t round = 0;           // later rosters of one group have larger numbers
+  std::string number;           // random: no two rosters are equal
+  std::vector<Member> members;  // by rank
+  PeerList peers;               // by rank
 
   // Whether no rank is absent.
   bool isComplete() const;

@@ -36,13 +36,6 @@ bool decode(const std::string& payload, int ranks, Round::Report* report) {
   return true;
 }
 
-std::vector<PeerAddress> addressesOf(const Roster& roster) {
-  std::vector<PeerAddress> peers;
-  peers.reserve(roster.members.size());
-  for (const Roster::Member& member : roster.members) peers.push_back(member.address);
-  return peers;
-}
-
 Round::Report::Kind kindOf(LossReason reason) {
   switch (reason) {
     case LossReason::kNotListening: return Round::Report::kNotListening;
@@ -54,10 +47,10 @@ Round::Report::Kind kindOf(LossReason reason) {
 
 }  // namespace
 
-Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, Invitation::Letter letter,
+Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage message,
              Roster roster, News& news)
     : mesh_(std::move(mesh)),
-      letter_(std::move(letter)),
+      message_(std::move(message)),
       roster_(std::move(roster)),
       mailbox_(mesh_, std::move(address), this),
       news_(news),
@@ -81,17 +74,16 @@ Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, Invitation::Lette
 }
 
 Status Round::open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
-                   const std::string& text, Roster roster, News& news,
+                   InvitationMessage message, Roster roster, News& news,
                    std::unique_ptr<Round>* result) {
   GroupAddress address;
   address.name = name;
   address.rank = rank;
-  address.peers = addressesOf(roster);
-  Invitation::Letter letter(Invitation::Content::kRoster, text);
-  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll round " + toHex(letter.digest), &address.secret));
+  address.peers = roster.peers;
+  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll round " + toHex(message.digest), &address.secret));
   setContext(&address);
   result->reset(
-      new Round(std::move(mesh), std::move(address), std::move(letter), std::move(roster), news));
+      new Round(std::move(mesh), std::move(address), std::move(message), std::move(roster), news));
   Round& round = **result;
   // The invitations come first: a connection to a child is authenticated by the oldest group that
   // it is in, and the child does not know this round yet.
@@ -116,16 +108,16 @@ Status Round::inviteChildren() {
     const auto refused = [this, child]() REQUIRES(ioRole) {
       onLost(child, Report::kNoReception, "is in no group");
     };
-    MYCOLL_RETURN_IF_ERROR(Invitation::send(mesh_,
-                                            {member.address, member.nonce, member.isPublished},
-                                            letter_, refused, &invitations_.emplace_back()));
+    MYCOLL_RETURN_IF_ERROR(
+        Invitation::send(mesh_, {roster_.peers[child], member.nonce, member.isPublished}, message_,
+                         refused, &invitations_.emplace_back()));
   }
   return Status();
 }
 
 Status Round::result(GroupAddress* address) const {
   *address = mailbox_.group();
-  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll group " + toHex(letter_.digest), &address->secret));
+  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll group " + toHex(message_.digest), &address->secret));
   setContext(address);
   return Status();
 }

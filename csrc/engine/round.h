@@ -48,10 +48,10 @@ class Round final : public EventHandler {
     Status why;
   };
 
-  // Joins the round of this roster, and invites the children. text: the roster, encoded. news:
-  // noted when the state of the round changes.
+  // Joins the round of this roster, and invites the children with the message. news: noted when the
+  // state of the round changes.
   static Status open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
-                     const std::string& text, Roster roster, News& news,
+                     InvitationMessage message, Roster roster, News& news,
                      std::unique_ptr<Round>* result);
   ~Round();
 
@@ -91,7 +91,7 @@ class Round final : public EventHandler {
   Status result(GroupAddress* address) const;
 
  private:
-  Round(std::shared_ptr<Mesh> mesh, GroupAddress address, Invitation::Letter letter, Roster roster,
+  Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage message, Roster roster,
         News& news);
 
   void handle(const Event& event) override REQUIRES(ioRole);
@@ -106,7 +106,7 @@ class Round final : public EventHandler {
   Status inviteChildren();
 
   const std::shared_ptr<Mesh> mesh_;
-  const Invitation::Letter letter_;  // the roster
+  const InvitationMessage message_;  // the roster
   const Roster roster_;
   Mailbox mailbox_;
   std::vector<int> children_;

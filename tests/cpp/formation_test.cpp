@@ -10,6 +10,7 @@
 #include <latch>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -126,15 +127,17 @@ class Puppet {
       openReception();
       publish();
     }
-    drive([this] { return reception_->take(&text_); });
+    std::optional<InvitationMessage> message;
+    drive([&] { return (message = reception_->takeRoster()).has_value(); });
+    message_ = std::move(message);
     Roster roster;
-    ASSERT_OK(Roster::decode(text_, &roster));
+    ASSERT_OK(Roster::decode(message_->text, &roster));
     return roster;
   }
   // Joins the round that it was invited to last.
   void join(const Roster& roster) {
     round.reset();
-    ASSERT_OK(Round::open(engine_->mesh(), "test", handle.rank, text_, roster, news, &round));
+    ASSERT_OK(Round::open(engine_->mesh(), "test", handle.rank, *message_, roster, news, &round));
   }
   // Until the round has failed.
   Status failure() {
@@ -150,7 +153,7 @@ class Puppet {
   const std::shared_ptr<Store> store_;
   const std::shared_ptr<Engine> engine_;
   std::unique_ptr<Reception> reception_;
-  std::string text_;
+  std::optional<InvitationMessage> message_;
 
  public:
   std::unique_ptr<Round> round;
@@ -517,6 +520,7 @@ TEST(Formation, theEndOfRankZeroIsReported) {
     Roster roster;
     roster.round = 1;
     ASSERT_OK(Handle::freshNonce(&roster.number));
+    std::vector<PeerAddress> peers(5);
     for (int each = 0; each < 5; ++each) {
       Roster::Member& member = roster.members.emplace_back();
       if (each == 4) continue;
@@ -527,10 +531,12 @@ TEST(Formation, theEndOfRankZeroIsReported) {
         if (isThere) ASSERT_OK(Handle::decode(text, &handle));
       }
       member.nonce = handle.nonce;
-      member.address = handle.address;
+      peers[each] = handle.address;
     }
-    const std::string text = roster.encode();
-    ASSERT_OK(Round::open(puppet.mesh(), "test", 0, text, roster, puppet.news, &puppet.round));
+    roster.peers = std::move(peers);
+    ASSERT_OK(Round::open(puppet.mesh(), "test", 0,
+                          {InvitationMessage::Content::kRoster, roster.encode()}, roster,
+                          puppet.news, &puppet.round));
     puppet.drive([&] {
       const std::vector<bool> joined = puppet.round->joined();
       return std::count(joined.begin(), joined.end(), true) == 4;
@@ -640,7 +646,7 @@ TEST(Formation, anInvitationWithoutTheNonceIsIgnored) {
   ASSERT_OK(Handle::freshNonce(&other));
   std::unique_ptr<Invitation> invitation;
   ASSERT_OK(Invitation::send(stranger.mesh(), {rank.handle.address, other},
-                             {Invitation::Content::kRoster, "roster"}, {}, &invitation));
+                             {InvitationMessage::Content::kRoster, "roster"}, {}, &invitation));
   const Deadline deadline = Deadline::after(milliseconds(5'000));
   while (!invitation->hasFailed() && !deadline.expired()) {
     stranger.mesh()->progress();

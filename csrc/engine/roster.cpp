@@ -94,20 +94,28 @@ bool Roster::isComplete() const {
                       [](const Member& member) { return member.isAbsent(); });
 }
 
-// The round, the number, the count; then for each member the length of its address, which is 0
-// if it is absent, its flags, its nonce and its address.
+// The round, the number, the count; then for each member a byte, which is 0 if it is absent, its
+// nonce, and its address without what it has in common with the beginning of the one before.
 std::string Roster::encode() const {
-  std::string text;
+  std::string text, before;
   append(&text, round);
   text.append(number);
   append(&text, static_cast<uint32_t>(members.size()));
   for (size_t rank = 0; rank < members.size(); ++rank) {
     const Member& member = members[rank];
-    const std::string address = member.isAbsent() ? "" : peers[rank].encode();
-    append(&text, static_cast<uint32_t>(address.size()));
+    const auto isPresent = static_cast<char>(!member.isAbsent());
+    append(&text, static_cast<char>(isPresent | member.isSlow << 1 | member.isPublished << 2));
     if (member.isAbsent()) continue;
-    append(&text, static_cast<char>((member.isSlow ? 1 : 0) + (member.isPublished ? 2 : 0)));
-    text.append(member.nonce).append(address);
+    std::string address = peers[rank].encode();
+    size_t common = 0;
+    while (common < std::min(before.size(), address.size()) && before[common] == address[common]) {
+      ++common;
+    }
+    text.append(member.nonce);
+    append(&text, static_cast<uint32_t>(common));
+    append(&text, static_cast<uint32_t>(address.size() - common));
+    text.append(address, common);
+    before = std::move(address);
   }
   return text;
 }
@@ -118,19 +126,21 @@ Status Roster::decode(const std::string& text, Roster* roster) {
   roster->round = reader.number<uint64_t>();
   roster->number = reader.take(kNumberLength);
   const auto count = reader.number<uint32_t>();
-  if (reader.hasFailed() || count > text.size() / sizeof(uint32_t)) return bad;
+  if (reader.hasFailed() || count > text.size()) return bad;
   roster->members.assign(count, {});
   std::vector<PeerAddress> peers(count);
+  std::string address;
   for (size_t rank = 0; rank < count; ++rank) {
     Member& member = roster->members[rank];
-    const auto bytes = reader.number<uint32_t>();
-    if (bytes == 0) continue;
     const char flags = reader.number<char>();
-    member.isSlow = (flags & 1) != 0;
-    member.isPublished = (flags & 2) != 0;
+    if (flags == 0) continue;
+    member.isSlow = (flags & 2) != 0;
+    member.isPublished = (flags & 4) != 0;
     member.nonce = reader.take(kNumberLength);
-    const std::string_view address = reader.take(bytes);
-    if (reader.hasFailed()) return bad;
+    const auto common = reader.number<uint32_t>();
+    const std::string_view rest = reader.take(reader.number<uint32_t>());
+    if (reader.hasFailed() || common > address.size()) return bad;
+    address.replace(common, std::string::npos, rest);
     MYCOLL_RETURN_IF_ERROR(PeerAddress::decode(address, &peers[rank]));
   }
   roster->peers = std::move(peers);

@@ -38,6 +38,7 @@ struct PeerAddress {
 
   // "node1:4711", for error messages.
   std::string describe() const { return hostName + ":" + std::to_string(pid); }
+  // The texts of processes on one host begin alike.
   std::string encode() const;
   // The text is not trusted: an invalid uid is refused.
   static Status decode(std::string_view text, PeerAddress* result);

@@ -380,19 +380,33 @@ class Root final : public Forming {
  private:
   // Another rank, as far as it is known.
   struct Candidate {
-    bool isKnown = false;  // it has a handle
+    enum State {
+      kUnknown,      // it has no handle
+      kInvited,      // it is in the next round
+      kStale,        // its handle is of an earlier time
+      kUnreachable,  // it is invited again later
+      kGone,         // it has ended or has given up
+    };
+    State state = kUnknown;
     Handle handle;
-    bool isPublished = false;  // ... which is in the store
+    bool isPublished = false;  // the handle is in the store
     bool isNew = false;        // ... and came after rank 0
     bool isSlow = false;
-    // It is not invited: it is gone, or its handle is stale.
-    bool isAside = false;
-    Deadline inviteAgain = Deadline::never();  // if it could not be reached
-    Clock::time_point unreachableSince;
-    Status goneWhy;  // not ok: it is gone, since this time
-    Clock::time_point goneSince;
+    // kUnreachable, kGone: the formation fails if that lasts for longer than this. Kept while a
+    // rank that was unreachable is invited again.
+    Status why;
+    Clock::time_point since;
+    Clock::duration patience{};
+    Deadline inviteAgain;
 
-    bool isInvited() const { return isKnown && !isAside; }
+    bool isInvited() const { return state == kInvited; }
+    // Begins to wait for the rank to come again.
+    void wait(State next, const Status& reason, Clock::duration atMost) {
+      if (next != kUnreachable || why.ok()) since = Clock::now();
+      state = next;
+      why = reason;
+      patience = atMost;
+    }
   };
 
   Status attend() override;
@@ -406,7 +420,6 @@ class Root final : public Forming {
   int firstUnknown() const;
   Status handleReports();
   Status handleReport(const Round::Report& report);
-  void setGone(Candidate* candidate, const Status& why);
   bool isRoundDue();
   Status startRound();
   std::vector<int> missing();
@@ -424,11 +437,11 @@ class Root final : public Forming {
 };
 
 Status Root::attend() {
-  candidates_[0].isKnown = true;
+  candidates_[0].state = Candidate::kInvited;
   candidates_[0].handle = mine_;
   for (int rank = 1; rank < options_.ranks && !known_.peers.empty(); ++rank) {
     Candidate& candidate = candidates_[rank];
-    candidate.isKnown = true;
+    candidate.state = Candidate::kInvited;
     candidate.handle.nonce = nonceOf(known_, rank);
     candidate.handle.address = known_.peers[rank];
   }
@@ -464,6 +477,7 @@ bool Root::spread(const Status& why) {
 
 // What makes waiting pointless.
 Status Root::check() {
+  const auto now = Clock::now();
   if (isInterrupted()) return interrupted();
   MYCOLL_RETURN_IF_ERROR(conflict());
   if (deadline_.expired()) {
@@ -476,16 +490,17 @@ Status Root::check() {
   }
   const Candidate* first = nullptr;
   for (const Candidate& each : candidates_) {
-    if (!each.goneWhy.ok() && (!first || each.goneSince < first->goneSince)) first = &each;
+    const bool isOver = !each.isInvited() && !each.why.ok() && now - each.since > each.patience;
+    if (isOver && (!first || each.since < first->since)) first = &each;
   }
-  return first && Clock::now() - first->goneSince > kAgain ? first->goneWhy : Status();
+  return first ? first->why : Status();
 }
 
 // ---- handles
 
 int Root::firstUnknown() const {
   for (int rank = 1; rank < options_.ranks; ++rank) {
-    if (!candidates_[rank].isKnown) return rank;
+    if (candidates_[rank].state == Candidate::kUnknown) return rank;
   }
   return 0;
 }
@@ -528,22 +543,23 @@ Status Root::lookAt(int rank, bool* found) {
 // The rank has another handle than before.
 Status Root::consider(int rank, Handle handle) {
   Candidate next;
-  next.isKnown = next.isPublished = true;
-  next.isNew = hasLooked_ || candidates_[rank].isKnown;
+  next.state = Candidate::kInvited;
+  next.isPublished = true;
+  next.isNew = hasLooked_ || candidates_[rank].state != Candidate::kUnknown;
   const bool isOfNow = next.isNew || this->isOfNow(handle.address);
   if (handle.rank != rank)
     return error(Code::kStore, "handle/" + std::to_string(rank) + " is of another rank");
   if (!handle.why.empty()) {
-    next.isAside = true;
-    if (isOfNow) setGone(&next, hasGivenUp(handle));
+    next.state = Candidate::kStale;
+    if (isOfNow) next.wait(Candidate::kGone, hasGivenUp(handle), kAgain);
   } else if (isDead(handle.address)) {
-    next.isAside = true;
-    if (isOfNow) setGone(&next, ended(rank, handle.address));
+    next.state = Candidate::kStale;
+    if (isOfNow) next.wait(Candidate::kGone, ended(rank, handle.address), kAgain);
   } else if (const Status unlike = isUnlike(handle); !unlike.ok()) {
     bool isCurrent = false;
     MYCOLL_RETURN_IF_ERROR(this->isCurrent(handle, &isCurrent));
     if (isCurrent) return unlike;
-    next.isAside = true;
+    next.state = Candidate::kStale;
   }
   next.handle = std::move(handle);
   if (next.isInvited() || candidates_[rank].isInvited()) {
@@ -556,11 +572,6 @@ Status Root::consider(int rank, Handle handle) {
 
 // ---- rounds
 
-void Root::setGone(Candidate* candidate, const Status& why) {
-  candidate->goneWhy = why;
-  candidate->goneSince = Clock::now();
-}
-
 Status Root::handleReports() {
   if (!round_) return Status();
   for (const Round::Report& report : round_->takeReports()) {
@@ -569,6 +580,9 @@ Status Root::handleReports() {
   if (std::vector<bool> joined = round_->joined(); joined != joined_) {
     joined_ = std::move(joined);
     lastJoined_ = Clock::now();
+  }
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    if (joined_[rank] && candidates_[rank].isInvited()) candidates_[rank].why = Status();
   }
   return Status();
 }
@@ -587,22 +601,18 @@ Status Root::handleReport(const Round::Report& report) {
     return error(Code::kInvalidArgument,
                  report.why.message() + ": MYCOLL_SECRET_FILE must be the same everywhere");
   }
-  candidate.isAside = true;
+  candidate.state = Candidate::kStale;
   hasChanged_ = isRoundUrgent_ = true;
   lastChange_ = Clock::now();
   nextLook_ = earlier(nextLook_, Deadline::after(kLookSoon));
   if (report.kind == Kind::kUnreachable) {
     const std::chrono::seconds patience(engine_->mesh()->options().networkSeconds);
-    if (candidate.unreachableSince == Clock::time_point()) {
-      candidate.unreachableSince = Clock::now();
-    } else if (Clock::now() - candidate.unreachableSince > patience) {
-      return error(Code::kNetwork, report.why.message());
-    }
+    candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
   } else if (joined_[report.rank] || report.kind == Kind::kEnded ||
              (report.kind == Kind::kNotListening && !isAlive(address) &&
               (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
-    setGone(&candidate, lost(report, address));
+    candidate.wait(Candidate::kGone, lost(report, address), kAgain);
   }
   return Status();
 }
@@ -617,9 +627,8 @@ bool Root::isRoundDue() {
   int invited = 0;
   for (int rank = 0; rank < options_.ranks; ++rank) {
     Candidate& candidate = candidates_[rank];
-    if (candidate.inviteAgain.expired()) {
-      candidate.inviteAgain = Deadline::never();
-      candidate.isAside = false;
+    if (candidate.state == Candidate::kUnreachable && candidate.inviteAgain.expired()) {
+      candidate.state = Candidate::kInvited;
       hasChanged_ = true;
     }
     isComplete &= candidate.isInvited();

@@ -184,7 +184,11 @@ class CountingTap final : public LinkTap {
 
 // A rank that does not wait long uses the store once.
 TEST(Formation, aThousandRanks) {
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  constexpr int kRanks = 200, kOnEach = 8;
+#else
   constexpr int kRanks = 1000, kOnEach = 8;
+#endif
   const auto store = std::make_shared<MemoryStore>();
   std::vector<size_t> operations(kRanks);
   std::atomic<int> formed{0};

@@ -28,8 +28,6 @@ using Milliseconds = std::chrono::milliseconds;
 
 // The longest time between two checks for signals, losses and deadlines.
 constexpr auto kTick = Milliseconds(50);
-// The ends of processes that are not connected are looked for this often.
-constexpr auto kCheckProcesses = Milliseconds(250);
 // Time for a rank that is gone to come again, and for rank 0 to report who is missing.
 constexpr auto kAgain = Milliseconds(1000);
 // Rank 0 begins a round without the missing ranks when no rank has arrived for this time.
@@ -55,8 +53,6 @@ constexpr auto kProbe = Milliseconds(500);
 constexpr int kPartOfWait = 20;
 constexpr auto kShortestPoll = Milliseconds(1);
 constexpr auto kLongestPoll = Milliseconds(1000);
-// A rank yields for this long after its latest news, then it sleeps.
-constexpr auto kYield = std::chrono::microseconds(200);
 
 bool isFirstFormation() {
   static std::atomic<bool> wasThereOne{false};
@@ -151,7 +147,6 @@ class Forming : public Formation {
   News news_;
   std::vector<std::unique_ptr<Reception>> receptions_;
   std::unique_ptr<Round> round_;
-  Clock::time_point latestNews_ = began_, checkedProcesses_ = began_;
 };
 
 Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, KnownPeers known)
@@ -180,7 +175,7 @@ Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, Know
 Status Forming::run(GroupAddress* result) {
   Status status = Handle::freshNonce(&mine_.nonce);
   if (status.ok() && !known_.peers.empty()) status = openReception(nonceOf(known_, options_.rank));
-  if (status.ok() && store_) status = openReception(mine_.nonce);
+  engine_->wake();
   if (status.ok()) status = attend();
   if (status.ok() || !spread(status)) {
     flush(kAgain);
@@ -204,6 +199,7 @@ Status Forming::read(int rank, bool* found, Handle* handle) {
 }
 
 Status Forming::publish() {
+  MYCOLL_RETURN_IF_ERROR(openReception(mine_.nonce));
   const std::string text = mine_.encode();
   std::string expected, now;
   for (;;) {
@@ -275,17 +271,9 @@ Status Forming::isCurrent(const Handle& handle, bool* result) {
 
 // The engine's thread moves the bytes.
 void Forming::pause(Milliseconds atMost) {
-  Mesh& mesh = *engine_->mesh();
-  while (!news_.isThere() && Clock::now() - latestNews_ < kYield) {
-    if (!mesh.progress()) sched_yield();
-  }
-  if (news_.isThere()) latestNews_ = Clock::now();
   news_.wait(atMost);
-  mesh.progress();  // an idle process is not rung for everything in its rings
-  const auto now = Clock::now();
-  if (now - checkedProcesses_ < kCheckProcesses) return;
-  checkedProcesses_ = now;
-  mesh.checkProcesses();
+  engine_->mesh()->progress();
+  engine_->mesh()->checkProcesses();
 }
 
 void Forming::flush(Milliseconds atMost) {

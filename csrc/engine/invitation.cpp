@@ -67,14 +67,14 @@ void setContext(GroupAddress* address) {
 
 void News::note() {
   const MutexLock lock(mutex_);
-  isThere_.store(true, std::memory_order_release);
+  isThere_ = true;
   changed_.notify_one();
 }
 
 void News::wait(std::chrono::milliseconds atMost) {
   MutexLock lock(mutex_);
-  changed_.wait_for(lock.native(), atMost, [this] { return isThere(); });
-  isThere_.store(false, std::memory_order_release);
+  changed_.wait_for(lock.native(), atMost, [this]() REQUIRES(mutex_) { return isThere_; });
+  isThere_ = false;
 }
 
 Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news)
@@ -84,12 +84,16 @@ Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, New
                        std::unique_ptr<Reception>* result) {
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(addressOf(nonce, kReceiver, PeerAddress(), mesh->address(), &address));
+  mesh->addPending(1);  // the engine's thread waits for events, and peers ring
   result->reset(new Reception(std::move(mesh), std::move(address), news));
   (*result)->mailbox_.open();
   return Status();
 }
 
-Reception::~Reception() { mailbox_.detach(); }
+Reception::~Reception() {
+  mailbox_.detach();
+  mailbox_.mesh().addPending(-1);
+}
 
 void Reception::handle(const Event& event) {
   if (const auto* const lost = std::get_if<PeerLost>(&event)) {

@@ -38,14 +38,13 @@ void setContext(GroupAddress* address);
 class News {
  public:
   void note() EXCLUDES(mutex_);
-  bool isThere() const { return isThere_.load(std::memory_order_acquire); }
   // Returns when something was noted since the last time, or after atMost.
   void wait(std::chrono::milliseconds atMost) EXCLUDES(mutex_);
 
  private:
   Mutex mutex_;
   std::condition_variable changed_;
-  std::atomic<bool> isThere_{false};
+  bool isThere_ GUARDED_BY(mutex_) = false;
 };
 
 // What is sent with an invitation.

@@ -132,7 +132,6 @@ void Round::join() {
 }
 
 void Round::sendUp(bool isWhole) {
-  news_.note();
   if (parent_ >= 0) {
     const auto whole = static_cast<int32_t>(isWhole);
     std::string payload(reinterpret_cast<const char*>(&whole), sizeof(whole));
@@ -159,7 +158,6 @@ void Round::onJoined(int child, const std::string& payload) {
     joined_[rank] = true;
     unsent_.push_back(rank);
   }
-  news_.note();
   if (values[0] == 0 || isSet(wholeChildren_, child)) return;
   wholeChildren_.push_back(child);
   if (wholeChildren_.size() == children_.size()) sendUp(/*isWhole=*/true);

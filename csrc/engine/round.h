@@ -49,7 +49,7 @@ class Round final : public EventHandler {
   };
 
   // Joins the round of this roster, and invites the children with the message. news: noted when the
-  // state of the round changes.
+  // round is formed, fails, or has a report.
   static Status open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
                      InvitationMessage message, Roster roster, News& news,
                      std::unique_ptr<Round>* result);

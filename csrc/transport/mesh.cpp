@@ -17,6 +17,7 @@ constexpr int kFewSockets = 4;
 // How long a process that ends waits for its last bytes to arrive; usually they have.
 constexpr auto kLastBytes = std::chrono::milliseconds(200);
 constexpr int64_t kLookEveryMs = 50;
+constexpr size_t kLookAtMost = 16;
 // For a peer without a connection, the last frames of this many groups are kept.
 constexpr size_t kMostUnsaid = 16;
 
@@ -399,7 +400,7 @@ void Mesh::checkProcesses() {
   std::vector<ProcessWatch::Seen> seen;
   {
     IoLock lock(io_);
-    seen = watch_.living();
+    seen = watch_.next(kLookAtMost);
   }
   bool isAnyLost = false;
   for (const ProcessWatch::Seen& each : seen) {

@@ -57,8 +57,9 @@ class Mesh {
   bool isVisible(const PeerAddress& peer);
   // Whether it is lost, for any reason.
   bool hasLost(const PeerAddress& peer);
-  // Checks all processes, at most every 50 ms: the kernel reports a death only when it has torn
-  // down the process, which takes seconds if it has much memory. For threads that wait.
+  // Checks the processes, at most every 50 ms, and up to 16 at a time: the kernel reports a death
+  // only when it has torn down the process, which takes seconds if it has much memory. For threads
+  // that wait.
   void checkProcesses();
 
   // For Mailbox, from here on.

@@ -55,6 +55,7 @@ Status PeerAddress::decode(std::string_view text, PeerAddress* result) {
   if (!isUid(peer.uid) || !hasNumbers) {
     return Status(Code::kStore, "the store holds an address that mycoll did not write");
   }
+  if (!text.empty()) peer.tcp.reserve(1 + std::count(text.begin(), text.end(), '\n'));
   while (!text.empty()) {
     const std::string_view line = next();
     const size_t space = line.find(' ');

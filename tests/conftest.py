@@ -149,7 +149,7 @@ FIRST = [
     "test_compile", "test_failures", "test_replace", "test_bench_ranks", "test_demo",
     "test_gpu_program", "test_interrupt", "test_cpp.py::test_cpp[engine_test]",
     "test_cpp.py::test_cpp[leaving_test]", "test_cpp.py::test_cpp[deadlock_test]",
-    "test_cpp.py::test_cpp[reduce_test]", "test_cpp.py::test_cpp[meeting_test]",
+    "test_cpp.py::test_cpp[reduce_test]", "test_cpp.py::test_cpp[formation_test]",
 ]  # fmt: skip
 
 

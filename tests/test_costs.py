@@ -86,7 +86,7 @@ def test_staging_memory(fresh, ranks):
     world.run(exchange)
     seen.append(staging_mib(world.pids))
     unused, first, second, messages = seen
-    assert unused == 0, seen
+    assert unused < 0.1, seen  # init sends a few small messages
     assert first > 0, seen
     assert 0 < second - first <= MIB_FURTHER, seen
     assert second < messages, seen

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 # These take 5 to 20 s, the others little. They are begun first.
-LONG = ["engine_test", "deadlock_test", "leaving_test", "meeting_test", "handshake_fuzz_test"]
+LONG = ["engine_test", "deadlock_test", "leaving_test", "formation_test", "handshake_fuzz_test"]
 LONG += ["reduce_test", "transport_test"]
 SOURCES = Path(__file__).resolve().parent.glob("cpp/*_test.cpp")
 SHORT = sorted({source.stem for source in SOURCES} - set(LONG))

@@ -23,7 +23,7 @@ MESSAGES_IN_PYTHON = (
 PARSERS = {
     "base/env.cpp",
     "base/status.cpp",
-    "engine/card.cpp",
+    "engine/roster.cpp",
     "observe/black_box.cpp",
     "transport/peer.cpp",
 }

@@ -289,6 +289,9 @@ def over_rails(
     os.environ["MYCOLL_LOG_FILE"] = str(log)
     os.environ["MYCOLL_LOG"] = "warn"
     os.environ["MYCOLL_SOCKET_IFNAME"] = "=rail0,rail1"
+    if broken is not None and host == 1:
+        # The interface has its address, and does not answer when rank 0 asks who has it.
+        ip("-n", names[1], "link", "set", RAILS[broken], "arp", "off")
     dist.init_process_group(
         ctx.backend,
         init_method=f"tcp://{rail_address(0, 0)}:{PORT}",
@@ -296,12 +299,6 @@ def over_rails(
         world_size=ctx.size,
         timeout=SUITE_TIMEOUT,
     )
-    if broken is not None:
-        # The address is on the card, and nothing comes from there. Nobody has connected yet.
-        if host == 1:
-            ip("-n", names[1], "link", "set", RAILS[broken], "down")
-            (Path(folder) / "down").touch()
-        wait_for(lambda: (Path(folder) / "down").exists())
     for _ in range(3):  # the first one connects
         dist.all_reduce(torch.ones(1_000_000))
     if broken is not None:  # the kernel asks three times for the address that does not answer

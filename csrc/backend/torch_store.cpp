@@ -62,16 +62,20 @@ Status TorchStore::tryGet(const std::string& key, bool* found, std::string* valu
   });
 }
 
+Status TorchStore::compareSet(const std::string& key, const std::string& expected,
+                              const std::string& value, std::string* now) {
+  if (!isTcp_) return Store::compareSet(key, expected, value, now);
+  return guarded("set", key, [&] { *now = store_->compareSet(key, expected, value); });
+}
+
 // A store throws an exception if the wait times out, and also if it has failed: the next tryGet()
 // finds out which. A TCPStore would also print two warnings each time.
-Status TorchStore::wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) {
-  if (!waitsItself()) return Store::wait(key, atMost, found);
+Status TorchStore::wait(const std::string& key, std::chrono::milliseconds atMost) {
   const Deadline end = Deadline::after(atMost);
   const Status waited = guarded("wait for", key, [&] { store_->wait({key}, atMost); });
-  *found = waited.ok();
-  if (*found || end.expired()) return Status();
+  if (waited.ok() || end.expired()) return Status();
   canWait_ = waited.code() == Code::kNetwork;
-  return Store::wait(key, end.remaining(), found);
+  return Store::wait(key, end.remaining());
 }
 
 std::string hostOf(const c10::intrusive_ptr<c10d::Store>& store) {

@@ -16,8 +16,10 @@ class TorchStore final : public Store {
 
   Status set(const std::string& key, const std::string& value) override;
   Status tryGet(const std::string& key, bool* found, std::string* value) override;
+  Status compareSet(const std::string& key, const std::string& expected, const std::string& value,
+                    std::string* now) override;
   bool waitsItself() const override { return !isTcp_ && canWait_; }
-  Status wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) override;
+  Status wait(const std::string& key, std::chrono::milliseconds atMost) override;
 
  private:
   const c10::intrusive_ptr<c10d::Store> store_;

@@ -25,17 +25,6 @@ class SumTree {
     if (blocks == 1) return hi - 1;
     return lo + block_ * static_cast<int>(std::bit_floor(static_cast<unsigned>(blocks - 1)));
   }
-  // Whether [lo, hi) is a node of the tree over `ranks` ranks.
-  bool isNode(int lo, int hi, int ranks) const {
-    int left = 0, right = ranks;
-    while (lo != left || hi != right) {
-      if (right - left < 2) return false;
-      const int mid = middle(left, right);
-      if (lo < mid && hi > mid) return false;
-      (hi <= mid ? right : left) = mid;
-    }
-    return true;
-  }
 
  private:
   int block_;

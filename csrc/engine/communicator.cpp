@@ -14,7 +14,8 @@
 #include "base/wait.h"
 #include "engine/engine.h"
 #include "engine/events.h"
-#include "engine/rendezvous.h"
+#include "engine/formation.h"
+#include "engine/invitation.h"
 #include "engine/window.h"
 #include "kernels/copy.h"
 #include "kernels/reduce.h"
@@ -28,6 +29,19 @@ namespace {
 constexpr auto kUnsentGrace = std::chrono::milliseconds(500);
 // The longest wait for the rank of leaveAfter().
 constexpr auto kLastGrace = std::chrono::milliseconds(800);
+
+// The ranks of the new group, if a group of the job contains all of them.
+KnownPeers knownPeers(Engine& engine, const GroupOptions& options) {
+  const std::shared_ptr<Communicator> group = engine.groupWith(options.globalRanks);
+  if (!group) return {};
+  const std::vector<int64_t> ranks = jobRanks(group->options());
+  std::vector<int> members;
+  for (const int64_t rank : options.globalRanks) {
+    members.push_back(
+        static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin()));
+  }
+  return KnownPeers::from(group->address(), members, options.name);
+}
 
 // The number of ranks that compete with this one for its cores. A container that has only some of
 // the machine's cores does not share them with other containers.
@@ -69,18 +83,6 @@ void copyOver(char* place, const Span& data) {
   copy(place, data.data, data.bytes, /*isStreaming=*/data.bytes >= kStreamingBytes);
 }
 
-// For a scope, this thread works on pending operations.
-class Attending {
- public:
-  explicit Attending(Engine& engine) : engine_(engine) { engine_.beginWait(); }
-  ~Attending() { engine_.endWait(); }
-  Attending(const Attending&) = delete;
-  Attending& operator=(const Attending&) = delete;
-
- private:
-  Engine& engine_;
-};
-
 Signature signatureOf(OpKind kind) {
   Signature signature;
   signature.kind = kind;
@@ -120,11 +122,22 @@ Status Communicator::create(GroupOptions options, std::shared_ptr<Store> store,
                                                       " is out of range in a group of " +
                                                       std::to_string(options.ranks)));
   }
+  KnownPeers known;
+  if (options.isOfJob && !options.globalRanks.empty()) {
+    known = knownPeers(*engine, options);
+  }
+  return form(std::move(options), store.get(), engine, std::move(known), result);
+}
+
+Status Communicator::form(GroupOptions options, Store* store, const std::shared_ptr<Engine>& engine,
+                          KnownPeers known, std::shared_ptr<Communicator>* result) {
   raiseDescriptorLimit(options.ranks);
   GroupAddress address;
-  MYCOLL_RETURN_IF_ERROR(inGroup(options.name, meet(options, *store, *engine, &address)));
+  const std::unique_ptr<Formation> formation =
+      Formation::make(options, store, *engine, std::move(known));
+  MYCOLL_RETURN_IF_ERROR(inGroup(options.name, formation->run(&address)));
   MYCOLL_RETURN_IF_ERROR(inGroup(options.name, checkTransport(*engine->mesh(), address)));
-  *result = add(engine, std::move(options), std::move(address));
+  *result = add(engine, options, std::move(address));
   return Status();
 }
 
@@ -156,36 +169,24 @@ Status Communicator::shrink(const Communicator& parent, const std::string& suffi
                             const std::vector<int>& members,
                             std::shared_ptr<Communicator>* result) {
   GroupOptions options = parent.options_;
-  GroupAddress address = parent.address();
   options.name += suffix;
   options.rank = -1;
   options.ranks = static_cast<int>(members.size());
   options.timeout = parent.timeout();
   const std::vector<int64_t> ranksOfParent = jobRanks(parent.options_);
   options.globalRanks.clear();
-  address.peers.clear();
   for (size_t rank = 0; rank < members.size(); ++rank) {
     const int old = members[rank];
     if (old == parent.rank()) options.rank = static_cast<int>(rank);
     options.globalRanks.push_back(ranksOfParent[old]);
-    address.peers.push_back(parent.address().peers[old]);
   }
   if (options.rank < 0) {
     return Status(Code::kInvalidArgument, "rank " + std::to_string(parent.rank()) +
                                               " is not among those that are left of group '" +
                                               parent.options_.name + "'");
   }
-  address.rank = options.rank;
-  address.name = options.name;
-  setContext(&address);
-  const std::shared_ptr<Communicator> made =
-      add(parent.engine_, std::move(options), std::move(address));
-  Call barrier;
-  barrier.kind = OpKind::kBarrier;
-  const OpPtr met = made->submit(std::move(barrier), nullptr, /*willWait=*/true);
-  MYCOLL_RETURN_IF_ERROR(made->wait(met, Deadline::never()));
-  *result = made;
-  return Status();
+  KnownPeers known = KnownPeers::from(parent.address(), members, options.name);
+  return form(std::move(options), /*store=*/nullptr, parent.engine_, std::move(known), result);
 }
 
 Communicator::Communicator(GroupOptions options, std::shared_ptr<Engine> engine,

@@ -48,6 +48,7 @@ namespace mycoll {
 
 class Engine;
 class Window;
+struct KnownPeers;
 
 constexpr int kAnySource = kFromAnyone;
 // Passed as a timeout: use the group's own.
@@ -105,22 +106,21 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // Meets the other ranks through the store. Returns when all have joined, or at the deadline
-  // (options.timeout) with an error that names the missing ones. Connections are made when first
-  // needed.
+  // Forms the group: formation.h. Returns when all ranks have joined, or at the deadline
+  // (options.timeout) with an error that names the missing ones. Connections beside those of the
+  // control tree are made when first needed.
   static Status create(GroupOptions options, std::shared_ptr<Store> store,
                        std::shared_ptr<Communicator>* result);
   // As create(), on the caller's engine: tests give each rank-thread its own.
   static Status create(GroupOptions options, std::shared_ptr<Store> store,
                        std::shared_ptr<Engine> engine, std::shared_ptr<Communicator>* result);
-  // Makes a second group of the same ranks, without a rendezvous or any other exchange: each rank
+  // Makes a second group of the same ranks, without any exchange: each rank
   // must make it before it uses it. suffix: appended to the name, the same on all ranks.
   static std::shared_ptr<Communicator> derive(const Communicator& parent, const std::string& suffix,
                                               bool isExternal);
   // Makes a group of the parent's ranks that are left, in the order of `members`, whatever the
-  // parent's state. It needs no rendezvous, as the ranks know each other. Returns when all of them
-  // have called it with the same suffix and members; no earlier group of these ranks may have had
-  // both.
+  // parent's state. It needs no store, as the ranks know each other. Returns when all of them have
+  // called it with the same suffix and members.
   static Status shrink(const Communicator& parent, const std::string& suffix,
                        const std::vector<int>& members, std::shared_ptr<Communicator>* result);
   ~Communicator();
@@ -236,6 +236,8 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
 
  private:
   Communicator(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address);
+  static Status form(GroupOptions options, Store* store, const std::shared_ptr<Engine>& engine,
+                     KnownPeers known, std::shared_ptr<Communicator>* result);
   static std::shared_ptr<Communicator> add(const std::shared_ptr<Engine>& engine,
                                            GroupOptions options, GroupAddress address);
 

@@ -8,9 +8,13 @@ namespace mycoll {
 std::vector<int> hostsOf(const GroupAddress& group) {
   std::map<std::string, int> known;
   std::vector<int> hosts;
+  const std::string* before = nullptr;  // mostly the same
   for (const PeerAddress& peer : group.peers) {
     const int rank = static_cast<int>(hosts.size());
-    hosts.push_back(known.try_emplace(peer.hostIdentity, rank).first->second);
+    const bool isSame = before && *before == peer.hostIdentity;
+    hosts.push_back(isSame ? hosts.back()
+                           : known.try_emplace(peer.hostIdentity, rank).first->second);
+    before = &peer.hostIdentity;
   }
   return hosts;
 }

@@ -260,7 +260,8 @@ void Engine::Progress::work() {
     const Asleep asleepNow(*mesh, asleep);
     activity.exchange(kSleeping, std::memory_order_seq_cst);
     if (!workOnce(&isNeeded, &advanced)) {
-      nap.sleep(Deadline::after(kWaitTick));
+      // Without a group that waits, only handshakes, queued messages and new groups are waited for.
+      nap.sleep(Deadline::after(asleep.empty() ? kChores : kWaitTick));
       mesh->checkProcesses();
       for (auto& group : asleep) group->diagnosis().checkHealth();
     }

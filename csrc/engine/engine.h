@@ -119,4 +119,16 @@ class Engine {
   std::thread thread_;
 };
 
+// For a scope, the thread works while it waits.
+class Attending {
+ public:
+  explicit Attending(Engine& engine) : engine_(engine) { engine_.beginWait(); }
+  ~Attending() { engine_.endWait(); }
+  Attending(const Attending&) = delete;
+  Attending& operator=(const Attending&) = delete;
+
+ private:
+  Engine& engine_;
+};
+
 }  // namespace mycoll

@@ -4,8 +4,6 @@
 // threads of one process may share a store.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <string>
 #include <thread>
@@ -21,25 +19,24 @@ class Store {
   virtual Status set(const std::string& key, const std::string& value) = 0;
   // Does not wait. *found: whether the key exists.
   virtual Status tryGet(const std::string& key, bool* found, std::string* value) = 0;
-  // Whether wait() is notified of a new key, and does not poll.
+  // Sets the value if the present one is as expected; empty: there is none. *now: the value
+  // afterwards. The default implementation is not atomic.
+  virtual Status compareSet(const std::string& key, const std::string& expected,
+                            const std::string& value, std::string* now) {
+    bool found = false;
+    MYCOLL_RETURN_IF_ERROR(tryGet(key, &found, now));
+    if (!found) now->clear();
+    if (*now != expected) return Status();
+    *now = value;
+    return set(key, value);
+  }
+  // Whether wait() is notified of a new key. If not, callers poll.
   virtual bool waitsItself() const { return false; }
-  // Returns when the key exists, or after about atMost. The default implementation polls.
-  virtual Status wait(const std::string& key, std::chrono::milliseconds atMost, bool* found) {
-    std::string value;
-    for (auto left = atMost; left > std::chrono::milliseconds(0);) {
-      const Status asked = tryGet(key, found, &value);
-      if (!asked.ok() || *found) return asked;
-      const std::chrono::milliseconds next = pause_;
-      const auto pause = std::min(next, left);
-      std::this_thread::sleep_for(pause);
-      left -= pause;
-      pause_ = std::min(2 * next, std::chrono::milliseconds(100));
-    }
+  // Returns when the key exists, or after about atMost.
+  virtual Status wait(const std::string& /*key*/, std::chrono::milliseconds atMost) {
+    std::this_thread::sleep_for(atMost);
     return Status();
   }
-
- private:
-  std::atomic<std::chrono::milliseconds> pause_{std::chrono::milliseconds(1)};
 };
 
 }  // namespace mycoll

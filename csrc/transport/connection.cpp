@@ -44,17 +44,12 @@ constexpr std::chrono::milliseconds kSilentHere(500);
   return false;
 }
 
-bool isInItsName(const Mailbox& mailbox, const FrameHeader& header, const std::string& uid) {
-  return header.source >= 0 && header.source < mailbox.ranks() &&
-         mailbox.group().peers[header.source].uid == uid;
-}
-
 // Frames for the group itself, and kHold and kGoOn. Their payload is short and delivered whole.
 bool isControlFrame(FrameKind kind) {
   return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
          kind == FrameKind::kArrived || kind == FrameKind::kQuestion ||
          kind == FrameKind::kAnswer || kind == FrameKind::kDeadlock || kind == FrameKind::kHold ||
-         kind == FrameKind::kGoOn;
+         kind == FrameKind::kGoOn || isForming(kind);
 }
 
 bool comesInPieces(FrameKind kind) {
@@ -64,10 +59,13 @@ bool comesInPieces(FrameKind kind) {
 // Whether the sender continues only after an answer from this rank.
 bool wantsAnswer(FrameKind kind) {
   return kind == FrameKind::kRequestToSend || kind == FrameKind::kArrived ||
-         kind == FrameKind::kQuestion;
+         kind == FrameKind::kQuestion || kind == FrameKind::kInvitation ||
+         kind == FrameKind::kJoined;
 }
 
 uint64_t mostPayload(FrameKind kind) {
+  if (kind == FrameKind::kInvitation) return kMaxInvitationBytes;
+  if (kind == FrameKind::kJoined) return kMaxInvitationBytes;
   if (isControlFrame(kind)) return kMaxControlBytes;
   if (kind == FrameKind::kEager) return kMaxEagerBytes;
   if (kind == FrameKind::kRequestToSend) return sizeof(SharedPlace);
@@ -341,8 +339,11 @@ void Connection::hasLeft(Wire& wire) {
   wire.isSending = false;
   OutItem& item = wire.out;
   if (item.header.isPiece() && !isFirst(wire)) ++piecesOut_;
-  // A rank that is in no call does not poll its rings: wake it, so that it learns of the failure.
-  if (item.header.kind == FrameKind::kAbort && wire.link.isShm) local_.bellOf(peer_).ring();
+  // A rank that is in no call does not poll its rings.
+  const FrameKind kind = item.header.kind;
+  if (wire.link.isShm && (kind == FrameKind::kAbort || isForming(kind))) {
+    local_.bellOf(peer_).ring();
+  }
   Transfer* const request = item.request;
   if (!request || item.header.kind == FrameKind::kRequestToSend) return;
   if (item.message.bytes > 0) {
@@ -613,8 +614,9 @@ bool Connection::beginFrame(Wire& wire) {
   Mailbox* mailbox = local_.groups.find(header.context, header.destination);
   if (!mailbox) {
     // A group that does not exist here cannot have asked for a piece of a message.
+    const bool isOver = header.kind == FrameKind::kInvitation && header.tag == 1;
     const bool isLate =
-        local_.groups.standing(header.context, header.destination) == Standing::kGone;
+        isOver || local_.groups.standing(header.context, header.destination) == Standing::kGone;
     if (isLate && wantsAnswer(header.kind)) sayGoodbyeAgain(header);
     if (isLate || comesInPieces(header.kind) || header.isBeginning() ||
         !local_.groups.makeRoom(header.context, header.destination, header.payloadBytes)) {
@@ -624,7 +626,7 @@ bool Connection::beginFrame(Wire& wire) {
     wire.control.resize(header.payloadBytes);
     return true;
   }
-  if (!isInItsName(*mailbox, header, peer_.uid)) {
+  if (!mailbox->isOf(header.source, peer_.uid)) {
     return breakOff({LossReason::kNotItsName, ""}), false;
   }
   wire.mailbox = mailbox;
@@ -666,7 +668,7 @@ void Connection::endFrame(Wire& wire) {
 
 bool Connection::deliver(Mailbox& mailbox, const EarlyFrame& frame) {
   const FrameHeader& header = frame.header;
-  if (!isInItsName(mailbox, header, frame.uid)) return false;
+  if (!mailbox.isOf(header.source, frame.uid)) return false;
   if (isControlFrame(header.kind)) {
     mailbox.onControl(header, frame.payload);
   } else if (header.kind == FrameKind::kRequestToSend) {

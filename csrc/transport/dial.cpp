@@ -57,13 +57,20 @@ Dial::Dial(Local& local, const PeerAddress& peer, Joining joining)
 // peer has made it long ago, but may be late with a new one. If the peer has not made the oldest,
 // the next one is tried, which it may have made. Returns false if there is no such group.
 bool Dial::begin() {
-  const std::vector<Mailbox*> common = local_.groups.commonWith(peer_.uid);
+  std::vector<Mailbox*> common = local_.groups.commonWith(peer_.uid);
   if (common.empty()) return false;
+  if (joining_.connection != 0) {
+    // An invitation ends soon, and the group that it is for follows.
+    std::erase_if(common, [](const Mailbox* mailbox) { return mailbox->group().isInvitation; });
+    nextAttempt_ = Deadline::after(kConnectAgain);
+    if (common.empty()) return true;
+  }
   const Mailbox& mailbox = *common[notYet_ % common.size()];
   const GroupAddress& group = mailbox.group();
-  voucher_ = {group.context, group.secret, group.rank, mailbox.presentRank(peer_.uid)};
+  voucher_ = {group.isInvitation, group.context, group.secret, group.rank,
+              mailbox.presentRank(peer_.uid)};
   standing_ = Standing::kMember;
-  isCrossed_ = false;
+  isCrossed_ = isBusy_ = false;
   moveTo(State::kTrying);
   task_ = attempt();
   task_.resume();
@@ -82,14 +89,16 @@ void Dial::finish() {
   task_.reset();
   if (standing_ != Standing::kMember) {
     const bool isLater = standing_ == Standing::kNotYet;
-    notYet_ += isLater && !isCrossed_;
+    notYet_ += isLater && !isCrossed_ && !isBusy_;
     const bool isLastGroup = local_.groups.commonWith(peer_.uid).size() == 1;
-    nextAttempt_ = Deadline::after(isLater       ? kConnectAgain
-                                   : isLastGroup ? kLastWords
-                                                 : std::chrono::milliseconds(0));
+    nextAttempt_ =
+        Deadline::after(isLater                                 ? kConnectAgain
+                        : isLastGroup && !voucher_.isInvitation ? kLastWords
+                                                                : std::chrono::milliseconds(0));
     return moveTo(State::kWaiting);
   }
-  if (!isMade && loss_.reason == LossReason::kNotListening && joining_.connection == 0) {
+  if (!isMade && loss_.reason == LossReason::kNotListening && joining_.connection == 0 &&
+      !voucher_.isInvitation) {
     if (givesUp_.isNever()) givesUp_ = Deadline::after(kLastWords);
     if (!givesUp_.expired()) {
       nextAttempt_ = Deadline::after(kLookAgain);
@@ -111,7 +120,10 @@ void Dial::again() {
 // The peer closed the socket before or during the handshake. After shared memory TCP is tried,
 // which asks again. If nothing listens on TCP either, the peer closed because it is gone.
 Status Dial::hungUp(bool isShm) {
-  if (!isShm && ++hangUps_ <= kMaxHangUps) standing_ = Standing::kNotYet;
+  if (!isShm && ++hangUps_ <= kMaxHangUps) {
+    isBusy_ = true;
+    standing_ = Standing::kNotYet;
+  }
   return Status(isShm ? Code::kPeerLost : Code::kNetwork, "did not answer the handshake");
 }
 
@@ -175,7 +187,10 @@ Task Dial::attempt() {
     Fd socket;
     bool isFull = false;
     Status status = connectUnix(peer_.uid, &socket, &isFull);
-    if (isFull) co_return notNow(Standing::kNotYet);
+    if (isFull) {
+      isBusy_ = true;
+      co_return notNow(Standing::kNotYet);
+    }
     if (status.ok()) {
       status = co_await shakeHands(std::move(socket), true);
       if (status.ok() || standing_ != Standing::kMember) co_return status;
@@ -212,7 +227,8 @@ Task Dial::attempt() {
     loss_ = {LossReason::kNotListening, reasons};
     co_return Status(Code::kPeerLost, reasons);
   }
-  loss_ = {LossReason::kUnreachable, reasons.empty() ? "it has no address in common" : reasons};
+  loss_ = {isDistrusted_ ? LossReason::kDistrusted : LossReason::kUnreachable,
+           reasons.empty() ? "it has no address in common" : reasons};
   co_return Status(Code::kNetwork, reasons);
 }
 
@@ -228,6 +244,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   Hello& hello = handshake_.hello;
   hello.isShm = isShm;
   hello.joins = joining_.connection;
+  hello.isInvitation = voucher_.isInvitation;
   hello.context = voucher_.context;
   hello.source = voucher_.source;
   hello.destination = voucher_.destination;
@@ -241,6 +258,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
     case End::kNotYet: co_return notNow(Standing::kNotYet);
     case End::kAskAgain: isCrossed_ = true; co_return notNow(Standing::kNotYet);
     case End::kDistrusted:
+      isDistrusted_ = true;
       co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
     case End::kRefused:
       co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");

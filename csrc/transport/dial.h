@@ -95,8 +95,11 @@ class Dial {
   Deadline nextAttempt_ GUARDED_BY(ioRole);
   Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // set once nothing listened
   Handshake handshake_ GUARDED_BY(ioRole);                   // of this attempt
+  bool isDistrusted_ GUARDED_BY(ioRole) = false;             // the peer's proof was wrong
   // The peer has, or makes, a connection of its own.
   bool isCrossed_ GUARDED_BY(ioRole) = false;
+  // The peer has not looked at the group: it has too many connections that wait.
+  bool isBusy_ GUARDED_BY(ioRole) = false;
   size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group
   int hangUps_ GUARDED_BY(ioRole) = 0;    // how many times it closed without an answer
   Link link_ GUARDED_BY(ioRole);

@@ -5,12 +5,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <map>
 #include <new>
 
 #include "base/log.h"
 #include "transport/handshake.h"
-#include "transport/lobby.h"
 #include "transport/mailbox.h"
 #include "transport/shm/link.h"
 #include "transport/tcp/address.h"
@@ -26,8 +24,6 @@ constexpr size_t kMaxStrangers = 64;
 constexpr size_t kMaxNamed = 4096;
 constexpr int kMostAtOnce = 64;  // connections that are accepted in a row
 constexpr auto kAcceptAgain = std::chrono::milliseconds(100);
-// How long a connection waits for a lobby to be opened.
-constexpr auto kLobbyTime = std::chrono::milliseconds(1'000);
 
 // Waits until the group that a Hello names is known here. This process may be about to make it, as
 // the peer had this process's address earlier than this process had all others. Or this process has
@@ -44,20 +40,6 @@ class GroupIsKnown final : public Condition {
   const GroupTable& groups_;
   const uint64_t context_;
   const int rank_;
-  const Deadline deadline_;
-};
-
-class LobbyIsOpen final : public Condition {
- public:
-  LobbyIsOpen(const std::map<uint64_t, Lobby*>& lobbies, uint64_t number, Deadline deadline)
-      : lobbies_(lobbies), number_(number), deadline_(deadline) {}
-  bool ready() override REQUIRES(ioRole) {
-    return lobbies_.contains(number_) || deadline_.expired();
-  }
-
- private:
-  const std::map<uint64_t, Lobby*>& lobbies_;
-  const uint64_t number_;
   const Deadline deadline_;
 };
 
@@ -198,25 +180,28 @@ Task Doorkeeper::answer(Visitor* visitor) {
     co_return refused;
   }
   visitor->namesUs = true;
-  if (hello.source == kNobody) co_return co_await answerInLobby(visitor, hello);
-  GroupIsKnown known(local_.groups, hello.context, hello.destination, deadline);
-  co_await known;
+  if (!hello.isInvitation) {
+    GroupIsKnown known(local_.groups, hello.context, hello.destination, deadline);
+    co_await known;
+  }
   const Mailbox* mailbox = local_.groups.find(hello.context, hello.destination);
   if (!mailbox) {
     Challenge answer{};
-    answer.standing = local_.groups.standing(hello.context, hello.destination);
+    answer.standing = hello.isInvitation ? Standing::kGone
+                                         : local_.groups.standing(hello.context, hello.destination);
     WriteExactly sendAnswer(fd, &answer, sizeof(answer), deadline);
     co_await sendAnswer;
     co_return refused;
   }
   deadline = visitor->deadline = Deadline::after(kStrangerTime);  // it has waited for this process
   const std::string sourceUid(hello.sourceUid, sizeof(hello.sourceUid));
-  if (hello.source < 0 || hello.source >= mailbox->ranks() ||
-      mailbox->group().peers[hello.source].uid != sourceUid) {
+  const bool isInvitation = mailbox->group().isInvitation;
+  if (!mailbox->isOf(hello.source, sourceUid) || isInvitation != (hello.isInvitation != 0)) {
     co_return refused;
   }
   const std::string secret = mailbox->group().secret;
-  const PeerAddress peer = mailbox->group().peers[hello.source];
+  PeerAddress peer = mailbox->group().peers[hello.source];
+  peer.uid = sourceUid;
   Challenge challenge;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
   challenge.mac = acceptorProof(secret, hello, challenge.nonce);
@@ -232,7 +217,9 @@ Task Doorkeeper::answer(Visitor* visitor) {
     MYCOLL_LOG_WARN("refused a connection that claims to be rank %d", hello.source);
     co_return refused;
   }
-  const Admission admission = admit_(sourceUid, hello.joins);
+  const bool isStill = local_.groups.find(hello.context, hello.destination) != nullptr;
+  const Admission admission =
+      isInvitation && !isStill ? Admission::kGone : admit_({sourceUid, hello.joins, isInvitation});
   if (admission == Admission::kGone) co_return refused;
   Verdict verdict;
   verdict.isAccepted = admission == Admission::kEnter;
@@ -251,50 +238,6 @@ Task Doorkeeper::answer(Visitor* visitor) {
       peer, local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker),
       hello.joins};
   visitor->entrant.link.id = idOf(proof);
-  co_return Status();
-}
-
-// A peer that does not wait knows the lobby's number from when it was open: it is open or over.
-Task Doorkeeper::answerInLobby(Visitor* visitor, Hello hello) {
-  const int fd = visitor->socket.get();
-  const Status refused(Code::kNetwork, "refused");
-  if (hello.waits) {
-    LobbyIsOpen open(local_.lobbies, hello.context, Deadline::after(kLobbyTime));
-    co_await open;
-  }
-  const auto lobby = local_.lobbies.find(hello.context);
-  const bool isOpen = lobby != local_.lobbies.end();
-  if (!isOpen && hello.waits) co_return refused;  // it connects again
-  Challenge challenge{};
-  challenge.standing = Standing::kGone;
-  std::string secret;
-  if (isOpen) {
-    secret = lobby->second->secret();
-    MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
-    challenge.standing = Standing::kMember;
-    challenge.mac = acceptorProof(secret, hello, challenge.nonce);
-  }
-  WriteExactly sendChallenge(fd, &challenge, sizeof(challenge), visitor->deadline);
-  co_await sendChallenge;
-  if (!isOpen || sendChallenge.hasFailed()) co_return refused;
-  Proof proof;
-  ReadExactly readProof(fd, &proof, sizeof(proof), visitor->deadline);
-  co_await readProof;
-  if (readProof.hasFailed()) co_return refused;
-  if (!constantTimeEqual(connectorProof(secret, hello, challenge.nonce, proof.cookie), proof.mac)) {
-    MYCOLL_LOG_WARN("refused a connection that does not know the secret of the group being made");
-    co_return refused;
-  }
-  const auto still = local_.lobbies.find(hello.context);
-  if (still == local_.lobbies.end()) co_return refused;
-  Verdict verdict;
-  verdict.isAccepted = 1;
-  // A socket that has been read from has room for so few bytes.
-  if (send(fd, &verdict, sizeof(verdict), MSG_DONTWAIT | MSG_NOSIGNAL) != sizeof(verdict)) {
-    co_return refused;
-  }
-  local_.sleeper.unwatch(fd);
-  still->second->enter(std::move(visitor->socket));
   co_return Status();
 }
 

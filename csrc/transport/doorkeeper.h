@@ -35,8 +35,13 @@ class Doorkeeper {
     kRefused,   // it is lost, or there is no such connection to join
     kGone,      // no group contains it any more: it learns that when it asks again
   };
-  // Decides on a peer that has authenticated itself.
-  using Admit = std::function<Admission(const std::string& uid, uint64_t joins)>;
+  // What a peer that has authenticated itself asks for.
+  struct Claim {
+    std::string uid;
+    uint64_t joins = 0;
+    bool isInvitation = false;  // no group need contain it
+  };
+  using Admit = std::function<Admission(const Claim& claim)>;
   using Enter = std::function<void(Entrant)>;
 
   Doorkeeper(Local& local, Admit admit, Enter enter);
@@ -62,7 +67,6 @@ class Doorkeeper {
   bool dropStranger() REQUIRES(ioRole);
   void letIn(Visitor& visitor) REQUIRES(ioRole);
   Task answer(Visitor* visitor) REQUIRES(ioRole);
-  Task answerInLobby(Visitor* visitor, Hello hello) REQUIRES(ioRole);
 
   Local& local_;
   const Admit admit_;

@@ -22,6 +22,9 @@
 //   kHold           the sender of this frame buffers many messages without a receive: from now on,
 //                   even small messages to it must wait for one
 //   kGoOn           ... small messages to it no longer wait
+//   kInvitation, kJoined, kFormed  a group is being made: engine/round.h. A later invitation
+//                   replaces an earlier one. `tag` 1: the receiver opened its group before the
+//                   sender could know of it, and if it is not open any more, a kGoodbye answers
 //
 // Two hosts may be connected by several sockets. All frames are sent on the first one, in order,
 // except for pieces of payloads (kData, kMore). These name their place in the message and are sent
@@ -58,7 +61,14 @@ enum class FrameKind : uint8_t {
   kPut,
   kMore,
   kTaken,
+  kInvitation,
+  kJoined,
+  kFormed,
 };
+
+inline bool isForming(FrameKind kind) {
+  return kind == FrameKind::kInvitation || kind == FrameKind::kJoined || kind == FrameKind::kFormed;
+}
 
 // The tag of a collective: its number, then the step within it, in this many bits.
 constexpr int kStepBits = 20;
@@ -118,5 +128,7 @@ static_assert(sizeof(FrameHeader) == 96);
 
 // The largest valid payload of a control frame.
 constexpr uint64_t kMaxControlBytes = 16 * 1024;
+// ... of a frame that lists the ranks of a group: a quarter of a million.
+constexpr uint64_t kMaxInvitationBytes = 64 * 1024 * 1024;
 
 }  // namespace mycoll

@@ -13,7 +13,8 @@ size_t sizeOf(const EarlyFrame& frame) { return frame.payload.size() + kFrameOve
 
 // Whether a waiting rank sends such frames repeatedly: see frame.h.
 bool isRepeated(const FrameHeader& header) {
-  return header.kind == FrameKind::kArrived || header.kind == FrameKind::kQuestion;
+  return header.kind == FrameKind::kArrived || header.kind == FrameKind::kQuestion ||
+         header.kind == FrameKind::kInvitation;
 }
 
 }  // namespace
@@ -25,7 +26,7 @@ std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
   byAge_.push_back(mailbox);
   std::vector<const PeerAddress*> added;
   for (const PeerAddress& peer : group.peers) {
-    if (memberships_[peer.uid]++ == 0) added.push_back(&peer);
+    if (!peer.uid.empty() && memberships_[peer.uid]++ == 0) added.push_back(&peer);
   }
   return added;
 }
@@ -33,9 +34,14 @@ std::vector<const PeerAddress*> GroupTable::add(Mailbox* mailbox) {
 void GroupTable::remove(Mailbox* mailbox) {
   const GroupAddress& group = mailbox->group();
   const Key key{group.context, group.rank};
-  mailboxes_.find(key)->second = nullptr;
-  left_.splice(left_.end(), spare_, spare_.begin());
-  left_.back() = key;
+  if (group.isInvitation) {
+    mailboxes_.erase(key);
+    spare_.pop_front();
+  } else {
+    mailboxes_.find(key)->second = nullptr;
+    left_.splice(left_.end(), spare_, spare_.begin());
+    left_.back() = key;
+  }
   if (left_.size() > kMostLeft) {
     const auto oldest = mailboxes_.find(left_.front());
     // The group may have been made again.
@@ -45,6 +51,7 @@ void GroupTable::remove(Mailbox* mailbox) {
   std::erase(byAge_, mailbox);
   // A peer that makes its groups again has another uid each time, so entries must not accumulate.
   for (const PeerAddress& peer : group.peers) {
+    if (peer.uid.empty()) continue;
     const auto membership = memberships_.find(peer.uid);
     if (--membership->second == 0) memberships_.erase(membership);
   }

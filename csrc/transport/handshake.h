@@ -45,13 +45,11 @@ class Segment;
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
 // The version of all data sent between processes: handshakes, the exchange that makes a group,
 // frames.
-constexpr uint32_t kProtocolVersion = 6;
-
-// The rank of a process that is in no group yet: see lobby.h.
-constexpr int kNobody = -1;
+constexpr uint32_t kProtocolVersion = 7;
 
 // The group whose secret authenticates a connection.
 struct HandshakeGroup {
+  bool isInvitation = false;
   uint64_t context = 0;
   std::string secret;
   int source = 0;
@@ -74,7 +72,9 @@ struct Hello {
   int32_t destination = 0;
   // The connection (idOf() its Proof) that this socket joins; 0: none.
   uint64_t joins = 0;
-  uint64_t waits = 0;  // 1: waits for a lobby that may not be open yet
+  // 1: the acceptor has opened the group before anybody could name it: it knows the group, or has
+  // left it.
+  uint64_t isInvitation = 0;
   char sourceUid[32];
   char destinationUid[32];
   uint8_t nonce[32];

@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -29,8 +28,6 @@
 #include "transport/tcp/address.h"
 
 namespace mycoll {
-
-class Lobby;
 
 struct MeshOptions {
   TransportChoice transport = TransportChoice::kAuto;
@@ -81,7 +78,6 @@ struct Local {
   BellSocket bell;
   GroupTable groups GUARDED_BY(ioRole);
   std::deque<std::pair<Mailbox*, Event>> events GUARDED_BY(ioRole);  // not handled yet
-  std::map<uint64_t, Lobby*> lobbies GUARDED_BY(ioRole);             // by number
   // The number of posted requests, of connections that are being made or have frames queued, and
   // of events.
   std::atomic<int> pending{0};

@@ -23,7 +23,8 @@ std::string Loss::describe(bool mayHaveLeft) const {
       return "has left the group (destroy_process_group) or ended before anything reached it: its "
              "process does not listen any more (" +
              detail + ")";
-    case LossReason::kUnreachable: return "cannot be reached: " + detail;
+    case LossReason::kUnreachable:
+    case LossReason::kDistrusted: return "cannot be reached: " + detail;
     case LossReason::kNotAFrame: return "sent something that is not a mycoll frame";
     case LossReason::kChanged:
       return "sent data that failed its checksum (MYCOLL_CHECKSUM): failing memory or network, or "

@@ -13,6 +13,7 @@ enum class LossReason {
   kClosedInMessage,  // ... in the middle of a message
   kNotListening,     // connecting to it failed: nothing listens at its address
   kUnreachable,      // ... for another reason
+  kDistrusted,       // it could not prove that it knows the secret of a group
   kNotAFrame,        // it sent an invalid frame
   kChanged,          // ... or data that differs from its checksum
   kNotItsName,       // ... or a message in the name of another rank
@@ -21,7 +22,7 @@ enum class LossReason {
 
 struct Loss {
   LossReason reason = LossReason::kNone;
-  // kNotListening, kUnreachable: the attempts and their results. kClosed, kSilent,
+  // kNotListening, kUnreachable, kDistrusted: the attempts and their results. kClosed, kSilent,
   // kClosedInMessage: the network's error, if there was one.
   std::string detail;
 

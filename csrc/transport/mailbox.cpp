@@ -72,6 +72,12 @@ std::string Mailbox::describeRank(int rank) const {
   return "rank " + std::to_string(rank) + " (" + group_.peers[rank].describe() + ")";
 }
 
+bool Mailbox::isOf(int rank, const std::string& uid) const {
+  if (rank < 0 || rank >= ranks() || rank == group_.rank) return false;
+  const std::string& known = group_.peers[rank].uid;
+  return known == uid || (group_.isInvitation && known.empty());
+}
+
 FrameHeader Mailbox::header(FrameKind kind, int destination) const {
   FrameHeader result;
   result.kind = kind;

@@ -135,6 +135,8 @@ class Mailbox {
   IoMutex& ioMutex() const;
   // "rank 3 (node1:4712)", for error messages.
   std::string describeRank(int rank) const;
+  // Whether this rank of the group may be that process.
+  bool isOf(int rank, const std::string& uid) const;
 
   // Both post and return; the request is ready when the memory may be reused (send) or holds the
   // message (receive). A rank may send to itself: the message is matched here like any other,

@@ -9,7 +9,6 @@
 
 #include "base/sha256.h"
 #include "base/topology.h"
-#include "transport/lobby.h"
 
 namespace mycoll {
 namespace {
@@ -18,6 +17,7 @@ constexpr int kFewSockets = 4;
 // How long a process that ends waits for its last bytes to arrive; usually they have.
 constexpr auto kLastBytes = std::chrono::milliseconds(200);
 constexpr int64_t kLookEveryMs = 50;
+constexpr size_t kLookAtMost = 16;
 // For a peer without a connection, the last frames of this many groups are kept.
 constexpr size_t kMostUnsaid = 16;
 
@@ -26,9 +26,7 @@ constexpr size_t kMostUnsaid = 16;
 Mesh::Mesh(MeshOptions options)
     : local_(std::move(options)),
       doorkeeper_(
-          local_,
-          [this](const std::string& uid, uint64_t joins)
-              REQUIRES(ioRole) { return admit(uid, joins); },
+          local_, [this](const Doorkeeper::Claim& claim) REQUIRES(ioRole) { return admit(claim); },
           [this](Doorkeeper::Entrant entrant) REQUIRES(ioRole) {
             Connection& connection = connectionWith(entrant.peer);
             if (entrant.joins != 0) {
@@ -307,13 +305,14 @@ Fd Mesh::takeFd(const std::string& uid, const std::string& cookie) {
 
 // If two processes connect to each other at the same time, the connection made by the smaller uid
 // is kept, unless this side's own cannot be open at the peer yet.
-Doorkeeper::Admission Mesh::admit(const std::string& uid, uint64_t joins) const {
+Doorkeeper::Admission Mesh::admit(const Doorkeeper::Claim& claim) const {
+  const std::string& uid = claim.uid;
   // The frames queued for it were dropped with the last common group.
-  if (!local_.groups.names(uid)) return Doorkeeper::Admission::kGone;
+  if (!claim.isInvitation && !local_.groups.names(uid)) return Doorkeeper::Admission::kGone;
   const Connection* connection = find(uid);
-  if (joins != 0) {
-    return connection && connection->mayBeJoined(joins) ? Doorkeeper::Admission::kEnter
-                                                        : Doorkeeper::Admission::kRefused;
+  if (claim.joins != 0) {
+    return connection && connection->mayBeJoined(claim.joins) ? Doorkeeper::Admission::kEnter
+                                                              : Doorkeeper::Admission::kRefused;
   }
   if (!connection) return Doorkeeper::Admission::kEnter;
   switch (connection->state()) {
@@ -401,7 +400,7 @@ void Mesh::checkProcesses() {
   std::vector<ProcessWatch::Seen> seen;
   {
     IoLock lock(io_);
-    seen = watch_.living();
+    seen = watch_.next(kLookAtMost);
   }
   bool isAnyLost = false;
   for (const ProcessWatch::Seen& each : seen) {
@@ -414,19 +413,6 @@ void Mesh::checkProcesses() {
   if (!isAnyLost) return;
   progress();  // notifies other ranks immediately
   local_.sleeper.wakeAll();
-}
-
-// ---- meetings ----------------------------------------------------------------------------------
-
-void Mesh::openLobby(Lobby* lobby) {
-  IoLock lock(io_);
-  local_.lobbies[lobby->number()] = lobby;
-  doorkeeper_.goOn();  // for the peers that wait for this lobby
-}
-
-void Mesh::closeLobby(const Lobby& lobby) {
-  IoLock lock(io_);
-  local_.lobbies.erase(lobby.number());
 }
 
 // ---- groups ------------------------------------------------------------------------------------

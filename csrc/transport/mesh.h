@@ -57,13 +57,10 @@ class Mesh {
   bool isVisible(const PeerAddress& peer);
   // Whether it is lost, for any reason.
   bool hasLost(const PeerAddress& peer);
-  // Checks all processes, at most every 50 ms: the kernel reports a death only when it has torn
-  // down the process, which takes seconds if it has much memory. For threads that wait.
+  // Checks the processes, at most every 50 ms, and up to 16 at a time: the kernel reports a death
+  // only when it has torn down the process, which takes seconds if it has much memory. For threads
+  // that wait.
   void checkProcesses();
-
-  // Peers that connect to the lobby are admitted until it is closed.
-  void openLobby(Lobby* lobby);
-  void closeLobby(const Lobby& lobby);
 
   // For Mailbox, from here on.
   IoMutex& ioMutex() { return io_; }
@@ -109,7 +106,7 @@ class Mesh {
   void goOnWithHandshakes() REQUIRES(ioRole);
   bool moveBytes(bool* inHost = nullptr) REQUIRES(ioRole);
   void dialAgain() REQUIRES(ioRole);
-  Doorkeeper::Admission admit(const std::string& uid, uint64_t joins) const REQUIRES(ioRole);
+  Doorkeeper::Admission admit(const Doorkeeper::Claim& claim) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);
   Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
   void erase(const Connection& connection) REQUIRES(ioRole);

@@ -27,7 +27,7 @@ bool PeerAddress::sharesKernelWith(const PeerAddress& other) const {
 
 // One field a line; the tcp addresses come last.
 std::string PeerAddress::encode() const {
-  std::string text = uid + '\n' + hostIdentity + '\n' + pidSpace + '\n' + hostName + '\n' +
+  std::string text = hostIdentity + '\n' + pidSpace + '\n' + hostName + '\n' + uid + '\n' +
                      std::to_string(pid) + '\n' + std::to_string(startTicks);
   for (const TcpAddress& entry : tcp) {
     text += '\n' + entry.address + ' ' + std::to_string(entry.port);
@@ -47,14 +47,15 @@ Status PeerAddress::decode(std::string_view text, PeerAddress* result) {
     return std::from_chars(digits.data(), digits.data() + digits.size(), *value).ec == std::errc();
   };
   PeerAddress peer;
-  peer.uid = next();
   peer.hostIdentity = next();
   peer.pidSpace = next();
   peer.hostName = next();
+  peer.uid = next();
   const bool hasNumbers = number(next(), &peer.pid) & number(next(), &peer.startTicks);
   if (!isUid(peer.uid) || !hasNumbers) {
     return Status(Code::kStore, "the store holds an address that mycoll did not write");
   }
+  if (!text.empty()) peer.tcp.reserve(1 + std::count(text.begin(), text.end(), '\n'));
   while (!text.empty()) {
     const std::string_view line = next();
     const size_t space = line.find(' ');

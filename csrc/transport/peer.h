@@ -4,8 +4,11 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <initializer_list>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -35,18 +38,42 @@ struct PeerAddress {
 
   // "node1:4711", for error messages.
   std::string describe() const { return hostName + ":" + std::to_string(pid); }
+  // The texts of processes on one host begin alike.
   std::string encode() const;
   // The text is not trusted: an invalid uid is refused.
   static Status decode(std::string_view text, PeerAddress* result);
 };
 
-// A group as one of its ranks knows it.
+// The addresses of a group's ranks. Copies share them, as there may be thousands.
+class PeerList {
+ public:
+  PeerList() : PeerList(std::vector<PeerAddress>()) {}
+  PeerList(std::vector<PeerAddress> peers)
+      : peers_(std::make_shared<const std::vector<PeerAddress>>(std::move(peers))) {}
+  PeerList(std::initializer_list<PeerAddress> peers) : PeerList(std::vector<PeerAddress>(peers)) {}
+
+  const PeerAddress& operator[](size_t rank) const { return (*peers_)[rank]; }
+  size_t size() const { return peers_->size(); }
+  bool empty() const { return peers_->empty(); }
+  auto begin() const { return peers_->begin(); }
+  auto end() const { return peers_->end(); }
+
+ private:
+  std::shared_ptr<const std::vector<PeerAddress>> peers_;
+};
+
+// A group as one of its ranks knows it. A rank without a uid is absent: nothing can be sent to it.
+//
+// An invitation is a group of two that reaches a rank which is in no group yet: rank 0 is any
+// process that knows the secret, and has no uid in the address that rank 1 has. Rank 1 opens it
+// before it publishes what the secret is made of.
 struct GroupAddress {
+  bool isInvitation = false;
   uint64_t context = 0;  // the same on all ranks, different from all other groups
   std::string name;
   std::string secret;  // 32 bytes that only members know
   int rank = 0;
-  std::vector<PeerAddress> peers;  // by rank
+  PeerList peers;  // by rank
 };
 
 // The name of its sockets on its host, where all users can list names. It does not reveal the uid.

@@ -24,6 +24,7 @@ int64_t nowMilliseconds() {
 
 // Only the validity of its pid matters here, not the transport or the name of its container.
 void ProcessWatch::add(const PeerAddress& peer, bool sharesMemory, const PeerAddress& self) {
+  if (latest_.empty()) latest_ = self.uid;
   if (peer.pidSpace.empty() || peer.pidSpace != self.pidSpace || peer.uid == self.uid) return;
   if (!isLiving(lookAtProcess(peer.pid, peer.startTicks))) return;  // its connection reports that
   Process& process = processes_[peer.uid];
@@ -68,9 +69,13 @@ bool ProcessWatch::hasEnded(const std::string& uid) {
   return true;
 }
 
-std::vector<ProcessWatch::Seen> ProcessWatch::living() const {
+std::vector<ProcessWatch::Seen> ProcessWatch::next(size_t atMost) {
   std::vector<Seen> seen;
-  for (const auto& [uid, process] : processes_) {
+  auto entry = processes_.upper_bound(latest_);
+  for (size_t i = 0; i < processes_.size() && seen.size() < atMost; ++i, ++entry) {
+    if (entry == processes_.end()) entry = processes_.begin();
+    const auto& [uid, process] = *entry;
+    latest_ = uid;
     if (!process.isLost) seen.push_back({uid, process.pid, process.startTicks});
   }
   return seen;

@@ -46,8 +46,10 @@ class ProcessWatch {
     pid_t pid;
     uint64_t startTicks;
   };
-  // The processes that are not lost, to be checked without the lock, as there may be many.
-  std::vector<Seen> living() const REQUIRES(ioRole);
+  // The next processes, in turn, that are not lost: at most so many. Looking at one costs four
+  // system calls, so each process of a host with many looks at a part of the others at a time. They
+  // begin at different ones. To be checked without the lock.
+  std::vector<Seen> next(size_t atMost) REQUIRES(ioRole);
 
  private:
   struct Process {
@@ -61,6 +63,7 @@ class ProcessWatch {
 
   Sleeper& sleeper_;
   std::map<std::string, Process> processes_ GUARDED_BY(ioRole);  // by uid
+  std::string latest_ GUARDED_BY(ioRole);                        // returned by next()
 };
 
 // The time of the steady clock.

@@ -197,7 +197,7 @@ class Connector : public Wire {
     if (!hasChallenge_ || !cutOut(said, 0, &hello) || !cutOut(said, sizeof(hello), &proof)) {
       return false;
     }
-    const std::vector<PeerAddress>& peers = server_.mailbox->group().peers;
+    const PeerList& peers = server_.mailbox->group().peers;
     const bool isMember = hello.source >= 0 && hello.source < 2 &&
                           std::memcmp(hello.sourceUid, peers[hello.source].uid.data(), 32) == 0;
     return hello.magic == kHandshakeMagic && hello.version == kProtocolVersion && isMember &&

@@ -46,10 +46,12 @@ class Meshes {
     group.name = "g";
     group.name += std::to_string(context);
     group.secret = std::string(32, static_cast<char>('a' + context % 26));
+    std::vector<mycoll::PeerAddress> peers;
     for (size_t rank = 0; rank < processes.size(); ++rank) {
       if (processes[rank] == process) group.rank = static_cast<int>(rank);
-      group.peers.push_back(addresses[processes[rank]]);
+      peers.push_back(addresses[processes[rank]]);
     }
+    group.peers = std::move(peers);
     auto& member = members[{process, context}];
     member = std::make_unique<Member>();
     member->mailbox = member->listener.join(all[process], group);

@@ -715,7 +715,15 @@ void expectFaultIsHeard(const std::function<void(Weather& weather, const Script&
       for (const auto& [group, fate] : fates[static_cast<size_t>(rank)]) {
         const int odd = script.rankIn(group, script.oddRank);
         failed += !fate.error.ok();
-        if (odd < 0) {
+        const auto& members = script.membersOf(group);
+        const bool isIncomplete =
+            group > 0 && std::any_of(members.begin(), members.end(), [&](int m) {
+              return !fates[static_cast<size_t>(m)].contains(group);
+            });
+        if (isIncomplete && fate.error.code() == Code::kTimeout) {
+          // A member that could not make the first group does not make this one.
+          expectHeard(fate, seed, rank, Code::kTimeout, "missing: ");
+        } else if (odd < 0) {
           expectWell(fate, seed, rank);
         } else if (isDead && rank == script.oddRank) {
           expect(!fate.isWrong, seed, rank, "wrong bits");

@@ -38,15 +38,24 @@ class MemoryStore final : public mycoll::Store {
     return mycoll::Status();
   }
   bool waitsItself() const override { return true; }
-  mycoll::Status wait(const std::string& key, std::chrono::milliseconds atMost,
-                      bool* found) override {
+  mycoll::Status compareSet(const std::string& key, const std::string& expected,
+                            const std::string& value, std::string* now) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    operations_ += 1;
+    bytes_ += value.size();
+    const auto entry = values_.find(key);
+    *now = entry == values_.end() ? "" : entry->second;
+    if (*now == expected) values_[key] = *now = value;
+    changed_.notify_all();
+    return mycoll::Status();
+  }
+  mycoll::Status wait(const std::string& key, std::chrono::milliseconds atMost) override {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto end = std::chrono::steady_clock::now() + atMost;
     operations_ += 1;
     while (!values_.contains(key)) {
       if (changed_.wait_until(lock, end) == std::cv_status::timeout) break;
     }
-    *found = values_.contains(key);
     return mycoll::Status();
   }
 

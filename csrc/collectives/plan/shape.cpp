@@ -10,10 +10,17 @@ namespace {
 // More lanes between two hosts gain nothing.
 constexpr int kMostLanes = 16;
 
-// Whether left and right are the two halves of a node.
-bool areSiblings(Node left, Node right, int ranks, SumTree tree) {
-  return left.hi == right.lo && tree.middle(left.lo, right.hi) == left.hi &&
-         tree.isNode(left.lo, right.hi, ranks);
+using Ranks = std::vector<int>::const_iterator;
+
+// Adds the largest nodes below this one that consist of the ranks from first to last, all of which
+// are below it.
+void addLargestNodes(Node node, Ranks first, Ranks last, SumTree tree, std::vector<Node>* nodes) {
+  if (first == last) return;
+  if (last - first == node.ranks()) return nodes->push_back(node);
+  const int middle = tree.middle(node.lo, node.hi);
+  const Ranks split = std::lower_bound(first, last, middle);
+  addLargestNodes({node.lo, middle}, first, split, tree, nodes);
+  addLargestNodes({middle, node.hi}, split, last, tree, nodes);
 }
 
 int log2Up(int value) { return std::bit_width(static_cast<unsigned>(value - 1)); }
@@ -32,14 +39,7 @@ std::vector<int> unitSizes(int hosts, int mostInUnit) {
 
 std::vector<Node> largestNodes(const std::vector<int>& members, int ranks, SumTree tree) {
   std::vector<Node> nodes;
-  for (const int rank : members) {
-    nodes.push_back({rank, rank + 1});
-    while (nodes.size() > 1 && areSiblings(nodes[nodes.size() - 2], nodes.back(), ranks, tree)) {
-      const int end = nodes.back().hi;
-      nodes.pop_back();
-      nodes.back().hi = end;
-    }
-  }
+  addLargestNodes({0, ranks}, members.begin(), members.end(), tree, &nodes);
   return nodes;
 }
 

@@ -1,0 +1,861 @@
+#include "engine/formation.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "base/deadline.h"
+#include "base/sanitize.h"
+#include "base/sha256.h"
+#include "base/text.h"
+#include "base/topology.h"
+#include "engine/engine.h"
+#include "engine/invitation.h"
+#include "engine/roster.h"
+#include "engine/round.h"
+
+namespace mycoll {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+
+// The longest time between two checks for signals, losses and deadlines.
+constexpr auto kTick = Milliseconds(50);
+// Time for a rank that is gone to come again, and for rank 0 to report who is missing.
+constexpr auto kAgain = Milliseconds(1000);
+// Rank 0 begins a round without the missing ranks when no rank has arrived for this time.
+constexpr auto kPartial = Milliseconds(100);
+// ... and one without the ranks that have gone when nothing has happened for this time.
+constexpr auto kUrgent = Milliseconds(5);
+// How often rank 0 looks for newer handles of ranks that do not join, and the others for an error
+// of rank 0.
+constexpr auto kLookAgain = Milliseconds(500);
+// ... and at first, if the store holds handles of an earlier group.
+constexpr auto kLookSoon = Milliseconds(10);
+// Ranks that have not joined this long after the latest one are slow, or this many times as long
+// as the others took.
+constexpr auto kSlow = Milliseconds(1000);
+constexpr int kTimesSlower = 2;
+// The longest time between two rounds.
+constexpr auto kNextRound = Milliseconds(10'000);
+constexpr auto kForward = Milliseconds(100);
+// The longest wait for the answer of a process whose handle may be stale.
+constexpr auto kProbe = Milliseconds(500);
+// A rank polls a store less often the longer it has waited, as thousands may be waiting: again
+// after this part of the time so far.
+constexpr int kPartOfWait = 20;
+constexpr auto kShortestPoll = Milliseconds(1);
+constexpr auto kLongestPoll = Milliseconds(1000);
+
+bool isFirstFormation() {
+  static std::atomic<bool> wasThereOne{false};
+  return !wasThereOne.exchange(true, std::memory_order_relaxed);
+}
+
+std::string keyOf(int rank) { return "handle/" + std::to_string(rank); }
+
+std::string nonceOf(const KnownPeers& known, int rank) {
+  return toHex(hmacSha256(known.secret, std::to_string(rank)).data(), 16);
+}
+
+// What both sides do.
+class Forming : public Formation {
+ public:
+  // engine: null if the rank only publishes that it gives up.
+  Forming(const GroupOptions& options, Store* store, Engine* engine, KnownPeers known);
+
+  Status run(GroupAddress* result) final;
+  // Publishes why this rank gives up.
+  void giveUp(const Status& why);
+
+ protected:
+  // Returns when the group is formed.
+  virtual Status attend() = 0;
+  // The formation has failed here. Notifies the other ranks. Returns false if they have made the
+  // group, so that this rank is in it, too.
+  virtual bool spread(const Status& why) = 0;
+
+  Status openReception(const std::string& nonce);
+  Status publish();
+  Status checkPredecessor(const Handle& there);
+  Status read(int rank, bool* found, Handle* handle);
+  // Whether the rank that published the handle still waits. Blocks until that is known.
+  Status isCurrent(const Handle& handle, bool* result);
+  // Whether the store may be used: the other ranks are not known, or are late.
+  bool usesStore() const { return store_ && (known_.peers.empty() || waited() > kAgain); }
+
+  // Returns when something may have happened, at the latest after this time.
+  void pause(Milliseconds atMost);
+  // Passes on what is queued for the other ranks, at the latest for this time.
+  void flush(Milliseconds atMost);
+
+  Clock::duration waited() const { return Clock::now() - began_; }
+  Milliseconds pollPause(Milliseconds shortest) const {
+    return std::clamp(std::chrono::duration_cast<Milliseconds>(waited() / kPartOfWait), shortest,
+                      kLongestPoll);
+  }
+  bool isInterrupted() const { return options_.interrupted && options_.interrupted(); }
+  Status conflict();
+  // Whether its process can be looked at. A process that only has the same host name may be alive
+  // in another pid namespace, or on a clone of this host.
+  bool isVisible(const PeerAddress& peer) const {
+    return !mine_.address.pidSpace.empty() && peer.pidSpace == mine_.address.pidSpace;
+  }
+  bool isAlive(const PeerAddress& peer) const {
+    return isVisible(peer) && isLiving(lookAtProcess(peer.pid, peer.startTicks));
+  }
+  bool isDead(const PeerAddress& peer) const { return isVisible(peer) && !isAlive(peer); }
+  // Of a handle that was there when this rank came: it is not of an earlier group, as its process
+  // lives, or is younger than this one, which has been in no group before.
+  bool isOfNow(const PeerAddress& peer) const {
+    return isAlive(peer) ||
+           (isFirst_ && isVisible(peer) && peer.startTicks >= mine_.address.startTicks);
+  }
+
+  Status error(Code code, const std::string& text) const {
+    return Status(code, "mycoll group '" + options_.name + "': " + text);
+  }
+  Status ended(int rank, const PeerAddress& peer) const;
+  // ended(), or the lost connection if the process is alive.
+  Status lost(const Round::Report& loss, const PeerAddress& peer) const;
+  Status hasGivenUp(const Handle& handle) const;
+  Status tooLate(int rank, const std::string& milliseconds, const std::vector<int>& missing) const;
+  Status isLost(int rank, const std::string& why) const;
+  // Not ok: the other rank was started for another group than this one.
+  Status isUnlike(const Handle& other) const;
+  // Ranks of this group, by their numbers in it, that other groups of this process have lost. None
+  // without a store: the caller of shrink has chosen the ranks.
+  std::map<int, Engine::Loss> losses() const;
+
+  const GroupOptions& options_;
+  Store* const store_;
+  Engine* const engine_;
+  const KnownPeers known_;
+  const Clock::time_point began_ = Clock::now();
+  Deadline deadline_;
+  const bool isFirst_;
+  Handle mine_;
+  bool isPublished_ = false;
+  bool hasPredecessor_ = false;  // there was another handle of this rank
+  News news_;
+  std::vector<std::unique_ptr<Reception>> receptions_;
+  std::unique_ptr<Round> round_;
+};
+
+Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, KnownPeers known)
+    : options_(options),
+      store_(store),
+      engine_(engine),
+      known_(std::move(known)),
+      deadline_(Deadline::after(options.timeout)),
+      isFirst_(isFirstFormation()) {
+  mine_.rank = options.rank;
+  mine_.ranks = options.ranks;
+  mine_.settings = Handle::settingsHere();
+  if (engine) {
+    mine_.address = engine->mesh()->address();
+    return;
+  }
+  PeerAddress& address = mine_.address;
+  address.uid.assign(PeerAddress::kUidLength, '0');  // nobody's
+  address.hostIdentity = "none";
+  address.pidSpace = pidSpace();
+  address.hostName = hostName();
+  address.pid = processId();
+  address.startTicks = processStartTicks(address.pid);
+}
+
+Status Forming::run(GroupAddress* result) {
+  Status status = Handle::freshNonce(&mine_.nonce);
+  if (status.ok() && !known_.peers.empty()) status = openReception(nonceOf(known_, options_.rank));
+  engine_->wake();
+  if (status.ok()) status = attend();
+  if (status.ok() || !spread(status)) {
+    flush(kAgain);
+    return round_->result(result);
+  }
+  flush(status.code() == Code::kInterrupted ? kTick : kAgain);
+  if (round_) round_->leave();
+  return status;
+}
+
+Status Forming::openReception(const std::string& nonce) {
+  return Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back());
+}
+
+// ---- the store
+
+Status Forming::read(int rank, bool* found, Handle* handle) {
+  std::string text;
+  MYCOLL_RETURN_IF_ERROR(store_->tryGet(keyOf(rank), found, &text));
+  return *found ? Handle::decode(text, handle) : Status();
+}
+
+Status Forming::publish() {
+  MYCOLL_RETURN_IF_ERROR(openReception(mine_.nonce));
+  const std::string text = mine_.encode();
+  std::string expected, now;
+  for (;;) {
+    MYCOLL_RETURN_IF_ERROR(store_->compareSet(keyOf(options_.rank), expected, text, &now));
+    if (now == text) break;
+    hasPredecessor_ = true;
+    Handle there;  // what cannot be decoded is overwritten
+    if (Handle::decode(now, &there).ok()) MYCOLL_RETURN_IF_ERROR(checkPredecessor(there));
+    expected = now;
+  }
+  isPublished_ = true;
+  return Status();
+}
+
+// Another process may have been started with this rank. If it still waits, it receives the conflict
+// and gives up.
+Status Forming::checkPredecessor(const Handle& there) {
+  if (!there.why.empty() || there.address.uid == mine_.address.uid || isDead(there.address)) {
+    return Status();
+  }
+  const Status taken =
+      error(Code::kStore, "rank " + std::to_string(options_.rank) + " is taken by " +
+                              there.address.describe() + " and by " + mine_.address.describe() +
+                              ". Two processes were started with one rank.");
+  std::unique_ptr<Invitation> conflict;
+  MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {there.address, there.nonce},
+                                          {InvitationMessage::Content::kConflict, taken.message()},
+                                          {}, &conflict));
+  for (const Deadline end = Deadline::after(kProbe); !end.expired() && !conflict->hasFailed();) {
+    pause(kLookSoon);
+    Handle now;
+    bool found = false;
+    MYCOLL_RETURN_IF_ERROR(read(options_.rank, &found, &now));
+    if (found && now.nonce != there.nonce && !now.why.empty()) return taken;
+    if (isInterrupted()) return interrupted();
+  }
+  return Status();
+}
+
+void Forming::giveUp(const Status& why) {
+  if (!store_) return;
+  Handle last = mine_;
+  last.why = why.message();
+  last.hasLost = why.code() == Code::kPeerLost;
+  // If the store is what has failed, the other ranks find out by themselves.
+  if (Handle::freshNonce(&last.nonce).ok()) (void)store_->set(keyOf(options_.rank), last.encode());
+}
+
+Status Forming::isCurrent(const Handle& handle, bool* result) {
+  *result = false;
+  if (isDead(handle.address)) return Status();
+  if (!engine_->mesh()->isLocal(handle.address) && handle.address.tcp.empty()) {
+    *result = true;  // it cannot be asked
+    return Status();
+  }
+  std::unique_ptr<Invitation> probe;
+  MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {handle.address, handle.nonce},
+                                          {InvitationMessage::Content::kProbe, ""}, {}, &probe));
+  for (const Deadline end = Deadline::after(kProbe); !end.expired();) {
+    if (probe->hasFailed()) return Status();
+    if (isInterrupted()) return interrupted();
+    pause(kTick);
+  }
+  *result = true;
+  return Status();
+}
+
+// ---- waiting
+
+// The engine's thread moves the bytes.
+void Forming::pause(Milliseconds atMost) {
+  news_.wait(atMost);
+  engine_->mesh()->progress();
+  engine_->mesh()->checkProcesses();
+}
+
+void Forming::flush(Milliseconds atMost) {
+  for (const Deadline end = Deadline::after(atMost); !end.expired();) {
+    if (!round_ || round_->isFlushed()) return;
+    if (!engine_->mesh()->progress()) sched_yield();
+  }
+}
+
+Status Forming::conflict() {
+  for (const auto& reception : receptions_) MYCOLL_RETURN_IF_ERROR(reception->conflict());
+  return Status();
+}
+
+// ---- texts
+
+Status Forming::ended(int rank, const PeerAddress& peer) const {
+  return error(Code::kPeerLost, "rank " + std::to_string(rank) + " (" + peer.describe() +
+                                    ") ended before its first call, while the group was made; "
+                                    "see its log");
+}
+
+Status Forming::lost(const Round::Report& loss, const PeerAddress& peer) const {
+  if (!isAlive(peer)) return ended(loss.rank, peer);
+  return error(Code::kPeerLost, sanitized(loss.why.message()) + " while the group was made");
+}
+
+Status Forming::hasGivenUp(const Handle& handle) const {
+  return error(handle.hasLost ? Code::kPeerLost : Code::kStore,
+               "rank " + std::to_string(handle.rank) + " (" + handle.address.describe() +
+                   ") has given up: " + sanitized(handle.why));
+}
+
+Status Forming::isLost(int rank, const std::string& why) const {
+  return error(Code::kPeerLost,
+               "the group cannot be made with rank " + std::to_string(rank) + ": " + why);
+}
+
+Status Forming::isUnlike(const Handle& other) const {
+  const Handle& zero = options_.rank == 0 ? mine_ : other;
+  const Handle& rank = options_.rank == 0 ? other : mine_;
+  const std::string who = "rank " + std::to_string(rank.rank) + " (" + rank.address.describe();
+  const std::string rankZero = "rank 0 (" + zero.address.describe() + ")";
+  if (other.ranks != options_.ranks) {
+    return error(Code::kStore, rankZero + " was started with " + std::to_string(zero.ranks) +
+                                   " ranks, " + who + ") with " + std::to_string(rank.ranks) +
+                                   ": the world sizes must be equal");
+  }
+  if (other.settings != mine_.settings) {
+    return error(Code::kInvalidArgument, rankZero + " has '" + sanitized(zero.settings) + "', " +
+                                             who + ") '" + sanitized(rank.settings) +
+                                             "': it must be the same on all ranks");
+  }
+  const bool isLocal = engine_->mesh()->isLocal(other.address);
+  if (!isLocal && (mine_.address.tcp.empty() || other.address.tcp.empty())) {
+    return error(Code::kInvalidArgument,
+                 "MYCOLL_TRANSPORT=shm on rank " +
+                     std::to_string(mine_.address.tcp.empty() ? options_.rank : other.rank) +
+                     ", but " + who + ") shares no memory with " + rankZero +
+                     ": it is on another host");
+  }
+  return Status();
+}
+
+Status Forming::tooLate(int rank, const std::string& milliseconds,
+                        const std::vector<int>& missing) const {
+  return error(Code::kTimeout,
+               "timeout after " + milliseconds + "ms: rank " + std::to_string(rank) +
+                   " waited for the other ranks of " + std::to_string(options_.ranks) +
+                   (missing.empty() ? "" : "; missing: " + listNumbers(missing)) +
+                   ". Were they all started, with the same world size and the same store?");
+}
+
+std::map<int, Engine::Loss> Forming::losses() const {
+  std::map<int, Engine::Loss> found;
+  if (!options_.isOfJob || !store_) return found;
+  const std::map<int64_t, Engine::Loss> known = engine_->losses();
+  for (int rank = 0; rank < options_.ranks && !known.empty(); ++rank) {
+    const auto loss = known.find(options_.globalRanks.empty() ? rank : options_.globalRanks[rank]);
+    if (rank != options_.rank && loss != known.end()) found.emplace(rank, loss->second);
+  }
+  return found;
+}
+
+// ---- rank 0 ------------------------------------------------------------------------------------
+
+class Root final : public Forming {
+ public:
+  Root(const GroupOptions& options, Store* store, Engine* engine, KnownPeers known)
+      : Forming(options, store, engine, std::move(known)), candidates_(options.ranks) {}
+
+ private:
+  // Another rank, as far as it is known.
+  struct Candidate {
+    enum State {
+      kUnknown,      // it has no handle
+      kInvited,      // it is in the next round
+      kStale,        // its handle is of an earlier time
+      kUnreachable,  // it is invited again later
+      kGone,         // it has ended or has given up
+    };
+    State state = kUnknown;
+    Handle handle;
+    bool isPublished = false;  // the handle is in the store
+    bool isNew = false;        // ... and came after rank 0
+    bool isSlow = false;
+    // kUnreachable, kGone: the formation fails if that lasts for longer than this. Kept while a
+    // rank that was unreachable is invited again.
+    Status why;
+    Clock::time_point since;
+    Clock::duration patience{};
+    Deadline inviteAgain;
+
+    bool isInvited() const { return state == kInvited; }
+    // Begins to wait for the rank to come again.
+    void wait(State next, const Status& reason, Clock::duration atMost) {
+      if (next != kUnreachable || why.ok()) since = Clock::now();
+      state = next;
+      why = reason;
+      patience = atMost;
+    }
+  };
+
+  Status attend() override;
+  bool spread(const Status& why) override;
+
+  Status check();
+  Status lookAtStore();
+  Status lookAt(int rank, bool* found);
+  Status consider(int rank, Handle handle);
+  bool isToBeRead(int rank) const;
+  int firstUnknown() const;
+  Status handleReports();
+  Status handleReport(const Round::Report& report);
+  bool isRoundDue();
+  Status startRound();
+  std::vector<int> missing();
+
+  std::vector<Candidate> candidates_;  // by rank
+  bool hasLooked_ = false;             // at all handles once
+  Deadline nextLook_;
+  Milliseconds lookPause_ = kLookAgain;
+  bool hasChanged_ = false;     // the ranks to be invited are not those of the round
+  bool isRoundUrgent_ = false;  // ... as one of those has gone
+  Clock::time_point lastChange_ = began_;
+  uint64_t rounds_ = 0;
+  std::vector<bool> joined_;
+  Clock::time_point roundBegan_, lastJoined_;
+};
+
+Status Root::attend() {
+  candidates_[0].state = Candidate::kInvited;
+  candidates_[0].handle = mine_;
+  for (int rank = 1; rank < options_.ranks && !known_.peers.empty(); ++rank) {
+    Candidate& candidate = candidates_[rank];
+    candidate.state = Candidate::kInvited;
+    candidate.handle.nonce = nonceOf(known_, rank);
+    candidate.handle.address = known_.peers[rank];
+  }
+  hasChanged_ = true;
+  for (;;) {
+    MYCOLL_RETURN_IF_ERROR(check());
+    MYCOLL_RETURN_IF_ERROR(handleReports());
+    MYCOLL_RETURN_IF_ERROR(lookAtStore());
+    if (round_ && round_->isFormed()) return Status();
+    if (isRoundDue()) MYCOLL_RETURN_IF_ERROR(startRound());
+    const int unknown = usesStore() ? firstUnknown() : 0;
+    if (unknown == 0) {
+      pause(std::clamp(nextLook_.remaining(), kShortestPoll, kTick));
+    } else if (store_->waitsItself()) {
+      MYCOLL_RETURN_IF_ERROR(store_->wait(keyOf(unknown), kTick));
+    } else {
+      pause(std::min(pollPause(kShortestPoll), kTick));
+    }
+  }
+}
+
+bool Root::spread(const Status& why) {
+  if (round_ && !round_->fail(why)) return false;
+  if (!usesStore()) return true;
+  giveUp(why);
+  // Ranks that are in no round find the error in the store, which this process may be serving.
+  const bool isAwaited = why.code() != Code::kTimeout && why.code() != Code::kInterrupted;
+  if (isAwaited && !missing().empty()) {
+    std::this_thread::sleep_for(pollPause(kLookAgain) + kForward);
+  }
+  return true;
+}
+
+// What makes waiting pointless.
+Status Root::check() {
+  const auto now = Clock::now();
+  if (isInterrupted()) return interrupted();
+  MYCOLL_RETURN_IF_ERROR(conflict());
+  if (deadline_.expired()) {
+    return tooLate(0, std::to_string(options_.timeout.count()), missing());
+  }
+  for (const auto& [rank, loss] : losses()) {
+    const Candidate& candidate = candidates_[rank];
+    const bool isReplaced = candidate.isInvited() && candidate.handle.address.uid != loss.uid;
+    if (!isReplaced) return isLost(rank, loss.cause.message());
+  }
+  const Candidate* first = nullptr;
+  for (const Candidate& each : candidates_) {
+    const bool isOver = !each.isInvited() && !each.why.ok() && now - each.since > each.patience;
+    if (isOver && (!first || each.since < first->since)) first = &each;
+  }
+  return first ? first->why : Status();
+}
+
+// ---- handles
+
+int Root::firstUnknown() const {
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    if (candidates_[rank].state == Candidate::kUnknown) return rank;
+  }
+  return 0;
+}
+
+// Whether there may be another handle than the one that is known.
+bool Root::isToBeRead(int rank) const {
+  const Candidate& candidate = candidates_[rank];
+  return !candidate.isInvited() || (candidate.isSlow && !joined_[rank]);
+}
+
+Status Root::lookAtStore() {
+  if (!usesStore()) return Status();
+  if (!isPublished_) {
+    MYCOLL_RETURN_IF_ERROR(publish());
+    if (hasPredecessor_) lookPause_ = kLookSoon;
+  }
+  // The handles are read in order, up to the first that is missing; now and then, all of them.
+  bool found = true;
+  for (int rank = firstUnknown(); rank != 0 && found; rank = firstUnknown()) {
+    MYCOLL_RETURN_IF_ERROR(lookAt(rank, &found));
+  }
+  if (nextLook_.isNever()) nextLook_ = Deadline::after(lookPause_);
+  if (!nextLook_.expired()) return Status();
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    if (isToBeRead(rank)) MYCOLL_RETURN_IF_ERROR(lookAt(rank, &found));
+  }
+  hasLooked_ = true;
+  lookPause_ = std::max(std::min(2 * lookPause_, kLookAgain), pollPause(kShortestPoll));
+  nextLook_ = Deadline::after(lookPause_);
+  return Status();
+}
+
+Status Root::lookAt(int rank, bool* found) {
+  Handle handle;
+  MYCOLL_RETURN_IF_ERROR(read(rank, found, &handle));
+  if (!*found || handle.nonce == candidates_[rank].handle.nonce) return Status();
+  return consider(rank, std::move(handle));
+}
+
+// The rank has another handle than before.
+Status Root::consider(int rank, Handle handle) {
+  Candidate next;
+  next.state = Candidate::kInvited;
+  next.isPublished = true;
+  next.isNew = hasLooked_ || candidates_[rank].state != Candidate::kUnknown;
+  const bool isOfNow = next.isNew || this->isOfNow(handle.address);
+  if (handle.rank != rank)
+    return error(Code::kStore, "handle/" + std::to_string(rank) + " is of another rank");
+  if (!handle.why.empty()) {
+    next.state = Candidate::kStale;
+    if (isOfNow) next.wait(Candidate::kGone, hasGivenUp(handle), kAgain);
+  } else if (isDead(handle.address)) {
+    next.state = Candidate::kStale;
+    if (isOfNow) next.wait(Candidate::kGone, ended(rank, handle.address), kAgain);
+  } else if (const Status unlike = isUnlike(handle); !unlike.ok()) {
+    bool isCurrent = false;
+    MYCOLL_RETURN_IF_ERROR(this->isCurrent(handle, &isCurrent));
+    if (isCurrent) return unlike;
+    next.state = Candidate::kStale;
+  }
+  next.handle = std::move(handle);
+  if (next.isInvited() || candidates_[rank].isInvited()) {
+    hasChanged_ = true;
+    lastChange_ = Clock::now();
+  }
+  candidates_[rank] = std::move(next);
+  return Status();
+}
+
+// ---- rounds
+
+Status Root::handleReports() {
+  if (!round_) return Status();
+  for (const Round::Report& report : round_->takeReports()) {
+    MYCOLL_RETURN_IF_ERROR(handleReport(report));
+  }
+  if (std::vector<bool> joined = round_->joined(); joined != joined_) {
+    joined_ = std::move(joined);
+    lastJoined_ = Clock::now();
+  }
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    if (joined_[rank] && candidates_[rank].isInvited()) candidates_[rank].why = Status();
+  }
+  return Status();
+}
+
+Status Root::handleReport(const Round::Report& report) {
+  using Kind = Round::Report::Kind;
+  Candidate& candidate = candidates_[report.rank];
+  const PeerAddress& address = candidate.handle.address;
+  if (report.kind == Kind::kGaveUp) {
+    return Status(report.why.code(), sanitized(report.why.message()));
+  }
+  if (report.kind == Kind::kLate) {
+    return tooLate(report.rank, sanitized(report.why.message()), missing());
+  }
+  if (report.kind == Kind::kDistrusted) {
+    return error(Code::kInvalidArgument,
+                 report.why.message() + ": MYCOLL_SECRET_FILE must be the same everywhere");
+  }
+  candidate.state = Candidate::kStale;
+  hasChanged_ = isRoundUrgent_ = true;
+  lastChange_ = Clock::now();
+  nextLook_ = earlier(nextLook_, Deadline::after(kLookSoon));
+  if (report.kind == Kind::kUnreachable) {
+    const std::chrono::seconds patience(engine_->mesh()->options().networkSeconds);
+    candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
+    candidate.inviteAgain = Deadline::after(kLookAgain);
+  } else if (joined_[report.rank] || report.kind == Kind::kEnded ||
+             (report.kind == Kind::kNotListening && !isAlive(address) &&
+              (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
+    candidate.wait(Candidate::kGone, lost(report, address), kAgain);
+  }
+  return Status();
+}
+
+// A round ends the one before. So that ranks that arrive or join slowly do not keep rank 0 from
+// ever completing one, it begins a round with missing ranks only when the others have joined.
+bool Root::isRoundDue() {
+  const auto now = Clock::now();
+  const bool isSlow =
+      now - lastJoined_ > kSlow && now - lastJoined_ > kTimesSlower * (lastJoined_ - roundBegan_);
+  bool isComplete = true, isSettled = true;
+  int invited = 0;
+  for (int rank = 0; rank < options_.ranks; ++rank) {
+    Candidate& candidate = candidates_[rank];
+    if (candidate.state == Candidate::kUnreachable && candidate.inviteAgain.expired()) {
+      candidate.state = Candidate::kInvited;
+      hasChanged_ = true;
+    }
+    isComplete &= candidate.isInvited();
+    invited += candidate.isInvited();
+    const bool isJoining = round_ && candidate.isInvited() && !joined_[rank] &&
+                           !round_->roster().members[rank].isAbsent();
+    if (!isJoining || candidate.isSlow) continue;
+    isSettled = false;
+    if (isSlow) candidate.isSlow = hasChanged_ = isRoundUrgent_ = true;
+  }
+  if (!hasChanged_) return false;
+  if (isComplete) return true;
+  const auto quiet = now - lastChange_;
+  return isRoundUrgent_ ? quiet > kUrgent : invited > 1 && isSettled && quiet > kPartial;
+}
+
+Status Root::startRound() {
+  if (round_ && !round_->end()) return Status();
+  Roster roster;
+  MYCOLL_RETURN_IF_ERROR(Handle::freshNonce(&roster.number));
+  // Larger than those of a process that was rank 0 before.
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  roster.round = std::max(rounds_ + 1, static_cast<uint64_t>(now / std::chrono::microseconds(1)));
+  rounds_ = roster.round;
+  std::vector<PeerAddress> peers(candidates_.size());
+  for (const Candidate& candidate : candidates_) {
+    Roster::Member& member = roster.members.emplace_back();
+    if (!candidate.isInvited()) continue;
+    member.nonce = candidate.handle.nonce;
+    peers[roster.members.size() - 1] = candidate.handle.address;
+    member.isSlow = candidate.isSlow;
+    member.isPublished = candidate.isPublished;
+  }
+  roster.peers = std::move(peers);
+  hasChanged_ = isRoundUrgent_ = false;
+  roundBegan_ = lastJoined_ = Clock::now();
+  joined_.assign(options_.ranks, false);
+  InvitationMessage message(InvitationMessage::Content::kRoster, roster.encode());
+  round_.reset();  // a connection to a rank that has not joined is not authenticated by it
+  return Round::open(engine_->mesh(), options_.name, 0, std::move(message), std::move(roster),
+                     news_, &round_);
+}
+
+std::vector<int> Root::missing() {
+  if (round_) joined_ = round_->joined();
+  std::vector<int> found;
+  for (int rank = 1; rank < options_.ranks; ++rank) {
+    if (!candidates_[rank].isInvited() || (round_ && !joined_[rank])) found.push_back(rank);
+  }
+  return found;
+}
+
+// ---- the others --------------------------------------------------------------------------------
+
+class Member final : public Forming {
+ public:
+  using Forming::Forming;
+
+ private:
+  Status attend() override;
+  bool spread(const Status& why) override;
+
+  Status check();
+  Status checkKnownPeers();
+  Status join();
+  Status attendRound();
+  Status lookAtStore();
+
+  Deadline nextLook_;
+  bool hasLooked_ = false;
+  std::string firstNonce_;  // of rank 0's handle, when this rank looked first; empty: none
+  Deadline rankZeroGone_ = Deadline::never();
+  Clock::time_point lostParent_, lostKnownPeer_;
+  Deadline nextForward_;
+  bool hasReportedLate_ = false;
+  bool isKnownToAll_ = false;  // the failure
+};
+
+Status Member::attend() {
+  if (usesStore()) MYCOLL_RETURN_IF_ERROR(publish());
+  nextLook_ = Deadline::after(known_.peers.empty() ? kLookAgain : kAgain);
+  for (;;) {
+    MYCOLL_RETURN_IF_ERROR(check());
+    MYCOLL_RETURN_IF_ERROR(join());
+    if (round_) {
+      MYCOLL_RETURN_IF_ERROR(attendRound());
+      if (round_->isFormed() && round_->roster().isComplete()) return Status();
+    }
+    const bool isAlone = !round_ || lostParent_ != Clock::time_point();
+    if (isAlone && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
+    pause(kTick);
+  }
+}
+
+bool Member::spread(const Status& why) {
+  if (isKnownToAll_) return true;
+  if (round_) round_->report({options_.rank, Round::Report::kGaveUp, why});
+  const Code code = why.code();
+  const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
+                         code == Code::kStore || code == Code::kPeerLost;
+  if (usesStore() && isLasting && (!round_ || !conflict().ok())) giveUp(why);
+  return true;
+}
+
+Status Member::check() {
+  if (isInterrupted()) return interrupted();
+  MYCOLL_RETURN_IF_ERROR(conflict());
+  if (deadline_.expired()) {
+    const std::string timeout = std::to_string(options_.timeout.count());
+    if (!round_ || std::exchange(hasReportedLate_, true)) {
+      return tooLate(options_.rank, timeout, {0});
+    }
+    round_->report({options_.rank, Round::Report::kLate, Status(Code::kTimeout, timeout)});
+    deadline_ = Deadline::after(kAgain);
+  }
+  for (const auto& [rank, loss] : losses()) {
+    const bool isInvited = round_ && !round_->roster().members[rank].isAbsent();
+    const bool isReplaced = isInvited && round_->roster().peers[rank].uid != loss.uid;
+    if (!isReplaced) return isLost(rank, loss.cause.message());
+  }
+  return round_ || store_ ? Status() : checkKnownPeers();
+}
+
+// Without a store, a rank that is not invited learns only from its own connections why.
+Status Member::checkKnownPeers() {
+  for (const PeerLost& lost : receptions_[0]->losses()) {
+    for (int rank = 0; rank < options_.ranks; ++rank) {
+      const PeerAddress& peer = known_.peers[rank];
+      if (peer.uid != lost.uid) continue;
+      if (lostKnownPeer_ == Clock::time_point()) lostKnownPeer_ = Clock::now();
+      if (Clock::now() - lostKnownPeer_ < kAgain) return Status();
+      const std::string words = "rank " + std::to_string(rank) + " (" + peer.describe() + ") " +
+                                lost.loss.describe() + " (seen by rank " +
+                                std::to_string(options_.rank) + ")";
+      return this->lost({rank, Round::Report::kEnded, Status(Code::kNetwork, words)}, peer);
+    }
+  }
+  return Status();
+}
+
+// Follows the latest invitation, if it is newer than the round.
+Status Member::join() {
+  for (const auto& reception : receptions_) {
+    std::optional<InvitationMessage> message = reception->takeRoster();
+    if (!message) continue;
+    Roster roster;
+    MYCOLL_RETURN_IF_ERROR(Roster::decode(message->text, &roster));
+    if (round_ && roster.round <= round_->roster().round) continue;
+    const auto ranks = static_cast<int>(roster.members.size());
+    const bool isThere =
+        options_.rank < ranks && roster.peers[options_.rank].uid == mine_.address.uid;
+    if (ranks != options_.ranks || !isThere) {
+      return error(Code::kStore,
+                   "rank 0 was started with " + std::to_string(ranks) + " ranks, rank " +
+                       std::to_string(options_.rank) + " (" + mine_.address.describe() + ") with " +
+                       std::to_string(options_.ranks) + ": the world sizes must be equal");
+    }
+    round_.reset();
+    lostParent_ = {};
+    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, options_.rank,
+                                       std::move(*message), std::move(roster), news_, &round_));
+  }
+  return Status();
+}
+
+Status Member::attendRound() {
+  const Status failure = round_->failure();
+  if (!failure.ok()) {
+    isKnownToAll_ = true;
+    return failure;
+  }
+  if (round_->isFormed()) return Status();
+  Round::Report loss;
+  if (const Round::Parent state = round_->parentState(&loss); state != Round::Parent::kHere) {
+    if (lostParent_ == Clock::time_point()) lostParent_ = Clock::now();
+    if (Clock::now() - lostParent_ > (state == Round::Parent::kLost ? kAgain : kNextRound)) {
+      const int parent = round_->parent();
+      const PeerAddress& address = round_->roster().peers[parent];
+      const Status why =
+          state == Round::Parent::kLost ? lost(loss, address) : ended(parent, address);
+      round_->fail(why);
+      isKnownToAll_ = true;
+      return why;
+    }
+  }
+  if (nextForward_.isNever() || nextForward_.expired()) {
+    if (!nextForward_.isNever()) round_->forward();
+    nextForward_ = Deadline::after(kForward);
+  }
+  return Status();
+}
+
+// Rank 0 may have given up, or may have been started for another group.
+Status Member::lookAtStore() {
+  if (!isPublished_) MYCOLL_RETURN_IF_ERROR(publish());
+  nextLook_ = Deadline::after(pollPause(kLookAgain));
+  Handle zero;
+  bool found = false;
+  MYCOLL_RETURN_IF_ERROR(read(0, &found, &zero));
+  if (!std::exchange(hasLooked_, true)) firstNonce_ = zero.nonce;
+  if (!found) return Status();
+  const bool isOfNow = zero.nonce != firstNonce_ || this->isOfNow(zero.address);
+  if (!zero.why.empty()) {
+    isKnownToAll_ = isOfNow;
+    return isOfNow ? hasGivenUp(zero) : Status();
+  }
+  if (isOfNow && isDead(zero.address)) {
+    if (rankZeroGone_.isNever()) rankZeroGone_ = Deadline::after(kAgain);
+    return rankZeroGone_.expired() ? ended(0, zero.address) : Status();
+  }
+  const Status unlike = isUnlike(zero);
+  bool isCurrent = false;
+  if (!unlike.ok()) MYCOLL_RETURN_IF_ERROR(this->isCurrent(zero, &isCurrent));
+  return isCurrent ? unlike : Status();
+}
+
+}  // namespace
+
+KnownPeers KnownPeers::from(const GroupAddress& group, const std::vector<int>& members,
+                            const std::string& name) {
+  KnownPeers known;
+  const Digest secret = hmacSha256(group.secret, "mycoll formation " + name);
+  known.secret.assign(reinterpret_cast<const char*>(secret.data()), secret.size());
+  std::vector<PeerAddress> peers;
+  for (const int member : members) peers.push_back(group.peers[member]);
+  known.peers = std::move(peers);
+  return known;
+}
+
+Formation::~Formation() = default;
+
+std::unique_ptr<Formation> Formation::make(const GroupOptions& options, Store* store,
+                                           Engine& engine, KnownPeers known) {
+  if (options.rank == 0) return std::make_unique<Root>(options, store, &engine, std::move(known));
+  return std::make_unique<Member>(options, store, &engine, std::move(known));
+}
+
+void stayAway(const GroupOptions& options, Store& store, const Status& why) {
+  Member(options, &store, nullptr, {}).giveUp(why);
+}
+
+}  // namespace mycoll

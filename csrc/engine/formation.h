@@ -1,0 +1,63 @@
+// Formation: how the ranks of a group find each other and agree to be one group.
+//
+//   rank r    opens a reception and publishes its handle: the key handle/<r> of the store
+//   rank 0    collects the handles, and invites the ranks in a round: round.h
+//   all       join; when all have, the group is made
+//
+// So each rank uses the store once, and rank 0 reads each handle once. The connections that the
+// invitations open are those of the control tree, which the group goes on to use.
+//
+// Ranks that have a group in common know each other's addresses, and can compute each other's
+// nonces from its secret. They use no store, unless one of them is missing after a second: it may
+// have left that group.
+//
+// A store may hold handles of earlier groups of the same name. An invitation to a stale handle
+// finds no reception, so rank 0 waits for its successor. A rank that finds a handle of its own
+// number asks the process that published it: if that still waits, two processes have one rank.
+//
+// Rank 0 decides, and all ranks report the same error: two processes with one rank, other world
+// sizes or settings, a rank that gives up, a rank whose process has ended and that did not come
+// again within a second, the missing ranks at the first deadline, a rank that another group of one
+// of these processes has lost. While ranks are missing, those that are there form rounds without
+// them, so that they notice each other's ends. A rank that is in no round looks at the handle of
+// rank 0 now and then, where rank 0 writes its error.
+//
+// Thread contract: one thread, which run() blocks until the deadline.
+// Lifetime: to be kept until the group has been added to the engine; it keeps the connections.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/communicator.h"
+#include "engine/store.h"
+#include "transport/peer.h"
+
+namespace mycoll {
+
+// The ranks of the new group, known from another group.
+struct KnownPeers {
+  // members: the new group's ranks, by their numbers in that group.
+  static KnownPeers from(const GroupAddress& group, const std::vector<int>& members,
+                         const std::string& name);
+
+  std::string secret;  // of the members of that group, for this name
+  PeerList peers;      // by rank; empty: they are not known
+};
+
+class Formation {
+ public:
+  // store: null if all ranks are known.
+  static std::unique_ptr<Formation> make(const GroupOptions& options, Store* store, Engine& engine,
+                                         KnownPeers known);
+  virtual ~Formation();
+
+  // result: the address of the group.
+  virtual Status run(GroupAddress* result) = 0;
+};
+
+// Instead of a formation, by a rank that cannot even begin: the others then do not wait for it.
+void stayAway(const GroupOptions& options, Store& store, const Status& why);
+
+}  // namespace mycoll

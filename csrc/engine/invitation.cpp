@@ -1,0 +1,179 @@
+#include "engine/invitation.h"
+
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <utility>
+
+#include "base/env.h"
+#include "base/sanitize.h"
+#include "base/sha256.h"
+#include "transport/mesh.h"
+
+namespace mycoll {
+namespace {
+
+constexpr int kSender = 0, kReceiver = 1;
+
+std::string asText(const Digest& digest) {
+  return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
+}
+
+std::string macOf(const GroupAddress& address, const InvitationMessage& message) {
+  return asText(hmacSha256(
+      address.secret,
+      std::string("mycoll frame ") + static_cast<char>(message.content) + asText(message.digest)));
+}
+
+Status addressOf(const std::string& nonce, int rank, const PeerAddress& sender,
+                 const PeerAddress& receiver, GroupAddress* address) {
+  address->isInvitation = true;
+  address->name = "invitation";
+  address->rank = rank;
+  address->peers = {sender, receiver};
+  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll invitation " + nonce, &address->secret));
+  // The number does not depend on the secret file: two processes with different files find out that
+  // they have.
+  const Digest number = sha256("mycoll invitation number " + nonce);
+  std::memcpy(&address->context, number.data(), sizeof(address->context));
+  return Status();
+}
+
+}  // namespace
+
+Status secretOf(const std::string& text, std::string* secret) {
+  MYCOLL_RETURN_IF_ERROR(Env::check());
+  const std::string& path = Env::process().secretFile;
+  if (path.empty()) {
+    *secret = asText(sha256(text));
+    return Status();
+  }
+  std::ifstream file(path, std::ios::binary);
+  const std::string key((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (key.size() < 16) {
+    return Status(Code::kInvalidArgument,
+                  "MYCOLL_SECRET_FILE: '" + path + "' cannot be read, or is shorter than 16 bytes");
+  }
+  *secret = asText(hmacSha256(key, text));
+  return Status();
+}
+
+void setContext(GroupAddress* address) {
+  const Digest digest = hmacSha256(address->secret, "mycoll context " + address->name);
+  std::memcpy(&address->context, digest.data(), sizeof(address->context));
+}
+
+// ---- Reception ---------------------------------------------------------------------------------
+
+void News::note() {
+  const MutexLock lock(mutex_);
+  isThere_ = true;
+  changed_.notify_one();
+}
+
+void News::wait(std::chrono::milliseconds atMost) {
+  MutexLock lock(mutex_);
+  changed_.wait_for(lock.native(), atMost, [this]() REQUIRES(mutex_) { return isThere_; });
+  isThere_ = false;
+}
+
+Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news)
+    : mailbox_(std::move(mesh), std::move(address), this), news_(news) {}
+
+Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
+                       std::unique_ptr<Reception>* result) {
+  GroupAddress address;
+  MYCOLL_RETURN_IF_ERROR(addressOf(nonce, kReceiver, PeerAddress(), mesh->address(), &address));
+  mesh->addPending(1);  // the engine's thread waits for events, and peers ring
+  result->reset(new Reception(std::move(mesh), std::move(address), news));
+  (*result)->mailbox_.open();
+  return Status();
+}
+
+Reception::~Reception() {
+  mailbox_.detach();
+  mailbox_.mesh().addPending(-1);
+}
+
+void Reception::handle(const Event& event) {
+  if (const auto* const lost = std::get_if<PeerLost>(&event)) {
+    losses_.push_back(*lost);
+    return news_.note();
+  }
+  const auto* const frame = std::get_if<ControlFrame>(&event);
+  if (!frame || frame->header.kind != FrameKind::kInvitation) return;
+  const std::string& payload = frame->payload;
+  if (payload.size() <= sizeof(Digest)) return;
+  const std::string_view contents = std::string_view(payload).substr(sizeof(Digest));
+  using Content = InvitationMessage::Content;
+  InvitationMessage message(static_cast<Content>(contents[0]), contents.substr(1));
+  const std::string mac = macOf(mailbox_.group(), message);
+  if (!constantTimeEqual(mac.data(), payload.data(), sizeof(Digest))) return;
+  switch (message.content) {
+    case Content::kRoster: roster_ = std::move(message); break;
+    case Content::kConflict: conflict_ = sanitized(message.text); break;
+    default: return;
+  }
+  news_.note();
+}
+
+std::optional<InvitationMessage> Reception::takeRoster() {
+  IoLock lock(mailbox_.ioMutex());
+  return std::exchange(roster_, std::nullopt);
+}
+
+Status Reception::conflict() {
+  IoLock lock(mailbox_.ioMutex());
+  return conflict_.empty() ? Status() : Status(Code::kStore, conflict_);
+}
+
+std::vector<PeerLost> Reception::losses() {
+  IoLock lock(mailbox_.ioMutex());
+  return losses_;
+}
+
+// ---- Invitation --------------------------------------------------------------------------------
+
+Invitation::Invitation(std::shared_ptr<Mesh> mesh, GroupAddress address,
+                       std::function<void()> refused)
+    : mailbox_(std::move(mesh), std::move(address), this), refused_(std::move(refused)) {}
+
+Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
+                        const InvitationMessage& message, std::function<void()> refused,
+                        std::unique_ptr<Invitation>* result) {
+  GroupAddress address;
+  MYCOLL_RETURN_IF_ERROR(
+      addressOf(receiver.nonce, kSender, mesh->address(), receiver.address, &address));
+  const std::string payload =
+      macOf(address, message) + static_cast<char>(message.content) + message.text;
+  const bool isToItself = receiver.address.uid == mesh->address().uid;
+  result->reset(new Invitation(std::move(mesh), std::move(address), std::move(refused)));
+  Invitation& invitation = **result;
+  if (isToItself) {
+    IoLock lock(invitation.mailbox_.ioMutex());
+    invitation.fail(/*isRefused=*/true);
+    return Status();
+  }
+  invitation.mailbox_.open();
+  invitation.mailbox_.tell(kReceiver, FrameKind::kInvitation, payload, receiver.isOpened ? 1 : 0);
+  return Status();
+}
+
+Invitation::~Invitation() { mailbox_.detach(); }
+
+void Invitation::handle(const Event& event) {
+  const auto* const frame = std::get_if<ControlFrame>(&event);
+  const bool isRefused = std::holds_alternative<RankLeft>(event) ||
+                         (frame && frame->header.kind == FrameKind::kGoodbye);
+  const auto* const lost = std::get_if<PeerLost>(&event);
+  if (isRefused || (lost && lost->uid == mailbox_.group().peers[kReceiver].uid)) fail(isRefused);
+}
+
+void Invitation::fail(bool isRefused) {
+  hasFailed_.store(true, std::memory_order_release);
+  if (!isRefused || !mailbox_.isPresent(kReceiver)) return;
+  mailbox_.setAbsent(kReceiver, Status(Code::kPeerLost, "it is in no group"), false);
+  if (refused_) refused_();
+}
+
+}  // namespace mycoll

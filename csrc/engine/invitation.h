@@ -1,0 +1,120 @@
+// Invitations: how a process reaches a rank that is in no group yet. A rank that wants to be in a
+// group opens a Reception, whose number and secret are made of a nonce, and then publishes the
+// nonce and its address. A process that knows them sends it an Invitation. Both are ends of a group
+// of two (GroupAddress::isInvitation). The connection between the two processes, which is made if
+// there is none, later carries the data of their groups. What is sent carries a MAC, as the
+// connection may have been authenticated by another group.
+//
+// Thread contract: [any thread]; events are handled under the I/O lock.
+// Lifetime: both hold the engine's mesh.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/mutex.h"
+#include "base/sha256.h"
+#include "base/status.h"
+#include "transport/event.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+// The secret that every rank of a job can make of this text: with MYCOLL_SECRET_FILE, only those
+// that have the file can. Fails if that file cannot be used.
+Status secretOf(const std::string& text, std::string* secret);
+
+// Sets the group's number, which is made of its secret and its name. It does not reveal the secret.
+void setContext(GroupAddress* address);
+
+// Wakes the thread that forms a group.
+class News {
+ public:
+  void note() EXCLUDES(mutex_);
+  // Returns when something was noted since the last time, or after atMost.
+  void wait(std::chrono::milliseconds atMost) EXCLUDES(mutex_);
+
+ private:
+  Mutex mutex_;
+  std::condition_variable changed_;
+  bool isThere_ GUARDED_BY(mutex_) = false;
+};
+
+// What is sent with an invitation.
+struct InvitationMessage {
+  enum class Content : char {
+    kRoster,    // the text is a roster, encoded
+    kConflict,  // another process claims to be the receiver's rank; the text says which
+    kProbe,     // nothing: the sender wants to know whether the reception is open
+  };
+
+  InvitationMessage(Content what, std::string_view words)
+      : content(what), text(words), digest(sha256(text)) {}
+
+  Content content;
+  std::string text;
+  Digest digest;  // of the text, which may be long and have many receivers
+};
+
+class Reception final : public EventHandler {
+ public:
+  // Fails if MYCOLL_SECRET_FILE cannot be used.
+  static Status open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
+                     std::unique_ptr<Reception>* result);
+  ~Reception();
+
+  // The latest message with a roster, if there is one since the last call.
+  std::optional<InvitationMessage> takeRoster();
+  // Not ok: another process claims to be this rank. In its words.
+  Status conflict();
+  // The processes that this one has lost, or had lost before.
+  std::vector<PeerLost> losses();
+
+ private:
+  Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news);
+  void handle(const Event& event) override REQUIRES(ioRole);
+
+  Mailbox mailbox_;
+  std::optional<InvitationMessage> roster_ GUARDED_BY(ioRole);
+  std::string conflict_ GUARDED_BY(ioRole);
+  std::vector<PeerLost> losses_ GUARDED_BY(ioRole);
+  News& news_;
+};
+
+class Invitation final : public EventHandler {
+ public:
+  struct Receiver {
+    PeerAddress address;
+    std::string nonce;
+    // The reception was opened before the nonce could be known; else it may be opened later.
+    bool isOpened = true;
+  };
+
+  // refused: called under the I/O lock if the process has no such reception any more; may be empty.
+  // A process refuses what it sends to itself: the nonce is of an earlier reception.
+  static Status send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
+                     const InvitationMessage& message, std::function<void()> refused,
+                     std::unique_ptr<Invitation>* result);
+  ~Invitation();
+
+  // Whether the process has no such reception any more, or cannot be reached.
+  bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
+
+ private:
+  Invitation(std::shared_ptr<Mesh> mesh, GroupAddress address, std::function<void()> refused);
+  void handle(const Event& event) override REQUIRES(ioRole);
+  void fail(bool isRefused) REQUIRES(ioRole);
+
+  Mailbox mailbox_;
+  const std::function<void()> refused_;
+  std::atomic<bool> hasFailed_{false};
+};
+
+}  // namespace mycoll

@@ -1,0 +1,308 @@
+#include "engine/round.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/sanitize.h"
+#include "kernels/reduce.h"
+#include "transport/mesh.h"
+
+namespace mycoll {
+namespace {
+
+// The beginning of a kAbort frame's payload; the text follows.
+struct ReportHead {
+  int32_t rank = -1;
+  uint32_t kind = 0;
+  uint32_t code = 0;
+  uint32_t reserved = 0;
+};
+
+std::string encode(const Round::Report& report) {
+  const ReportHead head{report.rank, report.kind, static_cast<uint32_t>(report.why.code()), 0};
+  std::string payload(reinterpret_cast<const char*>(&head), sizeof(head));
+  return payload + report.why.message().substr(0, kMaxControlBytes - payload.size());
+}
+
+bool decode(const std::string& payload, int ranks, Round::Report* report) {
+  ReportHead head;
+  if (payload.size() < sizeof(head)) return false;
+  std::memcpy(&head, payload.data(), sizeof(head));
+  if (head.rank < 0 || head.rank >= ranks || head.kind > Round::Report::kDistrusted) return false;
+  report->rank = head.rank;
+  report->kind = static_cast<Round::Report::Kind>(head.kind);
+  report->why = statusFromPeer(static_cast<int>(head.code), payload.substr(sizeof(head)));
+  return true;
+}
+
+Round::Report::Kind kindOf(LossReason reason) {
+  switch (reason) {
+    case LossReason::kNotListening: return Round::Report::kNotListening;
+    case LossReason::kUnreachable: return Round::Report::kUnreachable;
+    case LossReason::kDistrusted: return Round::Report::kDistrusted;
+    default: return Round::Report::kEnded;
+  }
+}
+
+}  // namespace
+
+Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage message,
+             Roster roster, News& news)
+    : mesh_(std::move(mesh)),
+      message_(std::move(message)),
+      roster_(std::move(roster)),
+      mailbox_(mesh_, std::move(address), this),
+      news_(news),
+      joined_(roster_.members.size()) {
+  const int self = mailbox_.rank();
+  const Shape shape(hostsOf(mailbox_.group()), sumTree());
+  const ControlTree tree(shape);
+  const auto isAside = [this](int rank) {
+    const Roster::Member& member = roster_.members[rank];
+    return member.isAbsent() || member.isSlow;
+  };
+  if (isAside(self)) {
+    parent_ = 0;
+    return;
+  }
+  parent_ = tree.parentOf(self, isAside);
+  children_ = tree.childrenOf(self, isAside);
+  for (int rank = 1; self == 0 && rank < mailbox_.ranks(); ++rank) {
+    if (!roster_.members[rank].isAbsent() && isAside(rank)) children_.push_back(rank);
+  }
+}
+
+Status Round::open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
+                   InvitationMessage message, Roster roster, News& news,
+                   std::unique_ptr<Round>* result) {
+  GroupAddress address;
+  address.name = name;
+  address.rank = rank;
+  address.peers = roster.peers;
+  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll round " + toHex(message.digest), &address.secret));
+  setContext(&address);
+  result->reset(
+      new Round(std::move(mesh), std::move(address), std::move(message), std::move(roster), news));
+  Round& round = **result;
+  // The invitations come first: a connection to a child is authenticated by the oldest group that
+  // it is in, and the child does not know this round yet.
+  MYCOLL_RETURN_IF_ERROR(round.inviteChildren());
+  round.mailbox_.open();
+  {
+    IoLock lock(round.mailbox_.ioMutex());
+    round.join();
+  }
+  round.mesh_->progress();
+  return Status();
+}
+
+Round::~Round() {
+  invitations_.clear();  // they call this round
+  mailbox_.detach();
+}
+
+Status Round::inviteChildren() {
+  for (const int child : children_) {
+    const Roster::Member& member = roster_.members[child];
+    const auto refused = [this, child]() REQUIRES(ioRole) {
+      onLost(child, Report::kNoReception, "is in no group");
+    };
+    MYCOLL_RETURN_IF_ERROR(
+        Invitation::send(mesh_, {roster_.peers[child], member.nonce, member.isPublished}, message_,
+                         refused, &invitations_.emplace_back()));
+  }
+  return Status();
+}
+
+Status Round::result(GroupAddress* address) const {
+  *address = mailbox_.group();
+  MYCOLL_RETURN_IF_ERROR(secretOf("mycoll group " + toHex(message_.digest), &address->secret));
+  setContext(address);
+  return Status();
+}
+
+// ---- joining -----------------------------------------------------------------------------------
+
+void Round::join() {
+  const int self = mailbox_.rank();
+  joined_[self] = true;
+  unsent_.push_back(self);
+  if (children_.empty()) sendUp(/*isWhole=*/true);
+}
+
+void Round::sendUp(bool isWhole) {
+  if (parent_ >= 0) {
+    const auto whole = static_cast<int32_t>(isWhole);
+    std::string payload(reinterpret_cast<const char*>(&whole), sizeof(whole));
+    for (const int32_t rank : std::exchange(unsent_, {})) {
+      payload.append(reinterpret_cast<const char*>(&rank), sizeof(rank));
+    }
+    mailbox_.sendControl(parent_, FrameKind::kJoined, payload);
+  } else if (isWhole && roster_.isComplete() && failure_.ok()) {
+    isFormed_ = true;
+    toChildren(FrameKind::kFormed, "");
+  }
+}
+
+void Round::onJoined(int child, const std::string& payload) {
+  const auto isSet = [](const std::vector<int>& list, int value) {
+    return std::find(list.begin(), list.end(), value) != list.end();
+  };
+  if (!isSet(children_, child) || payload.size() < sizeof(int32_t)) return;
+  std::vector<int32_t> values(payload.size() / sizeof(int32_t));
+  std::memcpy(values.data(), payload.data(), values.size() * sizeof(int32_t));
+  for (size_t i = 1; i < values.size(); ++i) {
+    const int rank = values[i];
+    if (rank < 0 || rank >= mailbox_.ranks() || joined_[rank]) continue;
+    joined_[rank] = true;
+    unsent_.push_back(rank);
+  }
+  if (values[0] == 0 || isSet(wholeChildren_, child)) return;
+  wholeChildren_.push_back(child);
+  if (wholeChildren_.size() == children_.size()) sendUp(/*isWhole=*/true);
+}
+
+void Round::forward() {
+  {
+    IoLock lock(mailbox_.ioMutex());
+    if (parent_ < 0 || unsent_.empty()) return;
+    sendUp(/*isWhole=*/false);
+  }
+  mesh_->progress();
+}
+
+void Round::toChildren(FrameKind kind, const std::string& payload) {
+  news_.note();
+  for (const int child : children_) {
+    if (mailbox_.isPresent(child)) mailbox_.sendControl(child, kind, payload);
+  }
+}
+
+// ---- reports and failures ----------------------------------------------------------------------
+
+void Round::handle(const Event& event) {
+  if (const auto* const frame = std::get_if<ControlFrame>(&event)) {
+    const int source = frame->header.source;
+    switch (frame->header.kind) {
+      case FrameKind::kJoined: return onJoined(source, frame->payload);
+      case FrameKind::kAbort: return onAbort(source, frame->payload);
+      case FrameKind::kFormed:
+        if (source != parent_ || isFormed_ || !failure_.ok()) return;
+        isFormed_ = true;
+        return toChildren(FrameKind::kFormed, "");
+      case FrameKind::kGoodbye: return onLeft(source);
+      default: return;
+    }
+  }
+  if (const auto* const left = std::get_if<RankLeft>(&event)) return onLeft(left->rank);
+  const auto* const lost = std::get_if<PeerLost>(&event);
+  if (!lost) return;
+  for (int rank = 0; rank < mailbox_.ranks(); ++rank) {
+    if (rank == mailbox_.rank() || !mailbox_.isOf(rank, lost->uid)) continue;
+    onLost(rank, kindOf(lost->loss.reason), lost->loss.describe());
+  }
+}
+
+void Round::onLeft(int rank) {
+  if (rank != parent_ || parentState_ != Parent::kHere) return;
+  parentState_ = Parent::kLeft;
+  news_.note();
+}
+
+// Rank 0 acts on every loss that it detects, the others only on those of their parents and
+// children.
+void Round::onLost(int rank, Report::Kind kind, const std::string& why) {
+  const bool isChild = std::find(children_.begin(), children_.end(), rank) != children_.end();
+  if (!mailbox_.isPresent(rank)) return;
+  mailbox_.setAbsent(rank, Status(Code::kPeerLost, why), /*isFailure=*/false);
+  const std::string words = mailbox_.describeRank(rank) + " " + why + " (seen by rank " +
+                            std::to_string(mailbox_.rank()) + ")";
+  const Report loss{rank, kind, Status(Code::kNetwork, words)};
+  if (rank == parent_) {
+    parentState_ = Parent::kLost;
+    parentLoss_ = loss;
+    news_.note();
+  } else if (isChild || mailbox_.rank() == 0) {
+    pass(loss);
+  }
+}
+
+void Round::pass(const Report& report) {
+  news_.note();
+  if (mailbox_.rank() == 0) return reports_.push_back(report);
+  if (mailbox_.isPresent(parent_)) mailbox_.sendControl(parent_, FrameKind::kAbort, encode(report));
+}
+
+void Round::onAbort(int source, const std::string& payload) {
+  Report report;
+  if (!decode(payload, mailbox_.ranks(), &report)) return;
+  if (source != parent_) return pass(report);
+  if (!failure_.ok() || isFormed_) return;
+  failure_ = report.why;
+  toChildren(FrameKind::kAbort, payload);
+}
+
+void Round::report(const Report& report) {
+  {
+    IoLock lock(mailbox_.ioMutex());
+    pass(report);
+  }
+  mesh_->progress();
+}
+
+bool Round::fail(const Status& why) {
+  {
+    IoLock lock(mailbox_.ioMutex());
+    if (isFormed_) return false;
+    if (!failure_.ok()) return true;
+    failure_ = why;
+    toChildren(FrameKind::kAbort, encode({mailbox_.rank(), Report::kGaveUp, why}));
+  }
+  mesh_->progress();
+  return true;
+}
+
+bool Round::end() {
+  IoLock lock(mailbox_.ioMutex());
+  if (!isFormed_) failure_ = Status(Code::kAborted, "rank 0 makes another round");
+  return !isFormed_;
+}
+
+void Round::leave() {
+  GroupAddress address;
+  if (!roster_.isComplete() || !result(&address).ok()) return;
+  struct Ignores final : EventHandler {
+    void handle(const Event& /*event*/) override {}
+  } handler;
+  Mailbox mailbox(mesh_, std::move(address), &handler);
+  mailbox.open();
+}
+
+bool Round::isFormed() {
+  IoLock lock(mailbox_.ioMutex());
+  return isFormed_;
+}
+
+Status Round::failure() {
+  IoLock lock(mailbox_.ioMutex());
+  return failure_;
+}
+
+Round::Parent Round::parentState(Report* loss) {
+  IoLock lock(mailbox_.ioMutex());
+  *loss = parentLoss_;
+  return parentState_;
+}
+
+std::vector<Round::Report> Round::takeReports() {
+  IoLock lock(mailbox_.ioMutex());
+  return std::exchange(reports_, {});
+}
+
+std::vector<bool> Round::joined() {
+  IoLock lock(mailbox_.ioMutex());
+  return joined_;
+}
+
+}  // namespace mycoll

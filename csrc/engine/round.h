@@ -1,0 +1,127 @@
+// Round: one attempt to make a group of the ranks in a roster. Rank 0 makes the roster; the others
+// receive it with an invitation.
+//
+//   down   kInvitation   the roster, from each rank to its children in the control tree. It opens
+//                        the connection to a child, or uses one that exists
+//   up     kJoined       the ranks of a subtree that have joined: when all have, or every 100 ms
+//                        those that are new
+//          kAbort        a report about a rank: it gives up, its process has ended, it cannot be
+//                        reached. Each rank passes it on to rank 0
+//   down   kFormed       all ranks have joined: the group is made
+//          kAbort        the group cannot be made, and why
+//
+// Each rank is connected to its parent and its children, so it detects when one of them ends. A
+// rank that does not answer its invitation is slow in the next round: rank 0 invites it itself, and
+// it has no children, so it holds up no other rank.
+//
+// Thread contract: one thread owns it; events are handled under the I/O lock.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/control_tree.h"
+#include "engine/invitation.h"
+#include "engine/roster.h"
+#include "transport/event.h"
+#include "transport/mailbox.h"
+
+namespace mycoll {
+
+class Round final : public EventHandler {
+ public:
+  // What rank 0 learns about a rank.
+  struct Report {
+    enum Kind : uint32_t {
+      kGaveUp,       // why: in its own words
+      kLate,         // its deadline has expired; why: after how many milliseconds
+      kEnded,        // its process has ended
+      kNoReception,  // its process has no such reception: the handle is of an earlier time
+      kNotListening,
+      kUnreachable,
+      kDistrusted,
+    };
+    int rank = -1;
+    Kind kind = kGaveUp;
+    Status why;
+  };
+
+  // Joins the round of this roster, and invites the children with the message. news: noted when the
+  // round is formed, fails, or has a report.
+  static Status open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
+                     InvitationMessage message, Roster roster, News& news,
+                     std::unique_ptr<Round>* result);
+  ~Round();
+
+  const Roster& roster() const { return roster_; }
+  // All ranks have joined, and rank 0 has said so.
+  bool isFormed();
+  // Not ok: rank 0, or a rank that has lost its parent, has ended the round.
+  Status failure();
+  enum class Parent {
+    kHere,
+    kLeft,  // it has left the round: it is in a later one, or has failed
+    kLost,  // its process has ended, or it cannot be reached
+  };
+  // loss: set if the parent is lost.
+  Parent parentState(Report* loss);
+  int parent() const { return parent_; }
+
+  // Sends up the ranks that have joined since the last time. To be called about every 100 ms.
+  void forward();
+  // Reports that this rank gives up or is late. Not on rank 0.
+  void report(const Report& report);
+  // Ends the round for this rank's subtree, which is all ranks if this is rank 0. Returns false if
+  // the group is formed already.
+  bool fail(const Status& why);
+  // Rank 0 ends the round without a report, as it makes another. Returns false like fail().
+  bool end();
+  // Leaves the group that the other ranks may have made: they receive a goodbye if they call it.
+  void leave();
+  // Whether everything has been passed to the links.
+  bool isFlushed() { return mailbox_.isFlushed(); }
+
+  // ---- rank 0
+  std::vector<Report> takeReports();
+  std::vector<bool> joined();
+
+  // The address of the group that this round makes.
+  Status result(GroupAddress* address) const;
+
+ private:
+  Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage message, Roster roster,
+        News& news);
+
+  void handle(const Event& event) override REQUIRES(ioRole);
+  void onJoined(int child, const std::string& payload) REQUIRES(ioRole);
+  void onAbort(int source, const std::string& payload) REQUIRES(ioRole);
+  void onLeft(int rank) REQUIRES(ioRole);
+  void onLost(int rank, Report::Kind kind, const std::string& why) REQUIRES(ioRole);
+  void pass(const Report& report) REQUIRES(ioRole);
+  void join() REQUIRES(ioRole);
+  void sendUp(bool isWhole) REQUIRES(ioRole);
+  void toChildren(FrameKind kind, const std::string& payload) REQUIRES(ioRole);
+  Status inviteChildren();
+
+  const std::shared_ptr<Mesh> mesh_;
+  const InvitationMessage message_;  // the roster
+  const Roster roster_;
+  Mailbox mailbox_;
+  std::vector<int> children_;
+  int parent_ = -1;
+  std::vector<std::unique_ptr<Invitation>> invitations_;
+  News& news_;
+
+  std::vector<bool> joined_ GUARDED_BY(ioRole);        // by rank: those known here
+  std::vector<int> unsent_ GUARDED_BY(ioRole);         // of these, not sent up yet
+  std::vector<int> wholeChildren_ GUARDED_BY(ioRole);  // whose subtrees have joined
+  std::vector<Report> reports_ GUARDED_BY(ioRole);
+  bool isFormed_ GUARDED_BY(ioRole) = false;
+  Parent parentState_ GUARDED_BY(ioRole) = Parent::kHere;
+  Report parentLoss_ GUARDED_BY(ioRole);
+  Status failure_ GUARDED_BY(ioRole);  // also set by end()
+};
+
+}  // namespace mycoll

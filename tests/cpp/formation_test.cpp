@@ -1,0 +1,685 @@
+// How a group is formed: what it asks of the store, and what happens when a rank dies, comes twice,
+// lies or does not come.
+#include "engine/formation.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <latch>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/sha256.h"
+#include "engine/invitation.h"
+#include "engine/roster.h"
+#include "engine/round.h"
+#include "test.h"
+#include "world.h"
+
+using namespace mycoll;
+using std::chrono::milliseconds;
+
+namespace {
+
+using test::MemoryStore;
+using test::Threads;
+
+std::string keyOf(int rank) { return "handle/" + std::to_string(rank); }
+
+// One rank's view of a store, counted.
+class CountedStore final : public Store {
+ public:
+  explicit CountedStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+
+  Status set(const std::string& key, const std::string& value) override {
+    ++operations;
+    bytes += value.size();
+    return store_->set(key, value);
+  }
+  Status tryGet(const std::string& key, bool* found, std::string* value) override {
+    ++operations;
+    const Status status = store_->tryGet(key, found, value);
+    if (*found) bytes += value->size();
+    return status;
+  }
+  Status compareSet(const std::string& key, const std::string& expected, const std::string& value,
+                    std::string* now) override {
+    ++operations;
+    bytes += value.size();
+    return store_->compareSet(key, expected, value, now);
+  }
+
+  size_t operations = 0, bytes = 0;
+
+ private:
+  const std::shared_ptr<Store> store_;
+};
+
+std::shared_ptr<Engine> engineOn(const std::string& host,
+                                 const std::shared_ptr<LinkTap>& tap = nullptr) {
+  MeshOptions mesh;
+  mesh.storeHost = "127.0.0.1";
+  mesh.host = host;
+  mesh.tap = tap;
+  std::shared_ptr<Engine> engine;
+  ASSERT_OK(Engine::create(mesh, &engine));
+  return engine;
+}
+
+GroupOptions optionsOf(int rank, int ranks, int timeoutMs = 10'000) {
+  GroupOptions options;
+  options.name = "test";
+  options.rank = rank;
+  options.ranks = ranks;
+  options.timeout = milliseconds(timeoutMs);
+  return options;
+}
+
+// A rank that only forms the group, and leaves.
+Status formAs(GroupOptions options, const std::shared_ptr<Store>& store,
+              const std::string& host = "") {
+  std::shared_ptr<Communicator> group;
+  const Status status = Communicator::create(std::move(options), store, engineOn(host), &group);
+  if (group) group->abort("over");
+  return status;
+}
+
+bool says(const Status& status, const std::string& words) {
+  const bool does = status.message().find(words) != std::string::npos;
+  if (!does) test::fail(__FILE__, __LINE__, status.toString() + "\n  does not say: " + words);
+  return does;
+}
+
+// A rank that the test moves.
+class Puppet {
+ public:
+  Puppet(int rank, int ranks, std::shared_ptr<Store> store, const std::string& host = "")
+      : store_(std::move(store)), engine_(engineOn(host)) {
+    EXPECT_OK(Handle::freshNonce(&handle.nonce));
+    handle.rank = rank;
+    handle.ranks = ranks;
+    handle.settings = Handle::settingsHere();
+    handle.address = engine_->mesh()->address();
+  }
+
+  void publish() { ASSERT_OK(store_->set(keyOf(handle.rank), handle.encode())); }
+  void openReception() {
+    ASSERT_OK(Reception::open(engine_->mesh(), handle.nonce, news, &reception_));
+  }
+  // Moves bytes until it is done.
+  void drive(const std::function<bool()>& isDone) {
+    const Deadline deadline = Deadline::after(milliseconds(10'000));
+    while (!isDone()) {
+      ASSERT(!deadline.expired());
+      engine_->mesh()->progress();
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+  // Publishes its handle, and waits for an invitation.
+  Roster beInvited() {
+    if (!reception_) {
+      openReception();
+      publish();
+    }
+    std::optional<InvitationMessage> message;
+    drive([&] { return (message = reception_->takeRoster()).has_value(); });
+    message_ = std::move(message);
+    Roster roster;
+    ASSERT_OK(Roster::decode(message_->text, &roster));
+    return roster;
+  }
+  // Joins the round that it was invited to last.
+  void join(const Roster& roster) {
+    round.reset();
+    ASSERT_OK(Round::open(engine_->mesh(), "test", handle.rank, *message_, roster, news, &round));
+  }
+  // Until the round has failed.
+  Status failure() {
+    drive([this] { return !round->failure().ok(); });
+    return round->failure();
+  }
+  std::shared_ptr<Mesh> mesh() const { return engine_->mesh(); }
+
+  Handle handle;
+  News news;
+
+ private:
+  const std::shared_ptr<Store> store_;
+  const std::shared_ptr<Engine> engine_;
+  std::unique_ptr<Reception> reception_;
+  std::optional<InvitationMessage> message_;
+
+ public:
+  std::unique_ptr<Round> round;
+};
+
+std::vector<Status> formAll(int ranks, const std::shared_ptr<Store>& store, int without = -1,
+                            int timeoutMs = 10'000) {
+  std::vector<Status> found(ranks);
+  Threads(ranks, [&](int rank) {
+    if (rank != without) found[rank] = formAs(optionsOf(rank, ranks, timeoutMs), store);
+  });
+  return found;
+}
+
+// Counts the ends of connections.
+class CountingTap final : public LinkTap {
+ public:
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
+    ++links;
+    return link;
+  }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
+
+  std::atomic<int> links{0};
+};
+
+}  // namespace
+
+// A rank that does not wait long uses the store once.
+TEST(Formation, aThousandRanks) {
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  constexpr int kRanks = 200, kOnEach = 8;
+#else
+  constexpr int kRanks = 1000, kOnEach = 8;
+#endif
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<size_t> operations(kRanks);
+  std::atomic<int> formed{0};
+  const auto began = std::chrono::steady_clock::now();
+  Threads(kRanks, [&](int rank) {
+    const std::shared_ptr<Engine> engine = engineOn(" host " + std::to_string(rank / kOnEach));
+    const auto counted = std::make_shared<CountedStore>(store);
+    std::shared_ptr<Communicator> group;
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_OK(Communicator::create(optionsOf(rank, kRanks, 120'000), counted, engine, &group));
+    const auto took = std::chrono::steady_clock::now() - start;
+    operations[rank] = counted->operations;
+    // ... and then at most twice a second.
+    if (rank != 0) EXPECT(counted->operations <= 1 + static_cast<size_t>(took / milliseconds(450)));
+    // The time that the slowest rank has.
+    if (++formed == kRanks) {
+      printf("    %d ranks, engines included: %.2f s\n", kRanks,
+             std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+    }
+    while (formed < kRanks) std::this_thread::sleep_for(milliseconds(5));
+    if (group) group->close(Deadline::after(milliseconds(100)));
+  });
+  printf("    store operations: %zu\n",
+         std::accumulate(operations.begin(), operations.end(), size_t{0}));
+}
+
+// Eight ranks on two hosts make seven connections: those of the control tree, which the group's
+// first collective uses.
+TEST(Formation, makesTheConnectionsOfTheControlTree) {
+  constexpr int kRanks = 8;
+  const auto store = std::make_shared<MemoryStore>();
+  const auto tap = std::make_shared<CountingTap>();
+  std::atomic<size_t> operations{0};
+  std::latch isFormed(kRanks), isOver(kRanks);
+  Threads(kRanks, [&](int rank) {
+    const std::shared_ptr<Engine> engine = engineOn(rank < 4 ? "" : " another host", tap);
+    const auto counted = std::make_shared<CountedStore>(store);
+    std::shared_ptr<Communicator> group;
+    ASSERT_OK(Communicator::create(optionsOf(rank, kRanks), counted, engine, &group));
+    operations += counted->operations;
+    isFormed.arrive_and_wait();
+    if (rank == 0) {
+      EXPECT_EQ(tap->links.load(), 2 * (kRanks - 1));
+      const Shape shape(hostsOf(group->address()));
+      const ControlTree tree(shape);
+      for (const int child : tree.childrenOf(0, [](int) { return false; })) {
+        EXPECT(group->mailbox().isConnectedTo(child));
+      }
+    }
+    isOver.arrive_and_wait();
+    group->close(Deadline::after(milliseconds(100)));
+  });
+  printf("    store operations: %zu\n", operations.load());
+}
+
+namespace {
+
+// Makes a group of these ranks of the job on each of them. Counts what they ask of the store.
+size_t askedOfTheStore(const std::vector<std::shared_ptr<Engine>>& engines,
+                       const std::vector<int64_t>& members, const std::string& name,
+                       milliseconds late = milliseconds(0)) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::atomic<size_t> asked{0};
+  Threads(static_cast<int>(members.size()), [&](int rank) {
+    const auto counted = std::make_shared<CountedStore>(store);
+    GroupOptions options = optionsOf(rank, static_cast<int>(members.size()));
+    options.name = name;
+    options.globalRanks = members;
+    if (rank == 0) std::this_thread::sleep_for(late);
+    std::shared_ptr<Communicator> group;
+    ASSERT_OK(Communicator::create(options, counted, engines[members[rank]], &group));
+    for (size_t i = 0; i < members.size(); ++i) {
+      EXPECT_EQ(group->address().peers[i].uid, engines[members[i]]->mesh()->address().uid);
+    }
+    Call call;
+    call.kind = OpKind::kBarrier;
+    EXPECT_OK(group->wait(group->submit(std::move(call), nullptr, true), Deadline::never()));
+    asked += counted->operations;
+  });
+  return asked;
+}
+
+}  // namespace
+
+TEST(Formation, ranksOfAGroupNeedNoStore) {
+  constexpr int kRanks = 8;
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<std::shared_ptr<Engine>> engines;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    engines.push_back(engineOn(rank % 2 ? " another host" : ""));
+  }
+  std::vector<std::shared_ptr<Communicator>> job(kRanks);
+  Threads(kRanks, [&](int rank) {
+    ASSERT_OK(Communicator::create(optionsOf(rank, kRanks), store, engines[rank], &job[rank]));
+  });
+  // On a busy machine it may take a second, after which the store is asked: then once more.
+  const auto isAsked = [&](const std::vector<int64_t>& members, const std::string& name,
+                           int lateMs = 0) {
+    for (int attempt = 0; attempt < 5; ++attempt) {
+      if (askedOfTheStore(engines, members, name, milliseconds(lateMs)) == 0) return false;
+    }
+    return true;
+  };
+  EXPECT(!isAsked({1, 3, 4, 7}, "1"));
+  // Again by the same name, with rank 0 late, and in another order.
+  EXPECT(!isAsked({1, 3, 4, 7}, "1", 300));
+  EXPECT(!isAsked({5, 0, 2}, "2"));
+  EXPECT(!isAsked({0, 1, 2, 3, 4, 5, 6, 7}, "3"));
+  // Rank 0 does not come.
+  GroupOptions options = optionsOf(1, 2, 300);
+  options.name = "never";
+  options.globalRanks = {6, 2};
+  std::shared_ptr<Communicator> never;
+  const Status late = Communicator::create(options, store, engines[2], &never);
+  EXPECT_EQ(late.code(), Code::kTimeout);
+  EXPECT(says(late, "missing: 0"));
+  // It cannot: it has written so to the store.
+  const auto told = std::make_shared<MemoryStore>();
+  options.rank = 0;
+  stayAway(options, *told, Status(Code::kNetwork, "no network here"));
+  options.rank = 1;
+  options.timeout = milliseconds(10'000);
+  EXPECT(says(Communicator::create(options, told, engines[2], &never), "no network here"));
+  // Those that have left the job's group know nobody.
+  job[3]->close(Deadline::after(milliseconds(100)));
+  EXPECT(askedOfTheStore(engines, {0, 3}, "4") > 0);
+  EXPECT(askedOfTheStore(engines, {3, 0}, "5") > 0);
+}
+
+TEST(Formation, twoGroupsOfOneName) {
+  const auto store = std::make_shared<MemoryStore>();
+  for (int life = 0; life < 3; ++life) {
+    for (const Status& status : formAll(4, store)) EXPECT_OK(status);
+  }
+}
+
+// In the same processes: who was rank 0 finds its own card, and must not be found by it.
+TEST(Formation, ranksMayChangePlaces) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::atomic<int> met{0};
+  Threads(3, [&](int index) {
+    const std::shared_ptr<Engine> engine = engineOn("");
+    for (int life = 0; life < 3; ++life) {
+      std::shared_ptr<Communicator> group;
+      EXPECT_OK(Communicator::create(optionsOf((index + life) % 3, 3), store, engine, &group));
+      for (++met; met < 3 * (life + 1);) std::this_thread::sleep_for(milliseconds(1));
+      if (group) group->abort("over");
+    }
+  });
+}
+
+// What a job has left that was killed: nobody is there any more.
+TEST(Formation, aStaleStoreIsWaitedOut) {
+  const auto store = std::make_shared<MemoryStore>();
+  {
+    Puppet(0, 5, store).publish();
+  }
+  std::vector<Status> found(3);
+  Threads(3, [&](int rank) {
+    if (rank == 0) std::this_thread::sleep_for(milliseconds(500));
+    found[rank] = formAs(optionsOf(rank, 3), store);
+  });
+  for (const Status& status : found) EXPECT_OK(status);
+}
+
+TEST(Formation, theMissingAreNamed) {
+  const std::vector<Status> found = formAll(4, std::make_shared<MemoryStore>(), 2, 3000);
+  for (const int rank : {0, 1, 3}) {
+    EXPECT_EQ(found[rank].code(), Code::kTimeout);
+    EXPECT(says(found[rank], "waited for the other ranks of 4; missing: 2."));
+  }
+  EXPECT(says(formAs(optionsOf(1, 2, 300), std::make_shared<MemoryStore>()), "missing: 0."));
+}
+
+// Ten times a second by each rank would be much where there are thousands: 30 times here.
+TEST(Formation, aLateRankIsAskedForLessAndLess) {
+  const auto counted = std::make_shared<CountedStore>(std::make_shared<MemoryStore>());
+  EXPECT_EQ(formAs(optionsOf(1, 2, 3000), counted).code(), Code::kTimeout);
+  EXPECT(counted->operations <= 24);
+}
+
+// A first deadline ends it for all: nobody waits for who does not wait.
+TEST(Formation, theFirstDeadlineEndsItForAll) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(2);
+  std::latch areThere(2);
+  Threads(2, [&](int rank) {
+    areThere.arrive_and_wait();
+    found[rank] = formAs(optionsOf(rank, 3, rank == 1 ? 500 : 60'000), store);
+  });
+  for (const Status& status : found) EXPECT(says(status, "after 500ms: rank 1 waited"));
+}
+
+TEST(Formation, worldSizesThatDifferAreReported) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(3);
+  Threads(3, [&](int rank) { found[rank] = formAs(optionsOf(rank, rank == 0 ? 2 : 3), store); });
+  for (const Status& status : found) EXPECT(says(status, "the world sizes must be equal"));
+}
+
+TEST(Formation, aRankTwiceIsReportedToAll) {
+  for (const int twice : {0, 1}) {
+    const auto store = std::make_shared<MemoryStore>();
+    std::vector<Status> found(3);
+    Threads(3, [&](int index) {
+      const int rank = index == 2 ? twice : index;
+      found[index] = formAs(optionsOf(rank, 3), store);
+    });
+    for (const Status& status : found) {
+      EXPECT_EQ(status.code(), Code::kStore);
+      EXPECT(says(status, "rank " + std::to_string(twice) + " is taken by"));
+    }
+  }
+}
+
+TEST(Formation, isInterrupted) {
+  for (const bool isAlone : {false, true}) {
+    for (const int rank : {0, 1}) {
+      const auto store = std::make_shared<MemoryStore>();
+      std::atomic<bool> isToEnd{false};
+      std::vector<Status> found(2);
+      Threads(3, [&](int index) {
+        if (index == 2) {
+          std::this_thread::sleep_for(milliseconds(400));
+          isToEnd = true;
+          return;
+        }
+        if (isAlone && index != rank) return;
+        GroupOptions options = optionsOf(index, 3);
+        if (index == rank) options.interrupted = [&] { return isToEnd.load(); };
+        found[index] = formAs(options, store);
+      });
+      EXPECT_EQ(found[rank].code(), Code::kInterrupted);
+      if (!isAlone) EXPECT(says(found[1 - rank], "interrupted"));
+    }
+  }
+}
+
+// The names of sockets and the handshake have room for a uid of one length.
+TEST(Formation, aUidOfAnotherLengthIsRefused) {
+  for (const std::string& uid :
+       {std::string("a"), std::string(31, 'a'), std::string(33, 'a'), std::string(500, 'a'),
+        std::string(32, 'A'), std::string(31, 'a') + '/', std::string(31, 'a') + '\0'}) {
+    const auto store = std::make_shared<MemoryStore>();
+    Puppet stranger(1, 2, store);
+    stranger.handle.address.uid = uid;
+    stranger.publish();
+    const Status status = formAs(optionsOf(0, 2), store);
+    EXPECT_EQ(status.code(), Code::kStore);
+    EXPECT(says(status, "mycoll did not write"));
+  }
+}
+
+// Ranks whose settings differ would plan differently.
+TEST(Formation, settingsThatDifferAreRefused) {
+  for (const int other : {0, 1}) {
+    const auto store = std::make_shared<MemoryStore>();
+    Puppet puppet(other, 2, store);
+    puppet.handle.settings = "MYCOLL_PARTIALS=rounded";
+    puppet.openReception();
+    puppet.publish();
+    const Status status = formAs(optionsOf(1 - other, 2), store);
+    EXPECT_EQ(status.code(), Code::kInvalidArgument);
+    EXPECT(says(status, "rank 0 ("));
+    EXPECT(says(status, "rank 1 ("));
+    EXPECT(says(status, "'MYCOLL_PARTIALS=rounded'"));
+    EXPECT(says(status, "'" + Handle::settingsHere() + "'"));
+    EXPECT(says(status, "it must be the same on all ranks"));
+    Handle last;  // the other rank can read why
+    std::string text;
+    bool found = false;
+    ASSERT_OK(store->tryGet(keyOf(1 - other), &found, &text));
+    ASSERT_OK(Handle::decode(text, &last));
+    EXPECT(last.why.find("MYCOLL_PARTIALS=rounded") != std::string::npos);
+  }
+}
+
+// A rank detects that another one is lost, as a group of the two has failed, and gives up.
+TEST(Formation, aReportedLossKeepsItsReason) {
+  const auto store = std::make_shared<MemoryStore>();
+  Status found;
+  Threads(2, [&](int rank) {
+    if (rank == 0) {
+      found = formAs(optionsOf(0, 3), store);
+      return;
+    }
+    Puppet puppet(1, 3, store);
+    puppet.join(puppet.beInvited());
+    puppet.round->report({1, Round::Report::kGaveUp,
+                          Status(Code::kPeerLost, "the group cannot be made with rank 2: killed")});
+    EXPECT(says(puppet.failure(), "rank 2: killed"));
+  });
+  EXPECT_EQ(found.code(), Code::kPeerLost);
+  EXPECT(says(found, "the group cannot be made with rank 2: killed"));
+}
+
+// The end of its connection is all that can be seen of a process elsewhere.
+TEST(Formation, aRankThatEndsIsNotWaitedFor) {
+  for (const bool isLast : {false, true}) {
+    const int ranks = isLast ? 3 : 4;
+    const auto store = std::make_shared<MemoryStore>();
+    std::vector<Status> found(2);
+    Threads(3, [&](int rank) {
+      if (rank < 2) {
+        found[rank] = formAs(optionsOf(rank, ranks, 30'000), store);
+        return;
+      }
+      Puppet puppet(2, ranks, store, " elsewhere");
+      const Roster roster = puppet.beInvited();
+      if (isLast) return;  // it ends before it joins, and all others have joined
+      puppet.join(roster);
+      std::this_thread::sleep_for(milliseconds(50));
+    });
+    for (const Status& status : found) {
+      EXPECT_EQ(status.code(), Code::kPeerLost);
+      EXPECT(says(status, "rank 2 ("));
+      EXPECT(says(status, "ended before its first call"));
+    }
+  }
+}
+
+// Rank 0 ends: the others notice, also those that are not connected to it.
+TEST(Formation, theEndOfRankZeroIsReported) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(4);
+  Threads(4, [&](int rank) {
+    if (rank > 0) {
+      found[rank] = formAs(optionsOf(rank, 5, 30'000), store, rank == 1 ? "" : " elsewhere");
+      return;
+    }
+    Puppet puppet(0, 5, store);
+    Roster roster;
+    roster.round = 1;
+    ASSERT_OK(Handle::freshNonce(&roster.number));
+    std::vector<PeerAddress> peers(5);
+    for (int each = 0; each < 5; ++each) {
+      Roster::Member& member = roster.members.emplace_back();
+      if (each == 4) continue;
+      Handle handle = puppet.handle;
+      std::string text;
+      for (bool isThere = each == 0; !isThere;) {
+        ASSERT_OK(store->tryGet(keyOf(each), &isThere, &text));
+        if (isThere) ASSERT_OK(Handle::decode(text, &handle));
+      }
+      member.nonce = handle.nonce;
+      peers[each] = handle.address;
+    }
+    roster.peers = std::move(peers);
+    ASSERT_OK(Round::open(puppet.mesh(), "test", 0,
+                          {InvitationMessage::Content::kRoster, roster.encode()}, roster,
+                          puppet.news, &puppet.round));
+    puppet.drive([&] {
+      const std::vector<bool> joined = puppet.round->joined();
+      return std::count(joined.begin(), joined.end(), true) == 4;
+    });
+  });
+  for (const int rank : {1, 2, 3}) {
+    EXPECT_EQ(found[rank].code(), Code::kPeerLost);
+    EXPECT(says(found[rank], "rank 0 ("));
+    // Rank 1 sees that the process, which is its own, is alive.
+    EXPECT(says(found[rank], rank == 1 ? "closed its connection" : "ended before its first call"));
+  }
+}
+
+TEST(Formation, aRankMayComeAgain) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(3);
+  Threads(3, [&](int rank) {
+    if (rank == 1) {
+      Puppet first(1, 3, store);
+      first.beInvited();
+    }
+    found[rank] = formAs(optionsOf(rank, 3), store);
+  });
+  for (const Status& status : found) EXPECT_OK(status);
+}
+
+// A rank does not invite its children in the control tree: rank 0 does.
+TEST(Formation, aSlowRankHoldsUpNoOther) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(3);
+  Threads(3, [&](int rank) {
+    if (rank != 1) {
+      found[rank] = formAs(optionsOf(rank, 3), store, rank == 0 ? "" : " elsewhere");
+      return;
+    }
+    Puppet leader(1, 3, store, " elsewhere");
+    EXPECT(!leader.beInvited().members[1].isSlow);
+    const Roster roster = leader.beInvited();
+    EXPECT(roster.members[1].isSlow);
+    leader.join(roster);
+    leader.drive([&] { return leader.round->isFormed(); });
+  });
+  EXPECT_OK(found[0]);
+  EXPECT_OK(found[2]);
+}
+
+// A rank with children joins, and ends while another rank is missing.
+TEST(Formation, theEndOfAParentIsReported) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<Status> found(3);
+  Threads(3, [&](int rank) {
+    if (rank != 1) {
+      found[rank] = formAs(optionsOf(rank, 4, 30'000), store, rank == 0 ? "" : " elsewhere");
+      return;
+    }
+    Puppet leader(1, 4, store, " elsewhere");
+    do {
+      leader.join(leader.beInvited());
+    } while (leader.round->roster().members[2].isAbsent());
+    leader.drive([&]() -> bool { return leader.round->joined()[2]; });
+  });
+  for (const int rank : {0, 2}) {
+    EXPECT_EQ(found[rank].code(), Code::kPeerLost);
+    EXPECT(says(found[rank], "rank 1 ("));
+    EXPECT(says(found[rank], "ended before its first call"));
+  }
+}
+
+// Its process is alive, so this is not of an earlier group.
+TEST(Formation, aRankThatCannotStartIsReported) {
+  for (const int culprit : {0, 1}) {
+    for (const bool isEarly : {true, false}) {
+      const auto store = std::make_shared<MemoryStore>();
+      Status found;
+      Threads(2, [&](int index) {
+        if (index == 0) {
+          if (isEarly) std::this_thread::sleep_for(milliseconds(300));
+          found = formAs(optionsOf(1 - culprit, 2), store);
+          return;
+        }
+        if (!isEarly) std::this_thread::sleep_for(milliseconds(300));
+        stayAway(optionsOf(culprit, 2), *store, Status(Code::kInvalidArgument, "no descriptors"));
+      });
+      EXPECT_EQ(found.code(), Code::kStore);
+      EXPECT(says(found, "rank " + std::to_string(culprit) + " ("));
+      EXPECT(says(found, "has given up: no descriptors"));
+    }
+  }
+}
+
+TEST(Formation, aHandleOfARankThatGaveUpIsOverwritten) {
+  const auto store = std::make_shared<MemoryStore>();
+  Puppet failed(1, 2, store);
+  failed.handle.why = "no descriptors";
+  failed.handle.address.pidSpace = "elsewhere";
+  failed.publish();
+  for (const Status& status : formAll(2, store)) EXPECT_OK(status);
+}
+
+// What a process sends that does not know the nonce is ignored.
+TEST(Formation, anInvitationWithoutTheNonceIsIgnored) {
+  const auto store = std::make_shared<MemoryStore>();
+  Puppet rank(1, 2, store), stranger(0, 2, store);
+  rank.openReception();
+  rank.publish();
+  std::string other;
+  ASSERT_OK(Handle::freshNonce(&other));
+  std::unique_ptr<Invitation> invitation;
+  ASSERT_OK(Invitation::send(stranger.mesh(), {rank.handle.address, other},
+                             {InvitationMessage::Content::kRoster, "roster"}, {}, &invitation));
+  const Deadline deadline = Deadline::after(milliseconds(5'000));
+  while (!invitation->hasFailed() && !deadline.expired()) {
+    stranger.mesh()->progress();
+    rank.mesh()->progress();
+  }
+  EXPECT(invitation->hasFailed());
+}
+
+// Another MYCOLL_SECRET_FILE: both ranks say so.
+TEST(Formation, anotherSecretIsReported) {
+  const auto store = std::make_shared<MemoryStore>();
+  Puppet rank(1, 2, store);
+  GroupAddress address;
+  address.isInvitation = true;
+  address.rank = 1;
+  address.secret = std::string(32, 'x');
+  address.peers = {PeerAddress(), rank.handle.address};
+  const Digest number = sha256("mycoll invitation number " + rank.handle.nonce);
+  std::memcpy(&address.context, number.data(), sizeof(address.context));
+  struct Ignores final : EventHandler {
+    void handle(const Event& /*event*/) override {}
+  } handler;
+  Mailbox mailbox(rank.mesh(), address, &handler);
+  mailbox.open();
+  rank.publish();
+  const Status status = formAs(optionsOf(0, 2), store);
+  mailbox.detach();
+  EXPECT_EQ(status.code(), Code::kInvalidArgument);
+  EXPECT(says(status, "seen by rank 0"));
+  EXPECT(says(status, "rank 1 (") && says(status, "cannot be reached"));
+  EXPECT(says(status, "MYCOLL_SECRET_FILE must be the same"));
+  EXPECT(says(formAs(optionsOf(1, 2), store), "MYCOLL_SECRET_FILE must be the same"));
+}

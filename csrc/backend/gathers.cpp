@@ -31,7 +31,7 @@ void MycollBackend::addAllGatherList(Request& request, const Tensors& outputs,
     checkSameShape(request.site, Argument{"tensor_list", rank}, outputs[static_cast<size_t>(rank)],
                    inputArgument, input);
   }
-  std::vector<Span> out = request.outputs(outputs);
+  Spans out = request.outputs(outputs);
   const Span in = request.input(input);
   Call& call = request.addCall(OpKind::kAllGather, input);
   call.in.push_back(in);
@@ -79,7 +79,7 @@ MycollBackend::WorkPtr MycollBackend::gather(TensorLists& outputs, Tensors& inpu
   checkTensor(site, Argument{"tensor"}, input);
   Request request(site, c10d::OpType::GATHER, "mycoll:gather", opts.timeout, opts.asyncOp);
   const bool isRoot = opts.rootRank == rank_;
-  std::vector<Span> out;
+  Spans out;
   if (isRoot) {
     const Tensors& list = singleList(site, "gather_list", outputs, "output");
     checkPerRank(site, "gather_list", list, Argument{"tensor"}, input, /*areOutputs=*/true,

@@ -13,7 +13,7 @@
 namespace mycoll {
 namespace {
 
-int64_t elementsOf(const Request& request, std::vector<Span> Call::* side) {
+int64_t elementsOf(const Request& request, Spans Call::* side) {
   int64_t elements = 0;
   for (const Call& call : request.calls) {
     // As in NCCL's events, a broadcast has its tensor on both sides, on all ranks.

@@ -21,7 +21,7 @@ bool overlap(const Span& a, const Span& b) {
 }
 
 // The smallest span that holds all of them.
-Span envelope(const std::vector<Span>& spans) {
+Span envelope(const Spans& spans) {
   char* begin = nullptr;
   char* end = nullptr;
   for (const Span& span : spans) {
@@ -160,8 +160,8 @@ Span Request::inOut(const at::Tensor& tensor) {
   return standIn(pack(tensor), tensor);
 }
 
-std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
-  std::vector<Span> spans;
+Spans Request::inputs(const std::vector<at::Tensor>& tensors) {
+  Spans spans;
   spans.reserve(tensors.size());
   addList(canBeFlat(tensors));
   if (!canBeFlat(tensors) || areAdjacent(tensors)) {
@@ -180,8 +180,8 @@ std::vector<Span> Request::inputs(const std::vector<at::Tensor>& tensors) {
   return spans;
 }
 
-std::vector<Span> Request::outputs(const std::vector<at::Tensor>& tensors) {
-  std::vector<Span> spans;
+Spans Request::outputs(const std::vector<at::Tensor>& tensors) {
+  Spans spans;
   spans.reserve(tensors.size());
   addList(canBeFlat(tensors));
   if (!canBeFlat(tensors) || areAdjacent(tensors)) {

@@ -69,8 +69,8 @@ struct Request {
   Span inOut(const at::Tensor& tensor);
   // The same for lists with a tensor for each rank, if all ranks know all sizes. On a device, parts
   // of equal size become one piece of memory, for which NCCL has one function.
-  std::vector<Span> inputs(const std::vector<at::Tensor>& tensors);
-  std::vector<Span> outputs(const std::vector<at::Tensor>& tensors);
+  Spans inputs(const std::vector<at::Tensor>& tensors);
+  Spans outputs(const std::vector<at::Tensor>& tensors);
   // Returns the tensor times the factor of a PREMUL_SUM; the tensor itself for other operations.
   at::Tensor premultiply(const at::Tensor& tensor, const c10d::ReduceOp& op);
 

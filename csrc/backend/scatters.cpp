@@ -48,8 +48,8 @@ std::vector<size_t> partBytes(const CallSite& site, const char* tensorName, cons
   return bytes;
 }
 
-std::vector<Span> cut(const Span& whole, const std::vector<size_t>& partBytes) {
-  std::vector<Span> parts;
+Spans cut(const Span& whole, const std::vector<size_t>& partBytes) {
+  Spans parts;
   parts.reserve(partBytes.size());
   size_t offset = 0;
   for (const size_t bytes : partBytes) {
@@ -69,7 +69,7 @@ MycollBackend::WorkPtr MycollBackend::scatter(Tensors& outputs, TensorLists& inp
   checkOutput(site, Argument{"tensor"}, output);
   Request request(site, c10d::OpType::SCATTER, "mycoll:scatter", opts.timeout, opts.asyncOp);
   const Span out = request.output(output);
-  std::vector<Span> in;
+  Spans in;
   if (opts.rootRank == rank_) {
     const Tensors& list = singleList(site, "scatter_list", inputs, "input");
     checkPerRank(site, "scatter_list", list, Argument{"tensor"}, output, /*areOutputs=*/false,
@@ -188,8 +188,8 @@ MycollBackend::WorkPtr MycollBackend::alltoall(Tensors& outputs, Tensors& inputs
   checkSameShape(site, Argument{"output_tensor_list", rank_}, outputs[self],
                  Argument{"input_tensor_list", rank_}, inputs[self]);
   Request request(site, c10d::OpType::ALLTOALL, "mycoll:all_to_all", opts.timeout, opts.asyncOp);
-  std::vector<Span> in;
-  std::vector<Span> out;
+  Spans in;
+  Spans out;
   in.reserve(inputs.size());
   out.reserve(outputs.size());
   for (const at::Tensor& output : outputs) out.push_back(request.output(output));

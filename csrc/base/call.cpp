@@ -5,7 +5,7 @@
 namespace mycoll {
 namespace {
 
-uint64_t hashSizes(const std::vector<Span>& spans) {
+uint64_t hashSizes(const Spans& spans) {
   uint64_t hash = kEmptyHash;
   for (const Span& span : spans) {
     const uint64_t bytes = span.bytes;
@@ -16,7 +16,7 @@ uint64_t hashSizes(const std::vector<Span>& spans) {
 
 }  // namespace
 
-uint64_t totalBytes(const std::vector<Span>& spans) {
+uint64_t totalBytes(const Spans& spans) {
   uint64_t total = 0;
   for (const Span& span : spans) total += span.bytes;
   return total;

@@ -28,7 +28,7 @@ struct Signature {
 };
 static_assert(sizeof(Signature) == 24);
 
-uint64_t totalBytes(const std::vector<Span>& spans);
+uint64_t totalBytes(const Spans& spans);
 
 // The error text for two ranks that made different calls. me, other: the ranks as messages name
 // them.
@@ -59,8 +59,8 @@ struct Call {
   bool isScaled = false;  // kSum of inputs that were multiplied by a factor: torch's PREMUL_SUM
   int root = -1;
   bool waitAllRanks = false;  // kMonitoredBarrier: name all missing ranks, not only the first
-  std::vector<Span> in;
-  std::vector<Span> out;
+  Spans in;
+  Spans out;
 
   Signature signature() const;
 };

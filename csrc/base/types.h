@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <vector>
 
 namespace mycoll {
 
@@ -79,6 +81,47 @@ template <typename T>
 Span spanOf(T& value) {
   return {&value, sizeof(value)};
 }
+
+// A list of spans. Most lists have one, which takes no memory of its own.
+class Spans {
+ public:
+  Spans() = default;
+  Spans(std::initializer_list<Span> spans) {
+    for (const Span& span : spans) push_back(span);
+  }
+  Spans(size_t count, const Span& span) {
+    for (size_t i = 0; i < count; ++i) push_back(span);
+  }
+  void push_back(const Span& span) {
+    if (!hasOne_) {
+      hasOne_ = true;
+      one_ = span;
+      return;
+    }
+    if (many_.empty()) many_.push_back(one_);
+    many_.push_back(span);
+  }
+  void reserve(size_t spans) {
+    if (spans > 1) many_.reserve(spans);
+  }
+  size_t size() const { return many_.empty() ? hasOne_ : many_.size(); }
+  bool empty() const { return !hasOne_; }
+  Span* data() { return many_.empty() ? &one_ : many_.data(); }
+  const Span* data() const { return many_.empty() ? &one_ : many_.data(); }
+  Span* begin() { return data(); }
+  Span* end() { return data() + size(); }
+  const Span* begin() const { return data(); }
+  const Span* end() const { return data() + size(); }
+  Span& operator[](size_t index) { return data()[index]; }
+  const Span& operator[](size_t index) const { return data()[index]; }
+  Span& front() { return data()[0]; }
+  const Span& front() const { return data()[0]; }
+
+ private:
+  bool hasOne_ = false;
+  Span one_;
+  std::vector<Span> many_;  // all of them, if there are several
+};
 
 constexpr size_t roundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 

@@ -163,8 +163,8 @@ Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chun
   return copying(operation_->device(), [&] {
     HostStaging::Buffer& at = buffer(chunk);
     grow(at.out, sides.writes.size() * chunkBytes);  // nothing is copied from it any more
-    const auto place = [&](const std::vector<Span>& spans, const at::Tensor& buffer) {
-      std::vector<Span> placed;
+    const auto place = [&](const Spans& spans, const at::Tensor& buffer) {
+      Spans placed;
       for (size_t i = 0; i < spans.size(); ++i) {
         const size_t bytes = partOf(spans[i], chunkBytes, chunk).bytes;
         char* memory =

@@ -51,8 +51,8 @@ class HostCollective {
  private:
   // What a call reads from the device, and writes to it.
   struct Sides {
-    std::vector<Span> reads;
-    std::vector<Span> writes;
+    Spans reads;
+    Spans writes;
   };
 
   Task carry(const Call& call, CollectiveRunner& runner);

@@ -437,7 +437,7 @@ void Communicator::abort(const std::string& reason) {
 }
 
 bool Communicator::isBusy(Deadline unsent) {
-  return queue_.size() > 0 || sending_->load() > 0 || !mailbox_.isFlushed() ||
+  return !queue_.isEmpty() || sending_->load() > 0 || !mailbox_.isFlushed() ||
          mailbox_.isReceiving(/*orPosted=*/!unsent.expired());
 }
 

@@ -9,7 +9,8 @@ namespace mycoll {
 void Op::atEnd(std::function<void()> fn) {
   {
     MutexLock lock(mutex_);
-    if (!done()) {
+    hasCallbacks_.store(true, std::memory_order_seq_cst);
+    if (!done_.load(std::memory_order_seq_cst)) {
       callbacks_.push_back(std::move(fn));
       return;
     }
@@ -19,13 +20,15 @@ void Op::atEnd(std::function<void()> fn) {
 
 void Op::finish(Status status) {
   record_.finish(status.ok(), steadyNanos());
+  const std::shared_ptr<void> kept = std::move(keepAlive);
+  status_ = std::move(status);
+  // This thread finds a callback, or atEnd() finds that the op is done.
+  done_.store(true, std::memory_order_seq_cst);
+  if (!hasCallbacks_.load(std::memory_order_seq_cst)) return;
   std::vector<std::function<void()>> callbacks;
-  std::shared_ptr<void> kept = std::move(keepAlive);
   {
     MutexLock lock(mutex_);
-    status_ = std::move(status);
     callbacks.swap(callbacks_);
-    done_.store(true, std::memory_order_release);
   }
   for (auto& fn : callbacks) fn();
 }

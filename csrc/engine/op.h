@@ -79,6 +79,7 @@ class Op {
   Status status_;
   Mutex mutex_;
   std::vector<std::function<void()>> callbacks_ GUARDED_BY(mutex_);
+  std::atomic<bool> hasCallbacks_{false};
 
  public:
   // When, and how often, this rank asked the ranks that it waits for; guarded by Questions.

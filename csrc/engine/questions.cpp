@@ -128,7 +128,7 @@ uint64_t Questions::identityOf(bool isMessage, uint64_t number) const {
 
 std::optional<Block> Questions::blockedHead() {
   std::optional<Block> block;
-  for (int look = 0; look < kLooks && queue_.size() > 0; ++look, std::this_thread::yield()) {
+  for (int look = 0; look < kLooks && !queue_.isEmpty(); ++look, std::this_thread::yield()) {
     const bool isSeen = queue_.inspectHead([&](CollectiveOp& op, std::vector<int> missing) {
       block = blockOf(op, std::move(missing));
     });

@@ -36,16 +36,23 @@ Queue::Queue(const GroupOptions& options, Engine& engine, Membership& membership
 
 bool Queue::push(std::shared_ptr<CollectiveOp> op) {
   MutexLock lock(queueMutex_);
-  op->setSequence(submitted_.fetch_add(1, std::memory_order_relaxed));
+  op->setSequence(submitted());
+  submitted_.store(op->sequence() + 1, std::memory_order_relaxed);
   op->setRecord(record_.enqueue(op->description(), op->submitted.time_since_epoch().count(),
                                 /*isStarted=*/ops_.empty()));
   record_.setSubmitted(op->sequence() + 1);
   ops_.push_back(std::move(op));
-  size_.fetch_add(1, std::memory_order_seq_cst);
-  return ops_.size() == 1;
+  if (ops_.size() > 1) return false;
+  head_.store(ops_.front().get(), std::memory_order_seq_cst);
+  return true;
 }
 
-bool Queue::isUnattended() const { return !options_.isExternal && size() > 0 && !hasWaiters(); }
+size_t Queue::size() const {
+  MutexLock lock(queueMutex_);
+  return ops_.size();
+}
+
+bool Queue::isUnattended() const { return !options_.isExternal && !isEmpty() && !hasWaiters(); }
 
 Queue::Position Queue::position() const {
   MutexLock lock(queueMutex_);
@@ -54,16 +61,11 @@ Queue::Position Queue::position() const {
   return position;
 }
 
-std::shared_ptr<CollectiveOp> Queue::head() const {
-  MutexLock lock(queueMutex_);
-  return ops_.empty() ? nullptr : ops_.front();
-}
-
 bool Queue::inspectHead(const Inspect& fn) {
   {
     if (!runMutex_.tryLock()) return false;
     MutexLock running(runMutex_, std::adopt_lock);
-    const std::shared_ptr<CollectiveOp> op = head();
+    CollectiveOp* const op = head_.load(std::memory_order_acquire);
     if (!op) return false;
     std::vector<int> missing;
     const bool isWaiting = op->task.valid() && !op->task.finished() && op->task.waitingFor();
@@ -126,14 +128,14 @@ bool Queue::step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) {
 bool Queue::run(int spins) {
   bool moved = false;
   for (;;) {
-    std::shared_ptr<CollectiveOp> op;
+    std::shared_ptr<CollectiveOp> ended;
     Status outcome;
     bool isLast = false;
     {
       if (!runMutex_.tryLock()) return moved;
       MutexLock running(runMutex_, std::adopt_lock);
       if (isLookMissed_.load(std::memory_order_relaxed)) isLookMissed_.store(false);
-      op = head();
+      CollectiveOp* const op = head_.load(std::memory_order_acquire);
       if (!op) return moved;
       bool hasEnded = false;
       if (!step(*op, spins, &hasEnded, &outcome)) return moved;
@@ -142,12 +144,13 @@ bool Queue::run(int spins) {
       if (!outcome.ok()) outcome = diagnosis_.inContext(membership_.error(), *op);
       MutexLock lock(queueMutex_);
       last_ = Finished{op->kind(), op->sequence(), op->submitted};
+      ended = std::move(ops_.front());
       ops_.pop_front();
       isLast = ops_.empty();
-      size_.fetch_sub(1, std::memory_order_seq_cst);
+      head_.store(isLast ? nullptr : ops_.front().get(), std::memory_order_release);
     }
     if (!outcome.ok()) membership_.spread();
-    op->finish(std::move(outcome));
+    ended->finish(std::move(outcome));
     engine_.mesh()->sleeper().wakeSleepers();
     if (isLast) return true;
   }
@@ -172,8 +175,7 @@ class Waiting {
   void end() {
     if (waiters_) waiters_->fetch_sub(1, std::memory_order_seq_cst);
     engine_.endWait();
-    // The engine's thread continues the work of this one.
-    if (queue_.size() > 0 || engine_.mesh()->hasPending()) engine_.wake();
+    queue_.handOn();
   }
 
  private:
@@ -184,8 +186,17 @@ class Waiting {
 
 }  // namespace
 
+void Queue::handOn() const {
+  if (!isEmpty() || engine_.mesh()->hasPending()) engine_.wake();
+}
+
 Status Queue::wait(const OpPtr& op, Deadline deadline) {
   if (op->done()) return outcomeOf(*op);
+  // The other ranks may be there already: then this thread need not count as one that waits.
+  if (!op->isMessage() && run(spinPolicy_.pauses) && op->done()) {
+    handOn();
+    return outcomeOf(*op);
+  }
   // A wait without a deadline reads the clock only after its first look at the queue.
   auto began = deadline.isNever() ? Clock::time_point::min() : Clock::now();
   auto lastTick = began;
@@ -196,7 +207,7 @@ Status Queue::wait(const OpPtr& op, Deadline deadline) {
     Waiting waiting(engine_, *this, isMessage ? nullptr : &waiters_);
     std::optional<WaitBoard::Entry> entry;
     Backoff backoff(spinPolicy_, contention_);
-    int spins = spinPolicy_.pauses;
+    int spins = 0;
     while (!op->done()) {
       const bool advanced = !isMessage && run(spins);
       bool moved = advanced, inHost = false;

@@ -49,8 +49,11 @@ class Queue {
   // Waits for a collective of this queue, or a message of its group: see Communicator::wait().
   Status wait(const OpPtr& op, Deadline deadline);
 
-  int size() const { return size_.load(std::memory_order_seq_cst); }
+  bool isEmpty() const { return head_.load(std::memory_order_seq_cst) == nullptr; }
+  size_t size() const;
   bool hasWaiters() const { return waiters_.load(std::memory_order_seq_cst) > 0; }
+  // A thread stops working on the queue: the engine's thread continues, if anything is left.
+  void handOn() const;
   // Collectives are queued and no thread waits for one of them. Never true for an external group.
   bool isUnattended() const;
   // Collectives that this rank was asked for.
@@ -76,7 +79,6 @@ class Queue {
   bool inspectHead(const Inspect& fn);
 
  private:
-  std::shared_ptr<CollectiveOp> head() const;
   // Resumes the head once. False: it cannot continue now. *outcome is set if *hasEnded.
   bool step(CollectiveOp& op, int spins, bool* hasEnded, Status* outcome) REQUIRES(runMutex_);
   // True if a collective advanced.
@@ -100,7 +102,8 @@ class Queue {
   mutable Mutex queueMutex_;
   std::deque<std::shared_ptr<CollectiveOp>> ops_ GUARDED_BY(queueMutex_);
   std::optional<Finished> last_ GUARDED_BY(queueMutex_);
-  std::atomic<int> size_{0};
+  // The front of ops_. It changes under the queue lock, and becomes another one under the run lock.
+  std::atomic<CollectiveOp*> head_{nullptr};
   std::atomic<int> waiters_{0};
   std::atomic<uint64_t> submitted_{0};
   // A thread wanted to run the queue for the last time before it sleeps, and no thread has looked

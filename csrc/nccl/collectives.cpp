@@ -97,7 +97,7 @@ Status findReduction(const Library& library, const Call& call, const Form& form,
 }
 
 // Whether the parts have one size and are contiguous, as Form::isFlat promises.
-bool isFlat(const std::vector<Span>& parts) {
+bool isFlat(const Spans& parts) {
   for (size_t i = 1; i < parts.size(); ++i) {
     if (parts[i].bytes != parts[0].bytes ||
         parts[i].begin() != parts[i - 1].begin() + parts[0].bytes)
@@ -151,7 +151,7 @@ class Enqueuer {
                        "ncclReduce");
   }
 
-  Status reduceScatter(const std::vector<Span>& in, Span out, const Reduction& how, bool isFlat) {
+  Status reduceScatter(const Spans& in, Span out, const Reduction& how, bool isFlat) {
     if (isFlat) {
       if (out.bytes == 0) return {};
       return issue_.take(functions_.reduceScatter(in[0].data, out.data, out.bytes / how.unitBytes,
@@ -165,7 +165,7 @@ class Enqueuer {
     return {};
   }
 
-  Status allGather(Span in, const std::vector<Span>& out, bool isFlat) {
+  Status allGather(Span in, const Spans& out, bool isFlat) {
     if (isFlat) {
       if (in.bytes == 0) return {};
       return issue_.take(
@@ -180,7 +180,7 @@ class Enqueuer {
     return {};
   }
 
-  Status gather(Span in, const std::vector<Span>& out, int root, bool isFlat) {
+  Status gather(Span in, const Spans& out, int root, bool isFlat) {
     if (isFlat && library().has(Capability::kGatherScatter)) {
       if (in.bytes == 0) return {};
       // Only the root writes to it, but with NCCL_CHECK_POINTERS a null pointer is rejected.
@@ -199,7 +199,7 @@ class Enqueuer {
     return {};
   }
 
-  Status scatter(const std::vector<Span>& in, Span out, int root, bool isFlat) {
+  Status scatter(const Spans& in, Span out, int root, bool isFlat) {
     if (isFlat && library().has(Capability::kGatherScatter)) {
       if (out.bytes == 0) return {};
       const void* const from = rank() == root ? in[0].data : out.data;  // see gather()
@@ -217,7 +217,7 @@ class Enqueuer {
     return {};
   }
 
-  Status allToAll(const std::vector<Span>& in, const std::vector<Span>& out, bool isFlat) {
+  Status allToAll(const Spans& in, const Spans& out, bool isFlat) {
     if (isFlat && library().has(Capability::kAllToAll)) {
       if (in[0].bytes == 0) return {};
       return issue_.take(functions_.alltoAll(in[0].data, out[0].data, in[0].bytes, kBytes,

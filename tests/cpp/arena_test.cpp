@@ -40,10 +40,10 @@ TEST(Arena, areasAreFilledWhenTheyAreFree) {
         if (c.kind == OpKind::kBroadcast) {
           if (group.rank() == root) out[0] = in;
         } else {
-          c.in.assign(c.kind == OpKind::kAllToAll ? ranks : 1, span(in));
+          c.in = Spans(c.kind == OpKind::kAllToAll ? ranks : 1, span(in));
         }
         for (int rank = 0; rank < (isMany ? ranks : 1); ++rank) c.out.push_back(span(out[rank]));
-        if (c.kind == OpKind::kReduce && group.rank() != root) c.out.clear();
+        if (c.kind == OpKind::kReduce && group.rank() != root) c.out = {};
         if (own() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 200));
         const Status status = run(group, c);
         if (!status.ok()) EXPECT_EQ(where + ": " + status.message(), "");

@@ -121,7 +121,7 @@ struct Bench {
     const bool isRoot = group.rank() == 0;
     const size_t part = bytes / static_cast<size_t>(ranks) & ~size_t{63};
     char* const other = data + bytes;  // room for both was made
-    const auto parts = [&](std::vector<Span>& spans, char* begin) {
+    const auto parts = [&](Spans& spans, char* begin) {
       for (int rank = 0; rank < ranks; ++rank) {
         spans.push_back({begin + static_cast<size_t>(rank) * part, part});
       }

@@ -435,8 +435,8 @@ TEST(Engine, emptyCallsAreCompared) {
         const bool isMany = kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll;
         const bool isRooted = kind == OpKind::kBroadcast || kind == OpKind::kReduce;
         if (isRooted) c.root = 0;
-        if (kind != OpKind::kBroadcast) c.in.resize(isMany ? 3 : 1);
-        c.out.resize(kind == OpKind::kAllGather || kind == OpKind::kAllToAll ? 3 : 1);
+        if (kind != OpKind::kBroadcast) c.in = Spans(isMany ? 3 : 1, {});
+        c.out = Spans(kind == OpKind::kAllGather || kind == OpKind::kAllToAll ? 3 : 1, {});
         if (group.rank() == 1) c.dtype = DType::kFloat32;
         Status status = run(group, c);
         if (status.ok()) status = run(group, call(OpKind::kBarrier));

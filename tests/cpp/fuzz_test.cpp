@@ -287,11 +287,11 @@ Call callOf(OpKind kind, const Block& in, char* out, Span* landing) {
   if (kind == OpKind::kBroadcast || kind == OpKind::kScatter) {
     call.root = 1;
   } else {
-    call.in.assign(give, give + 1 + readsList);
+    for (int i = 0; i <= readsList; ++i) call.in.push_back(give[i]);
   }
   if (kind == OpKind::kGather) call.root = 0;
-  call.out.assign(take, take + 1 + writesList);
-  *landing = call.out.back();
+  for (int i = 0; i <= writesList; ++i) call.out.push_back(take[i]);
+  *landing = take[writesList];
   return call;
 }
 

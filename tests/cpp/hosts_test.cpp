@@ -275,7 +275,7 @@ TEST(Hosts, sendOnlyBetweenHosts) {
             Call c = call(kind);
             c.root = kind == OpKind::kReduce || kind == OpKind::kBroadcast ? 1 : -1;
             const bool isReceiver = kind != OpKind::kReduce || self == c.root;
-            std::vector<Span> each;
+            Spans each;
             for (int rank = 0; rank < ranks; ++rank) each.push_back(span(all, rank * count, count));
             if (kind == OpKind::kReduceScatter) c.in = each;
             if (kind == OpKind::kAllGather) c.out = each;

@@ -33,7 +33,7 @@ void moves(StandIn& standIn, int ranks) {
         Form form;
         form.isFlat = isFlat;
         auto cut = [&](const Buffer& buffer) {
-          std::vector<Span> parts;
+          mycoll::Spans parts;
           for (int part = 0; part < ranks; ++part)
             parts.push_back(buffer.part(part * bytes, bytes));
           return parts;
@@ -89,7 +89,7 @@ void moves(StandIn& standIn, int ranks) {
       kept.push_back(std::make_unique<Buffer>(content, stream));
       return kept.back()->span();
     };
-    std::vector<Span> in, out, gathered;
+    mycoll::Spans in, out, gathered;
     for (int peer = 0; peer < ranks; ++peer) {
       in.push_back(keep(pattern(uneven(me + peer) * 8, me, peer)));
       out.push_back(keep(pattern(uneven(me + peer) * 8, 50)));

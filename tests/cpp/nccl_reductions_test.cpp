@@ -99,7 +99,7 @@ TEST(NcclReduce, everySizeAndWorld) {
           const bool isRoot = rank.comm->rank() == root;
           Buffer in(numbers(DType::kFloat32, count, rank.comm->rank()), rank.stream);
           Buffer out(pattern(count * 4, 99), rank.stream);
-          std::vector<Span> outs;
+          mycoll::Spans outs;
           if (isRoot) outs.push_back(out.span());
           ASSERT_OK(enqueue(*rank.comm,
                             callOf(OpKind::kReduce, DType::kFloat32, {in.span()}, outs, root),
@@ -121,7 +121,7 @@ TEST(NcclReduceScatter, flatAndUneven) {
             reduced(DType::kFloat32, ReduceOp::kSum, count * ranks, ranks);
         for (bool isFlat : {true, false}) {
           Buffer in(numbers(DType::kFloat32, count * ranks, me), rank.stream);
-          std::vector<Span> parts;
+          mycoll::Spans parts;
           for (int part = 0; part < ranks; ++part) {
             parts.push_back(in.part(part * count * 4, count * 4));
           }
@@ -137,7 +137,7 @@ TEST(NcclReduceScatter, flatAndUneven) {
         }
       }
       std::vector<std::unique_ptr<Buffer>> buffers;
-      std::vector<Span> parts;
+      mycoll::Spans parts;
       for (int part = 0; part < ranks; ++part) {
         buffers.push_back(
             std::make_unique<Buffer>(numbers(DType::kInt64, uneven(part), me), rank.stream));

@@ -166,8 +166,8 @@ inline std::vector<char> pattern(size_t bytes, int rank, int part = 0) {
   return content;
 }
 
-inline Call callOf(OpKind kind, DType dtype, std::vector<Span> in, std::vector<Span> out,
-                   int root = -1, ReduceOp op = ReduceOp::kSum) {
+inline Call callOf(OpKind kind, DType dtype, Spans in, Spans out, int root = -1,
+                   ReduceOp op = ReduceOp::kSum) {
   Call call;
   call.kind = kind;
   call.dtype = dtype;

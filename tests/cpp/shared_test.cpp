@@ -91,7 +91,7 @@ Call callOf(OpKind kind, Elements& in, Elements& out, size_t count, const Commun
   const bool isRoot = group.rank() == root;
   const bool isRooted = kind == OpKind::kReduce || kind == OpKind::kGather;
   auto parts = [&](Elements& all) {
-    std::vector<Span> list;
+    Spans list;
     for (int rank = 0; rank < group.ranks(); ++rank) {
       list.push_back(all.span(static_cast<size_t>(rank) * count, count));
     }
@@ -104,9 +104,9 @@ Call callOf(OpKind kind, Elements& in, Elements& out, size_t count, const Commun
     return c;
   }
   if (kind != OpKind::kScatter || isRoot) {
-    c.in = readsList(kind) ? parts(in) : std::vector<Span>{in.span()};
+    c.in = readsList(kind) ? parts(in) : Spans{in.span()};
   }
-  if (!isRooted || isRoot) c.out = writesList(kind) ? parts(out) : std::vector<Span>{out.span()};
+  if (!isRooted || isRoot) c.out = writesList(kind) ? parts(out) : Spans{out.span()};
   if (kind == OpKind::kAllReduce && isInPlace) c.out = c.in;
   return c;
 }

@@ -26,7 +26,7 @@ constexpr size_t kMostKept = 32 * 1024 * 1024;
 constexpr size_t kMostBlocks = 256;
 constexpr size_t kMostPlans = 16;
 
-std::vector<uint64_t> sizesOf(const std::vector<Span>& spans) {
+std::vector<uint64_t> sizesOf(const Spans& spans) {
   std::vector<uint64_t> sizes;
   sizes.reserve(spans.size());
   for (const Span& span : spans) sizes.push_back(span.bytes);

@@ -65,7 +65,7 @@ Published published(const Call& call, int rank) {
 }
 
 // Offers the data for each rank. Returns an empty list unless all of it can be read in place.
-std::vector<SharedSpan> offerEach(const ShmGroup& group, const std::vector<Span>& spans) {
+std::vector<SharedSpan> offerEach(const ShmGroup& group, const Spans& spans) {
   std::vector<SharedSpan> offered(spans.size());
   if (spans.size() * sizeof(SharedSpan) > group.arena.shape().smallBytes) return {};
   for (size_t rank = 0; rank < spans.size(); ++rank) {

@@ -170,7 +170,7 @@ void Mailbox::dispatch(Transfer& request) {
   const size_t eagerBytes =
       messageClass == MessageClass::kCollective ? eagerInCollectives_ : mesh_->options().eagerBytes;
   Connection* connection = nullptr;
-  if (destination != group_.rank) connection = &linkTo(destination);
+  if (destination != group_.rank) connection = &mesh_->linkTo(group_.peers[destination]);
   const bool isCut = connection && connection->cuts(data.bytes);
   // The receiver accepts pieces only if it knows the group: until then, a message to be cut asks
   // first.
@@ -197,19 +197,9 @@ void Mailbox::dispatch(Transfer& request) {
   mesh_->enqueue(*connection, std::move(item));
 }
 
-Connection& Mailbox::linkTo(int rank) {
-  Flow& flow = flows_[rank];
-  if (flow.connection == nullptr || flow.erasures != mesh_->erasures()) {
-    flow.connection = &mesh_->connectionWith(group_.peers[rank]);
-    flow.erasures = mesh_->erasures();
-  }
-  if (flow.connection->state() == Connection::State::kIdle) flow.connection->dial();
-  return *flow.connection;
-}
-
 void Mailbox::enqueue(int destination, OutItem item) {
   flows_[destination].isAnswered = true;
-  mesh_->enqueue(linkTo(destination), std::move(item));
+  mesh_->enqueue(mesh_->linkTo(group_.peers[destination]), std::move(item));
 }
 
 // All senders together may use a quarter of what the receiver's process can keep for all groups.
@@ -446,7 +436,7 @@ void Mailbox::onFlow(const FrameHeader& came) {
   if (came.kind == FrameKind::kGoOn) return;
   if (came.source == group_.rank) return;
   // Messages that have not begun to be sent wait, too.
-  Connection& link = linkTo(came.source);
+  Connection& link = mesh_->linkTo(group_.peers[came.source]);
   for (OutItem& item : link.queue()) {
     if (item.header.kind != FrameKind::kEager ||
         item.header.messageClass == MessageClass::kWindow ||
@@ -489,7 +479,7 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, const Shar
 
 bool Mailbox::beginReading(Transfer& request, const FrameHeader& came, const SharedPlace& place) {
   if (request.data_.bytes == 0 || request.data_.bytes != came.messageBytes) return false;
-  Connection& connection = linkTo(came.source);
+  Connection& connection = mesh_->linkTo(group_.peers[came.source]);
   Reading reading{&request, came, place, connection.regionOf(place.region, place.regionBytes),
                   nullptr};
   if (reading.segment) {
@@ -742,7 +732,8 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
   Transfer* request = found->second;
   inFlight_.erase(found);
   if (request->isOffered_ && came.tag != 0) {
-    linkTo(came.source).takeRegionBack(SharedHeap::process().find(request->data_).region);
+    mesh_->linkTo(group_.peers[came.source])
+        .takeRegionBack(SharedHeap::process().find(request->data_).region);
   }
   OutItem item;
   item.header = header(FrameKind::kData, came.source);
@@ -784,17 +775,17 @@ Fd Mailbox::takeFd(int source, const std::string& cookie) {
 
 bool Mailbox::giveRegion(int destination, uint64_t region) {
   IoLock lock(ioMutex());
-  return linkTo(destination).giveRegion(region);
+  return mesh_->linkTo(group_.peers[destination]).giveRegion(region);
 }
 
 void Mailbox::takeRegionBack(int destination, uint64_t region) {
   IoLock lock(ioMutex());
-  linkTo(destination).takeRegionBack(region);
+  mesh_->linkTo(group_.peers[destination]).takeRegionBack(region);
 }
 
 std::shared_ptr<Segment> Mailbox::regionOf(int source, uint64_t region, size_t bytes) {
   IoLock lock(ioMutex());
-  return linkTo(source).regionOf(region, bytes);
+  return mesh_->linkTo(group_.peers[source]).regionOf(region, bytes);
 }
 
 // ---- for the group -----------------------------------------------------------------------------

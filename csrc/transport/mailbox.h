@@ -273,8 +273,6 @@ class Mailbox {
   Target intoWindow(const FrameHeader& header) REQUIRES(ioRole);
   Target onSignal(const FrameHeader& header) REQUIRES(ioRole);
   void dispatch(Transfer& request) REQUIRES(ioRole);
-  // The connection to that rank's process, which is dialled if there is none.
-  Connection& linkTo(int rank) REQUIRES(ioRole);
   void enqueue(int destination, OutItem item) REQUIRES(ioRole);
   void sendToSelf(Transfer& request, const FrameHeader& message) REQUIRES(ioRole);
   size_t earlyRoom() const;
@@ -329,17 +327,15 @@ class Mailbox {
   std::vector<Transfer*> posted_ GUARDED_BY(ioRole);
   std::list<Unexpected> unexpected_ GUARDED_BY(ioRole);
   struct Flow {
-    size_t bufferedBytes = 0;          // of its messages, in unexpected_
-    bool isHeld = false;               // it was asked to hold
-    bool holdsUs = false;              // it has asked this rank to hold
-    bool hasSpoken = false;            // a message or an answer was received from it
-    bool isThere = false;              // it is known to have made the group
-    bool isAnswered = false;           // something was sent to it
-    size_t early = 0;                  // bytes sent to it before isThere
-    size_t unanswered = 0;             // bytes received from it before isAnswered
-    std::list<Transfer*> waiting;      // sends that wait for isThere, in order
-    Connection* connection = nullptr;  // valid if the mesh has erased none since
-    uint64_t erasures = 0;
+    size_t bufferedBytes = 0;      // of its messages, in unexpected_
+    bool isHeld = false;           // it was asked to hold
+    bool holdsUs = false;          // it has asked this rank to hold
+    bool hasSpoken = false;        // a message or an answer was received from it
+    bool isThere = false;          // it is known to have made the group
+    bool isAnswered = false;       // something was sent to it
+    size_t early = 0;              // bytes sent to it before isThere
+    size_t unanswered = 0;         // bytes received from it before isAnswered
+    std::list<Transfer*> waiting;  // sends that wait for isThere, in order
   };
   std::vector<Flow> flows_ GUARDED_BY(ioRole);  // by rank
   // A message that a kEager frame without payload has begun, and where its payload goes.

@@ -263,9 +263,14 @@ void Mesh::enqueueQuietly(const PeerAddress& peer, OutItem item) {
 }
 
 void Mesh::erase(const Connection& connection) {
-  ++erasures_;
   byUid_.erase(connection.peer().uid);
   std::erase_if(connections_, [&](const auto& each) { return each.get() == &connection; });
+}
+
+Connection& Mesh::linkTo(const PeerAddress& peer) {
+  Connection& connection = connectionWith(peer);
+  if (connection.state() == Connection::State::kIdle) connection.dial();
+  return connection;
 }
 
 bool Mesh::hasLinkTo(const PeerAddress& peer) const { return find(peer.uid) != nullptr; }

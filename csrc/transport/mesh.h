@@ -66,9 +66,7 @@ class Mesh {
   IoMutex& ioMutex() { return io_; }
   void addMailbox(Mailbox* mailbox) REQUIRES(ioRole);
   void removeMailbox(Mailbox* mailbox) REQUIRES(ioRole);  // does not throw
-  Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
-  // How many connections were erased so far.
-  uint64_t erasures() const REQUIRES(ioRole) { return erasures_; }
+  Connection& linkTo(const PeerAddress& peer) REQUIRES(ioRole);
   void enqueue(Connection& connection, OutItem item) REQUIRES(ioRole) {
     connection.enqueue(std::move(item));
   }
@@ -110,6 +108,7 @@ class Mesh {
   void dialAgain() REQUIRES(ioRole);
   Doorkeeper::Admission admit(const Doorkeeper::Claim& claim) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);
+  Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
   void erase(const Connection& connection) REQUIRES(ioRole);
   // Declares the process lost now or, in loseEnding(), once everything that it sent has arrived.
   void processEnded(const std::string& uid) REQUIRES(ioRole);
@@ -123,7 +122,6 @@ class Mesh {
   ProcessWatch watch_;
   std::vector<std::unique_ptr<Connection>> connections_ GUARDED_BY(ioRole);
   std::unordered_map<std::string, Connection*> byUid_ GUARDED_BY(ioRole);  // the same
-  uint64_t erasures_ GUARDED_BY(ioRole) = 0;
   // By uid: frames for peers without a connection, group by group. They need no Connection, as
   // every Connection is polled all the time, and there may be a thousand peers that need none. Only
   // frames of the latest groups are kept; Connection answers for the other groups.

@@ -343,10 +343,12 @@ TEST(Window, aFrameBeyondTheWindowIsRefused) {
                                {99, 0, 1}};
   for (const auto& [number, offset, bytes] : wrong) {
     for (const Links links : {Links::kShm, Links::kTcp}) {
+      std::latch isOpen(2);  // the frame fails the group, and with it a rank that still opens
       runWorld(2, links, [&](Communicator& group) {
         std::vector<char> memory(192, 'x'), data(256, 'y');
         const auto window = makeWindow(group);
         ASSERT_OK(open(group, window, {memory.data() + 64, 64}));
+        isOpen.arrive_and_wait();
         if (group.rank() == 0) {
           Message message;
           message.data = {data.data(), bytes};

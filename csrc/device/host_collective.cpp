@@ -92,7 +92,7 @@ Task HostCollective::carry(const Call& call, CollectiveRunner& runner) {
   co_return Status();
 }
 
-// As the other ranks are told.
+// The status in the words that the other ranks receive.
 Status HostCollective::saidByDevice(const EventPassed& event) const {
   const Status& error = event.status();
   if (error.ok()) return error;

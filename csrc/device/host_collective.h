@@ -7,7 +7,7 @@
 // While one chunk travels between the ranks, the next is copied from the device, and the one before
 // to it. All ranks cut into as many chunks: each is an operation of the engine's, matched as such.
 //
-// Thread contract: one thread at a time, whoever runs the group's queue; no GIL.
+// Thread contract: one thread at a time, the one that runs the group's queue; no GIL.
 // Lifetimes: held by its task. The staging belongs to the path and is used by one task at a time:
 // that at the queue's head.
 #pragma once
@@ -23,8 +23,8 @@
 
 namespace mycoll {
 
-// What is copied and what travels at a time, all the parts of a chunk together: large enough for a
-// copy to be fast, small enough for the first one to be there soon.
+// The bytes that are copied and sent at a time, all the parts of a chunk together: large enough for
+// a copy to be fast, small enough for the first one to be there soon.
 constexpr size_t kHostChunkBytes = 4 << 20;
 
 // Two buffers in pinned memory, so that one is filled while the other travels.
@@ -49,7 +49,7 @@ class HostCollective {
   static Task run(std::shared_ptr<HostCollective> self, CollectiveRunner& runner);
 
  private:
-  // What a call reads from the device, and writes to it.
+  // The memory of the device that a call reads and writes.
   struct Sides {
     Spans reads;
     Spans writes;

@@ -147,7 +147,7 @@ std::shared_ptr<Communicator> Communicator::add(const std::shared_ptr<Engine>& e
       new Communicator(std::move(options), engine, std::move(address)));
   group->mailbox_.open();
   engine->add(group);
-  engine->mesh()->progress();  // what has come for it before are events now
+  engine->mesh()->progress();  // raises events for the frames that arrived before
   return group;
 }
 

@@ -8,7 +8,7 @@ namespace mycoll {
 std::vector<int> hostsOf(const GroupAddress& group) {
   std::map<std::string, int> known;
   std::vector<int> hosts;
-  const std::string* before = nullptr;  // mostly the same
+  const std::string* before = nullptr;  // its ranks are mostly in a row
   for (const PeerAddress& peer : group.peers) {
     const int rank = static_cast<int>(hosts.size());
     const bool isSame = before && *before == peer.hostIdentity;

@@ -28,19 +28,19 @@ using Milliseconds = std::chrono::milliseconds;
 
 // The longest time between two checks for signals, losses and deadlines.
 constexpr auto kTick = Milliseconds(50);
-// Time for a rank that is gone to come again, and for rank 0 to report who is missing.
+// Time for a rank that is gone to come again, and for rank 0 to report the missing ranks.
 constexpr auto kAgain = Milliseconds(1000);
 // Rank 0 begins a round without the missing ranks when no rank has arrived for this time.
 constexpr auto kPartial = Milliseconds(100);
-// ... and one without the ranks that have gone when nothing has happened for this time.
+// ... and one without the ranks that have gone when no other rank has come or gone for this time.
 constexpr auto kUrgent = Milliseconds(5);
 // How often rank 0 looks for newer handles of ranks that do not join, and the others for an error
 // of rank 0.
 constexpr auto kLookAgain = Milliseconds(500);
 // ... and at first, if the store holds handles of an earlier group.
 constexpr auto kLookSoon = Milliseconds(10);
-// Ranks that have not joined this long after the latest one are slow, or this many times as long
-// as the others took.
+// A rank is slow if it has not joined this long after the latest one that has, and not in this many
+// times the time that the others took.
 constexpr auto kSlow = Milliseconds(1000);
 constexpr int kTimesSlower = 2;
 // The longest time between two rounds.
@@ -65,7 +65,7 @@ std::string nonceOf(const KnownPeers& known, int rank) {
   return toHex(hmacSha256(known.secret, std::to_string(rank)).data(), 16);
 }
 
-// What both sides do.
+// The part that rank 0 and the others have in common.
 class Forming : public Formation {
  public:
   // engine: null if the rank only publishes that it gives up.
@@ -112,8 +112,8 @@ class Forming : public Formation {
     return isVisible(peer) && isLiving(lookAtProcess(peer.pid, peer.startTicks));
   }
   bool isDead(const PeerAddress& peer) const { return isVisible(peer) && !isAlive(peer); }
-  // Of a handle that was there when this rank came: it is not of an earlier group, as its process
-  // lives, or is younger than this one, which has been in no group before.
+  // Whether a handle that was there when this rank came is of this group: its process lives, or is
+  // younger than this one, which has been in no group before.
   bool isOfNow(const PeerAddress& peer) const {
     return isAlive(peer) ||
            (isFirst_ && isVisible(peer) && peer.startTicks >= mine_.address.startTicks);
@@ -175,7 +175,6 @@ Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, Know
 Status Forming::run(GroupAddress* result) {
   Status status = Handle::freshNonce(&mine_.nonce);
   if (status.ok() && !known_.peers.empty()) status = openReception(nonceOf(known_, options_.rank));
-  engine_->wake();
   if (status.ok()) status = attend();
   if (status.ok() || !spread(status)) {
     flush(kAgain);
@@ -187,7 +186,10 @@ Status Forming::run(GroupAddress* result) {
 }
 
 Status Forming::openReception(const std::string& nonce) {
-  return Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back());
+  MYCOLL_RETURN_IF_ERROR(
+      Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back()));
+  engine_->wake();  // its thread waits for the events
+  return Status();
 }
 
 // ---- the store
@@ -589,7 +591,6 @@ Status Root::handleReport(const Round::Report& report) {
     return error(Code::kInvalidArgument,
                  report.why.message() + ": MYCOLL_SECRET_FILE must be the same everywhere");
   }
-  candidate.state = Candidate::kStale;
   hasChanged_ = isRoundUrgent_ = true;
   lastChange_ = Clock::now();
   nextLook_ = earlier(nextLook_, Deadline::after(kLookSoon));
@@ -601,6 +602,9 @@ Status Root::handleReport(const Round::Report& report) {
              (report.kind == Kind::kNotListening && !isAlive(address) &&
               (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
     candidate.wait(Candidate::kGone, lost(report, address), kAgain);
+  } else {
+    candidate.state = Candidate::kStale;
+    candidate.why = Status();
   }
   return Status();
 }

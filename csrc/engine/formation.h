@@ -5,7 +5,7 @@
 //   all       join; when all have, the group is made
 //
 // So each rank uses the store once, and rank 0 reads each handle once. The connections that the
-// invitations open are those of the control tree, which the group goes on to use.
+// invitations open are those of the control tree, which the group uses later.
 //
 // Ranks that have a group in common know each other's addresses, and can compute each other's
 // nonces from its secret. They use no store, unless one of them is missing after a second: it may

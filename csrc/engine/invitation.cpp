@@ -78,13 +78,14 @@ void News::wait(std::chrono::milliseconds atMost) {
 }
 
 Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news)
-    : mailbox_(std::move(mesh), std::move(address), this), news_(news) {}
+    : mailbox_(std::move(mesh), std::move(address), this), news_(news) {
+  mailbox_.mesh().addPending(1);  // the engine's thread waits for events, and peers ring
+}
 
 Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
                        std::unique_ptr<Reception>* result) {
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(addressOf(nonce, kReceiver, PeerAddress(), mesh->address(), &address));
-  mesh->addPending(1);  // the engine's thread waits for events, and peers ring
   result->reset(new Reception(std::move(mesh), std::move(address), news));
   (*result)->mailbox_.open();
   return Status();

@@ -2,7 +2,7 @@
 // group opens a Reception, whose number and secret are made of a nonce, and then publishes the
 // nonce and its address. A process that knows them sends it an Invitation. Both are ends of a group
 // of two (GroupAddress::isInvitation). The connection between the two processes, which is made if
-// there is none, later carries the data of their groups. What is sent carries a MAC, as the
+// there is none, later carries the data of their groups. An invitation carries a MAC, as the
 // connection may have been authenticated by another group.
 //
 // Thread contract: [any thread]; events are handled under the I/O lock.
@@ -47,7 +47,7 @@ class News {
   bool isThere_ GUARDED_BY(mutex_) = false;
 };
 
-// What is sent with an invitation.
+// The content of an invitation.
 struct InvitationMessage {
   enum class Content : char {
     kRoster,    // the text is a roster, encoded

@@ -178,6 +178,35 @@ TEST(Shape, knowsTheNodesThatAHostHas) {
   // Six ranks of a host in a row: two sums, or one of two blocks of three.
   EXPECT(largestNodes({6, 7, 8, 9, 10, 11}, 12) == (Nodes{{6, 8}, {8, 12}}));
   EXPECT(largestNodes({6, 7, 8, 9, 10, 11}, 12, SumTree(3)) == (Nodes{{6, 12}}));
+  // All sets of ranks: the nodes of members only that are in no larger one.
+  for (const int block : {1, 2, 3}) {
+    const SumTree tree(block);
+    for (int ranks = 1; ranks <= 10; ++ranks) {
+      for (unsigned set = 0; set < 1U << ranks; ++set) {
+        std::vector<int> members;
+        for (int rank = 0; rank < ranks; ++rank) {
+          if ((set >> rank & 1) != 0) members.push_back(rank);
+        }
+        Nodes expected;
+        const auto isWithin = [&](int lo, int hi) {
+          return static_cast<int>(std::count_if(members.begin(), members.end(), [&](int rank) {
+                   return rank >= lo && rank < hi;
+                 })) == hi - lo;
+        };
+        const auto visit = [&](const auto& self, int lo, int hi, bool isCovered) -> void {
+          if (!isCovered && isWithin(lo, hi)) {
+            expected.push_back({lo, hi});
+            isCovered = true;
+          }
+          if (hi - lo < 2) return;
+          self(self, lo, tree.middle(lo, hi), isCovered);
+          self(self, tree.middle(lo, hi), hi, isCovered);
+        };
+        visit(visit, 0, ranks, false);
+        EXPECT(largestNodes(members, ranks, tree) == expected);
+      }
+    }
+  }
 }
 
 TEST(Shape, putsManyHostsIntoUnits) {

@@ -410,6 +410,7 @@ class Root final : public Forming {
   int firstUnknown() const;
   Status handleReports();
   Status handleReport(const Round::Report& report);
+  bool mayComeAgain(const Candidate& candidate) const;
   bool isRoundDue();
   Status startRound();
   std::vector<int> missing();
@@ -564,13 +565,13 @@ Status Root::consider(int rank, Handle handle) {
 
 Status Root::handleReports() {
   if (!round_) return Status();
-  for (const Round::Report& report : round_->takeReports()) {
-    MYCOLL_RETURN_IF_ERROR(handleReport(report));
-  }
+  const std::vector<Round::Report> reports = round_->takeReports();
+  // Read after them: the lost rank may have joined before.
   if (std::vector<bool> joined = round_->joined(); joined != joined_) {
     joined_ = std::move(joined);
     lastJoined_ = Clock::now();
   }
+  for (const Round::Report& report : reports) MYCOLL_RETURN_IF_ERROR(handleReport(report));
   for (int rank = 1; rank < options_.ranks; ++rank) {
     if (joined_[rank] && candidates_[rank].isInvited()) candidates_[rank].why = Status();
   }
@@ -598,15 +599,21 @@ Status Root::handleReport(const Round::Report& report) {
     const std::chrono::seconds patience(engine_->mesh()->options().networkSeconds);
     candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
-  } else if (joined_[report.rank] || report.kind == Kind::kEnded ||
-             (report.kind == Kind::kNotListening && !isAlive(address) &&
-              (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
+  } else if (joined_[report.rank] ||
+             (report.kind != Kind::kNoReception && !mayComeAgain(candidate))) {
     candidate.wait(Candidate::kGone, lost(report, address), kAgain);
   } else {
     candidate.state = Candidate::kStale;
     candidate.why = Status();
   }
   return Status();
+}
+
+// Whether the engine at the handle's address, which is gone, may be that of an earlier group.
+bool Root::mayComeAgain(const Candidate& candidate) const {
+  const PeerAddress& address = candidate.handle.address;
+  return store_ &&
+         (isAlive(address) || !(candidate.isNew || isOfNow(address) || !known_.peers.empty()));
 }
 
 // A round ends the one before. So that ranks that arrive or join slowly do not keep rank 0 from

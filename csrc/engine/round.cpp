@@ -128,7 +128,7 @@ void Round::join() {
   const int self = mailbox_.rank();
   joined_[self] = true;
   unsent_.push_back(self);
-  if (children_.empty()) sendUp(/*isWhole=*/true);
+  sendUp(/*isWhole=*/children_.empty());
 }
 
 void Round::sendUp(bool isWhole) {

@@ -496,6 +496,8 @@ TEST(Formation, aRankThatEndsIsNotWaitedFor) {
         found[rank] = formAs(optionsOf(rank, ranks, 30'000), store);
         return;
       }
+      // After this one, rank 0 knows that the next is not of an earlier group.
+      Puppet(2, ranks, store, " elsewhere").beInvited();
       Puppet puppet(2, ranks, store, " elsewhere");
       const Roster roster = puppet.beInvited();
       if (isLast) return;  // it ends before it joins, and all others have joined
@@ -564,6 +566,29 @@ TEST(Formation, aRankMayComeAgain) {
     found[rank] = formAs(optionsOf(rank, 3), store);
   });
   for (const Status& status : found) EXPECT_OK(status);
+}
+
+// The engine of an earlier group closes its connection after rank 0 has invited it, and the rank
+// comes much later.
+TEST(Formation, theEndOfAnEarlierEngineIsWaitedOut) {
+  for (const char* host : {"", " elsewhere"}) {
+    const auto store = std::make_shared<MemoryStore>();
+    std::latch isPublished(1);
+    std::vector<Status> found(3);
+    Threads(3, [&](int rank) {
+      if (rank == 1) {
+        Puppet earlier(1, 3, store, host);
+        earlier.openReception();
+        earlier.publish();
+        isPublished.count_down();
+        earlier.beInvited();
+      }
+      isPublished.wait();
+      if (rank == 1) std::this_thread::sleep_for(milliseconds(1500));
+      found[rank] = formAs(optionsOf(rank, 3), store, rank == 1 ? host : "");
+    });
+    for (const Status& status : found) EXPECT_OK(status);
+  }
 }
 
 // A rank does not invite its children in the control tree: rank 0 does.

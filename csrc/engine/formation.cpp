@@ -690,6 +690,8 @@ class Member final : public Forming {
   Status attend() override;
   bool spread(const Status& why) override;
 
+  // Whether no other rank passes its reports to rank 0.
+  bool isAlone() const { return !round_ || lostParent_ != Clock::time_point(); }
   Status check();
   Status checkKnownPeers();
   Status join();
@@ -716,8 +718,7 @@ Status Member::attend() {
       MYCOLL_RETURN_IF_ERROR(attendRound());
       if (round_->isFormed() && round_->roster().isComplete()) return Status();
     }
-    const bool isAlone = !round_ || lostParent_ != Clock::time_point();
-    if (isAlone && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
+    if (isAlone() && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
     pause(kTick);
   }
 }
@@ -728,7 +729,7 @@ bool Member::spread(const Status& why) {
   const Code code = why.code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
-  if (usesStore() && isLasting && (!round_ || !conflict().ok())) giveUp(why);
+  if (usesStore() && isLasting && (isAlone() || !conflict().ok())) giveUp(why);
   return true;
 }
 
@@ -809,7 +810,7 @@ Status Member::attendRound() {
       const Status why =
           state == Round::Parent::kLost ? lost(loss, address) : ended(parent, address);
       round_->fail(why);
-      isKnownToAll_ = true;
+      isKnownToAll_ = isDead(address);
       return why;
     }
   }

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/fd.h"
 #include "transport/frame.h"
 #include "transport/handshake.h"
 #include "transport/io_lock.h"
@@ -31,6 +32,7 @@ struct EarlyFrame {
   std::string uid;  // of the process that sent it
   FrameHeader header;
   std::string payload;
+  Fd descriptor;
 };
 
 class GroupTable {

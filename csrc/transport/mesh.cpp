@@ -293,16 +293,6 @@ bool Mesh::hasQueued(uint64_t context, int rank) const {
                          REQUIRES(ioRole) { return connection->hasQueued(context, rank); });
 }
 
-bool Mesh::sendFd(const std::string& uid, int fd, const std::string& cookie) {
-  Connection* connection = find(uid);
-  return connection && connection->sendFd(fd, cookie);
-}
-
-Fd Mesh::takeFd(const std::string& uid, const std::string& cookie) {
-  Connection* connection = find(uid);
-  return connection ? connection->takeFd(cookie) : Fd();
-}
-
 // If two processes connect to each other at the same time, the connection made by the smaller uid
 // is kept, unless this side's own cannot be open at the peer yet.
 Doorkeeper::Admission Mesh::admit(const Doorkeeper::Claim& claim) const {
@@ -423,8 +413,7 @@ void Mesh::addMailbox(Mailbox* mailbox) {
     watch_.add(*peer, isLocal(*peer), local_.address);
   }
   bool isComplete = true;
-  const std::vector<EarlyFrame> early =
-      local_.groups.takeEarly(group.context, group.rank, &isComplete);
+  std::vector<EarlyFrame> early = local_.groups.takeEarly(group.context, group.rank, &isComplete);
   if (!isComplete) {
     raise(mailbox, GroupFails{Status(
                        Code::kInternal,
@@ -432,7 +421,7 @@ void Mesh::addMailbox(Mailbox* mailbox) {
                            " received more early messages than it can buffer before it joined "
                            "the group")});
   }
-  for (const EarlyFrame& frame : early) {
+  for (EarlyFrame& frame : early) {
     if (Connection::deliver(*mailbox, frame)) continue;
     if (Connection* connection = find(frame.uid))
       connection->breakOff({LossReason::kNotItsName, ""});
@@ -457,10 +446,6 @@ void Mesh::removeMailbox(Mailbox* mailbox) {
     if (connection && connection->state() == Connection::State::kLost) erase(*connection);
   }
   for (auto& connection : connections_) connection->forget(mailbox);
-  workWithin([&]() REQUIRES(ioRole) {
-    for (auto& connection : connections_) connection->dropFds(mailbox->fdPrefix());
-    return false;
-  });
 }
 
 }  // namespace mycoll

@@ -410,7 +410,6 @@ class Root final : public Forming {
   int firstUnknown() const;
   Status handleReports();
   Status handleReport(const Round::Report& report);
-  bool mayComeAgain(const Candidate& candidate) const;
   bool isRoundDue();
   Status startRound();
   std::vector<int> missing();
@@ -565,13 +564,13 @@ Status Root::consider(int rank, Handle handle) {
 
 Status Root::handleReports() {
   if (!round_) return Status();
-  const std::vector<Round::Report> reports = round_->takeReports();
-  // Read after them: the lost rank may have joined before.
+  for (const Round::Report& report : round_->takeReports()) {
+    MYCOLL_RETURN_IF_ERROR(handleReport(report));
+  }
   if (std::vector<bool> joined = round_->joined(); joined != joined_) {
     joined_ = std::move(joined);
     lastJoined_ = Clock::now();
   }
-  for (const Round::Report& report : reports) MYCOLL_RETURN_IF_ERROR(handleReport(report));
   for (int rank = 1; rank < options_.ranks; ++rank) {
     if (joined_[rank] && candidates_[rank].isInvited()) candidates_[rank].why = Status();
   }
@@ -599,21 +598,15 @@ Status Root::handleReport(const Round::Report& report) {
     const std::chrono::seconds patience(engine_->mesh()->options().networkSeconds);
     candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
-  } else if (joined_[report.rank] ||
-             (report.kind != Kind::kNoReception && !mayComeAgain(candidate))) {
+  } else if (joined_[report.rank] || report.kind == Kind::kEnded ||
+             (report.kind == Kind::kNotListening && !isAlive(address) &&
+              (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
     candidate.wait(Candidate::kGone, lost(report, address), kAgain);
   } else {
     candidate.state = Candidate::kStale;
     candidate.why = Status();
   }
   return Status();
-}
-
-// Whether the engine at the handle's address, which is gone, may be that of an earlier group.
-bool Root::mayComeAgain(const Candidate& candidate) const {
-  const PeerAddress& address = candidate.handle.address;
-  return store_ &&
-         (isAlive(address) || !(candidate.isNew || isOfNow(address) || !known_.peers.empty()));
 }
 
 // A round ends the one before. So that ranks that arrive or join slowly do not keep rank 0 from
@@ -690,8 +683,6 @@ class Member final : public Forming {
   Status attend() override;
   bool spread(const Status& why) override;
 
-  // Whether no other rank passes its reports to rank 0.
-  bool isAlone() const { return !round_ || lostParent_ != Clock::time_point(); }
   Status check();
   Status checkKnownPeers();
   Status join();
@@ -718,7 +709,8 @@ Status Member::attend() {
       MYCOLL_RETURN_IF_ERROR(attendRound());
       if (round_->isFormed() && round_->roster().isComplete()) return Status();
     }
-    if (isAlone() && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
+    const bool isAlone = !round_ || lostParent_ != Clock::time_point();
+    if (isAlone && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
     pause(kTick);
   }
 }
@@ -729,7 +721,7 @@ bool Member::spread(const Status& why) {
   const Code code = why.code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
-  if (usesStore() && isLasting && (isAlone() || !conflict().ok())) giveUp(why);
+  if (usesStore() && isLasting && (!round_ || !conflict().ok())) giveUp(why);
   return true;
 }
 
@@ -810,7 +802,7 @@ Status Member::attendRound() {
       const Status why =
           state == Round::Parent::kLost ? lost(loss, address) : ended(parent, address);
       round_->fail(why);
-      isKnownToAll_ = isDead(address);
+      isKnownToAll_ = true;
       return why;
     }
   }

@@ -41,6 +41,7 @@ Round::Report::Kind kindOf(LossReason reason) {
     case LossReason::kNotListening: return Round::Report::kNotListening;
     case LossReason::kUnreachable: return Round::Report::kUnreachable;
     case LossReason::kDistrusted: return Round::Report::kDistrusted;
+    case LossReason::kLeft: return Round::Report::kNoReception;
     default: return Round::Report::kEnded;
   }
 }
@@ -128,7 +129,7 @@ void Round::join() {
   const int self = mailbox_.rank();
   joined_[self] = true;
   unsent_.push_back(self);
-  sendUp(/*isWhole=*/children_.empty());
+  if (children_.empty()) sendUp(/*isWhole=*/true);
 }
 
 void Round::sendUp(bool isWhole) {

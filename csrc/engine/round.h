@@ -3,9 +3,8 @@
 //
 //   down   kInvitation   the roster, from each rank to its children in the control tree. It opens
 //                        the connection to a child, or uses one that exists
-//   up     kJoined       the ranks of a subtree that have joined: the rank itself at once; the
-//   others
-//                        when all have, or every 100 ms those that are new
+//   up     kJoined       the ranks of a subtree that have joined: when all have, or every 100 ms
+//                        those that are new
 //          kAbort        a report about a rank: it gives up, its process has ended, it cannot be
 //                        reached. Each rank passes it on to rank 0
 //   down   kFormed       all ranks have joined: the group is made

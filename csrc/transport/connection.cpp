@@ -611,13 +611,14 @@ bool Connection::beginFrame(Wire& wire) {
   if (header.hasDescriptor && !wire.link.receiver->takeFd(&wire.descriptor)) {
     return breakOff({LossReason::kNotAFrame, ""}), false;
   }
+  if (header.kind == FrameKind::kFarewell) return breakOff({LossReason::kLeft, ""}), false;
   if (header.isBeginning()) begunIn_ = header.number;
   Mailbox* mailbox = local_.groups.find(header.context, header.destination);
   if (!mailbox) {
     // A group that does not exist here cannot have asked for a piece of a message.
     const bool isOver = header.kind == FrameKind::kInvitation && header.tag == 1;
     const bool isLate =
-        isOver || local_.groups.standing(header.context, header.destination) == Standing::kGone;
+        isOver || local_.groups.standing(header.context, header.destination) == Outcome::kGone;
     if (isLate && wantsAnswer(header.kind)) sayGoodbyeAgain(header);
     if (isLate || comesInPieces(header.kind) || header.isBeginning() ||
         !local_.groups.makeRoom(header.context, header.destination, header.payloadBytes)) {
@@ -656,7 +657,7 @@ void Connection::endFrame(Wire& wire) {
     if (Mailbox* late = local_.groups.find(header.context, header.destination)) {
       // Its group was made while the payload was arriving.
       if (!deliver(*late, frame)) breakOff({LossReason::kNotItsName, ""});
-    } else if (local_.groups.standing(header.context, header.destination) != Standing::kGone) {
+    } else if (local_.groups.standing(header.context, header.destination) != Outcome::kGone) {
       local_.groups.keep(std::move(frame));
     }
   } else if (header.kind == FrameKind::kClearToSend) {
@@ -717,6 +718,11 @@ bool Connection::hasSaidAll(bool isEnded) {
 }
 
 void Connection::sayNoMore() NO_THREAD_SAFETY_ANALYSIS {
+  if (state_ != State::kOpen) return;
+  OutItem farewell;
+  farewell.header.kind = FrameKind::kFarewell;
+  queue_.push_back(std::move(farewell));
+  flush();
   if (state_ != State::kOpen || wires_.front().link.isShm) return;
   for (const Wire& wire : wires_) shutdown(wire.link.sender->fd(), SHUT_WR);
 }

@@ -25,6 +25,7 @@
 //   kInvitation, kJoined, kFormed  a group is being made: engine/round.h. A later invitation
 //                   replaces an earlier one. `tag` 1: the receiver opened its group before the
 //                   sender could know of it, and if it is not open any more, a kGoodbye answers
+//   kFarewell       the last frame of a process that has left all groups and closes the connection
 //
 // Inside a host, a kEager or kRequestToSend frame may come with a descriptor of shared memory,
 // which was sent over the link's socket before the frame.
@@ -67,6 +68,7 @@ enum class FrameKind : uint8_t {
   kInvitation,
   kJoined,
   kFormed,
+  kFarewell,
 };
 
 inline bool isForming(FrameKind kind) {

@@ -295,28 +295,28 @@ bool Mesh::hasQueued(uint64_t context, int rank) const {
 
 // If two processes connect to each other at the same time, the connection made by the smaller uid
 // is kept, unless this side's own cannot be open at the peer yet.
-Doorkeeper::Admission Mesh::admit(const Doorkeeper::Claim& claim) const {
+Outcome Mesh::admit(const Doorkeeper::Claim& claim) const {
   const std::string& uid = claim.uid;
   // The frames queued for it were dropped with the last common group.
-  if (!claim.isInvitation && !local_.groups.names(uid)) return Doorkeeper::Admission::kGone;
+  if (!claim.isInvitation && !local_.groups.names(uid)) return Outcome::kGone;
   const Connection* connection = find(uid);
   if (claim.joins != 0) {
-    return connection && connection->mayBeJoined(claim.joins) ? Doorkeeper::Admission::kEnter
-                                                              : Doorkeeper::Admission::kRefused;
+    return connection && connection->mayBeJoined(claim.joins) ? Outcome::kAccepted
+                                                              : Outcome::kRefused;
   }
-  if (!connection) return Doorkeeper::Admission::kEnter;
+  if (!connection) return Outcome::kAccepted;
   switch (connection->state()) {
     case Connection::State::kIdle: break;
     case Connection::State::kDialing:
-      if (connection->mayBeOpen() && address().uid < uid) return Doorkeeper::Admission::kAskAgain;
+      if (connection->mayBeOpen() && address().uid < uid) return Outcome::kAskAgain;
       break;
     // The peer asked before it had the one that is open; or it has lost that one, and this side is
     // about to detect the loss.
     case Connection::State::kOpen:
-    case Connection::State::kEnding: return Doorkeeper::Admission::kAskAgain;
-    case Connection::State::kLost: return Doorkeeper::Admission::kRefused;
+    case Connection::State::kEnding: return Outcome::kAskAgain;
+    case Connection::State::kLost: return Outcome::kRefused;
   }
-  return Doorkeeper::Admission::kEnter;
+  return Outcome::kAccepted;
 }
 
 void Mesh::dialAgain() {

@@ -155,7 +155,8 @@ TEST(Connecting, bothSidesAtOnce) {
         moving = other;
       };
       afterSend = [&](const void* data, size_t bytes) {
-        if (bytes == sizeof(Verdict) && static_cast<const Verdict*>(data)->isAccepted) {
+        if (bytes == sizeof(Verdict) &&
+            static_cast<const Verdict*>(data)->outcome == Outcome::kAccepted) {
           hasAccepted[moving] = true;
         }
         // The other one could accept that, and drop what was accepted here.

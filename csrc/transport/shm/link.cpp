@@ -17,6 +17,8 @@ constexpr size_t kPieceBytes = 64 * 1024;
 constexpr size_t kLargeBytes = 64 * 1024;
 // The most descriptors that wait for their frames.
 constexpr size_t kMostReceived = 4096;
+// Sent with each.
+constexpr char kMark = 'd';
 
 RingHeader* ringOf(const Segment& segment, bool isSecond) {
   return reinterpret_cast<RingHeader*>(segment.data() + (isSecond ? kRingBytes : 0));
@@ -127,8 +129,7 @@ void ShmSender::publish() {
 }
 
 bool ShmSender::sendFd(int fd) {
-  const char mark = 0;
-  return sendDescriptor(socket_->get(), fd, &mark, sizeof(mark));
+  return sendDescriptor(socket_->get(), fd, &kMark, sizeof(kMark));
 }
 
 void ShmSender::setAsleep(bool asleep) {
@@ -194,16 +195,15 @@ ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
 
 // The socket carries descriptors and, at the end, reports that the peer is gone.
 void ShmReceiver::onEvent(bool) {
-  while (received_.size() < kMostReceived) {
+  while (!hungUp_) {
     Fd fd;  // stays closed if this process has no descriptor left
     char mark = 0;
     const ssize_t got = receiveDescriptor(socket_->get(), &fd, &mark, sizeof(mark));
-    if (got > 0) {
-      received_.push_back(std::move(fd));
-    } else if (got == 0 || errno != EINTR) {
-      hungUp_ |= got == 0 || errno != EAGAIN;
-      return;
-    }
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EAGAIN) return;
+    hungUp_ |= got <= 0 || mark != kMark || received_.size() == kMostReceived;
+    if (hungUp_) return;
+    received_.push_back(std::move(fd));
   }
 }
 

@@ -62,6 +62,7 @@ bool isFirstFormation() {
 std::string keyOf(int rank) { return "handle/" + std::to_string(rank); }
 
 std::string nonceOf(const KnownPeers& known, int rank) {
+  if (!known.nonces.empty()) return known.nonces[rank];
   return toHex(hmacSha256(known.secret, std::to_string(rank)).data(), 16);
 }
 
@@ -346,7 +347,8 @@ Status Forming::tooLate(int rank, const std::string& milliseconds,
                "timeout after " + milliseconds + "ms: rank " + std::to_string(rank) +
                    " waited for the other ranks of " + std::to_string(options_.ranks) +
                    (missing.empty() ? "" : "; missing: " + listNumbers(missing)) +
-                   ". Were they all started, with the same world size and the same store?");
+                   (store_ ? ". Were they all started, with the same world size and the same store?"
+                           : ". Have they all called it, with the same ranks?"));
 }
 
 std::map<int, Engine::Loss> Forming::losses() const {
@@ -598,7 +600,7 @@ Status Root::handleReport(const Round::Report& report) {
     const std::chrono::seconds patience(engine_->mesh()->options().networkSeconds);
     candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
-  } else if (joined_[report.rank] || report.kind == Kind::kEnded ||
+  } else if (joined_[report.rank] || report.kind == Kind::kEnded || !store_ ||
              (report.kind == Kind::kNotListening && !isAlive(address) &&
               (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
     candidate.wait(Candidate::kGone, lost(report, address), kAgain);
@@ -685,6 +687,7 @@ class Member final : public Forming {
 
   Status check();
   Status checkKnownPeers();
+  bool isAsKnown(const Roster& roster) const;
   Status join();
   Status attendRound();
   Status lookAtStore();
@@ -697,6 +700,7 @@ class Member final : public Forming {
   Deadline nextForward_;
   bool hasReportedLate_ = false;
   bool isKnownToAll_ = false;  // the failure
+  std::unique_ptr<Invitation> probe_;
 };
 
 Status Member::attend() {
@@ -717,7 +721,7 @@ Status Member::attend() {
 
 bool Member::spread(const Status& why) {
   if (isKnownToAll_) return true;
-  if (round_) round_->report({options_.rank, Round::Report::kGaveUp, why});
+  if (round_) round_->report({round_->rank(), Round::Report::kGaveUp, why});
   const Code code = why.code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
@@ -744,8 +748,14 @@ Status Member::check() {
   return round_ || store_ ? Status() : checkKnownPeers();
 }
 
-// Without a store, a rank that is not invited learns only from its own connections why.
+// Without a store, a rank that is not invited learns only from its own connections why. If it has
+// none to rank 0, it makes one after a while.
 Status Member::checkKnownPeers() {
+  if (!probe_ && waited() > kAgain) {
+    MYCOLL_RETURN_IF_ERROR(
+        Invitation::send(engine_->mesh(), {known_.peers[0], nonceOf(known_, 0), /*isOpened=*/false},
+                         {InvitationMessage::Content::kProbe, ""}, {}, &probe_));
+  }
   for (const PeerLost& lost : receptions_[0]->losses()) {
     for (int rank = 0; rank < options_.ranks; ++rank) {
       const PeerAddress& peer = known_.peers[rank];
@@ -761,7 +771,19 @@ Status Member::checkKnownPeers() {
   return Status();
 }
 
-// Follows the latest invitation, if it is newer than the round.
+// Whether the roster is that of the group that this rank was called for.
+bool Member::isAsKnown(const Roster& roster) const {
+  const auto ranks = static_cast<int>(roster.members.size());
+  if (ranks != options_.ranks || roster.peers[options_.rank].uid != mine_.address.uid) return false;
+  for (int rank = 0; rank < ranks && !known_.nonces.empty(); ++rank) {
+    const bool isAbsent = roster.members[rank].isAbsent();
+    if (!isAbsent && roster.peers[rank].uid != known_.peers[rank].uid) return false;
+  }
+  return true;
+}
+
+// Follows the latest invitation, if it is newer than the round. If it is to another group, this
+// rank joins only to report that.
 Status Member::join() {
   for (const auto& reception : receptions_) {
     std::optional<InvitationMessage> message = reception->takeRoster();
@@ -769,19 +791,29 @@ Status Member::join() {
     Roster roster;
     MYCOLL_RETURN_IF_ERROR(Roster::decode(message->text, &roster));
     if (round_ && roster.round <= round_->roster().round) continue;
-    const auto ranks = static_cast<int>(roster.members.size());
-    const bool isThere =
-        options_.rank < ranks && roster.peers[options_.rank].uid == mine_.address.uid;
-    if (ranks != options_.ranks || !isThere) {
-      return error(Code::kStore,
-                   "rank 0 was started with " + std::to_string(ranks) + " ranks, rank " +
-                       std::to_string(options_.rank) + " (" + mine_.address.describe() + ") with " +
-                       std::to_string(options_.ranks) + ": the world sizes must be equal");
+    const size_t ranks = roster.members.size();
+    const std::string self =
+        "rank " + std::to_string(options_.rank) + " (" + mine_.address.describe() + ")";
+    Status unlike;
+    if (isAsKnown(roster)) {
+    } else if (known_.nonces.empty()) {
+      unlike = error(Code::kStore, "rank 0 was started with " + std::to_string(ranks) + " ranks, " +
+                                       self + " with " + std::to_string(options_.ranks) +
+                                       ": the world sizes must be equal");
+    } else {
+      unlike = error(
+          Code::kInvalidArgument,
+          "rank 0 and " + self + " were called with different handles, or in different orders");
     }
+    size_t rank = 0;
+    while (rank < ranks && roster.peers[rank].uid != mine_.address.uid) ++rank;
+    if (rank == ranks) return unlike;
     round_.reset();
     lostParent_ = {};
-    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, options_.rank,
-                                       std::move(*message), std::move(roster), news_, &round_));
+    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, static_cast<int>(rank),
+                                       std::move(*message), std::move(roster), news_, &round_,
+                                       /*isToJoin=*/unlike.ok()));
+    MYCOLL_RETURN_IF_ERROR(unlike);
   }
   return Status();
 }

@@ -49,13 +49,15 @@ class Round final : public EventHandler {
   };
 
   // Joins the round of this roster, and invites the children with the message. news: noted when the
-  // round is formed, fails, or has a report.
+  // round is formed, fails, or has a report. isToJoin: false if the rank will only report that it
+  // gives up.
   static Status open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
                      InvitationMessage message, Roster roster, News& news,
-                     std::unique_ptr<Round>* result);
+                     std::unique_ptr<Round>* result, bool isToJoin = true);
   ~Round();
 
   const Roster& roster() const { return roster_; }
+  int rank() const { return mailbox_.rank(); }
   // All ranks have joined, and rank 0 has said so.
   bool isFormed();
   // Not ok: rank 0, or a rank that has lost its parent, has ended the round.

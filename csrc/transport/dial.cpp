@@ -67,8 +67,8 @@ bool Dial::begin() {
   }
   const Mailbox& mailbox = *common[notYet_ % common.size()];
   const GroupAddress& group = mailbox.group();
-  voucher_ = {group.isInvitation, group.context, group.secret, group.rank,
-              mailbox.presentRank(peer_.uid)};
+  voucher_ = {group.isInvitation, group.opensLater, group.context,
+              group.secret,       group.rank,       mailbox.presentRank(peer_.uid)};
   outcome_ = Outcome::kAccepted;
   moveTo(State::kTrying);
   task_ = attempt();
@@ -241,6 +241,7 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   hello.isShm = isShm;
   hello.joins = joining_.connection;
   hello.isInvitation = voucher_.isInvitation;
+  hello.opensLater = voucher_.opensLater;
   hello.context = voucher_.context;
   hello.source = voucher_.source;
   hello.destination = voucher_.destination;

@@ -180,15 +180,16 @@ Task Doorkeeper::answer(Visitor* visitor) {
     co_return refused;
   }
   visitor->namesUs = true;
-  if (!hello.isInvitation) {
+  const bool isOpened = hello.isInvitation && !hello.opensLater;
+  if (!isOpened) {
     GroupIsKnown known(local_.groups, hello.context, hello.destination, deadline);
     co_await known;
   }
   const Mailbox* mailbox = local_.groups.find(hello.context, hello.destination);
   if (!mailbox) {
     Challenge answer{};
-    answer.outcome = hello.isInvitation ? Outcome::kGone
-                                        : local_.groups.standing(hello.context, hello.destination);
+    answer.outcome =
+        isOpened ? Outcome::kGone : local_.groups.standing(hello.context, hello.destination);
     WriteExactly sendAnswer(fd, &answer, sizeof(answer), deadline);
     co_await sendAnswer;
     co_return refused;

@@ -50,6 +50,7 @@ constexpr uint32_t kProtocolVersion = 8;
 // The group whose secret authenticates a connection.
 struct HandshakeGroup {
   bool isInvitation = false;
+  bool opensLater = false;
   uint64_t context = 0;
   std::string secret;
   int source = 0;
@@ -78,9 +79,10 @@ struct Hello {
   int32_t destination = 0;
   // The connection (idOf() its Proof) that this socket joins; 0: none.
   uint64_t joins = 0;
-  // 1: the acceptor has opened the group before anybody could name it: it knows the group, or has
+  uint32_t isInvitation = 0;
+  // 0: the acceptor has opened the invitation before anybody could name it: it knows it, or has
   // left it.
-  uint64_t isInvitation = 0;
+  uint32_t opensLater = 0;
   char sourceUid[32];
   char destinationUid[32];
   uint8_t nonce[32];

@@ -61,6 +61,13 @@ using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #define MYCOLL_TORCH_HAS_IS_INITIALIZED 0
 #endif
 
+// c10d::Backend::reconfigure() is new in 2.14.
+#if TORCH_VERSION_MINOR >= 14
+#define MYCOLL_TORCH_HAS_RECONFIGURE 1
+#else
+#define MYCOLL_TORCH_HAS_RECONFIGURE 0
+#endif
+
 // One-sided windows are new in 2.14. Before, these replace torch's types, with the same members.
 #if TORCH_VERSION_MINOR >= 14
 #define MYCOLL_TORCH_HAS_WINDOW 1

@@ -72,6 +72,7 @@ class MycollBackend(Backend):
         has_device: bool = ...,
         of_job: bool = ...,
         shown: Backend.Options | None = ...,
+        enable_reconfigure: bool = ...,
     ) -> None: ...
     # mycoll's, or those of the backend in whose place this one is.
     @property

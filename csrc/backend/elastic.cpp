@@ -1,13 +1,39 @@
-// Groups whose ranks change: reconfigure().
+// Groups whose ranks change.
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 
+namespace mycoll {
+
+std::unique_ptr<Endpoint> MycollBackend::makeEndpoint(const std::string& name,
+                                                      Milliseconds timeout) {
+  static std::atomic<int> made{0};
+  checkTimeout(CallSite{"mycoll", 0, 1, &name}, timeout);
+  std::unique_ptr<Endpoint> endpoint;
+  throwIfFailed(Endpoint::make(groupOptions(name, made.fetch_add(1), 1, timeout), &endpoint));
+  return endpoint;
+}
+
+c10::intrusive_ptr<MycollBackend> MycollBackend::form(Endpoint& endpoint, int64_t number,
+                                                      const std::vector<std::string>& handles,
+                                                      Milliseconds timeout,
+                                                      c10::intrusive_ptr<MycollOptions> options,
+                                                      DeviceFactory makeDevice) {
+  std::shared_ptr<Communicator> communicator;
+  throwIfFailed(endpoint.form(number, handles, timeout, &communicator));
+  communicator->setTimeout(options->timeout);
+  const int rank = communicator->rank(), ranks = communicator->ranks();
+  Identity identity{communicator->options().name, {}, /*isOfJob=*/false, {}};
+  return c10::make_intrusive<MycollBackend>(rank, ranks, std::move(communicator),
+                                            std::move(identity), std::move(options),
+                                            std::move(makeDevice));
+}
+
 #if MYCOLL_TORCH_HAS_RECONFIGURE
 
-namespace mycoll {
 namespace {
 
 // The longest wait for what is still running in the generation before.
@@ -66,6 +92,6 @@ MycollBackend::WorkPtr MycollBackend::reconfigure(const c10d::ReconfigureOptions
   return work;
 }
 
-}  // namespace mycoll
-
 #endif
+
+}  // namespace mycoll

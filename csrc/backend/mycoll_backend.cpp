@@ -94,6 +94,19 @@ struct MycollBackend::CompletionHook {
   size_t pending GUARDED_BY(mutex) = 0;
 };
 
+GroupOptions MycollBackend::groupOptions(const std::string& name, int rank, int size,
+                                         Milliseconds timeout) {
+  GroupOptions group;
+  group.name = name;
+  group.rank = rank;
+  group.ranks = size;
+  group.timeout = timeout;
+  group.interrupted = isInterruptPending;
+  group.callSite = callSiteOfWaiter;
+  group.mayBeCalled = [] { return CallbackOrder::isAnyPending() || mayHaveOtherThreads(); };
+  return group;
+}
+
 c10::intrusive_ptr<MycollBackend> MycollBackend::create(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Identity identity,
     c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice) {
@@ -112,19 +125,12 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
         static_cast<int>(globalRanks.empty() ? rank : globalRanks[static_cast<size_t>(rank)]));
   }
 
-  GroupOptions group;
   // Errors, logs and tools use torch's group_name ("0" is the default group). Its group_desc
   // ("default_pg") is set later, and is only shown beside the name.
-  group.name = identity.name;
-  group.rank = rank;
-  group.ranks = size;
-  group.timeout = options->timeout;
+  GroupOptions group = groupOptions(identity.name, rank, size, options->timeout);
   group.storeHost = hostOf(store);
   group.globalRanks = globalRanks;
   group.isOfJob = identity.isOfJob;
-  group.interrupted = isInterruptPending;
-  group.callSite = callSiteOfWaiter;
-  group.mayBeCalled = [] { return CallbackOrder::isAnyPending() || mayHaveOtherThreads(); };
   std::shared_ptr<Communicator> communicator;
 #if MYCOLL_TORCH_HAS_RECONFIGURE
   if (options->enable_reconfigure) {

@@ -66,6 +66,14 @@ class MycollBackend final : public c10d::Backend {
                                                   int rank, int size, Identity identity,
                                                   c10::intrusive_ptr<MycollOptions> options,
                                                   DeviceFactory makeDevice);
+  // An endpoint for form(). Several of one name in a process are processes of their own to others.
+  static std::unique_ptr<Endpoint> makeEndpoint(const std::string& name, Milliseconds timeout);
+  // Forms a group: see Endpoint::form(). options: of this group.
+  static c10::intrusive_ptr<MycollBackend> form(Endpoint& endpoint, int64_t number,
+                                                const std::vector<std::string>& handles,
+                                                Milliseconds timeout,
+                                                c10::intrusive_ptr<MycollOptions> options,
+                                                DeviceFactory makeDevice);
   // For create(), and c10::make_intrusive.
   // communicator: null if there is an endpoint, for reconfigure().
   MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator, Identity identity,
@@ -194,6 +202,8 @@ class MycollBackend final : public c10d::Backend {
  private:
   friend class MycollWindow;
   struct CompletionHook;
+  static GroupOptions groupOptions(const std::string& name, int rank, int size,
+                                   Milliseconds timeout);
   struct Generation {
     std::shared_ptr<Communicator> communicator;  // null: the group has no ranks, see `why`
     std::shared_ptr<DeviceSupport> device;       // null if there is no accelerator

@@ -421,6 +421,23 @@ PYBIND11_MODULE(_C, module) {
           py::arg("memo"))
       .def("__repr__", &describeOptions);
 
+  py::class_<mycoll::Endpoint>(module, "Endpoint", "A process that forms groups of others' handles.")
+      .def(py::init(&MycollBackend::makeEndpoint), py::arg("name"), py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("handle", &mycoll::Endpoint::handle)
+      .def(
+          "form",
+          [](mycoll::Endpoint& self, int64_t uuid, const std::vector<std::string>& handles,
+             Milliseconds formTimeout, const MycollOptions& options, bool hasDevice) {
+            auto own = c10::make_intrusive<MycollOptions>(options);
+            const py::gil_scoped_release release;
+            return NoGilPtr<MycollBackend>(MycollBackend::form(
+                self, uuid, handles, formTimeout, std::move(own),
+                hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory()));
+          },
+          py::arg("uuid"), py::arg("handles"), py::arg("timeout"), py::arg("options"),
+          py::arg("has_device"));
+
   py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(
       module, "MycollBackend",
       "One rank's end of a group; made by init_process_group and new_group.")

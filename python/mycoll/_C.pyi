@@ -57,6 +57,21 @@ class Options(Backend.Options):
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[int, object]) -> Options: ...
 
+class Endpoint:
+    """A process that forms groups of others' handles: mycoll.Endpoint."""
+
+    def __init__(self, name: str, timeout: timedelta) -> None: ...
+    @property
+    def handle(self) -> str: ...
+    def form(
+        self,
+        uuid: int,
+        handles: list[str],
+        timeout: timedelta,
+        options: Options,
+        has_device: bool,
+    ) -> MycollBackend: ...
+
 class MycollBackend(Backend):
     """One rank's end of a group."""
 

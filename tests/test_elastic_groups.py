@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -278,3 +279,28 @@ def test_the_timeout_and_subgroups_follow_the_generation() -> None:
         )
         parts = [child for child in children if child is not None]
         assert on_all(lambda i, parts=parts: total(parts[i], 1.0), 2) == [2.0] * 2
+
+
+@needs_reconfigure
+def test_abort_hooks_are_called_for_a_failure() -> None:
+    groups = elastic(2)
+    called = [threading.Event() for _ in range(3)]
+    for i, group in enumerate(groups):
+        group.register_abort_hook(7, called[i].set)
+    groups[1].register_abort_hook(8, called[2].set)
+    groups[1].unregister_abort_hook(8)
+    reconfigure_all(groups, [0, 1], 1)
+    groups[0].abort()  # is no failure
+    reconfigure_all(groups, [0, 1], 2)
+    assert on_all(lambda i: total(groups[i], 1.0), 2) == [2.0] * 2
+    time.sleep(0.1)
+    assert not any(each.is_set() for each in called)
+
+    def differ(rank: int) -> None:
+        with pytest.raises(dist.DistBackendError, match="MISMATCH"):
+            groups[rank].allreduce([torch.ones(1 + rank)]).wait()
+
+    on_all(differ, 2)
+    assert called[0].wait(10)
+    assert called[1].wait(10)
+    assert not called[2].is_set()

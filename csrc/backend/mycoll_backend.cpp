@@ -198,6 +198,9 @@ MycollBackend::Generation MycollBackend::generation() const {
 }
 
 void MycollBackend::replace(Generation next) {
+  const auto whenFailed = [hooks = abortHooks_] { hooks->call(); };
+  if (next.communicator) next.communicator->whenFailed(whenFailed);
+  if (next.device) next.device->whenFailed(whenFailed);
   const MutexLock lock(generationMutex_);
   generation_ = std::move(next);
 }

@@ -9,7 +9,7 @@
 //   launching.cpp       turns a Request into operations of the engine; profiling.cpp: with profiler
 //   window.h            one-sided windows
 //   subgroups.cpp       split, merge and shrink
-//   elastic.cpp         reconfigure
+//   elastic.cpp         reconfigure; abort_hooks.cpp: what the program registers for a failure
 //
 // A group that was made with enable_reconfigure has generations: it has no ranks until the first
 // reconfigure(), and others after each one. All other groups have one generation.
@@ -191,6 +191,16 @@ class MycollBackend final : public c10d::Backend {
   bool isInitialized() override { return generation().communicator != nullptr; }
 #endif
 
+#if MYCOLL_TORCH_HAS_ABORT_HOOKS
+#if MYCOLL_TORCH_HAS_ABORT_HOOK_QUERY
+  bool supportsAbortHooks() const override { return true; }
+#endif
+  // Hooks run on threads of the pool when the group has failed, other than by abort(). A group with
+  // tensors on devices may call them more than once.
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override;
+#endif
+
 #if MYCOLL_TORCH_HAS_RECONFIGURE
   bool supportsReconfigure() const override { return endpoint_ != nullptr; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override;
@@ -202,6 +212,13 @@ class MycollBackend final : public c10d::Backend {
  private:
   friend class MycollWindow;
   struct CompletionHook;
+  // Called when the group has failed, by id.
+  struct AbortHooks {
+    Mutex mutex;
+    std::map<int64_t, std::shared_ptr<const std::function<void()>>> all GUARDED_BY(mutex);
+
+    void call();
+  };
   static GroupOptions groupOptions(const std::string& name, int rank, int size,
                                    Milliseconds timeout);
   struct Generation {
@@ -299,6 +316,7 @@ class MycollBackend final : public c10d::Backend {
   std::atomic<bool> isTimed_{false};
   std::atomic<bool> isDescribed_{false};
   const std::shared_ptr<CompletionHook> hook_;
+  const std::shared_ptr<AbortHooks> abortHooks_ = std::make_shared<AbortHooks>();
   std::atomic<bool> hasHook_{false};  // the program has registered one
 
   bool isCoalescing() const;

@@ -421,7 +421,8 @@ PYBIND11_MODULE(_C, module) {
           py::arg("memo"))
       .def("__repr__", &describeOptions);
 
-  py::class_<mycoll::Endpoint>(module, "Endpoint", "A process that forms groups of others' handles.")
+  py::class_<mycoll::Endpoint>(module, "Endpoint",
+                               "A process that forms groups of others' handles.")
       .def(py::init(&MycollBackend::makeEndpoint), py::arg("name"), py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("handle", &mycoll::Endpoint::handle)

@@ -213,6 +213,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // Fails the group here and, by notifying them, on the other ranks; the first cause is kept. Does
   // not wait for them.
   void fail(const Status& cause) { membership_.fail(cause); }
+  void whenFailed(std::function<void()> fn) { membership_.whenFailed(std::move(fn)); }
   // As fail(), for a reason given by the user.
   void abort(const std::string& reason);
   // Leaves the group: waits up to the deadline for pending operations, then sends a goodbye. Later

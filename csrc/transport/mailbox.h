@@ -12,6 +12,10 @@
 // sent to it meanwhile, but only so much (earlyRoom()): after that, the sender waits. A rank that
 // has received half of it and has nothing to send itself answers with kGoOn.
 //
+// Shared memory may be attached to a message between ranks of one host. Its descriptor is sent over
+// the link's socket before the message's first frame, which says that there is one, and belongs to
+// the message from then on.
+//
 // If a larger message is in a shared tensor and both ranks are on one host, the receiver reads it
 // there, in turns, and notifies the sender when it has all of it. A sender that takes the message
 // back meanwhile increments a counter in the tensor's region. The receiver checks the counter after

@@ -128,9 +128,7 @@ void ShmSender::publish() {
   if (ring_->receiverAsleep.load(std::memory_order_seq_cst)) bell_.ring();
 }
 
-bool ShmSender::sendFd(int fd) {
-  return sendDescriptor(socket_->get(), fd, &kMark, sizeof(kMark));
-}
+bool ShmSender::sendFd(int fd) { return sendDescriptor(socket_->get(), fd, &kMark, sizeof(kMark)); }
 
 void ShmSender::setAsleep(bool asleep) {
   ring_->senderAsleep.store(asleep, std::memory_order_seq_cst);

@@ -603,7 +603,8 @@ Status Root::handleReport(const Round::Report& report) {
   } else if (joined_[report.rank] || report.kind == Kind::kEnded || !store_ ||
              (report.kind == Kind::kNotListening && !isAlive(address) &&
               (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
-    candidate.wait(Candidate::kGone, lost(report, address), kAgain);
+    // Without a store it cannot come again.
+    candidate.wait(Candidate::kGone, lost(report, address), store_ ? kAgain : Milliseconds(0));
   } else {
     candidate.state = Candidate::kStale;
     candidate.why = Status();

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "calls.h"
@@ -204,5 +205,41 @@ TEST(Endpoint, aDeadRankIsNamed) {
         EXPECT(says(status, "rank " + std::to_string(dead) + " ("));
       });
     }
+  }
+}
+
+// A rank ends while the others form the group. They fail, or have the group and fail there; then
+// they go on without it.
+TEST(Endpoint, aRankThatEndsMeanwhile) {
+  std::mt19937 random(1);
+  for (int64_t step = 0; step < (test::isShort() ? 4 : 16); ++step) {
+    Processes all = start(4, step % 2 == 0);
+    if (step % 4 < 2) {
+      for (const Status& status : formAll(all, {0, 1, 2, 3}, 0)) EXPECT_OK(status);
+    }
+    const int victim = static_cast<int>(random() % 4);
+    const bool isToCall = random() % 2 == 0;
+    const auto delay = std::chrono::microseconds(random() % 3000);
+    const std::vector<std::string> handles = handlesOf(all, {0, 1, 2, 3});
+    Threads(4, [&](int rank) {
+      if (rank == victim) {
+        std::this_thread::sleep_for(delay);
+        if (isToCall) (void)all[rank]->form(1, handles, 1);
+        all[rank].reset();
+        return;
+      }
+      const Status status = all[rank]->form(1, handles);
+      if (status.ok()) {
+        EXPECT(!test::run(*all[rank]->group, test::call(OpKind::kBarrier)).ok());
+      } else {
+        EXPECT(status.code() == Code::kPeerLost || status.code() == Code::kTimeout);
+      }
+    });
+    std::vector<int> members;
+    for (int rank = 0; rank < 4; ++rank) {
+      if (rank != victim) members.push_back(rank);
+    }
+    for (const Status& status : formAll(all, members, 2)) EXPECT_OK(status);
+    expectSums(all, members);
   }
 }

@@ -58,14 +58,14 @@ def follow(pipe: Connection, backend: str, port: int, number: int) -> None:
         x.fill_(1.0)
         dist.all_reduce(x)
         assert x.tolist() == [len(handles)] * 2
-        pipe.send(("right", now()))
+        pipe.send(("right", now(), c10d._get_reconfigure_handle()))
         try:
             x.zero_()
             while x[1] < len(handles):  # all leave in the same step
                 x[0], x[1] = 1.0, pipe.poll()
                 dist.all_reduce(x)
         except RuntimeError:
-            pipe.send(("lost", now()))
+            pipe.send(("lost", now(), ""))
 
 
 class Crew:
@@ -100,11 +100,13 @@ class Crew:
 
     def answers(self, members: list[tuple[Any, Connection, str]], word: str) -> list[float]:
         times = []
-        for _, pipe, _ in members:
-            found, when = pipe.recv()
+        for i, (process, pipe, _) in enumerate(members):
+            found, when, handle = pipe.recv()
             while found == "lost" and word == "right":  # it had noticed that others went on
-                found, when = pipe.recv()
+                found, when, handle = pipe.recv()
             assert found == word, found
+            if handle:  # gloo's is another one each time
+                members[i] = (process, pipe, handle)
             times.append(when)
         return times
 

@@ -688,7 +688,7 @@ class Member final : public Forming {
 
   Status check();
   Status checkKnownPeers();
-  bool isAsKnown(const Roster& roster) const;
+  Status compare(const Roster& roster) const;
   Status join();
   Status attendRound();
   Status lookAtStore();
@@ -772,15 +772,26 @@ Status Member::checkKnownPeers() {
   return Status();
 }
 
-// Whether the roster is that of the group that this rank was called for.
-bool Member::isAsKnown(const Roster& roster) const {
+// Not ok: the roster is not that of the group that this rank was called for.
+Status Member::compare(const Roster& roster) const {
   const auto ranks = static_cast<int>(roster.members.size());
-  if (ranks != options_.ranks || roster.peers[options_.rank].uid != mine_.address.uid) return false;
-  for (int rank = 0; rank < ranks && !known_.nonces.empty(); ++rank) {
-    const bool isAbsent = roster.members[rank].isAbsent();
-    if (!isAbsent && roster.peers[rank].uid != known_.peers[rank].uid) return false;
+  const std::string self =
+      "rank " + std::to_string(options_.rank) + " (" + mine_.address.describe() + ")";
+  bool isEqual = ranks == options_.ranks && roster.peers[options_.rank].uid == mine_.address.uid;
+  if (known_.nonces.empty()) {
+    return isEqual ? Status()
+                   : error(Code::kStore, "rank 0 was started with " + std::to_string(ranks) +
+                                             " ranks, " + self + " with " +
+                                             std::to_string(options_.ranks) +
+                                             ": the world sizes must be equal");
   }
-  return true;
+  for (int rank = 0; rank < ranks && isEqual; ++rank) {
+    isEqual = roster.members[rank].isAbsent() || roster.peers[rank].uid == known_.peers[rank].uid;
+  }
+  return isEqual ? Status()
+                 : error(Code::kInvalidArgument, "rank 0 and " + self +
+                                                     " were called with different handles, or in "
+                                                     "different orders");
 }
 
 // Follows the latest invitation, if it is newer than the round. If it is to another group, this
@@ -792,29 +803,17 @@ Status Member::join() {
     Roster roster;
     MYCOLL_RETURN_IF_ERROR(Roster::decode(message->text, &roster));
     if (round_ && roster.round <= round_->roster().round) continue;
-    const size_t ranks = roster.members.size();
-    const std::string self =
-        "rank " + std::to_string(options_.rank) + " (" + mine_.address.describe() + ")";
-    Status unlike;
-    if (isAsKnown(roster)) {
-    } else if (known_.nonces.empty()) {
-      unlike = error(Code::kStore, "rank 0 was started with " + std::to_string(ranks) + " ranks, " +
-                                       self + " with " + std::to_string(options_.ranks) +
-                                       ": the world sizes must be equal");
-    } else {
-      unlike = error(
-          Code::kInvalidArgument,
-          "rank 0 and " + self + " were called with different handles, or in different orders");
-    }
-    size_t rank = 0;
-    while (rank < ranks && roster.peers[rank].uid != mine_.address.uid) ++rank;
-    if (rank == ranks) return unlike;
+    const Status difference = compare(roster);
+    const auto isThis = [this](const PeerAddress& peer) { return peer.uid == mine_.address.uid; };
+    const auto self = std::find_if(roster.peers.begin(), roster.peers.end(), isThis);
+    if (self == roster.peers.end()) return difference;
+    const auto rank = static_cast<int>(self - roster.peers.begin());
     round_.reset();
     lostParent_ = {};
-    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, static_cast<int>(rank),
-                                       std::move(*message), std::move(roster), news_, &round_,
-                                       /*isToJoin=*/unlike.ok()));
-    MYCOLL_RETURN_IF_ERROR(unlike);
+    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, rank, std::move(*message),
+                                       std::move(roster), news_, &round_,
+                                       /*isToJoin=*/difference.ok()));
+    MYCOLL_RETURN_IF_ERROR(difference);
   }
   return Status();
 }

@@ -38,7 +38,8 @@ class Options(Backend.Options):
 calls = []
 
 class MycollBackend(ProcessGroupGloo):
-    def __init__(self, store, rank, size, timeout, group_id, global_ranks, options, has_device):
+    def __init__(self, store, rank, size, timeout, group_id, global_ranks, options, has_device,
+                 enable_reconfigure):
         calls.append((store, rank, size, timeout, group_id, global_ranks, options, has_device))
         super().__init__(store, rank, size, timeout=timeout)
 

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,32 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from worlds import warm
+from worlds.threads import on_all
 
 pytestmark = pytest.mark.usefixtures("mycoll_only")
 
 PATIENCE = timedelta(seconds=50)
-
-
-def on_all(body: Callable[[int], Any], count: int) -> list[Any]:
-    """body(rank) in a thread for each rank; their results."""
-    results: list[Any] = [None] * count
-    failures: list[BaseException] = []
-
-    def guarded(rank: int) -> None:
-        try:
-            results[rank] = body(rank)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    if failures:
-        raise failures[0]
-    return results
 
 
 def make(store: dist.Store, rank: int, size: int, **more: Any) -> dist.ProcessGroup:

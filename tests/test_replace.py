@@ -762,34 +762,25 @@ def test_a_peer_that_dies() -> None:
 # --- what stays torch's ---------------------------------------------------------------------------
 
 
-def test_a_group_that_is_to_be_reconfigured_stays_gloos() -> None:
+def test_a_group_can_be_reconfigured() -> None:
     if "enable_reconfigure" not in inspect.signature(dist.init_process_group).parameters:
-        pytest.skip("torch has that since 2.15")
+        pytest.skip("torch has that since 2.14")
     run(
         """
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            dist.init_process_group("gloo", enable_reconfigure=True)
-        assert any("has no reconfigure" in str(each.message) for each in told), told
-        assert not ours(dist.group.WORLD) and dist.get_backend() == "gloo"
-        assert dist.distributed_c10d._supports_reconfigure()
-        """
-    )
-
-
-def test_groups_that_are_to_be_reconfigured_are_warned_of_once() -> None:
-    """In every torch, which may refuse the argument."""
-    run(
-        """
-        import contextlib
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                with contextlib.suppress(TypeError):
-                    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, enable_reconfigure=True)
-        [text] = [str(each.message) for each in told]
-        assert "has no reconfigure" in text, text
-        """
+        dist.init_process_group("gloo", enable_reconfigure=True)
+        assert ours(dist.group.WORLD) and dist.get_backend() == "gloo"
+        c10d = dist.distributed_c10d
+        assert c10d._supports_reconfigure()
+        store, rank = c10d._get_default_store(), dist.get_rank()
+        store.set(str(rank), c10d._get_reconfigure_handle())
+        handles = [store.get(str(1 - i)).decode() for i in range(2)]
+        c10d._reconfigure(uuid=1, handles=handles).wait()
+        assert dist.get_rank() == 1 - rank
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [2.0] * 3
+        """,
+        ranks=2,
     )
 
 

@@ -66,8 +66,9 @@ MycollBackend::WorkPtr MycollBackend::endCoalescing() {
     each.request.given = each.inputs;
     works.push_back(launchNow(each.request, each.outputs, each.isProfiled, each.site));
   }
-  if (device_ && device_->hasBatch()) {
-    WorkPtr onDevice = device_->endBatch(
+  const auto device = this->device();
+  if (device && device->hasBatch()) {
+    WorkPtr onDevice = device->endBatch(
         {isTimed_, hookFor(c10d::OpType::COALESCED), CallbackOrder::here(callbacks_)});
     if (works.empty()) return onDevice;
     works.push_back(std::move(onDevice));
@@ -80,7 +81,7 @@ void MycollBackend::dropCoalescing() {
   if (!isCoalescing()) return;
   coalesced_.clear();
   coalescedMessages_.clear();
-  if (device_) device_->dropBatch();
+  if (const auto device = this->device()) device->dropBatch();
   coalescingThread_.store(nullptr, std::memory_order_release);
 }
 

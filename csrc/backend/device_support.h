@@ -76,6 +76,8 @@ class DeviceSupport {
 
   // The first cause if the group has failed, here or on the CPU; otherwise ok.
   virtual Status error() const = 0;
+  // As Communicator::whenFailed(), for what fails on devices.
+  virtual void whenFailed(const std::function<void()>& fn) = 0;
   virtual void abort(const std::string& reason) = 0;
   // Waits until devices have finished all collectives, and all messages for which a stream waits:
   // the program considers these done. They have deadlines of their own; `deadline` limits the wait

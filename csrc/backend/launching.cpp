@@ -64,7 +64,7 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList input
       description +=
           (description.empty() ? "in the place of " : ", in the place of ") + shown_->backend;
     }
-    communicator_->record().describe(description);
+    communicator()->record().describe(description);
   }
   if (isProfiling()) [[unlikely]] {
     request.given = inputs;
@@ -75,7 +75,7 @@ MycollBackend::WorkPtr MycollBackend::run(Request& request, at::TensorList input
 
 void MycollBackend::awaitCallbacks(const Request& request, CallbackOrder& order) const {
   const Milliseconds timeout =
-      request.timeout > Milliseconds(0) ? request.timeout : communicator_->timeout();
+      request.timeout > Milliseconds(0) ? request.timeout : Milliseconds(timeout_.load());
   switch (order.pass(Deadline::after(timeout), isInterruptPending)) {
     case CallbackOrder::Outcome::kIdle: return;
     case CallbackOrder::Outcome::kInterrupted: throwStatus(interrupted());
@@ -113,8 +113,9 @@ MycollBackend::WorkPtr MycollBackend::launch(Request& request, at::TensorList ou
 MycollBackend::WorkPtr MycollBackend::launchNow(Request& request, at::TensorList outputs,
                                                 bool isProfiled, uint32_t site) {
   const auto kept = std::make_shared<Kept>(std::move(request.keep));
-  MycollWork::Ops ops = submit(*communicator_, request, kept, site);
-  WorkPtr work = finishLaunch(request, outputs, std::move(ops), isProfiled);
+  const std::shared_ptr<Communicator> communicator = this->communicator();
+  MycollWork::Ops ops = submit(*communicator, request, kept, site);
+  WorkPtr work = finishLaunch(*communicator, request, outputs, std::move(ops), isProfiled);
   // If the operations are done by now, the caller drops their memory.
   if (!request.async || kept.use_count() == 1) kept->dropHere();
   return work;
@@ -125,7 +126,7 @@ MycollBackend::HeldOperation MycollBackend::hold(Request& request, at::TensorLis
   MycollWork::Extras extras = extrasOf(request, isProfiled);
   extras.heldCall = describe(request);
   const auto work = track(request, outputs, {}, std::move(extras));
-  return {work, [communicator = communicator_, work, site = callSiteOfCall(),
+  return {work, [communicator = keptCommunicator(), work, site = callSiteOfCall(),
                  held = std::make_shared<Request>(std::move(request))] {
             const auto kept = std::make_shared<Kept>(std::move(held->keep));
             work->begin(submit(*communicator, *held, kept, site));
@@ -133,7 +134,8 @@ MycollBackend::HeldOperation MycollBackend::hold(Request& request, at::TensorLis
 }
 
 MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::TensorList outputs) {
-  if (!device_) {
+  const auto device = this->device();
+  if (!device) {
     refuse(request.site,
            c10::str("there are tensors on ", request.device, ", but ", whyNoDevices()));
   }
@@ -144,14 +146,15 @@ MycollBackend::WorkPtr MycollBackend::launchOnDevice(Request& request, at::Tenso
     awaitCallbacks(request, *order);
   }
   if (isCoalescing()) {
-    device_->addToBatch(std::move(request), outputs);
+    device->addToBatch(std::move(request), outputs);
     return nullptr;
   }
-  return device_->launch(request, outputs, {isTimed_, hookFor(request.type), std::move(order)});
+  return device->launch(request, outputs, {isTimed_, hookFor(request.type), std::move(order)});
 }
 
-MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorList outputs,
-                                                   MycollWork::Ops ops, bool isProfiled) {
+MycollBackend::WorkPtr MycollBackend::finishLaunch(Communicator& communicator, Request& request,
+                                                   at::TensorList outputs, MycollWork::Ops ops,
+                                                   bool isProfiled) {
   if (request.async) {
     return track(request, outputs, std::move(ops), extrasOf(request, isProfiled));
   }
@@ -161,7 +164,7 @@ MycollBackend::WorkPtr MycollBackend::finishLaunch(Request& request, at::TensorL
   }
   const DropScope afterwards;
   for (const OpPtr& op : ops) {
-    const Status status = communicator_->wait(op, Deadline::never());
+    const Status status = communicator.wait(op, Deadline::never());
     if (!status.ok()) stayIfExiting();
     throwIfFailed(status);
   }
@@ -176,7 +179,8 @@ MycollWork::Extras MycollBackend::extrasOf(Request& request, bool isProfiled) {
   extras.copyBacks = std::move(request.copyBacks);
   extras.isTimed = isTimed_;
   extras.started = MycollWork::Clock::now();
-  extras.timeout = request.timeout > Milliseconds(0) ? request.timeout : communicator_->timeout();
+  extras.timeout =
+      request.timeout > Milliseconds(0) ? request.timeout : Milliseconds(timeout_.load());
   if (!isMessage(request.type)) extras.order = CallbackOrder::here(callbacks_);
   extras.hook = workHook();
   extras.perList = request.perList;
@@ -190,7 +194,7 @@ MycollWork::Extras MycollBackend::extrasOf(Request& request, bool isProfiled) {
 c10::intrusive_ptr<MycollWork> MycollBackend::track(const Request& request, at::TensorList outputs,
                                                     MycollWork::Ops ops,
                                                     MycollWork::Extras extras) {
-  auto work = c10::make_intrusive<MycollWork>(communicator_, request.type, std::move(ops),
+  auto work = c10::make_intrusive<MycollWork>(keptCommunicator(), request.type, std::move(ops),
                                               outputs.vec(), std::move(extras));
   work->start();
   if (request.async && isCoalescing()) coalesced_.push_back(work);

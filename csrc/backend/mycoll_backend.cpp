@@ -94,6 +94,19 @@ struct MycollBackend::CompletionHook {
   size_t pending GUARDED_BY(mutex) = 0;
 };
 
+GroupOptions MycollBackend::groupOptions(const std::string& name, int rank, int size,
+                                         Milliseconds timeout) {
+  GroupOptions group;
+  group.name = name;
+  group.rank = rank;
+  group.ranks = size;
+  group.timeout = timeout;
+  group.interrupted = isInterruptPending;
+  group.callSite = callSiteOfWaiter;
+  group.mayBeCalled = [] { return CallbackOrder::isAnyPending() || mayHaveOtherThreads(); };
+  return group;
+}
+
 c10::intrusive_ptr<MycollBackend> MycollBackend::create(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Identity identity,
     c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice) {
@@ -112,20 +125,23 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
         static_cast<int>(globalRanks.empty() ? rank : globalRanks[static_cast<size_t>(rank)]));
   }
 
-  GroupOptions group;
   // Errors, logs and tools use torch's group_name ("0" is the default group). Its group_desc
   // ("default_pg") is set later, and is only shown beside the name.
-  group.name = identity.name;
-  group.rank = rank;
-  group.ranks = size;
-  group.timeout = options->timeout;
+  GroupOptions group = groupOptions(identity.name, rank, size, options->timeout);
   group.storeHost = hostOf(store);
   group.globalRanks = globalRanks;
   group.isOfJob = identity.isOfJob;
-  group.interrupted = isInterruptPending;
-  group.callSite = callSiteOfWaiter;
-  group.mayBeCalled = [] { return CallbackOrder::isAnyPending() || mayHaveOtherThreads(); };
   std::shared_ptr<Communicator> communicator;
+#if MYCOLL_TORCH_HAS_RECONFIGURE
+  if (options->enable_reconfigure) {
+    std::unique_ptr<Endpoint> endpoint;
+    throwIfFailed(Endpoint::make(std::move(group), &endpoint));
+    identity.globalRanks.clear();
+    return c10::make_intrusive<MycollBackend>(rank, size, nullptr, std::move(identity),
+                                              std::move(options), std::move(makeDevice),
+                                              std::move(endpoint));
+  }
+#endif
   throwIfFailed(
       Communicator::create(std::move(group), std::make_shared<TorchStore>(store), &communicator));
   const bool isOfJob = identity.isOfJob;
@@ -140,17 +156,21 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::create(
 
 MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator,
                              Identity identity, c10::intrusive_ptr<MycollOptions> options,
-                             DeviceFactory makeDevice)
+                             DeviceFactory makeDevice, std::unique_ptr<Endpoint> endpoint)
     : c10d::Backend(rank, size),
-      communicator_(std::move(communicator)),
       groupName_(std::move(identity.name)),
       globalRanks_(std::move(identity.globalRanks)),
       options_(std::move(options)),
       shown_(std::move(identity.shown)),
       makeDevice_(std::move(makeDevice)),
-      device_(makeDevice_ ? makeDevice_(groupName_, communicator_, options_) : nullptr),
+      timeout_(options_->timeout.count()),
+      endpoint_(std::move(endpoint)),
       hook_(std::make_shared<CompletionHook>(groupName_)) {
   init();
+  if (communicator) {
+    auto device = makeDevice_ ? makeDevice_(groupName_, communicator, options_) : nullptr;
+    replace({std::move(communicator), std::move(device), Status()});
+  }
   // torch versions convert numbers that are too large in different ways: sums follow the torch in
   // use.
   static const bool saturates = !std::isnan(static_cast<float>(c10::Float8_e4m3fn(1000.0f)));
@@ -162,17 +182,59 @@ MycollBackend::MycollBackend(int rank, int size, std::shared_ptr<Communicator> c
 MycollBackend::~MycollBackend() {
   if (isForked()) {
     // A child must not use its parent's connections: closes nothing and frees nothing.
-    new std::shared_ptr<Communicator>(communicator_);
-    new std::shared_ptr<DeviceSupport>(device_);
+    new Generation(generation());
     return;
   }
   {
     MutexLock lock(registry().mutex);
     registry().groups.erase(this);
   }
-  const Deadline deadline = Deadline::after(kDropTimeout);
-  if (device_) device_->close(deadline);
-  communicator_->close(deadline);
+  end(generation(), Deadline::after(kDropTimeout), "");
+}
+
+MycollBackend::Generation MycollBackend::generation() const {
+  const MutexLock lock(generationMutex_);
+  return generation_;
+}
+
+void MycollBackend::replace(Generation next) {
+  const auto whenFailed = [hooks = abortHooks_] { hooks->call(); };
+  if (next.communicator) next.communicator->whenFailed(whenFailed);
+  if (next.device) next.device->whenFailed(whenFailed);
+  const MutexLock lock(generationMutex_);
+  generation_ = std::move(next);
+}
+
+// Small calls need no lock and no reference if the generation never changes.
+template <typename Part>
+std::shared_ptr<Part> MycollBackend::pin(std::shared_ptr<Part> Generation::* part) const
+    NO_THREAD_SAFETY_ANALYSIS {
+  if (!endpoint_) return {std::shared_ptr<void>(), (generation_.*part).get()};
+  return generation().*part;
+}
+
+std::shared_ptr<Communicator> MycollBackend::communicator() const {
+  std::shared_ptr<Communicator> now = pin(&Generation::communicator);
+  if (now) [[likely]]
+    return now;
+  const Status why = generation().why;
+  throwIfFailed(why);
+  throwStatus(Status(Code::kInvalidArgument,
+                     c10::str("mycoll group '", groupName_,
+                              "': it was made with enable_reconfigure and has no ranks yet: call "
+                              "reconfigure() first")));
+}
+
+std::shared_ptr<Communicator> MycollBackend::keptCommunicator() const NO_THREAD_SAFETY_ANALYSIS {
+  return endpoint_ ? communicator() : generation_.communicator;
+}
+
+std::shared_ptr<DeviceSupport> MycollBackend::device() const { return pin(&Generation::device); }
+
+void MycollBackend::end(const Generation& generation, Deadline deadline,
+                        const std::string& reason) {
+  if (generation.device) generation.device->close(deadline);
+  if (generation.communicator) generation.communicator->close(deadline, reason);
 }
 
 void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
@@ -186,9 +248,10 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
     MutexLock lock(registry().mutex);
     for (MycollBackend* group : registry().groups) {
       if (group->isForked()) continue;
-      open.push_back(group->communicator_);
+      Generation now = group->generation();
+      if (now.communicator) open.push_back(std::move(now.communicator));
       orders.push_back(group->callbacks_);
-      if (group->device_) devices.emplace(group->groupName_, group->device_);
+      if (now.device) devices.emplace(group->groupName_, std::move(now.device));
     }
   }
   // As in shutdown(), but for half of the time: the rest is for close() if a callback does not
@@ -204,35 +267,41 @@ void MycollBackend::closeAll(Milliseconds timeout, const std::string& reason) {
 
 void MycollBackend::setTimeout(Milliseconds timeout) {
   checkTimeout(enter("set_timeout"), timeout);
-  communicator_->setTimeout(timeout);
+  timeout_ = timeout.count();
   if (shown_) {
     const MutexLock lock(shownMutex_);
     shown_->timeout = timeout;
   }
-  if (device_) device_->setTimeout(timeout);
+  const Generation now = generation();
+  if (now.communicator) now.communicator->setTimeout(timeout);
+  if (now.device) now.device->setTimeout(timeout);
 }
 
 void MycollBackend::eagerConnectSingleDevice(at::Device device) {
   const CallSite site = enter("init_process_group");
   if (device.is_cpu()) return;
-  if (!device_) refuse(site, c10::str("device_id is ", device, ", but ", whyNoDevices()));
-  device_->connect(device);
+  if (endpoint_) return;  // the ranks are not known yet
+  const auto support = this->device();
+  if (!support) refuse(site, c10::str("device_id is ", device, ", but ", whyNoDevices()));
+  support->connect(device);
 }
 
 void MycollBackend::registerMemory(at::Device device, void* address, size_t bytes,
                                    bool isSymmetric) {
   enter("register_mem_pool");
-  if (device_) device_->registerMemory(device, address, bytes, isSymmetric);
+  const auto support = this->device();
+  if (support) support->registerMemory(device, address, bytes, isSymmetric);
 }
 
 void MycollBackend::deregisterMemory(void* address) {
   enter("deregister_mem_pool");
-  if (device_) device_->deregisterMemory(address);
+  if (const auto support = device()) support->deregisterMemory(address);
 }
 
 int64_t MycollBackend::ncclComm() const {
   const CallSite site = enter("_comm_ptr");
-  void* const comm = device_ ? device_->ncclComm() : nullptr;
+  const auto support = device();
+  void* const comm = support ? support->ncclComm() : nullptr;
   if (comm == nullptr) {
     refuse(site,
            "the group has no communicator of NCCL's on the current device: call a collective there "
@@ -243,14 +312,23 @@ int64_t MycollBackend::ncclComm() const {
 
 uint64_t MycollBackend::getSequenceNumberForGroup() {
   owner_.check(groupName_, "get_sequence_number");
-  return communicator_->sequence() + (device_ ? device_->sequence() : 0);
+  const Generation now = generation();
+  return (now.communicator ? now.communicator->sequence() : 0) +
+         (now.device ? now.device->sequence() : 0);
 }
 
-std::string MycollBackend::deviceTransport() const { return device_ ? device_->path() : ""; }
+std::string MycollBackend::deviceTransport() const {
+  const auto support = device();
+  return support ? support->path() : "";
+}
 
 c10d::ErrorType MycollBackend::getError() {
   owner_.check(groupName_, "get_error");
-  switch ((device_ ? device_->error() : communicator_->error()).code()) {
+  const Generation now = generation();
+  const Status error = now.device         ? now.device->error()
+                       : now.communicator ? now.communicator->error()
+                                          : now.why;
+  switch (error.code()) {
     case Code::kOk: return c10d::ErrorType::SUCCESS;
     case Code::kTimeout: return c10d::ErrorType::TIMEOUT;
     case Code::kPeerLost: return c10d::ErrorType::REMOTE_ERROR;
@@ -261,10 +339,11 @@ c10d::ErrorType MycollBackend::getError() {
 void MycollBackend::abort() {
   enter("abort");
   const std::string reason = c10::str("rank ", rank_, " called abort()");
-  if (device_) {
-    device_->abort(reason);
-  } else {
-    communicator_->abort(reason);
+  const Generation now = generation();
+  if (now.device) {
+    now.device->abort(reason);
+  } else if (now.communicator) {
+    now.communicator->abort(reason);
   }
 }
 
@@ -279,14 +358,17 @@ void MycollBackend::shutdown() {
       CallbackOrder::Outcome::kInterrupted) {
     drained = interrupted();
   }
-  if (device_ && drained.ok()) drained = device_->drain(deadline);
+  const Generation now = generation();
+  if (now.device && drained.ok()) drained = now.device->drain(deadline);
   const bool isPatient = drained.ok() && !deadline.expired();
   const Milliseconds patience = isPatient ? kShutdownTimeout : kDropTimeout;
-  if (device_) device_->close(Deadline::after(patience));
-  if (outstaysStore_) communicator_->leaveAfter(0);
+  if (now.device) now.device->close(Deadline::after(patience));
   bool isInterrupted = false;
-  communicator_->close(Deadline::after(patience), reasonToLeave(),
-                       drained.ok() ? &isInterrupted : nullptr);
+  if (now.communicator) {
+    if (outstaysStore_) now.communicator->leaveAfter(0);
+    now.communicator->close(Deadline::after(patience), reasonToLeave(),
+                            drained.ok() ? &isInterrupted : nullptr);
+  }
   if (isInterrupted) drained = interrupted();
   if (outstaysStore_) std::this_thread::sleep_for(kStoreGrace);
   throwIfFailed(drained);

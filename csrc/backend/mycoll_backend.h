@@ -9,6 +9,10 @@
 //   launching.cpp       turns a Request into operations of the engine; profiling.cpp: with profiler
 //   window.h            one-sided windows
 //   subgroups.cpp       split, merge and shrink
+//   elastic.cpp         reconfigure; abort_hooks.cpp: what the program registers for a failure
+//
+// A group that was made with enable_reconfigure has generations: it has no ranks until the first
+// reconfigure(), and others after each one. All other groups have one generation.
 //
 // Thread contract: [any thread], never with the GIL held. Between startCoalescing() and
 // endCoalescing() the calls of that one thread belong together: operations on devices, and
@@ -35,6 +39,7 @@
 #include "backend/work.h"
 #include "base/mutex.h"
 #include "engine/communicator.h"
+#include "engine/endpoint.h"
 
 namespace mycoll {
 
@@ -61,9 +66,19 @@ class MycollBackend final : public c10d::Backend {
                                                   int rank, int size, Identity identity,
                                                   c10::intrusive_ptr<MycollOptions> options,
                                                   DeviceFactory makeDevice);
+  // An endpoint for form(). Several of one name in a process are processes of their own to others.
+  static std::unique_ptr<Endpoint> makeEndpoint(const std::string& name, Milliseconds timeout);
+  // Forms a group: see Endpoint::form(). options: of this group.
+  static c10::intrusive_ptr<MycollBackend> form(Endpoint& endpoint, int64_t number,
+                                                const std::vector<std::string>& handles,
+                                                Milliseconds timeout,
+                                                c10::intrusive_ptr<MycollOptions> options,
+                                                DeviceFactory makeDevice);
   // For create(), and c10::make_intrusive.
+  // communicator: null if there is an endpoint, for reconfigure().
   MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator, Identity identity,
-                c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice);
+                c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice,
+                std::unique_ptr<Endpoint> endpoint = nullptr);
   ~MycollBackend() override;
 
   // Closes all groups of the process, within the timeout in total, for the interpreter's exit. The
@@ -71,7 +86,7 @@ class MycollBackend final : public c10d::Backend {
   static void closeAll(Milliseconds timeout, const std::string& reason);
 
   // "shm", "tcp", "shm+tcp" or "self".
-  std::string transport() const { return communicator_->transport(); }
+  std::string transport() const { return communicator()->transport(); }
   // How tensors on devices are transferred: "nccl" or "host"; "" while that is not decided.
   std::string deviceTransport() const;
   // Memory that NCCL may use without copies: see DeviceSupport.
@@ -173,12 +188,54 @@ class MycollBackend final : public c10d::Backend {
   // For torch's device_id. All other connections are made when first needed.
   void eagerConnectSingleDevice(at::Device device) override;
 #if MYCOLL_TORCH_HAS_IS_INITIALIZED
-  bool isInitialized() override { return true; }
+  bool isInitialized() override { return generation().communicator != nullptr; }
+#endif
+
+#if MYCOLL_TORCH_HAS_ABORT_HOOKS
+#if MYCOLL_TORCH_HAS_ABORT_HOOK_QUERY
+  bool supportsAbortHooks() const override { return true; }
+#endif
+  // Hooks run on threads of the pool when the group has failed, other than by abort(). A group with
+  // tensors on devices may call them more than once.
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override;
+#endif
+
+#if MYCOLL_TORCH_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return endpoint_ != nullptr; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  // Called by the ranks of the next generation, and no others. Returns when all have called it. If
+  // it fails, this generation goes on, unless that has failed already.
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 
  private:
   friend class MycollWindow;
   struct CompletionHook;
+  // Called when the group has failed, by id.
+  struct AbortHooks {
+    Mutex mutex;
+    std::map<int64_t, std::shared_ptr<const std::function<void()>>> all GUARDED_BY(mutex);
+
+    void call();
+  };
+  static GroupOptions groupOptions(const std::string& name, int rank, int size,
+                                   Milliseconds timeout);
+  struct Generation {
+    std::shared_ptr<Communicator> communicator;  // null: the group has no ranks, see `why`
+    std::shared_ptr<DeviceSupport> device;       // null if there is no accelerator
+    Status why;
+  };
+  Generation generation() const EXCLUDES(generationMutex_);
+  // Both return what may be used until the call returns. communicator() throws if there is none.
+  std::shared_ptr<Communicator> communicator() const;
+  std::shared_ptr<DeviceSupport> device() const;
+  // As communicator(), for what outlives the call.
+  std::shared_ptr<Communicator> keptCommunicator() const;
+  template <typename Part>
+  std::shared_ptr<Part> pin(std::shared_ptr<Part> Generation::* part) const;
+  void replace(Generation next) EXCLUDES(generationMutex_);
+  static void end(const Generation& generation, Deadline deadline, const std::string& reason);
 
   // Throws in a forked child. Otherwise returns a description of the call, for error messages.
   CallSite enter(const char* function) const;
@@ -209,8 +266,8 @@ class MycollBackend final : public c10d::Backend {
   // empty if there is no hook.
   std::function<void(std::chrono::nanoseconds took)> hookFor(c10d::OpType type);
   MycollWork::Hook workHook();  // the same for a Work
-  WorkPtr finishLaunch(Request& request, at::TensorList outputs, MycollWork::Ops ops,
-                       bool isProfiled);
+  WorkPtr finishLaunch(Communicator& communicator, Request& request, at::TensorList outputs,
+                       MycollWork::Ops ops, bool isProfiled);
   WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
                   int source, int tag);
   // An asynchronous collective that begin() will submit when the callbacks before it have run.
@@ -237,15 +294,18 @@ class MycollBackend final : public c10d::Backend {
   void addReduceScatterFrom(Request& request, const at::Tensor& output, const at::Tensor& input,
                             const c10d::ReduceOp& op, int64_t index);
 
-  const std::shared_ptr<Communicator> communicator_;
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;
-  // Never changed: other threads read it. The present timeout is the communicator's.
+  // Never changed: other threads read it.
   const c10::intrusive_ptr<MycollOptions> options_;
   const c10::intrusive_ptr<c10d::Backend::Options> shown_;  // see Identity; may be null
   Mutex shownMutex_;                                        // for its timeout
   const DeviceFactory makeDevice_;                          // also for groups made from this one
-  const std::shared_ptr<DeviceSupport> device_;             // null if there is no accelerator
+  std::atomic<Milliseconds::rep> timeout_;                  // of the group at present
+  const std::unique_ptr<Endpoint> endpoint_;                // null: the generation never changes
+  mutable Mutex generationMutex_;
+  Generation generation_ GUARDED_BY(generationMutex_);
+  Mutex reconfigureMutex_;  // held by reconfigure()
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
   // True if this is the job's own group, and rank 0 serves its store, which ends with the group: a
   // rank that returns from destroy_process_group() earlier, and makes a new group immediately,
@@ -256,6 +316,7 @@ class MycollBackend final : public c10d::Backend {
   std::atomic<bool> isTimed_{false};
   std::atomic<bool> isDescribed_{false};
   const std::shared_ptr<CompletionHook> hook_;
+  const std::shared_ptr<AbortHooks> abortHooks_ = std::make_shared<AbortHooks>();
   std::atomic<bool> hasHook_{false};  // the program has registered one
 
   bool isCoalescing() const;

@@ -49,7 +49,7 @@ MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorLi
   int globalStride = 1;
   if (globalRanks_.size() > 1) globalStride = static_cast<int>(globalRanks_[1] - globalRanks_[0]);
   RECORD_PARAM_COMMS_DATA(
-      std::make_tuple(static_cast<int64_t>(communicator_->sequence()), isPointToPoint),
+      std::make_tuple(static_cast<int64_t>(communicator()->sequence()), isPointToPoint),
       std::make_tuple(pg_uid_, pg_desc_), inputs, outputs, rankOf(request, rank_),
       request.site.function, elementsOf(request, &Call::in), elementsOf(request, &Call::out),
       outputs.empty() ? at::kByte : outputs.front().scalar_type(), noSplits, noSplits, globalStart,

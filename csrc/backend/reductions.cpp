@@ -107,13 +107,14 @@ MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) 
   const CallSite site = enter("barrier");
   Request request(site, c10d::OpType::BARRIER, "mycoll:barrier", opts.timeout, opts.asyncOp);
   // Everything enqueued on devices before the barrier is over after it, as with NCCL's.
-  const std::shared_ptr<Condition> fence = device_ ? device_->fence() : nullptr;
+  const auto device = this->device();
+  const std::shared_ptr<Condition> fence = device ? device->fence() : nullptr;
   if (fence && opts.asyncOp) {
     request.compositeKind = OpKind::kBarrier;
     request.composite = [fence](CollectiveRunner& runner) { return fencedBarrier(fence, runner); };
     return run(request, {}, {});
   }
-  if (fence) throwIfFailed(device_->waitFor(*fence));
+  if (fence) throwIfFailed(device->waitFor(*fence));
   request.calls.emplace_back().kind = OpKind::kBarrier;
   return run(request, {}, {});
 }

@@ -9,7 +9,7 @@ namespace mycoll {
 
 c10::intrusive_ptr<MycollOptions> MycollBackend::ownOptions() const {
   auto now = c10::make_intrusive<MycollOptions>(*options_);
-  now->timeout = communicator_->timeout();
+  now->timeout = Milliseconds(timeout_.load());
   return now;
 }
 
@@ -42,11 +42,12 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
     const c10::intrusive_ptr<MycollOptions>& given,
     const c10::intrusive_ptr<c10d::Backend::Options>& shown) {
   auto options = given ? c10::make_intrusive<MycollOptions>(*given) : ownOptions();
-  Identity identity{std::move(name), globalRanksOf(members), communicator_->options().isOfJob, {}};
+  const std::shared_ptr<Communicator> parent = communicator();
+  Identity identity{std::move(name), globalRanksOf(members), parent->options().isOfJob, {}};
   if (shown_ && shown && shown->backend == shown_->backend) identity.shown = shown;
   checkTimeout(CallSite{"mycoll", rank_, size_, &groupName_}, options->timeout);
   std::shared_ptr<Communicator> communicator;
-  throwIfFailed(Communicator::shrink(*communicator_, suffix, members, &communicator));
+  throwIfFailed(Communicator::shrink(*parent, suffix, members, &communicator));
   communicator->setTimeout(options->timeout);
   const int rank = communicator->rank(), ranks = communicator->ranks();
   return c10::make_intrusive<MycollBackend>(rank, ranks, std::move(communicator),
@@ -70,7 +71,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
 
   MutexLock lock(childMutex_);
   const bool isKnown =
-      lastSplit_ && lastSplit_->groupName_ == name && lastSplit_->communicator_->error().ok();
+      lastSplit_ && lastSplit_->groupName_ == name && lastSplit_->communicator()->error().ok();
   if (!isKnown) {
     const int before = splits_[ranks]++;
     suffix = ":split" + std::to_string(before) + " to" + suffix;
@@ -99,12 +100,14 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
 
 void MycollBackend::splitDevices(MycollBackend* child, bool isWilling) {
   enter("split_group");
-  if (!device_) return;
-  if (child == nullptr || !child->device_) return device_->split(nullptr, 0, isWilling);
+  const auto device = this->device();
+  if (!device) return;
+  const auto ofChild = child ? child->device() : nullptr;
+  if (!ofChild) return device->split(nullptr, 0, isWilling);
   const std::vector<int64_t>& members = child->globalRanks_;
   // No other child has this rank.
   const auto color = static_cast<int>(*std::min_element(members.begin(), members.end()));
-  device_->split(child->device_.get(), color, isWilling);
+  device->split(ofChild.get(), color, isWilling);
 }
 
 c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(

@@ -54,11 +54,22 @@ using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #define MYCOLL_TORCH_HAS_WORK_TIMEOUT 0
 #endif
 
-// c10d::Backend::isInitialized() is new in 2.15.
+// c10d::Backend::isInitialized() and supportsAbortHooks() are new in 2.15.
 #if TORCH_VERSION_MINOR >= 15
 #define MYCOLL_TORCH_HAS_IS_INITIALIZED 1
+#define MYCOLL_TORCH_HAS_ABORT_HOOK_QUERY 1
 #else
 #define MYCOLL_TORCH_HAS_IS_INITIALIZED 0
+#define MYCOLL_TORCH_HAS_ABORT_HOOK_QUERY 0
+#endif
+
+// c10d::Backend::reconfigure() and registerAbortHook() are new in 2.14.
+#if TORCH_VERSION_MINOR >= 14
+#define MYCOLL_TORCH_HAS_RECONFIGURE 1
+#define MYCOLL_TORCH_HAS_ABORT_HOOKS 1
+#else
+#define MYCOLL_TORCH_HAS_RECONFIGURE 0
+#define MYCOLL_TORCH_HAS_ABORT_HOOKS 0
 #endif
 
 // One-sided windows are new in 2.14. Before, these replace torch's types, with the same members.

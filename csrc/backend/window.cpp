@@ -92,7 +92,9 @@ struct MycollWindow::Layout {
 };
 
 MycollWindow::MycollWindow(c10::intrusive_ptr<MycollBackend> backend)
-    : backend_(std::move(backend)), window_(mycoll::Window::make(backend_->communicator_)) {}
+    : backend_(std::move(backend)),
+      communicator_(backend_->keptCommunicator()),
+      window_(mycoll::Window::make(communicator_)) {}
 
 MycollWindow::~MycollWindow() {
   // As in MycollBackend, a forked child does not touch its parent's objects.
@@ -157,7 +159,7 @@ MycollWindow::Layout MycollWindow::layoutOf(const CallSite& site, int64_t rank) 
     throwStatus(
         Status(Code::kNetwork,
                c10::str("mycoll group '", backend_->groupName(), "': what ",
-                        backend_->communicator_->describeRank(static_cast<int>(rank)),
+                        communicator_->describeRank(static_cast<int>(rank)),
                         " tells of the tensor of its window is no tensor of ", bytes, " bytes")));
   }
   return layout;
@@ -165,7 +167,8 @@ MycollWindow::Layout MycollWindow::layoutOf(const CallSite& site, int64_t rank) 
 
 MycollWindow::WorkPtr MycollWindow::workOf(Request& request, const OpPtr& op) {
   const bool isAsync = std::exchange(request.async, true);
-  const WorkPtr work = backend_->finishLaunch(request, {}, {op}, /*isProfiled=*/false);
+  const WorkPtr work =
+      backend_->finishLaunch(*communicator_, request, {}, {op}, /*isProfiled=*/false);
   if (!isAsync) work->wait();
   return work;
 }
@@ -228,7 +231,7 @@ at::Tensor MycollWindow::map_remote_tensor(int64_t rank) {
       Code::kUnsupported,
       c10::str(
           "mycoll group '", backend_->groupName(), "': map_remote_tensor: the tensor of ",
-          backend_->communicator_->describeRank(static_cast<int>(rank)),
+          communicator_->describeRank(static_cast<int>(rank)),
           " cannot be mapped: that rank is not on this host, or the tensor is an ordinary one; "
           "on one host register shared tensors (mycoll.empty()), between hosts let its owner "
           "put() what is needed")));

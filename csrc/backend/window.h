@@ -54,6 +54,7 @@ class MycollWindow final : public TorchWindow {
   WorkPtr workOf(Request& request, const OpPtr& op);
 
   const c10::intrusive_ptr<MycollBackend> backend_;
+  const std::shared_ptr<Communicator> communicator_;
   const std::shared_ptr<mycoll::Window> window_;  // qualified: torch's class has that name, too
   Mutex mutex_;
   at::Tensor tensor_ GUARDED_BY(mutex_);  // this rank's

@@ -12,6 +12,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <new>
 #include <string>
 #include <utility>
@@ -170,11 +171,12 @@ class Sink {
 };
 
 thread_local std::vector<Line> delayedLines;
+thread_local std::vector<std::function<void()>> delayedCalls;
 
 void write(Line line) {
   if (detail::logDelays == 0) return Sink::get().write(line);
   delayedLines.push_back(std::move(line));
-  detail::hasDelayedLines = true;
+  detail::hasDelayed = true;
 }
 
 }  // namespace
@@ -199,12 +201,22 @@ void flushLog() {
   if (detail::hasUnwrittenLines.load(std::memory_order_relaxed)) Sink::get().flush(0);
 }
 
-void detail::writeDelayedLines() noexcept {
-  hasDelayedLines = false;
+void callAfterDelay(std::function<void()> fn) noexcept {
+  if (detail::logDelays == 0) return fn();
+  try {
+    delayedCalls.push_back(std::move(fn));
+    detail::hasDelayed = true;
+  } catch (const std::bad_alloc&) {
+  }
+}
+
+void detail::endDelay() noexcept {
+  hasDelayed = false;
   try {
     for (const Line& line : std::exchange(delayedLines, {})) Sink::get().write(line);
+    for (const auto& call : std::exchange(delayedCalls, {})) call();
   } catch (const std::bad_alloc&) {
-    // The remaining lines are lost: a log must not make an operation fail.
+    // The rest is lost: a log must not make an operation fail.
   }
 }
 

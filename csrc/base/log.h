@@ -12,6 +12,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <string>
 
 #include "base/env.h"
@@ -23,12 +24,12 @@ namespace detail {
 // reads it.
 inline constexpr int kLevelUnknown = 100;
 inline std::atomic<int> logLevel{kLevelUnknown};
-// The number of live LogDelays of this thread, and whether it has delayed lines.
+// The number of live LogDelays of this thread, and whether it has delayed lines or calls.
 constinit inline thread_local int logDelays = 0;
-constinit inline thread_local bool hasDelayedLines = false;
+constinit inline thread_local bool hasDelayed = false;
 inline std::atomic<bool> hasUnwrittenLines{false};
 
-void writeDelayedLines() noexcept;
+void endDelay() noexcept;
 
 void logLine(LogLevel level, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
@@ -48,11 +49,15 @@ class LogDelay {
  public:
   LogDelay() { ++detail::logDelays; }
   ~LogDelay() {
-    if (--detail::logDelays == 0 && detail::hasDelayedLines) detail::writeDelayedLines();
+    if (--detail::logDelays == 0 && detail::hasDelayed) detail::endDelay();
   }
   LogDelay(const LogDelay&) = delete;
   LogDelay& operator=(const LogDelay&) = delete;
 };
+
+// Calls fn when the outermost LogDelay of this thread ends, so without the locks that it is for;
+// immediately if there is none. The call is lost if there is no memory for it.
+void callAfterDelay(std::function<void()> fn) noexcept;
 
 // Tries again to write the lines that could not be written.
 void flushLog();

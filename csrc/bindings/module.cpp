@@ -173,11 +173,17 @@ NoGilPtr<MycollBackend> createBackend(const c10::intrusive_ptr<c10d::Store>& sto
                                       int size, Milliseconds timeout, std::string groupId,
                                       std::vector<int64_t> globalRanks,
                                       const MycollOptions* options, bool hasDevice, bool isOfJob,
-                                      c10::intrusive_ptr<c10d::Backend::Options> shown) {
+                                      c10::intrusive_ptr<c10d::Backend::Options> shown,
+                                      bool enableReconfigure) {
   // A copy: the user may use one object for several groups, and every group changes its own.
   auto own = options != nullptr ? c10::make_intrusive<MycollOptions>(*options)
                                 : c10::make_intrusive<MycollOptions>();
   own->timeout = timeout;
+#if MYCOLL_TORCH_HAS_RECONFIGURE
+  own->enable_reconfigure |= enableReconfigure;
+#else
+  (void)enableReconfigure;
+#endif
   own->group_name = groupId;
   own->global_ranks_in_group.assign(globalRanks.begin(), globalRanks.end());
   const py::gil_scoped_release release;
@@ -415,13 +421,32 @@ PYBIND11_MODULE(_C, module) {
           py::arg("memo"))
       .def("__repr__", &describeOptions);
 
+  py::class_<mycoll::Endpoint>(module, "Endpoint",
+                               "A process that forms groups of others' handles.")
+      .def(py::init(&MycollBackend::makeEndpoint), py::arg("name"), py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("handle", &mycoll::Endpoint::handle)
+      .def(
+          "form",
+          [](mycoll::Endpoint& self, int64_t uuid, const std::vector<std::string>& handles,
+             Milliseconds formTimeout, const MycollOptions& options, bool hasDevice) {
+            auto own = c10::make_intrusive<MycollOptions>(options);
+            const py::gil_scoped_release release;
+            return NoGilPtr<MycollBackend>(MycollBackend::form(
+                self, uuid, handles, formTimeout, std::move(own),
+                hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory()));
+          },
+          py::arg("uuid"), py::arg("handles"), py::arg("timeout"), py::arg("options"),
+          py::arg("has_device"));
+
   py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(
       module, "MycollBackend",
       "One rank's end of a group; made by init_process_group and new_group.")
       .def(py::init(&createBackend), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("timeout"), py::arg("group_id"), py::arg("global_ranks"),
            py::arg("options").none(true) = nullptr, py::arg("has_device") = false,
-           py::arg("of_job") = true, py::arg("shown").none(true) = nullptr)
+           py::arg("of_job") = true, py::arg("shown").none(true) = nullptr,
+           py::arg("enable_reconfigure") = false)
       .def_property_readonly(
           "options", [](const MycollBackend& self) { return self.options(); },
           "The options in force.")

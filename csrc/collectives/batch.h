@@ -3,6 +3,8 @@
 #pragma once
 
 #include <deque>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/task.h"
@@ -22,14 +24,17 @@ class Batch final : public Condition {
   Batch(Mailbox& mailbox, const Signature& signature)
       : mailbox_(mailbox), messageClass_(MessageClass::kControl), base_(0), signature_(signature) {}
 
-  // step: distinguishes the messages that two ranks exchange in one collective.
-  void send(int rank, Span data, uint64_t step = 0) {
+  // step: distinguishes the messages that two ranks exchange in one collective. attached: see
+  // Mailbox::send().
+  void send(int rank, Span data, uint64_t step = 0,
+            std::shared_ptr<const Segment> attached = nullptr) {
     mailbox_.send(entries_.emplace_back(rank).transfer, rank, messageClass_, base_ + step,
-                  signature_, data);
+                  signature_, data, std::move(attached));
   }
-  void receive(int rank, Span data, uint64_t step = 0) {
-    mailbox_.receive(entries_.emplace_back(rank).transfer, rank, messageClass_, base_ + step,
-                     signature_, data);
+  Transfer& receive(int rank, Span data, uint64_t step = 0) {
+    Transfer& transfer = entries_.emplace_back(rank).transfer;
+    mailbox_.receive(transfer, rank, messageClass_, base_ + step, signature_, data);
+    return transfer;
   }
 
   bool ready() override {

@@ -383,6 +383,11 @@ void DeviceGroup::failLate() {
 
 Status DeviceGroup::error() const { return place_.error(); }
 
+void DeviceGroup::whenFailed(const std::function<void()>& fn) {
+  place_.control->whenFailed(fn);
+  place_.host->whenFailed(fn);
+}
+
 Status DeviceGroup::failure() const {
   const Status cause = error();
   const bool isOwnEnd = state_.load() >= State::kLeaving && cause.cause().rank == place_.rank;

@@ -70,6 +70,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   std::string path() const override;
   void setTimeout(std::chrono::milliseconds timeout) override;
   Status error() const override;
+  void whenFailed(const std::function<void()>& fn) override;
   void abort(const std::string& reason) override;
   Status drain(Deadline deadline) const override;
   void close(Deadline deadline) override;

@@ -123,6 +123,9 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // called it with the same suffix and members.
   static Status shrink(const Communicator& parent, const std::string& suffix,
                        const std::vector<int>& members, std::shared_ptr<Communicator>* result);
+  // Makes a group of ranks that are known already, or that meet in the store, or both.
+  static Status form(GroupOptions options, Store* store, const std::shared_ptr<Engine>& engine,
+                     KnownPeers known, std::shared_ptr<Communicator>* result);
   ~Communicator();
 
   int rank() const { return options_.rank; }
@@ -210,6 +213,7 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
   // Fails the group here and, by notifying them, on the other ranks; the first cause is kept. Does
   // not wait for them.
   void fail(const Status& cause) { membership_.fail(cause); }
+  void whenFailed(std::function<void()> fn) { membership_.whenFailed(std::move(fn)); }
   // As fail(), for a reason given by the user.
   void abort(const std::string& reason);
   // Leaves the group: waits up to the deadline for pending operations, then sends a goodbye. Later
@@ -236,8 +240,6 @@ class Communicator final : public EventHandler, public std::enable_shared_from_t
 
  private:
   Communicator(GroupOptions options, std::shared_ptr<Engine> engine, GroupAddress address);
-  static Status form(GroupOptions options, Store* store, const std::shared_ptr<Engine>& engine,
-                     KnownPeers known, std::shared_ptr<Communicator>* result);
   static std::shared_ptr<Communicator> add(const std::shared_ptr<Engine>& engine,
                                            GroupOptions options, GroupAddress address);
 

@@ -62,6 +62,7 @@ bool isFirstFormation() {
 std::string keyOf(int rank) { return "handle/" + std::to_string(rank); }
 
 std::string nonceOf(const KnownPeers& known, int rank) {
+  if (!known.nonces.empty()) return known.nonces[rank];
   return toHex(hmacSha256(known.secret, std::to_string(rank)).data(), 16);
 }
 
@@ -346,7 +347,8 @@ Status Forming::tooLate(int rank, const std::string& milliseconds,
                "timeout after " + milliseconds + "ms: rank " + std::to_string(rank) +
                    " waited for the other ranks of " + std::to_string(options_.ranks) +
                    (missing.empty() ? "" : "; missing: " + listNumbers(missing)) +
-                   ". Were they all started, with the same world size and the same store?");
+                   (store_ ? ". Were they all started, with the same world size and the same store?"
+                           : ". Have they all called it, with the same ranks?"));
 }
 
 std::map<int, Engine::Loss> Forming::losses() const {
@@ -410,7 +412,6 @@ class Root final : public Forming {
   int firstUnknown() const;
   Status handleReports();
   Status handleReport(const Round::Report& report);
-  bool mayComeAgain(const Candidate& candidate) const;
   bool isRoundDue();
   Status startRound();
   std::vector<int> missing();
@@ -565,13 +566,13 @@ Status Root::consider(int rank, Handle handle) {
 
 Status Root::handleReports() {
   if (!round_) return Status();
-  const std::vector<Round::Report> reports = round_->takeReports();
-  // Read after them: the lost rank may have joined before.
+  for (const Round::Report& report : round_->takeReports()) {
+    MYCOLL_RETURN_IF_ERROR(handleReport(report));
+  }
   if (std::vector<bool> joined = round_->joined(); joined != joined_) {
     joined_ = std::move(joined);
     lastJoined_ = Clock::now();
   }
-  for (const Round::Report& report : reports) MYCOLL_RETURN_IF_ERROR(handleReport(report));
   for (int rank = 1; rank < options_.ranks; ++rank) {
     if (joined_[rank] && candidates_[rank].isInvited()) candidates_[rank].why = Status();
   }
@@ -599,21 +600,16 @@ Status Root::handleReport(const Round::Report& report) {
     const std::chrono::seconds patience(engine_->mesh()->options().networkSeconds);
     candidate.wait(Candidate::kUnreachable, error(Code::kNetwork, report.why.message()), patience);
     candidate.inviteAgain = Deadline::after(kLookAgain);
-  } else if (joined_[report.rank] ||
-             (report.kind != Kind::kNoReception && !mayComeAgain(candidate))) {
-    candidate.wait(Candidate::kGone, lost(report, address), kAgain);
+  } else if (joined_[report.rank] || report.kind == Kind::kEnded || !store_ ||
+             (report.kind == Kind::kNotListening && !isAlive(address) &&
+              (candidate.isNew || isOfNow(address) || !known_.peers.empty()))) {
+    // Without a store it cannot come again.
+    candidate.wait(Candidate::kGone, lost(report, address), store_ ? kAgain : Milliseconds(0));
   } else {
     candidate.state = Candidate::kStale;
     candidate.why = Status();
   }
   return Status();
-}
-
-// Whether the engine at the handle's address, which is gone, may be that of an earlier group.
-bool Root::mayComeAgain(const Candidate& candidate) const {
-  const PeerAddress& address = candidate.handle.address;
-  return store_ &&
-         (isAlive(address) || !(candidate.isNew || isOfNow(address) || !known_.peers.empty()));
 }
 
 // A round ends the one before. So that ranks that arrive or join slowly do not keep rank 0 from
@@ -690,10 +686,9 @@ class Member final : public Forming {
   Status attend() override;
   bool spread(const Status& why) override;
 
-  // Whether no other rank passes its reports to rank 0.
-  bool isAlone() const { return !round_ || lostParent_ != Clock::time_point(); }
   Status check();
   Status checkKnownPeers();
+  Status compare(const Roster& roster) const;
   Status join();
   Status attendRound();
   Status lookAtStore();
@@ -706,6 +701,7 @@ class Member final : public Forming {
   Deadline nextForward_;
   bool hasReportedLate_ = false;
   bool isKnownToAll_ = false;  // the failure
+  std::unique_ptr<Invitation> probe_;
 };
 
 Status Member::attend() {
@@ -718,18 +714,19 @@ Status Member::attend() {
       MYCOLL_RETURN_IF_ERROR(attendRound());
       if (round_->isFormed() && round_->roster().isComplete()) return Status();
     }
-    if (isAlone() && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
+    const bool isAlone = !round_ || lostParent_ != Clock::time_point();
+    if (isAlone && usesStore() && nextLook_.expired()) MYCOLL_RETURN_IF_ERROR(lookAtStore());
     pause(kTick);
   }
 }
 
 bool Member::spread(const Status& why) {
   if (isKnownToAll_) return true;
-  if (round_) round_->report({options_.rank, Round::Report::kGaveUp, why});
+  if (round_) round_->report({round_->rank(), Round::Report::kGaveUp, why});
   const Code code = why.code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
-  if (usesStore() && isLasting && (isAlone() || !conflict().ok())) giveUp(why);
+  if (usesStore() && isLasting && (!round_ || !conflict().ok())) giveUp(why);
   return true;
 }
 
@@ -752,8 +749,14 @@ Status Member::check() {
   return round_ || store_ ? Status() : checkKnownPeers();
 }
 
-// Without a store, a rank that is not invited learns only from its own connections why.
+// Without a store, a rank that is not invited learns only from its own connections why. If it has
+// none to rank 0, it makes one after a while.
 Status Member::checkKnownPeers() {
+  if (!probe_ && waited() > kAgain) {
+    MYCOLL_RETURN_IF_ERROR(
+        Invitation::send(engine_->mesh(), {known_.peers[0], nonceOf(known_, 0), /*isOpened=*/false},
+                         {InvitationMessage::Content::kProbe, ""}, {}, &probe_));
+  }
   for (const PeerLost& lost : receptions_[0]->losses()) {
     for (int rank = 0; rank < options_.ranks; ++rank) {
       const PeerAddress& peer = known_.peers[rank];
@@ -769,7 +772,30 @@ Status Member::checkKnownPeers() {
   return Status();
 }
 
-// Follows the latest invitation, if it is newer than the round.
+// Not ok: the roster is not that of the group that this rank was called for.
+Status Member::compare(const Roster& roster) const {
+  const auto ranks = static_cast<int>(roster.members.size());
+  const std::string self =
+      "rank " + std::to_string(options_.rank) + " (" + mine_.address.describe() + ")";
+  bool isEqual = ranks == options_.ranks && roster.peers[options_.rank].uid == mine_.address.uid;
+  if (known_.nonces.empty()) {
+    return isEqual ? Status()
+                   : error(Code::kStore, "rank 0 was started with " + std::to_string(ranks) +
+                                             " ranks, " + self + " with " +
+                                             std::to_string(options_.ranks) +
+                                             ": the world sizes must be equal");
+  }
+  for (int rank = 0; rank < ranks && isEqual; ++rank) {
+    isEqual = roster.members[rank].isAbsent() || roster.peers[rank].uid == known_.peers[rank].uid;
+  }
+  return isEqual ? Status()
+                 : error(Code::kInvalidArgument, "rank 0 and " + self +
+                                                     " were called with different handles, or in "
+                                                     "different orders");
+}
+
+// Follows the latest invitation, if it is newer than the round. If it is to another group, this
+// rank joins only to report that.
 Status Member::join() {
   for (const auto& reception : receptions_) {
     std::optional<InvitationMessage> message = reception->takeRoster();
@@ -777,19 +803,17 @@ Status Member::join() {
     Roster roster;
     MYCOLL_RETURN_IF_ERROR(Roster::decode(message->text, &roster));
     if (round_ && roster.round <= round_->roster().round) continue;
-    const auto ranks = static_cast<int>(roster.members.size());
-    const bool isThere =
-        options_.rank < ranks && roster.peers[options_.rank].uid == mine_.address.uid;
-    if (ranks != options_.ranks || !isThere) {
-      return error(Code::kStore,
-                   "rank 0 was started with " + std::to_string(ranks) + " ranks, rank " +
-                       std::to_string(options_.rank) + " (" + mine_.address.describe() + ") with " +
-                       std::to_string(options_.ranks) + ": the world sizes must be equal");
-    }
+    const Status difference = compare(roster);
+    const auto isThis = [this](const PeerAddress& peer) { return peer.uid == mine_.address.uid; };
+    const auto self = std::find_if(roster.peers.begin(), roster.peers.end(), isThis);
+    if (self == roster.peers.end()) return difference;
+    const auto rank = static_cast<int>(self - roster.peers.begin());
     round_.reset();
     lostParent_ = {};
-    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, options_.rank,
-                                       std::move(*message), std::move(roster), news_, &round_));
+    MYCOLL_RETURN_IF_ERROR(Round::open(engine_->mesh(), options_.name, rank, std::move(*message),
+                                       std::move(roster), news_, &round_,
+                                       /*isToJoin=*/difference.ok()));
+    MYCOLL_RETURN_IF_ERROR(difference);
   }
   return Status();
 }
@@ -810,7 +834,7 @@ Status Member::attendRound() {
       const Status why =
           state == Round::Parent::kLost ? lost(loss, address) : ended(parent, address);
       round_->fail(why);
-      isKnownToAll_ = isDead(address);
+      isKnownToAll_ = true;
       return why;
     }
   }

@@ -8,8 +8,8 @@
 // invitations open are those of the control tree, which the group uses later.
 //
 // Ranks that have a group in common know each other's addresses, and can compute each other's
-// nonces from its secret. They use no store, unless one of them is missing after a second: it may
-// have left that group.
+// nonces from its secret; or the caller knows the ranks. They use no store, unless one of them is
+// missing after a second: it may have left that group.
 //
 // A store may hold handles of earlier groups of the same name. An invitation to a stale handle
 // finds no reception, so rank 0 waits for its successor. A rank that finds a handle of its own
@@ -36,14 +36,16 @@
 
 namespace mycoll {
 
-// The ranks of the new group, known from another group.
+// The ranks of the new group, known from another group, or from handles (endpoint.h).
 struct KnownPeers {
   // members: the new group's ranks, by their numbers in that group.
   static KnownPeers from(const GroupAddress& group, const std::vector<int>& members,
                          const std::string& name);
 
-  std::string secret;  // of the members of that group, for this name
-  PeerList peers;      // by rank; empty: they are not known
+  PeerList peers;  // by rank; empty: they are not known
+  // What their invitations are made of: the nonces by rank, or a secret that they have in common.
+  std::vector<std::string> nonces;
+  std::string secret;
 };
 
 class Formation {

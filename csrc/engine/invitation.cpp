@@ -145,6 +145,7 @@ Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(
       addressOf(receiver.nonce, kSender, mesh->address(), receiver.address, &address));
+  address.opensLater = !receiver.isOpened;
   const std::string payload =
       macOf(address, message) + static_cast<char>(message.content) + message.text;
   const bool isToItself = receiver.address.uid == mesh->address().uid;

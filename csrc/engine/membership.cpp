@@ -94,6 +94,15 @@ void Membership::failFirst(const Status& cause, bool tellsOthers, uint64_t from)
   hasNews_ = true;
 }
 
+void Membership::whenFailed(std::function<void()> fn) {
+  {
+    IoLock lock(mailbox_.ioMutex());
+    if (cause_.ok()) whenFailed_ = std::move(fn);
+    if (cause_.ok() || cause_.code() == Code::kAborted) return;
+  }
+  fn();
+}
+
 void Membership::spread() {
   if (!hasNews_.load(std::memory_order_relaxed)) return;
   hasNews_ = false;
@@ -118,6 +127,7 @@ void Membership::failLocked(const Status& why, bool tellsOthers, uint64_t from) 
   // Log it as soon as it is known; a departure without a failure is not logged.
   if (cause_.code() != Code::kAborted) {
     logFailure(cause_.message());
+    if (whenFailed_) callAfterDelay(std::exchange(whenFailed_, nullptr));
   } else if (tellsOthers) {
     MYCOLL_LOG_ERROR("%s", cause_.message().c_str());
   }

@@ -67,6 +67,9 @@ class Membership {
   // nothing unless failFirst() was called before.
   void spread();
   void failLocked(const Status& cause, bool tellsOthers, uint64_t from = 0) REQUIRES(ioRole);
+  // fn is called once if the group fails, or has failed, other than by abort() or by being left. It
+  // must not block.
+  void whenFailed(std::function<void()> fn);
 
   // ---- ranks
   Departure departureOf(int rank) const;
@@ -123,6 +126,7 @@ class Membership {
   Status cause_ GUARDED_BY(ioRole);                        // the first one
   uint64_t failedFrom_ GUARDED_BY(ioRole) = ~uint64_t{0};  // the first collective that it ends
   bool tellsOthers_ GUARDED_BY(ioRole) = true;
+  std::function<void()> whenFailed_ GUARDED_BY(ioRole);
   bool isPassedOn_ GUARDED_BY(ioRole) = false;  // the failure is sent along the control tree
   std::set<int> lost_ GUARDED_BY(ioRole);       // lost ranks, which forward nothing
   std::set<int> tellers_ GUARDED_BY(ioRole);    // ranks that sent the failure to this one

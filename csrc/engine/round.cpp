@@ -41,6 +41,7 @@ Round::Report::Kind kindOf(LossReason reason) {
     case LossReason::kNotListening: return Round::Report::kNotListening;
     case LossReason::kUnreachable: return Round::Report::kUnreachable;
     case LossReason::kDistrusted: return Round::Report::kDistrusted;
+    case LossReason::kLeft: return Round::Report::kNoReception;
     default: return Round::Report::kEnded;
   }
 }
@@ -75,7 +76,7 @@ Round::Round(std::shared_ptr<Mesh> mesh, GroupAddress address, InvitationMessage
 
 Status Round::open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
                    InvitationMessage message, Roster roster, News& news,
-                   std::unique_ptr<Round>* result) {
+                   std::unique_ptr<Round>* result, bool isToJoin) {
   GroupAddress address;
   address.name = name;
   address.rank = rank;
@@ -87,9 +88,9 @@ Status Round::open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank
   Round& round = **result;
   // The invitations come first: a connection to a child is authenticated by the oldest group that
   // it is in, and the child does not know this round yet.
-  MYCOLL_RETURN_IF_ERROR(round.inviteChildren());
+  if (isToJoin) MYCOLL_RETURN_IF_ERROR(round.inviteChildren());
   round.mailbox_.open();
-  {
+  if (isToJoin) {
     IoLock lock(round.mailbox_.ioMutex());
     round.join();
   }
@@ -128,7 +129,7 @@ void Round::join() {
   const int self = mailbox_.rank();
   joined_[self] = true;
   unsent_.push_back(self);
-  sendUp(/*isWhole=*/children_.empty());
+  if (children_.empty()) sendUp(/*isWhole=*/true);
 }
 
 void Round::sendUp(bool isWhole) {

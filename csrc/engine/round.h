@@ -3,8 +3,8 @@
 //
 //   down   kInvitation   the roster, from each rank to its children in the control tree. It opens
 //                        the connection to a child, or uses one that exists
-//   up     kJoined       the ranks of a subtree that have joined: the rank itself at once; the others
-//                        when all have, or every 100 ms those that are new
+//   up     kJoined       the ranks of a subtree that have joined: when all have, or every 100 ms
+//                        those that are new
 //          kAbort        a report about a rank: it gives up, its process has ended, it cannot be
 //                        reached. Each rank passes it on to rank 0
 //   down   kFormed       all ranks have joined: the group is made
@@ -49,13 +49,15 @@ class Round final : public EventHandler {
   };
 
   // Joins the round of this roster, and invites the children with the message. news: noted when the
-  // round is formed, fails, or has a report.
+  // round is formed, fails, or has a report. isToJoin: false if the rank will only report that it
+  // gives up.
   static Status open(std::shared_ptr<Mesh> mesh, const std::string& name, int rank,
                      InvitationMessage message, Roster roster, News& news,
-                     std::unique_ptr<Round>* result);
+                     std::unique_ptr<Round>* result, bool isToJoin = true);
   ~Round();
 
   const Roster& roster() const { return roster_; }
+  int rank() const { return mailbox_.rank(); }
   // All ranks have joined, and rank 0 has said so.
   bool isFormed();
   // Not ok: rank 0, or a rank that has lost its parent, has ended the round.

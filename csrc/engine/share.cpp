@@ -1,33 +1,27 @@
 #include "engine/share.h"
 
-#include <cstring>
 #include <numeric>
 #include <utility>
 
 #include "base/env.h"
 #include "base/log.h"
 #include "base/mutex.h"
-#include "base/sha256.h"
 #include "collectives/batch.h"
 #include "engine/membership.h"
 #include "transport/mesh.h"
-#include "transport/shm/link.h"
+#include "transport/shm/segment.h"
 
 namespace mycoll {
 namespace {
 
-// An offer of shared memory to the other ranks.
+// An offer of shared memory to the other ranks; 0 bytes: the first rank has none to offer.
 struct Offer {
   uint64_t smallBytes = 0;
   uint64_t chunkBytes = 0;
   uint64_t areas = 0;
-  uint64_t isOffered = 0;
-  char cookie[kCookieBytes] = {};
-
-  std::string cookieText() const { return std::string(cookie, sizeof(cookie)); }
 };
 
-enum Step : uint64_t { kOfferStep = 1, kSentStep, kAnswerStep, kVerdictStep };
+enum Step : uint64_t { kOfferStep, kAnswerStep, kVerdictStep };
 
 // Most of a job's data is reduced in its first group, so that one gets the best number of areas.
 // There may be many other groups; they get fewer.
@@ -72,43 +66,26 @@ std::unique_ptr<Arena> makeArena(const Sharing& sharing, std::shared_ptr<Segment
                                  distance);
 }
 
-Status makeOffer(const Sharing& sharing, std::shared_ptr<Segment>* segment, Offer* offer) {
-  const ArenaShape& shape = sharing.shape;
-  const Status made = Segment::create(shape.totalBytes(), segment);
-  if (!made.ok()) MYCOLL_LOG_WARN("%s", made.message().c_str());
-  offer->smallBytes = shape.smallBytes;
-  offer->chunkBytes = shape.chunkBytes;
-  offer->areas = shape.areas;
-  offer->isOffered = made.ok();
-  MYCOLL_RETURN_IF_ERROR(randomBytes(offer->cookie, sizeof(offer->cookie)));
-  const std::string prefix = sharing.mailbox.fdPrefix();
-  std::memcpy(offer->cookie, prefix.data(), prefix.size());
-  return Status();
-}
-
 Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   Mailbox& mailbox = sharing.mailbox;
   const Signature signature;
   const std::vector<int> others(sharing.members.begin() + 1, sharing.members.end());
+  const ArenaShape& shape = sharing.shape;
   std::shared_ptr<Segment> segment;
   Offer offer;
-  MYCOLL_CO_RETURN_IF_ERROR(makeOffer(sharing, &segment, &offer));
-
+  const Status made = Segment::create(shape.totalBytes(), &segment);
+  if (made.ok()) {
+    offer = {shape.smallBytes, shape.chunkBytes, shape.areas};
+  } else {
+    MYCOLL_LOG_WARN("%s", made.message().c_str());
+  }
   Batch offers(mailbox, signature);
-  for (const int rank : others) offers.send(rank, spanOf(offer), kOfferStep);
+  for (const int rank : others) offers.send(rank, spanOf(offer), kOfferStep, segment);
   co_await offers;
   MYCOLL_CO_RETURN_IF_ERROR(offers.status());
-  if (!offer.isOffered) co_return Status();
+  if (!made.ok()) co_return Status();
 
-  // The offers were sent, so there is a connection to each rank.
   std::vector<uint64_t> flags(others.size());
-  Batch sent(mailbox, signature);
-  for (size_t i = 0; i < others.size(); ++i) {
-    flags[i] = mailbox.sendFd(others[i], segment->fd(), offer.cookieText());
-    sent.send(others[i], spanOf(flags[i]), kSentStep);
-  }
-  co_await sent;
-  MYCOLL_CO_RETURN_IF_ERROR(sent.status());
   Batch answers(mailbox, signature);
   for (size_t i = 0; i < others.size(); ++i) {
     answers.receive(others[i], spanOf(flags[i]), kAnswerStep);
@@ -121,7 +98,7 @@ Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   // Attach the arena before the others receive the verdict: from then on all ranks look for a
   // failure there, so it must be written there.
   if (verdict) {
-    *arena = makeArena(sharing, std::move(segment), sharing.shape, Env::process().distance);
+    *arena = makeArena(sharing, std::move(segment), shape, Env::process().distance);
     if (sharing.membership) sharing.membership->attach(arena->get());
   }
   Batch verdicts(mailbox, signature);
@@ -134,16 +111,13 @@ Task offerArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   co_return Status();
 }
 
-Status takeSegment(const Sharing& sharing, const Offer& offer, const ArenaShape& shape,
+Status takeSegment(const Sharing& sharing, const ArenaShape& shape, Fd memory,
                    std::shared_ptr<Segment>* segment) {
-  Mailbox& mailbox = sharing.mailbox;
-  const int first = sharing.members[0];
   const bool isAsWanted = sharing.membership || shape == sharing.shape;  // plans rely on it
   if (!shape.isUsable() || !isAsWanted) {
-    return Status(Code::kNetwork,
-                  mailbox.describeRank(first) + " offers shared memory that cannot be used");
+    return Status(Code::kNetwork, sharing.mailbox.describeRank(sharing.members[0]) +
+                                      " offers shared memory that cannot be used");
   }
-  Fd memory = mailbox.takeFd(first, offer.cookieText());
   if (!memory.isOpen()) return Status(Code::kNetwork, "shared memory did not come");
   return Segment::adopt(std::move(memory), shape.totalBytes(), segment);
 }
@@ -154,15 +128,10 @@ Task acceptArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   const Signature signature;
   Offer offer;
   Batch offers(mailbox, signature);
-  offers.receive(first, spanOf(offer), kOfferStep);
+  Transfer& offered = offers.receive(first, spanOf(offer), kOfferStep);
   co_await offers;
   MYCOLL_CO_RETURN_IF_ERROR(offers.status());
-  if (!offer.isOffered) co_return Status();
-  uint64_t flag = 0;
-  Batch sent(mailbox, signature);
-  sent.receive(first, spanOf(flag), kSentStep);
-  co_await sent;
-  MYCOLL_CO_RETURN_IF_ERROR(sent.status());
+  if (offer.chunkBytes == 0) co_return Status();
 
   ArenaShape shape;
   shape.ranks = static_cast<int>(sharing.members.size());
@@ -170,11 +139,9 @@ Task acceptArena(Sharing sharing, std::unique_ptr<Arena>* arena) {
   shape.chunkBytes = offer.chunkBytes;
   shape.areas = offer.areas;
   std::shared_ptr<Segment> segment;
-  if (flag) {
-    const Status taken = takeSegment(sharing, offer, shape, &segment);
-    if (!taken.ok()) MYCOLL_LOG_WARN("%s", taken.message().c_str());
-    flag = taken.ok();
-  }
+  const Status taken = takeSegment(sharing, shape, offered.takeDescriptor(), &segment);
+  if (!taken.ok()) MYCOLL_LOG_WARN("%s", taken.message().c_str());
+  uint64_t flag = taken.ok();
   Batch answer(mailbox, signature);
   answer.send(first, spanOf(flag), kAnswerStep);
   co_await answer;

@@ -1,8 +1,8 @@
 // Shares an arena among the ranks of a host. The first rank creates it and sends its descriptor to
 // the others; the arena is used only if all of them have mapped it.
 //
-//   the first    offer ->            descriptor, sent ->              verdict ->
-//   others                 -> (map it)                  answer ->
+//   the first    offer, descriptor ->                      verdict ->
+//   others                            (map it)  answer ->
 #pragma once
 
 #include <memory>

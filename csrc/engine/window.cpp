@@ -2,14 +2,12 @@
 
 #include <algorithm>
 #include <cassert>
-#include <cstring>
 #include <utility>
 
 #include "base/log.h"
-#include "base/sha256.h"
 #include "collectives/batch.h"
 #include "transport/mesh.h"
-#include "transport/shm/link.h"
+#include "transport/shm/segment.h"
 #include "transport/shm/shared_heap.h"
 
 namespace mycoll {
@@ -17,7 +15,7 @@ namespace {
 
 // The steps of the group's own messages (Batch), far from those that set up its arena.
 constexpr uint64_t kFirstStep = uint64_t{1} << 40;
-constexpr uint64_t kStepsOfWindow = 4;
+constexpr uint64_t kStepsOfWindow = 2;
 // Distinguishes this all_gather from any that the program calls.
 constexpr uint8_t kPartType = 255;
 
@@ -38,15 +36,14 @@ struct Window::Part {
   uint64_t bytes = 0;
   uint64_t segmentBytes = 0;  // 0: others cannot map it
   uint64_t offset = 0;        // in the segment
-  char cookie[kCookieBytes] = {};
   Description description{};
 };
 
 // The exchange of descriptors with another rank of this host.
 struct Window::Passing {
   int rank = 0;
-  uint64_t isSent = 0, isSentHere = 0;      // a descriptor: by this rank, by the other
-  uint64_t isMapped = 0, isMappedHere = 0;  // it: by the other, by this rank
+  Transfer* message = nullptr;              // with the other's descriptor
+  uint64_t isMapped = 0, isMappedHere = 0;  // this rank's memory by the other; the other's here
 };
 
 std::shared_ptr<Window> Window::make(std::shared_ptr<Communicator> group) {
@@ -106,9 +103,7 @@ Window::Part Window::ownPart() const {
   if (!isExposed_) return part;
   const SharedPlace place = SharedHeap::process().find(memory_);
   const auto segment = SharedHeap::process().segmentOf(place.region);
-  if (!segment || !randomBytes(part.cookie, sizeof(part.cookie)).ok()) return part;
-  const std::string prefix = group_->mailbox().fdPrefix();
-  std::memcpy(part.cookie, prefix.data(), prefix.size());
+  if (!segment) return part;
   part.segmentBytes = segment->bytes();
   part.offset = place.offset;
   return part;
@@ -146,54 +141,33 @@ Task Window::introduce(CollectiveRunner& runner) {
   co_return Status();
 }
 
-// Each rank that has shared memory sends its descriptor to every other rank of its host:
-//
-//   message, which makes a connection    ->  descriptor, and that it was sent  ->  (map it)
-//                                        <-  whether it is mapped
+// Each rank that has shared memory sends its descriptor to every other rank of its host, which
+// answers whether it has mapped the memory.
 Task Window::mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr<Pages>>& mapped) {
   Mailbox& mailbox = group_->mailbox();
   const Part& own = parts[group_->rank()];
   Signature signature;
   signature.kind = OpKind::kWindow;
   const uint64_t step = kFirstStep + id_ * kStepsOfWindow;
+  const SharedHeap& heap = SharedHeap::process();
+  const auto segment = own.segmentBytes > 0 ? heap.segmentOf(heap.find(memory_).region) : nullptr;
   std::vector<Passing> passings;
   for (const int rank : neighbours()) passings.push_back({.rank = rank});
 
-  Batch words(mailbox, signature);
-  for (const Passing& each : passings) {
-    if (own.segmentBytes > 0) words.send(each.rank, {}, step);
-    if (parts[each.rank].segmentBytes > 0) words.receive(each.rank, {}, step);
-  }
-  co_await words;
-  MYCOLL_CO_RETURN_IF_ERROR(words.status());
-
-  const auto segment =
-      own.segmentBytes == 0
-          ? nullptr
-          : SharedHeap::process().segmentOf(SharedHeap::process().find(memory_).region);
-  Batch sent(mailbox, signature);
+  Batch descriptors(mailbox, signature);
   for (Passing& each : passings) {
-    if (own.segmentBytes > 0) {
-      each.isSent = segment && mailbox.sendFd(each.rank, segment->fd(),
-                                              std::string(own.cookie, sizeof(own.cookie)));
-      sent.send(each.rank, spanOf(each.isSent), step + 1);
-    }
-    if (parts[each.rank].segmentBytes > 0) {
-      sent.receive(each.rank, spanOf(each.isSentHere), step + 1);
-    }
+    if (own.segmentBytes > 0) descriptors.send(each.rank, {}, step, segment);
+    if (parts[each.rank].segmentBytes > 0) each.message = &descriptors.receive(each.rank, {}, step);
   }
-  co_await sent;
-  MYCOLL_CO_RETURN_IF_ERROR(sent.status());
+  co_await descriptors;
+  MYCOLL_CO_RETURN_IF_ERROR(descriptors.status());
 
   Batch answers(mailbox, signature);
   for (Passing& each : passings) {
-    const Part& part = parts[each.rank];
-    if (part.segmentBytes > 0) {
+    if (each.message) {
+      const Part& part = parts[each.rank];
       Status status(Code::kNetwork, "shared memory: the descriptor did not come");
-      Fd fd;
-      if (each.isSentHere) {
-        fd = mailbox.takeFd(each.rank, std::string(part.cookie, sizeof(part.cookie)));
-      }
+      Fd fd = each.message->takeDescriptor();
       if (fd.isOpen() && part.offset >= SharedHeap::kHeadBytes) {
         status = Pages::map(std::move(fd), part.segmentBytes, part.offset, part.bytes,
                             &mapped[each.rank]);
@@ -203,9 +177,9 @@ Task Window::mapNeighbours(std::vector<Part>& parts, std::vector<std::shared_ptr
                         mailbox.describeRank(each.rank).c_str(), status.message().c_str());
       }
       each.isMappedHere = status.ok();
-      answers.send(each.rank, spanOf(each.isMappedHere), step + 2);
+      answers.send(each.rank, spanOf(each.isMappedHere), step + 1);
     }
-    if (own.segmentBytes > 0) answers.receive(each.rank, spanOf(each.isMapped), step + 2);
+    if (own.segmentBytes > 0) answers.receive(each.rank, spanOf(each.isMapped), step + 1);
   }
   co_await answers;
   MYCOLL_CO_RETURN_IF_ERROR(answers.status());

@@ -348,6 +348,7 @@ void Connection::hasLeft(Wire& wire) {
   if (!request || item.header.kind == FrameKind::kRequestToSend) return;
   if (item.message.bytes > 0) {
     item.header.kind = FrameKind::kMore;
+    item.header.hasDescriptor = 0;
     item.header.magic = FrameHeader::kMagic;  // not sealed yet
     item.sent = 0;
     queue_.push_front(std::move(item));
@@ -360,11 +361,26 @@ void Connection::hasLeft(Wire& wire) {
   request->mailbox_->finish(*request, Status());
 }
 
+// Before the frame that it belongs to.
+void Connection::sendDescriptor(Wire& wire) {
+  OutItem& item = wire.out;
+  const FrameKind kind = item.header.kind;
+  LinkSender& link = *wire.link.sender;
+  if (item.header.hasDescriptor || item.sent > 0) return;
+  if (item.region != 0) {
+    item.header.hasDescriptor = regions_.give(item.region, link);
+  } else if (item.request && item.request->attached_ &&
+             (kind == FrameKind::kEager || kind == FrameKind::kRequestToSend)) {
+    item.header.hasDescriptor = link.sendFd(item.request->attached_->fd());
+  }
+}
+
 size_t Connection::flush(Wire& wire, size_t most) {
   size_t moved = 0;
   while (state_ == State::kOpen && moved < most) {
     if (!wire.isSending && !takeNext(wire)) break;
     OutItem& item = wire.out;
+    if (wire.link.isShm) sendDescriptor(wire);
     if (local_.options.isChecked && !item.header.isChecked()) seal(item);
     const size_t total = sizeof(FrameHeader) + item.header.payloadBytes;
     Span parts[2];
@@ -400,7 +416,7 @@ void Connection::forget(Transfer* request) {
     OutItem& out = wire.out;
     if (!wire.isSending || out.request != request) continue;
     out.request = nullptr;
-    if (out.sent == 0) {
+    if (out.sent == 0 && !out.header.hasDescriptor) {
       wire.isSending = false;
       if (out.header.isBeginning()) --begunOut_;  // the latest: only the first wire sends them
     } else if (out.payload) {
@@ -427,29 +443,6 @@ void Connection::forget(Mailbox* mailbox, uint64_t window) {
   for (Wire& wire : wires_) {
     if (wire.mailbox == mailbox && wire.target.window == window) wire.target = {};
   }
-}
-
-void Connection::dropFds(const std::string& prefix) {
-  if (isShm()) wires_.front().link.receiver->dropFds(prefix);
-}
-
-bool Connection::sendFd(int fd, const std::string& cookie) {
-  if (!isShm()) return false;
-  return wires_.front().link.sender->sendFd(fd, cookie);
-}
-
-Fd Connection::takeFd(const std::string& cookie) {
-  if (!isShm()) return Fd();
-  return wires_.front().link.receiver->takeFd(cookie);
-}
-
-bool Connection::giveRegion(uint64_t region) {
-  return state_ == State::kOpen && isShm() && regions_.give(region, *wires_.front().link.sender);
-}
-
-std::shared_ptr<Segment> Connection::regionOf(uint64_t region, size_t bytes) {
-  if (!isShm()) return nullptr;
-  return regions_.regionOf(region, bytes, *wires_.front().link.receiver);
 }
 
 void Connection::setAsleep(bool asleep) {
@@ -573,6 +566,10 @@ bool Connection::isSound(const Wire& wire) const {
       header.payloadBytes > mostPayload(header.kind)) {
     return false;
   }
+  if (header.hasDescriptor && header.kind != FrameKind::kEager &&
+      header.kind != FrameKind::kRequestToSend) {
+    return false;
+  }
   if (!isFirst(wire)) return header.isPiece();
   if (header.kind != FrameKind::kEager) return true;
   if (header.isBeginning()) {
@@ -610,13 +607,18 @@ bool Connection::beginFrame(Wire& wire) {
   wire.target = {};
   wire.control.clear();
   wire.isEarly = false;
+  wire.descriptor.reset();
+  if (header.hasDescriptor && !wire.link.receiver->takeFd(&wire.descriptor)) {
+    return breakOff({LossReason::kNotAFrame, ""}), false;
+  }
+  if (header.kind == FrameKind::kFarewell) return breakOff({LossReason::kLeft, ""}), false;
   if (header.isBeginning()) begunIn_ = header.number;
   Mailbox* mailbox = local_.groups.find(header.context, header.destination);
   if (!mailbox) {
     // A group that does not exist here cannot have asked for a piece of a message.
     const bool isOver = header.kind == FrameKind::kInvitation && header.tag == 1;
     const bool isLate =
-        isOver || local_.groups.standing(header.context, header.destination) == Standing::kGone;
+        isOver || local_.groups.standing(header.context, header.destination) == Outcome::kGone;
     if (isLate && wantsAnswer(header.kind)) sayGoodbyeAgain(header);
     if (isLate || comesInPieces(header.kind) || header.isBeginning() ||
         !local_.groups.makeRoom(header.context, header.destination, header.payloadBytes)) {
@@ -633,7 +635,7 @@ bool Connection::beginFrame(Wire& wire) {
   if (isControlFrame(header.kind) || header.kind == FrameKind::kRequestToSend) {
     wire.control.resize(header.payloadBytes);
   } else if (header.kind != FrameKind::kClearToSend && header.kind != FrameKind::kTaken) {
-    wire.target = mailbox->onFrame(header);
+    wire.target = mailbox->onFrame(header, std::move(wire.descriptor));
   }
   return true;
 }
@@ -644,13 +646,18 @@ void Connection::endFrame(Wire& wire) {
   std::string control = std::exchange(wire.control, {});
   Mailbox* const mailbox = std::exchange(wire.mailbox, nullptr);
   const Mailbox::Target target = std::exchange(wire.target, {});
+  SharedPlace place;
+  if (header.hasDescriptor && control.size() == sizeof(place)) {
+    std::memcpy(&place, control.data(), sizeof(place));
+    regions_.add(place.region, place.regionBytes, std::move(wire.descriptor));
+  }
   if (!mailbox) {
     if (!wire.isEarly) return;
-    EarlyFrame frame{peer_.uid, header, std::move(control)};
+    EarlyFrame frame{peer_.uid, header, std::move(control), std::move(wire.descriptor)};
     if (Mailbox* late = local_.groups.find(header.context, header.destination)) {
       // Its group was made while the payload was arriving.
       if (!deliver(*late, frame)) breakOff({LossReason::kNotItsName, ""});
-    } else if (local_.groups.standing(header.context, header.destination) != Standing::kGone) {
+    } else if (local_.groups.standing(header.context, header.destination) != Outcome::kGone) {
       local_.groups.keep(std::move(frame));
     }
   } else if (header.kind == FrameKind::kClearToSend) {
@@ -658,7 +665,7 @@ void Connection::endFrame(Wire& wire) {
   } else if (header.kind == FrameKind::kTaken) {
     mailbox->onTaken(header);
   } else if (header.kind == FrameKind::kRequestToSend) {
-    mailbox->onRequestToSend(header, control);
+    mailbox->onRequestToSend(header, control, std::move(wire.descriptor));
   } else if (isControlFrame(header.kind)) {
     mailbox->onControl(header, control);
   } else {
@@ -666,15 +673,15 @@ void Connection::endFrame(Wire& wire) {
   }
 }
 
-bool Connection::deliver(Mailbox& mailbox, const EarlyFrame& frame) {
+bool Connection::deliver(Mailbox& mailbox, EarlyFrame& frame) {
   const FrameHeader& header = frame.header;
   if (!mailbox.isOf(header.source, frame.uid)) return false;
   if (isControlFrame(header.kind)) {
     mailbox.onControl(header, frame.payload);
   } else if (header.kind == FrameKind::kRequestToSend) {
-    mailbox.onRequestToSend(header, frame.payload);
+    mailbox.onRequestToSend(header, frame.payload, std::move(frame.descriptor));
   } else if (header.kind == FrameKind::kEager) {
-    const Mailbox::Target target = mailbox.onFrame(header);
+    const Mailbox::Target target = mailbox.onFrame(header, std::move(frame.descriptor));
     if (target.data) copy(target.data, frame.payload.data(), frame.payload.size());
     mailbox.onPayload(header, target);
   }
@@ -711,6 +718,11 @@ bool Connection::hasSaidAll(bool isEnded) {
 }
 
 void Connection::sayNoMore() NO_THREAD_SAFETY_ANALYSIS {
+  if (state_ != State::kOpen) return;
+  OutItem farewell;
+  farewell.header.kind = FrameKind::kFarewell;
+  queue_.push_back(std::move(farewell));
+  flush();
   if (state_ != State::kOpen || wires_.front().link.isShm) return;
   for (const Wire& wire : wires_) shutdown(wire.link.sender->fd(), SHUT_WR);
 }

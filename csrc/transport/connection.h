@@ -60,6 +60,8 @@ struct OutItem {
   // off. kEager: the same, once this frame, which has no payload, has been sent.
   Span message;
   size_t cut = 0;
+  // kRequestToSend: the region of shared tensors in which the payload can be read, or 0.
+  uint64_t region = 0;
 };
 
 class Connection {
@@ -88,6 +90,7 @@ class Connection {
   // Starts the next attempt if it is due. If the last attempt found that the peer has left a group,
   // raises RankLeft for that group first.
   void dialAgain() REQUIRES(ioRole);
+  // It is, or was, open, and uses shared memory.
   bool isShm() const REQUIRES(ioRole) { return !wires_.empty() && wires_.front().link.isShm; }
   // No group is left that both processes are in.
   bool isToNobody() const REQUIRES(ioRole) {
@@ -134,16 +137,7 @@ class Connection {
   // Returns false if the descriptor belongs to another object.
   bool onEvent(int fd, bool isClosed) REQUIRES(ioRole);
   void setAsleep(bool asleep) REQUIRES(ioRole);
-  bool sendFd(int fd, const std::string& cookie) REQUIRES(ioRole);
-  Fd takeFd(const std::string& cookie) REQUIRES(ioRole);
-  // Closes the received descriptors whose cookies begin with this prefix.
-  void dropFds(const std::string& prefix) REQUIRES(ioRole);
-  // Returns whether the peer can read this process's region once it receives the next message.
-  bool giveRegion(uint64_t region) REQUIRES(ioRole);
-  // The peer could not read it. It is given again later.
-  void takeRegionBack(uint64_t region) REQUIRES(ioRole) { regions_.takeBack(region); }
-  // A region that the peer has given. Null if this process cannot read it.
-  std::shared_ptr<Segment> regionOf(uint64_t region, size_t bytes) REQUIRES(ioRole);
+  PeerRegions& regions() REQUIRES(ioRole) { return regions_; }
 
   // ---- ending
 
@@ -166,7 +160,7 @@ class Connection {
 
   // Delivers a whole frame that arrived before its group was made. Returns false if the frame names
   // a rank of another process as its source.
-  static bool deliver(Mailbox& mailbox, const EarlyFrame& frame) REQUIRES(ioRole);
+  static bool deliver(Mailbox& mailbox, EarlyFrame& frame) REQUIRES(ioRole);
 
  private:
   // The size of pieces when there are several sockets.
@@ -190,6 +184,7 @@ class Connection {
     Mailbox::Target target;
     bool isEarly = false;  // the frame is kept for a group that is not made yet
     std::string control;   // payload of a control frame, or of an early one
+    Fd descriptor;         // that came with it
   };
 
   void moveTo(State next) REQUIRES(ioRole);
@@ -202,6 +197,7 @@ class Connection {
   bool takeNext(Wire& wire) REQUIRES(ioRole);
   void cutPiece(Wire& wire, std::deque<OutItem>::iterator item) REQUIRES(ioRole);
   void hasLeft(Wire& wire) REQUIRES(ioRole);
+  void sendDescriptor(Wire& wire) REQUIRES(ioRole);
   size_t flush(Wire& wire, size_t most) REQUIRES(ioRole);
   bool drain(Wire& wire, size_t turnBytes) REQUIRES(ioRole);
   void readIsOver(Wire& wire, LossReason reason) REQUIRES(ioRole);

@@ -67,10 +67,9 @@ bool Dial::begin() {
   }
   const Mailbox& mailbox = *common[notYet_ % common.size()];
   const GroupAddress& group = mailbox.group();
-  voucher_ = {group.isInvitation, group.context, group.secret, group.rank,
-              mailbox.presentRank(peer_.uid)};
-  standing_ = Standing::kMember;
-  isCrossed_ = isBusy_ = false;
+  voucher_ = {group.isInvitation, group.opensLater, group.context,
+              group.secret,       group.rank,       mailbox.presentRank(peer_.uid)};
+  outcome_ = Outcome::kAccepted;
   moveTo(State::kTrying);
   task_ = attempt();
   task_.resume();
@@ -87,9 +86,9 @@ void Dial::goOn() {
 void Dial::finish() {
   const bool isMade = task_.result().ok();
   task_.reset();
-  if (standing_ != Standing::kMember) {
-    const bool isLater = standing_ == Standing::kNotYet;
-    notYet_ += isLater && !isCrossed_ && !isBusy_;
+  if (isToTryAgain()) {
+    const bool isLater = outcome_ != Outcome::kGone;
+    notYet_ += outcome_ == Outcome::kNotYet;
     const bool isLastGroup = local_.groups.commonWith(peer_.uid).size() == 1;
     nextAttempt_ =
         Deadline::after(isLater                                 ? kConnectAgain
@@ -109,7 +108,7 @@ void Dial::finish() {
 }
 
 Dial::Left Dial::left() const {
-  if (standing_ != Standing::kGone) return {nullptr, -1};
+  if (outcome_ != Outcome::kGone) return {nullptr, -1};
   return {local_.groups.find(voucher_.context, voucher_.source), voucher_.destination};
 }
 
@@ -120,16 +119,17 @@ void Dial::again() {
 // The peer closed the socket before or during the handshake. After shared memory TCP is tried,
 // which asks again. If nothing listens on TCP either, the peer closed because it is gone.
 Status Dial::hungUp(bool isShm) {
-  if (!isShm && ++hangUps_ <= kMaxHangUps) {
-    isBusy_ = true;
-    standing_ = Standing::kNotYet;
-  }
+  if (!isShm && ++hangUps_ <= kMaxHangUps) outcome_ = Outcome::kBusy;
   return Status(isShm ? Code::kPeerLost : Code::kNetwork, "did not answer the handshake");
 }
 
-// Another attempt follows.
-Status Dial::notNow(Standing standing) {
-  standing_ = standing;
+bool Dial::isToTryAgain() const {
+  return outcome_ == Outcome::kNotYet || outcome_ == Outcome::kGone ||
+         outcome_ == Outcome::kAskAgain || outcome_ == Outcome::kBusy;
+}
+
+Status Dial::notNow(Outcome outcome) {
+  outcome_ = outcome;
   return Status(Code::kNetwork, "refused");  // not reported
 }
 
@@ -187,13 +187,10 @@ Task Dial::attempt() {
     Fd socket;
     bool isFull = false;
     Status status = connectUnix(peer_.uid, &socket, &isFull);
-    if (isFull) {
-      isBusy_ = true;
-      co_return notNow(Standing::kNotYet);
-    }
+    if (isFull) co_return notNow(Outcome::kBusy);
     if (status.ok()) {
       status = co_await shakeHands(std::move(socket), true);
-      if (status.ok() || standing_ != Standing::kMember) co_return status;
+      if (status.ok() || isToTryAgain()) co_return status;
     }
     isGone = status.code() == Code::kPeerLost;
     reasons = status.message();
@@ -216,7 +213,7 @@ Task Dial::attempt() {
         tuneSocket(socket.get(), local_.options.networkSeconds);
         status = co_await shakeHands(std::move(socket), false);
       }
-      if (status.ok() || standing_ != Standing::kMember) co_return status;
+      if (status.ok() || isToTryAgain()) co_return status;
     } else {
       setAside(entry, status);
     }
@@ -233,7 +230,6 @@ Task Dial::attempt() {
 }
 
 Task Dial::shakeHands(Fd socket, bool isShm) {
-  using End = Handshake::End;
   if (isShm) (void)local_.sleeper.watch(socket.get());
   handshake_ = {};
   handshake_.socket = socket.get();
@@ -245,22 +241,24 @@ Task Dial::shakeHands(Fd socket, bool isShm) {
   hello.isShm = isShm;
   hello.joins = joining_.connection;
   hello.isInvitation = voucher_.isInvitation;
+  hello.opensLater = voucher_.opensLater;
   hello.context = voucher_.context;
   hello.source = voucher_.source;
   hello.destination = voucher_.destination;
   std::memcpy(hello.sourceUid, local_.address.uid.data(), sizeof(hello.sourceUid));
   std::memcpy(hello.destinationUid, peer_.uid.data(), sizeof(hello.destinationUid));
   MYCOLL_CO_RETURN_IF_ERROR(co_await mycoll::shakeHands(handshake_));
-  switch (handshake_.end) {
-    case End::kAccepted: break;
-    case End::kHungUp: co_return hungUp(isShm);
-    case End::kGone: co_return notNow(Standing::kGone);
-    case End::kNotYet: co_return notNow(Standing::kNotYet);
-    case End::kAskAgain: isCrossed_ = true; co_return notNow(Standing::kNotYet);
-    case End::kDistrusted:
+  switch (handshake_.outcome) {
+    case Outcome::kAccepted: break;
+    case Outcome::kNotYet:
+    case Outcome::kGone:
+    case Outcome::kAskAgain: co_return notNow(handshake_.outcome);
+    case Outcome::kHungUp:
+    case Outcome::kBusy: co_return hungUp(isShm);
+    case Outcome::kDistrusted:
       isDistrusted_ = true;
       co_return Status(Code::kNetwork, "could not prove that it is a member of this group");
-    case End::kRefused:
+    case Outcome::kRefused:
       co_return Status(Code::kNetwork, isShm ? "memory could not be shared" : "was refused");
   }
   link_ = local_.makeLink(peer_, std::move(socket), std::move(handshake_.rings), RingSide::kMaker);

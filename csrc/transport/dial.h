@@ -77,7 +77,8 @@ class Dial {
   bool begin() REQUIRES(ioRole);
   void finish() REQUIRES(ioRole);
   Status hungUp(bool isShm) REQUIRES(ioRole);
-  Status notNow(Standing standing) REQUIRES(ioRole);
+  bool isToTryAgain() const REQUIRES(ioRole);
+  Status notNow(Outcome outcome) REQUIRES(ioRole);
   Task attempt() REQUIRES(ioRole);
   Task shakeHands(Fd socket, bool isShm) REQUIRES(ioRole);
   std::vector<const TcpAddress*> addresses() const REQUIRES(ioRole);
@@ -88,18 +89,13 @@ class Dial {
   const PeerAddress& peer_;
   const Joining joining_;
   State state_ GUARDED_BY(ioRole) = State::kWaiting;
-  Task task_ GUARDED_BY(ioRole);               // of the attempt that is under way
-  HandshakeGroup voucher_ GUARDED_BY(ioRole);  // of the latest attempt
-  // The peer's relation to that group. Not kMember: another attempt follows.
-  Standing standing_ GUARDED_BY(ioRole) = Standing::kGone;
+  Task task_ GUARDED_BY(ioRole);                         // of the attempt that is under way
+  HandshakeGroup voucher_ GUARDED_BY(ioRole);            // of the latest attempt
+  Outcome outcome_ GUARDED_BY(ioRole) = Outcome::kGone;  // of that attempt
   Deadline nextAttempt_ GUARDED_BY(ioRole);
   Deadline givesUp_ GUARDED_BY(ioRole) = Deadline::never();  // set once nothing listened
   Handshake handshake_ GUARDED_BY(ioRole);                   // of this attempt
   bool isDistrusted_ GUARDED_BY(ioRole) = false;             // the peer's proof was wrong
-  // The peer has, or makes, a connection of its own.
-  bool isCrossed_ GUARDED_BY(ioRole) = false;
-  // The peer has not looked at the group: it has too many connections that wait.
-  bool isBusy_ GUARDED_BY(ioRole) = false;
   size_t notYet_ GUARDED_BY(ioRole) = 0;  // how many times it had not made the group
   int hangUps_ GUARDED_BY(ioRole) = 0;    // how many times it closed without an answer
   Link link_ GUARDED_BY(ioRole);

@@ -33,7 +33,7 @@ class GroupIsKnown final : public Condition {
   GroupIsKnown(const GroupTable& groups, uint64_t context, int rank, Deadline deadline)
       : groups_(groups), context_(context), rank_(rank), deadline_(deadline) {}
   bool ready() override REQUIRES(ioRole) {
-    return groups_.standing(context_, rank_) != Standing::kNotYet || deadline_.expired();
+    return groups_.standing(context_, rank_) != Outcome::kNotYet || deadline_.expired();
   }
 
  private:
@@ -180,15 +180,16 @@ Task Doorkeeper::answer(Visitor* visitor) {
     co_return refused;
   }
   visitor->namesUs = true;
-  if (!hello.isInvitation) {
+  const bool isOpened = hello.isInvitation && !hello.opensLater;
+  if (!isOpened) {
     GroupIsKnown known(local_.groups, hello.context, hello.destination, deadline);
     co_await known;
   }
   const Mailbox* mailbox = local_.groups.find(hello.context, hello.destination);
   if (!mailbox) {
     Challenge answer{};
-    answer.standing = hello.isInvitation ? Standing::kGone
-                                         : local_.groups.standing(hello.context, hello.destination);
+    answer.outcome =
+        isOpened ? Outcome::kGone : local_.groups.standing(hello.context, hello.destination);
     WriteExactly sendAnswer(fd, &answer, sizeof(answer), deadline);
     co_await sendAnswer;
     co_return refused;
@@ -218,22 +219,21 @@ Task Doorkeeper::answer(Visitor* visitor) {
     co_return refused;
   }
   const bool isStill = local_.groups.find(hello.context, hello.destination) != nullptr;
-  const Admission admission =
-      isInvitation && !isStill ? Admission::kGone : admit_({sourceUid, hello.joins, isInvitation});
-  if (admission == Admission::kGone) co_return refused;
   Verdict verdict;
-  verdict.isAccepted = admission == Admission::kEnter;
-  verdict.isToAskAgain = admission == Admission::kAskAgain;
+  verdict.outcome =
+      isInvitation && !isStill ? Outcome::kGone : admit_({sourceUid, hello.joins, isInvitation});
+  if (verdict.outcome == Outcome::kGone) co_return refused;
   std::shared_ptr<Segment> segment;
-  if (hello.isShm && verdict.isAccepted) {
-    verdict.isAccepted = memory.isOpen() &&
-                         Segment::adopt(std::move(memory), kRingSegmentBytes, &segment).ok() &&
-                         std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie,
-                                     proof.cookie, sizeof(proof.cookie)) == 0;
+  if (hello.isShm && verdict.outcome == Outcome::kAccepted) {
+    const bool isMapped = memory.isOpen() &&
+                          Segment::adopt(std::move(memory), kRingSegmentBytes, &segment).ok() &&
+                          std::memcmp(reinterpret_cast<RingHeader*>(segment->data())->cookie,
+                                      proof.cookie, sizeof(proof.cookie)) == 0;
+    if (!isMapped) verdict.outcome = Outcome::kRefused;
   }
   WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
   co_await sendVerdict;
-  if (sendVerdict.hasFailed() || !verdict.isAccepted) co_return refused;
+  if (sendVerdict.hasFailed() || verdict.outcome != Outcome::kAccepted) co_return refused;
   visitor->entrant = {
       peer, local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker),
       hello.joins};

@@ -29,19 +29,15 @@ class Doorkeeper {
     Link link;
     uint64_t joins = 0;  // 0: it makes a connection
   };
-  enum class Admission {
-    kEnter,
-    kAskAgain,  // a connection with it exists or is being made
-    kRefused,   // it is lost, or there is no such connection to join
-    kGone,      // no group contains it any more: it learns that when it asks again
-  };
   // What a peer that has authenticated itself asks for.
   struct Claim {
     std::string uid;
     uint64_t joins = 0;
     bool isInvitation = false;  // no group need contain it
   };
-  using Admit = std::function<Admission(const Claim& claim)>;
+  // kAccepted, kAskAgain, kRefused, or kGone: no group contains it any more. It learns that when it
+  // asks again.
+  using Admit = std::function<Outcome(const Claim& claim)>;
   using Enter = std::function<void(Entrant)>;
 
   Doorkeeper(Local& local, Admit admit, Enter enter);

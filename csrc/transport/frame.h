@@ -25,6 +25,10 @@
 //   kInvitation, kJoined, kFormed  a group is being made: engine/round.h. A later invitation
 //                   replaces an earlier one. `tag` 1: the receiver opened its group before the
 //                   sender could know of it, and if it is not open any more, a kGoodbye answers
+//   kFarewell       the last frame of a process that has left all groups and closes the connection
+//
+// Inside a host, a kEager or kRequestToSend frame may come with a descriptor of shared memory,
+// which was sent over the link's socket before the frame.
 //
 // Two hosts may be connected by several sockets. All frames are sent on the first one, in order,
 // except for pieces of payloads (kData, kMore). These name their place in the message and are sent
@@ -64,6 +68,7 @@ enum class FrameKind : uint8_t {
   kInvitation,
   kJoined,
   kFormed,
+  kFarewell,
 };
 
 inline bool isForming(FrameKind kind) {
@@ -92,8 +97,8 @@ struct FrameHeader {
   uint32_t magic = kMagic;
   FrameKind kind = FrameKind::kEager;
   MessageClass messageClass = MessageClass::kCollective;
-  uint16_t reserved = 0;
-  int32_t source = 0;  // ranks in the group
+  uint16_t hasDescriptor = 0;  // kEager, kRequestToSend: one was sent beside the ring
+  int32_t source = 0;          // ranks in the group
   int32_t destination = 0;
   uint64_t context = 0;  // the group, see Mailbox
   uint64_t tag = 0;      // kClearToSend: the region that could not be read, or 0

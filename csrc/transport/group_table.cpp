@@ -62,10 +62,10 @@ Mailbox* GroupTable::find(uint64_t context, int rank) const {
   return found == mailboxes_.end() ? nullptr : found->second;
 }
 
-Standing GroupTable::standing(uint64_t context, int rank) const {
+Outcome GroupTable::standing(uint64_t context, int rank) const {
   const auto found = mailboxes_.find({context, rank});
-  if (found == mailboxes_.end()) return Standing::kNotYet;
-  return found->second ? Standing::kMember : Standing::kGone;
+  if (found == mailboxes_.end()) return Outcome::kNotYet;
+  return found->second ? Outcome::kAccepted : Outcome::kGone;
 }
 
 std::vector<Mailbox*> GroupTable::commonWith(const std::string& uid) const {

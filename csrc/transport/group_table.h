@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/fd.h"
 #include "transport/frame.h"
 #include "transport/handshake.h"
 #include "transport/io_lock.h"
@@ -31,6 +32,7 @@ struct EarlyFrame {
   std::string uid;  // of the process that sent it
   FrameHeader header;
   std::string payload;
+  Fd descriptor;
 };
 
 class GroupTable {
@@ -45,8 +47,9 @@ class GroupTable {
   void remove(Mailbox* mailbox) REQUIRES(ioRole);
 
   Mailbox* find(uint64_t context, int rank) const REQUIRES(ioRole);
-  // The standing of this rank's group in this process: kNotYet if it was never made.
-  Standing standing(uint64_t context, int rank) const REQUIRES(ioRole);
+  // Whether this process is in the group as this rank (kAccepted), has left it (kGone), or never
+  // made it (kNotYet).
+  Outcome standing(uint64_t context, int rank) const REQUIRES(ioRole);
   // Whether the process with this uid is in one of the groups.
   bool names(const std::string& uid) const REQUIRES(ioRole) { return memberships_.count(uid) > 0; }
   // The groups that this process and that one are in, the oldest first.

@@ -48,7 +48,6 @@ Digest connectorProof(const std::string& secret, const Hello& hello, const uint8
 }
 
 Task shakeHands(Handshake& handshake) {
-  using End = Handshake::End;
   const int fd = handshake.socket;
   Hello& hello = handshake.hello;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(hello.nonce, sizeof(hello.nonce)));
@@ -58,13 +57,13 @@ Task shakeHands(Handshake& handshake) {
   ReadExactly readChallenge(fd, &challenge, sizeof(challenge), handshake.deadline);
   co_await readChallenge;
   if (sendHello.hasFailed() || readChallenge.hasFailed()) co_return Status();
-  if (challenge.standing == Standing::kNotYet || challenge.standing == Standing::kGone) {
-    handshake.end = challenge.standing == Standing::kGone ? End::kGone : End::kNotYet;
+  if (challenge.outcome == Outcome::kNotYet || challenge.outcome == Outcome::kGone) {
+    handshake.outcome = challenge.outcome;
     co_return Status();
   }
   const Digest expected = acceptorProof(handshake.secret, hello, challenge.nonce);
   if (!constantTimeEqual(expected, challenge.mac)) {
-    handshake.end = End::kDistrusted;
+    handshake.outcome = Outcome::kDistrusted;
     co_return Status();
   }
   Proof& proof = handshake.proof;
@@ -90,9 +89,9 @@ Task shakeHands(Handshake& handshake) {
   ReadExactly readVerdict(fd, &verdict, sizeof(verdict), handshake.deadline);
   co_await readVerdict;
   if (readVerdict.hasFailed()) co_return Status();
-  handshake.end = verdict.isAccepted     ? End::kAccepted
-                  : verdict.isToAskAgain ? End::kAskAgain
-                                         : End::kRefused;
+  const bool isKnown =
+      verdict.outcome == Outcome::kAccepted || verdict.outcome == Outcome::kAskAgain;
+  handshake.outcome = isKnown ? verdict.outcome : Outcome::kRefused;
   co_return Status();
 }
 

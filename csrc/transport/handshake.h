@@ -4,19 +4,19 @@
 //
 //   connector                                 acceptor
 //   Hello: group, ranks, uids, nonce    ->
-//                                       <-    Challenge: standing, nonce,
+//                                       <-    Challenge: outcome, nonce,
 //                                             HMAC(secret, "accept" Hello nonce)
 //   Proof: HMAC(secret, "connect" Hello nonce cookie)
 //          [shm: with the rings' memory] ->
 //                                       <-    Verdict
 //
-// An acceptor that does not know the group reports that as its standing, which ends the handshake.
+// An acceptor that does not know the group reports that in its Challenge, which ends the handshake.
 // The connector asks again later, or uses another group. The report needs no proof: an attacker
 // that can forge it could also send nothing.
 //
 // Two processes may connect to each other at the same time; one connection is enough, and they
 // never open two. Once the process with the smaller uid has sent its Proof, its attempt may have
-// opened a connection, so it refuses the other process with isToAskAgain. In all other cases a peer
+// opened a connection, so it answers the other process with kAskAgain. In all other cases a peer
 // that proves itself is accepted, and the acceptor's own attempt ends.
 //
 // A connection over TCP may have several sockets. The process that has made it adds them by the
@@ -45,22 +45,29 @@ class Segment;
 constexpr uint64_t kHandshakeMagic = 0x314c4c4f4359534dULL;
 // The version of all data sent between processes: handshakes, the exchange that makes a group,
 // frames.
-constexpr uint32_t kProtocolVersion = 7;
+constexpr uint32_t kProtocolVersion = 8;
 
 // The group whose secret authenticates a connection.
 struct HandshakeGroup {
   bool isInvitation = false;
+  bool opensLater = false;
   uint64_t context = 0;
   std::string secret;
   int source = 0;
   int destination = 0;
 };
 
-// The acceptor's relation to the group that a Hello names.
-enum class Standing : uint32_t {
-  kMember,  // it is a member, and proves it
-  kNotYet,  // it did not make the group within the time it could wait
-  kGone,    // it has left the group
+// How a handshake, or an attempt to connect, ends.
+enum class Outcome : uint32_t {
+  kAccepted = 1,  // in a Challenge: the acceptor is a member of the group, and proves it
+  kNotYet,        // the acceptor did not make the group within the time it could wait
+  kGone,          // ... has left the group
+  kAskAgain,      // ... has, or makes, a connection of its own
+  kRefused,       // the connection is lost, there is no such connection to join, or no memory
+  // Not sent:
+  kHungUp,      // the acceptor closed the socket, or did not answer in time
+  kBusy,        // ... before it looked at the group, as it has too many connections that wait
+  kDistrusted,  // it could not prove that it knows the secret
 };
 
 struct Hello {
@@ -72,15 +79,16 @@ struct Hello {
   int32_t destination = 0;
   // The connection (idOf() its Proof) that this socket joins; 0: none.
   uint64_t joins = 0;
-  // 1: the acceptor has opened the group before anybody could name it: it knows the group, or has
+  uint32_t isInvitation = 0;
+  // 0: the acceptor has opened the invitation before anybody could name it: it knows it, or has
   // left it.
-  uint64_t isInvitation = 0;
+  uint32_t opensLater = 0;
   char sourceUid[32];
   char destinationUid[32];
   uint8_t nonce[32];
 };
 struct Challenge {
-  Standing standing = Standing::kMember;
+  Outcome outcome = Outcome::kAccepted;  // or kNotYet, kGone
   uint32_t reserved = 0;
   uint8_t nonce[32];
   Digest mac;
@@ -90,8 +98,8 @@ struct Proof {
   Digest mac;
 };
 struct Verdict {
-  uint32_t isAccepted = 0;
-  uint32_t isToAskAgain = 0;  // not accepted: a connection exists or is being made
+  Outcome outcome = Outcome::kRefused;  // or kAccepted, kAskAgain
+  uint32_t reserved = 0;
 };
 
 // The identifier that both sides use for the connection made with this Proof.
@@ -103,23 +111,13 @@ Digest connectorProof(const std::string& secret, const Hello& hello, const uint8
 
 // The connecting side of a handshake. Must outlive its task.
 struct Handshake {
-  enum class End {
-    kHungUp,  // or did not answer in time
-    kNotYet,  // kNotYet, kGone: the acceptor's standing
-    kGone,
-    kDistrusted,  // the acceptor could not prove that it knows the secret
-    kRefused,
-    kAskAgain,
-    kAccepted,
-  };
-
   int socket = -1;
   Hello hello;  // without the nonce
   std::string secret;
   Deadline deadline;
   bool makesRings = false;  // creates their memory and sends it
 
-  End end = End::kHungUp;
+  Outcome outcome = Outcome::kHungUp;
   bool hasProved = false;  // the acceptor may have accepted
   Proof proof;
   std::shared_ptr<Segment> rings;

@@ -30,9 +30,9 @@ class LinkSender {
   // room, the peer must ring.
   virtual void setAsleep(bool asleep) = 0;
   virtual int fd() const = 0;
-  // Sends a descriptor beside the bytes, under a name of 32 bytes. Returns false if it could not be
-  // sent; some kinds of links never can.
-  virtual bool sendFd(int, const std::string& /*cookie*/) { return false; }
+  // Sends a descriptor beside the bytes. Returns false if it could not be sent; some kinds of links
+  // never can.
+  virtual bool sendFd(int) { return false; }
 };
 
 class LinkReceiver {
@@ -50,10 +50,9 @@ class LinkReceiver {
   virtual void onEvent(bool isClosed) = 0;
   virtual void setAsleep(bool asleep) = 0;
   virtual int fd() const = 0;
-  // The descriptor that sendFd() sent with this cookie; a closed one if it has not arrived.
-  virtual Fd takeFd(const std::string& /*cookie*/) { return Fd(); }
-  // Closes received descriptors whose cookies begin with this prefix.
-  virtual void dropFds(const std::string& /*prefix*/) {}
+  // Takes the next descriptor that sendFd() has sent; a closed one if this process had none left
+  // when it arrived. Returns false if none has arrived.
+  virtual bool takeFd(Fd*) { return false; }
 };
 
 struct Link {

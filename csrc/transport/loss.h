@@ -9,6 +9,7 @@ enum class LossReason {
   kNone,
   kEnded,            // its process has ended
   kClosed,           // its connection has ended
+  kLeft,             // ... as its process has left all groups
   kSilent,           // ... because it or the network no longer responds
   kClosedInMessage,  // ... in the middle of a message
   kNotListening,     // connecting to it failed: nothing listens at its address
@@ -29,7 +30,7 @@ struct Loss {
   // There was a connection, and the peer has ended it.
   bool isClosed() const {
     return reason == LossReason::kEnded || reason == LossReason::kClosed ||
-           reason == LossReason::kClosedInMessage;
+           reason == LossReason::kLeft || reason == LossReason::kClosedInMessage;
   }
   // The text to follow "rank 3 (node1:4712)". mayHaveLeft: the process may have left cleanly, but
   // had no connection on which to report that.

@@ -108,6 +108,7 @@ void Mailbox::post(Transfer& request, MessageClass messageClass, uint64_t tag,
   request.id_ = 0;
   request.isOffered_ = false;
   request.isUnsent_ = false;
+  request.descriptor_.reset();
   request.mailbox_ = this;
   request.isPosted_ = true;
   request.done_.store(false, std::memory_order_relaxed);
@@ -136,10 +137,11 @@ void Mailbox::finish(Transfer& request, Status status) {
 }
 
 void Mailbox::send(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
-                   const Signature& signature, Span data) {
+                   const Signature& signature, Span data, std::shared_ptr<const Segment> attached) {
   if (!checkRank(request, destination, "destination")) return;
   IoLock lock(ioMutex());
   post(request, messageClass, tag, signature, data);
+  request.attached_ = std::move(attached);
   request.isReceive_ = false;
   request.peer_ = destination;
   if (!admit(request, failureOf(messageClass, tag)) || !admit(request, absenceOf(destination))) {
@@ -228,9 +230,14 @@ void Mailbox::noteUnanswered(const FrameHeader& came) {
 // A checked message must be sent in frames, which hold its checksums.
 void Mailbox::offer(Transfer& request, Connection& connection, OutItem* item) {
   if (mesh_->options().isChecked) return;
+  const bool isOpen = connection.state() == Connection::State::kOpen && connection.isShm();
   const SharedPlace place = SharedHeap::process().find(request.data_);
-  if (place.region == 0 || !connection.giveRegion(place.region)) return;
+  if (place.region == 0 || request.attached_ || !isOpen ||
+      !connection.regions().mayGive(place.region)) {
+    return;
+  }
   request.isOffered_ = true;
+  item->region = place.region;
   item->owned.assign(reinterpret_cast<const char*>(&place), sizeof(place));
   item->header.payloadBytes = sizeof(place);
 }
@@ -398,6 +405,7 @@ void Mailbox::receive(Transfer& request, int source, MessageClass messageClass, 
 void Mailbox::acceptUnexpected(Transfer& request, std::list<Unexpected>::iterator message) {
   request.peer_ = message->header.source;
   if (!agrees(request, message->header)) return;
+  request.descriptor_ = std::move(message->descriptor);
   if (message->header.kind == FrameKind::kRequestToSend) {
     clearToSend(request, message->header, message->place);
     unexpected_.erase(message);
@@ -480,8 +488,7 @@ void Mailbox::clearToSend(Transfer& request, const FrameHeader& came, const Shar
 bool Mailbox::beginReading(Transfer& request, const FrameHeader& came, const SharedPlace& place) {
   if (request.data_.bytes == 0 || request.data_.bytes != came.messageBytes) return false;
   Connection& connection = mesh_->linkTo(group_.peers[came.source]);
-  Reading reading{&request, came, place, connection.regionOf(place.region, place.regionBytes),
-                  nullptr};
+  Reading reading{&request, came, place, connection.regions().find(place.region), nullptr};
   if (reading.segment) {
     reading.from = SharedHeap::memoryAt(*reading.segment, place.offset, request.data_.bytes);
   }
@@ -575,13 +582,13 @@ Transfer* Mailbox::matchPosted(const FrameHeader& came) {
   return nullptr;
 }
 
-void Mailbox::onRequestToSend(const FrameHeader& came, const std::string& payload) {
+void Mailbox::onRequestToSend(const FrameHeader& came, const std::string& payload, Fd descriptor) {
   SharedPlace place;
   if (payload.size() == sizeof(place)) std::memcpy(&place, payload.data(), sizeof(place));
-  (void)onFrame(came, place);
+  (void)onFrame(came, std::move(descriptor), place);
 }
 
-Mailbox::Target Mailbox::onFrame(const FrameHeader& came, const SharedPlace& place) {
+Mailbox::Target Mailbox::onFrame(const FrameHeader& came, Fd descriptor, const SharedPlace& place) {
   Target target;
   noteSpoken(came.source);
   if (came.isPiece()) return targetOfPiece(came);
@@ -592,6 +599,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came, const SharedPlace& pla
   Transfer* request = matchPosted(came);
   if (request) {
     if (!agrees(*request, came)) return target;
+    request->descriptor_ = std::move(descriptor);
     if (came.kind == FrameKind::kRequestToSend) {
       clearToSend(*request, came, place);
     } else if (came.isBeginning()) {
@@ -608,6 +616,7 @@ Mailbox::Target Mailbox::onFrame(const FrameHeader& came, const SharedPlace& pla
   Unexpected& message = unexpected_.emplace_back();
   message.header = came;
   message.place = place;
+  message.descriptor = std::move(descriptor);
   if (came.kind == FrameKind::kEager) {
     message.header.payloadBytes = came.messageBytes;
     message.payload = std::make_unique_for_overwrite<char[]>(came.messageBytes);
@@ -733,7 +742,8 @@ void Mailbox::onClearToSend(const FrameHeader& came) {
   inFlight_.erase(found);
   if (request->isOffered_ && came.tag != 0) {
     mesh_->linkTo(group_.peers[came.source])
-        .takeRegionBack(SharedHeap::process().find(request->data_).region);
+        .regions()
+        .takeBack(SharedHeap::process().find(request->data_).region);
   }
   OutItem item;
   item.header = header(FrameKind::kData, came.source);
@@ -761,31 +771,6 @@ void Mailbox::forEachMessage(const std::function<void(Transfer&)>& visit) {
   for (Transfer* request = open_; request; request = request->next_) {
     if (isBetweenTwo(request->messageClass_)) visit(*request);
   }
-}
-
-bool Mailbox::sendFd(int destination, int fd, const std::string& cookie) {
-  IoLock lock(ioMutex());
-  return mesh_->sendFd(group_.peers[destination].uid, fd, cookie);
-}
-
-Fd Mailbox::takeFd(int source, const std::string& cookie) {
-  IoLock lock(ioMutex());
-  return mesh_->takeFd(group_.peers[source].uid, cookie);
-}
-
-bool Mailbox::giveRegion(int destination, uint64_t region) {
-  IoLock lock(ioMutex());
-  return mesh_->linkTo(group_.peers[destination]).giveRegion(region);
-}
-
-void Mailbox::takeRegionBack(int destination, uint64_t region) {
-  IoLock lock(ioMutex());
-  mesh_->linkTo(group_.peers[destination]).takeRegionBack(region);
-}
-
-std::shared_ptr<Segment> Mailbox::regionOf(int source, uint64_t region, size_t bytes) {
-  IoLock lock(ioMutex());
-  return mesh_->linkTo(group_.peers[source]).regionOf(region, bytes);
 }
 
 // ---- for the group -----------------------------------------------------------------------------

@@ -12,6 +12,10 @@
 // sent to it meanwhile, but only so much (earlyRoom()): after that, the sender waits. A rank that
 // has received half of it and has nothing to send itself answers with kGoOn.
 //
+// Shared memory may be attached to a message between ranks of one host. Its descriptor is sent over
+// the link's socket before the message's first frame, which says that there is one, and belongs to
+// the message from then on.
+//
 // If a larger message is in a shared tensor and both ranks are on one host, the receiver reads it
 // there, in turns, and notifies the sender when it has all of it. A sender that takes the message
 // back meanwhile increments a counter in the tensor's region. The receiver checks the counter after
@@ -85,6 +89,9 @@ class Transfer : public Condition {
   // The call that this request belongs to, as it was posted.
   const Signature& signature() const { return signature_; }
   size_t bytes() const { return data_.bytes; }
+  // Receives, when ready: the descriptor of the memory that the sender has attached to the message.
+  // A closed one if there is none, it could not be sent, or this process had none left.
+  Fd takeDescriptor() { return std::move(descriptor_); }
 
  protected:
   explicit Transfer(bool isDelivered) : isDelivered_(isDelivered) {}
@@ -113,6 +120,8 @@ class Transfer : public Condition {
   Transfer* previous_ GUARDED_BY(ioRole) = nullptr;  // in the mailbox's list of open requests
   Transfer* next_ GUARDED_BY(ioRole) = nullptr;
   Status status_;
+  std::shared_ptr<const Segment> attached_;  // sends
+  Fd descriptor_;                            // receives
   // Sends: the receiver may read it in place, until it is ready.
   bool isOffered_ GUARDED_BY(ioRole) = false;
   bool isUnsent_ GUARDED_BY(ioRole) = false;  // NotSent, or PeerLost, was raised for it
@@ -140,9 +149,11 @@ class Mailbox {
 
   // Both post and return; the request is ready when the memory may be reused (send) or holds the
   // message (receive). A rank may send to itself: the message is matched here like any other,
-  // without a connection.
+  // without a connection. attached: the receiver gets its descriptor with the message, if the two
+  // ranks are connected by shared memory.
   void send(Transfer& request, int destination, MessageClass messageClass, uint64_t tag,
-            const Signature& signature, Span data);
+            const Signature& signature, Span data,
+            std::shared_ptr<const Segment> attached = nullptr);
   void receive(Transfer& request, int source, MessageClass messageClass, uint64_t tag,
                const Signature& signature, Span data);
   // Cancels it, unless it is ready.
@@ -160,24 +171,6 @@ class Mailbox {
 
   // Sends a control frame to another rank and wakes it. Does nothing if the rank has left.
   void tell(int rank, FrameKind kind, const std::string& payload, uint64_t subject = 0);
-  // Sends a descriptor to a rank of this host, beside the messages. Returns false if the connection
-  // to it does not use shared memory. Only after a message to it was sent.
-  bool sendFd(int destination, int fd, const std::string& cookie);
-  // The prefix of this group's cookies. Descriptors that were not taken when the group ends are
-  // dropped by it.
-  std::string fdPrefix() const {
-    return std::string(reinterpret_cast<const char*>(&group_.context), sizeof(group_.context));
-  }
-  // The descriptor that sendFd() at `source` sent with this cookie; a closed one if there is none.
-  Fd takeFd(int source, const std::string& cookie);
-
-  // Gives a region of this process's shared tensors to a rank of this host, which can read it once
-  // the next message arrives. Returns false if it cannot. Otherwise like sendFd().
-  bool giveRegion(int destination, uint64_t region);
-  // The rank could not read it. It is given again with a later message.
-  void takeRegionBack(int destination, uint64_t region);
-  // The region that giveRegion() at `source` gave. Null if this process cannot read it.
-  std::shared_ptr<Segment> regionOf(int source, uint64_t region, size_t bytes);
 
   // Whether the other rank has not matched it: no message has arrived for this receive, or no
   // answer for this send.
@@ -243,8 +236,10 @@ class Mailbox {
     uint64_t window = 0;  // 0: none
     bool isStreaming = false;
   };
-  Target onFrame(const FrameHeader& header, const SharedPlace& place = {}) REQUIRES(ioRole);
-  void onRequestToSend(const FrameHeader& header, const std::string& payload) REQUIRES(ioRole);
+  Target onFrame(const FrameHeader& header, Fd descriptor = Fd(), const SharedPlace& place = {})
+      REQUIRES(ioRole);
+  void onRequestToSend(const FrameHeader& header, const std::string& payload, Fd descriptor)
+      REQUIRES(ioRole);
   void onPayload(const FrameHeader& header, const Target& target) REQUIRES(ioRole);
   void onClearToSend(const FrameHeader& header) REQUIRES(ioRole);
   void onTaken(const FrameHeader& header) REQUIRES(ioRole);
@@ -372,6 +367,7 @@ class Mailbox {
 struct Mailbox::Unexpected {
   FrameHeader header;
   SharedPlace place;
+  Fd descriptor;
   std::unique_ptr<char[]> payload;
   size_t got = 0;  // bytes received
   bool isComplete = false;

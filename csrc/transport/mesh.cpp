@@ -293,40 +293,30 @@ bool Mesh::hasQueued(uint64_t context, int rank) const {
                          REQUIRES(ioRole) { return connection->hasQueued(context, rank); });
 }
 
-bool Mesh::sendFd(const std::string& uid, int fd, const std::string& cookie) {
-  Connection* connection = find(uid);
-  return connection && connection->sendFd(fd, cookie);
-}
-
-Fd Mesh::takeFd(const std::string& uid, const std::string& cookie) {
-  Connection* connection = find(uid);
-  return connection ? connection->takeFd(cookie) : Fd();
-}
-
 // If two processes connect to each other at the same time, the connection made by the smaller uid
 // is kept, unless this side's own cannot be open at the peer yet.
-Doorkeeper::Admission Mesh::admit(const Doorkeeper::Claim& claim) const {
+Outcome Mesh::admit(const Doorkeeper::Claim& claim) const {
   const std::string& uid = claim.uid;
   // The frames queued for it were dropped with the last common group.
-  if (!claim.isInvitation && !local_.groups.names(uid)) return Doorkeeper::Admission::kGone;
+  if (!claim.isInvitation && !local_.groups.names(uid)) return Outcome::kGone;
   const Connection* connection = find(uid);
   if (claim.joins != 0) {
-    return connection && connection->mayBeJoined(claim.joins) ? Doorkeeper::Admission::kEnter
-                                                              : Doorkeeper::Admission::kRefused;
+    return connection && connection->mayBeJoined(claim.joins) ? Outcome::kAccepted
+                                                              : Outcome::kRefused;
   }
-  if (!connection) return Doorkeeper::Admission::kEnter;
+  if (!connection) return Outcome::kAccepted;
   switch (connection->state()) {
     case Connection::State::kIdle: break;
     case Connection::State::kDialing:
-      if (connection->mayBeOpen() && address().uid < uid) return Doorkeeper::Admission::kAskAgain;
+      if (connection->mayBeOpen() && address().uid < uid) return Outcome::kAskAgain;
       break;
     // The peer asked before it had the one that is open; or it has lost that one, and this side is
     // about to detect the loss.
     case Connection::State::kOpen:
-    case Connection::State::kEnding: return Doorkeeper::Admission::kAskAgain;
-    case Connection::State::kLost: return Doorkeeper::Admission::kRefused;
+    case Connection::State::kEnding: return Outcome::kAskAgain;
+    case Connection::State::kLost: return Outcome::kRefused;
   }
-  return Doorkeeper::Admission::kEnter;
+  return Outcome::kAccepted;
 }
 
 void Mesh::dialAgain() {
@@ -423,8 +413,7 @@ void Mesh::addMailbox(Mailbox* mailbox) {
     watch_.add(*peer, isLocal(*peer), local_.address);
   }
   bool isComplete = true;
-  const std::vector<EarlyFrame> early =
-      local_.groups.takeEarly(group.context, group.rank, &isComplete);
+  std::vector<EarlyFrame> early = local_.groups.takeEarly(group.context, group.rank, &isComplete);
   if (!isComplete) {
     raise(mailbox, GroupFails{Status(
                        Code::kInternal,
@@ -432,7 +421,7 @@ void Mesh::addMailbox(Mailbox* mailbox) {
                            " received more early messages than it can buffer before it joined "
                            "the group")});
   }
-  for (const EarlyFrame& frame : early) {
+  for (EarlyFrame& frame : early) {
     if (Connection::deliver(*mailbox, frame)) continue;
     if (Connection* connection = find(frame.uid))
       connection->breakOff({LossReason::kNotItsName, ""});
@@ -457,10 +446,6 @@ void Mesh::removeMailbox(Mailbox* mailbox) {
     if (connection && connection->state() == Connection::State::kLost) erase(*connection);
   }
   for (auto& connection : connections_) connection->forget(mailbox);
-  workWithin([&]() REQUIRES(ioRole) {
-    for (auto& connection : connections_) connection->dropFds(mailbox->fdPrefix());
-    return false;
-  });
 }
 
 }  // namespace mycoll

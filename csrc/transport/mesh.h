@@ -85,8 +85,6 @@ class Mesh {
   void enqueueQuietly(const PeerAddress& peer, OutItem item) REQUIRES(ioRole);
   // Whether frames of this rank are still queued on any connection.
   bool hasQueued(uint64_t context, int rank) const REQUIRES(ioRole);
-  bool sendFd(const std::string& uid, int fd, const std::string& cookie) REQUIRES(ioRole);
-  Fd takeFd(const std::string& uid, const std::string& cookie) REQUIRES(ioRole);
 
  private:
   explicit Mesh(MeshOptions options);
@@ -106,7 +104,7 @@ class Mesh {
   void goOnWithHandshakes() REQUIRES(ioRole);
   bool moveBytes(bool* inHost = nullptr) REQUIRES(ioRole);
   void dialAgain() REQUIRES(ioRole);
-  Doorkeeper::Admission admit(const Doorkeeper::Claim& claim) const REQUIRES(ioRole);
+  Outcome admit(const Doorkeeper::Claim& claim) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);
   Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
   void erase(const Connection& connection) REQUIRES(ioRole);

@@ -65,11 +65,12 @@ class PeerList {
 // A group as one of its ranks knows it. A rank without a uid is absent: nothing can be sent to it.
 //
 // An invitation is a group of two that reaches a rank which is in no group yet: rank 0 is any
-// process that knows the secret, and has no uid in the address that rank 1 has. Rank 1 opens it
-// before it publishes what the secret is made of.
+// process that knows the secret, and has no uid in the address that rank 1 has. Most often rank 1
+// opens it before it publishes what the secret is made of.
 struct GroupAddress {
   bool isInvitation = false;
-  uint64_t context = 0;  // the same on all ranks, different from all other groups
+  bool opensLater = false;  // an invitation that rank 1 may open after rank 0
+  uint64_t context = 0;     // the same on all ranks, different from all other groups
   std::string name;
   std::string secret;  // 32 bytes that only members know
   int rank = 0;

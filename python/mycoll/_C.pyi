@@ -57,6 +57,21 @@ class Options(Backend.Options):
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[int, object]) -> Options: ...
 
+class Endpoint:
+    """A process that forms groups of others' handles: mycoll.Endpoint."""
+
+    def __init__(self, name: str, timeout: timedelta) -> None: ...
+    @property
+    def handle(self) -> str: ...
+    def form(
+        self,
+        uuid: int,
+        handles: list[str],
+        timeout: timedelta,
+        options: Options,
+        has_device: bool,
+    ) -> MycollBackend: ...
+
 class MycollBackend(Backend):
     """One rank's end of a group."""
 
@@ -72,6 +87,7 @@ class MycollBackend(Backend):
         has_device: bool = ...,
         of_job: bool = ...,
         shown: Backend.Options | None = ...,
+        enable_reconfigure: bool = ...,
     ) -> None: ...
     # mycoll's, or those of the backend in whose place this one is.
     @property

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         Window,
     )
     from mycoll._log import log_to_python
-    from mycoll.groups import process_group
+    from mycoll.groups import Endpoint, process_group
     from mycoll.launch import SpawnError, spawn
     from mycoll.memory import deregister_mem_pool, nccl_mem_pool, register_mem_pool
     from mycoll.shared import empty, empty_like, shared_tensors, zeros
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArgumentError",
+    "Endpoint",
     "Options",
     "PutOptions",
     "SignalOptions",
@@ -60,6 +61,7 @@ __all__ = [
 
 # The modules of names that are imported when they are used first.
 _MODULES = {
+    "Endpoint": "mycoll.groups",
     "SpawnError": "mycoll.launch",
     "deregister_mem_pool": "mycoll.memory",
     "empty": "mycoll.shared",

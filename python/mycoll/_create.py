@@ -64,6 +64,7 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         list(group.global_ranks_in_group) or list(range(group.group_size)),
         options,
         has_device(),
+        enable_reconfigure=getattr(group, "enable_reconfigure", False),  # since 2.14
     )
 
 

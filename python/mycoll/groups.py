@@ -1,18 +1,19 @@
-"""Groups without torch.distributed's global state: `mycoll.process_group`."""
+"""Groups without torch.distributed's global state: `mycoll.process_group`, `mycoll.Endpoint`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import HashStore, PrefixStore, ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll import _create
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Backend, Store
 
     from mycoll._C import Options
 
@@ -25,6 +26,7 @@ def process_group(
     timeout: timedelta | None = None,
     name: str = "group",
     pg_options: Options | None = None,
+    enable_reconfigure: bool = False,
 ) -> ProcessGroup:
     """A group of `size` ranks that meet in `store`; returns when all of them are there.
 
@@ -34,7 +36,12 @@ def process_group(
 
     timeout: for the meeting and for each operation; 30 minutes unless pg_options say otherwise.
     name: the same on all ranks. Groups that share a store at one time need names of their own.
+    enable_reconfigure: as for init_process_group of torch 2.14 and later.
     """
+    if enable_reconfigure and not hasattr(ProcessGroup, "reconfigure"):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no reconfigure, 2.14 does; use mycoll.Endpoint"
+        )
     if timeout is None:
         timeout = default_pg_timeout if pg_options is None else pg_options.timeout
     module = _create.prepare()
@@ -49,8 +56,77 @@ def process_group(
         pg_options,
         _create.has_device(),
         of_job=False,
+        enable_reconfigure=enable_reconfigure,
     )
-    group = ProcessGroup(own_store, rank, size)
+    return _group_of(backend, own_store, name)
+
+
+class Endpoint:
+    """This process, as a member of groups that are made of handles, without a store.
+
+    Each process makes an endpoint and passes its `handle` to the others, by any means: a queue, a
+    file, a scheduler, a message in the group that they have now. Those that shall be in the next
+    group call `form()` with the same handles. Ranks may end, and others may come: no rank and no
+    store is needed in every group. Under torch 2.14 and later, `enable_reconfigure=True` does the
+    same to torch's own groups.
+
+    Args:
+        name: The same on all ranks; it appears in messages.
+        timeout: Of the operations of the groups, unless form() is given options.
+
+    Example::
+
+        endpoint = mycoll.Endpoint()
+        group = endpoint.form(uuid=1, handles=[endpoint.handle])
+        group.allreduce([tensor]).wait()
+    """
+
+    def __init__(self, *, name: str = "elastic", timeout: timedelta = default_pg_timeout) -> None:
+        self._timeout = timeout
+        self._native = _create.prepare().Endpoint(name, timeout)
+
+    @property
+    def handle(self) -> str:
+        """What the others need to reach this process. It is the same for all groups, and secret:
+        who knows the handles of a group can read its data, unless MYCOLL_SECRET_FILE is set."""
+        return self._native.handle  # type: ignore[no-any-return]
+
+    def form(
+        self,
+        uuid: int,
+        handles: Sequence[str],
+        *,
+        timeout: timedelta | None = None,
+        pg_options: Options | None = None,
+    ) -> ProcessGroup:
+        """Makes a group of the processes with these handles, by rank; returns when all of them have
+        called it.
+
+        Earlier groups are not touched: call `abort()` or `shutdown()` on what is no longer needed.
+        If it fails, no rank has the group; call it again with another uuid.
+
+        Args:
+            uuid: The same on all ranks, and another one for each call.
+            handles: The same on all ranks, in the same order; this process's own is among them.
+            timeout: The longest wait for the others.
+            pg_options: As for init_process_group.
+
+        Raises:
+            mycoll.ArgumentError: The uuid was used before, or the handles are not those of the
+                other ranks.
+            torch.distributed.DistBackendError: A rank has ended, or did not come in time.
+        """
+        module = _create.prepare()
+        if pg_options is None:
+            pg_options = module.Options(timeout=self._timeout)
+        backend = self._native.form(
+            uuid, list(handles), timeout or pg_options.timeout, pg_options, _create.has_device()
+        )
+        return _group_of(backend, HashStore(), backend._name)
+
+
+def _group_of(backend: Backend, store: Store, name: str) -> ProcessGroup:
+    group = ProcessGroup(store, backend.rank(), backend.size())
     group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, backend)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _INTERFACES = "MYCOLL_SOCKET_IFNAME"
 
 _is_installed = False
-_has_warned_of_reconfigure = False
 
 
 def install() -> None:
@@ -155,32 +154,12 @@ def _identity(size: int, options: Any) -> tuple[str, list[int], bool]:
 # --- the class ------------------------------------------------------------------------------------
 
 
-def _warn_of_reconfigure() -> None:
-    """Once in a process."""
-    global _has_warned_of_reconfigure
-    if _has_warned_of_reconfigure:
-        return
-    _has_warned_of_reconfigure = True
-    warnings.warn(
-        f"{REPLACE}=gloo: groups that are made with enable_reconfigure=True stay gloo's, as "
-        "mycoll has no reconfigure",
-        stacklevel=3,
-    )
-
-
 def _make_class(module: Any, real: Any) -> type[Backend]:
     from torch._C._distributed_c10d import Backend
     from torch.distributed.constants import default_pg_timeout
 
     class Like(type(module.MycollBackend)):  # type: ignore[misc]
         """isinstance(): torch may hand out a group's backend as the compiled class."""
-
-        def __call__(cls, *args: Any, enable_reconfigure: bool = False, **more: Any) -> Any:
-            # torch 2.15 always passes it, and nearly always as False.
-            if enable_reconfigure:
-                _warn_of_reconfigure()
-                return real(*args, enable_reconfigure=True, **more)
-            return super().__call__(*args, **more)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             if super().__instancecheck__(instance):
@@ -206,6 +185,7 @@ def _make_class(module: Any, real: Any) -> type[Backend]:
             timeout: timedelta | float | Any = default_pg_timeout,
             *,
             options: Any = None,
+            enable_reconfigure: bool = False,  # since torch 2.14
         ) -> None:
             # As torch's class has it, the fourth argument is either.
             if options is None and isinstance(timeout, Backend.Options):
@@ -228,6 +208,7 @@ def _make_class(module: Any, real: Any) -> type[Backend]:
                 _create.has_device(),
                 of_job,
                 options,
+                enable_reconfigure or getattr(options, "enable_reconfigure", False),
             )
 
     ProcessGroupGloo.__module__ = real.__module__

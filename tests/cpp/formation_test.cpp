@@ -19,6 +19,7 @@
 #include "engine/invitation.h"
 #include "engine/roster.h"
 #include "engine/round.h"
+#include "passing_sender.h"
 #include "test.h"
 #include "world.h"
 
@@ -96,11 +97,32 @@ bool says(const Status& status, const std::string& words) {
   return does;
 }
 
-// A rank that the test moves.
+// Can keep a process from sending anything.
+class CuttingTap final : public LinkTap {
+ public:
+  std::unique_ptr<LinkSender> tap(std::unique_ptr<LinkSender> link) override {
+    return std::make_unique<Sender>(*this, std::move(link));
+  }
+  std::unique_ptr<LinkReceiver> tap(std::unique_ptr<LinkReceiver> link) override { return link; }
+
+  std::atomic<bool> isCut{false};
+
+ private:
+  struct Sender final : test::PassingSender {
+    Sender(const CuttingTap& tap, std::unique_ptr<LinkSender> link)
+        : PassingSender(std::move(link)), owner(tap) {}
+    ssize_t write(const Span* parts, int count) override {
+      return owner.isCut ? -1 : link_->write(parts, count);
+    }
+    const CuttingTap& owner;
+  };
+};
+
+// A rank that the test moves. It ends like a process that has left its groups.
 class Puppet {
  public:
   Puppet(int rank, int ranks, std::shared_ptr<Store> store, const std::string& host = "")
-      : store_(std::move(store)), engine_(engineOn(host)) {
+      : store_(std::move(store)), engine_(engineOn(host, tap_)) {
     EXPECT_OK(Handle::freshNonce(&handle.nonce));
     handle.rank = rank;
     handle.ranks = ranks;
@@ -144,6 +166,8 @@ class Puppet {
     drive([this] { return !round->failure().ok(); });
     return round->failure();
   }
+  // Ends like a process that was killed: it sends nothing more.
+  void die() { tap_->isCut = true; }
   std::shared_ptr<Mesh> mesh() const { return engine_->mesh(); }
 
   Handle handle;
@@ -151,6 +175,7 @@ class Puppet {
 
  private:
   const std::shared_ptr<Store> store_;
+  const std::shared_ptr<CuttingTap> tap_ = std::make_shared<CuttingTap>();
   const std::shared_ptr<Engine> engine_;
   std::unique_ptr<Reception> reception_;
   std::optional<InvitationMessage> message_;
@@ -496,13 +521,12 @@ TEST(Formation, aRankThatEndsIsNotWaitedFor) {
         found[rank] = formAs(optionsOf(rank, ranks, 30'000), store);
         return;
       }
-      // After this one, rank 0 knows that the next is not of an earlier group.
-      Puppet(2, ranks, store, " elsewhere").beInvited();
       Puppet puppet(2, ranks, store, " elsewhere");
       const Roster roster = puppet.beInvited();
-      if (isLast) return;  // it ends before it joins, and all others have joined
+      if (isLast) return puppet.die();  // before it joins, and all others have joined
       puppet.join(roster);
       std::this_thread::sleep_for(milliseconds(50));
+      puppet.die();
     });
     for (const Status& status : found) {
       EXPECT_EQ(status.code(), Code::kPeerLost);
@@ -625,6 +649,7 @@ TEST(Formation, theEndOfAParentIsReported) {
       leader.join(leader.beInvited());
     } while (leader.round->roster().members[2].isAbsent());
     leader.drive([&]() -> bool { return leader.round->joined()[2]; });
+    leader.die();
   });
   for (const int rank : {0, 2}) {
     EXPECT_EQ(found[rank].code(), Code::kPeerLost);

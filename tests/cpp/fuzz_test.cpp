@@ -64,6 +64,7 @@ std::string nonsense(std::mt19937& random) {
     if (random() % 5 == 0) header.offset = sizes[random() % std::size(sizes)];
     if (random() % 5 == 0) header.source = static_cast<int32_t>(random());
     if (random() % 5 == 0) header.context = random();
+    if (random() % 4 == 0) header.hasDescriptor = 1;
     std::string payload(std::min<uint64_t>(header.payloadBytes, 20'000), 'a');
     for (char& byte : payload) {
       if (random() % 4 == 0) byte = static_cast<char>(random());
@@ -74,6 +75,7 @@ std::string nonsense(std::mt19937& random) {
       if (random() % 3 == 0) place.offset = sizes[random() % std::size(sizes)];
       if (random() % 3 == 0) place.regionBytes = sizes[random() % std::size(sizes)];
       payload.assign(reinterpret_cast<const char*>(&place), sizeof(place));
+      header.hasDescriptor = random() % 4 > 0;
       header.payloadBytes = sizeof(place);
     }
     if (random() % 3 == 0) {
@@ -106,11 +108,12 @@ class Liar final : public LinkReceiver {
   void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
   void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
   int fd() const override { return link_->fd(); }
-  Fd takeFd(const std::string&) override {
+  bool takeFd(Fd* fd) override {
     std::shared_ptr<Segment> region;
     ASSERT_OK(Segment::create(kRegionBytes, &region));
     new (region->data()) RegionHead;
-    return Fd(dup(region->fd()));
+    *fd = Fd(dup(region->fd()));
+    return true;
   }
 
  private:

@@ -211,7 +211,8 @@ class Connector : public Wire {
 
   bool wasAccepted() {
     Verdict verdict;
-    return hasChallenge_ && read(&verdict, sizeof(verdict)) && verdict.isAccepted != 0;
+    return hasChallenge_ && read(&verdict, sizeof(verdict)) &&
+           verdict.outcome == Outcome::kAccepted;
   }
 
  private:
@@ -323,7 +324,7 @@ class Acceptor {
         challenge.mac = acceptorProof(script.isKnowing ? kSecret : kGuess, hello, challenge.nonce);
         bytes = bytesOf(challenge);
       } else if (line.what == "verdict") {
-        bytes = bytesOf(Verdict{1, 0});
+        bytes = bytesOf(Verdict{Outcome::kAccepted, 0});
       } else {
         bytes = bytesOf(hello);  // theirs, sent back
       }
@@ -334,11 +335,11 @@ class Acceptor {
     Challenge challenge;
     Verdict verdict;
     const bool isProven = cutOut(wire.said, 0, &challenge) &&
-                          challenge.standing != Standing::kNotYet &&
-                          challenge.standing != Standing::kGone &&
+                          challenge.outcome != Outcome::kNotYet &&
+                          challenge.outcome != Outcome::kGone &&
                           challenge.mac == acceptorProof(kSecret, hello, challenge.nonce);
-    const bool isLinked =
-        isProven && cutOut(wire.said, sizeof(challenge), &verdict) && verdict.isAccepted != 0;
+    const bool isLinked = isProven && cutOut(wire.said, sizeof(challenge), &verdict) &&
+                          verdict.outcome == Outcome::kAccepted;
     // A proof is worth something to whoever wants to pose as us: it is not for the unproven.
     Proof proof;
     EXPECT_EQ(wire.read(&proof, sizeof(proof)), isProven);

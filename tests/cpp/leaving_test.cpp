@@ -286,7 +286,7 @@ TEST(Leaving, theOnlyGroupIsMadeLate) {
   world.join(1, 1, {0, 1});
   EXPECT(world.turnUntil([&] { return word.transfer.isDone(); }, 3000));
   EXPECT_OK(word.transfer.status());
-  EXPECT(world.at(0, 1).mailbox->sendFd(1, 0, std::string(32, 'c')));  // not over TCP instead
+  EXPECT(world.isShm(0, 1));  // not TCP instead
 }
 
 // Rank 0 says goodbye to rank 1, and has no connection to rank 2. Rank 2 waits long for another

@@ -97,6 +97,12 @@ class Meshes {
     return turnUntil([&] { return receiving.isDone(); }) && receiving.status().ok() && got == 7;
   }
 
+  // Whether the two are connected by shared memory.
+  bool isShm(int from, int to) {
+    const mycoll::IoLock lock(all[from]->ioMutex());
+    return all[from]->linkTo(addresses[to]).isShm();
+  }
+
   static mycoll::Signature word(size_t bytes) {
     mycoll::Signature result;
     result.kind = mycoll::OpKind::kSend;

@@ -14,7 +14,7 @@ class PassingSender : public mycoll::LinkSender {
   explicit PassingSender(std::unique_ptr<mycoll::LinkSender> link) : link_(std::move(link)) {}
   void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
   int fd() const override { return link_->fd(); }
-  bool sendFd(int fd, const std::string& cookie) override { return link_->sendFd(fd, cookie); }
+  bool sendFd(int fd) override { return link_->sendFd(fd); }
 
  protected:
   const std::unique_ptr<mycoll::LinkSender> link_;

@@ -333,9 +333,12 @@ TEST(SharedHeap, whatCannotBeReservedIsDoneWithout) {
       sum.in = sum.out = {mine.span()};
       EXPECT_OK(run(group, sum));
       mine.expect([](size_t i) { return element(0, i) + element(1, i); }, "sum");
-      // Descriptors go beside rings only.
-      const std::string cookie(kCookieBytes, 'x');
-      EXPECT_EQ(group.mailbox().sendFd(1 - group.rank(), 0, cookie), !isAll);
+      Mailbox& mailbox = group.mailbox();
+      {
+        const IoLock lock(mailbox.ioMutex());
+        const PeerAddress& peer = mailbox.group().peers[1 - group.rank()];
+        EXPECT_EQ(mailbox.mesh().linkTo(peer).isShm(), !isAll);
+      }
       EXPECT_OK(run(group, call(OpKind::kBarrier)));  // until then the other rank is there
       EXPECT(group.arena() == nullptr);
     });

@@ -109,7 +109,7 @@ class Sender final : public LinkSender {
   }
   void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
   int fd() const override { return link_->fd(); }
-  bool sendFd(int fd, const std::string& cookie) override { return link_->sendFd(fd, cookie); }
+  bool sendFd(int fd) override { return link_->sendFd(fd); }
 
  private:
   Weather& weather_;
@@ -133,7 +133,7 @@ class Receiver final : public LinkReceiver {
   void onEvent(bool isClosed) override { link_->onEvent(isClosed); }
   void setAsleep(bool asleep) override { link_->setAsleep(asleep); }
   int fd() const override { return link_->fd(); }
-  Fd takeFd(const std::string& cookie) override { return link_->takeFd(cookie); }
+  bool takeFd(Fd* fd) override { return link_->takeFd(fd); }
 
  private:
   Weather& weather_;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <new>
@@ -346,6 +347,76 @@ TEST(Transport, aSharedMessageIsNotReadForNobody) {
   EXPECT(!sending.status().ok());
 }
 
+// Shared memory that is attached to messages, in any order of posting; one message is cancelled,
+// and for one the receiver has no descriptor left.
+TEST(Transport, descriptorsComeWithTheirMessages) {
+  for (const bool isPostedFirst : {true, false}) {
+    Pair pair(TransportChoice::kAuto);
+    constexpr int kCount = 6, kCancelled = 2, kNoneLeft = 4;
+    constexpr size_t kBytes = 4096;
+    std::vector<std::shared_ptr<Segment>> segments(kCount);
+    std::vector<std::vector<char>> in(kCount, std::vector<char>(8));
+    std::vector<char> out(8, 'x');
+    std::deque<Transfer> sending(kCount), receiving(kCount);
+    const auto receive = [&](int i) {
+      pair.mailboxes[1]->receive(receiving[i], 0, kMessages, i, message(8), span(in[i]));
+    };
+    rlimit before{};
+    ASSERT(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    // Also before there is a connection.
+    for (int i = kCount - 1; i >= 0; --i) {
+      ASSERT_OK(Segment::create(kBytes, &segments[i]));
+      segments[i]->data()[0] = static_cast<char>('0' + i);
+      if (isPostedFirst) receive(i);
+      if (i == kNoneLeft) {
+        // The connection is made, and what was sent has arrived.
+        ASSERT(pair.pump([&] { return sending[kCount - 1].isDone(); }));
+        for (int turn = 0; turn < 50; ++turn) pair.meshes[1]->progress();
+        const rlimit none{0, before.rlim_max};
+        ASSERT(setrlimit(RLIMIT_NOFILE, &none) == 0);
+      }
+      pair.mailboxes[0]->send(sending[i], 1, kMessages, i, message(8), span(out), segments[i]);
+      if (i == kCancelled) pair.mailboxes[0]->cancel(sending[i]);
+      if (i == kNoneLeft) {
+        for (int turn = 0; turn < 50; ++turn) pair.meshes[1]->progress();
+        setrlimit(RLIMIT_NOFILE, &before);
+      }
+    }
+    for (int i = 0; i < kCount; ++i) {
+      if (!isPostedFirst) receive(i);
+      if (i == kCancelled && !sending[i].status().ok()) continue;
+      ASSERT(pair.pump([&] { return receiving[i].isDone(); }));
+      EXPECT(in[i] == out);
+      Fd fd = receiving[i].takeDescriptor();
+      EXPECT_EQ(fd.isOpen(), i != kNoneLeft);
+      if (!fd.isOpen()) continue;
+      std::shared_ptr<Segment> mapped;
+      ASSERT_OK(Segment::adopt(std::move(fd), kBytes, &mapped));
+      EXPECT_EQ(mapped->data()[0] - '0', i);
+    }
+  }
+}
+
+// Messages that wait for permission, and messages of a group that the receiver makes later.
+TEST(Transport, descriptorsOfMessagesThatWait) {
+  for (const size_t bytes : {size_t{8}, size_t{300'000}}) {
+    for (const auto transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
+      Pair pair(transport, std::string(32, 's'), /*count=*/1);
+      std::shared_ptr<Segment> segment;
+      ASSERT_OK(Segment::create(4096, &segment));
+      std::vector<char> out = pattern(bytes, 5), in(bytes);
+      Transfer sending, receiving;
+      pair.mailboxes[0]->send(sending, 1, kMessages, 7, message(bytes), span(out), segment);
+      EXPECT(!pair.pump([&] { return sending.isDone() && bytes > 8; }, 20));
+      pair.join(1, 42);
+      pair.mailboxes[1]->receive(receiving, 0, kMessages, 7, message(bytes), span(in));
+      ASSERT(pair.pump([&] { return sending.isDone() && receiving.isDone(); }));
+      EXPECT(in == out);
+      EXPECT_EQ(receiving.takeDescriptor().isOpen(), transport == TransportChoice::kAuto);
+    }
+  }
+}
+
 // What a peer says is looked at before it is used.
 // One end has no descriptor left when it is given a region, and some later.
 TEST(Transport, aRegionThatCouldNotBeReadIsGivenAgain) {
@@ -378,19 +449,6 @@ TEST(Transport, aRegionThatCouldNotBeReadIsGivenAgain) {
 }
 
 TEST(Transport, placesOfAPeerAreJudged) {
-  class Given final : public LinkReceiver {
-   public:
-    explicit Given(Fd fd) : fd_(std::move(fd)) {}
-    ssize_t read(void*, size_t, bool) override { return 0; }
-    bool maybeReadable() const override { return false; }
-    void onEvent(bool) override {}
-    void setAsleep(bool) override {}
-    int fd() const override { return -1; }
-    Fd takeFd(const std::string&) override { return std::move(fd_); }
-
-   private:
-    Fd fd_;
-  };
   constexpr size_t kBytes = 1024 * 1024;
   const uint64_t head = SharedHeap::kHeadBytes;
   const auto isFound = [&](const SharedPlace& place, size_t bytes, bool isRegion = true,
@@ -398,9 +456,9 @@ TEST(Transport, placesOfAPeerAreJudged) {
     std::shared_ptr<Segment> made;
     ASSERT_OK(Segment::create(kBytes, &made));
     if (isRegion) new (made->data()) RegionHead;
-    Given link(hasCome ? Fd(dup(made->fd())) : Fd());
     PeerRegions regions;
-    const auto segment = regions.regionOf(place.region, place.regionBytes, link);
+    regions.add(place.region, place.regionBytes, hasCome ? Fd(dup(made->fd())) : Fd());
+    const auto segment = regions.find(place.region);
     return segment && SharedHeap::memoryAt(*segment, place.offset, bytes) != nullptr;
   };
   EXPECT(isFound({1, head, kBytes, 0}, kBytes - head));

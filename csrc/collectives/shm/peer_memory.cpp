@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "base/log.h"
 #include "collectives/batch.h"
 #include "collectives/shm/collectives.h"
 #include "transport/mailbox.h"
@@ -20,7 +21,8 @@ constexpr int kMostTries = 3;
 struct Passing {
   int owner = 0;
   uint64_t region = 0;
-  std::vector<uint64_t> bytes;  // by rank: of the region it was given; others use their own only
+  uint64_t bytes = 0;
+  Transfer* message = nullptr;  // from the owner
   std::shared_ptr<Segment> segment;
 };
 
@@ -99,48 +101,38 @@ Task PeerMemory::introduce(ShmGroup group) {
   const int ranks = arena.ranks();
   std::vector<Passing> passings;
   for (const auto& [owner, region] : newIn(arena)) {
-    passings.push_back({owner, region, std::vector<uint64_t>(ranks), nullptr});
+    Passing& passing = passings.emplace_back();
+    passing.owner = owner;
+    passing.region = region;
   }
   forgetDropped();
 
-  Batch words(mailbox, group.sequence, group.signature);
+  Batch messages(mailbox, group.sequence, group.signature);
   for (size_t i = 0; i < passings.size(); ++i) {
     Passing& passing = passings[i];
     if (passing.owner != self_) {
-      words.receive(passing.owner, {}, 2 * i);
-      continue;
-    }
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (rank != self_) words.send(rank, {}, 2 * i);
-    }
-  }
-  co_await words;
-  MYCOLL_CO_RETURN_IF_ERROR(words.status());
-
-  // The empty messages have left, so there is a connection to each rank.
-  Batch given(mailbox, group.sequence, group.signature);
-  for (size_t i = 0; i < passings.size(); ++i) {
-    Passing& passing = passings[i];
-    if (passing.owner != self_) {
-      given.receive(passing.owner, spanOf(passing.bytes[self_]), 2 * i + 1);
+      passing.message = &messages.receive(passing.owner, spanOf(passing.bytes), i);
       continue;
     }
     passing.segment = SharedHeap::process().segmentOf(passing.region);
+    passing.bytes = passing.segment ? passing.segment->bytes() : 0;
     for (int rank = 0; rank < ranks; ++rank) {
-      if (rank == self_) continue;
-      const bool isGiven = passing.segment && mailbox.giveRegion(rank, passing.region);
-      passing.bytes[rank] = isGiven ? passing.segment->bytes() : 0;
-      given.send(rank, spanOf(passing.bytes[rank]), 2 * i + 1);
+      if (rank != self_) messages.send(rank, spanOf(passing.bytes), i, passing.segment);
     }
   }
-  co_await given;
-  MYCOLL_CO_RETURN_IF_ERROR(given.status());
+  co_await messages;
+  MYCOLL_CO_RETURN_IF_ERROR(messages.status());
 
   char* const mapped = arena.beginBlob(passings.size());
   for (size_t i = 0; i < passings.size(); ++i) {
     Passing& passing = passings[i];
-    if (passing.owner != self_ && passing.bytes[self_] > 0) {
-      passing.segment = mailbox.regionOf(passing.owner, passing.region, passing.bytes[self_]);
+    if (passing.message) {
+      const Status status =
+          PeerRegions::map(passing.message->takeDescriptor(), passing.bytes, &passing.segment);
+      if (!status.ok()) {
+        MYCOLL_LOG_WARN("the shared tensors of %s are copied: %s",
+                        mailbox.describeRank(passing.owner).c_str(), status.message().c_str());
+      }
     }
     mapped[i] = passing.segment != nullptr;
   }
@@ -157,9 +149,6 @@ Task PeerMemory::introduce(ShmGroup group) {
       const char* theirs = arena.blobOf(rank);
       const bool isMapped = theirs && i < arena.blobBytesOf(rank) && theirs[i] != 0;
       known.isUsable &= isMapped;
-      if (!isMapped && passing.owner == self_ && rank != self_) {
-        mailbox.takeRegionBack(rank, passing.region);
-      }
     }
     if (passing.owner == self_) {
       known.own = passing.segment;

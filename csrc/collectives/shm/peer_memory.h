@@ -5,9 +5,9 @@
 // Each algorithm defines the meaning of the list. All ranks see the same offers, so all know which
 // regions are new, and introduce them before the collective begins again:
 //
-//   owner     empty message, to each ->   region, to each ->
-//   others                                                   (map it)
-//   all                                                                arrive: which are mapped
+//   owner     its size, descriptor, to each ->
+//   others                                      (map it)
+//   all                                                   arrive: which are mapped
 //
 // A region is read if all ranks have mapped it. If one of them could not, the region is not offered
 // for a while, and its tensors go through the arena, like any others.
@@ -16,7 +16,7 @@
 // failed may use its tensors immediately, whatever the others are doing.
 //
 // Thread contract: as Arena: the thread that holds the run lock.
-// Lifetime: that of the group. The mappings are those of the connections (PeerRegions).
+// Lifetime: that of the group.
 #pragma once
 
 #include <cstdint>

@@ -15,6 +15,10 @@ namespace {
 constexpr size_t kPieceBytes = 64 * 1024;
 // Shorter messages do not make a lap grow.
 constexpr size_t kLargeBytes = 64 * 1024;
+// The most descriptors that wait for their frames.
+constexpr size_t kMostReceived = 4096;
+// Sent with each.
+constexpr char kMark = 'd';
 
 RingHeader* ringOf(const Segment& segment, bool isSecond) {
   return reinterpret_cast<RingHeader*>(segment.data() + (isSecond ? kRingBytes : 0));
@@ -124,9 +128,7 @@ void ShmSender::publish() {
   if (ring_->receiverAsleep.load(std::memory_order_seq_cst)) bell_.ring();
 }
 
-bool ShmSender::sendFd(int fd, const std::string& cookie) {
-  return sendDescriptor(socket_->get(), fd, cookie.data(), cookie.size());
-}
+bool ShmSender::sendFd(int fd) { return sendDescriptor(socket_->get(), fd, &kMark, sizeof(kMark)); }
 
 void ShmSender::setAsleep(bool asleep) {
   ring_->senderAsleep.store(asleep, std::memory_order_seq_cst);
@@ -191,36 +193,24 @@ ssize_t ShmReceiver::read(void* data, size_t bytes, bool streaming) {
 
 // The socket carries descriptors and, at the end, reports that the peer is gone.
 void ShmReceiver::onEvent(bool) {
-  for (;;) {
-    Fd fd;
-    char cookie[kCookieBytes];
-    ssize_t got = receiveDescriptor(socket_->get(), &fd, cookie, sizeof(cookie));
-    if (got == static_cast<ssize_t>(sizeof(cookie))) {
-      // No descriptor if this process has none left; the caller of takeFd() handles that. An
-      // authenticated peer sends one for each group; a peer that sends more than this is faulty.
-      if (!fd.isOpen() || received_.size() >= 4096) continue;
-      received_[std::string(cookie, sizeof(cookie))] = std::move(fd);
-    } else if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
-      return;
-    } else {
-      hungUp_ = true;
-      return;
-    }
+  while (!hungUp_) {
+    Fd fd;  // stays closed if this process has no descriptor left
+    char mark = 0;
+    const ssize_t got = receiveDescriptor(socket_->get(), &fd, &mark, sizeof(mark));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EAGAIN) return;
+    hungUp_ |= got <= 0 || mark != kMark || received_.size() == kMostReceived;
+    if (hungUp_) return;
+    received_.push_back(std::move(fd));
   }
 }
 
-Fd ShmReceiver::takeFd(const std::string& cookie) {
+bool ShmReceiver::takeFd(Fd* fd) {
   onEvent(false);
-  auto found = received_.find(cookie);
-  if (found == received_.end()) return Fd();
-  Fd fd = std::move(found->second);
-  received_.erase(found);
-  return fd;
-}
-
-void ShmReceiver::dropFds(const std::string& prefix) {
-  onEvent(false);
-  std::erase_if(received_, [&](const auto& entry) { return entry.first.starts_with(prefix); });
+  if (received_.empty()) return false;
+  *fd = std::move(received_.front());
+  received_.pop_front();
+  return true;
 }
 
 void ShmReceiver::setAsleep(bool asleep) {

@@ -17,7 +17,7 @@
 #pragma once
 
 #include <atomic>
-#include <map>
+#include <deque>
 #include <memory>
 #include <string>
 
@@ -30,6 +30,8 @@
 
 namespace mycoll {
 
+constexpr size_t kCookieBytes = 32;
+
 struct RingHeader {
   alignas(128) std::atomic<uint64_t> head;
   alignas(128) std::atomic<uint64_t> tail;
@@ -38,10 +40,9 @@ struct RingHeader {
   alignas(128) std::atomic<uint32_t> receiverAsleep;
   alignas(128) std::atomic<uint32_t> areNear;  // by the receiver
   alignas(128) std::atomic<uint64_t> grownAt;  // by the sender; 0: laps are short
-  char cookie[32];                             // in the first ring: proof that both map it
+  char cookie[kCookieBytes];                   // in the first ring: proof that both map it
   Distance::Marks marks;                       // by the sender, at the beginning of each lap
 };
-constexpr size_t kCookieBytes = 32;
 
 constexpr size_t kShortLap = 512 * 1024;
 constexpr size_t kLongLap = 1792 * 1024;
@@ -64,7 +65,7 @@ class ShmSender final : public LinkSender {
   ssize_t write(const Span* parts, int count) override;
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_->get(); }
-  bool sendFd(int fd, const std::string& cookie) override;
+  bool sendFd(int fd) override;
 
  private:
   bool hasRoom();
@@ -92,8 +93,7 @@ class ShmReceiver final : public LinkReceiver {
   void onEvent(bool isClosed) override;
   void setAsleep(bool asleep) override;
   int fd() const override { return socket_->get(); }
-  Fd takeFd(const std::string& cookie) override;
-  void dropFds(const std::string& prefix) override;
+  bool takeFd(Fd* fd) override;
 
  private:
   void beginLap();
@@ -106,7 +106,7 @@ class ShmReceiver final : public LinkReceiver {
   size_t lap_ = kShortLap;
   Distance distance_;
   bool hungUp_ = false;
-  std::map<std::string, Fd> received_;
+  std::deque<Fd> received_;
   Socket socket_;
   Bell bell_;
 };

@@ -1,6 +1,6 @@
 // PeerRegions: the regions of shared tensors (SharedHeap) that this process and one other of its
-// host have given to each other. The descriptor of a region is sent once, ahead of the first
-// message that refers to it, and is mapped for reading only.
+// host have given to each other. The descriptor of a region is sent once, with the first message
+// that refers to it, and is mapped for reading only.
 //
 // Thread contract: the mesh's I/O lock.
 // Lifetime: that of the connection. A reader of a region holds its segment.
@@ -26,20 +26,24 @@ class PeerRegions {
   // be read is given again after this time.
   static constexpr std::chrono::milliseconds kTryAgain{500};
 
-  // Lets the peer read this process's region from now on. Returns false if it cannot yet.
+  // Maps a region of this size.
+  static Status map(Fd fd, size_t bytes, std::shared_ptr<Segment>* result);
+
+  // Whether messages to the peer may refer to this process's region.
+  bool mayGive(uint64_t region) const REQUIRES(ioRole);
+  // For a message that refers to it, and is sent now. Returns true if the descriptor was sent.
   bool give(uint64_t region, LinkSender& link) REQUIRES(ioRole);
   // The peer could not read it.
   void takeBack(uint64_t region) REQUIRES(ioRole);
-  // The peer's region of this size, which the peer has given. Null if it cannot be mapped.
-  std::shared_ptr<Segment> regionOf(uint64_t region, size_t bytes, LinkReceiver& link)
-      REQUIRES(ioRole);
+  // The peer has given a region of this size.
+  void add(uint64_t region, size_t bytes, Fd fd) REQUIRES(ioRole);
+  // A region that the peer has given. Null if it could not be mapped.
+  std::shared_ptr<Segment> find(uint64_t region) const REQUIRES(ioRole);
 
  private:
-  void forgetDropped() REQUIRES(ioRole);
-
   // By number. never(): given. Else it was taken back, and may be given again from then on.
   std::map<uint64_t, Deadline> given_ GUARDED_BY(ioRole);
-  // By number. Null: it could not be mapped.
+  // By number.
   std::map<uint64_t, std::shared_ptr<Segment>> known_ GUARDED_BY(ioRole);
 };
 

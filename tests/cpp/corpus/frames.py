@@ -44,10 +44,10 @@ def frame(
     kind: int = EAGER, group: int = MESSAGE, *, source: int = 0, to: int = 1, context: int = 42,
     tag: int = 7, signature: bytes | None = None, message: int = 64, payload: int = 64,
     sender: int = 1, receiver: int = 1, magic: int = MAGIC, body: bytes | None = None,
-    crc: int | None = None, header_crc: int | None = None,
+    crc: int | None = None, header_crc: int | None = None, descriptor: int = 0,
 ) -> bytes:  # fmt: skip
     body = b"a" * min(payload, 20_000) if body is None else body
-    head = struct.pack("<IBBHiiQQ", magic, kind, group, 0, source, to, context, tag)
+    head = struct.pack("<IBBHiiQQ", magic, kind, group, descriptor, source, to, context, tag)
     head += call() if signature is None else signature
     head += struct.pack("<QQQQ", message, payload, sender, receiver)
     if magic == CHECKED:
@@ -67,7 +67,7 @@ def announced_at(
     offset: int, group: int = MESSAGE, region: int = 1, size: int = 65536
 ) -> bytes:  # fmt: skip
     place = struct.pack("<QQQQ", region, offset, size, 0)
-    return frame(REQUEST, group, payload=len(place), body=place)
+    return frame(REQUEST, group, payload=len(place), body=place, descriptor=1)
 
 
 OPERATIONS = (
@@ -165,6 +165,8 @@ def inputs() -> dict[str, list[bytes]]:
         ],
         "announced-small-sent-large": [announced, frame(DATA, sender=0, payload=1 << 20)],
         "announced-twice": [announced, announced],
+        "descriptor-of-a-message": [frame(descriptor=1)],
+        "descriptor-of-a-put": [frame(PUT, WINDOW, descriptor=1)],
         "good-announced-in-place": [announced_at(4096)],
         "announced-in-place-and-sent": [
             announced_at(4096, COLLECTIVE),

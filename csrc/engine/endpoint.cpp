@@ -1,0 +1,91 @@
+#include "engine/endpoint.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/sha256.h"
+#include "engine/engine.h"
+#include "engine/formation.h"
+
+namespace mycoll {
+
+Status Endpoint::make(GroupOptions options, std::unique_ptr<Endpoint>* result) {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<const Engine::Seat> seat;
+  MYCOLL_RETURN_IF_ERROR(Engine::process(
+      options.storeHost, {options.name, options.rank, options.ranks}, &engine, &seat));
+  options.seat = std::move(seat);
+  return make(std::move(options), std::move(engine), result);
+}
+
+Status Endpoint::make(GroupOptions options, std::shared_ptr<Engine> engine,
+                      std::unique_ptr<Endpoint>* result) {
+  result->reset(new Endpoint(std::move(options), std::move(engine)));
+  Endpoint& endpoint = **result;
+  MYCOLL_RETURN_IF_ERROR(Handle::freshNonce(&endpoint.own_.nonce));
+  endpoint.own_.settings = Handle::settingsHere();
+  endpoint.own_.address = endpoint.engine_->mesh()->address();
+  endpoint.text_ = endpoint.own_.encode();
+  return Status();
+}
+
+Endpoint::Endpoint(GroupOptions options, std::shared_ptr<Engine> engine)
+    : options_(std::move(options)), engine_(std::move(engine)) {}
+
+Status Endpoint::check(int64_t number, const std::vector<std::string>& handles,
+                       GroupOptions* options, KnownPeers* known) const {
+  const auto invalid = [](const std::string& what) {
+    return Status(Code::kInvalidArgument, "reconfigure: " + what);
+  };
+  options->rank = -1;
+  std::vector<PeerAddress> peers;
+  for (const std::string& text : handles) {
+    const std::string rank = std::to_string(peers.size());
+    Handle handle;
+    if (!Handle::decode(text, &handle).ok()) {
+      return invalid("the handle of rank " + rank + " is not one of mycoll's");
+    }
+    if (std::count(handles.begin(), handles.end(), text) > 1) {
+      return invalid("the handle of rank " + rank + " (" + handle.address.describe() +
+                     ") occurs more than once");
+    }
+    if (handle.settings != own_.settings) {
+      return invalid("rank " + rank + " (" + handle.address.describe() + ") has '" +
+                     handle.settings + "', this process '" + own_.settings +
+                     "': it must be the same on all ranks");
+    }
+    if (handle.nonce == own_.nonce) options->rank = static_cast<int>(peers.size());
+    // Different for each group, so that an invitation to one is not taken for one to another.
+    known->nonces.push_back(
+        toHex(hmacSha256(handle.nonce, "mycoll endpoint " + std::to_string(number)).data(), 16));
+    peers.push_back(std::move(handle.address));
+  }
+  if (options->rank < 0) return invalid("this process's own handle is not among the handles");
+  options->ranks = static_cast<int>(peers.size());
+  known->peers = std::move(peers);
+  return Status();
+}
+
+Status Endpoint::form(int64_t number, const std::vector<std::string>& handles,
+                      std::chrono::milliseconds timeout, std::shared_ptr<Communicator>* result) {
+  GroupOptions options = options_;
+  KnownPeers known;
+  MYCOLL_RETURN_IF_ERROR(check(number, handles, &options, &known));
+  {
+    const MutexLock lock(mutex_);
+    if (!used_.insert(number).second) {
+      return Status(Code::kInvalidArgument, "reconfigure: the number " + std::to_string(number) +
+                                                " was already used: use a new one each time");
+    }
+  }
+  options.name.append("@").append(std::to_string(number));
+  options.globalRanks.clear();
+  options.isOfJob = false;
+  options.timeout = timeout;
+  MYCOLL_RETURN_IF_ERROR(
+      Communicator::form(std::move(options), /*store=*/nullptr, engine_, std::move(known), result));
+  (*result)->setTimeout(options_.timeout);
+  return Status();
+}
+
+}  // namespace mycoll

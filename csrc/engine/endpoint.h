@@ -1,0 +1,63 @@
+// Endpoint: how a process takes part in elastic groups. It publishes a handle of the process; those
+// who have the handles of some processes, from wherever, make a group of them:
+//
+//   each process    Endpoint::make()          passes handle() to the others, and receives theirs
+//   each of them    form(number, handles)     the same number and handles; blocks
+//
+// No store is needed, nor any earlier group. The connections between processes that were in a group
+// together are used again. An endpoint may form any number of groups, one after the other or beside
+// each other, each with a number of its own.
+//
+// Security: each rank proves that it has the handle of the rank that it connects to, and with
+// MYCOLL_SECRET_FILE that it has that file. The secret of a group is made of all handles.
+//
+// Thread contract: [any thread]; form() blocks.
+// Lifetime: keeps the process's engine.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "base/status.h"
+#include "engine/communicator.h"
+#include "engine/roster.h"
+
+namespace mycoll {
+
+class Engine;
+
+class Endpoint {
+ public:
+  // options: the name, the timeout, the store's host and the callbacks of all its groups. rank:
+  // distinguishes several endpoints of this name in one process.
+  static Status make(GroupOptions options, std::unique_ptr<Endpoint>* result);
+  // As make(), on the caller's engine.
+  static Status make(GroupOptions options, std::shared_ptr<Engine> engine,
+                     std::unique_ptr<Endpoint>* result);
+
+  const std::string& handle() const { return text_; }
+  // Returns when all ranks have joined, or at the deadline of this timeout with an error that names
+  // the missing ones; then no rank has the group, and it may be tried again with another number.
+  // Refuses a number that was used before, and handles among which this one is not exactly once.
+  Status form(int64_t number, const std::vector<std::string>& handles,
+              std::chrono::milliseconds timeout, std::shared_ptr<Communicator>* result)
+      EXCLUDES(mutex_);
+
+ private:
+  Endpoint(GroupOptions options, std::shared_ptr<Engine> engine);
+  Status check(int64_t number, const std::vector<std::string>& handles, GroupOptions* options,
+               KnownPeers* known) const;
+
+  const GroupOptions options_;
+  const std::shared_ptr<Engine> engine_;
+  Handle own_;
+  std::string text_;
+  Mutex mutex_;
+  std::set<int64_t> used_ GUARDED_BY(mutex_);
+};
+
+}  // namespace mycoll

@@ -1,0 +1,245 @@
+// Groups of processes that know each other's handles: they grow and shrink, lose ranks, and fail to
+// come about.
+#include "engine/endpoint.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "calls.h"
+#include "test.h"
+#include "world.h"
+
+using namespace mycoll;
+using std::chrono::milliseconds;
+
+namespace {
+
+using test::Threads;
+
+// A process. It ends when it is destroyed.
+struct Process {
+  explicit Process(const std::string& host = "") {
+    MeshOptions mesh;
+    mesh.storeHost = "127.0.0.1";
+    mesh.host = host;
+    std::shared_ptr<Engine> engine;
+    ASSERT_OK(Engine::create(mesh, &engine));
+    GroupOptions options;
+    options.name = "elastic";
+    options.timeout = milliseconds(30'000);
+    ASSERT_OK(Endpoint::make(options, engine, &endpoint));
+  }
+
+  Status form(int64_t number, const std::vector<std::string>& handles, int timeoutMs = 20'000) {
+    std::shared_ptr<Communicator> next;
+    const Status status = endpoint->form(number, handles, milliseconds(timeoutMs), &next);
+    if (status.ok()) group = std::move(next);
+    return status;
+  }
+
+  std::unique_ptr<Endpoint> endpoint;
+  std::shared_ptr<Communicator> group;  // the latest
+};
+using Processes = std::vector<std::unique_ptr<Process>>;
+
+Processes start(int count, bool isOnHosts = false) {
+  Processes all;
+  for (int i = 0; i < count; ++i) {
+    all.push_back(std::make_unique<Process>(isOnHosts ? " host " + std::to_string(i / 2) : ""));
+  }
+  return all;
+}
+
+std::vector<std::string> handlesOf(const Processes& all, const std::vector<int>& members) {
+  std::vector<std::string> handles;
+  for (const int member : members) handles.push_back(all[member]->endpoint->handle());
+  return handles;
+}
+
+// What each member's call returns.
+std::vector<Status> formAll(Processes& all, const std::vector<int>& members, int64_t number,
+                            int without = -1, int timeoutMs = 20'000) {
+  const std::vector<std::string> handles = handlesOf(all, members);
+  std::vector<Status> found(members.size());
+  Threads(static_cast<int>(members.size()), [&](int rank) {
+    if (rank != without) found[rank] = all[members[rank]]->form(number, handles, timeoutMs);
+  });
+  return found;
+}
+
+void expectSum(Communicator& group, size_t count) {
+  std::vector<int32_t> in = test::input(group.rank(), count), out(count);
+  Call sum = test::call(OpKind::kAllReduce);
+  sum.in = {test::span(in)};
+  sum.out = {test::span(out)};
+  EXPECT_OK(test::run(group, std::move(sum)));
+  test::expectSums(out, group.ranks());
+}
+
+void expectSums(Processes& all, const std::vector<int>& members, size_t count = 1000) {
+  Threads(static_cast<int>(members.size()), [&](int rank) {
+    Communicator& group = *all[members[rank]]->group;
+    EXPECT_EQ(group.rank(), rank);
+    EXPECT_EQ(group.ranks(), static_cast<int>(members.size()));
+    expectSum(group, count);
+  });
+}
+
+bool says(const Status& status, const std::string& words) {
+  const bool does = status.message().find(words) != std::string::npos;
+  if (!does) test::fail(__FILE__, __LINE__, status.toString() + "\n  does not say: " + words);
+  return does;
+}
+
+}  // namespace
+
+TEST(Endpoint, groupsShrinkAndGrow) {
+  for (const bool isOnHosts : {false, true}) {
+    Processes all = start(5, isOnHosts);
+    const std::vector<std::vector<int>> generations = {{0, 1, 2}, {2, 0}, {1, 2, 0, 4},
+                                                       {3},       {4, 3}, {0, 1, 2, 3, 4}};
+    for (size_t i = 0; i < generations.size(); ++i) {
+      for (const Status& status : formAll(all, generations[i], static_cast<int64_t>(i))) {
+        EXPECT_OK(status);
+      }
+      expectSums(all, generations[i]);
+      expectSums(all, generations[i], 300'000);
+    }
+  }
+}
+
+// In each step some processes end and others start, and some of those that live make a group.
+TEST(Endpoint, anyWalk) {
+  const unsigned seeds = test::isShort() ? 2 : 6;
+  for (unsigned seed = 1; seed <= seeds; ++seed) {
+    std::mt19937 random(seed);
+    const int before = test::failureCount();
+    Processes all = start(4, seed % 2 == 0);
+    for (int64_t step = 0; step < (test::isShort() ? 20 : 60); ++step) {
+      if (random() % 3 == 0) all.erase(all.begin() + random() % all.size());
+      while (all.size() < 2 || (all.size() < 7 && random() % 3 == 0)) {
+        all.push_back(std::move(start(1).front()));
+      }
+      std::vector<int> members(all.size());
+      std::iota(members.begin(), members.end(), 0);
+      std::shuffle(members.begin(), members.end(), random);
+      members.resize(1 + random() % members.size());
+      for (const Status& status : formAll(all, members, step)) EXPECT_OK(status);
+      expectSums(all, members, 1 + random() % 20'000);
+      if (test::failureCount() > before) {
+        test::fail(__FILE__, __LINE__,
+                   "seed " + std::to_string(seed) + ", step " + std::to_string(step));
+        return;
+      }
+    }
+  }
+}
+
+TEST(Endpoint, aWrongCallIsRefused) {
+  Processes all = start(2);
+  Process& first = *all[0];
+  const std::vector<std::string> handles = handlesOf(all, {0, 1});
+  EXPECT_OK(first.form(7, {handles[0]}));
+  EXPECT(says(first.form(7, {handles[0]}), "7 was already used"));
+  EXPECT(says(first.form(8, {handles[1]}), "own handle is not among"));
+  EXPECT(says(first.form(8, {handles[0], handles[1], handles[1]}), "rank 1 ("));
+  EXPECT(says(first.form(8, {handles[0], "gloo:0"}), "the handle of rank 1 is not"));
+  EXPECT(says(first.form(8, {}), "own handle is not among"));
+  expectSum(*first.group, 10);
+  for (const Status& status : formAll(all, {0, 1}, 8)) EXPECT_OK(status);
+}
+
+TEST(Endpoint, differentListsAreReported) {
+  Processes all = start(3);
+  const auto expectAll = [&](int64_t number, const std::vector<int>& first,
+                             const std::vector<int>& second, const std::string& words) {
+    Threads(2, [&](int rank) {
+      const Status status = all[rank]->form(number, handlesOf(all, rank == 0 ? first : second));
+      EXPECT_EQ(status.code(), Code::kInvalidArgument);
+      EXPECT(says(status, words));
+    });
+  };
+  expectAll(1, {0, 1, 2}, {0, 1}, "different handles");
+  expectAll(2, {0, 1}, {0, 1, 2}, "different handles");
+  expectAll(3, {0, 1, 2}, {0, 2, 1}, "different handles");
+  for (const Status& status : formAll(all, {0, 1, 2}, 4)) EXPECT_OK(status);
+}
+
+// The group before can still be used, and the next one is made.
+TEST(Endpoint, aMissingRankIsNamed) {
+  Processes all = start(4);
+  for (const Status& status : formAll(all, {0, 1, 2}, 0)) EXPECT_OK(status);
+  for (const int missing : {0, 3}) {
+    const std::vector<Status> found = formAll(all, {0, 1, 2, 3}, 1 + missing, missing, 1000);
+    for (int rank = 0; rank < 4; ++rank) {
+      if (rank == missing) continue;
+      EXPECT_EQ(found[rank].code(), Code::kTimeout);
+      EXPECT(says(found[rank], "missing: " + std::to_string(missing)));
+    }
+    expectSums(all, {0, 1, 2});
+  }
+  for (const Status& status : formAll(all, {2, 1, 0, 3}, 9)) EXPECT_OK(status);
+  expectSums(all, {2, 1, 0, 3});
+}
+
+// Its handle is known, but its process has ended.
+TEST(Endpoint, aDeadRankIsNamed) {
+  for (const int dead : {0, 1}) {
+    for (const bool isKnown : {false, true}) {
+      Processes all = start(3);
+      if (isKnown) {
+        for (const Status& status : formAll(all, {0, 1, 2}, 0)) EXPECT_OK(status);
+      }
+      const std::vector<std::string> handles = handlesOf(all, {0, 1, 2});
+      all[dead].reset();
+      Threads(3, [&](int rank) {
+        if (rank == dead) return;
+        const Status status = all[rank]->form(1, handles);
+        EXPECT_EQ(status.code(), Code::kPeerLost);
+        EXPECT(says(status, "rank " + std::to_string(dead) + " ("));
+      });
+    }
+  }
+}
+
+// A rank ends while the others form the group. They fail, or have the group and fail there; then
+// they go on without it.
+TEST(Endpoint, aRankThatEndsMeanwhile) {
+  std::mt19937 random(1);
+  for (int64_t step = 0; step < (test::isShort() ? 4 : 16); ++step) {
+    Processes all = start(4, step % 2 == 0);
+    if (step % 4 < 2) {
+      for (const Status& status : formAll(all, {0, 1, 2, 3}, 0)) EXPECT_OK(status);
+    }
+    const int victim = static_cast<int>(random() % 4);
+    const bool isToCall = random() % 2 == 0;
+    const auto delay = std::chrono::microseconds(random() % 3000);
+    const std::vector<std::string> handles = handlesOf(all, {0, 1, 2, 3});
+    Threads(4, [&](int rank) {
+      if (rank == victim) {
+        std::this_thread::sleep_for(delay);
+        if (isToCall) (void)all[rank]->form(1, handles, 1);
+        all[rank].reset();
+        return;
+      }
+      const Status status = all[rank]->form(1, handles);
+      if (status.ok()) {
+        EXPECT(!test::run(*all[rank]->group, test::call(OpKind::kBarrier)).ok());
+      } else {
+        EXPECT(status.code() == Code::kPeerLost || status.code() == Code::kTimeout);
+      }
+    });
+    std::vector<int> members;
+    for (int rank = 0; rank < 4; ++rank) {
+      if (rank != victim) members.push_back(rank);
+    }
+    for (const Status& status : formAll(all, members, 2)) EXPECT_OK(status);
+    expectSums(all, members);
+  }
+}

@@ -1,0 +1,306 @@
+"""Groups whose ranks change: mycoll.Endpoint, and torch's reconfigure from 2.14 on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import mycoll
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.threads import on_all
+
+pytestmark = pytest.mark.usefixtures("mycoll_only")
+
+HAS_RECONFIGURE = hasattr(dist.ProcessGroup, "reconfigure")
+needs_reconfigure = pytest.mark.skipif(not HAS_RECONFIGURE, reason="torch has it since 2.14")
+PATIENCE = timedelta(seconds=30)
+
+
+def total(group: dist.ProcessGroup, value: float) -> float:
+    x = torch.full((1000,), value)
+    group.allreduce([x]).wait()
+    assert bool((x == x[0]).all())
+    return float(x[0])
+
+
+# --- mycoll.Endpoint ------------------------------------------------------------------------------
+
+
+def form_all(endpoints: dict[int, Any], members: list[int], uuid: int) -> list[dist.ProcessGroup]:
+    handles = [endpoints[member].handle for member in members]
+    groups: list[dist.ProcessGroup] = on_all(
+        lambda rank: endpoints[members[rank]].form(uuid, handles), len(members)
+    )
+    return groups
+
+
+def test_groups_shrink_and_grow() -> None:
+    endpoints = {i: mycoll.Endpoint(timeout=PATIENCE) for i in range(4)}
+    for uuid, members in enumerate(([0, 1, 2], [2, 0], [1, 2, 0, 3], [3])):
+        groups = form_all(endpoints, members, uuid)
+        assert [group.rank() for group in groups] == list(range(len(members)))
+        sums = on_all(
+            lambda rank, groups=groups, members=members: total(groups[rank], members[rank]),
+            len(members),
+        )
+        assert sums == [float(sum(members))] * len(members)
+        for group in groups:
+            group.abort()
+
+
+def test_wrong_calls_are_refused() -> None:
+    first, second = (mycoll.Endpoint(timeout=PATIENCE) for _ in range(2))
+    group = first.form(1, [first.handle])
+    with pytest.raises(mycoll.ArgumentError, match="the number 1 was already used"):
+        first.form(1, [first.handle])
+    with pytest.raises(mycoll.ArgumentError, match="own handle is not among"):
+        first.form(2, [second.handle])
+    with pytest.raises(mycoll.ArgumentError, match="the handle of rank 1 is not one of mycoll's"):
+        first.form(2, [first.handle, "gloo:0"])
+    with pytest.raises(dist.DistBackendError, match="missing: 1"):
+        first.form(2, [first.handle, second.handle], timeout=timedelta(seconds=1))
+    assert total(group, 3.0) == 3.0
+
+
+@pytest.mark.skipif(HAS_RECONFIGURE, reason="this torch has reconfigure")
+def test_an_older_torch_has_no_reconfigure() -> None:
+    with pytest.raises(RuntimeError, match=r"2\.14 does; use mycoll\.Endpoint"):
+        mycoll.process_group(dist.HashStore(), 0, 1, enable_reconfigure=True)
+
+
+# --- processes that are killed --------------------------------------------------------------------
+
+
+def follow(pipe: Connection, name: str) -> None:
+    """A process: forms the groups that it is told, and sums until a rank is lost."""
+    torch.set_num_threads(1)
+    endpoint = mycoll.Endpoint(name=name, timeout=PATIENCE)
+    pipe.send(endpoint.handle)
+    group = None
+    while True:
+        uuid, handles, value = pipe.recv()
+        if uuid is None:
+            break
+        if group is not None:
+            group.abort()
+        began = time.monotonic()
+        group = endpoint.form(uuid, handles)
+        result = total(group, value)
+        pipe.send((group.rank(), result, time.monotonic() - began))
+        try:
+            while True:
+                total(group, value)
+        except dist.DistBackendError:
+            pipe.send("lost")
+    pipe.close()
+
+
+class Crew:
+    """Processes that follow."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("spawn")
+        self.uuid = 0
+        self.all: dict[int, tuple[Any, Connection, str]] = {}  # by value
+        self.waiting: list[tuple[int, Any, Connection]] = []
+
+    def start(self, values: list[int]) -> None:
+        for value in values:
+            here, there = self.context.Pipe()
+            process = self.context.Process(target=follow, args=(there, "crew"), daemon=True)
+            process.start()
+            self.waiting.append((value, process, here))
+        for value, process, here in self.waiting:
+            self.all[value] = (process, here, here.recv())
+        self.waiting.clear()
+
+    def form(self, values: list[int]) -> None:
+        self.uuid += 1
+        handles = [self.all[value][2] for value in values]
+        for value in values:
+            self.all[value][1].send((self.uuid, handles, float(value)))
+        for rank, value in enumerate(values):
+            found = self.all[value][1].recv()
+            assert found[:2] == (rank, float(sum(values)))
+
+    def kill(self, victims: list[int]) -> None:
+        """Kills them, and waits until the others of the group have noticed."""
+        for victim in victims:
+            os.kill(self.all[victim][0].pid, signal.SIGKILL)
+        for victim in victims:
+            self.all.pop(victim)[0].join()
+        for _, pipe, _ in self.all.values():
+            assert pipe.poll(10), "a survivor has not noticed"
+            assert pipe.recv() == "lost"
+
+    def end(self) -> None:
+        for process, pipe, _ in self.all.values():
+            pipe.send((None, None, None))
+            process.join(20)
+            assert process.exitcode == 0
+
+
+def test_survivors_of_kills_go_on_and_others_come() -> None:
+    """No store is there at all, and any rank may be the one that is killed."""
+    seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
+    print("seed", seed)
+    chance = random.Random(seed)
+    crew = Crew()
+    crew.start([1, 2, 3, 4])
+    for step in range(6):
+        members = list(crew.all)
+        chance.shuffle(members)
+        crew.form(members)
+        # Rank 0, some rank, two at once.
+        victims = [members[0]] if step % 3 == 0 else chance.sample(members, 1 + step % 3 // 2)
+        crew.kill(victims)
+        if step % 2:
+            crew.start([10 * step + i for i in range(4 - len(crew.all))])
+    crew.form(list(crew.all))
+    value = next(iter(crew.all))
+    crew.kill([value])
+    crew.end()
+
+
+# --- torch's interface ----------------------------------------------------------------------------
+
+
+def options(uuid: int, handles: Any, **more: Any) -> Any:
+    made = dist.distributed_c10d.ReconfigureOptions()
+    made.uuid = uuid
+    made.handles = handles
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def elastic(count: int) -> list[dist.ProcessGroup]:
+    store = dist.HashStore()
+    return [
+        mycoll.process_group(store, rank, count, enable_reconfigure=True, timeout=PATIENCE)
+        for rank in range(count)
+    ]
+
+
+def reconfigure_all(groups: list[Any], members: list[int], uuid: int, kind: Any = list) -> None:
+    handles = kind(groups[member].get_reconfigure_handle() for member in members)
+    on_all(
+        lambda rank: groups[members[rank]].reconfigure(options(uuid, handles)).wait(), len(members)
+    )
+
+
+@needs_reconfigure
+def test_the_same_group_gets_other_ranks() -> None:
+    groups = elastic(3)
+    assert all(group.supports_reconfigure for group in groups)
+    with pytest.raises(mycoll.ArgumentError, match=r"has no ranks yet: call reconfigure\(\) first"):
+        groups[0].barrier().wait()
+    for uuid, members in enumerate(([0, 1, 2], [2, 0], [1, 2, 0])):
+        reconfigure_all(groups, members, uuid)
+        sums = on_all(lambda rank, m=members: total(groups[m[rank]], m[rank]), len(members))
+        assert sums == [float(sum(members))] * len(members)
+        assert [groups[member].rank() for member in members] == list(range(len(members)))
+        assert {groups[member].size() for member in members} == {len(members)}
+    with pytest.raises(mycoll.ArgumentError, match="already used"):
+        groups[0].reconfigure(options(1, [groups[0].get_reconfigure_handle()]))
+
+
+@needs_reconfigure
+def test_a_set_of_handles_gives_each_process_one_rank() -> None:
+    groups = elastic(3)
+    reconfigure_all(groups, [2, 0, 1], 1, set)
+    assert sorted(group.rank() for group in groups) == [0, 1, 2]
+    assert on_all(lambda i: total(groups[i], i), 3) == [3.0] * 3
+
+
+@needs_reconfigure
+def test_who_is_left_out_is_told_by_the_next_call() -> None:
+    groups = elastic(3)
+    reconfigure_all(groups, [0, 1, 2], 1)
+    reconfigure_all(groups, [0, 1], 2)
+    with pytest.raises(dist.DistBackendError, match=r"reconfigured \(2\) without this rank"):
+        groups[2].barrier().wait()
+    reconfigure_all(groups, [2, 1, 0], 3)
+    assert on_all(lambda i: total(groups[i], i), 3) == [3.0] * 3
+
+
+@needs_reconfigure
+def test_a_reconfigure_that_times_out_leaves_the_group_as_it_was() -> None:
+    groups = elastic(3)
+    reconfigure_all(groups, [0, 1], 1)
+    handles = [group.get_reconfigure_handle() for group in groups]
+    late = options(2, handles, timeout=timedelta(seconds=1))
+
+    def wait_in_vain(rank: int) -> None:
+        with pytest.raises(dist.DistBackendError, match="missing: 2"):
+            groups[rank].reconfigure(late)
+
+    on_all(wait_in_vain, 2)
+    assert on_all(lambda i: total(groups[i], 1.0), 2) == [2.0] * 2
+    reconfigure_all(groups, [0, 1, 2], 3)
+    assert on_all(lambda i: total(groups[i], 1.0), 3) == [3.0] * 3
+
+
+@needs_reconfigure
+def test_abort_ends_one_generation() -> None:
+    groups = elastic(2)
+    reconfigure_all(groups, [0, 1], 1)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    assert [str(each.get_error()) for each in backends] == ["ErrorType.SUCCESS"] * 2
+    groups[0].abort()
+    with pytest.raises(dist.DistBackendError, match="was aborted on rank 0"):
+        groups[1].barrier().wait()
+    assert "SUCCESS" not in {str(each.get_error()) for each in backends}
+    reconfigure_all(groups, [1, 0], 2)
+    assert [str(each.get_error()) for each in backends] == ["ErrorType.SUCCESS"] * 2
+    assert on_all(lambda i: total(groups[i], 1.0), 2) == [2.0] * 2
+
+
+@needs_reconfigure
+def test_the_timeout_and_subgroups_follow_the_generation() -> None:
+    groups = elastic(3)
+    groups[0].set_timeout(timedelta(seconds=7))
+    for uuid, members in enumerate(([0, 1, 2], [1, 0])):
+        reconfigure_all(groups, members, uuid)
+        assert groups[0]._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+        # A part of this generation.
+        children = on_all(
+            lambda rank, m=members: groups[m[rank]].split_group([0, 1], group_name="part"),
+            len(members),
+        )
+        parts = [child for child in children if child is not None]
+        assert on_all(lambda i, parts=parts: total(parts[i], 1.0), 2) == [2.0] * 2
+
+
+@needs_reconfigure
+def test_abort_hooks_are_called_for_a_failure() -> None:
+    groups = elastic(2)
+    called = [threading.Event() for _ in range(3)]
+    for i, group in enumerate(groups):
+        group.register_abort_hook(7, called[i].set)
+    groups[1].register_abort_hook(8, called[2].set)
+    groups[1].unregister_abort_hook(8)
+    reconfigure_all(groups, [0, 1], 1)
+    groups[0].abort()  # is no failure
+    reconfigure_all(groups, [0, 1], 2)
+    assert on_all(lambda i: total(groups[i], 1.0), 2) == [2.0] * 2
+    time.sleep(0.1)
+    assert not any(each.is_set() for each in called)
+
+    def differ(rank: int) -> None:
+        with pytest.raises(dist.DistBackendError, match="MISMATCH"):
+            groups[rank].allreduce([torch.ones(1 + rank)]).wait()
+
+    on_all(differ, 2)
+    assert called[0].wait(10)
+    assert called[1].wait(10)
+    assert not called[2].is_set()

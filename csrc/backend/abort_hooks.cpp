@@ -8,11 +8,15 @@
 
 namespace mycoll {
 
-// On threads of the pool: they may take the GIL and any time.
+// On a thread of the pool: hooks may take the GIL and any time, and may unregister themselves.
 void MycollBackend::AbortHooks::call() {
-  const MutexLock lock(mutex);
-  for (const auto& [id, hook] : all) {
-    CallbackPool::get().post([hook = hook] {
+  decltype(all) now;
+  {
+    const MutexLock lock(mutex);
+    now = all;
+  }
+  for (const auto& entry : now) {
+    CallbackPool::get().post([hook = entry.second] {
       try {
         (*hook)();
       } catch (...) {

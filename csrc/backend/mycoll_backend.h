@@ -205,7 +205,7 @@ class MycollBackend final : public c10d::Backend {
   bool supportsReconfigure() const override { return endpoint_ != nullptr; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override;
   // Called by the ranks of the next generation, and no others. Returns when all have called it. If
-  // it fails, this generation goes on, unless that has failed already.
+  // it fails, this generation remains usable, unless that has failed already.
   WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 

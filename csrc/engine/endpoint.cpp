@@ -82,10 +82,8 @@ Status Endpoint::form(int64_t number, const std::vector<std::string>& handles,
   options.globalRanks.clear();
   options.isOfJob = false;
   options.timeout = timeout;
-  MYCOLL_RETURN_IF_ERROR(
-      Communicator::form(std::move(options), /*store=*/nullptr, engine_, std::move(known), result));
-  (*result)->setTimeout(options_.timeout);
-  return Status();
+  return Communicator::form(std::move(options), /*store=*/nullptr, engine_, std::move(known),
+                            result);
 }
 
 }  // namespace mycoll

@@ -32,17 +32,18 @@ class Engine;
 
 class Endpoint {
  public:
-  // options: the name, the timeout, the store's host and the callbacks of all its groups. rank:
-  // distinguishes several endpoints of this name in one process.
+  // options: the name, the store's host and the callbacks of all its groups. rank: distinguishes
+  // several endpoints of this name in one process.
   static Status make(GroupOptions options, std::unique_ptr<Endpoint>* result);
   // As make(), on the caller's engine.
   static Status make(GroupOptions options, std::shared_ptr<Engine> engine,
                      std::unique_ptr<Endpoint>* result);
 
   const std::string& handle() const { return text_; }
-  // Returns when all ranks have joined, or at the deadline of this timeout with an error that names
-  // the missing ones; then no rank has the group, and it may be tried again with another number.
-  // Refuses a number that was used before, and handles among which this one is not exactly once.
+  // Returns when all ranks have joined, or at the deadline of this timeout, which the group has at
+  // first, with an error that names the missing ones; then no rank has the group, and it may be
+  // tried again with another number. Refuses a number that was used before, and handles among which
+  // this one is not exactly once.
   Status form(int64_t number, const std::vector<std::string>& handles,
               std::chrono::milliseconds timeout, std::shared_ptr<Communicator>* result)
       EXCLUDES(mutex_);

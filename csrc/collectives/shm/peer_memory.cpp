@@ -126,7 +126,7 @@ Task PeerMemory::introduce(ShmGroup group) {
   char* const mapped = arena.beginBlob(passings.size());
   for (size_t i = 0; i < passings.size(); ++i) {
     Passing& passing = passings[i];
-    if (passing.message) {
+    if (passing.message && passing.bytes > 0) {
       const Status status =
           PeerRegions::map(passing.message->takeDescriptor(), passing.bytes, &passing.segment);
       if (!status.ok()) {

@@ -206,7 +206,7 @@ void ShmReceiver::onEvent(bool) {
 }
 
 bool ShmReceiver::takeFd(Fd* fd) {
-  onEvent(false);
+  if (received_.empty()) onEvent(false);
   if (received_.empty()) return false;
   *fd = std::move(received_.front());
   received_.pop_front();

@@ -103,7 +103,8 @@ class Forming : public Formation {
                       kLongestPoll);
   }
   bool isInterrupted() const { return options_.interrupted && options_.interrupted(); }
-  Status conflict();
+  // Not ok: another process has this rank, or rank 0 has sent why the group cannot be made.
+  Status sentError();
   // Whether its process can be looked at. A process that only has the same host name may be alive
   // in another pid namespace, or on a clone of this host.
   bool isVisible(const PeerAddress& peer) const {
@@ -148,6 +149,7 @@ class Forming : public Formation {
   News news_;
   std::vector<std::unique_ptr<Reception>> receptions_;
   std::unique_ptr<Round> round_;
+  std::vector<std::unique_ptr<Invitation>> notices_;  // of this rank's error
 };
 
 Forming::Forming(const GroupOptions& options, Store* store, Engine* engine, KnownPeers known)
@@ -229,8 +231,7 @@ Status Forming::checkPredecessor(const Handle& there) {
                               ". Two processes were started with one rank.");
   std::unique_ptr<Invitation> conflict;
   MYCOLL_RETURN_IF_ERROR(Invitation::send(engine_->mesh(), {there.address, there.nonce},
-                                          {InvitationMessage::Content::kConflict, taken.message()},
-                                          {}, &conflict));
+                                          InvitationMessage(taken), {}, &conflict));
   for (const Deadline end = Deadline::after(kProbe); !end.expired() && !conflict->hasFailed();) {
     pause(kLookSoon);
     Handle now;
@@ -281,13 +282,17 @@ void Forming::pause(Milliseconds atMost) {
 
 void Forming::flush(Milliseconds atMost) {
   for (const Deadline end = Deadline::after(atMost); !end.expired();) {
-    if (!round_ || round_->isFlushed()) return;
+    const auto isFlushed = [](const auto& notice) { return notice->isFlushed(); };
+    if ((!round_ || round_->isFlushed()) &&
+        std::all_of(notices_.begin(), notices_.end(), isFlushed)) {
+      return;
+    }
     if (!engine_->mesh()->progress()) sched_yield();
   }
 }
 
-Status Forming::conflict() {
-  for (const auto& reception : receptions_) MYCOLL_RETURN_IF_ERROR(reception->conflict());
+Status Forming::sentError() {
+  for (const auto& reception : receptions_) MYCOLL_RETURN_IF_ERROR(reception->error());
   return Status();
 }
 
@@ -404,6 +409,7 @@ class Root final : public Forming {
   Status attend() override;
   bool spread(const Status& why) override;
 
+  void notifyMissing(const Status& why);
   Status check();
   Status lookAtStore();
   Status lookAt(int rank, bool* found);
@@ -457,7 +463,10 @@ Status Root::attend() {
 
 bool Root::spread(const Status& why) {
   if (round_ && !round_->fail(why)) return false;
-  if (!usesStore()) return true;
+  if (!usesStore()) {
+    notifyMissing(why);
+    return true;
+  }
   giveUp(why);
   // Ranks that are in no round find the error in the store, which this process may be serving.
   const bool isAwaited = why.code() != Code::kTimeout && why.code() != Code::kInterrupted;
@@ -467,11 +476,25 @@ bool Root::spread(const Status& why) {
   return true;
 }
 
+// Ranks that are in no round cannot find the error in a store. The rank that was to invite them may
+// be the one that is lost.
+void Root::notifyMissing(const Status& why) {
+  for (const int rank : missing()) {
+    const Candidate& candidate = candidates_[rank];
+    if (!candidate.isInvited()) continue;
+    const Invitation::Receiver receiver{candidate.handle.address, candidate.handle.nonce,
+                                        candidate.isPublished};
+    // A rank that cannot be notified waits until its own deadline.
+    (void)Invitation::send(engine_->mesh(), receiver, InvitationMessage(why), {},
+                           &notices_.emplace_back());
+  }
+}
+
 // What makes waiting pointless.
 Status Root::check() {
   const auto now = Clock::now();
   if (isInterrupted()) return interrupted();
-  MYCOLL_RETURN_IF_ERROR(conflict());
+  MYCOLL_RETURN_IF_ERROR(sentError());
   if (deadline_.expired()) {
     return tooLate(0, std::to_string(options_.timeout.count()), missing());
   }
@@ -726,13 +749,13 @@ bool Member::spread(const Status& why) {
   const Code code = why.code();
   const bool isLasting = code == Code::kInvalidArgument || code == Code::kNetwork ||
                          code == Code::kStore || code == Code::kPeerLost;
-  if (usesStore() && isLasting && (!round_ || !conflict().ok())) giveUp(why);
+  if (usesStore() && isLasting && (!round_ || !sentError().ok())) giveUp(why);
   return true;
 }
 
 Status Member::check() {
   if (isInterrupted()) return interrupted();
-  MYCOLL_RETURN_IF_ERROR(conflict());
+  MYCOLL_RETURN_IF_ERROR(sentError());
   if (deadline_.expired()) {
     const std::string timeout = std::to_string(options_.timeout.count());
     if (!round_ || std::exchange(hasReportedLate_, true)) {

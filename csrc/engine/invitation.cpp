@@ -112,7 +112,10 @@ void Reception::handle(const Event& event) {
   if (!constantTimeEqual(mac.data(), payload.data(), sizeof(Digest))) return;
   switch (message.content) {
     case Content::kRoster: roster_ = std::move(message); break;
-    case Content::kConflict: conflict_ = sanitized(message.text); break;
+    case Content::kError:
+      if (message.text.empty()) return;
+      error_ = statusFromPeer(message.text[0], message.text.substr(1));
+      break;
     default: return;
   }
   news_.note();
@@ -123,9 +126,9 @@ std::optional<InvitationMessage> Reception::takeRoster() {
   return std::exchange(roster_, std::nullopt);
 }
 
-Status Reception::conflict() {
+Status Reception::error() {
   IoLock lock(mailbox_.ioMutex());
-  return conflict_.empty() ? Status() : Status(Code::kStore, conflict_);
+  return error_;
 }
 
 std::vector<PeerLost> Reception::losses() {

@@ -50,13 +50,15 @@ class News {
 // The content of an invitation.
 struct InvitationMessage {
   enum class Content : char {
-    kRoster,    // the text is a roster, encoded
-    kConflict,  // another process claims to be the receiver's rank; the text says which
-    kProbe,     // nothing: the sender wants to know whether the reception is open
+    kRoster,  // the text is a roster, encoded
+    kError,   // the receiver's group cannot be made; the text is a code and says why
+    kProbe,   // nothing: the sender wants to know whether the reception is open
   };
 
   InvitationMessage(Content what, std::string_view words)
       : content(what), text(words), digest(sha256(text)) {}
+  explicit InvitationMessage(const Status& error)
+      : InvitationMessage(Content::kError, static_cast<char>(error.code()) + error.message()) {}
 
   Content content;
   std::string text;
@@ -72,8 +74,8 @@ class Reception final : public EventHandler {
 
   // The latest message with a roster, if there is one since the last call.
   std::optional<InvitationMessage> takeRoster();
-  // Not ok: another process claims to be this rank. In its words.
-  Status conflict();
+  // Not ok: another rank has sent it.
+  Status error();
   // The processes that this one has lost, or had lost before.
   std::vector<PeerLost> losses();
 
@@ -83,7 +85,7 @@ class Reception final : public EventHandler {
 
   Mailbox mailbox_;
   std::optional<InvitationMessage> roster_ GUARDED_BY(ioRole);
-  std::string conflict_ GUARDED_BY(ioRole);
+  Status error_ GUARDED_BY(ioRole);
   std::vector<PeerLost> losses_ GUARDED_BY(ioRole);
   News& news_;
 };
@@ -106,6 +108,8 @@ class Invitation final : public EventHandler {
 
   // Whether the process has no such reception any more, or cannot be reached.
   bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
+  // Whether it has been passed to the link, or never will be.
+  bool isFlushed() { return hasFailed() || mailbox_.isFlushed(); }
 
  private:
   Invitation(std::shared_ptr<Mesh> mesh, GroupAddress address, std::function<void()> refused);

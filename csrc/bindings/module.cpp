@@ -437,7 +437,23 @@ PYBIND11_MODULE(_C, module) {
                 hasDevice ? &mycoll::DeviceGroup::create : mycoll::DeviceFactory()));
           },
           py::arg("uuid"), py::arg("handles"), py::arg("timeout"), py::arg("options"),
-          py::arg("has_device"));
+          py::arg("has_device"))
+      .def(
+          "send",
+          [](mycoll::Endpoint& self, const std::string& handle, const std::string& text) {
+            mycoll::throwIfFailed(self.send(handle, text));
+          },
+          py::arg("handle"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def("receive", &mycoll::Endpoint::receive, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "watch",
+          [](mycoll::Endpoint& self, const std::vector<std::string>& handles) {
+            mycoll::throwIfFailed(self.watch(handles));
+          },
+          py::arg("handles"), py::call_guard<py::gil_scoped_release>())
+      .def("is_lost", &mycoll::Endpoint::isLost, py::arg("handle"),
+           py::call_guard<py::gil_scoped_release>());
 
   py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(
       module, "MycollBackend",

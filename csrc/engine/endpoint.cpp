@@ -8,6 +8,13 @@
 #include "engine/formation.h"
 
 namespace mycoll {
+namespace {
+
+std::string nonceOfTexts(const Handle& handle) {
+  return toHex(hmacSha256(handle.nonce, "mycoll texts").data(), 16);
+}
+
+}  // namespace
 
 Status Endpoint::make(GroupOptions options, std::unique_ptr<Endpoint>* result) {
   std::shared_ptr<Engine> engine;
@@ -26,7 +33,8 @@ Status Endpoint::make(GroupOptions options, std::shared_ptr<Engine> engine,
   endpoint.own_.settings = Handle::settingsHere();
   endpoint.own_.address = endpoint.engine_->mesh()->address();
   endpoint.text_ = endpoint.own_.encode();
-  return Status();
+  return Reception::open(endpoint.engine_->mesh(), nonceOfTexts(endpoint.own_), endpoint.news_,
+                         &endpoint.reception_);
 }
 
 Endpoint::Endpoint(GroupOptions options, std::shared_ptr<Engine> engine)
@@ -84,6 +92,51 @@ Status Endpoint::form(int64_t number, const std::vector<std::string>& handles,
   options.timeout = timeout;
   return Communicator::form(std::move(options), /*store=*/nullptr, engine_, std::move(known),
                             result);
+}
+
+Status Endpoint::link(const std::string& handle) {
+  if (links_.contains(handle)) return Status();
+  Handle receiver;
+  std::unique_ptr<Invitation> link;
+  MYCOLL_RETURN_IF_ERROR(Handle::decode(handle, &receiver));
+  MYCOLL_RETURN_IF_ERROR(
+      Invitation::open(engine_->mesh(), {receiver.address, nonceOfTexts(receiver)}, {}, &link));
+  links_.emplace(handle, std::move(link));
+  return Status();
+}
+
+Status Endpoint::send(const std::string& handle, const std::string& text) {
+  const MutexLock lock(mutex_);
+  MYCOLL_RETURN_IF_ERROR(link(handle));
+  links_[handle]->send({InvitationMessage::Content::kText, text});
+  return Status();
+}
+
+std::vector<std::string> Endpoint::receive(std::chrono::milliseconds atMost) {
+  const Listening listening(*engine_);
+  std::vector<std::string> texts = reception_->takeTexts();
+  if (!texts.empty()) return texts;
+  news_.wait(atMost);
+  engine_->mesh()->progress();
+  engine_->mesh()->checkProcesses();
+  return reception_->takeTexts();
+}
+
+Status Endpoint::watch(const std::vector<std::string>& handles) {
+  const MutexLock lock(mutex_);
+  std::erase_if(links_, [&](const auto& entry) {
+    return std::find(handles.begin(), handles.end(), entry.first) == handles.end();
+  });
+  for (const std::string& handle : handles) {
+    if (handle != text_) MYCOLL_RETURN_IF_ERROR(link(handle));
+  }
+  return Status();
+}
+
+bool Endpoint::isLost(const std::string& handle) {
+  const MutexLock lock(mutex_);
+  const auto found = links_.find(handle);
+  return found != links_.end() && found->second->hasFailed();
 }
 
 }  // namespace mycoll

@@ -8,14 +8,19 @@
 // together are used again. An endpoint may form any number of groups, one after the other or beside
 // each other, each with a number of its own.
 //
+// Processes that have each other's handles can also send each other texts, for instance to agree on
+// the next group.
+//
 // Security: each rank proves that it has the handle of the rank that it connects to, and with
 // MYCOLL_SECRET_FILE that it has that file. The secret of a group is made of all handles.
 //
-// Thread contract: [any thread]; form() blocks.
+// Thread contract: [any thread]; form() and receive() block.
 // Lifetime: keeps the process's engine.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -24,6 +29,7 @@
 #include "base/mutex.h"
 #include "base/status.h"
 #include "engine/communicator.h"
+#include "engine/invitation.h"
 #include "engine/roster.h"
 
 namespace mycoll {
@@ -48,8 +54,20 @@ class Endpoint {
               std::chrono::milliseconds timeout, std::shared_ptr<Communicator>* result)
       EXCLUDES(mutex_);
 
+  // Sends the text to a process, which receives it when it calls receive(). Each process's texts
+  // arrive in order. A text to a process that has ended is dropped.
+  Status send(const std::string& handle, const std::string& text) EXCLUDES(mutex_);
+  // The texts that have arrived since the last call. Waits for one, or for a process that ends, at
+  // most for this time.
+  std::vector<std::string> receive(std::chrono::milliseconds atMost);
+  // The processes that isLost() is to be asked about, beside those of send().
+  Status watch(const std::vector<std::string>& handles) EXCLUDES(mutex_);
+  // Whether this process has found that the other one has ended or cannot be reached.
+  bool isLost(const std::string& handle) EXCLUDES(mutex_);
+
  private:
   Endpoint(GroupOptions options, std::shared_ptr<Engine> engine);
+  Status link(const std::string& handle) REQUIRES(mutex_);
   Status check(int64_t number, const std::vector<std::string>& handles, GroupOptions* options,
                KnownPeers* known) const;
 
@@ -59,6 +77,9 @@ class Endpoint {
   std::string text_;
   Mutex mutex_;
   std::set<int64_t> used_ GUARDED_BY(mutex_);
+  News news_;
+  std::unique_ptr<Reception> reception_;  // of texts
+  std::map<std::string, std::unique_ptr<Invitation>> links_ GUARDED_BY(mutex_);  // by handle
 };
 
 }  // namespace mycoll

@@ -131,4 +131,19 @@ class Attending {
   Engine& engine_;
 };
 
+// While it lives, the engine's thread waits for messages that no group of this process waits for.
+class Listening {
+ public:
+  explicit Listening(Engine& engine) : mesh_(engine.mesh()) {
+    mesh_->addPending(1);
+    engine.wake();
+  }
+  ~Listening() { mesh_->addPending(-1); }
+  Listening(const Listening&) = delete;
+  Listening& operator=(const Listening&) = delete;
+
+ private:
+  const std::shared_ptr<Mesh> mesh_;
+};
+
 }  // namespace mycoll

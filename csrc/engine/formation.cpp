@@ -147,6 +147,7 @@ class Forming : public Formation {
   bool isPublished_ = false;
   bool hasPredecessor_ = false;  // there was another handle of this rank
   News news_;
+  std::optional<Listening> listening_;
   std::vector<std::unique_ptr<Reception>> receptions_;
   std::unique_ptr<Round> round_;
   std::vector<std::unique_ptr<Invitation>> notices_;  // of this rank's error
@@ -189,10 +190,8 @@ Status Forming::run(GroupAddress* result) {
 }
 
 Status Forming::openReception(const std::string& nonce) {
-  MYCOLL_RETURN_IF_ERROR(
-      Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back()));
-  engine_->wake();  // its thread waits for the events
-  return Status();
+  if (!listening_) listening_.emplace(*engine_);
+  return Reception::open(engine_->mesh(), nonce, news_, &receptions_.emplace_back());
 }
 
 // ---- the store

@@ -78,9 +78,7 @@ void News::wait(std::chrono::milliseconds atMost) {
 }
 
 Reception::Reception(std::shared_ptr<Mesh> mesh, GroupAddress address, News& news)
-    : mailbox_(std::move(mesh), std::move(address), this), news_(news) {
-  mailbox_.mesh().addPending(1);  // the engine's thread waits for events, and peers ring
-}
+    : mailbox_(std::move(mesh), std::move(address), this), news_(news) {}
 
 Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, News& news,
                        std::unique_ptr<Reception>* result) {
@@ -91,10 +89,7 @@ Status Reception::open(std::shared_ptr<Mesh> mesh, const std::string& nonce, New
   return Status();
 }
 
-Reception::~Reception() {
-  mailbox_.detach();
-  mailbox_.mesh().addPending(-1);
-}
+Reception::~Reception() { mailbox_.detach(); }
 
 void Reception::handle(const Event& event) {
   if (const auto* const lost = std::get_if<PeerLost>(&event)) {
@@ -116,6 +111,7 @@ void Reception::handle(const Event& event) {
       if (message.text.empty()) return;
       error_ = statusFromPeer(message.text[0], message.text.substr(1));
       break;
+    case Content::kText: texts_.push_back(std::move(message.text)); break;
     default: return;
   }
   news_.note();
@@ -131,6 +127,11 @@ Status Reception::error() {
   return error_;
 }
 
+std::vector<std::string> Reception::takeTexts() {
+  IoLock lock(mailbox_.ioMutex());
+  return std::exchange(texts_, {});
+}
+
 std::vector<PeerLost> Reception::losses() {
   IoLock lock(mailbox_.ioMutex());
   return losses_;
@@ -142,15 +143,12 @@ Invitation::Invitation(std::shared_ptr<Mesh> mesh, GroupAddress address,
                        std::function<void()> refused)
     : mailbox_(std::move(mesh), std::move(address), this), refused_(std::move(refused)) {}
 
-Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
-                        const InvitationMessage& message, std::function<void()> refused,
-                        std::unique_ptr<Invitation>* result) {
+Status Invitation::open(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
+                        std::function<void()> refused, std::unique_ptr<Invitation>* result) {
   GroupAddress address;
   MYCOLL_RETURN_IF_ERROR(
       addressOf(receiver.nonce, kSender, mesh->address(), receiver.address, &address));
   address.opensLater = !receiver.isOpened;
-  const std::string payload =
-      macOf(address, message) + static_cast<char>(message.content) + message.text;
   const bool isToItself = receiver.address.uid == mesh->address().uid;
   result->reset(new Invitation(std::move(mesh), std::move(address), std::move(refused)));
   Invitation& invitation = **result;
@@ -160,8 +158,22 @@ Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
     return Status();
   }
   invitation.mailbox_.open();
-  invitation.mailbox_.tell(kReceiver, FrameKind::kInvitation, payload, receiver.isOpened ? 1 : 0);
   return Status();
+}
+
+Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
+                        const InvitationMessage& message, std::function<void()> refused,
+                        std::unique_ptr<Invitation>* result) {
+  MYCOLL_RETURN_IF_ERROR(open(std::move(mesh), receiver, std::move(refused), result));
+  (*result)->send(message);
+  return Status();
+}
+
+void Invitation::send(const InvitationMessage& message) {
+  const GroupAddress& group = mailbox_.group();
+  const std::string payload =
+      macOf(group, message) + static_cast<char>(message.content) + message.text;
+  mailbox_.tell(kReceiver, FrameKind::kInvitation, payload, group.opensLater ? 0 : 1);
 }
 
 Invitation::~Invitation() { mailbox_.detach(); }

@@ -52,6 +52,7 @@ struct InvitationMessage {
   enum class Content : char {
     kRoster,  // the text is a roster, encoded
     kError,   // the receiver's group cannot be made; the text is a code and says why
+    kText,    // a text for the receiver's caller: Endpoint::send()
     kProbe,   // nothing: the sender wants to know whether the reception is open
   };
 
@@ -76,6 +77,8 @@ class Reception final : public EventHandler {
   std::optional<InvitationMessage> takeRoster();
   // Not ok: another rank has sent it.
   Status error();
+  // The texts that came since the last call, each sender's in order.
+  std::vector<std::string> takeTexts();
   // The processes that this one has lost, or had lost before.
   std::vector<PeerLost> losses();
 
@@ -86,10 +89,12 @@ class Reception final : public EventHandler {
   Mailbox mailbox_;
   std::optional<InvitationMessage> roster_ GUARDED_BY(ioRole);
   Status error_ GUARDED_BY(ioRole);
+  std::vector<std::string> texts_ GUARDED_BY(ioRole);
   std::vector<PeerLost> losses_ GUARDED_BY(ioRole);
   News& news_;
 };
 
+// A sender's end. It sends one message when it is made, and may send more.
 class Invitation final : public EventHandler {
  public:
   struct Receiver {
@@ -101,10 +106,15 @@ class Invitation final : public EventHandler {
 
   // refused: called under the I/O lock if the process has no such reception any more; may be empty.
   // A process refuses what it sends to itself: the nonce is of an earlier reception.
+  static Status open(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
+                     std::function<void()> refused, std::unique_ptr<Invitation>* result);
+  // Opens one and sends the message.
   static Status send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
                      const InvitationMessage& message, std::function<void()> refused,
                      std::unique_ptr<Invitation>* result);
   ~Invitation();
+
+  void send(const InvitationMessage& message);
 
   // Whether the process has no such reception any more, or cannot be reached.
   bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }

@@ -248,3 +248,79 @@ TEST(Endpoint, aRankThatEndsMeanwhile) {
     expectSums(all, members);
   }
 }
+
+namespace {
+
+// Until so many texts have arrived.
+std::vector<std::string> receive(Process& process, size_t count) {
+  std::vector<std::string> all;
+  for (const Deadline end = Deadline::after(milliseconds(10'000));
+       all.size() < count && !end.expired();) {
+    for (std::string& text : process.endpoint->receive(milliseconds(50))) {
+      all.push_back(std::move(text));
+    }
+  }
+  return all;
+}
+
+bool isNoticed(Process& process, const std::string& handle) {
+  const Deadline end = Deadline::after(milliseconds(10'000));
+  while (!process.endpoint->isLost(handle) && !end.expired()) {
+    (void)process.endpoint->receive(milliseconds(50));
+  }
+  return process.endpoint->isLost(handle);
+}
+
+}  // namespace
+
+TEST(Endpoint, textsArriveInOrder) {
+  for (const bool isOnHosts : {false, true}) {
+    constexpr int kSenders = 4, kTexts = 50;
+    Processes all = start(kSenders + 1, isOnHosts);
+    Process& receiver = *all[kSenders];
+    Threads(kSenders + 1, [&](int sender) {
+      if (sender == kSenders) {
+        std::vector<int> next(kSenders);
+        for (const std::string& text : receive(receiver, kSenders * kTexts)) {
+          EXPECT_EQ(text.size(), static_cast<size_t>(1 + 1000 * next[text[0]]));
+          ++next[text[0]];
+        }
+        EXPECT(next == std::vector<int>(kSenders, kTexts));
+        return;
+      }
+      for (int i = 0; i < kTexts; ++i) {
+        EXPECT_OK(all[sender]->endpoint->send(receiver.endpoint->handle(),
+                                              std::string(1 + 1000 * i, static_cast<char>(sender))));
+      }
+    });
+  }
+}
+
+// Whether a process that ended was in a group with this one, was only sent a text, or neither.
+TEST(Endpoint, lostProcessesAreKnown) {
+  for (const bool isOnHosts : {false, true}) {
+    Processes all = start(5, isOnHosts);
+    for (const Status& status : formAll(all, {0, 1, 2}, 0)) EXPECT_OK(status);
+    const std::vector<std::string> handles = handlesOf(all, {0, 1, 2, 3, 4});
+    Endpoint& endpoint = *all[0]->endpoint;
+    EXPECT_OK(endpoint.watch(handles));
+    EXPECT_OK(endpoint.send(handles[3], "hello"));
+    EXPECT(receive(*all[3], 1) == std::vector<std::string>{"hello"});
+    for (const int victim : {1, 3}) {
+      EXPECT(!endpoint.isLost(handles[victim]));
+      all[victim].reset();
+      EXPECT(isNoticed(*all[0], handles[victim]));
+    }
+    EXPECT(!endpoint.isLost(handles[2]));
+    EXPECT(!endpoint.isLost(handles[4]));
+    // It is asked for nothing that it answers until a text is sent.
+    all[4].reset();
+    EXPECT_OK(endpoint.send(handles[4], "hello"));
+    EXPECT(isNoticed(*all[0], handles[4]));
+    for (const Status& status : formAll(all, {0, 2}, 1)) EXPECT_OK(status);
+    expectSums(all, {0, 2});
+    // Texts still arrive.
+    EXPECT_OK(endpoint.send(handles[2], "again"));
+    EXPECT(receive(*all[2], 1) == std::vector<std::string>{"again"});
+  }
+}

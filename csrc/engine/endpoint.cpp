@@ -113,9 +113,9 @@ Status Endpoint::send(const std::string& handle, const std::string& text) {
 }
 
 std::vector<std::string> Endpoint::receive(std::chrono::milliseconds atMost) {
-  const Listening listening(*engine_);
   std::vector<std::string> texts = reception_->takeTexts();
-  if (!texts.empty()) return texts;
+  if (!texts.empty() || atMost.count() == 0) return texts;
+  const Listening listening(*engine_);
   news_.wait(atMost);
   engine_->mesh()->progress();
   engine_->mesh()->checkProcesses();

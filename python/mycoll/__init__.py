@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Window,
     )
     from mycoll._log import log_to_python
+    from mycoll.elastic import ElasticGroup
     from mycoll.groups import Endpoint, process_group
     from mycoll.launch import SpawnError, spawn
     from mycoll.memory import deregister_mem_pool, nccl_mem_pool, register_mem_pool
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArgumentError",
+    "ElasticGroup",
     "Endpoint",
     "Options",
     "PutOptions",
@@ -61,6 +63,7 @@ __all__ = [
 
 # The modules of names that are imported when they are used first.
 _MODULES = {
+    "ElasticGroup": "mycoll.elastic",
     "Endpoint": "mycoll.groups",
     "SpawnError": "mycoll.launch",
     "deregister_mem_pool": "mycoll.memory",

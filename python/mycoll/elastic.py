@@ -1,0 +1,338 @@
+"""Groups that continue when ranks are lost, and that others can join: `mycoll.ElasticGroup`.
+
+The processes agree on the next group by texts between their endpoints:
+
+    join   to the leader: this process takes part, and knows these newcomers
+    call   from the leader to the ranks of its last group and to newcomers, which answer with a join
+    list   from the leader to those that have joined: the handles of the next group, by rank
+
+The leader is the lowest rank of the last group that is not lost. It waits until each other rank has
+joined or is lost. A process that is in no group yet sends its join to all processes whose handles it
+has. They remember it as a newcomer, until a group is made in which it is.
+
+If the connection between the two lowest ranks breaks, both lead. The others follow the lower one,
+and the other one fails at its deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import DistBackendError, DistStoreError, ReduceOp
+from torch.distributed.constants import default_pg_timeout
+
+from mycoll._log import log
+from mycoll.groups import Endpoint
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
+
+    from mycoll._C import Options
+
+_TICK = timedelta(milliseconds=20)
+_RECOVERY = timedelta(seconds=60)
+# The leader waits so long for newcomers when all ranks are there.
+_NEWCOMERS = 1.0
+# The longest wait for the processes on the list, which are all waiting for it.
+_FORM = timedelta(seconds=10)
+# The longest wait for a process that has its number in the store, and not yet published its handle.
+_TO_PUBLISH = timedelta(seconds=5)
+# Parts of the timeout: after which another process leads, as the leader does not answer, and after
+# which the leader continues without ranks that are not lost and have not joined.
+_SILENT, _LATE = 0.25, 0.75
+
+
+class ElasticGroup:
+    """A group that continues when ranks are lost, and that other processes can join.
+
+    No process and no store is needed in every group: any rank may be lost, rank 0 among them. Each
+    time the ranks change, `group` is another ProcessGroup, with new ranks: those that stay keep
+    their order, and newcomers follow them. Objects that hold the group before, such as
+    DistributedDataParallel, are made again.
+
+    Args:
+        store: Where processes find each other. It is used only while this object is made, and may
+            end afterwards.
+        min_ranks: A group has at least so many ranks. More than half of the ranks: two parts of a
+            divided network cannot both continue.
+        ranks: How many processes the first group waits for; min_ranks by default.
+        handles: Instead of a store, or beside it: handles of one or more members.
+        name: The same on all processes; it appears in messages.
+        timeout: For the first group, and for each operation.
+        pg_options: As for init_process_group.
+
+    Attributes:
+        handle: What another process needs to join through this one. It is secret: see Endpoint.
+
+    Example::
+
+        members = mycoll.ElasticGroup(store, min_ranks=2, ranks=4)
+        while step < steps:
+            try:
+                members.admit()
+                dist.all_reduce(gradient, group=members.group)
+            except dist.DistBackendError:
+                members.recover()
+                continue
+            step += 1
+    """
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        min_ranks: int = 1,
+        ranks: int | None = None,
+        handles: Sequence[str] = (),
+        name: str = "elastic",
+        timeout: timedelta = default_pg_timeout,
+        pg_options: Options | None = None,
+    ) -> None:
+        if min_ranks < 1 or (ranks is not None and ranks < min_ranks):
+            raise ValueError(f"min_ranks is at least 1, and ranks at least min_ranks ({min_ranks})")
+        self._min_ranks = min_ranks
+        self._pg_options = pg_options
+        self._endpoint = Endpoint(name=name, timeout=timeout)
+        self._native = self._endpoint._native
+        self.handle: str = self._endpoint.handle
+        self._group: ProcessGroup | None = None
+        self._generation = 0
+        self._used = 0  # the highest number of a group that this process was asked to form
+        self._newcomers: list[str] = []
+        self._calls: dict[str, dict[str, Any]] = {}  # the latest of each process that leads
+        self._why = ""
+        known = [*handles, *(_publish(store, self.handle) if store is not None else ())]
+        # The processes that this one knows. In a group: its ranks, in order.
+        self._members = [*dict.fromkeys(each for each in known if each != self.handle), self.handle]
+        self._meet(ranks or min_ranks, timeout)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group as it is now, for the functions of torch.distributed."""
+        if self._group is None:
+            raise DistBackendError("the group has failed and was not recovered, or was closed")
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in `group`."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of `group`."""
+        return self.group.size()
+
+    @property
+    def generation(self) -> int:
+        """A number of `group`: the same on all its ranks, and higher than that of earlier groups."""
+        return self._generation
+
+    def recover(self, timeout: timedelta = _RECOVERY) -> None:
+        """Makes a group of the ranks that are left, and of newcomers.
+
+        All ranks call it when an operation has failed on any of them: it ends the group before, so
+        that operations of the other ranks fail, too. Data that an operation was to change when it
+        failed may be changed in part, and differently on each rank.
+
+        Args:
+            timeout: For the whole call. Ranks that are alive but do not call it are left out.
+
+        Raises:
+            torch.distributed.DistBackendError: Fewer than `min_ranks` have called it.
+        """
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        self._meet(self._min_ranks, timeout)
+
+    def admit(self, timeout: timedelta = _RECOVERY) -> bool:
+        """Includes the processes that wait to join, if there are any.
+
+        A collective: all ranks call it at the same point of their programs, for instance before
+        each step. Without newcomers it is an all_reduce of one number.
+
+        Returns:
+            Whether the group is another one now.
+
+        Raises:
+            torch.distributed.DistBackendError: A rank was lost; call `recover()`.
+        """
+        self._read(timedelta(0))
+        count = torch.tensor([len(self._newcomers)])
+        _all_reduce_max(self.group, count)
+        if count.item() == 0:
+            return False
+        before, self._group = self.group, None
+        try:
+            self._meet(self._min_ranks, timeout)
+        finally:
+            before.abort()
+        return True
+
+    def close(self) -> None:
+        """Leaves the group. The other ranks can `recover()` without this process."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+        self._endpoint = self._native = None  # type: ignore[assignment]
+
+    # ---- agreement
+
+    def _meet(self, needed: int, timeout: timedelta) -> None:
+        began = time.monotonic()
+        while not self._attempt(needed, began, timeout.total_seconds()):
+            pass
+
+    def _attempt(self, needed: int, began: float, seconds: float) -> bool:
+        """Returns False if the processes on a list could not form the group."""
+        self._native.watch([*self._members, *self._newcomers])
+        number = 0  # of the group that this process makes if it leads
+        called: dict[str, float] = {}
+        present: set[str] = set()
+        silent: set[str] = set()
+        joined, answered = "", 0  # the leader that has this process's join, and its latest number
+        known = 0  # newcomers in that join
+        following_since = time.monotonic()
+        while True:
+            now = time.monotonic()
+            alive = [each for each in self._members if not self._is_lost(each)]
+            silent -= self._calls.keys()
+            leader = self._leader([each for each in alive if each not in silent])
+            if leader == self.handle:
+                if number <= self._used:
+                    number = self._used + 1
+                    called.clear()
+                    present = {self.handle}
+                candidates = [*alive, *self._newcomers]
+                for each in candidates:
+                    if each != self.handle and each not in called:
+                        called[each] = now
+                        self._send(each, "call", number=number)
+                is_late = now - began > _LATE * seconds
+                chosen = [each for each in candidates if each in present]
+                is_waiting = any(
+                    not is_late if each in alive else now - called[each] < _NEWCOMERS
+                    for each in candidates
+                    if each not in present
+                )
+                if not is_waiting and len(chosen) >= (self._min_ranks if is_late else needed):
+                    for each in chosen[1:]:
+                        self._send(each, "list", number=number, handles=chosen)
+                    return self._form(number, chosen)
+            else:
+                call = self._calls.get(leader)
+                answer = call["number"] if call else 0
+                if leader != joined:
+                    following_since = now
+                # Also without a call: if the leader is lost, that is known once the join is sent.
+                if (leader, answer, len(self._newcomers)) != (joined, answered, known):
+                    joined, answered, known = leader, answer, len(self._newcomers)
+                    self._send(leader, "join", answers=answer)
+                if not call and now - following_since > _SILENT * seconds:
+                    silent.add(leader)
+            if now - began > seconds:
+                raise DistBackendError(self._explain(needed, seconds, leader, len(present)))
+            for text in self._read(_TICK):
+                if text["kind"] == "join":
+                    self._used = max(self._used, text["used"])
+                    if text["answers"] == number:
+                        present.add(text["from"])
+                elif text["from"] == leader and text["number"] > self._used:
+                    return self._form(text["number"], text["handles"])
+
+    def _leader(self, alive: list[str]) -> str:
+        """The process to follow. One that knows more groups comes before the ranks known here."""
+        is_new = self._generation == 0
+        ahead = {
+            call["generation"]: each
+            for each, call in self._calls.items()
+            if (call["generation"] > self._generation or (is_new and each not in self._members))
+            and not self._is_lost(each)
+        }
+        return ahead[max(ahead)] if ahead else alive[0]
+
+    def _form(self, number: int, handles: list[str]) -> bool:
+        self._used = number
+        self._calls = {each: call for each, call in self._calls.items() if call["number"] > number}
+        try:
+            group = self._endpoint.form(number, handles, timeout=_FORM, pg_options=self._pg_options)
+        except DistBackendError as error:
+            self._why = f"; the latest attempt: {error}"
+            return False
+        self._group = group
+        self._generation = number
+        self._members = handles
+        self._newcomers = [each for each in self._newcomers if each not in handles]
+        self._native.watch([*handles, *self._newcomers])
+        self._why = ""
+        log.info("elastic group %d: rank %d of %d", number, self.rank, self.size)
+        return True
+
+    def _is_lost(self, handle: str) -> bool:
+        return handle != self.handle and bool(self._native.is_lost(handle))
+
+    def _send(self, to: str, kind: str, **more: Any) -> None:
+        text = {"kind": kind, "from": self.handle, "generation": self._generation, **more}
+        if kind == "join":
+            text |= {"used": self._used, "newcomers": self._newcomers}
+        self._native.send(to, json.dumps(text))
+
+    def _read(self, timeout: timedelta) -> list[dict[str, Any]]:
+        """Notes calls and newcomers; returns the other texts."""
+        others = []
+        for each in self._native.receive(timeout):
+            text = json.loads(each)
+            source = text["from"]
+            if text["kind"] == "call" and text["number"] > self._used:
+                self._calls[source] = text
+            elif text["kind"] == "call":
+                self._note(source)  # it has missed the latest group
+            else:
+                others.append(text)
+            if text["kind"] == "join":
+                for newcomer in (source, *text["newcomers"]):
+                    self._note(newcomer)
+        self._newcomers = [each for each in self._newcomers if not self._is_lost(each)]
+        return others
+
+    def _note(self, newcomer: str) -> None:
+        if newcomer not in self._newcomers and newcomer not in self._members:
+            self._newcomers.append(newcomer)
+            self._native.watch([*self._members, *self._newcomers])
+
+    def _explain(self, needed: int, seconds: float, leader: str, present: int) -> str:
+        if leader == self.handle:
+            what = f"{present} processes are there, of at least {needed}"
+        else:
+            what = "the rank that makes the next group does not include this process"
+        return f"elastic group: timeout after {seconds:g} s: {what}{self._why}"
+
+
+def _publish(store: Store, handle: str) -> list[str]:
+    """Publishes the handle; returns those of the processes that have done so before."""
+    number = store.add("mycoll/members", 1)
+    store.set(f"mycoll/member/{number}", handle)
+    found = []
+    for other in range(1, number):
+        key = f"mycoll/member/{other}"
+        try:
+            store.wait([key], _TO_PUBLISH)
+        except DistStoreError:
+            continue  # it has ended before it could
+        found.append(store.get(key).decode())
+    return found
+
+
+def _all_reduce_max(group: ProcessGroup, tensor: torch.Tensor) -> None:
+    from torch._C._distributed_c10d import AllreduceOptions
+
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp.MAX
+    group.allreduce([tensor], options).wait()

@@ -452,7 +452,7 @@ PYBIND11_MODULE(_C, module) {
             mycoll::throwIfFailed(self.watch(handles));
           },
           py::arg("handles"), py::call_guard<py::gil_scoped_release>())
-      .def("is_lost", &mycoll::Endpoint::isLost, py::arg("handle"),
+      .def("loss_of", &mycoll::Endpoint::lossOf, py::arg("handle"),
            py::call_guard<py::gil_scoped_release>());
 
   py::class_<MycollBackend, NoGilPtr<MycollBackend>, c10d::Backend>(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/sanitize.h"
 #include "base/sha256.h"
 #include "engine/engine.h"
 #include "engine/formation.h"
@@ -98,7 +99,10 @@ Status Endpoint::link(const std::string& handle) {
   if (links_.contains(handle)) return Status();
   Handle receiver;
   std::unique_ptr<Invitation> link;
-  MYCOLL_RETURN_IF_ERROR(Handle::decode(handle, &receiver));
+  if (!Handle::decode(handle, &receiver).ok()) {
+    return Status(Code::kInvalidArgument, "'" + std::string(beginning(sanitized(handle), 40)) +
+                                              "' is not a handle of this version of mycoll");
+  }
   MYCOLL_RETURN_IF_ERROR(
       Invitation::open(engine_->mesh(), {receiver.address, nonceOfTexts(receiver)}, {}, &link));
   links_.emplace(handle, std::move(link));
@@ -133,10 +137,13 @@ Status Endpoint::watch(const std::vector<std::string>& handles) {
   return Status();
 }
 
-bool Endpoint::isLost(const std::string& handle) {
+std::string Endpoint::lossOf(const std::string& handle) {
   const MutexLock lock(mutex_);
   const auto found = links_.find(handle);
-  return found != links_.end() && found->second->hasFailed();
+  if (found == links_.end() || !found->second->hasFailed()) return "";
+  Handle lost;
+  (void)Handle::decode(handle, &lost);
+  return lost.address.describe() + " " + found->second->failure();
 }
 
 }  // namespace mycoll

@@ -60,10 +60,11 @@ class Endpoint {
   // The texts that have arrived since the last call. Waits for one, or for a process that ends, at
   // most for this time.
   std::vector<std::string> receive(std::chrono::milliseconds atMost);
-  // The processes that isLost() is to be asked about, beside those of send().
+  // The processes that lossOf() is to be asked about, beside those of later send().
   Status watch(const std::vector<std::string>& handles) EXCLUDES(mutex_);
-  // Whether this process has found that the other one has ended or cannot be reached.
-  bool isLost(const std::string& handle) EXCLUDES(mutex_);
+  // Not empty: this process has detected that the other one has ended or cannot be reached, and
+  // how.
+  std::string lossOf(const std::string& handle) EXCLUDES(mutex_);
 
  private:
   Endpoint(GroupOptions options, std::shared_ptr<Engine> engine);
@@ -78,7 +79,7 @@ class Endpoint {
   Mutex mutex_;
   std::set<int64_t> used_ GUARDED_BY(mutex_);
   News news_;
-  std::unique_ptr<Reception> reception_;  // of texts
+  std::unique_ptr<Reception> reception_;                                         // of texts
   std::map<std::string, std::unique_ptr<Invitation>> links_ GUARDED_BY(mutex_);  // by handle
 };
 

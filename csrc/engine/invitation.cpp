@@ -154,7 +154,7 @@ Status Invitation::open(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
   Invitation& invitation = **result;
   if (isToItself) {
     IoLock lock(invitation.mailbox_.ioMutex());
-    invitation.fail(/*isRefused=*/true);
+    invitation.fail(/*isRefused=*/true, "is this process");
     return Status();
   }
   invitation.mailbox_.open();
@@ -183,10 +183,19 @@ void Invitation::handle(const Event& event) {
   const bool isRefused = std::holds_alternative<RankLeft>(event) ||
                          (frame && frame->header.kind == FrameKind::kGoodbye);
   const auto* const lost = std::get_if<PeerLost>(&event);
-  if (isRefused || (lost && lost->uid == mailbox_.group().peers[kReceiver].uid)) fail(isRefused);
+  if (isRefused) return fail(isRefused, "has left");
+  if (lost && lost->uid == mailbox_.group().peers[kReceiver].uid) {
+    fail(isRefused, lost->loss.describe());
+  }
 }
 
-void Invitation::fail(bool isRefused) {
+std::string Invitation::failure() {
+  IoLock lock(mailbox_.ioMutex());
+  return failure_;
+}
+
+void Invitation::fail(bool isRefused, const std::string& why) {
+  if (failure_.empty()) failure_ = why;
   hasFailed_.store(true, std::memory_order_release);
   if (!isRefused || !mailbox_.isPresent(kReceiver)) return;
   mailbox_.setAbsent(kReceiver, Status(Code::kPeerLost, "it is in no group"), false);

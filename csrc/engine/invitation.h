@@ -118,17 +118,20 @@ class Invitation final : public EventHandler {
 
   // Whether the process has no such reception any more, or cannot be reached.
   bool hasFailed() const { return hasFailed_.load(std::memory_order_acquire); }
+  // Why, after "rank 3 (node1:4712) "; empty if it has not failed.
+  std::string failure();
   // Whether it has been passed to the link, or never will be.
   bool isFlushed() { return hasFailed() || mailbox_.isFlushed(); }
 
  private:
   Invitation(std::shared_ptr<Mesh> mesh, GroupAddress address, std::function<void()> refused);
   void handle(const Event& event) override REQUIRES(ioRole);
-  void fail(bool isRefused) REQUIRES(ioRole);
+  void fail(bool isRefused, const std::string& why) REQUIRES(ioRole);
 
   Mailbox mailbox_;
   const std::function<void()> refused_;
   std::atomic<bool> hasFailed_{false};
+  std::string failure_ GUARDED_BY(ioRole);
 };
 
 }  // namespace mycoll

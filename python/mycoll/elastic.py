@@ -73,14 +73,17 @@ class ElasticGroup:
     Example::
 
         members = mycoll.ElasticGroup(store, min_ranks=2, ranks=4)
+        generation = 0
         while step < steps:
             try:
+                if generation != members.generation:
+                    step = share_state(model, step, members.group)
+                    generation = members.generation
+                train(model, members.group)
+                step += 1
                 members.admit()
-                dist.all_reduce(gradient, group=members.group)
             except dist.DistBackendError:
                 members.recover()
-                continue
-            step += 1
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class ElasticGroup:
         self._used = 0  # the highest number of a group that this process was asked to form
         self._newcomers: list[str] = []
         self._calls: dict[str, dict[str, Any]] = {}  # the latest of each process that leads
-        self._why = ""
+        self._why: list[str] = []
         known = [*handles, *(_publish(store, self.handle) if store is not None else ())]
         # The processes that this one knows. In a group: its ranks, in order.
         self._members = [*dict.fromkeys(each for each in known if each != self.handle), self.handle]
@@ -155,8 +158,9 @@ class ElasticGroup:
     def admit(self, timeout: timedelta = _RECOVERY) -> bool:
         """Includes the processes that wait to join, if there are any.
 
-        A collective: all ranks call it at the same point of their programs, for instance before
-        each step. Without newcomers it is an all_reduce of one number.
+        A collective: all ranks call it at the same point of their programs, for instance after each
+        step. Without newcomers it is an all_reduce of one number. Newcomers continue after the call
+        that made their ElasticGroup, when the others continue after this one.
 
         Returns:
             Whether the group is another one now.
@@ -264,19 +268,19 @@ class ElasticGroup:
         try:
             group = self._endpoint.form(number, handles, timeout=_FORM, pg_options=self._pg_options)
         except DistBackendError as error:
-            self._why = f"; the latest attempt: {error}"
+            self._why = [f"the latest attempt: {error}"]
             return False
         self._group = group
         self._generation = number
         self._members = handles
         self._newcomers = [each for each in self._newcomers if each not in handles]
         self._native.watch([*handles, *self._newcomers])
-        self._why = ""
+        self._why = []
         log.info("elastic group %d: rank %d of %d", number, self.rank, self.size)
         return True
 
     def _is_lost(self, handle: str) -> bool:
-        return handle != self.handle and bool(self._native.is_lost(handle))
+        return handle != self.handle and self._native.loss_of(handle) != ""
 
     def _send(self, to: str, kind: str, **more: Any) -> None:
         text = {"kind": kind, "from": self.handle, "generation": self._generation, **more}
@@ -309,10 +313,13 @@ class ElasticGroup:
 
     def _explain(self, needed: int, seconds: float, leader: str, present: int) -> str:
         if leader == self.handle:
-            what = f"{present} processes are there, of at least {needed}"
+            what = f"{present} of at least {needed} processes are there"
         else:
             what = "the rank that makes the next group does not include this process"
-        return f"elastic group: timeout after {seconds:g} s: {what}{self._why}"
+        losses = filter(None, map(self._native.loss_of, self._members))
+        return "; ".join(
+            [f"elastic group: timeout after {seconds:g} s: {what}", *losses, *self._why]
+        )
 
 
 def _publish(store: Store, handle: str) -> list[str]:

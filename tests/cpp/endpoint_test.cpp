@@ -196,8 +196,7 @@ TEST(Endpoint, aDeadRankIsNamed) {
     const bool isKnown = i & 4, isOnHosts = i & 8;
     Processes all;
     for (int rank = 0; rank < 4; ++rank) {
-      all.push_back(
-          std::make_unique<Process>(isOnHosts ? " host " + std::to_string(rank) : ""));
+      all.push_back(std::make_unique<Process>(isOnHosts ? " host " + std::to_string(rank) : ""));
     }
     if (isKnown) {
       for (const Status& status : formAll(all, {0, 1, 2, 3}, 0)) EXPECT_OK(status);
@@ -265,10 +264,10 @@ std::vector<std::string> receive(Process& process, size_t count) {
 
 bool isNoticed(Process& process, const std::string& handle) {
   const Deadline end = Deadline::after(milliseconds(10'000));
-  while (!process.endpoint->isLost(handle) && !end.expired()) {
+  while (process.endpoint->lossOf(handle).empty() && !end.expired()) {
     (void)process.endpoint->receive(milliseconds(50));
   }
-  return process.endpoint->isLost(handle);
+  return !process.endpoint->lossOf(handle).empty();
 }
 
 }  // namespace
@@ -289,8 +288,8 @@ TEST(Endpoint, textsArriveInOrder) {
         return;
       }
       for (int i = 0; i < kTexts; ++i) {
-        EXPECT_OK(all[sender]->endpoint->send(receiver.endpoint->handle(),
-                                              std::string(1 + 1000 * i, static_cast<char>(sender))));
+        EXPECT_OK(all[sender]->endpoint->send(
+            receiver.endpoint->handle(), std::string(1 + 1000 * i, static_cast<char>(sender))));
       }
     });
   }
@@ -307,12 +306,12 @@ TEST(Endpoint, lostProcessesAreKnown) {
     EXPECT_OK(endpoint.send(handles[3], "hello"));
     EXPECT(receive(*all[3], 1) == std::vector<std::string>{"hello"});
     for (const int victim : {1, 3}) {
-      EXPECT(!endpoint.isLost(handles[victim]));
+      EXPECT_EQ(endpoint.lossOf(handles[victim]), "");
       all[victim].reset();
       EXPECT(isNoticed(*all[0], handles[victim]));
     }
-    EXPECT(!endpoint.isLost(handles[2]));
-    EXPECT(!endpoint.isLost(handles[4]));
+    EXPECT_EQ(endpoint.lossOf(handles[2]), "");
+    EXPECT_EQ(endpoint.lossOf(handles[4]), "");
     // It is asked for nothing that it answers until a text is sent.
     all[4].reset();
     EXPECT_OK(endpoint.send(handles[4], "hello"));

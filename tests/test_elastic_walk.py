@@ -1,0 +1,172 @@
+"""mycoll.ElasticGroup: processes that are killed, stopped, started and closed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import mycoll
+import pytest
+import torch
+import torch.distributed as dist
+from worlds.elastic_walk import Walk, walk
+from worlds.threads import on_all
+
+pytestmark = pytest.mark.usefixtures("mycoll_only")
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def total(members: mycoll.ElasticGroup, value: float) -> float:
+    x = torch.full((1000,), value)
+    dist.all_reduce(x, group=members.group)
+    return float(x[0])
+
+
+def test_any_walk() -> None:
+    seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
+    print("seed", seed)
+    walk(seed, 8, 4, timeout=TIMEOUT)
+
+
+def test_the_store_may_end_and_rank_zero_too(free_port: int) -> None:
+    """The store's process is killed first, then rank 0, then two at once. Newcomers use handles."""
+    command = (
+        "import torch.distributed as dist, time;"
+        f"store = dist.TCPStore('127.0.0.1', {free_port}, is_master=True, wait_for_workers=False);"
+        "print('there', flush=True); time.sleep(600)"
+    )
+    server = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    crew = Walk(store=("127.0.0.1", free_port), min_ranks=4, ranks=5, timeout=TIMEOUT)
+    try:
+        assert server.stdout.readline() == "there\n"
+        crew.start(5)
+        crew.settle()
+        server.kill()
+        server.wait()
+        crew.kill([0])
+        crew.settle()
+        del crew.options["store"]
+        crew.start(2, through=[3])
+        crew.settle()
+        crew.kill([1, 4])
+        crew.settle()
+    finally:
+        server.kill()
+        server.stdout.close()
+        crew.end()
+
+
+def test_a_stopped_rank_is_left_out_and_joins_again() -> None:
+    crew = Walk(timeout=timedelta(seconds=1), recovery=4.0)
+    crew.options["min_ranks"] = 1
+    try:
+        crew.start(1)
+        crew.settle()
+        crew.start(2, through=[0])
+        crew.settle()
+        for stopped in (2, 0):  # the second time it is the rank that would lead
+            crew.signal(stopped, signal.SIGSTOP)
+            crew.settle(without=[stopped])
+            crew.signal(stopped, signal.SIGCONT)
+            crew.settle()
+    finally:
+        crew.end()
+
+
+def test_another_secret_is_not_admitted(tmp_path: Path) -> None:
+    secrets = [tmp_path / name for name in ("right", "wrong")]
+    for path in secrets:
+        path.write_text(path.name * 8)
+    right, wrong = ({"MYCOLL_SECRET_FILE": str(path)} for path in secrets)
+    crew = Walk(min_ranks=1, timeout=TIMEOUT)
+    try:
+        crew.start(1, **right)
+        crew.settle()
+        crew.options.update(min_ranks=2, timeout=timedelta(seconds=2))
+        (stranger,) = crew.start(1, through=[0], **wrong)
+        error = crew.receive(stranger)
+        assert "1 of at least 2 processes are there" in error
+        assert "could not prove" in error
+        crew.kill([stranger])
+        crew.options.update(timeout=TIMEOUT)
+        crew.start(1, through=[0], **right)
+        crew.settle()
+    finally:
+        crew.end()
+
+
+def test_too_few_ranks_are_an_error() -> None:
+    store = dist.HashStore()
+    both = on_all(
+        lambda _: mycoll.ElasticGroup(store, min_ranks=2, timeout=timedelta(seconds=30)), 2
+    )
+    assert on_all(lambda i: total(both[i], 1.0), 2) == [2.0, 2.0]
+    both[0].close()
+    with pytest.raises(dist.DistBackendError, match="left the group"):
+        total(both[1], 1.0)
+    began = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="1 of at least 2 processes are there"):
+        both[1].recover(timedelta(seconds=1))
+    assert time.monotonic() - began < 30
+    with pytest.raises(dist.DistBackendError, match="was not recovered, or was closed"):
+        both[1].admit()
+    # It is not too late for another one.
+    third: list[mycoll.ElasticGroup] = []
+
+    def join(i: int) -> float:
+        if i == 0:
+            both[1].recover(timedelta(seconds=30))
+            return total(both[1], 1.0)
+        third.append(
+            mycoll.ElasticGroup(
+                handles=[both[1].handle], min_ranks=2, timeout=timedelta(seconds=30)
+            )
+        )
+        return total(third[0], 2.0)
+
+    assert on_all(join, 2) == [3.0, 3.0]
+    assert (both[1].rank, third[0].rank) == (0, 1)
+
+
+def test_processes_find_each_other_through_any_member() -> None:
+    """Each process knows only the one before it."""
+    members: list[mycoll.ElasticGroup] = []
+    handles = [threading.Event() for _ in range(4)]
+    known: list[str] = []
+
+    class Watched(mycoll.ElasticGroup):
+        def _meet(self, needed: int, timeout: timedelta) -> None:
+            known.append(self.handle)
+            handles[len(known) - 1].set()
+            super()._meet(needed, timeout)
+
+    def start(i: int) -> mycoll.ElasticGroup:
+        if i > 0:
+            assert handles[i - 1].wait(20)
+        return Watched(
+            handles=known[i - 1 : i], min_ranks=4, ranks=4, timeout=timedelta(seconds=30)
+        )
+
+    members = on_all(start, 4)
+    assert on_all(lambda i: total(members[i], float(i)), 4) == [6.0] * 4
+    assert members[0].generation == members[3].generation
+    for each in members:
+        each.close()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="min_ranks"):
+        mycoll.ElasticGroup(min_ranks=0)
+    with pytest.raises(ValueError, match="ranks at least min_ranks"):
+        mycoll.ElasticGroup(min_ranks=3, ranks=2)
+    with pytest.raises(mycoll.ArgumentError, match="'gloo:0' is not a handle"):
+        mycoll.ElasticGroup(handles=["gloo:0"])

@@ -168,5 +168,5 @@ def test_wrong_arguments_are_refused() -> None:
         mycoll.ElasticGroup(min_ranks=0)
     with pytest.raises(ValueError, match="ranks at least min_ranks"):
         mycoll.ElasticGroup(min_ranks=3, ranks=2)
-    with pytest.raises(mycoll.ArgumentError, match="'gloo:0' is not a handle"):
+    with pytest.raises(mycoll.ArgumentError, match="not a handle of this version"):
         mycoll.ElasticGroup(handles=["gloo:0"])

@@ -52,6 +52,22 @@ def test_example(name, words):
     assert words in two_ranks(EXAMPLES / name)
 
 
+def test_elastic():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "elastic.py"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[mycoll")]
+    steps = [re.fullmatch(r"step (\d+): (\d) ranks", line) for line in lines]
+    assert [found[2] for found in steps if found] == ["4", "2", "3", "3"], done.stdout
+    assert lines[-1].startswith("done: all ranks have the same parameters")
+
+
 def program_of_readme() -> str:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     assert len(blocks) == 1

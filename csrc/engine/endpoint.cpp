@@ -100,8 +100,8 @@ Status Endpoint::link(const std::string& handle) {
   Handle receiver;
   std::unique_ptr<Invitation> link;
   if (!Handle::decode(handle, &receiver).ok()) {
-    return Status(Code::kInvalidArgument, "'" + std::string(beginning(sanitized(handle), 40)) +
-                                              "' is not a handle of this version of mycoll");
+    const std::string start(beginning(sanitized(handle), 40));
+    return Status(Code::kInvalidArgument, "not a handle of this version of mycoll: " + start);
   }
   MYCOLL_RETURN_IF_ERROR(
       Invitation::open(engine_->mesh(), {receiver.address, nonceOfTexts(receiver)}, {}, &link));

@@ -6,12 +6,15 @@ The processes agree on the next group by texts between their endpoints:
     call   from the leader to the ranks of its last group and to newcomers, which answer with a join
     list   from the leader to those that have joined: the handles of the next group, by rank
 
-The leader is the lowest rank of the last group that is not lost. It waits until each other rank has
-joined or is lost. A process that is in no group yet sends its join to all processes whose handles it
-has. They remember it as a newcomer, until a group is made in which it is.
+Then they form the group (Endpoint.form). If that fails, they begin again.
 
-If the connection between the two lowest ranks breaks, both lead. The others follow the lower one,
-and the other one fails at its deadline.
+The leader is the lowest rank of the last group that is not lost. It waits until each other rank has
+answered or is lost. A process that is in no group yet takes those that it knows for the last group,
+and sends its join to the first one. A rank that is not recovering remembers it as a newcomer.
+
+Groups have numbers. A process that is called by the leader of a later group than its own has missed
+groups, and follows. If the connection between the two lowest ranks breaks, both lead. The others
+follow the lower one, and the other one fails at its deadline.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import DistBackendError, DistStoreError, ReduceOp
+import torch.distributed as dist
+from torch.distributed import DistBackendError, DistStoreError
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll._log import log
@@ -134,7 +138,7 @@ class ElasticGroup:
 
     @property
     def generation(self) -> int:
-        """A number of `group`: the same on all its ranks, and higher than that of earlier groups."""
+        """The number of `group`: the same on all its ranks, and higher with each group."""
         return self._generation
 
     def recover(self, timeout: timedelta = _RECOVERY) -> None:
@@ -170,7 +174,7 @@ class ElasticGroup:
         """
         self._read(timedelta(0))
         count = torch.tensor([len(self._newcomers)])
-        _all_reduce_max(self.group, count)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=self.group)
         if count.item() == 0:
             return False
         before, self._group = self.group, None
@@ -335,11 +339,3 @@ def _publish(store: Store, handle: str) -> list[str]:
             continue  # it has ended before it could
         found.append(store.get(key).decode())
     return found
-
-
-def _all_reduce_max(group: ProcessGroup, tensor: torch.Tensor) -> None:
-    from torch._C._distributed_c10d import AllreduceOptions
-
-    options = AllreduceOptions()
-    options.reduceOp = ReduceOp.MAX
-    group.allreduce([tensor], options).wait()

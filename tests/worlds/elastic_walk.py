@@ -35,7 +35,8 @@ def member(
     try:
         members = mycoll.ElasticGroup(handles=handles, **options)
     except dist.DistBackendError as error:
-        return pipe.send(str(error))
+        pipe.send(str(error))
+        return
     pipe.send(members.handle)
     reported = 0
     while True:
@@ -163,10 +164,10 @@ def walk(seed: int, steps: int, most: int, **options: Any) -> list[float]:
             if killed:
                 began = crew.kill(killed)
                 taken.append(crew.settle() - began)
-            elif kind == "close" and len(crew.living) > 1:
-                crew.close(chance.choice(sorted(crew.living)))
+            elif len(crew.living) > len(survivors):
                 crew.settle()
-            elif kind in ("start", "both") or len(survivors) < 2:
+            if kind == "close" and len(crew.living) > 1:
+                crew.close(chance.choice(sorted(crew.living)))
                 crew.settle()
         return taken
     finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import subprocess
 import sys
@@ -18,41 +16,14 @@ import torch
 import torch.distributed as dist
 from faults.harness import SUITE_PATIENCE, Seen, answers, attempt, kill_one
 from test_random_walk import walk
+from worlds.elastic_walk import Walk
+from worlds.hosts import enter, ip, join, namespaces
 from worlds.smoke import smoke
 from worlds.worker import Ctx
 
-CLONE_NEWNET = 0x40000000
 SUITE_TIMEOUT = timedelta(seconds=40)
 PORT = 29_731  # nobody else is in these namespaces
 ADDRESSES = {"ipv4": ("10.213.0.1", "10.213.0.2"), "ipv6": ("fd21:3::1", "fd21:3::2")}
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def namespaces(*letters: str) -> Iterator[tuple[str, ...]]:
-    """Named after these letters and this process, with a loopback; removed at the end. Skips the
-    test where they, or what its body does with them, cannot be made."""
-    names = tuple(f"mycoll-{each}-{os.getpid()}" for each in letters)
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    except (OSError, subprocess.CalledProcessError) as error:
-        text = getattr(error, "stderr", "") or str(error)
-        pytest.skip(f"network namespaces cannot be made here: {text.strip()}")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def join(names: tuple[str, ...], link: str) -> None:
-    """By a pair of interfaces of this name."""
-    ip("link", "add", link, "netns", names[0], "type", "veth", "peer", "name", link,
-       "netns", names[1])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +35,6 @@ def hosts() -> Iterator[tuple[str, ...]]:
             ip("-n", name, "addr", "add", f"{ADDRESSES['ipv6'][i]}/64", "dev", "veth0", "nodad")
             ip("-n", name, "link", "set", "veth0", "up")
         yield names
-
-
-def enter(namespace: str) -> None:
-    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(fd, CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
-    os.close(fd)
 
 
 def sockets_inside_a_host(address: str) -> int:
@@ -240,6 +203,32 @@ def test_shm_between_hosts_is_refused(fresh, backend, hosts):
     """MYCOLL_TRANSPORT=shm where there is no shared memory: an error, not a hang or tcp."""
     for text in fresh(2, "shm", init=False).run(no_shared_memory, hosts):
         assert "shm" in text or "shared memory" in text, text
+
+
+def test_an_elastic_group_continues_where_most_ranks_are(mycoll_only, hosts):
+    """The network between the hosts fails. When it is back, new processes join."""
+    crew = Walk(min_ranks=1, timeout=SUITE_TIMEOUT, recovery=8.0)
+    common = {"MYCOLL_NETWORK_SECONDS": "1", "MYCOLL_SOCKET_IFNAME": "veth0"}
+    env = [{"NETWORK_NAMESPACE": name, **common} for name in hosts]
+    try:
+        crew.start(1, **env[0])
+        crew.settle()
+        crew.options["min_ranks"] = 3
+        crew.start(2, through=[0], **env[0])
+        crew.settle()
+        others = crew.start(2, through=[1], **env[1])
+        crew.settle()
+        ip("-n", hosts[0], "link", "set", "veth0", "down")
+        crew.settle(without=others)
+        for each in others:
+            assert "2 of at least 3 processes" in crew.error(each) or each != others[0]
+        ip("-n", hosts[0], "link", "set", "veth0", "up")
+        crew.kill(others)
+        crew.start(2, through=[1], **env[1])
+        crew.settle()
+    finally:
+        ip("-n", hosts[0], "link", "set", "veth0", "up")
+        crew.end()
 
 
 # ---- two network interfaces on each host ---------------------------------------------------------

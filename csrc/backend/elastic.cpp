@@ -8,12 +8,14 @@
 
 namespace mycoll {
 
-std::unique_ptr<Endpoint> MycollBackend::makeEndpoint(const std::string& name,
-                                                      Milliseconds timeout) {
+std::unique_ptr<Endpoint> MycollBackend::makeEndpoint(const std::string& name, Milliseconds timeout,
+                                                      const std::string& storeHost) {
   static std::atomic<int> made{0};
   checkTimeout(CallSite{"mycoll", 0, 1, &name}, timeout);
   std::unique_ptr<Endpoint> endpoint;
-  throwIfFailed(Endpoint::make(groupOptions(name, made.fetch_add(1), 1, timeout), &endpoint));
+  GroupOptions options = groupOptions(name, made.fetch_add(1), 1, timeout);
+  options.storeHost = storeHost;
+  throwIfFailed(Endpoint::make(std::move(options), &endpoint));
   return endpoint;
 }
 

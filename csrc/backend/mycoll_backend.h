@@ -67,7 +67,9 @@ class MycollBackend final : public c10d::Backend {
                                                   c10::intrusive_ptr<MycollOptions> options,
                                                   DeviceFactory makeDevice);
   // An endpoint for form(). Several of one name in a process are processes of their own to others.
-  static std::unique_ptr<Endpoint> makeEndpoint(const std::string& name, Milliseconds timeout);
+  // storeHost: as in GroupOptions.
+  static std::unique_ptr<Endpoint> makeEndpoint(const std::string& name, Milliseconds timeout,
+                                                const std::string& storeHost);
   // Forms a group: see Endpoint::form(). options: of this group.
   static c10::intrusive_ptr<MycollBackend> form(Endpoint& endpoint, int64_t number,
                                                 const std::vector<std::string>& handles,

@@ -424,7 +424,7 @@ PYBIND11_MODULE(_C, module) {
   py::class_<mycoll::Endpoint>(module, "Endpoint",
                                "A process that forms groups of others' handles.")
       .def(py::init(&MycollBackend::makeEndpoint), py::arg("name"), py::arg("timeout"),
-           py::call_guard<py::gil_scoped_release>())
+           py::arg("store_host"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("handle", &mycoll::Endpoint::handle)
       .def(
           "form",

@@ -105,7 +105,7 @@ class ElasticGroup:
             raise ValueError(f"min_ranks is at least 1, and ranks at least min_ranks ({min_ranks})")
         self._min_ranks = min_ranks
         self._pg_options = pg_options
-        self._endpoint = Endpoint(name=name, timeout=timeout)
+        self._endpoint = Endpoint(name=name, timeout=timeout, store=store)
         self._native = self._endpoint._native
         self.handle: str = self._endpoint.handle
         self._group: ProcessGroup | None = None

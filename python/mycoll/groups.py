@@ -73,6 +73,8 @@ class Endpoint:
     Args:
         name: The same on all ranks; it appears in messages.
         timeout: Of the operations of the groups, unless form() is given options.
+        store: Nothing is stored in it. As in init_process_group, its host decides which network
+            interface is used; without it, MYCOLL_SOCKET_IFNAME or the first interface.
 
     Example::
 
@@ -81,9 +83,17 @@ class Endpoint:
         group.allreduce([tensor]).wait()
     """
 
-    def __init__(self, *, name: str = "elastic", timeout: timedelta = default_pg_timeout) -> None:
+    def __init__(
+        self,
+        *,
+        name: str = "elastic",
+        timeout: timedelta = default_pg_timeout,
+        store: Store | None = None,
+    ) -> None:
         self._timeout = timeout
-        self._native = _create.prepare().Endpoint(name, timeout)
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        self._native = _create.prepare().Endpoint(name, timeout, getattr(store, "host", ""))
 
     @property
     def handle(self) -> str:

@@ -19,6 +19,8 @@ import mycoll
 import torch
 import torch.distributed as dist
 
+from worlds.hosts import enter
+
 PATIENCE = 60.0
 
 
@@ -27,6 +29,8 @@ def member(
 ) -> None:
     """Reports (generation, sum, rank, size, when) whenever the group is another one."""
     os.environ.update(env)
+    if "NETWORK_NAMESPACE" in env:
+        enter(env["NETWORK_NAMESPACE"])
     torch.set_num_threads(1)
     store = options.pop("store", None)
     if store is not None:
@@ -53,7 +57,11 @@ def member(
                 break
             members.admit(recovery)
         except dist.DistBackendError:
-            members.recover(recovery)
+            try:
+                members.recover(recovery)
+            except dist.DistBackendError as error:
+                pipe.send(str(error))
+                return
     members.close()
     pipe.send("closed")
 
@@ -88,6 +96,12 @@ class Walk:
         pipe = self.living[bit][1]
         assert pipe.poll(timeout), f"nothing from process {bit}"
         return pipe.recv()
+
+    def error(self, bit: int) -> str:
+        """Why the process has ended."""
+        while not isinstance(found := self.receive(bit), str) or "elastic group" not in found:
+            pass
+        return found
 
     def settle(self, without: Sequence[int] = ()) -> float:
         """Waits until all have the sum of all. Returns when the last one had it."""

@@ -169,7 +169,7 @@ status timeline metrics trace doctor
 bench.options bench.stats bench.result bench.plot bench.report bench.compare
 bench.machine bench.world bench.arena bench.clock bench.patterns bench.workload
 bench.collectives bench.pairwise bench.contenders bench.rounds
-bench.run bench.cli bench bench.__main__
+bench.run bench bench.__main__
 demo_training demo faults
 adapters adapters.torchft
 _registration __init__ __main__

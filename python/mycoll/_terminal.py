@@ -39,6 +39,18 @@ def wrapped(text: str, indent: int) -> list[str]:
     return lines or [""]
 
 
+def columns(cells: Sequence[str], sizes: Sequence[int]) -> str:
+    """One line of a table, with a space between cells.
+
+    Args:
+        cells: The texts.
+        sizes: The least width of each cell; a negative one aligns to the right.
+    """
+    return " ".join(
+        f"{text:{'<' if n >= 0 else '>'}{abs(n)}}" for text, n in zip(cells, sizes)
+    ).rstrip()
+
+
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """The lines of a table whose first row has the headings.
 
@@ -46,18 +58,14 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     the cells of that column are on lines of their own.
     """
     keep = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
-    *columns, last = keep
-    sizes = [max(len(row[i]) for row in rows) for i in columns]
-    room = width() - sum(sizes) - 2 * len(sizes)
-    is_below = any(len(row[last]) > room for row in rows)
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [row[i].ljust(size) for i, size in zip(columns, sizes)]
-        if is_below and number:
-            lines += ["  ".join(cells).rstrip(), *folded(" " * 6 + row[last])]
-        else:
-            lines.append("  ".join(cells if is_below else [*cells, row[last]]).rstrip())
-    return lines
+    last = keep[-1]
+    sizes = [1 + max(len(row[i]) for row in rows) for i in keep]
+    room = width() - sum(sizes[:-1]) - len(sizes[:-1])
+    if all(len(row[last]) <= room for row in rows):
+        return [columns([row[i] for i in keep], sizes) for row in rows]
+    short = [columns([row[i] for i in keep[:-1]], sizes) for row in rows]
+    below: list[list[str]] = [[], *(folded(" " * 6 + row[last]) for row in rows[1:])]
+    return [line for first, more in zip(short, below) for line in [first, *more]]
 
 
 def folded(sentence: str) -> list[str]:

@@ -28,6 +28,11 @@ def show_seconds(value: float) -> str:
     return f"{value / 60:.0f} min" if value < 6000 else f"{value / 3600:.1f} h"
 
 
+def show_microseconds(value: float) -> str:
+    """A number of microseconds without the unit, for the columns of a table: "3.20"."""
+    return f"{value:.{2 if value < 100 else 1 if value < 10000 else 0}f}"
+
+
 def parse_size(text: str) -> int:
     """Bytes from `8`, `64K`, `1.5M`, `1G` (powers of 1024, as in nccl-tests)."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)

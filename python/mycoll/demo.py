@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mycoll import launch
+from mycoll import bench, launch
 from mycoll._gloo import keep_names_honest
 from mycoll._terminal import Parser
-from mycoll.bench import cli
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     print("Collectives, in rounds in which the backends take turns:\n", flush=True)
     backends = dict.fromkeys([options.backend, "gloo"])
-    return cli.main(
+    return bench.main(
         ["all_reduce,broadcast,all_gather,all_to_all,barrier", "--backend", ",".join(backends)]
         + ["--nproc", str(options.ranks), "--rounds", str(options.rounds)]
         + ["-b", "4K", "-e", "16M", "-f", "64"]

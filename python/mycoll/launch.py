@@ -70,11 +70,7 @@ def spawn(
 
 
 def run_command(
-    name: str,
-    fn: Callable[..., int | None],
-    nprocs: int,
-    args: Sequence[Any],
-    backend: str,
+    name: str, fn: Callable[..., int | None], nprocs: int, args: Sequence[Any], backend: str
 ) -> int:
     """Runs a command on ranks that share the cores: one thread each, unless OMP_NUM_THREADS is set.
 

@@ -32,11 +32,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (
         "The larger of input and output of this rank, added up.",
         lambda c: c.bytes,
     ),
-    (
-        "mycoll_operation_seconds_total",
-        "Time from call to end, added up.",
-        lambda c: c.seconds,
-    ),
+    ("mycoll_operation_seconds_total", "Time from call to end, added up.", lambda c: c.seconds),
 )
 GAUGES: tuple[tuple[str, str, Callable[[Process, Group], float]], ...] = (
     (

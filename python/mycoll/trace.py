@@ -174,10 +174,7 @@ def _first_difference(name: str, members: dict[int, tuple[Process, Group]]) -> I
 
 
 def _difference(
-    name: str,
-    sequence: int,
-    here: dict[int, Operation],
-    members: dict[int, tuple[Process, Group]],
+    name: str, sequence: int, here: dict[int, Operation], members: dict[int, tuple[Process, Group]]
 ) -> Finding | None:
     said = Counter(signature(each) for each in here.values())
     if len(said) == 1:

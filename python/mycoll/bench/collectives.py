@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -43,7 +43,8 @@ class Setting:
     redop: dist.ReduceOp | dist.ReduceOp.RedOpType
     root: int
 
-    def parts_at_root(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    def at_root(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        """The parts of a tensor, by rank; None on other ranks than the root."""
         return list(tensor.chunk(self.world.size)) if self.world.rank == self.root else None
 
 
@@ -59,7 +60,6 @@ class Collective:
     target: str
     bus: Callable[[int], float]
     traffic: Callable[[int], float]
-    bind: Callable[[Setting], Call]
     check: Callable[[Setting, Pattern], int]
 
 
@@ -107,94 +107,45 @@ def _whole(io: Setting, pattern: Pattern) -> int:
     return pattern.wrong_reduced(io.target, 0)
 
 
-def _one(ranks: int) -> float:
-    return 1.0
+def _from_root(io: Setting, pattern: Pattern) -> int:
+    return pattern.wrong_copy(io.target, io.root)
 
 
-def _others(ranks: int) -> float:
-    return (ranks - 1) / ranks
+def _part_from_root(io: Setting, pattern: Pattern) -> int:
+    return pattern.wrong_copy(io.target, io.root, io.world.rank * io.target.numel())
 
 
-COLLECTIVES = {
-    "all_reduce": Collective(
-        "all",
-        "source",
-        lambda p: 2 * (p - 1) / p,
-        lambda p: 2 * p,
-        lambda io: partial(dist.all_reduce, io.source, op=io.redop, group=io.group),
-        _whole,
-    ),
-    "broadcast": Collective(
-        "all",
-        "source",
-        _one,
-        lambda p: p,
-        lambda io: partial(dist.broadcast, io.source, src=io.root, group=io.group),
-        lambda io, pattern: pattern.wrong_copy(io.target, io.root),
-    ),
-    "reduce": Collective(
-        "all",
-        "source",
-        _one,
-        lambda p: p + 1,
-        lambda io: partial(dist.reduce, io.source, dst=io.root, op=io.redop, group=io.group),
-        _at_root(_whole),
-    ),
-    "all_gather": Collective(
-        "part",
-        "all",
-        _others,
-        lambda p: p + 1,
-        lambda io: partial(_all_gather, io.target, io.source, group=io.group),
-        _all_parts,
-    ),
-    "reduce_scatter": Collective(
-        "all",
-        "part",
-        _others,
-        lambda p: p + 1,
-        lambda io: partial(_reduce_scatter, io.target, io.source, op=io.redop, group=io.group),
-        _reduced_part,
-    ),
-    "all_to_all": Collective(
-        "all",
-        "all",
-        _others,
-        lambda p: 2 * p,
-        lambda io: partial(dist.all_to_all_single, io.target, io.source, group=io.group),
-        _exchanged_parts,
-    ),
-    "gather": Collective(
-        "part",
-        "all",
-        _others,
-        lambda p: 2,
-        lambda io: partial(
-            dist.gather, io.source, io.parts_at_root(io.target), dst=io.root, group=io.group
-        ),
-        _at_root(_all_parts),
-    ),
-    "scatter": Collective(
-        "all",
-        "part",
-        _others,
-        lambda p: 2,
-        lambda io: partial(
-            dist.scatter, io.target, io.parts_at_root(io.source), src=io.root, group=io.group
-        ),
-        lambda io, pattern: pattern.wrong_copy(
-            io.target, io.root, io.world.rank * io.target.numel()
-        ),
-    ),
-    "sendrecv": Collective(
-        "all",
-        "all",
-        _one,
-        lambda p: 2 * p,
-        _sendrecv,
-        lambda io, pattern: pattern.wrong_copy(io.target, (io.world.rank - 1) % io.world.size),
-    ),
+def _from_previous(io: Setting, pattern: Pattern) -> int:
+    return pattern.wrong_copy(io.target, (io.world.rank - 1) % io.world.size)
+
+
+_ONE, _OTHERS = (lambda p: 1.0), (lambda p: (p - 1) / p)
+_CALLS: dict[str, Callable[[Setting], Callable[..., object]]] = {
+    "all_reduce": lambda io: partial(dist.all_reduce, io.source, op=io.redop),
+    "broadcast": lambda io: partial(dist.broadcast, io.source, src=io.root),
+    "reduce": lambda io: partial(dist.reduce, io.source, dst=io.root, op=io.redop),
+    "all_gather": lambda io: partial(_all_gather, io.target, io.source),
+    "reduce_scatter": lambda io: partial(_reduce_scatter, io.target, io.source, op=io.redop),
+    "all_to_all": lambda io: partial(dist.all_to_all_single, io.target, io.source),
+    "gather": lambda io: partial(dist.gather, io.source, io.at_root(io.target), dst=io.root),
+    "scatter": lambda io: partial(dist.scatter, io.target, io.at_root(io.source), src=io.root),
 }
+COLLECTIVES = {
+    "all_reduce": Collective("all", "source", lambda p: 2 * (p - 1) / p, lambda p: 2 * p, _whole),
+    "broadcast": Collective("all", "source", _ONE, lambda p: p, _from_root),
+    "reduce": Collective("all", "source", _ONE, lambda p: p + 1, _at_root(_whole)),
+    "all_gather": Collective("part", "all", _OTHERS, lambda p: p + 1, _all_parts),
+    "reduce_scatter": Collective("all", "part", _OTHERS, lambda p: p + 1, _reduced_part),
+    "all_to_all": Collective("all", "all", _OTHERS, lambda p: 2 * p, _exchanged_parts),
+    "gather": Collective("part", "all", _OTHERS, lambda p: 2, _at_root(_all_parts)),
+    "scatter": Collective("all", "part", _OTHERS, lambda p: 2, _part_from_root),
+    "sendrecv": Collective("all", "all", _ONE, lambda p: 2 * p, _from_previous),
+}
+
+
+def _bind(op: str, io: Setting) -> Call:
+    """The call of a collective on these buffers."""
+    return _sendrecv(io) if op == "sendrecv" else partial(_CALLS[op](io), group=io.group)
 
 
 def _operator(name: str) -> Callable[[Setting], Call]:
@@ -214,9 +165,12 @@ OPERATORS = {
 
 
 class CollectiveWorkload(Workload):
+    """A collective of torch.distributed, on windows of one arena."""
+
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world)
         self._kind = kind = COLLECTIVES[case.op]
+        self._bind: Callable[[Setting], Call] = partial(_bind, case.op)
         if case.op == "sendrecv" and world.size < 2:
             raise Unsupported("sendrecv needs two ranks")
         whole = max(1, case.size // case.dtype.itemsize)
@@ -237,15 +191,13 @@ class CollectiveWorkload(Workload):
         self._arena.refill(self.case.dtype)
 
     def calls(self, group: Group) -> Sequence[Call]:
-        return [
-            self._kind.bind(self._setting(index, group)) for index in range(self._arena.windows)
-        ]
+        return [self._bind(self._setting(index, group)) for index in range(self._arena.windows)]
 
     def with_operators(self, operators: Operators) -> Workload:
         if self.case.op not in operators or self.case.redop not in ("none", "sum"):
             raise Unsupported("")
         found = copy.copy(self)
-        found._kind = replace(self._kind, bind=operators[self.case.op])
+        found._bind = operators[self.case.op]
         return found
 
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:
@@ -254,7 +206,7 @@ class CollectiveWorkload(Workload):
         if self._kind.target != "source":
             poison([io.target])
         pattern.fill(io.source, self.world.rank)
-        returned = self._kind.bind(io)()
+        returned = self._bind(io)()
         if isinstance(returned, torch.Tensor):
             io.target.copy_(returned)
         if self.world.device.type != "cpu":

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mycoll._terminal import Parser, paint, wrapped
-from mycoll._units import between, show_size
-from mycoll.bench.report import duration, read_results
+from mycoll._units import between, show_microseconds, show_size
+from mycoll.bench.report import read_results
 from mycoll.bench.result import Row
 from mycoll.bench.stats import Interval, unpaired_ratio
 
@@ -164,7 +164,7 @@ _COLOURS = {"slower": "red", "faster": "green", "same": "dim", "unsure": "yellow
 
 def _line(change: Change) -> str:
     row, ratio = change.after, change.ratio
-    times = f"{duration(change.before.time_us)} -> {duration(row.time_us)} us"
+    times = " -> ".join(show_microseconds(each.time_us) for each in (change.before, row)) + " us"
     line = f"{change.verdict:6}  {_name(row):28} {times:22} {100 * (ratio.value - 1):+.1f} %"
     if ratio.low is not None and ratio.high is not None:
         line += f" [{100 * (ratio.low - 1):+.1f}, {100 * (ratio.high - 1):+.1f}]"

@@ -18,6 +18,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from mycoll import _leaving
 from mycoll._gloo import real_gloo
 from mycoll._groups import unwrapped
 from mycoll.bench.arena import Arena, aligned
@@ -187,12 +188,10 @@ def _new_group(name: str, options: Options) -> Group:
 
 
 def _check_name(name: str, group: Group) -> None:
-    """Nothing is measured under another one's name, whatever the environment says."""
-    if name not in ("gloo", "mycoll"):
-        return
+    """Refuses a group that is another backend's, as the environment may make it."""
     backend = unwrapped(group._get_backend(torch.device("cpu")))
     actual = "gloo" if isinstance(backend, real_gloo()) else "mycoll"
-    if actual != name:
+    if name in ("gloo", "mycoll") and actual != name:
         raise RuntimeError(f"a group called {name} is {actual} in this process")
 
 
@@ -204,23 +203,22 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
     kinds += [(FLOOR, "floor")] if options.floor and FLOOR not in options.backends else []
     for name, kind in kinds:
         error = ""
+        own: list[Contender] = []
         try:
             group = _new_group(name, options)
-            found.append(TorchContender(name, kind, world, group))
-            found[-1].shares_memory = options.memory == "shared"
+            own.append(TorchContender(name, kind, world, group))
             if options.memory == "both" and name.split("#")[0] == "mycoll":
-                found.append(TorchContender(f"{name}-shared", kind, world, group))
-                found[-1].shares_memory = True
+                own.append(TorchContender(f"{name}-shared", kind, world, group))
             if options.ops and name == "mycoll":
-                found.append(OperatorContender(f"{name}-ops", kind, world, group))
-                found[-1].shares_memory = options.memory == "shared"
+                own.append(OperatorContender(f"{name}-ops", kind, world, group))
         except Exception as cause:  # whatever a backend raises: the others can still be measured
             error = one_line(cause)
-        errors = [text for text in world.gather_all(error) if text]
-        if errors:
-            own = (name, f"{name}-shared", f"{name}-ops")
-            found = [contender for contender in found if contender.name not in own]
+        for each in own:
+            each.shares_memory = options.memory == "shared" or each.name.endswith("-shared")
+        if errors := [text for text in world.gather_all(error) if text]:
             absent.append(f"{name}: {errors[0]}")
+        else:
+            found += own
     if options.limit and world.device.type != "cpu":
         absent.append("copy: --limit measures the CPU's memory, not that of a device")
     elif options.limit:
@@ -234,5 +232,5 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
 
 
 def one_line(cause: BaseException) -> str:
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {lines[0][:200]}" if lines else type(cause).__name__
+    """The type of an exception, and the first line of its message."""
+    return _leaving.described(cause, 200)

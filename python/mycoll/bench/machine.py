@@ -21,16 +21,11 @@ _SECRETS = ("SECRET", "TOKEN", "KEY", "PASSWORD")
 
 
 def native_module() -> ModuleType | None:
-    """mycoll's compiled half; None where it is not built, or for another torch (loading that may
-    crash): the harness can do without."""
+    """The compiled module; None where it is not built for this torch: bench works without it."""
     try:
         return native()
     except ImportError:
         return None
-
-
-def usable_cpus() -> list[int]:
-    return sorted(os.sched_getaffinity(0))
 
 
 def last_level_cache_bytes(cpus: Collection[int]) -> int:
@@ -69,36 +64,22 @@ def _cpu_quota() -> float | None:
     return None if quota == "max" else int(quota) / int(period)
 
 
-def _mycoll_version() -> str:
-    return __version__ if native_module() is not None else f"{__version__} (not built)"
-
-
-def _load_average() -> float | None:
-    try:
-        return os.getloadavg()[0]
-    except OSError:
-        return None
-
-
 def header(
     options: Options, argv: list[str], ranks: int, hosts: int, cache_bytes: int
 ) -> dict[str, object]:
-    """Secrets are left out: results are published."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The first record of the results. Secrets are left out: results are published."""
     machine: dict[str, object] = {
         "cpu": _cpu_model(),
         "architecture": platform.machine(),
-        "usable_cores": len(usable_cpus()),
+        "usable_cores": len(os.sched_getaffinity(0)),
         "cpu_quota": _cpu_quota(),
         "last_level_cache_bytes": cache_bytes,
-        "memory_bytes": memory,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
-        "load_average_at_start": _load_average(),
+        "load_average_at_start": os.getloadavg()[0],
     }
     if options.device == "cuda":
-        machine["gpus"] = [
-            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
-        ]
+        machine["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     environment = {
         name: "(set)" if any(secret in name for secret in _SECRETS) else value
         for name, value in sorted(os.environ.items())
@@ -110,7 +91,7 @@ def header(
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine,
         "versions": {
-            "mycoll": _mycoll_version(),
+            "mycoll": __version__ + ("" if native_module() else " (not built)"),
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

@@ -13,6 +13,13 @@ from mycoll.bench.stats import Interval, paired_ratio, percentile
 if TYPE_CHECKING:
     from mycoll.bench.workload import Case, Workload
 
+# Contenders other than backends, by kind.
+LEGEND = {
+    "floor": "torch's own cost of a call",
+    "limit": "memory copies, all ranks together",
+    "peer": "in C, without torch",
+}
+
 # rounds[r][k][i]: ns of call i in round r on rank k. A rank that takes no part has no calls.
 Rounds = Sequence[Sequence[Sequence[int]]]
 

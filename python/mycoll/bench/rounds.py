@@ -112,12 +112,9 @@ class Measurement:
             extra = contender.extra()
             if self._world.rank == 0:
                 merged = [list(chain.from_iterable(parts)) for parts in zip(*per_rank, strict=True)]
-                wrong = self._wrong[contender.name]
-                rows.append(
-                    make_row(
-                        self._case, workload, contender.name, contender.kind, wrong, merged, extra
-                    )
-                )
+                name, kind = contender.name, contender.kind
+                wrong = self._wrong[name]
+                rows.append(make_row(self._case, workload, name, kind, wrong, merged, extra))
         return compared(rows, self._options.backends[0])
 
     def _round(self, contender: Contender) -> list[list[int]]:

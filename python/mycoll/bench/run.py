@@ -11,14 +11,8 @@ from mycoll._terminal import Progress, paint, wrapped
 from mycoll.bench.contenders import Contender, gather_contenders
 from mycoll.bench.machine import header
 from mycoll.bench.options import Options
-from mycoll.bench.report import (
-    LEGEND,
-    Recorder,
-    misused,
-    table_header,
-    table_line,
-    wrong_files,
-)
+from mycoll.bench.report import Recorder, misused, table_header, table_line, wrong_files
+from mycoll.bench.result import LEGEND
 from mycoll.bench.rounds import History, Measurement, cases
 from mycoll.bench.world import World, join, leave, missing_device
 

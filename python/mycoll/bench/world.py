@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from mycoll.bench.machine import last_level_cache_bytes, usable_cpus
+from mycoll.bench.machine import last_level_cache_bytes
 from mycoll.bench.options import Options
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def join(options: Options) -> World:
     patience = datetime.timedelta(seconds=10 * options.timeout_seconds)
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=patience)
-    me = (socket.gethostname(), usable_cpus())
+    me = (socket.gethostname(), os.sched_getaffinity(0))
     everybody = [me] * dist.get_world_size()
     dist.all_gather_object(everybody, me)
     neighbours = [cpus for name, cpus in everybody if name == me[0]]

@@ -14,7 +14,7 @@ from pathlib import Path
 import mycoll
 import pytest
 from mycoll import bench, launch
-from mycoll._pipes import INTERRUPTED
+from mycoll._terminal import INTERRUPTED
 from worlds import warm
 
 _TIMEOUT_SECONDS = 120

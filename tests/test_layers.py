@@ -158,13 +158,13 @@ PACKAGE = CSRC.parent / "python/mycoll"
 # functions. Imports for types do not count.
 LINES = """
 _version _load _C _native
-_patch _pipes _units _terminal _leaving
+_patch _units _terminal _leaving
 _log _groups
 _gloo parcel _compat
 objects shared memory windows
 _create
 groups replace rendezvous launch
-black_box trace_file
+black_box
 status timeline metrics trace doctor
 bench.options bench.stats bench.result bench.plot bench.report bench.compare
 bench.machine bench.world bench.arena bench.clock bench.patterns bench.workload

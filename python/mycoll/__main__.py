@@ -12,7 +12,7 @@ from typing import Any
 
 from mycoll import _terminal, faults
 from mycoll._native import native
-from mycoll._pipes import quietly
+from mycoll._terminal import quietly
 from mycoll._version import __version__
 
 Verb = Callable[[list[str]], int]

@@ -1,13 +1,16 @@
-"""Output for people, shared by the commands: width, tables, colour, progress, bad arguments."""
+"""Output for people, shared by the commands: tables, colour, progress, errors, how they end."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import select
 import shutil
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, NoReturn
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
@@ -97,3 +100,53 @@ class Parser(argparse.ArgumentParser):
         text = "\n  ".join(wrapped(f"{self.prog}: {message}", 2))
         hint = f"`{self.prog} --help` explains the options."
         self.exit(2, f"{text}\n{self.format_usage()}{hint}\n")
+
+
+# --- how a command ends -------------------------------------------------------------------------
+
+# The exit code that a shell shows for a program that the signal has ended.
+UNREAD = 128 + signal.SIGPIPE
+INTERRUPTED = 128 + signal.SIGINT
+FAILED = 2
+
+
+def quietly(run: Callable[[], int]) -> int:
+    """Runs a command; returns its exit code, without a traceback when the reader of its output goes
+    away (as of `mycoll env | head -1`), the disk is full, mycoll does not load, or after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names are in any language
+    try:
+        try:
+            return run()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        silence()
+        return UNREAD
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (OSError, ImportError) as error:
+        print(f"mycoll: {error}", file=sys.stderr)
+        silence()
+        return FAILED
+
+
+def silence() -> None:
+    """Discards what is written to standard output from now on, and what Python has buffered."""
+    try:
+        held = sys.stdout.fileno() if sys.stdout is not None else None
+    except OSError:  # a notebook's, or a test's
+        held = None
+    if held is None:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, held)
+    os.close(nowhere)
+
+
+def is_unread() -> bool:
+    """Returns whether standard output is a pipe whose reader is gone."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shared_tensors() -> Iterator[None]:
-    """Within it, what this thread makes of CPU tensors is shared: also parameters and buckets.
+    """A context in which the CPU tensors that this thread makes are in shared memory: also
+    parameters and buckets.
 
-    The tensors are ordinary ones otherwise, and outlive it. Scopes may be nested.
+    The tensors are ordinary ones otherwise, and outlive the context. Contexts may be nested.
     """
     module = native()
     module._open_shared_tensors()
@@ -37,21 +38,54 @@ def shared_tensors() -> Iterator[None]:
 
 
 def empty(*size: Any, **options: Any) -> torch.Tensor:
-    """torch.empty() in shared memory."""
+    """torch.empty() in shared memory.
+
+    Args:
+        size: The size, as for torch.empty().
+        options: Its options, but for `out`, `pin_memory` and devices other than the CPU.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ValueError: An option asks for other memory.
+    """
     _refuse(options)
     with shared_tensors():
         return torch.empty(*size, device="cpu", **options)
 
 
 def zeros(*size: Any, **options: Any) -> torch.Tensor:
-    """torch.zeros() in shared memory."""
+    """torch.zeros() in shared memory.
+
+    Args:
+        size: The size, as for torch.zeros().
+        options: Its options, but for `out`, `pin_memory` and devices other than the CPU.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ValueError: An option asks for other memory.
+    """
     _refuse(options)
     with shared_tensors():
         return torch.zeros(*size, device="cpu", **options)
 
 
 def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
-    """torch.empty_like() in shared memory, on the CPU wherever `other` is."""
+    """torch.empty_like() in shared memory.
+
+    Args:
+        other: The tensor whose size and dtype are taken; it may be on another device.
+        options: As for mycoll.empty().
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ValueError: An option asks for other memory.
+    """
     _refuse(options)
     with shared_tensors():
         return torch.empty_like(other, device="cpu", **options)

@@ -10,14 +10,13 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mycoll import _terminal, black_box, status, timeline
 from mycoll._units import show_seconds
-from mycoll.black_box import Group, Operation, Process
-from mycoll.trace_file import default_folder, load
+from mycoll.black_box import Group, Operation, Process, default_folder, load_all
 
 
 @dataclass
@@ -58,11 +57,11 @@ def main(words: Sequence[str]) -> int:
         parser.error("--export writes JSON: give it a name that ends with .json")
     problems: list[str] = []
     if parsed.live:
-        found = [each for each in black_box.find() if each.job.startswith(parsed.job)]
+        found = black_box.find(job=parsed.job)
         if not found:
             problems.append(status.NOT_THOSE if parsed.job else status.NOBODY)
     elif parsed.trace or default_folder().is_dir():
-        found, problems = load(parsed.trace or [default_folder()])
+        found, problems = load_all(parsed.trace or [default_folder()])
     else:
         found = []
         problems.append(f"no traces in {default_folder()}, where groups that fail leave them")
@@ -186,10 +185,13 @@ def _difference(
     lines = [f"group {name}, call #{sequence}: the ranks were called differently"]
     for text, _ in said.most_common():
         ranks = [rank for rank, each in here.items() if signature(each) == text]
-        sites = sorted({here[rank].site for rank in ranks} - {""})
-        place = f", at {', '.join(sites)}" if sites else ""
-        lines.append(f"  rank {_numbers(ranks, members)}: {text}{place}")
+        lines.append(f"  rank {_numbers(ranks, members)}: {text}{_at(here[r] for r in ranks)}")
     return Finding("differs", name, "\n".join(lines), sequence, _globals(odd, members))
+
+
+def _at(operations: Iterable[Operation]) -> str:
+    sites = sorted({each.site for each in operations} - {""})
+    return f", at {', '.join(sites)}" if sites else ""
 
 
 def signature(operation: Operation) -> str:
@@ -206,12 +208,10 @@ def _absence(
     members: dict[int, tuple[Process, Group]],
 ) -> Finding:
     some = next(iter(here.values()))
-    sites = sorted({each.site for each in here.values()} - {""})
-    place = f", at {', '.join(sites)}" if sites else ""
     lines = [
         f"group {name}, call #{sequence}: "
         f"rank {_numbers(list(here), members)} came, rank {_numbers(absent, members)} did not",
-        f"  {some.describe()}{place}",
+        f"  {some.describe()}{_at(here.values())}",
     ]
     for rank in absent:
         process, group = members[rank]
@@ -220,11 +220,11 @@ def _absence(
             lines.append(f"  rank {process.rank} has called nothing in this group")
         else:
             ago = show_seconds(process.taken - (last.ended or last.enqueued))
-            lines.append(f"  rank {process.rank}: its last was {status.call(last)}, {ago} before")
+            lines.append(f"  rank {process.rank}: its last was {last.call()}, {ago} before")
         for other in process.groups:
-            busy = status.busy_with(other)
+            busy = other.busy_with()
             if other is not group and busy is not None:
-                lines.append(f"  rank {process.rank} is in {status.call(busy)} of {other.title}")
+                lines.append(f"  rank {process.rank} is in {busy.call()} of {other.title}")
     return Finding("absent", name, "\n".join(lines), sequence, _globals(absent, members))
 
 
@@ -248,9 +248,7 @@ def _unfinished(
     text = f"group {name}, call #{sequence}: not over on rank {_numbers(list(waiting), members)}"
     if blamed:
         text += f", waits for rank {', '.join(str(group.to_global(r)) for r in blamed)}"
-    text += f"\n  {some.describe()}"
-    if some.site:
-        text += f", at {some.site}"
+    text += f"\n  {some.describe()}{_at([some])}"
     return Finding("unfinished", name, text, sequence, [group.to_global(rank) for rank in blamed])
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from mycoll import launch
 from mycoll._gloo import keep_names_honest
-from mycoll._pipes import quietly
-from mycoll._terminal import Progress
+from mycoll._terminal import Progress, quietly
 from mycoll.bench.compare import compare_main
 from mycoll.bench.options import Options, parse_options
 from mycoll.bench.report import misused, wrong_files

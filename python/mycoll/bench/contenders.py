@@ -21,10 +21,10 @@ import torch.distributed as dist
 from mycoll import _leaving
 from mycoll._gloo import real_gloo
 from mycoll._groups import unwrapped
+from mycoll._native import native_module
 from mycoll.bench.arena import Arena, aligned
 from mycoll.bench.clock import time_calls
 from mycoll.bench.collectives import OPERATORS
-from mycoll.bench.machine import native_module
 from mycoll.bench.options import Options
 from mycoll.bench.workload import Call, Group, Unsupported, Workload
 from mycoll.bench.world import World

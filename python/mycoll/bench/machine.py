@@ -7,25 +7,16 @@ import os
 import platform
 from collections.abc import Collection
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-from mycoll._native import native
+from mycoll._native import native_module
 from mycoll._version import __version__
 from mycoll.bench.options import Options
 
 _ASSUMED_CACHE_BYTES = 32 << 20
 _ENVIRONMENT_PREFIXES = ("MYCOLL_", "GLOO_", "NCCL_", "OMP_", "OMPI_", "MPIR_", "TORCH_", "UCX_")
 _SECRETS = ("SECRET", "TOKEN", "KEY", "PASSWORD")
-
-
-def native_module() -> ModuleType | None:
-    """The compiled module; None where it is not built for this torch: bench works without it."""
-    try:
-        return native()
-    except ImportError:
-        return None
 
 
 def last_level_cache_bytes(cpus: Collection[int]) -> int:

@@ -13,8 +13,7 @@ from mycoll.bench import main
 from mycoll.bench.compare import compare
 from mycoll.bench.plot import draw, undrawable
 from mycoll.bench.report import Recorder, ratio, read_results, table_header, table_line, unwritable
-from mycoll.bench.result import Row, compared
-from mycoll.bench.stats import paired_ratio, percentile, unpaired_ratio
+from mycoll.bench.result import Row, compared, paired_ratio, percentile, unpaired_ratio
 
 
 def example_row(**changes: object) -> Row:

@@ -166,8 +166,8 @@ _create
 groups replace rendezvous launch
 black_box
 status timeline metrics trace doctor
-bench.options bench.stats bench.result bench.plot bench.report bench.compare
-bench.machine bench.world bench.arena bench.clock bench.patterns bench.workload
+bench.options bench.result bench.plot bench.report bench.compare
+bench.world bench.arena bench.patterns bench.workload
 bench.collectives bench.pairwise bench.contenders bench.rounds
 bench.run bench bench.__main__
 demo_training demo faults
@@ -228,7 +228,7 @@ def test_modules_import_what_is_below_them() -> None:
     [
         ("_native", "from mycoll import _log"),
         ("_log", "def later():\n    from mycoll._create import prepare"),
-        ("bench.stats", "import mycoll.bench.rounds"),
+        ("bench.result", "import mycoll.bench.rounds"),
         ("shared", "from mycoll import zeros"),
     ],
 )

@@ -7,7 +7,6 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import Backend
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll import _compat, _gloo, _leaving, objects
@@ -18,7 +17,7 @@ from mycoll._version import __version__
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from torch._C._distributed_c10d import Store, _DistributedBackendOptions
+    from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
 _warned = False
 
@@ -34,21 +33,16 @@ def create(group: _DistributedBackendOptions, options: Any) -> Backend:
         group.timeout,
     )
     group.store = store_of_this_attempt(group.store)
-    try:
-        is_for_gloo = _gloo.is_wanted(options)
-    except ValueError as error:
-        raise ValueError(f"mycoll group '{group.group_id}': {error}") from None
-    if is_for_gloo:
+    if _gloo.is_wanted(options):
         _compat.install()
         return _gloo.create(group)
 
     module = prepare()
+    options = _compat.own_options(options)
     if options is not None and not isinstance(options, module.Options):
-        if not isinstance(options, Backend.Options):
-            raise TypeError(
-                f"pg_options of a mycoll group is a mycoll.Options, not {type(options).__name__}"
-            )
-        options = _compat.from_foreign_options(options)
+        raise TypeError(
+            f"pg_options of a mycoll group is a mycoll.Options, not {type(options).__name__}"
+        )
 
     _compat.install()
     timeout = group.timeout

@@ -37,11 +37,9 @@ def load() -> ModuleType:
             f"mycoll works on Linux, and this is {sys.platform}",
             "with MYCOLL_CPU=gloo, groups called mycoll are torch's gloo",
         )
-    running = _minor(torch.__version__)
-    folders = {
-        folder.name.removeprefix("torch"): folder
-        for folder in Path(__file__).parent.glob("torch[0-9]*")
-    }
+    running = ".".join(torch.__version__.split(".")[:2])
+    here = Path(__file__).parent
+    folders = {each.name.removeprefix("torch"): each for each in here.glob("torch[0-9]*")}
     built = sorted(folders, key=_numbers)
     oldest, newest = SUPPORTED_TORCH
     is_supported = oldest <= _numbers(running) <= newest
@@ -73,10 +71,6 @@ def load() -> ModuleType:
             "run `pip install --no-build-isolation .` again in its source folder",
         ) from error
     return module
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def _numbers(minor: str) -> tuple[int, ...]:

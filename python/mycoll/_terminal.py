@@ -42,6 +42,12 @@ def wrapped(text: str, indent: int) -> list[str]:
     return lines or [""]
 
 
+def note(text: str) -> None:
+    """Prints a remark among the results of a command."""
+    for line in wrapped(text, 2):
+        print(paint(f"# {line}", "yellow"), flush=True)
+
+
 def columns(cells: Sequence[str], sizes: Sequence[int]) -> str:
     """One line of a table, with a space between cells.
 

@@ -165,6 +165,9 @@ class Process:
     ended: dict[str, Counts] = field(default_factory=dict)  # by kind: of groups that are gone
 
 
+Members = dict[int, tuple[Process, Group]]  # of a group, by their rank in it
+
+
 def find(pids: list[int] | None = None, job: str = "") -> list[Process]:
     """Reads the mycoll processes of this user on this host.
 
@@ -191,14 +194,6 @@ def own_pids() -> list[int]:
     return pids
 
 
-def memfds(pid: int) -> Iterator[Path]:
-    """The process's descriptors of such memory."""
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if str(path.readlink()).startswith(LINK):
-                yield path
-
-
 def related(processes: list[Process]) -> list[list[Process]]:
     """Sorted by world: those that have a group in common, or had their first one (which is what a
     job is called after), stay together, if by way of others."""
@@ -220,18 +215,21 @@ def related(processes: list[Process]) -> list[list[Process]]:
 
 
 def read(pid: int) -> Process | None:
-    """None when there is no such process, it is another user's, or it has made no group."""
+    """Reads a process; None if there is no such one, it is another user's, or has made no group."""
     # The process runs meanwhile, and may have a version that is unknown here.
     with contextlib.suppress(OSError, *_MALFORMED):
-        for path in memfds(pid):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
+                if not str(path.readlink()).startswith(LINK):
+                    continue
                 with path.open("rb", buffering=0) as file:
                     data = file.read()
                     again = os.pread(file.fileno(), len(data), 0)
                 process = _Box(data, again).process()
                 # A child of fork inherits its parent's descriptor, which describes the parent.
                 if process.pid in numbers_of(pid):
-                    process.pid, process.state = pid, _state_of(pid)
+                    stat = Path(f"/proc/{pid}/stat").read_text()
+                    process.pid, process.state = pid, stat.rsplit(")", 1)[1].split()[0]
                     return process
     return None
 
@@ -410,10 +408,6 @@ def numbers_of(pid: int) -> Iterator[int]:
         if line.startswith("NSpid:"):
             yield from map(int, line.split()[1:])
     yield pid
-
-
-def _state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 # --- traces ---------------------------------------------------------------------------------------

@@ -12,11 +12,12 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from mycoll import _terminal, _units, black_box
 from mycoll._terminal import folded, table
 from mycoll._units import show_seconds
-from mycoll.black_box import Group, Operation, Process
+from mycoll.black_box import Group, Members, Operation, Process
 
 NOT_RUNNING = {"T": "stopped", "t": "in a debugger", "Z": "ended", "D": "in the kernel"}
 NOBODY = "no mycoll processes of this user on this host"
@@ -26,6 +27,7 @@ LONG_SECONDS = 2.0
 
 
 def main(words: Sequence[str], watch: bool = False) -> int:
+    """Runs `mycoll status`, or `mycoll top`, with these words; returns the exit code."""
     parser = _terminal.Parser(
         prog="mycoll top" if watch else "mycoll status",
         description="Shows what this user's mycoll processes on this host do now, and which rank "
@@ -34,15 +36,9 @@ def main(words: Sequence[str], watch: bool = False) -> int:
     parser.add_argument("pid", nargs="*", type=int, help="only these processes")
     parser.add_argument("--job", default="", help="only this job (its beginning is enough)")
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument(
-        "--watch",
-        nargs="?",
-        type=_units.seconds,
-        const=1.0,
-        default=1.0 if watch else None,
-        metavar="SECONDS",
-        help="again and again, until Ctrl-C (default: every second)",
-    )
+    every: dict[str, Any] = {"const": 1.0, "default": 1.0 if watch else None, "metavar": "SECONDS"}
+    text = "repeat until Ctrl-C (default: every second)"
+    parser.add_argument("--watch", nargs="?", type=_units.seconds, **every, help=text)
     parsed = parser.parse_args(list(words))
     show = as_json if parsed.json else as_text
     nobody = NOBODY if not (parsed.pid or parsed.job) else NOT_THOSE
@@ -62,6 +58,7 @@ def main(words: Sequence[str], watch: bool = False) -> int:
 
 
 def as_json(processes: list[Process]) -> str:
+    """The processes and the findings, for programs."""
     rows = []
     for process in processes:
         row = asdict(process)
@@ -79,6 +76,7 @@ def as_json(processes: list[Process]) -> str:
 
 
 def as_text(processes: list[Process]) -> str:
+    """A table for each world, and the findings."""
     lines: list[str] = []
     for members in black_box.related(processes):
         world = max((group.ranks for each in members for group in each.groups), default=0)
@@ -101,7 +99,7 @@ def as_text(processes: list[Process]) -> str:
 
 
 def without_calls(members: list[Process]) -> list[str]:
-    """One line for all groups in which no rank has called anything."""
+    """A line for all groups in which no rank has called anything, folded; or none."""
     groups = [group for each in members for group in each.groups]
     used = {group.title for group in groups if group.is_used}
     unused = [
@@ -111,6 +109,7 @@ def without_calls(members: list[Process]) -> list[str]:
 
 
 def row_of(process: Process, group: Group | None, members: list[Process]) -> tuple[str, ...]:
+    """The row of the table for a group of a process."""
     # Running or sleeping says nothing about a rank.
     first = (str(process.rank), str(process.pid), NOT_RUNNING.get(process.state, ""))
     if group is None:
@@ -135,7 +134,7 @@ def row_of(process: Process, group: Group | None, members: list[Process]) -> tup
     return (*first, group.title, since, waits, f"{operation.call()}{site}")
 
 
-def peers(group: Group, processes: list[Process]) -> dict[int, tuple[Process, Group]]:
+def peers(group: Group, processes: list[Process]) -> Members:
     """The same group in the processes that were read, by its rank there."""
     return {
         other.rank: (process, other)
@@ -186,10 +185,8 @@ def findings(processes: list[Process]) -> Iterator[str]:
             yield f"  rank {number} {absence(rank, known, by_rank.get(number))}"
 
 
-def absence(
-    rank: int, known: dict[int, tuple[Process, Group]], there: Process | None = None
-) -> str:
-    """`there`: a process that has its number, and not the group."""
+def absence(rank: int, known: Members, there: Process | None = None) -> str:
+    """Why a rank is missing; `there` is a process that has its number, and not the group."""
     if rank not in known and there is not None:
         return f"(pid {there.pid}) has left the group, or has not made it yet"
     if rank not in known:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mycoll.black_box import Group, Operation, Process
+from mycoll.black_box import Members, Operation
 
-Groups = Mapping[str, Mapping[int, tuple[Process, Group]]]  # by title; members by rank in the group
+Groups = Mapping[str, Members]  # by title
 Event = dict[str, Any]
 
 _ROWS = 1000  # of a group at most

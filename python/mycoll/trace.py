@@ -16,7 +16,9 @@ from pathlib import Path
 
 from mycoll import _terminal, black_box, status, timeline
 from mycoll._units import show_seconds
-from mycoll.black_box import Group, Operation, Process, default_folder, load_all
+from mycoll.black_box import Members, Operation, Process, default_folder, load_all
+
+Calls = dict[int, Operation]  # by rank in the group
 
 
 @dataclass
@@ -31,24 +33,17 @@ class Finding:
 
 
 def main(words: Sequence[str]) -> int:
+    """Runs `mycoll trace` with these words; returns the exit code."""
     parser = _terminal.Parser(
         prog="mycoll trace",
         description="Compares what the ranks did last: which is missing, differs, or waits.",
     )
-    parser.add_argument(
-        "trace",
-        nargs="*",
-        type=Path,
-        help=f"files, or folders of them (default: the latest job in {default_folder()})",
-    )
+    text = f"files, or folders of them (default: the latest job in {default_folder()})"
+    parser.add_argument("trace", nargs="*", type=Path, help=text)
     parser.add_argument("--live", action="store_true", help="the processes that run here, instead")
     parser.add_argument("--job", default="", help="with --live: only this job")
-    parser.add_argument(
-        "--export",
-        type=Path,
-        metavar="FILE.json",
-        help="write a Chrome trace, for https://ui.perfetto.dev",
-    )
+    text = "write a Chrome trace, for https://ui.perfetto.dev"
+    parser.add_argument("--export", type=Path, metavar="FILE.json", help=text)
     parser.add_argument("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(list(words))
     if parsed.live and parsed.trace:
@@ -69,7 +64,9 @@ def main(words: Sequence[str]) -> int:
         print(f"mycoll trace: {problem}", file=sys.stderr)
     if not found:
         return 2
-    worlds = [(members, list(analyse(members))) for members in latest_first(found)]
+    # The latest world first: files stay, and a folder may hold those of several jobs.
+    latest_first = sorted(black_box.related(found), key=written, reverse=True)
+    worlds = [(members, list(analyse(members))) for members in latest_first]
     if parsed.json:
         rows = [asdict(each) for _, findings in worlds for each in findings]
         print(json.dumps({"findings": rows}, indent=2))
@@ -86,16 +83,13 @@ def main(words: Sequence[str]) -> int:
     return 1 if any(findings for _, findings in worlds) else 0
 
 
-def latest_first(processes: list[Process]) -> list[list[Process]]:
-    """By world: files stay, and their names come again, so that a folder may hold several jobs'."""
-    return sorted(black_box.related(processes), key=written, reverse=True)
-
-
 def written(members: list[Process]) -> float:
+    """When the newest of these traces was written."""
     return max(each.taken for each in members)
 
 
 def paragraphs(worlds: list[tuple[list[Process], list[Finding]]]) -> Iterator[str]:
+    """Yields a text for each world, the latest first."""
     latest = written(worlds[0][0])
     for number, (members, findings) in enumerate(worlds):
         heading = ""
@@ -106,7 +100,9 @@ def paragraphs(worlds: list[tuple[list[Process], list[Finding]]]) -> Iterator[st
 
 
 def as_text(processes: list[Process], results: list[Finding]) -> str:
-    ranks = ", ".join(_place(each) for each in processes)
+    """The processes of a world, their groups, and what was found."""
+    places = [(each.rank, f" ({each.host}:{each.pid})" if each.pid else "") for each in processes]
+    ranks = ", ".join(f"{rank}{place}" for rank, place in places)
     lines = [f"{len(processes)} ranks: {ranks}"]
     for name, members in by_title(processes).items():
         group = members[min(members)][1]
@@ -120,25 +116,22 @@ def as_text(processes: list[Process], results: list[Finding]) -> str:
     return "\n".join(part for line in lines for part in _terminal.folded(line) or [""])
 
 
-def _place(process: Process) -> str:
-    return f"{process.rank} ({process.host}:{process.pid})" if process.pid else str(process.rank)
-
-
-def by_title(processes: list[Process]) -> dict[str, dict[int, tuple[Process, Group]]]:
-    """By title; of each, the members that were read, by their rank in the group."""
-    found: dict[str, dict[str, dict[int, tuple[Process, Group]]]] = {}
+def by_title(processes: list[Process]) -> dict[str, Members]:
+    """The groups, by title; a number follows that of groups that have the title of another one."""
+    found: dict[str, dict[str, Members]] = {}
     for process in processes:
         for group in process.groups:
             by_context = found.setdefault(group.title, {})
             by_context.setdefault(group.context, {})[group.rank] = (process, group)
-    result = {}
-    for title, by_context in found.items():
-        for number, (_, members) in enumerate(by_context.items()):
-            result[title if number == 0 else f"{title} ({number + 1})"] = members
-    return result
+    return {
+        f"{title} ({number})" if number > 1 else title: members
+        for title, by_context in found.items()
+        for number, members in enumerate(by_context.values(), 1)
+    }
 
 
 def analyse(processes: list[Process]) -> Iterator[Finding]:
+    """Yields what differs between the processes of a world, what is missing, and what failed."""
     for name, members in by_title(processes).items():
         found = [*_first_difference(name, members), *_open_messages(name, members)]
         absent = _without_trace(name, members)
@@ -149,7 +142,7 @@ def analyse(processes: list[Process]) -> Iterator[Finding]:
         yield from failures
 
 
-def _first_difference(name: str, members: dict[int, tuple[Process, Group]]) -> Iterator[Finding]:
+def _first_difference(name: str, members: Members) -> Iterator[Finding]:
     """The first collective that not all ranks did alike; what follows it means nothing."""
     calls = {
         rank: {each.sequence: each for each in group.collectives()}
@@ -172,9 +165,7 @@ def _first_difference(name: str, members: dict[int, tuple[Process, Group]]) -> I
             return
 
 
-def _difference(
-    name: str, sequence: int, here: dict[int, Operation], members: dict[int, tuple[Process, Group]]
-) -> Finding | None:
+def _difference(name: str, sequence: int, here: Calls, members: Members) -> Finding | None:
     said = Counter(signature(each) for each in here.values())
     if len(said) == 1:
         return None
@@ -200,13 +191,7 @@ def signature(operation: Operation) -> str:
     return operation.describe() + sizes
 
 
-def _absence(
-    name: str,
-    sequence: int,
-    here: dict[int, Operation],
-    absent: list[int],
-    members: dict[int, tuple[Process, Group]],
-) -> Finding:
+def _absence(name: str, sequence: int, here: Calls, absent: list[int], members: Members) -> Finding:
     some = next(iter(here.values()))
     lines = [
         f"group {name}, call #{sequence}: "
@@ -228,13 +213,7 @@ def _absence(
     return Finding("absent", name, "\n".join(lines), sequence, _globals(absent, members))
 
 
-def _unfinished(
-    name: str,
-    sequence: int,
-    here: dict[int, Operation],
-    waiting: dict[int, Operation],
-    members: dict[int, tuple[Process, Group]],
-) -> Finding:
+def _unfinished(name: str, sequence: int, here: Calls, waiting: Calls, members: Members) -> Finding:
     some = next(iter(waiting.values()))
     missing = {
         rank
@@ -252,7 +231,7 @@ def _unfinished(
     return Finding("unfinished", name, text, sequence, [group.to_global(rank) for rank in blamed])
 
 
-def _open_messages(name: str, members: dict[int, tuple[Process, Group]]) -> Iterator[Finding]:
+def _open_messages(name: str, members: Members) -> Iterator[Finding]:
     for process, group in members.values():
         # Failed: it was still waited for when the group died.
         for operation in group.operations:
@@ -272,7 +251,7 @@ def _open_messages(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
             )
 
 
-def _without_trace(name: str, members: dict[int, tuple[Process, Group]]) -> Iterator[Finding]:
+def _without_trace(name: str, members: Members) -> Iterator[Finding]:
     _, group = next(iter(members.values()))
     gone = [group.to_global(rank) for rank in range(group.ranks) if rank not in members]
     if gone:
@@ -280,7 +259,7 @@ def _without_trace(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
         yield Finding("no trace", name, f"{text}not write", ranks=gone)
 
 
-def _failures(name: str, members: dict[int, tuple[Process, Group]]) -> list[Finding]:
+def _failures(name: str, members: Members) -> list[Finding]:
     """The errors of the ranks, most of which are equal."""
     said: dict[str, list[int]] = {}
     for process, group in members.values():
@@ -292,9 +271,9 @@ def _failures(name: str, members: dict[int, tuple[Process, Group]]) -> list[Find
     ]
 
 
-def _globals(ranks: list[int], members: dict[int, tuple[Process, Group]]) -> list[int]:
+def _globals(ranks: list[int], members: Members) -> list[int]:
     return [members[rank][0].rank for rank in ranks]
 
 
-def _numbers(ranks: list[int], members: dict[int, tuple[Process, Group]]) -> str:
+def _numbers(ranks: list[int], members: Members) -> str:
     return ", ".join(map(str, _globals(ranks, members)))

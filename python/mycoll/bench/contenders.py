@@ -23,10 +23,8 @@ from mycoll._gloo import real_gloo
 from mycoll._groups import unwrapped
 from mycoll._native import native_module
 from mycoll.bench.arena import Arena, aligned
-from mycoll.bench.clock import time_calls
-from mycoll.bench.collectives import OPERATORS
 from mycoll.bench.options import Options
-from mycoll.bench.workload import Call, Group, Unsupported, Workload
+from mycoll.bench.workload import Call, Group, Unsupported, Workload, time_calls
 from mycoll.bench.world import World
 from mycoll.shared import shared_tensors
 
@@ -132,7 +130,7 @@ class OperatorContender(TorchContender):
     """Calls torch.ops.mycoll, where it has the operation."""
 
     def prepare(self, workload: Workload) -> None:
-        super().prepare(workload.with_operators(OPERATORS))
+        super().prepare(workload.with_operators())
 
 
 class CopyContender(Contender):

@@ -158,9 +158,9 @@ def _make_group(
     pg_options: Any | None,
     group_desc: str | None,
 ) -> ProcessGroup:
-    """A group of these ranks of the parent, which they alone make: as by new_group, but for its
-    name. They meet in the store by that. torch makes names from how many groups a process is in,
-    or has asked for, and that differs between processes; what the parent is called does not."""
+    """Makes a group of these ranks of the parent; no other rank takes part. It differs from
+    new_group in the name, by which the ranks meet in the store: torch counts the groups of the
+    process for it, which differs between processes; the name of the parent does not."""
     ours = unwrapped(parent._get_backend(torch.device("cpu")))
     name = getattr(ours, "_name", parent.group_name) + suffix
     ranks = [dist.get_global_rank(parent, rank) for rank in mine]
@@ -227,8 +227,8 @@ def own_options(options: Any) -> Any:
 
 
 def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Up to 2.13, torch hands a world that can be split to whatever backend a new group has; and
-    nccl wants nccl's. Ours meet without it."""
+    """Up to 2.13, torch passes a world that can be split to the backend of each new group, and nccl
+    accepts only nccl's. mycoll's backends do not need it."""
 
     def get_split_source(*args: Any, **more: Any) -> Any:
         source = original(*args, **more)
@@ -245,7 +245,7 @@ def guard_coalescing() -> None:
 
 
 class _Operations(list[Any]):
-    """The collectives that torch notes while a block is open, for the thread that opened it."""
+    """The collectives that torch records while a block is open, for the thread that opened it."""
 
     __slots__ = ("group", "thread")
 
@@ -267,7 +267,7 @@ class _Operations(list[Any]):
 
 class _Block:
     """torch's block of operations, which has no `finally`. After an exception the group would still
-    be coalescing: its next collectives would only be noted, and return without a result."""
+    be coalescing: its next collectives would only be recorded, and return without a result."""
 
     __slots__ = ("operations", "torchs")
 

@@ -24,14 +24,8 @@ _warned = False
 
 def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     """Makes the backend of a group for torch: `options` is the user's pg_options, or None."""
-    log.info(
-        "mycoll %s: group '%s', rank %d of %d, timeout %s",
-        __version__,
-        group.group_id,
-        group.group_rank,
-        group.group_size,
-        group.timeout,
-    )
+    place = f"rank {group.group_rank} of {group.group_size}"
+    log.info(f"mycoll {__version__}: group '{group.group_id}', {place}, timeout {group.timeout}")
     group.store = store_of_this_attempt(group.store)
     if _gloo.is_wanted(options):
         _compat.install()
@@ -79,20 +73,17 @@ def prepare() -> ModuleType:
 
 
 def has_device() -> bool:
-    """Whether this process can have tensors on a device: only then a group is made for those."""
+    """Whether this process can have tensors on a device, so that groups need to serve those."""
     accelerator = torch.accelerator.current_accelerator()
-    if is_rocm():
+    if accelerator is None or is_rocm():
         return False
-    if accelerator is None or accelerator.type != "cuda":
-        return accelerator is not None
     # CUDA builds of torch name CUDA, with and without a GPU. This count does not initialise CUDA's
     # runtime, after which a process cannot fork.
-    return torch.cuda.device_count() > 0
+    return accelerator.type != "cuda" or torch.cuda.device_count() > 0
 
 
 def is_rocm() -> bool:
-    """Whether this torch is built for AMD's GPUs, which it names "cuda", and whose RCCL has the
-    names of NCCL's functions: nothing here was ever run with either."""
+    """Whether this torch is built for AMD's GPUs, which it names "cuda": they are not supported."""
     return torch.version.hip is not None
 
 

@@ -1,7 +1,6 @@
 """torch's gloo: in place of the engine, with MYCOLL_CPU=gloo and Options(cpu="gloo").
 
-For ruling the engine out, and for platforms where the compiled module cannot be built: nothing here
-needs it.
+It helps to rule the engine out as a cause, and works on platforms without the compiled module.
 """
 
 from __future__ import annotations

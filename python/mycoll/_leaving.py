@@ -1,9 +1,9 @@
-"""Why this process leaves its groups. Ranks that still need it hear that with its goodbye.
+"""Finds the reason why this process leaves its groups. It is sent to the ranks that still need it.
 
-An exception that ends a program is known in three places: Python's own (`sys.last_value`, also
-where sys.excepthook is another one), the end of a child of multiprocessing, whose exception never
-gets there, and destroy_process_group() in a `finally`, on the way out. One that ends a thread ends
-no program; nothing is said of it.
+An exception that ends a program can be seen in three places: `sys.last_value`, also with another
+sys.excepthook; the end of a child of multiprocessing, whose exception does not get there; and
+destroy_process_group() in a `finally`. An exception that ends a thread does not end the program,
+and is not reported.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def described(error: BaseException, most: int = 120) -> str:
 
 
 def _end_of_child() -> None:
-    """multiprocessing calls it while the exception is on its way out of the process's function.
-    Many children end without Python's handlers of exit."""
+    """multiprocessing calls it while the exception leaves the function of the process. Many children
+    end without Python's handlers of exit."""
     global _reason
     error = _cause(sys.exc_info()[1])
     _reason = _ended_by(error)
@@ -71,7 +71,7 @@ def _end_of_child() -> None:
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """Of sys.exit(1) in an `except`, as in torch's own children: what that one has caught."""
+    """The exception itself; for sys.exit(1) in an `except`, the exception that it handles."""
     if isinstance(error, SystemExit):
         return error.__context__ if error.code not in (None, 0) else None
     return error

@@ -24,11 +24,13 @@ class NotUsable(ImportError):
 
 
 def load() -> ModuleType:
-    """The compiled module for the torch that is running, for mycoll._C to become.
+    """Returns the compiled module for the running torch, for mycoll._C to become.
 
-    Each minor of torch has its own, in a folder of its own: the virtual functions of torch's C++
-    classes differ between minors, and a module built for another one imports happily and then
-    crashes.
+    Each minor of torch has its own module in a folder: the virtual functions of torch's C++ classes
+    differ between minors, and a module for another minor loads without an error and then crashes.
+
+    Raises:
+        NotUsable: There is no module for this system or this torch.
     """
     import torch
 

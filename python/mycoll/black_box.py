@@ -68,7 +68,7 @@ class Operation:
         return f"{name}{number} {' '.join(more)}".rstrip()
 
     def describe(self) -> str:
-        """What all ranks have to agree about, in the words of the engine's messages."""
+        """The parts that all ranks have to agree about, in the words of the engine's messages."""
         words = [self.kind, self.reduce_op]
         if self.is_message:
             way = "to" if self.kind == "send" else "from"
@@ -195,23 +195,17 @@ def own_pids() -> list[int]:
 
 
 def related(processes: list[Process]) -> list[list[Process]]:
-    """Sorted by world: those that have a group in common, or had their first one (which is what a
-    job is called after), stay together, if by way of others."""
-    worlds: list[tuple[set[str], list[Process]]] = []
-    for process in processes:
+    """The processes by world, in their order. Those that have a group in common, or had their first
+    one (a job has its name), are in one world, also by way of others."""
+    worlds: list[tuple[set[str], list[int]]] = []
+    for index, process in enumerate(processes):
         contexts = {each.context for each in process.groups} | {process.job or str(process.pid)}
-        members = [process]
-        apart = []
-        for world in worlds:
-            if world[0] & contexts:
-                contexts, members = contexts | world[0], [*world[1], *members]
-            else:
-                apart.append(world)
-        worlds = [*apart, (contexts, members)]
-    order = {id(process): index for index, process in enumerate(processes)}
-    for _, members in worlds:
-        members.sort(key=lambda each: order[id(each)])
-    return sorted((members for _, members in worlds), key=lambda members: order[id(members[0])])
+        joined = [world for world in worlds if world[0] & contexts]
+        worlds = [world for world in worlds if world not in joined]
+        indices = sorted([*(each for _, members in joined for each in members), index])
+        worlds.append((contexts.union(*(names for names, _ in joined)), indices))
+    worlds.sort(key=lambda world: world[1])
+    return [[processes[index] for index in members] for _, members in worlds]
 
 
 def read(pid: int) -> Process | None:
@@ -273,11 +267,9 @@ class _Struct:
         found = self.whole.unpack_from(data, base)
         values: dict[str, Any] = {}
         for name, where, is_text in self.slices:
-            value = found[where]
-            if is_text:
-                values[name] = value[0].split(b"\0", 1)[0].decode(errors="replace")
-            else:
-                values[name] = list(value) if len(value) > 1 else value[0]
+            first, *more = found[where]
+            text = first.split(b"\0", 1)[0].decode(errors="replace") if is_text else first
+            values[name] = [first, *more] if more else text
         return values
 
 
@@ -300,13 +292,10 @@ class _Box:
         # A copy says when it was made.
         copied = fields["copied"] if self.data is self.again else 0
         process = Process(
-            rank=fields["rank"],
-            pid=fields["pid"],
-            host=fields["host"],
             job=f"{fields['job']:016x}",
-            version=fields["version"],
             taken=((copied or time.monotonic_ns()) + self.offset) / 1e9,
             ended=self._counts(fields["ended"]),
+            **{name: fields[name] for name in ("rank", "pid", "host", "version")},
         )
         for index in range(fields["groups"]):
             at = groups["at"] + index * groups["bytes"]
@@ -366,9 +355,9 @@ class _Box:
         is_known = row["dtype"] < len(types)
         scaled = "PREMUL_" if is_known and row["opaqueType"] else ""
         has_op = row["reduceOp"] < len(reductions) and reductions[row["reduceOp"]]
+        alike = ("sequence", "tag", "bytes", "layout", "id")
         return Operation(
             kind=kind,
-            sequence=row["sequence"],
             state=layout["states"][row["state"]],
             enqueued=self._moment(row["enqueued"]) or 0.0,
             started=self._moment(row["started"]),
@@ -376,9 +365,6 @@ class _Box:
             dtype=types[row["dtype"]] if is_known else f"dtype#{row['opaqueType']}",
             reduce_op=scaled + reductions[row["reduceOp"]] if has_op else "",
             peer=row["peer"] if kind in MESSAGES else row["root"],
-            tag=row["tag"],
-            bytes=row["bytes"],
-            layout=row["layout"],
             in_bytes=row["inBytes"],
             out_bytes=row["outBytes"],
             element_bytes=layout["element_bytes"][row["dtype"]] if is_known else 0,
@@ -386,9 +372,9 @@ class _Box:
             function=function,
             file=file,
             line=int(line or 0),
-            id=row["id"],
             on_device="device" in flags,
             composite="composite" in flags,
+            **{name: row[name] for name in alike},
         )
 
     def _moment(self, nanos: int) -> float | None:

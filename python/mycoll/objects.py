@@ -1,9 +1,9 @@
 """torch's collectives of objects, for groups whose CPU tensors mycoll serves.
 
 torch sends the sizes, then the pickles, each padded to the longest. Here the first message has a
-fixed size, and most objects are in it. Whatever does not fit follows: the rest of the pickles, and
-large memory from where it lies to where it will stay (parcel.py). What each rank sends depends on
-sizes that the receivers have, so all ranks agree.
+fixed size, and most objects are in it. The rest of longer pickles follows, and large memory, which
+is received where it stays (parcel.py). The receivers know the sizes that decide what is sent, so
+all ranks agree.
 
 For other groups, for devices and for `weights_only`, torch's functions are called with the same
 arguments.

@@ -96,8 +96,8 @@ def _report(error: Exception) -> None:
         fix = "it was read when torch was imported: correct it, and start the program again"
         raise ValueError(f"{error}; {fix}")
     if not _warned:
-        _warned = True
         warnings.warn(f"{REPLACE}=gloo has no effect: {error}", stacklevel=4)
+        _warned = True
 
 
 # --- which group torch is making ------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""CPU tensors that the other ranks of a host read where they lie.
+"""CPU tensors that the other ranks of a host read in place.
 
     with mycoll.shared_tensors():
         model = Model()
         model = DistributedDataParallel(model)
         train(model)
 
-When the ranks of a host give such tensors to a collective, or views of them, nothing is copied
-through memory in between. Ranks may mix them with ordinary tensors. See docs/performance.md.
+When the ranks of a host pass such tensors, or views of them, to a collective, no other memory is
+involved. Ranks may mix them with ordinary tensors. See docs/performance.md.
 """
 
 from __future__ import annotations

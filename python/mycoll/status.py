@@ -102,9 +102,7 @@ def without_calls(members: list[Process]) -> list[str]:
     """A line for all groups in which no rank has called anything, folded; or none."""
     groups = [group for each in members for group in each.groups]
     used = {group.title for group in groups if group.is_used}
-    unused = [
-        title for title in dict.fromkeys(group.title for group in groups) if title not in used
-    ]
+    unused = [title for title in dict.fromkeys(each.title for each in groups) if title not in used]
     return folded(f"groups without calls: {', '.join(unused)}") if unused else []
 
 

@@ -1,7 +1,7 @@
 """Writes what the ranks did last as a Chrome trace, for https://ui.perfetto.dev.
 
 A rank is a process of the trace, a group a row of it, and a call a slice. Calls that overlap get
-more rows. Each finding of `mycoll trace` is an arrow in the row of the rank to look at.
+more rows. Each finding of `mycoll trace` is a mark in the row of the rank to look at.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write(groups: Groups, findings: Sequence[Any], path: Path) -> None:
     # Numbers in JSON have 53 bits: too few for the nanoseconds since 1970. torch.profiler's traces
     # have this field, too.
     base = math.floor(min((each.enqueued for each in operations), default=0.0))
-    events = [*_names(groups), *_slices(groups, base), *_arrows(groups, findings, base)]
+    events = [*_names(groups), *_slices(groups, base), *_marks(groups, findings, base)]
     trace = {"baseTimeNanoseconds": base * 10**9, "traceEvents": events}
     path.write_text(json.dumps(trace), encoding="utf-8")
 
@@ -93,7 +93,7 @@ def _arguments(operation: Operation) -> Event:
     return found
 
 
-def _arrows(groups: Groups, findings: Sequence[Any], base: float) -> Iterator[Event]:
+def _marks(groups: Groups, findings: Sequence[Any], base: float) -> Iterator[Event]:
     for number, (title, members) in enumerate(groups.items(), 1):
         end = max(process.taken for process, _ in members.values())
         for finding in findings:

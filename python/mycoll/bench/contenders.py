@@ -36,7 +36,8 @@ FLOOR = "fake"
 class Contender(ABC):
     """kind: backend, floor, limit or peer."""
 
-    shares_memory = False  # it is given a workload whose tensors are shared
+    shares_memory = False  # its workload has shared tensors
+    uses_operators = False  # it calls torch.ops.mycoll, where that has the operation
 
     def __init__(self, name: str, kind: str, world: World) -> None:
         self.name = name
@@ -79,9 +80,9 @@ class TorchContender(Contender):
         self._host_times: list[int] = []
 
     def prepare(self, workload: Workload) -> None:
-        self._workload = workload
+        self._workload = workload.with_operators() if self.uses_operators else workload
         with self._memory():
-            self._calls = workload.calls(self._group)
+            self._calls = self._workload.calls(self._group)
 
     def verify(self, seed: int, plant_error: bool) -> int | None:
         assert self._workload is not None
@@ -126,13 +127,6 @@ class TorchContender(Contender):
         self._host_times = []
 
 
-class OperatorContender(TorchContender):
-    """Calls torch.ops.mycoll, where it has the operation."""
-
-    def prepare(self, workload: Workload) -> None:
-        super().prepare(workload.with_operators())
-
-
 class CopyContender(Contender):
     """All ranks copy at the same time the bytes that the operation must at least move."""
 
@@ -154,12 +148,9 @@ class CopyContender(Contender):
         for index in range(arena.windows):
             source = arena.window(index, 0, count, torch.uint8)
             target = arena.window(index, aligned(count), count, torch.uint8)
-            self._calls.append(self._bind(target, source))
-
-    def _bind(self, target: torch.Tensor, source: torch.Tensor) -> Call:
-        if self._copy is None:
-            return partial(target.copy_, source)
-        return partial(self._copy, target.data_ptr(), source.data_ptr(), source.numel())
+            pointers = (target.data_ptr(), source.data_ptr(), count)
+            call = partial(self._copy, *pointers) if self._copy else partial(target.copy_, source)
+            self._calls.append(call)
 
     def run(self, warmups: int, iterations: int) -> list[list[int]]:
         assert self._arena is not None
@@ -208,10 +199,11 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
             if options.memory == "both" and name.split("#")[0] == "mycoll":
                 own.append(TorchContender(f"{name}-shared", kind, world, group))
             if options.ops and name == "mycoll":
-                own.append(OperatorContender(f"{name}-ops", kind, world, group))
+                own.append(TorchContender(f"{name}-ops", kind, world, group))
         except Exception as cause:  # whatever a backend raises: the others can still be measured
             error = one_line(cause)
         for each in own:
+            each.uses_operators = each.name.endswith("-ops")
             each.shares_memory = options.memory == "shared" or each.name.endswith("-shared")
         if errors := [text for text in world.gather_all(error) if text]:
             absent.append(f"{name}: {errors[0]}")

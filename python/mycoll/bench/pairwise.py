@@ -1,7 +1,7 @@
 """Between two ranks: latency by ping-pong, rate by windows of messages, as OSU measures them; and
 the rate of puts, which the other rank takes no part in.
 
-Ranks 0 and 1 talk; the others, if any, wait.
+Ranks 0 and 1 communicate; the others, if any, wait.
 """
 
 from __future__ import annotations

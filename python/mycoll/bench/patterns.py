@@ -32,6 +32,8 @@ _QUARTER_TURNS = torch.tensor([1, 1j, -1, -1j], dtype=torch.complex128)
 
 @dataclass(frozen=True)
 class Pattern:
+    """The inputs of all ranks for one call, and its results."""
+
     dtype: torch.dtype
     redop: str
     ranks: int
@@ -92,6 +94,7 @@ class Pattern:
         return torch.div(result, self.ranks, rounding_mode="trunc")
 
     def fill(self, tensor: torch.Tensor, rank: int) -> None:
+        """Writes a rank's input."""
         for begin, block in _blocks(tensor):
             block.copy_(_tiled(self.values(rank, begin).to(self.dtype), block.numel()))
 

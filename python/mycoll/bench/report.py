@@ -100,10 +100,12 @@ class Recorder:
             self._file.flush()
 
     def add(self, row: Row) -> None:
+        """Keeps a row, and writes it."""
         self.rows.append(row)
         self._write(row.as_json())
 
     def close(self) -> None:
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 

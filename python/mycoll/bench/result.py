@@ -115,6 +115,7 @@ class Row:
     extra: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
+        """The record of the JSON lines."""
         return {"kind": "result", **dataclasses.asdict(self)}
 
     def compared_to(self, subject: Row) -> Row:
@@ -146,6 +147,7 @@ def make_row(
     rounds: Rounds,
     extra: dict[str, float],
 ) -> Row:
+    """A contender's row, from the nanoseconds of its calls."""
     messages = 1 if kind == "limit" or (kind == "floor" and case.op == "pingpong") else 0
     unit = 1e3 * (messages or workload.messages)
     taking_part = [[calls for calls in ranks if calls] for ranks in rounds]

@@ -25,7 +25,7 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
     """Measures, as one of the ranks that a launcher has started; returns the exit code.
 
     Args:
-        options: What to measure.
+        options: The cases, the backends, and how they are measured.
         arguments: The words of the command line, for the results.
         gather: Finds the contenders, and explains in a line each which are not available.
     """

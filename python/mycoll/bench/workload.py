@@ -67,7 +67,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """What a row measures."""
+    """The operation, size and types that a row measures."""
 
     op: str
     size: int

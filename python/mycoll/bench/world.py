@@ -180,5 +180,6 @@ def join(options: Options) -> World:
 
 
 def leave() -> None:
+    """Destroys the group of the ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()

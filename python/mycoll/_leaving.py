@@ -60,8 +60,8 @@ def described(error: BaseException, most: int = 120) -> str:
 
 
 def _end_of_child() -> None:
-    """multiprocessing calls it while the exception leaves the function of the process. Many children
-    end without Python's handlers of exit."""
+    """multiprocessing calls it while the exception leaves the process's function. Many children end
+    without Python's handlers of exit."""
     global _reason
     error = _cause(sys.exc_info()[1])
     _reason = _ended_by(error)

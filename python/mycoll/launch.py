@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class SpawnError(RuntimeError):
-    """A rank of spawn() failed. The message has its traceback; `rank` is its number, and `cause` its
+    """A rank of spawn() failed. The message has its traceback; `rank` is its number, `cause` its
     exception without the traceback."""
 
     def __init__(self, message: str, rank: int, cause: str = "") -> None:

@@ -53,7 +53,7 @@ class Parcel:
         return self.memory[: head_bytes(self.memory)]
 
     def cell(self, size: int) -> memoryview:
-        """The first `size` bytes, at most CELL_BYTES: the head, or the beginning of a longer one."""
+        """The first `size` bytes, up to CELL_BYTES: the head, or the beginning of a longer one."""
         return self.memory[:size]
 
     def copy(self) -> Incoming:

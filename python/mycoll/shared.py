@@ -38,14 +38,11 @@ def shared_tensors() -> Iterator[None]:
 
 
 def empty(*size: Any, **options: Any) -> torch.Tensor:
-    """torch.empty() in shared memory.
+    """Returns a tensor in shared memory, as of torch.empty().
 
     Args:
         size: The size, as for torch.empty().
         options: Its options, but for `out`, `pin_memory` and devices other than the CPU.
-
-    Returns:
-        The tensor.
 
     Raises:
         ValueError: An option asks for other memory.
@@ -56,14 +53,11 @@ def empty(*size: Any, **options: Any) -> torch.Tensor:
 
 
 def zeros(*size: Any, **options: Any) -> torch.Tensor:
-    """torch.zeros() in shared memory.
+    """Returns a tensor in shared memory, as of torch.zeros().
 
     Args:
         size: The size, as for torch.zeros().
         options: Its options, but for `out`, `pin_memory` and devices other than the CPU.
-
-    Returns:
-        The tensor.
 
     Raises:
         ValueError: An option asks for other memory.
@@ -74,14 +68,11 @@ def zeros(*size: Any, **options: Any) -> torch.Tensor:
 
 
 def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
-    """torch.empty_like() in shared memory.
+    """Returns a tensor in shared memory, as of torch.empty_like().
 
     Args:
         other: The tensor whose size and dtype are taken; it may be on another device.
         options: As for mycoll.empty().
-
-    Returns:
-        The tensor.
 
     Raises:
         ValueError: An option asks for other memory.

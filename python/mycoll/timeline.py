@@ -61,24 +61,22 @@ def _slices(groups: Groups, base: float) -> Iterator[Event]:
                 free = (row for row, last in enumerate(ends) if last <= operation.enqueued)
                 row = min(next(free, len(ends)), _ROWS - 1)
                 ends[row : row + 1] = [end]
+                place = {"pid": process.rank, "tid": number * _ROWS + row}
+                length = max(0.0, end - operation.enqueued) * 1e6
+                time = {"ts": (operation.enqueued - base) * 1e6, "dur": length}
+                args = _arguments(operation)
                 yield {
                     "ph": "X",
-                    "pid": process.rank,
-                    "tid": number * _ROWS + row,
-                    "ts": (operation.enqueued - base) * 1e6,
-                    "dur": max(0.0, end - operation.enqueued) * 1e6,
+                    **place,
+                    **time,
                     "name": operation.kind,
                     "cat": title,
-                    "args": _arguments(operation),
+                    "args": args,
                 }
             for row in range(max(1, len(ends))):
-                yield {
-                    "ph": "M",
-                    "pid": process.rank,
-                    "tid": number * _ROWS + row,
-                    "name": "thread_name",
-                    "args": {"name": f"group {title}"},
-                }
+                place = {"pid": process.rank, "tid": number * _ROWS + row}
+                args = {"name": f"group {title}"}
+                yield {"ph": "M", **place, "name": "thread_name", "args": args}
 
 
 def _arguments(operation: Operation) -> Event:
@@ -98,12 +96,6 @@ def _marks(groups: Groups, findings: Sequence[Any], base: float) -> Iterator[Eve
         end = max(process.taken for process, _ in members.values())
         for finding in findings:
             for rank in finding.ranks if finding.group == title else ():
-                yield {
-                    "ph": "i",
-                    "s": "t",
-                    "pid": rank,
-                    "tid": number * _ROWS,
-                    "ts": (end - base) * 1e6,
-                    "name": finding.kind,
-                    "args": {"text": finding.text},
-                }
+                place = {"pid": rank, "tid": number * _ROWS, "ts": (end - base) * 1e6}
+                args = {"text": finding.text}
+                yield {"ph": "i", "s": "t", **place, "name": finding.kind, "args": args}

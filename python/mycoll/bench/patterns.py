@@ -76,17 +76,11 @@ class Pattern:
 
     def reduced(self, begin: int) -> torch.Tensor:
         """One period of what reducing all inputs gives, before rounding to the dtype."""
+        functions = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
+        function = functions.get(self.redop, torch.add)
         result = self.values(0, begin)
         for rank in range(1, self.ranks):
-            other = self.values(rank, begin)
-            if self.redop in ("sum", "avg"):
-                result += other
-            elif self.redop == "prod":
-                result *= other
-            elif self.redop == "min":
-                result = torch.minimum(result, other)
-            else:
-                result = torch.maximum(result, other)
+            result = function(result, self.values(rank, begin))
         if self.redop != "avg":
             return result
         if self.dtype.is_floating_point or self.dtype.is_complex:

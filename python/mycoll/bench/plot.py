@@ -77,16 +77,10 @@ def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
             axes.plot(sizes, values, label=label, zorder=1, **dashes)
             continue
         first = name == contenders[0][0]
-        axes.plot(
-            sizes,
-            values,
-            label=f"{name} ({LEGEND[kind]})" if kind in LEGEND else name,
-            color=next(colours),
-            marker="o",
-            markersize=4 if first else 3,
-            linewidth=2.4 if first else 1.4,
-            zorder=3 if first else 2,
-        )
+        label = f"{name} ({LEGEND[kind]})" if kind in LEGEND else name
+        look = {"markersize": 4 if first else 3, "linewidth": 2.4 if first else 1.4}
+        look |= {"zorder": 3 if first else 2}
+        axes.plot(sizes, values, label=label, color=next(colours), marker="o", **look)
         if figure == "time_us" and kind == "backend":
             low, high = [row.min_us for row in line], [row.max_us for row in line]
             axes.fill_between(sizes, low, high, color=axes.lines[-1].get_color(), alpha=0.15, lw=0)

@@ -22,6 +22,7 @@ def width() -> int:
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
+    """Returns whether a stream is a terminal that moves its cursor."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -90,6 +91,7 @@ class Progress:
         self._is_shown = is_wanted and is_terminal(sys.stderr)
 
     def show(self, text: str) -> None:
+        """Shows the step in the place of the one before."""
         if self._is_shown:
             sys.stderr.write(f"\r\x1b[K{text[: width() - 1]}")
             sys.stderr.flush()

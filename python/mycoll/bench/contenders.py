@@ -60,6 +60,7 @@ class Contender(ABC):
         """
 
     def extra(self) -> dict[str, float]:
+        """Further figures of the row, by name."""
         return {}
 
     def release(self) -> None:

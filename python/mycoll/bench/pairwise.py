@@ -59,6 +59,7 @@ class _Pairwise(Workload):
         return [self.call(index, group) for index in beginnings]
 
     def call(self, index: int, group: Group) -> Call:
+        """The call whose first message is in this window."""
         raise NotImplementedError
 
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from mycoll._terminal import Parser, note, paint
+from mycoll._terminal import Parser, columns, note, paint
 from mycoll._units import between, show_microseconds, show_size
 from mycoll.bench.report import read_results
 from mycoll.bench.result import Interval, Row, unpaired_ratio
@@ -154,9 +154,10 @@ def _warn_of_difference(name: str, old: object, new: object) -> None:
 def _line(change: Change) -> str:
     row, ratio = change.after, change.ratio
     times = " -> ".join(show_microseconds(each.time_us) for each in (change.before, row)) + " us"
-    line = f"{change.verdict:6}  {_name(row):28} {times:22} {100 * (ratio.value - 1):+.1f} %"
+    percent = f"{100 * (ratio.value - 1):+.1f} %"
     if ratio.low is not None and ratio.high is not None:
-        line += f" [{100 * (ratio.low - 1):+.1f}, {100 * (ratio.high - 1):+.1f}]"
+        percent += f" [{100 * (ratio.low - 1):+.1f}, {100 * (ratio.high - 1):+.1f}]"
+    line = columns((change.verdict, _name(row), times, percent), (7, 28, 22, 0))
     return paint(line, _COLOURS[change.verdict])
 
 

@@ -21,6 +21,7 @@ def undrawable(path: str) -> str:
     """Why matplotlib cannot draw this file; '' where it can."""
     ending = Path(path).suffix.removeprefix(".").lower()
     try:
+        importlib.import_module("matplotlib")
         known = importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes
     except ImportError as error:
         return f"it needs matplotlib (pip install matplotlib): {error}"

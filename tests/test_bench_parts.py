@@ -12,11 +12,11 @@ from typing import Any
 import mycoll
 import pytest
 import torch
+from mycoll._native import native_module
 from mycoll._units import parse_size
 from mycoll.bench import main
 from mycoll.bench import world as worlds
 from mycoll.bench.contenders import Contender
-from mycoll.bench.machine import native_module
 from mycoll.bench.options import DTYPES, REDOPS, parse_options, sweep
 from mycoll.bench.pairwise import BandwidthWorkload, PingPongWorkload
 from mycoll.bench.patterns import Pattern, spoil

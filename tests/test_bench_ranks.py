@@ -13,9 +13,8 @@ from pathlib import Path
 
 import mycoll
 import pytest
-from mycoll import launch
-from mycoll._pipes import INTERRUPTED
-from mycoll.bench import cli
+from mycoll import bench, launch
+from mycoll._terminal import INTERRUPTED
 from worlds import warm
 
 _TIMEOUT_SECONDS = 120
@@ -127,7 +126,7 @@ def test_ranks_of_torchrun_start_none(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(launch, "run_command", lambda *_: pytest.fail("ranks were started"))
-    assert cli.main(["all_reduce", "--nproc", "2"]) == 2
+    assert bench.main(["all_reduce", "--nproc", "2"]) == 2
     assert "leave --nproc out" in capsys.readouterr().err
 
 

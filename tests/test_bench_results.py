@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mycoll import launch
-from mycoll.bench import cli, main
+from mycoll import bench, launch
+from mycoll.bench import main
 from mycoll.bench.compare import compare
 from mycoll.bench.plot import draw, undrawable
 from mycoll.bench.report import Recorder, ratio, read_results, table_header, table_line, unwritable
-from mycoll.bench.result import Row, compared
-from mycoll.bench.stats import paired_ratio, percentile, unpaired_ratio
+from mycoll.bench.result import Row, compared, paired_ratio, percentile, unpaired_ratio
 
 
 def example_row(**changes: object) -> Row:
@@ -213,7 +212,7 @@ class TestPlot:
     ) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
         monkeypatch.setattr(launch, "run_command", lambda *_: pytest.fail("ranks were started"))
-        assert cli.main(["all_reduce", "--nproc", "2", "--plot", "out.png"]) == 2
+        assert bench.main(["all_reduce", "--nproc", "2", "--plot", "out.png"]) == 2
         assert "pip install matplotlib" in capsys.readouterr().err
 
 
@@ -248,5 +247,5 @@ def test_files_are_looked_at_first(
         pytest.importorskip("matplotlib")
     monkeypatch.setenv("RANK", "1")  # exported for something else
     monkeypatch.setattr(launch, "run_command", lambda *_: pytest.fail("ranks were started"))
-    assert cli.main(["all_reduce", "--nproc", "2", option, "/nonexistent/x.png"]) == 2
+    assert bench.main(["all_reduce", "--nproc", "2", option, "/nonexistent/x.png"]) == 2
     assert f"mycoll bench: {option}: " in capsys.readouterr().err

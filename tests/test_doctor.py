@@ -27,7 +27,7 @@ def run(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
     return warm.run_module("mycoll", "doctor", *options, environment=environment, timeout=200)
 
 
-def only(check) -> doctor.Finding:
+def only(check) -> doctor.Result:
     return list(doctor.examine(check))[-1]
 
 
@@ -96,6 +96,7 @@ def test_wrong_torch_is_reported_once(monkeypatch, capsys):
         raise ImportError("compiled for torch 2.1: run `pip install --no-build-isolation .` again")
 
     monkeypatch.setattr(doctor, "native", native)
+    monkeypatch.setattr(doctor, "native_module", lambda: None)
     monkeypatch.setattr(doctor, "spawn", lambda *_, **__: pytest.fail("ranks were started"))
     assert doctor.main(["--json"]) == 1
     found = json.loads(capsys.readouterr().out)["findings"]

@@ -158,18 +158,18 @@ PACKAGE = CSRC.parent / "python/mycoll"
 # functions. Imports for types do not count.
 LINES = """
 _version _load _C _native
-_patch _pipes _units _terminal _leaving
+_patch _units _terminal _leaving
 _log _groups
 _gloo parcel _compat
 objects shared memory windows
 _create
 groups replace rendezvous launch
-black_box trace_file
+black_box
 status timeline metrics trace doctor
-bench.options bench.stats bench.result bench.plot bench.report bench.compare
-bench.machine bench.world bench.arena bench.clock bench.patterns bench.workload
+bench.options bench.result bench.plot bench.report bench.compare
+bench.world bench.arena bench.patterns bench.workload
 bench.collectives bench.pairwise bench.contenders bench.rounds
-bench.run bench.cli bench bench.__main__
+bench.run bench bench.__main__
 demo_training demo faults
 adapters adapters.torchft
 _registration __init__ __main__
@@ -228,7 +228,7 @@ def test_modules_import_what_is_below_them() -> None:
     [
         ("_native", "from mycoll import _log"),
         ("_log", "def later():\n    from mycoll._create import prepare"),
-        ("bench.stats", "import mycoll.bench.rounds"),
+        ("bench.result", "import mycoll.bench.rounds"),
         ("shared", "from mycoll import zeros"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from mycoll import black_box, trace, trace_file
+from mycoll import black_box, trace
 from mycoll.black_box import Operation
 from torch.distributed import distributed_c10d
 from worlds import warm
@@ -77,7 +77,7 @@ def remembered(path: Path) -> list[Operation]:
 
 
 def differences(folder: Path) -> list[trace.Finding]:
-    return list(trace.analyse(trace_file.load([folder])[0]))
+    return list(trace.analyse(black_box.load_all([folder])[0]))
 
 
 def fail(fresh, transport: str, how: str, tmp_path: Path) -> Path:
@@ -303,7 +303,7 @@ def failing_often(ctx: Ctx, times: int) -> None:
 
 def test_old_folders_are_removed(fresh) -> None:
     """Those of the last day stay, however many jobs fail after them."""
-    parent = trace_file.default_folder()
+    parent = black_box.default_folder()
     parent.mkdir(mode=0o700, exist_ok=True)
     recent, old = parent / ("0" * 15 + "a"), parent / ("0" * 15 + "b")
     # An hour old, if not too many jobs have failed here since: no more than a hundred are kept.

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mycoll import black_box, timeline, trace, trace_file
+from mycoll import black_box, timeline, trace
 from mycoll.black_box import Group, Operation, Process
 from torch.distributed import distributed_c10d
 from worlds import warm
@@ -67,7 +67,7 @@ def failed(fresh, tmp_path):
             world.run(failing, how, late)
         except AssertionError:
             assert how == "dead"
-        return trace_file.load([tmp_path])[0]
+        return black_box.load_all([tmp_path])[0]
 
     return fail
 
@@ -129,7 +129,7 @@ def healthy(ctx: Ctx, folder: str) -> None:
 
 def test_nothing_amiss(fresh, tmp_path) -> None:
     fresh(2, "shm").run(healthy, str(tmp_path))
-    assert list(trace.analyse(trace_file.load([tmp_path])[0])) == []
+    assert list(trace.analyse(black_box.load_all([tmp_path])[0])) == []
 
 
 def command(*words: Any) -> subprocess.CompletedProcess[str]:
@@ -195,7 +195,7 @@ def test_files_that_are_no_traces(fresh, tmp_path) -> None:
     for content in [b"", b"\x80\xff", b"[]", good[:12], good[:5000], no_layout, no_fields]:
         path = tmp_path / "rank_0"
         path.write_bytes(content)
-        found, (problem,) = trace_file.load([path])
+        found, (problem,) = black_box.load_all([path])
         assert not found
         assert "is not a trace" in problem
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 
@@ -12,19 +13,26 @@ from mycoll import _terminal, _units
 HELP = """
 import contextlib, io, sys
 from mycoll import __main__
-for verb in ["", *__main__.known_verbs()]:
+for verb in ["", "bench compare", *__main__.known_verbs()]:
     if verb == "faults":  # another program
         continue
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         __main__.main([*verb.split(), "--help"])
     assert out.getvalue().startswith(f"usage: mycoll {verb}".strip()), out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 80, verb
     assert "torch" not in sys.modules, verb
 """
 
 
 def test_help_needs_no_torch() -> None:
     """torch takes seconds to import."""
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", HELP],
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -19,7 +19,7 @@ def main(words: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     from mpi import gather
-    from mycoll.bench.cli import main as bench
+    from mycoll.bench import main as bench
 
     return bench(words[1:], partial(gather, names))
 

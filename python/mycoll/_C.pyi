@@ -64,12 +64,7 @@ class Endpoint:
     @property
     def handle(self) -> str: ...
     def form(
-        self,
-        uuid: int,
-        handles: list[str],
-        timeout: timedelta,
-        options: Options,
-        has_device: bool,
+        self, uuid: int, handles: list[str], timeout: timedelta, options: Options, has_device: bool
     ) -> MycollBackend: ...
     def send(self, handle: str, text: str) -> None: ...
     def receive(self, timeout: timedelta) -> list[str]: ...

@@ -12,18 +12,20 @@ from typing import Any
 
 from mycoll import _terminal, faults
 from mycoll._native import native
-from mycoll._pipes import quietly
+from mycoll._terminal import quietly
 from mycoll._version import __version__
 
 Verb = Callable[[list[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line with these words (sys.argv without them); returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return quietly(lambda: run(words))
 
 
 def run(words: list[str]) -> int:
+    """Runs the verb that the words begin with; returns the exit code."""
     verbs = known_verbs()
     parser = _terminal.Parser(
         prog="mycoll",
@@ -66,7 +68,7 @@ def known_verbs() -> dict[str, tuple[str, Verb]]:
 
 
 def in_module(name: str, **options: Any) -> Verb:
-    """Imported when it is called: most verbs import torch, which takes seconds."""
+    """Imports a verb's module when it is called: most import torch, which takes seconds."""
 
     def call(words: list[str]) -> int:
         return int(importlib.import_module(f"mycoll.{name}").main(words, **options) or 0)
@@ -75,16 +77,14 @@ def in_module(name: str, **options: Any) -> Verb:
 
 
 def show_version(words: list[str]) -> int:
+    """Runs `mycoll version`."""
     parser = _terminal.Parser(prog="mycoll version")
     parser.add_argument("--json", action="store_true", help="for programs")
     as_json = parser.parse_args(words).json
     import torch
 
-    versions = {
-        "mycoll": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    versions = {"mycoll": __version__, "torch": str(torch.__version__)}
+    versions["python"] = platform.python_version()
     problem = None
     try:
         native()
@@ -100,6 +100,7 @@ def show_version(words: list[str]) -> int:
 
 
 def show_environment(words: list[str]) -> int:
+    """Runs `mycoll env`."""
     parser = _terminal.Parser(
         prog="mycoll env",
         description="Every MYCOLL_* variable with its value in this environment, and its meaning.",
@@ -117,8 +118,9 @@ def show_environment(words: list[str]) -> int:
         print(environment_page())
     elif not entries:
         print("Every variable has its default value; `mycoll env` lists them.")
-    for entry in [] if options.json or options.markdown else entries:
-        show_variable(entry)
+    else:
+        for entry in entries:
+            show_variable(entry)
     for name, near in native().unknown_variables() if options.changed and not options.json else []:
         hint = f"; did you mean {near}?" if near else ""
         print(_terminal.paint(f"{name} is set, but mycoll does not know it{hint}", "yellow"))
@@ -126,6 +128,7 @@ def show_environment(words: list[str]) -> int:
 
 
 def show_variable(entry: dict[str, Any]) -> None:
+    """Prints a variable of the environment, and what it means."""
     line = f"{entry['name']}={entry['value']}"
     if entry["source"] != "default":
         line = _terminal.paint(line, "bold")

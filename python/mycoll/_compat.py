@@ -1,14 +1,13 @@
-"""Documented torch functions that ask for a backend's name, made to work for mycoll's groups.
+"""Wraps torch functions that depend on a backend's name, so that they work for mycoll's groups.
 
-torch (2.15 asks less, 2.13 more) refuses `dist.monitored_barrier` to all groups but gloo's, ignores
-`_set_pg_timeout` for groups of other backends than gloo and NCCL, and refuses
-`dist.split_group` where no accelerator is bound to the job; a group made by `dist.shrink_group`
-serves one kind of device, where its parent may have served several; torch.distributed.nn has no
-gradient of `all_gather_into_tensor` but over NCCL; an exception inside of `_coalescing_manager`
-leaves the block open for good. They are wrapped when the
-process makes its first mycoll group; a process that makes none keeps torch's own functions. For
-groups that have no mycoll in them, torch's function is called with the same arguments. Collectives
-of objects are in objects.py.
+torch (2.15 does less of it, 2.13 more) refuses `dist.monitored_barrier` to all groups but gloo's,
+ignores `_set_pg_timeout` for other backends than gloo and NCCL, and refuses `dist.split_group`
+where no accelerator is bound to the job; a group made by `dist.shrink_group` serves one kind of
+device, where its parent may have served several; torch.distributed.nn has no gradient of
+`all_gather_into_tensor` but over NCCL; an exception inside `_coalescing_manager` leaves the block
+open. The first mycoll group of a process wraps them; a process that makes none keeps torch's own.
+For groups without mycoll, torch's function is called with the same arguments. The collectives of
+objects are in objects.py.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from mycoll._groups import backend_of, members, unwrapped
@@ -32,18 +32,13 @@ from mycoll._patch import replace
 
 _NCCL_UNDEFINED = -(2**31)  # in a ProcessGroupNCCL.NCCLConfig: NCCL chooses
 
-_installed = False
-
 # By parent: how often it has been split. The members count alike, as all of them split it.
 _splits: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+@functools.cache
 def install() -> None:
     """Wraps the functions, once in a process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     # Since 2.15 torch records the calls of backends that keep no record of their own: from outside,
     # for 2 us a call, and 15 for a barrier. mycoll keeps one.
     recording: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
@@ -119,10 +114,9 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         if not on_cpu or not split_ranks:
             ours = _device_backend(parent) if more.get("backend") is None else None
             if ours is not None:
-                pg_options = _own_options(pg_options)
-            make = functools.partial(
-                original, parent_pg, split_ranks, timeout, pg_options, group_desc, **more
-            )
+                pg_options = own_options(pg_options)
+            args = (parent_pg, split_ranks, timeout, pg_options, group_desc)
+            make = functools.partial(original, *args, **more)
             return make() if ours is None else _split_devices(ours, make)
         backend = _part_of_backends(parent, more.get("backend"))
         mine = _part_of(parent.rank(), parent.size(), split_ranks)
@@ -132,9 +126,8 @@ def _wrap_split_group(original: Callable[..., Any]) -> Callable[..., Any]:
             # As torch: -100 since 2.15, whose annotations have a name for it.
             outside = dist.GroupMember.NON_GROUP_MEMBER
             return outside if hasattr(distributed_c10d, "_NonGroupMember") else None
-        return _make_group(
-            parent, mine, f":split{before}:{mine[0]}", backend, timeout, pg_options, group_desc
-        )
+        suffix = f":split{before}:{mine[0]}"
+        return _make_group(parent, mine, suffix, backend, timeout, pg_options, group_desc)
 
     return split_group
 
@@ -152,9 +145,7 @@ def _part_of_backends(parent: ProcessGroup, wanted: str | None) -> str:
     else:  # as in torch: all devices that it serves in the parent
         part = {device: name for device, name in names.items() if name == wanted}
     if not part or any(names.get(device) != name for device, name in part.items()):
-        raise ValueError(
-            f"backend: {wanted} is no part of the parent's backends, which are {names}"
-        )
+        raise ValueError(f"backend: {wanted} is no part of the parent's backends, {names}")
     return whole if part == names else ",".join(f"{d}:{name}" for d, name in part.items())
 
 
@@ -167,25 +158,26 @@ def _make_group(
     pg_options: Any | None,
     group_desc: str | None,
 ) -> ProcessGroup:
-    """A group of these ranks of the parent, which they alone make: as by new_group, but for its
-    name. They meet in the store by that. torch makes names from how many groups a process is in,
-    or has asked for, and that differs between processes; what the parent is called does not."""
+    """Makes a group of these ranks of the parent; no other rank takes part. It differs from
+    new_group in the name, by which the ranks meet in the store: torch counts the groups of the
+    process for it, which differs between processes; the name of the parent does not."""
     ours = unwrapped(parent._get_backend(torch.device("cpu")))
     name = getattr(ours, "_name", parent.group_name) + suffix
     ranks = [dist.get_global_rank(parent, rank) for rank in mine]
+    kind, world = distributed_c10d.Backend(backend), distributed_c10d._world
     made: ProcessGroup
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         mine.index(parent.rank()),
         ranks,
-        distributed_c10d.Backend(backend),
-        distributed_c10d._world.pg_map[members(None)][1],
+        kind,
+        world.pg_map[members(None)][1],
         distributed_c10d.GroupName(name),
         backend_options=pg_options,
-        timeout=timeout or distributed_c10d._get_default_timeout(distributed_c10d.Backend(backend)),
+        timeout=timeout or distributed_c10d._get_default_timeout(kind),
         group_desc=group_desc,
     )
-    distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
+    world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
 
 
@@ -213,12 +205,14 @@ def _split_devices(parent: Any, make: Callable[[], ProcessGroup | None]) -> Proc
     return made
 
 
-def from_foreign_options(options: Any) -> Any:
-    """mycoll's options with the settings of NCCL's communicators in torch's options for nccl.
+def own_options(options: Any) -> Any:
+    """Returns mycoll's options as they are, and torch's for nccl as mycoll's with their settings.
 
     None for options of other backends: a group like "cpu:mycoll,cuda:xccl" passes its options to
     both of its backends. The timeout in them is not used, as torch passes that of the group, too.
     """
+    if not isinstance(options, Backend.Options) or isinstance(options, native().Options):
+        return options
     config = getattr(options, "config", None)
     if config is None or options.backend != "nccl":
         return None
@@ -232,16 +226,9 @@ def from_foreign_options(options: Any) -> Any:
     return ours
 
 
-def _own_options(options: Any) -> Any:
-    from torch._C._distributed_c10d import Backend
-
-    is_foreign = isinstance(options, Backend.Options) and not isinstance(options, native().Options)
-    return from_foreign_options(options) if is_foreign else options
-
-
 def _wrap_get_split_source(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Up to 2.13, torch hands a world that can be split to whatever backend a new group has; and
-    nccl wants nccl's. Ours meet without it."""
+    """Up to 2.13, torch passes a world that can be split to the backend of each new group, and nccl
+    accepts only nccl's. mycoll's backends do not need it."""
 
     def get_split_source(*args: Any, **more: Any) -> Any:
         source = original(*args, **more)
@@ -258,7 +245,7 @@ def guard_coalescing() -> None:
 
 
 class _Operations(list[Any]):
-    """The collectives that torch notes while a block is open, for the thread that opened it."""
+    """The collectives that torch records while a block is open, for the thread that opened it."""
 
     __slots__ = ("group", "thread")
 
@@ -280,7 +267,7 @@ class _Operations(list[Any]):
 
 class _Block:
     """torch's block of operations, which has no `finally`. After an exception the group would still
-    be coalescing: its next collectives would only be noted, and return without a result."""
+    be coalescing: its next collectives would only be recorded, and return without a result."""
 
     __slots__ = ("operations", "torchs")
 
@@ -366,9 +353,7 @@ def _part_of(rank: int, size: int, split_ranks: list[list[int]]) -> list[int] | 
         if not part or len(set(part)) != len(part):
             raise ValueError(f"split_ranks: {part} is empty or names a rank twice")
         if min(part) < 0 or max(part) >= size:
-            raise ValueError(
-                f"split_ranks: {part} names a rank outside the parent's 0 to {size - 1}"
-            )
+            raise ValueError(f"split_ranks: {part} names a rank outside 0 to {size - 1}")
     return next((sorted(part) for part in split_ranks if rank in part), None)
 
 

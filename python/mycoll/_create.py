@@ -7,7 +7,6 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import Backend
 from torch.distributed.constants import default_pg_timeout
 
 from mycoll import _compat, _gloo, _leaving, objects
@@ -18,37 +17,26 @@ from mycoll._version import __version__
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from torch._C._distributed_c10d import Store, _DistributedBackendOptions
+    from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
 _warned = False
 
 
 def create(group: _DistributedBackendOptions, options: Any) -> Backend:
     """Makes the backend of a group for torch: `options` is the user's pg_options, or None."""
-    log.info(
-        "mycoll %s: group '%s', rank %d of %d, timeout %s",
-        __version__,
-        group.group_id,
-        group.group_rank,
-        group.group_size,
-        group.timeout,
-    )
+    place = f"rank {group.group_rank} of {group.group_size}"
+    log.info(f"mycoll {__version__}: group '{group.group_id}', {place}, timeout {group.timeout}")
     group.store = store_of_this_attempt(group.store)
-    try:
-        is_for_gloo = _gloo.is_wanted(options)
-    except ValueError as error:
-        raise ValueError(f"mycoll group '{group.group_id}': {error}") from None
-    if is_for_gloo:
+    if _gloo.is_wanted(options):
         _compat.install()
         return _gloo.create(group)
 
     module = prepare()
+    options = _compat.own_options(options)
     if options is not None and not isinstance(options, module.Options):
-        if not isinstance(options, Backend.Options):
-            raise TypeError(
-                f"pg_options of a mycoll group is a mycoll.Options, not {type(options).__name__}"
-            )
-        options = _compat.from_foreign_options(options)
+        raise TypeError(
+            f"pg_options of a mycoll group is a mycoll.Options, not {type(options).__name__}"
+        )
 
     _compat.install()
     timeout = group.timeout
@@ -85,20 +73,17 @@ def prepare() -> ModuleType:
 
 
 def has_device() -> bool:
-    """Whether this process can have tensors on a device: only then a group is made for those."""
+    """Whether this process can have tensors on a device, so that groups need to serve those."""
     accelerator = torch.accelerator.current_accelerator()
-    if is_rocm():
+    if accelerator is None or is_rocm():
         return False
-    if accelerator is None or accelerator.type != "cuda":
-        return accelerator is not None
     # CUDA builds of torch name CUDA, with and without a GPU. This count does not initialise CUDA's
     # runtime, after which a process cannot fork.
-    return torch.cuda.device_count() > 0
+    return accelerator.type != "cuda" or torch.cuda.device_count() > 0
 
 
 def is_rocm() -> bool:
-    """Whether this torch is built for AMD's GPUs, which it names "cuda", and whose RCCL has the
-    names of NCCL's functions: nothing here was ever run with either."""
+    """Whether this torch is built for AMD's GPUs, which it names "cuda": they are not supported."""
     return torch.version.hip is not None
 
 

@@ -1,7 +1,6 @@
 """torch's gloo: in place of the engine, with MYCOLL_CPU=gloo and Options(cpu="gloo").
 
-For ruling the engine out, and for platforms where the compiled module cannot be built: nothing here
-needs it.
+It helps to rule the engine out as a cause, and works on platforms without the compiled module.
 """
 
 from __future__ import annotations
@@ -58,18 +57,12 @@ def keep_names_honest(program: str) -> None:
 
 def is_wanted(options: Any) -> bool:
     """Whether a group with these pg_options is for gloo; they win over the environment."""
-    chosen: str = getattr(options, "cpu", "")
-    if chosen:
-        return chosen == "gloo"
-    return _is_gloo_by_default()
+    return (getattr(options, "cpu", "") or _default()) == "gloo"
 
 
 @functools.cache  # as of every variable, the first group's value counts
-def _is_gloo_by_default() -> bool:
-    value = os.environ.get(CPU, "") or "engine"
-    if value not in ("engine", "gloo"):
-        raise ValueError(f"{CPU}={value} is not valid: expected engine or gloo")
-    return value == "gloo"
+def _default() -> str:
+    return os.environ.get(CPU, "")
 
 
 def create(group: _DistributedBackendOptions) -> Backend:

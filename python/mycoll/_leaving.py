@@ -1,9 +1,9 @@
-"""Why this process leaves its groups. Ranks that still need it hear that with its goodbye.
+"""Finds the reason why this process leaves its groups. It is sent to the ranks that still need it.
 
-An exception that ends a program is known in three places: Python's own (`sys.last_value`, also
-where sys.excepthook is another one), the end of a child of multiprocessing, whose exception never
-gets there, and destroy_process_group() in a `finally`, on the way out. One that ends a thread ends
-no program; nothing is said of it.
+An exception that ends a program can be seen in three places: `sys.last_value`, also with another
+sys.excepthook; the end of a child of multiprocessing, whose exception does not get there; and
+destroy_process_group() in a `finally`. An exception that ends a thread does not end the program,
+and is not reported.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-
-_MOST_CHARACTERS = 120
 
 _reason = ""  # of a child of multiprocessing
 _watched = 0  # the process whose end is watched: a child of fork has its parent's variables
@@ -49,8 +47,8 @@ def close_after(error: BaseException) -> None:
         module._close_all(_ended_by(error))
 
 
-def described(error: BaseException) -> str:
-    """Its type, and the first line of its message."""
+def described(error: BaseException, most: int = 120) -> str:
+    """Returns its type and the first line of its message, in at most so many characters."""
     try:
         lines = str(error).split("\n")
     except Exception:  # the program's own code
@@ -58,12 +56,12 @@ def described(error: BaseException) -> str:
     first = next((line.strip() for line in lines if line.strip()), "")
     text = f"{type(error).__qualname__}: {first}" if first else type(error).__qualname__
     text = text.encode(errors="replace").decode()
-    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 4] + " ..."
+    return text if len(text) <= most else text[: most - 4] + " ..."
 
 
 def _end_of_child() -> None:
-    """multiprocessing calls it while the exception is on its way out of the process's function.
-    Many children end without Python's handlers of exit."""
+    """multiprocessing calls it while the exception leaves the process's function. Many children end
+    without Python's handlers of exit."""
     global _reason
     error = _cause(sys.exc_info()[1])
     _reason = _ended_by(error)
@@ -73,7 +71,7 @@ def _end_of_child() -> None:
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """Of sys.exit(1) in an `except`, as in torch's own children: what that one has caught."""
+    """The exception itself; for sys.exit(1) in an `except`, the exception that it handles."""
     if isinstance(error, SystemExit):
         return error.__context__ if error.code not in (None, 0) else None
     return error

@@ -24,11 +24,13 @@ class NotUsable(ImportError):
 
 
 def load() -> ModuleType:
-    """The compiled module for the torch that is running, for mycoll._C to become.
+    """Returns the compiled module for the running torch, for mycoll._C to become.
 
-    Each minor of torch has its own, in a folder of its own: the virtual functions of torch's C++
-    classes differ between minors, and a module built for another one imports happily and then
-    crashes.
+    Each minor of torch has its own module in a folder: the virtual functions of torch's C++ classes
+    differ between minors, and a module for another minor loads without an error and then crashes.
+
+    Raises:
+        NotUsable: There is no module for this system or this torch.
     """
     import torch
 
@@ -37,11 +39,9 @@ def load() -> ModuleType:
             f"mycoll works on Linux, and this is {sys.platform}",
             "with MYCOLL_CPU=gloo, groups called mycoll are torch's gloo",
         )
-    running = _minor(torch.__version__)
-    folders = {
-        folder.name.removeprefix("torch"): folder
-        for folder in Path(__file__).parent.glob("torch[0-9]*")
-    }
+    running = ".".join(torch.__version__.split(".")[:2])
+    here = Path(__file__).parent
+    folders = {each.name.removeprefix("torch"): each for each in here.glob("torch[0-9]*")}
     built = sorted(folders, key=_numbers)
     oldest, newest = SUPPORTED_TORCH
     is_supported = oldest <= _numbers(running) <= newest
@@ -73,10 +73,6 @@ def load() -> ModuleType:
             "run `pip install --no-build-isolation .` again in its source folder",
         ) from error
     return module
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def _numbers(minor: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from mycoll._native import native
 
 log = logging.getLogger("mycoll")
 
-_LINE = re.compile(r"\[mycoll \S+ (?P<level>[a-z]+) rank (?P<rank>\S+) pid \d+\] (?P<text>.*)")
+_LINE = re.compile(r"\[mycoll \S+ ([a-z]+) rank (\S+) pid \d+\] (.*)")
 # As the engine names its levels, in its order: "off" is the first.
 _LEVELS = {
     "off": logging.CRITICAL + 1,
@@ -34,8 +34,11 @@ _pipe: tuple[int, int] | None = None
 def log_to_python(level: int = logging.INFO) -> None:
     """Sends the engine's lines to the logger "mycoll" instead of to stderr or MYCOLL_LOG_FILE.
 
-    Lines below `level` are not made at all. The record's `rank` is the rank that wrote the line.
-    The first failure of a process, which mycoll reports in any case, is CRITICAL.
+    The record's `rank` is the rank that wrote the line. The first failure of a process, which
+    mycoll reports in any case, is CRITICAL.
+
+    Args:
+        level: The engine does not write lines below it.
     """
     global _pipe
     if _pipe is None:
@@ -53,11 +56,10 @@ def _forward(descriptor: int) -> None:
             if line == _END:
                 return
             text = line.decode(errors="replace").rstrip("\n")
-            found = _LINE.match(text)
-            level = _LEVELS.get(found["level"], logging.INFO) if found else logging.INFO
-            rank = found["rank"] if found else "?"
+            found = _LINE.match(text)  # not a further line of a message
+            level, rank, text = found.groups() if found else ("info", "?", text)
             try:
-                log.log(level, "%s", found["text"] if found else text, extra={"rank": rank})
+                log.log(_LEVELS.get(level, logging.INFO), "%s", text, extra={"rank": rank})
             except Exception:  # of a filter or a handler of the program's
                 traceback.print_exc()  # without this thread the engine would block at its full pipe
 

@@ -39,6 +39,14 @@ def native() -> ModuleType:
     return _C
 
 
+def native_module() -> ModuleType | None:
+    """mycoll._C, or None where it does not load."""
+    try:
+        return native()
+    except ImportError:
+        return None
+
+
 def nccl_wheel() -> str:
     """The library of the nvidia-nccl wheel that CUDA builds of torch depend on; '' without one."""
     import torch

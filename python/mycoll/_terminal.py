@@ -1,13 +1,16 @@
-"""Output for people, shared by the commands: width, tables, colour, progress, bad arguments."""
+"""Output for people, shared by the commands: tables, colour, progress, errors, how they end."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import select
 import shutil
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, NoReturn
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
@@ -19,6 +22,7 @@ def width() -> int:
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
+    """Returns whether a stream is a terminal that moves its cursor."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -39,6 +43,24 @@ def wrapped(text: str, indent: int) -> list[str]:
     return lines or [""]
 
 
+def note(text: str) -> None:
+    """Prints a remark among the results of a command."""
+    for line in wrapped(text, 2):
+        print(paint(f"# {line}", "yellow"), flush=True)
+
+
+def columns(cells: Sequence[str], sizes: Sequence[int]) -> str:
+    """One line of a table, with a space between cells.
+
+    Args:
+        cells: The texts.
+        sizes: The least width of each cell; a negative one aligns to the right.
+    """
+    return " ".join(
+        f"{text:{'<' if n >= 0 else '>'}{abs(n)}}" for text, n in zip(cells, sizes)
+    ).rstrip()
+
+
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """The lines of a table whose first row has the headings.
 
@@ -46,18 +68,14 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     the cells of that column are on lines of their own.
     """
     keep = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
-    *columns, last = keep
-    sizes = [max(len(row[i]) for row in rows) for i in columns]
-    room = width() - sum(sizes) - 2 * len(sizes)
-    is_below = any(len(row[last]) > room for row in rows)
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [row[i].ljust(size) for i, size in zip(columns, sizes)]
-        if is_below and number:
-            lines += ["  ".join(cells).rstrip(), *folded(" " * 6 + row[last])]
-        else:
-            lines.append("  ".join(cells if is_below else [*cells, row[last]]).rstrip())
-    return lines
+    last = keep[-1]
+    sizes = [1 + max(len(row[i]) for row in rows) for i in keep]
+    room = width() - sum(sizes[:-1]) - len(sizes[:-1])
+    if all(len(row[last]) <= room for row in rows):
+        return [columns([row[i] for i in keep], sizes) for row in rows]
+    short = [columns([row[i] for i in keep[:-1]], sizes) for row in rows]
+    below: list[list[str]] = [[], *(folded(" " * 6 + row[last]) for row in rows[1:])]
+    return [line for first, more in zip(short, below) for line in [first, *more]]
 
 
 def folded(sentence: str) -> list[str]:
@@ -73,6 +91,7 @@ class Progress:
         self._is_shown = is_wanted and is_terminal(sys.stderr)
 
     def show(self, text: str) -> None:
+        """Shows the step in the place of the one before."""
         if self._is_shown:
             sys.stderr.write(f"\r\x1b[K{text[: width() - 1]}")
             sys.stderr.flush()
@@ -89,3 +108,53 @@ class Parser(argparse.ArgumentParser):
         text = "\n  ".join(wrapped(f"{self.prog}: {message}", 2))
         hint = f"`{self.prog} --help` explains the options."
         self.exit(2, f"{text}\n{self.format_usage()}{hint}\n")
+
+
+# --- how a command ends -------------------------------------------------------------------------
+
+# The exit code that a shell shows for a program that the signal has ended.
+UNREAD = 128 + signal.SIGPIPE
+INTERRUPTED = 128 + signal.SIGINT
+FAILED = 2
+
+
+def quietly(run: Callable[[], int]) -> int:
+    """Runs a command; returns its exit code, without a traceback when the reader of its output goes
+    away (as of `mycoll env | head -1`), the disk is full, mycoll does not load, or after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names are in any language
+    try:
+        try:
+            return run()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        silence()
+        return UNREAD
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (OSError, ImportError) as error:
+        print(f"mycoll: {error}", file=sys.stderr)
+        silence()
+        return FAILED
+
+
+def silence() -> None:
+    """Discards what is written to standard output from now on, and what Python has buffered."""
+    try:
+        held = sys.stdout.fileno() if sys.stdout is not None else None
+    except OSError:  # a notebook's, or a test's
+        held = None
+    if held is None:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, held)
+    os.close(nowhere)
+
+
+def is_unread() -> bool:
+    """Returns whether standard output is a pipe whose reader is gone."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))

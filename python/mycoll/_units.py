@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
 
 _SHIFTS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
@@ -28,6 +32,11 @@ def show_seconds(value: float) -> str:
     return f"{value / 60:.0f} min" if value < 6000 else f"{value / 3600:.1f} h"
 
 
+def show_microseconds(value: float) -> str:
+    """A number of microseconds without the unit, for the columns of a table: "3.20"."""
+    return f"{value:.{2 if value < 100 else 1 if value < 10000 else 0}f}"
+
+
 def parse_size(text: str) -> int:
     """Bytes from `8`, `64K`, `1.5M`, `1G` (powers of 1024, as in nccl-tests)."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
@@ -39,34 +48,29 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers."""
-
-    def parse(text: str) -> int:
+def _parser(
+    kind: Callable[[str], Number], what: str, low: float, high: float, bounds: str
+) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
         try:
-            value = int(text)
+            value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}")
+            raise argparse.ArgumentTypeError(f"'{text}' is not {what}") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {bounds}")
         return value
 
     return parse
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers."""
+    return _parser(int, "a whole number", minimum, math.inf, f"at least {minimum}")
 
 
 def between(low: float, high: float) -> Callable[[str], float]:
     """Returns a parser of numbers from low to high: not NaN, and not infinite."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low:g} to {high:g}")
-        return value
-
-    return parse
+    return _parser(float, "a number", low, high, f"from {low:g} to {high:g}")
 
 
 seconds = between(0.1, 1e6)

@@ -53,14 +53,22 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
+        """Whether it is between two ranks."""
         return self.kind in MESSAGES
 
     @property
     def is_over(self) -> bool:
+        """Whether it has ended, well or not."""
         return self.state in ("done", "failed")
 
+    def call(self) -> str:
+        """Its description with the number of a collective, as in "all_reduce #3 SUM float32"."""
+        name, *more = self.describe().split(" ", 1)
+        number = "" if self.is_message else f" #{self.sequence}"
+        return f"{name}{number} {' '.join(more)}".rstrip()
+
     def describe(self) -> str:
-        """As the engine's messages do: what all ranks have to agree about."""
+        """The parts that all ranks have to agree about, in the words of the engine's messages."""
         words = [self.kind, self.reduce_op]
         if self.is_message:
             way = "to" if self.kind == "send" else "from"
@@ -89,6 +97,8 @@ class Counts:
 
 @dataclass
 class Group:
+    """A group, as one of its ranks sees it."""
+
     name: str
     description: str
     context: str  # the same on all ranks, and no other group's
@@ -112,12 +122,15 @@ class Group:
 
     @property
     def is_used(self) -> bool:
+        """Whether anything was called in it."""
         return bool(self.submitted or self.operations or self.phase == "failed")
 
     def to_global(self, rank: int) -> int:
+        """The rank in the job of a rank of the group."""
         return self.global_ranks[rank] if 0 <= rank < len(self.global_ranks) else rank
 
     def collectives(self) -> list[Operation]:
+        """The operations but messages, from old to new."""
         return [each for each in self.operations if not each.is_message]
 
     def current(self) -> Operation | None:
@@ -125,14 +138,22 @@ class Group:
         return next((each for each in self.collectives() if not each.is_over), None)
 
     def open_messages(self) -> list[Operation]:
+        """The messages that are not over."""
         return [each for each in self.operations if each.is_message and not each.is_over]
 
+    def busy_with(self) -> Operation | None:
+        """The collective or the message that the rank is in."""
+        return self.current() or next(iter(self.open_messages()), None)
+
     def last(self) -> Operation | None:
+        """The newest operation."""
         return self.operations[-1] if self.operations else None
 
 
 @dataclass
 class Process:
+    """A process, and the groups that it is in."""
+
     rank: int
     pid: int
     host: str
@@ -144,10 +165,22 @@ class Process:
     ended: dict[str, Counts] = field(default_factory=dict)  # by kind: of groups that are gone
 
 
-def find(pids: list[int] | None = None) -> list[Process]:
-    """The mycoll processes of this user on this host, or those named, by job and rank."""
+Members = dict[int, tuple[Process, Group]]  # of a group, by their rank in it
+
+
+def find(pids: list[int] | None = None, job: str = "") -> list[Process]:
+    """Reads the mycoll processes of this user on this host.
+
+    Args:
+        pids: Only these; all if it is empty.
+        job: Only those of this job; its beginning is enough.
+
+    Returns:
+        The processes, by job and rank.
+    """
     found = [process for pid in pids or own_pids() if (process := read(pid)) is not None]
-    return sorted(found, key=lambda each: (each.job, each.rank, each.pid))
+    chosen = [each for each in found if each.job.startswith(job)]
+    return sorted(chosen, key=lambda each: (each.job, each.rank, each.pid))
 
 
 def own_pids() -> list[int]:
@@ -161,62 +194,55 @@ def own_pids() -> list[int]:
     return pids
 
 
-def memfds(pid: int) -> Iterator[Path]:
-    """The process's descriptors of such memory."""
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if str(path.readlink()).startswith(LINK):
-                yield path
-
-
 def related(processes: list[Process]) -> list[list[Process]]:
-    """Sorted by world: those that have a group in common, or had their first one (which is what a
-    job is called after), stay together, if by way of others."""
-    worlds: list[tuple[set[str], list[Process]]] = []
-    for process in processes:
+    """The processes by world, in their order. Those that have a group in common, or had their first
+    one (a job has its name), are in one world, also by way of others."""
+    worlds: list[tuple[set[str], list[int]]] = []
+    for index, process in enumerate(processes):
         contexts = {each.context for each in process.groups} | {process.job or str(process.pid)}
-        members = [process]
-        apart = []
-        for world in worlds:
-            if world[0] & contexts:
-                contexts, members = contexts | world[0], [*world[1], *members]
-            else:
-                apart.append(world)
-        worlds = [*apart, (contexts, members)]
-    order = {id(process): index for index, process in enumerate(processes)}
-    for _, members in worlds:
-        members.sort(key=lambda each: order[id(each)])
-    return sorted((members for _, members in worlds), key=lambda members: order[id(members[0])])
+        joined = [world for world in worlds if world[0] & contexts]
+        worlds = [world for world in worlds if world not in joined]
+        indices = sorted([*(each for _, members in joined for each in members), index])
+        worlds.append((contexts.union(*(names for names, _ in joined)), indices))
+    worlds.sort(key=lambda world: world[1])
+    return [[processes[index] for index in members] for _, members in worlds]
 
 
 def read(pid: int) -> Process | None:
-    """None when there is no such process, it is another user's, or it has made no group."""
+    """Reads a process; None if there is no such one, it is another user's, or has made no group."""
     # The process runs meanwhile, and may have a version that is unknown here.
     with contextlib.suppress(OSError, *_MALFORMED):
-        for path in memfds(pid):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
+                if not str(path.readlink()).startswith(LINK):
+                    continue
                 with path.open("rb", buffering=0) as file:
                     data = file.read()
                     again = os.pread(file.fileno(), len(data), 0)
-                process = _to_process(data, again)
+                process = _Box(data, again).process()
                 # A child of fork inherits its parent's descriptor, which describes the parent.
                 if process.pid in numbers_of(pid):
-                    process.pid, process.state = pid, _state_of(pid)
+                    stat = Path(f"/proc/{pid}/stat").read_text()
+                    process.pid, process.state = pid, stat.rsplit(")", 1)[1].split()[0]
                     return process
     return None
 
 
-def load(path: Path) -> Process:
-    """A trace. Raises TraceError when it is none."""
-    try:
-        data = path.read_bytes()
-        return _to_process(data, data)
-    except (OSError, *_MALFORMED) as error:
-        raise TraceError(f"{path} is not a trace: {error}") from error
-
-
 class TraceError(ValueError):
     """A file that is no trace; the message says which, and why."""
+
+
+def load(path: Path) -> Process:
+    """Reads a trace.
+
+    Raises:
+        TraceError: The file is none.
+    """
+    try:
+        data = path.read_bytes()
+        return _Box(data, data).process()
+    except (OSError, *_MALFORMED) as error:
+        raise TraceError(f"{path} is not a trace: {error}") from error
 
 
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError)
@@ -241,142 +267,125 @@ class _Struct:
         found = self.whole.unpack_from(data, base)
         values: dict[str, Any] = {}
         for name, where, is_text in self.slices:
-            value = found[where]
-            if is_text:
-                values[name] = value[0].split(b"\0", 1)[0].decode(errors="replace")
-            else:
-                values[name] = list(value) if len(value) > 1 else value[0]
+            first, *more = found[where]
+            text = first.split(b"\0", 1)[0].decode(errors="replace") if is_text else first
+            values[name] = [first, *more] if more else text
         return values
 
 
-def _to_process(data: bytes, again: bytes) -> Process:
-    """again: the same, read a moment later; an operation that differs was being written over."""
-    if data[:8] != MAGIC:
-        raise ValueError("it does not begin as one")
-    (length,) = struct.unpack_from("<I", data, 12)
-    layout = json.loads(data[16 : 16 + length])
-    box = _Struct(layout["box"]["fields"]).read(data, layout["box"]["at"])
-    process = Process(
-        rank=box["rank"],
-        pid=box["pid"],
-        host=box["host"],
-        job=f"{box['job']:016x}",
-        version=box["version"],
+class _Box:
+    """The memory of a process, read twice; the second reading shows what changed meanwhile."""
+
+    def __init__(self, data: bytes, again: bytes) -> None:
+        if data[:8] != MAGIC:
+            raise ValueError("it does not begin as one")
+        (length,) = struct.unpack_from("<I", data, 12)
+        self.data, self.again = data, again
+        self.layout = layout = json.loads(data[16 : 16 + length])
+        self.groups = _Struct(layout["groups"]["fields"])
+        self.entries = _Struct(layout["entries"]["fields"])
+        self.fields = _Struct(layout["box"]["fields"]).read(data, layout["box"]["at"])
+        self.offset = self.fields["realtimeOffset"]
+
+    def process(self) -> Process:
+        fields, groups = self.fields, self.layout["groups"]
         # A copy says when it was made.
-        taken=((box["copied"] if data is again else 0) or time.monotonic_ns()) / 1e9
-        + box["realtimeOffset"] / 1e9,
-        ended=_counts(layout, box["ended"]),
-    )
-    groups = layout["groups"]
-    of_groups, of_entries = _Struct(groups["fields"]), _Struct(layout["entries"]["fields"])
-    for index in range(box["groups"]):
-        at = groups["at"] + index * groups["bytes"]
-        if at + groups["bytes"] > len(data):
-            break
-        state = of_groups.read(data, at)
-        if layout["phases"][state["phase"]] not in ("unused", "closed"):
-            group = _to_group(layout, box, data, again, at, state, of_entries)
-            if group.operations or not state["isPart"]:
-                process.groups.append(group)
-    process.groups.sort(key=lambda each: each.name)
-    return process
+        copied = fields["copied"] if self.data is self.again else 0
+        process = Process(
+            job=f"{fields['job']:016x}",
+            taken=((copied or time.monotonic_ns()) + self.offset) / 1e9,
+            ended=self._counts(fields["ended"]),
+            **{name: fields[name] for name in ("rank", "pid", "host", "version")},
+        )
+        for index in range(fields["groups"]):
+            at = groups["at"] + index * groups["bytes"]
+            if at + groups["bytes"] > len(self.data):
+                break
+            state = self.groups.read(self.data, at)
+            if self.layout["phases"][state["phase"]] not in ("unused", "closed"):
+                group = self._group(at, state)
+                if group.operations or not state["isPart"]:
+                    process.groups.append(group)
+        process.groups.sort(key=lambda each: each.name)
+        return process
 
+    def _group(self, at: int, state: dict[str, Any]) -> Group:
+        alike = ("name", "description", "rank", "ranks", "transport", "failure")
+        group = Group(
+            context=f"{state['context']:016x}",
+            global_ranks=[each for each in state["globalRanks"][: state["ranks"]] if each >= 0],
+            phase=self.layout["phases"][state["phase"]],
+            submitted=state["submitted"],
+            finished=state["finished"],
+            counts=self._counts(state["tallies"]),
+            **{name: state[name] for name in alike},
+        )
+        is_stable = state["waitVersion"] % 2 == 0
+        if state["waitSequence"] == group.finished < group.submitted and is_stable:
+            count = max(0, state["waitCount"])
+            group.waits_for = state["waitRanks"][:count]
+            group.waits_for_more = max(0, count - len(group.waits_for))
+        entries = self.layout["entries"]
+        id_at, id_kind = self.entries.fields["id"]
+        rows = []
+        for slot in range(state["capacity"]):
+            base = at + entries["at"] + slot * entries["bytes"]
+            (number,) = struct.unpack_from(id_kind, self.data, base + id_at)
+            (later,) = struct.unpack_from(id_kind, self.again, base + id_at)
+            if number and number == later:  # else it was being written over
+                rows.append(self.entries.read(self.data, base))
+        rows.sort(key=lambda row: row["id"])
+        group.operations = [self._operation(row) for row in rows]
+        return group
 
-def _to_group(
-    layout: dict[str, Any],
-    box: dict[str, Any],
-    data: bytes,
-    again: bytes,
-    at: int,
-    state: dict[str, Any],
-    reader: _Struct,
-) -> Group:
-    group = Group(
-        name=state["name"],
-        description=state["description"],
-        context=f"{state['context']:016x}",
-        rank=state["rank"],
-        ranks=state["ranks"],
-        global_ranks=[each for each in state["globalRanks"][: state["ranks"]] if each >= 0],
-        phase=layout["phases"][state["phase"]],
-        transport=state["transport"],
-        failure=state["failure"],
-        submitted=state["submitted"],
-        finished=state["finished"],
-        counts=_counts(layout, state["tallies"]),
-    )
-    if state["waitSequence"] == group.finished < group.submitted and not state["waitVersion"] % 2:
-        count = max(0, state["waitCount"])
-        group.waits_for = state["waitRanks"][:count]
-        group.waits_for_more = max(0, count - len(group.waits_for))
-    entries = layout["entries"]
-    first = at + entries["at"]
-    id_at, id_kind = reader.fields["id"]
-    rows = []
-    for slot in range(state["capacity"]):
-        base = first + slot * entries["bytes"]
-        (number,) = struct.unpack_from(id_kind, data, base + id_at)
-        (later,) = struct.unpack_from(id_kind, again, base + id_at)
-        if number and number == later:  # else it was being written over
-            rows.append(reader.read(data, base))
-    rows.sort(key=lambda row: row["id"])
-    group.operations = [_to_operation(layout, box, data, row) for row in rows]
-    return group
+    def _counts(self, tallies: list[int]) -> dict[str, Counts]:
+        found = {}
+        for index, kind in enumerate(self.layout["operations"]):
+            done, failed, bytes_, nanos = tallies[4 * index : 4 * index + 4]
+            if done or failed:
+                found[kind] = Counts(done, failed, bytes_, nanos / 1e9)
+        return found
 
+    def _operation(self, row: dict[str, Any]) -> Operation:
+        layout = self.layout
+        flags = {name for bit, name in enumerate(layout["flags"]) if row["flags"] >> bit & 1}
+        function, file, line = self._site(row["site"])
+        kind = layout["operations"][row["kind"]]
+        types, reductions = layout["dtypes"], layout["reduce_ops"]
+        is_known = row["dtype"] < len(types)
+        scaled = "PREMUL_" if is_known and row["opaqueType"] else ""
+        has_op = row["reduceOp"] < len(reductions) and reductions[row["reduceOp"]]
+        alike = ("sequence", "tag", "bytes", "layout", "id")
+        return Operation(
+            kind=kind,
+            state=layout["states"][row["state"]],
+            enqueued=self._moment(row["enqueued"]) or 0.0,
+            started=self._moment(row["started"]),
+            ended=self._moment(row["ended"]),
+            dtype=types[row["dtype"]] if is_known else f"dtype#{row['opaqueType']}",
+            reduce_op=scaled + reductions[row["reduceOp"]] if has_op else "",
+            peer=row["peer"] if kind in MESSAGES else row["root"],
+            in_bytes=row["inBytes"],
+            out_bytes=row["outBytes"],
+            element_bytes=layout["element_bytes"][row["dtype"]] if is_known else 0,
+            site=f"{Path(file).name}:{line} in {function}" if file else "",
+            function=function,
+            file=file,
+            line=int(line or 0),
+            on_device="device" in flags,
+            composite="composite" in flags,
+            **{name: row[name] for name in alike},
+        )
 
-def _counts(layout: dict[str, Any], tallies: list[int]) -> dict[str, Counts]:
-    found = {}
-    for index, kind in enumerate(layout["operations"]):
-        done, failed, bytes_, nanos = tallies[4 * index : 4 * index + 4]
-        if done or failed:
-            found[kind] = Counts(done, failed, bytes_, nanos / 1e9)
-    return found
+    def _moment(self, nanos: int) -> float | None:
+        return (nanos + self.offset) / 1e9 if nanos else None
 
-
-def _to_operation(
-    layout: dict[str, Any], box: dict[str, Any], data: bytes, row: dict[str, Any]
-) -> Operation:
-    def moment(nanos: int) -> float | None:
-        return (nanos + box["realtimeOffset"]) / 1e9 if nanos else None
-
-    def named(names: list[str], index: int, other: str = "") -> str:
-        return names[index] if index < len(names) else other
-
-    flags = {name for bit, name in enumerate(layout["flags"]) if row["flags"] >> bit & 1}
-    function = file = line = ""
-    if row["site"]:
-        start = layout["sites"]["at"] + row["site"] * layout["sites"]["bytes"]
-        text = data[start : start + layout["sites"]["bytes"]].split(b"\0", 1)[0]
-        function, file, line = text.decode(errors="replace").split("\n")
-    kind = layout["operations"][row["kind"]]
-    dtype = named(layout["dtypes"], row["dtype"], f"dtype#{row['opaqueType']}")
-    is_known = row["dtype"] < len(layout["dtypes"])
-    scaled = "PREMUL_" if is_known and row["opaqueType"] else ""
-    reduce_op = named(layout["reduce_ops"], row["reduceOp"])
-    return Operation(
-        kind=kind,
-        sequence=row["sequence"],
-        state=layout["states"][row["state"]],
-        enqueued=moment(row["enqueued"]) or 0.0,
-        started=moment(row["started"]),
-        ended=moment(row["ended"]),
-        dtype=dtype,
-        reduce_op=reduce_op and scaled + reduce_op,
-        peer=row["peer"] if kind in MESSAGES else row["root"],
-        tag=row["tag"],
-        bytes=row["bytes"],
-        layout=row["layout"],
-        in_bytes=row["inBytes"],
-        out_bytes=row["outBytes"],
-        element_bytes=layout["element_bytes"][row["dtype"]] if is_known else 0,
-        site=f"{Path(file).name}:{line} in {function}" if file else "",
-        function=function,
-        file=file,
-        line=int(line or 0),
-        id=row["id"],
-        on_device="device" in flags,
-        composite="composite" in flags,
-    )
+    def _site(self, number: int) -> list[str]:
+        """The function, file and line of a call."""
+        sites = self.layout["sites"]
+        start = sites["at"] + number * sites["bytes"]
+        text = self.data[start : start + sites["bytes"]] if number else b"\n\n"
+        return text.split(b"\0", 1)[0].decode(errors="replace").split("\n")
 
 
 def numbers_of(pid: int) -> Iterator[int]:
@@ -387,5 +396,53 @@ def numbers_of(pid: int) -> Iterator[int]:
     yield pid
 
 
-def _state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+# --- traces ---------------------------------------------------------------------------------------
+
+
+def default_folder() -> Path:
+    """The folder in which processes write traces by default, in a folder for each job."""
+    return Path(f"/tmp/mycoll-{os.geteuid()}")
+
+
+def load_all(paths: list[Path]) -> tuple[list[Process], list[str]]:
+    """Reads traces: files, folders with a file for each rank, or folders of such folders, of which
+    the latest is taken.
+
+    Returns:
+        The processes, by rank; and a line for each path or file that could not be read.
+    """
+    processes: list[Process] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            files = _traces_below(path) if path.is_dir() else [path]
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error}")
+            continue
+        if not files:
+            problems.append(f"no traces in {path}")
+        for file in files:
+            try:
+                processes.append(load(file))
+            except TraceError as error:
+                problems.append(str(error))
+    return sorted(processes, key=lambda each: each.rank), problems
+
+
+def _traces_below(folder: Path) -> list[Path]:
+    if traces := _traces_in(folder):
+        # A file with a trace's name that is none is reported, others are not.
+        return sorted({*traces, *(file for file in folder.glob("rank_*") if file.is_file())})
+    jobs = [found for each in folder.iterdir() if each.is_dir() and (found := _traces_in(each))]
+    return max(jobs, key=lambda job: max(each.stat().st_mtime for each in job), default=[])
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    found = []
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            with contextlib.suppress(OSError):
+                if path.is_file():
+                    with path.open("rb") as file:
+                        found += [path] if file.read(len(MAGIC)) == MAGIC else []
+    return found

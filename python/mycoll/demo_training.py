@@ -21,6 +21,7 @@ CLASSES = 3
 
 
 def run_rank(backend: str, steps: int) -> None:
+    """Trains on a rank of the group, and compares the weights of all ranks."""
     say(f"Training on {dist.get_world_size()} ranks over {backend}, torch {torch.__version__}\n")
     check_weights(train(steps))
 
@@ -36,6 +37,7 @@ def spirals(points: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(steps: int, batch: int = 256) -> nn.Module:
+    """Returns the trained model."""
     torch.manual_seed(0)  # DDP would broadcast rank 0's weights anyway
     layers: list[nn.Module] = []
     for inputs, outputs in [(2, 256), (256, 256), (256, 256)]:
@@ -60,14 +62,13 @@ def train(steps: int, batch: int = 256) -> nn.Module:
             means = torch.stack([loss.detach(), right])
             dist.all_reduce(means)
             means /= dist.get_world_size()
-            bar = "#" * round(24 * step / steps)
-            progress(
-                f"  [{bar:24}] step {step:5d}  loss {means[0]:.4f}  accuracy {means[1]:6.1%}"
-                f"  {step / (time.perf_counter() - start):5.0f} steps/s",
-                milestone=step == 1 or step == steps or step % max(1, steps // 10) == 0,
-            )
-    if on_terminal():
-        say("")
+            line = f"  [{'#' * round(24 * step / steps):24}] step {step:5d}  loss {means[0]:.4f}"
+            line += f"  accuracy {means[1]:6.1%}"
+            line += f"  {step / (time.perf_counter() - start):5.0f} steps/s"
+            if is_terminal(sys.stdout):
+                say(f"\r{line}", end="\n" if step == steps else "")
+            elif step == 1 or step == steps or step % max(1, steps // 10) == 0:
+                say(line)
     return model
 
 
@@ -84,21 +85,7 @@ def check_weights(model: nn.Module) -> None:
     say(f"\nWeights of all ranks are identical to the bit (sha256 {digest.hexdigest()[:16]}).\n")
 
 
-# --- the screen: rank 0 only ----------------------------------------------------------------------
-
-
 def say(text: str, end: str = "\n") -> None:
+    """Prints on rank 0."""
     if dist.get_rank() == 0:
         print(text, end=end, flush=True)
-
-
-def progress(line: str, milestone: bool) -> None:
-    """One line that moves on a terminal; elsewhere, a line for each milestone."""
-    if on_terminal():
-        say(f"\r{line}", end="")
-    elif milestone:
-        say(line)
-
-
-def on_terminal() -> bool:
-    return is_terminal(sys.stdout)

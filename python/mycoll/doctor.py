@@ -24,7 +24,7 @@ from typing import Any
 
 from mycoll import _gloo, _terminal
 from mycoll._load import NotUsable
-from mycoll._native import native
+from mycoll._native import native, native_module
 from mycoll._version import __version__
 from mycoll.launch import SpawnError, spawn
 
@@ -47,6 +47,7 @@ class Result:
 
 
 def main(words: Sequence[str] = ()) -> int:
+    """Runs `mycoll doctor` with these words; returns the exit code."""
     parser = _terminal.Parser(
         prog="mycoll doctor",
         description="Checks whether mycoll can work on this machine, says how to fix what is "
@@ -55,12 +56,10 @@ def main(words: Sequence[str] = ()) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     as_json = parser.parse_args(words).json
     results: list[Result] = []
-    usable = is_usable()
     progress = _terminal.Progress(not as_json)
     for check in CHECKS:
         progress.show(f"checking: {title(check)}")
-        is_skipped = check in NEED_MODULE and not usable
-        for result in [skipped(check)] if is_skipped else examine(check):
+        for result in examine(check):
             results.append(result)
             progress.hide()
             if not as_json:
@@ -76,28 +75,21 @@ def main(words: Sequence[str] = ()) -> int:
 
 
 def counted(number: int, noun: str) -> str:
+    """A number and its noun, as in "2 problems"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def is_usable() -> bool:
-    try:
-        native()
-    except ImportError:
-        return False
-    return True
-
-
-def title(check: Callable[[], Iterator[Result]]) -> str:
+def title(check: Check) -> str:
+    """The name of a check in messages."""
     return check.__name__.replace("check_", "")
 
 
-def skipped(check: Callable[[], Iterator[Result]]) -> Result:
-    text = "not checked: it needs the compiled module, see torch"
-    return Result(title(check), text, WARN, "fix that first")
-
-
-def examine(check: Callable[[], Iterator[Result]]) -> Iterator[Result]:
-    """A check that breaks is a finding, not the end of the report."""
+def examine(check: Check) -> Iterator[Result]:
+    """Runs a check. An exception in it is one of its results, not the end of the report."""
+    if check in NEED_MODULE and native_module() is None:
+        text = "not checked: it needs the compiled module, see torch"
+        yield Result(title(check), text, WARN, "fix that first")
+        return
     try:
         yield from check()
     except Exception as error:
@@ -106,11 +98,11 @@ def examine(check: Callable[[], Iterator[Result]]) -> Iterator[Result]:
 
 
 def show(result: Result) -> None:
+    """Prints a result: its status, its name, its text and the fix."""
     colour = {OK: "green", WARN: "yellow", FAIL: "red"}[result.status]
-    first, *more = _terminal.wrapped(result.text, INDENT)
+    text = result.text + (f"\nfix: {result.fix}" if result.fix else "")
+    first, *more = _terminal.wrapped(text, INDENT)
     print(f"{_terminal.paint(f'{result.status:4}', colour)}  {result.name:10} {first}")
-    if result.fix:
-        more += _terminal.wrapped(f"fix: {result.fix}", INDENT)
     for line in more:
         print(f"{'':{INDENT}}{line}", flush=True)
 
@@ -119,6 +111,7 @@ def show(result: Result) -> None:
 
 
 def check_torch() -> Iterator[Result]:
+    """Yields whether the compiled module fits the torch that is installed."""
     import torch
     import torch.distributed as dist
 
@@ -142,27 +135,17 @@ def check_torch() -> Iterator[Result]:
 
 
 def check_interpreter() -> Iterator[Result]:
+    """Yields the Python and the system."""
     name = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
     yield Result("python", name)
     text = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    if sys.platform == "linux":
-        yield Result("system", text)
-    else:
-        yield Result("system", text, FAIL, "mycoll runs on Linux; elsewhere use gloo")
-
-
-class _DlInfo(ctypes.Structure):
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
+    is_linux, fix = sys.platform == "linux", "mycoll runs on Linux; elsewhere use gloo"
+    yield Result("system", text) if is_linux else Result("system", text, FAIL, fix)
 
 
 def nccl_file() -> str:
     """The NCCL that torch calls, of several that may be loaded; "" where it is inside libtorch."""
-    everything, info = ctypes.CDLL(None), _DlInfo()
+    everything, info = ctypes.CDLL(None), (ctypes.c_char_p * 4)()  # a Dl_info: the file is first
     library = everything  # where it is global: preloaded, or in a wheel that torch opened so
     if not hasattr(library, "ncclGetVersion"):
         try:
@@ -170,11 +153,11 @@ def nccl_file() -> str:
         except OSError:
             return ""
     address = ctypes.cast(library.ncclGetVersion, ctypes.c_void_p)
-    return info.file.decode() if everything.dladdr(address, ctypes.byref(info)) else ""
+    return (info[0] or b"").decode() if everything.dladdr(address, info) else ""
 
 
 def nccl_version() -> tuple[int, int, int]:
-    """Of that library: torch may say what it was built with, whatever LD_PRELOAD has put there."""
+    """The version of that library: torch may report the one that it was built with."""
     import torch
 
     number = ctypes.c_int()
@@ -185,6 +168,7 @@ def nccl_version() -> tuple[int, int, int]:
 
 
 def check_nccl() -> Iterator[Result]:
+    """Yields which NCCL serves CUDA tensors."""
     import torch.distributed as dist
 
     if not dist.is_nccl_available():
@@ -192,28 +176,18 @@ def check_nccl() -> Iterator[Result]:
         return
     version = ".".join(map(str, nccl_version()))
     where = nccl_file() or "inside libtorch"
-    packages = [
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-        if _is_installed(name)
-    ]
+    packages = []
+    for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages.append(f"{name} {importlib.metadata.version(name)}")
     text = f"{version}, {where} ({', '.join(packages) or 'from no package'})"
     text += "\nserves CUDA tensors, unless MYCOLL_CUDA=host"
-    if len(packages) > 1:
-        fix = "pip uninstall the one that torch does not require: both write the same file"
-        yield Result("nccl", text, WARN, fix)
-    else:
-        yield Result("nccl", text)
-
-
-def _is_installed(name: str) -> bool:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version(name)
-        return True
-    return False
+    fix = "pip uninstall the one that torch does not require: both write the same file"
+    yield Result("nccl", text, WARN, fix) if len(packages) > 1 else Result("nccl", text)
 
 
 def check_variables() -> Iterator[Result]:
+    """Yields the MYCOLL_* variables that are set, and those that are unknown."""
     for name, near in native().unknown_variables():
         fix = f"did you mean {near}?" if near else "unset it; `mycoll env` lists all"
         yield Result("variables", f"{name} is unknown and has no effect", WARN, fix)
@@ -247,6 +221,7 @@ def file_of(variable: str, path: Path) -> Iterator[Result]:
 
 
 def check_network() -> Iterator[Result]:
+    """Yields the interface that is chosen, and what the name of this host resolves to."""
     variable = "MYCOLL_SOCKET_IFNAME"
     wanted = os.environ.get(variable, "")
     store = os.environ.get("MASTER_ADDR", "")
@@ -282,6 +257,7 @@ def check_network() -> Iterator[Result]:
 
 
 def check_memory() -> Iterator[Result]:
+    """Yields whether memory can be shared, and the limits of this process."""
     try:
         descriptor = os.memfd_create("mycoll-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -314,17 +290,18 @@ def check_memory() -> Iterator[Result]:
 
 
 def check_cores() -> Iterator[Result]:
+    """Yields how many cores the ranks may use."""
     cores = native().usable_cores()
     text = f"{cores} of {os.cpu_count()} usable (affinity and the cgroup's quota)"
-    if cores < 2:
-        fix = "give the job a core for each rank (taskset, --cpus-per-task, docker run --cpus)"
-        yield Result("cores", f"{text}: ranks take turns", WARN, fix)
-    else:
+    if cores >= 2:
         yield Result("cores", f"{text}: up to {cores} ranks may spin while they wait")
+        return
+    fix = "give the job a core for each rank (taskset, --cpus-per-task, docker run --cpus)"
+    yield Result("cores", f"{text}: ranks take turns", WARN, fix)
 
 
 def check_ranks() -> Iterator[Result]:
-    """How ranks are numbered, where a launcher has said it: WORLD_SIZE and LOCAL_WORLD_SIZE."""
+    """Yields the layout of the ranks, where a launcher has set WORLD_SIZE and LOCAL_WORLD_SIZE."""
     try:
         ranks = int(os.environ["WORLD_SIZE"])
         here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -343,36 +320,31 @@ def check_ranks() -> Iterator[Result]:
 
 
 def check_transports() -> Iterator[Result]:
+    """Yields the result of two ranks over shared memory, and over sockets."""
     for transport in ("shm", "tcp"):
         fix = f"look at the log: MYCOLL_LOG=debug mycoll doctor; to do without {transport}: "
         fix += "MYCOLL_TRANSPORT=tcp" if transport == "shm" else "MYCOLL_TRANSPORT=shm"
         name = f"2 ranks, {transport}"
-        settings = {
-            "MYCOLL_TRANSPORT": transport,
-            "MYCOLL_CPU": "engine",
-            "OMP_NUM_THREADS": "1",
-            "MYCOLL_TRACE_FILE": "off",
-        }
+        settings = {"MYCOLL_TRANSPORT": transport, "MYCOLL_CPU": "engine"}
+        settings |= {"OMP_NUM_THREADS": "1", "MYCOLL_TRACE_FILE": "off"}
         try:
             reports = spawn(self_test, 2, env=settings, timeout=TEST_SECONDS)
         except Exception as error:
             cause = error.cause if isinstance(error, SpawnError) else str(error)
             yield Result("self-test", f"{name}: {cause}", FAIL, fix)
             continue
-        wrong = sum(number for number, _ in reports)
-        used = reports[0][1]
+        wrong, used = sum(number for number, _ in reports), reports[0][1]
         text = f"{name}: all_reduce, all_gather, send and recv: {wrong} wrong"
         if wrong:
             fix = "report this to mycoll's authors; until then MYCOLL_CPU=gloo"
-            yield Result("self-test", text, FAIL, fix)
         elif used != transport:
-            yield Result("self-test", f"{text}, but over {used}", FAIL, fix)
-        else:
-            yield Result("self-test", text)
+            text += f", but over {used}"
+        is_good = not wrong and used == transport
+        yield Result("self-test", text) if is_good else Result("self-test", text, FAIL, fix)
 
 
 def self_test() -> tuple[int, str]:
-    """On each rank: some of everything. How many elements were wrong, and the transport."""
+    """Runs some operations on a rank; returns how many elements were wrong, and the transport."""
     import torch
     import torch.distributed as dist
 
@@ -401,15 +373,8 @@ def self_test() -> tuple[int, str]:
     return wrong, group._get_backend(torch.device("cpu")).transport()
 
 
-CHECKS: tuple[Callable[[], Iterator[Result]], ...] = (
-    check_torch,
-    check_interpreter,
-    check_variables,
-    check_network,
-    check_memory,
-    check_cores,
-    check_ranks,
-    check_nccl,
-    check_transports,
-)
-NEED_MODULE = (check_variables, check_network, check_cores, check_ranks, check_transports)
+Check = Callable[[], Iterator[Result]]
+NEED_MODULE: tuple[Check, ...] = (check_variables, check_network, check_cores, check_ranks)
+NEED_MODULE += (check_transports,)
+CHECKS: tuple[Check, ...] = (check_torch, check_interpreter, *NEED_MODULE[:2], check_memory)
+CHECKS += (check_cores, check_ranks, check_nccl, check_transports)

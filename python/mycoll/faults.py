@@ -15,10 +15,12 @@ TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 
 def is_here() -> bool:
+    """Returns whether this is a checkout."""
     return (TESTS / "faults").is_dir()
 
 
 def main(words: Sequence[str]) -> int:
+    """Becomes `python -m faults` with these words."""
     sys.stdout.flush()
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

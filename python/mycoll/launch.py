@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mycoll import _leaving
-from mycoll._pipes import is_unread
+from mycoll._terminal import is_unread
 
 # How long others may take to report after the first failure: it may be the consequence of theirs.
 GRACE_SECONDS = 1.0
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class SpawnError(RuntimeError):
-    """A rank of spawn() failed. The message holds its traceback; `rank` is its number, `cause` its
+    """A rank of spawn() failed. The message has its traceback; `rank` is its number, `cause` its
     exception without the traceback."""
 
     def __init__(self, message: str, rank: int, cause: str = "") -> None:
@@ -57,24 +57,33 @@ def spawn(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> list[T]:
-    """Runs fn(*args) on `nprocs` ranks of one group, and returns their results by rank.
+    """Runs fn(*args) on ranks of one group, which is there when fn starts.
 
-    The group is there when fn starts: fn calls torch.distributed.get_rank() and the collectives.
-    When a rank fails, the others are stopped, and SpawnError is raised with the traceback of the
-    rank that failed first. `env` is added to the ranks' environment; `timeout` (in seconds) is for
-    all together. In a notebook, functions of its cells need the package cloudpickle. In a script,
-    the call belongs under `if __name__ == "__main__":`.
+    In a notebook, functions of its cells need the package cloudpickle. In a script, the call
+    belongs under `if __name__ == "__main__":`.
+
+    Args:
+        fn: Calls torch.distributed.get_rank() and the collectives.
+        nprocs: The number of ranks.
+        args: The arguments of fn.
+        backend: The backend of the group.
+        env: Added to the environment of the ranks.
+        timeout: Seconds for all of it.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        SpawnError: A rank failed, and the others were stopped. The message has the traceback of
+            the rank that failed first.
+        TimeoutError: A rank had no result in time.
     """
     __tracebackhide__ = True  # pytest shows the caller, and the rank's own traceback
     return _spawn(fn, nprocs, args, backend, env or {}, timeout)
 
 
 def run_command(
-    name: str,
-    fn: Callable[..., int | None],
-    nprocs: int,
-    args: Sequence[Any],
-    backend: str,
+    name: str, fn: Callable[..., int | None], nprocs: int, args: Sequence[Any], backend: str
 ) -> int:
     """Runs a command on ranks that share the cores: one thread each, unless OMP_NUM_THREADS is set.
 
@@ -137,9 +146,8 @@ def _spawn(
             sender.close()  # now only the child holds it: its death is an end of file
             ranks.append(_Rank(rank, process, receiver))
         _collect(ranks, timeout, is_command)
-        failed = [each for each in ranks if each.failure is not None]
-        if failed:
-            raise _error(failed, nprocs)
+        if failures := {each.number: each.failure for each in ranks if each.failure is not None}:
+            raise _error(failures, nprocs)
         return [pickle.loads(each.result) for each in ranks]
     finally:
         _stop(ranks)
@@ -162,65 +170,55 @@ class _Rank:
     failure: _Failure | None = None
     is_done: bool = False
 
-    def hear(self) -> None:
-        """Takes the report that came, or the death without one."""
+    def receive(self) -> None:
+        """Takes the report of the rank, or notices that it has ended without one."""
         self.is_done = True
         try:
             if not self.process.is_alive() and not self.receiver.poll():
                 raise EOFError
-            kind, content = self.receiver.recv()
+            self.result, self.failure = self.receiver.recv()
         except (EOFError, OSError):
             self.process.join(10)
             code = self.process.exitcode
-            text = _last_words(code)
+            text = _describe_end(code)
             # A signal is the cause, also where others have noticed the end before this process.
             when = 0.0 if code is not None and code < 0 else time.monotonic()
             self.failure = _Failure(text, when, False, text)
-            return
-        if kind == "result":
-            self.result = content
-        else:
-            self.failure = _Failure(*content)
 
 
 def _collect(ranks: list[_Rank], timeout: float | None, is_command: bool) -> None:
-    """Until all are done, or one has failed and the others have had their grace."""
+    """Waits until all are done, or one has failed and the others have had GRACE_SECONDS."""
     __tracebackhide__ = True
     end = time.monotonic() + timeout if timeout is not None else None
     is_grace = False
     while waiting := [each for each in ranks if not each.is_done]:
         left = math.inf if end is None else max(0.0, end - time.monotonic())
-        heard = wait([each.receiver for each in waiting], min(left, TICK_SECONDS))
+        ready = wait([each.receiver for each in waiting], min(left, TICK_SECONDS))
         if is_command and is_unread():
             raise BrokenPipeError
         for each in waiting:
             # A process that it has forked may hold its end of the pipe: then nothing comes.
-            if each.receiver in heard or not each.process.is_alive():
-                each.hear()
+            if each.receiver in ready or not each.process.is_alive():
+                each.receive()
         if not is_grace and any(each.failure for each in ranks):
             is_grace, end = True, time.monotonic() + GRACE_SECONDS
-        elif left == 0 and not heard:
+        elif left == 0 and not ready:
             if not is_grace:
                 numbers = ", ".join(str(each.number) for each in waiting)
                 raise TimeoutError(f"no result after {timeout:g} s from rank {numbers}; stopped")
             return
 
 
-def _error(failed: list[_Rank], nprocs: int) -> SpawnError:
-    def order(each: _Rank) -> tuple[bool, float]:
-        assert each.failure is not None
-        return each.failure.is_consequence, each.failure.when
-
-    first, *others = sorted(failed, key=order)
-    assert first.failure is not None
-    message = f"rank {first.number} of {nprocs} failed:\n\n{first.failure.text.rstrip()}"
-    if others:
-        numbers = ", ".join(str(number) for number in sorted(each.number for each in others))
-        message += f"\n\nAfter it failed: rank {numbers}."
-    return SpawnError(message, first.number, first.failure.cause)
+def _error(failures: dict[int, _Failure], nprocs: int) -> SpawnError:
+    """The error of the rank that failed first; the keys are ranks."""
+    first = min(failures, key=lambda rank: (failures[rank].is_consequence, failures[rank].when))
+    message = f"rank {first} of {nprocs} failed:\n\n{failures[first].text.rstrip()}"
+    if others := ", ".join(str(rank) for rank in failures if rank != first):
+        message += f"\n\nAfter it failed: rank {others}."
+    return SpawnError(message, first, failures[first].cause)
 
 
-def _last_words(code: int | None) -> str:
+def _describe_end(code: int | None) -> str:
     if code is not None and code < 0:
         known = -code in set(signal.Signals)
         name = signal.Signals(-code).name if known else f"signal {-code}"
@@ -247,24 +245,21 @@ _starting = threading.Lock()  # the environment is the whole process's
 @contextlib.contextmanager
 def _environment(more: Mapping[str, str]) -> Iterator[None]:
     """For a rank to inherit: modules that it imports before it receives its job may read it."""
-    before = {name: os.environ.get(name) for name in more}
+    before = {name: os.environ[name] for name in more if name in os.environ}
     try:
         os.environ.update(more)
         yield
     finally:
-        for name, value in before.items():
+        for name in more:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(before)
 
 
 def _has_script() -> bool:
     """Whether a rank can import what `__main__` is here."""
     main = sys.modules["__main__"]
-    return (
-        getattr(main, "__spec__", None) is not None
-        or Path(getattr(main, "__file__", None) or "<none>").exists()
-    )
+    has_spec = getattr(main, "__spec__", None) is not None
+    return has_spec or Path(getattr(main, "__file__", None) or "<none>").exists()
 
 
 @contextlib.contextmanager
@@ -323,24 +318,20 @@ def _run(job: _Job, sender: Connection) -> None:
         text = "".join(traceback.format_exception(error))
         cause = "".join(traceback.format_exception_only(error)).strip()
         with contextlib.suppress(OSError):  # the parent has been interrupted, too
-            sender.send(("failure", (text, when, _is_consequence(error), cause)))
+            sender.send((b"", _Failure(text, when, _is_consequence(error), cause)))
         sender.close()
         _leaving.close_after(error)  # the others' errors then name the reason
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(1)
-    sender.send(("result", result))
+    sender.send((result, None))
     sender.close()
 
 
 def _call(job: _Job) -> bytes:
-    os.environ.update(
-        RANK=str(job.rank),
-        LOCAL_RANK=str(job.rank),
-        WORLD_SIZE=str(job.nprocs),
-        LOCAL_WORLD_SIZE=str(job.nprocs),
-    )
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(job.rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(job.nprocs)
     import torch
     import torch.distributed as dist
 
@@ -364,7 +355,7 @@ def _below_this_file(trace: Any) -> Any:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether a failed collective stands behind it: then another rank is likely to know more."""
+    """Whether it comes from a failed collective: then another rank is likely to know the cause."""
     from torch.distributed import DistError
 
     while error is not None:

@@ -11,6 +11,7 @@ does nothing.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,19 @@ _pools: weakref.WeakKeyDictionary[ProcessGroup, _Pool] = weakref.WeakKeyDictiona
 
 
 def nccl_mem_pool() -> torch.cuda.MemPool:
-    """A pool of memory from NCCL's own allocator, as symmetric memory has to be."""
+    """Makes a pool of memory from NCCL's own allocator, as symmetric memory needs it.
+
+    Returns:
+        The pool, for torch.cuda.use_mem_pool().
+
+    Raises:
+        RuntimeError: NCCL is not there, or too old to allocate memory.
+    """
     return torch.cuda.MemPool(nccl_allocator())
 
 
 def nccl_allocator() -> Any:
-    """The allocator for torch.cuda.MemPool(), and a backend's `mem_allocator`."""
+    """Returns the allocator for torch.cuda.MemPool(): a backend's `mem_allocator`."""
     module = native()
     module.set_nccl_wheel(nccl_wheel())
     module._require_nccl_memory()
@@ -50,18 +58,32 @@ def nccl_allocator() -> Any:
 def register_mem_pool(
     pool: torch.cuda.MemPool, group: ProcessGroup | None = None, symmetric: bool = False
 ) -> None:
-    """Registers what `pool` holds now with NCCL's communicator of `group` (the world).
+    """Registers the memory that a pool holds now with NCCL's communicator of a group.
 
-    symmetric: as windows, which all ranks must register alike: pools with the same segments, in the
-    same order.
+    Args:
+        pool: The pool, as of nccl_mem_pool().
+        group: The group; the world if it is None.
+        symmetric: As NCCL's windows, which all ranks must register alike: pools with the same
+            segments, in the same order.
+
+    Raises:
+        ValueError: Another backend than mycoll serves the group's tensors on this device.
     """
-    for segment in _segments(pool):
+    for segment in pool.snapshot():
         _register(_backend(group, _device(segment)), segment, symmetric)
 
 
 def deregister_mem_pool(pool: torch.cuda.MemPool, group: ProcessGroup | None = None) -> None:
-    """Undoes register_mem_pool(), before the pool's memory is freed."""
-    for segment in _segments(pool):
+    """Undoes register_mem_pool(), before the pool's memory is freed.
+
+    Args:
+        pool: The pool that was registered.
+        group: The group that it was registered with; the world if it is None.
+
+    Raises:
+        ValueError: Another backend than mycoll serves the group's tensors on this device.
+    """
+    for segment in pool.snapshot():
         _backend(group, _device(segment))._deregister_memory(segment["address"])
 
 
@@ -69,33 +91,32 @@ def deregister_mem_pool(pool: torch.cuda.MemPool, group: ProcessGroup | None = N
 
 
 def register_pool(backend: MycollBackend, pool: torch.cuda.MemPool, symmetric: bool) -> None:
-    for segment in _segments(pool):
+    """Registers what the pool holds now with the backend's communicator."""
+    for segment in pool.snapshot():
         _register(backend, segment, symmetric)
 
 
 def deregister_pool(backend: MycollBackend, pool: torch.cuda.MemPool) -> None:
-    for segment in _segments(pool):
+    """Undoes register_pool()."""
+    for segment in pool.snapshot():
         backend._deregister_memory(segment["address"])
 
 
 def can_allocate(backend: MycollBackend, device: torch.device | str) -> bool:
-    """Once the group's tensors travel through NCCL, and it has memory to give."""
+    """Returns whether the group's tensors travel through NCCL already, and it allocates memory."""
     device = torch.device(device)
     if device.type != "cuda" or backend.device_transport() != "nccl":
         return False
-    if _group_of(backend, device) is None:
-        return False
-    try:
+    with contextlib.suppress(RuntimeError):
         native()._require_nccl_memory()
-    except RuntimeError:
-        return False
-    return True
+        return _group_of(backend, device) is not None
+    return False
 
 
 def allocate(
     backend: MycollBackend, size: int, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """From a pool of this group's, which is registered as it grows."""
+    """Makes a tensor in a pool of this group, which is registered as it grows."""
     device = torch.device(device)
     if not can_allocate(backend, device):
         raise ValueError(
@@ -105,15 +126,15 @@ def allocate(
     group = _group_of(backend, device)
     assert group is not None
     if group not in _pools:
-        _pools[group] = _Pool(nccl_mem_pool())
+        _pools[group] = _Pool()
     return _pools[group].allocate(backend, size, dtype, device)
 
 
 class _Pool:
-    """Memory of one group's, and which of it is registered."""
+    """Memory of one group, and which of it is registered."""
 
-    def __init__(self, pool: torch.cuda.MemPool) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
+        self._pool = nccl_mem_pool()
         self._registered: list[range] = []
         self._lock = threading.Lock()
 
@@ -127,7 +148,7 @@ class _Pool:
                 register_pool(backend, self._pool, False)
                 self._registered = [
                     range(each["address"], each["address"] + each["total_size"])
-                    for each in _segments(self._pool)
+                    for each in self._pool.snapshot()
                 ]
             return tensor
 
@@ -149,10 +170,6 @@ def _register(backend: MycollBackend, segment: dict[str, Any], symmetric: bool) 
 
 def _device(segment: dict[str, Any]) -> torch.device:
     return torch.device(segment.get("device_type", "cuda"), segment["device"])
-
-
-def _segments(pool: Any) -> list[dict[str, Any]]:
-    return list(pool.snapshot())
 
 
 def _backend(group: ProcessGroup | None, device: torch.device) -> MycollBackend:

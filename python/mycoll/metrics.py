@@ -20,39 +20,26 @@ ENDED = "(ended)"
 
 
 def waited(process: Process, group: Group) -> float:
+    """For how many seconds the oldest operation that is not over has waited."""
     since = [each.enqueued for each in group.operations if not each.is_over]
     return max(0.0, process.taken - min(since, default=process.taken))
 
 
+# Names after "mycoll_", meanings, and values: of Counts, or of a group in a process.
 COUNTERS: tuple[tuple[str, str, Callable[[Counts], float]], ...] = (
-    ("mycoll_operations_total", "Operations that have ended well.", lambda c: c.done),
-    ("mycoll_operation_failures_total", "Operations that have failed.", lambda c: c.failed),
-    (
-        "mycoll_operation_bytes_total",
-        "The larger of input and output of this rank, added up.",
-        lambda c: c.bytes,
-    ),
-    (
-        "mycoll_operation_seconds_total",
-        "Time from call to end, added up.",
-        lambda c: c.seconds,
-    ),
+    ("operations_total", "Operations that have ended well.", lambda c: c.done),
+    ("operation_failures_total", "Operations that have failed.", lambda c: c.failed),
+    ("operation_bytes_total", "Sum of the larger of input and output.", lambda c: c.bytes),
+    ("operation_seconds_total", "Sum of the times from call to end.", lambda c: c.seconds),
 )
 GAUGES: tuple[tuple[str, str, Callable[[Process, Group], float]], ...] = (
-    (
-        "mycoll_group_failed",
-        "1 when the group is dead.",
-        lambda _, group: int(group.phase == "failed"),
-    ),
-    (
-        "mycoll_waiting_seconds",
-        "For how long the oldest operation that is not over has waited.",
-        waited,
-    ),
+    ("group_failed", "1 when the group has failed.", lambda _, group: int(group.phase == "failed")),
+    ("waiting_seconds", "How long the oldest operation that is not over has waited.", waited),
 )
 
 
 def main(words: Sequence[str]) -> int:
+    """Runs `mycoll metrics` with these words; returns the exit code."""
     parser = _terminal.Parser(
         prog="mycoll metrics",
         description="Counters of this user's mycoll processes on this host, in Prometheus' text "
@@ -87,50 +74,51 @@ def main(words: Sequence[str]) -> int:
 
 
 def write(path: Path) -> None:
-    """Readers see all of it or the one before."""
+    """Writes the metrics; a reader sees all of them or those before."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_text(as_text(black_box.find()), encoding="utf-8")
     unfinished.replace(path)
 
 
 def as_text(processes: list[Process]) -> str:
+    """The metrics of these processes, in Prometheus' format."""
+    counts = [
+        (labelled(process, group, operation=kind), found)
+        for process in processes
+        for group, by_kind in counted(process)
+        for kind, found in by_kind.items()
+    ]
+    groups = [(process, group) for process in processes for group in process.groups]
     lines = []
     for name, meaning, value in COUNTERS:
-        rows = [
-            (labelled(process, group, operation=kind), value(counts))
-            for process in processes
-            for group, by_kind in counted(process)
-            for kind, counts in by_kind.items()
-        ]
+        rows = [(labels, value(found)) for labels, found in counts]
         lines += family(name, "counter", meaning, rows)
     for name, meaning, look in GAUGES:
-        rows = [
-            (labelled(process, group), look(process, group))
-            for process in processes
-            for group in process.groups
-        ]
+        rows = [(labelled(*each), look(*each)) for each in groups]
         lines += family(name, "gauge", meaning, rows)
     return "\n".join([*lines, ""])
 
 
 def family(name: str, kind: str, meaning: str, rows: list[tuple[str, float]]) -> list[str]:
-    """Readers refuse a file in which a series is there twice; a group that has failed and is still
-    there may have the name of its successor."""
+    """The lines of a metric. Readers refuse a file in which a series is there twice; a group that
+    has failed and is still there may have the name of its successor."""
     series: dict[str, float] = {}
     for labels, value in rows:
         before = series.get(labels, 0)
         series[labels] = before + value if kind == "counter" else max(before, value)
-    lines = [f"{name}{labels} {value}" for labels, value in series.items()]
-    return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", *lines]
+    lines = [f"mycoll_{name}{labels} {value}" for labels, value in series.items()]
+    return [f"# HELP mycoll_{name} {meaning}", f"# TYPE mycoll_{name} {kind}", *lines]
 
 
 def counted(process: Process) -> Iterator[tuple[Group | None, dict[str, Counts]]]:
+    """Yields each group and its counts, and None with those of groups that are gone."""
     for group in process.groups:
         yield group, group.counts
     yield None, process.ended
 
 
 def labelled(process: Process, group: Group | None, **more: str) -> str:
+    """The labels of a series, in braces."""
     labels = {"rank": str(process.rank), "pid": str(process.pid)}
     labels["group"] = group.name if group else ENDED
     labels["description"] = group.description if group else ""
@@ -139,4 +127,5 @@ def labelled(process: Process, group: Group | None, **more: str) -> str:
 
 
 def escaped(text: str) -> str:
+    """The value of a label."""
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,9 +1,9 @@
 """torch's collectives of objects, for groups whose CPU tensors mycoll serves.
 
 torch sends the sizes, then the pickles, each padded to the longest. Here the first message has a
-fixed size, and most objects are in it. Whatever does not fit follows: the rest of the pickles, and
-large memory from where it lies to where it will stay (parcel.py). What each rank sends depends on
-sizes that the receivers have, so all ranks agree.
+fixed size, and most objects are in it. The rest of longer pickles follows, and large memory, which
+is received where it stays (parcel.py). The receivers know the sizes that decide what is sent, so
+all ranks agree.
 
 For other groups, for devices and for `weights_only`, torch's functions are called with the same
 arguments.
@@ -11,6 +11,7 @@ arguments.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -46,196 +47,178 @@ _SMALLEST_CELL = 512
 # small numbers.
 _TAG = 0x6F626A73
 
-_installed = False
+_TORCHS = object()  # the answer of a function below for objects that do not travel by mycoll
 
 
+@functools.cache
 def install() -> None:
     """Wraps the functions, once in a process."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    for wrap in (
-        _wrap_all_gather_object,
-        _wrap_gather_object,
-        _wrap_broadcast_object_list,
-        _wrap_scatter_object_list,
-        _wrap_send_object_list,
-        _wrap_recv_object_list,
+    for ours in (
+        _all_gather_object,
+        _gather_object,
+        _broadcast_object_list,
+        _scatter_object_list,
+        _send_object_list,
+        _recv_object_list,
     ):
-        replace(wrap.__name__.removeprefix("_wrap_"), wrap)
+        replace(ours.__name__[1:], functools.partial(_wrap, ours))
 
 
-# --- the functions --------------------------------------------------------------------------------
+def _wrap(ours: Callable[..., Any], torchs: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any, **more: Any) -> Any:
+        answer = ours(*args, **more)
+        return torchs(*args, **more) if answer is _TORCHS else answer
+
+    return wrapped
 
 
-def _wrap_all_gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
-    def all_gather_object(
-        object_list: list[Any], obj: Any, group: ProcessGroup | None = None, *args: Any, **more: Any
-    ) -> None:
-        backend = _backend(group, (*args, *more.values()))
-        if backend is None:
-            original(object_list, obj, group, *args, **more)
-            return
-        for i, gathered in enumerate(_all_gather(backend, pack([obj]))):
-            object_list[i] = gathered
-
-    return all_gather_object
+# --- the functions, with torch's arguments --------------------------------------------------------
 
 
-def _wrap_gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gather_object(
-        obj: Any,
-        object_gather_list: list[Any] | None = None,
-        dst: int | None = None,
-        group: ProcessGroup | None = None,
-        group_dst: int | None = None,
-        *args: Any,
-        **more: Any,
-    ) -> None:
-        backend = _backend(group, (*args, *more.values()))
-        if backend is None:
-            original(obj, object_gather_list, dst, group, group_dst, *args, **more)
-            return
-        root = _group_rank(group, dst, group_dst, default=0)
-        distributed_c10d._validate_output_list_for_rank(backend.rank(), root, object_gather_list)
-        for i, parcel in enumerate(_gather(backend, pack([obj]), root)):
-            assert object_gather_list is not None
-            object_gather_list[i] = parcel.objects()[0]
-
-    return gather_object
+def _all_gather_object(
+    object_list: list[Any], obj: Any, group: ProcessGroup | None = None, *args: Any, **more: Any
+) -> Any:
+    backend = _backend(group, (*args, *more.values()))
+    if backend is None:
+        return _TORCHS
+    for i, gathered in enumerate(_all_gather(backend, pack([obj]))):
+        object_list[i] = gathered
+    return None
 
 
-def _wrap_broadcast_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
-    def broadcast_object_list(
-        object_list: list[Any],
-        src: int | None = None,
-        group: ProcessGroup | None = None,
-        device: torch.device | None = None,
-        group_src: int | None = None,
-        *args: Any,
-        **more: Any,
-    ) -> None:
-        backend = _backend(group, (*args, *more.values()), device)
-        if backend is None:
-            original(object_list, src, group, device, group_src, *args, **more)
-            return
-        root = _group_rank(group, src, group_src, default=0)
-        _check_not_empty(object_list)
-        if backend.rank() == root:
-            _broadcast(backend, pack(object_list), root)
-        else:
-            _put(object_list, _broadcast(backend, None, root), root)
-
-    return broadcast_object_list
+def _gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    group_dst: int | None = None,
+    *args: Any,
+    **more: Any,
+) -> Any:
+    backend = _backend(group, (*args, *more.values()))
+    if backend is None:
+        return _TORCHS
+    root = _group_rank(group, dst, group_dst, default=0)
+    distributed_c10d._validate_output_list_for_rank(backend.rank(), root, object_gather_list)
+    for i, parcel in enumerate(_gather(backend, pack([obj]), root)):
+        assert object_gather_list is not None
+        object_gather_list[i] = parcel.objects()[0]
+    return None
 
 
-def _wrap_scatter_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
-    def scatter_object_list(
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: Sequence[Any] | None = None,
-        src: int | None = None,
-        group: ProcessGroup | None = None,
-        group_src: int | None = None,
-        *args: Any,
-        **more: Any,
-    ) -> None:
-        backend = _backend(group, (*args, *more.values()))
-        if backend is None:
-            original(
-                scatter_object_output_list,
-                scatter_object_input_list,
-                src,
-                group,
-                group_src,
-                *args,
-                **more,
-            )
-            return
-        root = _group_rank(group, src, group_src, default=0)
-        if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+def _broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    *args: Any,
+    **more: Any,
+) -> Any:
+    backend = _backend(group, (*args, *more.values()), device)
+    if backend is None:
+        return _TORCHS
+    root = _group_rank(group, src, group_src, default=0)
+    _check_not_empty(object_list)
+    if backend.rank() == root:
+        _broadcast(backend, pack(object_list), root)
+    else:
+        _put(object_list, _broadcast(backend, None, root), root)
+    return None
+
+
+def _scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    group_src: int | None = None,
+    *args: Any,
+    **more: Any,
+) -> Any:
+    backend = _backend(group, (*args, *more.values()))
+    if backend is None:
+        return _TORCHS
+    root = _group_rank(group, src, group_src, default=0)
+    outputs, inputs = scatter_object_output_list, scatter_object_input_list
+    if not isinstance(outputs, list) or not outputs:
+        raise ValueError(
+            "Expected argument scatter_object_output_list to be a list of size at least 1."
+        )
+    parcels = None
+    if backend.rank() == root:
+        if inputs is None:
+            raise ValueError("source rank must provide non-None scatter_object_input_list")
+        if len(inputs) != backend.size():
             raise ValueError(
-                "Expected argument scatter_object_output_list to be a list of size at least 1."
+                f"scatter_object_input_list has {len(inputs)} objects, and the group has "
+                f"{backend.size()} ranks: give one for each"
             )
-        parcels = None
-        if backend.rank() == root:
-            if scatter_object_input_list is None:
-                raise ValueError("source rank must provide non-None scatter_object_input_list")
-            if len(scatter_object_input_list) != backend.size():
-                raise ValueError(
-                    f"scatter_object_input_list has {len(scatter_object_input_list)} objects, and "
-                    f"the group has {backend.size()} ranks: give one for each"
-                )
-            parcels = [pack([item]) for item in scatter_object_input_list]
-        scatter_object_output_list[0] = _scatter(backend, parcels, root).objects()[0]
-
-    return scatter_object_list
+        parcels = [pack([item]) for item in inputs]
+    outputs[0] = _scatter(backend, parcels, root).objects()[0]
+    return None
 
 
-def _wrap_send_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
-    def send_object_list(
-        object_list: list[Any],
-        dst: int | None = None,
-        group: ProcessGroup | None = None,
-        device: torch.device | None = None,
-        group_dst: int | None = None,
-        use_batch: bool = False,
-        *args: Any,
-        **more: Any,
-    ) -> None:
-        backend = _backend(group, (*args, *more.values()), device)
-        if backend is None:
-            original(object_list, dst, group, device, group_dst, use_batch, *args, **more)
-            return
-        peer = _group_rank(group, dst, group_dst)
-        distributed_c10d._check_not_self_rank(members(group), peer, "destination")
-        _check_not_empty(object_list)
-        parcel = pack(object_list)
-        cell = backend.send([as_tensor(parcel.cell(CELL_BYTES))], peer, 0)
-        _wait([cell, *_send_rest(backend, parcel, CELL_BYTES, peer, 0)])
-
-    return send_object_list
+def _send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+    *args: Any,
+    **more: Any,
+) -> Any:
+    backend = _backend(group, (*args, *more.values()), device)
+    if backend is None:
+        return _TORCHS
+    peer = _group_rank(group, dst, group_dst)
+    distributed_c10d._check_not_self_rank(members(group), peer, "destination")
+    _check_not_empty(object_list)
+    parcel = pack(object_list)
+    cell = backend.send([as_tensor(parcel.cell(CELL_BYTES))], peer, 0)
+    _wait([cell, *_send_rest(backend, parcel, CELL_BYTES, peer, 0)])
+    return None
 
 
-def _wrap_recv_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
-    def recv_object_list(
-        object_list: list[Any],
-        src: int | None = None,
-        group: ProcessGroup | None = None,
-        device: torch.device | None = None,
-        group_src: int | None = None,
-        use_batch: bool = False,
-        *args: Any,
-        **more: Any,
-    ) -> Any:
-        backend = _backend(group, (*args, *more.values()), device)
-        if backend is None:
-            return original(object_list, src, group, device, group_src, use_batch, *args, **more)
-        peer = _group_rank(group, src, group_src)
-        distributed_c10d._check_not_self_rank(members(group), peer, "source")
-        _check_not_empty(object_list)
-        cell = new_memory(CELL_BYTES)
-        _wait([backend.recv([as_tensor(cell)], peer, 0)])
-        [parcel] = _receive_rest(backend, [(peer, cell)], 0)
-        _put(object_list, parcel, peer)
-        whole = members(group)
-        is_listed = whole in distributed_c10d._world.pg_group_ranks
-        return dist.get_global_rank(whole, peer) if is_listed else peer
-
-    return recv_object_list
+def _recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+    *args: Any,
+    **more: Any,
+) -> Any:
+    backend = _backend(group, (*args, *more.values()), device)
+    if backend is None:
+        return _TORCHS
+    peer = _group_rank(group, src, group_src)
+    distributed_c10d._check_not_self_rank(members(group), peer, "source")
+    _check_not_empty(object_list)
+    cell = new_memory(CELL_BYTES)
+    _wait([backend.recv([as_tensor(cell)], peer, 0)])
+    [parcel] = _receive_rest(backend, [(peer, cell)], 0)
+    _put(object_list, parcel, peer)
+    whole = members(group)
+    is_listed = whole in distributed_c10d._world.pg_group_ranks
+    return dist.get_global_rank(whole, peer) if is_listed else peer
 
 
 # --- groups and arguments -------------------------------------------------------------------------
 
 
 def _backend(group: Any, options: Iterable[Any], device: Any = None) -> Any | None:
-    """mycoll's, if the objects travel by it; the same answer on all ranks of a group."""
-    if distributed_c10d._rank_not_in_group(group):
-        return None
-    if any(options):  # weights_only, and whatever a later torch adds
+    """mycoll's, if the objects travel by it; the same answer on all ranks of a group.
+
+    None for `weights_only` and other options that are set, for a program's own pickler, and on
+    devices.
+    """
+    if distributed_c10d._rank_not_in_group(group) or any(options):
         return None
     if (distributed_c10d._pickler, distributed_c10d._unpickler) != _PICKLERS:
-        return None  # the program has put its own there, on all ranks
+        return None
     if device is not None and torch.device(device).type != "cpu":
         return None
     try:

@@ -7,9 +7,9 @@ A parcel has a head and asides. The head is one run of bytes:
     the pickles
     size of each aside, twice; + 1 for a storage         8 bytes each
 
-An aside is memory of a tensor or an array that travels by itself, from where it lies to where it
-will stay. Objects are pickled as torch pickles them, each by itself. Only the memory of storages on
-the CPU goes another way; so views, subclasses, sparse tensors and parameters are torch's business.
+An aside is memory of a tensor or an array that is sent by itself and received where it stays.
+Objects are pickled as torch pickles them, each by itself, but for the memory of storages on the
+CPU; so torch's code handles views, subclasses, sparse tensors and parameters.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class Parcel:
         self.asides = asides  # as bytes
 
     def head(self) -> memoryview:
+        """The head, and nothing behind it."""
         return self.memory[: head_bytes(self.memory)]
 
     def cell(self, size: int) -> memoryview:
-        """The head in so many bytes, up to CELL_BYTES; of a head that is longer, the beginning."""
+        """The first `size` bytes, up to CELL_BYTES: the head, or the beginning of a longer one."""
         return self.memory[:size]
 
     def copy(self) -> Incoming:
@@ -80,7 +81,8 @@ class Incoming(Parcel):
         super().__init__(memory, tensors)
 
     def objects(self) -> list[Any]:
-        """Once the asides are here. They become the memory of the objects: call it once."""
+        """Unpickles the objects, after the asides were received. They become the memory of the
+        objects: call it once."""
         if head_bytes(self.memory) < _PAUSE_BYTES:
             return self._load()
         with _without_collector():
@@ -99,8 +101,8 @@ class Incoming(Parcel):
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """While much is unpickled: objects are made by the thousand then, all of them are kept, and the
-    garbage collector would look at them again and again, most of the time."""
+    """Stops the garbage collector while many objects are unpickled. All of them are kept, and it
+    would visit them repeatedly, which takes most of the time."""
     pauses = gc.isenabled()
     gc.disable()
     try:
@@ -111,6 +113,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def pack(objects: Sequence[Any]) -> Parcel:
+    """Pickles objects into a parcel; large memory stays where it is."""
     return _Packing().pack(objects)
 
 
@@ -132,18 +135,21 @@ def objects_inside(cells: Sequence[memoryview]) -> list[Any] | None:
 
 
 def new_memory(size: int) -> memoryview:
+    """Memory of so many bytes, which may hold anything."""
     if size < _PAUSE_BYTES:
         return memoryview(bytearray(size))
     return bytes_of_storage(torch.UntypedStorage(size)).numpy().data  # not filled with zeros
 
 
 def as_tensor(memory: memoryview) -> torch.Tensor:
+    """The same memory as a tensor of bytes."""
     if memory.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def bytes_of_storage(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The memory of a storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
@@ -233,8 +239,7 @@ class _Packing:
 
 
 def _reduce_array(array: Any) -> Any:
-    # One that cannot be written would arrive so by protocol 5; by the one that torch uses it does
-    # not.
+    # Read-only arrays stay so with protocol 5, but not with the one that torch uses.
     return array.__reduce_ex__(_PROTOCOL) if array.flags.writeable else array.__reduce__()
 
 

@@ -25,19 +25,21 @@ FIRST_PORT, PORTS = 10_240, 22_000
 
 @dataclass(frozen=True)
 class Launcher:
-    """Where a launcher writes; of several names, the first that is set counts."""
+    """The variables that a launcher sets: names with a space between, of which the first that is
+    set counts."""
 
     name: str
-    rank: tuple[str, ...]
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
-    nodes: tuple[str, ...] = ()
-    job: tuple[str, ...] = ()
-    # Where Slurm sets the others, too (srun --mpi=pmi2): not this one.
-    own: tuple[str, ...] = ()
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+    nodes: str = ""
+    job: str = ""
+    # Where Slurm sets the others, too (srun --mpi=pmi2): not these.
+    own: str = ""
 
     def has_started(self, environment: Mapping[str, str]) -> bool:
+        """Returns whether this launcher has set the environment."""
         if self.own and environment.get("SLURM_PROCID") and not _value(environment, self.own):
             return False
         return bool(_value(environment, self.rank))
@@ -47,41 +49,40 @@ class Launcher:
 LAUNCHERS = (
     Launcher(
         "Open MPI",
-        rank=("OMPI_COMM_WORLD_RANK",),
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE OMPI_MCA_ess_base_jobid",
     ),
     Launcher(
         "PALS",
-        rank=("PALS_RANKID",),
-        size=("PALS_SIZE", "PMI_SIZE"),
-        local_rank=("PALS_LOCAL_RANKID",),
-        local_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-        job=("PALS_APID",),
+        rank="PALS_RANKID",
+        size="PALS_SIZE PMI_SIZE",
+        local_rank="PALS_LOCAL_RANKID",
+        local_size="PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
+        job="PALS_APID",
     ),
     Launcher(
         "MPICH (hydra)",
-        rank=("PMI_RANK",),
-        size=("PMI_SIZE",),
-        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        own=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID PMI_LOCAL_RANK",
+        local_size="MPI_LOCALNRANKS PMI_LOCAL_SIZE",
+        own="MPI_LOCALRANKID PMI_LOCAL_RANK",
     ),
     Launcher(
         "Slurm",
-        rank=("SLURM_PROCID",),
-        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-        local_rank=("SLURM_LOCALID",),
-        local_size=(),
-        nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS",
+        local_rank="SLURM_LOCALID",
+        nodes="SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
     ),
 )
 
 # Ids of the whole job, for launchers that have none of their own.
-JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
-NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+JOB_IDS = "SLURM_JOB_ID PBS_JOBID LSB_JOBID JOB_ID"
+NODE_LISTS = "SLURM_STEP_NODELIST SLURM_JOB_NODELIST SLURM_NODELIST"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,11 @@ class Place:
 
 
 def find_place(environment: Mapping[str, str]) -> Place:
-    """Reads the environment; a RuntimeError says what is missing and what to do."""
+    """Returns the place that the variables of a launcher give to this process.
+
+    Raises:
+        RuntimeError: They are missing or make no sense; the message says what to do.
+    """
     launcher = next((each for each in LAUNCHERS if each.has_started(environment)), None)
     if launcher is None:
         raise RuntimeError(
@@ -111,7 +116,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
     if rank is None or size is None or not 0 <= rank < size:
         raise RuntimeError(
             f"mpi://: {launcher.name} says rank {rank} of {size} "
-            f"({' or '.join(launcher.rank)} and {' or '.join(launcher.size)}): not usable"
+            f"({_either(launcher.rank)} and {_either(launcher.size)}): not usable"
         )
     local_size = _number(environment, launcher.local_size)
     nodes = _number(environment, launcher.nodes)
@@ -128,11 +133,15 @@ def find_place(environment: Mapping[str, str]) -> Place:
     )
 
 
-def _value(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    return next((environment[name] for name in names if environment.get(name)), "")
+def _either(names: str) -> str:
+    return names.replace(" ", " or ")
 
 
-def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+def _value(environment: Mapping[str, str], names: str) -> str:
+    return next((environment[name] for name in names.split() if environment.get(name)), "")
+
+
+def _number(environment: Mapping[str, str], names: str) -> int | None:
     text = _value(environment, names)
     return int(text) if re.fullmatch("[0-9]+", text) else None
 
@@ -154,18 +163,14 @@ def _host(environment: Mapping[str, str], launcher: Launcher, is_one_node: bool)
 
 def first_host(nodes: str) -> str:
     """The first of Slurm's compressed list: "gpu[03-05,9],cpu1" -> "gpu03"."""
-
-    def first_number(match: re.Match[str]) -> str:
-        return re.split("[,-]", match[1])[0]
-
-    expanded = re.sub(r"\[([^\]]*)\]", first_number, nodes)
+    expanded = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes)
     return expanded.split(",")[0]
 
 
 def _port(environment: Mapping[str, str], launcher: Launcher) -> int:
-    """MASTER_PORT, or one that all ranks of a job, and hardly another job, arrive at."""
+    """MASTER_PORT, or one that follows from the id of the job."""
     if environment.get("MASTER_PORT"):
-        port = _number(environment, ("MASTER_PORT",)) or 0
+        port = _number(environment, "MASTER_PORT") or 0
         if not 0 < port < 65536:
             raise RuntimeError(f"mpi://: MASTER_PORT={environment['MASTER_PORT']} is no port")
         return port
@@ -196,11 +201,10 @@ def rendezvous(
         )
         raise
     # torchrun sets these, too; programs and libraries read them.
-    os.environ.setdefault("RANK", str(place.rank))
-    os.environ.setdefault("WORLD_SIZE", str(place.size))
-    if place.local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
-    if place.local_size is not None:
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(place.local_size))
+    known: dict[str, int | None] = {"RANK": place.rank, "WORLD_SIZE": place.size}
+    known |= {"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size}
+    for name, number in known.items():
+        if number is not None:
+            os.environ.setdefault(name, str(number))
     yield store, place.rank, place.size
     raise RuntimeError("mpi:// cannot meet a second time")

@@ -49,14 +49,14 @@ def install() -> None:
 
     try:
         module = _usable()
-    except ValueError as error:
-        _before_each(real, _refuse(error))
-        return
     except Exception as error:
-        _before_each(real, _warn_once(error))
+        _before_each(real, functools.partial(_report, error))
         return
 
-    _use_interface_of_gloo()
+    # A list of exact names.
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if names and not os.environ.get(_INTERFACES):
+        os.environ[_INTERFACES] = f"={names}"
     _gloo.keep_real(real)
     _patch.rebind("ProcessGroupGloo", real, _make_class(module, real))
     _patch.replace("_new_process_group_helper", _wrap_new_process_group_helper)
@@ -86,27 +86,18 @@ def _before_each(real: Any, act: Callable[[], None]) -> None:
     real.__init__ = init
 
 
-def _refuse(error: ValueError) -> Callable[[], None]:
-    def act() -> None:
+_warned = False
+
+
+def _report(error: Exception) -> None:
+    """Raises an error if the variable is invalid; else warns, once in a process."""
+    global _warned
+    if isinstance(error, ValueError):
         fix = "it was read when torch was imported: correct it, and start the program again"
         raise ValueError(f"{error}; {fix}")
-
-    return act
-
-
-def _warn_once(error: Exception) -> Callable[[], None]:
-    @functools.cache
-    def act() -> None:
+    if not _warned:
         warnings.warn(f"{REPLACE}=gloo has no effect: {error}", stacklevel=4)
-
-    return act
-
-
-def _use_interface_of_gloo() -> None:
-    """GLOO_SOCKET_IFNAME, a list of exact names, unless mycoll's own variable is set."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if names and not os.environ.get(_INTERFACES):
-        os.environ[_INTERFACES] = f"={names}"
+        _warned = True
 
 
 # --- which group torch is making ------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""CPU tensors that the other ranks of a host read where they lie.
+"""CPU tensors that the other ranks of a host read in place.
 
     with mycoll.shared_tensors():
         model = Model()
         model = DistributedDataParallel(model)
         train(model)
 
-When the ranks of a host give such tensors to a collective, or views of them, nothing is copied
-through memory in between. Ranks may mix them with ordinary tensors. See docs/performance.md.
+When the ranks of a host pass such tensors, or views of them, to a collective, no other memory is
+involved. Ranks may mix them with ordinary tensors. See docs/performance.md.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shared_tensors() -> Iterator[None]:
-    """Within it, what this thread makes of CPU tensors is shared: also parameters and buckets.
+    """A context in which the CPU tensors that this thread makes are in shared memory: also
+    parameters and buckets.
 
-    The tensors are ordinary ones otherwise, and outlive it. Scopes may be nested.
+    The tensors are ordinary ones otherwise, and outlive the context. Contexts may be nested.
     """
     module = native()
     module._open_shared_tensors()
@@ -37,21 +38,45 @@ def shared_tensors() -> Iterator[None]:
 
 
 def empty(*size: Any, **options: Any) -> torch.Tensor:
-    """torch.empty() in shared memory."""
+    """Returns a tensor in shared memory, as of torch.empty().
+
+    Args:
+        size: The size, as for torch.empty().
+        options: Its options, but for `out`, `pin_memory` and devices other than the CPU.
+
+    Raises:
+        ValueError: An option asks for other memory.
+    """
     _refuse(options)
     with shared_tensors():
         return torch.empty(*size, device="cpu", **options)
 
 
 def zeros(*size: Any, **options: Any) -> torch.Tensor:
-    """torch.zeros() in shared memory."""
+    """Returns a tensor in shared memory, as of torch.zeros().
+
+    Args:
+        size: The size, as for torch.zeros().
+        options: Its options, but for `out`, `pin_memory` and devices other than the CPU.
+
+    Raises:
+        ValueError: An option asks for other memory.
+    """
     _refuse(options)
     with shared_tensors():
         return torch.zeros(*size, device="cpu", **options)
 
 
 def empty_like(other: torch.Tensor, **options: Any) -> torch.Tensor:
-    """torch.empty_like() in shared memory, on the CPU wherever `other` is."""
+    """Returns a tensor in shared memory, as of torch.empty_like().
+
+    Args:
+        other: The tensor whose size and dtype are taken; it may be on another device.
+        options: As for mycoll.empty().
+
+    Raises:
+        ValueError: An option asks for other memory.
+    """
     _refuse(options)
     with shared_tensors():
         return torch.empty_like(other, device="cpu", **options)

@@ -12,19 +12,14 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from mycoll import _terminal, _units, black_box
 from mycoll._terminal import folded, table
 from mycoll._units import show_seconds
-from mycoll.black_box import Group, Operation, Process
+from mycoll.black_box import Group, Members, Operation, Process
 
-NOT_RUNNING = {
-    "T": "stopped",
-    "t": "in a debugger",
-    "Z": "ended",
-    "X": "ended",
-    "D": "in the kernel",
-}
+NOT_RUNNING = {"T": "stopped", "t": "in a debugger", "Z": "ended", "D": "in the kernel"}
 NOBODY = "no mycoll processes of this user on this host"
 NOT_THOSE = "no such mycoll process of this user on this host; `mycoll status` shows all"
 # Waiting for so long is worth a sentence.
@@ -32,38 +27,28 @@ LONG_SECONDS = 2.0
 
 
 def main(words: Sequence[str], watch: bool = False) -> int:
+    """Runs `mycoll status`, or `mycoll top`, with these words; returns the exit code."""
     parser = _terminal.Parser(
         prog="mycoll top" if watch else "mycoll status",
         description="Shows what this user's mycoll processes on this host do now, and which rank "
         "waits for which. Works on processes that hang or are stopped.",
     )
     parser.add_argument("pid", nargs="*", type=int, help="only these processes")
-    parser.add_argument("--job", help="only this job (its beginning is enough)")
+    parser.add_argument("--job", default="", help="only this job (its beginning is enough)")
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument(
-        "--watch",
-        nargs="?",
-        type=_units.seconds,
-        const=1.0,
-        default=1.0 if watch else None,
-        metavar="SECONDS",
-        help="again and again, until Ctrl-C (default: every second)",
-    )
+    every: dict[str, Any] = {"const": 1.0, "default": 1.0 if watch else None, "metavar": "SECONDS"}
+    text = "repeat until Ctrl-C (default: every second)"
+    parser.add_argument("--watch", nargs="?", type=_units.seconds, **every, help=text)
     parsed = parser.parse_args(list(words))
-
-    def look() -> list[Process]:
-        found = black_box.find(parsed.pid)
-        return [each for each in found if each.job.startswith(parsed.job or "")]
-
     show = as_json if parsed.json else as_text
     nobody = NOBODY if not (parsed.pid or parsed.job) else NOT_THOSE
     if parsed.watch is None:
-        found = look()
+        found = black_box.find(parsed.pid, parsed.job)
         print(show(found) or nobody)
         return 0 if found else 1
     try:
         while True:
-            text = show(look()) or nobody
+            text = show(black_box.find(parsed.pid, parsed.job)) or nobody
             if sys.stdout.isatty():
                 text = f"\033[H\033[2J{text}"  # from the upper left corner, on an empty screen
             print(text, flush=True)
@@ -73,6 +58,7 @@ def main(words: Sequence[str], watch: bool = False) -> int:
 
 
 def as_json(processes: list[Process]) -> str:
+    """The processes and the findings, for programs."""
     rows = []
     for process in processes:
         row = asdict(process)
@@ -90,6 +76,7 @@ def as_json(processes: list[Process]) -> str:
 
 
 def as_text(processes: list[Process]) -> str:
+    """A table for each world, and the findings."""
     lines: list[str] = []
     for members in black_box.related(processes):
         world = max((group.ranks for each in members for group in each.groups), default=0)
@@ -112,16 +99,15 @@ def as_text(processes: list[Process]) -> str:
 
 
 def without_calls(members: list[Process]) -> list[str]:
-    """One line for all groups in which no rank has called anything."""
-    titles = {group.title: False for each in members for group in each.groups}
-    for process in members:
-        for group in process.groups:
-            titles[group.title] |= group.is_used
-    unused = [title for title, is_used in titles.items() if not is_used]
+    """A line for all groups in which no rank has called anything, folded; or none."""
+    groups = [group for each in members for group in each.groups]
+    used = {group.title for group in groups if group.is_used}
+    unused = [title for title in dict.fromkeys(each.title for each in groups) if title not in used]
     return folded(f"groups without calls: {', '.join(unused)}") if unused else []
 
 
 def row_of(process: Process, group: Group | None, members: list[Process]) -> tuple[str, ...]:
+    """The row of the table for a group of a process."""
     # Running or sleeping says nothing about a rank.
     first = (str(process.rank), str(process.pid), NOT_RUNNING.get(process.state, ""))
     if group is None:
@@ -130,33 +116,23 @@ def row_of(process: Process, group: Group | None, members: list[Process]) -> tup
         reason = next(iter(group.failure.splitlines()), "")
         reason = textwrap.shorten(reason, 100, placeholder=" ...")
         return (*first, group.title, "", "", f"failed: {reason}")
-    operation = busy_with(group)
+    operation = group.busy_with()
     if operation is None:
         last = group.last()
         if last is None:
             return (*first, group.title, "", "", "no calls")
         ago = "" if last.ended is None else show_seconds(process.taken - last.ended)
-        return (*first, group.title, ago, "", f"idle, last {call(last)}")
+        return (*first, group.title, ago, "", f"idle, last {last.call()}")
     waits = ", ".join(str(group.to_global(r)) for r in waits_for(group, members))
     waits += f" and {group.waits_for_more} more" if waits and group.waits_for_more else ""
     if operation.is_message:
         waits = "any" if operation.peer < 0 else str(group.to_global(operation.peer))
     since = show_seconds(process.taken - operation.enqueued)
     site = f", at {operation.site}" if operation.site else ""
-    return (*first, group.title, since, waits, f"{call(operation)}{site}")
+    return (*first, group.title, since, waits, f"{operation.call()}{site}")
 
 
-def busy_with(group: Group) -> Operation | None:
-    return group.current() or next(iter(group.open_messages()), None)
-
-
-def call(operation: Operation) -> str:
-    number = "" if operation.is_message else f" #{operation.sequence}"
-    name, *more = operation.describe().split(" ", 1)
-    return f"{name}{number} {' '.join(more)}".rstrip()
-
-
-def peers(group: Group, processes: list[Process]) -> dict[int, tuple[Process, Group]]:
+def peers(group: Group, processes: list[Process]) -> Members:
     """The same group in the processes that were read, by its rank there."""
     return {
         other.rank: (process, other)
@@ -182,27 +158,23 @@ def waits_for(group: Group, processes: list[Process]) -> list[int]:
 
 
 def findings(processes: list[Process]) -> Iterator[str]:
-    """Which rank waits for which: a sentence for each group in which a rank waits long."""
+    """Yields which rank waits for which: a sentence for each group in which a rank waits long."""
     by_rank = {each.rank: each for each in processes}
-    for context in sorted({group.context for each in processes for group in each.groups}):
-        known = {
-            group.rank: (process, group)
-            for process in processes
-            for group in process.groups
-            if group.context == context
-        }
-        waiting: list[tuple[float, Process, Group, Operation]] = []
+    groups = {group.context: group for each in processes for group in each.groups}
+    for _, some in sorted(groups.items()):
+        known = peers(some, processes)
+        waiting: list[tuple[float, Group, Operation]] = []
         for process, group in known.values():
             current = group.current()
             if current is not None and process.taken - current.enqueued > LONG_SECONDS:
-                waiting.append((process.taken - current.enqueued, process, group, current))
+                waiting.append((process.taken - current.enqueued, group, current))
         if not waiting:
             continue
-        waited, _, group, operation = max(waiting, key=lambda each: each[0])
-        ranks = ", ".join(str(g.to_global(g.rank)) for _, _, g, _ in waiting)
+        waited, group, operation = max(waiting, key=lambda each: each[0])
+        ranks = ", ".join(str(each.to_global(each.rank)) for _, each, _ in waiting)
         missing = waits_for(group, processes)
         yield (
-            f"group {group.title}: {call(operation)} has waited {show_seconds(waited)} on rank "
+            f"group {group.title}: {operation.call()} has waited {show_seconds(waited)} on rank "
             + ranks
             + ("" if missing else "; all ranks that can be seen from here have called it")
         )
@@ -211,10 +183,8 @@ def findings(processes: list[Process]) -> Iterator[str]:
             yield f"  rank {number} {absence(rank, known, by_rank.get(number))}"
 
 
-def absence(
-    rank: int, known: dict[int, tuple[Process, Group]], there: Process | None = None
-) -> str:
-    """`there`: a process that has its number, and not the group."""
+def absence(rank: int, known: Members, there: Process | None = None) -> str:
+    """Why a rank is missing; `there` is a process that has its number, and not the group."""
     if rank not in known and there is not None:
         return f"(pid {there.pid}) has left the group, or has not made it yet"
     if rank not in known:
@@ -222,14 +192,13 @@ def absence(
     process, group = known[rank]
     state = NOT_RUNNING.get(process.state)
     text = f"(pid {process.pid}) has not called it" + (f": it is {state}" if state else "")
-    busy = [each for each in process.groups if busy_with(each) is not None]
+    busy = [(each, current) for each in process.groups if (current := each.busy_with())]
     last = group.last()
     if busy:
-        operation = busy_with(busy[0])
-        assert operation is not None
-        text += f"; it is in {call(operation)} of group {busy[0].title}"
+        other, operation = busy[0]
+        text += f"; it is in {operation.call()} of group {other.title}"
     elif last is not None and last.ended is not None:
-        text += f"; its last was {call(last)}, {show_seconds(process.taken - last.ended)} ago"
+        text += f"; its last was {last.call()}, {show_seconds(process.taken - last.ended)} ago"
     else:
         text += "; it has called nothing yet"
     return text if state else f"{text} (its Python: py-spy dump --pid {process.pid})"

@@ -1,7 +1,7 @@
 """Writes what the ranks did last as a Chrome trace, for https://ui.perfetto.dev.
 
 A rank is a process of the trace, a group a row of it, and a call a slice. Calls that overlap get
-more rows. Each finding of `mycoll trace` is an arrow in the row of the rank to look at.
+more rows. Each finding of `mycoll trace` is a mark in the row of the rank to look at.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mycoll.black_box import Group, Operation, Process
+from mycoll.black_box import Members, Operation
 
-Groups = Mapping[str, Mapping[int, tuple[Process, Group]]]  # by title; members by rank in the group
+Groups = Mapping[str, Members]  # by title
 Event = dict[str, Any]
 
 _ROWS = 1000  # of a group at most
@@ -31,7 +31,7 @@ def write(groups: Groups, findings: Sequence[Any], path: Path) -> None:
     # Numbers in JSON have 53 bits: too few for the nanoseconds since 1970. torch.profiler's traces
     # have this field, too.
     base = math.floor(min((each.enqueued for each in operations), default=0.0))
-    events = [*_names(groups), *_slices(groups, base), *_arrows(groups, findings, base)]
+    events = [*_names(groups), *_slices(groups, base), *_marks(groups, findings, base)]
     trace = {"baseTimeNanoseconds": base * 10**9, "traceEvents": events}
     path.write_text(json.dumps(trace), encoding="utf-8")
 
@@ -61,24 +61,22 @@ def _slices(groups: Groups, base: float) -> Iterator[Event]:
                 free = (row for row, last in enumerate(ends) if last <= operation.enqueued)
                 row = min(next(free, len(ends)), _ROWS - 1)
                 ends[row : row + 1] = [end]
+                place = {"pid": process.rank, "tid": number * _ROWS + row}
+                length = max(0.0, end - operation.enqueued) * 1e6
+                time = {"ts": (operation.enqueued - base) * 1e6, "dur": length}
+                args = _arguments(operation)
                 yield {
                     "ph": "X",
-                    "pid": process.rank,
-                    "tid": number * _ROWS + row,
-                    "ts": (operation.enqueued - base) * 1e6,
-                    "dur": max(0.0, end - operation.enqueued) * 1e6,
+                    **place,
+                    **time,
                     "name": operation.kind,
                     "cat": title,
-                    "args": _arguments(operation),
+                    "args": args,
                 }
             for row in range(max(1, len(ends))):
-                yield {
-                    "ph": "M",
-                    "pid": process.rank,
-                    "tid": number * _ROWS + row,
-                    "name": "thread_name",
-                    "args": {"name": f"group {title}"},
-                }
+                place = {"pid": process.rank, "tid": number * _ROWS + row}
+                args = {"name": f"group {title}"}
+                yield {"ph": "M", **place, "name": "thread_name", "args": args}
 
 
 def _arguments(operation: Operation) -> Event:
@@ -93,17 +91,11 @@ def _arguments(operation: Operation) -> Event:
     return found
 
 
-def _arrows(groups: Groups, findings: Sequence[Any], base: float) -> Iterator[Event]:
+def _marks(groups: Groups, findings: Sequence[Any], base: float) -> Iterator[Event]:
     for number, (title, members) in enumerate(groups.items(), 1):
         end = max(process.taken for process, _ in members.values())
         for finding in findings:
             for rank in finding.ranks if finding.group == title else ():
-                yield {
-                    "ph": "i",
-                    "s": "t",
-                    "pid": rank,
-                    "tid": number * _ROWS,
-                    "ts": (end - base) * 1e6,
-                    "name": finding.kind,
-                    "args": {"text": finding.text},
-                }
+                place = {"pid": rank, "tid": number * _ROWS, "ts": (end - base) * 1e6}
+                args = {"text": finding.text}
+                yield {"ph": "i", "s": "t", **place, "name": finding.kind, "args": args}

@@ -10,14 +10,15 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mycoll import _terminal, black_box, status, timeline
 from mycoll._units import show_seconds
-from mycoll.black_box import Group, Operation, Process
-from mycoll.trace_file import default_folder, load
+from mycoll.black_box import Members, Operation, Process, default_folder, load_all
+
+Calls = dict[int, Operation]  # by rank in the group
 
 
 @dataclass
@@ -32,24 +33,17 @@ class Finding:
 
 
 def main(words: Sequence[str]) -> int:
+    """Runs `mycoll trace` with these words; returns the exit code."""
     parser = _terminal.Parser(
         prog="mycoll trace",
         description="Compares what the ranks did last: which is missing, differs, or waits.",
     )
-    parser.add_argument(
-        "trace",
-        nargs="*",
-        type=Path,
-        help=f"files, or folders of them (default: the latest job in {default_folder()})",
-    )
+    text = f"files, or folders of them (default: the latest job in {default_folder()})"
+    parser.add_argument("trace", nargs="*", type=Path, help=text)
     parser.add_argument("--live", action="store_true", help="the processes that run here, instead")
     parser.add_argument("--job", default="", help="with --live: only this job")
-    parser.add_argument(
-        "--export",
-        type=Path,
-        metavar="FILE.json",
-        help="write a Chrome trace, for https://ui.perfetto.dev",
-    )
+    text = "write a Chrome trace, for https://ui.perfetto.dev"
+    parser.add_argument("--export", type=Path, metavar="FILE.json", help=text)
     parser.add_argument("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(list(words))
     if parsed.live and parsed.trace:
@@ -58,11 +52,11 @@ def main(words: Sequence[str]) -> int:
         parser.error("--export writes JSON: give it a name that ends with .json")
     problems: list[str] = []
     if parsed.live:
-        found = [each for each in black_box.find() if each.job.startswith(parsed.job)]
+        found = black_box.find(job=parsed.job)
         if not found:
             problems.append(status.NOT_THOSE if parsed.job else status.NOBODY)
     elif parsed.trace or default_folder().is_dir():
-        found, problems = load(parsed.trace or [default_folder()])
+        found, problems = load_all(parsed.trace or [default_folder()])
     else:
         found = []
         problems.append(f"no traces in {default_folder()}, where groups that fail leave them")
@@ -70,7 +64,9 @@ def main(words: Sequence[str]) -> int:
         print(f"mycoll trace: {problem}", file=sys.stderr)
     if not found:
         return 2
-    worlds = [(members, list(analyse(members))) for members in latest_first(found)]
+    # The latest world first: files stay, and a folder may hold those of several jobs.
+    latest_first = sorted(black_box.related(found), key=written, reverse=True)
+    worlds = [(members, list(analyse(members))) for members in latest_first]
     if parsed.json:
         rows = [asdict(each) for _, findings in worlds for each in findings]
         print(json.dumps({"findings": rows}, indent=2))
@@ -87,16 +83,13 @@ def main(words: Sequence[str]) -> int:
     return 1 if any(findings for _, findings in worlds) else 0
 
 
-def latest_first(processes: list[Process]) -> list[list[Process]]:
-    """By world: files stay, and their names come again, so that a folder may hold several jobs'."""
-    return sorted(black_box.related(processes), key=written, reverse=True)
-
-
 def written(members: list[Process]) -> float:
+    """When the newest of these traces was written."""
     return max(each.taken for each in members)
 
 
 def paragraphs(worlds: list[tuple[list[Process], list[Finding]]]) -> Iterator[str]:
+    """Yields a text for each world, the latest first."""
     latest = written(worlds[0][0])
     for number, (members, findings) in enumerate(worlds):
         heading = ""
@@ -107,7 +100,9 @@ def paragraphs(worlds: list[tuple[list[Process], list[Finding]]]) -> Iterator[st
 
 
 def as_text(processes: list[Process], results: list[Finding]) -> str:
-    ranks = ", ".join(_place(each) for each in processes)
+    """The processes of a world, their groups, and what was found."""
+    places = [(each.rank, f" ({each.host}:{each.pid})" if each.pid else "") for each in processes]
+    ranks = ", ".join(f"{rank}{place}" for rank, place in places)
     lines = [f"{len(processes)} ranks: {ranks}"]
     for name, members in by_title(processes).items():
         group = members[min(members)][1]
@@ -121,25 +116,22 @@ def as_text(processes: list[Process], results: list[Finding]) -> str:
     return "\n".join(part for line in lines for part in _terminal.folded(line) or [""])
 
 
-def _place(process: Process) -> str:
-    return f"{process.rank} ({process.host}:{process.pid})" if process.pid else str(process.rank)
-
-
-def by_title(processes: list[Process]) -> dict[str, dict[int, tuple[Process, Group]]]:
-    """By title; of each, the members that were read, by their rank in the group."""
-    found: dict[str, dict[str, dict[int, tuple[Process, Group]]]] = {}
+def by_title(processes: list[Process]) -> dict[str, Members]:
+    """The groups, by title; a number follows that of groups that have the title of another one."""
+    found: dict[str, dict[str, Members]] = {}
     for process in processes:
         for group in process.groups:
             by_context = found.setdefault(group.title, {})
             by_context.setdefault(group.context, {})[group.rank] = (process, group)
-    result = {}
-    for title, by_context in found.items():
-        for number, (_, members) in enumerate(by_context.items()):
-            result[title if number == 0 else f"{title} ({number + 1})"] = members
-    return result
+    return {
+        f"{title} ({number})" if number > 1 else title: members
+        for title, by_context in found.items()
+        for number, members in enumerate(by_context.values(), 1)
+    }
 
 
 def analyse(processes: list[Process]) -> Iterator[Finding]:
+    """Yields what differs between the processes of a world, what is missing, and what failed."""
     for name, members in by_title(processes).items():
         found = [*_first_difference(name, members), *_open_messages(name, members)]
         absent = _without_trace(name, members)
@@ -150,7 +142,7 @@ def analyse(processes: list[Process]) -> Iterator[Finding]:
         yield from failures
 
 
-def _first_difference(name: str, members: dict[int, tuple[Process, Group]]) -> Iterator[Finding]:
+def _first_difference(name: str, members: Members) -> Iterator[Finding]:
     """The first collective that not all ranks did alike; what follows it means nothing."""
     calls = {
         rank: {each.sequence: each for each in group.collectives()}
@@ -173,12 +165,7 @@ def _first_difference(name: str, members: dict[int, tuple[Process, Group]]) -> I
             return
 
 
-def _difference(
-    name: str,
-    sequence: int,
-    here: dict[int, Operation],
-    members: dict[int, tuple[Process, Group]],
-) -> Finding | None:
+def _difference(name: str, sequence: int, here: Calls, members: Members) -> Finding | None:
     said = Counter(signature(each) for each in here.values())
     if len(said) == 1:
         return None
@@ -189,10 +176,13 @@ def _difference(
     lines = [f"group {name}, call #{sequence}: the ranks were called differently"]
     for text, _ in said.most_common():
         ranks = [rank for rank, each in here.items() if signature(each) == text]
-        sites = sorted({here[rank].site for rank in ranks} - {""})
-        place = f", at {', '.join(sites)}" if sites else ""
-        lines.append(f"  rank {_numbers(ranks, members)}: {text}{place}")
+        lines.append(f"  rank {_numbers(ranks, members)}: {text}{_at(here[r] for r in ranks)}")
     return Finding("differs", name, "\n".join(lines), sequence, _globals(odd, members))
+
+
+def _at(operations: Iterable[Operation]) -> str:
+    sites = sorted({each.site for each in operations} - {""})
+    return f", at {', '.join(sites)}" if sites else ""
 
 
 def signature(operation: Operation) -> str:
@@ -201,20 +191,12 @@ def signature(operation: Operation) -> str:
     return operation.describe() + sizes
 
 
-def _absence(
-    name: str,
-    sequence: int,
-    here: dict[int, Operation],
-    absent: list[int],
-    members: dict[int, tuple[Process, Group]],
-) -> Finding:
+def _absence(name: str, sequence: int, here: Calls, absent: list[int], members: Members) -> Finding:
     some = next(iter(here.values()))
-    sites = sorted({each.site for each in here.values()} - {""})
-    place = f", at {', '.join(sites)}" if sites else ""
     lines = [
         f"group {name}, call #{sequence}: "
         f"rank {_numbers(list(here), members)} came, rank {_numbers(absent, members)} did not",
-        f"  {some.describe()}{place}",
+        f"  {some.describe()}{_at(here.values())}",
     ]
     for rank in absent:
         process, group = members[rank]
@@ -223,21 +205,15 @@ def _absence(
             lines.append(f"  rank {process.rank} has called nothing in this group")
         else:
             ago = show_seconds(process.taken - (last.ended or last.enqueued))
-            lines.append(f"  rank {process.rank}: its last was {status.call(last)}, {ago} before")
+            lines.append(f"  rank {process.rank}: its last was {last.call()}, {ago} before")
         for other in process.groups:
-            busy = status.busy_with(other)
+            busy = other.busy_with()
             if other is not group and busy is not None:
-                lines.append(f"  rank {process.rank} is in {status.call(busy)} of {other.title}")
+                lines.append(f"  rank {process.rank} is in {busy.call()} of {other.title}")
     return Finding("absent", name, "\n".join(lines), sequence, _globals(absent, members))
 
 
-def _unfinished(
-    name: str,
-    sequence: int,
-    here: dict[int, Operation],
-    waiting: dict[int, Operation],
-    members: dict[int, tuple[Process, Group]],
-) -> Finding:
+def _unfinished(name: str, sequence: int, here: Calls, waiting: Calls, members: Members) -> Finding:
     some = next(iter(waiting.values()))
     missing = {
         rank
@@ -251,13 +227,11 @@ def _unfinished(
     text = f"group {name}, call #{sequence}: not over on rank {_numbers(list(waiting), members)}"
     if blamed:
         text += f", waits for rank {', '.join(str(group.to_global(r)) for r in blamed)}"
-    text += f"\n  {some.describe()}"
-    if some.site:
-        text += f", at {some.site}"
+    text += f"\n  {some.describe()}{_at([some])}"
     return Finding("unfinished", name, text, sequence, [group.to_global(rank) for rank in blamed])
 
 
-def _open_messages(name: str, members: dict[int, tuple[Process, Group]]) -> Iterator[Finding]:
+def _open_messages(name: str, members: Members) -> Iterator[Finding]:
     for process, group in members.values():
         # Failed: it was still waited for when the group died.
         for operation in group.operations:
@@ -277,7 +251,7 @@ def _open_messages(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
             )
 
 
-def _without_trace(name: str, members: dict[int, tuple[Process, Group]]) -> Iterator[Finding]:
+def _without_trace(name: str, members: Members) -> Iterator[Finding]:
     _, group = next(iter(members.values()))
     gone = [group.to_global(rank) for rank in range(group.ranks) if rank not in members]
     if gone:
@@ -285,7 +259,7 @@ def _without_trace(name: str, members: dict[int, tuple[Process, Group]]) -> Iter
         yield Finding("no trace", name, f"{text}not write", ranks=gone)
 
 
-def _failures(name: str, members: dict[int, tuple[Process, Group]]) -> list[Finding]:
+def _failures(name: str, members: Members) -> list[Finding]:
     """The errors of the ranks, most of which are equal."""
     said: dict[str, list[int]] = {}
     for process, group in members.values():
@@ -297,9 +271,9 @@ def _failures(name: str, members: dict[int, tuple[Process, Group]]) -> list[Find
     ]
 
 
-def _globals(ranks: list[int], members: dict[int, tuple[Process, Group]]) -> list[int]:
+def _globals(ranks: list[int], members: Members) -> list[int]:
     return [members[rank][0].rank for rank in ranks]
 
 
-def _numbers(ranks: list[int], members: dict[int, tuple[Process, Group]]) -> str:
+def _numbers(ranks: list[int], members: Members) -> str:
     return ", ".join(map(str, _globals(ranks, members)))

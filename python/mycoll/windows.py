@@ -27,11 +27,20 @@ if TYPE_CHECKING:
 
 
 def new_window(tensor: torch.Tensor | None = None, group: ProcessGroup | None = None) -> Window:
-    """A window of `group` (the world); with a tensor, open on that.
+    """Makes a window. All ranks of the group call it together, each with a tensor of its own, or
+    all without one.
 
-    All ranks of the group call it together, each with a tensor of its own, or all without one; then
-    Window.tensor_register() opens it. Ranks are the group's. Tensors of mycoll.empty() and the like
-    are mapped by the other ranks of the host; others are written by messages.
+    Args:
+        tensor: The memory that the others write to. The other ranks of the host map tensors of
+            mycoll.empty() and the like; others are written by messages. If it is None,
+            Window.tensor_register() opens the window later.
+        group: The group; the world if it is None. Ranks in the calls of the window are its ranks.
+
+    Returns:
+        The window.
+
+    Raises:
+        ValueError: Another backend than mycoll serves the group's CPU tensors.
     """
     backend = backend_of(group)
     if backend is None:

@@ -31,4 +31,5 @@ class ProcessGroupMycoll(ProcessGroupWrapper):  # type: ignore[misc]
         )
 
     def getBackendName(self) -> str:
+        """The name of the groups, for torchft."""
         return "torchft-mycoll"

@@ -1,17 +1,65 @@
 """`mycoll bench`: measures and verifies collectives of any torch.distributed backend.
 
-How to read its output, and how it measures, is in benchmarks/README.md.
+How to read its output, and how it measures, is in benchmarks/README.md. The command line is here;
+it imports torch only when ranks start.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["main"]
+from mycoll import launch
+from mycoll._gloo import keep_names_honest
+from mycoll._terminal import Progress, quietly
+from mycoll.bench.compare import compare_main
+from mycoll.bench.options import Options, parse_options
+from mycoll.bench.report import misused, wrong_files
+
+if TYPE_CHECKING:
+    from mycoll.bench.run import Gather
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit code is 0 only if nothing wrong was computed."""
-    from mycoll.bench.cli import main as run
+def main(argv: Sequence[str] | None = None, gather: Gather | None = None) -> int:
+    """Runs the command line.
 
-    return run(argv)
+    Args:
+        argv: The words after the name of the command.
+        gather: Finds the contenders, instead of those that `argv` names.
+
+    Returns:
+        The exit code: 0 only if everything was measured, and no result was wrong.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return quietly(lambda: _main(arguments, gather))
+
+
+def _main(arguments: list[str], gather: Gather | None) -> int:
+    if arguments[:1] == ["compare"]:
+        return compare_main(arguments[1:])
+    options = parse_options(arguments)
+    if options.nproc:
+        return _start_ranks(options, arguments, gather)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return misused("add --nproc N to start N ranks here, or run it under torchrun")
+    from mycoll.bench.run import run_rank
+
+    return run_rank(options, arguments, gather)
+
+
+def _start_ranks(options: Options, arguments: list[str], gather: Gather | None) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers' variables may be exported
+        how = "torchrun has started the ranks already; leave --nproc out"
+        return misused(how, is_shown=os.environ.get("RANK") == "0")
+    if wrong := wrong_files(options):
+        return misused(wrong)
+    keep_names_honest("mycoll bench")
+    Progress().show(f"starting {options.nproc} ranks ...")  # rank 0 clears the line
+    from mycoll.bench.run import run_rank
+
+    # The ranks agree with each other by gloo: a backend that is measured may fail.
+    return launch.run_command(
+        "mycoll bench", run_rank, options.nproc, (options, arguments, gather), backend="gloo"
+    )

@@ -34,6 +34,8 @@ def plan(window_bytes: int, world: World, hot: bool, busy_ranks: int) -> tuple[i
 
 
 class Arena:
+    """The windows of a case, and what overwrites the caches before a round."""
+
     def __init__(self, window_bytes: int, world: World, hot: bool, busy_ranks: int) -> None:
         self.windows, evicted = plan(window_bytes, world, hot, busy_ranks)
         self._stride = aligned(window_bytes) + _GAP_BYTES
@@ -47,6 +49,7 @@ class Arena:
         return self.memory[begin : begin + count * dtype.itemsize].view(dtype)
 
     def begin(self, index: int, offset: int) -> int:
+        """The first byte of what lies at a byte offset of a window."""
         return index * self._stride + offset
 
     def refill(self, dtype: torch.dtype) -> None:
@@ -62,4 +65,5 @@ class Arena:
 
 
 def aligned(size: int) -> int:
+    """A size, rounded up to whole cache lines."""
     return -(-size // _LINE_BYTES) * _LINE_BYTES

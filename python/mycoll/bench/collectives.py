@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from mycoll.bench.arena import Arena, aligned
-from mycoll.bench.clock import now
 from mycoll.bench.patterns import Pattern, poison, spoil
-from mycoll.bench.workload import Call, Case, Group, Operators, Unsupported, Workload
+from mycoll.bench.workload import Call, Case, Group, Unsupported, Workload, now
 from mycoll.bench.world import World
 
 _LATE_SECONDS = 0.01
@@ -43,7 +42,8 @@ class Setting:
     redop: dist.ReduceOp | dist.ReduceOp.RedOpType
     root: int
 
-    def parts_at_root(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    def at_root(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
+        """The parts of a tensor, by rank; None on other ranks than the root."""
         return list(tensor.chunk(self.world.size)) if self.world.rank == self.root else None
 
 
@@ -52,15 +52,13 @@ class Collective:
     """`source` and `target`: parts of S, the size in the table: "all" is S, "part" is S / ranks.
 
     `bus` turns algbw into busbw. `traffic` is how many bytes per byte of S the ranks together must
-    at least move through memory. `check` counts wrong elements of the target.
+    at least move through memory.
     """
 
     source: str
     target: str
     bus: Callable[[int], float]
     traffic: Callable[[int], float]
-    bind: Callable[[Setting], Call]
-    check: Callable[[Setting, Pattern], int]
 
 
 def _sendrecv(io: Setting) -> Call:
@@ -84,139 +82,69 @@ def _sendrecv(io: Setting) -> Call:
     return exchange
 
 
-def _reduced_part(io: Setting, pattern: Pattern) -> int:
-    return pattern.wrong_reduced(io.target, io.world.rank * io.target.numel())
-
-
-def _all_parts(io: Setting, pattern: Pattern) -> int:
+def _wrong(op: str, io: Setting, pattern: Pattern) -> int:
+    """Counts the elements of the target that a collective has computed wrongly."""
+    rank, elements = io.world.rank, io.target.numel()
+    if op in ("gather", "reduce") and rank != io.root:
+        return 0
+    if op in ("all_reduce", "reduce"):
+        return pattern.wrong_reduced(io.target, 0)
+    if op == "reduce_scatter":
+        return pattern.wrong_reduced(io.target, rank * elements)
+    if op in ("broadcast", "scatter"):
+        return pattern.wrong_copy(io.target, io.root, rank * elements if op == "scatter" else 0)
+    if op == "sendrecv":
+        return pattern.wrong_copy(io.target, (rank - 1) % io.world.size)
     parts = io.target.chunk(io.world.size)
-    return sum(pattern.wrong_copy(part, rank) for rank, part in enumerate(parts))
+    offset = rank * parts[0].numel() if op == "all_to_all" else 0
+    return sum(pattern.wrong_copy(part, source, offset) for source, part in enumerate(parts))
 
 
-def _exchanged_parts(io: Setting, pattern: Pattern) -> int:
-    parts = io.target.chunk(io.world.size)
-    offset = io.world.rank * parts[0].numel()
-    return sum(pattern.wrong_copy(part, rank, offset) for rank, part in enumerate(parts))
-
-
-def _at_root(check: Callable[[Setting, Pattern], int]) -> Callable[[Setting, Pattern], int]:
-    return lambda io, pattern: check(io, pattern) if io.world.rank == io.root else 0
-
-
-def _whole(io: Setting, pattern: Pattern) -> int:
-    return pattern.wrong_reduced(io.target, 0)
-
-
-def _one(ranks: int) -> float:
-    return 1.0
-
-
-def _others(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
+_ONE, _OTHERS = (lambda p: 1.0), (lambda p: (p - 1) / p)
+_CALLS: dict[str, Callable[[Setting], Callable[..., object]]] = {
+    "all_reduce": lambda io: partial(dist.all_reduce, io.source, op=io.redop),
+    "broadcast": lambda io: partial(dist.broadcast, io.source, src=io.root),
+    "reduce": lambda io: partial(dist.reduce, io.source, dst=io.root, op=io.redop),
+    "all_gather": lambda io: partial(_all_gather, io.target, io.source),
+    "reduce_scatter": lambda io: partial(_reduce_scatter, io.target, io.source, op=io.redop),
+    "all_to_all": lambda io: partial(dist.all_to_all_single, io.target, io.source),
+    "gather": lambda io: partial(dist.gather, io.source, io.at_root(io.target), dst=io.root),
+    "scatter": lambda io: partial(dist.scatter, io.target, io.at_root(io.source), src=io.root),
+}
 COLLECTIVES = {
-    "all_reduce": Collective(
-        "all",
-        "source",
-        lambda p: 2 * (p - 1) / p,
-        lambda p: 2 * p,
-        lambda io: partial(dist.all_reduce, io.source, op=io.redop, group=io.group),
-        _whole,
-    ),
-    "broadcast": Collective(
-        "all",
-        "source",
-        _one,
-        lambda p: p,
-        lambda io: partial(dist.broadcast, io.source, src=io.root, group=io.group),
-        lambda io, pattern: pattern.wrong_copy(io.target, io.root),
-    ),
-    "reduce": Collective(
-        "all",
-        "source",
-        _one,
-        lambda p: p + 1,
-        lambda io: partial(dist.reduce, io.source, dst=io.root, op=io.redop, group=io.group),
-        _at_root(_whole),
-    ),
-    "all_gather": Collective(
-        "part",
-        "all",
-        _others,
-        lambda p: p + 1,
-        lambda io: partial(_all_gather, io.target, io.source, group=io.group),
-        _all_parts,
-    ),
-    "reduce_scatter": Collective(
-        "all",
-        "part",
-        _others,
-        lambda p: p + 1,
-        lambda io: partial(_reduce_scatter, io.target, io.source, op=io.redop, group=io.group),
-        _reduced_part,
-    ),
-    "all_to_all": Collective(
-        "all",
-        "all",
-        _others,
-        lambda p: 2 * p,
-        lambda io: partial(dist.all_to_all_single, io.target, io.source, group=io.group),
-        _exchanged_parts,
-    ),
-    "gather": Collective(
-        "part",
-        "all",
-        _others,
-        lambda p: 2,
-        lambda io: partial(
-            dist.gather, io.source, io.parts_at_root(io.target), dst=io.root, group=io.group
-        ),
-        _at_root(_all_parts),
-    ),
-    "scatter": Collective(
-        "all",
-        "part",
-        _others,
-        lambda p: 2,
-        lambda io: partial(
-            dist.scatter, io.target, io.parts_at_root(io.source), src=io.root, group=io.group
-        ),
-        lambda io, pattern: pattern.wrong_copy(
-            io.target, io.root, io.world.rank * io.target.numel()
-        ),
-    ),
-    "sendrecv": Collective(
-        "all",
-        "all",
-        _one,
-        lambda p: 2 * p,
-        _sendrecv,
-        lambda io, pattern: pattern.wrong_copy(io.target, (io.world.rank - 1) % io.world.size),
-    ),
+    "all_reduce": Collective("all", "source", lambda p: 2 * (p - 1) / p, lambda p: 2 * p),
+    "broadcast": Collective("all", "source", _ONE, lambda p: p),
+    "reduce": Collective("all", "source", _ONE, lambda p: p + 1),
+    "all_gather": Collective("part", "all", _OTHERS, lambda p: p + 1),
+    "reduce_scatter": Collective("all", "part", _OTHERS, lambda p: p + 1),
+    "all_to_all": Collective("all", "all", _OTHERS, lambda p: 2 * p),
+    "gather": Collective("part", "all", _OTHERS, lambda p: 2),
+    "scatter": Collective("all", "part", _OTHERS, lambda p: 2),
+    "sendrecv": Collective("all", "all", _ONE, lambda p: 2 * p),
 }
 
 
-def _operator(name: str) -> Callable[[Setting], Call]:
-    def bind(io: Setting) -> Call:
-        operator = getattr(torch.ops.mycoll, name).default
-        return partial(operator, io.source, io.group.group_name)
+def _bind(op: str, io: Setting) -> Call:
+    """The call of a collective on these buffers."""
+    return _sendrecv(io) if op == "sendrecv" else partial(_CALLS[op](io), group=io.group)
 
-    return bind
+
+def _call_operator(name: str, io: Setting) -> Call:
+    operator = getattr(torch.ops.mycoll, name).default
+    return partial(operator, io.source, io.group.group_name)
 
 
 # mycoll's. They return their results, but for the first.
-OPERATORS = {
-    "all_reduce": _operator("all_reduce_"),
-    "all_gather": _operator("all_gather"),
-    "reduce_scatter": _operator("reduce_scatter"),
-}
+_OPERATORS = {"all_reduce": "all_reduce_"} | {op: op for op in ("all_gather", "reduce_scatter")}
 
 
 class CollectiveWorkload(Workload):
+    """A collective of torch.distributed, on windows of one arena."""
+
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world)
         self._kind = kind = COLLECTIVES[case.op]
+        self._bind: Callable[[Setting], Call] = partial(_bind, case.op)
         if case.op == "sendrecv" and world.size < 2:
             raise Unsupported("sendrecv needs two ranks")
         whole = max(1, case.size // case.dtype.itemsize)
@@ -237,15 +165,14 @@ class CollectiveWorkload(Workload):
         self._arena.refill(self.case.dtype)
 
     def calls(self, group: Group) -> Sequence[Call]:
-        return [
-            self._kind.bind(self._setting(index, group)) for index in range(self._arena.windows)
-        ]
+        return [self._bind(self._setting(index, group)) for index in range(self._arena.windows)]
 
-    def with_operators(self, operators: Operators) -> Workload:
-        if self.case.op not in operators or self.case.redop not in ("none", "sum"):
+    def with_operators(self) -> Workload:
+        """The same with torch.ops.mycoll."""
+        if self.case.op not in _OPERATORS or self.case.redop not in ("none", "sum"):
             raise Unsupported("")
         found = copy.copy(self)
-        found._kind = replace(self._kind, bind=operators[self.case.op])
+        found._bind = partial(_call_operator, _OPERATORS[self.case.op])
         return found
 
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:
@@ -254,14 +181,14 @@ class CollectiveWorkload(Workload):
         if self._kind.target != "source":
             poison([io.target])
         pattern.fill(io.source, self.world.rank)
-        returned = self._kind.bind(io)()
+        returned = self._bind(io)()
         if isinstance(returned, torch.Tensor):
             io.target.copy_(returned)
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize(self.world.device)
         if plant_error:
             spoil(io.target)
-        wrong = self._kind.check(io, pattern)
+        wrong = _wrong(self.case.op, io, pattern)
         if self._kind.target != "source":
             # Inputs belong to the caller: an operation that changes them is as wrong.
             wrong += pattern.wrong_copy(io.source, self.world.rank)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from mycoll._terminal import Parser, paint, wrapped
-from mycoll._units import between, show_size
-from mycoll.bench.report import duration, read_results
-from mycoll.bench.result import Row
-from mycoll.bench.stats import Interval, unpaired_ratio
+from mycoll._terminal import Parser, columns, note, paint
+from mycoll._units import between, show_microseconds, show_size
+from mycoll.bench.report import read_results
+from mycoll.bench.result import Interval, Row, unpaired_ratio
 
 _Key = tuple[str, int, str, str, int, str, int]
 _SLOWER = 1
 _BAD_USE = 2
+
+
+_COLOURS = {"faster": "green", "slower": "red", "same": "dim", "unsure": "yellow"}  # by verdict
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,18 @@ def _verdict(ratio: Interval, threshold_percent: float) -> str:
 def compare(
     before: Sequence[Row], after: Sequence[Row], threshold_percent: float, reference: str = ""
 ) -> list[Change]:
-    old = _relative(before, reference)
+    """Compares the rows that both runs have.
+
+    Args:
+        before: The rows of one run.
+        after: The rows of the other.
+        threshold_percent: Smaller changes are none.
+        reference: A backend in whose times the others are measured; "": none.
+    """
+    old, new = _relative(before, reference), _relative(after, reference)
     changes: list[Change] = []
-    for key, (row, times) in _relative(after, reference).items():
-        if key not in old:
-            continue
-        old_row, old_times = old[key]
+    for key in [key for key in new if key in old]:
+        (old_row, old_times), (row, times) = old[key], new[key]
         ratio = unpaired_ratio(times, old_times)
         changes.append(Change(old_row, row, ratio, _verdict(ratio, threshold_percent)))
     return changes
@@ -73,17 +82,15 @@ def compare(
 
 def _broken(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
     """Rows that are worse than slow: wrong results, and those that the subject no longer has."""
-    backends = (row.contender for row in before if row.contender_kind == "backend")
-    subject = next(backends, "")
+    subject = next((row.contender for row in before if row.contender_kind == "backend"), "")
     measured = {_key(row) for row in after}
     gone = [row for row in before if row.contender == subject and _key(row) not in measured]
-    return [
-        *(f"wrong   {_name(row)}  {row.wrong} elements" for row in after if row.wrong),
-        *(f"missing {_name(row)}" for row in gone),
-    ]
+    wrong = [f"wrong   {_name(row)}  {row.wrong} elements" for row in after if row.wrong]
+    return [*wrong, *(f"missing {_name(row)}" for row in gone)]
 
 
 def compare_main(argv: Sequence[str]) -> int:
+    """Runs `mycoll bench compare` with these words; returns the exit code."""
     parser = Parser(
         prog="mycoll bench compare",
         description="Compares two files of --json: which rows differ by more than the noise.",
@@ -91,47 +98,44 @@ def compare_main(argv: Sequence[str]) -> int:
     parser.add_argument("before", metavar="BEFORE.jsonl")
     parser.add_argument("after", metavar="AFTER.jsonl")
     parser.add_argument("--threshold", type=between(0, 1e6), default=5.0, help="percent (5)")
-    parser.add_argument(
-        "--relative-to",
-        default="",
-        metavar="BACKEND",
-        help="compare times in units of a backend that is in both runs: "
-        "two runs on a busy machine differ by more than two backends in one run",
-    )
+    text = "compare times in units of a backend that is in both runs: two runs on a busy machine "
+    text += "differ by more than two backends in one run"
+    parser.add_argument("--relative-to", default="", metavar="BACKEND", help=text)
     parser.add_argument("--all", action="store_true", help="also show what stayed the same")
-    parser.add_argument(
-        "--fail",
-        action="store_true",
-        help="exit with 1 if anything is slower, wrong, or missing of the first backend",
-    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    text = "exit with 1 if anything is slower, wrong, or missing of the first backend"
+    parser.add_argument("--fail", action="store_true", help=text)
     found = parser.parse_args(list(argv))
     try:
         (old_header, old_rows) = read_results(found.before)
         (new_header, new_rows) = read_results(found.after)
+        changes = compare(old_rows, new_rows, found.threshold, found.relative_to)
+        if not changes and found.relative_to:
+            raise ValueError(f"no row of both runs has '{found.relative_to}' beside it")
+        if not changes:
+            raise ValueError("the runs have no row in common")
     except (OSError, ValueError) as cause:
         print(f"mycoll bench compare: {cause}", file=sys.stderr)
         return _BAD_USE
-    for name in ("machine", "versions", "device", "hot"):
-        _warn_of_difference(name, old_header.get(name), new_header.get(name))
-    changes = compare(old_rows, new_rows, found.threshold, found.relative_to)
-    if not changes:
-        print(f"mycoll bench compare: {_why_nothing(found.relative_to)}", file=sys.stderr)
-        return _BAD_USE
-    for change in changes:
-        if change.verdict != "same" or found.all:
-            print(_line(change))
     broken = _broken(old_rows, new_rows)
-    for line in broken:
-        print(paint(line, "red"))
-    count = {verdict: sum(c.verdict == verdict for c in changes) for verdict in _VERDICTS}
-    unmatched = len(old_rows) + len(new_rows) - 2 * len(changes)
-    print(
-        f"# {count['faster']} faster, {count['slower']} slower, {count['same']} the same within "
-        f"{found.threshold:g} % and the noise; {unmatched} rows not in both"
-        + (f" or {found.relative_to} itself" if found.relative_to else "")
-    )
-    if count["unsure"]:
-        print(f"# {count['unsure']} with too few rounds to say")
+    count = {verdict: sum(each.verdict == verdict for each in changes) for verdict in _COLOURS}
+    shown = [each for each in changes if each.verdict != "same" or found.all]
+    if found.json:
+        rows = [{"row": _name(c.after), "verdict": c.verdict, **asdict(c.ratio)} for c in shown]
+        print(json.dumps({"changes": rows, "broken": broken, **count}, indent=2))
+    else:
+        for name in ("machine", "versions", "device", "hot"):
+            _warn_of_difference(name, old_header.get(name), new_header.get(name))
+        for line in [*map(_line, shown), *(paint(each, "red") for each in broken)]:
+            print(line)
+        unmatched = len(old_rows) + len(new_rows) - 2 * len(changes)
+        print(
+            f"# {count['faster']} faster, {count['slower']} slower, {count['same']} the same "
+            f"within {found.threshold:g} % and the noise; {unmatched} rows not in both"
+            + (f" or {found.relative_to} itself" if found.relative_to else "")
+        )
+        if count["unsure"]:
+            print(f"# {count['unsure']} with too few rounds to say")
     if not found.fail:
         return 0
     if count["slower"] or broken:
@@ -139,35 +143,21 @@ def compare_main(argv: Sequence[str]) -> int:
     return _BAD_USE if count["unsure"] == len(changes) else 0
 
 
-def _why_nothing(reference: str) -> str:
-    """Why no row was compared."""
-    if reference:
-        return f"no row of both runs has one of '{reference}' beside it to compare with"
-    return "the runs have no row in common"
-
-
-_VERDICTS = ("faster", "slower", "same", "unsure")
-_VOLATILE = ("load_average_at_start",)
-
-
 def _warn_of_difference(name: str, old: object, new: object) -> None:
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted({*old, *new} - {*_VOLATILE}):
+        for key in sorted({*old, *new} - {"load_average_at_start"}):
             _warn_of_difference(f"{name}.{key}", old.get(key), new.get(key))
     elif old != new:
-        for line in wrapped(f"the runs differ in {name}: {old} and {new}", 2):
-            print(paint(f"# {line}", "yellow"))
-
-
-_COLOURS = {"slower": "red", "faster": "green", "same": "dim", "unsure": "yellow"}
+        note(f"the runs differ in {name}: {old} and {new}")
 
 
 def _line(change: Change) -> str:
     row, ratio = change.after, change.ratio
-    times = f"{duration(change.before.time_us)} -> {duration(row.time_us)} us"
-    line = f"{change.verdict:6}  {_name(row):28} {times:22} {100 * (ratio.value - 1):+.1f} %"
+    times = " -> ".join(show_microseconds(each.time_us) for each in (change.before, row)) + " us"
+    percent = f"{100 * (ratio.value - 1):+.1f} %"
     if ratio.low is not None and ratio.high is not None:
-        line += f" [{100 * (ratio.low - 1):+.1f}, {100 * (ratio.high - 1):+.1f}]"
+        percent += f" [{100 * (ratio.low - 1):+.1f}, {100 * (ratio.high - 1):+.1f}]"
+    line = columns((change.verdict, _name(row), times, percent), (7, 28, 22, 0))
     return paint(line, _COLOURS[change.verdict])
 
 

@@ -18,14 +18,13 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from mycoll import _leaving
 from mycoll._gloo import real_gloo
 from mycoll._groups import unwrapped
+from mycoll._native import native_module
 from mycoll.bench.arena import Arena, aligned
-from mycoll.bench.clock import time_calls
-from mycoll.bench.collectives import OPERATORS
-from mycoll.bench.machine import native_module
 from mycoll.bench.options import Options
-from mycoll.bench.workload import Call, Group, Unsupported, Workload
+from mycoll.bench.workload import Call, Group, Unsupported, Workload, time_calls
 from mycoll.bench.world import World
 from mycoll.shared import shared_tensors
 
@@ -37,7 +36,8 @@ FLOOR = "fake"
 class Contender(ABC):
     """kind: backend, floor, limit or peer."""
 
-    shares_memory = False  # it is given a workload whose tensors are shared
+    shares_memory = False  # its workload has shared tensors
+    uses_operators = False  # it calls torch.ops.mycoll, where that has the operation
 
     def __init__(self, name: str, kind: str, world: World) -> None:
         self.name = name
@@ -60,6 +60,7 @@ class Contender(ABC):
         """
 
     def extra(self) -> dict[str, float]:
+        """Further figures of the row, by name."""
         return {}
 
     def release(self) -> None:
@@ -80,9 +81,9 @@ class TorchContender(Contender):
         self._host_times: list[int] = []
 
     def prepare(self, workload: Workload) -> None:
-        self._workload = workload
+        self._workload = workload.with_operators() if self.uses_operators else workload
         with self._memory():
-            self._calls = workload.calls(self._group)
+            self._calls = self._workload.calls(self._group)
 
     def verify(self, seed: int, plant_error: bool) -> int | None:
         assert self._workload is not None
@@ -127,13 +128,6 @@ class TorchContender(Contender):
         self._host_times = []
 
 
-class OperatorContender(TorchContender):
-    """Calls torch.ops.mycoll, where it has the operation."""
-
-    def prepare(self, workload: Workload) -> None:
-        super().prepare(workload.with_operators(OPERATORS))
-
-
 class CopyContender(Contender):
     """All ranks copy at the same time the bytes that the operation must at least move."""
 
@@ -155,12 +149,9 @@ class CopyContender(Contender):
         for index in range(arena.windows):
             source = arena.window(index, 0, count, torch.uint8)
             target = arena.window(index, aligned(count), count, torch.uint8)
-            self._calls.append(self._bind(target, source))
-
-    def _bind(self, target: torch.Tensor, source: torch.Tensor) -> Call:
-        if self._copy is None:
-            return partial(target.copy_, source)
-        return partial(self._copy, target.data_ptr(), source.data_ptr(), source.numel())
+            pointers = (target.data_ptr(), source.data_ptr(), count)
+            call = partial(self._copy, *pointers) if self._copy else partial(target.copy_, source)
+            self._calls.append(call)
 
     def run(self, warmups: int, iterations: int) -> list[list[int]]:
         assert self._arena is not None
@@ -187,12 +178,10 @@ def _new_group(name: str, options: Options) -> Group:
 
 
 def _check_name(name: str, group: Group) -> None:
-    """Nothing is measured under another one's name, whatever the environment says."""
-    if name not in ("gloo", "mycoll"):
-        return
+    """Refuses a group that is another backend's, as the environment may make it."""
     backend = unwrapped(group._get_backend(torch.device("cpu")))
     actual = "gloo" if isinstance(backend, real_gloo()) else "mycoll"
-    if actual != name:
+    if name in ("gloo", "mycoll") and actual != name:
         raise RuntimeError(f"a group called {name} is {actual} in this process")
 
 
@@ -204,23 +193,23 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
     kinds += [(FLOOR, "floor")] if options.floor and FLOOR not in options.backends else []
     for name, kind in kinds:
         error = ""
+        own: list[Contender] = []
         try:
             group = _new_group(name, options)
-            found.append(TorchContender(name, kind, world, group))
-            found[-1].shares_memory = options.memory == "shared"
+            own.append(TorchContender(name, kind, world, group))
             if options.memory == "both" and name.split("#")[0] == "mycoll":
-                found.append(TorchContender(f"{name}-shared", kind, world, group))
-                found[-1].shares_memory = True
+                own.append(TorchContender(f"{name}-shared", kind, world, group))
             if options.ops and name == "mycoll":
-                found.append(OperatorContender(f"{name}-ops", kind, world, group))
-                found[-1].shares_memory = options.memory == "shared"
+                own.append(TorchContender(f"{name}-ops", kind, world, group))
         except Exception as cause:  # whatever a backend raises: the others can still be measured
             error = one_line(cause)
-        errors = [text for text in world.gather_all(error) if text]
-        if errors:
-            own = (name, f"{name}-shared", f"{name}-ops")
-            found = [contender for contender in found if contender.name not in own]
+        for each in own:
+            each.uses_operators = each.name.endswith("-ops")
+            each.shares_memory = options.memory == "shared" or each.name.endswith("-shared")
+        if errors := [text for text in world.gather_all(error) if text]:
             absent.append(f"{name}: {errors[0]}")
+        else:
+            found += own
     if options.limit and world.device.type != "cpu":
         absent.append("copy: --limit measures the CPU's memory, not that of a device")
     elif options.limit:
@@ -234,5 +223,5 @@ def gather_contenders(options: Options, world: World) -> tuple[list[Contender], 
 
 
 def one_line(cause: BaseException) -> str:
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {lines[0][:200]}" if lines else type(cause).__name__
+    """The type of an exception, and the first line of its message."""
+    return _leaving.described(cause, 200)

@@ -5,25 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from mycoll._terminal import Parser
 from mycoll._units import at_least, between, parse_size, seconds
 
-OPERATIONS = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "gather",
-    "scatter",
-    "barrier",
-    "sendrecv",
-    "pingpong",
-    "bandwidth",
-    "put",
+_OPERATIONS = (
+    "all_reduce broadcast reduce all_gather reduce_scatter all_to_all gather scatter barrier "
+    "sendrecv pingpong bandwidth put"
 )
+_DTYPES = (
+    "float32 float64 float16 bfloat16 float8_e4m3fn float8_e5m2 int8 uint8 int16 int32 int64 bool "
+    "complex64 complex128"
+)
+OPERATIONS, DTYPES = tuple(_OPERATIONS.split()), tuple(_DTYPES.split())
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDOPS = ("sum", "prod", "min", "max", "avg")
@@ -45,22 +40,6 @@ _DTYPE_ALIASES = {
     "int": "int32",
     "long": "int64",
 }
-DTYPES = (
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int8",
-    "uint8",
-    "int16",
-    "int32",
-    "int64",
-    "bool",
-    "complex64",
-    "complex128",
-)
 
 
 @dataclass(frozen=True)
@@ -103,10 +82,10 @@ def sweep(begin: int, end: int, factor: float) -> tuple[int, ...]:
 
 
 def _names(
-    choices: Sequence[str], what: str, aliases: Mapping[str, str] | None = None
+    choices: Sequence[str], what: str, aliases: Mapping[str, str]
 ) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
-        found = tuple((aliases or {}).get(name, name) for name in text.split(",") if name)
+        found = tuple(aliases.get(name, name) for name in text.split(",") if name)
         if found == ("all",):
             return tuple(choices)
         unknown = [name for name in found if name not in choices]
@@ -130,83 +109,43 @@ def _parser() -> Parser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=26),
     )
     add = parser.add_argument
-    add(
-        "operations",
-        type=_names(OPERATIONS, "operation"),
-        metavar="OP[,OP...]",
-        help=f"all, or some of: {', '.join(OPERATIONS)}",
-    )
+    some = "all, or some of: {}".format
+
+    def lists(*flags: str, to: str, of: Sequence[str], default: str, **aliases: str) -> None:
+        parse = _names(of, to.removesuffix("s"), aliases)
+        about = some(", ".join(of))
+        add(*flags, dest=to, type=parse, default=(default,), metavar="NAMES", help=about)
+
+    operations = _names(OPERATIONS, "operation", {})
+    add("operations", type=operations, metavar="OP[,OP...]", help=some(", ".join(OPERATIONS)))
     add("--nproc", type=at_least(1), default=0, metavar="N", help="start N ranks on this host")
-    add(
-        "--backend",
-        default="mycoll",
-        metavar="NAMES",
-        help="backends, such as mycoll,gloo or mycoll,nccl; the first is compared with the others",
-    )
-    size = parse_size
-    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest size (default 8)")
-    add("-e", "--maxbytes", type=size, default=64 << 20, metavar="SIZE", help="largest (64M)")
+    text = "backends, such as mycoll,gloo or mycoll,nccl; the first is compared with the others"
+    add("--backend", default="mycoll", metavar="NAMES", help=text)
+    size: dict[str, Any] = {"type": parse_size, "metavar": "SIZE"}
+    count: dict[str, Any] = {"type": at_least(0), "metavar": "N"}
+    add("-b", "--minbytes", default=8, **size, help="smallest size (default 8)")
+    add("-e", "--maxbytes", default=64 << 20, **size, help="largest size (default 64M)")
     factor = between(1, _MOST)
     add("-f", "--stepfactor", type=factor, default=8, metavar="X", help="between sizes (default 8)")
-    count = at_least(0)
-    add(
-        "-n",
-        "--iters",
-        dest="iterations",
-        type=count,
-        default=0,
-        metavar="N",
-        help="calls a round (default: 20 ms)",
-    )
-    add(
-        "-w",
-        "--warmup_iters",
-        dest="warmups",
-        type=count,
-        default=-1,
-        metavar="N",
-        help="untimed calls a round",
-    )
-    rounds = at_least(1)
-    add("--rounds", type=rounds, default=12, metavar="N", help="turns of each backend (default 12)")
-    add(
-        "-d",
-        "--dtype",
-        dest="dtypes",
-        type=_names(DTYPES, "dtype", _DTYPE_ALIASES),
-        default=("float32",),
-        metavar="NAMES",
-        help=f"all, or some of: {', '.join(DTYPES)}",
-    )
-    add(
-        "-o",
-        "--op",
-        dest="redops",
-        type=_names(REDOPS, "redop"),
-        default=("sum",),
-        metavar="NAMES",
-        help=f"all, or some of: {', '.join(REDOPS)}",
-    )
+    text = "calls in a round (default: 20 ms)"
+    add("-n", "--iters", dest="iterations", default=0, **count, help=text)
+    text = "untimed calls in a round"
+    add("-w", "--warmup_iters", dest="warmups", default=-1, **count, help=text)
+    text = "turns of each backend (default 12)"
+    add("--rounds", type=at_least(1), default=12, metavar="N", help=text)
+    lists("-d", "--dtype", to="dtypes", of=DTYPES, default="float32", **_DTYPE_ALIASES)
+    lists("-o", "--op", to="redops", of=REDOPS, default="sum")
     add("--device", default="cpu", help="where the tensors are: cpu (default) or cuda")
     add("--hot", action="store_true", help="reuse one buffer, so that it stays in cache")
-    add(
-        "--memory",
-        choices=("private", "shared", "both"),
-        default="private",
-        help="of CPU tensors: the usual, shared tensors, or mycoll with both, in turn",
-    )
+    memory = ("private", "shared", "both")
+    text = "CPU tensors in ordinary memory, in shared memory, or mycoll with both in turn"
+    add("--memory", choices=memory, default="private", help=text)
     add("--ops", action="store_true", help="also time torch.ops.mycoll, where it has the operation")
     add("--floor", action="store_true", help="also time torch's own cost of a call")
     add("--limit", action="store_true", help="also time memory copies, by all ranks together")
-    add(
-        "--timeout",
-        dest="timeout_seconds",
-        type=seconds,
-        default=120.0,
-        metavar="S",
-        help="of a group, in s",
-    )
-    add("--json", default="", metavar="FILE", help="write every result here, a line each")
+    text = "timeout of a group, in seconds"
+    add("--timeout", dest="timeout_seconds", type=seconds, default=120.0, metavar="S", help=text)
+    add("--json", default="", metavar="FILE", help="write each result to FILE as a line of JSON")
     add("--plot", default="", metavar="FILE", help="draw time and bandwidth against size")
     # For tests: every rank spoils its results, which must be found.
     add("--plant-error", action="store_true", help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
 """Between two ranks: latency by ping-pong, rate by windows of messages, as OSU measures them; and
 the rate of puts, which the other rank takes no part in.
 
-Ranks 0 and 1 talk; the others, if any, wait.
+Ranks 0 and 1 communicate; the others, if any, wait.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class _Pairwise(Workload):
 
     pairwise = True
     length = 1
+    is_one_way = False  # only rank 1 receives messages to verify
 
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world)
@@ -37,6 +38,7 @@ class _Pairwise(Workload):
         self.peer = 1 - world.rank
         self._offset = aligned(self.size)
         self.touched_bytes = 2 * self._offset
+        self.copied_bytes = self.size / world.size
         self.arena = Arena(self.touched_bytes, world, hot or not self.talks, self.busy_ranks)
 
     def refill(self) -> None:
@@ -57,11 +59,8 @@ class _Pairwise(Workload):
         return [self.call(index, group) for index in beginnings]
 
     def call(self, index: int, group: Group) -> Call:
+        """The call whose first message is in this window."""
         raise NotImplementedError
-
-    def received(self) -> bool:
-        """Whether this rank gets messages in a call, to be verified."""
-        return True
 
     def verify(self, group: Group, seed: int, plant_error: bool) -> int:
         if not self.talks:
@@ -80,21 +79,15 @@ class _Pairwise(Workload):
             torch.accelerator.synchronize(self.world.device)
         if plant_error:
             spoil(self.incoming(used[-1]))
-        if not self.received():
+        if self.is_one_way and self.world.rank != 1:
             return 0
-        return sum(
-            pattern.wrong_copy(self.incoming(at), self.peer) for at, pattern in patterns.items()
-        )
+        return sum(each.wrong_copy(self.incoming(at), self.peer) for at, each in patterns.items())
 
 
 class PingPongWorkload(_Pairwise):
     """The time is one way: half of there and back."""
 
     messages = 2
-
-    def __init__(self, case: Case, world: World, hot: bool) -> None:
-        super().__init__(case, world, hot)
-        self.copied_bytes = self.size / world.size
 
     def call(self, index: int, group: Group) -> Call:
         outgoing, incoming, peer = self.outgoing(index), self.incoming(index), self.peer
@@ -114,17 +107,11 @@ class BandwidthWorkload(_Pairwise):
     """Sixteen concurrent messages, then an answer. The time is that of one message."""
 
     messages = length = _WINDOW
-
-    def __init__(self, case: Case, world: World, hot: bool) -> None:
-        super().__init__(case, world, hot)
-        self.copied_bytes = self.size / world.size
-        self._acknowledgement = torch.zeros(1, dtype=torch.uint8, device=world.device)
-
-    def received(self) -> bool:
-        return self.world.rank == 1
+    is_one_way = True
 
     def call(self, index: int, group: Group) -> Call:
-        peer, acknowledgement = self.peer, self._acknowledgement
+        peer = self.peer
+        acknowledgement = torch.zeros(1, dtype=torch.uint8, device=self.world.device)
         first = self.world.rank == 0
         window = range(index, index + _WINDOW)
         move = dist.isend if first else dist.irecv
@@ -144,15 +131,12 @@ class PutWorkload(_Pairwise):
     """Rank 1 says that it is ready; sixteen puts, and a signal. The time is one put's."""
 
     messages = length = _WINDOW
+    is_one_way = True
 
     def __init__(self, case: Case, world: World, hot: bool) -> None:
         super().__init__(case, world, hot)
         if world.device.type != "cpu":
             raise Unsupported("windows are of CPU tensors")
-        self.copied_bytes = self.size / world.size
-
-    def received(self) -> bool:
-        return self.world.rank == 1
 
     def calls(self, group: Group) -> Sequence[Call]:
         # A collective call; the arenas of the two ranks have the same shape.

@@ -32,6 +32,8 @@ _QUARTER_TURNS = torch.tensor([1, 1j, -1, -1j], dtype=torch.complex128)
 
 @dataclass(frozen=True)
 class Pattern:
+    """The inputs of all ranks for one call, and its results."""
+
     dtype: torch.dtype
     redop: str
     ranks: int
@@ -74,17 +76,11 @@ class Pattern:
 
     def reduced(self, begin: int) -> torch.Tensor:
         """One period of what reducing all inputs gives, before rounding to the dtype."""
+        functions = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
+        function = functions.get(self.redop, torch.add)
         result = self.values(0, begin)
         for rank in range(1, self.ranks):
-            other = self.values(rank, begin)
-            if self.redop in ("sum", "avg"):
-                result += other
-            elif self.redop == "prod":
-                result *= other
-            elif self.redop == "min":
-                result = torch.minimum(result, other)
-            else:
-                result = torch.maximum(result, other)
+            result = function(result, self.values(rank, begin))
         if self.redop != "avg":
             return result
         if self.dtype.is_floating_point or self.dtype.is_complex:
@@ -92,6 +88,7 @@ class Pattern:
         return torch.div(result, self.ranks, rounding_mode="trunc")
 
     def fill(self, tensor: torch.Tensor, rank: int) -> None:
+        """Writes a rank's input."""
         for begin, block in _blocks(tensor):
             block.copy_(_tiled(self.values(rank, begin).to(self.dtype), block.numel()))
 

@@ -8,24 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from mycoll._units import show_size
-from mycoll.bench.result import Row
+from mycoll.bench.result import LEGEND, Row
 
 _SHOWN_WIDTH, _ROW_HEIGHT, _DPI = 12.0, 4.2, 130
 # Colours that colour-blind people can tell apart (Okabe and Ito); the subject comes first.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHED = "#777777"
 _DASHES = {"fake": (1, 2), "copy": (6, 2), "copy-nt": (3, 2)}
-_LABELS = {
-    "fake": "torch's own cost of a call",
-    "copy": "memory copies, all ranks together",
-    "copy-nt": "the same, non-temporal",
-}
 
 
 def undrawable(path: str) -> str:
     """Why matplotlib cannot draw this file; '' where it can."""
     ending = Path(path).suffix.removeprefix(".").lower()
     try:
+        importlib.import_module("matplotlib")
         known = importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes
     except ImportError as error:
         return f"it needs matplotlib (pip install matplotlib): {error}"
@@ -33,13 +29,11 @@ def undrawable(path: str) -> str:
 
 
 def draw(path: str, header: Mapping[str, object], rows: Sequence[Row]) -> str:
-    """Writes the picture; says in one line what happened."""
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        return f"# no plot: {path} needs matplotlib (pip install matplotlib): {error}"
+    """Writes the picture; returns a line that says what happened."""
+    if reason := undrawable(path):
+        return f"# no plot: {reason}"
+    importlib.import_module("matplotlib").use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
     panels = _panels(rows)
     if not panels:
         return "# no plot: it needs an operation measured at two sizes at least"
@@ -59,15 +53,13 @@ def draw(path: str, header: Mapping[str, object], rows: Sequence[Row]) -> str:
 
 
 def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by what stands above a pair of axes, if there is a line to draw."""
+    """Rows by the title above a pair of axes, if there is a line to draw."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
         if row.op != "barrier":
             kind = row.type if row.redop == "none" else f"{row.type} {row.redop}"
             panels.setdefault(f"{row.op}, {kind}, {row.ranks} ranks", []).append(row)
-    return {
-        title: chosen for title, chosen in panels.items() if len({row.size for row in chosen}) > 1
-    }
+    return {title: each for title, each in panels.items() if len({row.size for row in each}) > 1}
 
 
 def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
@@ -78,23 +70,18 @@ def _draw_lines(axes: Any, rows: Sequence[Row], figure: str) -> None:
     for name, kind in contenders:
         line = [row for row in rows if row.contender == name]
         if kind == "floor" and figure == "busbw":
-            continue  # it moves nothing: its bandwidth would be a fable
+            continue  # it moves nothing
         sizes, values = [row.size for row in line], [getattr(row, figure) for row in line]
         if kind in ("floor", "limit"):
             dashes = {"color": _DASHED, "linewidth": 1.2, "dashes": _DASHES.get(name, (4, 2))}
-            axes.plot(sizes, values, label=_LABELS.get(name, name), zorder=1, **dashes)
+            label = "the same, non-temporal" if name == "copy-nt" else LEGEND[kind]
+            axes.plot(sizes, values, label=label, zorder=1, **dashes)
             continue
         first = name == contenders[0][0]
-        axes.plot(
-            sizes,
-            values,
-            label=name + (" (C, without torch)" if kind == "peer" else ""),
-            color=next(colours),
-            marker="o",
-            markersize=4 if first else 3,
-            linewidth=2.4 if first else 1.4,
-            zorder=3 if first else 2,
-        )
+        label = f"{name} ({LEGEND[kind]})" if kind in LEGEND else name
+        look = {"markersize": 4 if first else 3, "linewidth": 2.4 if first else 1.4}
+        look |= {"zorder": 3 if first else 2}
+        axes.plot(sizes, values, label=label, color=next(colours), marker="o", **look)
         if figure == "time_us" and kind == "backend":
             low, high = [row.min_us for row in line], [row.max_us for row in line]
             axes.fill_between(sizes, low, high, color=axes.lines[-1].get_color(), alpha=0.15, lw=0)
@@ -115,6 +102,5 @@ def _subtitle(header: Mapping[str, object]) -> str:
     if not (isinstance(machine, dict) and isinstance(versions, dict)):
         return ""
     about = f"{machine.get('cpu')}, {machine.get('usable_cores')} cores"
-    return f"{about}   torch {versions.get('torch')}, mycoll {versions.get('mycoll')}   " + str(
-        header.get("date", "")
-    )
+    about += f"   torch {versions.get('torch')}, mycoll {versions.get('mycoll')}"
+    return f"{about}   {header.get('date', '')}"

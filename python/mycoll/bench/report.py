@@ -8,48 +8,34 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mycoll._terminal import paint
-from mycoll._units import show_size
+from mycoll._terminal import columns, paint
+from mycoll._units import show_microseconds, show_size
 from mycoll.bench.options import Options
 from mycoll.bench.plot import undrawable
 from mycoll.bench.result import Row
 
-# Contenders other than backends, by kind.
-LEGEND = {
-    "floor": "torch's own cost of a call",
-    "limit": "memory copies, all ranks together",
-    "peer": "in C, without torch",
-}
-
 _BAD_USE = 2
 
 
-def duration(microseconds: float) -> str:
-    digits = 2 if microseconds < 100 else 1 if microseconds < 10000 else 0
-    return f"{microseconds:.{digits}f}"
+# The columns of the table; the fifth is a gap.
+_SIZES = (-10, -9, -9, -8, 0, 12, 0)
 
 
 def table_header(row: Row, subject: str) -> str:
-    """Above the first row of an operation, dtype and redop."""
+    """The lines above the first row of an operation, dtype and redop."""
     kind = "" if row.op == "barrier" else f", {row.type}"
     kind += "" if row.redop == "none" else f" {row.redop}"
     third = "CPU us" if "cpu_us" in row.extra else "p99 us"
-    return "\n".join(
-        (
-            f"\n# {row.op}{kind}, {row.ranks} ranks",
-            f"#{'size':>9} {'time us':>9} {third:>9} {'bus GB/s':>8}  {'contender':12}"
-            f" time beside {subject}'s",
-        )
-    )
+    names = ("size", "time us", third, "bus GB/s", "", "contender", f"time beside {subject}'s")
+    return f"\n# {row.op}{kind}, {row.ranks} ranks\n#{columns(names, _SIZES)[1:]}"
 
 
 def table_line(row: Row) -> str:
-    third = row.extra.get("cpu_us", row.p99_us)
-    line = f"{show_size(row.size):>10} {duration(row.time_us):>9} {duration(third):>9} "
-    line += f"{row.busbw:8.2f}  {row.contender:12} {ratio(row)}"
-    if row.wrong:
-        line = line.rstrip() + "  " + paint(f"{row.wrong} WRONG", "red")
-    return line.rstrip()
+    """The line of a row."""
+    times = [show_microseconds(each) for each in (row.time_us, row.extra.get("cpu_us", row.p99_us))]
+    cells = (show_size(row.size), *times, f"{row.busbw:.2f}", "", row.contender, ratio(row))
+    wrong = "  " + paint(f"{row.wrong} WRONG", "red") if row.wrong else ""
+    return columns(cells, _SIZES) + wrong
 
 
 def ratio(row: Row) -> str:
@@ -114,10 +100,12 @@ class Recorder:
             self._file.flush()
 
     def add(self, row: Row) -> None:
+        """Keeps a row, and writes it."""
         self.rows.append(row)
         self._write(row.as_json())
 
     def close(self) -> None:
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 

@@ -56,34 +56,27 @@ class History:
     failed: set[str] = field(default_factory=set)
 
 
+@dataclass
 class Measurement:
     """One case with all contenders that can run it. `notes` on rank 0: which cannot, and why."""
 
-    def __init__(
-        self,
-        case: Case,
-        contenders: Sequence[Contender],
-        world: World,
-        options: Options,
-        history: History,
-    ) -> None:
-        self._case = case
-        self._world = world
-        self._options = options
-        self._contenders = contenders
-        self._history = history
-        self._shared: Workload | None = None
-        self._wrong: dict[str, int | None] = {}
-        self._calls: dict[str, tuple[int, int]] = {}
-        self.notes: list[str] = []
+    case: Case
+    contenders: Sequence[Contender]
+    world: World
+    options: Options
+    history: History
+    notes: list[str] = field(default_factory=list)
+    _shared: Workload | None = None
+    _wrong: dict[str, int | None] = field(default_factory=dict)
+    _calls: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def run(self) -> list[Row]:
         """The rows, on rank 0; in the order of the contenders."""
         try:
-            workload = _workload(self._case, self._world, self._options.hot)
-            if any(contender.shares_memory for contender in self._contenders):
+            workload = _workload(self.case, self.world, self.options.hot)
+            if any(contender.shares_memory for contender in self.contenders):
                 with shared_tensors():
-                    self._shared = _workload(self._case, self._world, self._options.hot)
+                    self._shared = _workload(self.case, self.world, self.options.hot)
         except Unsupported as reason:
             self.notes.append(str(reason))
             return []
@@ -91,15 +84,15 @@ class Measurement:
             return self._measure(workload)
         finally:
             self._shared = None
-            for contender in self._contenders:
+            for contender in self.contenders:
                 contender.release()
             gc.collect()
 
     def _measure(self, workload: Workload) -> list[Row]:
-        able = [contender for contender in self._contenders if self._admit(contender, workload)]
+        able = [contender for contender in self.contenders if self._admit(contender, workload)]
         able = [contender for contender in able if self._plan_calls(contender, workload)]
         rounds: dict[str, list[list[list[int]]]] = {contender.name: [] for contender in able}
-        for number in range(self._options.rounds):
+        for number in range(self.options.rounds):
             for contender in able[:: 1 if number % 2 == 0 else -1]:
                 try:
                     rounds[contender.name].append(self._round(contender))
@@ -108,22 +101,19 @@ class Measurement:
                     self.notes.append(f"{contender.name}: {reason}")
         rows: list[Row] = []
         for contender in able:
-            per_rank = self._world.gather(rounds[contender.name])
+            per_rank = self.world.gather(rounds[contender.name])
             extra = contender.extra()
-            if self._world.rank == 0:
+            if self.world.rank == 0:
                 merged = [list(chain.from_iterable(parts)) for parts in zip(*per_rank, strict=True)]
-                wrong = self._wrong[contender.name]
-                rows.append(
-                    make_row(
-                        self._case, workload, contender.name, contender.kind, wrong, merged, extra
-                    )
-                )
-        return compared(rows, self._options.backends[0])
+                name, kind = contender.name, contender.kind
+                wrong = self._wrong[name]
+                rows.append(make_row(self.case, workload, name, kind, wrong, merged, extra))
+        return compared(rows, self.options.backends[0])
 
     def _round(self, contender: Contender) -> list[list[int]]:
         warmups, iterations = self._calls[contender.name]
         # No rank prepares the next contender's round while another is still in this one's.
-        self._world.barrier()
+        self.world.barrier()
         return contender.run(warmups, iterations)
 
     def _admit(self, contender: Contender, workload: Workload) -> bool:
@@ -135,45 +125,45 @@ class Measurement:
             assert own is not None
             contender.prepare(own)
             for seed in range(1, _VERIFIED_CALLS + 1):
-                found = contender.verify(seed, self._options.plant_error)
+                found = contender.verify(seed, self.options.plant_error)
                 if found is not None:
                     wrong = found + (wrong or 0)
         except Unsupported as reason:
             error = str(reason) or "-"
         except Exception as cause:  # a backend may raise anything for what it cannot do
             error, failed = one_line(cause), self._is_failure(contender, cause)
-        answers = self._world.gather_all((error, failed, wrong))
+        answers = self.world.gather_all((error, failed, wrong))
         errors = [text for text, _, _ in answers if text]
         counts = [count for _, _, count in answers if count is not None]
         self._wrong[contender.name] = sum(counts) if counts else None
         if any(failed for _, failed, _ in answers):
-            self._history.failed.add(contender.name)
+            self.history.failed.add(contender.name)
         if not errors:
-            self._history.able.add(self._ability(contender))
+            self.history.able.add(self._ability(contender))
         elif errors[0] != "-":
             self.notes.append(f"{contender.name}: {errors[0]}")
         return not errors
 
     def _is_failure(self, contender: Contender, cause: Exception) -> bool:
         """Not a case that the backend does not have, but one in which it is in trouble."""
-        could_before = self._ability(contender) in self._history.able
+        could_before = self._ability(contender) in self.history.able
         return contender.kind == "backend" and (could_before or isinstance(cause, dist.DistError))
 
     def _ability(self, contender: Contender) -> tuple[str, str, str, str]:
-        case = self._case
+        case = self.case
         return contender.name, case.op, case.dtype_name, case.redop
 
     def _plan_calls(self, contender: Contender, workload: Workload) -> bool:
         """Warm-ups and calls of its rounds, the same on all ranks; whether it got that far."""
         try:
-            iterations = self._options.iterations or self._calls_by_time(contender, workload)
+            iterations = self.options.iterations or self._calls_by_time(contender, workload)
         except Unsupported as reason:
             self.notes.append(f"{contender.name}: {reason}")
             return False
-        warmups = self._options.warmups
+        warmups = self.options.warmups
         if warmups < 0:
             warmups = max(1, min(_MOST_WARMUPS, iterations // 4))
-        self._calls[contender.name] = self._world.share((warmups, iterations))
+        self._calls[contender.name] = self.world.share((warmups, iterations))
         return True
 
     def _calls_by_time(self, contender: Contender, workload: Workload) -> int:
@@ -184,5 +174,5 @@ class Measurement:
             times = contender.run(1, calls)
             slowest = max((median(per_call) for per_call in times if per_call), default=1.0)
             fitting = int(_ROUND_NS / max(1.0, slowest))
-            calls = self._world.share(max(_FEWEST_CALLS, min(_PROBE_CALLS, fitting)))
+            calls = self.world.share(max(_FEWEST_CALLS, min(_PROBE_CALLS, fitting)))
         return max(_FEWEST_CALLS, min(most, fitting))

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
+import time
 from collections.abc import Callable, Sequence
 
 from mycoll._gloo import variables_that_rename
-from mycoll._terminal import Progress, paint, wrapped
+from mycoll._terminal import Progress, note, paint
+from mycoll._units import show_seconds
 from mycoll.bench.contenders import Contender, gather_contenders
-from mycoll.bench.machine import header
 from mycoll.bench.options import Options
-from mycoll.bench.report import (
-    LEGEND,
-    Recorder,
-    misused,
-    table_header,
-    table_line,
-    wrong_files,
-)
+from mycoll.bench.report import Recorder, misused, table_header, table_line, wrong_files
+from mycoll.bench.result import LEGEND
 from mycoll.bench.rounds import History, Measurement, cases
-from mycoll.bench.world import World, join, leave, missing_device
+from mycoll.bench.world import World, header, join, leave, missing_device
 
 Gather = Callable[[Options, World], tuple[list[Contender], list[str]]]
 
@@ -31,7 +25,7 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
     """Measures, as one of the ranks that a launcher has started; returns the exit code.
 
     Args:
-        options: What to measure.
+        options: The cases, the backends, and how they are measured.
         arguments: The words of the command line, for the results.
         gather: Finds the contenders, and explains in a line each which are not available.
     """
@@ -53,14 +47,20 @@ def run_rank(options: Options, arguments: list[str], gather: Gather | None = Non
     try:
         if world.rank == 0:
             progress.hide()
-            _introduce(record)
+            machine, versions = record["machine"], record["versions"]
+            print(f"# mycoll bench, {machine['cpu']}, {machine['usable_cores']} cores")
+            print("# " + ", ".join(f"{name} {each}" for name, each in versions.items()), flush=True)
             progress.show("connecting ...")
         contenders, absent = (gather or gather_contenders)(options, world)
         here = {contender.name for contender in contenders}
         history.failed |= set(options.backends) - here
         progress.hide()
         if world.rank == 0:
-            _explain(contenders, absent)
+            for kind, meaning in LEGEND.items():
+                if names := [each.name for each in contenders if each.kind == kind]:
+                    print(f"# {', '.join(names)}: {meaning}", flush=True)
+            for line in absent:
+                note(f"left out: {line}")
         _measure(options, world, contenders, recorder, history, progress)
     finally:
         for contender in contenders:
@@ -85,28 +85,6 @@ def _verdict(recorder: Recorder, history: History) -> int:
     return _FAILED if wrong or history.failed or not recorder.rows else 0
 
 
-def _introduce(record: dict[str, object]) -> None:
-    machine, versions = record["machine"], record["versions"]
-    assert isinstance(machine, dict) and isinstance(versions, dict)
-    print(f"# mycoll bench, {machine['cpu']}, {machine['usable_cores']} cores")
-    print("# " + ", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
-
-
-def _explain(contenders: Sequence[Contender], absent: Sequence[str]) -> None:
-    for kind, meaning in LEGEND.items():
-        names = [contender.name for contender in contenders if contender.kind == kind]
-        if names:
-            print(f"# {', '.join(names)}: {meaning}")
-    for line in absent:
-        _note(f"left out: {line}")
-    sys.stdout.flush()
-
-
-def _note(text: str) -> None:
-    for line in wrapped(text, 2):
-        print(paint(f"# {line}", "yellow"), flush=True)
-
-
 def _measure(
     options: Options,
     world: World,
@@ -116,9 +94,11 @@ def _measure(
     progress: Progress,
 ) -> None:
     work = [case for op in options.operations for case in cases(options, op)]
-    shown = ("", "", "")
-    for number, case in enumerate(work, 1):
-        progress.show(f"measuring {number} of {len(work)}: {case.title}")
+    shown, began = ("", "", ""), time.monotonic()
+    for number, case in enumerate(work):
+        left = (time.monotonic() - began) / number * (len(work) - number) if number else 0.0
+        about = f", about {show_seconds(left)} left" if number else ""
+        progress.show(f"measuring {number + 1} of {len(work)}: {case.title}{about}")
         measurement = Measurement(case, contenders, world, options, history)
         rows = measurement.run()
         progress.hide()
@@ -130,5 +110,5 @@ def _measure(
                 shown = (row.op, row.type, row.redop)
             recorder.add(row)
             print(table_line(row), flush=True)
-        for note in measurement.notes:
-            _note(f"{case.title}: {note}")
+        for each in measurement.notes:
+            note(f"{case.title}: {each}")

@@ -1,20 +1,62 @@
-"""Cases and workloads: what a row measures, and the interface of an operation."""
+"""Cases and workloads: what a row measures, the interface of an operation, and how it is timed.
+
+Calls are timed by the monotonic clock, on an accelerator by events on the current stream.
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from mycoll.bench.world import World
 
+# So few calls do not fill a device's queue: behind a full one, a call waits for the device.
+_UNTHROTTLED_CALLS = 50
+
+now = time.perf_counter_ns
+
+
+def time_calls(
+    calls: Sequence[Callable[[], object]], device: torch.device, host_times: list[int]
+) -> list[int]:
+    """Nanoseconds of each call.
+
+    host_times: where the device is not the CPU, gets the nanoseconds until calls returned.
+    """
+    if device.type != "cpu":
+        return _time_on_device(calls, device, host_times)
+    stamps = [0] * len(calls)
+    begin = now()
+    for index, call in enumerate(calls):
+        call()
+        stamps[index] = now()
+    return [after - before for before, after in pairwise([begin, *stamps])]
+
+
+def _time_on_device(
+    calls: Sequence[Callable[[], object]], device: torch.device, host_times: list[int]
+) -> list[int]:
+    torch.accelerator.synchronize(device)
+    events = [torch.Event(device.type, enable_timing=True) for _ in range(len(calls) + 1)]
+    stamps = []
+    events[0].record()
+    for call, event in zip(calls, events[1:], strict=True):
+        begin = now()
+        call()
+        stamps.append(now() - begin)
+        event.record()
+    torch.accelerator.synchronize(device)
+    host_times += stamps[:_UNTHROTTLED_CALLS]
+    return [int(before.elapsed_time(after) * 1e6) for before, after in pairwise(events)]
+
+
 Call = Callable[[], object]
-# By operation: makes a call of its buffers.
-Operators = Mapping[str, Callable[[Any], Call]]
 Group = dist.ProcessGroup
 PAIR = (0, 1)  # the ranks of operations between two
 
@@ -25,6 +67,8 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Case:
+    """The operation, size and types that a row measures."""
+
     op: str
     size: int
     dtype_name: str
@@ -33,13 +77,14 @@ class Case:
 
     @property
     def title(self) -> str:
-        if self.op == "barrier":
-            return self.op
+        """The case in one line."""
         redop = "" if self.redop == "none" else f" {self.redop}"
-        return f"{self.op} {self.size} B {self.dtype_name}{redop}"
+        size = "" if self.op == "barrier" else f" {self.size} B {self.dtype_name}"
+        return f"{self.op}{size}{redop}"
 
     @property
     def dtype(self) -> torch.dtype:
+        """torch's dtype of the name."""
         dtype = getattr(torch, self.dtype_name)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -82,8 +127,8 @@ class Workload(ABC):
     def calls(self, group: Group) -> Sequence[Call]:
         """One call for each set of buffers; empty on a rank that takes no part."""
 
-    def with_operators(self, operators: Operators) -> Workload:
-        """The same by these operators of torch, on the same buffers."""
+    def with_operators(self) -> Workload:
+        """The same with torch.ops.mycoll, on the same buffers."""
         raise Unsupported("")
 
     @abstractmethod

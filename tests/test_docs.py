@@ -109,7 +109,13 @@ def test_links(page: Path) -> None:
         assert not anchor or anchor in anchors(there), target
 
 
-# --- the picture of README ------------------------------------------------------------------------
+# --- README ---------------------------------------------------------------------------------------
+
+
+def test_readme_is_a_first_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 700, "move something to docs/"
+    assert len(re.findall(r"^\|[-| :]+\|$", text, re.M)) <= 1, "one table at most"
 
 
 def test_the_picture_shows_the_recorded_results() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,20 @@ def test_links(page: Path) -> None:
         there = (page.parent / path) if path else page
         assert there.exists(), target
         assert not anchor or anchor in anchors(there), target
+
+
+# --- README ---------------------------------------------------------------------------------------
+
+
+def test_readme_is_a_first_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 700, "move something to docs/"
+    assert len(re.findall(r"^\|[-| :]+\|$", text, re.M)) <= 1, "one table at most"
+
+
+def test_the_picture_shows_the_recorded_results() -> None:
+    draws = [sys.executable, str(ROOT / "benchmarks/picture.py"), "--check"]
+    assert subprocess.run(draws).returncode == 0, "run benchmarks/picture.py"
 
 
 # --- docs/errors.md -------------------------------------------------------------------------------

@@ -34,9 +34,15 @@ def process_group(
     them, be several ranks of one group (in threads), and make and drop them in any order, from any
     thread. `shutdown()` leaves it, `abort()` ends it for all ranks.
 
-    timeout: for the meeting and for each operation; 30 minutes unless pg_options say otherwise.
-    name: the same on all ranks. Groups that share a store at one time need names of their own.
-    enable_reconfigure: as for init_process_group of torch 2.14 and later.
+    Args:
+        store: Where the ranks find each other.
+        rank: This rank, from 0 on.
+        size: The number of ranks.
+        timeout: For finding each other and for each operation; 30 minutes unless pg_options say
+            otherwise.
+        name: The same on all ranks. Groups that share a store at one time need names of their own.
+        pg_options: As for init_process_group.
+        enable_reconfigure: As for init_process_group of torch 2.14 and later.
     """
     if enable_reconfigure and not hasattr(ProcessGroup, "reconfigure"):
         raise RuntimeError(

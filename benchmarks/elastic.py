@@ -1,10 +1,12 @@
 """How fast a group goes on after a death, and how fast a process joins it.
 
-    python benchmarks/elastic.py [--backend mycoll|gloo] [--ranks 4] [--events 20] [--no-store]
+    python benchmarks/elastic.py [--backend mycoll|gloo|group] [--ranks 4] [--events 20] [--no-store]
 
-Needs torch 2.14 or newer (enable_reconfigure). The ranks are processes of this host, and this
-process tells them which handles the next group has, as a scheduler would. Each event kills one
-random rank, lets the survivors go on, and then lets a process join that has imported torch before.
+The ranks are processes of this host. Each event kills one random rank, lets the survivors continue,
+and then lets a process join that has imported torch before.
+mycoll, gloo: torch's interface (enable_reconfigure), which needs torch 2.14 or newer. This process
+sends the ranks the handles of the next group, as a scheduler would.
+group: mycoll.ElasticGroup, whose ranks agree on the next group by themselves.
 --no-store: the process that serves the rendezvous store is killed before the first event.
 """
 
@@ -68,6 +70,30 @@ def follow(pipe: Connection, backend: str, port: int, number: int) -> None:
             pipe.send(("lost", now(), ""))
 
 
+def agree(pipe: Connection, *_: Any) -> None:
+    """As follow(), but nothing says which ranks continue; a message only says when to join."""
+    import mycoll
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    pipe.send("")
+    members = mycoll.ElasticGroup(handles=pipe.recv(), timeout=timedelta(seconds=20))
+    generation = 0
+    while True:
+        x = torch.ones(2)
+        try:
+            dist.all_reduce(x, group=members.group)
+            if generation != members.generation:
+                generation = members.generation
+                assert x.tolist() == [members.size] * 2
+                pipe.send(("right", now(), members.handle))
+            members.admit()
+        except dist.DistBackendError:
+            pipe.send(("lost", now(), ""))
+            members.recover()
+
+
 class Crew:
     def __init__(self, backend: str) -> None:
         self.context = multiprocessing.get_context("spawn")
@@ -84,7 +110,8 @@ class Crew:
         for _ in range(count):
             here, there = self.context.Pipe()
             arguments = (there, self.backend, self.port, self.started)
-            process = self.context.Process(target=follow, args=arguments, daemon=True)
+            program = agree if self.backend == "group" else follow
+            process = self.context.Process(target=program, args=arguments, daemon=True)
             process.start()
             fresh.append((process, here))
             self.started += 1
@@ -94,8 +121,11 @@ class Crew:
         """Returns the time when the last one had the right sum."""
         self.uuid += 1
         handles = [handle for _, _, handle in members]
-        for _, pipe, _ in members:
-            pipe.send((self.uuid, handles))
+        for _, pipe, handle in members:
+            if self.backend != "group":
+                pipe.send((self.uuid, handles))
+            elif not handle:
+                pipe.send([each for each in handles if each][:1])
         return max(self.answers(members, "right"))
 
     def answers(self, members: list[tuple[Any, Connection, str]], word: str) -> list[float]:
@@ -121,7 +151,13 @@ def run(
         "from the exception": [], "from the kill": [], "join": []
     }  # fmt: skip
     spares: list[Any] = crew.start(events) if not has_store else []
-    crew.form(members)
+    if backend == "group":  # each one joins those before it
+        fresh, members = members, []
+        for each in fresh:
+            members.append(each)
+            crew.form(members)
+    else:
+        crew.form(members)
     if not has_store:
         crew.server.kill()
         crew.server.join()
@@ -150,7 +186,7 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backend", default="mycoll", choices=("mycoll", "gloo"))
+    parser.add_argument("--backend", default="mycoll", choices=("mycoll", "gloo", "group"))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--events", type=int, default=20)
     parser.add_argument("--no-store", action="store_true")

@@ -240,6 +240,7 @@ void Engine::Progress::work() {
       if (!workOnce(&isNeeded, &advanced) && !isNeeded) {
         if (areOthersAtIt) {
           waitForWork(seen);
+          mesh->progressAndPoll();
         } else {
           mesh->sleeper().idle(generation, Deadline::after(kHousekeeping));
           mesh->checkProcesses();

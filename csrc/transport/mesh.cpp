@@ -179,6 +179,17 @@ bool Mesh::progress(bool* inHost) {
   return moved;
 }
 
+void Mesh::progressAndPoll() {
+  if (io_.try_lock()) {
+    IoLock lock(io_, std::adopt_lock);
+    turn([&]() REQUIRES(ioRole) {
+      pollEvents();
+      return true;
+    });
+  }
+  progress();
+}
+
 bool Mesh::lookAndMove(bool* inHost) {
   // Rings are polled in memory. A few sockets are read one by one, which saves a system call per
   // arrival. Many are polled with epoll, which is also polled now and then for events such as

@@ -33,7 +33,7 @@ def total(members: mycoll.ElasticGroup, value: float) -> float:
 def test_any_walk() -> None:
     seed = int(os.environ.get("SEED", str(random.randrange(1 << 30))))
     print("seed", seed)
-    walk(seed, 8, 4, timeout=TIMEOUT)
+    walk(seed, int(os.environ.get("ELASTIC_STEPS", "8")), 4, timeout=TIMEOUT)
 
 
 def test_the_store_may_end_and_rank_zero_too(free_port: int) -> None:

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <condition_variable>
 #include <map>
 #include <thread>
 #include <unordered_set>
@@ -16,7 +15,6 @@
 #include "backend/errors.h"
 #include "backend/torch_store.h"
 #include "base/log.h"
-#include "base/mutex.h"
 #include "kernels/reduce.h"
 #include "observe/trace_file.h"
 

@@ -16,7 +16,6 @@
 #include "backend/torch_store.h"
 #include "base/log.h"
 #include "kernels/reduce.h"
-#include "observe/trace_file.h"
 
 namespace mycoll {
 namespace {

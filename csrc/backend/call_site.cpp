@@ -1,8 +1,6 @@
 #include "backend/call_site.h"
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
+#include "backend/errors.h"
 #include "base/env.h"
 
 namespace mycoll {
@@ -16,7 +14,7 @@ void setCallSiteHook(CallSiteHook hook) { findCallSite = hook; }
 
 uint32_t callSiteOfWaiter() {
   if (!findCallSite || Env::process().callSites == CallSites::kNever) return 0;
-  return syscall(SYS_gettid) == getpid() ? findCallSite() : 0;
+  return isMainThread() ? findCallSite() : 0;
 }
 
 uint32_t callSiteOfCall() {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "backend/callback_pool.h"
+#include "base/wait.h"
 
 namespace mycoll {
 
@@ -24,8 +25,6 @@ namespace {
 
 using Future = c10::ivalue::Future;
 
-// How often a waiting thread checks for signals.
-constexpr std::chrono::milliseconds kTick(50);
 // How long a ready future waits for its place before it is completed alongside a running callback.
 // Not zero: it then occupies a thread of the pool until its place is reached.
 constexpr std::chrono::milliseconds kPatience(2);
@@ -310,7 +309,7 @@ CallbackOrder::Outcome CallbackOrder::pass(Deadline deadline, bool (*isInterrupt
     return std::find(entries_.begin(), entries_.end(), own);
   };
   while (find() != entries_.end()) {
-    changed_.wait_for(lock.native(), kTick);
+    changed_.wait_for(lock.native(), kWaitTick);
     lock.unlock();
     const Outcome end = deadline.expired()                 ? Outcome::kTimeout
                         : isInterrupted && isInterrupted() ? Outcome::kInterrupted

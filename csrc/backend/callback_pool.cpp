@@ -38,13 +38,13 @@ thread_local bool isPoolThread = false;
 
 bool CallbackPool::isHere() { return isPoolThread; }
 
-void Told::set() {
+void CallbacksDone::set() {
   MutexLock lock(mutex_);
   isSet_ = true;
   changed_.notify_all();
 }
 
-void Told::await() {
+void CallbacksDone::await() {
   if (CallbackPool::isHere()) return;
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   MutexLock lock(mutex_);

@@ -24,7 +24,7 @@ namespace mycoll {
 
 // Set when a future is complete and its callbacks have run. Work.wait() waits for it: with gloo,
 // the callbacks have run when wait() returns.
-class Told {
+class CallbacksDone {
  public:
   void set();
   // Waits for set(), at most one second: a callback may wait for what the program does next.

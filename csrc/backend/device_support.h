@@ -12,6 +12,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "backend/completion_hook.h"
 #include "backend/options.h"
 #include "backend/request.h"
 #include "base/deadline.h"
@@ -26,11 +27,11 @@ class Communicator;
 class DeviceSupport {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  // Called once on the callback pool when an operation is over, with its duration.
-  using WhenOver = std::function<void(std::chrono::nanoseconds took)>;
   struct Extras {
     bool isTimed = false;
-    WhenOver whenOver;  // may be empty; if not, the operation is timed
+    // Called once on the callback pool when the operation is over, which is then timed. May be
+    // empty.
+    CompletionHook::CallWhenOver whenOver;
     // Orders the callbacks of futures that are not complete immediately; null: they run when they
     // can.
     std::shared_ptr<CallbackOrder> order;

@@ -26,6 +26,26 @@ DType toDType(at::ScalarType type) {
   }
 }
 
+struct NameAndOp {
+  const char* name;
+  ReduceOp op;
+};
+
+NameAndOp nameAndOp(c10d::ReduceOp::RedOpType op) {
+  switch (op) {
+    case c10d::ReduceOp::SUM: return {"SUM", ReduceOp::kSum};
+    case c10d::ReduceOp::AVG: return {"AVG", ReduceOp::kAvg};
+    case c10d::ReduceOp::PRODUCT: return {"PRODUCT", ReduceOp::kProduct};
+    case c10d::ReduceOp::MIN: return {"MIN", ReduceOp::kMin};
+    case c10d::ReduceOp::MAX: return {"MAX", ReduceOp::kMax};
+    case c10d::ReduceOp::BAND: return {"BAND", ReduceOp::kBAnd};
+    case c10d::ReduceOp::BOR: return {"BOR", ReduceOp::kBOr};
+    case c10d::ReduceOp::BXOR: return {"BXOR", ReduceOp::kBXor};
+    case c10d::ReduceOp::PREMUL_SUM: return {"PREMUL_SUM", ReduceOp::kCount};
+    default: return {"UNUSED", ReduceOp::kCount};
+  }
+}
+
 }  // namespace
 
 ElementType elementType(const at::Tensor& tensor) {
@@ -37,33 +57,8 @@ ElementType elementType(const at::Tensor& tensor) {
   return element;
 }
 
-ReduceOp toReduceOp(c10d::ReduceOp::RedOpType op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM: return ReduceOp::kSum;
-    case c10d::ReduceOp::AVG: return ReduceOp::kAvg;
-    case c10d::ReduceOp::PRODUCT: return ReduceOp::kProduct;
-    case c10d::ReduceOp::MIN: return ReduceOp::kMin;
-    case c10d::ReduceOp::MAX: return ReduceOp::kMax;
-    case c10d::ReduceOp::BAND: return ReduceOp::kBAnd;
-    case c10d::ReduceOp::BOR: return ReduceOp::kBOr;
-    case c10d::ReduceOp::BXOR: return ReduceOp::kBXor;
-    default: return ReduceOp::kCount;
-  }
-}
+ReduceOp toReduceOp(c10d::ReduceOp::RedOpType op) { return nameAndOp(op).op; }
 
-const char* name(c10d::ReduceOp::RedOpType op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM: return "SUM";
-    case c10d::ReduceOp::AVG: return "AVG";
-    case c10d::ReduceOp::PRODUCT: return "PRODUCT";
-    case c10d::ReduceOp::MIN: return "MIN";
-    case c10d::ReduceOp::MAX: return "MAX";
-    case c10d::ReduceOp::BAND: return "BAND";
-    case c10d::ReduceOp::BOR: return "BOR";
-    case c10d::ReduceOp::BXOR: return "BXOR";
-    case c10d::ReduceOp::PREMUL_SUM: return "PREMUL_SUM";
-    default: return "UNUSED";
-  }
-}
+const char* name(c10d::ReduceOp::RedOpType op) { return nameAndOp(op).name; }
 
 }  // namespace mycoll

@@ -94,9 +94,8 @@ void beginExit() { exiting.store(pthread_self(), std::memory_order_release); }
 void stayIfExiting() {
   const pthread_t last = exiting.load(std::memory_order_acquire);
   if (last == pthread_t{} || pthread_equal(last, pthread_self()) || CallbackPool::isHere() ||
-      isCalledByPython()) [[likely]] {
+      isCalledByPython())
     return;
-  }
   for (;;) pause();
 }
 

@@ -40,9 +40,7 @@ void raiseInMainThread(const Status& status, uint64_t since, std::function<bool(
 uint64_t raisedSoFar();
 
 inline void throwIfFailed(const Status& status) {
-  if (!status.ok()) [[unlikely]] {
-    throwStatus(status);
-  }
+  if (!status.ok()) throwStatus(status);
 }
 
 c10d::WorkResult toWorkResult(const Status& status);

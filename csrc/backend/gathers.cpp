@@ -1,106 +1,174 @@
 // all_gather in all its forms, and gather.
-#include <c10/util/StringUtil.h>
-
 #include "backend/mycoll_backend.h"
 
 namespace mycoll {
+namespace {
 
-MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& inputs,
-                                                const c10d::AllgatherOptions& opts) {
-  const CallSite site = enter("all_gather");
-  if (inputs.empty()) refuse(site, "requires non-empty input tensor list: no tensor came");
-  checkListForEach(site, outputs, inputs);
-  if (inputs.size() > 1) return allGatherSeveral(site, outputs, inputs, opts);
-  const at::Tensor& input = inputs.front();
-  const Tensors& list = outputs.front();
-  checkTensor(site, Argument{"tensor"}, input);
-  Request request(site, c10d::OpType::ALLGATHER, "mycoll:all_gather", opts.timeout, opts.asyncOp);
-  addAllGatherList(request, list, input);
-  return run(request, inputs, list);
+// Refuses what gloo refuses and mycoll would accept, in gloo's words.
+void checkAsGloo(const CallerInfo& caller, const std::vector<std::vector<at::Tensor>>& outputs,
+                 const std::vector<at::Tensor>& inputs) {
+  for (const std::vector<at::Tensor>& row : outputs) {
+    for (size_t i = 0; i < row.size(); ++i) {
+      if (row[i].sizes() != inputs[i].sizes()) {
+        refuse(caller, "invalid size of output tensor at index ", i,
+               ": it must be that of the input, ", inputs[i].sizes(), ", but is ", row[i].sizes());
+      }
+      if (row[i].scalar_type() != inputs[i].scalar_type()) {
+        refuse(caller, "invalid tensor type at index ", i, ": it must be that of the input, ",
+               inputs[i].scalar_type(), ", but is ", row[i].scalar_type());
+      }
+    }
+  }
 }
 
-void MycollBackend::addAllGatherList(Request& request, const Tensors& outputs,
-                                     const at::Tensor& input) {
-  // Ranks may pass different shapes: every rank knows all of them from its outputs. In place of
-  // gloo (shown_), all shapes must be equal.
+// Ranks may pass different shapes: every rank knows all of them from its outputs. areAlike: all
+// shapes must be equal.
+void addAllGatherList(Request& request, const std::vector<at::Tensor>& outputs,
+                      const at::Tensor& input, bool areAlike) {
   const Argument inputArgument{"tensor"};
-  checkPerRank(request.site, "tensor_list", outputs, inputArgument, input, /*areOutputs=*/true,
+  checkPerRank(request.caller, "tensor_list", outputs, inputArgument, input, /*areOutputs=*/true,
                "invalid output tensor list");
-  for (int rank = 0; rank < size_; ++rank) {
-    if (shown_ == nullptr && rank != rank_) continue;
-    checkSameShape(request.site, Argument{"tensor_list", rank}, outputs[static_cast<size_t>(rank)],
+  for (size_t i = 0; areAlike && i < outputs.size(); ++i) {
+    checkSameShape(request.caller, Argument{"tensor_list", static_cast<int64_t>(i)}, outputs[i],
                    inputArgument, input);
   }
   Spans out = request.outputs(outputs);
-  const Span in = request.input(input);
-  Call& call = request.addCall(OpKind::kAllGather, input);
-  call.in.push_back(in);
-  call.out = std::move(out);
-  request.separateInputs(call);
+  request.addCall(OpKind::kAllGather, input, {request.input(input)}, std::move(out));
 }
 
-MycollBackend::WorkPtr MycollBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                                      const c10d::AllgatherOptions& opts) {
-  const CallSite site = enter("all_gather_into_tensor");
-  Request request(site, c10d::OpType::_ALLGATHER_BASE, "mycoll:all_gather_into_tensor",
-                  opts.timeout, opts.asyncOp);
-  addAllGatherInto(request, output, input, /*index=*/-1);
-  return run(request, input, output);
-}
-
-void MycollBackend::addAllGatherInto(Request& request, const at::Tensor& output,
-                                     const at::Tensor& input, int64_t index) {
+void addAllGatherInto(Request& request, const at::Tensor& output, const at::Tensor& input,
+                      int64_t index) {
+  const int ranks = request.caller.ranks;
   const Argument outputArgument{"output_tensor", index};
   const Argument inputArgument{"input_tensor", index};
-  checkTensor(request.site, inputArgument, input);
-  checkOutput(request.site, outputArgument, output);
-  checkSameType(request.site, outputArgument, output, inputArgument, input);
+  checkTensor(request.caller, inputArgument, input);
+  checkOutput(request.caller, outputArgument, output);
+  checkSameType(request.caller, outputArgument, output, inputArgument, input);
   // Any shape with the right number of elements: concatenated, stacked, or SyncBatchNorm's (1, n).
-  checkElements(request.site, outputArgument, output, input.numel() * size_,
+  checkElements(request.caller, outputArgument, output, input.numel() * ranks,
                 "the input's times the number of ranks");
   const Span whole = request.output(output);
   const Span in = request.input(input);
   request.addList(true);
-  Call& call = request.addCall(OpKind::kAllGather, input);
-  call.in.push_back(in);
-  call.out.reserve(static_cast<size_t>(size_));
-  for (int i = 0; i < size_; ++i) {
-    call.out.push_back(Span{
-        in.bytes == 0 ? nullptr : whole.begin() + static_cast<size_t>(i) * in.bytes, in.bytes});
+  request.addCall(OpKind::kAllGather, input, {in}, cut(whole, ranks));
+}
+
+// Several tensors of each rank in one call, as gloo takes them: every list receives all tensors of
+// all ranks, those of rank 0 first. Returns the outputs.
+std::vector<at::Tensor> addAllGatherOfSeveral(Request& request,
+                                              const std::vector<std::vector<at::Tensor>>& outputs,
+                                              const std::vector<at::Tensor>& inputs) {
+  const CallerInfo& caller = request.caller;
+  checkAlike(caller, "tensors", inputs, /*areOutputs=*/false);
+  const size_t count = inputs.size() * static_cast<size_t>(caller.ranks);
+  std::vector<at::Tensor> all{inputs[0]};
+  for (const std::vector<at::Tensor>& list : outputs) {
+    if (list.size() != count) {
+      refuse(caller, "invalid output tensor list: every one must hold ", count, " tensors, ",
+             inputs.size(), " for each rank, but one holds ", list.size());
+    }
+    all.insert(all.end(), list.begin(), list.end());
   }
-  request.separateInputs(call);
+  checkAlike(caller, "tensor_lists", all, /*areOutputs=*/false);
+  all.erase(all.begin());
+  request.perList = count;
+  const auto bytes = static_cast<int64_t>(inputs[0].nbytes());
+  const auto each = inputs[0].numel() * static_cast<int64_t>(inputs.size());
+  const at::Tensor mine = emptyElements(each, inputs[0].scalar_type());
+  const at::Tensor whole = emptyElements(each * caller.ranks, inputs[0].scalar_type());
+  char* next = static_cast<char*>(mine.mutable_data_ptr());
+  for (const at::Tensor& input : inputs) {
+    pack(input, next);
+    next += bytes;
+  }
+  for (const std::vector<at::Tensor>& list : outputs) {
+    for (size_t i = 0; i < count; ++i) {
+      checkOutput(caller, Argument{"tensor_lists", static_cast<int64_t>(i)}, list[i]);
+      request.copyBacks.emplace_back(whole, list[i], static_cast<int64_t>(i) * bytes);
+    }
+  }
+  addAllGatherInto(request, whole, mine, /*index=*/-1);
+  return all;
+}
+
+}  // namespace
+
+MycollBackend::WorkPtr MycollBackend::allgather(TensorLists& outputs, Tensors& inputs,
+                                                const c10d::AllgatherOptions& opts) {
+  const CallerInfo caller = enter("all_gather");
+  if (inputs.empty()) refuse(caller, "requires non-empty input tensor list: no tensor came");
+  checkListForEach(caller, outputs, inputs);
+  Request request(caller, c10d::OpType::ALLGATHER, opts);
+  if (inputs.size() > 1) {
+    return run(request, inputs, addAllGatherOfSeveral(request, outputs, inputs));
+  }
+  checkTensor(caller, Argument{"tensor"}, inputs.front());
+  addAllGatherList(request, outputs.front(), inputs.front(), /*areAlike=*/shown_ != nullptr);
+  return run(request, inputs, outputs.front());
+}
+
+MycollBackend::WorkPtr MycollBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::AllgatherOptions& opts) {
+  const CallerInfo caller = enter("all_gather_into_tensor");
+  Request request(caller, c10d::OpType::_ALLGATHER_BASE, opts);
+  addAllGatherInto(request, output, input, /*index=*/-1);
+  return run(request, input, output);
 }
 
 MycollBackend::WorkPtr MycollBackend::gather(TensorLists& outputs, Tensors& inputs,
                                              const c10d::GatherOptions& opts) {
-  const CallSite site = enter("gather");
-  const at::Tensor& input = single(site, "tensor", inputs, "input tensor");
-  checkRoot(site, "dst", opts.rootRank);
-  checkTensor(site, Argument{"tensor"}, input);
-  Request request(site, c10d::OpType::GATHER, "mycoll:gather", opts.timeout, opts.asyncOp);
-  const bool isRoot = opts.rootRank == rank_;
-  Spans out;
-  if (isRoot) {
-    const Tensors& list = singleList(site, "gather_list", outputs, "output");
-    checkPerRank(site, "gather_list", list, Argument{"tensor"}, input, /*areOutputs=*/true,
-                 "Incorrect output list size");
-    checkSameShape(site, Argument{"gather_list", rank_}, list[static_cast<size_t>(rank_)],
-                   Argument{"tensor"}, input);
-    out.reserve(list.size());
-    for (const at::Tensor& output : list) out.push_back(request.output(output));
-  } else if (!outputs.empty() && !outputs.front().empty()) {
-    refuse(site,
-           c10::str("requires empty output on non-root: gather_list must be empty except on rank ",
-                    opts.rootRank, ", the destination, but it holds ", outputs.front().size(),
-                    " tensors"));
-  }
-  const Span in = request.input(input);
-  Call& call = request.addCall(OpKind::kGather, input);
+  const CallerInfo caller = enter("gather");
+  const at::Tensor& input = single(caller, "tensor", inputs, "input tensor");
+  checkRoot(caller, "dst", opts.rootRank);
+  checkTensor(caller, Argument{"tensor"}, input);
+  const Tensors* const list = checkRootList(caller, "gather_list", outputs, Argument{"tensor"},
+                                            input, opts.rootRank, /*areOutputs=*/true);
+  Request request(caller, c10d::OpType::GATHER, opts);
+  Spans out = list ? request.oneByOne(*list, /*areOutputs=*/true) : Spans();
+  Call& call = request.addCall(OpKind::kGather, input, {request.input(input)}, std::move(out));
   call.root = static_cast<int>(opts.rootRank);
-  call.in.push_back(in);
-  call.out = std::move(out);
-  request.separateInputs(call);
-  return run(request, inputs, isRoot ? at::TensorList(outputs.front()) : at::TensorList());
+  return run(request, inputs, list ? at::TensorList(*list) : at::TensorList());
+}
+
+MycollBackend::WorkPtr MycollBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                          const c10d::AllgatherOptions& opts) {
+  const CallerInfo caller = enter("all_gather_coalesced");
+  if (inputs.empty()) refuse(caller, "input_tensor_list must hold a tensor, but it is empty");
+  // output_tensor_lists[rank][i] receives inputs[i] of that rank.
+  if (outputs.size() != static_cast<size_t>(size_)) {
+    refuse(caller,
+           "output lists should be equal to world size: output_tensor_lists must "
+           "hold one list for each of the ",
+           size_, " ranks, but it holds ", outputs.size());
+  }
+  for (size_t rank = 0; rank < outputs.size(); ++rank) {
+    if (outputs[rank].size() == inputs.size()) continue;
+    refuse(caller, "output_tensor_lists[", rank, "] must hold one tensor for each of the ",
+           inputs.size(), " inputs, but it holds ", outputs[rank].size());
+  }
+  if (shown_ != nullptr) checkAsGloo(caller, outputs, inputs);
+  Request request(caller, c10d::OpType::ALLGATHER_COALESCED, opts);
+  request.perList = inputs.size();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    checkTensor(caller, Argument{"input_tensor_list", static_cast<int64_t>(i)}, inputs[i]);
+    Tensors column;
+    for (const Tensors& row : outputs) column.push_back(row[i]);
+    addAllGatherList(request, column, inputs[i], /*areAlike=*/shown_ != nullptr);
+  }
+  Tensors results;
+  for (const Tensors& row : outputs) results.insert(results.end(), row.begin(), row.end());
+  return run(request, inputs, results);
+}
+
+MycollBackend::WorkPtr MycollBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  const CallerInfo caller = enter("all_gather_into_tensor_coalesced");
+  checkPairs(caller, outputs, inputs);
+  Request request(caller, c10d::OpType::COALESCED, opts);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    addAllGatherInto(request, outputs[i], inputs[i], static_cast<int64_t>(i));
+  }
+  return run(request, inputs, outputs);
 }
 
 }  // namespace mycoll

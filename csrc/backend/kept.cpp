@@ -6,6 +6,7 @@
 #include <new>
 
 #include "backend/callback_pool.h"
+#include "backend/layout.h"
 #include "backend/plain_dispatch.h"
 #include "backend/shared_tensors.h"
 
@@ -46,6 +47,10 @@ CopyBack::CopyBack(const at::Tensor& packedMemory, const at::Tensor& given, int6
     : packed(packedMemory), target(unknown(given)), offsetBytes(offset) {
   memory.add(packed);
   memory.add(target);
+}
+
+void CopyBack::run() const {
+  unpack(static_cast<const char*>(packed.const_data_ptr()) + offsetBytes, target);
 }
 
 }  // namespace mycoll

@@ -51,6 +51,9 @@ struct CopyBack {
   // offset: in bytes, in packedMemory, which several targets may share.
   CopyBack(const at::Tensor& packedMemory, const at::Tensor& target, int64_t offset = 0);
 
+  // Copies the result to the target, on the CPU.
+  void run() const;
+
   Kept memory;  // of both; before the tensors, so that it is dropped after them
   at::Tensor packed;
   at::Tensor target;  // not the program's own tensor object, which Python knows

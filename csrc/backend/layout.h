@@ -47,4 +47,15 @@ inline Span writable(const at::Tensor& plain) {
   return Span{bytes == 0 ? nullptr : plain.mutable_data_ptr(), bytes};
 }
 
+// Returns the parts of a span that is cut into this many equal ones.
+inline Spans cut(const Span& whole, int parts) {
+  const size_t bytes = whole.bytes / static_cast<size_t>(parts);
+  Spans spans;
+  spans.reserve(static_cast<size_t>(parts));
+  for (size_t i = 0; i < static_cast<size_t>(parts); ++i) {
+    spans.push_back(Span{bytes == 0 ? nullptr : whole.begin() + i * bytes, bytes});
+  }
+  return spans;
+}
+
 }  // namespace mycoll

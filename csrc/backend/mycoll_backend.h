@@ -3,16 +3,14 @@
 //
 //   mycoll_backend.cpp  makes, closes and aborts a group; answers torch's queries about it
 //   reductions.cpp gathers.cpp scatters.cpp point_to_point.cpp sparse.cpp  the operations
-//   several.cpp         several tensors of each rank in one call, as gloo takes them
-//   coalescing.cpp      many tensors in one call, many calls in one Work
 //   operators.cpp       the same as torch operators, without a Work
 //   launching.cpp       turns a Request into operations of the engine; profiling.cpp: with profiler
-//   window.h            one-sided windows
+//   coalescing.cpp      many calls in one Work
 //   subgroups.cpp       split, merge and shrink
-//   elastic.cpp         reconfigure; abort_hooks.cpp: what the program registers for a failure
+//   window.h            one-sided windows
 //
-// A group that was made with enable_reconfigure has generations: it has no ranks until the first
-// reconfigure(), and others after each one. All other groups have one generation.
+// generations.h says what a group's ranks are: those of a group that was made with
+// enable_reconfigure change.
 //
 // Thread contract: [any thread], never with the GIL held. Between startCoalescing() and
 // endCoalescing() the calls of that one thread belong together: operations on devices, and
@@ -23,7 +21,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -31,15 +28,13 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "backend/device_support.h"
-#include "backend/options.h"
+#include "backend/completion_hook.h"
+#include "backend/generations.h"
 #include "backend/owning_process.h"
 #include "backend/request.h"
 #include "backend/torch_version.h"
 #include "backend/work.h"
 #include "base/mutex.h"
-#include "engine/communicator.h"
-#include "engine/endpoint.h"
 
 namespace mycoll {
 
@@ -76,11 +71,14 @@ class MycollBackend final : public c10d::Backend {
                                                 Milliseconds timeout,
                                                 c10::intrusive_ptr<MycollOptions> options,
                                                 DeviceFactory makeDevice);
-  // For create(), and c10::make_intrusive.
-  // communicator: null if there is an endpoint, for reconfigure().
+  // For create(), and c10::make_intrusive. communicator: null if there is an endpoint.
   MycollBackend(int rank, int size, std::shared_ptr<Communicator> communicator, Identity identity,
                 c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice,
                 std::unique_ptr<Endpoint> endpoint = nullptr);
+  MycollBackend(const std::shared_ptr<Communicator>& communicator, Identity identity,
+                c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice)
+      : MycollBackend(communicator->rank(), communicator->ranks(), communicator,
+                      std::move(identity), std::move(options), std::move(makeDevice)) {}
   ~MycollBackend() override;
 
   // Closes all groups of the process, within the timeout in total, for the interpreter's exit. The
@@ -88,7 +86,7 @@ class MycollBackend final : public c10d::Backend {
   static void closeAll(Milliseconds timeout, const std::string& reason);
 
   // "shm", "tcp", "shm+tcp" or "self".
-  std::string transport() const { return communicator()->transport(); }
+  std::string transport() const { return generations_.communicator()->transport(); }
   // How tensors on devices are transferred: "nccl" or "host"; "" while that is not decided.
   std::string deviceTransport() const;
   // Memory that NCCL may use without copies: see DeviceSupport.
@@ -98,7 +96,7 @@ class MycollBackend final : public c10d::Backend {
   // The options of this group, with its present timeout: a copy, unless another backend's options
   // are shown.
   c10::intrusive_ptr<c10d::Backend::Options> options() const {
-    return shown_ ? shown_ : c10::intrusive_ptr<c10d::Backend::Options>(ownOptions());
+    return shown_ ? shown_ : c10::intrusive_ptr<c10d::Backend::Options>(generations_.options());
   }
   // A shrunk group has the same name on all of its ranks; torch's own name for it may differ.
   const std::string& groupName() const { return groupName_; }
@@ -190,7 +188,7 @@ class MycollBackend final : public c10d::Backend {
   // For torch's device_id. All other connections are made when first needed.
   void eagerConnectSingleDevice(at::Device device) override;
 #if MYCOLL_TORCH_HAS_IS_INITIALIZED
-  bool isInitialized() override { return generation().communicator != nullptr; }
+  bool isInitialized() override { return generations_.current().communicator != nullptr; }
 #endif
 
 #if MYCOLL_TORCH_HAS_ABORT_HOOKS
@@ -199,12 +197,18 @@ class MycollBackend final : public c10d::Backend {
 #endif
   // Hooks run on threads of the pool when the group has failed, other than by abort(). A group with
   // tensors on devices may call them more than once.
-  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
-  void unregisterAbortHook(int64_t id) override;
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
+    enter("register_abort_hook");
+    generations_.addAbortHook(id, std::move(hook));
+  }
+  void unregisterAbortHook(int64_t id) override {
+    enter("unregister_abort_hook");
+    generations_.removeAbortHook(id);
+  }
 #endif
 
 #if MYCOLL_TORCH_HAS_RECONFIGURE
-  bool supportsReconfigure() const override { return endpoint_ != nullptr; }
+  bool supportsReconfigure() const override { return generations_.endpoint() != nullptr; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override;
   // Called by the ranks of the next generation, and no others. Returns when all have called it. If
   // it fails, this generation remains usable, unless that has failed already.
@@ -213,40 +217,11 @@ class MycollBackend final : public c10d::Backend {
 
  private:
   friend class MycollWindow;
-  struct CompletionHook;
-  // Called when the group has failed, by id.
-  struct AbortHooks {
-    Mutex mutex;
-    std::map<int64_t, std::shared_ptr<const std::function<void()>>> all GUARDED_BY(mutex);
-
-    void call();
-  };
-  static GroupOptions groupOptions(const std::string& name, int rank, int size,
-                                   Milliseconds timeout);
-  struct Generation {
-    std::shared_ptr<Communicator> communicator;  // null: the group has no ranks, see `why`
-    std::shared_ptr<DeviceSupport> device;       // null if there is no accelerator
-    Status why;
-  };
-  Generation generation() const EXCLUDES(generationMutex_);
-  // Both return what may be used until the call returns. communicator() throws if there is none.
-  std::shared_ptr<Communicator> communicator() const;
-  std::shared_ptr<DeviceSupport> device() const;
-  // As communicator(), for what outlives the call.
-  std::shared_ptr<Communicator> keptCommunicator() const;
-  template <typename Part>
-  std::shared_ptr<Part> pin(std::shared_ptr<Part> Generation::* part) const;
-  void replace(Generation next) EXCLUDES(generationMutex_);
-  static void end(const Generation& generation, Deadline deadline, const std::string& reason);
 
   // Throws in a forked child. Otherwise returns a description of the call, for error messages.
-  CallSite enter(const char* function) const;
+  CallerInfo enter(const char* function) const;
   bool isForked() const { return !owner_.isHere(); }
 
-  // Waits until the callbacks of earlier futures have run: see CallbackOrder.
-  void awaitCallbacks(const Request& request, CallbackOrder& order) const;
-  std::string describe(const Request& request) const;
-  c10::intrusive_ptr<MycollOptions> ownOptions() const;
   // The pg_options that the user passed, or null.
   c10::intrusive_ptr<MycollOptions> optionsFrom(
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) const;
@@ -260,66 +235,41 @@ class MycollBackend final : public c10d::Backend {
   // Submits the calls, and waits for them unless the request is asynchronous; to torch, a null Work
   // means "done". inputs: for the profiler. outputs: the value of Work.result() and of its future.
   WorkPtr run(Request& request, at::TensorList inputs, at::TensorList outputs);
+  void describeGroup();
   WorkPtr runProfiled(Request& request, at::TensorList outputs);
   std::string titleOf(const Request& request) const;
-  WorkPtr launch(Request& request, at::TensorList outputs, bool isProfiled);
+  WorkPtr launch(Request& request, at::TensorList outputs);
   WorkPtr launchOnDevice(Request& request, at::TensorList outputs);
-  // For an operation on devices: returns a function that calls the completion hook when it is over;
-  // empty if there is no hook.
-  std::function<void(std::chrono::nanoseconds took)> hookFor(c10d::OpType type);
-  MycollWork::Hook workHook();  // the same for a Work
+  WorkPtr launchNow(Request& request, at::TensorList outputs);
   WorkPtr finishLaunch(Communicator& communicator, Request& request, at::TensorList outputs,
-                       MycollWork::Ops ops, bool isProfiled);
-  WorkPtr receive(const CallSite& site, c10d::OpType type, const char* title, Tensors& tensors,
-                  int source, int tag);
-  // An asynchronous collective that begin() will submit when the callbacks before it have run.
-  struct HeldOperation {
-    c10::intrusive_ptr<MycollWork> work;
-    std::function<void()> begin;
-  };
-  HeldOperation hold(Request& request, at::TensorList outputs, bool isProfiled);
-  WorkPtr launchNow(Request& request, at::TensorList outputs, bool isProfiled, uint32_t site);
-  MycollWork::Extras extrasOf(Request& request, bool isProfiled);
-  c10::intrusive_ptr<MycollWork> track(const Request& request, at::TensorList outputs,
-                                       MycollWork::Ops ops, MycollWork::Extras extras);
-
-  WorkPtr broadcastSeveral(const CallSite& site, Tensors& tensors,
-                           const c10d::BroadcastOptions& opts);
-  WorkPtr allReduceSeveral(const CallSite& site, Tensors& tensors,
-                           const c10d::AllreduceOptions& opts);
-  WorkPtr allGatherSeveral(const CallSite& site, TensorLists& outputs, Tensors& inputs,
-                           const c10d::AllgatherOptions& opts);
-  void addAllReduce(Request& request, const at::Tensor& tensor, const c10d::ReduceOp& op);
-  void addAllGatherInto(Request& request, const at::Tensor& output, const at::Tensor& input,
-                        int64_t index);
-  void addAllGatherList(Request& request, const Tensors& outputs, const at::Tensor& input);
-  void addReduceScatterFrom(Request& request, const at::Tensor& output, const at::Tensor& input,
-                            const c10d::ReduceOp& op, int64_t index);
+                       MycollWork::Ops ops);
+  // Waits until the callbacks of earlier futures have run: see CallbackOrder.
+  void awaitCallbacks(const Request& request, CallbackOrder& order) const;
+  // For an asynchronous collective: submits it when the callbacks before it have run.
+  WorkPtr hold(Request& request, at::TensorList outputs, CallbackOrder& order);
+  // heldCall: see MycollWork::Extras.
+  c10::intrusive_ptr<MycollWork> makeWork(Request& request, at::TensorList outputs,
+                                          MycollWork::Ops ops, std::string heldCall = {});
+  std::string describe(const Request& request) const;
+  Milliseconds timeoutOf(const Request& request) const {
+    return request.timeout > Milliseconds(0) ? request.timeout : generations_.timeout();
+  }
+  DeviceSupport::Extras deviceExtras(c10d::OpType type, std::shared_ptr<CallbackOrder> order);
 
   const std::string groupName_;
   const std::vector<int64_t> globalRanks_;
-  // Never changed: other threads read it.
-  const c10::intrusive_ptr<MycollOptions> options_;
   const c10::intrusive_ptr<c10d::Backend::Options> shown_;  // see Identity; may be null
   Mutex shownMutex_;                                        // for its timeout
-  const DeviceFactory makeDevice_;                          // also for groups made from this one
-  std::atomic<Milliseconds::rep> timeout_;                  // of the group at present
-  const std::unique_ptr<Endpoint> endpoint_;                // null: the generation never changes
-  mutable Mutex generationMutex_;
-  Generation generation_ GUARDED_BY(generationMutex_);
-  Mutex reconfigureMutex_;  // held by reconfigure()
+  Generations generations_;
   const std::shared_ptr<CallbackOrder> callbacks_ = std::make_shared<CallbackOrder>();
+  const std::shared_ptr<CompletionHook> hook_;
+  const OwningProcess owner_;
   // True if this is the job's own group, and rank 0 serves its store, which ends with the group: a
   // rank that returns from destroy_process_group() earlier, and makes a new group immediately,
   // would still find the old store, which is about to close.
   bool outstaysStore_ = false;
-  const OwningProcess owner_;
-
   std::atomic<bool> isTimed_{false};
-  std::atomic<bool> isDescribed_{false};
-  const std::shared_ptr<CompletionHook> hook_;
-  const std::shared_ptr<AbortHooks> abortHooks_ = std::make_shared<AbortHooks>();
-  std::atomic<bool> hasHook_{false};  // the program has registered one
+  std::atomic<bool> isDescribed_{false};  // to the record of the group
 
   bool isCoalescing() const;
 
@@ -328,19 +278,9 @@ class MycollBackend final : public c10d::Backend {
   std::vector<WorkPtr> coalesced_;
   // A message that begins at the end of the block.
   struct CoalescedMessage {
-    CoalescedMessage(Request&& itsRequest, at::TensorList itsOutputs, bool profiled,
-                     uint32_t callSite)
-        : request(std::move(itsRequest)),
-          outputs(itsOutputs.vec()),
-          isProfiled(profiled),
-          site(callSite) {
-      if (isProfiled) inputs = request.given.vec();
-    }
     Request request;
-    Tensors inputs;  // if isProfiled
+    Tensors inputs;  // if it is profiled
     Tensors outputs;
-    bool isProfiled;
-    uint32_t site;
   };
   std::vector<CoalescedMessage> coalescedMessages_;
 

@@ -3,7 +3,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -24,9 +23,7 @@ class GroupEnd {
   GroupEnd(const char* function, const std::string& group)
       : backend_(c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU)),
         mycoll_(dynamic_cast<MycollBackend*>(backend_.get())) {
-    if (mycoll_ != nullptr) [[likely]] {
-      return;
-    }
+    if (mycoll_ != nullptr) return;
     throwArgumentError(
         c10::str("torch.ops.mycoll.", function, ": group '", group,
                  "' has no mycoll for CPU tensors, but '", backend_->getBackendName(),
@@ -99,36 +96,28 @@ at::Tensor reduceScatter(const at::Tensor& x, const std::string& group) {
 
 // ---- without memory: shapes, for torch.compile and torch.export
 
-at::Tensor emptyOf(const at::Tensor& x, c10::SymIntArrayRef shape) {
-  return at::empty_symint(shape, x.options());
-}
-
-int64_t sizeOf(const std::string& group) { return c10d::resolve_process_group(group)->getSize(); }
-
 void metaOfAllReduceInPlace(const at::Tensor&, const std::string&) {}
 
 at::Tensor metaOfAllReduce(const at::Tensor& x, const std::string&) {
-  return emptyOf(x, x.sym_sizes());
+  return at::empty_symint(x.sym_sizes(), x.options());
 }
 
 at::Tensor metaOfAllGather(const at::Tensor& x, const std::string& group) {
   std::vector<c10::SymInt> shape = x.sym_sizes().vec();
-  if (!shape.empty()) shape[0] = shape[0] * sizeOf(group);
-  return emptyOf(x, shape);
+  if (!shape.empty()) shape[0] = shape[0] * c10d::resolve_process_group(group)->getSize();
+  return at::empty_symint(shape, x.options());
 }
 
 at::Tensor metaOfReduceScatter(const at::Tensor& x, const std::string& group) {
   std::vector<c10::SymInt> shape = x.sym_sizes().vec();
-  if (!shape.empty()) shape[0] = shape[0] / sizeOf(group);
-  return emptyOf(x, shape);
+  if (!shape.empty()) shape[0] = shape[0] / c10d::resolve_process_group(group)->getSize();
+  return at::empty_symint(shape, x.options());
 }
 
 // ---- under autograd
 
 void refuseGradient(const char* name, const at::Tensor& tensor) {
-  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) [[likely]] {
-    return;
-  }
+  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) return;
   throwArgumentError(c10::str(
       name,
       " has no gradient, but one of its tensors requires one: call it under torch.no_grad() "

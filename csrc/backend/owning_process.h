@@ -16,9 +16,7 @@ class OwningProcess {
   bool isHere() const;
   // Throws in a forked child. `function`: the name of the function that the program called.
   void check(const std::string& group, const char* function) const {
-    if (!isHere()) [[unlikely]] {
-      refuse(group, function);
-    }
+    if (!isHere()) refuse(group, function);
   }
 
  private:

@@ -34,24 +34,23 @@ int rankOf(const Request& request, int own) {
 
 }  // namespace
 
-// In place of another backend, the title has that backend's name: "gloo:all_reduce".
+// "mycoll:all_reduce"; in place of another backend, "gloo:all_reduce".
 std::string MycollBackend::titleOf(const Request& request) const {
-  const std::string title = request.title;
-  return shown_ ? shown_->backend + title.substr(title.find(':')) : title;
+  return getBackendName() + ":" + request.title;
 }
 
 MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorList results) {
   const Tensors outputs = results.vec();
   const Tensors inputs = request.given.vec();
-  const bool isPointToPoint = c10d::isP2POp(request.type);
   const std::vector<int64_t> noSplits;
   int globalStart = globalRanks_.empty() ? 0 : static_cast<int>(globalRanks_.front());
   int globalStride = 1;
   if (globalRanks_.size() > 1) globalStride = static_cast<int>(globalRanks_[1] - globalRanks_[0]);
   RECORD_PARAM_COMMS_DATA(
-      std::make_tuple(static_cast<int64_t>(communicator()->sequence()), isPointToPoint),
+      std::make_tuple(static_cast<int64_t>(generations_.communicator()->sequence()),
+                      request.isMessage()),
       std::make_tuple(pg_uid_, pg_desc_), inputs, outputs, rankOf(request, rank_),
-      request.site.function, elementsOf(request, &Call::in), elementsOf(request, &Call::out),
+      request.caller.function, elementsOf(request, &Call::in), elementsOf(request, &Call::out),
       outputs.empty() ? at::kByte : outputs.front().scalar_type(), noSplits, noSplits, globalStart,
       globalStride, size_);
 
@@ -71,7 +70,7 @@ MycollBackend::WorkPtr MycollBackend::runProfiled(Request& request, at::TensorLi
       span->before(title, c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
     }
   }
-  return launch(request, outputs, /*isProfiled=*/true);
+  return launch(request, outputs);
 }
 
 }  // namespace mycoll

@@ -1,6 +1,7 @@
-// broadcast, all_reduce, reduce, and the barriers.
+// broadcast, all_reduce in all its forms but the sparse one, reduce, and the barriers.
 #include "backend/errors.h"
 #include "backend/mycoll_backend.h"
+#include "kernels/reduce.h"
 
 namespace mycoll {
 namespace {
@@ -13,50 +14,13 @@ Task fencedBarrier(std::shared_ptr<Condition> fence, CollectiveRunner& runner) {
   co_return status;
 }
 
-}  // namespace
+// Small tensors are reduced together: one operation on a bucket costs little more than one on a
+// tensor. The rule uses only values that are the same on all ranks, so that all ranks make the same
+// buckets.
+constexpr size_t kSmallBytes = 64 << 10;
+constexpr size_t kBucketBytes = 1 << 20;
 
-MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
-                                                const c10d::BroadcastOptions& opts) {
-  const CallSite site = enter("broadcast");
-  checkRoot(site, "src", opts.rootRank);
-  checkRootTensor(site, opts.rootTensor, tensors);
-  if (tensors.size() > 1) return broadcastSeveral(site, tensors, opts);
-  const at::Tensor& tensor = single(site, "tensor", tensors);
-  const bool isRoot = opts.rootRank == rank_;
-  if (isRoot) {
-    checkTensor(site, Argument{"tensor"}, tensor);
-  } else {
-    checkOutput(site, Argument{"tensor"}, tensor);
-  }
-  Request request(site, c10d::OpType::BROADCAST, "mycoll:broadcast", opts.timeout, opts.asyncOp);
-  const Span span = isRoot ? request.input(tensor) : request.output(tensor);
-  Call& call = request.addCall(OpKind::kBroadcast, tensor);
-  call.root = static_cast<int>(opts.rootRank);
-  call.out.push_back(span);
-  return run(request, tensors, tensors);
-}
-
-MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
-                                                const c10d::AllreduceOptions& opts) {
-  const CallSite site = enter("all_reduce");
-  if (tensors.empty()) refuse(site, "requires non-empty tensor list: no tensor came");
-  const at::Tensor& given = tensors.front();
-  // torch passes sparse CPU tensors here, not to allreduce_sparse().
-  if (given.defined() && given.layout() == at::kSparse) [[unlikely]] {
-    return allreduce_sparse(tensors, opts);
-  }
-  if (tensors.size() > 1) return allReduceSeveral(site, tensors, opts);
-  at::Tensor narrowed;
-  const bool isAsGiven = !given.defined() || given.is_contiguous();
-  const at::Tensor& tensor = isAsGiven ? given : (narrowed = withoutRepeats(given));
-  checkOutput(site, Argument{"tensor"}, tensor);
-  Request request(site, c10d::OpType::ALLREDUCE, "mycoll:all_reduce", opts.timeout, opts.asyncOp);
-  addAllReduce(request, tensor, opts.reduceOp);
-  return run(request, tensors, tensors);
-}
-
-void MycollBackend::addAllReduce(Request& request, const at::Tensor& tensor,
-                                 const c10d::ReduceOp& op) {
+void addAllReduce(Request& request, const at::Tensor& tensor, const c10d::ReduceOp& op) {
   Call& call = request.addReduction(OpKind::kAllReduce, tensor, op);
   if (call.isScaled) {
     call.in.push_back(request.input(request.premultiply(tensor, op)));
@@ -67,11 +31,109 @@ void MycollBackend::addAllReduce(Request& request, const at::Tensor& tensor,
   }
 }
 
+void addBucket(Request& request, at::ArrayRef<at::Tensor> tensors, size_t bytes,
+               const c10d::ReduceOp& op) {
+  const at::ScalarType type = tensors.front().scalar_type();
+  const at::Tensor bucket =
+      emptyElements(static_cast<int64_t>(bytes / tensors.front().itemsize()), type);
+  const Span span = writable(bucket);
+  int64_t offset = 0;
+  for (const at::Tensor& tensor : tensors) {
+    pack(request.premultiply(tensor, op), span.begin() + offset);
+    request.copyBacks.emplace_back(bucket, tensor, offset);
+    offset += static_cast<int64_t>(tensor.nbytes());
+  }
+  Call& call = request.addReduction(OpKind::kAllReduce, bucket, op);
+  call.in.push_back(span);
+  call.out.push_back(span);
+  request.keep.add(bucket);
+}
+
+// Several tensors of each rank in one call, as gloo takes them: reduces all tensors of all ranks.
+void addSumOfSeveral(Request& request, const std::vector<at::Tensor>& tensors,
+                     const c10d::ReduceOp& op) {
+  checkAlike(request.caller, "tensors", tensors, /*areOutputs=*/true);
+  if (op.op_ == c10d::ReduceOp::AVG || op.op_ == c10d::ReduceOp::PREMUL_SUM) {
+    refuse(request.caller, "op must not be AVG or PREMUL_SUM for several tensors, and ",
+           tensors.size(), " came");
+  }
+  const at::Tensor whole = emptyElements(tensors[0].numel(), tensors[0].scalar_type());
+  Call& call = request.addReduction(OpKind::kAllReduce, whole, op);
+  std::vector<at::Tensor> plain;
+  std::vector<const void*> inputs;
+  for (const at::Tensor& tensor : tensors) {
+    plain.push_back(isPlain(tensor) ? tensor : emptyLike(tensor));
+    if (!isPlain(tensor)) pack(tensor, plain.back().mutable_data_ptr());
+    inputs.push_back(plain.back().const_data_ptr());
+    request.copyBacks.emplace_back(whole, tensor);
+  }
+  if (whole.numel() > 0) {
+    mycoll::reduce(call.dtype, call.reduceOp, whole.mutable_data_ptr(), inputs.data(),
+                   static_cast<int>(inputs.size()), whole.nbytes() / call.elementBytes,
+                   /*divisor=*/1, /*streaming=*/false);
+  }
+  call.in.push_back(request.inOut(whole));
+  call.out.push_back(call.in.front());
+}
+
+// The same for broadcast: copies the root's tensor `root` to all tensors of all ranks.
+void addCopyToSeveral(Request& request, const std::vector<at::Tensor>& tensors,
+                      const at::Tensor& root, bool isRoot) {
+  checkAlike(request.caller, "tensors", tensors, /*areOutputs=*/true);
+  const at::Tensor whole = emptyElements(root.numel(), root.scalar_type());
+  if (isRoot) pack(root, whole.mutable_data_ptr());
+  for (const at::Tensor& tensor : tensors) request.copyBacks.emplace_back(whole, tensor);
+  const Span span = request.output(whole);
+  request.addCall(OpKind::kBroadcast, whole).out.push_back(span);
+}
+
+}  // namespace
+
+MycollBackend::WorkPtr MycollBackend::broadcast(Tensors& tensors,
+                                                const c10d::BroadcastOptions& opts) {
+  const CallerInfo caller = enter("broadcast");
+  checkRoot(caller, "src", opts.rootRank);
+  checkRootTensor(caller, opts.rootTensor, tensors);
+  const bool isRoot = opts.rootRank == rank_;
+  Request request(caller, c10d::OpType::BROADCAST, opts);
+  if (tensors.size() > 1) {
+    addCopyToSeveral(request, tensors, tensors[static_cast<size_t>(opts.rootTensor)], isRoot);
+  } else {
+    const at::Tensor& tensor = single(caller, "tensor", tensors);
+    checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/!isRoot);
+    const Span span = isRoot ? request.input(tensor) : request.output(tensor);
+    request.addCall(OpKind::kBroadcast, tensor).out.push_back(span);
+  }
+  request.calls.front().root = static_cast<int>(opts.rootRank);
+  return run(request, tensors, tensors);
+}
+
+MycollBackend::WorkPtr MycollBackend::allreduce(Tensors& tensors,
+                                                const c10d::AllreduceOptions& opts) {
+  const CallerInfo caller = enter("all_reduce");
+  if (tensors.empty()) refuse(caller, "requires non-empty tensor list: no tensor came");
+  const at::Tensor& given = tensors.front();
+  // torch passes sparse CPU tensors here, not to allreduce_sparse().
+  if (given.defined() && given.layout() == at::kSparse) [[unlikely]] {
+    return allreduce_sparse(tensors, opts);
+  }
+  Request request(caller, c10d::OpType::ALLREDUCE, opts);
+  if (tensors.size() > 1) {
+    addSumOfSeveral(request, tensors, opts.reduceOp);
+    return run(request, tensors, tensors);
+  }
+  at::Tensor narrowed;
+  const bool isAsGiven = !given.defined() || given.is_contiguous();
+  const at::Tensor& tensor = isAsGiven ? given : (narrowed = withoutRepeats(given));
+  checkOutput(caller, Argument{"tensor"}, tensor);
+  addAllReduce(request, tensor, opts.reduceOp);
+  return run(request, tensors, tensors);
+}
+
 void MycollBackend::allReduceInto(const at::Tensor& sum, const at::Tensor& x) {
-  const CallSite site = enter("all_reduce");
-  checkTensor(site, Argument{"x"}, x);
-  Request request(site, c10d::OpType::ALLREDUCE, "mycoll:all_reduce", c10d::kUnsetTimeout,
-                  /*isAsync=*/false);
+  const CallerInfo caller = enter("all_reduce");
+  checkTensor(caller, Argument{"x"}, x);
+  Request request(caller, c10d::OpType::ALLREDUCE, c10d::kUnsetTimeout, /*isAsync=*/false);
   Call& call = request.addReduction(OpKind::kAllReduce, x, c10d::ReduceOp::SUM);
   call.in.push_back(request.input(x));
   call.out.push_back(request.output(sum));
@@ -79,17 +141,13 @@ void MycollBackend::allReduceInto(const at::Tensor& sum, const at::Tensor& x) {
 }
 
 MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const CallSite site = enter("reduce");
-  const at::Tensor& tensor = single(site, "tensor", tensors);
-  checkRoot(site, "dst", opts.rootRank);
-  checkRootTensor(site, opts.rootTensor, tensors);
+  const CallerInfo caller = enter("reduce");
+  const at::Tensor& tensor = single(caller, "tensor", tensors);
+  checkRoot(caller, "dst", opts.rootRank);
+  checkRootTensor(caller, opts.rootTensor, tensors);
   const bool isRoot = opts.rootRank == rank_;
-  if (isRoot) {
-    checkOutput(site, Argument{"tensor"}, tensor);
-  } else {
-    checkTensor(site, Argument{"tensor"}, tensor);
-  }
-  Request request(site, c10d::OpType::REDUCE, "mycoll:reduce", opts.timeout, opts.asyncOp);
+  checkOneOf(caller, Argument{"tensor"}, tensor, /*isOutput=*/isRoot);
+  Request request(caller, c10d::OpType::REDUCE, opts);
   Call& call = request.addReduction(OpKind::kReduce, tensor, opts.reduceOp);
   call.root = static_cast<int>(opts.rootRank);
   if (isRoot && !call.isScaled) {
@@ -104,10 +162,10 @@ MycollBackend::WorkPtr MycollBackend::reduce(Tensors& tensors, const c10d::Reduc
 
 MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) {
   // device_ids are for NCCL; ranks that meet on the CPU need none.
-  const CallSite site = enter("barrier");
-  Request request(site, c10d::OpType::BARRIER, "mycoll:barrier", opts.timeout, opts.asyncOp);
+  const CallerInfo caller = enter("barrier");
+  Request request(caller, c10d::OpType::BARRIER, opts);
   // Everything enqueued on devices before the barrier is over after it, as with NCCL's.
-  const auto device = this->device();
+  const auto device = generations_.device();
   const std::shared_ptr<Condition> fence = device ? device->fence() : nullptr;
   if (fence && opts.asyncOp) {
     request.compositeKind = OpKind::kBarrier;
@@ -120,17 +178,50 @@ MycollBackend::WorkPtr MycollBackend::barrier(const c10d::BarrierOptions& opts) 
 }
 
 void MycollBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
-  const CallSite site = enter("monitored_barrier");
+  const CallerInfo caller = enter("monitored_barrier");
   if (opts.timeout.count() == 0) {  // for gloo, and so for programs made for it, no time at all
     C10_THROW_ERROR(DistBackendError, c10::str("mycoll group '", groupName_, "': Rank ", rank_,
                                                " timed out in monitoredBarrier after 0 ms"));
   }
-  Request request(site, c10d::OpType::BARRIER, "mycoll:monitored_barrier", opts.timeout,
+  Request request(caller, c10d::OpType::BARRIER, opts.timeout,
                   /*isAsync=*/false);
   Call& call = request.calls.emplace_back();
   call.kind = OpKind::kMonitoredBarrier;
   call.waitAllRanks = waitAllRanks;
   run(request, {}, {});
+}
+
+MycollBackend::WorkPtr MycollBackend::allreduce_coalesced(
+    Tensors& given, const c10d::AllreduceCoalescedOptions& opts) {
+  const CallerInfo caller = enter("all_reduce_coalesced");
+  if (given.empty()) refuse(caller, "requires non-empty tensor list: no tensor came");
+  Tensors tensors;
+  for (const at::Tensor& tensor : given) tensors.push_back(withoutRepeats(tensor));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Argument argument{"tensors", static_cast<int64_t>(i)};
+    checkOutput(caller, argument, tensors[i]);
+    if (tensors[i].scalar_type() == tensors[0].scalar_type()) continue;
+    refuse(caller, "tensors must all have the same type, but ", argument.text(), " is ",
+           c10::toString(tensors[i].scalar_type()), " and tensors[0] is ",
+           c10::toString(tensors[0].scalar_type()));
+  }
+  Request request(caller, c10d::OpType::ALLREDUCE_COALESCED, opts);
+  for (size_t i = 0; i < tensors.size();) {
+    size_t end = i;
+    size_t bytes = 0;
+    // On devices, all tensors are one launch anyway.
+    while (request.device.is_cpu() && end < tensors.size() && tensors[end].device().is_cpu() &&
+           tensors[end].nbytes() <= kSmallBytes && bytes + tensors[end].nbytes() <= kBucketBytes) {
+      bytes += tensors[end++].nbytes();
+    }
+    if (end - i < 2) {
+      addAllReduce(request, tensors[i++], opts.reduceOp);
+    } else {
+      addBucket(request, at::ArrayRef<at::Tensor>(tensors).slice(i, end - i), bytes, opts.reduceOp);
+      i = end;
+    }
+  }
+  return run(request, given, given);
 }
 
 }  // namespace mycoll

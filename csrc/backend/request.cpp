@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 
@@ -42,24 +41,6 @@ bool canBeFlat(const std::vector<at::Tensor>& tensors) {
   return true;
 }
 
-// That piece of memory, and the part of it for each tensor of the list.
-class Flat {
- public:
-  explicit Flat(const std::vector<at::Tensor>& tensors) : count_(tensors.front().numel()) {
-    const PlainDispatch guard;
-    memory_ = at::empty({count_ * static_cast<int64_t>(tensors.size())},
-                        tensors.front().options().requires_grad(false));
-  }
-  at::Tensor part(size_t index) const {
-    const PlainDispatch guard;
-    return memory_.narrow(0, static_cast<int64_t>(index) * count_, count_);
-  }
-
- private:
-  const int64_t count_;
-  at::Tensor memory_;
-};
-
 // Whether the tensors are plain and adjacent in memory, as the chunks of one tensor are.
 bool areAdjacent(const std::vector<at::Tensor>& tensors) {
   const char* next = nullptr;
@@ -90,17 +71,25 @@ Call& Request::addCall(OpKind kind, const at::Tensor& tensor) {
   return call;
 }
 
+Call& Request::addCall(OpKind kind, const at::Tensor& tensor, Spans in, Spans out) {
+  Call& call = addCall(kind, tensor);
+  call.in = std::move(in);
+  call.out = std::move(out);
+  separateInputs(call);
+  return call;
+}
+
 Call& Request::addReduction(OpKind kind, const at::Tensor& tensor, const c10d::ReduceOp& op) {
   Call& call = addCall(kind, tensor);
-  call.reduceOp = checkReduceOp(site, op, tensor, call.dtype);
+  call.reduceOp = checkReduceOp(caller, op, tensor, call.dtype);
   call.isScaled = op.op_ == c10d::ReduceOp::PREMUL_SUM;
   return call;
 }
 
-void Request::admit(const at::Tensor& tensor) {
+void Request::setDevice(const at::Tensor& tensor) {
   if (!keep.empty()) {
-    refuse(site, c10::str("all tensors of a call must be on one device, but there are ", device,
-                          " and ", tensor.device()));
+    refuse(caller, "all tensors of a call must be on one device, but there are ", device, " and ",
+           tensor.device());
   }
   device = tensor.device();
 }
@@ -129,9 +118,7 @@ Span Request::standIn(const at::Tensor& packed, const at::Tensor& target) {
 }
 
 Span Request::input(const at::Tensor& tensor) {
-  if (tensor.device() != device) [[unlikely]] {
-    admit(tensor);
-  }
+  admit(tensor);
   if (isPlain(tensor)) [[likely]] {
     keep.add(tensor);
     return readable(tensor);
@@ -142,9 +129,7 @@ Span Request::input(const at::Tensor& tensor) {
 }
 
 Span Request::output(const at::Tensor& tensor) {
-  if (tensor.device() != device) [[unlikely]] {
-    admit(tensor);
-  }
+  admit(tensor);
   if (isPlain(tensor)) [[likely]] {
     keep.add(tensor);
     return writable(tensor);
@@ -156,42 +141,37 @@ Span Request::inOut(const at::Tensor& tensor) {
   if (isPlain(tensor)) [[likely]] {
     return output(tensor);
   }
-  if (tensor.device() != device) admit(tensor);
+  admit(tensor);
   return standIn(pack(tensor), tensor);
 }
 
-Spans Request::inputs(const std::vector<at::Tensor>& tensors) {
+Spans Request::oneByOne(const std::vector<at::Tensor>& tensors, bool areOutputs) {
   Spans spans;
   spans.reserve(tensors.size());
-  addList(canBeFlat(tensors));
-  if (!canBeFlat(tensors) || areAdjacent(tensors)) {
-    for (const at::Tensor& tensor : tensors) spans.push_back(input(tensor));
-    return spans;
-  }
-  const Flat flat(tensors);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].device() != device) admit(tensors[i]);
-    const at::Tensor part = flat.part(i);
-    const PlainDispatch guard;
-    part.view(tensors[i].sizes()).copy_(tensors[i], /*non_blocking=*/true);
-    spans.push_back(readable(part));
-    keep.add(part);
+  for (const at::Tensor& tensor : tensors) {
+    spans.push_back(areOutputs ? output(tensor) : input(tensor));
   }
   return spans;
 }
 
-Spans Request::outputs(const std::vector<at::Tensor>& tensors) {
-  Spans spans;
-  spans.reserve(tensors.size());
+Spans Request::spansOf(const std::vector<at::Tensor>& tensors, bool areOutputs) {
   addList(canBeFlat(tensors));
-  if (!canBeFlat(tensors) || areAdjacent(tensors)) {
-    for (const at::Tensor& tensor : tensors) spans.push_back(output(tensor));
-    return spans;
-  }
-  const Flat flat(tensors);
+  if (!canBeFlat(tensors) || areAdjacent(tensors)) return oneByOne(tensors, areOutputs);
+  Spans spans;
+  const PlainDispatch guard;
+  const int64_t count = tensors.front().numel();
+  const at::Tensor whole = at::empty({count * static_cast<int64_t>(tensors.size())},
+                                     tensors.front().options().requires_grad(false));
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].device() != device) admit(tensors[i]);
-    spans.push_back(standIn(flat.part(i), tensors[i]));
+    admit(tensors[i]);
+    const at::Tensor part = whole.narrow(0, static_cast<int64_t>(i) * count, count);
+    if (areOutputs) {
+      spans.push_back(standIn(part, tensors[i]));
+      continue;
+    }
+    part.view(tensors[i].sizes()).copy_(tensors[i], /*non_blocking=*/true);
+    keep.add(part);
+    spans.push_back(readable(part));
   }
   return spans;
 }
@@ -242,7 +222,7 @@ void Request::separateInputs(Call& call) {
     for (size_t o = 0; o < call.out.size() && !mustCopy; ++o) {
       const Span& out = call.out[o];
       if (!overlap(in, out)) continue;
-      const size_t own = static_cast<size_t>(site.rank);
+      const size_t own = static_cast<size_t>(caller.rank);
       const bool isOwn = in.data == out.data && in.bytes == out.bytes &&
                          ((call.kind == OpKind::kAllGather && o == own) ||
                           (call.kind == OpKind::kReduceScatter && (i == own || !listIn)));

@@ -24,9 +24,13 @@ struct Request;
 using Requests = std::span<Request* const>;
 
 struct Request {
-  Request(const CallSite& callSite, c10d::OpType opType, const char* profilingTitle,
-          std::chrono::milliseconds opTimeout, bool isAsync)
-      : site(callSite), type(opType), title(profilingTitle), timeout(opTimeout), async(isAsync) {}
+  Request(const CallerInfo& itsCaller, c10d::OpType opType, std::chrono::milliseconds opTimeout,
+          bool isAsync)
+      : caller(itsCaller), type(opType), timeout(opTimeout), async(isAsync) {}
+  // options: torch's, of the operation.
+  template <typename Options>
+  Request(const CallerInfo& itsCaller, c10d::OpType opType, const Options& options)
+      : Request(itsCaller, opType, options.timeout, options.asyncOp) {}
   Request(Request&&) = default;
   // The caller drops the memory that no operation has taken.
   ~Request() {
@@ -34,14 +38,21 @@ struct Request {
     for (CopyBack& copy : copyBacks) copy.memory.dropHere();
   }
 
-  CallSite site;
+  CallerInfo caller;
   c10::Device device = c10::kCPU;  // of all its tensors
   c10d::OpType type;
-  const char* title;                  // "mycoll:all_reduce"; a literal
-  std::chrono::milliseconds timeout;  // as torch passes it: not positive means the group's
+  const char* title = caller.function;  // for the profiler
+  std::chrono::milliseconds timeout;    // as torch passes it: not positive means the group's
   bool async;
-  at::TensorList given;  // for a profiler: the inputs as the caller has them; not kept alive
-  // Point to point only; the one call then has one span, `in` to send and `out` to receive.
+  // Messages are matched by rank and tag, not by their order among the collectives.
+  bool isMessage() const {
+    return type == c10d::OpType::SEND || type == c10d::OpType::RECV ||
+           type == c10d::OpType::RECVANYSOURCE;
+  }
+  bool isProfiled = false;
+  at::TensorList given;  // if it is profiled: the inputs as the caller has them; not kept alive
+  uint32_t place = 0;    // where the program made the call: see callSiteOfCall()
+  // Messages only; the one call then has one span, `in` to send and `out` to receive.
   int peer = -1;
   uint64_t tag = 0;
   size_t perList = 0;  // the future's value is lists of this many outputs each; 0: one list of all
@@ -58,6 +69,8 @@ struct Request {
   // Adds a call for elements of the tensor's type; the caller adds its spans and its root. The
   // reference is valid until the next call is added.
   Call& addCall(OpKind kind, const at::Tensor& tensor);
+  // As addCall(), with the spans. Copies the inputs that share memory with an output.
+  Call& addCall(OpKind kind, const at::Tensor& tensor, Spans in, Spans out);
   // As addCall(), for a reduction. Refuses an operation that is not defined for the elements.
   Call& addReduction(OpKind kind, const at::Tensor& tensor, const c10d::ReduceOp& op);
 
@@ -67,10 +80,12 @@ struct Request {
   Span output(const at::Tensor& tensor);
   // Returns memory for a tensor that is read and then written.
   Span inOut(const at::Tensor& tensor);
+  // The same for lists whose tensors may have any sizes.
+  Spans oneByOne(const std::vector<at::Tensor>& tensors, bool areOutputs);
   // The same for lists with a tensor for each rank, if all ranks know all sizes. On a device, parts
   // of equal size become one piece of memory, for which NCCL has one function.
-  Spans inputs(const std::vector<at::Tensor>& tensors);
-  Spans outputs(const std::vector<at::Tensor>& tensors);
+  Spans inputs(const std::vector<at::Tensor>& tensors) { return spansOf(tensors, false); }
+  Spans outputs(const std::vector<at::Tensor>& tensors) { return spansOf(tensors, true); }
   // Returns the tensor times the factor of a PREMUL_SUM; the tensor itself for other operations.
   at::Tensor premultiply(const at::Tensor& tensor, const c10d::ReduceOp& op);
 
@@ -83,11 +98,15 @@ struct Request {
   void separateInputs(Call& call);
 
  private:
-  // For a tensor on a device other than `device`: the first tensor sets `device`, a later one is
-  // refused.
-  void admit(const at::Tensor& tensor);
+  // Sets `device` to that of the first tensor, and refuses a later tensor on another one.
+  void admit(const at::Tensor& tensor) {
+    if (tensor.device() != device) [[unlikely]]
+      setDevice(tensor);
+  }
+  void setDevice(const at::Tensor& tensor);
   // The operation writes `packed`, which is then copied to the target.
   Span standIn(const at::Tensor& packed, const at::Tensor& target);
+  Spans spansOf(const std::vector<at::Tensor>& tensors, bool areOutputs);
   bool isOnDevice() const { return !device.is_cpu(); }
   at::Tensor pack(const at::Tensor& tensor) const;
   void copyAll(Call& call);
@@ -96,9 +115,6 @@ struct Request {
   std::optional<bool> areListsFlat_;
 };
 
-inline bool isPointToPoint(const Call& call) {
-  return call.kind == OpKind::kSend || call.kind == OpKind::kRecv;
-}
 // Returns device memory as a byte tensor that does not own it.
 at::Tensor bytesOnDevice(const Span& span, c10::Device device);
 

@@ -1,11 +1,11 @@
 // all_reduce of sparse COO tensors: every rank gathers what all ranks hold, and adds it up.
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/cat.h>
-#include <c10/util/StringUtil.h>
 
 #include <array>
 
 #include "backend/callback_pool.h"
+#include "backend/errors.h"
 #include "backend/mycoll_backend.h"
 #include "backend/plain_dispatch.h"
 
@@ -63,10 +63,8 @@ struct SparseSum {
       }
       std::vector<int64_t> valueSizes = values.sizes().vec();
       valueSizes[0] = other.count;
-      int64_t valueCount = 1;
-      for (const int64_t size : valueSizes) valueCount *= size;
-      allIndices.push_back(emptyElements(own.sparseDimensions * other.count, at::kLong));
-      allValues.push_back(emptyElements(valueCount, values.scalar_type()));
+      allIndices.push_back(emptyOfShape({own.sparseDimensions, other.count}, at::kLong));
+      allValues.push_back(emptyOfShape(valueSizes, values.scalar_type()));
     }
     return Status();
   }
@@ -90,30 +88,20 @@ struct SparseSum {
       const PlainDispatch guard;
       const at::ScalarType type = values.scalar_type();
       const bool isNarrow = c10::isReducedFloatingType(type);
-      std::vector<at::Tensor> shapedIndices;
-      std::vector<at::Tensor> shapedValues;
-      for (size_t i = 0; i < headers.size(); ++i) {
-        std::vector<int64_t> valueSizes = values.sizes().vec();
-        valueSizes[0] = headers[i].count;
-        shapedIndices.push_back(
-            allIndices[i].view({headers[i].sparseDimensions, headers[i].count}));
-        const at::Tensor shaped = allValues[i].view(valueSizes);
-        shapedValues.push_back(isNarrow ? shaped.to(at::kFloat) : shaped);
+      if (isNarrow) {
+        for (at::Tensor& each : allValues) each = each.to(at::kFloat);
       }
       const at::Tensor sum =
           at::_sparse_coo_tensor_unsafe(
-              at::cat(shapedIndices, 1), at::cat(shapedValues, 0), targets[0].sizes(),
+              at::cat(allIndices, 1), at::cat(allValues, 0), targets[0].sizes(),
               targets[0].options().dtype(isNarrow ? at::kFloat : type), /*is_coalesced=*/false)
               .coalesce();
       for (at::Tensor& target : targets) target.copy_(isNarrow ? sum.to(type) : sum);
       allIndices.clear();  // a Work may hold the operation much longer
       allValues.clear();
-    } catch (const c10::Error& error) {
-      return Status(Code::kInternal, std::string("all_reduce: adding up sparse tensors failed: ") +
-                                         error.what_without_backtrace());
-    } catch (const std::exception& error) {
+    } catch (...) {
       return Status(Code::kInternal,
-                    std::string("all_reduce: adding up sparse tensors failed: ") + error.what());
+                    "all_reduce: adding up sparse tensors failed: " + describeException());
     }
     return Status();
   }
@@ -139,35 +127,36 @@ Task gatherAndAdd(CollectiveRunner& runner, std::shared_ptr<SparseSum> sum) {
 
 MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
                                                        const c10d::AllreduceOptions& opts) {
-  const CallSite site = enter("all_reduce");
-  if (tensors.empty()) refuse(site, "requires non-empty tensor list: no tensor came");
+  const CallerInfo caller = enter("all_reduce");
+  if (tensors.empty()) refuse(caller, "requires non-empty tensor list: no tensor came");
   const at::Tensor& tensor = tensors.front();
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Argument argument{"tensors", tensors.size() == 1 ? -1 : static_cast<int64_t>(i)};
     const at::Tensor& each = tensors[i];
     if (!each.defined() || each.layout() != at::kSparse || !each.device().is_cpu()) {
-      refuse(site, "invalid tensor layout: " + argument.text() +
-                       " must be a sparse COO tensor on the CPU");
+      refuse(caller, "invalid tensor layout: " + argument.text() +
+                         " must be a sparse COO tensor on the CPU");
     }
-    checkSameType(site, argument, each, Argument{"tensors", 0}, tensor);
-    checkSameShape(site, argument, each, Argument{"tensors", 0}, tensor);
+    checkSameType(caller, argument, each, Argument{"tensors", 0}, tensor);
+    checkSameShape(caller, argument, each, Argument{"tensors", 0}, tensor);
     if (each.sparse_dim() == tensor.sparse_dim()) continue;
-    refuse(site, c10::str("invalid tensor layout: ", argument.text(), " has ", each.sparse_dim(),
-                          " sparse dimensions, and tensors[0] has ", tensor.sparse_dim()));
+    refuse(caller, "invalid tensor layout: ", argument.text(), " has ", each.sparse_dim(),
+           " sparse dimensions, and tensors[0] has ", tensor.sparse_dim());
   }
   if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) {
-    refuse(site, c10::str("unsupported reduction operation: sparse tensors can be reduced with SUM "
-                          "only, but op is ",
-                          name(opts.reduceOp.op_)));
+    refuse(caller,
+           "unsupported reduction operation: sparse tensors can be reduced with SUM "
+           "only, but op is ",
+           name(opts.reduceOp.op_));
   }
-  checkReduceOp(site, opts.reduceOp, tensor, elementType(tensor).dtype);
+  checkReduceOp(caller, opts.reduceOp, tensor, elementType(tensor).dtype);
   if (c10::isBarebonesUnsignedType(tensor.scalar_type())) {  // torch does not add these up
-    refuse(site, c10::str("a sparse tensor of ", c10::toString(tensor.scalar_type()),
-                          " cannot be reduced; convert it to a signed type"));
+    refuse(caller, "a sparse tensor of ", c10::toString(tensor.scalar_type()),
+           " cannot be reduced; convert it to a signed type");
   }
   if (tensor.dim() > kMaxDimensions) {
-    refuse(site, c10::str("a sparse tensor may have up to ", kMaxDimensions,
-                          " dimensions, but its shape is ", tensor.sizes()));
+    refuse(caller, "a sparse tensor may have up to ", kMaxDimensions,
+           " dimensions, but its shape is ", tensor.sizes());
   }
   const std::shared_ptr<SparseSum> sum = SparseSum::make();
   {
@@ -195,8 +184,8 @@ MycollBackend::WorkPtr MycollBackend::allreduce_sparse(Tensors& tensors,
   own.count = sum->indices.size(1);
   std::copy(tensor.sizes().begin(), tensor.sizes().end(), own.sizes.begin());
 
-  Request request(site, c10d::OpType::_ALLREDUCE_SPARSE, "mycoll:sparse_all_reduce", opts.timeout,
-                  opts.asyncOp);
+  Request request(caller, c10d::OpType::_ALLREDUCE_SPARSE, opts);
+  request.title = "sparse_all_reduce";
   request.composite = [sum](CollectiveRunner& runner) { return gatherAndAdd(runner, sum); };
   return run(request, tensors, tensors);
 }

@@ -7,12 +7,6 @@
 
 namespace mycoll {
 
-c10::intrusive_ptr<MycollOptions> MycollBackend::ownOptions() const {
-  auto now = c10::make_intrusive<MycollOptions>(*options_);
-  now->timeout = Milliseconds(timeout_.load());
-  return now;
-}
-
 // Returns null if there are none. torch passes one backend's options to all backends of a group:
 // from another backend's options, this one takes only the fields that all have.
 c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
@@ -22,7 +16,7 @@ c10::intrusive_ptr<MycollOptions> MycollBackend::optionsFrom(
   if (auto* const given = dynamic_cast<MycollOptions*>(opts.get())) {
     return c10::intrusive_ptr<MycollOptions>::unsafe_reclaim_from_nonowning(given);
   }
-  auto made = ownOptions();
+  auto made = generations_.options();
   made->timeout = opts->timeout;
   made->group_name = opts->group_name;
   made->global_ranks_in_group = opts->global_ranks_in_group;
@@ -41,17 +35,15 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
     const std::vector<int>& members, const std::string& suffix, std::string name,
     const c10::intrusive_ptr<MycollOptions>& given,
     const c10::intrusive_ptr<c10d::Backend::Options>& shown) {
-  auto options = given ? c10::make_intrusive<MycollOptions>(*given) : ownOptions();
-  const std::shared_ptr<Communicator> parent = communicator();
+  auto options = given ? c10::make_intrusive<MycollOptions>(*given) : generations_.options();
+  const std::shared_ptr<Communicator> parent = generations_.communicator();
   Identity identity{std::move(name), globalRanksOf(members), parent->options().isOfJob, {}};
   if (shown_ && shown && shown->backend == shown_->backend) identity.shown = shown;
-  checkTimeout(CallSite{"mycoll", rank_, size_, &groupName_}, options->timeout);
+  checkTimeout(CallerInfo{"mycoll", rank_, size_, &groupName_}, options->timeout);
   std::shared_ptr<Communicator> communicator;
   throwIfFailed(Communicator::shrink(*parent, suffix, members, &communicator));
-  communicator->setTimeout(options->timeout);
-  const int rank = communicator->rank(), ranks = communicator->ranks();
-  return c10::make_intrusive<MycollBackend>(rank, ranks, std::move(communicator),
-                                            std::move(identity), std::move(options), makeDevice_);
+  return c10::make_intrusive<MycollBackend>(communicator, std::move(identity), std::move(options),
+                                            generations_.makeDevice());
 }
 
 // The members know each other, and need no store: torch names it differently for the members of one
@@ -59,10 +51,10 @@ c10::intrusive_ptr<MycollBackend> MycollBackend::childOf(
 c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
     const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
-  const CallSite site = enter("split_group");
+  const CallerInfo caller = enter("split_group");
   std::string suffix;
   for (const int rank : ranks) {
-    checkRank(site, "split_ranks", rank);
+    checkRank(caller, "split_ranks", rank);
     suffix.append(" ").append(std::to_string(rank));
   }
   if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) return nullptr;
@@ -70,8 +62,8 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::split(
   std::string name = opts ? opts->group_name : groupName_ + ":split";
 
   MutexLock lock(childMutex_);
-  const bool isKnown =
-      lastSplit_ && lastSplit_->groupName_ == name && lastSplit_->communicator()->error().ok();
+  const bool isKnown = lastSplit_ && lastSplit_->groupName_ == name &&
+                       lastSplit_->generations_.current().communicator->error().ok();
   if (!isKnown) {
     const int before = splits_[ranks]++;
     suffix = ":split" + std::to_string(before) + " to" + suffix;
@@ -92,7 +84,8 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
   if (!lastMerged_ || lastMergedBy_ != store) {
     lastMerged_ =
         create(store, rank, size, Identity{std::move(name), {}, /*isOfJob=*/false, {}},
-               given ? c10::make_intrusive<MycollOptions>(*given) : ownOptions(), makeDevice_);
+               given ? c10::make_intrusive<MycollOptions>(*given) : generations_.options(),
+               generations_.makeDevice());
     lastMergedBy_ = store;
   }
   return lastMerged_;
@@ -100,9 +93,9 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::merge(
 
 void MycollBackend::splitDevices(MycollBackend* child, bool isWilling) {
   enter("split_group");
-  const auto device = this->device();
+  const auto device = generations_.device();
   if (!device) return;
-  const auto ofChild = child ? child->device() : nullptr;
+  const auto ofChild = child ? child->generations_.device() : nullptr;
   if (!ofChild) return device->split(nullptr, 0, isWilling);
   const std::vector<int64_t>& members = child->globalRanks_;
   // No other child has this rank.
@@ -114,10 +107,10 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
     const std::vector<int64_t>& excluded, int flags,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   constexpr int kAbortFirst = 1;  // torch.distributed.SHRINK_ABORT
-  const CallSite site = enter("shrink_group");
+  const CallerInfo caller = enter("shrink_group");
   std::vector<bool> isExcluded(static_cast<size_t>(size_));
   for (const int64_t rank : excluded) {
-    checkRank(site, "ranks_to_exclude", rank);
+    checkRank(caller, "ranks_to_exclude", rank);
     isExcluded[static_cast<size_t>(rank)] = true;
   }
   std::vector<int> members;
@@ -128,7 +121,7 @@ c10::intrusive_ptr<c10d::Backend> MycollBackend::shrink(
     suffix.append(" ").append(std::to_string(rank));
   }
   const auto given = optionsFrom(opts);
-  if (isExcluded[static_cast<size_t>(rank_)]) refuse(site, "this rank is to be excluded itself");
+  if (isExcluded[static_cast<size_t>(rank_)]) refuse(caller, "this rank is to be excluded itself");
   if (flags & kAbortFirst) abort();
   return childOf(members, suffix, groupName_ + suffix, given, opts);
 }

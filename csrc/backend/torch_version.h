@@ -31,50 +31,27 @@ using PreMulSum = c10d::PreMulSumSupplement;
 using PreMulSum = c10d::NCCLPreMulSumSupplement;
 #endif
 
-// c10::Stream::is_capturing() is new in 2.12.
-#if TORCH_VERSION_MINOR >= 12
-#define MYCOLL_TORCH_HAS_STREAM_CAPTURE 1
-#else
-#define MYCOLL_TORCH_HAS_STREAM_CAPTURE 0
-#endif
+// c10::Stream::is_capturing()
+#define MYCOLL_TORCH_HAS_STREAM_CAPTURE (TORCH_VERSION_MINOR >= 12)
+// dist.record_comm(), and c10d::get_comm_profiling_name() for it
+#define MYCOLL_TORCH_HAS_COMM_NAME (TORCH_VERSION_MINOR >= 13)
+// c10d::Backend::Options::clone()
+#define MYCOLL_TORCH_HAS_OPTIONS_CLONE (TORCH_VERSION_MINOR >= 14)
+// c10d::Work::getTimeout()
+#define MYCOLL_TORCH_HAS_WORK_TIMEOUT (TORCH_VERSION_MINOR >= 14)
+// c10d::Backend::reconfigure()
+#define MYCOLL_TORCH_HAS_RECONFIGURE (TORCH_VERSION_MINOR >= 14)
+// c10d::Backend::registerAbortHook()
+#define MYCOLL_TORCH_HAS_ABORT_HOOKS (TORCH_VERSION_MINOR >= 14)
+// c10d::Backend::supportsAbortHooks()
+#define MYCOLL_TORCH_HAS_ABORT_HOOK_QUERY (TORCH_VERSION_MINOR >= 15)
+// c10d::Backend::isInitialized()
+#define MYCOLL_TORCH_HAS_IS_INITIALIZED (TORCH_VERSION_MINOR >= 15)
+// c10d::Window
+#define MYCOLL_TORCH_HAS_WINDOW (TORCH_VERSION_MINOR >= 14)
 
-// dist.record_comm(), and c10d::get_comm_profiling_name() for it.
-#if TORCH_VERSION_MINOR >= 13
-#define MYCOLL_TORCH_HAS_COMM_NAME 1
-#else
-#define MYCOLL_TORCH_HAS_COMM_NAME 0
-#endif
-
-// c10d::Backend::Options::clone() and c10d::Work::getTimeout() are new in 2.14.
-#if TORCH_VERSION_MINOR >= 14
-#define MYCOLL_TORCH_HAS_OPTIONS_CLONE 1
-#define MYCOLL_TORCH_HAS_WORK_TIMEOUT 1
-#else
-#define MYCOLL_TORCH_HAS_OPTIONS_CLONE 0
-#define MYCOLL_TORCH_HAS_WORK_TIMEOUT 0
-#endif
-
-// c10d::Backend::isInitialized() and supportsAbortHooks() are new in 2.15.
-#if TORCH_VERSION_MINOR >= 15
-#define MYCOLL_TORCH_HAS_IS_INITIALIZED 1
-#define MYCOLL_TORCH_HAS_ABORT_HOOK_QUERY 1
-#else
-#define MYCOLL_TORCH_HAS_IS_INITIALIZED 0
-#define MYCOLL_TORCH_HAS_ABORT_HOOK_QUERY 0
-#endif
-
-// c10d::Backend::reconfigure() and registerAbortHook() are new in 2.14.
-#if TORCH_VERSION_MINOR >= 14
-#define MYCOLL_TORCH_HAS_RECONFIGURE 1
-#define MYCOLL_TORCH_HAS_ABORT_HOOKS 1
-#else
-#define MYCOLL_TORCH_HAS_RECONFIGURE 0
-#define MYCOLL_TORCH_HAS_ABORT_HOOKS 0
-#endif
-
-// One-sided windows are new in 2.14. Before, these replace torch's types, with the same members.
-#if TORCH_VERSION_MINOR >= 14
-#define MYCOLL_TORCH_HAS_WINDOW 1
+// Where torch has no windows, these types replace torch's, with the same members.
+#if MYCOLL_TORCH_HAS_WINDOW
 #define MYCOLL_TORCH_WINDOW_OVERRIDE override
 using c10d::PutOptions;
 using c10d::SignalOptions;
@@ -83,7 +60,6 @@ using c10d::WindowAccessType;
 using c10d::WindowAttr;
 using TorchWindow = c10d::Window;
 #else
-#define MYCOLL_TORCH_HAS_WINDOW 0
 #define MYCOLL_TORCH_WINDOW_OVERRIDE
 struct PutOptions {
   std::chrono::milliseconds timeout = c10d::kUnsetTimeout;

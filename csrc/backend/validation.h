@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/StringUtil.h>
 
 #include <chrono>
 #include <string>
@@ -17,8 +18,8 @@
 
 namespace mycoll {
 
-// The call, and the rank and group that make it.
-struct CallSite {
+// The function that the program called, and the rank and group on which it did.
+struct CallerInfo {
   const char* function;  // "all_reduce"
   int rank;
   int ranks;
@@ -32,71 +33,96 @@ struct Argument {
   std::string text() const;
 };
 
-[[noreturn]] void refuse(const CallSite& site, const std::string& what);
+[[noreturn]] void refuseCall(const CallerInfo& caller, const std::string& what);
+// what: parts of the text, as for c10::str().
+template <typename... Parts>
+[[noreturn]] void refuse(const CallerInfo& caller, const Parts&... what) {
+  refuseCall(caller, c10::str(what...));
+}
 
 // Whether this is a defined, dense tensor with memory of its own, on the CPU or a device.
 inline bool isUsable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
          !tensor.is_nested() && !tensor.is_quantized();
 }
-[[noreturn]] void refuseTensor(const CallSite& site, const Argument& argument,
+[[noreturn]] void refuseTensor(const CallerInfo& caller, const Argument& argument,
                                const at::Tensor& tensor);
-inline void checkTensor(const CallSite& site, const Argument& argument, const at::Tensor& tensor) {
-  if (!isUsable(tensor)) [[unlikely]] {
-    refuseTensor(site, argument, tensor);
-  }
+inline void checkTensor(const CallerInfo& caller, const Argument& argument,
+                        const at::Tensor& tensor) {
+  if (!isUsable(tensor)) refuseTensor(caller, argument, tensor);
 }
 
 // As checkTensor, for memory that will be written: no two elements may share memory.
-void checkOutput(const CallSite& site, const Argument& argument, const at::Tensor& tensor);
+void checkOutput(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor);
 
 // Returns the one tensor of a list of c10d's; these are lists because a process may have several
 // devices. kind: gloo's word for it.
-const at::Tensor& single(const CallSite& site, const char* name,
+const at::Tensor& single(const CallerInfo& caller, const char* name,
                          const std::vector<at::Tensor>& tensors, const char* kind = "tensor");
 // The same for lists of lists.
-const std::vector<at::Tensor>& singleList(const CallSite& site, const char* name,
+const std::vector<at::Tensor>& singleList(const CallerInfo& caller, const char* name,
                                           const std::vector<std::vector<at::Tensor>>& lists,
                                           const char* kind);
 
+// Checks that there is an output for each input, and at least one.
+void checkPairs(const CallerInfo& caller, const std::vector<at::Tensor>& outputs,
+                const std::vector<at::Tensor>& inputs);
 // Checks that there is one list for each tensor.
-void checkListForEach(const CallSite& site, const std::vector<std::vector<at::Tensor>>& lists,
+void checkListForEach(const CallerInfo& caller, const std::vector<std::vector<at::Tensor>>& lists,
                       const std::vector<at::Tensor>& tensors);
 
-void checkSameType(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+void checkSameType(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor,
                    const Argument& reference, const at::Tensor& expected);
-void checkSameShape(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+void checkSameShape(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor,
                     const Argument& reference, const at::Tensor& expected);
 
 // Calls checkOutput() or checkTensor(), for a tensor of a list.
-void checkOneOf(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+void checkOneOf(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor,
                 bool isOutput);
 // Checks that there is one usable tensor for each rank, all of the type of `reference`.
 // wrongLength: gloo's words for too many or too few.
-void checkPerRank(const CallSite& site, const char* name, const std::vector<at::Tensor>& tensors,
-                  const Argument& reference, const at::Tensor& expected, bool areOutputs,
-                  const char* wrongLength = "");
+void checkList(const CallerInfo& caller, const char* name, const std::vector<at::Tensor>& tensors,
+               const Argument& reference, const at::Tensor& expected, bool areOutputs,
+               const char* wrongLength = "");
+// As checkList(), and that this rank's tensor of the list has the shape of `reference`.
+void checkPerRank(const CallerInfo& caller, const char* name,
+                  const std::vector<at::Tensor>& tensors, const Argument& reference,
+                  const at::Tensor& expected, bool areOutputs, const char* wrongLength = "");
+
+// Checks the tensors of one rank, of which there are several: all must be on the CPU and of one
+// type and shape.
+void checkAlike(const CallerInfo& caller, const char* name, const std::vector<at::Tensor>& tensors,
+                bool areOutputs);
 
 // argument: "src" or "dst".
-void checkRank(const CallSite& site, const char* argument, int64_t rank, const char* words = "");
+void checkRank(const CallerInfo& caller, const char* argument, int64_t rank,
+               const char* words = "");
 // The same for the root of a collective.
-inline void checkRoot(const CallSite& site, const char* argument, int64_t rank) {
-  checkRank(site, argument, rank, "invalid root rank: ");
+inline void checkRoot(const CallerInfo& caller, const char* argument, int64_t rank) {
+  checkRank(caller, argument, rank, "invalid root rank: ");
 }
 
+// Checks the list of a gather or a scatter, as checkPerRank(). Returns null on ranks other than the
+// root, where it must be empty.
+const std::vector<at::Tensor>* checkRootList(const CallerInfo& caller, const char* name,
+                                             const std::vector<std::vector<at::Tensor>>& lists,
+                                             const Argument& reference, const at::Tensor& expected,
+                                             int64_t root, bool areOutputs);
+
 // Checks rootTensor of an operation's options: the index of one of the root's tensors.
-void checkRootTensor(const CallSite& site, int64_t index, const std::vector<at::Tensor>& tensors);
+void checkRootTensor(const CallerInfo& caller, int64_t index,
+                     const std::vector<at::Tensor>& tensors);
 
 // Checks a group's timeout. Python's largest timedelta arrives as a negative number.
-void checkTimeout(const CallSite& site, std::chrono::milliseconds timeout);
+void checkTimeout(const CallerInfo& caller, std::chrono::milliseconds timeout);
 
 // Returns the engine's reduce operation for the tensor's elements, whose type is dtype; kSum for
 // PREMUL_SUM (see Request::premultiply).
-ReduceOp checkReduceOp(const CallSite& site, const c10d::ReduceOp& op, const at::Tensor& tensor,
+ReduceOp checkReduceOp(const CallerInfo& caller, const c10d::ReduceOp& op, const at::Tensor& tensor,
                        DType dtype);
 
 // Checks that numel is `expected`; `why` explains that number ("2 x the elements of input").
-void checkElements(const CallSite& site, const Argument& argument, const at::Tensor& tensor,
+void checkElements(const CallerInfo& caller, const Argument& argument, const at::Tensor& tensor,
                    int64_t expected, const char* why);
 
 }  // namespace mycoll

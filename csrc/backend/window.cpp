@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cstring>
@@ -57,13 +56,13 @@ class FixedStorage {
   c10::StorageImpl* const storage_;
 };
 
-void checkCpu(const CallSite& site, const at::Tensor& tensor) {
+void checkCpu(const CallerInfo& caller, const at::Tensor& tensor) {
   if (tensor.is_cpu()) return;
-  refuse(site, c10::str("windows are for CPU tensors, but the tensor is on ", tensor.device()));
+  refuse(caller, "windows are for CPU tensors, but the tensor is on ", tensor.device());
 }
 
-void check(const CallSite& site, const Status& status) {
-  if (status.code() == Code::kInvalidArgument) refuse(site, status.message());
+void check(const CallerInfo& caller, const Status& status) {
+  if (status.code() == Code::kInvalidArgument) refuse(caller, status.message());
   throwIfFailed(status);
 }
 
@@ -93,7 +92,7 @@ struct MycollWindow::Layout {
 
 MycollWindow::MycollWindow(c10::intrusive_ptr<MycollBackend> backend)
     : backend_(std::move(backend)),
-      communicator_(backend_->keptCommunicator()),
+      communicator_(backend_->generations_.keptCommunicator()),
       window_(mycoll::Window::make(communicator_)) {}
 
 MycollWindow::~MycollWindow() {
@@ -102,18 +101,18 @@ MycollWindow::~MycollWindow() {
 }
 
 void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
-  const CallSite site = backend_->enter("tensor_register");
-  checkTensor(site, Argument{"tensor"}, tensor);
-  checkCpu(site, tensor);
+  const CallerInfo caller = backend_->enter("tensor_register");
+  checkTensor(caller, Argument{"tensor"}, tensor);
+  checkCpu(caller, tensor);
   if (!isPlain(tensor)) {
-    refuse(site,
-           c10::str("tensor must be contiguous, as other ranks write to its memory, but it has "
-                    "shape ",
-                    tensor.sizes(), " and strides ", tensor.strides()));
+    refuse(caller,
+           "tensor must be contiguous, as other ranks write to its memory, but it has "
+           "shape ",
+           tensor.sizes(), " and strides ", tensor.strides());
   }
   if (static_cast<size_t>(tensor.dim()) > Layout::kMaxDimensions) {
-    refuse(site, c10::str("tensor may have ", Layout::kMaxDimensions, " dimensions, but it has ",
-                          tensor.dim(), "; pass a view(-1) of it"));
+    refuse(caller, "tensor may have ", Layout::kMaxDimensions, " dimensions, but it has ",
+           tensor.dim(), "; pass a view(-1) of it");
   }
   Layout layout;
   layout.type = static_cast<int64_t>(tensor.scalar_type());
@@ -123,12 +122,12 @@ void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
   static_assert(sizeof(layout) <= sizeof(description));
   std::memcpy(description.data(), &layout, sizeof(layout));
 
-  Request request(site, c10d::OpType::UNKNOWN, "mycoll:tensor_register", c10d::kUnsetTimeout,
+  Request request(caller, c10d::OpType::UNKNOWN, c10d::kUnsetTimeout,
                   /*isAsync=*/false);
   request.compositeKind = OpKind::kWindow;
   const Span memory = writable(tensor);
-  check(site, window_->open(memory, description, std::make_shared<FixedStorage>(tensor),
-                            &request.composite));
+  check(caller, window_->open(memory, description, std::make_shared<FixedStorage>(tensor),
+                              &request.composite));
   backend_->run(request, tensor, {});
   at::Tensor own = tensor.detach();
   MutexLock lock(mutex_);
@@ -136,39 +135,37 @@ void MycollWindow::tensor_register(const at::Tensor& tensor, bool /*owning*/) {
 }
 
 void MycollWindow::tensor_deregister() {
-  const CallSite site = backend_->enter("tensor_deregister");
+  const CallerInfo caller = backend_->enter("tensor_deregister");
   at::Tensor last;  // dropped without the lock
   {
     MutexLock lock(mutex_);
     std::swap(tensor_, last);
   }
-  Request request(site, c10d::OpType::UNKNOWN, "mycoll:tensor_deregister", c10d::kUnsetTimeout,
+  Request request(caller, c10d::OpType::UNKNOWN, c10d::kUnsetTimeout,
                   /*isAsync=*/false);
   request.compositeKind = OpKind::kWindow;
-  check(site, window_->close(&request.composite));
+  check(caller, window_->close(&request.composite));
   backend_->run(request, {}, {});
 }
 
-MycollWindow::Layout MycollWindow::layoutOf(const CallSite& site, int64_t rank) const {
+MycollWindow::Layout MycollWindow::layoutOf(const CallerInfo& caller, int64_t rank) const {
   uint64_t bytes = 0;
   mycoll::Window::Description description;
-  check(site, window_->describe(static_cast<int>(rank), &bytes, &description));
+  check(caller, window_->describe(static_cast<int>(rank), &bytes, &description));
   Layout layout;
   std::memcpy(&layout, description.data(), sizeof(layout));
   if (!layout.fits(bytes)) {
-    throwStatus(
-        Status(Code::kNetwork,
-               c10::str("mycoll group '", backend_->groupName(), "': what ",
-                        communicator_->describeRank(static_cast<int>(rank)),
-                        " tells of the tensor of its window is no tensor of ", bytes, " bytes")));
+    throwStatus(Status(Code::kNetwork, c10::str("mycoll group '", backend_->groupName(), "': ",
+                                                communicator_->describeRank(static_cast<int>(rank)),
+                                                " has described the tensor of its window, of ",
+                                                bytes, " bytes, in a way that is not valid")));
   }
   return layout;
 }
 
 MycollWindow::WorkPtr MycollWindow::workOf(Request& request, const OpPtr& op) {
   const bool isAsync = std::exchange(request.async, true);
-  const WorkPtr work =
-      backend_->finishLaunch(*communicator_, request, {}, {op}, /*isProfiled=*/false);
+  const WorkPtr work = backend_->finishLaunch(*communicator_, request, {}, {op});
   if (!isAsync) work->wait();
   return work;
 }
@@ -176,46 +173,44 @@ MycollWindow::WorkPtr MycollWindow::workOf(Request& request, const OpPtr& op) {
 MycollWindow::WorkPtr MycollWindow::put(const at::Tensor& tensor, int64_t dstRank,
                                         int64_t targetOffsetNelems, bool asyncOp,
                                         const PutOptions& opts) {
-  const CallSite site = backend_->enter("put");
-  checkTensor(site, Argument{"tensor"}, tensor);
-  checkCpu(site, tensor);
-  checkRank(site, "dst_rank", dstRank);
-  const Layout target = layoutOf(site, dstRank);
+  const CallerInfo caller = backend_->enter("put");
+  checkTensor(caller, Argument{"tensor"}, tensor);
+  checkCpu(caller, tensor);
+  checkRank(caller, "dst_rank", dstRank);
+  const Layout target = layoutOf(caller, dstRank);
   if (tensor.scalar_type() != target.scalarType()) {
-    refuse(site, c10::str("tensor must be of the window's dtype on rank ", dstRank, ", ",
-                          c10::toString(target.scalarType()), ", but it is ",
-                          c10::toString(tensor.scalar_type())));
+    refuse(caller, "tensor must be of the window's dtype on rank ", dstRank, ", ",
+           c10::toString(target.scalarType()), ", but it is ", c10::toString(tensor.scalar_type()));
   }
   const int64_t elements = target.elements();
   if (targetOffsetNelems < 0 || targetOffsetNelems > elements ||
       tensor.numel() > elements - targetOffsetNelems) {
-    refuse(site,
-           c10::str(tensor.numel(), " elements from element ", targetOffsetNelems,
-                    " on do not fit into the window of rank ", dstRank, ", which has ", elements));
+    refuse(caller, tensor.numel(), " elements from element ", targetOffsetNelems,
+           " on do not fit into the window of rank ", dstRank, ", which has ", elements);
   }
-  Request request(site, c10d::OpType::SEND, "mycoll:put", opts.timeout, asyncOp);
+  Request request(caller, c10d::OpType::SEND, opts.timeout, asyncOp);
   request.peer = static_cast<int>(dstRank);
   const Span source = request.input(tensor);
   auto kept = std::make_shared<Kept>(std::move(request.keep));
   const uint64_t offset = static_cast<uint64_t>(targetOffsetNelems) * tensor.element_size();
   OpPtr op;
-  check(site, window_->put(source, request.peer, offset, std::move(kept), !asyncOp, request.timeout,
-                           &op));
+  check(caller, window_->put(source, request.peer, offset, std::move(kept), !asyncOp,
+                             request.timeout, &op));
   return workOf(request, op);
 }
 
-bool MycollWindow::isMapped(const CallSite& site, int64_t rank,
+bool MycollWindow::isMapped(const CallerInfo& caller, int64_t rank,
                             std::shared_ptr<Pages>* pages) const {
-  check(site, window_->map(static_cast<int>(rank), pages));
+  check(caller, window_->map(static_cast<int>(rank), pages));
   return *pages != nullptr || rank == backend_->getRank();
 }
 
 at::Tensor MycollWindow::map_remote_tensor(int64_t rank) {
-  const CallSite site = backend_->enter("map_remote_tensor");
-  checkRank(site, "rank", rank);
-  const Layout layout = layoutOf(site, rank);
+  const CallerInfo caller = backend_->enter("map_remote_tensor");
+  checkRank(caller, "rank", rank);
+  const Layout layout = layoutOf(caller, rank);
   std::shared_ptr<Pages> pages;
-  if (isMapped(site, rank, &pages)) {
+  if (isMapped(caller, rank, &pages)) {
     if (pages) {
       return at::from_blob(
           pages->data(), layout.shape(), [pages](void*) {},
@@ -239,31 +234,31 @@ at::Tensor MycollWindow::map_remote_tensor(int64_t rank) {
 
 MycollWindow::WorkPtr MycollWindow::signal(int64_t peerRank, bool asyncOp,
                                            const SignalOptions& opts) {
-  const CallSite site = backend_->enter("signal");
-  checkRank(site, "peer_rank", peerRank);
-  Request request(site, c10d::OpType::SEND, "mycoll:signal", opts.timeout, asyncOp);
+  const CallerInfo caller = backend_->enter("signal");
+  checkRank(caller, "peer_rank", peerRank);
+  Request request(caller, c10d::OpType::SEND, opts.timeout, asyncOp);
   OpPtr op;
-  check(site, window_->signal(static_cast<int>(peerRank), !asyncOp, opts.timeout, &op));
+  check(caller, window_->signal(static_cast<int>(peerRank), !asyncOp, opts.timeout, &op));
   return workOf(request, op);
 }
 
 MycollWindow::WorkPtr MycollWindow::wait_signal(int64_t peerRank, bool asyncOp,
                                                 const WaitSignalOptions& opts) {
-  const CallSite site = backend_->enter("wait_signal");
-  checkRank(site, "peer_rank", peerRank);
-  Request request(site, c10d::OpType::RECV, "mycoll:wait_signal", opts.timeout, asyncOp);
+  const CallerInfo caller = backend_->enter("wait_signal");
+  checkRank(caller, "peer_rank", peerRank);
+  Request request(caller, c10d::OpType::RECV, opts.timeout, asyncOp);
   OpPtr op;
-  check(site, window_->waitSignal(static_cast<int>(peerRank), !asyncOp, opts.timeout, &op));
+  check(caller, window_->waitSignal(static_cast<int>(peerRank), !asyncOp, opts.timeout, &op));
   return workOf(request, op);
 }
 
 WindowAttr MycollWindow::get_attr(int64_t peerRank) {
-  const CallSite site = backend_->enter("get_attr");
-  checkRank(site, "peer_rank", peerRank);
+  const CallerInfo caller = backend_->enter("get_attr");
+  checkRank(caller, "peer_rank", peerRank);
   std::shared_ptr<Pages> pages;
   WindowAttr attr;
   attr.access_type =
-      isMapped(site, peerRank, &pages) ? WindowAccessType::UNIFIED : WindowAccessType::SEPARATE;
+      isMapped(caller, peerRank, &pages) ? WindowAccessType::UNIFIED : WindowAccessType::SEPARATE;
   return attr;
 }
 

@@ -49,8 +49,8 @@ class MycollWindow final : public TorchWindow {
  private:
   struct Layout;  // of a rank's tensor
 
-  Layout layoutOf(const CallSite& site, int64_t rank) const;
-  bool isMapped(const CallSite& site, int64_t rank, std::shared_ptr<Pages>* pages) const;
+  Layout layoutOf(const CallerInfo& caller, int64_t rank) const;
+  bool isMapped(const CallerInfo& caller, int64_t rank, std::shared_ptr<Pages>* pages) const;
   WorkPtr workOf(Request& request, const OpPtr& op);
 
   const c10::intrusive_ptr<MycollBackend> backend_;

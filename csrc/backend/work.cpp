@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "backend/errors.h"
+#include "base/wait.h"
 
 namespace mycoll {
 namespace {
@@ -37,9 +38,6 @@ void completeResult(const FuturePtr& future, const Status& status, c10d::OpType 
     future->markCompleted(c10::IValue(static_cast<int64_t>(toWorkResult(status))));
   });
 }
-
-// How often a thread that waits for begin() checks for signals.
-constexpr std::chrono::milliseconds kTick(50);
 
 Deadline toDeadline(std::chrono::milliseconds timeout) {
   return timeout <= std::chrono::milliseconds(0) ? Deadline::never() : Deadline::after(timeout);
@@ -117,20 +115,17 @@ void MycollWork::beginIfInCallback() {
 }
 
 void MycollWork::awaitBegin(Deadline deadline) {
-  const Deadline callEnds =
-      timeout_ > std::chrono::milliseconds(0) ? Deadline::after(timeout_) : Deadline::never();
+  const Deadline callEnds = toDeadline(timeout_);
   MutexLock lock(lock_);
   while (!hasBegun()) {
-    held_->begun.wait_for(lock.native(), kTick);
+    held_->begun.wait_for(lock.native(), kWaitTick);
     if (hasBegun()) return;
     if (deadline.expired() || callEnds.expired()) {
       throwStatus(heldTooLong(held_->call, std::chrono::duration_cast<std::chrono::milliseconds>(
                                                Clock::now() - started_)));
     }
     lock.unlock();
-    if (isInterruptPending()) {
-      throwStatus(interrupted());
-    }
+    if (isInterruptPending()) throwStatus(interrupted());
     lock.lock();
   }
 }
@@ -152,11 +147,7 @@ void MycollWork::watchOps() {
 }
 
 bool MycollWork::areOpsDone() const {
-  if (!hasBegun()) return false;
-  for (const OpPtr& op : ops_) {
-    if (!op->done()) return false;
-  }
-  return true;
+  return hasBegun() && std::all_of(ops_.begin(), ops_.end(), [](auto& op) { return op->done(); });
 }
 
 void MycollWork::finish() {
@@ -179,10 +170,7 @@ void MycollWork::finish() {
     copyBacks = std::move(copyBacks_);
     copyBacks_.clear();
     if (status_.ok()) {
-      for (const CopyBack& copy : copyBacks) {
-        unpack(static_cast<const char*>(copy.packed.const_data_ptr()) + copy.offsetBytes,
-               copy.target);
-      }
+      for (const CopyBack& copy : copyBacks) copy.run();
     }
     hook.swap(hook_);
     future = future_;
@@ -196,12 +184,13 @@ void MycollWork::finish() {
     return c10::intrusive_ptr<MycollWork>::unsafe_reclaim_from_nonowning(this);
   };
   if (turn) {
-    CallbackOrder::ready(turn, [self = self(), future = std::move(future)] { self->tell(future); });
+    CallbackOrder::ready(
+        turn, [self = self(), future = std::move(future)] { self->completeFuture(future); });
   }
   if (!future && !resultFuture && !hook) return;
   CallbackPool::get().post([self = self(), future = std::move(future),
                             resultFuture = std::move(resultFuture), hook = std::move(hook)] {
-    if (future) self->tell(future);
+    if (future) self->completeFuture(future);
     if (resultFuture) completeResult(resultFuture, self->status_, self->opType_);
     if (hook) {
       hook(std::make_shared<c10d::WorkInfo>(self->opType_, self->getSequencenumber(),
@@ -227,7 +216,7 @@ bool MycollWork::isCompleted() {
   return future_->completed();
 }
 
-void MycollWork::tell(const FuturePtr& future) {
+void MycollWork::completeFuture(const FuturePtr& future) {
   runCallbacks(opType_, [&] {
     if (status_.ok()) {
       future->markCompleted(value());
@@ -235,7 +224,7 @@ void MycollWork::tell(const FuturePtr& future) {
       future->setError(toException(status_));
     }
   });
-  told_.set();
+  callbacksDone_.set();
 }
 
 c10::IValue MycollWork::value() const {
@@ -295,7 +284,7 @@ bool MycollWork::wait(std::chrono::milliseconds timeout) {
     stayIfExiting();
     finish();
   }
-  if (isAsked_.load(std::memory_order_acquire)) told_.await();
+  if (isAsked_.load(std::memory_order_acquire)) callbacksDone_.await();
   throwIfFailed(status_);
   return true;
 }
@@ -331,7 +320,7 @@ FuturePtr MycollWork::getFuture() {
     }
   }
   if (isComplete) {
-    tell(future);
+    completeFuture(future);
   } else {
     watch();
   }
@@ -368,17 +357,11 @@ uint64_t MycollWork::getSequencenumber() const {
 }
 
 bool CoalescedWork::isCompleted() {
-  for (const auto& work : works_) {
-    if (!work->isCompleted()) return false;
-  }
-  return true;
+  return std::all_of(works_.begin(), works_.end(), [](auto& work) { return work->isCompleted(); });
 }
 
 bool CoalescedWork::isSuccess() const {
-  for (const auto& work : works_) {
-    if (!work->isSuccess()) return false;
-  }
-  return true;
+  return std::all_of(works_.begin(), works_.end(), [](auto& work) { return work->isSuccess(); });
 }
 
 std::exception_ptr CoalescedWork::exception() const {

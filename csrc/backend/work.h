@@ -8,7 +8,7 @@
 // A collective that follows futures whose callbacks have not run is held: it has no operations
 // until begin().
 // If Python asked for the future before the operation was done, wait() also waits for its callbacks
-// (see Told), and isCompleted() returns false until the future is complete.
+// (see CallbacksDone), and isCompleted() returns false until the future is complete.
 //
 // Lifetime: may be dropped at any time. The engine holds the memory until it is done, and also the
 // Work if that has anything left to do. The Work is then passed to CallbackPool::drop(), because it
@@ -89,8 +89,8 @@ class MycollWork final : public c10d::Work {
   bool areOpsDone() const;
   // Whether its operations are done. If so, finish() has run.
   bool isOver();
-  // Completes future_; not under the lock, as its callbacks run here.
-  void tell(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+  // Completes future_, and so runs its callbacks: without the lock.
+  void completeFuture(const c10::intrusive_ptr<c10::ivalue::Future>& future);
   c10::IValue value() const;
   // Idempotent; waits for another thread that is running it. Call it only when the engine is done.
   void finish();
@@ -136,7 +136,7 @@ class MycollWork final : public c10d::Work {
   // The turn of future_, if Python asked for it before it was done.
   CallbackOrder::TurnPtr turn_ GUARDED_BY(lock_);
   c10::intrusive_ptr<c10::ivalue::Future> resultFuture_ GUARDED_BY(lock_);
-  Told told_;  // of future_
+  CallbacksDone callbacksDone_;  // of future_
 };
 
 // The error of a call that has waited this long for the callbacks before it.

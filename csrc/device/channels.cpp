@@ -12,15 +12,13 @@
 #include "nccl/collectives.h"
 #include "nccl/library.h"
 
-// What ranks tell each other here is kept by the operation that carries it: a wait that a signal
-// ends leaves it running.
 namespace mycoll {
 namespace {
 
-// Marks the note by which the lower rank of a pair tells NCCL's id, beside any tag of a user's.
+// The tag of the message with NCCL's id, from the lower rank of a pair; users' tags are smaller.
 constexpr uint64_t kPairTag = uint64_t{1} << 49;
-// What a call into NCCL may take beyond the group's timeout: it is the last resort. Who waits for
-// an operation ends it sooner, and says which rank is missing.
+// The time that a call into NCCL may take beyond the group's timeout, as a last resort: a thread
+// that waits for an operation ends it earlier, and reports which rank is missing.
 constexpr std::chrono::milliseconds kIssueGrace(2000);
 
 // The group's timeout can change, and be milliseconds::max().
@@ -30,6 +28,12 @@ std::chrono::milliseconds patienceOf(const Communicator& group) {
 }
 
 }  // namespace
+
+void runOnControl(const DevicePlace& place, Call call, std::shared_ptr<void> kept) {
+  throwIfFailed(place.control->wait(
+      place.control->submit(std::move(call), std::move(kept), /*willWait=*/true),
+      Deadline::never()));
+}
 
 void throwUnlessConnected(const DevicePlace& place, const Status& status) {
   if (status.ok()) return;
@@ -43,19 +47,20 @@ void throwUnlessConnected(const DevicePlace& place, const Status& status) {
 nccl::CommOptions Channels::optionsOn(c10::Device device) const {
   nccl::CommOptions options;
   options.nccl = place_.options->nccl;
-  // Blocking where a thread that hangs in NCCL can be let go: without it recent NCCLs start a
-  // thread for every operation.
+  // Blocking calls if NCCL can release a thread that hangs in one: otherwise recent versions start
+  // a thread for each operation.
   if (!options.nccl.isBlocking) {
     options.nccl.isBlocking = nccl::Library::loaded()->has(nccl::Capability::kRevoke);
   }
   options.issueTimeout = [group = place_.control] { return patienceOf(*group); };
   options.device = device.index();
-  // For good, and at once: what c10's guards do where there is no context yet only c10 knows of.
+  // Immediately and permanently: if there is no context yet, c10's guards only note the device.
   options.bindDevice = [device] {
     try {
       c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
-    } catch (const std::exception& error) {
-      MYCOLL_LOG_WARN("a thread for NCCL could not choose its device: %s", textOf(error).c_str());
+    } catch (...) {
+      MYCOLL_LOG_WARN("a thread for NCCL could not choose its device: %s",
+                      describeException().c_str());
     }
   };
   return options;
@@ -105,13 +110,12 @@ Channel Channels::ofGroup(c10::Device device) {
     if (!made.ok()) place_.control->fail(made);
     throwIfFailed(made);
   }
-  Call tell;
-  tell.kind = OpKind::kBroadcast;
-  tell.dtype = DType::kUInt8;
-  tell.root = 0;
-  tell.out = {{id.get(), sizeof(*id)}};
-  throwIfFailed(place_.control->wait(place_.control->submit(std::move(tell), id, /*willWait=*/true),
-                                     Deadline::never()));
+  Call share;
+  share.kind = OpKind::kBroadcast;
+  share.dtype = DType::kUInt8;
+  share.root = 0;
+  share.out = {{id.get(), sizeof(*id)}};
+  runOnControl(place_, std::move(share), id);
   return add(&ofGroup_, device.index(), join(device, place_.rank, place_.ranks, place_.name, *id));
 }
 
@@ -147,7 +151,7 @@ Channel Channels::ofPair(c10::Device device, int peer) {
   throwUnlessConnected(place_, control.wait(exchanged, Deadline::never()));
   const std::string name = place_.name + " " + std::to_string(std::min(place_.rank, peer)) + "-" +
                            std::to_string(std::max(place_.rank, peer));
-  // What hangs from here on is aborted with the others.
+  // From here on, an abort of the group ends a call that hangs.
   const Channel channel = add(&ofPairs_, key, join(device, isLower ? 0 : 1, 2, name, *id));
   connectBothWays(channel, isLower ? 1 : 0);
   MutexLock lock(mutex_);
@@ -155,10 +159,10 @@ Channel Channels::ofPair(c10::Device device, int peer) {
   return channel;
 }
 
-// NCCL connects two ranks at their first message in each direction, and takes for granted there
-// that what one of them sends the other one receives: if both send first, each takes the other's
-// send buffer for a receive buffer. It also waits for the other rank meanwhile, in the calling
-// thread. So one byte goes both ways before the first message does.
+// NCCL connects two ranks at their first message in each direction, and assumes that the other rank
+// receives what one sends: if both send first, each takes the other's send buffer for a receive
+// buffer. It also blocks the calling thread until the other rank has connected. So before the first
+// message, each rank sends one byte to the other.
 void Channels::connectBothWays(const Channel& channel, int peer) const {
   const c10::StreamGuard guard(channel.stream);
   const at::Tensor bytes =
@@ -175,11 +179,11 @@ bool Channels::split(Channels* child, int color, bool isWilling) {
   const Channel* parent = nullptr;
   {
     MutexLock lock(mutex_);
-    // With several devices nobody could say which one the child will use.
+    // With several devices, it is unknown which one the child will use.
     if (!isEnded_ && ofGroup_.size() == 1) parent = &ofGroup_.begin()->second;
   }
   const nccl::Library& library = *nccl::Library::loaded();
-  // All or none: one rank that stays away would keep the others waiting in NCCL.
+  // All ranks or none: if one rank did not take part, the others would wait for it in NCCL.
   struct Vote {
     int32_t mine, all;
   };
@@ -192,8 +196,7 @@ bool Channels::split(Channels* child, int color, bool isWilling) {
   agree.reduceOp = ReduceOp::kMin;
   agree.in = {{&vote->mine, sizeof(vote->mine)}};
   agree.out = {{&vote->all, sizeof(vote->all)}};
-  throwIfFailed(place_.control->wait(
-      place_.control->submit(std::move(agree), vote, /*willWait=*/true), Deadline::never()));
+  runOnControl(place_, std::move(agree), vote);
   if (vote->all == 0) return false;
 
   const c10::Device device = parent->stream.device();
@@ -237,7 +240,7 @@ Status Channels::check() const {
   return Status();
 }
 
-// All at once: one communicator's abort may wait for what another one has running.
+// Stops all communicators together: the abort of one may wait for operations of another.
 void Channels::beginAbort(const Status& why) {
   for (const auto& comm : end()) comm->beginAbort(why);
 }
@@ -250,8 +253,8 @@ void Channels::abort(Deadline deadline, const Status& why) {
   for (const auto& comm : comms) (void)comm->abort(deadline, why);
 }
 
-// One after another. The thread of one that is late stays in NCCL, where no other may end in good
-// order beside it; an abort may.
+// One after another. The thread that closes a late communicator stays in NCCL, where none of the
+// others may be closed meanwhile; aborting them is allowed.
 Status Channels::close(Deadline deadline, const nccl::Comm::Check& check) {
   Status first;
   for (const auto& comm : end()) {

@@ -1,11 +1,11 @@
-// Channels: a group's NCCL communicators, each with the stream of its asynchronous operations. One
-// for each device that the group is used with, for collectives and batches; one for each pair of
-// ranks that send to each other outside of a batch, so that a send meets its receive whatever
-// collectives either side has enqueued before it.
+// Channels: a group's NCCL communicators, each with the stream of its asynchronous operations.
+// There is one for each device that the group uses, for collectives and batches, and one for each
+// pair of ranks that exchange messages outside of a batch, so that a send meets its receive
+// whatever collectives either rank has enqueued before it.
 //
-// Threads: every function [any thread]. Those that connect wait in their caller for the other
-// ranks, as NCCL must not connect on a second thread beside the caller's operations. Lifetimes: a
-// part of its DeviceGroup.
+// Thread contract: [any thread]. Functions that connect block their caller until the other ranks
+// have connected, as NCCL must not connect on a second thread beside the caller's operations.
+// Lifetime: a part of its DeviceGroup.
 #pragma once
 
 #include <map>
@@ -27,38 +27,41 @@ struct Channel {
   c10::Stream stream;
 };
 
-// Throws where connecting has failed, which ends the group, if nothing has yet.
+// Throws if connecting has failed, and fails the group.
 void throwUnlessConnected(const DevicePlace& place, const Status& status);
+// Runs a collective that the group's ranks need to agree. kept: the memory that it uses, which it
+// keeps if a signal ends the wait. Throws if it fails.
+void runOnControl(const DevicePlace& place, Call call, std::shared_ptr<void> kept);
 
 class Channels {
  public:
   explicit Channels(const DevicePlace& place) : place_(place) {}
 
-  // On all ranks; connects at first.
+  // To be called on all ranks; the first call connects them.
   Channel ofGroup(c10::Device device);
-  // On both ranks; connects at first. For one thread at a time for each peer.
+  // To be called on both ranks; the first call connects them. One thread at a time for each peer.
   Channel ofPair(c10::Device device, int peer);
   bool hasPair(c10::Device device, int peer) const;
-  // NCCL's handle of what ofGroup() has connected on the current device; null: nothing yet.
+  // NCCL's handle of the communicator of all ranks on the current device; null: not connected yet.
   nccl::RawComm* handleHere() const;
 
-  // On all ranks of the group: gives the child, a group of some of them, a part of this group's
-  // communicator; null on ranks that are in no child. Ranks with one color are one child's.
-  // isWilling: false where this rank has no child although it should. False: no part was given, on
-  // any rank, and the child connects like any other group.
+  // To be called on all ranks of the group: gives the child, a group of some of them, a part of
+  // this group's communicator. child: null on ranks that are in none. Ranks with the same color
+  // belong to the same child. isWilling: false if this rank has no child although it should.
+  // Returns false on all ranks if no part was given: the child then connects like any other group.
   bool split(Channels* child, int color, bool isWilling);
 
-  // Ok while NCCL has no error to report. [watchdog]
+  // Returns an error that NCCL reports. [watchdog]
   Status check() const;
-  // Stops all there is, on threads of its own. From here on nothing connects any more.
+  // Stops all communicators, on threads of its own. Later attempts to connect fail.
   void beginAbort(const Status& why);
-  // The same, and waits for it, also for what began before, by the deadline.
+  // As beginAbort(), and waits until all have stopped, at most until the deadline.
   void abort(Deadline deadline, const Status& why);
-  // Waits for what runs and frees it, until the deadline, and for as long as check is ok. What is
-  // left then is stopped. From here on nothing connects any more.
+  // Waits for running operations and frees the communicators, at most until the deadline, and while
+  // `check` returns ok; then stops the others. Later attempts to connect fail.
   Status close(Deadline deadline, const nccl::Comm::Check& check);
-  // For a barrier: the streams that this group's collectives are enqueued on. Not those of messages
-  // between two ranks: the other end of one may come after the barrier.
+  // For a barrier: adds the streams of this group's collectives. Not those of messages between two
+  // ranks: the other rank may send or receive after the barrier.
   void addStreams(std::vector<c10::Stream>* streams) const;
 
  private:
@@ -68,18 +71,18 @@ class Channels {
   nccl::CommOptions optionsOn(c10::Device device) const;
   Channel join(c10::Device device, int rank, int ranks, const std::string& name,
                const nccl::UniqueId& id) const;
-  // What ends NCCL's waits: the group's end, or a signal.
+  // Ends NCCL's waits: not ok if the group has failed, or a signal must be handled.
   Status interruption() const;
-  void connectBothWays(const Channel& channel,
-                       int peer) const;  // peer: as the communicator counts
-  // The group may have ended while NCCL connected. Adds it, or throws.
+  // peer: its rank in the communicator.
+  void connectBothWays(const Channel& channel, int peer) const;
+  // Adds a channel, or throws if the group has ended while NCCL connected.
   template <typename Map, typename Key>
   Channel add(Map* channels, const Key& key, Channel channel);
   Comms all() const REQUIRES(mutex_);
-  Comms end();  // all of them at the first call, then none
+  Comms end();  // returns all of them at the first call, then none
 
   const DevicePlace& place_;
-  Mutex connectMutex_;  // one connects all ranks at a time; before mutex_
+  Mutex connectMutex_;  // held while all ranks connect; taken before mutex_
   mutable Mutex mutex_;
   std::map<c10::DeviceIndex, Channel> ofGroup_ GUARDED_BY(mutex_);
   std::map<Pair, Channel> ofPairs_ GUARDED_BY(mutex_);

@@ -1,14 +1,12 @@
 // Copies on devices, through torch's operators, on the current stream.
-// Thread contract: [any thread], with or without the GIL, under whatever modes.
+// Thread contract: [any thread], with or without the GIL, whatever the thread's dispatch modes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/ArrayRef.h>
 
-#include <exception>
-#include <string>
-
+#include "backend/errors.h"
 #include "backend/plain_dispatch.h"
 #include "backend/request.h"
 #include "base/status.h"
@@ -18,35 +16,35 @@
 
 namespace mycoll {
 
-// Pinned, as far as the device has such memory.
+// Returns pinned memory, or ordinary memory if the device has none.
 at::Tensor emptyPinned(size_t bytes);
 
-// From plain memory of ours to the user's tensors.
+// Copies results from plain memory to the user's tensors.
 void copyBackOnDevice(c10::ArrayRef<CopyBack> copies);
 
-// Runs `copies` with the device as the current one, where torch's exceptions must not get out.
+// Runs `copies` with the device as the current one, and returns what torch throws.
 template <typename Copies>
 Status copying(c10::Device device, const Copies& copies) {
   try {
     const PlainDispatch plain;
     const OnDevice guard(device);
-    const nccl::RelaxedCapture relaxed;  // torch's allocators allocate, and ask for events
+    const nccl::RelaxedCapture relaxed;  // torch's allocators allocate, and query events
     copies();
     return Status();
-  } catch (const std::exception& error) {
-    return Status(Code::kInternal, "a copy between device and host failed: " + textOf(error));
+  } catch (...) {
+    return Status(Code::kInternal, "a copy between device and host failed: " + describeException());
   }
 }
 
-// The same on `stream`, for an operation that has not failed, which keeps its tensors until the
-// stream has passed the copies: they return the event behind them.
+// As copying(), on `stream`, unless the operation has failed. `copies` returns the event that
+// follows the copies: the operation keeps its tensors until the stream has passed it.
 template <typename Copies>
 Status copyingFor(DeviceOperation& operation, const c10::Stream& stream, const Copies& copies) {
-  DeviceOperation::Putting putting(operation);
-  if (!putting.isAllowed()) return operation.status();
+  DeviceOperation::StreamUse use(operation);
+  if (!use.isAllowed()) return operation.status();
   return copying(stream.device(), [&] {
     const c10::StreamGuard guard(stream);
-    putting.setEnd(stream, copies());
+    use.setEnd(stream, copies());
   });
 }
 

@@ -8,6 +8,7 @@
 #include "backend/errors.h"
 #include "base/env.h"
 #include "base/text.h"
+#include "base/wait.h"
 #include "device/device_work.h"
 #include "device/pause.h"
 #include "device/watchdog.h"
@@ -18,17 +19,17 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// In errors, where the program went on from an operation that was lost.
+// Part of an error if the program relies on results that were lost.
 constexpr char kInvalidResults[] = ". Results computed on the device since then are invalid";
-// For NCCL to stop when a group ends; what takes longer goes on without us.
+// The longest wait for NCCL to stop when a group ends.
 constexpr std::chrono::milliseconds kNcclAbortTime(1000);
-// NCCL often sees that a rank is gone before anybody knows why; the engine is given this time to
-// find the cause.
+// NCCL often detects the loss of a rank before its cause is known: the engine has this time to find
+// the cause.
 constexpr auto kCauseGrace = std::chrono::milliseconds(1000);
-// The engine's group and NCCL are asked about failures this often.
-constexpr auto kAskEvery = std::chrono::milliseconds(20);
+// How often the engine's groups and NCCL are checked for failures.
+constexpr auto kCheckEvery = std::chrono::milliseconds(20);
 
-// What has to be over before a barrier.
+// The operations and events that a barrier waits for.
 class Fence final : public Condition {
  public:
   bool ready() override {
@@ -39,22 +40,16 @@ class Fence final : public Condition {
   }
 
   std::vector<EventPtr> events;
-  std::vector<DeviceOperationPtr> operations;  // not all on their streams yet
+  std::vector<DeviceOperationPtr> operations;  // that were not on a stream yet
 };
-
-bool isMessage(const Request& request) {
-  return request.calls.size() == 1 && isPointToPoint(request.calls.front());
-}
 
 std::vector<Operation> messagesOf(Requests requests) {
   std::vector<Operation> messages;
   for (const Request* request : requests) {
-    for (const Call& call : request->calls) {
-      if (!isPointToPoint(call)) continue;
-      const Signature signature = call.signature();
-      messages.push_back(
-          Operation::ofMessage(signature, request->peer, request->tag, signature.bytes));
-    }
+    if (!request->isMessage()) continue;
+    const Signature signature = request->calls.front().signature();
+    messages.push_back(
+        Operation::ofMessage(signature, request->peer, request->tag, signature.bytes));
   }
   return messages;
 }
@@ -94,23 +89,22 @@ std::string DeviceGroup::path() const {
   }
 }
 
-// While it lives, a thread waits for other ranks in a way that no operation stands for: a failure
-// of the group, or the message's deadline, ends that, too.
+// While it lives, its thread waits for other ranks outside of any operation: a failure of the
+// group, or the message's deadline, ends that wait.
 class DeviceGroup::Waiting {
  public:
   Waiting(DeviceGroup& group, const char* what, c10::Device device)
       : operation_(std::make_shared<DeviceOperation>(what, currentStream(device))) {
-    // No barrier waits for it.
-    group.watch({.operation = operation_, .isMessage = true});
+    group.watch({.operation = operation_, .isMessage = true});  // no barrier waits for it
   }
   Waiting(DeviceGroup& group, Request& message)
-      : operation_(std::make_shared<DeviceOperation>(message.site.function,
+      : operation_(std::make_shared<DeviceOperation>(message.caller.function,
                                                      currentStream(message.device))) {
     Request* const one = &message;
     group.watchMessages(operation_, {&one, 1}, /*isOfPair=*/true,
-                        /*isRecorded=*/false);  // when it is carried out
+                        /*isRecorded=*/false);  // the launch records it
   }
-  ~Waiting() { operation_->fail(Status(Code::kAborted, operation_->what())); }  // nobody reads it
+  ~Waiting() { operation_->fail(Status(Code::kAborted, operation_->what())); }  // not read
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
 
@@ -131,7 +125,7 @@ void DeviceGroup::split(DeviceSupport* made, int color, bool isWilling) {
   throwIfDead();
   if (choice_.known() != DevicePath::kNccl) return;
   auto* const child = static_cast<DeviceGroup*>(made);
-  // NCCL wants nothing outstanding on a communicator that it splits.
+  // NCCL requires that no operation is pending on a communicator that it splits.
   for (Pause pause; watched_.hasOfGroup();) {
     throwIfDead();
     if (pause.rest() && isInterruptPending()) throwStatus(interrupted());
@@ -165,7 +159,7 @@ void DeviceGroup::deregisterMemory(void* address) {
 
 void* DeviceGroup::ncclComm() const { return channels_.handleHere(); }
 
-// As with torch's nccl, the first message of two ranks waits in its caller for the other rank's
+// As with torch's nccl, the first message of two ranks blocks its caller until the other rank's
 // first one: NCCL must not connect on a second thread beside the caller's operations.
 DevicePath DeviceGroup::connectWith(Request& request) {
   const c10::Device device = request.device;
@@ -179,7 +173,7 @@ DevicePath DeviceGroup::connectWith(Request& request) {
   if (const auto path = connected()) return *path;
   const Waiting waiting(*this, request);
   std::unique_lock<std::timed_mutex> lock(pairMutex_, std::defer_lock);
-  while (!lock.try_lock_for(kSignalTick)) {
+  while (!lock.try_lock_for(kWaitTick)) {
     throwIfDead();
     if (isInterruptPending()) throwStatus(interrupted());
   }
@@ -190,11 +184,11 @@ DevicePath DeviceGroup::connectWith(Request& request) {
   return path;
 }
 
-// ---- carrying -----------------------------------------------------------------------------------
+// ---- launching ----------------------------------------------------------------------------------
 
 DeviceGroup::WorkPtr DeviceGroup::launch(Request& request, at::TensorList outputs, Extras extras) {
   Request* const one = &request;
-  return carry({&one, 1}, outputs, std::move(extras), /*isBatch=*/false);
+  return launchAll({&one, 1}, outputs, std::move(extras), /*isBatch=*/false);
 }
 
 void DeviceGroup::addToBatch(Request request, at::TensorList outputs) {
@@ -210,45 +204,37 @@ DeviceGroup::WorkPtr DeviceGroup::endBatch(Extras extras) {
     requests.push_back(&entry.request);
     outputs.insert(outputs.end(), entry.outputs.begin(), entry.outputs.end());
     if (entry.request.device != batch.front().request.device) {
-      refuse(entry.request.site,
-             c10::str("operations that are coalesced must be on one device, but there are ",
-                      batch.front().request.device, " and ", entry.request.device));
+      refuse(entry.request.caller,
+             "operations that are coalesced must be on one device, but there are ",
+             batch.front().request.device, " and ", entry.request.device);
     }
   }
-  return carry(requests, outputs, std::move(extras), /*isBatch=*/true);
+  return launchAll(requests, outputs, std::move(extras), /*isBatch=*/true);
 }
 
-DeviceGroup::WorkPtr DeviceGroup::carry(Requests requests, at::TensorList outputs, Extras extras,
-                                        bool isBatch) {
+DevicePath DeviceGroup::pathOf(Requests requests, bool isBatch) {
+  Request& first = *requests.front();
+  if (first.isMessage() && !isBatch) return connectWith(first);
+  if (choice_.known() == DevicePath::kUnknown) {
+    const bool isOne = requests.size() == 1 && first.calls.size() == 1;
+    choice_.agree(first.device, isOne ? first.calls.front().signature().describe()
+                                      : std::string(first.caller.function) + " (of several)");
+  }
+  return choice_.known();
+}
+
+DeviceGroup::WorkPtr DeviceGroup::launchAll(Requests requests, at::TensorList outputs,
+                                            Extras extras, bool isBatch) {
   WatchList::clearReleased();
   throwIfDead();
-  const OnDevice guard(requests.front()->device);
-  return carryHere(requests, outputs, std::move(extras), isBatch);
-}
-
-DeviceOperationPtr DeviceGroup::carryBy(DevicePath path, Requests requests, bool isTimed,
-                                        bool isBatch) {
-  return path == DevicePath::kNccl ? nccl_.carry(*this, requests, isTimed, isBatch)
-                                   : host_.carry(*this, requests, isTimed);
-}
-
-DeviceGroup::WorkPtr DeviceGroup::carryHere(Requests requests, at::TensorList outputs,
-                                            Extras extras, bool isBatch) {
   const Request& first = *requests.front();
-  const c10::Device device = first.device;
-  const c10::Stream caller = currentStream(device);
-  DevicePath path = choice_.known();
-  if (isMessage(first) && !isBatch) {
-    path = connectWith(*requests.front());
-  } else if (path == DevicePath::kUnknown) {
-    const bool isOne = requests.size() == 1 && first.calls.size() == 1;
-    choice_.agree(device, isOne ? first.calls.front().signature().describe()
-                                : std::string(first.site.function) + " (of several)");
-    path = choice_.known();
-  }
+  const OnDevice guard(first.device);
+  const c10::Stream caller = currentStream(first.device);
   const bool isTimed = extras.isTimed || extras.whenOver;
   const bool isAsync = first.async;
-  const DeviceOperationPtr operation = carryBy(path, requests, isTimed, isBatch);
+  const DeviceOperationPtr operation = pathOf(requests, isBatch) == DevicePath::kNccl
+                                           ? nccl_.launch(*this, requests, isTimed, isBatch)
+                                           : host_.launch(*this, requests, isTimed);
   if (extras.whenOver) {
     onOver(operation, [operation, whenOver = std::move(extras.whenOver)](const Status&) mutable {
       const std::chrono::duration<double, std::milli> took(operation->milliseconds());
@@ -258,7 +244,7 @@ DeviceGroup::WorkPtr DeviceGroup::carryHere(Requests requests, at::TensorList ou
     });
   }
   if (!isAsync) {
-    // NCCL's ran on the caller's stream; the host path's end is waited for by it.
+    // NCCL's operation is on the caller's stream; for the host path's, that stream waits.
     throwIfFailed(operation->waitEnqueued(Deadline::never()));
     if (operation->stream() != caller) operation->block(caller);
     operation->release().dropHere();
@@ -297,8 +283,8 @@ Status DeviceGroup::waitFor(Condition& fence) const {
 // ---- watching -----------------------------------------------------------------------------------
 
 void DeviceGroup::watch(Watched watched) {
-  // Where the device does all of it, its end may be seen a little later: to wake a thread for every
-  // operation would cost more than the operation. The host path's next step waits for us.
+  // If the device does everything, its end may be detected later: waking a thread for every
+  // operation would cost more than the operation. The host path's next step waits for the watchdog.
   const bool isUrgent = choice_.known() != DevicePath::kNccl;
   const bool isFirst = watched_.add(std::move(watched));
   if (isFirst || isUrgent) Watchdog::get().add(shared_from_this(), isUrgent);
@@ -335,13 +321,13 @@ bool DeviceGroup::needsWatch() const {
   return watched_.isBusy() || (isOpen() && !isNcclStopped_ && (!captured_.isEmpty() || isDead()));
 }
 
-DeviceGroup::Seen DeviceGroup::look() {
-  Seen seen;
-  hearOfFailures();
+DeviceGroup::Progress DeviceGroup::poll() {
+  Progress seen;
+  checkForFailures();
   seen.hasMoved = watched_.takeOver([this](const Status& error) {
     if (!isDead() && !hasLeft()) fail(inContext(error));
   });
-  const bool isReleasing = !watched_.releaseMemory();  // also when the group has ended
+  const bool isReleasing = !watched_.releaseMemory();  // even if the group has ended
   failLate();
   const bool hasNotes = place_.control->watchExternal();
   seen.wantsSoon = host_.advance();
@@ -369,7 +355,7 @@ std::string DeviceGroup::describe(const WatchedMessages& messages) const {
   return text + (place.empty() ? "" : " (" + place + ")");
 }
 
-// The first message that is late ends the group.
+// The first late message fails the group.
 void DeviceGroup::failLate() {
   const std::shared_ptr<const WatchedMessages> late = watched_.late();
   if (!late || isDead()) return;
@@ -399,9 +385,7 @@ bool DeviceGroup::isDead() const {
 }
 
 void DeviceGroup::throwIfDead() const {
-  if (!isDead()) [[likely]] {
-    return;
-  }
+  if (!isDead()) return;
   const Status cause = error();
   if (isMainThread()) isRaised_.store(true, std::memory_order_relaxed);
   throwStatus(cause.withMessage(cause.message() + onThisRank(place_.rank) +
@@ -413,17 +397,17 @@ void DeviceGroup::fail(const Status& cause) {
   for (const auto& group : {place_.control, place_.host, place_.cpu}) group->fail(cause);
 }
 
-// As all ranks are told.
+// As the other ranks receive it.
 Status DeviceGroup::inContext(const Status& error) const {
   return error.withMessage("mycoll group '" + place_.name + "': rank " +
                            std::to_string(place_.rank) + ": " + error.message());
 }
 
-void DeviceGroup::hearOfFailures() {
+void DeviceGroup::checkForFailures() {
   const auto now = Clock::now();
   const bool isNews = isDead() && !isNcclStopped_;
-  if (!isNews && now - askedAt_ < kAskEvery) return;
-  askedAt_ = now;
+  if (!isNews && now - checkedAt_ < kCheckEvery) return;
+  checkedAt_ = now;
   Status cause = failure();
   if (hasLeft()) return;  // in this order: it is set before the groups end
   if (cause.ok()) {
@@ -442,31 +426,31 @@ void DeviceGroup::hearOfFailures() {
   if (!isNcclStopped_.exchange(true)) channels_.beginAbort(cause);
 }
 
-// Before NCCL is told to stop: then devices go on with what is behind these operations, as if they
-// had been carried out, and so would the program.
+// Must be called before NCCL is stopped: then devices continue with the work after these
+// operations, as if they had been executed, and so would the program.
 void DeviceGroup::failWatched(const Status& cause) {
   place_.control->watchExternal();  // gives every operation its own text
   const bool isReplayed = captured_.isAnyBusy();
   const WatchList::Failed failed = watched_.failAll(cause);
-  // Ranks that were called differently on devices, which may have got through: unless something
-  // under way fails by it.
+  // Ranks made different calls on devices, which may have been executed, unless an operation fails
+  // because of it.
   const bool isWrong = cause.code() == Code::kMismatch && !failed.isAny && !isRaised_.load() &&
                        cause.cause().group == place_.control->context();
   if ((!failed.lost && !isReplayed && !isWrong) || hasLost_.exchange(true)) return;
   const std::string place = failed.lost ? failed.lost->place() : "";
-  raise(cause, failed.lost ? failed.lost->operation->takenAt() : 0,
+  raise(cause, failed.lost ? failed.lost->operation->reliedOnSince() : 0,
         failed.lost  ? failed.lost->operation->what() + (place.empty() ? "" : " (" + place + ")") +
                            " was under way on the device"
         : isReplayed ? "a graph with operations of this group may have been under way on the device"
                      : "a call that does not match may have been carried out on the device");
 }
 
-// By an exception in Python's main thread, wherever that is: the next call would raise, but there
-// may be none before the program uses the numbers.
+// Raises an exception in Python's main thread: the next call would throw, but the program may use
+// the numbers before it makes one.
 void DeviceGroup::raise(const Status& cause, uint64_t since, const std::string& what) {
   const Status raised =
       cause.withMessage(cause.message() + onThisRank(place_.rank) + what + kInvalidResults);
-  // Not when the program has ended the group itself meanwhile.
+  // Not if the program has aborted the group meanwhile.
   raiseInMainThread(raised, since, [group = weak_from_this(), isAborted = isAbortedHere_.load()] {
     const std::shared_ptr<DeviceGroup> living = group.lock();
     return !(living ? living->isAbortedHere_.load() : isAborted);
@@ -505,13 +489,13 @@ Status DeviceGroup::drain(Deadline deadline) const {
 void DeviceGroup::close(Deadline deadline) {
   State open = State::kOpen;
   if (!state_.compare_exchange_strong(open, State::kClosing)) return;
-  (void)place_.control->watchExternal();  // what others have said meanwhile
+  (void)place_.control->watchExternal();  // handles what other ranks have sent meanwhile
   for (Pause pause; watched_.isBusy() && !isDead() && !deadline.expired(); (void)pause.rest()) {
     Watchdog::get().wake();
   }
   const bool isExiting = Watchdog::get().isExiting();
   if (isExiting) {
-    new std::shared_ptr<DeviceGroup>(shared_from_this());  // and so NCCL's communicators
+    new std::shared_ptr<DeviceGroup>(shared_from_this());  // keeps NCCL's communicators
   }
   const auto stop = [&](const Status& why) {
     if (isExiting) return;
@@ -520,7 +504,7 @@ void DeviceGroup::close(Deadline deadline) {
   };
   Status cause = error();
   if (!cause.ok()) {
-    fail(cause);  // ranks that have said goodbye hear of it on the CPU's group only
+    fail(cause);  // ranks that have left receive it on the CPU's group only
   } else if (watched_.isBusy()) {
     cause =
         Status(Code::kAborted, "mycoll group '" + place_.name +
@@ -537,12 +521,12 @@ void DeviceGroup::close(Deadline deadline) {
       stop(cause);
     } else if (!isExiting) {
       endNccl(deadline);
-      (void)place_.control->watchExternal();  // what others have said as they left
+      (void)place_.control->watchExternal();  // handles what other ranks sent as they left
     }
   }
   const Status last = failure();
   if (last.code() == Code::kMismatch) failWatched(last);
-  state_.store(State::kLeft);  // what is heard from here on is this rank's own end
+  state_.store(State::kLeft);  // failures from now on are this rank's own end
   place_.control->endLeaving();
   place_.host->endLeaving();
   WatchList::clearReleased();
@@ -555,7 +539,7 @@ void DeviceGroup::endNccl(Deadline deadline) {
     if (!cause.ok() && patience.isNever()) patience = Deadline::after(kNcclAbortTime);
     return patience.expired() ? cause : Status();
   });
-  // Where it is late it stops what runs: replays of graphs.
+  // If it was late, it has stopped running operations: replays of graphs.
   if (!closed.ok()) failWatched(closed);
 }
 

@@ -1,23 +1,22 @@
-// DeviceGroup: carries a group's tensors on devices. Requests arrive checked and translated, as for
-// the engine, with spans of device memory; they leave on one of two paths:
+// DeviceGroup: executes a group's operations on device tensors. Requests have been checked and
+// translated, as for the engine, and have spans of device memory. One of two paths executes them:
 //
-//   NCCL   (nccl_path.h)  where every rank has it
-//   host   (host_path.h)  through pinned memory and the CPU engine, where one
-//   has not
+//   NCCL   (nccl_path.h)  if every rank has it
+//   host   (host_path.h)  through pinned memory and the CPU engine, otherwise
 //
-// path_choice.h says how the ranks agree on one. Order, agreement, deadlines and deaths are the
-// engine's: NCCL's operations are external ones of a group of their own, `control`; the host path
-// has another, so that neither shares an order with the group's CPU tensors. What kills one of the
-// three kills all.
+// The ranks agree on one of them: path_choice.h. The engine is responsible for order, agreement,
+// deadlines and deaths: NCCL's operations are external operations of a derived group, `control`.
+// The host path has another group, so that neither shares an order with the group's CPU tensors. If
+// one of the three groups fails, the others do, too.
 //
-//   kOpen -> kClosing (waits for what is pending) -> kLeaving -> kLeft
+//   kOpen -> kClosing (waits for pending operations) -> kLeaving -> kLeft
 //
 // kLeaving: the other ranks know that this one leaves, and NCCL ends, which waits for them.
-// Failures are still heard of; that another rank misses this one is none.
+// Failures are still detected, except that another rank has lost this one.
 //
-// Threads: every function [any thread] unless marked, without the GIL. Between addToBatch() and
-// endBatch() the calls come from one thread, as in MycollBackend. Lifetimes: held by the backend,
-// by works and, while it is busy, by the watchdog.
+// Thread contract: [any thread] unless marked, without the GIL. Between addToBatch() and endBatch()
+// the calls come from one thread, as in MycollBackend. Lifetime: held by the backend, by works and,
+// while it is busy, by the watchdog.
 #pragma once
 
 #include <atomic>
@@ -41,7 +40,7 @@ namespace mycoll {
 
 class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_this<DeviceGroup> {
  public:
-  // With nothing exchanged, on all ranks that have an accelerator.
+  // To be called on all ranks that have an accelerator; exchanges nothing.
   static std::shared_ptr<DeviceSupport> create(std::string name,
                                                std::shared_ptr<Communicator> communicator,
                                                c10::intrusive_ptr<MycollOptions> options);
@@ -58,7 +57,7 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   void dropBatch() override { batch_.clear(); }
   std::shared_ptr<Condition> fence() override;
   Status waitFor(Condition& fence) const override;
-  // These four do nothing on the host path, which needs nothing of the kind.
+  // The next four do nothing on the host path.
   void connect(c10::Device device) override;
   void split(DeviceSupport* child, int color, bool isWilling) override;
   void registerMemory(c10::Device device, void* address, size_t bytes, bool isSymmetric) override;
@@ -78,25 +77,25 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   // Runs fn once on the watchdog (it must not block) when the operation is over.
   void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
 
-  // --- for the paths: from here on the watchdog watches
+  // --- for the paths: the watchdog watches from now on
 
   void watch(Watched watched);
-  // A message, or a batch of them, that no group of the engine watches over. isRecorded: in the
-  // black box.
+  // A message, or a batch of them, that no group of the engine watches. isRecorded: in the black
+  // box.
   void watchMessages(const DeviceOperationPtr& operation, Requests requests, bool isOfPair,
                      bool isRecorded);
-  // A graph that is captured on this stream holds an operation of this group. Nobody says when it
-  // is replayed, so failures are listened for from here on.
+  // A graph that is captured on this stream contains an operation of this group. It may be replayed
+  // at any time, so failures are checked for from now on.
   void watchCaptured(const c10::Stream& stream);
 
   // --- for the watchdog
 
-  struct Seen {
-    bool isBusy = false;     // there is more to come
-    bool hasMoved = false;   // something ended
+  struct Progress {
+    bool isBusy = false;     // there is more to watch
+    bool hasMoved = false;   // an operation has ended
     bool wantsSoon = false;  // the CPU waits for a device
   };
-  Seen look();  // [watchdog]
+  Progress poll();  // [watchdog]
   bool needsWatch() const;
 
  private:
@@ -110,27 +109,27 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   bool isOpen() const { return state_.load() == State::kOpen; }
   bool hasLeft() const { return state_.load() == State::kLeft; }
   bool isDead() const;
-  // As error(), but this rank's own end is no failure.
+  // As error(), but ok if the cause is that this rank leaves.
   Status failure() const;
   void throwIfDead() const;
   void fail(const Status& cause);
   Status inContext(const Status& error) const;
 
-  // isBatch: also where it is a batch of one: the others' may have more, and all take one path.
-  WorkPtr carry(Requests requests, at::TensorList outputs, Extras extras, bool isBatch);
-  // The same; the requests' device is current.
-  WorkPtr carryHere(Requests requests, at::TensorList outputs, Extras extras, bool isBatch);
-  DeviceOperationPtr carryBy(DevicePath path, Requests requests, bool isTimed, bool isBatch);
-  // The path of a message between two ranks, which are connected then.
+  // isBatch: true for a batch of one, too: the other ranks' batches may be larger, and all must use
+  // one communicator.
+  WorkPtr launchAll(Requests requests, at::TensorList outputs, Extras extras, bool isBatch);
+  // Returns the path on which this rank and the others send the requests; connects if necessary.
+  DevicePath pathOf(Requests requests, bool isBatch);
+  // The same for a message between two ranks, which it connects.
   DevicePath connectWith(Request& request);
 
   std::string describe(const WatchedMessages& messages) const;
   void failLate();
-  void hearOfFailures();
-  // Fails what is watched, and raises it where the program has gone on from that.
+  void checkForFailures();
+  // Fails the watched operations, and raises the cause if the program relies on one of them.
   void failWatched(const Status& cause);
-  // In good order, which waits for the other ranks of the host: by the deadline, and not for long
-  // once the group has failed.
+  // Shuts NCCL down cleanly: waits, at most until the deadline, for the other ranks of the host;
+  // only for a short time if the group has failed.
   void endNccl(Deadline deadline);
   // since: see raiseInMainThread().
   void raise(const Status& cause, uint64_t since, const std::string& what);
@@ -143,20 +142,20 @@ class DeviceGroup final : public DeviceSupport, public std::enable_shared_from_t
   NcclMemory memory_;
   WatchList watched_;
   CapturedStreams captured_;
-  // One connects with another rank at a time. Not a Mutex, which nobody can wait for with a
+  // Held by the thread that connects with another rank. Not a Mutex, as waiting for it has a
   // timeout.
   std::timed_mutex pairMutex_;
 
-  std::vector<Batched> batch_;  // of the thread that is coalescing
+  std::vector<Batched> batch_;  // of the thread that coalesces
 
   std::atomic<State> state_{State::kOpen};
-  std::atomic<bool> isAbortedHere_{false};     // by the program, which knows
+  std::atomic<bool> isAbortedHere_{false};     // by the program
   std::atomic<bool> isNcclStopped_{false};     // after a failure
-  std::atomic<bool> hasLost_{false};           // something that the program went on from
+  std::atomic<bool> hasLost_{false};           // results on which the program relies
   mutable std::atomic<bool> isRaised_{false};  // a call has thrown the failure in the main thread
-  // The watchdog's own.
+  // [watchdog]
   std::chrono::steady_clock::time_point ncclErrorSince_;
-  std::chrono::steady_clock::time_point askedAt_;
+  std::chrono::steady_clock::time_point checkedAt_;
 };
 
 }  // namespace mycoll

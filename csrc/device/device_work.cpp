@@ -12,11 +12,11 @@ namespace {
 
 using Future = c10::ivalue::Future;
 
-// The future's own events are recorded on the current stream: on that of the operation, what waits
-// for the future waits for the operation.
+// The future records its events on the current stream. On the operation's stream, a wait for the
+// future is a wait for the operation.
 void complete(Future& future, DeviceOperation& operation, const std::vector<at::Tensor>& outputs,
               c10d::OpType type) {
-  operation.setTaken();
+  operation.setReliedOn();
   runCallbacks(type, [&] {
     const Status status = operation.status();
     if (!status.ok()) return future.setError(toException(status));
@@ -42,7 +42,7 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, ui
 
 DeviceWork::~DeviceWork() {
   if (!owner_.isHere()) return;
-  // Before its end the watchdog hands the memory on (see WatchList::clearReleased()).
+  // If it is not over, the watchdog releases the memory (see WatchList::clearReleased()).
   Kept dropped;
   (void)operation_->releaseUnused(&dropped);
   dropped.dropHere();
@@ -86,18 +86,18 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   const c10::Stream current = currentStream(operation_->device());
   operation_->block(current);
   if (isTimed || waitsOnHost_) throwFailure(operation_->waitOver(deadline));
-  operation_->setTaken();
+  operation_->setReliedOn();
   throwIfFailed(operation_->status());
   stayIfExiting();
-  // What comes next on the stream that the memory is from comes after the operation: the allocator
-  // may hand it out again. On another stream this would be too early for what the program has
+  // Later work on the stream to which the memory belongs follows the operation, so the allocator
+  // may reuse the memory. On another stream this would be too early for memory that the program has
   // dropped since the call, although torch's nccl does so.
   if (current == operation_->caller()) operation_->release().dropHere();
-  if (isAsked_.load(std::memory_order_acquire)) told_->await();
+  if (isAsked_.load(std::memory_order_acquire)) callbacksDone_->await();
   return true;
 }
 
-// Throws the failure of a wait: its deadline may have passed while the operation goes on.
+// Throws the failure of a wait, whose deadline may have passed while the operation continues.
 void DeviceWork::throwFailure(const Status& status) const {
   if (status.ok()) return;
   std::optional<QuietScope> quiet;
@@ -120,28 +120,28 @@ c10::intrusive_ptr<Future> DeviceWork::getFuture() {
                                             std::vector<c10::Device>{operation_->device()});
   future_ = future;
   lock.unlock();
-  // On NCCL's path it is enqueued by now, and the future complete at once: what is chained to it is
-  // then enqueued behind it, in the same order on all ranks.
+  // On NCCL's path it is enqueued by now, and the future is complete immediately: work that is
+  // chained to it is then enqueued after it, in the same order on all ranks.
   if (operation_->isEnqueued()) {
     complete(*future, *operation_, outputs_, opType_);
   } else {
-    told_ = std::make_shared<Told>();  // by one thread: only the first one comes here
+    callbacksDone_ = std::make_shared<CallbacksDone>();  // only the first call sets it
     isAsked_.store(true, std::memory_order_release);
     const CallbackOrder::TurnPtr turn =
         order_ && isCalledByPython() ? CallbackOrder::add(CallbackOrder::ofFuture(order_), future)
                                      : nullptr;
-    // Moved on, so that the thread that ends the operation drops none of it.
-    operation_->onEnqueued([turn, future, operation = operation_, outputs = outputs_, told = told_,
-                            type = opType_]() mutable {
-      auto tell = [future = std::move(future), operation = std::move(operation),
-                   outputs = std::move(outputs), told = std::move(told), type] {
+    // The references are moved on, so that the thread that ends the operation drops none of them.
+    operation_->onEnqueued([turn, future, operation = operation_, outputs = outputs_,
+                            done = callbacksDone_, type = opType_]() mutable {
+      auto completion = [future = std::move(future), operation = std::move(operation),
+                         outputs = std::move(outputs), done = std::move(done), type] {
         complete(*future, *operation, outputs, type);
-        told->set();
+        done->set();
       };
       if (turn) {
-        CallbackOrder::ready(turn, std::move(tell));
+        CallbackOrder::ready(turn, std::move(completion));
       } else {
-        CallbackPool::get().post(std::move(tell));
+        CallbackPool::get().post(std::move(completion));
       }
     });
   }

@@ -1,9 +1,9 @@
-// What torch gets back for an operation on a device: wait() makes the current stream wait, not the
+// DeviceWork: the Work for an operation on a device. wait() makes the current stream wait, not the
 // host.
 //
-// Thread contract: everything [any thread]; wait() and its kin must not hold the GIL.
-// Lifetime: may be dropped at any time; the operation goes on without it. In a forked child every
-// call throws.
+// Thread contract: [any thread]. wait() and synchronize() must not be called with the GIL held.
+// Lifetime: may be dropped at any time; the operation continues. In a forked child every call
+// throws.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ class DeviceGroup;
 
 class DeviceWork final : public c10d::Work {
  public:
-  // waitsOnHost: wait() returns when the operation is over, as MYCOLL_CUDA_BLOCKING_WAIT asks for.
+  // waitsOnHost: wait() returns when the operation is over (MYCOLL_CUDA_BLOCKING_WAIT).
   // order: see DeviceSupport::Extras.
   DeviceWork(std::shared_ptr<DeviceGroup> group, c10d::OpType type, uint64_t sequence,
              std::chrono::milliseconds timeout, DeviceOperationPtr operation,
@@ -38,7 +38,7 @@ class DeviceWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
   int sourceRank() const override;
-  // A timeout that is given asks for the end itself, and is waited for on the host.
+  // With a timeout, the host waits until the operation is over.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override;
   void blockCurrentStream() override { synchronize(); }
@@ -64,8 +64,8 @@ class DeviceWork final : public c10d::Work {
   const bool waitsOnHost_;
   const std::shared_ptr<CallbackOrder> order_;
 
-  // Of a future that was not complete at once; set before isAsked_.
-  std::shared_ptr<Told> told_;
+  // For a future that was not complete immediately; set before isAsked_.
+  std::shared_ptr<CallbacksDone> callbacksDone_;
   std::atomic<bool> isAsked_{false};
 
   Mutex mutex_;

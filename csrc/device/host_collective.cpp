@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kChunkAlignment = 4096;
 
-// Only pairs of ranks know these sizes, so not even their largest is known to all.
+// Only the two ranks of a pair know these sizes, so no rank knows the largest one.
 bool sizesDifferByPair(OpKind kind) {
   return kind == OpKind::kAllToAll || kind == OpKind::kGather || kind == OpKind::kScatter;
 }
@@ -54,12 +54,12 @@ HostCollective::HostCollective(std::shared_ptr<HostStaging> staging, DeviceOpera
 Task HostCollective::run(std::shared_ptr<HostCollective> self, CollectiveRunner& runner) {
   MYCOLL_CO_RETURN_IF_ERROR(self->begin());
   for (const Call& call : self->calls_) {
-    MYCOLL_CO_RETURN_IF_ERROR(co_await self->carry(call, runner));
+    MYCOLL_CO_RETURN_IF_ERROR(co_await self->runCall(call, runner));
   }
   co_return self->end();
 }
 
-Task HostCollective::carry(const Call& call, CollectiveRunner& runner) {
+Task HostCollective::runCall(const Call& call, CollectiveRunner& runner) {
   uint64_t longest = longestOf(call);
   if (sizesDifferByPair(call.kind)) {
     uint64_t mine = longest;
@@ -80,10 +80,10 @@ Task HostCollective::carry(const Call& call, CollectiveRunner& runner) {
     if (chunk + 1 < chunks) MYCOLL_CO_RETURN_IF_ERROR(copyIn(sides, chunkBytes, chunk + 1));
     EventPassed isIn(buffer(chunk).copiedIn);
     co_await isIn;
-    MYCOLL_CO_RETURN_IF_ERROR(saidByDevice(isIn));
+    MYCOLL_CO_RETURN_IF_ERROR(deviceError(isIn));
     EventPassed isFree(buffer(chunk).copiedOut);
     co_await isFree;
-    MYCOLL_CO_RETURN_IF_ERROR(saidByDevice(isFree));
+    MYCOLL_CO_RETURN_IF_ERROR(deviceError(isFree));
     Call chunked;
     MYCOLL_CO_RETURN_IF_ERROR(chunkOf(call, sides, chunkBytes, chunk, &chunked));
     MYCOLL_CO_RETURN_IF_ERROR(co_await runner.run(std::move(chunked)));
@@ -92,8 +92,8 @@ Task HostCollective::carry(const Call& call, CollectiveRunner& runner) {
   co_return Status();
 }
 
-// The status in the words that the other ranks receive.
-Status HostCollective::saidByDevice(const EventPassed& event) const {
+// The status of the event, with the text that the other ranks receive.
+Status HostCollective::deviceError(const EventPassed& event) const {
   const Status& error = event.status();
   if (error.ok()) return error;
   return error.withMessage("rank " + std::to_string(rank_) + ": " + operation_->what() + ": " +
@@ -106,7 +106,8 @@ HostCollective::Sides HostCollective::sidesOf(const Call& call) const {
   return call.root == rank_ ? Sides{call.out, {}} : Sides{{}, call.out};
 }
 
-// The same on all ranks, whatever each of them reads and writes; no more than the longest part.
+// The same on all ranks, whatever each one reads and writes; at most the longest part, in whole
+// pages.
 size_t HostCollective::chunkBytesOf(const Call& call, uint64_t longest) const {
   size_t parts = 1;
   switch (call.kind) {
@@ -162,7 +163,7 @@ Status HostCollective::chunkOf(const Call& call, const Sides& sides, size_t chun
                                uint64_t chunk, Call* chunked) {
   return copying(operation_->device(), [&] {
     HostStaging::Buffer& at = buffer(chunk);
-    grow(at.out, sides.writes.size() * chunkBytes);  // nothing is copied from it any more
+    grow(at.out, sides.writes.size() * chunkBytes);  // all copies from it are over
     const auto place = [&](const Spans& spans, const at::Tensor& buffer) {
       Spans placed;
       for (size_t i = 0; i < spans.size(); ++i) {

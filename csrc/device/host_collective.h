@@ -1,15 +1,15 @@
-// One collective of device tensors on its way through host memory: a task of the `host` group.
+// HostCollective: one collective of device tensors through host memory: a task of the `host` group.
 //
 //   device -> host    | 0 | 1 | 2 | 3 |
 //   between ranks         | 0 | 1 | 2 | 3 |
 //   host -> device            | 0 | 1 | 2 | 3 |
 //
-// While one chunk travels between the ranks, the next is copied from the device, and the one before
-// to it. All ranks cut into as many chunks: each is an operation of the engine's, matched as such.
+// While one chunk is transferred between the ranks, the next is copied from the device, and the
+// former to it. All ranks make the same number of chunks: each is a collective of the engine.
 //
 // Thread contract: one thread at a time, the one that runs the group's queue; no GIL.
-// Lifetimes: held by its task. The staging belongs to the path and is used by one task at a time:
-// that at the queue's head.
+// Lifetimes: held by its task. The staging belongs to the path, and is used by one task at a time:
+// the one at the head of the queue.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,25 +23,24 @@
 
 namespace mycoll {
 
-// The bytes that are copied and sent at a time, all the parts of a chunk together: large enough for
-// a copy to be fast, small enough for the first one to be there soon.
+// The size of a chunk, with the parts for all ranks: large enough for a fast copy, small enough for
+// an early start of the first transfer.
 constexpr size_t kHostChunkBytes = 4 << 20;
 
-// Two buffers in pinned memory, so that one is filled while the other travels.
+// Two buffers in pinned memory, so that one is filled while the other is sent.
 struct HostStaging {
   struct Buffer {
     at::Tensor in;
     at::Tensor out;
-    EventPtr copiedIn;   // the last copy into `in` is behind this
-    EventPtr copiedOut;  // the last copy out of `out` is behind this
+    EventPtr copiedIn;   // follows the last copy into `in`
+    EventPtr copiedOut;  // follows the last copy out of `out`
   };
   Buffer buffers[2];
 };
 
 class HostCollective {
  public:
-  // ready: behind it, the caller's inputs are there and its outputs free. copyBacks: from the
-  // spans' memory to tensors that are not plain, at the end.
+  // ready: after this event, the caller's inputs are valid and its outputs may be written.
   HostCollective(std::shared_ptr<HostStaging> staging, DeviceOperationPtr operation, EventPtr ready,
                  int rank, int ranks, std::vector<Call> calls, CopyBacks copyBacks);
 
@@ -55,8 +54,8 @@ class HostCollective {
     Spans writes;
   };
 
-  Task carry(const Call& call, CollectiveRunner& runner);
-  Status saidByDevice(const EventPassed& event) const;
+  Task runCall(const Call& call, CollectiveRunner& runner);
+  Status deviceError(const EventPassed& event) const;
   Sides sidesOf(const Call& call) const;
   size_t chunkBytesOf(const Call& call, uint64_t longest) const;
   HostStaging::Buffer& buffer(uint64_t chunk) const { return staging_->buffers[chunk % 2]; }

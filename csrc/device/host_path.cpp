@@ -16,12 +16,12 @@ namespace mycoll {
 
 namespace {
 
-// Marks the tags of pieces, beside any tag of a user's; the number of their message is below.
+// Part of the tag of further pieces, beside the number of their message; users' tags are smaller.
 constexpr uint64_t kPieceTag = uint64_t{1} << 50;
 
 }  // namespace
 
-// How a message of this size is cut, and staged: one piece, or several with a number before them.
+// How a message of this size is cut and staged: one piece, or several, preceded by a number.
 struct HostPath::Cut {
   explicit Cut(size_t messageBytes)
       : bytes(messageBytes), header(messageBytes > kHostChunkBytes ? sizeof(uint64_t) : 0) {}
@@ -36,7 +36,7 @@ struct HostPath::Cut {
   // Where a piece begins in the message.
   size_t offset(size_t piece) const { return piece * kHostChunkBytes; }
   size_t length(size_t piece) const { return std::min(kHostChunkBytes, bytes - offset(piece)); }
-  // Where a piece lies in the staging memory, as it travels.
+  // The piece in the staging memory, as it is sent.
   Span span(const at::Tensor& staging, size_t piece) const {
     if (staged() == 0) return {nullptr, 0};
     char* const begin = static_cast<char*>(staging.mutable_data_ptr());
@@ -59,16 +59,11 @@ struct HostPath::Outgoing {
   c10::Stream stream;
   EventPtr copied;
   at::Tensor staging;
-  Span span;  // of it
-  int peer = -1;
-  uint64_t tag = 0;
-  DType dtype = DType::kOpaque;
-  uint8_t opaqueType = 0;
+  Message message;  // its data is a part of `staging`
   std::chrono::milliseconds timeout{0};
-  uint64_t wholeBytes = 0;
 };
 
-// A message that is being received. Held by its pieces.
+// A message that is being received. Its pieces hold it.
 struct HostPath::Incoming {
   std::shared_ptr<Communicator> group;
   DeviceOperationPtr operation;
@@ -76,8 +71,7 @@ struct HostPath::Incoming {
   Span target;  // on the device
   at::Tensor staging;
   c10::Stream stream;
-  DType dtype = DType::kOpaque;
-  uint8_t opaqueType = 0;
+  Message message;  // of its pieces, without the data
   std::chrono::milliseconds timeout{0};
   CopyBacks copyBacks;
   std::atomic<size_t> left;  // pieces that were not copied to the device
@@ -103,19 +97,19 @@ HostPath::HostPath(const DevicePlace& place)
       staging_(std::make_shared<HostStaging>()),
       queued_(std::make_shared<std::atomic<int>>(0)) {}
 
-DeviceOperationPtr HostPath::carry(DeviceGroup& group, Requests requests, bool isTimed) {
+DeviceOperationPtr HostPath::launch(DeviceGroup& group, Requests requests, bool isTimed) {
   const Request& first = *requests.front();
   const c10::Device device = first.device;
   const c10::Stream caller = currentStream(device);
   if (isCapturing(caller)) {
-    refuse(first.site,
+    refuse(first.caller,
            "a stream under graph capture cannot wait for host memory, through which this group's "
            "device tensors travel (see MYCOLL_CUDA)");
   }
-  // All parts of a batch begin behind it, so that it has passed when any of them has.
+  // All parts of a batch follow this event, so that it has passed when any of them has.
   const EventPtr ready = recordEvent(caller, isTimed);
   std::vector<DeviceOperationPtr> parts;
-  for (Request* request : requests) parts.push_back(carryOne(group, *request, isTimed, ready));
+  for (Request* request : requests) parts.push_back(launchOne(group, *request, isTimed, ready));
   if (parts.size() == 1) return parts.front();
   // A batch ends with the last of its parts.
   auto whole = std::make_shared<DeviceOperation>("a batch", caller);
@@ -138,10 +132,10 @@ DeviceOperationPtr HostPath::carry(DeviceGroup& group, Requests requests, bool i
   return whole;
 }
 
-DeviceOperationPtr HostPath::carryOne(DeviceGroup& group, Request& request, bool isTimed,
-                                      EventPtr ready) {
+DeviceOperationPtr HostPath::launchOne(DeviceGroup& group, Request& request, bool isTimed,
+                                       EventPtr ready) {
   const c10::Stream caller = currentStream(request.device);
-  auto operation = std::make_shared<DeviceOperation>(request.site.function, caller);
+  auto operation = std::make_shared<DeviceOperation>(request.caller.function, caller);
   operation->setTimed(isTimed);
   if (isTimed) operation->setStarted(ready);
   queued_->fetch_add(1, std::memory_order_relaxed);
@@ -153,19 +147,18 @@ DeviceOperationPtr HostPath::carryOne(DeviceGroup& group, Request& request, bool
     } else if (kind == OpKind::kRecv) {
       receive(request, operation, std::move(ready));
     } else {
-      carryCollective(request, operation, std::move(ready));
+      launchCollective(request, operation, std::move(ready));
     }
-  } catch (const std::exception& error) {
-    operation->fail(Status(Code::kInternal, textOf(error)));  // nobody watches it
+  } catch (...) {
+    operation->fail(Status(Code::kInternal, describeException()));  // it is not watched
     throw;
   }
-  const bool isMessage = kind == OpKind::kSend || kind == OpKind::kRecv;
-  group.watch({.operation = operation, .isMessage = isMessage});
+  group.watch({.operation = operation, .isMessage = request.isMessage()});
   return operation;
 }
 
-void HostPath::carryCollective(Request& request, const DeviceOperationPtr& operation,
-                               EventPtr ready) {
+void HostPath::launchCollective(Request& request, const DeviceOperationPtr& operation,
+                                EventPtr ready) {
   operation->keep(request.takeKept());
   auto collective = std::make_shared<HostCollective>(
       staging_, operation, std::move(ready), place_.rank, place_.ranks,
@@ -197,7 +190,7 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
   std::vector<std::shared_ptr<Outgoing>> pieces;
   operation->keep(request.takeKept());
   {
-    DeviceOperation::Putting putting(*operation);
+    DeviceOperation::StreamUse use(*operation);
     const PlainDispatch plain;
     const c10::StreamGuard guard(stream);
     block(*ready, stream);
@@ -206,21 +199,22 @@ void HostPath::send(Request& request, const DeviceOperationPtr& operation, const
         cut.data(staging, piece)
             .copy_(bytesOnDevice(cut.part(span, piece), request.device), /*non_blocking=*/true);
       }
-      pieces.push_back(std::make_shared<Outgoing>(Outgoing{
-          operation, left, stream, recordEvent(stream, operation->isTimed()), staging,
-          cut.span(staging, piece), request.peer, piece == 0 ? request.tag : kPieceTag | number,
-          call.dtype, call.opaqueType, place_.timeoutOf(request), span.bytes}));
+      pieces.push_back(std::make_shared<Outgoing>(
+          Outgoing{operation, left, stream, recordEvent(stream, operation->isTimed()), staging,
+                   Message{cut.span(staging, piece), request.peer,
+                           piece == 0 ? request.tag : kPieceTag | number, call.dtype,
+                           call.opaqueType, span.bytes},
+                   place_.timeoutOf(request)}));
     }
-    putting.setEnd(stream, pieces.back()->copied);
+    use.setEnd(stream, pieces.back()->copied);
   }
   MutexLock lock(mutex_);
   outgoing_.insert(outgoing_.end(), pieces.begin(), pieces.end());
 }
 
 void HostPath::dispatch(const Outgoing& piece) {
-  const OpPtr op = place_.host->send(
-      {piece.span, piece.peer, piece.tag, piece.dtype, piece.opaqueType, piece.wholeBytes},
-      std::make_shared<at::Tensor>(piece.staging), /*willWait=*/false, piece.timeout);
+  const OpPtr op = place_.host->send(piece.message, std::make_shared<at::Tensor>(piece.staging),
+                                     /*willWait=*/false, piece.timeout);
   piece.operation->setEngineOp(place_.host, op);
   op->onDone([operation = piece.operation, left = piece.left, stream = piece.stream,
               copied = piece.copied, op] {
@@ -236,17 +230,17 @@ void HostPath::receive(Request& request, const DeviceOperationPtr& operation, Ev
   const c10::Stream stream = sideStream(request.device);
   operation->keep(request.takeKept());
   block(*ready, stream);
-  const auto message = std::shared_ptr<Incoming>(new Incoming{
-      place_.host, operation, cut, target, emptyPinned(cut.staged()), stream, call.dtype,
-      call.opaqueType, place_.timeoutOf(request), std::move(request.copyBacks), cut.pieces()});
-  receivePiece(message, 0, request.peer, request.tag);
+  const auto message = std::shared_ptr<Incoming>(
+      new Incoming{place_.host, operation, cut, target, emptyPinned(cut.staged()), stream,
+                   Message{{}, request.peer, request.tag, call.dtype, call.opaqueType, cut.bytes},
+                   place_.timeoutOf(request), std::move(request.copyBacks), cut.pieces()});
+  receivePiece(message, 0);
 }
 
-void HostPath::receivePiece(const std::shared_ptr<Incoming>& message, size_t piece, int source,
-                            uint64_t tag) {
-  const OpPtr op = message->group->recv({message->cut.span(message->staging, piece), source, tag,
-                                         message->dtype, message->opaqueType, message->cut.bytes},
-                                        std::make_shared<at::Tensor>(message->staging),
+void HostPath::receivePiece(const std::shared_ptr<Incoming>& message, size_t piece) {
+  Message wanted = message->message;
+  wanted.data = message->cut.span(message->staging, piece);
+  const OpPtr op = message->group->recv(wanted, std::make_shared<at::Tensor>(message->staging),
                                         /*willWait=*/false, message->timeout);
   message->operation->setEngineOp(message->group, op);
   op->onDone([message, piece, op] {
@@ -258,17 +252,17 @@ void HostPath::receivePiece(const std::shared_ptr<Incoming>& message, size_t pie
       if (message->cut.header > 0) {
         std::memcpy(&number, message->staging.const_data_ptr(), sizeof(number));
       }
-      for (size_t next = 1; next < message->cut.pieces(); ++next) {
-        receivePiece(message, next, op->sourceRank(), kPieceTag | number);
-      }
+      message->message.rank = op->sourceRank();
+      message->message.tag = kPieceTag | number;
+      for (size_t next = 1; next < message->cut.pieces(); ++next) receivePiece(message, next);
     }
     const Status status = message->copyOut(piece);
     if (!status.ok()) operation->fail(status);
   });
 }
 
-// A piece waits for those before it that go to the same rank, which keeps their order. Not for
-// those to other ranks: their streams may wait for what this one's receiver answers.
+// A piece waits for earlier pieces to the same rank, which keeps their order, but not for pieces to
+// other ranks: their streams may wait for an answer of this piece's receiver.
 bool HostPath::advance() {
   std::vector<std::shared_ptr<Outgoing>> pieces;
   {
@@ -277,21 +271,21 @@ bool HostPath::advance() {
   }
   std::set<int> waiting;  // ranks
   for (const std::shared_ptr<Outgoing>& piece : pieces) {
-    if (waiting.count(piece->peer) != 0) continue;
+    if (waiting.count(piece->message.rank) != 0) continue;
     bool isCopied = false;
-    const Status asked = ask(*piece->copied, &isCopied);
+    const Status error = query(*piece->copied, &isCopied);
     if (!isCopied) {
-      waiting.insert(piece->peer);
+      waiting.insert(piece->message.rank);
       continue;
     }
     {
       MutexLock lock(mutex_);
       std::erase(outgoing_, piece);
     }
-    if (asked.ok()) {
+    if (error.ok()) {
       dispatch(*piece);
     } else {
-      piece->operation->failByDevice(asked);
+      piece->operation->failByDevice(error);
     }
   }
   if (queued_->load(std::memory_order_relaxed) == 0) return false;

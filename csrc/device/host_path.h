@@ -1,18 +1,18 @@
-// HostPath: requests of device tensors carried by the CPU engine, through pinned host memory, where
-// NCCL cannot serve. Slower, and right: every operation, dtype and reduce op that the engine knows.
-// Collectives go chunk by chunk (host_collective.h), and so do messages: while one piece travels,
-// the next is copied.
+// HostPath: executes requests with device tensors on the CPU engine, through pinned host memory, if
+// NCCL cannot be used. Slower, but complete: every operation, dtype and reduce op of the engine.
+// Collectives are transferred in chunks (host_collective.h), and messages in pieces: while one
+// piece is sent, the next is copied.
 //
 //   first piece     [number | data]   with the user's tag; matched like any message
 //   further pieces  [data]            with a tag made of the number
 //
-// Two ranks that agree on the size cut alike. The number, by which the sender counts its long
-// messages, is there for receivers from any source: they learn by the first piece whom to ask for
-// the others. Every piece is compared by the whole's size.
+// Two ranks that agree on the size make the same pieces. The number is the sender's count of long
+// messages. A receiver from any source learns from the first piece which rank sends the others. For
+// each piece, both ranks compare the size of the whole message.
 //
-// Thread contract: carry() as DeviceGroup; what waits for a device is moved on by the watchdog, and
-// by whoever waits for the operation.
-// Lifetimes: a part of its DeviceGroup; what is queued holds what it needs of it.
+// Thread contract: launch() as DeviceGroup. The watchdog, and threads that wait for an operation,
+// continue operations that wait for a device.
+// Lifetime: a part of its DeviceGroup; queued operations hold what they need of it.
 #pragma once
 
 #include <atomic>
@@ -33,10 +33,11 @@ class HostPath {
  public:
   explicit HostPath(const DevicePlace& place);
 
-  // requests: one, or those of a batch, in order; the operation stands for all of them.
-  DeviceOperationPtr carry(DeviceGroup& group, Requests requests, bool isTimed);
+  // requests: one, or those of a batch, in order, for which the operation stands.
+  DeviceOperationPtr launch(DeviceGroup& group, Requests requests, bool isTimed);
 
-  // Goes on with what waited for a device. True while there is something of the kind. [watchdog]
+  // [watchdog] Continues operations that have waited for a device. Returns true while there are
+  // any.
   bool advance();
 
  private:
@@ -44,22 +45,22 @@ class HostPath {
   struct Outgoing;
   struct Incoming;
 
-  DeviceOperationPtr carryOne(DeviceGroup& group, Request& request, bool isTimed, EventPtr ready);
-  void carryCollective(Request& request, const DeviceOperationPtr& operation, EventPtr ready);
+  DeviceOperationPtr launchOne(DeviceGroup& group, Request& request, bool isTimed, EventPtr ready);
+  void launchCollective(Request& request, const DeviceOperationPtr& operation, EventPtr ready);
   void send(Request& request, const DeviceOperationPtr& operation, const EventPtr& ready);
   void receive(Request& request, const DeviceOperationPtr& operation, EventPtr ready);
   void dispatch(const Outgoing& piece);
-  static void receivePiece(const std::shared_ptr<Incoming>& message, size_t piece, int source,
-                           uint64_t tag);
+  static void receivePiece(const std::shared_ptr<Incoming>& message, size_t piece);
 
   const DevicePlace& place_;
   const std::shared_ptr<HostStaging> staging_;
-  // Operations that are not yet on their streams; shared with them, as they may outlive the path.
+  // Number of operations that are not yet on their streams, which may outlive the path.
   const std::shared_ptr<std::atomic<int>> queued_;
 
   std::atomic<uint64_t> longMessages_{0};  // sent so far
   Mutex mutex_;
-  // Being copied from the device, in the order of the calls. Only advance() removes them.
+  // Pieces that are being copied from the device, in the order of the calls. Only advance() removes
+  // them.
   std::deque<std::shared_ptr<Outgoing>> outgoing_ GUARDED_BY(mutex_);
 };
 

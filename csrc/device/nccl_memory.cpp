@@ -94,7 +94,7 @@ __attribute__((visibility("default"))) void* mycoll_nccl_alloc(ssize_t bytes, in
   void* memory = nullptr;
   if (library == nullptr || bytes <= 0 ||
       !mycoll::nccl::Comm::allocate(*library, static_cast<size_t>(bytes), &memory).ok()) {
-    return nullptr;  // torch says that it is out of memory
+    return nullptr;  // torch raises that it is out of memory
   }
   return memory;
 }

@@ -1,5 +1,5 @@
-// The process's NCCL, as Python chooses it, and the group's memory that it reads and writes without
-// a copy. [any thread]
+// The NCCL of the process, which Python chooses, and the memory of a group that NCCL uses without
+// copies. [any thread]
 #pragma once
 
 #include <map>
@@ -12,28 +12,28 @@
 
 namespace mycoll {
 
-// Where the nvidia-nccl wheel beside torch has its library; empty: there is none. Once, before the
-// first group.
+// path: the library of the nvidia-nccl wheel beside torch; empty: there is none. To be called once,
+// before the first group.
 void setNcclWheelFile(std::string path);
 Status findNccl(const nccl::Library** library);
-// Finds NCCL, or throws why there is none, or that it has no memory to give.
+// Throws if NCCL is not found, or cannot allocate memory.
 void requireNcclMemory();
-// For tests: NCCL is this file, also beside a copy that torch has loaded.
+// For tests: uses this file as NCCL, even if torch has loaded another one.
 void useNccl(const std::string& path);
 
-// Memory of one group that is registered with its communicator. Lifetimes: a part of its
+// The memory of one group that is registered with its communicator. Lifetime: a part of its
 // DeviceGroup.
 class NcclMemory {
  public:
-  // isSymmetric: on all ranks, in the same order and sizes.
+  // isSymmetric: all ranks call it, in the same order and with the same sizes.
   Status add(std::shared_ptr<nccl::Comm> comm, void* address, size_t bytes, bool isSymmetric);
   Status remove(void* address);
 
  private:
   struct Registered {
     std::shared_ptr<nccl::Comm> comm;
-    void* handle = nullptr;          // of memory
-    nccl::Window* window = nullptr;  // of symmetric memory; null: NCCL cannot have it here
+    void* handle = nullptr;          // of a registered buffer
+    nccl::Window* window = nullptr;  // of symmetric memory; null: NCCL has refused it
     bool isSymmetric = false;
     size_t bytes = 0;
   };

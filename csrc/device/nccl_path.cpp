@@ -2,6 +2,7 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -15,14 +16,14 @@
 namespace mycoll {
 namespace {
 
-// One signature for a batch: it differs where any of its collectives does. Messages do not count,
+// One signature for a batch, which differs if any of its collectives does. Messages are left out,
 // as they are between pairs of ranks.
 Signature signatureOf(Requests requests) {
   Signature all;
   bool isFirst = true;
   for (const Request* request : requests) {
+    if (request->isMessage()) continue;
     for (const Call& call : request->calls) {
-      if (isPointToPoint(call)) continue;
       const Signature one = call.signature();
       if (std::exchange(isFirst, false)) {
         all = one;
@@ -40,16 +41,7 @@ Signature signatureOf(Requests requests) {
   return all;
 }
 
-bool areMessages(Requests requests) {
-  for (const Request* request : requests) {
-    for (const Call& call : request->calls) {
-      if (!isPointToPoint(call)) return false;
-    }
-  }
-  return true;
-}
-
-// Nobody waits for the end of what did not begin.
+// Fails an operation that was not enqueued, as no thread will find its end.
 class FailUnlessEnqueued {
  public:
   explicit FailUnlessEnqueued(DeviceOperation& operation) : operation_(operation) {}
@@ -70,14 +62,14 @@ nccl::Form NcclPath::formOf(const Request& request) const {
 // Before anything is sent.
 void NcclPath::check(Requests requests) const {
   for (const Request* request : requests) {
-    for (const Call& call : request->calls) {
-      if (isPointToPoint(call)) continue;
-      const Status possible = nccl::check(*nccl::Library::loaded(), call, formOf(*request));
-      if (!possible.ok()) refuse(request->site, possible.message());
-    }
-    if (request->calls.front().kind == OpKind::kRecv && request->peer == kAnySource) {
-      refuse(request->site,
+    if (request->type == c10d::OpType::RECVANYSOURCE) {
+      refuse(request->caller,
              "NCCL cannot receive from any rank: name the source, or set MYCOLL_CUDA=host");
+    }
+    if (request->isMessage()) continue;
+    for (const Call& call : request->calls) {
+      const Status possible = nccl::check(*nccl::Library::loaded(), call, formOf(*request));
+      if (!possible.ok()) refuse(request->caller, possible.message());
     }
   }
 }
@@ -101,16 +93,17 @@ void NcclPath::enqueue(nccl::Issue& issue, const Request& request, int peer, voi
     } else {
       status = nccl::enqueue(issue, call, stream, formOf(request));
     }
-    if (!status.ok()) return;  // issue.end() says it
+    if (!status.ok()) return;  // issue.end() returns it
   }
 }
 
-DeviceOperationPtr NcclPath::carry(DeviceGroup& group, Requests requests, bool isTimed,
-                                   bool isBatch) {
+DeviceOperationPtr NcclPath::launch(DeviceGroup& group, Requests requests, bool isTimed,
+                                    bool isBatch) {
   check(requests);
   const Request& first = *requests.front();
   const bool isAlone = requests.size() == 1 && first.calls.size() == 1;
-  const bool isMessage = areMessages(requests);
+  const bool isMessage =
+      std::all_of(requests.begin(), requests.end(), [](auto* each) { return each->isMessage(); });
   const bool isOfPair = isMessage && !isBatch;
   const Channel channel =
       isOfPair ? channels_.ofPair(first.device, first.peer) : channels_.ofGroup(first.device);
@@ -119,7 +112,7 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, Requests requests, bool i
   const bool isCaptured = isCapturing(caller);
   const c10::Stream stream = first.async ? channel.stream : caller;
   auto operation = std::allocate_shared<DeviceOperation>(Recycler<DeviceOperation>(),
-                                                         first.site.function, caller);
+                                                         first.caller.function, caller);
   operation->setCaptured(isCaptured);
   if (isMessage && isAlone) operation->setSource(first.peer);
   if (first.async) {
@@ -127,19 +120,20 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, Requests requests, bool i
     for (Request* request : requests) kept.add(request->takeKept());
     operation->keep(std::move(kept));
   }
-  DeviceOperation::Putting putting(*operation);
+  DeviceOperation::StreamUse use(*operation);
   if (first.async) block(*recordEvent(caller, false, isCaptured), stream);
   if (isTimed) operation->setStarted(recordEvent(stream, true, isCaptured));
-  if (!first.async) operation->setTaken();
+  if (!first.async) operation->setReliedOn();
 
-  // Watched before NCCL is called: what hangs in there has a deadline, too.
+  // Watched before NCCL is called: a call that hangs has a deadline, too.
   if (isCaptured) {
     group.watchCaptured(stream);
   } else if (isMessage) {
     group.watchMessages(operation, requests, isOfPair, /*isRecorded=*/true);
   }
   const FailUnlessEnqueued failing(*operation);
-  // To the end, so that the watched operations have NCCL's order, and on a stream that of `ended`.
+  // Held to the end, so that the watched operations have NCCL's order, and the events of a stream,
+  // too.
   nccl::Issue issue(*channel.comm);
   if (!isMessage && !isCaptured) watchCollective(group, requests, operation);
   if (!isAlone && issue.status().ok()) (void)issue.group();
@@ -149,14 +143,14 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, Requests requests, bool i
     enqueue(issue, *request, peer, stream.native_handle());
   }
   const Status status = inGroup(place_.name, issue.end());
-  // After a failure: behind what NCCL has put there.
-  const auto endPutting = [&] {
+  // After a failure: follows what NCCL has enqueued.
+  const auto endUse = [&] {
     if (isCaptured) return;
-    (void)copying(first.device, [&] { putting.setEnd(stream, recordEvent(stream)); });
+    (void)copying(first.device, [&] { use.setEnd(stream, recordEvent(stream)); });
   };
   if (!status.ok()) {
-    endPutting();
-    // Often the consequence of another rank's end: the engine may know the cause by now.
+    endUse();
+    // Often a consequence of another rank's end: the engine may know the cause by now.
     const Status known = group.error();
     if (known.ok()) place_.control->fail(status);
     operation->fail(known.ok() ? status : known);
@@ -172,10 +166,10 @@ DeviceOperationPtr NcclPath::carry(DeviceGroup& group, Requests requests, bool i
     }
     ended = recordEvent(stream, isTimed, isCaptured);
   } catch (...) {
-    endPutting();
+    endUse();
     throw;
   }
-  putting.setEnd(stream, ended);
+  use.setEnd(stream, ended);
   operation->setEnqueued(stream, std::move(ended));
   return operation;
 }

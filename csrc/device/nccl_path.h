@@ -1,8 +1,8 @@
-// NcclPath: a group's requests as calls of NCCL's, on the caller's stream (synchronous ones) or on
-// a channel's own.
+// NcclPath: executes a group's requests by calls of NCCL, on the caller's stream (synchronous ones)
+// or on the stream of a channel.
 //
-// Threads: as DeviceGroup.
-// Lifetimes: a part of its DeviceGroup.
+// Thread contract: as DeviceGroup.
+// Lifetime: a part of its DeviceGroup.
 #pragma once
 
 #include <vector>
@@ -22,16 +22,16 @@ class NcclPath {
   NcclPath(const DevicePlace& place, Channels& channels, const PathChoice& choice)
       : place_(place), channels_(channels), choice_(choice) {}
 
-  // All of the same device. requests: one, or those of a batch, which become one launch. A batch
-  // goes by the group's communicator, even one of a single message.
-  DeviceOperationPtr carry(DeviceGroup& group, Requests requests, bool isTimed, bool isBatch);
+  // requests: one, or those of a batch, which become one launch; all on one device. A batch uses
+  // the group's communicator, even a batch of one message.
+  DeviceOperationPtr launch(DeviceGroup& group, Requests requests, bool isTimed, bool isBatch);
 
  private:
   void check(Requests requests) const;
   nccl::Form formOf(const Request& request) const;
-  // Puts the collective among the group's, as the next one in NCCL's order.
+  // Adds the collective to the control group's, as the next one in NCCL's order.
   void watchCollective(DeviceGroup& group, Requests requests, const DeviceOperationPtr& operation);
-  // peer: of a message, as the communicator counts.
+  // peer: of a message: its rank in the communicator.
   void enqueue(nccl::Issue& issue, const Request& request, int peer, void* stream) const;
 
   const DevicePlace& place_;

@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/wait.h"
 #include "device/pause.h"
 
 namespace mycoll {
 namespace {
-
-// How often a thread that waits looks at signals.
-constexpr auto kTick = std::chrono::milliseconds(50);
 
 Status waitEnded(const char* what) {
   return Status(Code::kTimeout,
@@ -18,30 +16,26 @@ Status waitEnded(const char* what) {
 
 }  // namespace
 
-DeviceOperation::Putting::Putting(DeviceOperation& operation)
+DeviceOperation::StreamUse::StreamUse(DeviceOperation& operation)
     : operation_(operation), isAllowed_([&] {
         MutexLock lock(operation.mutex_);
         if (operation.state_ == State::kFailed) return false;
-        ++operation.putting_;
+        ++operation.uses_;
         return true;
       }()) {}
 
-DeviceOperation::Putting::~Putting() {
+DeviceOperation::StreamUse::~StreamUse() {
   if (!isAllowed_) return;
   EventPtr earlier;
   MutexLock lock(operation_.mutex_);
-  --operation_.putting_;
+  --operation_.uses_;
   if (!end_ || operation_.kept_.empty()) return;
-  for (auto& [stream, end] : operation_.put_) {
+  for (auto& [stream, end] : operation_.useEnds_) {
     if (stream != end_->first) continue;
     earlier = std::exchange(end, std::move(end_->second));
     return;
   }
-  operation_.put_.push_back(std::move(*end_));
-}
-
-void DeviceOperation::Putting::setEnd(const c10::Stream& stream, EventPtr end) {
-  end_.emplace(stream, std::move(end));
+  operation_.useEnds_.push_back(std::move(*end_));
 }
 
 void DeviceOperation::keep(Kept memory) {
@@ -50,25 +44,18 @@ void DeviceOperation::keep(Kept memory) {
 }
 
 void DeviceOperation::setEnqueued(const c10::Stream& stream, EventPtr ended) {
-  std::vector<std::function<void()>> callbacks;
-  OpPtr finished;  // it holds what carries the operation out, and that holds the operation
-  {
-    MutexLock lock(mutex_);
-    if (state_ != State::kQueued) return;
-    stream_ = stream;
-    ended_ = std::move(ended);
-    state_ = State::kEnqueued;
-    finished.swap(engineOp_);
-    callbacks.swap(callbacks_);
-  }
-  changed_.notify_all();
-  for (auto& fn : callbacks) fn();
+  MutexLock lock(mutex_);
+  if (state_ != State::kQueued) return;
+  stream_ = stream;
+  ended_ = std::move(ended);
+  state_ = State::kEnqueued;
+  announce(lock);
 }
 
 void DeviceOperation::fail(const Status& cause) {
   if (isPassed_.load(std::memory_order_relaxed)) return;
   bool isPassed = false;
-  if (state_ == State::kEnqueued && askDevice(&isPassed).ok() && isPassed) return;
+  if (state_ == State::kEnqueued && queryDevice(&isPassed).ok() && isPassed) return;
   end(cause, /*isDeviceError=*/false);
 }
 
@@ -77,24 +64,26 @@ void DeviceOperation::failByDevice(const Status& error) {
 }
 
 void DeviceOperation::end(const Status& failure, bool isDeviceError) {
-  std::vector<std::function<void()>> callbacks;
-  OpPtr finished;
-  {
-    MutexLock lock(mutex_);
-    if (state_ == State::kFailed || isPassed_.load(std::memory_order_relaxed)) return;
-    status_ = failure;
-    state_ = State::kFailed;
-    isDeviceError_.store(isDeviceError, std::memory_order_release);
-    finished.swap(engineOp_);
-    callbacks.swap(callbacks_);
-  }
+  MutexLock lock(mutex_);
+  if (state_ == State::kFailed || isPassed_.load(std::memory_order_relaxed)) return;
+  status_ = failure;
+  state_ = State::kFailed;
+  isDeviceError_.store(isDeviceError, std::memory_order_release);
+  announce(lock);
+}
+
+void DeviceOperation::announce(MutexLock& lock) NO_THREAD_SAFETY_ANALYSIS {
+  // The engine's operation holds what executes this one, which holds this one.
+  const OpPtr finished = std::exchange(engineOp_, nullptr);
+  const std::vector<std::function<void()>> callbacks = std::exchange(callbacks_, {});
+  lock.unlock();
   changed_.notify_all();
-  for (auto& fn : callbacks) fn();
+  for (const auto& fn : callbacks) fn();
 }
 
 void DeviceOperation::setEngineOp(std::shared_ptr<Communicator> communicator, OpPtr op) {
   MutexLock lock(mutex_);
-  if (state_ != State::kQueued) return;  // over before we came here
+  if (state_ != State::kQueued) return;
   communicator_ = std::move(communicator);
   engineOp_ = std::move(op);
 }
@@ -112,7 +101,7 @@ Status DeviceOperation::waitEnqueued(Deadline deadline) {
       lock.lock();
       continue;
     }
-    const auto until = earlier(deadline, Deadline::after(kTick)).when();
+    const auto until = earlier(deadline, Deadline::after(kWaitTick)).when();
     if (changed_.wait_until(lock.native(), until) == std::cv_status::no_timeout) continue;
     if (deadline.expired()) return waitEnded(what_);
     lock.unlock();
@@ -136,9 +125,9 @@ bool DeviceOperation::sharesStream(const DeviceOperation& other) const {
   return state_ == State::kEnqueued && other.state_ == State::kEnqueued && stream_ == other.stream_;
 }
 
-Status DeviceOperation::askDevice(bool* isPassed) const {
-  *isPassed = true;
-  return isCaptured_ ? Status() : ask(*ended_, isPassed);
+Status DeviceOperation::queryDevice(bool* hasPassed) const {
+  *hasPassed = true;
+  return isCaptured_ ? Status() : query(*ended_, hasPassed);
 }
 
 bool DeviceOperation::isOver() {
@@ -146,9 +135,9 @@ bool DeviceOperation::isOver() {
   const State now = state_;
   if (now != State::kEnqueued) return now == State::kFailed;
   bool isPassed = true;
-  const Status asked = askDevice(&isPassed);
-  if (!asked.ok()) {
-    failByDevice(asked);
+  const Status error = queryDevice(&isPassed);
+  if (!error.ok()) {
+    failByDevice(error);
     return true;
   }
   if (isPassed) isPassed_.store(true, std::memory_order_relaxed);
@@ -174,13 +163,13 @@ void DeviceOperation::block(const c10::Stream& stream) const {
 }
 
 float DeviceOperation::milliseconds() const {
-  // The device need not have come to the end of what has failed.
+  // The device may not have reached the end of an operation that has failed.
   if (!started_ || !ended_ || isCaptured_ || !status().ok()) return 0.0f;
   try {
     const OnDevice guard(device());
     return static_cast<float>(started_->elapsedTime(*ended_));
   } catch (const std::exception&) {
-    return 0.0f;  // the device has failed since, and tells its users itself
+    return 0.0f;  // the device has failed since, and reports that to its users
   }
 }
 
@@ -190,15 +179,15 @@ Kept DeviceOperation::release() {
 }
 
 bool DeviceOperation::releaseUnused(Kept* released) {
-  decltype(put_) put;
+  decltype(useEnds_) ends;
   {
     MutexLock lock(mutex_);
     if (kept_.empty()) return true;
-    if (state_ == State::kQueued || putting_ > 0) return false;
-    put = put_;
+    if (state_ == State::kQueued || uses_ > 0) return false;
+    ends = useEnds_;
   }
-  const auto hasCome = [](const auto& each) { return mycoll::hasPassed(*each.second); };
-  if (!isCaptured_ && !std::all_of(put.begin(), put.end(), hasCome)) return false;
+  const auto hasEnded = [](const auto& each) { return mycoll::hasPassed(*each.second); };
+  if (!isCaptured_ && !std::all_of(ends.begin(), ends.end(), hasEnded)) return false;
   *released = release();
   return true;
 }

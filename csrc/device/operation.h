@@ -1,22 +1,20 @@
-// One operation on a device, from its call to its end: what its Work, the path that carries it and
-// the watchdog know of it.
+// DeviceOperation: one operation on a device, from its call to its end, as its Work, the path that
+// executes it and the watchdog know it.
 //
 //   kQueued -> kEnqueued -> (the device passes `ended`) over
 //      \__________\________> kFailed
 //
-// A device that answers with an error makes it fail, too, with that error.
+// kQueued: part of the operation must still run on the CPU before its last work is on a stream. On
+// NCCL's path this state ends before the call returns. An error that the device reports fails the
+// operation, too.
 //
-// kQueued: a part of it still has to happen on the CPU before its last work is on a stream; only
-// the host path knows this state for longer than a call.
-//
-// Under graph capture it is over as soon as it is enqueued: what is recorded runs when the graph is
-// replayed, and nobody may ask for an event that belongs to a graph.
+// Under graph capture, an operation is over as soon as it is enqueued: the recorded work runs when
+// the graph is replayed, and events that belong to a graph must not be queried.
 //
 // Thread contract: [any thread], with or without the GIL.
-// Lifetimes: held by shared_ptr. The memory that it keeps is dropped by whoever calls release():
-// never by the watchdog, since that calls the allocator. A
-// failure stops nothing that is on a stream, nor who is putting it there: what uses the tensors is
-// followed to its end by Putting.
+// Lifetimes: held by shared_ptr. The caller of release() drops the memory that the operation keeps.
+// The watchdog never does, as that calls the allocator. A failure does not stop work that is on a
+// stream or that a thread is enqueueing: StreamUse tracks the use of the memory to its end.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,26 +41,26 @@ namespace mycoll {
 
 class DeviceOperation {
  public:
-  // caller: the stream that was current when the operation was called; the kept memory is from it.
+  // caller: the stream that was current at the call; the kept memory belongs to it.
   DeviceOperation(const char* what, const c10::Stream& caller) : what_(what), caller_(caller) {}
 
   const char* what() const { return what_; }  // "all_reduce"
   c10::Device device() const { return caller_.device(); }
   const c10::Stream& caller() const { return caller_; }
 
-  // --- for whoever carries it out
+  // --- for the path that executes it
 
-  // Lives while somebody puts work on a stream that uses what the operation keeps.
-  class Putting {
+  // Lives while a thread enqueues work that uses what the operation keeps.
+  class StreamUse {
    public:
-    explicit Putting(DeviceOperation& operation);
-    ~Putting();
-    Putting(const Putting&) = delete;
-    Putting& operator=(const Putting&) = delete;
-    // False: the operation has failed, and nothing may be put any more.
+    explicit StreamUse(DeviceOperation& operation);
+    ~StreamUse();
+    StreamUse(const StreamUse&) = delete;
+    StreamUse& operator=(const StreamUse&) = delete;
+    // False: the operation has failed, and nothing may be enqueued any more.
     bool isAllowed() const { return isAllowed_; }
-    // What was put is before this event. Without one nothing was.
-    void setEnd(const c10::Stream& stream, EventPtr end);
+    // The event follows what was enqueued. Without a call, nothing was enqueued.
+    void setEnd(const c10::Stream& stream, EventPtr end) { end_.emplace(stream, std::move(end)); }
 
    private:
     DeviceOperation& operation_;
@@ -70,26 +68,26 @@ class DeviceOperation {
     std::optional<std::pair<c10::Stream, EventPtr>> end_;
   };
 
-  // Before anything is put on a stream.
+  // Call these four before anything is enqueued.
   void keep(Kept memory);
-  // Somebody wants to know its duration: events are timed.
+  // Its duration is measured: its events are timed.
   void setTimed(bool isTimed) { isTimed_ = isTimed; }
   bool isTimed() const { return isTimed_; }
   void setCaptured(bool isCaptured) { isCaptured_ = isCaptured; }
-  // Its first work is behind this event, if it is timed.
+  // If it is timed: its first work follows this event.
   void setStarted(EventPtr started) { started_ = std::move(started); }
-  // Its last work is on `stream`, and `ended` behind it.
+  // Its last work is on `stream`, followed by `ended`.
   void setEnqueued(const c10::Stream& stream, EventPtr ended);
-  // The first cause stays, and an end that the device has passed.
+  // The first cause is kept. Does nothing if the device has passed the operation.
   void fail(const Status& cause);
-  // With what the device said when it was asked.
+  // Fails it with an error that its device has reported.
   void failByDevice(const Status& error);
-  // What waitEnqueued() works on while the operation is queued; null: others do all of it.
+  // waitEnqueued() works on this engine operation while the device operation is queued.
   void setEngineOp(std::shared_ptr<Communicator> communicator, OpPtr op);
 
-  // --- for everybody
+  // --- for all
 
-  // Waits until it is enqueued; its failure, or why the wait ended before.
+  // Waits until it is enqueued. Returns its failure, or why the wait has ended earlier.
   Status waitEnqueued(Deadline deadline);
   // Waits until the device has passed it.
   Status waitOver(Deadline deadline);
@@ -98,50 +96,53 @@ class DeviceOperation {
   bool hasPassed() { return isOver() && isPassed_.load(std::memory_order_relaxed); }
   // Both are enqueued, on one stream, and have not failed.
   bool sharesStream(const DeviceOperation& other) const;
-  // What is behind it on its stream has passed.
+  // The device has passed later work on its stream.
   void setPassed() { isPassed_.store(true, std::memory_order_relaxed); }
   Status status() const;
-  // It failed by what its device said, which nobody else knows yet.
+  // Its device has reported an error, which no other part knows yet.
   bool isDeviceError() const { return isDeviceError_.load(std::memory_order_acquire); }
-  // Runs fn once, without locks: when it is enqueued or has failed, or at once.
+  // Runs fn once, without locks, when it is enqueued or has failed; immediately if it is.
   void onEnqueued(std::function<void()> fn);
 
-  // The rank that a message came from; -1 where it is not known.
+  // The rank that sent the message; -1 if unknown.
   int source() const { return source_.load(std::memory_order_acquire); }
   void setSource(int rank) { source_.store(rank, std::memory_order_release); }
 
-  // Only when enqueued: makes the stream wait for it.
+  // Makes the stream wait for the operation, which must be enqueued.
   void block(const c10::Stream& stream) const;
   const c10::Stream& stream() const { return *stream_; }
   const EventPtr& ended() const { return ended_; }
-  float milliseconds() const;  // from started to ended, both timed; only when over, 0: it failed
+  // The time between started and ended, which must be timed. 0 if it has failed. Only when over.
+  float milliseconds() const;
 
-  // The program goes on as if it were over: what it puts on a stream from here on comes behind it.
-  // The caller must look at the status afterwards.
-  void setTaken() { taken_.store(1 + raisedSoFar(), std::memory_order_seq_cst); }
-  bool isTaken() const { return taken_.load(std::memory_order_seq_cst) != 0; }
-  // raisedSoFar() when that was last.
-  uint64_t takenAt() const { return taken_.load(std::memory_order_seq_cst) - 1; }
+  // The program relies on its results from now on: what it enqueues on a stream next follows the
+  // operation. The caller must check the status afterwards.
+  void setReliedOn() { reliedOn_.store(1 + raisedSoFar(), std::memory_order_seq_cst); }
+  bool isReliedOn() const { return reliedOn_.load(std::memory_order_seq_cst) != 0; }
+  // raisedSoFar() at the last setReliedOn().
+  uint64_t reliedOnSince() const { return reliedOn_.load(std::memory_order_seq_cst) - 1; }
 
   // Takes what it kept, for the caller to drop.
   Kept release();
-  // The same, unless the device may still use it: then false. After a failure that may be so beyond
-  // the end, as what NCCL has started may still be writing.
+  // As release(), but returns false if the device may still use the memory. After a failure this
+  // may last beyond the operation's end, as NCCL may still be writing.
   bool releaseUnused(Kept* released);
 
  private:
   enum class State { kQueued, kEnqueued, kFailed };
 
-  Status askDevice(bool* isPassed) const;  // when enqueued
+  Status queryDevice(bool* hasPassed) const;  // when enqueued
   void end(const Status& failure, bool isDeviceError);
+  // After a transition: releases the lock, wakes the waiting threads and runs the callbacks.
+  void announce(MutexLock& lock) REQUIRES(mutex_);
 
   const char* const what_;
   const c10::Stream caller_;
   std::atomic<int> source_{-1};
-  std::atomic<uint64_t> taken_{0};  // 0: it is not; else 1 + takenAt()
+  std::atomic<uint64_t> reliedOn_{0};  // 0, or 1 + reliedOnSince()
   bool isTimed_ = false;
   bool isCaptured_ = false;
-  std::atomic<bool> isPassed_{false};  // somebody has asked, and it was
+  std::atomic<bool> isPassed_{false};  // a query has returned that the device has passed it
   std::atomic<bool> isDeviceError_{false};
   EventPtr started_;
 
@@ -153,9 +154,9 @@ class DeviceOperation {
   EventPtr ended_;
   Status status_;
   Kept kept_ GUARDED_BY(mutex_);
-  int putting_ GUARDED_BY(mutex_) = 0;  // Puttings that live
-  // What was put is before these: the last event of each stream.
-  c10::SmallVector<std::pair<c10::Stream, EventPtr>, 2> put_ GUARDED_BY(mutex_);
+  int uses_ GUARDED_BY(mutex_) = 0;  // StreamUses that live
+  // The end of the last StreamUse on each stream.
+  c10::SmallVector<std::pair<c10::Stream, EventPtr>, 2> useEnds_ GUARDED_BY(mutex_);
   std::vector<std::function<void()>> callbacks_ GUARDED_BY(mutex_);
   std::shared_ptr<Communicator> communicator_ GUARDED_BY(mutex_);
   OpPtr engineOp_ GUARDED_BY(mutex_);

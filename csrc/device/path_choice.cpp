@@ -22,7 +22,7 @@
 namespace mycoll {
 namespace {
 
-// Marks the notes of two ranks that agree on a path, beside any tag of a user's.
+// The tag of the messages of two ranks that agree on a path; users' tags are smaller.
 constexpr uint64_t kPathTag = uint64_t{1} << 48;
 
 template <size_t kSize>
@@ -37,8 +37,8 @@ bool isSet(const char* variable) {
   return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
 }
 
-// "node1 0000:3b:00.0"; empty where it is not known, or where the user has told NCCL that ranks may
-// share it.
+// "node1 0000:3b:00.0"; empty if it is unknown, or if the user has configured NCCL so that ranks
+// may share it.
 std::string gpuOf(c10::Device device, const nccl::Library& library) {
   if (isSet("NCCL_HOSTID")) return "";
   if (isSet("NCCL_MULTI_RANK_GPU_ENABLE") && library.has(nccl::Capability::kSeveralRanksPerGpu)) {
@@ -64,7 +64,7 @@ const char* nameOf(uint8_t choice) {
   }
 }
 
-// Once in a process for each reason; not where the user has asked for that path.
+// Warns once in a process for each reason; not if the user has chosen this path.
 void warnOfHostPath(const std::string& reason) {
   struct Warned {
     Mutex mutex;
@@ -81,9 +81,9 @@ void warnOfHostPath(const std::string& reason) {
 
 }  // namespace
 
-// What each of two ranks tells the other, once, before its first message to it.
-struct PathChoice::Note {
-  DevicePath path = DevicePath::kUnknown;  // the group's, where this rank knows it already
+// Two ranks send each other a proposal once, before their first message.
+struct PathChoice::Proposal {
+  DevicePath path = DevicePath::kUnknown;  // the group's, if this rank knows it already
   Report report;
 };
 
@@ -104,7 +104,7 @@ PathChoice::Report PathChoice::report(c10::Device device) {
   return report;
 }
 
-Status PathChoice::judge(const std::vector<Report>& reports, const std::vector<int>& ranks) {
+Status PathChoice::checkNccl(const std::vector<Report>& reports, const std::vector<int>& ranks) {
   const Report& first = reports.front();
   for (size_t i = 1; i < reports.size(); ++i) {
     if (reports[i].choice == first.choice) continue;
@@ -139,29 +139,28 @@ Status PathChoice::judge(const std::vector<Report>& reports, const std::vector<i
   return Status(choice == CudaPath::kNccl ? Code::kInvalidArgument : Code::kUnsupported, reason);
 }
 
-DevicePath PathChoice::conclude(const Status& judgement, bool warns) {
-  if (judgement.ok()) return DevicePath::kNccl;
-  if (judgement.code() != Code::kUnsupported) {
-    const Status refusal = inGroup(place_.name, judgement);
+DevicePath PathChoice::pathFor(const Status& checked, bool warns) {
+  if (checked.ok()) return DevicePath::kNccl;
+  if (checked.code() != Code::kUnsupported) {
+    const Status refusal = inGroup(place_.name, checked);
     place_.control->fail(refusal);
     throwStatus(refusal);
   }
-  if (warns) warnOfHostPath(judgement.message());
+  if (warns) warnOfHostPath(checked.message());
   return DevicePath::kHost;
 }
 
-void PathChoice::agree(c10::Device device, const std::string& caller) {
+void PathChoice::agree(c10::Device device, const std::string& operation) {
   if (known() != DevicePath::kUnknown) return;
   MutexLock lock(agreeMutex_);
   if (known() != DevicePath::kUnknown) return;
   const Status met = place_.control->meetNeighbours();
   if (!met.ok()) {
     throwStatus(met.withMessage(
-        met.message() + onThisRank(place_.rank) + caller +
+        met.message() + onThisRank(place_.rank) + operation +
         ", the first of the group's operations on devices, for which all ranks meet"));
   }
   const auto ranks = static_cast<size_t>(place_.ranks);
-  // Kept by the operation: a wait that a signal ends leaves it running.
   const auto kept = std::make_shared<std::vector<Report>>(ranks);
   std::vector<Report>& reports = *kept;
   Report& mine = reports[static_cast<size_t>(place_.rank)];
@@ -171,16 +170,15 @@ void PathChoice::agree(c10::Device device, const std::string& caller) {
   exchange.dtype = DType::kUInt8;
   exchange.in = {{&mine, sizeof(Report)}};
   for (auto& entry : reports) exchange.out.push_back({&entry, sizeof(entry)});
-  throwIfFailed(place_.control->wait(
-      place_.control->submit(std::move(exchange), kept, /*willWait=*/true), Deadline::never()));
-  std::vector<int> everybody;
+  runOnControl(place_, std::move(exchange), kept);
+  std::vector<int> all;
   int least = 0;
   for (int rank = 0; rank < place_.ranks; ++rank) {
-    everybody.push_back(rank);
+    all.push_back(rank);
     const int theirs = reports[static_cast<size_t>(rank)].capability;
     if (theirs != 0) least = least == 0 ? theirs : std::min(least, theirs);
   }
-  const DevicePath path = conclude(judge(reports, everybody), /*warns=*/place_.rank == 0);
+  const DevicePath path = pathFor(checkNccl(reports, all), /*warns=*/place_.rank == 0);
   if (path == DevicePath::kNccl) capability_.store(least, std::memory_order_relaxed);
   path_.store(path, std::memory_order_release);
 }
@@ -192,9 +190,10 @@ void PathChoice::adoptNccl(const PathChoice& parent) {
 }
 
 std::optional<DevicePath> PathChoice::knownWith(int peer) const {
-  // All ranks were told so, or there is no other: alone NCCL's send would wait for its receive.
+  // All ranks were configured so; or the rank sends to itself, where NCCL's send would wait
+  // forever.
   if (Env::process().cuda == CudaPath::kHost || peer == place_.rank) return DevicePath::kHost;
-  // There is nobody to ask; NCCL's path refuses it.
+  // No rank to agree with; NCCL's path refuses it.
   if (peer == kAnySource) return known() == DevicePath::kHost ? known() : DevicePath::kNccl;
   MutexLock lock(mutex_);
   const auto found = withPeers_.find(peer);
@@ -209,26 +208,28 @@ DevicePath PathChoice::agreeWith(c10::Device device, int peer) {
   return withPeers_[peer] = path;
 }
 
-// Both ranks come to the same answer: the group's, if one of them knows it, else what fits the two.
+// Both ranks get the same result: the group's path, if one of them knows it, or else one that both
+// can use.
 DevicePath PathChoice::exchangeWith(c10::Device device, int peer) {
   Communicator& control = *place_.control;
-  const auto mine = std::make_shared<Note>();
+  const auto mine = std::make_shared<Proposal>();
   mine->path = known();
   mine->report = report(device);
-  const OpPtr sent = control.send({{mine.get(), sizeof(Note)}, peer, kPathTag, DType::kUInt8}, mine,
-                                  /*willWait=*/false, kNoDeadline);
+  const OpPtr sent =
+      control.send({{mine.get(), sizeof(Proposal)}, peer, kPathTag, DType::kUInt8}, mine,
+                   /*willWait=*/false, kNoDeadline);
   if (mine->path != DevicePath::kUnknown) return mine->path;
-  const auto theirs = std::make_shared<Note>();
-  const OpPtr came = control.recv({{theirs.get(), sizeof(Note)}, peer, kPathTag, DType::kUInt8},
+  const auto theirs = std::make_shared<Proposal>();
+  const OpPtr came = control.recv({{theirs.get(), sizeof(Proposal)}, peer, kPathTag, DType::kUInt8},
                                   theirs, /*willWait=*/true, kNoDeadline);
   for (const OpPtr& op : {came, sent}) {
     throwUnlessConnected(place_, control.wait(op, Deadline::never()));
   }
   if (theirs->path != DevicePath::kUnknown) return theirs->path;
   const bool isFirst = place_.rank < peer;
-  return conclude(isFirst ? judge({mine->report, theirs->report}, {place_.rank, peer})
-                          : judge({theirs->report, mine->report}, {peer, place_.rank}),
-                  /*warns=*/isFirst);
+  return pathFor(isFirst ? checkNccl({mine->report, theirs->report}, {place_.rank, peer})
+                         : checkNccl({theirs->report, mine->report}, {peer, place_.rank}),
+                 /*warns=*/isFirst);
 }
 
 }  // namespace mycoll

@@ -1,9 +1,9 @@
-// PathChoice: whether tensors travel by NCCL or through host memory. All ranks of the group decide
-// at its first collective; two ranks that send to each other before that decide for the two of
-// them.
+// PathChoice: whether tensors are transferred by NCCL or through host memory. All ranks of the
+// group decide at its first collective. Two ranks that exchange messages before that decide for
+// these messages.
 //
-// Threads: every function [any thread]. agree() and agreeWith() wait for other ranks. Lifetimes: a
-// part of its DeviceGroup.
+// Thread contract: [any thread]. agree() and agreeWith() wait for other ranks. Lifetime: a part of
+// its DeviceGroup.
 #pragma once
 
 #include <atomic>
@@ -21,48 +21,49 @@ enum class DevicePath : uint8_t { kUnknown, kNccl, kHost };
 
 class PathChoice {
  public:
-  // What this rank can bring to the choice. Plain bytes: ranks exchange it as it is.
+  // The properties of a rank that decide. Plain bytes, which ranks exchange.
   struct Report {
     int32_t version = 0;     // of NCCL; 0: none, and `reason` says why
     uint8_t choice = 0;      // CudaPath
-    uint8_t capability = 0;  // of the GPU: 90 for sm_90; 0: not known
-    uint32_t kernel = 0;     // hash of what tells machines of one name apart
-    char gpu[48] = {};       // which GPU of which host, if that can be known
+    uint8_t capability = 0;  // of the GPU: 90 for sm_90; 0: unknown
+    uint32_t kernel = 0;     // hash that distinguishes machines of one name
+    char gpu[48] = {};       // the GPU and its host; empty: unknown
     char reason[200] = {};
   };
 
   explicit PathChoice(const DevicePlace& place) : place_(place) {}
 
-  // What all ranks have agreed on, or not yet.
+  // The path on which all ranks have agreed; kUnknown before that.
   DevicePath known() const { return path_.load(std::memory_order_acquire); }
-  // The capability of the oldest GPU of all ranks; 0: not known.
+  // The smallest capability of all ranks' GPUs; 0: unknown.
   int capability() const { return capability_.load(std::memory_order_relaxed); }
 
-  // All ranks. caller: what is called, for the error when ranks do not come.
-  void agree(c10::Device device, const std::string& caller);
-  // On a group that was split off one that uses NCCL.
+  // To be called on all ranks. operation: its name, for the error if ranks do not take part.
+  void agree(c10::Device device, const std::string& operation);
+  // For a group that was split from a group that uses NCCL.
   void adoptNccl(const PathChoice& parent);
 
-  // For messages between this rank and another one; empty: not decided yet.
+  // The path of messages between this rank and another one; empty: not decided yet.
   std::optional<DevicePath> knownWith(int peer) const;
-  // Both ranks; for one thread at a time for each peer.
+  // To be called on both ranks, by one thread at a time for each peer.
   DevicePath agreeWith(c10::Device device, int peer);
 
  private:
-  struct Note;
+  struct Proposal;
 
   static Report report(c10::Device device);
-  // Not ok: why these ranks cannot use NCCL together (kUnsupported: host memory can serve), or
-  // should not (they were told different things).
-  static Status judge(const std::vector<Report>& reports, const std::vector<int>& ranks);
-  // Ends the group where the ranks were told different things.
-  DevicePath conclude(const Status& judgement, bool warns);
+  // Returns ok if these ranks can use NCCL together; kUnsupported with the reason if they cannot,
+  // and host memory can replace it; another code if they must not continue, as MYCOLL_CUDA differs
+  // or requires NCCL.
+  static Status checkNccl(const std::vector<Report>& reports, const std::vector<int>& ranks);
+  // Returns the path, or fails the group if the ranks must not continue.
+  DevicePath pathFor(const Status& checked, bool warns);
   DevicePath exchangeWith(c10::Device device, int peer);
 
   const DevicePlace& place_;
   std::atomic<DevicePath> path_{DevicePath::kUnknown};
   std::atomic<int> capability_{0};
-  Mutex agreeMutex_;  // held while all ranks meet
+  Mutex agreeMutex_;  // held while all ranks agree
   mutable Mutex mutex_;
   std::map<int, DevicePath> withPeers_ GUARDED_BY(mutex_);
 };

@@ -1,5 +1,5 @@
-// What the parts of a DeviceGroup share: which group it is, and the engine's groups that it uses.
-// Plain values; the engine's groups are safe for any thread.
+// DevicePlace: what the parts of a DeviceGroup share: the group's identity, and the engine's groups
+// that it uses. Plain values; the engine's groups are safe for any thread.
 #pragma once
 
 #include <chrono>
@@ -16,13 +16,13 @@ struct DevicePlace {
   std::string name;
   int rank = 0;
   int ranks = 1;
-  std::shared_ptr<Communicator> cpu;      // the group itself
-  std::shared_ptr<Communicator> control;  // external operations, and what ranks have to agree on
-  std::shared_ptr<Communicator> host;     // the host path's
+  std::shared_ptr<Communicator> cpu;          // the group itself
+  std::shared_ptr<Communicator> control;      // external operations, and agreement between ranks
+  std::shared_ptr<Communicator> host;         // the host path's
   c10::intrusive_ptr<MycollOptions> options;  // never changed; the timeout is control's
   bool waitsOnHost = false;                   // MYCOLL_CUDA_BLOCKING_WAIT
 
-  // Not ok once the group is dead.
+  // Not ok once the group has failed: the first cause.
   Status error() const {
     for (const auto& group : {control, host, cpu}) MYCOLL_RETURN_IF_ERROR(group->error());
     return Status();
@@ -32,11 +32,8 @@ struct DevicePlace {
   }
 };
 
-// For messages of ours between two ranks that connect: the user's message that waits for them has a
-// deadline of its own, and its text names what the user called.
+// The timeout of internal messages between two ranks that connect: the user's message that waits
+// for them has its own deadline, and its error names the function that the user called.
 constexpr std::chrono::milliseconds kNoDeadline = std::chrono::milliseconds::max();
-
-// How often a thread that waits for another one looks at signals.
-constexpr auto kSignalTick = std::chrono::milliseconds(50);
 
 }  // namespace mycoll

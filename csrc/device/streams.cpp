@@ -2,7 +2,6 @@
 
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "backend/errors.h"
 #include "backend/torch_version.h"
 #include "base/log.h"
 #include "base/mutex.h"
@@ -19,8 +19,8 @@
 namespace mycoll {
 namespace {
 
-// Making an event costs several microseconds, taking one from here a fraction of one. Never
-// destroyed: events come back during static destruction, when the device may be gone.
+// Making an event costs several microseconds, reusing one a fraction of one. Never destroyed:
+// events are returned during static destruction, when the device may be gone.
 struct EventPool {
   using Kind = std::tuple<c10::DeviceType, c10::DeviceIndex, bool>;
   Mutex mutex;
@@ -29,12 +29,29 @@ struct EventPool {
 
 EventPool& pool() { return perProcess<EventPool>(); }
 
-// c10's calls ask for the current device, and set it, around each of CUDA's, which takes longer
-// than that. They are needed for an event that was never recorded, as they make it then; where
-// torch traces such calls; and to say what went wrong.
+// Around each of CUDA's calls, c10's query and set the current device, which takes longer than the
+// call itself. They are needed for an event that was never recorded, which they create; if torch
+// traces such calls; and for the text of an error.
 bool isDirect(const c10::Event& event) {
   return event.device_type() == c10::DeviceType::CUDA && event.eventId() != nullptr &&
          c10::impl::GPUTrace::get_trace() == nullptr;
+}
+
+// Returns an event that was not recorded yet, or is no longer in use.
+EventPtr takeEvent(c10::Device device, bool isTimed, bool isCaptured) {
+  std::vector<EventPtr::Entry*>* home = nullptr;
+  if (!isCaptured) {
+    EventPool& events = pool();
+    MutexLock lock(events.mutex);
+    home = &events.free[{device.type(), device.index(), isTimed}];
+    if (!home->empty()) {
+      EventPtr event(home->back());
+      home->pop_back();
+      return event;
+    }
+  }
+  const auto flag = isTimed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
+  return EventPtr(new EventPtr::Entry{c10::Event(device.type(), flag), home});
 }
 
 }  // namespace
@@ -65,22 +82,6 @@ bool isCapturing(const c10::Stream& stream) {
 #endif
 }
 
-EventPtr takeEvent(c10::Device device, bool isTimed, bool isCaptured) {
-  std::vector<EventPtr::Entry*>* home = nullptr;
-  if (!isCaptured) {
-    EventPool& events = pool();
-    MutexLock lock(events.mutex);
-    home = &events.free[{device.type(), device.index(), isTimed}];
-    if (!home->empty()) {
-      EventPtr event(home->back());
-      home->pop_back();
-      return event;
-    }
-  }
-  const auto flag = isTimed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
-  return EventPtr(new EventPtr::Entry{c10::Event(device.type(), flag), home});
-}
-
 void EventPtr::drop() {
   if (entry_->home == nullptr) {
     delete entry_;
@@ -104,39 +105,34 @@ void block(const c10::Event& event, const c10::Stream& stream) {
   if (!isDone) event.block(stream);
 }
 
-std::string textOf(const std::exception& error) {
-  const auto* const ofTorch = dynamic_cast<const c10::Error*>(&error);
-  return ofTorch != nullptr ? ofTorch->what_without_backtrace() : error.what();
-}
-
-Status ask(const c10::Event& event, bool* hasPassed) {
+Status query(const c10::Event& event, bool* hasPassed) {
   *hasPassed = true;
   try {
     const OnDevice guard(event.device());
     const nccl::RelaxedCapture relaxed;
     *hasPassed = event.query();
-  } catch (const std::exception& error) {
-    return Status(Code::kInternal, "the device reports an error: " + textOf(error));
+  } catch (...) {
+    return Status(Code::kInternal, "the device reports an error: " + describeException());
   }
   return Status();
 }
 
 bool hasPassed(const c10::Event& event) {
   bool isPassed = true;
-  const Status status = ask(event, &isPassed);
+  const Status status = query(event, &isPassed);
   if (!status.ok()) {
-    static std::atomic<bool> isTold{false};  // it comes back with every question
-    if (!isTold.exchange(true)) MYCOLL_LOG_WARN("%s", status.message().c_str());
+    static std::atomic<bool> isLogged{false};  // every query returns it
+    if (!isLogged.exchange(true)) MYCOLL_LOG_WARN("%s", status.message().c_str());
   }
   return isPassed;
 }
 
 void CapturedStreams::add(const c10::Stream& stream) {
-  const c10::Stream usual =
+  const c10::Stream byDefault =
       c10::impl::VirtualGuardImpl(stream.device_type()).getDefaultStream(stream.device());
   {
     MutexLock lock(mutex_);
-    for (const c10::Stream& one : {stream, usual}) {
+    for (const c10::Stream& one : {stream, byDefault}) {
       const bool isKnown = std::find(streams_.begin(), streams_.end(), one) != streams_.end();
       if (!isKnown) streams_.push_back(one);
     }
@@ -157,7 +153,7 @@ bool CapturedStreams::isAnyBusy() const {
       const nccl::RelaxedCapture relaxed;
       return !isCapturing(stream) && !stream.query();
     } catch (const std::exception&) {
-      return false;  // the device tells its users itself
+      return false;  // the device reports it to its users
     }
   });
 }

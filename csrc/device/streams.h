@@ -1,6 +1,6 @@
-// Streams and events of whatever device a tensor is on, through c10's device-generic interface: no
-// CUDA is needed to build, and a pretended device can stand in for one. What each operation does
-// goes straight to CUDA's runtime, where that is found.
+// Streams and events of a tensor's device, through c10's device-generic interface: no CUDA is
+// needed to build, and a stand-in device can replace CUDA. If CUDA's runtime is found, recording
+// and waiting call it directly.
 //
 // Thread contract: [any thread], with or without the GIL.
 // Lifetimes: an event returns to its pool with its last EventPtr; the pool is never destroyed.
@@ -12,8 +12,6 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
-#include <exception>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,12 +21,12 @@
 
 namespace mycoll {
 
-// An event, shared by those who hold it: as a shared_ptr, without a second block of memory.
+// A shared event: like a shared_ptr, without a second allocation.
 class EventPtr {
  public:
   struct Entry {
     c10::Event event;
-    std::vector<Entry*>* home;  // where free ones of its kind are; null: it is not used again
+    std::vector<Entry*>* home;  // the free events of its kind; null: it is not reused
     std::atomic<int> holders{0};
   };
 
@@ -56,10 +54,10 @@ class EventPtr {
   Entry* entry_ = nullptr;
 };
 
-// While it lives, the device is this thread's current one. Before any call of CUDA's runtime: most
-// make a context on the current device, which on a thread of ours is the first one of all until
-// somebody says otherwise, and half a GiB of its memory for every rank of the node. Where it is
-// current already this costs nothing, while c10's own guard asks the driver when it ends.
+// While it lives, the device is this thread's current one. Required before any call of CUDA's
+// runtime: most create a context on the current device, which is the first device on a new thread,
+// and a context takes half a GiB of its memory for each rank of the node. Costs nothing if the
+// device is current already, while c10's own guard queries the driver when it ends.
 class OnDevice {
  public:
   explicit OnDevice(c10::Device device);
@@ -69,39 +67,32 @@ class OnDevice {
 };
 
 c10::Stream currentStream(c10::Device device);
-// One of the device's pool, of high priority: what travels on it starts before what computes.
+// Returns a stream of the device's pool, of high priority: transfers start before computations.
 c10::Stream sideStream(c10::Device device);
 
 bool isCapturing(const c10::Stream& stream);
 
-// An event for this device that was not recorded yet, or is not needed by anybody any more.
-// isTimed: it can be asked for elapsed times. isCaptured: it will belong to a graph, and is not
-// used again for anything else.
-EventPtr takeEvent(c10::Device device, bool isTimed = false, bool isCaptured = false);
-
-// Records on the stream, with a fresh event. As for block(), the stream's device must be current.
+// Records an event that no one else uses. As for block(), the stream's device must be current.
+// isTimed: it measures elapsed times. isCaptured: it will belong to a graph, and is not reused.
 EventPtr recordEvent(const c10::Stream& stream, bool isTimed = false, bool isCaptured = false);
 
 // Makes the stream wait for the event.
 void block(const c10::Event& event, const c10::Stream& stream);
 
-// What a device or torch says has gone wrong, without the frames of C++ that torch adds.
-std::string textOf(const std::exception& error);
+// Finds out whether the device has passed the event. An error of the device counts as passed, and
+// is returned. Not for captured events: a query invalidates their graph.
+Status query(const c10::Event& event, bool* hasPassed);
 
-// Whether the device has passed it. An error of the device counts as passed, and is returned. Not
-// for captured events: to ask for them spoils their graph.
-Status ask(const c10::Event& event, bool* hasPassed);
-
-// The same, for those who go on after an error: the device tells its users itself.
+// As query(), for callers that continue after an error: the device reports it to its users.
 bool hasPassed(const c10::Event& event);
 
-// For a task, which looks at the status afterwards. null: nothing was recorded.
+// For a task, which checks the status afterwards. Null: nothing was recorded.
 class EventPassed final : public Condition {
  public:
   explicit EventPassed(EventPtr event) : event_(std::move(event)) {}
   bool ready() override {
     bool hasPassed = true;
-    if (event_) status_ = ask(*event_, &hasPassed);
+    if (event_) status_ = query(*event_, &hasPassed);
     return hasPassed;
   }
   const Status& status() const { return status_; }
@@ -111,13 +102,13 @@ class EventPassed final : public Condition {
   Status status_;
 };
 
-// The streams on which graphs with operations of a group were captured, and their devices' usual
-// ones, on which graphs are replayed as a rule.
+// The streams on which graphs with operations of a group were captured, and the default streams of
+// their devices, on which graphs are usually replayed.
 class CapturedStreams {
  public:
   void add(const c10::Stream& stream);
   bool isEmpty() const { return !isAny_.load(std::memory_order_acquire); }
-  // A captured operation may be under way.
+  // A captured operation may be in progress.
   bool isAnyBusy() const;
 
  private:

@@ -9,8 +9,8 @@
 namespace mycoll {
 namespace {
 
-// Dropped by threads of the user's, as it may need the GIL, and calls the allocator. Those of any
-// group: one that is not called again would keep it for ever.
+// Memory of all groups, which threads of the user drop, as that may need the GIL and calls the
+// allocator. If it belonged to its group, a group that is not called again would keep it forever.
 struct Released {
   Mutex mutex;
   Kept memory GUARDED_BY(mutex);
@@ -69,7 +69,7 @@ bool WatchList::hasUndrained() const {
   MutexLock lock(mutex_);
   return !collectives_.empty() ||
          std::any_of(others_.begin(), others_.end(),
-                     [](const Watched& each) { return each.operation->isTaken(); });
+                     [](const Watched& each) { return each.operation->isReliedOn(); });
 }
 
 bool WatchList::hasOfGroup() const {
@@ -93,9 +93,9 @@ std::vector<DeviceOperationPtr> WatchList::queued() const {
   return found;
 }
 
-// A device passes what is on one stream in its order: few questions tell how far it has come.
+// A device passes the operations of one stream in order: a binary search needs few queries.
 void WatchList::markPassed(std::span<const Collective> oldest) {
-  constexpr auto kFew = 4;  // are asked about one by one
+  constexpr auto kFew = 4;  // are queried one by one
   const auto end = std::find_if(oldest.begin(), oldest.end(), [&](const Collective& each) {
     return !each.first->sharesStream(*oldest.front().first);
   });
@@ -105,7 +105,7 @@ void WatchList::markPassed(std::span<const Collective> oldest) {
   std::for_each(oldest.begin(), passed, [](const auto& each) { each.first->setPassed(); });
 }
 
-// The oldest of them; nobody else takes entries away.
+// No other thread removes entries.
 void WatchList::takeEndedCollectives(std::vector<Watched>* ended,
                                      const OnDeviceError& onDeviceError) {
   constexpr size_t kAtOnce = 64;
@@ -133,8 +133,8 @@ void WatchList::takeEndedCollectives(std::vector<Watched>* ended,
   } while (count == kAtOnce);
 }
 
-// Each device is asked once: a second answer may be another one. Entries are only added meanwhile,
-// behind these.
+// Queries each operation once, as a second query may have another result. Other threads only append
+// entries meanwhile.
 template <typename Entry>
 std::vector<Entry> WatchList::takeOverOf(std::vector<Entry>* entries) {
   std::vector<DeviceOperationPtr> operations;
@@ -203,9 +203,9 @@ WatchList::Failed WatchList::failAll(const Status& cause) {
     if (each.operation->status().ok()) continue;
     failed.isAny = true;
     const bool isOnNccl = each.collective || each.messages;
-    if (!isOnNccl || !each.operation->isTaken()) continue;
+    if (!isOnNccl || !each.operation->isReliedOn()) continue;
     const bool isLater =
-        !failed.lost || each.operation->takenAt() > failed.lost->operation->takenAt();
+        !failed.lost || each.operation->reliedOnSince() > failed.lost->operation->reliedOnSince();
     if (isLater) failed.lost = each;
   }
   return failed;

@@ -1,9 +1,9 @@
-// WatchList: a group's operations that the watchdog watches to their end, and the memory of those
-// that are over until it can be handed back.
+// WatchList: a group's operations that the watchdog watches until their end, and the memory of
+// those that are over until it can be released.
 //
-// Threads: add(), onOver() and what only reads are for [any thread]; the functions under "for the
-// watchdog" are for one thread at a time. Devices are asked without the mutex, which every call of
-// the user's takes. Lifetimes: a part of its DeviceGroup.
+// Thread contract: [any thread]; the functions under "for the watchdog" are for one thread at a
+// time. Devices are queried without the mutex, which every call of the user takes. Lifetime: a part
+// of its DeviceGroup.
 #pragma once
 
 #include <atomic>
@@ -23,70 +23,74 @@
 
 namespace mycoll {
 
-// A message through NCCL, or a batch of them. They have a deadline, as no group of the engine's
-// watches over them.
+// A message through NCCL, or a batch of them. They have their own deadline, as no group of the
+// engine watches them.
 struct WatchedMessages {
-  bool isOfPair = false;  // a communicator of its own carries it
+  bool isOfPair = false;  // it uses the communicator of a pair of ranks
   std::vector<Operation> each;
   std::vector<OpRecord> records;
-  uint32_t calledAt = 0;  // place in the program; 0: not known
+  uint32_t calledAt = 0;  // place in the program; 0: unknown
   std::chrono::milliseconds timeout{0};
   Deadline deadline;
 
-  std::string place() const;  // "train.py:57 in step", if it is known
+  std::string place() const;  // "train.py:57 in step"; empty: unknown
 };
 
 // An operation that is watched.
 struct Watched {
   DeviceOperationPtr operation;
-  // A collective of NCCL's: its place in the control group. Null: a message, or the host path.
+  // A collective of NCCL: its operation in the control group. Null: a message, or the host path.
   std::shared_ptr<CollectiveOp> collective{};
   bool isMessage = false;  // or a batch of them
-  // Of messages on NCCL.
+  // Messages on NCCL only.
   std::shared_ptr<const WatchedMessages> messages{};
 
-  std::string place() const;  // as there
+  std::string place() const;  // as above
 };
 
 class WatchList {
  public:
-  // False: others were watched already.
+  // Returns false if others were watched already.
   bool add(Watched watched);
-  // The group uses it, or is bound to it.
+  // The group uses this device, or is bound to it.
   void addDevice(c10::Device device);
   // Runs fn once on the watchdog (it must not block) when the operation is over.
   void onOver(const DeviceOperationPtr& operation, std::function<void(const Status&)> fn);
 
   bool isBusy() const;
-  // Devices have not passed all collectives, or messages that were waited for on a stream.
+  // Devices have not passed all collectives, and all messages for which a stream waits.
   bool hasUndrained() const;
   // The group's communicator has operations outstanding.
   bool hasOfGroup() const;
   std::vector<c10::Device> devices() const;
-  // What is not on its stream yet. No messages: their other ends may come after a barrier.
+  // Returns the collectives that are not on a stream yet. (The other rank of a message may take
+  // part after a barrier.)
   std::vector<DeviceOperationPtr> queued() const;
 
   // --- for the watchdog
 
-  // Lets go of what is over, finishes its records and calls who waits for it. False: nothing is.
-  // onDeviceError: gets what a device has said, before the engine hears that the operation failed.
+  // Removes the operations that are over, and finishes their records. Returns false if there are
+  // none. onDeviceError: receives an error of a device before the engine is notified of the
+  // failure.
   using OnDeviceError = std::function<void(const Status&)>;
   bool takeOver(const OnDeviceError& onDeviceError);
+  // Calls the functions of onOver().
   void callAwaited();
-  // The first message that is past its deadline; null: none.
+  // Returns the first message that is past its deadline, or null.
   std::shared_ptr<const WatchedMessages> late() const;
-  // Fails what is not over, each with its own text where the engine has one. What the program went
-  // on from, as if it were over, is lost; so are results on NCCL only: what the host path has
-  // enqueued has come from the other ranks by then.
+  // Fails the operations that are not over, each with its own text if the engine has one. An
+  // operation is lost if the program already relies on its results. Only operations on NCCL can be:
+  // on the host path, the data has arrived before it is enqueued.
   struct Failed {
     bool isAny = false;
-    std::optional<Watched> lost;  // the first of those that were taken last
+    std::optional<Watched> lost;  // the one on which the program has relied last
   };
   Failed failAll(const Status& cause);
-  // Hands on the memory of what is over, once devices do not use it any more. False: there is more.
+  // Releases the memory of operations that are over, when devices no longer use it. Returns false
+  // if there is more.
   bool releaseMemory();
 
-  // Drops the memory that was handed on, of any group; for the user's threads, now and then.
+  // [a thread of the user] Drops the released memory of all groups.
   static void clearReleased();
 
  private:
@@ -110,13 +114,13 @@ class WatchList {
   }
 
   mutable Mutex mutex_;
-  // Oldest first: NCCL's collectives, which end one after another, of which there are thousands
-  // where a program runs ahead of its device; and all others.
+  // NCCL's collectives, oldest first, which end one after another: thousands if a program is far
+  // ahead of its device.
   std::deque<Watched> collectives_ GUARDED_BY(mutex_);
-  std::vector<Watched> others_ GUARDED_BY(mutex_);
+  std::vector<Watched> others_ GUARDED_BY(mutex_);  // all other operations
   std::vector<Awaited> awaited_ GUARDED_BY(mutex_);
   std::vector<c10::Device> devices_ GUARDED_BY(mutex_);
-  // The watchdog's own: over, but after a failure the device may still use their memory.
+  // [watchdog] Over, but after a failure the device may still use their memory.
   std::vector<DeviceOperationPtr> lingering_;
 };
 

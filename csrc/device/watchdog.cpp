@@ -15,12 +15,12 @@
 namespace mycoll {
 namespace {
 
-// Between two looks at what devices do: soon where the CPU has to go on with it, else from the
-// least on ever longer while nothing ends.
+// The intervals at which devices are queried: kSoon if the CPU must continue an operation;
+// otherwise from kLeast to kMost, doubled while nothing ends.
 constexpr auto kSoon = std::chrono::microseconds(100);
 constexpr auto kLeast = std::chrono::microseconds(1'000);
 constexpr auto kMost = std::chrono::microseconds(20'000);
-// Rounds of kMost without anything to watch, before it sleeps.
+// How many intervals of kMost the thread waits without anything to watch, before it sleeps.
 constexpr int kLinger = 50;
 
 }  // namespace
@@ -32,13 +32,13 @@ struct Watchdog::Shared {
   bool isWoken GUARDED_BY(mutex) = false;
   bool isRunning GUARDED_BY(mutex) = false;
   bool isAsleep GUARDED_BY(mutex) = false;   // until it is woken
-  bool isLooking GUARDED_BY(mutex) = false;  // at groups, without the mutex
+  bool isPolling GUARDED_BY(mutex) = false;  // groups, without the mutex
   bool isStopped GUARDED_BY(mutex) = false;
-  std::condition_variable hasLooked;
+  std::condition_variable hasPolled;
   std::atomic<bool> isExiting{false};
 
   void run();
-  // Until there is something to look at. The lock is the mutex's.
+  // Waits until there is something to watch. The lock locks `mutex`.
   void awaitGroups(MutexLock& lock) REQUIRES(mutex);
 };
 
@@ -65,7 +65,7 @@ void Watchdog::add(std::shared_ptr<DeviceGroup> group, bool isUrgent) {
     pthread_setname_np(pthread_self(), "mycoll-watchdog");
     all.run();
   }).detach();
-  all.isRunning = true;  // not where it could not start: the next one tries again
+  all.isRunning = true;  // if the thread cannot start, the next call tries again
 }
 
 void Watchdog::wake() {
@@ -83,8 +83,8 @@ void Watchdog::stop() {
   Shared& all = shared();
   MutexLock lock(all.mutex);
   all.isStopped = true;
-  all.hasLooked.wait_for(lock.native(), std::chrono::seconds(1),
-                         [&all]() REQUIRES(all.mutex) { return !all.isLooking; });
+  all.hasPolled.wait_for(lock.native(), std::chrono::seconds(1),
+                         [&all]() REQUIRES(all.mutex) { return !all.isPolling; });
 }
 
 void Watchdog::Shared::awaitGroups(MutexLock& lock) {
@@ -111,28 +111,28 @@ void Watchdog::Shared::run() {
     isWoken = false;
     if (isStopped) continue;
     std::vector<std::shared_ptr<DeviceGroup>> round = groups;
-    isLooking = true;
+    isPolling = true;
     lock.unlock();
-    DeviceGroup::Seen all;
+    DeviceGroup::Progress all;
     std::vector<DeviceGroup*> idle;
     for (const auto& group : round) {
-      const DeviceGroup::Seen seen = group->look();
+      const DeviceGroup::Progress seen = group->poll();
       all.hasMoved |= seen.hasMoved;
       all.wantsSoon |= seen.wantsSoon;
       if (!seen.isBusy) idle.push_back(group.get());
     }
     lock.lock();
     for (DeviceGroup* group : idle) {
-      // What came since its round counts: add() and this are ordered by the mutex.
+      // It may have become busy since its poll: the mutex orders add() and this check.
       if (!group->needsWatch()) {
         std::erase_if(groups, [&](const auto& entry) { return entry.get() == group; });
       }
     }
     lock.unlock();
-    round.clear();  // perhaps the last references
+    round.clear();  // may drop the last references
     lock.lock();
-    isLooking = false;
-    hasLooked.notify_all();
+    isPolling = false;
+    hasPolled.notify_all();
     pause = all.hasMoved ? kLeast : std::min(pause * 2, kMost);
     if (groups.empty()) continue;
     woken.wait_for(lock.native(), all.wantsSoon ? kSoon : pause,

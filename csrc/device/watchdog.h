@@ -1,12 +1,12 @@
-// The process's one thread that watches operations on devices: it sees their ends, deadlines and
-// errors, and moves the host path on. It never touches users' tensors and takes no GIL.
+// Watchdog: the process's one thread that watches operations on devices: it detects their ends,
+// deadlines and errors, and advances the host path. It never uses users' tensors, and never takes
+// the GIL.
 //
-// Threads: every function [any thread]. Nothing is locked while it asks a device. Where a driver
-// never answers, this thread hangs with it, and deadlines of device operations are not seen any
-// more. Lifetimes: never destroyed; the thread starts with the first group that is busy, and sleeps
-// while none is. A process that was forked starts its own. It looks at devices at least every 20 ms
-// while there is something to watch, and for a while after, so that what comes then need not wake
-// it.
+// Thread contract: [any thread]. The thread holds no lock while it queries a device. If a driver
+// blocks forever, this thread does, too, and no longer detects the deadlines of device operations.
+// Lifetime: never destroyed. The thread starts with the first group that is busy, and sleeps while
+// none is; a forked process starts its own. It queries devices at least every 20 ms while there is
+// something to watch, and for a second after that, so that the next operation need not wake it.
 #pragma once
 
 #include <memory>
@@ -19,15 +19,15 @@ class Watchdog {
  public:
   static Watchdog& get();
 
-  // The group has something to watch from now on. isUrgent: look at once.
+  // Watches the group from now on, until it is idle. isUrgent: wakes the thread.
   void add(std::shared_ptr<DeviceGroup> group, bool isUrgent);
-  // There is something to look at now.
+  // Makes the thread poll its groups now.
   void wake();
-  // The process ends: groups that still live leave NCCL alone from here on. Its ending is a call of
-  // all ranks of the host, of which the others may be busy with something else for minutes.
+  // The process ends: existing groups do not call NCCL any more. To end NCCL, all ranks of the host
+  // would have to take part, and the others may be busy for minutes.
   void beginExit();
   bool isExiting();
-  // Devices are not asked any more when this has returned.
+  // When this has returned, devices are not queried any more.
   void stop();
 
  private:

@@ -1,0 +1,157 @@
+#include "backend/generations.h"
+
+#include <map>
+#include <utility>
+
+#include "backend/callback_pool.h"
+#include "backend/errors.h"
+#include "base/log.h"
+
+namespace mycoll {
+namespace {
+
+// The longest wait for what is still running in the former generation.
+constexpr std::chrono::milliseconds kEndTimeout(100);
+
+}  // namespace
+
+Status Generation::error() const {
+  return device ? device->error() : communicator ? communicator->error() : why;
+}
+
+void Generation::end(Deadline deadline, const std::string& reason) const {
+  if (device) device->close(deadline);
+  if (communicator) communicator->close(deadline, reason);
+}
+
+struct Generations::AbortHooks {
+  Mutex mutex;
+  std::map<int64_t, Hook> all GUARDED_BY(mutex);
+
+  // Posts the hooks: they may take the GIL and any time, and may unregister themselves.
+  void call() {
+    decltype(all) now;
+    {
+      const MutexLock lock(mutex);
+      now = all;
+    }
+    for (const auto& entry : now) {
+      CallbackPool::get().post([hook = entry.second] {
+        try {
+          (*hook)();
+        } catch (...) {
+          MYCOLL_LOG_ERROR("an abort hook has failed: %s", describeException().c_str());
+        }
+      });
+    }
+  }
+};
+
+Generations::Generations(std::string name, c10::intrusive_ptr<MycollOptions> options,
+                         DeviceFactory makeDevice, std::shared_ptr<Communicator> communicator,
+                         std::unique_ptr<Endpoint> endpoint)
+    : name_(std::move(name)),
+      options_(std::move(options)),
+      makeDevice_(std::move(makeDevice)),
+      endpoint_(std::move(endpoint)),
+      abortHooks_(std::make_shared<AbortHooks>()),
+      timeout_(options_->timeout.count()) {
+  if (communicator) replace(make(std::move(communicator)));
+}
+
+Generation Generations::make(std::shared_ptr<Communicator> communicator) const {
+  communicator->setTimeout(timeout());
+  auto device = makeDevice_ ? makeDevice_(name_, communicator, options_) : nullptr;
+  return {std::move(communicator), std::move(device), Status()};
+}
+
+Generation Generations::current() const {
+  const MutexLock lock(mutex_);
+  return current_;
+}
+
+void Generations::replace(Generation next) {
+  const auto whenFailed = [hooks = abortHooks_] { hooks->call(); };
+  if (next.communicator) next.communicator->whenFailed(whenFailed);
+  if (next.device) next.device->whenFailed(whenFailed);
+  const MutexLock lock(mutex_);
+  std::swap(current_, next);
+}
+
+// Small calls need no lock and no reference if the generation never changes.
+template <typename Part>
+std::shared_ptr<Part> Generations::pin(std::shared_ptr<Part> Generation::* part) const
+    NO_THREAD_SAFETY_ANALYSIS {
+  if (!endpoint_) return {std::shared_ptr<void>(), (current_.*part).get()};
+  return current().*part;
+}
+
+std::shared_ptr<Communicator> Generations::communicator() const {
+  std::shared_ptr<Communicator> now = pin(&Generation::communicator);
+  if (!now) {
+    throwIfFailed(current().why);
+    throwStatus(Status(Code::kInvalidArgument,
+                       "mycoll group '" + name_ +
+                           "': it was made with enable_reconfigure and has no ranks yet: call "
+                           "reconfigure() first"));
+  }
+  return now;
+}
+
+std::shared_ptr<Communicator> Generations::keptCommunicator() const NO_THREAD_SAFETY_ANALYSIS {
+  return endpoint_ ? communicator() : current_.communicator;
+}
+
+std::shared_ptr<DeviceSupport> Generations::device() const { return pin(&Generation::device); }
+
+c10::intrusive_ptr<MycollOptions> Generations::options() const {
+  auto now = c10::make_intrusive<MycollOptions>(*options_);
+  now->timeout = timeout();
+  return now;
+}
+
+void Generations::setTimeout(Milliseconds timeout) {
+  timeout_ = timeout.count();
+  const Generation now = current();
+  if (now.communicator) now.communicator->setTimeout(timeout);
+  if (now.device) now.device->setTimeout(timeout);
+}
+
+void Generations::reconfigure(
+    int64_t number, const std::vector<std::string>& handles, Milliseconds timeout,
+    const std::function<void(const std::shared_ptr<Communicator>&)>& whenFormed) {
+  const MutexLock lock(reconfigureMutex_);
+  Generation former = current();
+  const std::string reason = "reconfigured (" + std::to_string(number) + ") without this rank";
+  if (former.communicator && former.communicator->hasFailed()) {
+    // It is of no use, and keeps its ranks' broken connections from being made again.
+    replace({nullptr, nullptr, former.communicator->error()});
+    former.end(Deadline::after(kEndTimeout), reason);
+    former.communicator->mailbox().detach();
+    former = {};
+  }
+  std::shared_ptr<Communicator> formed;
+  throwIfFailed(endpoint_->form(number, handles, timeout, &formed));
+  Generation next = make(formed);
+  whenFormed(formed);
+  replace(std::move(next));
+  former.end(Deadline::after(kEndTimeout), reason);
+}
+
+void Generations::addAbortHook(int64_t id, std::function<void()> hook) {
+  setAbortHook(id, std::make_shared<const std::function<void()>>(std::move(hook)));
+}
+
+void Generations::removeAbortHook(int64_t id) { setAbortHook(id, nullptr); }
+
+// A hook that is replaced or removed is destroyed without the lock.
+void Generations::setAbortHook(int64_t id, Hook hook) {
+  const MutexLock lock(abortHooks_->mutex);
+  if (hook) {
+    std::swap(abortHooks_->all[id], hook);
+  } else if (auto removed = abortHooks_->all.extract(id)) {
+    std::swap(removed.mapped(), hook);
+  }
+}
+
+}  // namespace mycoll

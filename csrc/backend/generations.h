@@ -1,0 +1,106 @@
+// Generations: the ranks that a MycollBackend stands for, with the engine's group and the
+// DeviceSupport that belong to them.
+//
+// A group that was made with enable_reconfigure has an endpoint, and one generation after another:
+// none until the first reconfigure(), and a new one after each. Every other group has one
+// generation, which never changes.
+//
+// A collective runs in the generation that is current when it is called. reconfigure() forms the
+// next one, makes it current, and then ends the former one, where operations that are still pending
+// fail. If forming fails, the former one remains current, and usable. If the former one had failed
+// before, it is ended first, and until the next one is current, collectives throw its first cause.
+//
+// Thread contract: [any thread], without the GIL. mutex_ guards the current generation and is a
+// leaf; calls of a group without an endpoint do not take it. reconfigureMutex_ is held as long as
+// reconfigure() runs, and serialises such calls. Abort hooks run on threads of the CallbackPool.
+// Lifetime: a part of its MycollBackend. Generations that have ended live on while Works refer to
+// them.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/device_support.h"
+#include "backend/options.h"
+#include "base/mutex.h"
+#include "engine/communicator.h"
+#include "engine/endpoint.h"
+
+namespace mycoll {
+
+struct Generation {
+  std::shared_ptr<Communicator> communicator;  // null: the group has no ranks, see `why`
+  std::shared_ptr<DeviceSupport> device;       // null if there is no accelerator
+  Status why;
+
+  // The first cause if the generation has failed.
+  Status error() const;
+  // Waits for pending operations, at most until the deadline, and leaves the groups. The reason is
+  // sent to the other ranks; it may be empty.
+  void end(Deadline deadline, const std::string& reason) const;
+};
+
+class Generations {
+ public:
+  using Milliseconds = std::chrono::milliseconds;
+
+  // communicator: of the only generation; null if there is an endpoint. makeDevice: empty if there
+  // is no accelerator.
+  Generations(std::string name, c10::intrusive_ptr<MycollOptions> options, DeviceFactory makeDevice,
+              std::shared_ptr<Communicator> communicator, std::unique_ptr<Endpoint> endpoint);
+
+  Generation current() const EXCLUDES(mutex_);
+  // Return what may be used until the caller's call returns. communicator() throws if there is
+  // none.
+  std::shared_ptr<Communicator> communicator() const;
+  std::shared_ptr<DeviceSupport> device() const;
+  // As communicator(), for what outlives the call.
+  std::shared_ptr<Communicator> keptCommunicator() const;
+
+  // The options of the group, with its present timeout: a copy.
+  c10::intrusive_ptr<MycollOptions> options() const;
+  const DeviceFactory& makeDevice() const { return makeDevice_; }
+  Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
+  // For the current generation, and for those to come.
+  void setTimeout(Milliseconds timeout);
+
+  // Null: the generation never changes.
+  const Endpoint* endpoint() const { return endpoint_.get(); }
+  // Only with an endpoint: see MycollBackend::reconfigure(). whenFormed: called with the next
+  // communicator, before it is current.
+  void reconfigure(int64_t number, const std::vector<std::string>& handles, Milliseconds timeout,
+                   const std::function<void(const std::shared_ptr<Communicator>&)>& whenFormed)
+      EXCLUDES(reconfigureMutex_);
+
+  // Abort hooks are called, by id, when a generation has failed.
+  void addAbortHook(int64_t id, std::function<void()> hook);
+  void removeAbortHook(int64_t id);
+
+ private:
+  using Hook = std::shared_ptr<const std::function<void()>>;
+  struct AbortHooks;
+
+  // Sets the communicator's timeout, and makes the DeviceSupport.
+  Generation make(std::shared_ptr<Communicator> communicator) const;
+  void replace(Generation next) EXCLUDES(mutex_);
+  template <typename Part>
+  std::shared_ptr<Part> pin(std::shared_ptr<Part> Generation::* part) const;
+  void setAbortHook(int64_t id, Hook hook);
+
+  const std::string name_;
+  const c10::intrusive_ptr<MycollOptions> options_;  // never changed: other threads read it
+  const DeviceFactory makeDevice_;
+  const std::unique_ptr<Endpoint> endpoint_;
+  const std::shared_ptr<AbortHooks> abortHooks_;  // shared with the generations
+  std::atomic<Milliseconds::rep> timeout_;
+  Mutex reconfigureMutex_;
+  mutable Mutex mutex_;
+  Generation current_ GUARDED_BY(mutex_);
+};
+
+}  // namespace mycoll

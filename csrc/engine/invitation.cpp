@@ -160,7 +160,7 @@ Status Invitation::send(std::shared_ptr<Mesh> mesh, const Receiver& receiver,
     return Status();
   }
   invitation.mailbox_.open();
-  invitation.mailbox_.tell(kReceiver, FrameKind::kInvitation, payload, receiver.isOpened ? 1 : 0);
+  invitation.mailbox_.notify(kReceiver, FrameKind::kInvitation, payload, receiver.isOpened ? 1 : 0);
   return Status();
 }
 

@@ -51,6 +51,13 @@ void Dial::moveTo(State next) {
 Dial::Dial(Local& local, const PeerAddress& peer, Joining joining)
     : local_(local), peer_(peer), joining_(joining) {
   if (!begin()) nextAttempt_ = Deadline::after(std::chrono::milliseconds(0));
+  ++local_.dialing;
+  local_.pending.fetch_add(1, std::memory_order_relaxed);
+}
+
+Dial::~Dial() {
+  --local_.dialing;
+  local_.pending.fetch_sub(1, std::memory_order_relaxed);
 }
 
 // The oldest group that both are in authenticates the connection, whichever group needs it: the

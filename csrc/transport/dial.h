@@ -46,6 +46,9 @@ class Dial {
   };
   // Begins the first attempt. The peer's address outlives this.
   Dial(Local& local, const PeerAddress& peer, Joining joining) REQUIRES(ioRole);
+  ~Dial();
+  Dial(const Dial&) = delete;
+  Dial& operator=(const Dial&) = delete;
   State state() const REQUIRES(ioRole) { return state_; }
   // Whether the peer may have made the connection already, as it knows that this side wants it.
   bool hasProved() const REQUIRES(ioRole) {

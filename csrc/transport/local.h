@@ -83,7 +83,6 @@ struct Local {
   std::atomic<int> pending{0};
   int dialing GUARDED_BY(ioRole) = 0;   // dials in progress, of these
   int tcpLinks GUARDED_BY(ioRole) = 0;  // open TCP sockets of connections
-  int readings GUARDED_BY(ioRole) = 0;  // messages being read in place (mailbox.h)
   int asleep GUARDED_BY(ioRole) = 0;    // threads asleep; if there is one, peers ring
 };
 

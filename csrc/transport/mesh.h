@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <string>
@@ -26,6 +27,7 @@
 #include "transport/local.h"
 #include "transport/mailbox.h"
 #include "transport/process_watch.h"
+#include "transport/shared_reads.h"
 
 namespace mycoll {
 
@@ -67,18 +69,15 @@ class Mesh {
   void addMailbox(Mailbox* mailbox) REQUIRES(ioRole);
   void removeMailbox(Mailbox* mailbox) REQUIRES(ioRole);  // does not throw
   Connection& linkTo(const PeerAddress& peer) REQUIRES(ioRole);
-  void enqueue(Connection& connection, OutItem item) REQUIRES(ioRole) {
-    connection.enqueue(std::move(item));
-  }
-  void forget(Transfer* request) REQUIRES(ioRole);  // removes it from all queues
-  void forget(const Mailbox::Unexpected* message) REQUIRES(ioRole);
-  // Discards what is being received into this window.
-  void forget(Mailbox* mailbox, uint64_t window) REQUIRES(ioRole);
+  // Removes it from all queues, and discards what is being received into it.
+  void forget(Transfer* request) REQUIRES(ioRole);
+  // Discards what is being received into such targets.
+  void discard(const std::function<bool(const FrameTarget&)>& isMeant) REQUIRES(ioRole);
+  SharedReads& sharedReads() REQUIRES(ioRole) { return sharedReads_; }
   void raise(Mailbox* mailbox, Event event) REQUIRES(ioRole) {
     local_.raise(mailbox, std::move(event));
   }
   void addPending(int delta) { local_.pending.fetch_add(delta, std::memory_order_relaxed); }
-  void addReadings(int delta) REQUIRES(ioRole) { local_.readings += delta; }
   void finishDelivered(Transfer* request) REQUIRES(ioRole) { delivered_.push_back(request); }
   bool hasLinkTo(const PeerAddress& peer) const REQUIRES(ioRole);
   // Sends it on the existing connection, or on the next one that is made; makes none itself.
@@ -124,6 +123,7 @@ class Mesh {
   // every Connection is polled all the time, and there may be a thousand peers that need none. Only
   // frames of the latest groups are kept; Connection answers for the other groups.
   std::unordered_map<std::string, std::list<std::vector<OutItem>>> unconnected_ GUARDED_BY(ioRole);
+  SharedReads sharedReads_ GUARDED_BY(ioRole);
   std::vector<Transfer*> delivered_ GUARDED_BY(ioRole);
   std::atomic<int64_t> processesChecked_{0};   // when, in ms of the steady clock
   bool hasRunOut_ GUARDED_BY(ioRole) = false;  // of memory, and the groups were not notified yet

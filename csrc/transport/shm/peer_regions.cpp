@@ -38,9 +38,7 @@ bool PeerRegions::give(uint64_t region, LinkSender& link) {
 void PeerRegions::takeBack(uint64_t region) { given_[region] = Deadline::after(kTryAgain); }
 
 void PeerRegions::add(uint64_t region, size_t bytes, Fd fd) {
-  std::erase_if(known_, [](const auto& entry) {
-    return SharedHeap::headOf(*entry.second).isDropped.load(std::memory_order_acquire) != 0;
-  });
+  std::erase_if(known_, [](const auto& entry) { return SharedHeap::isDropped(*entry.second); });
   std::shared_ptr<Segment> segment;
   const Status status = map(std::move(fd), bytes, &segment);
   if (status.ok()) {

@@ -190,8 +190,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
     Challenge answer{};
     answer.outcome =
         isOpened ? Outcome::kGone : local_.groups.standing(hello.context, hello.destination);
-    WriteExactly sendAnswer(fd, &answer, sizeof(answer), deadline);
-    co_await sendAnswer;
+    (void)sendWhole(fd, &answer, sizeof(answer));
     co_return refused;
   }
   deadline = visitor->deadline = Deadline::after(kStrangerTime);  // it has waited for this process
@@ -206,13 +205,12 @@ Task Doorkeeper::answer(Visitor* visitor) {
   Challenge challenge;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
   challenge.mac = acceptorProof(secret, hello, challenge.nonce);
-  WriteExactly sendChallenge(fd, &challenge, sizeof(challenge), deadline);
-  co_await sendChallenge;
+  if (!sendWhole(fd, &challenge, sizeof(challenge))) co_return refused;
   Proof proof;
   Fd memory;
   ReadExactly readProof(fd, &proof, sizeof(proof), deadline, hello.isShm ? &memory : nullptr);
   co_await readProof;
-  if (sendChallenge.hasFailed() || readProof.hasFailed()) co_return refused;
+  if (readProof.hasFailed()) co_return refused;
   Digest expected = connectorProof(secret, hello, challenge.nonce, proof.cookie);
   if (!constantTimeEqual(expected, proof.mac)) {
     MYCOLL_LOG_WARN("refused a connection that claims to be rank %d", hello.source);
@@ -231,9 +229,9 @@ Task Doorkeeper::answer(Visitor* visitor) {
                                       proof.cookie, sizeof(proof.cookie)) == 0;
     if (!isMapped) verdict.outcome = Outcome::kRefused;
   }
-  WriteExactly sendVerdict(fd, &verdict, sizeof(verdict), deadline);
-  co_await sendVerdict;
-  if (sendVerdict.hasFailed() || verdict.outcome != Outcome::kAccepted) co_return refused;
+  if (!sendWhole(fd, &verdict, sizeof(verdict)) || verdict.outcome != Outcome::kAccepted) {
+    co_return refused;
+  }
   visitor->entrant = {
       peer, local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker),
       hello.joins};

@@ -57,7 +57,7 @@ class Connection {
   Connection(Local& local, PeerAddress peer)
       : local_(local),
         peer_(std::move(peer)),
-        sender_(local, peer_, regions_),
+        sender_(local, peer_),
         receiver_(local, *this) {}
   ~Connection();
 

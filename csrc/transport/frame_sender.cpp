@@ -154,13 +154,9 @@ void FrameSender::giveWay() {
 void FrameSender::sendDescriptor(Lane& lane) {
   OutItem& item = lane.item;
   const FrameKind kind = item.header.kind;
-  if (item.header.hasDescriptor || item.sent > 0) return;
-  if (item.region != 0) {
-    item.header.hasDescriptor = regions_.give(item.region, *lane.link);
-  } else if (item.request && item.request->attached_ &&
-             (kind == FrameKind::kEager || kind == FrameKind::kRequestToSend)) {
-    item.header.hasDescriptor = lane.link->sendFd(item.request->attached_->fd());
-  }
+  if (!item.request || !item.request->attached_ || item.header.hasDescriptor || item.sent > 0) return;
+  if (kind != FrameKind::kEager && kind != FrameKind::kRequestToSend) return;
+  item.header.hasDescriptor = lane.link->sendFd(item.request->attached_->fd());
 }
 
 void FrameSender::onSent(Lane& lane) {

@@ -23,7 +23,6 @@
 #include "transport/local.h"
 #include "transport/loss.h"
 #include "transport/peer.h"
-#include "transport/shm/peer_regions.h"
 #include "transport/transfer.h"
 
 namespace mycoll {
@@ -41,15 +40,11 @@ struct OutItem {
   // off. kEager: the same, once this frame, which has no payload, has been sent.
   Span message;
   size_t cut = 0;
-  // kRequestToSend: the region of shared tensors in which the payload can be read, or 0.
-  uint64_t region = 0;
 };
 
 class FrameSender {
  public:
-  // regions: those that were sent to this peer.
-  FrameSender(Local& local, const PeerAddress& peer, PeerRegions& regions)
-      : local_(local), peer_(peer), regions_(regions) {}
+  FrameSender(Local& local, const PeerAddress& peer) : local_(local), peer_(peer) {}
 
   // Adds the ring, or a socket.
   void add(std::unique_ptr<LinkSender> link, bool isShm) REQUIRES(ioRole);
@@ -111,7 +106,6 @@ class FrameSender {
 
   Local& local_;
   const PeerAddress& peer_;
-  PeerRegions& regions_;
   bool isShm_ GUARDED_BY(ioRole) = false;
   std::deque<Lane> lanes_ GUARDED_BY(ioRole);
   std::deque<OutItem> queue_ GUARDED_BY(ioRole);

@@ -76,9 +76,15 @@ Status Mesh::open() {
 
 // Any part of the work may run out of memory.
 template <class Work>
-bool Mesh::workWithin(const Work& work) {
+bool Mesh::turn(const Work& work) {
   try {
-    if (!hasRunOut_) return work();
+    if (!hasRunOut_) {
+      const bool moved = work();
+      if (local_.events.empty()) return moved;
+      handleEvents();
+      for (auto& connection : connections_) connection->flush();  // what the groups answer
+      return true;
+    }
   } catch (const std::bad_alloc&) {
     hasRunOut_ = true;
   }
@@ -101,18 +107,6 @@ void Mesh::giveUp() {
   }
   handleEvents();
   hasRunOut_ = false;
-}
-
-// Sends immediately what the groups answer.
-template <class Work>
-bool Mesh::turn(const Work& work) {
-  return workWithin([&]() REQUIRES(ioRole) {
-    const bool moved = work();
-    if (local_.events.empty()) return moved;
-    handleEvents();
-    for (auto& connection : connections_) connection->flush();
-    return true;
-  });
 }
 
 // A handler may raise further events.

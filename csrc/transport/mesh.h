@@ -90,13 +90,11 @@ class Mesh {
   Status open();
   // Called by a thread that waits in the sleeper.
   void onReady(const epoll_event* events, int count);
-  template <class Work>
-  bool turn(const Work& work) REQUIRES(ioRole);
   void handleEvents() REQUIRES(ioRole);
   bool lookAndMove(bool* inHost) REQUIRES(ioRole);
-  // Calls work(). If that runs out of memory, all groups fail.
+  // Calls work(), and passes the groups their events. If memory runs out, all groups fail.
   template <class Work>
-  bool workWithin(const Work& work) REQUIRES(ioRole);
+  bool turn(const Work& work) REQUIRES(ioRole);
   void giveUp() REQUIRES(ioRole);
   void onEvent(const epoll_event& event) REQUIRES(ioRole);
   void pollEvents() REQUIRES(ioRole);

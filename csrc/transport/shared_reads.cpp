@@ -13,15 +13,12 @@ namespace mycoll {
 
 // A checked message must be sent in frames, which hold its checksums.
 void SharedReads::offer(Transfer& request, Connection& connection, OutItem* item) {
-  if (request.mailbox_->mesh().options().isChecked) return;
-  const SharedPlace place = SharedHeap::process().find(request.data_);
   const bool isOpen = connection.state() == Connection::State::kOpen && connection.isShm();
-  if (place.region == 0 || request.attached_ || !isOpen ||
-      !connection.regions().mayGive(place.region)) {
-    return;
-  }
+  if (!isOpen || request.attached_ || request.mailbox_->mesh().options().isChecked) return;
+  const SharedPlace place = SharedHeap::process().find(request.data_);
+  if (place.region == 0) return;
+  if (!connection.regions().offer(place.region, &request.attached_)) return;
   request.isShared_ = true;
-  item->region = place.region;
   item->owned.assign(reinterpret_cast<const char*>(&place), sizeof(place));
   item->header.payloadBytes = sizeof(place);
 }

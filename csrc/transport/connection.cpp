@@ -37,14 +37,8 @@ constexpr std::chrono::milliseconds kSilentHere(500);
 }
 
 const char* name(State state) {
-  switch (state) {
-    case State::kIdle: return "idle";
-    case State::kDialing: return "dialing";
-    case State::kOpen: return "open";
-    case State::kEnding: return "ending";
-    case State::kLost: return "lost";
-  }
-  return "unknown state";
+  constexpr const char* kNames[] = {"idle", "dialing", "open", "ending", "lost"};
+  return kNames[static_cast<int>(state)];
 }
 
 }  // namespace
@@ -66,13 +60,8 @@ void Connection::countStuck() {
 }
 
 Connection::~Connection() {
-  close();
-  if (isStuck_) local_.pending.fetch_sub(1, std::memory_order_relaxed);
-}
-
-void Connection::close() {
   sender_.close();
-  receiver_.close();
+  if (isStuck_) local_.pending.fetch_sub(1, std::memory_order_relaxed);
 }
 
 // ---- being made --------------------------------------------------------------------------------
@@ -126,8 +115,8 @@ void Connection::joinMore() {
     wanted = std::max(wanted, static_cast<int>(interfaces));
   }
   for (int number = 1; number < std::min<int>(wanted, kMostSockets); ++number) {
-    joining_.push_back(std::make_unique<Dial>(
-        local_, peer_, Dial::Joining{id_, static_cast<size_t>(number)}));
+    joining_.push_back(
+        std::make_unique<Dial>(local_, peer_, Dial::Joining{id_, static_cast<size_t>(number)}));
   }
 }
 
@@ -255,7 +244,8 @@ bool Connection::hasArrived() NO_THREAD_SAFETY_ANALYSIS {
 
 void Connection::lose() {
   moveTo(State::kLost);
-  close();
+  sender_.close();
+  receiver_.close();
   (void)sender_.dropAll();
 }
 

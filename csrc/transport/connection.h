@@ -55,10 +55,7 @@ class Connection {
   static constexpr size_t kTurnBytes = 512 * 1024;
 
   Connection(Local& local, PeerAddress peer)
-      : local_(local),
-        peer_(std::move(peer)),
-        sender_(local, peer_),
-        receiver_(local, *this) {}
+      : local_(local), peer_(std::move(peer)), sender_(local, peer_), receiver_(local, *this) {}
   ~Connection();
 
   const PeerAddress& peer() const { return peer_; }
@@ -138,7 +135,6 @@ class Connection {
   void add(Link link) REQUIRES(ioRole);
   void goOnJoining() REQUIRES(ioRole);
   void joinMore() REQUIRES(ioRole);
-  void close() REQUIRES(ioRole);
 
   Local& local_;
   const PeerAddress peer_;

@@ -106,9 +106,9 @@ void Dial::finish() {
     notYet_ += outcome_ == Outcome::kNotYet;
     const bool isLastGroup = local_.groups.commonWith(peer_.uid).size() == 1;
     nextAttempt_ =
-        Deadline::after(isLater                                 ? kConnectAgain
+        Deadline::after(isLater                               ? kConnectAgain
                         : isLastGroup && !hello_.isInvitation ? kLastWords
-                                                                : std::chrono::milliseconds(0));
+                                                              : std::chrono::milliseconds(0));
     return moveTo(State::kWaiting);
   }
   if (!isMade && loss_.reason == LossReason::kNotListening && joining_.connection == 0 &&

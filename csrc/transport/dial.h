@@ -51,9 +51,7 @@ class Dial {
   Dial& operator=(const Dial&) = delete;
   State state() const REQUIRES(ioRole) { return state_; }
   // Whether the peer may have made the connection already, as it knows that this side wants it.
-  bool hasProved() const REQUIRES(ioRole) {
-    return state_ == State::kTrying && hasProved_;
-  }
+  bool hasProved() const REQUIRES(ioRole) { return state_ == State::kTrying && hasProved_; }
 
   // Continues an attempt if what it waits for has happened.
   void goOn() REQUIRES(ioRole);
@@ -92,7 +90,7 @@ class Dial {
   const PeerAddress& peer_;
   const Joining joining_;
   State state_ GUARDED_BY(ioRole) = State::kWaiting;
-  Task task_ GUARDED_BY(ioRole);                         // of the attempt that is under way
+  Task task_ GUARDED_BY(ioRole);  // of the attempt that is under way
   // Of the latest attempt: the group that authenticates it, and why another one may succeed.
   Hello hello_ GUARDED_BY(ioRole);
   std::string secret_ GUARDED_BY(ioRole);

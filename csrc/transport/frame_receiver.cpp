@@ -14,18 +14,10 @@ namespace {
 
 // Frames for the group itself, and kHold and kGoOn. Their payload is short and delivered whole.
 bool isControlFrame(FrameKind kind) {
-  switch (kind) {
-    case FrameKind::kAbort:
-    case FrameKind::kGoodbye:
-    case FrameKind::kProbe:
-    case FrameKind::kArrived:
-    case FrameKind::kQuestion:
-    case FrameKind::kAnswer:
-    case FrameKind::kDeadlock:
-    case FrameKind::kHold:
-    case FrameKind::kGoOn: return true;
-    default: return isForming(kind);
-  }
+  return kind == FrameKind::kAbort || kind == FrameKind::kGoodbye || kind == FrameKind::kProbe ||
+         kind == FrameKind::kArrived || kind == FrameKind::kQuestion ||
+         kind == FrameKind::kAnswer || kind == FrameKind::kDeadlock || kind == FrameKind::kHold ||
+         kind == FrameKind::kGoOn || isForming(kind);
 }
 
 // Whether a mailbox receives the frame with its payload, not the payload separately.

@@ -56,8 +56,8 @@ void FrameSender::add(std::unique_ptr<LinkSender> link, bool isShm) {
 }
 
 bool FrameSender::isIdle() const {
-  return queue_.empty() &&
-         std::none_of(lanes_.begin(), lanes_.end(), [](const Lane& lane) { return lane.isSending; });
+  return queue_.empty() && std::none_of(lanes_.begin(), lanes_.end(),
+                                        [](const Lane& lane) { return lane.isSending; });
 }
 
 bool FrameSender::hasQueued(uint64_t context, int rank) const {
@@ -154,7 +154,8 @@ void FrameSender::giveWay() {
 void FrameSender::sendDescriptor(Lane& lane) {
   OutItem& item = lane.item;
   const FrameKind kind = item.header.kind;
-  if (!item.request || !item.request->attached_ || item.header.hasDescriptor || item.sent > 0) return;
+  if (!item.request || !item.request->attached_ || item.header.hasDescriptor || item.sent > 0)
+    return;
   if (kind != FrameKind::kEager && kind != FrameKind::kRequestToSend) return;
   item.header.hasDescriptor = lane.link->sendFd(item.request->attached_->fd());
 }

@@ -51,7 +51,7 @@ enum class Outcome : uint32_t {
   kGone,          // ... has left the group
   kAskAgain,      // ... has, or makes, a connection of its own
   kRefused,       // the connection is lost, there is no such connection to join, or no memory
-  kBusy,  // not sent: the acceptor has too many connections that wait
+  kBusy,          // not sent: the acceptor has too many connections that wait
 };
 
 struct Hello {
@@ -100,8 +100,8 @@ Status connectUnix(const std::string& uid, Fd* socket, bool* isFull);
 // Whether the connected process runs as this user, or one of the two as root.
 bool isSameUser(int socket);
 
-// Sends all of a handshake's message. Returns false if the socket is broken: a fresh one has room for
-// so few bytes.
+// Sends all of a handshake's message. Returns false if the socket is broken: a fresh one has room
+// for so few bytes.
 bool sendWhole(int socket, const void* data, size_t bytes);
 
 // ---- conditions: waiting for a socket without blocking -----------------------------------------

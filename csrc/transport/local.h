@@ -57,7 +57,7 @@ struct Local {
   bool isOnThisHost(const PeerAddress& peer) const {
     return peer.hostIdentity == address.hostIdentity;
   }
-  Bell bellOf(const PeerAddress& peer) const { return bell.bellOf(peer.uid); }
+  Bell bellOf(const PeerAddress& peer) const { return Bell(bell.fd(), peer.uid); }
   // Makes this process's end of a connection that both sides have agreed on. segment: the memory of
   // its rings; null over TCP.
   Link makeLink(const PeerAddress& peer, Fd socket, std::shared_ptr<Segment> segment,

@@ -694,22 +694,23 @@ bool Mailbox::isUnmatched(const Transfer& request) {
          std::find(waiting.begin(), waiting.end(), &request) != waiting.end();
 }
 
+template <typename Wanted>
+bool Mailbox::isAnyOpen(Wanted isWanted) const {
+  const Transfer* request = open_;
+  while (request && !isWanted(*request)) request = request->next_;
+  return request != nullptr;
+}
+
 bool Mailbox::isReceiving(bool orPosted) {
   IoLock lock(ioMutex());
-  for (const Transfer* request = open_; request; request = request->next_) {
-    if (request->messageClass_ == MessageClass::kPointToPoint && request->isReceive_ &&
-        (orPosted || !isWaiting(*request))) {
-      return true;
-    }
-  }
-  return false;
+  return isAnyOpen([&](const Transfer& request) REQUIRES(ioRole) {
+    return request.messageClass_ == MessageClass::kPointToPoint && request.isReceive_ &&
+           (orPosted || !isWaiting(request));
+  });
 }
 
 bool Mailbox::needs(int rank) const {
-  for (const Transfer* request = open_; request; request = request->next_) {
-    if (request->peer_ == rank) return true;
-  }
-  return false;
+  return isAnyOpen([rank](const Transfer& request) { return request.peer_ == rank; });
 }
 
 void Mailbox::endAll(const Status& status, const std::function<bool(const Transfer&)>& isMeant) {

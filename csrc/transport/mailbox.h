@@ -202,6 +202,8 @@ class Mailbox {
   void post(Transfer& request, MessageClass messageClass, uint64_t tag, const Signature& signature,
             Span data) REQUIRES(ioRole);
   bool isWaiting(const Transfer& request) const REQUIRES(ioRole);
+  template <typename Wanted>
+  bool isAnyOpen(Wanted isWanted) const REQUIRES(ioRole);
   // As finish(), for a request that may still be known elsewhere.
   void abandon(Transfer& request, Status status) REQUIRES(ioRole);
   void acceptUnexpected(Transfer& request, std::list<UnexpectedMessage>::iterator message)
@@ -256,9 +258,9 @@ class Mailbox {
   std::vector<Flow> flows_ GUARDED_BY(ioRole);  // by rank
   // A message that a kEager frame without payload has begun, and where its payload goes.
   struct Assembly {
-    uint64_t request = 0;              // by id; or
+    uint64_t request = 0;                  // by id; or
     UnexpectedMessage* message = nullptr;  // memory of this mailbox
-    size_t left = 0;                   // bytes that have not begun to arrive
+    size_t left = 0;                       // bytes that have not begun to arrive
   };
   std::map<std::pair<int, uint64_t>, Assembly> assemblies_ GUARDED_BY(ioRole);  // source, number
   // Matched, or waiting for clear-to-send, by id.

@@ -277,8 +277,9 @@ void Mesh::discard(const std::function<bool(const FrameTarget&)>& isMeant) {
 
 bool Mesh::hasQueued(uint64_t context, int rank) const {
   return std::any_of(connections_.begin(), connections_.end(),
-                     [&](const auto& connection)
-                         REQUIRES(ioRole) { return connection->sender().hasQueued(context, rank); });
+                     [&](const auto& connection) REQUIRES(ioRole) {
+                       return connection->sender().hasQueued(context, rank);
+                     });
 }
 
 // If two processes connect to each other at the same time, the connection made by the smaller uid

@@ -142,7 +142,8 @@ TEST(Frames, aWindowClosesInTheMiddleOfAPut) {
     target.windows().open(1, {memory->data(), 1000});
     gate->budget = sizeof(FrameHeader) + 400;
     Transfer putting;
-    world.at(0, kGroup).mailbox->windows().put(putting, 1, 1, 0, Meshes::word(1000), {data.data(), 1000});
+    world.at(0, kGroup).mailbox->windows().put(putting, 1, 1, 0, Meshes::word(1000),
+                                               {data.data(), 1000});
     EXPECT(world.turnUntil([&] { return gate->budget == 0 && (*memory)[399] == 'y'; }));
     EXPECT((*memory)[400] == 'x');
     target.windows().close(1, Status(Code::kAborted, "closed"));
@@ -170,7 +171,7 @@ TEST(Frames, aPutIsCancelledHalfWay) {
       std::vector<char> data(kBytes, 'y');
       Transfer putting;
       world.at(0, kGroup).mailbox->windows().put(putting, 1, 1, 0, Meshes::word(kBytes),
-                                       {data.data(), kBytes});
+                                                 {data.data(), kBytes});
       EXPECT(world.turnUntil([&] { return gate->budget == 0; }));
     }
     gate->budget = ~size_t{0};
@@ -313,7 +314,7 @@ TEST(Frames, repeatedNotificationsReplaceEachOther) {
   mailbox.send(message, 1, kMessages, 5, Meshes::word(100), {once.data(), 100});
   for (int i = 0; i < 100'000; ++i) {
     mailbox.notify(1, i % 2 ? FrameKind::kArrived : FrameKind::kQuestion, std::string(1000, 'a'),
-                 static_cast<uint64_t>(i % 3));
+                   static_cast<uint64_t>(i % 3));
     world.turn(1);
   }
   world.join(1, kGroup + 1, {0, 1});

@@ -60,7 +60,6 @@ void Connection::countStuck() {
 }
 
 Connection::~Connection() {
-  sender_.close();
   if (isStuck_) local_.pending.fetch_sub(1, std::memory_order_relaxed);
 }
 
@@ -244,9 +243,9 @@ bool Connection::hasArrived() NO_THREAD_SAFETY_ANALYSIS {
 
 void Connection::lose() {
   moveTo(State::kLost);
+  (void)sender_.dropAll();
   sender_.close();
   receiver_.close();
-  (void)sender_.dropAll();
 }
 
 }  // namespace mycoll

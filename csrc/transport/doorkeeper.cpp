@@ -200,7 +200,8 @@ Task Doorkeeper::answer(Visitor* visitor) {
     co_return refused;
   }
   const std::string secret = mailbox->group().secret;
-  PeerAddress peer = mailbox->group().peers[hello.source];
+  visitor->entrant = {mailbox->group().peers[hello.source], hello.joins, isInvitation, Link()};
+  PeerAddress& peer = visitor->entrant.peer;
   peer.uid = sourceUid;
   Challenge challenge;
   MYCOLL_CO_RETURN_IF_ERROR(randomBytes(challenge.nonce, sizeof(challenge.nonce)));
@@ -218,8 +219,7 @@ Task Doorkeeper::answer(Visitor* visitor) {
   }
   const bool isStill = local_.groups.find(hello.context, hello.destination) != nullptr;
   Verdict verdict;
-  verdict.outcome =
-      isInvitation && !isStill ? Outcome::kGone : admit_({sourceUid, hello.joins, isInvitation});
+  verdict.outcome = isInvitation && !isStill ? Outcome::kGone : admit_(visitor->entrant);
   if (verdict.outcome == Outcome::kGone) co_return refused;
   std::shared_ptr<Segment> segment;
   if (hello.isShm && verdict.outcome == Outcome::kAccepted) {
@@ -232,10 +232,9 @@ Task Doorkeeper::answer(Visitor* visitor) {
   if (!sendWhole(fd, &verdict, sizeof(verdict)) || verdict.outcome != Outcome::kAccepted) {
     co_return refused;
   }
-  visitor->entrant = {
-      peer, local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker),
-      hello.joins};
-  visitor->entrant.link.id = idOf(proof);
+  Link& link = visitor->entrant.link;
+  link = local_.makeLink(peer, std::move(visitor->socket), std::move(segment), RingSide::kTaker);
+  link.id = idOf(proof);
   co_return Status();
 }
 

@@ -62,37 +62,15 @@ void FrameReceiver::add(std::unique_ptr<LinkReceiver> link) {
 
 bool FrameReceiver::onEvent(int fd, bool isClosed) {
   for (Lane& lane : lanes_) {
-    if (!lane.link || lane.link->fd() != fd) continue;
-    lane.link->onEvent(isClosed);
-    return true;
+    if (lane.link->fd() == fd) return lane.link->onEvent(isClosed), true;
   }
   return false;
 }
 
 bool FrameReceiver::maybeReadable() const {
   return std::any_of(lanes_.begin(), lanes_.end(), [&](const Lane& lane) REQUIRES(ioRole) {
-    return lane.link && !isWaiting(lane) && lane.link->maybeReadable();
+    return !isWaiting(lane) && lane.link->maybeReadable();
   });
-}
-
-void FrameReceiver::lookAgain() {
-  for (Lane& lane : lanes_) {
-    if (lane.link) lane.link->lookAgain();
-  }
-}
-
-void FrameReceiver::setAsleep(bool asleep) {
-  for (Lane& lane : lanes_) {
-    if (lane.link) lane.link->setAsleep(asleep);
-  }
-}
-
-void FrameReceiver::close() {
-  for (Lane& lane : lanes_) lane.link.reset();
-}
-
-void FrameReceiver::stop() {
-  for (Lane& lane : lanes_) lane.isOver = true;
 }
 
 // Sockets whose frames wait for each other would wait forever.
@@ -126,7 +104,7 @@ bool FrameReceiver::drain(Lane& lane, size_t turnBytes) {
   size_t movedBytes = 0;
   char discarded[4096];
   const FrameHeader& header = lane.header;
-  while (lane.link && !lane.isOver && movedBytes < turnBytes) {
+  while (!lane.isOver && movedBytes < turnBytes) {
     if (lane.headerGot < sizeof(FrameHeader) && !readHeader(lane, &moved)) return moved;
     if (!lane.isBegun) {
       if (mustWait(header)) return moved;

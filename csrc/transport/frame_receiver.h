@@ -2,9 +2,6 @@
 // more sockets, checks them, and passes them to the mailboxes of their groups. Frames for a group
 // that is not made yet are kept in the GroupTable.
 //
-// With several sockets, a piece of a message waits until the beginning of its message has been read
-// from the first socket, and a goodbye until all pieces sent before it have been read (frame.h).
-//
 // Thread contract: the mesh's I/O lock. Nothing here blocks. Mailboxes answer on the connection
 // while a frame is passed to them. An invalid frame or a broken socket ends the connection.
 // Lifetime: the connection owns it.
@@ -39,7 +36,9 @@ class FrameReceiver {
   // Reads up to about this many bytes from each socket. Returns true if anything was read.
   bool drain(size_t turnBytes) REQUIRES(ioRole);
   // Stops reading: what arrives cannot be trusted.
-  void stop() REQUIRES(ioRole);
+  void stop() REQUIRES(ioRole) {
+    for (Lane& lane : lanes_) lane.isOver = true;
+  }
   // Whether nothing more can be read.
   bool isOver() const REQUIRES(ioRole);
   // Discards the rest of the frames that are being received into such targets.
@@ -47,11 +46,15 @@ class FrameReceiver {
 
   // See LinkReceiver.
   bool maybeReadable() const REQUIRES(ioRole);
-  void lookAgain() REQUIRES(ioRole);
+  void lookAgain() REQUIRES(ioRole) {
+    for (Lane& lane : lanes_) lane.link->lookAgain();
+  }
   // Returns false if the descriptor belongs to another object.
   bool onEvent(int fd, bool isClosed) REQUIRES(ioRole);
-  void setAsleep(bool asleep) REQUIRES(ioRole);
-  void close() REQUIRES(ioRole);
+  void setAsleep(bool asleep) REQUIRES(ioRole) {
+    for (Lane& lane : lanes_) lane.link->setAsleep(asleep);
+  }
+  void close() REQUIRES(ioRole) { lanes_.clear(); }
 
   // Passes on a frame that was kept. Returns false if it names a rank of another process as its
   // source.
@@ -87,7 +90,7 @@ class FrameReceiver {
 
   Local& local_;
   Connection& connection_;
-  // Lanes are added even while others are read, but never removed.
+  // Lanes are added even while others are read, but not removed.
   std::deque<Lane> lanes_ GUARDED_BY(ioRole);
   // The number of messages whose beginning was received, and of whole pieces that were received on
   // other sockets than the first.

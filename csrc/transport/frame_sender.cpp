@@ -199,12 +199,6 @@ void FrameSender::forget(Transfer* request) {
   }
 }
 
-void FrameSender::setAsleep(bool asleep) {
-  for (Lane& lane : lanes_) {
-    if (lane.link) lane.link->setAsleep(asleep);
-  }
-}
-
 void FrameSender::shutDown() const {
   for (const Lane& lane : lanes_) shutdown(lane.link->fd(), SHUT_WR);
 }
@@ -225,10 +219,8 @@ bool FrameSender::hasArrived() const {
 }
 
 void FrameSender::close() {
-  for (Lane& lane : lanes_) {
-    if (lane.link && !isShm_) --local_.tcpLinks;
-    lane.link.reset();
-  }
+  if (!isShm_) local_.tcpLinks -= static_cast<int>(lanes_.size());
+  lanes_.clear();
 }
 
 std::set<Mailbox*> FrameSender::dropAll() {

@@ -1,8 +1,5 @@
 // FrameSender: the sending half of a connection. It holds the queue of frames, and sends them on
-// one ring, or on one or more sockets.
-//
-// With several sockets, the first one carries all kinds of frames in order, and the others only
-// pieces of messages. A piece goes to whichever socket has room (frame.h).
+// one ring, or on one or more sockets: a piece of a message goes to whichever socket has room.
 //
 // Thread contract: the mesh's I/O lock. Nothing here blocks.
 // Lifetime: the connection owns it. Requests of queued items must be alive: forget().
@@ -45,6 +42,7 @@ struct OutItem {
 class FrameSender {
  public:
   FrameSender(Local& local, const PeerAddress& peer) : local_(local), peer_(peer) {}
+  ~FrameSender() { close(); }
 
   // Adds the ring, or a socket.
   void add(std::unique_ptr<LinkSender> link, bool isShm) REQUIRES(ioRole);
@@ -74,15 +72,17 @@ class FrameSender {
   // Sends up to about this many bytes on each socket. Returns true if any were sent. *hasFailed: a
   // socket is broken, and errno holds the error.
   bool flush(size_t turnBytes, bool* hasFailed) REQUIRES(ioRole);
-  void setAsleep(bool asleep) REQUIRES(ioRole);
+  void setAsleep(bool asleep) REQUIRES(ioRole) {
+    for (Lane& lane : lanes_) lane.link->setAsleep(asleep);
+  }
   // Sockets: nothing more is sent, which the peer detects.
   void shutDown() const REQUIRES(ioRole);
   // Sockets: whether the peer has acknowledged everything. Reads and discards what the peer still
   // sends (tcp/link.h).
   bool hasArrived() const REQUIRES(ioRole);
-  void close() REQUIRES(ioRole);
   // Drops all items, and returns the mailboxes of their requests.
   std::set<Mailbox*> dropAll() REQUIRES(ioRole);
+  void close() REQUIRES(ioRole);
 
  private:
   // The size of pieces when there are several sockets.

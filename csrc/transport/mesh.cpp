@@ -26,7 +26,8 @@ constexpr size_t kMostUnsaid = 16;
 Mesh::Mesh(MeshOptions options)
     : local_(std::move(options)),
       doorkeeper_(
-          local_, [this](const Doorkeeper::Claim& claim) REQUIRES(ioRole) { return admit(claim); },
+          local_,
+          [this](const Doorkeeper::Entrant& entrant) REQUIRES(ioRole) { return admit(entrant); },
           [this](Doorkeeper::Entrant entrant) REQUIRES(ioRole) {
             Connection& connection = connectionWith(entrant.peer);
             if (entrant.joins != 0) {
@@ -284,14 +285,14 @@ bool Mesh::hasQueued(uint64_t context, int rank) const {
 
 // If two processes connect to each other at the same time, the connection made by the smaller uid
 // is kept, unless this side's own cannot be open at the peer yet.
-Outcome Mesh::admit(const Doorkeeper::Claim& claim) const {
-  const std::string& uid = claim.uid;
+Outcome Mesh::admit(const Doorkeeper::Entrant& entrant) const {
+  const std::string& uid = entrant.peer.uid;
   // The frames queued for it were dropped with the last common group.
-  if (!claim.isInvitation && !local_.groups.names(uid)) return Outcome::kGone;
+  if (!entrant.isInvitation && !local_.groups.names(uid)) return Outcome::kGone;
   const Connection* connection = find(uid);
-  if (claim.joins != 0) {
-    return connection && connection->mayBeJoined(claim.joins) ? Outcome::kAccepted
-                                                              : Outcome::kRefused;
+  if (entrant.joins != 0) {
+    return connection && connection->mayBeJoined(entrant.joins) ? Outcome::kAccepted
+                                                                : Outcome::kRefused;
   }
   if (!connection) return Outcome::kAccepted;
   switch (connection->state()) {

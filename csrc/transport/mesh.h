@@ -101,7 +101,7 @@ class Mesh {
   void goOnWithHandshakes() REQUIRES(ioRole);
   bool moveBytes(bool* inHost = nullptr) REQUIRES(ioRole);
   void dialAgain() REQUIRES(ioRole);
-  Outcome admit(const Doorkeeper::Claim& claim) const REQUIRES(ioRole);
+  Outcome admit(const Doorkeeper::Entrant& entrant) const REQUIRES(ioRole);
   Connection* find(const std::string& uid) const REQUIRES(ioRole);
   Connection& connectionWith(const PeerAddress& peer) REQUIRES(ioRole);
   void erase(const Connection& connection) REQUIRES(ioRole);

@@ -6,7 +6,7 @@
 // Small messages are sent immediately, and the receiver buffers them if no receive is posted.
 // Larger ones wait at the sender until the receiver has posted memory for them, so nothing is read
 // without a place to put it. A receiver that buffers more than kMaxBufferedBytes from one rank asks
-// it to let the small ones wait, too.
+// it (kHold) to delay the small ones, too.
 //
 // A rank from which nothing was received may not have made the group yet. Its process keeps what is
 // sent to it meanwhile, but only so much (earlyRoom()): after that, the sender waits. A rank that
@@ -57,7 +57,7 @@ struct OutItem;
 constexpr int kFromAnyone = -1;
 // The limit for one rank and one group, without what is in flight when the sender is asked to hold.
 constexpr size_t kMaxBufferedBytes = 16 * 1024 * 1024;
-// The largest message of a collective of this many ranks that is sent without asking first.
+// The largest message of a collective of this many ranks that is sent without a kRequestToSend.
 size_t eagerInCollectives(const MeshOptions& options, size_t ranks);
 
 class Mailbox {

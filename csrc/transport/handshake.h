@@ -64,7 +64,7 @@ struct Hello {
   // The connection (idOf() its Proof) that this socket joins; 0: none.
   uint64_t joins = 0;
   uint32_t isInvitation = 0;
-  // 0: the acceptor has opened the invitation before anybody could name it: it knows it, or has
+  // 0: the acceptor has opened the invitation before any process could name it: it knows it, or has
   // left it.
   uint32_t opensLater = 0;
   char sourceUid[32];
